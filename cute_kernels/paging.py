@@ -1,0 +1,30 @@
+"""Block tables in plain torch, for references and metadata: every product is 64-bit, nothing invalid forms an address."""
+
+from __future__ import annotations
+
+import torch
+
+
+def entries_to_slots(
+    entries: torch.Tensor, requests: torch.Tensor, block_table: torch.Tensor, rows_per_page: int
+) -> torch.Tensor:
+    """Slots int64 of request-local entries (row numbers of a request's cache); -1 where there is none.
+
+    entries and requests broadcast against each other. An entry is mapped iff it is >= 0, its request is a row of the
+    table, its page column lies inside the table and the table holds a page >= 0 there.
+    """
+    entries = entries.long()
+    requests, entries = torch.broadcast_tensors(requests.long(), entries)
+    column = torch.div(entries, rows_per_page, rounding_mode="floor")
+    num_requests, width = block_table.shape
+    known = (entries >= 0) & (requests >= 0) & (requests < num_requests) & (column < width)
+    if num_requests == 0 or width == 0:
+        return torch.full_like(entries, -1)
+    page = block_table[requests.where(known, torch.zeros_like(requests)), column.where(known, torch.zeros_like(column))].long()
+    slot = page * rows_per_page + entries % rows_per_page
+    return slot.where(known & (page >= 0), torch.full_like(slot, -1))
+
+
+def to_index(slots: torch.Tensor) -> torch.Tensor:
+    """int32 form of int64 slots for an index tensor; a slot beyond int32 cannot be named and becomes -1."""
+    return slots.where(slots <= torch.iinfo(torch.int32).max, torch.full_like(slots, -1)).int()

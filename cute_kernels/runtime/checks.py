@@ -1,0 +1,88 @@
+"""Argument checks: every message names the op, the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+Dim = int | str | None
+
+
+class Checker:
+    """Checks the arguments of one call of one op.
+
+    Dimensions may be given by name: the first tensor that uses a name binds it, every later one must agree.
+    All tensors must live on the device of the first one. Only metadata is looked at, never data, so that the
+    checks also run on fake tensors and cost no synchronisation.
+    """
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.dims: dict[str, tuple[Any, str]] = {}
+        self.device: torch.device | None = None
+
+    def fail(self, argument: str, expected: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
+        raise error(f"{self.op}: {argument}: expected {expected}, got {got}")
+
+    def require(self, condition: Any, argument: str, expected: str, got: object) -> None:
+        if not condition:
+            self.fail(argument, expected, got)
+
+    def one_of(self, argument: str, value: object, choices: Sequence[object]) -> None:
+        if value not in choices:
+            self.fail(argument, "one of " + ", ".join(repr(c) for c in choices), repr(value))
+
+    def tensor(
+        self,
+        argument: str,
+        value: Any,
+        dtype: torch.dtype | tuple[torch.dtype, ...],
+        shape: Sequence[Dim] | None = None,
+        *,
+        optional: bool = False,
+        contiguous: bool = False,
+        dense_last: bool = True,
+    ) -> None:
+        """Check a tensor's type, dtype, device, shape and strides.
+
+        `shape` holds sizes, names of sizes, or None for any size. `dense_last` asks for stride 1 in the last dimension.
+        """
+        if value is None:
+            if not optional:
+                self.fail(argument, "a tensor", "None", TypeError)
+            return
+        if not isinstance(value, torch.Tensor):
+            self.fail(argument, "a tensor", type(value).__name__, TypeError)
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+        if value.dtype not in dtypes:
+            self.fail(argument, "dtype " + " or ".join(str(d) for d in dtypes), value.dtype, TypeError)
+        if self.device is None:
+            self.device = value.device
+        elif value.device != self.device:
+            self.fail(argument, f"a tensor on {self.device}", f"one on {value.device}")
+        if shape is not None:
+            self._shape(argument, value, shape)
+        if contiguous and not value.is_contiguous():
+            self.fail(argument, "a contiguous tensor", f"strides {tuple(value.stride())}")
+        if dense_last and value.dim() > 0 and value.size(-1) > 1 and value.stride(-1) != 1:
+            self.fail(argument, "stride 1 in the last dimension", f"strides {tuple(value.stride())}")
+
+    def _shape(self, argument: str, value: torch.Tensor, shape: Sequence[Dim]) -> None:
+        wanted = "[" + ", ".join("any" if d is None else str(d) for d in shape) + "]"
+        if value.dim() != len(shape):
+            self.fail(argument, f"{len(shape)} dimensions {wanted}", f"shape {list(value.shape)}")
+        for axis, want in enumerate(shape):
+            have = value.shape[axis]
+            if want is None:
+                continue
+            if isinstance(want, str):
+                if want not in self.dims:
+                    self.dims[want] = (have, argument)
+                    continue
+                bound, source = self.dims[want]
+                if have != bound:
+                    self.fail(argument, f"shape {wanted} with {want} = {bound} as in {source}", list(value.shape))
+            elif have != want:
+                self.fail(argument, f"shape {wanted}", list(value.shape))

@@ -1,0 +1,46 @@
+"""What many tests need: poisoned pools, opcheck, random data with the values that break kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.library import opcheck
+
+POISON_BYTE = 0xA5
+
+
+def poisoned_pool(fmt: Any, num_blocks: int, block_size: int, extra_stride: int = 0, device: str = "cpu") -> torch.Tensor:
+    """A pool of `fmt` whose every byte, padding included, is POISON_BYTE. `extra_stride` bytes are added to each page."""
+    cache = fmt.allocate(num_blocks, block_size, device, fmt.page_stride(block_size) + extra_stride)
+    raw_bytes(cache).fill_(POISON_BYTE)
+    return cache
+
+
+def raw_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """All bytes of the memory behind a pool (or any tensor), page padding included, as uint8 [n]."""
+    storage = cache.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage, 0, (storage.nbytes(),))
+
+
+def check_op(name: str, *args: Any) -> None:
+    """torch.library.opcheck of cute_kernels::<name> with schema-order arguments."""
+    opcheck(getattr(torch.ops.cute_kernels, name).default, args)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def spread(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Normal values whose rows have very different magnitudes, with exact zeros, a zero row and tiny rows among them."""
+    g = generator(seed)
+    x = torch.randn(shape, generator=g)
+    magnitude = torch.exp2(torch.randint(-18, 12, (*shape[:-1], 1), generator=g).float())
+    x = x * magnitude
+    x[torch.rand(shape, generator=g) < 0.02] = 0.0
+    flat = x.view(-1, shape[-1])
+    if flat.shape[0] > 2:
+        flat[1] = 0.0
+        flat[2] *= 1e-6
+    return x.to(dtype)
