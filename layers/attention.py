@@ -1,0 +1,300 @@
+"""One whole DeepSeek-V4 attention layer: input GEMMs, norms, caches, compressor, indexer, attention, output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from cute_kernels import numerics
+from cute_kernels.norm.ops import fused_q_kv_rmsnorm
+from layers.caches import INDEX_CACHES, KV_CACHES, LayerCaches
+from layers.compressor import DeepseekCompressor
+from layers.config import DeepseekV4Config
+from layers.indexer import DeepseekV4Indexer
+from layers.linear import Linear
+from layers.metadata import DeepseekV4Metadata
+from layers.mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
+from layers.output import OutputProjection
+from layers.parallel import TensorParallel
+from layers.rotary import RotaryEmbedding
+
+QUANTIZED_LINEARS = frozenset({"wqa_wkv", "wq_b", "wo_a", "wo_b", "indexer.wq_b"})
+"""Linears that a published checkpoint stores as FP8."""
+
+AUX_STREAM_MAX_TOKENS = 1024
+"""Above this many rows the GEMMs fill the GPU by themselves and run one after the other."""
+
+
+@dataclass
+class AttentionOptions:
+    """How a layer runs; every field has the default an engine starts from.
+
+    kv_cache             "fp8_ds_mla", "bf16" or "fp8" (per-tensor): format of the window and compressed caches
+    index_cache          "fp8" or "mxfp4": format of indexer queries and keys
+    index_hadamard       Hadamard rotation of indexer queries and keys
+    e2m1_rounding        tie rule of MXFP4, "ties_to_lower" or "ties_to_even"
+    prefill              "gathered" or "paged" (fp8_ds_mla caches)
+    persist, keep_every  which rows of the compressor state are kept (see DeepseekCompressor)
+    tma_aligned_scales   packed scales for wo_a (the Blackwell recipe)
+    max_model_len        longest sequence; sizes the rotary table and the profiling run's workspace
+    max_num_tokens       most rows in a step; sizes the top-k buffer
+    aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. The bits do not change
+    """
+
+    kv_cache: str = "fp8_ds_mla"
+    index_cache: str = "fp8"
+    index_hadamard: bool = False
+    e2m1_rounding: str = "ties_to_lower"
+    prefill: str = "gathered"
+    persist: str = "window"
+    keep_every: int = 0
+    tma_aligned_scales: bool = False
+    max_model_len: int = 65536
+    max_num_tokens: int = 8192
+    aux_streams: Sequence[torch.cuda.Stream] = ()
+    tp: TensorParallel = field(default_factory=TensorParallel)
+    workspace: Workspace | None = None
+    topk_indices_buffer: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("kv_cache", self.kv_cache, tuple(KV_CACHES)),
+            ("index_cache", self.index_cache, tuple(INDEX_CACHES)),
+            ("e2m1_rounding", self.e2m1_rounding, numerics.E2M1_ROUNDINGS),
+            ("persist", self.persist, ("window", "all")),
+        ):
+            if value not in choices:
+                raise ValueError(f"AttentionOptions: {name}: expected one of {choices}, got {value!r}")
+
+
+def run_on_streams(
+    tasks: Sequence[Callable[[], torch.Tensor]], streams: Sequence[torch.cuda.Stream], device: torch.device
+) -> list[torch.Tensor]:
+    """Run independent tasks, the first on the current stream and the others on `streams` if there are any."""
+    if not streams or device.type != "cuda":
+        return [task() for task in tasks]
+    current = torch.cuda.current_stream(device)
+    ready = current.record_event()
+    results: dict[int, torch.Tensor] = {}
+    done = []
+    for number, task in enumerate(tasks[1:]):
+        stream = streams[number % len(streams)]
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            results[number + 1] = task()
+            results[number + 1].record_stream(current)
+        done.append(stream.record_event())
+    results[0] = tasks[0]()
+    for event in done:
+        current.wait_event(event)
+    return [results[number] for number in range(len(tasks))]
+
+
+class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
+    """Attention layer `layer_index` of a model, any kind (sliding window, C4A, C128A).
+
+    quantized   names among QUANTIZED_LINEARS whose weights are FP8
+    options     see AttentionOptions
+    rotary_emb  rotary table, shared by the layers of a kind; built if None
+
+    Weights are zero until `layers.checkpoint.load_layer` (or anything else) fills the buffers.
+    """
+
+    q_norm_weight: torch.Tensor
+    kv_norm_weight: torch.Tensor
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        layer_index: int,
+        *,
+        quantized: frozenset[str] = QUANTIZED_LINEARS,
+        options: AttentionOptions | None = None,
+        rotary_emb: RotaryEmbedding | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        options = options or AttentionOptions()
+        tp = options.tp
+        if not 0 <= layer_index < len(config.compress_ratios):
+            raise ValueError(f"layer_index: expected 0..{len(config.compress_ratios) - 1}, got {layer_index}")
+        self.config, self.layer_index, self.options, self.tp = config, layer_index, options, tp
+        self.compress_ratio = config.compress_ratios[layer_index]
+        self.num_heads = tp.shard(config.num_attention_heads, "num_attention_heads")
+        if self.num_heads > 128:
+            raise ValueError(f"num_attention_heads: expected at most 128 per rank, got {self.num_heads}")
+        self.rotary_emb = rotary_emb or RotaryEmbedding(config, self.compress_ratio > 1, options.max_model_len, device)
+
+        hidden, head_dim, q_rank = config.hidden_size, config.head_dim, config.q_lora_rank
+        self.fused_wqa_wkv = Linear(
+            hidden, q_rank + head_dim, quantized="wqa_wkv" in quantized, label="wqa_wkv", device=device
+        )
+        self.wq_b = Linear(
+            q_rank, self.num_heads * head_dim, quantized="wq_b" in quantized, label="wq_b", device=device
+        )
+        self.register_buffer("q_norm_weight", torch.ones(q_rank, dtype=torch.bfloat16, device=device))
+        self.register_buffer("kv_norm_weight", torch.ones(head_dim, dtype=torch.bfloat16, device=device))
+        limits = {"max_model_len": options.max_model_len, "max_num_tokens": options.max_num_tokens}
+        if options.kv_cache == "fp8_ds_mla":
+            self.mla_attn = DeepseekV4MLAAttention(
+                config,
+                self.compress_ratio,
+                self.num_heads,
+                prefill=options.prefill,
+                workspace=options.workspace,
+                device=device,
+                **limits,
+            )
+        else:
+            self.mla_attn = DeepseekV4FlashInferMLASparseImpl(
+                config, self.compress_ratio, self.num_heads, fp8=options.kv_cache == "fp8", device=device, **limits
+            )
+        self.compressor: DeepseekCompressor | None = None
+        self.indexer: DeepseekV4Indexer | None = None
+        if self.compress_ratio > 1:
+            self.compressor = DeepseekCompressor(
+                config,
+                self.compress_ratio,
+                head_dim,
+                label="compressor.wkv_wgate",
+                persist=options.persist,
+                keep_every=options.keep_every,
+                device=device,
+            )
+        if self.compress_ratio == 4:
+            buffer = options.topk_indices_buffer
+            if buffer is None:
+                buffer = torch.full((options.max_num_tokens, config.index_topk), -1, dtype=torch.int32, device=device)
+            self.indexer = DeepseekV4Indexer(
+                config,
+                self.compress_ratio,
+                buffer,
+                quantized="indexer.wq_b" in quantized,
+                index_cache=options.index_cache,
+                index_hadamard=options.index_hadamard,
+                e2m1_rounding=options.e2m1_rounding,
+                persist=options.persist,
+                keep_every=options.keep_every,
+                device=device,
+            )
+        self.o_proj = OutputProjection(
+            config,
+            tp,
+            wo_a_quantized="wo_a" in quantized,
+            wo_b_quantized="wo_b" in quantized,
+            tma_aligned_scales=options.tma_aligned_scales,
+            device=device,
+        )
+
+    def _streams(self, rows: int) -> Sequence[torch.cuda.Stream]:
+        return self.options.aux_streams if rows <= AUX_STREAM_MAX_TOKENS else ()
+
+    def attn_gemm_parallel_execute(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """(qr_kv, kv_score, indexer weights, indexer kv_score): the GEMMs that read the hidden states."""
+        modules: list[nn.Module] = [self.fused_wqa_wkv]
+        if self.compressor is not None:
+            modules.append(self.compressor.fused_wkv_wgate)
+        if self.indexer is not None:
+            modules += [self.indexer.weights_proj, self.indexer.compressor.fused_wkv_wgate]
+        tasks = [lambda module=module: module(hidden_states) for module in modules]
+        results: list[torch.Tensor | None] = []
+        results += run_on_streams(tasks, self._streams(hidden_states.shape[0]), hidden_states.device)
+        results += [None] * (4 - len(results))
+        return results[0], results[1], results[2], results[3]  # type: ignore[return-value]
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        metadata: DeepseekV4Metadata | None = None,
+        caches: LayerCaches | None = None,
+        *,
+        capture: dict[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The layer's output, bf16 [T, hidden].
+
+        positions       int64 [T], `metadata.positions`
+        hidden_states   bf16 [T, hidden], the layer's input after attn_norm. Rows past the step's (graph padding) give zeros
+        metadata        this step, from DeepseekV4MetadataBuilder; None: profiling run, reserves workspace and returns zeros
+        caches          the layer's caches, mutated
+        capture         receives intermediate tensors: kv, q, idx_q, topk, o_raw, o, lse, oa
+        """
+        if metadata is None or caches is None:
+            self.mla_attn.reserve(hidden_states.device)
+            return torch.zeros_like(hidden_states)
+        rows = metadata.num_tokens
+        if positions.shape[0] < rows or hidden_states.shape[0] < rows:
+            raise ValueError(
+                f"attention layer: hidden_states and positions: expected at least {rows} rows as in the metadata, "
+                f"got {hidden_states.shape[0]} and {positions.shape[0]}"
+            )
+        out = self._forward(hidden_states[:rows], metadata, caches, capture)
+        padding = hidden_states.shape[0] - rows
+        return nn.functional.pad(out, (0, 0, 0, padding)) if padding else out
+
+    def _forward(
+        self,
+        hidden_states: torch.Tensor,
+        m: DeepseekV4Metadata,
+        caches: LayerCaches,
+        capture: dict[str, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        qr_kv, kv_score, index_weights, index_kv_score = self.attn_gemm_parallel_execute(hidden_states)
+        q, topk, kv = self.attention_front(qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture)
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self.mla_attn(q, caches, m, topk, out, lse)
+        table = self.rotary_emb.cos_sin_cache
+        if capture is not None:
+            capture["kv"] = numerics.rotate(kv, m.positions, table).bfloat16()
+            capture["q"] = q.float()
+            capture["o_raw"], capture["lse"] = out, lse
+            if topk is not None:
+                capture["topk"] = topk.clone()
+        return self.tp.sum(self.o_proj(out, m.positions, table, capture))
+
+    def attention_front(
+        self,
+        qr_kv: torch.Tensor,
+        kv_score: torch.Tensor | None,
+        index_weights: torch.Tensor | None,
+        index_kv_score: torch.Tensor | None,
+        m: DeepseekV4Metadata,
+        caches: LayerCaches,
+        capture: dict[str, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """From the first GEMMs' results to all caches written: (query [T, heads, 512], top-k or None, kv [T, 512])."""
+        table = self.rotary_emb.cos_sin_cache
+        qr, kv = qr_kv.split([self.config.q_lora_rank, self.config.head_dim], dim=-1)
+        qr, kv = fused_q_kv_rmsnorm(qr, kv, self.q_norm_weight, self.kv_norm_weight, self.config.rms_norm_eps)
+        q = self.wq_b(qr).unflatten(-1, (self.num_heads, self.config.head_dim))
+
+        def insert_and_compress() -> torch.Tensor:
+            query = self.mla_attn.insert(q, kv, caches, m, table)
+            if self.compressor is not None:
+                assert kv_score is not None
+                assert caches.state is not None
+                assert caches.compressed is not None
+                scale = self.mla_attn.compressor_scale
+                self.compressor(kv_score, m, caches.state, caches.compressed, table, scale)
+            return query
+
+        if self.indexer is None:
+            return insert_and_compress(), None, kv
+        indexer = self.indexer
+        assert index_weights is not None
+        assert index_kv_score is not None
+        assert caches.indexer is not None
+        assert caches.indexer_state is not None
+        state, cache = caches.indexer_state, caches.indexer
+
+        def select() -> torch.Tensor:
+            return indexer(qr, index_kv_score, index_weights, m, state, cache, table, capture)
+
+        query, topk = run_on_streams([insert_and_compress, select], self._streams(q.shape[0]), q.device)
+        return query, topk, kv

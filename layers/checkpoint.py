@@ -1,0 +1,255 @@
+"""Weights of one attention layer, named as DeepSeek publishes them, from safetensors files or from a seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from cute_kernels import numerics
+from layers.attention import QUANTIZED_LINEARS, AttentionOptions, DeepseekV4MultiHeadLatentAttentionWrapper
+from layers.compressor import DeepseekCompressor
+from layers.config import DeepseekV4Config
+from layers.linear import WEIGHT_BLOCK, Linear, quantize_weight
+from layers.rotary import RotaryEmbedding
+
+SCALE_SUFFIXES = (".scale", ".weight_scale_inv")
+Tensors = dict[str, torch.Tensor]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, in one line."""
+
+
+def tensor_shapes(config: DeepseekV4Config, compress_ratio: int) -> dict[str, tuple[int, ...]]:
+    """Names (behind `layers.N.attn.`) and shapes of a layer's tensors, scales left out."""
+    hidden, head, q_rank = config.hidden_size, config.head_dim, config.q_lora_rank
+    group_columns = config.heads_per_group * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "wq_a.weight": (q_rank, hidden),
+        "q_norm.weight": (q_rank,),
+        "wq_b.weight": (config.num_attention_heads * head, q_rank),
+        "wkv.weight": (head, hidden),
+        "kv_norm.weight": (head,),
+        "wo_a.weight": (config.o_groups * config.o_lora_rank, group_columns),
+        "wo_b.weight": (hidden, config.o_groups * config.o_lora_rank),
+        "attn_sink": (config.num_attention_heads,),
+    }
+
+    def compressor(prefix: str, width: int) -> None:
+        columns = width * (2 if compress_ratio == 4 else 1)
+        shapes[prefix + "wkv.weight"] = (columns, hidden)
+        shapes[prefix + "wgate.weight"] = (columns, hidden)
+        shapes[prefix + "norm.weight"] = (width,)
+        shapes[prefix + "ape"] = (compress_ratio, columns)
+
+    if compress_ratio > 1:
+        compressor("compressor.", head)
+    if compress_ratio == 4:
+        shapes["indexer.wq_b.weight"] = (config.index_n_heads * config.index_head_dim, q_rank)
+        shapes["indexer.weights_proj.weight"] = (config.index_n_heads, hidden)
+        compressor("indexer.compressor.", config.index_head_dim)
+    return shapes
+
+
+QUANTIZED_TENSORS = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")
+"""Linears that may be FP8 in a checkpoint; the others are bf16 always."""
+
+
+def _files(directory: Path) -> dict[str, list[str]] | None:
+    """Tensor names by file from the index, or None when there is no index."""
+    indexes = sorted(directory.glob("*.safetensors.index.json"))
+    if not indexes:
+        return None
+    try:
+        weight_map = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
+        files: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            files.setdefault(str(file), []).append(name)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"checkpoint: {indexes[0]} is not a safetensors index: {error}") from error
+    return files
+
+
+def read_layer_tensors(directory: str | Path, layer_index: int) -> Tensors:
+    """All tensors of `layers.N.attn.` (optionally behind `model.`), by their name behind that prefix.
+
+    Reads every *.safetensors file of the directory, or those its index names. Only this layer's tensors are loaded.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"checkpoint: {directory} is not a directory")
+    prefixes = tuple(f"{model}layers.{layer_index}.attn." for model in ("", "model."))
+    indexed = _files(directory)
+    paths = sorted(directory.glob("*.safetensors")) if indexed is None else [directory / f for f in sorted(indexed)]
+    if not paths:
+        raise CheckpointError(f"checkpoint: {directory} holds no *.safetensors file")
+    tensors: Tensors = {}
+    for path in paths:
+        if indexed is not None and not any(n.startswith(prefixes) for n in indexed[path.name]):
+            continue
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    prefix = next((p for p in prefixes if name.startswith(p)), None)
+                    if prefix is not None:
+                        tensors[name[len(prefix) :]] = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"checkpoint: cannot read {path}: {error}") from error
+    if not tensors:
+        raise CheckpointError(f"checkpoint: {directory} holds no tensor named {prefixes[0]}*")
+    return tensors
+
+
+def _scale_of(tensors: Tensors, linear: str) -> torch.Tensor | None:
+    found = [tensors[linear + suffix] for suffix in SCALE_SUFFIXES if linear + suffix in tensors]
+    if not found:
+        return None
+    scale = found[0]
+    if scale.dtype == torch.float8_e8m0fnu:
+        return numerics.ue8m0_scale(scale.view(torch.uint8)).float()
+    if scale.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise CheckpointError(f"checkpoint: {linear} scale: expected e8m0, fp32 or bf16, got {scale.dtype}")
+    return scale.float()
+
+
+def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) -> frozenset[str]:
+    """Check names, shapes and dtypes against the config; returns the quantized linears as the layer names them."""
+    for name, shape in tensor_shapes(config, config.compress_ratios[layer_index]).items():
+        if name not in tensors:
+            raise CheckpointError(f"checkpoint: layer {layer_index}: missing tensor {name}")
+        if tuple(tensors[name].shape) != shape:
+            raise CheckpointError(
+                f"checkpoint: layer {layer_index}: {name}: expected shape {list(shape)}, got {list(tensors[name].shape)}"
+            )
+        linear = name.removesuffix(".weight")
+        fp8 = tensors[name].dtype == torch.float8_e4m3fn
+        if fp8 and linear not in QUANTIZED_TENSORS:
+            raise CheckpointError(f"checkpoint: layer {layer_index}: {name}: expected a bf16 or fp32 tensor, got FP8")
+        if not fp8 and not tensors[name].dtype.is_floating_point:
+            raise CheckpointError(
+                f"checkpoint: layer {layer_index}: {name}: expected floats, got {tensors[name].dtype}"
+            )
+        if fp8:
+            _check_scale(config, layer_index, linear, tensors)
+    quantized = {n for n in QUANTIZED_TENSORS if n + ".weight" in tensors and _is_fp8(tensors, n)}
+    if ("wq_a" in quantized) != ("wkv" in quantized):
+        raise CheckpointError(f"checkpoint: layer {layer_index}: wq_a and wkv: expected both FP8 or neither")
+    if "wq_a" in quantized and config.q_lora_rank % WEIGHT_BLOCK:
+        raise CheckpointError(
+            f"checkpoint: q_lora_rank: expected a multiple of {WEIGHT_BLOCK}, got {config.q_lora_rank}"
+        )
+    names = quantized - {"wq_a", "wkv"} | ({"wqa_wkv"} if "wq_a" in quantized else set())
+    return frozenset(names)
+
+
+def _is_fp8(tensors: Tensors, linear: str) -> bool:
+    return tensors[linear + ".weight"].dtype == torch.float8_e4m3fn
+
+
+def _check_scale(config: DeepseekV4Config, layer_index: int, linear: str, tensors: Tensors) -> None:
+    scale = _scale_of(tensors, linear)
+    where = f"checkpoint: layer {layer_index}: {linear}"
+    if scale is None:
+        raise CheckpointError(f"{where}: FP8 weight without {linear}.scale")
+    expected = tuple(-(-n // WEIGHT_BLOCK) for n in tensors[linear + ".weight"].shape)
+    if tuple(scale.shape) != expected:
+        raise CheckpointError(f"{where}.scale: expected shape {list(expected)}, got {list(scale.shape)}")
+
+
+def random_layer_tensors(
+    config: DeepseekV4Config,
+    layer_index: int,
+    seed: int = 0,
+    *,
+    quantized: bool = True,
+    wo_a_quantized: bool = True,
+) -> Tensors:
+    """Seeded weights in the published form: FP8 with e8m0-representable block scales where a checkpoint has them."""
+    generator = torch.Generator().manual_seed(seed * 1000003 + layer_index)
+    tensors: Tensors = {}
+    for name, shape in tensor_shapes(config, config.compress_ratios[layer_index]).items():
+        value = torch.randn(shape, generator=generator)
+        linear = name.removesuffix(".weight")
+        if name.endswith("norm.weight"):
+            tensors[name] = (1 + 0.1 * value).bfloat16()
+        elif name == "attn_sink":
+            tensors[name] = value
+        elif name.endswith("ape"):
+            tensors[name] = 0.5 * value
+        elif linear in QUANTIZED_TENSORS and (wo_a_quantized if linear == "wo_a" else quantized):
+            tensors[name], tensors[linear + ".scale"] = quantize_weight(value * shape[-1] ** -0.5)
+        else:
+            tensors[name] = (value * shape[-1] ** -0.5).bfloat16()
+    return tensors
+
+
+def load_layer(layer: DeepseekV4MultiHeadLatentAttentionWrapper, tensors: Tensors) -> None:
+    """Copy checked tensors into a layer, sliced for its tensor-parallel rank."""
+    tp = layer.tp
+
+    def weight_and_scale(linear: str, dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, scale = tensors[linear + ".weight"], None
+        if _is_fp8(tensors, linear):
+            scale = _scale_of(tensors, linear)
+        if dim is None:
+            return weight, scale
+        return tp.slice(weight, dim), None if scale is None else tp.slice(scale, dim)
+
+    def fill(module: Linear, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
+        module.weight.copy_(weight)
+        if scale is not None:
+            assert module.scale is not None
+            module.scale.copy_(scale)
+
+    def compressor(module: DeepseekCompressor, prefix: str) -> None:
+        parts = [tensors[prefix + "wkv.weight"], tensors[prefix + "wgate.weight"]]
+        module.fused_wkv_wgate.weight.copy_(torch.cat(parts))
+        module.ape.copy_(tensors[prefix + "ape"])
+        module.norm_weight.copy_(tensors[prefix + "norm.weight"])
+
+    with torch.no_grad():
+        (wq_a, wq_a_scale), (wkv, wkv_scale) = weight_and_scale("wq_a"), weight_and_scale("wkv")
+        scale = None if wq_a_scale is None or wkv_scale is None else torch.cat([wq_a_scale, wkv_scale])
+        layer.fused_wqa_wkv.weight[: wq_a.shape[0]].copy_(wq_a)
+        layer.fused_wqa_wkv.weight[wq_a.shape[0] :].copy_(wkv)
+        if scale is not None:
+            assert layer.fused_wqa_wkv.scale is not None
+            layer.fused_wqa_wkv.scale.copy_(scale)
+        fill(layer.wq_b, *weight_and_scale("wq_b", 0))
+        layer.q_norm_weight.copy_(tensors["q_norm.weight"])
+        layer.kv_norm_weight.copy_(tensors["kv_norm.weight"])
+        layer.mla_attn.attn_sink.copy_(tp.slice(tensors["attn_sink"], 0))
+        wo_a, wo_a_scale = weight_and_scale("wo_a", 0)
+        layer.o_proj.wo_a.copy_(wo_a.reshape(layer.o_proj.wo_a.shape))
+        if wo_a_scale is not None:
+            assert layer.o_proj.wo_a_scale is not None
+            layer.o_proj.wo_a_scale.copy_(wo_a_scale.reshape(layer.o_proj.wo_a_scale.shape))
+        fill(layer.o_proj.wo_b, *weight_and_scale("wo_b", 1))
+        if layer.compressor is not None:
+            compressor(layer.compressor, "compressor.")
+        if layer.indexer is not None:
+            fill(layer.indexer.wq_b, *weight_and_scale("indexer.wq_b"))
+            layer.indexer.weights_proj.weight.copy_(tensors["indexer.weights_proj.weight"])
+            compressor(layer.indexer.compressor, "indexer.compressor.")
+
+
+def build_layer(
+    config: DeepseekV4Config,
+    layer_index: int,
+    tensors: Tensors,
+    *,
+    options: AttentionOptions | None = None,
+    rotary_emb: RotaryEmbedding | None = None,
+    device: torch.device | str = "cpu",
+) -> DeepseekV4MultiHeadLatentAttentionWrapper:
+    """A layer with these weights; which linears are FP8 follows from the tensors."""
+    quantized = check_tensors(config, layer_index, tensors)
+    assert quantized <= QUANTIZED_LINEARS
+    layer = DeepseekV4MultiHeadLatentAttentionWrapper(
+        config, layer_index, quantized=quantized, options=options, rotary_emb=rotary_emb, device=device
+    )
+    load_layer(layer, tensors)
+    return layer

@@ -1,0 +1,233 @@
+"""The lightning indexer of C4A layers: scores every compressed entry and keeps the best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_kernels import numerics
+from cute_kernels.indexer.ops import (
+    cp_gather_indexer_k_quant_cache,
+    fused_indexer_q_rope_quant,
+    mqa_logits,
+    paged_mqa_logits,
+    top_k_per_row_decode,
+    top_k_per_row_prefill,
+)
+from layers.caches import CompressorStateCache, DeepseekV4IndexerCache
+from layers.compressor import DeepseekCompressor
+from layers.config import DeepseekV4Config
+from layers.linear import Linear
+from layers.metadata import DeepseekV4Metadata
+
+Quantized = Any
+"""e4m3 [T, heads, 128], or (packed e2m1 uint8 [T, heads, 64], ue8m0 int32 [T, heads])."""
+
+
+def _rows(q: Quantized, start: int, stop: int, shape: tuple[int, ...] | None = None) -> Quantized:
+    """Rows start..stop of quantized queries, with the row dimension unflattened to `shape` if given."""
+    if isinstance(q, tuple):
+        return tuple(_rows(part, start, stop, shape) for part in q)
+    part = q[start:stop]
+    return part if shape is None else part.unflatten(0, shape)
+
+
+class SparseAttnIndexer(nn.Module):
+    """Logits and top-k: writes each row's best entries, request-local, into `topk_indices_buffer`.
+
+    topk_tokens           entries kept per row
+    compress_ratio        source tokens per entry
+    max_total_entries     prefill requests are scored in chunks of at most this many entries (one request may exceed it)
+    topk_indices_buffer   int32 [max rows, topk_tokens], shared by all C4A layers; each overwrites it before use
+
+    A row at position p sees entries 0 .. (p + 1) // ratio - 1. When everything a batch can see fits in topk_tokens no
+    scores are computed.
+    """
+
+    def __init__(
+        self,
+        topk_tokens: int,
+        compress_ratio: int,
+        topk_indices_buffer: torch.Tensor,
+        max_total_entries: int = 1 << 20,
+    ) -> None:
+        super().__init__()
+        self.topk_tokens, self.compress_ratio = topk_tokens, compress_ratio
+        self.topk_indices_buffer = topk_indices_buffer
+        self.max_total_entries = max_total_entries
+
+    def forward(
+        self, q: Quantized, weights: torch.Tensor, cache: DeepseekV4IndexerCache, metadata: DeepseekV4Metadata
+    ) -> torch.Tensor:
+        """Top-k of every row of the step; returns the buffer's rows, int32 [T, topk_tokens]."""
+        m = metadata
+        out = self.topk_indices_buffer[: m.num_tokens]
+        visible = torch.where(m.is_valid_token, (m.positions + 1) // self.compress_ratio, 0).int()
+        if m.max_seq_len // self.compress_ratio <= self.topk_tokens:
+            column = torch.arange(self.topk_tokens, dtype=torch.int32, device=out.device)
+            out.copy_(torch.where(column < visible[:, None], column, -1))
+            return out
+        if m.num_decode_tokens:
+            self._decode(q, weights, cache, m, visible[: m.num_decode_tokens], out)
+        first = m.num_decodes
+        while first < m.num_decodes + m.num_prefills:
+            last, total = first, 0
+            while last < m.num_decodes + m.num_prefills:
+                entries = m.seq_lens_cpu[last] // self.compress_ratio
+                if last > first and total + entries > self.max_total_entries:
+                    break
+                last, total = last + 1, total + entries
+            self._prefill(q, weights, cache, m, visible, out, first, last, total)
+            first = last
+        return out
+
+    def _decode(
+        self,
+        q: Quantized,
+        weights: torch.Tensor,
+        cache: DeepseekV4IndexerCache,
+        m: DeepseekV4Metadata,
+        visible: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        assert m.compressed_block_table is not None
+        rows, shape = m.num_decode_tokens, m.decode_batch()
+        lengths = visible.view(shape)
+        logits = paged_mqa_logits(
+            _rows(q, 0, rows, shape),
+            cache.data,
+            weights[:rows],
+            lengths,
+            m.decode_table(m.compressed_block_table),
+            None,
+            max(m.max_seq_len // self.compress_ratio, 1),
+            kv_format=cache.kv_format.id,
+        )
+        top_k_per_row_decode(logits, shape[1], lengths, out, rows, logits.stride(0), logits.stride(1), self.topk_tokens)
+
+    def _prefill(
+        self,
+        q: Quantized,
+        weights: torch.Tensor,
+        cache: DeepseekV4IndexerCache,
+        m: DeepseekV4Metadata,
+        visible: torch.Tensor,
+        out: torch.Tensor,
+        first: int,
+        last: int,
+        total: int,
+    ) -> None:
+        assert m.compressed_block_table is not None
+        device = out.device
+        rows = slice(m.query_start_loc_cpu[first], m.query_start_loc_cpu[last])
+        ends = (m.seq_lens[first:last] // self.compress_ratio).cumsum(0, dtype=torch.int32)
+        starts = torch.cat([ends.new_zeros(1), ends])
+        fp4 = isinstance(q, tuple)
+        keys = torch.empty(total, 64 if fp4 else 128, dtype=torch.uint8, device=device)
+        scales = torch.empty(total, 4, dtype=torch.uint8, device=device)
+        cp_gather_indexer_k_quant_cache(
+            cache.data, keys, scales, m.compressed_block_table[first:last], starts, kv_format=cache.kv_format.id
+        )
+        if fp4:
+            kv = (keys, scales.view(torch.int32).squeeze(-1))
+        else:
+            kv = (keys.view(torch.float8_e4m3fn), scales.view(torch.float32).squeeze(-1))
+        row_starts = starts[(m.token_to_req_indices[rows] - first).long()]
+        row_ends = row_starts + visible[rows]
+        logits = mqa_logits(
+            _rows(q, rows.start, rows.stop), kv, weights[rows], row_starts, row_ends, clean_logits=False
+        )
+        top_k_per_row_prefill(
+            logits,
+            row_starts,
+            row_ends,
+            out[rows],
+            rows.stop - rows.start,
+            logits.stride(0),
+            logits.stride(1),
+            self.topk_tokens,
+        )
+
+
+class DeepseekV4Indexer(nn.Module):
+    """Indexer queries and weights, the indexer's own compressor, and the selection.
+
+    index_cache      "fp8" or "mxfp4": format of queries and cached keys
+    index_hadamard   rotate queries and keys by a Hadamard matrix before they are quantized
+    Replicated on every tensor-parallel rank.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        compress_ratio: int,
+        topk_indices_buffer: torch.Tensor,
+        *,
+        quantized: bool,
+        index_cache: str = "fp8",
+        index_hadamard: bool = False,
+        e2m1_rounding: str = "ties_to_lower",
+        persist: str = "window",
+        keep_every: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
+        self.use_fp4, self.index_hadamard, self.e2m1_rounding = index_cache == "mxfp4", index_hadamard, e2m1_rounding
+        self.softmax_scale, self.head_scale = self.head_dim**-0.5, self.heads**-0.5
+        self.wq_b = Linear(
+            config.q_lora_rank, self.heads * self.head_dim, quantized=quantized, label="indexer.wq_b", device=device
+        )
+        self.weights_proj = Linear(
+            config.hidden_size, self.heads, quantized=False, label="indexer.weights_proj", device=device
+        )
+        self.compressor = DeepseekCompressor(
+            config,
+            compress_ratio,
+            self.head_dim,
+            label="indexer.compressor.wkv_wgate",
+            persist=persist,
+            keep_every=keep_every,
+            e2m1_rounding=e2m1_rounding,
+            index_hadamard=index_hadamard,
+            device=device,
+        )
+        self.indexer_op = SparseAttnIndexer(config.index_topk, compress_ratio, topk_indices_buffer)
+
+    def forward(
+        self,
+        qr: torch.Tensor,
+        compressed_kv_score: torch.Tensor,
+        indexer_weights: torch.Tensor,
+        metadata: DeepseekV4Metadata,
+        state: CompressorStateCache,
+        cache: DeepseekV4IndexerCache,
+        cos_sin_cache: torch.Tensor,
+        capture: dict[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Top-k entries of every row, int32 [T, index_topk], request-local, -1 where there are fewer.
+
+        qr                    bf16 [T, q_lora_rank], normalized
+        compressed_kv_score   fp32 [T, 512], the compressor's projection of the hidden states
+        indexer_weights       bf16 [T, heads], `weights_proj` of the hidden states
+        capture               receives "idx_q", the rotated queries before they are quantized
+        """
+        self.compressor(compressed_kv_score, metadata, state, cache, cos_sin_cache)
+        index_q = self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim))
+        q, weights = fused_indexer_q_rope_quant(
+            metadata.positions,
+            index_q,
+            cos_sin_cache,
+            indexer_weights,
+            self.softmax_scale,
+            self.head_scale,
+            self.use_fp4,
+            e2m1_rounding=self.e2m1_rounding,
+            index_hadamard=self.index_hadamard,
+        )
+        if capture is not None:
+            rotated = numerics.rotate(index_q, metadata.positions, cos_sin_cache).bfloat16()
+            capture["idx_q"] = numerics.hadamard(rotated).bfloat16() if self.index_hadamard else rotated
+        return self.indexer_op(q, weights, cache, metadata)

@@ -1,0 +1,444 @@
+"""Sparse MLA over paged caches, in the two cache families: fp8_ds_mla pages, and plain bf16 or per-tensor fp8 rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from cute_kernels.indices.ops import (
+    build_flashinfer_mixed_sparse_indices,
+    combine_topk_swa_indices,
+    compute_global_topk_indices_and_lens,
+)
+from cute_kernels.kv_cache.ops import (
+    dequantize_and_gather_k_cache,
+    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert,
+    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert,
+    fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
+)
+from cute_kernels.sparse_mla.ops import (
+    sparse_mla_decode,
+    sparse_mla_mixed,
+    sparse_mla_prefill,
+    sparse_mla_prefill_paged,
+)
+from layers.caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches
+from layers.config import DeepseekV4Config
+from layers.metadata import DeepseekV4Metadata
+
+PREFILL_CHUNK_SIZE = 4
+"""Prefill requests gathered into the workspace at a time."""
+PREFILL_FORMS = ("gathered", "paged")
+
+
+class Workspace:
+    """A buffer that grows and is reused: the prefill gather's scratch memory, shared by all layers of a model."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.bfloat16)
+
+    def get(self, rows: int, columns: int, width: int, device: torch.device) -> torch.Tensor:
+        """Uninitialized bf16 [rows, columns, width]."""
+        size = rows * columns * width
+        if self._buffer.numel() < size or self._buffer.device != device:
+            self._buffer = torch.empty(size, dtype=torch.bfloat16, device=device)
+        return self._buffer[:size].view(rows, columns, width)
+
+
+class DeepseekV4MLAAttention(nn.Module):
+    """Attention over fp8_ds_mla caches: decode rows straight from the pages, prefill rows gathered or paged.
+
+    num_heads   heads of this rank
+    prefill     "gathered": pages are dequantized into a bf16 workspace first; "paged": straight from the pages
+    attn_sink   fp32 [num_heads], a virtual logit per head
+    """
+
+    attn_sink: torch.Tensor
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        compress_ratio: int,
+        num_heads: int,
+        *,
+        max_model_len: int,
+        max_num_tokens: int,
+        prefill: str = "gathered",
+        workspace: Workspace | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        if prefill not in PREFILL_FORMS:
+            raise ValueError(f"DeepseekV4MLAAttention: prefill: expected one of {PREFILL_FORMS}, got {prefill!r}")
+        self.config, self.compress_ratio, self.num_heads = config, compress_ratio, num_heads
+        self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
+        self.scale, self.window, self.prefill = config.softmax_scale, config.sliding_window, prefill
+        self.workspace = workspace or Workspace()
+        self.register_buffer("attn_sink", torch.zeros(num_heads, device=device))
+
+    def reserve(self, device: torch.device) -> None:
+        """Allocate the largest workspace a step can need (profiling run)."""
+        if self.prefill == "gathered":
+            entries = -(-self.max_model_len // self.compress_ratio) if self.compress_ratio > 1 else 0
+            columns = entries + self.window - 1 + self.max_num_tokens
+            self.workspace.get(PREFILL_CHUNK_SIZE, columns, self.config.head_dim, device)
+
+    def insert(
+        self, q: torch.Tensor, kv: torch.Tensor, caches: LayerCaches, m: DeepseekV4Metadata, cos_sin_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Normalize and rotate q [T, heads, 512] in place, rotate kv [T, 512] and store it; returns the attention's query."""
+        fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+            q,
+            kv,
+            caches.swa.data,
+            m.slot_mapping,
+            m.positions,
+            cos_sin_cache,
+            self.config.rms_norm_eps,
+            SWA_BLOCK_SIZE,
+            kv_format=caches.swa.kv_format.id,
+        )
+        return q
+
+    @property
+    def compressor_scale(self) -> torch.Tensor | None:
+        """Scale of the compressed cache, for per-tensor formats."""
+        return None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        caches: LayerCaches,
+        metadata: DeepseekV4Metadata,
+        topk_indices: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Attend with q bf16 [T, heads, 512]; writes out bf16 [T, heads, 512] and lse fp32 [T, heads].
+
+        topk_indices   int32 [T, K], request-local entries (C4A); None for the other kinds
+        """
+        rows = metadata.num_decode_tokens
+        if rows:
+            self._decode(q[:rows], caches, metadata, topk_indices, out[:rows], lse[:rows])
+        if metadata.num_prefill_tokens:
+            form = self._prefill_gathered if self.prefill == "gathered" else self._prefill_paged
+            form(q, caches, metadata, topk_indices, out, lse)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        caches: LayerCaches,
+        m: DeepseekV4Metadata,
+        topk_indices: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        shape = m.decode_batch()
+        rows = m.num_decode_tokens
+        extra: dict[str, torch.Tensor | str] = {}
+        if caches.compressed is not None:
+            assert m.compressed_block_table is not None
+            extra = {"extra_k_cache": caches.compressed.data, "extra_kv_format": caches.compressed.kv_format.id}
+            if self.compress_ratio == 4:
+                assert topk_indices is not None
+                indices, lens = compute_global_topk_indices_and_lens(
+                    topk_indices[:rows],
+                    m.token_to_req_indices[:rows],
+                    m.compressed_block_table,
+                    KV_BLOCK_SIZE // self.compress_ratio,
+                    m.is_valid_token[:rows],
+                )
+                extra |= {"extra_indices": indices.unflatten(0, shape), "extra_topk_length": lens.view(shape)}
+            else:
+                visible = (m.positions[:rows] + 1) // self.compress_ratio
+                visible = torch.where(m.is_valid_token[:rows], visible, 0).int()
+                extra |= {
+                    "extra_block_table": m.decode_table(m.compressed_block_table),
+                    "extra_length": visible.view(shape),
+                }
+        _, batch_lse = sparse_mla_decode(
+            q.unflatten(0, shape),
+            caches.swa.data,
+            m.decode_swa_indices.view(*shape, -1),
+            topk_length=m.decode_swa_lens.view(shape),
+            attn_sink=self.attn_sink,
+            softmax_scale=self.scale,
+            kv_format=caches.swa.kv_format.id,
+            out=out.unflatten(0, shape),
+            **extra,
+        )
+        lse.copy_(batch_lse.transpose(1, 2).reshape(lse.shape))
+
+    def _prefill_paged(
+        self,
+        q: torch.Tensor,
+        caches: LayerCaches,
+        m: DeepseekV4Metadata,
+        topk_indices: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        first = m.num_decode_tokens
+        compressed = caches.compressed
+        table = m.compressed_block_table
+        _, _, row_lse = sparse_mla_prefill_paged(
+            q[first:],
+            caches.swa.data,
+            m.swa_block_table[m.num_decodes :],
+            m.query_start_loc[m.num_decodes :],
+            m.prefill_seq_lens,
+            self.scale,
+            window_size=self.window,
+            compressed_cache=None if compressed is None else compressed.data,
+            compressed_block_table=None if table is None else table[m.num_decodes :],
+            compress_ratio=self.compress_ratio,
+            topk_indices=None if topk_indices is None else topk_indices[first:],
+            attn_sink=self.attn_sink,
+            kv_format=caches.swa.kv_format.id,
+            compressed_kv_format=caches.swa.kv_format.id if compressed is None else compressed.kv_format.id,
+            out=out[first:],
+        )
+        lse[first:].copy_(row_lse)
+
+    def _prefill_gathered(
+        self,
+        q: torch.Tensor,
+        caches: LayerCaches,
+        m: DeepseekV4Metadata,
+        topk_indices: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        end = m.num_decodes + m.num_prefills
+        for first in range(m.num_decodes, end, PREFILL_CHUNK_SIZE):
+            last = min(first + PREFILL_CHUNK_SIZE, end)
+            self._gathered_chunk(q, caches, m, topk_indices, out, lse, first, last)
+
+    def _gathered_chunk(
+        self,
+        q: torch.Tensor,
+        caches: LayerCaches,
+        m: DeepseekV4Metadata,
+        topk_indices: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        first: int,
+        last: int,
+    ) -> None:
+        starts, seq_lens = m.query_start_loc_cpu, m.seq_lens_cpu
+        ratio = self.compress_ratio
+        entries, tail = 0, 0
+        for r in range(first, last):
+            query = starts[r + 1] - starts[r]
+            tail = max(tail, query + min(seq_lens[r] - query, self.window - 1))
+            entries = max(entries, seq_lens[r] // ratio if ratio > 1 else 0)
+        columns = entries + tail
+        kv = self.workspace.get(last - first, columns, self.config.head_dim, q.device)
+        seq = m.seq_lens[first:last]
+        gather_lens = m.prefill_gather_lens[first - m.num_decodes : last - m.num_decodes]
+        if caches.compressed is not None:
+            assert m.compressed_block_table is not None
+            dequantize_and_gather_k_cache(
+                kv,
+                caches.compressed.data,
+                seq // ratio,
+                None,
+                m.compressed_block_table[first:last],
+                caches.compressed.block_size,
+                0,
+                kv_format=caches.compressed.kv_format.id,
+            )
+        dequantize_and_gather_k_cache(
+            kv,
+            caches.swa.data,
+            seq,
+            gather_lens,
+            m.swa_block_table[first:last],
+            SWA_BLOCK_SIZE,
+            entries,
+            kv_format=caches.swa.kv_format.id,
+        )
+        rows = slice(starts[first], starts[last])
+        picks = self._prefill_picks(m, topk_indices, rows)
+        indices, lens = combine_topk_swa_indices(
+            picks,
+            m.query_start_loc[first : last + 1],
+            seq,
+            gather_lens,
+            self.window,
+            ratio,
+            picks.shape[1],
+            columns,
+            entries,
+        )
+        _, _, row_lse = sparse_mla_prefill(
+            q[rows],
+            kv.view(-1, 1, self.config.head_dim),
+            indices[:, None],
+            self.scale,
+            attn_sink=self.attn_sink,
+            topk_length=lens,
+            out=out[rows],
+        )
+        lse[rows].copy_(row_lse)
+
+    def _prefill_picks(self, m: DeepseekV4Metadata, topk_indices: torch.Tensor | None, rows: slice) -> torch.Tensor:
+        """Compressed entries of prefill rows, request-local: none, the indexer's picks, or all that are visible."""
+        if self.compress_ratio == 1:
+            return torch.empty(rows.stop - rows.start, 0, dtype=torch.int32, device=m.positions.device)
+        if self.compress_ratio == 4:
+            assert topk_indices is not None
+            return topk_indices[rows]
+        assert m.c128a_prefill_topk_indices is not None
+        first = m.num_decode_tokens
+        return m.c128a_prefill_topk_indices[rows.start - first : rows.stop - first]
+
+
+class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
+    """Attention over plain caches: one mixed index matrix for all rows, then one call for decodes and one for prefills.
+
+    The query has the caches' dtype. Per-tensor scales: q_scale (value of one unit of an fp8 query) and kv_scale.
+    """
+
+    fp8_kv_scale: torch.Tensor
+    q_scale_inv: torch.Tensor
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        compress_ratio: int,
+        num_heads: int,
+        *,
+        max_model_len: int,
+        max_num_tokens: int,
+        fp8: bool,
+        q_scale: float = 1.0,
+        kv_scale: float = 1.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(
+            config,
+            compress_ratio,
+            num_heads,
+            max_model_len=max_model_len,
+            max_num_tokens=max_num_tokens,
+            prefill="paged",
+            device=device,
+        )
+        self.fp8 = fp8
+        self.init_layer_buffers(q_scale, kv_scale)
+
+    def init_layer_buffers(self, q_scale: float = 1.0, kv_scale: float = 1.0) -> None:
+        """Set the per-tensor scales: tensors for the insert and the compressor, Python floats for the attention."""
+        device = self.attn_sink.device
+        self.register_buffer("fp8_kv_scale", torch.tensor([kv_scale], device=device))
+        self.register_buffer("q_scale_inv", torch.tensor([1.0 / q_scale], device=device))
+        self.bmm1_scale = self.scale * q_scale * kv_scale if self.fp8 else self.scale
+        self.bmm2_scale = kv_scale if self.fp8 else 1.0
+
+    @property
+    def compressor_scale(self) -> torch.Tensor | None:
+        return self.fp8_kv_scale if self.fp8 else None
+
+    def insert(
+        self, q: torch.Tensor, kv: torch.Tensor, caches: LayerCaches, m: DeepseekV4Metadata, cos_sin_cache: torch.Tensor
+    ) -> torch.Tensor:
+        eps = self.config.rms_norm_eps
+        cache = caches.swa.data
+        if not self.fp8:
+            fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
+                q, kv, cache, m.slot_mapping, m.positions, cos_sin_cache, eps, SWA_BLOCK_SIZE
+            )
+            return q
+        q_fp8 = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
+        fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
+            q,
+            kv,
+            q_fp8,
+            cache,
+            m.slot_mapping,
+            m.positions,
+            cos_sin_cache,
+            self.fp8_kv_scale,
+            self.q_scale_inv,
+            eps,
+            SWA_BLOCK_SIZE,
+        )
+        return q_fp8
+
+    def _build_sparse_index_metadata(
+        self, m: DeepseekV4Metadata, topk_indices: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sparse_indices, sparse_topk_lens) of all rows of the step."""
+        decodes = m.num_decode_tokens
+        decode_indices = decode_lens = None
+        block_size = SWA_BLOCK_SIZE
+        if self.compress_ratio == 1:
+            prefill_indices = torch.empty(m.num_prefill_tokens, 0, dtype=torch.int32, device=m.positions.device)
+            topk = 0
+        elif self.compress_ratio == 4:
+            assert topk_indices is not None
+            decode_indices, prefill_indices, topk = (
+                topk_indices[:decodes],
+                topk_indices[decodes:],
+                topk_indices.shape[1],
+            )
+            block_size = KV_BLOCK_SIZE // 4
+        else:
+            assert m.c128a_prefill_topk_indices is not None
+            decode_indices, decode_lens = m.c128a_global_decode_topk_indices, m.c128a_decode_topk_lens
+            prefill_indices, topk = m.c128a_prefill_topk_indices, m.c128a_prefill_topk_indices.shape[1]
+            block_size = KV_BLOCK_SIZE // 128
+        return build_flashinfer_mixed_sparse_indices(
+            m.decode_swa_indices.squeeze(1),
+            decode_indices,
+            decode_lens,
+            prefill_indices,
+            m.query_start_loc,
+            m.seq_lens,
+            m.token_to_req_indices,
+            m.swa_block_table,
+            SWA_BLOCK_SIZE,
+            m.compressed_block_table,
+            block_size,
+            self.window,
+            self.compress_ratio,
+            topk,
+            self.compress_ratio == 4,
+            m.is_valid_token[:decodes],
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        caches: LayerCaches,
+        metadata: DeepseekV4Metadata,
+        topk_indices: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        m = metadata
+        indices, lens = self._build_sparse_index_metadata(m, topk_indices)
+        compressed = caches.swa if caches.compressed is None else caches.compressed
+        requests = m.num_decodes + m.num_prefills
+        for first, last in ((0, m.num_decodes), (m.num_decodes, requests)):
+            rows = slice(m.query_start_loc_cpu[first], m.query_start_loc_cpu[last])
+            if rows.start == rows.stop:
+                continue
+            starts = m.query_start_loc[first : last + 1]
+            sparse_mla_mixed(
+                q[rows],
+                caches.swa.data,
+                indices[rows],
+                compressed.data,
+                lens[rows],
+                m.seq_lens[first:last],
+                starts - starts[0],
+                self.bmm1_scale,
+                self.bmm2_scale,
+                self.attn_sink,
+                window_size=self.window,
+                out=out[rows],
+                lse=lse[rows],
+            )

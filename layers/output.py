@@ -1,0 +1,114 @@
+"""The output projection: inverse rotation, grouped low-rank projection wo_a, then wo_b."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from cute_kernels.output.ops import deepseek_v4_fp8_einsum, fused_inv_rope_fp8_quant, pack_block_scales
+from cute_kernels.runtime import record
+from cute_kernels.runtime.record import Cost
+from layers.config import DeepseekV4Config
+from layers.linear import WEIGHT_BLOCK, Linear, matmul
+from layers.parallel import TensorParallel
+
+RECIPES = {False: (1, 128, 128), True: (1, 1, 128)}
+
+
+class OutputProjection(nn.Module):
+    """hidden = wo_b(wo_a(inverse-rotated attention output)), this rank's partial sum over its groups.
+
+    wo_a_quantized      FP8 wo_a: the rotated output is quantized per 128 columns and multiplied as FP8; otherwise bf16
+    tma_aligned_scales  packed ue8m0 scales (the Blackwell recipe) instead of fp32 ones
+    """
+
+    wo_a: torch.Tensor
+    wo_a_scale: torch.Tensor | None
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        tp: TensorParallel,
+        *,
+        wo_a_quantized: bool,
+        wo_b_quantized: bool,
+        tma_aligned_scales: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.groups = tp.shard(config.o_groups, "o_groups")
+        self.heads_per_group, self.rank = config.heads_per_group, config.o_lora_rank
+        self.tma_aligned_scales = tma_aligned_scales
+        columns = self.heads_per_group * config.head_dim
+        if wo_a_quantized and config.o_lora_rank % WEIGHT_BLOCK:
+            raise ValueError(
+                f"OutputProjection: o_lora_rank: expected a multiple of {WEIGHT_BLOCK} for an FP8 wo_a, "
+                f"got {config.o_lora_rank}"
+            )
+        dtype = torch.float8_e4m3fn if wo_a_quantized else torch.bfloat16
+        self.register_buffer("wo_a", torch.zeros(self.groups, self.rank, columns, dtype=dtype, device=device))
+        blocks = (self.groups, self.rank // WEIGHT_BLOCK, columns // WEIGHT_BLOCK)
+        self.register_buffer("wo_a_scale", torch.ones(blocks, device=device) if wo_a_quantized else None)
+        self.wo_b = Linear(
+            self.groups * self.rank,
+            config.hidden_size,
+            quantized=wo_b_quantized,
+            label="wo_b",
+            out_dtype=torch.bfloat16 if tp.size == 1 else tp.partial_dtype,
+            device=device,
+        )
+        self._packed: torch.Tensor | None = None
+
+    def _einsum_scale(self) -> torch.Tensor:
+        assert self.wo_a_scale is not None
+        if not self.tma_aligned_scales:
+            return self.wo_a_scale
+        if self._packed is None:
+            self._packed = pack_block_scales(self.wo_a_scale, self.rank)
+        return self._packed
+
+    def project_a(self, o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
+        """bf16 [T, groups, o_lora_rank] from attention output [T, heads, 512]."""
+        rotated, scale = fused_inv_rope_fp8_quant(
+            o,
+            positions,
+            cos_sin_cache,
+            self.groups,
+            self.heads_per_group,
+            tma_aligned_scales=self.tma_aligned_scales,
+            quantize=self.wo_a_scale is not None,
+        )
+        if self.wo_a_scale is not None:
+            z = torch.empty(o.shape[0], self.groups, self.rank, dtype=torch.bfloat16, device=o.device)
+            recipe = list(RECIPES[self.tma_aligned_scales])
+            deepseek_v4_fp8_einsum(rotated, scale, self.wo_a, self._einsum_scale(), z, "bhr,hdr->bhd", recipe)
+            return z
+        return self._grouped(rotated.transpose(0, 1)).transpose(0, 1)
+
+    def _grouped(self, rotated: torch.Tensor) -> torch.Tensor:
+        recording = None if torch.compiler.is_compiling() else record.active()
+        if recording is None:
+            return matmul(rotated, self.wo_a, torch.bfloat16)
+        rows = rotated.shape[1]
+        size = self.wo_a.numel() + rotated.numel() + rows * self.groups * self.rank
+        cost = Cost(bytes=2 * size, flops=2 * rows * self.wo_a.numel())
+        return recording.run(
+            "linear wo_a", "torch", cost, rotated.device, lambda: matmul(rotated, self.wo_a, torch.bfloat16)
+        )
+
+    def forward(
+        self,
+        o: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        capture: dict[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """[T, hidden]; `capture` receives "o" (inverse-rotated, bf16 [T, heads, 512]) and "oa" (bf16 [T, groups, rank])."""
+        z = self.project_a(o, positions, cos_sin_cache)
+        if capture is not None:
+            plain, _ = fused_inv_rope_fp8_quant(
+                o, positions, cos_sin_cache, self.groups, self.heads_per_group, quantize=False
+            )
+            capture["o"] = plain.reshape(o.shape)
+            capture["oa"] = z
+        return self.wo_b(z.flatten(1))
