@@ -1,8 +1,9 @@
 """Byte layouts of every cache record, each behind a versioned id.
 
 A cache is a strided view over raw pages. Inside a page everything is dense; `stride(0)`, the page stride, is read from
-the tensor and may exceed the natural page size. Each format knows its sizes and offsets, allocates pools, checks a cache
-tensor that claims to have it, and moves records in and out: `write` and `read` are the reference meaning of the bytes.
+the tensor and may exceed the natural page size. Each format knows its sizes and offsets, allocates pools, checks a
+cache tensor that claims to have it, and moves records in and out: `write` and `read` are the reference meaning of the
+bytes.
 
 A slot is a row number over the whole pool, page * block_size + row, int64. `write` skips slots outside the pool.
 """
@@ -71,9 +72,9 @@ class KVFormat:
         stride = self.page_stride(block_size) if page_stride is None else page_stride
         size = self.dtype.itemsize
         if stride < self.page_bytes(block_size) or stride % size:
+            least = self.page_bytes(block_size)
             raise ValueError(
-                f"{self.id}: page_stride: expected a multiple of {size} of at least {self.page_bytes(block_size)} bytes, "
-                f"got {stride}"
+                f"{self.id}: page_stride: expected a multiple of {size} of at least {least} bytes, got {stride}"
             )
         pool = torch.zeros(num_blocks, stride // size, dtype=self.dtype, device=device)
         return pool.as_strided((num_blocks, block_size, self.row_elements), (stride // size, self.row_elements, 1))
@@ -84,13 +85,13 @@ class KVFormat:
         rows = cache.shape[1]
         if block_size is not None and rows != block_size:
             c.fail(argument, f"pages of {block_size} rows", f"shape {list(cache.shape)}")
-        self._check_strides(c, argument, cache, rows)
-
-    def _check_strides(self, c: Checker, argument: str, cache: torch.Tensor, rows: Any) -> None:
         if rows > 1 and cache.stride(1) != self.row_elements:
             c.fail(argument, f"row stride {self.row_elements} ({self.id})", f"strides {tuple(cache.stride())}")
-        if cache.shape[0] > 1 and cache.stride(0) < rows * self.row_elements:
-            c.fail(argument, f"a page stride of at least {rows * self.row_elements}", f"strides {tuple(cache.stride())}")
+        self._check_page_stride(c, argument, cache, rows * self.row_elements)
+
+    def _check_page_stride(self, c: Checker, argument: str, cache: torch.Tensor, least: Any) -> None:
+        if cache.shape[0] > 1 and cache.stride(0) < least:
+            c.fail(argument, f"a page stride of at least {least}", f"strides {tuple(cache.stride())}")
 
     def pages(self, cache: torch.Tensor, block_size: int) -> torch.Tensor:
         """The pool as raw pages, uint8 [num_blocks, page_bytes] over the same memory."""
@@ -131,8 +132,8 @@ class Fp8DsMlaFormat(KVFormat):
         byte   0                          7       8
         scale  | 7 x ue8m0, per 64 columns | 0    |        at bs * 576 + o * 8
 
-    value = e4m3 * 2^(byte - 127), exact in bf16. Natural page bs * 584 bytes, stride rounded up to 576 (64 rows: 37440).
-    The tensor view [num_blocks, bs, 584] carries shape and page stride only; its rows are not the records.
+    value = e4m3 * 2^(byte - 127), exact in bf16. Natural page bs * 584 bytes, stride rounded up to 576 (64 rows:
+    37440). The tensor view [num_blocks, bs, 584] carries shape and page stride only; its rows are not the records.
     """
 
     id: str = "fp8_ds_mla/1"
@@ -152,6 +153,7 @@ class Fp8DsMlaFormat(KVFormat):
         c.tensor(argument, cache, self.dtype, (None, None))
         if cache.shape[1] < self.page_bytes(block_size):
             c.fail(argument, f"pages of at least {self.page_bytes(block_size)} bytes", f"shape {list(cache.shape)}")
+        self._check_page_stride(c, argument, cache, self.page_bytes(block_size))
 
     def _fields(self, block_size: int) -> tuple[tuple[int, int], ...]:
         return ((0, self.data_bytes), (block_size * self.data_bytes, self.scale_bytes))
@@ -189,23 +191,32 @@ class PlainFormat(KVFormat):
     row_elements: int = HEAD_DIM
     alignment: int = 512
 
-    def encode(self, rows: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """[n, 512] -> cache elements [n, 512]; an e4m3 cache stores sat(row / scale)."""
+    def encode(self, rows: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+        """[n, 512] -> cache elements [n, 512]; an e4m3 cache stores sat(row / scale), a true fp32 quotient."""
         if self.dtype == torch.bfloat16:
             return rows.to(torch.bfloat16)
-        return numerics.to_e4m3(rows.float() / scale).view(self.dtype)
+        # A Python divisor becomes a product with its reciprocal on CUDA.
+        divisor = torch.as_tensor(scale, dtype=torch.float32, device=rows.device)
+        return numerics.to_e4m3(rows.float() / divisor).view(self.dtype)
 
-    def decode(self, rows: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    def decode(self, rows: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Inverse of `encode`, fp32 [n, 512]."""
         return rows.float() * scale
 
     def write(
-        self, cache: torch.Tensor, block_size: int, slots: torch.Tensor, rows: torch.Tensor, scale: float = 1.0
+        self,
+        cache: torch.Tensor,
+        block_size: int,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        scale: float | torch.Tensor = 1.0,
     ) -> None:
         """Encode [n, 512] into the records at `slots`."""
         self.write_fields(cache, block_size, slots, self.encode(rows, scale))
 
-    def read(self, cache: torch.Tensor, block_size: int, slots: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    def read(
+        self, cache: torch.Tensor, block_size: int, slots: torch.Tensor, scale: float | torch.Tensor = 1.0
+    ) -> torch.Tensor:
         """fp32 [n, 512] of the records at `slots`."""
         (raw,) = self.read_fields(cache, block_size, slots)
         return self.decode(raw.view(self.dtype), scale)
@@ -310,13 +321,15 @@ class CompressorStateFormat(KVFormat):
         return self.row_elements // 2
 
     def write(self, cache: torch.Tensor, block_size: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store fp32 [n, 2 * width] at `slots`."""
-        self.write_fields(cache, block_size, slots, rows)
+        """Store fp32 [n, 2 * width] at `slots`; rows whose slot lies outside the pool are skipped."""
+        keep = valid_slots(slots, cache.shape[0] * block_size)
+        slots = slots[keep].long()
+        cache[torch.div(slots, block_size, rounding_mode="floor"), slots % block_size] = rows[keep]
 
     def read(self, cache: torch.Tensor, block_size: int, slots: torch.Tensor) -> torch.Tensor:
-        """fp32 [n, 2 * width] of the records at `slots`."""
-        (raw,) = self.read_fields(cache, block_size, slots)
-        return raw.view(torch.float32)
+        """fp32 [n, 2 * width] of the records at `slots`. Every slot must lie inside the pool."""
+        slots = slots.long()
+        return cache[torch.div(slots, block_size, rounding_mode="floor"), slots % block_size]
 
 
 FP8_DS_MLA = Fp8DsMlaFormat()

@@ -1,7 +1,8 @@
-"""The arithmetic that fixes the bytes, in plain torch: number formats, rotation, norms. Shared by formats and references.
+"""The arithmetic that fixes the bytes, in plain torch: number formats, rotation, norms.
 
-Everything here is row-independent: a row's bits depend on that row alone, never on its neighbours or on the batch.
-Sums are accumulated in float64 and rounded once, so the order of a reduction cannot show either.
+Shared by formats and references. Everything here is row-independent: a row's bits depend on that row alone, never on
+its neighbours or on the batch. Sums are accumulated in float64 and rounded once, so the order of a reduction cannot
+show either.
 """
 
 from __future__ import annotations
@@ -119,11 +120,14 @@ def dequantize_e2m1(packed: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
     return (blocks * ue8m0_scale(byte)[..., None]).flatten(-2)
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, inverse: bool = False
+) -> torch.Tensor:
     """Rotate the last 64 columns of fp32 [T, ..., D] by the rows' positions [T]; the other columns pass through.
 
     Pairs are (x[2i], x[2i+1]); the table [max_pos, 64] holds cos in columns 0..31 and sin in 32..63. Each result is two
-    products rounded to fp32 and one rounded sum: no fused multiply-add. A position outside the table takes its nearest row.
+    products rounded to fp32 and one rounded sum: no fused multiply-add. A position outside the table takes its nearest
+    row.
     """
     row = cos_sin_cache[positions.long().clamp(0, cos_sin_cache.shape[0] - 1)].float()
     row = row.reshape(row.shape[0], *([1] * (x.dim() - 2)), 64)
@@ -137,7 +141,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """fp32 x * rsqrt(mean(x^2) + eps) * weight over the last dimension, computed in float64 and rounded once to fp32."""
+    """fp32 x * rsqrt(mean(x^2) + eps) * weight over the last dimension, computed in float64, rounded once to fp32."""
     x = x.double()
     y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
     return (y if weight is None else y * weight.double()).float()

@@ -1,4 +1,7 @@
-"""Block tables in plain torch, for references and metadata: every product is 64-bit, nothing invalid forms an address."""
+"""Block tables in plain torch, for references and metadata.
+
+Every product is 64-bit, nothing invalid forms an address.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,13 @@ def entries_to_slots(
     known = (entries >= 0) & (requests >= 0) & (requests < num_requests) & (column < width)
     if num_requests == 0 or width == 0:
         return torch.full_like(entries, -1)
-    page = block_table[requests.where(known, torch.zeros_like(requests)), column.where(known, torch.zeros_like(column))].long()
+    zero = torch.zeros_like(column)
+    page = block_table[requests.where(known, zero), column.where(known, zero)].long()
     slot = page * rows_per_page + entries % rows_per_page
     return slot.where(known & (page >= 0), torch.full_like(slot, -1))
 
 
 def to_index(slots: torch.Tensor) -> torch.Tensor:
-    """int32 form of int64 slots for an index tensor; a slot beyond int32 cannot be named and becomes -1."""
-    return slots.where(slots <= torch.iinfo(torch.int32).max, torch.full_like(slots, -1)).int()
+    """int32 form of int64 slots for an index tensor; negative slots and those beyond int32 become -1."""
+    named = (slots >= 0) & (slots <= torch.iinfo(torch.int32).max)
+    return slots.where(named, torch.full_like(slots, -1)).int()

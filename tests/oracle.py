@@ -1,4 +1,4 @@
-"""Independent meaning of the number formats, in numpy and float64, written from the definitions and not from the package.
+"""Independent meaning of the number formats, in numpy and float64, from the definitions and not from the package.
 
 Encoders search the table of all code values for the nearest one; nothing here uses bit tricks or torch's casts.
 """
@@ -26,7 +26,7 @@ E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def _nearest(x: np.ndarray, grid: np.ndarray, up_on_tie: np.ndarray) -> np.ndarray:
-    """Index into the ascending `grid` of the value nearest to each x; up_on_tie[i]: a tie between i and i+1 goes to i+1."""
+    """Index into the ascending `grid` of the value nearest to each x; up_on_tie[i]: a tie of i and i+1 goes to i+1."""
     low = np.clip(np.searchsorted(grid, x, side="right") - 1, 0, len(grid) - 2)
     below, above = x - grid[low], grid[low + 1] - x
     up = (above < below) | ((above == below) & up_on_tie[low])
@@ -62,7 +62,7 @@ def ue8m0_byte(absmax: float, largest: float, floor: float) -> int:
 def quantize_blocks(
     x: np.ndarray, block: int, kind: str, floor: float = 1e-4, rounding: str = "ties_to_lower"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """float64 [n, w] -> (codes uint8 [n, w], scale bytes uint8 [n, w / block]); kind is 'e4m3' or 'e2m1' (codes unpacked)."""
+    """float64 [n, w] -> (codes uint8 [n, w], scale bytes uint8 [n, w / block]); kind: 'e4m3' or 'e2m1', not packed."""
     n, width = x.shape
     codes = np.zeros((n, width), dtype=np.uint8)
     scales = np.zeros((n, width // block), dtype=np.uint8)
@@ -84,7 +84,7 @@ def to_numpy(t: torch.Tensor) -> np.ndarray:
 
 
 def bf16_round(x: np.ndarray) -> np.ndarray:
-    """float64 values rounded once to bf16, nearest even; NaN and infinity pass. Input within the normal bf16 range or 0."""
+    """float64 values rounded once to bf16, nearest even; NaN and infinity pass. Input: normal bf16 range or 0."""
     x = np.asarray(x, dtype=np.float64)
     out = x.copy()
     finite = np.isfinite(x) & (x != 0)
@@ -94,7 +94,7 @@ def bf16_round(x: np.ndarray) -> np.ndarray:
 
 
 def rope_f32(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, inverse: bool = False) -> np.ndarray:
-    """Rotate pairs (x[2i], x[2i+1]) of fp32 [..., 64] in fp32: two rounded products, one rounded sum. cos, sin fp32 [..., 32]."""
+    """Rotate pairs (x[2i], x[2i+1]) of fp32 [..., 64] by fp32 [..., 32]: two rounded products, then one rounded sum."""
     x, cos, sin = (np.asarray(v, dtype=np.float32) for v in (x, cos, sin))
     out = np.empty_like(x)
     sign = np.float32(-1.0 if inverse else 1.0)

@@ -6,10 +6,21 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.kv_cache import reference
+from cute_kernels.kv_cache.ops_qnorm import (
+    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert,
+    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert,
+    fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
+)
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
-__all__ = ["dequantize_and_gather_k_cache", "quantize_and_insert_k_cache"]
+__all__ = [
+    "dequantize_and_gather_k_cache",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+    "quantize_and_insert_k_cache",
+]
 
 
 def _check_insert(
@@ -21,7 +32,8 @@ def _check_insert(
     c.require(block_size > 0, "block_size", "a positive number", block_size)
     fmt.check(c, "k_cache", k_cache, block_size)
     c.tensor("slot_mapping", slot_mapping, torch.int64, (None,))
-    c.require(slot_mapping.shape[0] <= k.shape[0], "slot_mapping", f"at most T = {k.shape[0]} rows", slot_mapping.shape[0])
+    rows = slot_mapping.shape[0]
+    c.require(rows <= k.shape[0], "slot_mapping", f"at most T = {k.shape[0]} rows", rows)
 
 
 def _cost_insert(
@@ -35,6 +47,7 @@ _insert = define_op(
     "quantize_and_insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, SymInt block_size, str kv_format) -> ()",
     check=_check_insert,
     reference=reference.quantize_and_insert_k_cache,
+    kernel="cute_kernels.kv_cache.insert",
     cost=_cost_insert,
 )
 
@@ -50,12 +63,14 @@ def quantize_and_insert_k_cache(
 ) -> None:
     """Quantize rows of K and store them in a paged fp8_ds_mla cache.
 
-    Each 64-column block of the first 448 columns gets a ue8m0 scale 2^ceil(log2(max(absmax, 1e-4) / 448)) and is stored as
-    e4m3; columns 448..511 (already rotated) are copied as bf16; the eighth scale byte is 0.
+    Each 64-column block of the first 448 columns gets a ue8m0 scale 2^ceil(log2(max(absmax, 1e-4) / 448)) and is stored
+    as e4m3: nearest even, saturating; NaN does not count for the absmax and is stored as 0x7F. Columns 448..511,
+    already rotated, are copied bit for bit. The eighth scale byte is 0.
 
     k              bf16 [T, 512], rows of any stride
     k_cache        uint8 [num_blocks, block_size, 584] or [num_blocks, bytes], page stride = stride(0); mutated
-    slot_mapping   int64 [T'], T' <= T; row t goes to slot_mapping[t]. Slots outside the cache are skipped, negative ones included
+    slot_mapping   int64 [T'], T' <= T; row t goes to slot_mapping[t] = page * block_size + row. Slots outside the
+                   cache, negative ones included, are skipped; those inside it must be distinct
     block_size     rows per page
     is_ue8m0       must be True: no other scale format exists
     kv_format      record format id
@@ -99,13 +114,14 @@ def _cost_gather(
     offset: int,
     kv_format: str,
 ) -> Cost:
-    rows = int((seq_lens if gather_lens is None else gather_lens).clamp(min=0).sum())
-    return Cost(bytes=rows * (584 + formats.HEAD_DIM * 2))
+    lens = seq_lens if gather_lens is None else torch.minimum(gather_lens, seq_lens)
+    rows = int(lens.clamp(0, max(out.shape[1] - offset, 0)).sum())
+    return Cost(bytes=rows * (584 + formats.HEAD_DIM * 2) + nbytes(seq_lens, gather_lens))
 
 
 _gather = define_op(
-    "dequantize_and_gather_k_cache(Tensor(a!) out, Tensor k_cache, Tensor seq_lens, Tensor? gather_lens, Tensor block_table, "
-    "SymInt block_size, SymInt offset, str kv_format) -> ()",
+    "dequantize_and_gather_k_cache(Tensor(a!) out, Tensor k_cache, Tensor seq_lens, Tensor? gather_lens, "
+    "Tensor block_table, SymInt block_size, SymInt offset, str kv_format) -> ()",
     check=_check_gather,
     reference=reference.dequantize_and_gather_k_cache,
     cost=_cost_gather,
@@ -125,17 +141,19 @@ def dequantize_and_gather_k_cache(
 ) -> None:
     """Copy the last rows of each request out of a paged fp8_ds_mla cache, as bf16.
 
-    out[r, offset + i] = row seq_lens[r] - len + i of request r, for i < len = gather_lens[r] (or seq_lens[r]). Nothing else
-    of `out` is written: not the rows past its end, nor those whose page the block table does not name.
+    out[r, offset + i] = row seq_lens[r] - len + i of request r, for i < len = min(gather_lens[r], seq_lens[r]). Row p
+    of a request lies in page block_table[r, p // block_size], row p % block_size. Nothing else of `out` is written:
+    rows that would fall past its end, and rows whose page the block table does not name, are skipped.
 
     out           bf16 [R', M, 512], R' >= R, any strides with a dense last dimension; mutated
     k_cache       uint8 [num_blocks, block_size, 584] or [num_blocks, bytes]
     seq_lens      int32 [R], rows in the cache per request; values <= 0 gather nothing
-    gather_lens   int32 [R] or None: how many of them, counted from the end, at most seq_lens[r]
-    block_table   int32 [R, width], row-strided; read only for rows below seq_lens
+    gather_lens   int32 [R] or None (all): how many of them, counted from the end; more than seq_lens[r] means all
+    block_table   int32 [R, width], row-strided; only the columns of the rows that are copied are looked at
     block_size    rows per page
     offset        first row of `out` that is written
 
-    The values are exact: e4m3 times a power of two fits bf16. Raises ValueError or TypeError on arguments that do not fit.
+    The values are exact: e4m3 times a power of two fits bf16. Code 0x7F or 0xFF gives NaN. Raises ValueError or
+    TypeError on arguments that do not fit.
     """
     _gather(out, k_cache, seq_lens, gather_lens, block_table, block_size, offset, kv_format)

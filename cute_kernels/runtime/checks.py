@@ -66,7 +66,7 @@ class Checker:
             self._shape(argument, value, shape)
         if contiguous and not value.is_contiguous():
             self.fail(argument, "a contiguous tensor", f"strides {tuple(value.stride())}")
-        if dense_last and value.dim() > 0 and value.size(-1) > 1 and value.stride(-1) != 1:
+        if dense_last and value.dim() > 0 and value.size(-1) > 1 and value.stride(-1) != 1 and value.numel() > 0:
             self.fail(argument, "stride 1 in the last dimension", f"strides {tuple(value.stride())}")
 
     def _shape(self, argument: str, value: torch.Tensor, shape: Sequence[Dim]) -> None:

@@ -41,9 +41,10 @@ class Recording:
         self.calls.append(call)
         if device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            stream = torch.cuda.current_stream(device)
+            start.record(stream)
             result = body()
-            stop.record()
+            stop.record(stream)
             self._events.append((call, start, stop))
             return result
         begin = time.perf_counter()

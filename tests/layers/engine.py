@@ -39,13 +39,14 @@ def make_layer(
     seed: int = 0,
     quantized: bool = True,
     tensors: dict[str, torch.Tensor] | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> DeepseekV4MultiHeadLatentAttentionWrapper:
     index = config.layer_of_kind(ratio)
     if tensors is None:
         tensors = random_layer_tensors(config, index, seed, quantized=quantized, wo_a_quantized=quantized)
     limits = {"max_model_len": 2048, "max_num_tokens": 2048, **options}
-    return build_layer(config, index, tensors, options=AttentionOptions(**limits))
+    return build_layer(config, index, tensors, options=AttentionOptions(**limits), device=device)
 
 
 def hidden_rows(count: int, seed: int, config: DeepseekV4Config = CONFIG) -> torch.Tensor:
@@ -68,6 +69,7 @@ class Engine:
         self.tokens = {"swa": SWA_BLOCK_SIZE, "compressed": KV_BLOCK_SIZE, "state": STATE_BLOCK_SIZE.get(self.ratio, 1)}
         counts = {"swa": pages, "compressed": pages, "state": 16 * pages}
         options = layer.options
+        self.device = layer.q_norm_weight.device
         self.caches = LayerCaches.allocate(
             layer.config,
             self.ratio,
@@ -76,8 +78,11 @@ class Engine:
             state_blocks=counts["state"],
             kv_cache=options.kv_cache,
             index_cache=options.index_cache,
+            device=self.device,
         )
-        self.builder = DeepseekV4MetadataBuilder(layer.config, options.max_num_tokens, options.max_model_len)
+        self.builder = DeepseekV4MetadataBuilder(
+            layer.config, options.max_num_tokens, options.max_model_len, self.device
+        )
         self.pools: dict[str, list[PagedCache]] = {
             "swa": [self.caches.swa],
             "compressed": [c for c in (self.caches.compressed, self.caches.indexer) if c is not None],
@@ -123,7 +128,7 @@ class Engine:
         for row, request in enumerate(requests):
             for logical, page in request.pages[group].items():
                 table[row, logical] = page
-        return table
+        return table.to(self.device)
 
     def step(
         self,
@@ -153,9 +158,10 @@ class Engine:
             [s + c for s, c in zip(starts, counts, strict=True)],
             tables,
             len(decodes),
-            min_restart=None if restart is None else torch.tensor(restart, dtype=torch.int32),
+            min_restart=None if restart is None else torch.tensor(restart, dtype=torch.int32, device=self.device),
         )
         hidden = torch.cat([rows for _, rows in work]) if work else hidden_rows(0, 0, self.layer.config)
+        hidden = hidden.to(self.device)
         out = self.layer(metadata.positions, hidden, metadata, self.caches, capture=capture)
         for number, request in enumerate(requests):
             request.length = starts[number] + counts[number]
@@ -187,7 +193,9 @@ class Engine:
         for cache in self.pools["compressed"]:
             table = request.pages["compressed"]
             slots = [table[e // cache.block_size] * cache.block_size + e % cache.block_size for e in range(entries)]
-            result += cache.kv_format.read_fields(cache.data, cache.block_size, torch.tensor(slots, dtype=torch.int64))
+            result += cache.kv_format.read_fields(
+                cache.data, cache.block_size, torch.tensor(slots, dtype=torch.int64, device=self.device)
+            )
         return result
 
     def window(self, request: Request) -> list[torch.Tensor]:
@@ -195,7 +203,11 @@ class Engine:
         cache, table = self.caches.swa, request.pages["swa"]
         first = max(request.length - self.layer.config.sliding_window + 1, 0)
         slots = [table[p // 64] * 64 + p % 64 for p in range(first, request.length)]
-        return list(cache.kv_format.read_fields(cache.data, cache.block_size, torch.tensor(slots, dtype=torch.int64)))
+        return list(
+            cache.kv_format.read_fields(
+                cache.data, cache.block_size, torch.tensor(slots, dtype=torch.int64, device=self.device)
+            )
+        )
 
 
 def same_bytes(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:

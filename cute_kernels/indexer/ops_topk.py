@@ -1,0 +1,158 @@
+"""The best k columns of each row of scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.indexer import reference
+from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.ops import Cost, define_op, nbytes
+
+__all__ = ["top_k_per_row_decode", "top_k_per_row_prefill"]
+
+
+def _check_common(c: Checker, logits: torch.Tensor, out: torch.Tensor, num_rows: int, k: int) -> None:
+    c.tensor("logits", logits, torch.float32, (None, None))
+    c.tensor("out", out, torch.int32, (None, None))
+    c.require(num_rows >= 0, "num_rows", "a number >= 0", num_rows)
+    c.require(num_rows <= logits.shape[0], "num_rows", f"at most the {logits.shape[0]} rows of logits", num_rows)
+    c.require(num_rows <= out.shape[0], "out", f"at least num_rows = {num_rows} rows", f"shape {list(out.shape)}")
+    c.require(k > 0, "k", "a positive number", k)
+    c.require(k <= out.shape[1], "out", f"at least k = {k} columns", f"shape {list(out.shape)}")
+
+
+def _check_strides(op: str, logits: Any, stride0: int, stride1: int) -> None:
+    c = Checker(op)
+    c.tensor("logits", logits, torch.float32, (None, None))
+    for argument, axis, got in (("stride0", 0, stride0), ("stride1", 1, stride1)):
+        if logits.shape[axis] > 1:
+            c.require(got == logits.stride(axis), argument, f"logits.stride({axis}) = {logits.stride(axis)}", got)
+
+
+def _cost(lengths: torch.Tensor, k: int, *bounds: torch.Tensor) -> Cost:
+    """Rows of at most k columns need no scores."""
+    return Cost(bytes=4 * int(lengths[lengths > k].sum()) + 4 * k * lengths.numel() + nbytes(*bounds))
+
+
+def _check_prefill(
+    logits: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    k: int,
+) -> None:
+    c = Checker("top_k_per_row_prefill")
+    _check_common(c, logits, out, num_rows, k)
+    for argument, value in (("row_starts", row_starts), ("row_ends", row_ends)):
+        c.tensor(argument, value, torch.int32, (None,))
+        c.require(num_rows <= value.shape[0], argument, f"at least num_rows = {num_rows} rows", list(value.shape))
+
+
+def _cost_prefill(
+    logits: torch.Tensor, row_starts: torch.Tensor, row_ends: torch.Tensor, out: torch.Tensor, num_rows: int, k: int
+) -> Cost:
+    starts, ends = row_starts[:num_rows], row_ends[:num_rows]
+    return _cost(ends.clamp(max=logits.shape[1]).long() - starts.clamp(min=0), k, starts, ends)
+
+
+_prefill = define_op(
+    "top_k_per_row_prefill(Tensor logits, Tensor row_starts, Tensor row_ends, Tensor(a!) out, SymInt num_rows, "
+    "SymInt k) -> ()",
+    check=_check_prefill,
+    reference=reference.top_k_per_row_prefill,
+    cost=_cost_prefill,
+)
+
+
+def top_k_per_row_prefill(
+    logits: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    stride0: int,
+    stride1: int,
+    k: int,
+) -> None:
+    """Pick the k largest scores among columns row_starts[r] .. row_ends[r] - 1 of each row, counted from the start.
+
+    A row of length <= k gets 0, 1, ... length - 1 and then -1, whatever its scores. A longer row gets the k best of its
+    columns in unspecified order, but always the same ones: of equal scores (-0 and +0 are equal) the lower column wins,
+    -inf is a number, and NaN comes after all numbers, lower columns first.
+
+    logits       fp32 [rows, columns], row-strided; columns outside a row's range may hold anything
+    row_starts   int32 [>= num_rows]; a start below 0 counts as 0
+    row_ends     int32 [>= num_rows]; an end beyond the columns counts as their number; end <= start: all -1
+    out          int32 [>= num_rows, >= k], row-strided; mutated in its first num_rows rows and k columns only
+    num_rows     rows to process, at most those of logits
+    stride0      logits.stride(0)
+    stride1      logits.stride(1), which must be 1
+    k            picks per row
+
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    _check_strides("top_k_per_row_prefill", logits, stride0, stride1)
+    _prefill(logits, row_starts, row_ends, out, num_rows, k)
+
+
+def _check_decode(logits: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor, num_rows: int, k: int) -> None:
+    c = Checker("top_k_per_row_decode")
+    _check_common(c, logits, out, num_rows, k)
+    c.tensor("seq_lens", seq_lens, torch.int32, (None, None))
+    c.require(
+        num_rows <= seq_lens.shape[0] * seq_lens.shape[1],
+        "seq_lens",
+        f"at least num_rows = {num_rows} lengths",
+        f"shape {list(seq_lens.shape)}",
+    )
+
+
+def _cost_decode(logits: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor, num_rows: int, k: int) -> Cost:
+    lengths = seq_lens.reshape(-1)[:num_rows]
+    return _cost(lengths.clamp(max=logits.shape[1]), k, lengths)
+
+
+_decode = define_op(
+    "top_k_per_row_decode(Tensor logits, Tensor seq_lens, Tensor(a!) out, SymInt num_rows, SymInt k) -> ()",
+    check=_check_decode,
+    reference=reference.top_k_per_row_decode,
+    cost=_cost_decode,
+)
+
+
+def top_k_per_row_decode(
+    logits: torch.Tensor,
+    next_n: int,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    stride0: int,
+    stride1: int,
+    k: int,
+) -> None:
+    """Pick the k largest scores among the first seq_lens columns of each row: `top_k_per_row_prefill` with starts at 0.
+
+    logits     fp32 [rows, columns], row-strided; row b * next_n + j belongs to token j of request b
+    next_n     rows per request
+    seq_lens   int32 [B, next_n]: columns each row may pick from, <= 0 for none (all -1), at most the columns of logits
+               count. [B] is accepted for next_n = 1 only: lengths do not advance by one per token
+    out        int32 [>= num_rows, >= k], row-strided; mutated in its first num_rows rows and k columns only
+    num_rows   rows to process, at most B * next_n
+    stride0    logits.stride(0)
+    stride1    logits.stride(1), which must be 1
+    k          picks per row
+
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    c = Checker("top_k_per_row_decode")
+    c.tensor("seq_lens", seq_lens, torch.int32)
+    c.require(next_n > 0, "next_n", "a positive number", next_n)
+    if seq_lens.dim() == 1 and next_n == 1:
+        seq_lens = seq_lens[:, None]
+    elif seq_lens.dim() != 2 or seq_lens.shape[1] != next_n:
+        c.fail("seq_lens", f"one length per row, shape [B, next_n = {next_n}]", f"shape {list(seq_lens.shape)}")
+    _check_strides("top_k_per_row_decode", logits, stride0, stride1)
+    _decode(logits, seq_lens, out, num_rows, k)

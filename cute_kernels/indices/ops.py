@@ -1,0 +1,18 @@
+"""Index tables for the attention ops: which rows of which cache a token attends to."""
+
+from __future__ import annotations
+
+from cute_kernels.indices.ops_combined import build_flashinfer_mixed_sparse_indices, combine_topk_swa_indices
+from cute_kernels.indices.ops_slots import (
+    build_c128a_topk_metadata,
+    compute_decode_swa_indices,
+    compute_global_topk_indices_and_lens,
+)
+
+__all__ = [
+    "build_c128a_topk_metadata",
+    "build_flashinfer_mixed_sparse_indices",
+    "combine_topk_swa_indices",
+    "compute_decode_swa_indices",
+    "compute_global_topk_indices_and_lens",
+]

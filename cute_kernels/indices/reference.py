@@ -1,0 +1,261 @@
+"""What the index builders mean, in plain torch. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from cute_kernels.paging import entries_to_slots, to_index
+
+
+def _columns(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(count, device=like.device)
+
+
+def _window(positions: torch.Tensor, window_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """First position and length of the sliding window that ends with (and includes) each position; length 0 below 0."""
+    length = positions.clamp(-1, window_size - 1) + 1
+    return positions + 1 - length, length
+
+
+def _window_entries(positions: torch.Tensor, window_size: int) -> torch.Tensor:
+    """[rows, window_size] positions in each row's window, oldest first, then -1."""
+    start, length = _window(positions, window_size)
+    column = _columns(window_size, positions)
+    return (start[:, None] + column).masked_fill(column >= length[:, None], -1)
+
+
+def _visible(positions: torch.Tensor, compress_ratio: int) -> torch.Tensor:
+    """Compressed entries a row sees: the groups of compress_ratio tokens that end at or before its position.
+
+    A ratio of 0 (no compression) is legal where no compressed entry is asked for; its value does not matter then.
+    """
+    return torch.div(positions.clamp(min=-1) + 1, max(compress_ratio, 1), rounding_mode="floor")
+
+
+def _of_request(values: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
+    """int64 values[requests], 0 for a request that does not exist."""
+    count = values.shape[0]
+    requests = requests.long()
+    known = (requests >= 0) & (requests < count)
+    return F.pad(values.long(), (0, 1))[requests.masked_fill(~known, count)]
+
+
+def _row_positions(
+    rows: torch.Tensor, requests: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor
+) -> torch.Tensor:
+    """int64 position of each row, -1 if the row is not among the rows of its request.
+
+    query_start_loc may be a slice of a batch's: rows count from its first element.
+    """
+    starts = query_start_loc.long() - query_start_loc[:1].long()
+    begin, end = _of_request(starts[:-1], requests), _of_request(starts[1:], requests)
+    positions = _of_request(seq_lens, requests) - end + rows
+    return positions.masked_fill((rows < begin) | (rows >= end), -1)
+
+
+def compute_decode_swa_indices(
+    positions: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    is_valid_token: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    window_size: int,
+    out_indices: torch.Tensor,
+    out_lens: torch.Tensor,
+) -> None:
+    rows = positions.shape[0]
+    positions = positions.long().masked_fill(~is_valid_token[:rows], -1)
+    entries = _window_entries(positions, window_size)
+    out_indices[:, 0].copy_(
+        to_index(entries_to_slots(entries, token_to_req_indices[:rows, None], block_table, block_size))
+    )
+    out_lens.copy_(_window(positions, window_size)[1])
+
+
+def compute_global_topk_indices_and_lens(
+    topk_indices: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    is_valid_token: torch.Tensor,
+    out_indices: torch.Tensor,
+    out_lens: torch.Tensor,
+) -> None:
+    rows = topk_indices.shape[0]
+    slots = to_index(entries_to_slots(topk_indices, token_to_req_indices[:rows, None], block_table, block_size))
+    out_indices.copy_(slots)
+    out_lens.copy_((slots >= 0).sum(dim=-1).masked_fill(~is_valid_token[:rows], 0))
+
+
+def build_c128a_topk_metadata(
+    positions: torch.Tensor,
+    compress_ratio: int,
+    num_decode_tokens: int,
+    token_to_req_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    slot_mapping: torch.Tensor,
+    global_decode_buffer: torch.Tensor,
+    decode_lens_buffer: torch.Tensor,
+    prefill_buffer: torch.Tensor,
+    max_compressed_tokens: int,
+) -> None:
+    width, split = max_compressed_tokens, num_decode_tokens
+    counts = _visible(positions.long(), compress_ratio).clamp(max=width)
+    column = _columns(width, positions)
+    entries = column.masked_fill(column >= counts[:, None], -1)
+
+    slots = entries_to_slots(entries[:split], token_to_req_indices[:split, None], block_table, block_size)
+    global_decode_buffer[:split, :width].copy_(to_index(slots))
+    decode_lens_buffer[:split].copy_(counts[:split].masked_fill(slot_mapping[:split] < 0, 0))
+    prefill_buffer[: positions.shape[0] - split, :width].copy_(entries[split:])
+
+
+def combine_topk_swa_indices(
+    topk_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    M: int,
+    N: int,
+    out_indices: torch.Tensor,
+    out_lens: torch.Tensor,
+) -> None:
+    rows = _columns(topk_indices.shape[0], topk_indices)
+    starts = query_start_loc.long() - query_start_loc[:1].long()
+    requests = torch.searchsorted(starts, rows, right=True) - 1
+    positions = _row_positions(rows, requests, query_start_loc, seq_lens)
+    visible = _visible(positions, compress_ratio)
+    start, num_window = _window(positions, window_size)
+    num_chosen = visible.clamp(max=topk)
+
+    width = out_indices.shape[1]
+    column = _columns(width, topk_indices)
+    chosen = F.pad(topk_indices[:, :topk].long(), (0, width - topk), value=-1)
+    chosen = chosen.masked_fill((chosen < 0) | (chosen >= visible.clamp(max=N)[:, None]), -1)
+
+    # Row i of a request's gathered tail holds position tail_start + i; it must lie between the request's N compressed
+    # rows and the rows of the next request.
+    tail_start = _of_request(seq_lens - torch.minimum(gather_lens, seq_lens), requests)
+    tail = (start - num_chosen - tail_start)[:, None] + column
+    tail = (tail + N).masked_fill((tail < 0) | (tail >= M - N), -1)
+
+    local = chosen.where(column < num_chosen[:, None], tail)
+    empty = (local < 0) | (column >= (num_chosen + num_window)[:, None])
+    out_indices.copy_(to_index((local + requests[:, None] * M).masked_fill(empty, -1)))
+    out_lens.copy_(num_chosen + num_window)
+
+
+def _mixed_decode_rows(
+    decode_compressed_indices: torch.Tensor | None,
+    decode_compressed_topk_lens: torch.Tensor | None,
+    requests: torch.Tensor,
+    block_table: torch.Tensor | None,
+    block_size: int,
+    is_local: bool,
+    is_valid_token: torch.Tensor | None,
+    out_compressed: torch.Tensor,
+    out_count: torch.Tensor,
+) -> None:
+    rows = out_compressed.shape[0]
+    if decode_compressed_indices is None:
+        out_count.zero_()
+        return
+    width = decode_compressed_indices.shape[1]
+    if is_local:
+        assert block_table is not None
+        slots = to_index(entries_to_slots(decode_compressed_indices, requests[:, None], block_table, block_size))
+        out_compressed[:, :width].copy_(slots)
+        out_count.copy_((slots >= 0).sum(dim=-1))
+        if is_valid_token is not None:
+            out_count.masked_fill_(~is_valid_token[:rows], 0)
+        return
+    out_compressed[:, :width].copy_(decode_compressed_indices)
+    if decode_compressed_topk_lens is None:
+        out_count.fill_(width)
+    else:
+        out_count.copy_(decode_compressed_topk_lens[:rows].clamp(0, width))
+
+
+def _mixed_prefill_rows(
+    prefill_topk_indices: torch.Tensor,
+    positions: torch.Tensor,
+    requests: torch.Tensor,
+    block_table: torch.Tensor | None,
+    block_size: int,
+    compress_ratio: int,
+    topk: int,
+    out_compressed: torch.Tensor,
+    out_count: torch.Tensor,
+) -> None:
+    visible = _visible(positions, compress_ratio)
+    count = visible.clamp(max=topk)
+    out_count.copy_(count)
+    width = min(topk, prefill_topk_indices.shape[1])
+    if block_table is None or width == 0:
+        return
+    column = _columns(width, positions)
+    entries = prefill_topk_indices[:, :width].long()
+    entries = entries.masked_fill((column >= count[:, None]) | (entries >= visible[:, None]), -1)
+    out_compressed[:, :width].copy_(to_index(entries_to_slots(entries, requests[:, None], block_table, block_size)))
+
+
+def build_flashinfer_mixed_sparse_indices(
+    decode_swa_indices: torch.Tensor,
+    decode_compressed_indices: torch.Tensor | None,
+    decode_compressed_topk_lens: torch.Tensor | None,
+    prefill_topk_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    swa_block_table: torch.Tensor,
+    swa_block_size: int,
+    compressed_block_table: torch.Tensor | None,
+    compressed_block_size: int,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    decode_compressed_indices_are_local: bool,
+    decode_is_valid_token: torch.Tensor | None,
+    sparse_indices: torch.Tensor,
+    sparse_topk_lens: torch.Tensor,
+) -> None:
+    split, total = decode_swa_indices.shape[0], sparse_indices.shape[0]
+    requests = token_to_req_indices[:total]
+    rows = _columns(total, requests)[split:]
+    positions = _row_positions(rows, requests[split:], query_start_loc, seq_lens)
+    window = _window_entries(positions, window_size)
+
+    sparse_indices.fill_(-1)
+    sparse_indices[:split, :window_size].copy_(decode_swa_indices)
+    sparse_indices[split:, :window_size].copy_(
+        to_index(entries_to_slots(window, requests[split:, None], swa_block_table, swa_block_size))
+    )
+    compressed = sparse_indices[:, window_size:]
+    _mixed_decode_rows(
+        decode_compressed_indices,
+        decode_compressed_topk_lens,
+        requests[:split],
+        compressed_block_table,
+        compressed_block_size,
+        decode_compressed_indices_are_local,
+        decode_is_valid_token,
+        compressed[:split],
+        sparse_topk_lens[:split],
+    )
+    _mixed_prefill_rows(
+        prefill_topk_indices,
+        positions,
+        requests[split:],
+        compressed_block_table,
+        compressed_block_size,
+        compress_ratio,
+        topk,
+        compressed[split:],
+        sparse_topk_lens[split:],
+    )
+    sparse_topk_lens.add_(window_size)

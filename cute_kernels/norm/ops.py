@@ -1,0 +1,232 @@
+"""RMS norms of the attention path: latent q and kv, the inputs of the MTP layer, its shared head.
+
+All of them compute y = x * rsqrt(mean(x^2) + eps) * weight per row and round to bf16 at the end only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.norm import reference
+from cute_kernels.runtime.checks import Checker, Dim
+from cute_kernels.runtime.ops import Cost, define_op, nbytes
+
+__all__ = ["fused_mtp_input_rmsnorm", "fused_q_kv_rmsnorm", "mtp_shared_head_rmsnorm"]
+
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float32)
+_FLOPS = 4  # per value: the square, its sum, two products
+
+
+def _check_norm(c: Checker, names: tuple[str, str], x: Any, weight: Any, shape: tuple[Dim, ...]) -> None:
+    c.tensor(names[0], x, torch.bfloat16, shape)
+    c.tensor(names[1], weight, _WEIGHT_DTYPES, shape[-1:])
+
+
+def _check_eps(c: Checker, eps: float) -> None:
+    c.require(eps >= 0, "eps", "a number >= 0", eps)
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+
+
+def _results(op: str, out: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out`, or new contiguous tensors of the two shapes."""
+    if out is None:
+        return _like(first), _like(second)
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        Checker(op).fail("out", "a pair of tensors", type(out).__name__, TypeError)
+    return out[0], out[1]
+
+
+def _check_q_kv(
+    qr: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    qr_out: torch.Tensor,
+    kv_out: torch.Tensor,
+) -> None:
+    c = Checker("fused_q_kv_rmsnorm")
+    _check_norm(c, ("qr", "q_weight"), qr, q_weight, ("T", "q_lora_rank"))
+    _check_norm(c, ("kv", "kv_weight"), kv, kv_weight, ("T", "head_dim"))
+    _check_eps(c, eps)
+    c.tensor("out", qr_out, torch.bfloat16, ("T", "q_lora_rank"))
+    c.tensor("out", kv_out, torch.bfloat16, ("T", "head_dim"))
+
+
+def _cost_q_kv(
+    qr: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    qr_out: torch.Tensor,
+    kv_out: torch.Tensor,
+) -> Cost:
+    moved = nbytes(qr, kv, q_weight, kv_weight, qr_out, kv_out)
+    return Cost(bytes=moved, flops=_FLOPS * (qr.numel() + kv.numel()))
+
+
+_q_kv = define_op(
+    "fused_q_kv_rmsnorm(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, float eps, Tensor(a!) qr_out, "
+    "Tensor(b!) kv_out) -> ()",
+    check=_check_q_kv,
+    reference=reference.fused_q_kv_rmsnorm,
+    cost=_cost_q_kv,
+)
+
+
+def fused_q_kv_rmsnorm(
+    qr: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm of the latent query and of the KV vector of each token, usually column slices of one projection.
+
+    qr          bf16 [T, q_lora_rank], rows of any stride
+    kv          bf16 [T, head_dim], rows of any stride
+    q_weight    bf16 or fp32 [q_lora_rank]
+    kv_weight   bf16 or fp32 [head_dim]
+    eps         added to the mean of the squares
+    out         (bf16 like qr, bf16 like kv), rows of any stride, or None: allocated, contiguous; mutated
+
+    Returns (qr_out, kv_out). Raises ValueError or TypeError on arguments that do not fit.
+    """
+    qr_out, kv_out = _results("fused_q_kv_rmsnorm", out, qr, kv)
+    _q_kv(qr, kv, q_weight, kv_weight, eps, qr_out, kv_out)
+    return qr_out, kv_out
+
+
+def _check_mtp_input(
+    inputs_embeds: torch.Tensor,
+    positions: torch.Tensor,
+    previous_hidden_states: torch.Tensor,
+    enorm_weight: torch.Tensor,
+    hnorm_weight: torch.Tensor,
+    eps: float,
+    hc_mult: int,
+    enorm_out: torch.Tensor,
+    hnorm_out: torch.Tensor,
+) -> None:
+    c = Checker("fused_mtp_input_rmsnorm")
+    previous_shape = ("T", hc_mult, "hidden")
+    _check_norm(c, ("inputs_embeds", "enorm_weight"), inputs_embeds, enorm_weight, ("T", "hidden"))
+    c.tensor("positions", positions, (torch.int64, torch.int32), ("T",))
+    _check_norm(c, ("previous_hidden_states", "hnorm_weight"), previous_hidden_states, hnorm_weight, previous_shape)
+    _check_eps(c, eps)
+    c.tensor("out", enorm_out, torch.bfloat16, ("T", "hidden"))
+    c.tensor("out", hnorm_out, torch.bfloat16, previous_shape)
+
+
+def _cost_mtp_input(
+    inputs_embeds: torch.Tensor,
+    positions: torch.Tensor,
+    previous_hidden_states: torch.Tensor,
+    enorm_weight: torch.Tensor,
+    hnorm_weight: torch.Tensor,
+    eps: float,
+    hc_mult: int,
+    enorm_out: torch.Tensor,
+    hnorm_out: torch.Tensor,
+) -> Cost:
+    inputs = nbytes(inputs_embeds, positions, previous_hidden_states, enorm_weight, hnorm_weight)
+    flops = _FLOPS * (inputs_embeds.numel() + previous_hidden_states.numel())
+    return Cost(bytes=inputs + nbytes(enorm_out, hnorm_out), flops=flops)
+
+
+_mtp_input = define_op(
+    "fused_mtp_input_rmsnorm(Tensor inputs_embeds, Tensor positions, Tensor previous_hidden_states, "
+    "Tensor enorm_weight, Tensor hnorm_weight, float eps, SymInt hc_mult, "
+    "Tensor(a!) enorm_out, Tensor(b!) hnorm_out) -> ()",
+    check=_check_mtp_input,
+    reference=reference.fused_mtp_input_rmsnorm,
+    cost=_cost_mtp_input,
+)
+
+
+def fused_mtp_input_rmsnorm(
+    inputs_embeds: torch.Tensor,
+    positions: torch.Tensor,
+    previous_hidden_states: torch.Tensor,
+    enorm_weight: torch.Tensor,
+    hnorm_weight: torch.Tensor,
+    eps: float,
+    hc_mult: int,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norms in front of the MTP layer: of the token embeddings, and of each residual stream of the previous layer.
+
+    An embedding row at position 0 has no predecessor: it comes out as +0, whatever it holds. Residual rows are never
+    masked.
+
+    inputs_embeds            bf16 [T, hidden], rows of any stride
+    positions                int64 or int32 [T]
+    previous_hidden_states   bf16 [T, hc_mult, hidden], any strides with a dense last dimension
+    enorm_weight             bf16 or fp32 [hidden], for the embeddings
+    hnorm_weight             bf16 or fp32 [hidden], for the residual streams
+    eps                      added to the mean of the squares
+    hc_mult                  residual streams per token (4)
+    out                      (bf16 like inputs_embeds, bf16 like previous_hidden_states), dense in the last dimension,
+                             or None: allocated, contiguous; mutated
+
+    Returns (enorm_out, hnorm_out). Raises ValueError or TypeError on arguments that do not fit.
+    """
+    enorm_out, hnorm_out = _results("fused_mtp_input_rmsnorm", out, inputs_embeds, previous_hidden_states)
+    _mtp_input(
+        inputs_embeds,
+        positions,
+        previous_hidden_states,
+        enorm_weight,
+        hnorm_weight,
+        eps,
+        hc_mult,
+        enorm_out,
+        hnorm_out,
+    )
+    return enorm_out, hnorm_out
+
+
+def _check_shared_head(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    c = Checker("mtp_shared_head_rmsnorm")
+    _check_norm(c, ("hidden_states", "weight"), hidden_states, weight, ("T", "hidden"))
+    _check_eps(c, eps)
+    c.tensor("out", out, torch.bfloat16, ("T", "hidden"))
+
+
+def _cost_shared_head(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> Cost:
+    return Cost(bytes=nbytes(hidden_states, weight, out), flops=_FLOPS * hidden_states.numel())
+
+
+_shared_head = define_op(
+    "mtp_shared_head_rmsnorm(Tensor hidden_states, Tensor weight, float eps, Tensor(a!) out) -> ()",
+    check=_check_shared_head,
+    reference=reference.mtp_shared_head_rmsnorm,
+    cost=_cost_shared_head,
+)
+
+
+def mtp_shared_head_rmsnorm(
+    hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """RMS norm in front of the MTP layer's shared head.
+
+    hidden_states   bf16 [T, hidden], rows of any stride
+    weight          bf16 or fp32 [hidden]
+    eps             added to the mean of the squares
+    out             bf16 [T, hidden], rows of any stride, or None: allocated, contiguous; mutated
+
+    Returns out. Raises ValueError or TypeError on arguments that do not fit.
+    """
+    if out is None:
+        out = _like(hidden_states)
+    _shared_head(hidden_states, weight, eps, out)
+    return out

@@ -1,0 +1,52 @@
+"""The one place that asks the device: which architecture it has, and what that architecture offers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+ARCH_OF_CAPABILITY = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_87",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (12, 0): "sm_120a",
+    (12, 1): "sm_121a",
+}
+"""Compute capability -> the target kernels are compiled for."""
+
+SMEM_BYTES = {
+    "sm_80": 166912,
+    "sm_86": 101376,
+    "sm_87": 166912,
+    "sm_89": 101376,
+    "sm_90a": 232448,
+    "sm_100a": 232448,
+    "sm_103a": 232448,
+    "sm_120a": 101376,
+    "sm_121a": 101376,
+}
+"""Shared memory, in bytes, that one block may ask for."""
+
+
+@cache
+def arch_of(device_index: int) -> str:
+    """The compile target of a CUDA device, for example "sm_90a". ValueError if no kernel can run there."""
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability not in ARCH_OF_CAPABILITY:
+        known = ", ".join(f"{major}.{minor}" for major, minor in ARCH_OF_CAPABILITY)
+        raise ValueError(
+            f"arch_of: cuda:{device_index}: expected compute capability {known}, got {capability[0]}.{capability[1]}"
+        )
+    return ARCH_OF_CAPABILITY[capability]
+
+
+def arch_number(arch: str) -> int:
+    """90 of "sm_90a": architectures compare by it. ValueError on a target this project does not name."""
+    if arch not in SMEM_BYTES:
+        raise ValueError(f"arch_number: arch: expected one of {', '.join(SMEM_BYTES)}, got {arch!r}")
+    return int(arch[3:].rstrip("a"))

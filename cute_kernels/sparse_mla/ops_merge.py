@@ -1,0 +1,71 @@
+"""Merge of partial attention results."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels import formats
+from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.ops import Cost, define_op, nbytes
+from cute_kernels.sparse_mla import arguments, reference
+
+__all__ = ["merge_attention_states"]
+
+
+def _check(
+    outs: torch.Tensor, lses: torch.Tensor, attn_sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    c = Checker("merge_attention_states")
+    dtypes = (torch.bfloat16, torch.float32)
+    arguments.check_query(c, "outs", outs, dtypes, ("n", "b", "s_q"))
+    c.require(outs.shape[0] >= 1, "outs", "at least one part", f"shape {list(outs.shape)}")
+    c.tensor("lses", lses, torch.float32, ("n", "b", "h", "s_q"))
+    arguments.check_sink(c, "attn_sink", attn_sink)
+    c.tensor("out", out, dtypes, ("b", "s_q", "h", formats.HEAD_DIM))
+    arguments.check_partial(c, out, attn_sink)
+    c.tensor("lse", lse, torch.float32, ("b", "h", "s_q"), contiguous=True)
+
+
+def _cost(
+    outs: torch.Tensor, lses: torch.Tensor, attn_sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> Cost:
+    return Cost(bytes=nbytes(outs, lses, out, lse), flops=2 * outs.numel())
+
+
+_merge = define_op(
+    "merge_attention_states(Tensor outs, Tensor lses, Tensor? attn_sink, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    check=_check,
+    reference=reference.merge_attention_states,
+    cost=_cost,
+)
+
+
+def merge_attention_states(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    attn_sink: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over disjoint sets of rows, computed without sink, into attention over all of them.
+
+    lse = ln sum_i exp(lses[i]); out = sum_i exp(lses[i] - lse) outs[i] / (1 + exp(attn_sink - lse)). A part whose lse
+    is infinite is empty: its out is not looked at.
+
+    outs        fp32 or bf16 [n, b, s_q, h, 512], n >= 1 parts, any strides with a dense last dimension, 1 <= h <= 128
+    lses        fp32 [n, b, h, s_q], natural logarithm, sink not included
+    attn_sink   fp32 [h]: a logit without a value, applied once; -inf or None has no effect, +inf gives out = 0
+    out         [b, s_q, h, 512], any strides with a dense last dimension; bf16, or fp32 for a result that is merged
+                again (then attn_sink must be None); mutated
+    lse         fp32 [b, h, s_q], contiguous; mutated
+
+    Returns (out, lse); lse does not include the sink. Where every part is empty, out = 0 and lse = +inf. Raises
+    ValueError or TypeError on arguments that do not fit.
+    """
+    if out is None:
+        out = torch.empty(outs.shape[1:], dtype=torch.bfloat16, device=outs.device)
+    if lse is None:
+        lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=outs.device)
+    _merge(outs, lses, attn_sink, out, lse)
+    return out, lse

@@ -1,0 +1,267 @@
+"""Sparse attention of prefill rows: from a workspace of gathered rows, or straight from both paged caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels import formats
+from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.ops import Cost, define_op
+from cute_kernels.sparse_mla import arguments, reference
+from cute_kernels.sparse_mla.selection import paged_selections, prefill_selections
+
+__all__ = ["sparse_mla_prefill", "sparse_mla_prefill_paged"]
+
+
+def _check_results(c: Checker, tokens: str, out: torch.Tensor, max_logits: torch.Tensor, lse: torch.Tensor) -> None:
+    c.tensor("out", out, torch.bfloat16, (tokens, "h", formats.HEAD_DIM))
+    c.tensor("max_logits", max_logits, torch.float32, (tokens, "h"), contiguous=True)
+    c.tensor("lse", lse, torch.float32, (tokens, "h"), contiguous=True)
+
+
+def _allocate_results(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if out is None:
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+    max_logits = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    return out, max_logits, torch.empty_like(max_logits)
+
+
+def _check_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    out: torch.Tensor,
+    max_logits: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    c = Checker("sparse_mla_prefill")
+    arguments.check_query(c, "q", q, (torch.bfloat16,), ("s_q",))
+    c.tensor("kv", kv, torch.bfloat16, (None, 1, formats.HEAD_DIM))
+    arguments.check_cache(c, "kv", kv, formats.PLAIN_BF16)
+    c.tensor("indices", indices, torch.int32, ("s_q", 1, None))
+    arguments.check_sink(c, "attn_sink", attn_sink)
+    c.tensor("topk_length", topk_length, torch.int32, ("s_q",), optional=True)
+    _check_results(c, "s_q", out, max_logits, lse)
+
+
+def _cost_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    out: torch.Tensor,
+    *_: Any,
+) -> Cost:
+    return arguments.attention_cost(q, out, prefill_selections(kv, indices, topk_length))
+
+
+_prefill = define_op(
+    "sparse_mla_prefill(Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, Tensor? topk_length, "
+    "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse) -> ()",
+    check=_check_prefill,
+    reference=reference.sparse_mla_prefill,
+    cost=_cost_prefill,
+)
+
+
+def sparse_mla_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = formats.HEAD_DIM,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of each query row to rows of one buffer that it names by number.
+
+    With s_n = sm_scale * (q . k_n) over the rows n attended to and lse = ln sum_n exp(s_n):
+    out = sum_n exp(s_n - lse) k_n / (1 + exp(attn_sink - lse)). K and V are the same 512 values.
+
+    q             bf16 [s_q, h, 512], any strides with a dense last dimension, 1 <= h <= 128
+    kv            bf16 [s_kv, 1, 512], row stride a multiple of 16 bytes
+    indices       int32 [s_q, 1, topk], topk >= 0: rows of kv. A value outside 0 .. s_kv - 1 is skipped, a value that
+                  appears twice counts twice
+    sm_scale      softmax scale
+    d_v           must be 512
+    attn_sink     fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
+    topk_length   int32 [s_q]: only columns below it count; None: all
+    out           bf16 [s_q, h, 512], any strides with a dense last dimension; mutated
+
+    Returns (out, max_logits fp32 [s_q, h], lse fp32 [s_q, h]): max_logits = max_n s_n; lse is the natural logarithm;
+    neither includes the sink. A row that attends to nothing has out = 0, max_logits = -inf and lse = +inf. Rows of kv
+    not attended to are not read into the result, whatever they hold. Raises ValueError or TypeError on arguments that
+    do not fit.
+    """
+    if d_v != formats.HEAD_DIM:
+        Checker("sparse_mla_prefill").fail("d_v", str(formats.HEAD_DIM), d_v)
+    out, max_logits, lse = _allocate_results(q, out)
+    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse)
+    return out, max_logits, lse
+
+
+def _check_paged(
+    q: torch.Tensor,
+    swa_cache: torch.Tensor,
+    swa_block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+    window_size: int,
+    compressed_cache: torch.Tensor | None,
+    compressed_block_table: torch.Tensor | None,
+    compress_ratio: int,
+    topk_indices: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    kv_format: str,
+    compressed_kv_format: str,
+    out: torch.Tensor,
+    max_logits: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    c = Checker("sparse_mla_prefill_paged")
+    arguments.check_query(c, "q", q, (torch.bfloat16,), ("T",))
+    fmt = formats.get_format(c, "kv_format", kv_format, *arguments.PAGED_FORMATS)
+    arguments.check_cache(c, "swa_cache", swa_cache, fmt)
+    arguments.check_batch(c, "query_start_loc", query_start_loc, seq_lens)
+    c.tensor("swa_block_table", swa_block_table, torch.int32, ("R", None))
+    c.require(window_size >= 1, "window_size", "a positive number", window_size)
+    fmt = formats.get_format(c, "compressed_kv_format", compressed_kv_format, *arguments.PAGED_FORMATS)
+    if compressed_cache is None:
+        arguments.check_absent(
+            c, "without compressed_cache", compressed_block_table=compressed_block_table, topk_indices=topk_indices
+        )
+    else:
+        arguments.check_cache(c, "compressed_cache", compressed_cache, fmt)
+        c.tensor("compressed_block_table", compressed_block_table, torch.int32, ("R", None))
+        c.require(compress_ratio >= 1, "compress_ratio", "a positive number", compress_ratio)
+        c.tensor("topk_indices", topk_indices, torch.int32, ("T", None), optional=True)
+    arguments.check_sink(c, "attn_sink", attn_sink)
+    _check_results(c, "T", out, max_logits, lse)
+
+
+def _cost_paged(
+    q: torch.Tensor,
+    swa_cache: torch.Tensor,
+    swa_block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+    window_size: int,
+    compressed_cache: torch.Tensor | None,
+    compressed_block_table: torch.Tensor | None,
+    compress_ratio: int,
+    topk_indices: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    kv_format: str,
+    compressed_kv_format: str,
+    out: torch.Tensor,
+    *_: Any,
+) -> Cost:
+    selections = paged_selections(
+        q,
+        swa_cache,
+        swa_block_table,
+        query_start_loc,
+        seq_lens,
+        window_size,
+        compressed_cache,
+        compressed_block_table,
+        compress_ratio,
+        topk_indices,
+        kv_format,
+        compressed_kv_format,
+    )
+    return arguments.attention_cost(q, out, selections)
+
+
+_prefill_paged = define_op(
+    "sparse_mla_prefill_paged(Tensor q, Tensor swa_cache, Tensor swa_block_table, Tensor query_start_loc, "
+    "Tensor seq_lens, float sm_scale, SymInt window_size, Tensor? compressed_cache, Tensor? compressed_block_table, "
+    "SymInt compress_ratio, Tensor? topk_indices, Tensor? attn_sink, str kv_format, str compressed_kv_format, "
+    "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse) -> ()",
+    check=_check_paged,
+    reference=reference.sparse_mla_prefill_paged,
+    cost=_cost_paged,
+)
+
+
+def sparse_mla_prefill_paged(
+    q: torch.Tensor,
+    swa_cache: torch.Tensor,
+    swa_block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+    *,
+    window_size: int = 128,
+    compressed_cache: torch.Tensor | None = None,
+    compressed_block_table: torch.Tensor | None = None,
+    compress_ratio: int = 1,
+    topk_indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    kv_format: str = formats.FP8_DS_MLA.id,
+    compressed_kv_format: str = formats.FP8_DS_MLA.id,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of each query row to its sliding window and to compressed entries, straight from their paged caches.
+
+    The same result as gathering both caches into a workspace and calling `sparse_mla_prefill` on it. Request r owns the
+    rows query_start_loc[r] .. query_start_loc[r + 1] - 1, counted from query_start_loc[0]; the last of them is at
+    position seq_lens[r] - 1. A row at position p attends to positions max(p - window_size + 1, 0) .. p of its request,
+    and to its compressed entries below v = (p + 1) // compress_ratio: those that topk_indices names, or all of them.
+
+    q                        bf16 [T, h, 512], any strides with a dense last dimension, 1 <= h <= 128
+    swa_cache                [num_blocks, rows per page, row elements] of kv_format, one row per token; page strides are
+                             multiples of 576 bytes (fp8_ds_mla) or 16 bytes (plain_bf16)
+    swa_block_table          int32 [R, pages], row-strided: position p lies in row p % bs of page
+                             swa_block_table[r, p // bs], bs rows per page; positions without a page of the cache are
+                             skipped
+    query_start_loc          int32 [R + 1]; may be a slice of a longer array. Rows that no request covers attend to
+                             nothing
+    seq_lens                 int32 [R]: context of each request, its query rows included
+    sm_scale                 softmax scale
+    window_size              positions in the window, the row's own included
+    compressed_cache         as swa_cache, of compressed_kv_format, one row per entry; None: window only
+    compressed_block_table   int32 [R, pages] of the compressed cache
+    compress_ratio           tokens per compressed entry; ignored without compressed_cache
+    topk_indices             int32 [T, K], K >= 0, entries of the row's own request: column j counts iff j < v and its
+                             value is in 0 .. v - 1; a value that appears twice counts twice. None: all of 0 .. v - 1
+    attn_sink                fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
+    kv_format                record format id of swa_cache: fp8_ds_mla/1 or plain_bf16/1
+    compressed_kv_format     record format id of compressed_cache, likewise
+    out                      bf16 [T, h, 512], any strides with a dense last dimension; mutated
+
+    Returns (out, max_logits fp32 [T, h], lse fp32 [T, h]) as `sparse_mla_prefill`. Raises ValueError or TypeError on
+    arguments that do not fit.
+    """
+    out, max_logits, lse = _allocate_results(q, out)
+    _prefill_paged(
+        q,
+        swa_cache,
+        swa_block_table,
+        query_start_loc,
+        seq_lens,
+        sm_scale,
+        window_size,
+        compressed_cache,
+        compressed_block_table,
+        compress_ratio,
+        topk_indices,
+        attn_sink,
+        kv_format,
+        compressed_kv_format,
+        out,
+        max_logits,
+        lse,
+    )
+    return out, max_logits, lse

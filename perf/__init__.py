@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m perf sweep --op NAME --json OUT`."""

@@ -1,0 +1,1 @@
+"""What scripts/run_layer.py does between reading its arguments and printing: requests, paging, steps, checks, dump."""

@@ -1,0 +1,137 @@
+"""The paged caches of a layer for a batch: pages handed out in random order, everything else poisoned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cute_kernels.paging import entries_to_slots
+from layers import BlockTables, DeepseekV4Config, LayerCaches
+from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE, PagedCache
+
+POISON = 0xFF
+"""Every byte of a pool before its first use: NaN in bf16, fp32, e4m3 and ue8m0, so that a stray read shows."""
+SPARE_PAGES = 3
+"""Pages that belong to no request. Block tables name one of them past a request's last page."""
+
+
+def raw_pages(cache: PagedCache) -> torch.Tensor:
+    """The memory of a pool's pages, padding included, as uint8 [num_blocks, page stride]."""
+    data = cache.data
+    stride = data.stride(0) * data.element_size()
+    raw = torch.empty(0, dtype=torch.uint8, device=data.device)
+    raw.set_(data.untyped_storage(), 0, (data.shape[0], stride), (stride, 1))
+    return raw
+
+
+class Pools:
+    """Caches and block tables of a batch.
+
+    reaches   for each request, one past the last position it will write
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        compress_ratio: int,
+        reaches: Sequence[int],
+        *,
+        kv_cache: str,
+        index_cache: str,
+        device: str,
+        seed: int,
+    ) -> None:
+        self.compress_ratio, self.reaches = compress_ratio, list(reaches)
+        generator = torch.Generator().manual_seed(seed)
+
+        def table(page_tokens: int) -> tuple[torch.Tensor, int]:
+            counts = [-(-reach // page_tokens) for reach in self.reaches]
+            blocks = sum(counts) + SPARE_PAGES
+            pages = torch.randperm(blocks, generator=generator).int()
+            width = max(counts) + 1
+            rows = pages[-1].repeat(len(counts), width)
+            for row, given in zip(rows, pages.split([*counts, SPARE_PAGES]), strict=False):
+                row[: given.shape[0]] = given
+            return rows.to(device), blocks
+
+        swa, swa_blocks = table(SWA_BLOCK_SIZE)
+        compressed = state = None
+        compressed_blocks = state_blocks = 0
+        if compress_ratio > 1:
+            compressed, compressed_blocks = table(KV_BLOCK_SIZE)
+            state, state_blocks = table(STATE_BLOCK_SIZE[compress_ratio])
+        self.tables = BlockTables(swa, compressed, state)
+        self.caches = LayerCaches.allocate(
+            config,
+            compress_ratio,
+            swa_blocks=swa_blocks,
+            compressed_blocks=compressed_blocks,
+            state_blocks=state_blocks,
+            kv_cache=kv_cache,
+            index_cache=index_cache,
+            device=device,
+        )
+        for cache, _, _ in self.by_name().values():
+            raw_pages(cache).fill_(POISON)
+
+    def tables_of(self, requests: Sequence[int]) -> BlockTables:
+        """The block tables of some requests, in the given order."""
+        rows = torch.tensor(requests, device=self.tables.swa.device)
+        compressed, state = self.tables.compressed, self.tables.state
+        return BlockTables(
+            self.tables.swa[rows],
+            None if compressed is None else compressed[rows],
+            None if state is None else state[rows],
+        )
+
+    def by_name(self) -> dict[str, tuple[PagedCache, torch.Tensor, int]]:
+        """Every cache of the layer: (cache, its block table, tokens per row)."""
+        c, t, ratio = self.caches, self.tables, self.compress_ratio
+        every = {
+            "window cache": (c.swa, t.swa, 1),
+            "compressed cache": (c.compressed, t.compressed, ratio),
+            "compressor state": (c.state, t.state, 1),
+            "indexer cache": (c.indexer, t.compressed, ratio),
+            "indexer state": (c.indexer_state, t.state, 1),
+        }
+        return {
+            name: (cache, table, tokens)
+            for name, (cache, table, tokens) in every.items()
+            if cache is not None and table is not None
+        }
+
+    def slots(self, name: str, request: int, start: int, stop: int) -> torch.Tensor:
+        """Slots int64 of the rows start .. stop - 1 of a request in the named cache."""
+        cache, table, _ = self.by_name()[name]
+        entries = torch.arange(start, max(stop, start), device=table.device)
+        return entries_to_slots(entries, torch.full_like(entries, request), table, cache.block_size)
+
+    def live_rows(self, name: str, request: int, length: int) -> tuple[int, int]:
+        """(first, last + 1): rows that a request of `length` tokens needs in order to go on.
+
+        Of the compressor state these are the open group and, where groups overlap, the one before it.
+        """
+        ratio = self.compress_ratio
+        if name.endswith("state"):
+            return max(length // ratio * ratio - (ratio if ratio == 4 else 0), 0), length
+        return 0, length // self.by_name()[name][2]
+
+    def live_bytes(self, name: str, request: int, length: int) -> torch.Tensor:
+        """uint8 [rows, record]: the raw records of a request's live rows, read through its block table."""
+        cache, _, _ = self.by_name()[name]
+        slots = self.slots(name, request, *self.live_rows(name, request, length))
+        return torch.cat(cache.kv_format.read_fields(cache.data, cache.block_size, slots), dim=1)
+
+    def stray_writes(self) -> list[str]:
+        """Names of the caches in which a byte changed that belongs to no token of any request."""
+        return [name for name in self.by_name() if not self._rest_is_poison(name)]
+
+    def _rest_is_poison(self, name: str) -> bool:
+        cache, table, tokens = self.by_name()[name]
+        free = torch.ones(cache.data.shape[0] * cache.block_size, dtype=torch.bool, device=table.device)
+        for request, reach in enumerate(self.reaches):
+            free[self.slots(name, request, 0, reach // tokens)] = False
+        rest = cache.kv_format.read_fields(cache.data, cache.block_size, free.nonzero().squeeze(1))
+        padding = raw_pages(cache)[:, cache.kv_format.page_bytes(cache.block_size) :]
+        return all(bool((part == POISON).all()) for part in (*rest, padding))

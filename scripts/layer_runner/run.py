@@ -1,0 +1,110 @@
+"""One layer, one batch: the timed run, the same requests alone, the checks between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cute_kernels.runtime.record import record_calls
+from layer_runner.checks import (
+    Check,
+    check_caches,
+    check_consistent,
+    check_finite,
+    check_repeatable,
+    check_topk,
+    check_untouched,
+    truncated_rows,
+)
+from layer_runner.dump import dump_arrays
+from layer_runner.pools import Pools
+from layer_runner.report import Row, summarize
+from layer_runner.requests import Request, schedule
+from layer_runner.stepping import BatchResult, run_alone, run_batch
+from layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
+
+KINDS = {1: "SWA", 4: "C4A", 128: "C128A"}
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """A layer's run. truncated: (rows cut by top-k, rows) of a C4A layer. arrays: what --dump writes, if asked for."""
+
+    layer_index: int
+    kind: str
+    rows: list[Row]
+    checks: list[Check]
+    truncated: tuple[int, int] | None
+    arrays: dict[str, np.ndarray] | None
+
+
+def count_steps(requests: Sequence[Request], chunk: int, device: str, dump: bool) -> int:
+    """Steps that `run_layer` takes for one layer."""
+    batch = sum(1 for _ in schedule(requests, chunk))
+    return batch * (1 + (device == "cuda") + dump) + len(requests)
+
+
+def max_rows(requests: Sequence[Request], chunk: int) -> int:
+    """The largest number of rows in any step."""
+    steps = max(sum(part.rows for part in parts) for parts, _ in schedule(requests, chunk))
+    return max(steps, *(request.length for request in requests))
+
+
+def run_layer(
+    layer: DeepseekV4MultiHeadLatentAttentionWrapper,
+    requests: Sequence[Request],
+    *,
+    chunk: int,
+    device: str,
+    seed: int,
+    dump: bool,
+    on_step: Callable[[], None] = lambda: None,
+) -> LayerReport:
+    """Run the batch and check it; requests lie on the layer's device."""
+    config, options, ratio = layer.config, layer.options, layer.compress_ratio
+    builder = DeepseekV4MetadataBuilder(config, options.max_num_tokens, options.max_model_len, device)
+
+    def pools(reaches: list[int], number: int) -> Pools:
+        return Pools(
+            config,
+            ratio,
+            reaches,
+            kv_cache=options.kv_cache,
+            index_cache=options.index_cache,
+            device=device,
+            seed=seed + number,
+        )
+
+    def batch(target: Pools, *, capture: bool = False, timed: bool = False) -> BatchResult:
+        head_start = timed and device == "cuda"
+        return run_batch(
+            layer, builder, requests, target, chunk, capture=capture, head_start=head_start, on_step=on_step
+        )
+
+    reaches = [request.reach for request in requests]
+    # Kernels are loaded and autotuned before anything is timed.
+    warm_up = batch(pools(reaches, 0)) if device == "cuda" else None
+    paged = pools(reaches, 0)
+    with record_calls() as recording:
+        result = batch(paged, timed=True)
+    fresh = pools([request.length for request in requests], 1)
+    alone = run_alone(layer, builder, requests, fresh, on_step=on_step)
+
+    checks = [check_finite(result.outputs), check_consistent(result.outputs, alone, device)]
+    if device == "cpu":
+        checks.append(check_caches(paged, fresh, requests))
+    checks.append(check_untouched(paged, fresh))
+    truncated = None
+    if layer.indexer is not None:
+        checks.append(check_topk(result.topk, ratio))
+        truncated = truncated_rows(result.topk, ratio)
+    if warm_up is not None:
+        checks.append(check_repeatable(warm_up.outputs, result.outputs))
+    arrays = None
+    if dump:
+        # Capturing runs ops of its own, which the timed run must not see.
+        target = pools(reaches, 0)
+        arrays = dump_arrays(layer, target, requests[0], batch(target, capture=True))
+    return LayerReport(layer.layer_index, KINDS[ratio], summarize(recording.calls), checks, truncated, arrays)

@@ -1,0 +1,94 @@
+"""Runs a batch of requests through one layer, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from layer_runner.pools import Pools
+from layer_runner.requests import Request, schedule
+from layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
+
+HEAD_START_CYCLES = 20_000_000
+"""About 10 ms in which a GPU waits before each timed step, so that launches queue up and events time the GPU alone."""
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What a run of the batch gave, rejected drafts left out.
+
+    outputs    bf16 [T, hidden] of each request
+    topk       int32 [T, K] of each request; empty without an indexer
+    captured   intermediate tensors of the first request, [T, ...]; empty unless asked for
+    """
+
+    outputs: list[torch.Tensor]
+    topk: list[torch.Tensor]
+    captured: dict[str, torch.Tensor]
+
+
+def run_batch(
+    layer: DeepseekV4MultiHeadLatentAttentionWrapper,
+    builder: DeepseekV4MetadataBuilder,
+    requests: Sequence[Request],
+    pools: Pools,
+    chunk: int,
+    *,
+    capture: bool = False,
+    head_start: bool = False,
+    first_request: int = 0,
+    on_step: Callable[[], None] = lambda: None,
+) -> BatchResult:
+    """Run all steps of the requests, whose block tables are the rows of `pools` from `first_request` on."""
+    outputs: list[list[torch.Tensor]] = [[] for _ in requests]
+    topk: list[list[torch.Tensor]] = [[] for _ in requests]
+    captured: dict[str, list[torch.Tensor]] = {}
+    for parts, decode_steps in schedule(requests, chunk):
+        hidden = [requests[part.request].rows(part, step) for part, step in zip(parts, decode_steps, strict=True)]
+        hidden_states = torch.cat(hidden)
+        if head_start:
+            torch.cuda._sleep(HEAD_START_CYCLES)
+        metadata = builder.build(
+            layer.compress_ratio,
+            [part.rows for part in parts],
+            [part.start + part.rows for part in parts],
+            pools.tables_of([first_request + part.request for part in parts]),
+            sum(step is not None for step in decode_steps),
+        )
+        step_capture: dict[str, torch.Tensor] | None = {} if capture else None
+        out = layer(metadata.positions, hidden_states, metadata, pools.caches, capture=step_capture)
+        row = 0
+        for part in parts:
+            kept = slice(row, row + part.accepted)
+            outputs[part.request].append(out[kept])
+            if layer.indexer is not None:
+                topk[part.request].append(layer.indexer.indexer_op.topk_indices_buffer[kept].clone())
+            if part.request == 0 and step_capture is not None:
+                for name, value in step_capture.items():
+                    captured.setdefault(name, []).append(value[kept].clone())
+            row += part.rows
+        on_step()
+    return BatchResult(
+        [torch.cat(x) for x in outputs],
+        [torch.cat(x) for x in topk if x],
+        {name: torch.cat(x) for name, x in captured.items()},
+    )
+
+
+def run_alone(
+    layer: DeepseekV4MultiHeadLatentAttentionWrapper,
+    builder: DeepseekV4MetadataBuilder,
+    requests: Sequence[Request],
+    pools: Pools,
+    *,
+    on_step: Callable[[], None] = lambda: None,
+) -> list[torch.Tensor]:
+    """Outputs of each request alone, its whole sequence as one prefill."""
+    return [
+        run_batch(
+            layer, builder, [request.one_shot()], pools, request.length, first_request=number, on_step=on_step
+        ).outputs[0]
+        for number, request in enumerate(requests)
+    ]

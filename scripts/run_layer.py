@@ -1,0 +1,304 @@
+#!/usr/bin/env python
+"""Run DeepSeek-V4 attention layers on a batch of requests, check them and say what ran.
+
+Builds one attention layer of each kind (or one), feeds a batch of requests through paged caches with chunked
+prefill and decode steps, checks the result against itself, and prints every op with its implementation, calls, time and bytes.
+Exit status: 0 all checks passed, 1 a check failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from layer_runner.dump import write_dump
+from layer_runner.report import CEILINGS, Ceiling, render
+from layer_runner.requests import InputError, Request, array_sequences, make_requests, text_sequences
+from layer_runner.run import KINDS, LayerReport, count_steps, max_rows, run_layer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cute_kernels.runtime.ops import FALLBACK_VARIABLE
+from layers import (
+    PRESETS,
+    AttentionOptions,
+    CheckpointError,
+    DeepseekV4Config,
+    DeepseekV4MultiHeadLatentAttentionWrapper,
+    build_layer,
+    held_layers,
+    random_layer_tensors,
+    read_layer_tensors,
+)
+from layers.caches import INDEX_CACHES, KV_CACHES
+from layers.mla import PREFILL_FORMS
+
+SAMPLE_TEXT = Path(__file__).resolve().parent / "data" / "sample.txt"
+TEXT_PREFILL = 400
+TEXT_BATCH = 3
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a bad argument in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {value}")
+    return value
+
+
+def natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {value}")
+    return value
+
+
+positive.__name__ = natural.__name__ = "integer"
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="run_layer.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    weights = parser.add_argument_group("weights")
+    source = weights.add_mutually_exclusive_group()
+    source.add_argument("--model", choices=sorted(PRESETS), default="v4-flash", help="seeded weights (v4-flash)")
+    source.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="config.json and *.safetensors as published, at their own width"
+    )
+    weights.add_argument(
+        "--full-width", action="store_true", help="seeded weights at the published width instead of a reduced one"
+    )
+    weights.add_argument("--layer", type=int, metavar="N", help="this layer only (one of each kind)")
+    weights.add_argument("--wo-a", choices=("fp8", "bf16"), help="seeded weights: storage of wo_a (fp8)")
+
+    inputs = parser.add_argument_group("input")
+    stream = inputs.add_mutually_exclusive_group()
+    stream.add_argument(
+        "--text", type=Path, metavar="FILE", default=SAMPLE_TEXT,
+        help="one token per byte, a paragraph per request (a text that ships with this script)",
+    )  # fmt: skip
+    stream.add_argument(
+        "--hidden-states", type=Path, metavar="FILE.npy",
+        help="float32 [tokens, hidden], the layer's input after attn_norm; further requests take shorter prefixes",
+    )  # fmt: skip
+    inputs.add_argument(
+        "--prefill", type=positive, metavar="P",
+        help=f"most prefill tokens per request ({TEXT_PREFILL} for a text, no limit for hidden states)",
+    )  # fmt: skip
+    inputs.add_argument("--decode", type=natural, default=8, metavar="D", help="decode steps per request (8)")
+    inputs.add_argument(
+        "--batch", type=positive, metavar="B", help=f"requests ({TEXT_BATCH} for a text, 1 for hidden states)"
+    )
+    inputs.add_argument(
+        "--chunk", type=positive, default=256, metavar="C", help="most prefill tokens per step over the batch (256)"
+    )
+    inputs.add_argument(
+        "--draft", type=positive, default=1, metavar="N",
+        help="query tokens per decode step, of which a seeded number is accepted (1)",
+    )  # fmt: skip
+
+    form = parser.add_argument_group("layer options")
+    form.add_argument("--kv-cache", choices=tuple(KV_CACHES), default="fp8_ds_mla", help="cache format (fp8_ds_mla)")
+    form.add_argument("--index-cache", choices=tuple(INDEX_CACHES), default="fp8", help="indexer key format (fp8)")
+    form.add_argument("--index-hadamard", action="store_true", help="rotate indexer queries and keys")
+    form.add_argument(
+        "--index-topk", type=positive, metavar="K", help="entries the indexer keeps (the config's; 16 at reduced width)"
+    )
+    form.add_argument(
+        "--prefill-form", choices=PREFILL_FORMS, default="gathered", help="for fp8_ds_mla caches (gathered)"
+    )
+
+    run = parser.add_argument_group("run")
+    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
+    run.add_argument(
+        "--fallback", choices=("reference", "none"), default="reference",
+        help="on CUDA, what to do without a kernel for a call: run the reference, or stop (reference)",
+    )  # fmt: skip
+    run.add_argument("--seed", type=natural, default=0, help="of weights, embedding, page order and drafts (0)")
+    run.add_argument("--dump", type=Path, metavar="FILE.npz", help="write the first request's intermediate tensors")
+    run.add_argument("--json", type=Path, metavar="FILE", help="write the table and the checks as JSON")
+    args = parser.parse_args(argv)
+
+    if args.checkpoint is not None and args.wo_a is not None:
+        parser.error("argument --wo-a: only for seeded weights, not allowed with --checkpoint")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: cuda: this machine has no usable CUDA device")
+    for flag, path in (("--dump", args.dump), ("--json", args.json)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            parser.error(f"argument {flag}: {path} is not a file in an existing directory")
+    text = args.hidden_states is None
+    args.prefill = args.prefill or (TEXT_PREFILL if text else None)
+    args.batch = args.batch or (TEXT_BATCH if text else 1)
+    return args
+
+
+def read_config(args: argparse.Namespace) -> DeepseekV4Config:
+    if args.checkpoint is not None:
+        if not args.checkpoint.is_dir():
+            raise CheckpointError(f"checkpoint: {args.checkpoint} is not a directory")
+        config = DeepseekV4Config.from_json(args.checkpoint / "config.json")
+    else:
+        config = PRESETS[args.model] if args.full_width else PRESETS[args.model].reduced()
+    return config if args.index_topk is None else replace(config, index_topk=args.index_topk)
+
+
+def choose_layers(args: argparse.Namespace, config: DeepseekV4Config) -> list[int]:
+    ratios = config.compress_ratios
+    if args.layer is not None:
+        if not 0 <= args.layer < len(ratios):
+            raise InputError(f"--layer: expected 0..{len(ratios) - 1}, got {args.layer}")
+        return [args.layer]
+    candidates: Sequence[int] = range(len(ratios))
+    if args.checkpoint is not None:
+        candidates = [index for index in held_layers(args.checkpoint) if index < len(ratios)]
+        if not candidates:
+            raise CheckpointError(f"checkpoint: {args.checkpoint} holds no tensor named layers.N.attn.*")
+    layers = [next((i for i in candidates if ratios[i] == ratio), None) for ratio in KINDS]
+    chosen = [index for index in layers if index is not None]
+    if args.dump is not None and len(chosen) > 1:
+        raise InputError(f"--dump: needs --layer N, one of {len(chosen)} layers would be lost otherwise")
+    return chosen
+
+
+def read_requests(args: argparse.Namespace, config: DeepseekV4Config) -> list[Request]:
+    if args.hidden_states is not None:
+        sequences = array_sequences(args.hidden_states, args.batch, config.hidden_size)
+    else:
+        sequences = text_sequences(args.text, args.batch, config.hidden_size, args.seed)
+    requests = make_requests(
+        sequences,
+        prefill_limit=args.prefill,
+        decode=args.decode,
+        draft=args.draft,
+        max_positions=config.max_position_embeddings,
+        seed=args.seed,
+    )
+    device = args.device
+    return [replace(r, hidden_states=r.hidden_states.to(device), rejected=r.rejected.to(device)) for r in requests]
+
+
+def make_layer(
+    args: argparse.Namespace, config: DeepseekV4Config, index: int, requests: Sequence[Request]
+) -> DeepseekV4MultiHeadLatentAttentionWrapper:
+    if args.checkpoint is not None:
+        tensors = read_layer_tensors(args.checkpoint, index)
+    else:
+        tensors = random_layer_tensors(config, index, args.seed, wo_a_quantized=args.wo_a != "bf16")
+    options = AttentionOptions(
+        kv_cache=args.kv_cache,
+        index_cache=args.index_cache,
+        index_hadamard=args.index_hadamard,
+        prefill=args.prefill_form,
+        max_model_len=max(request.reach for request in requests),
+        max_num_tokens=max_rows(requests, args.chunk),
+    )
+    return build_layer(config, index, tensors, options=options, device=args.device)
+
+
+def print_report(console: Console, report: LayerReport, ceiling: Ceiling | None, on_gpu: bool) -> None:
+    title = f"layer {report.layer_index} ({report.kind})"
+    console.print(render(report.rows, title, ceiling, on_gpu))
+    if report.truncated is not None:
+        print(f"{report.truncated[0]} of {report.truncated[1]} rows truncated by top-k")
+    for check in report.checks:
+        print(f"{'PASS' if check.passed else 'FAIL'} {check.name} ({check.detail})")
+    print(flush=True)
+
+
+def report_as_json(report: LayerReport, ceiling: Ceiling | None, on_gpu: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "layer": report.layer_index,
+        "kind": report.kind,
+        "ops": [row.as_json(ceiling, on_gpu) for row in report.rows],
+        "checks": [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in report.checks],
+    }
+    if report.truncated is not None:
+        values["rows_truncated_by_topk"], values["rows"] = report.truncated
+    return values
+
+
+def run(args: argparse.Namespace) -> int:
+    """Everything after the arguments; returns the exit status."""
+    on_gpu = args.device == "cuda"
+    if on_gpu:
+        os.environ[FALLBACK_VARIABLE] = args.fallback
+    device_name = torch.cuda.get_device_name() if on_gpu else "cpu"
+    ceiling = CEILINGS.get(device_name)
+    config = read_config(args)
+    indices = choose_layers(args, config)
+    requests = read_requests(args, config)
+
+    terminal = sys.stdout.isatty()
+    console = Console(width=None if terminal else 140)
+    lengths = ", ".join(f"{r.prefill} + {r.length - r.prefill}" for r in requests)
+    print(f"{args.checkpoint or args.model}, {device_name}, hidden size {config.hidden_size}")
+    print(f"{len(requests)} requests, prefill + decode tokens: {lengths}\n", flush=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    steps = count_steps(requests, args.chunk, args.device, args.dump is not None)
+    reports = []
+    for index in indices:
+        with bar:
+            task = bar.add_task(f"layer {index}", total=steps)
+            report = run_layer(
+                make_layer(args, config, index, requests),
+                requests,
+                chunk=args.chunk,
+                device=args.device,
+                seed=args.seed,
+                dump=args.dump is not None,
+                on_step=lambda task=task: bar.advance(task),  # type: ignore[misc]
+            )
+            bar.remove_task(task)
+        print_report(console, report, ceiling, on_gpu)
+        if report.arrays is not None:
+            write_dump(args.dump, report.arrays)
+        reports.append(report)
+
+    checks = [check for report in reports for check in report.checks]
+    failed = sum(not check.passed for check in checks)
+    print(f"{len(checks) - failed} of {len(checks)} checks passed")
+    if args.json is not None:
+        document = {
+            "device": device_name,
+            "weights": str(args.checkpoint or args.model),
+            "hidden_size": config.hidden_size,
+            "requests": [{"prefill": r.prefill, "decode": list(r.decode), "draft": r.draft} for r in requests],
+            "layers": [report_as_json(report, ceiling, on_gpu) for report in reports],
+            "passed": failed == 0,
+        }
+        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    try:
+        return run(args)
+    except (ValueError, OSError, NotImplementedError, torch.OutOfMemoryError) as error:
+        # ValueError is what configs, checkpoints, inputs and ops raise for what they cannot take, and
+        # NotImplementedError what an op without a kernel raises under --fallback none. Any other is a defect.
+        if isinstance(error, NotImplementedError) and args.fallback != "none":
+            raise
+        print(f"run_layer.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

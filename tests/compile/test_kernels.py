@@ -1,0 +1,220 @@
+"""Every kernel, compiled for every architecture it claims. Needs CuTe DSL and no GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.kv_cache.insert import InsertKey
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, compile_.Report]:
+    return {}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_insert_compiles(arch: str, reports: dict[str, compile_.Report]) -> None:
+    report = compile_.compile_report(InsertKey(arch))
+    assert report.cubin[:4] == b"\x7fELF"
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.smem <= SMEM_BYTES[arch]
+    assert f".target {arch}" in report.ptx
+    # 40 registers keep 48 warps on an SM, and with them enough bytes in flight to fill the memory's pipe
+    assert report.registers <= 40
+    ptx = report.ptx
+    assert len(re.findall(r"ld\.global\.nc\.L1::no_allocate\.v4\.b32", ptx)) == 2
+    assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == 8
+    assert len(re.findall(r"st\.global\.v2\.b32", ptx)) == 3
+    assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local", ptx)
+    reports[arch] = report
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_insert_machine_code(arch: str, reports: dict[str, compile_.Report]) -> None:
+    report = reports.get(arch) or compile_.compile_report(InsertKey(arch))
+    if report.sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    code = [line for line in report.sass.splitlines() if ";" in line]
+
+    def positions(pattern: str) -> list[int]:
+        return [i for i, line in enumerate(code) if re.search(pattern, line)]
+
+    row_loads = positions(r"\bLDG\.E\.\S*128")
+    assert len(row_loads) == 2
+    assert len(positions(r"F2FP\.\S*E4M3")) == 8
+    assert len(positions(r"\bSTG\.E\.64")) == 3
+    # a row is on its way before anything waits for its slot: no way out, and no shuffle, comes before the loads
+    assert max(row_loads) < min(positions(r"\bEXIT|\bBRA|\bSHFL"))
+
+
+@pytest.mark.parametrize(("warps", "rows"), [(8, 1), (4, 2), (4, 4)])
+def test_insert_with_several_rows_loads_them_all_first(warps: int, rows: int) -> None:
+    report = compile_.compile_report(InsertKey("sm_90a", warps=warps, rows=rows))
+    assert (report.spill_stores, report.spill_loads) == (0, 0)
+    assert f".reqntid {warps * 32}" in report.ptx
+    order = re.findall(r"ld\.global\.nc\.L1|shfl\.sync\.bfly", report.ptx)
+    assert order[: 2 * rows] == ["ld.global.nc.L1"] * (2 * rows)
+    assert len(order) == rows * (2 + 5)
+
+
+class Compiled:
+    """What cute.compile returns, as far as runtime.compile looks at it."""
+
+    def __init__(self, launchable: Any) -> None:
+        self.launchable = launchable
+
+    def __tvm_ffi_object__(self) -> Any:
+        return self.launchable
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> list[compile_.KernelKey]:
+    """An empty cache, and no real compiler; the keys it was asked for."""
+    asked: list[compile_.KernelKey] = []
+
+    def build(key: compile_.KernelKey, options: str) -> Compiled:
+        asked.append(key)
+        return Compiled(lambda *args: key)
+
+    monkeypatch.setattr(compile_, "_functions", {})
+    monkeypatch.setattr(compile_, "_compile", build)
+    return asked
+
+
+def test_a_key_is_compiled_and_counted_once(stub: list[compile_.KernelKey]) -> None:
+    before = compile_.compilations()
+    launchable = compile_.function(InsertKey("sm_90a"))
+    assert compile_.function(InsertKey("sm_90a")) is launchable
+    assert compile_.compilations() == before + 1
+    other = compile_.function(InsertKey("sm_100a"))
+    assert compile_.compilations() == before + 2
+    assert stub == [InsertKey("sm_90a"), InsertKey("sm_100a")]
+    assert (launchable(), other()) == (InsertKey("sm_90a"), InsertKey("sm_100a"))
+
+
+def test_reports_are_not_counted() -> None:
+    before = compile_.compilations()
+    compile_.compile_report(InsertKey("sm_90a"))
+    assert compile_.compilations() == before
+    assert InsertKey("sm_90a") not in compile_._functions
+
+
+def test_nothing_compiles_during_capture(stub: list[compile_.KernelKey], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = compile_.compilations()
+    key = InsertKey("sm_90a")
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_, "_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match=r"InsertKey.*sm_90a.*warmup"):
+            compile_.function(key)
+    assert stub == []
+    assert compile_.compilations() == before
+    ready = compile_.function(key)
+    monkeypatch.setattr(compile_, "_capturing", lambda: True)
+    assert compile_.function(key) is ready
+
+
+def test_code_for_another_gpu_is_refused(stub: list[compile_.KernelKey], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_, "_compile", lambda key, options: Compiled(None))
+    with pytest.raises(RuntimeError, match="sm_103a is not the architecture"):
+        compile_.function(InsertKey("sm_103a"))
+
+
+def test_launchable_is_the_raw_function() -> None:
+    """Without a GPU the DSL makes launchable code for one architecture per process, the one CUTE_DSL_ARCH names."""
+    code = (
+        "import tvm_ffi\n"
+        "from cute_kernels.kv_cache.insert import InsertKey\n"
+        "from cute_kernels.runtime import compile as c\n"
+        "assert type(c.function(InsertKey('sm_90a'))) is tvm_ffi.Function\n"
+        "assert c.compilations() == 1\n"
+    )
+    environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_launch_makes_the_tensors_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"current": 0}
+    seen: list[tuple[int, tuple[Any, ...]]] = []
+
+    class Guard:
+        def __init__(self, index: int) -> None:
+            self.index, self.before = index, state["current"]
+
+        def __enter__(self) -> None:
+            state["current"] = self.index
+
+        def __exit__(self, *_: object) -> None:
+            state["current"] = self.before
+
+    key = InsertKey("sm_90a")
+    monkeypatch.setattr(compile_, "_functions", {key: lambda *args: seen.append((state["current"], args))})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: state["current"])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    compile_.launch(key, 1, "a")
+    compile_.launch(key, 0, "b", 2)
+    assert seen == [(1, ("a",)), (0, ("b", 2))]
+    assert state["current"] == 0
+
+
+def test_keys_differ_by_everything_the_code_depends_on() -> None:
+    keys = [
+        InsertKey("sm_90a"),
+        InsertKey("sm_100a"),
+        InsertKey("sm_90a", kv_format="another/1"),
+        InsertKey("sm_90a", warps=8),
+        InsertKey("sm_90a", rows=2),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_103a")],
+)
+def test_arch_of(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str) -> None:
+    arch_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert arch_of(0) == arch
+    assert arch in SMEM_BYTES
+    arch_of.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (9, 9), (13, 0)])
+def test_unknown_device_is_refused(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    arch_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    with pytest.raises(ValueError, match=rf"cuda:3: expected compute capability .*9\.0.*got {capability[0]}\."):
+        arch_of(3)
+    arch_of.cache_clear()
+
+
+def test_arch_numbers() -> None:
+    assert [arch_number(a) for a in ("sm_89", "sm_90a", "sm_100a", "sm_103a")] == [89, 90, 100, 103]
+    with pytest.raises(ValueError, match="sm_90a"):
+        arch_number("sm_90")
+
+
+def test_smem_limits_are_the_compilers_own() -> None:
+    from cutlass.memory import get_smem_capacity_in_bytes
+
+    assert {arch: get_smem_capacity_in_bytes(arch.rstrip("a")) for arch in SMEM_BYTES} == SMEM_BYTES
+
+
+def test_import_takes_no_dsl() -> None:
+    code = "import sys, cute_kernels, cute_kernels.runtime.compile; sys.exit('cutlass' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

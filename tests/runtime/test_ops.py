@@ -1,0 +1,287 @@
+"""How ops are defined, which implementation runs, and what importing the package costs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cute_kernels
+from cute_kernels.runtime import ops
+from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.ops import OPS, Cost, Op, define_op, nbytes
+from cute_kernels.runtime.record import record_calls
+from tests import helpers
+
+PUBLIC_MODULES = [
+    name
+    for _, name, is_package in pkgutil.walk_packages(cute_kernels.__path__, "cute_kernels.")
+    if not is_package and name.split(".")[-1].startswith(("ops", "reference")) and ".runtime." not in name
+]
+
+calls: list[str] = []
+
+
+def check_double(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+    c = Checker("test_double")
+    c.tensor("x", x, torch.float32, ("T",))
+    c.tensor("out", out, torch.float32, ("T",))
+
+
+def reference_double(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+    calls.append("reference")
+    out.copy_(x * factor)
+
+
+double = define_op(
+    "test_double(Tensor x, Tensor(a!) out, float factor) -> ()",
+    check=check_double,
+    reference=reference_double,
+    cost=lambda x, *_: Cost(nbytes(x), x.numel()),
+)
+DOUBLE = OPS.pop("test_double")
+
+
+@pytest.fixture
+def kernel() -> Iterator[types.ModuleType]:
+    """A module that passes for a kernel; it takes calls with at most two elements."""
+    module: Any = types.ModuleType("cute_kernels_test_kernel")
+    module.supports = lambda x, out, factor: (x.numel() <= 2, "it takes at most 2 elements")
+    module.launch = lambda x, out, factor: calls.append("kernel")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls.clear()
+    monkeypatch.delenv(ops.FALLBACK_VARIABLE, raising=False)
+
+
+def op_with(kernel: str | None) -> Op:
+    return Op(DOUBLE.name, DOUBLE.overload, DOUBLE.check, DOUBLE.reference, kernel, DOUBLE.cost)
+
+
+def args(n: int) -> tuple[Any, ...]:
+    return torch.ones(n), torch.zeros(n), 2.0
+
+
+# ---- every op of the package -----------------------------------------------------------------------------------------
+
+
+def broken_rules(op: Op) -> Iterator[str]:
+    schema = op.overload._schema
+    names = [a.name for a in schema.arguments]
+    if schema.name != f"cute_kernels::{op.name}":
+        yield f"is called {schema.name}"
+    if schema.returns:
+        yield "returns something"
+    if not any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        yield "mutates nothing"
+    if any(a.kwarg_only or a.has_default_value() for a in schema.arguments):
+        yield "has keyword-only arguments or defaults"
+    for role, function in (("check", op.check), ("reference", op.reference)):
+        if list(inspect.signature(function).parameters) != names:
+            yield f"{role} has other arguments than the schema"
+    if torch.Tag.pt2_compliant_tag not in op.overload.tags:
+        yield "is not tagged for torch.compile"
+    for key in ("CPU", "CUDA", "Meta"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(op.overload.name(), key):
+            yield f"has no {key} implementation"
+
+
+def test_registered_ops_keep_the_rules() -> None:
+    for module in PUBLIC_MODULES:
+        importlib.import_module(module)
+    assert {"quantize_and_insert_k_cache", "dequantize_and_gather_k_cache"} <= set(OPS)
+    assert [f"{name} {problem}" for name, op in OPS.items() for problem in broken_rules(op)] == []
+    assert all(name == op.name for name, op in OPS.items())
+
+
+def test_the_rules_find_what_breaks_them() -> None:
+    assert list(broken_rules(DOUBLE)) == []
+    function = torch.ops.aten.add.Tensor
+    problems = set(broken_rules(Op("add", function, check_double, reference_double, None, None)))
+    assert {"is called aten::add", "returns something", "mutates nothing"} <= problems
+    assert {"has keyword-only arguments or defaults", "check has other arguments than the schema"} <= problems
+
+
+@pytest.mark.parametrize("module", [m for m in PUBLIC_MODULES if m.split(".")[-1].startswith("ops")])
+def test_public_functions_explain_themselves(module: str) -> None:
+    for name, function in vars(importlib.import_module(module)).items():
+        if inspect.isfunction(function) and function.__module__ == module and not name.startswith("_"):
+            assert function.__doc__, name
+            assert "return" in function.__annotations__, name
+
+
+def test_the_package_exports_what_it_names() -> None:
+    assert sorted(cute_kernels.__all__) == list(cute_kernels.__all__)
+    assert all(callable(getattr(cute_kernels, name)) for name in cute_kernels.__all__)
+
+
+# ---- definition ------------------------------------------------------------------------------------------------------
+
+
+def test_cpu_runs_the_reference() -> None:
+    x, out, factor = args(3)
+    assert double(x, out, factor) is None
+    assert out.tolist() == [2.0] * 3
+    assert torch.ops.cute_kernels.test_double(x, out, 3.0) is None
+    assert out.tolist() == [3.0] * 3
+    assert calls == ["reference"] * 2
+
+
+def test_checks_come_before_anything_is_written() -> None:
+    out = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"test_double: out: expected shape \[T\] with T = 3 as in x, got \[4\]"):
+        double(torch.ones(3), out, 2.0)
+    assert calls == []
+    assert not out.any()
+
+
+def test_fake_tensors_run_the_checks_and_nothing_else() -> None:
+    with FakeTensorMode():
+        double(torch.ones(3), torch.zeros(3), 2.0)
+        with pytest.raises(ValueError, match="test_double: out"):
+            double(torch.ones(3), torch.zeros(4), 2.0)
+    double(torch.ones(3, device="meta"), torch.zeros(3, device="meta"), 2.0)
+    assert calls == []
+
+
+def test_opcheck_and_compile() -> None:
+    helpers.check_op("test_double", *args(3))
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def f(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        double(x, out, 2.0)
+        return out + 1
+
+    for n in (3, 5):
+        assert f(torch.ones(n)).tolist() == [3.0] * n
+
+
+def test_cost_is_recorded() -> None:
+    with record_calls() as recording:
+        double(*args(3))
+    assert [(c.op, c.implementation, c.cost) for c in recording.calls] == [("test_double", "reference", Cost(12, 3))]
+
+
+def test_an_op_without_cost_is_recorded_too() -> None:
+    bare = Op("bare", double, check_double, reference_double, None, None)
+    with record_calls() as recording:
+        ops._execute(bare, "reference", reference_double, args(1))
+    assert recording.calls[0].cost == Cost(0, 0)
+
+
+def test_a_name_is_defined_once() -> None:
+    with pytest.raises(RuntimeError, match="test_double"):
+        define_op("test_double(Tensor x, Tensor(a!) out) -> ()", check=check_double, reference=reference_double)
+    assert "test_double" not in OPS
+
+
+def test_nbytes() -> None:
+    assert nbytes() == 0
+    assert nbytes(torch.zeros(3, dtype=torch.int64), None, torch.zeros(2, 5, dtype=torch.bfloat16)[:, 1:]) == 24 + 16
+
+
+# ---- choice of the CUDA implementation -------------------------------------------------------------------------------
+
+
+def test_a_supported_call_runs_the_kernel(kernel: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, implementation = ops._choose_cuda(op_with(kernel.__name__), args(2))
+    assert (body, implementation) == (kernel.launch, "kernel")
+    monkeypatch.setenv(ops.FALLBACK_VARIABLE, "reference")
+    assert ops._choose_cuda(op_with(kernel.__name__), args(2))[1] == "kernel"
+
+
+def test_an_unsupported_call_says_why(kernel: types.ModuleType) -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        ops._choose_cuda(op_with(kernel.__name__), args(3))
+    for part in ("test_double", "it takes at most 2 elements", "CUTE_KERNELS_FALLBACK=reference"):
+        assert part in str(caught.value)
+
+
+def test_an_op_without_kernel_says_so() -> None:
+    with pytest.raises(NotImplementedError, match=r"test_double: .*no CUDA kernel.*CUTE_KERNELS_FALLBACK=reference"):
+        ops._choose_cuda(op_with(None), args(3))
+
+
+@pytest.mark.parametrize("with_kernel", [False, True])
+def test_the_fallback_is_opt_in(with_kernel: bool, kernel: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = op_with(kernel.__name__ if with_kernel else None)
+    monkeypatch.setenv(ops.FALLBACK_VARIABLE, "none")
+    with pytest.raises(NotImplementedError):
+        ops._choose_cuda(op, args(3))
+    monkeypatch.setenv(ops.FALLBACK_VARIABLE, "reference")
+    body, implementation = ops._choose_cuda(op, args(3))
+    assert (body, implementation) == (reference_double, "reference")
+
+
+def test_a_bad_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("1", "", "Reference"):
+        monkeypatch.setenv(ops.FALLBACK_VARIABLE, value)
+        with pytest.raises(ValueError, match=rf"CUTE_KERNELS_FALLBACK: expected 'none' or 'reference', got '{value}'"):
+            ops._choose_cuda(op_with(None), args(3))
+
+
+def test_a_kernel_module_is_imported_at_the_first_cuda_call_only() -> None:
+    op = op_with("cute_kernels_test_no_such_module")
+    double(*args(2))
+    with pytest.raises(ModuleNotFoundError, match="cute_kernels_test_no_such_module"):
+        ops._choose_cuda(op, args(2))
+
+
+# ---- import ----------------------------------------------------------------------------------------------------------
+
+PROBE = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.process_time()
+for name in sys.argv[1:]:
+    __import__(name)
+seconds = time.process_time() - start
+new = sorted({m.split(".")[0] for m in set(sys.modules) - before})
+report = {"seconds": seconds, "new": new, "all": sorted(sys.modules), "cuda": torch.cuda.is_initialized()}
+print(json.dumps(report))
+"""
+
+
+def probe(*modules: str) -> tuple[dict[str, Any], str]:
+    run = subprocess.run([sys.executable, "-c", PROBE, *modules], capture_output=True, text=True, check=True)
+    lines = run.stdout.splitlines()
+    assert len(lines) == 1, "importing must not print"
+    return json.loads(lines[0]), run.stderr
+
+
+def test_import_is_light() -> None:
+    best = float("inf")
+    for _ in range(3):
+        report, errors = probe("cute_kernels")
+        assert errors == ""
+        best = min(best, report["seconds"])
+        if best < 0.3:
+            break
+    assert best < 0.3
+
+
+def test_import_needs_no_compiler_and_no_gpu() -> None:
+    """Neither the package nor any module with ops or references pulls in the DSL, triton or a CUDA context."""
+    report, _ = probe("cute_kernels", *PUBLIC_MODULES)
+    assert "cute_kernels" in report["new"]
+    for heavy in ("cutlass", "triton", "cuda", "tvm_ffi"):
+        assert heavy not in report["new"], heavy
+    assert "cutlass" not in report["all"]
+    assert not report["cuda"]

@@ -1,0 +1,152 @@
+"""Which part may import which, read from the sources; and what importing the packages does."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DSL = ("cutlass", "triton", "tvm_ffi", "cuda")
+
+
+def within(module: str, packages: Iterable[str]) -> bool:
+    return any(module == p or module.startswith(p + ".") for p in packages)
+
+
+def scan(source: str, module: str, is_package: bool, known: Iterable[str]) -> set[str]:
+    """Modules that `source` imports, in function bodies too. `from a import b` counts as a.b if that is a module."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                kept = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*kept, *([node.module] if node.module else [])])
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            submodules = names & set(known)
+            found |= submodules
+            if submodules != names:
+                found.add(base)
+    return found
+
+
+def load() -> dict[str, set[str]]:
+    """Module name -> what it imports, for every module of the project outside tests/."""
+    paths: dict[str, Path] = {}
+    for top in ("cute_kernels", "layers", "perf", "scripts"):
+        for path in (ROOT / top).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: scan(p.read_text(), name, p.name == "__init__.py", paths) for name, p in paths.items()}
+
+
+IMPORTS = load()
+ROOMS = ("compressor", "indexer", "indices", "kv_cache", "norm", "output", "sparse_mla")
+ROOMS = tuple(f"cute_kernels.{room}" for room in ROOMS)
+
+
+def last(module: str) -> str:
+    return module.rsplit(".", 1)[-1]
+
+
+def reached(module: str) -> set[str]:
+    """All modules that importing `module` may load, its own imports' imports included; package __init__ files aside."""
+    seen: set[str] = set()
+    todo = [module]
+    while todo:
+        for name in IMPORTS.get(todo.pop(), set()) - seen:
+            seen.add(name)
+            todo.append(name)
+    return seen
+
+
+def test_the_scanner_sees_every_form_of_import() -> None:
+    source = (
+        "import a.b as c\nfrom . import ops, other\nfrom ..dsl import ptx\ndef f():\n    from cutlass import cute\n"
+    )
+    known = ["p.room.ops", "p.dsl.ptx"]
+    assert scan(source, "p.room.kernel", False, known) == {"a.b", "p.room.ops", "p.room", "p.dsl.ptx", "cutlass"}
+    assert scan("from . import ops", "p.room", True, known) == {"p.room.ops"}
+    assert "torch" in reached("cute_kernels.kv_cache.ops")
+    assert "cute_kernels.numerics" in reached("cute_kernels.kv_cache.reference")
+
+
+def violations(
+    modules: Iterable[str], forbidden: Callable[[str], bool], transitive: bool = False
+) -> dict[str, set[str]]:
+    """Module -> the forbidden ones among its imports, for the modules that have any."""
+    checked = {module: reached(module) if transitive else IMPORTS[module] for module in modules}
+    found = {module: {name for name in imports if forbidden(name)} for module, imports in checked.items()}
+    return {module: names for module, names in found.items() if names}
+
+
+def test_a_reference_needs_no_kernel_and_no_compiler() -> None:
+    references = [m for m in IMPORTS if within(m, ROOMS) and last(m).startswith("reference")]
+    assert len(references) >= len(ROOMS)
+    assert violations(references, lambda name: within(name, (*DSL, "cute_kernels.dsl")), transitive=True) == {}
+
+
+def test_layers_reach_kernels_through_ops_only() -> None:
+    shared = ("cute_kernels.formats", "cute_kernels.numerics", "cute_kernels.paging", "cute_kernels.runtime")
+
+    def forbidden(name: str) -> bool:
+        if within(name, ["cute_kernels"]):
+            is_ops = name.rpartition(".")[0] in ROOMS and last(name).startswith("ops")
+            return not (is_ops or name == "cute_kernels" or within(name, shared))
+        return within(name, (*DSL, "perf", "scripts", "tests"))
+
+    assert violations((m for m in IMPORTS if within(m, ["layers"])), forbidden) == {}
+
+
+def test_the_library_imports_nothing_above_it() -> None:
+    library = [m for m in IMPORTS if within(m, ["cute_kernels"])]
+    assert violations(library, lambda name: within(name, ("layers", "perf", "scripts", "tests"))) == {}
+    rooms_go_here = (*ROOMS, "cute_kernels.__main__")
+    below = [m for m in library if m != "cute_kernels" and not within(m, rooms_go_here)]
+    assert violations(below, lambda name: within(name, ROOMS)) == {}
+
+
+def test_kernels_import_no_torch() -> None:
+    kernels = [
+        module
+        for module, imports in IMPORTS.items()
+        if within(module, ["cute_kernels.dsl"])
+        or (within(module, ROOMS) and any(within(name, ("cutlass", "cute_kernels.dsl")) for name in imports))
+    ]
+    assert violations(kernels, lambda name: within(name, ["torch"])) == {}
+
+
+def test_importing_the_packages_is_silent_and_loads_no_compiler(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import cute_kernels, layers\n"
+        f"bad = sorted(m for m in set(sys.modules) - before if m.split('.')[0] in {DSL!r})\n"
+        "sys.exit(f'loaded: {bad}' if bad else 0)\n"
+    )
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:cute_kernels", "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **home},
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert not list(tmp_path.rglob("*")), "importing must compile and cache nothing"
+
+
+def test_every_module_of_ops_references_and_layers_imports_without_a_compiler() -> None:
+    """What importing the packages does not load: submodules that users import by name."""
+    names = sorted(
+        m for m in IMPORTS if within(m, ["layers"]) or (within(m, ROOMS) and last(m).startswith(("ops", "ref")))
+    )
+    code = f"import importlib, sys\nfor m in {names!r}: importlib.import_module(m)\nsys.exit('cutlass' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
