@@ -8,7 +8,7 @@ from layers.caches import (
     DeepseekV4SWACache,
     LayerCaches,
 )
-from layers.checkpoint import CheckpointError, build_layer, random_layer_tensors, read_layer_tensors
+from layers.checkpoint import CheckpointError, build_layer, held_layers, random_layer_tensors, read_layer_tensors
 from layers.compressor import DeepseekCompressor
 from layers.config import PRESETS, ConfigError, DeepseekV4Config
 from layers.indexer import DeepseekV4Indexer, SparseAttnIndexer
@@ -42,6 +42,7 @@ __all__ = [
     "SparseAttnIndexer",
     "TensorParallel",
     "build_layer",
+    "held_layers",
     "random_layer_tensors",
     "read_layer_tensors",
 ]

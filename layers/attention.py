@@ -252,7 +252,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         table = self.rotary_emb.cos_sin_cache
         if capture is not None:
             capture["kv"] = numerics.rotate(kv, m.positions, table).bfloat16()
-            capture["q"] = q.float()
+            capture["q"] = q.float() * self.mla_attn.query_scale
             capture["o_raw"], capture["lse"] = out, lse
             if topk is not None:
                 capture["topk"] = topk.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -73,22 +74,49 @@ def _files(directory: Path) -> dict[str, list[str]] | None:
     return files
 
 
+def _paths(directory: Path) -> tuple[dict[Path, list[str]] | None, list[Path]]:
+    """(tensor names by file as the index lists them, or None; the files to read)."""
+    if not directory.is_dir():
+        raise CheckpointError(f"checkpoint: {directory} is not a directory")
+    indexed = _files(directory)
+    if indexed is None:
+        listed, paths = None, sorted(directory.glob("*.safetensors"))
+    else:
+        listed = {directory / file: names for file, names in indexed.items()}
+        paths = sorted(listed)
+    if not paths:
+        raise CheckpointError(f"checkpoint: {directory} holds no *.safetensors file")
+    return listed, paths
+
+
+def held_layers(directory: str | Path) -> list[int]:
+    """Numbers of the layers of which the checkpoint has attention tensors, ascending. Reads names only."""
+    listed, paths = _paths(Path(directory))
+    names: list[str] = []
+    for path in paths:
+        if listed is not None:
+            names += listed[path]
+            continue
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                names += file.keys()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"checkpoint: cannot read {path}: {error}") from error
+    found = (re.match(r"(?:model\.)?layers\.(\d+)\.attn\.", name) for name in names)
+    return sorted({int(match[1]) for match in found if match})
+
+
 def read_layer_tensors(directory: str | Path, layer_index: int) -> Tensors:
     """All tensors of `layers.N.attn.` (optionally behind `model.`), by their name behind that prefix.
 
     Reads every *.safetensors file of the directory, or those its index names. Only this layer's tensors are loaded.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise CheckpointError(f"checkpoint: {directory} is not a directory")
     prefixes = tuple(f"{model}layers.{layer_index}.attn." for model in ("", "model."))
-    indexed = _files(directory)
-    paths = sorted(directory.glob("*.safetensors")) if indexed is None else [directory / f for f in sorted(indexed)]
-    if not paths:
-        raise CheckpointError(f"checkpoint: {directory} holds no *.safetensors file")
+    listed, paths = _paths(directory)
     tensors: Tensors = {}
     for path in paths:
-        if indexed is not None and not any(n.startswith(prefixes) for n in indexed[path.name]):
+        if listed is not None and not any(name.startswith(prefixes) for name in listed[path]):
             continue
         try:
             with safe_open(str(path), framework="pt") as file:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cute_kernels import numerics
 from cute_kernels.runtime import record
+from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.record import Cost
 
 WEIGHT_BLOCK = 128
+_FP8_ROWS = 4
+"""cuBLAS's block-scaled FP8 product takes multiples of this many rows."""
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +49,22 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> tor
     if x.dim() == 2:
         return torch.mm(x, weight.t(), out_dtype=out_dtype)
     return torch.bmm(x, weight.transpose(-1, -2), out_dtype=out_dtype)
+
+
+def block_scaled_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """bf16 x [T, in] @ weight [out, in]^T in FP8 on Hopper (cuBLAS), with scales per 1 x 128 and 128 x 128 block."""
+    rows = x.shape[0]
+    codes, scales = quantize_activation(F.pad(x, (0, 0, 0, -rows % _FP8_ROWS)))
+    product = F.scaled_mm(
+        codes,
+        weight.t(),
+        scales.t().contiguous().t(),
+        F.ScalingType.BlockWise1x128,
+        scale.t(),
+        F.ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+    return product[:rows]
 
 
 class Linear(nn.Module):
@@ -80,9 +100,19 @@ class Linear(nn.Module):
         blocks = (-(-out_features // WEIGHT_BLOCK), in_features // WEIGHT_BLOCK)
         self.register_buffer("scale", torch.ones(blocks, device=device) if quantized else None)
 
+    def _has_fp8_product(self, device: torch.device) -> bool:
+        return (
+            device.type == "cuda"
+            and arch_of(device.index) == "sm_90a"
+            and self.out_dtype == torch.bfloat16
+            and self.out_features % WEIGHT_BLOCK == 0
+        )
+
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.scale is None:
             return matmul(x, self.weight, self.out_dtype)
+        if x.shape[0] and self._has_fp8_product(x.device):
+            return block_scaled_matmul(x, self.weight, self.scale)
         dtype = torch.float64 if x.device.type == "cpu" else torch.bfloat16
         codes, scales = quantize_activation(x)
         dequantized = codes.to(dtype) * scales.to(dtype).repeat_interleave(WEIGHT_BLOCK, 1)

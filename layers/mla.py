@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -74,6 +76,7 @@ class DeepseekV4MLAAttention(nn.Module):
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
         self.scale, self.window, self.prefill = config.softmax_scale, config.sliding_window, prefill
         self.workspace = workspace or Workspace()
+        self.query_scale = 1.0
         self.register_buffer("attn_sink", torch.zeros(num_heads, device=device))
 
     def reserve(self, device: torch.device) -> None:
@@ -136,7 +139,7 @@ class DeepseekV4MLAAttention(nn.Module):
     ) -> None:
         shape = m.decode_batch()
         rows = m.num_decode_tokens
-        extra: dict[str, torch.Tensor | str] = {}
+        extra: dict[str, Any] = {}
         if caches.compressed is not None:
             assert m.compressed_block_table is not None
             extra = {"extra_k_cache": caches.compressed.data, "extra_kv_format": caches.compressed.kv_format.id}
@@ -334,6 +337,7 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
         device = self.attn_sink.device
         self.register_buffer("fp8_kv_scale", torch.tensor([kv_scale], device=device))
         self.register_buffer("q_scale_inv", torch.tensor([1.0 / q_scale], device=device))
+        self.query_scale = q_scale if self.fp8 else 1.0
         self.bmm1_scale = self.scale * q_scale * kv_scale if self.fp8 else self.scale
         self.bmm2_scale = kv_scale if self.fp8 else 1.0
 

@@ -76,7 +76,7 @@ def get_compressed_slot_mapping(
     known = (request >= 0) & (request < num_requests)
     request = request.where(known, torch.zeros_like(request))
     position = seq_lens.long()[request] - starts[request + 1] + token
-    closes = known & (position >= 0) & ((position + 1) % compress_ratio == 0)
+    closes = known & ((position + 1) % compress_ratio == 0)
     if slot_mapping is not None:
         closes &= slot_mapping[:num_tokens] >= 0
     group = torch.div(position, compress_ratio, rounding_mode="floor")
@@ -149,7 +149,7 @@ def readable_windows(
     step_rows = torch.full_like(rows, -1)
     if query_start_loc is not None:
         here = tokens[:, None] + reach
-        first = _of_request(query_start_loc, requests, query_start_loc.shape[0] - 1).clamp(min=0)
+        first = _of_request(query_start_loc, requests, query_start_loc.shape[0] - 1)
         step_rows = here.where((here >= first[:, None]) & (rows >= 0), step_rows)
     slots = entries_to_slots(rows, requests[:, None], block_table, state_cache.shape[1])
     every = Windows(tokens, rows, step_rows, slots)

@@ -69,7 +69,7 @@ def run(scene: Scene, step: SimpleNamespace, **changes: Any) -> torch.Tensor:
 
 
 def batch(kind: Kind, seed: int = 0, **options: Any) -> tuple[Scene, SimpleNamespace]:
-    """Requests from the start, from a prefix inside a group and one token long; prefixes are cached, all else is NaN."""
+    """Requests from the start, from a prefix inside a group and one token long; prefixes are cached, the rest NaN."""
     r = kind.ratio
     scene = Scene(kind, [2 * r + 3, 3 * r + 1, 2 * r, 2 * r], seed, **options)
     ranges = [(0, 0, 2 * r + 3), (1, r + r // 2, 3 * r + 1), (2, 2 * r - 1, 2 * r), (3, 0, 1)]
@@ -267,6 +267,14 @@ def test_rows_of_the_step_come_from_the_step() -> None:
     want = state_after(scene, [(0, p) for p in range(16) if not 4 <= p < 7])
     assert torch.equal(run(scene, step), scene.entry_bytes([(0, g) for g in range(4)]))
     assert torch.equal(helpers.raw_bytes(scene.state_cache), want)
+
+
+def test_rows_before_position_zero_are_nobodys() -> None:
+    """A request that claims rows of NaN before its position 0 does not read them."""
+    scene = Scene(SMALL, [4])
+    step = scene.step([(0, 0, 4)], pad_before=5)
+    step.query_start_loc[0] = 0
+    assert torch.equal(run(scene, step), scene.entry_bytes([(0, 0)]))
 
 
 def test_rows_that_do_not_act() -> None:
