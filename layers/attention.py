@@ -1,4 +1,4 @@
-"""One whole DeepSeek-V4 attention layer: input GEMMs, norms, caches, compressor, indexer, attention, output projection."""
+"""One whole DeepSeek-V4 attention layer: GEMMs, norms, caches, compressor, indexer, attention, output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AttentionOptions:
     tma_aligned_scales   packed scales for wo_a (the Blackwell recipe)
     max_model_len        longest sequence; sizes the rotary table and the profiling run's workspace
     max_num_tokens       most rows in a step; sizes the top-k buffer
-    aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. The bits do not change
+    aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. Same bits
     """
 
     kv_cache: str = "fp8_ds_mla"
@@ -219,8 +219,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         """The layer's output, bf16 [T, hidden].
 
         positions       int64 [T], `metadata.positions`
-        hidden_states   bf16 [T, hidden], the layer's input after attn_norm. Rows past the step's (graph padding) give zeros
-        metadata        this step, from DeepseekV4MetadataBuilder; None: profiling run, reserves workspace and returns zeros
+        hidden_states   bf16 [T, hidden], input after attn_norm; rows past the step's (graph padding) give zeros
+        metadata        this step, from DeepseekV4MetadataBuilder; None: profiling run, reserves workspace, returns zeros
         caches          the layer's caches, mutated
         capture         receives intermediate tensors: kv, q, idx_q, topk, o_raw, o, lse, oa
         """

@@ -150,7 +150,8 @@ def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) 
             raise CheckpointError(f"checkpoint: layer {layer_index}: missing tensor {name}")
         if tuple(tensors[name].shape) != shape:
             raise CheckpointError(
-                f"checkpoint: layer {layer_index}: {name}: expected shape {list(shape)}, got {list(tensors[name].shape)}"
+                f"checkpoint: layer {layer_index}: {name}: expected shape {list(shape)}, "
+                f"got {list(tensors[name].shape)}"
             )
         linear = name.removesuffix(".weight")
         fp8 = tensors[name].dtype == torch.float8_e4m3fn

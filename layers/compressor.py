@@ -18,8 +18,8 @@ class DeepseekCompressor(nn.Module):
     compress_ratio   4 (groups overlap: an entry also sees the group before) or 128
     head_dim         512 (main cache) or 128 (indexer cache)
     persist          "window": the state keeps only the rows that a later step reads; "all": every row
-    keep_every       with "window" and ratio 4: also keep the last group before every multiple of this many tokens, so that
-                     a prefix cache may fork there; 0 keeps none
+    keep_every       with "window" and ratio 4: also keep the last group before every multiple of this many tokens, so
+                     that a prefix cache may fork there; 0 keeps none
     e2m1_rounding, index_hadamard   only for the indexer's keys
 
     The projection's result stays fp32. `ape` is the learned score offset of each position within a group.
@@ -65,7 +65,7 @@ class DeepseekCompressor(nn.Module):
         cos_sin_cache: torch.Tensor,
         fp8_scale: torch.Tensor | None = None,
     ) -> None:
-        """Consume kv_score fp32 [T, 2 * width] (`fused_wkv_wgate` of the hidden states): update `state`, store into `cache`.
+        """Consume kv_score fp32 [T, 2 * width] (`fused_wkv_wgate` of the hidden states): update the state, store entries.
 
         fp8_scale   fp32 [1], only for a per-tensor fp8 cache
         """

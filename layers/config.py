@@ -26,8 +26,8 @@ def _require(condition: bool, name: str, expected: str, got: object) -> None:
 class DeepseekV4Config:
     """Dimensions of the attention layers.
 
-    compress_ratios[i] is the kind of layer i: 1 attends to the sliding window alone, 4 adds compressed entries picked by
-    the indexer (C4A), 128 adds every compressed entry (C128A). A config's 0 means 1.
+    compress_ratios[i] is the kind of layer i: 1 attends to the sliding window alone, 4 adds compressed entries picked
+    by the indexer (C4A), 128 adds every compressed entry (C128A). A config's 0 means 1.
     """
 
     hidden_size: int = 4096

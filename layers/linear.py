@@ -1,4 +1,4 @@
-"""Linear layers: bf16 or block-quantized FP8 weights, recorded like ops. GEMMs are torch's business, not kernels of ours.
+"""Linear layers: bf16 or block-quantized FP8 weights, recorded like ops. The GEMMs are torch's.
 
 On the CPU products are accumulated in float64, so a row's result does not depend on how many rows come with it.
 """
@@ -70,8 +70,8 @@ def block_scaled_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tens
 class Linear(nn.Module):
     """y = x @ weight^T without bias.
 
-    With `quantized`, the weight is e4m3 with one fp32 scale per 128 x 128 block, and the activation is quantized per row
-    and 128 columns with a ue8m0 scale before the product. Otherwise the weight is bf16.
+    With `quantized`, the weight is e4m3 with one fp32 scale per 128 x 128 block, and the activation is quantized per
+    row and 128 columns with a ue8m0 scale before the product. Otherwise the weight is bf16.
 
     label       name in recordings
     out_dtype   dtype of the result; the accumulator is rounded to it once

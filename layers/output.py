@@ -103,7 +103,7 @@ class OutputProjection(nn.Module):
         cos_sin_cache: torch.Tensor,
         capture: dict[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """[T, hidden]; `capture` receives "o" (inverse-rotated, bf16 [T, heads, 512]) and "oa" (bf16 [T, groups, rank])."""
+        """[T, hidden]; `capture` receives o (inverse-rotated, bf16 [T, heads, 512]) and oa (bf16 [T, groups, rank])."""
         z = self.project_a(o, positions, cos_sin_cache)
         if capture is not None:
             plain, _ = fused_inv_rope_fp8_quant(

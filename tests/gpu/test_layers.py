@@ -1,4 +1,4 @@
-"""The whole layer on the GPU, references standing in for kernels that do not exist yet, against the same layer on the CPU."""
+"""The whole layer on the GPU, references standing in for missing kernels, against the same layer on the CPU."""
 
 from __future__ import annotations
 
