@@ -220,7 +220,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
 
         positions       int64 [T], `metadata.positions`
         hidden_states   bf16 [T, hidden], input after attn_norm; rows past the step's (graph padding) give zeros
-        metadata        this step, from DeepseekV4MetadataBuilder; None: profiling run, reserves workspace, returns zeros
+        metadata        of DeepseekV4MetadataBuilder; None: profiling run, reserves workspace, returns zeros
         caches          the layer's caches, mutated
         capture         receives intermediate tensors: kv, q, idx_q, topk, o_raw, o, lse, oa
         """

@@ -65,7 +65,7 @@ class DeepseekCompressor(nn.Module):
         cos_sin_cache: torch.Tensor,
         fp8_scale: torch.Tensor | None = None,
     ) -> None:
-        """Consume kv_score fp32 [T, 2 * width] (`fused_wkv_wgate` of the hidden states): update the state, store entries.
+        """Consume kv_score fp32 [T, 2 * width] (`fused_wkv_wgate` of the hidden states): update state, store entries.
 
         fp8_scale   fp32 [1], only for a per-tensor fp8 cache
         """

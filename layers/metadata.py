@@ -37,14 +37,14 @@ class DeepseekV4Metadata:
     """One step of one layer kind. Rows: tokens of decode requests first, then those of prefill requests.
 
     Host numbers: num_decodes, num_prefills (requests), num_decode_tokens, num_prefill_tokens (rows),
-    query_start_loc_cpu, seq_lens_cpu (exact for prefill requests, upper bounds for decodes), max_seq_len, decode_query_len (rows per decode
-    request, None when they differ).
+    query_start_loc_cpu, seq_lens_cpu (exact for prefill requests, upper bounds for decodes), max_seq_len,
+    decode_query_len (rows per decode request, None when they differ).
 
     Device: seq_lens int32 [R] (this step included), query_start_loc int32 [R+1], token_to_req_indices int32 [T],
     positions int64 [T] (-1 in padded requests), slot_mapping int64 [T] and is_valid_token bool [T] of the SWA cache,
     decode_swa_indices int32 [D, 1, W] with decode_swa_lens int32 [D], prefill_seq_lens and prefill_gather_lens
-    int32 [P], block tables and slot mappings of the compressed and state caches, min_restart int32 [R] (the smallest position a
-    request may be scheduled from again), and the C128A index tables.
+    int32 [P], block tables and slot mappings of the compressed and state caches, min_restart int32 [R] (the smallest
+    position a request may be scheduled from again), and the C128A index tables.
     """
 
     compress_ratio: int

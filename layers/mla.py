@@ -89,7 +89,7 @@ class DeepseekV4MLAAttention(nn.Module):
     def insert(
         self, q: torch.Tensor, kv: torch.Tensor, caches: LayerCaches, m: DeepseekV4Metadata, cos_sin_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Normalize and rotate q [T, heads, 512] in place, rotate and store kv [T, 512]; returns the query to attend with."""
+        """Normalize and rotate q [T, heads, 512] in place, rotate and store kv [T, 512]; returns the final query."""
         fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
             q,
             kv,

@@ -25,7 +25,7 @@ class DeepseekV4MTPNorms(nn.Module):
     def forward(
         self, inputs_embeds: torch.Tensor, positions: torch.Tensor, previous_hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalized (embeddings [T, hidden], hidden streams [T, hc_mult, hidden]); position 0 gives zero embeddings."""
+        """Normalized (embeddings [T, hidden], hidden streams [T, hc_mult, hidden]); position 0 embeds as zero."""
         return fused_mtp_input_rmsnorm(
             inputs_embeds,
             positions,
