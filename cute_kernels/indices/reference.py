@@ -136,11 +136,11 @@ def combine_topk_swa_indices(
     width = out_indices.shape[1]
     column = _columns(width, topk_indices)
     chosen = F.pad(topk_indices[:, :topk].long(), (0, width - topk), value=-1)
-    chosen = chosen.masked_fill((chosen < 0) | (chosen >= visible.clamp(max=N)[:, None]), -1)
+    chosen = chosen.masked_fill(chosen >= visible.clamp(max=N)[:, None], -1)
 
     # Row i of a request's gathered tail holds position tail_start + i; it must lie between the request's N compressed
     # rows and the rows of the next request.
-    tail_start = _of_request(seq_lens - torch.minimum(gather_lens, seq_lens), requests)
+    tail_start = _of_request(seq_lens.long() - torch.minimum(gather_lens, seq_lens), requests)
     tail = (start - num_chosen - tail_start)[:, None] + column
     tail = (tail + N).masked_fill((tail < 0) | (tail >= M - N), -1)
 

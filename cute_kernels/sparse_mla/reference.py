@@ -18,8 +18,8 @@ import torch
 from cute_kernels.sparse_mla import selection
 from cute_kernels.sparse_mla.selection import Selection, pooled_slots, read_pooled, row_chunks, used_columns
 
-ROW_BUDGET = 1 << 13
-"""Cache rows held as float64 at a time: 32 MiB, and a few times that while they are decoded."""
+ROW_BUDGET = 1 << 14
+"""Cache rows held as float64 at a time: 64 MiB, and a few times that while they are decoded."""
 
 
 class Attention(NamedTuple):
@@ -61,14 +61,14 @@ def attend_rows(q: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, scale:
     if rows.shape[1] == 0:
         minus = torch.full(q.shape[:2], -torch.inf, dtype=q.dtype, device=q.device)
         return Attention(torch.zeros_like(q), minus, -minus)
-    scores = torch.bmm(q, rows.transpose(1, 2)).mul_(scale)
+    scores = torch.bmm(q * scale, rows.transpose(1, 2))
     scores.masked_fill_(~valid[:, None, :], -torch.inf)
     top = scores.amax(dim=-1)
     empty = ~valid.any(dim=-1, keepdim=True)
     shift = top.masked_fill(empty, 0.0)
     weights = scores.sub_(shift[..., None]).exp_()
     total = weights.sum(dim=-1).masked_fill(empty, 1.0)
-    out = torch.bmm(weights, rows) / total[..., None]
+    out = torch.bmm(weights, rows).div_(total[..., None])
     return Attention(out, top, (shift + total.log()).masked_fill(empty, torch.inf))
 
 

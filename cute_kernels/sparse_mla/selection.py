@@ -70,10 +70,10 @@ def count_rows(selection: Selection, num_rows: int) -> int:
 def row_positions(
     num_rows: int, query_start_loc: torch.Tensor, seq_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(request, position) int64 [num_rows] of each row of a batch; position -1 where no request covers the row.
+    """(request, position) int64 [num_rows] of each row of a batch. A negative position means none.
 
     Request r owns rows query_start_loc[r] .. query_start_loc[r + 1] - 1, counted from query_start_loc[0], and its last
-    row is at position seq_lens[r] - 1. A row that would get a negative position has none.
+    row is at position seq_lens[r] - 1. A row that no request covers has position -1.
     """
     row = torch.arange(num_rows, device=seq_lens.device)
     starts = query_start_loc.long() - query_start_loc[:1].long()
@@ -82,8 +82,7 @@ def row_positions(
         return torch.zeros_like(row), torch.full_like(row, -1)
     request = torch.searchsorted(starts[1:].contiguous(), row, right=True).clamp(max=num_requests - 1)
     position = seq_lens.long()[request] - (starts[request + 1] - row)
-    covered = (row >= starts[request]) & (row < starts[request + 1]) & (position >= 0)
-    return request, position.where(covered, -1)
+    return request, position.where(row < starts[request + 1], -1)
 
 
 def by_slot(pool: torch.Tensor, fmt: Any, slots: torch.Tensor, lengths: torch.Tensor | None) -> Selection:
@@ -108,7 +107,7 @@ def by_window(
     positions: torch.Tensor,
     window_size: int,
 ) -> Selection:
-    """Row t attends to the window_size positions of its request that end at positions[t]; to none if that is negative."""
+    """Row t attends to the window_size positions of its request up to positions[t]; to none if that is negative."""
     page_rows = pool.shape[1]
     width = min(window_size, block_table.shape[1] * page_rows)
 

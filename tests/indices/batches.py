@@ -86,7 +86,7 @@ class Step:
     def requests(self) -> list[int]:
         """Request of each row; padded rows name requests that do not exist or that they do not belong to."""
         real = [r for r, n in enumerate(self.query_lens) for _ in range(n)]
-        return real + [(-1, 0, len(self.query_lens), INT32_MAX)[i % 4] for i in range(self.padded_rows)]
+        return real + [(INT32_MAX, -(2**31), len(self.query_lens), 0)[i % 4] for i in range(self.padded_rows)]
 
     @property
     def positions(self) -> list[int | None]:

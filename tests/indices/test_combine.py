@@ -167,6 +167,16 @@ def test_minus_one_stays_and_keeps_its_column() -> None:
     same(lens, [10, 10])
 
 
+def test_nothing_points_outside_its_region() -> None:
+    """Picks without a row in the workspace, positions that were not gathered, a tail longer than its room."""
+    step = Step([1, 1], [41, 41])
+    indices, lens = combine_topk_swa_indices(
+        **call_with(wide([[3, 4, 9]] * 2, 3), step, [2, 4], window_size=4, compress_ratio=4, topk=3, M=7, N=4)
+    )
+    same(indices, [[3, -1, -1, -1, -1, 4, 5] + [-1] * 121, [10, -1, -1, 11, 12, 13, -1] + [-1] * 121])
+    same(lens, [7, 7])
+
+
 def test_rows_beyond_int32_cannot_be_named() -> None:
     step = Step([0, 0, 1, 1], [0, 0, 8, 8])
     half = 2**30

@@ -245,6 +245,40 @@ def test_window_only_layers_need_no_compressed_table(ratio: int) -> None:
     same(counts, [128] * 13)
 
 
+def test_picks_count_only_below_the_visible_entries() -> None:
+    """Position 4 sees one entry: whatever the later columns hold is not a pick, even where it names that entry."""
+    call = small_call()
+    call["prefill_topk_indices"] = wide([[0] * 6] * 10, 6)
+    indices, counts = build_flashinfer_mixed_sparse_indices(**call)
+    first = int(call["compressed_block_table"][2, 0]) * 16
+    same(indices[6:8, 128:], [[first] + [-1] * 7] * 2)
+    assert counts[6:8].tolist() == [129, 129]
+
+
+def test_entries_a_row_does_not_see_yet_are_dropped() -> None:
+    """Positions 397, 398 and 399 see 99, 99 and 100 entries; the page that holds entry 99 is live for all three."""
+    call = small_call()
+    call["prefill_topk_indices"] = wide([[98, 99, 100, 98, 0, -1]] * 10, 6)
+    indices, counts = build_flashinfer_mixed_sparse_indices(**call)
+    page, first = call["compressed_block_table"][3, [98 // 16, 0]].tolist()
+    last = page * 16 + 2
+    same(indices[8:10, 128:], [[last, -1, -1, last, first * 16, -1, -1, -1]] * 2)
+    same(indices[10, 128:], [last, last + 1, -1, last, first * 16, -1, -1, -1])
+    assert counts[8:11].tolist() == [134] * 3
+
+
+def test_a_row_that_is_not_its_requests_is_empty() -> None:
+    """Rows 3 .. 7 belong to request 2 and rows 8 .. 10 to request 3."""
+    call = small_call()
+    want, want_counts = build_flashinfer_mixed_sparse_indices(**call)
+    call["token_to_req_indices"] = call["token_to_req_indices"].clone()
+    call["token_to_req_indices"][[6, 9]] = int32([3, 2])
+    indices, counts = build_flashinfer_mixed_sparse_indices(**call)
+    want[[6, 9]], want_counts[[6, 9]] = -1, 128
+    assert torch.equal(indices, want)
+    assert torch.equal(counts, want_counts)
+
+
 def test_slots_without_lengths_count_the_whole_row() -> None:
     call = small_call(local=False)
     _, counts = build_flashinfer_mixed_sparse_indices(**call)

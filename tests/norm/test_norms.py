@@ -116,7 +116,7 @@ def q_kv_call() -> dict[str, Any]:
     """Column slices of one projection, as the layers have them."""
     qr_kv = spread((5, 96 + 64), seed=1)
     qr, kv = qr_kv.split([96, 64], dim=-1)
-    return {"qr": qr, "kv": kv, "q_weight": weights(96, 2), "kv_weight": weights(64, 3, FP32), "eps": EPS}
+    return {"qr": qr, "kv": kv, "q_weight": weights(96, 2), "kv_weight": weights(64, 3, FP32), "eps": 1e-5}
 
 
 def mtp_call() -> dict[str, Any]:
@@ -183,6 +183,7 @@ def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
 def test_a_row_does_not_depend_on_its_batch_at_model_widths(width: int) -> None:
     x, w = spread((65, width), seed=7), weights(width, 8, FP32)
     whole = mtp_shared_head_rmsnorm(x, w, EPS)
+    assert_norm(whole, x, w)
     for t in (0, 1, 31, 64):
         assert torch.equal(bits(mtp_shared_head_rmsnorm(x[t : t + 1], w, EPS)), bits(whole[t : t + 1]))
     assert torch.equal(bits(mtp_shared_head_rmsnorm(x[17:], w, EPS)), bits(whole[17:]))
@@ -195,6 +196,17 @@ def test_strides_do_not_matter(name: str) -> None:
     for got, want in zip(function(**make()), function(**dense), strict=True):
         assert got.is_contiguous()
         assert torch.equal(bits(got), bits(want))
+
+
+def test_both_norms_use_the_eps_of_the_call() -> None:
+    call = q_kv_call()
+    q_out, kv_out = fused_q_kv_rmsnorm(**call)
+    assert_norm(q_out, call["qr"], call["q_weight"], 1e-5)
+    assert_norm(kv_out, call["kv"], call["kv_weight"], 1e-5)
+    call = {**mtp_call(), "eps": 1e-5, "positions": torch.arange(1, 6)}
+    e_out, h_out = fused_mtp_input_rmsnorm(**call)
+    assert_norm(e_out, call["inputs_embeds"], call["enorm_weight"], 1e-5)
+    assert_norm(h_out, call["previous_hidden_states"], call["hnorm_weight"], 1e-5)
 
 
 @each_op

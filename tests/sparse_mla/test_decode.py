@@ -53,6 +53,7 @@ def random_indices(pool, shape, seed, put=True):
         (FP8, BF16, 53, 64, 3, 1, "none", "finite"),
         (BF16, FP8, 2, 256, 16, 3, "b", "plus"),
         (BF16, BF16, 7, 53, 1, 1, "bs", "minus"),
+        (FP8, FP8, 64, 64, 128, 1, "b", "mixed"),
     ],
 )
 @pytest.mark.parametrize("poison", [0x7F, 0xFF])

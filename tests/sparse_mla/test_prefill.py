@@ -6,6 +6,7 @@ import torch
 
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.runtime.record import record_calls
+from cute_kernels.sparse_mla import reference
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill
 from tests import oracle
 from tests.helpers import check_op
@@ -97,10 +98,24 @@ def test_max_logits_of_large_scores():
     assert_matches(sparse_mla_prefill(q, kv, indices, 1.0, 512, sink), expect(q, kv, indices, None, 1.0, sink))
 
 
+def test_wide_selections_are_merged_from_parts(monkeypatch):
+    q = model.bf16_query((4, 3, 512), 1)
+    kv, rng = make_kv(30, 2)
+    fill(kv, rng, range(30))
+    indices = torch.from_numpy(rng.integers(-5, 30, (4, 1, 40))).int()
+    indices[2] = -1
+    want = sparse_mla_prefill(q, kv, indices, SCALE)
+    monkeypatch.setattr(reference, "ROW_BUDGET", 7)
+    out, max_logits, lse = sparse_mla_prefill(q, kv, indices, SCALE)
+    assert torch.equal(out, want[0])
+    assert torch.equal(max_logits, want[1])
+    torch.testing.assert_close(lse, want[2], rtol=1e-7, atol=0)
+
+
 def test_strided_arguments_and_out():
     wide = model.bf16_query((5, 4, 530), 1)
     q = wide[:, 1:, 8:520]
-    store = torch.full((20, 1, 1024), torch.nan, dtype=torch.bfloat16)
+    store = torch.full((20, 1, 1028), torch.nan, dtype=torch.bfloat16)
     kv = store[::2, :, 256:768]
     _, rng = make_kv(0, 3)
     fill(kv, rng, range(9))
