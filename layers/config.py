@@ -175,7 +175,8 @@ def _compress_ratios(raw: dict[str, Any]) -> tuple[int, ...] | None:
         types = raw["layer_types"]
         _require(isinstance(types, list), "layer_types", "a list", types)
         for name in types:
-            _require(name in _LAYER_TYPES, "layer_types", f"entries among {sorted(_LAYER_TYPES)}", name)
+            known = isinstance(name, str) and name in _LAYER_TYPES
+            _require(known, "layer_types", f"entries among {sorted(_LAYER_TYPES)}", name)
         return tuple(_LAYER_TYPES[name] for name in types)
     return None
 
@@ -186,8 +187,10 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if isinstance(scaling.get("compress"), dict):
         for key, part in (("rope_theta", "main"), ("compress_rope_theta", "compress")):
-            if scaling.get(part, {}).get("rope_theta") is not None:
-                values[key] = scaling[part]["rope_theta"]
+            section = scaling.get(part, {})
+            _require(isinstance(section, dict), f"rope_scaling.{part}", "an object", section)
+            if section.get("rope_theta") is not None:
+                values[key] = section["rope_theta"]
         scaling = scaling["compress"]
     kind = scaling.get("rope_type", scaling.get("type", "yarn"))
     if kind == "default":

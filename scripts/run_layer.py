@@ -246,9 +246,10 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     indices = choose_layers(args, config)
     requests = read_requests(args, config)
+    layers = [make_layer(args, config, index, requests) for index in indices]
 
-    terminal = sys.stdout.isatty()
-    console = Console(width=None if terminal else 140)
+    # A narrow terminal wraps lines itself; cut numbers would be worse.
+    console = Console(width=max(Console().width, 100) if sys.stdout.isatty() else 140)
     lengths = ", ".join(f"{r.prefill} + {r.length - r.prefill}" for r in requests)
     print(f"{args.checkpoint or args.model}, {device_name}, hidden size {config.hidden_size}")
     print(f"{len(requests)} requests, prefill + decode tokens: {lengths}\n", flush=True)
@@ -256,11 +257,11 @@ def run(args: argparse.Namespace) -> int:
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     steps = count_steps(requests, args.chunk, args.device, args.dump is not None)
     reports = []
-    for index in indices:
+    for layer in layers:
         with bar:
-            task = bar.add_task(f"layer {index}", total=steps)
+            task = bar.add_task(f"layer {layer.layer_index}", total=steps)
             report = run_layer(
-                make_layer(args, config, index, requests),
+                layer,
                 requests,
                 chunk=args.chunk,
                 device=args.device,

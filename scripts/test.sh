@@ -8,7 +8,7 @@ cd "$ROOT"
 
 # One process per core with one thread each: the tests are many and small.
 workers=$(nproc)
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
 failed=()
 check() {

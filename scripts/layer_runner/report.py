@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from cute_kernels.runtime.record import Call
@@ -80,10 +81,10 @@ def _bytes(count: int) -> str:
 
 def render(rows: Sequence[Row], title: str, ceiling: Ceiling | None, on_gpu: bool) -> Table:
     """A rich table; the speed columns appear for GPUs, the last one only for a GPU with known ceilings."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("op", no_wrap=True)
-    table.add_column("implementation", no_wrap=True)
-    headers = ["calls", "time ms", "bytes"]
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("op", overflow="fold")
+    table.add_column("by", no_wrap=True)
+    headers = ["calls", "ms", "bytes"]
     if on_gpu:
         headers += ["GB/s", "TFLOPS"]
     if on_gpu and ceiling is not None:

@@ -165,7 +165,8 @@ def read_text(path: Path) -> bytes:
 def split_text(text: bytes, count: int) -> list[bytes]:
     """`count` pieces: one paragraph each, the last one takes all that is left. Too few paragraphs: the longest piece
     is cut at a third until there are enough."""
-    pieces = [p.strip() for p in re.split(rb"\n\s*\n", text, maxsplit=count - 1)]
+    # A maxsplit of 0 would split everywhere.
+    pieces = [text] if count == 1 else re.split(rb"\n\s*\n", text, maxsplit=count - 1)
     while len(pieces) < count:
         longest = max(range(len(pieces)), key=lambda i: len(pieces[i]))
         piece = pieces[longest]

@@ -77,18 +77,15 @@ def run_layer(
             seed=seed + number,
         )
 
-    def batch(target: Pools, *, capture: bool = False, timed: bool = False) -> BatchResult:
-        head_start = timed and device == "cuda"
-        return run_batch(
-            layer, builder, requests, target, chunk, capture=capture, head_start=head_start, on_step=on_step
-        )
+    def batch(target: Pools, *, capture: bool = False) -> BatchResult:
+        return run_batch(layer, builder, requests, target, chunk, capture=capture, on_step=on_step)
 
     reaches = [request.reach for request in requests]
     # Kernels are loaded and autotuned before anything is timed.
     warm_up = batch(pools(reaches, 0)) if device == "cuda" else None
     paged = pools(reaches, 0)
     with record_calls() as recording:
-        result = batch(paged, timed=True)
+        result = batch(paged)
     fresh = pools([request.length for request in requests], 1)
     alone = run_alone(layer, builder, requests, fresh, on_step=on_step)
 

@@ -11,9 +11,6 @@ from layer_runner.pools import Pools
 from layer_runner.requests import Request, schedule
 from layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
 
-HEAD_START_CYCLES = 20_000_000
-"""About 10 ms in which a GPU waits before each timed step, so that launches queue up and events time the GPU alone."""
-
 
 @dataclass(frozen=True)
 class BatchResult:
@@ -37,7 +34,6 @@ def run_batch(
     chunk: int,
     *,
     capture: bool = False,
-    head_start: bool = False,
     first_request: int = 0,
     on_step: Callable[[], None] = lambda: None,
 ) -> BatchResult:
@@ -48,8 +44,6 @@ def run_batch(
     for parts, decode_steps in schedule(requests, chunk):
         hidden = [requests[part.request].rows(part, step) for part, step in zip(parts, decode_steps, strict=True)]
         hidden_states = torch.cat(hidden)
-        if head_start:
-            torch.cuda._sleep(HEAD_START_CYCLES)
         metadata = builder.build(
             layer.compress_ratio,
             [part.rows for part in parts],
