@@ -16,7 +16,9 @@ from cute_kernels.runtime.record import Cost
 
 WEIGHT_BLOCK = 128
 _FP8_ROWS = 4
-"""cuBLAS's block-scaled FP8 product takes multiples of this many rows."""
+"""cuBLAS's block-scaled FP8 product takes multiples of this many rows,"""
+_FP8_SCALES = 4
+"""and weight scales padded to multiples of this many blocks along the input."""
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +62,7 @@ def block_scaled_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tens
         weight.t(),
         scales.t().contiguous().t(),
         F.ScalingType.BlockWise1x128,
-        scale.t(),
+        F.pad(scale, (0, -scale.shape[1] % _FP8_SCALES)).t(),
         F.ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )
