@@ -108,9 +108,11 @@ def test_layers_reach_kernels_through_ops_only() -> None:
 def test_the_library_imports_nothing_above_it() -> None:
     library = [m for m in IMPORTS if within(m, ["cute_kernels"])]
     assert violations(library, lambda name: within(name, ("layers", "perf", "scripts", "tests"))) == {}
-    rooms_go_here = (*ROOMS, "cute_kernels.__main__")
+    rooms_go_here = (*ROOMS, "cute_kernels.__main__", "cute_kernels.compat")
     below = [m for m in library if m != "cute_kernels" and not within(m, rooms_go_here)]
     assert violations(below, lambda name: within(name, ROOMS)) == {}
+    others = [m for m in IMPORTS if not within(m, ["cute_kernels.compat"])]
+    assert violations(others, lambda name: within(name, ["cute_kernels.compat"])) == {}
 
 
 def test_kernels_import_no_torch() -> None:
