@@ -10,8 +10,9 @@ A slot is a row number over the whole pool, page * block_size + row, int64. `wri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,6 +43,8 @@ class KVFormat:
     dim           values in a record
     row_elements  width of the cache tensor's last dimension (a shape carrier: bytes, or elements of a plain cache)
     alignment     page strides this project allocates are multiples of it, in bytes
+    encode        rows [n, dim] -> what the record holds; every format that converts has its own
+    decode        the inverse of encode
     """
 
     id: str
@@ -49,6 +52,8 @@ class KVFormat:
     row_elements: int
     dtype: torch.dtype
     alignment: int
+    encode: ClassVar[Callable[..., Any]]
+    decode: ClassVar[Callable[..., Any]]
 
     def page_bytes(self, block_size: int) -> int:
         """Natural size of a page of `block_size` rows."""
@@ -98,12 +103,12 @@ class KVFormat:
         size = self.page_bytes(block_size) // self.dtype.itemsize
         return cache.as_strided((cache.shape[0], size), (cache.stride(0), 1)).view(torch.uint8)
 
-    def _fields(self, block_size: int) -> tuple[tuple[int, int], ...]:
+    def fields(self, block_size: int) -> tuple[tuple[int, int], ...]:
         """(offset of row 0 in the page, bytes per row) of each dense field of a record."""
         return ((0, self.row_elements * self.dtype.itemsize),)
 
     def _cells(self, slots: torch.Tensor, block_size: int, field: int) -> tuple[torch.Tensor, torch.Tensor]:
-        offset, width = self._fields(block_size)[field]
+        offset, width = self.fields(block_size)[field]
         page = torch.div(slots, block_size, rounding_mode="floor")
         column = offset + (slots % block_size)[:, None] * width + torch.arange(width, device=slots.device)
         return page[:, None], column
@@ -120,7 +125,15 @@ class KVFormat:
         """Raw bytes of the records at `slots`, one uint8 tensor per field. Every slot must lie inside the pool."""
         slots = slots.long()
         pages = self.pages(cache, block_size)
-        return tuple(pages[self._cells(slots, block_size, n)] for n in range(len(self._fields(block_size))))
+        return tuple(pages[self._cells(slots, block_size, n)] for n in range(len(self.fields(block_size))))
+
+    def write(self, cache: torch.Tensor, block_size: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Encode rows [n, dim] into the records at `slots`; those whose slot lies outside the pool are skipped."""
+        self.write_fields(cache, block_size, slots, *self.encode(rows))
+
+    def read(self, cache: torch.Tensor, block_size: int, slots: torch.Tensor) -> torch.Tensor:
+        """The decoded rows [n, dim] at `slots`. Every slot must lie inside the pool."""
+        return self.decode(*self.read_fields(cache, block_size, slots))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +168,7 @@ class Fp8DsMlaFormat(KVFormat):
             c.fail(argument, f"pages of at least {self.page_bytes(block_size)} bytes", f"shape {list(cache.shape)}")
         self._check_page_stride(c, argument, cache, self.page_bytes(block_size))
 
-    def _fields(self, block_size: int) -> tuple[tuple[int, int], ...]:
+    def fields(self, block_size: int) -> tuple[tuple[int, int], ...]:
         return ((0, self.data_bytes), (block_size * self.data_bytes, self.scale_bytes))
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,14 +181,6 @@ class Fp8DsMlaFormat(KVFormat):
         """Inverse of `encode`: bf16 [n, 512]."""
         nope = numerics.dequantize_e4m3(data[:, :NOPE_DIM], scales[:, :7]).to(torch.bfloat16)
         return torch.cat([nope, data[:, NOPE_DIM:].contiguous().view(torch.bfloat16)], dim=1)
-
-    def write(self, cache: torch.Tensor, block_size: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Encode bf16 [n, 512] into the records at `slots`."""
-        self.write_fields(cache, block_size, slots, *self.encode(rows))
-
-    def read(self, cache: torch.Tensor, block_size: int, slots: torch.Tensor) -> torch.Tensor:
-        """bf16 [n, 512] of the records at `slots`."""
-        return self.decode(*self.read_fields(cache, block_size, slots))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +243,7 @@ class IndexerFp8Format(KVFormat):
     dtype: torch.dtype = torch.uint8
     alignment: int = 576
 
-    def _fields(self, block_size: int) -> tuple[tuple[int, int], ...]:
+    def fields(self, block_size: int) -> tuple[tuple[int, int], ...]:
         return ((0, 128), (block_size * 128, 4))
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,14 +254,6 @@ class IndexerFp8Format(KVFormat):
     def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Inverse of `encode`: fp32 [n, 128]."""
         return numerics.from_e4m3(codes) * scale.contiguous().view(torch.float32)
-
-    def write(self, cache: torch.Tensor, block_size: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Encode bf16 [n, 128] into the records at `slots`."""
-        self.write_fields(cache, block_size, slots, *self.encode(rows))
-
-    def read(self, cache: torch.Tensor, block_size: int, slots: torch.Tensor) -> torch.Tensor:
-        """fp32 [n, 128] of the records at `slots`."""
-        return self.decode(*self.read_fields(cache, block_size, slots))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +273,7 @@ class IndexerMxfp4Format(KVFormat):
     dtype: torch.dtype = torch.uint8
     alignment: int = 576
 
-    def _fields(self, block_size: int) -> tuple[tuple[int, int], ...]:
+    def fields(self, block_size: int) -> tuple[tuple[int, int], ...]:
         return ((0, 64), (block_size * 64, 4))
 
     def encode(self, rows: torch.Tensor, rounding: str = "ties_to_lower") -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,10 +294,6 @@ class IndexerMxfp4Format(KVFormat):
     ) -> None:
         """Encode bf16 [n, 128] into the records at `slots`."""
         self.write_fields(cache, block_size, slots, *self.encode(rows, rounding))
-
-    def read(self, cache: torch.Tensor, block_size: int, slots: torch.Tensor) -> torch.Tensor:
-        """fp32 [n, 128] of the records at `slots`."""
-        return self.decode(*self.read_fields(cache, block_size, slots))
 
 
 @dataclass(frozen=True, kw_only=True)

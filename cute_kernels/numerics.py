@@ -123,7 +123,7 @@ def dequantize_e2m1(packed: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, inverse: bool = False
 ) -> torch.Tensor:
-    """Rotate the last 64 columns of fp32 [T, ..., D] by the rows' positions [T]; the other columns pass through.
+    """fp32 [T, ..., D]: x with its last 64 columns rotated by the rows' positions [T]; the others pass through.
 
     Pairs are (x[2i], x[2i+1]); the table [max_pos, 64] holds cos in columns 0..31 and sin in 32..63. Each result is two
     products rounded to fp32 and one rounded sum: no fused multiply-add. A position outside the table takes its nearest

@@ -1,4 +1,4 @@
-"""Block tables in plain torch, for references and metadata.
+"""Block tables and batches of requests in plain torch, for references and metadata.
 
 Every product is 64-bit, nothing invalid forms an address.
 """
@@ -33,3 +33,26 @@ def to_index(slots: torch.Tensor) -> torch.Tensor:
     """int32 form of int64 slots for an index tensor; negative slots and those beyond int32 become -1."""
     named = (slots >= 0) & (slots <= torch.iinfo(torch.int32).max)
     return slots.where(named, torch.full_like(slots, -1)).int()
+
+
+def of_request(values: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
+    """int64 values[requests], 0 for a request that does not exist."""
+    count = values.shape[0]
+    requests = requests.long()
+    known = (requests >= 0) & (requests < count)
+    return torch.nn.functional.pad(values.long(), (0, 1))[requests.masked_fill(~known, count)]
+
+
+def row_positions(num_rows: int, starts: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(request, position) int64 [num_rows] of each row of a batch. A row that no request covers has position -1.
+
+    Request r owns rows starts[r] .. starts[r + 1] - 1, starts [R + 1] ascending, and its last row is at position
+    seq_lens[r] - 1: where it has more rows than context, the first ones have negative positions.
+    """
+    row = torch.arange(num_rows, device=seq_lens.device)
+    if seq_lens.shape[0] == 0:
+        return torch.zeros_like(row), torch.full_like(row, -1)
+    starts = starts.long()
+    request = torch.searchsorted(starts[1:].contiguous(), row, right=True).clamp(max=seq_lens.shape[0] - 1)
+    position = seq_lens.long()[request] - (starts[request + 1] - row)
+    return request, position.where((row >= starts[0]) & (row < starts[request + 1]), -1)

@@ -10,13 +10,14 @@ from torch import nn
 
 from cute_kernels import numerics
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm
+from cute_kernels.runtime.checks import Checker
 from layers.caches import INDEX_CACHES, KV_CACHES, LayerCaches
 from layers.compressor import DeepseekCompressor
 from layers.config import DeepseekV4Config
 from layers.indexer import DeepseekV4Indexer
 from layers.linear import Linear
 from layers.metadata import DeepseekV4Metadata
-from layers.mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
+from layers.mla import PREFILL_FORMS, DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
 from layers.output import OutputProjection
 from layers.parallel import TensorParallel
 from layers.rotary import RotaryEmbedding
@@ -64,10 +65,14 @@ class AttentionOptions:
             ("kv_cache", self.kv_cache, tuple(KV_CACHES)),
             ("index_cache", self.index_cache, tuple(INDEX_CACHES)),
             ("e2m1_rounding", self.e2m1_rounding, numerics.E2M1_ROUNDINGS),
+            ("prefill", self.prefill, PREFILL_FORMS),
             ("persist", self.persist, ("window", "all")),
         ):
             if value not in choices:
                 raise ValueError(f"AttentionOptions: {name}: expected one of {choices}, got {value!r}")
+        for name, number in (("max_model_len", self.max_model_len), ("max_num_tokens", self.max_num_tokens)):
+            if number < 1:
+                raise ValueError(f"AttentionOptions: {name}: expected a positive number, got {number}")
 
 
 def run_on_streams(
@@ -119,10 +124,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         super().__init__()
         options = options or AttentionOptions()
         tp = options.tp
-        if not 0 <= layer_index < len(config.compress_ratios):
-            raise ValueError(f"layer_index: expected 0..{len(config.compress_ratios) - 1}, got {layer_index}")
         self.config, self.layer_index, self.options, self.tp = config, layer_index, options, tp
-        self.compress_ratio = config.compress_ratios[layer_index]
+        self.compress_ratio = config.compress_ratio_of(layer_index)
         self.num_heads = tp.shard(config.num_attention_heads, "num_attention_heads")
         if self.num_heads > 128:
             raise ValueError(f"num_attention_heads: expected at most 128 per rank, got {self.num_heads}")
@@ -221,12 +224,17 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         positions       int64 [T], `metadata.positions`
         hidden_states   bf16 [T, hidden], input after attn_norm; rows past the step's (graph padding) give zeros
         metadata        of DeepseekV4MetadataBuilder; None: profiling run, reserves workspace, returns zeros
-        caches          the layer's caches, mutated
+        caches          the layer's caches, mutated; None only in the profiling run
         capture         receives intermediate tensors: kv, q, idx_q, topk, o_raw, o, lse, oa
         """
-        if metadata is None or caches is None:
+        check = Checker("attention layer")
+        check.tensor("hidden_states", hidden_states, torch.bfloat16, (None, self.config.hidden_size))
+        if metadata is None:
             self.mla_attn.reserve(hidden_states.device)
             return torch.zeros_like(hidden_states)
+        if caches is None:
+            check.fail("caches", "the layer's caches", "None")
+        self._check_step(check, metadata, caches)
         rows = metadata.num_tokens
         if positions.shape[0] < rows or hidden_states.shape[0] < rows:
             raise ValueError(
@@ -236,6 +244,26 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         out = self._forward(hidden_states[:rows], metadata, caches, capture)
         padding = hidden_states.shape[0] - rows
         return nn.functional.pad(out, (0, 0, 0, padding)) if padding else out
+
+    def _check_step(self, check: Checker, m: DeepseekV4Metadata, caches: LayerCaches) -> None:
+        """Refuse metadata and caches of another layer kind or size: they would give numbers, only wrong ones."""
+        ratio = self.compress_ratio
+        check.require(m.compress_ratio == ratio, "metadata", f"those of compress ratio {ratio}", m.compress_ratio)
+        longest = self.rotary_emb.cos_sin_cache.shape[0]
+        check.require(
+            m.max_seq_len <= longest, "metadata", f"sequences within max_model_len = {longest}", m.max_seq_len
+        )
+        for name, needed in (
+            ("compressed", ratio > 1), ("state", ratio > 1), ("indexer", ratio == 4), ("indexer_state", ratio == 4),
+        ):  # fmt: skip
+            given = "None" if getattr(caches, name) is None else "a cache"
+            expected = "a cache" if needed else "None"
+            check.require(given == expected, f"caches.{name}", f"{expected} for compress ratio {ratio}", given)
+        if self.indexer is not None and caches.indexer is not None:
+            rows = self.indexer.indexer_op.topk_indices_buffer.shape[0]
+            check.require(m.num_tokens <= rows, "metadata", f"at most max_num_tokens = {rows} rows", m.num_tokens)
+            mine, theirs = INDEX_CACHES[self.options.index_cache], caches.indexer.kv_format
+            check.require(isinstance(theirs, type(mine)), "caches.indexer", f"format {mine.id}", theirs.id)
 
     def _forward(
         self,

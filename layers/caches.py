@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.runtime.checks import Checker
-from layers.config import DeepseekV4Config
+from layers.config import COMPRESS_RATIOS, DeepseekV4Config
 
 SWA_BLOCK_SIZE = 64
 """Tokens per page of the sliding-window cache."""
@@ -75,6 +75,13 @@ class LayerCaches:
     ) -> LayerCaches:
         """Zeroed pools with the given numbers of pages. The indexer's two pools have as many pages as the main ones and
         share their block tables."""
+        for name, value, choices in (
+            ("compress_ratio", compress_ratio, COMPRESS_RATIOS),
+            ("kv_cache", kv_cache, tuple(KV_CACHES)),
+            ("index_cache", index_cache, tuple(INDEX_CACHES)),
+        ):
+            if value not in choices:
+                raise ValueError(f"LayerCaches: {name}: expected one of {choices}, got {value!r}")
         fmt = KV_CACHES[kv_cache]
         swa = DeepseekV4SWACache(fmt.allocate(swa_blocks, SWA_BLOCK_SIZE, device), fmt, SWA_BLOCK_SIZE)
         if compress_ratio == 1:

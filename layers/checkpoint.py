@@ -55,6 +55,8 @@ def tensor_shapes(config: DeepseekV4Config, compress_ratio: int) -> dict[str, tu
     return shapes
 
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Dtypes of a tensor that is not FP8; the layer rounds it to its own."""
 QUANTIZED_TENSORS = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")
 """Linears that may be FP8 in a checkpoint; the others are bf16 always."""
 
@@ -69,7 +71,7 @@ def _files(directory: Path) -> dict[str, list[str]] | None:
         files: dict[str, list[str]] = {}
         for name, file in weight_map.items():
             files.setdefault(str(file), []).append(name)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint: {indexes[0]} is not a safetensors index: {error}") from error
     return files
 
@@ -145,7 +147,7 @@ def _scale_of(tensors: Tensors, linear: str) -> torch.Tensor | None:
 
 def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) -> frozenset[str]:
     """Check names, shapes and dtypes against the config; returns the quantized linears as the layer names them."""
-    for name, shape in tensor_shapes(config, config.compress_ratios[layer_index]).items():
+    for name, shape in tensor_shapes(config, config.compress_ratio_of(layer_index)).items():
         if name not in tensors:
             raise CheckpointError(f"checkpoint: layer {layer_index}: missing tensor {name}")
         if tuple(tensors[name].shape) != shape:
@@ -157,10 +159,12 @@ def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) 
         fp8 = tensors[name].dtype == torch.float8_e4m3fn
         if fp8 and linear not in QUANTIZED_TENSORS:
             raise CheckpointError(f"checkpoint: layer {layer_index}: {name}: expected a bf16 or fp32 tensor, got FP8")
-        if not fp8 and not tensors[name].dtype.is_floating_point:
+        if not fp8 and tensors[name].dtype not in FLOATS:
             raise CheckpointError(
-                f"checkpoint: layer {layer_index}: {name}: expected floats, got {tensors[name].dtype}"
+                f"checkpoint: layer {layer_index}: {name}: expected bf16, fp32 or e4m3, got {tensors[name].dtype}"
             )
+        if not _usable(name, tensors[name]):
+            raise CheckpointError(f"checkpoint: layer {layer_index}: {name}: holds NaN or infinite values")
         if fp8:
             _check_scale(config, layer_index, linear, tensors)
     quantized = {n for n in QUANTIZED_TENSORS if n + ".weight" in tensors and _is_fp8(tensors, n)}
@@ -178,6 +182,13 @@ def _is_fp8(tensors: Tensors, linear: str) -> bool:
     return tensors[linear + ".weight"].dtype == torch.float8_e4m3fn
 
 
+def _usable(name: str, tensor: torch.Tensor) -> bool:
+    """No NaN; infinite only where that means something: a sink that takes nothing or everything."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
+    return not bool((tensor.isnan() if name == "attn_sink" else ~tensor.isfinite()).any())
+
+
 def _check_scale(config: DeepseekV4Config, layer_index: int, linear: str, tensors: Tensors) -> None:
     scale = _scale_of(tensors, linear)
     where = f"checkpoint: layer {layer_index}: {linear}"
@@ -186,6 +197,8 @@ def _check_scale(config: DeepseekV4Config, layer_index: int, linear: str, tensor
     expected = tuple(-(-n // WEIGHT_BLOCK) for n in tensors[linear + ".weight"].shape)
     if tuple(scale.shape) != expected:
         raise CheckpointError(f"{where}.scale: expected shape {list(expected)}, got {list(scale.shape)}")
+    if not bool((scale.isfinite() & (scale >= 0)).all()):
+        raise CheckpointError(f"{where}.scale: expected finite scales that are not negative")
 
 
 def random_layer_tensors(
@@ -199,7 +212,7 @@ def random_layer_tensors(
     """Seeded weights in the published form: FP8 with e8m0-representable block scales where a checkpoint has them."""
     generator = torch.Generator().manual_seed(seed * 1000003 + layer_index)
     tensors: Tensors = {}
-    for name, shape in tensor_shapes(config, config.compress_ratios[layer_index]).items():
+    for name, shape in tensor_shapes(config, config.compress_ratio_of(layer_index)).items():
         value = torch.randn(shape, generator=generator)
         linear = name.removesuffix(".weight")
         if name.endswith("norm.weight"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from cute_kernels.formats import HEAD_DIM, INDEX_DIM, ROPE_DIM
 
 COMPRESS_RATIOS = (1, 4, 128)
 _LAYER_TYPES = {"sliding_attention": 1, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+_LONGEST_VALUE = 80
+"""Characters of a refused value that a message shows."""
 
 
 class ConfigError(ValueError):
@@ -19,7 +22,9 @@ class ConfigError(ValueError):
 
 def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
-        raise ConfigError(f"config: {name}: expected {expected}, got {got!r}")
+        shown = repr(got)
+        shown = shown if len(shown) <= _LONGEST_VALUE else shown[: _LONGEST_VALUE - 3] + "..."
+        raise ConfigError(f"config: {name}: expected {expected}, got {shown}")
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,15 @@ class DeepseekV4Config:
             "rope_original_max_position",
         ):  # fmt: skip
             value = getattr(self, name)
-            _require(
-                isinstance(value, int) and not isinstance(value, bool) and value > 0, name, "a positive integer", value
-            )
+            _require(type(value) is int and 0 < value < 2**31, name, "a positive integer below 2**31", value)
         for name in (
             "rms_norm_eps", "rope_theta", "compress_rope_theta", "rope_factor", "rope_beta_fast", "rope_beta_slow",
         ):  # fmt: skip
             value = getattr(self, name)
-            _require(isinstance(value, (int, float)) and value > 0, name, "a positive number", value)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            _require(number and 0 < value <= sys.float_info.max, name, "a positive number", value)
+        for name in ("rope_theta", "compress_rope_theta"):
+            _require(getattr(self, name) > 1, name, "a number above 1", getattr(self, name))
         _require(
             self.num_attention_heads % self.o_groups == 0,
             "num_attention_heads",
@@ -95,6 +101,12 @@ class DeepseekV4Config:
         """Factor on q . k before the softmax."""
         return float(self.head_dim**-0.5)
 
+    def compress_ratio_of(self, layer_index: int) -> int:
+        """The kind of a layer."""
+        count = len(self.compress_ratios)
+        _require(0 <= layer_index < count, "layer_index", f"0..{count - 1}", layer_index)
+        return self.compress_ratios[layer_index]
+
     def layer_of_kind(self, compress_ratio: int) -> int:
         """The first layer with this ratio."""
         if compress_ratio not in self.compress_ratios:
@@ -109,7 +121,7 @@ class DeepseekV4Config:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"config: cannot read {path}: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"config: {path} is not valid JSON: {error}") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"config: {path}: expected an object, got {type(raw).__name__}")
@@ -117,7 +129,11 @@ class DeepseekV4Config:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> DeepseekV4Config:
-        """The config of a parsed config.json; keys that do not concern attention are ignored."""
+        """The config of a parsed config.json; keys that do not concern attention are ignored.
+
+        Missing numbers are those of V4-Flash; the kinds of the layers (compress_ratios or layer_types) must be there.
+        A missing rope_scaling is V4-Flash's too, one that is null means none.
+        """
         kind = raw.get("model_type", "deepseek_v4")
         _require(kind == "deepseek_v4", "model_type", "'deepseek_v4'", kind)
         values: dict[str, Any] = {}
@@ -128,9 +144,7 @@ class DeepseekV4Config:
         ):  # fmt: skip
             if raw.get(name) is not None:
                 values[name] = raw[name]
-        ratios = _compress_ratios(raw)
-        if ratios is not None:
-            values["compress_ratios"] = ratios
+        values["compress_ratios"] = _compress_ratios(raw)
         values.update(_rope(raw))
         return cls(**values)
 
@@ -161,41 +175,41 @@ V4_PRO = DeepseekV4Config(
 PRESETS = {"v4-flash": V4_FLASH, "v4-pro": V4_PRO}
 
 
-def _compress_ratios(raw: dict[str, Any]) -> tuple[int, ...] | None:
-    if raw.get("compress_ratios") is not None:
-        ratios = raw["compress_ratios"]
-        _require(
-            isinstance(ratios, list) and all(type(r) is int for r in ratios),
-            "compress_ratios",
-            "a list of integers",
-            ratios,
-        )
-        return tuple(1 if r == 0 else r for r in ratios)
-    if raw.get("layer_types") is not None:
-        types = raw["layer_types"]
+def _compress_ratios(raw: dict[str, Any]) -> tuple[int, ...]:
+    ratios: Any = raw.get("compress_ratios")
+    types: Any = raw.get("layer_types")
+    if ratios is None and types is not None:
         _require(isinstance(types, list), "layer_types", "a list", types)
         for name in types:
             known = isinstance(name, str) and name in _LAYER_TYPES
             _require(known, "layer_types", f"entries among {sorted(_LAYER_TYPES)}", name)
         return tuple(_LAYER_TYPES[name] for name in types)
-    return None
+    _require(isinstance(ratios, list), "compress_ratios", "a list of integers", ratios)
+    for ratio in ratios:
+        _require(type(ratio) is int, "compress_ratios", "a list of integers", ratio)
+    return tuple(1 if r == 0 else r for r in ratios)
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    _require(isinstance(scaling, dict), "rope_scaling", "an object", scaling)
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    if raw.get(name) is None and raw.get("rope_scaling", ...) is None:
+        return {"rope_factor": 1.0}
+    scaling = raw.get(name) or {}
+    _require(isinstance(scaling, dict), name, "an object", scaling)
     values: dict[str, Any] = {}
-    if isinstance(scaling.get("compress"), dict):
+    if "compress" in scaling:
         for key, part in (("rope_theta", "main"), ("compress_rope_theta", "compress")):
             section = scaling.get(part, {})
-            _require(isinstance(section, dict), f"rope_scaling.{part}", "an object", section)
+            _require(isinstance(section, dict), f"{name}.{part}", "an object", section)
             if section.get("rope_theta") is not None:
                 values[key] = section["rope_theta"]
         scaling = scaling["compress"]
+    elif scaling.get("rope_theta") is not None:
+        values["rope_theta"] = scaling["rope_theta"]
     kind = scaling.get("rope_type", scaling.get("type", "yarn"))
     if kind == "default":
         return {**values, "rope_factor": 1.0}
-    _require(kind == "yarn", "rope_scaling.type", "'yarn'", kind)
+    _require(kind == "yarn", f"{name}.type", "'yarn'", kind)
     names = {
         "factor": "rope_factor",
         "beta_fast": "rope_beta_fast",

@@ -16,6 +16,7 @@ from cute_kernels.indexer.ops import (
     top_k_per_row_decode,
     top_k_per_row_prefill,
 )
+from cute_kernels.runtime.checks import Checker
 from layers.caches import CompressorStateCache, DeepseekV4IndexerCache
 from layers.compressor import DeepseekCompressor
 from layers.config import DeepseekV4Config
@@ -54,6 +55,9 @@ class SparseAttnIndexer(nn.Module):
         max_total_entries: int = 1 << 20,
     ) -> None:
         super().__init__()
+        Checker("SparseAttnIndexer").tensor(
+            "topk_indices_buffer", topk_indices_buffer, torch.int32, (None, topk_tokens), contiguous=True
+        )
         self.topk_tokens, self.compress_ratio = topk_tokens, compress_ratio
         self.topk_indices_buffer = topk_indices_buffer
         self.max_total_entries = max_total_entries

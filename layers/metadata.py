@@ -11,8 +11,9 @@ from cute_kernels.compressor.ops import get_compressed_slot_mapping
 from cute_kernels.formats import round_up
 from cute_kernels.indices.ops import build_c128a_topk_metadata, compute_decode_swa_indices
 from cute_kernels.paging import entries_to_slots
+from cute_kernels.runtime.checks import Checker
 from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE
-from layers.config import DeepseekV4Config
+from layers.config import COMPRESS_RATIOS, DeepseekV4Config
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ class DeepseekV4Metadata:
 class DeepseekV4MetadataBuilder:
     """Builds the metadata of each step, into buffers whose addresses do not change (CUDA graphs).
 
+    The metadata of a layer kind are valid until the next `build` of that kind. Layers of one kind that have different
+    block tables need a builder each.
+
     max_num_tokens   largest number of rows in a step
     max_model_len    largest sequence length
     """
@@ -106,12 +110,19 @@ class DeepseekV4MetadataBuilder:
     ) -> None:
         self.config, self.device = config, torch.device(device)
         self.max_model_len = max_model_len
-        window = config.sliding_window
-        self._swa_indices = torch.empty(max_num_tokens, 1, window, dtype=torch.int32, device=device)
-        self._swa_lens = torch.empty(max_num_tokens, dtype=torch.int32, device=device)
+        self._swa: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._c128a_width = round_up(-(-max_model_len // 128), 128)
         self._c128a: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._max_num_tokens = max_num_tokens
+
+    def _swa_buffers(self, compress_ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if compress_ratio not in self._swa:
+            rows, window = self._max_num_tokens, self.config.sliding_window
+            self._swa[compress_ratio] = (
+                torch.empty(rows, 1, window, dtype=torch.int32, device=self.device),
+                torch.empty(rows, dtype=torch.int32, device=self.device),
+            )
+        return self._swa[compress_ratio]
 
     def _c128a_buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._c128a is None:
@@ -155,6 +166,16 @@ class DeepseekV4MetadataBuilder:
             )
         if not 0 <= num_decodes <= len(query_lens):
             raise ValueError(f"build: num_decodes: expected 0..{len(query_lens)}, got {num_decodes}")
+        check = Checker("build")
+        check.one_of("compress_ratio", compress_ratio, COMPRESS_RATIOS)
+        for query, length in zip(query_lens, seq_lens, strict=True):
+            check.require(query >= 0, "query_lens", "no negative entry", query)
+            check.require(length <= 0 or query <= length, "seq_lens", f"at least the {query} rows of the step", length)
+        requests = len(query_lens)
+        for name, table in vars(block_tables).items():
+            check.tensor(f"block_tables.{name}", table, torch.int32, (requests, None), optional=True)
+        check.tensor("seq_lens_device", seq_lens_device, torch.int32, (requests,), optional=True)
+        check.tensor("min_restart", min_restart, torch.int32, (requests,), optional=True)
         if max(seq_lens, default=0) > self.max_model_len:
             raise ValueError(
                 f"build: seq_lens: expected at most max_model_len = {self.max_model_len}, got {max(seq_lens)}"
@@ -179,6 +200,7 @@ class DeepseekV4MetadataBuilder:
         positions = torch.where(seq[owner] > 0, positions, torch.full_like(positions, -1))
         slots = entries_to_slots(positions, token_to_req, block_tables.swa, SWA_BLOCK_SIZE)
         valid = slots >= 0
+        out_indices, out_lens = self._swa_buffers(compress_ratio)
         swa_indices, swa_lens = compute_decode_swa_indices(
             positions[:decode_rows],
             token_to_req[:decode_rows],
@@ -186,8 +208,8 @@ class DeepseekV4MetadataBuilder:
             block_tables.swa,
             SWA_BLOCK_SIZE,
             window,
-            out_indices=self._swa_indices[:decode_rows],
-            out_lens=self._swa_lens[:decode_rows],
+            out_indices=out_indices[:decode_rows],
+            out_lens=out_lens[:decode_rows],
         )
         if min_restart is None:
             min_restart = torch.where(request < num_decodes, first.clamp(min=0).int(), seq)

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from perf import kv_cache
+from perf import compressor, kv_cache
 from perf.measure import environment
 
-SWEEPS = {**kv_cache.SWEEPS}
+SWEEPS = {**compressor.SWEEPS, **kv_cache.SWEEPS}
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -18,16 +18,17 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _table(records: list[dict[str, Any]]) -> str:
-    lines = [f"{'op, shape':44}{'what':34}{'us':>9}{'p10':>9}{'p90':>9}{'GB/s':>9}{'% copy':>8}  checked"]
+    lines = [f"{'op, shape':53}{'what':42}{'us':>9}{'p10':>9}{'p90':>9}{'GB/s':>9}{'% copy':>8}  checked"]
     for record in records:
-        title = f"{record['op']} T={record['shape']['T']}"
+        shape = record["shape"]
+        title = f"{record['op']} {shape.get('case', 'T=' + str(shape['T']))}"
         for r in record["rows"]:
             if "skipped" in r:
-                lines.append(f"{title:44}{r['name']:34}skipped: {r['skipped']}")
+                lines.append(f"{title:53}{r['name']:42}skipped: {r['skipped']}")
                 continue
             share = "" if r["percent_of_copy"] is None else f"{r['percent_of_copy']:.1f}"
             times = "".join(f"{r[c]:9.2f}" for c in ("us", "p10", "p90"))
-            lines.append(f"{title:44}{r['name']:34}{times}{r['gbs']:9.0f}{share:>8}  {r['checked']}")
+            lines.append(f"{title:53}{r['name']:42}{times}{r['gbs']:9.0f}{share:>8}  {r['checked']}")
     return "\n".join(lines)
 
 

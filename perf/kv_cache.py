@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,14 +10,40 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA
-from cute_kernels.kv_cache.ops import quantize_and_insert_k_cache
+from cute_kernels.kv_cache import reference
+from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from cute_kernels.runtime.ops import OPS
-from perf.measure import Call, number_of_sets, require_kernel, row, time_graphs
+from perf.measure import Call, compare, number_of_sets
 
 ROWS = (1, 64, 1024, 8192, 32768)
 BLOCK_SIZE = 64
-VARIANTS = ((4, 1), (8, 1), (16, 1), (4, 2), (8, 2), (4, 4))
-"""(warps, rows per warp) of the insert kernel to compare."""
+INSERT_VARIANTS: tuple[dict[str, Any], ...] = (
+    {"stores": "halves"},
+    {"stores": "sectors", "loads": "first_out"},
+    {"stores": "sectors", "loads": "in_order"},
+    {"stores": "sectors", "rows": 2},
+    {"stores": "wide"},
+    {"stores": "wide", "loads": "first_out"},
+    {"stores": "bulk"},
+    {"stores": "bulk", "loads": "first_out"},
+)
+"""Fields of InsertKey that differ from the kernel in use."""
+
+GATHER_VARIANTS: tuple[tuple[dict[str, Any], int], ...] = (
+    ({"rows": 1}, 16),
+    ({"rows": 1}, 64),
+    ({"rows": 2}, 8),
+    ({"rows": 2}, 12),
+    ({"rows": 2}, 32),
+    ({"rows": 2}, 64),
+    ({"rows": 2}, 100000),
+    ({"rows": 4}, 16),
+    ({"rows": 4}, 32),
+    ({"rows": 2, "warps": 8}, 8),
+    ({"rows": 2, "evict_first": True}, 16),
+    ({"rows": 2, "evict_first": True}, 64),
+)
+"""(fields of GatherKey that differ from the kernel in use, blocks per multiprocessor)."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +67,11 @@ class InsertSet:
         """The pool as [blocks, page stride] bytes."""
         return self.cache.as_strided((self.cache.shape[0], self.cache.stride(0)), (self.cache.stride(0), 1))
 
+    def arguments(self) -> tuple[Any, ...]:
+        return self.k, self.cache, self.slots, BLOCK_SIZE
+
     def ours(self) -> None:
-        quantize_and_insert_k_cache(self.k, self.cache, self.slots, BLOCK_SIZE)
+        quantize_and_insert_k_cache(*self.arguments())
 
     def right(self, call: Call) -> bool:
         """Whether `call` leaves the same bytes in this set's pool as the CPU implementation."""
@@ -53,59 +83,206 @@ class InsertSet:
         return torch.equal(self.pages[:, :natural].cpu(), FP8_DS_MLA.pages(want, BLOCK_SIZE)[:, :natural])
 
 
-def _variant(warps: int, rows: int, s: InsertSet) -> None:
+def _insert_variants() -> dict[str, Callable[[InsertSet], None]]:
     from cute_kernels.kv_cache.insert import InsertKey
     from cute_kernels.runtime.arch import arch_of
-    from cute_kernels.runtime.compile import launch
+    from cute_kernels.runtime.compile import function, launch
 
-    key = InsertKey(arch_of(0), warps=warps, rows=rows)
-    launch(key, 0, s.k, s.slots, s.cache.data_ptr(), s.cache.stride(0), s.cache.shape[0] * BLOCK_SIZE, BLOCK_SIZE)
+    def run(key: InsertKey, s: InsertSet) -> None:
+        launch(key, 0, s.k, s.slots, s.cache.data_ptr(), s.cache.stride(0), s.cache.shape[0] * BLOCK_SIZE, BLOCK_SIZE)
+
+    variants: dict[str, Callable[[InsertSet], None]] = {}
+    for fields in INSERT_VARIANTS:
+        key = InsertKey(arch_of(0), **fields)
+        function(key)
+        variants[_name(fields)] = partial(run, key)
+    return variants
 
 
-def _vllm() -> Any:
-    """vLLM's Triton insert as (k, pages, slots) -> None, or the reason why there is none."""
+def _name(fields: dict[str, Any], blocks: int | None = None) -> str:
+    more = {} if blocks is None else {"blocks": blocks}
+    return "ours " + " ".join(f"{name}={value}" for name, value in {**fields, **more}.items())
+
+
+def _vllm_insert() -> Callable[[InsertSet], None] | str:
+    """vLLM's Triton insert, or the reason why there is none."""
     try:
         from vllm.models.deepseek_v4.common.ops import cache_utils
     except Exception as error:  # an installation that is not whole fails in many ways
         return f"{type(error).__name__}: {error}"
-    return partial(cache_utils.quantize_and_insert_k_cache, block_size=BLOCK_SIZE)
+    return lambda s: cache_utils.quantize_and_insert_k_cache(s.k, s.pages, s.slots, block_size=BLOCK_SIZE)
 
 
 def sweep_insert(
     rows: tuple[int, ...] = ROWS, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of quantize_and_insert_k_cache per number of rows, its peer and other configurations beside it."""
+    candidates: dict[str, Any] = dict(_insert_variants()) if variants else {}
+    InsertSet.make(1, 0).ours()  # compiled before other projects change the DSL
+    if peers:
+        candidates["vllm-triton"] = _vllm_insert()
     records = []
-    peer = _vllm() if peers else None
     for count in rows:
         first = InsertSet.make(count, 0)
         cost = OPS["quantize_and_insert_k_cache"].cost
         assert cost is not None
-        nbytes = cost(first.k, first.cache, first.slots, BLOCK_SIZE, FP8_DS_MLA.id).bytes
-        sets = [first, *(InsertSet.make(count, seed) for seed in range(1, number_of_sets(nbytes)))]
-        require_kernel(first.ours)
-        candidates: dict[str, list[Call]] = {"cute_kernels": [s.ours for s in sets]}
-        skipped = []
-        if callable(peer):
-            candidates["vllm-triton"] = [partial(peer, s.k, s.pages, s.slots) for s in sets]
-        elif peer is not None:
-            skipped.append({"name": "vllm-triton", "skipped": peer})
-        if variants:
-            for warps, per_warp in VARIANTS:
-                name = f"cute_kernels warps={warps} rows={per_warp}"
-                candidates[name] = [partial(_variant, warps, per_warp, s) for s in sets]
-        checked = {name: first.right(calls[0]) for name, calls in candidates.items()}
-        if not checked["cute_kernels"]:
-            raise RuntimeError(f"quantize_and_insert_k_cache: wrong bytes at T = {count}; nothing was timed")
-        timings = time_graphs(candidates, nbytes, replays)
-        records.append(
-            {
-                "op": "quantize_and_insert_k_cache",
-                "shape": {"T": count, "block_size": BLOCK_SIZE, "page_stride": first.cache.stride(0)},
-                "rows": [row(name, t, nbytes, checked[name]) for name, t in timings.items()] + skipped,
-            }
-        )
+        work = cost(*first.arguments(), FP8_DS_MLA.id)
+        sets = [first, *(InsertSet.make(count, seed) for seed in range(1, number_of_sets(work.bytes)))]
+        shape = {"T": count, "block_size": BLOCK_SIZE, "page_stride": first.cache.stride(0)}
+        records.append(compare("quantize_and_insert_k_cache", shape, sets, work, candidates, replays))
     return records
 
 
-SWEEPS = {"quantize_and_insert_k_cache": sweep_insert}
+@dataclass(frozen=True)
+class GatherCase:
+    """requests of seq_len rows each, the last gather_len of them (0: all, and no gather_lens) to be copied."""
+
+    name: str
+    requests: int
+    seq_len: int
+    block_size: int
+    gather_len: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.requests * (self.gather_len or self.seq_len)
+
+
+GATHER_CASES = (
+    GatherCase("c4 1x1024", 1, 1024, 64),
+    GatherCase("c4 1x16384", 1, 16384, 64),
+    GatherCase("c4 4x16384", 4, 16384, 64),
+    GatherCase("c4 1x262144", 1, 262144, 64),
+    GatherCase("c128 4x512", 4, 512, 2),
+    GatherCase("c128 1x8192", 1, 8192, 2),
+    GatherCase("swa 1x8192 gather4224", 1, 8192, 64, 4224),
+    GatherCase("swa 4x8384 gather8320", 4, 8384, 64, 8320),
+)
+
+
+@dataclass(frozen=True)
+class GatherSet:
+    """Inputs of one call: pools full of rows, pages in random order."""
+
+    out: torch.Tensor
+    cache: torch.Tensor
+    seq_lens: torch.Tensor
+    gather_lens: torch.Tensor | None
+    table: torch.Tensor
+    block_size: int
+
+    @classmethod
+    def make(cls, case: GatherCase, seed: int) -> GatherSet:
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        width = -(-case.seq_len // case.block_size)
+        pages = case.requests * width
+        cache = FP8_DS_MLA.allocate(pages, case.block_size, "cuda")
+        k = torch.randn(pages * case.block_size, 512, device="cuda", generator=g).bfloat16()
+        quantize_and_insert_k_cache(k, cache, torch.arange(len(k), device="cuda"), case.block_size)
+        table = torch.randperm(pages, device="cuda", generator=g).view(case.requests, width).int()
+
+        def lens(value: int) -> torch.Tensor:
+            return torch.full((case.requests,), value, dtype=torch.int32, device="cuda")
+
+        out = torch.zeros(case.requests, case.gather_len or case.seq_len, 512, device="cuda", dtype=torch.bfloat16)
+        gathered = lens(case.gather_len) if case.gather_len else None
+        return cls(out, cache, lens(case.seq_len), gathered, table, case.block_size)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.out, self.cache, self.seq_lens, self.gather_lens, self.table, self.block_size, 0
+
+    def ours(self) -> None:
+        dequantize_and_gather_k_cache(*self.arguments())
+
+    def right(self, call: Call) -> bool:
+        """Whether `call` leaves the same bits in `out` as the reference, and writes all of it."""
+        self.out.fill_(float("nan"))
+        call()
+        want = torch.full_like(self.out, float("nan"))
+        lens, fmt = (self.seq_lens, self.gather_lens), FP8_DS_MLA.id
+        reference.dequantize_and_gather_k_cache(want, self.cache, *lens, self.table, self.block_size, 0, fmt)
+        return torch.equal(self.out.view(torch.int16), want.view(torch.int16)) and not bool(want.isnan().any())
+
+
+def _gather_variants() -> dict[str, Callable[[GatherSet], None]]:
+    from cute_kernels.kv_cache.gather import GatherKey, blocks_per_request
+    from cute_kernels.runtime.arch import arch_of, multiprocessors
+    from cute_kernels.runtime.compile import function, launch
+
+    def run(keys: dict[bool, GatherKey], blocks_per_sm: int, s: GatherSet) -> None:
+        key = keys[s.gather_lens is not None]
+        requests = s.seq_lens.shape[0]
+        blocks = blocks_per_request(key, requests, s.out.shape[1], multiprocessors(0), blocks_per_sm)
+        lens = s.seq_lens if s.gather_lens is None else s.gather_lens
+        pool = (s.cache.data_ptr(), s.cache.stride(0), s.cache.shape[0], s.block_size)
+        launch(key, 0, s.out, s.seq_lens, lens, s.table, *pool, 0, blocks)
+
+    variants: dict[str, Callable[[GatherSet], None]] = {}
+    for fields, blocks_per_sm in GATHER_VARIANTS:
+        keys = {gathered: GatherKey(arch_of(0), gathered=gathered, **fields) for gathered in (False, True)}
+        for key in keys.values():
+            function(key)
+        variants[_name(fields, blocks_per_sm)] = partial(run, keys, blocks_per_sm)
+    return variants
+
+
+def _vllm_gather_triton() -> Callable[[GatherSet], None] | str:
+    """vLLM's Triton gather, or the reason why there is none."""
+    try:
+        from vllm.models.deepseek_v4.common.ops import cache_utils
+    except Exception as error:  # an installation that is not whole fails in many ways
+        return f"{type(error).__name__}: {error}"
+    kernel = cache_utils._DEQUANTIZE_AND_GATHER_K_CACHE_KERNEL
+    return lambda s: kernel(*s.arguments(), use_fnuz=False)
+
+
+def _vllm_gather_cutedsl() -> Callable[[GatherSet], None] | str:
+    """vLLM's CuTe DSL gather, or the reason why there is none."""
+    try:
+        import tvm_ffi
+        from vllm.models.deepseek_v4.nvidia.ops import dequant_gather_k_cutedsl
+    except Exception as error:  # an installation that is not whole fails in many ways
+        return f"{type(error).__name__}: {error}"
+    kernel = dequant_gather_k_cutedsl._DEQUANT_GATHER_K_CACHE_CUTEDSL_KERNEL
+
+    def run(s: GatherSet) -> None:
+        with tvm_ffi.use_torch_stream():
+            kernel(
+                out=s.out,
+                k_cache=s.cache,
+                seq_lens=s.seq_lens,
+                gather_lens=s.gather_lens,
+                block_table=s.table,
+                block_size=s.block_size,
+                offset=0,
+            )
+
+    return run
+
+
+def sweep_gather(
+    rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
+) -> list[dict[str, Any]]:
+    """Records of dequantize_and_gather_k_cache per case (or per case with that many rows), peers and other
+    configurations beside it."""
+    candidates: dict[str, Any] = dict(_gather_variants()) if variants else {}
+    for case in (GatherCase("", 1, 64, 64), GatherCase("", 1, 64, 64, 3)):
+        GatherSet.make(case, 0).ours()  # compiled before other projects change the DSL
+    if peers:
+        candidates["vllm-triton"] = _vllm_gather_triton()
+        candidates["vllm-cutedsl"] = _vllm_gather_cutedsl()
+    records = []
+    for case in GATHER_CASES:
+        if rows is not None and case.rows not in rows:
+            continue
+        first = GatherSet.make(case, 0)
+        cost = OPS["dequantize_and_gather_k_cache"].cost
+        assert cost is not None
+        work = cost(*first.arguments(), FP8_DS_MLA.id)
+        sets = [first, *(GatherSet.make(case, seed) for seed in range(1, number_of_sets(work.bytes)))]
+        shape = {"case": case.name, "T": case.rows, "block_size": case.block_size, "page_stride": first.cache.stride(0)}
+        records.append(compare("dequantize_and_gather_k_cache", shape, sets, work, candidates, replays))
+    return records
+
+
+SWEEPS = {"quantize_and_insert_k_cache": sweep_insert, "dequantize_and_gather_k_cache": sweep_gather}

@@ -1,33 +1,52 @@
-"""How a GPU time is taken, and what is written down about the machine it was taken on.
+"""How a GPU time and a host time are taken, and what is written down about the machine they were taken on.
 
 A candidate is a list of calls, one per input set. A CUDA graph replays them all; the time of a call is the replay's
 time over the number of calls. Either the sets together touch more than three times the L2 cache and the graph goes
 round them as often as fits, or there are as many as are reasonable and each is called once: then reading a large buffer
 before every replay leaves nothing of them in the cache. So every call finds its inputs in memory and not in L2.
 Candidates take turns, replay by replay, so that a drift of the clock hits them alike.
+
+The host's cost of a call is what a CPU timer says over many eager calls in a row, divided by their number; nothing
+waits for the GPU in between, and too few calls are queued for the launch queue to fill.
 """
 
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib.metadata
 import math
 import os
 import platform
+import re
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from cute_kernels.runtime.record import record_calls
+from cute_kernels.runtime.record import Cost, record_calls
+from perf.peers import versions
+
+OURS = "cute_kernels"
+VARIANT = "ours "
+"""What the names of this project's other configurations begin with."""
 
 L2_BYTES = 60e6
 COLD_BYTES = 3 * L2_BYTES
 MOST_SETS = 256
-COPY_GBS = {"NVIDIA H200": 4280.0}
-"""Rate of a vectorised device copy (bytes read and written), by GPU name: what percentages refer to."""
+LEAST_REPLAYS = 15
+
+HOST_CALLS = 200
+"""Calls per host timing: below the 1024 launches that may wait for a GPU."""
+
+HOST_BATCHES = 9
+HOST_MOST_US = 50.0
+"""Calls that take the GPU longer than this are not timed on the host: its cost shows at smaller shapes already."""
 
 Call = Callable[[], Any]
 
@@ -46,9 +65,16 @@ class Timing:
     calls_per_replay: int
 
 
+def cold_bytes() -> float:
+    """Bytes that push everything else out of L2: three times that of the GPU at hand, and of an H200 at least."""
+    if not torch.cuda.is_available():
+        return COLD_BYTES
+    return max(COLD_BYTES, 3.0 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+
+
 def number_of_sets(bytes_per_set: float) -> int:
-    """Input sets to rotate over: enough to pass COLD_BYTES, at least 2, at most MOST_SETS."""
-    return int(min(MOST_SETS, max(2, math.ceil(COLD_BYTES / max(bytes_per_set, 1.0)))))
+    """Input sets to rotate over: enough to pass `cold_bytes()`, at least 2, at most MOST_SETS."""
+    return int(min(MOST_SETS, max(2, math.ceil(cold_bytes() / max(bytes_per_set, 1.0)))))
 
 
 def require_kernel(call: Call) -> None:
@@ -67,10 +93,21 @@ def time_graphs(
     bytes_per_set: float,
     replays: int = 21,
     target_us: float = 1500.0,
+    failures: dict[str, str] | None = None,
 ) -> dict[str, Timing]:
-    """Times of all candidates, measured in turns. Each is a list of calls, one per input set."""
-    scrub = torch.ones(int(COLD_BYTES) // 4 + 1, dtype=torch.float32, device="cuda")
-    graphs = {name: _capture(calls, bytes_per_set, target_us) for name, calls in candidates.items()}
+    """Times of all candidates, measured in turns. Each is a list of calls, one per input set.
+
+    failures    takes name -> reason for each candidate that cannot be captured in a graph; without it that raises
+    """
+    scrub = torch.ones(int(cold_bytes()) // 4 + 1, dtype=torch.float32, device="cuda")
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    for name, calls in candidates.items():
+        try:
+            graphs[name] = _capture(calls, bytes_per_set, target_us)
+        except Exception as error:  # noqa: PERF203 one candidate's failure must not end the others
+            if failures is None:
+                raise
+            failures[name] = f"{type(error).__name__}: {error}"
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(replays + 1):
         for name, (graph, count) in graphs.items():
@@ -92,7 +129,7 @@ def _capture(calls: Sequence[Call], bytes_per_set: float, target_us: float) -> t
             call()
     stream.synchronize()
     rounds = 1
-    if len(calls) * bytes_per_set >= COLD_BYTES:
+    if len(calls) * bytes_per_set >= cold_bytes():
         fastest = max(2.0, bytes_per_set / 4e6)
         rounds = max(1, int(target_us / (len(calls) * fastest)))
     graph = torch.cuda.CUDAGraph()
@@ -113,10 +150,132 @@ def _timing(times: list[float], sets: int, calls: int) -> Timing:
     return Timing(at(0.5), at(0.1), at(0.9), ordered[0], ordered[-1], len(ordered), sets, calls)
 
 
+def host_cost(calls: Sequence[Call]) -> dict[str, Any]:
+    """Microseconds of host time of an eager call, over HOST_BATCHES batches of HOST_CALLS calls in turn."""
+    batch = [calls[i % len(calls)] for i in range(HOST_CALLS)]
+    times = []
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(HOST_BATCHES + 1):
+            torch.cuda.synchronize()
+            begin = time.perf_counter_ns()
+            for call in batch:
+                call()
+            times.append((time.perf_counter_ns() - begin) / 1e3 / HOST_CALLS)
+        torch.cuda.synchronize()
+    finally:
+        if collecting:
+            gc.enable()
+    timing = _timing(times[1:], len(calls), HOST_CALLS)
+    return {
+        "us": round(timing.median, 3),
+        "p10": round(timing.p10, 3),
+        "p90": round(timing.p90, 3),
+        "calls": HOST_CALLS * HOST_BATCHES,
+    }
+
+
+def compare(
+    op: str,
+    shape: Mapping[str, Any],
+    sets: Sequence[Any],
+    cost: Cost,
+    candidates: Mapping[str, Callable[[Any], Any] | str],
+    replays: int,
+    *,
+    products: str | None = None,
+) -> dict[str, Any]:
+    """One cell of a record, an op at one shape: every candidate checked on the first input set, then all are timed.
+
+    shape        what tells this cell from the op's others: T (rows) and, where that is not enough, case (a name)
+    sets         input sets; each has `arguments()` (of the op), `ours()` (this project's call) and `right(call)`: does
+                 `call` write what it must
+    cost         of one call, whatever the candidate moves or computes beyond it
+    candidates   by name: what to do with an input set, or the reason why that is not possible here. Names of this
+                 project's other configurations begin with "ours ", all others are peers
+    products     "bf16" or "e4m3" if the FLOPs are matrix products of that kind, so that they have a ceiling
+
+    RuntimeError if this project's call runs a reference or writes anything wrong; a wrong variant is not timed; a wrong
+    peer is, and its row says so.
+    """
+    require_kernel(sets[0].ours)
+    if not sets[0].right(sets[0].ours):
+        raise RuntimeError(f"{op}: wrong result at {dict(shape)}; nothing was timed")
+    calls: dict[str, list[Call]] = {OURS: [s.ours for s in sets]}
+    checked, skipped = {OURS: True}, []
+    for name, candidate in candidates.items():
+        why = candidate if isinstance(candidate, str) else ""
+        if not isinstance(candidate, str):
+            checked[name], why = _attempt(sets[0].right, partial(candidate, sets[0]))
+            if kind_of(name) == "variant" and not checked[name]:
+                why = why or "wrong result"
+        if why:
+            skipped.append(_skipped(name, why))
+        elif not isinstance(candidate, str):
+            calls[name] = [partial(candidate, s) for s in sets]
+    failures: dict[str, str] = {}
+    timings = time_graphs(calls, cost.bytes, replays, failures=failures)
+    if OURS in failures:
+        raise RuntimeError(f"{op}: cannot be captured in a graph at {dict(shape)}: {failures[OURS]}")
+    skipped += [_skipped(name, why) for name, why in failures.items()]
+    rows = [row(name, timing, cost, checked[name]) for name, timing in timings.items()]
+    for line in rows:
+        if line["kind"] != "variant" and line["us"] <= HOST_MOST_US:
+            line["host"] = host_cost(calls[line["name"]])
+    tensors = sum(isinstance(argument, torch.Tensor) for argument in sets[0].arguments())
+    facts = {"bytes": cost.bytes, "flops": cost.flops, "products": products, "tensors": tensors}
+    return {"op": op, "shape": dict(shape), **facts, "rows": rows + skipped}
+
+
+def _attempt(right: Callable[[Call], bool], call: Call) -> tuple[bool, str]:
+    """(right(call), ""), or why it could not be said: another project's kernel may fail in any way."""
+    try:
+        return right(call), ""
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}"
+
+
+def _skipped(name: str, reason: str) -> dict[str, Any]:
+    """A row without times: the first line of `reason`, without the folders of paths, which say nothing elsewhere."""
+    lines = reason.strip().splitlines() or ["no reason given"]
+    return {"name": name, "kind": kind_of(name), "skipped": re.sub(r"(?:/[^\s/'\"()]+)+/", "", lines[0])[:200]}
+
+
+def kind_of(name: str) -> str:
+    """ "ours", "variant" or "peer": what a row of that name holds."""
+    return "ours" if name == OURS else "variant" if name.startswith(VARIANT) else "peer"
+
+
+def row(name: str, timing: Timing, cost: Cost, checked: bool) -> dict[str, Any]:
+    """One line of a cell: microseconds, and the rates at which what must move has moved and was computed."""
+    kind = kind_of(name)
+    line: dict[str, Any] = {
+        "name": name,
+        "kind": kind,
+        "implementation": "peer" if kind == "peer" else "kernel",
+        "us": round(timing.median, 3),
+        "p10": round(timing.p10, 3),
+        "p90": round(timing.p90, 3),
+        "min": round(timing.least, 3),
+        "max": round(timing.most, 3),
+        "gbs": round(cost.bytes / timing.median / 1e3, 1),
+        "tflops": round(cost.flops / timing.median / 1e6, 3),
+        "replays": timing.replays,
+        "sets": timing.sets,
+        "calls_per_replay": timing.calls_per_replay,
+        "checked": checked,
+    }
+    if kind == "peer":
+        line["versions"] = versions(name)
+    return line
+
+
 def environment() -> dict[str, Any]:
-    """GPU, driver, versions, commit and date."""
+    """GPU, CPU, driver, versions, commit and date."""
     return {
         "gpu": torch.cuda.get_device_name(),
+        "cpu": _cpu(),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"),
         "torch": torch.__version__,
         "dsl": _version("nvidia-cutlass-dsl"),
@@ -125,6 +284,16 @@ def environment() -> dict[str, Any]:
         "commit": os.environ.get("PERF_COMMIT") or _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def _cpu() -> str | None:
+    """Model name of the CPU, as far as the system says."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or None
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    return found[1].strip() if found else platform.processor() or None
 
 
 def _version(distribution: str) -> str | None:
@@ -140,24 +309,3 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return lines[0] if lines else None
-
-
-def row(name: str, timing: Timing, nbytes: int, checked: bool) -> dict[str, Any]:
-    """One line of a record: times in microseconds, and the rate at which the bytes that must move have moved."""
-    rate = nbytes / timing.median / 1e3
-    ceiling = COPY_GBS.get(torch.cuda.get_device_name())
-    return {
-        "name": name,
-        "us": round(timing.median, 3),
-        "p10": round(timing.p10, 3),
-        "p90": round(timing.p90, 3),
-        "min": round(timing.least, 3),
-        "max": round(timing.most, 3),
-        "bytes": nbytes,
-        "gbs": round(rate, 1),
-        "percent_of_copy": round(100 * rate / ceiling, 1) if ceiling else None,
-        "replays": timing.replays,
-        "sets": timing.sets,
-        "calls_per_replay": timing.calls_per_replay,
-        "checked": checked,
-    }

@@ -10,10 +10,11 @@ Exit status: 0 all checks passed, 1 a check failed, 2 bad input.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # OpenMP threads that spin while they wait make small ops ten times slower on a CPU that others use too.
 os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+if importlib.util.find_spec("torch") is None:
+    print(f"run_layer.py: error: {sys.executable} has no torch; scripts/quickstart.sh sets up .venv", file=sys.stderr)
+    sys.exit(2)
 
 import torch
 from layer_runner.dump import write_dump
@@ -49,6 +53,7 @@ from layers.mla import PREFILL_FORMS
 SAMPLE_TEXT = Path(__file__).resolve().parent / "data" / "sample.txt"
 TEXT_PREFILL = 400
 TEXT_BATCH = 3
+LONGEST_DRAFT = 1024
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,21 +63,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {value}")
-    return value
+def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """An argument type: whole numbers from `least` to `most`, by default what int32 holds."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected an integer from {least} to {most}, got {text}")
+        return value
+
+    parse.__name__ = "integer"
+    return parse
 
 
-def natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {value}")
-    return value
-
-
-positive.__name__ = natural.__name__ = "integer"
+positive, natural = integer(1), integer(0)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -112,7 +116,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--chunk", type=positive, default=256, metavar="C", help="most prefill tokens per step over the batch (256)"
     )
     inputs.add_argument(
-        "--draft", type=positive, default=1, metavar="N",
+        "--draft", type=integer(1, LONGEST_DRAFT), default=1, metavar="N",
         help="query tokens per decode step, of which a seeded number is accepted (1)",
     )  # fmt: skip
 
@@ -134,7 +138,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="on CUDA, what to do without a kernel for a call: run the reference, or stop (reference)",
     )  # fmt: skip
     run.add_argument("--seed", type=natural, default=0, help="of weights, embedding, page order and drafts (0)")
-    run.add_argument("--dump", type=Path, metavar="FILE.npz", help="write the first request's intermediate tensors")
+    run.add_argument(
+        "--dump", type=Path, metavar="FILE.npz",
+        help="write the first request's kv, comp, idx_k, topk, q, idx_q, o_raw, o, lse, oa, out and hidden_states",
+    )  # fmt: skip
     run.add_argument("--json", type=Path, metavar="FILE", help="write the table and the checks as JSON")
     args = parser.parse_args(argv)
 
@@ -183,7 +190,8 @@ def read_requests(args: argparse.Namespace, config: DeepseekV4Config) -> list[Re
     if args.hidden_states is not None:
         sequences = array_sequences(args.hidden_states, args.batch, config.hidden_size)
     else:
-        sequences = text_sequences(args.text, args.batch, config.hidden_size, args.seed)
+        longest = args.prefill + args.decode * args.draft
+        sequences = text_sequences(args.text, args.batch, config.hidden_size, args.seed, longest)
     requests = make_requests(
         sequences,
         prefill_limit=args.prefill,
@@ -291,14 +299,27 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def is_defect(error: Exception, fallback: str) -> bool:
+    """Whether an error says that the program is wrong, rather than what it was given or the machine's memory."""
+    if isinstance(error, NotImplementedError):
+        return fallback != "none"
+    # torch has a class for a full GPU only.
+    full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and not full
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         return run(args)
-    except (ValueError, OSError, NotImplementedError, torch.OutOfMemoryError) as error:
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; nothing may be flushed into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         # ValueError is what configs, checkpoints, inputs and ops raise for what they cannot take, and
         # NotImplementedError what an op without a kernel raises under --fallback none. Any other is a defect.
-        if isinstance(error, NotImplementedError) and args.fallback != "none":
+        if is_defect(error, args.fallback):
             raise
         print(f"run_layer.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

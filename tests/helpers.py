@@ -25,6 +25,11 @@ def raw_bytes(cache: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage, 0, (storage.nbytes(),))
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's elements, to compare floats without mercy."""
+    return x.contiguous().view(torch.uint8)
+
+
 def check_op(name: str, *args: Any) -> None:
     """torch.library.opcheck of cute_kernels::<name> with schema-order arguments."""
     overload = getattr(torch.ops.cute_kernels, name).default

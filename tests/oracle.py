@@ -93,6 +93,12 @@ def bf16_round(x: np.ndarray) -> np.ndarray:
     return out
 
 
+def bf16_bytes(x: np.ndarray) -> np.ndarray:
+    """uint8 [..., 2 * w]: float values rounded to bf16, little-endian, the sign of zero kept."""
+    rounded = bf16_round(np.asarray(x, dtype=np.float64)).astype(np.float32)
+    return (rounded.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+
+
 def rope_f32(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, inverse: bool = False) -> np.ndarray:
     """Rotate pairs (x[2i], x[2i+1]) of fp32 [..., 64] by fp32 [..., 32]: two rounded products, then one rounded sum."""
     x, cos, sin = (np.asarray(v, dtype=np.float32) for v in (x, cos, sin))
@@ -108,6 +114,19 @@ def rms_norm(x: np.ndarray, weight: np.ndarray | None, eps: float) -> np.ndarray
     """float64 x / sqrt(mean(x^2) + eps) * weight over the last axis."""
     y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
     return y if weight is None else y * weight
+
+
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """fp32 [..., 128]: butterflies of stride 1, 2, ... 64 with explicit partners, one product with fl32(128^-0.5)."""
+    x = x.astype(np.float32)
+    stride = 1
+    while stride < 128:
+        y = x.copy()
+        for i in range(128):
+            other = x[..., i ^ stride]
+            y[..., i] = x[..., i] + other if not i & stride else other - x[..., i]
+        x, stride = y, 2 * stride
+    return x * np.float32(128**-0.5)
 
 
 def cos_sin_table(max_pos: int, theta: float = 10000.0) -> torch.Tensor:

@@ -47,9 +47,9 @@ def test_pages_are_multiplied_in_64_bits() -> None:
 
 
 def test_requests_and_entries_broadcast() -> None:
-    table = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32)
+    table = torch.tensor([[5, 0], [7, 8]], dtype=torch.int32)
     got = paging.entries_to_slots(torch.tensor([[0, 3, 4, 9]]), torch.tensor([[0], [1], [2]]), table, 4)
-    assert got.tolist() == [[20, 23, 24, -1], [28, 31, 32, -1], [-1] * 4]
+    assert got.tolist() == [[20, 23, 0, -1], [28, 31, 32, -1], [-1] * 4]
 
 
 def test_row_strided_table() -> None:
@@ -63,3 +63,41 @@ def test_to_index() -> None:
     got = paging.to_index(slots)
     assert got.dtype == torch.int32
     assert got.tolist() == [0, 7, -1, -1, INT32_MAX, -1, -1, -1, -1, -1]
+
+
+def expected_row(row: int, starts: list[int], seq_lens: list[int]) -> tuple[int, int] | None:
+    """(request, position) of a row, None if no request covers it."""
+    for r, seq_len in enumerate(seq_lens):
+        if starts[r] <= row < starts[r + 1]:
+            return r, seq_len - (starts[r + 1] - starts[r]) + (row - starts[r])
+    return None
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9) | st.just(INT32_MAX)), max_size=5),
+    st.integers(0, 3),
+    st.integers(0, 25),
+)
+def test_row_positions(requests: list[tuple[int, int]], first: int, num_rows: int) -> None:
+    """Requests without rows, rows before the first and behind the last request, more rows than context."""
+    starts = [first]
+    for rows, _ in requests:
+        starts.append(starts[-1] + rows)
+    seq_lens = [seq_len for _, seq_len in requests]
+    request, position = paging.row_positions(
+        num_rows, torch.tensor(starts, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32)
+    )
+    assert request.dtype == position.dtype == torch.int64
+    for row, got in enumerate(zip(request.tolist(), position.tolist(), strict=True)):
+        want = expected_row(row, starts, seq_lens)
+        assert got[1] == -1 if want is None else got == want
+    assert len(request) == len(position) == num_rows
+
+
+def test_of_request() -> None:
+    values = torch.tensor([5, -7, INT32_MAX], dtype=torch.int32)
+    got = paging.of_request(values, torch.tensor([[2, 0], [3, -1], [1, 2**31 - 1]], dtype=torch.int32))
+    assert got.dtype == torch.int64
+    assert got.tolist() == [[INT32_MAX, 5], [0, 0], [-7, 0]]
+    assert paging.of_request(values[:0], torch.tensor([0, -1])).tolist() == [0, 0]

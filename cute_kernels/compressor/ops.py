@@ -10,6 +10,7 @@ from cute_kernels import formats
 from cute_kernels.compressor import reference
 from cute_kernels.compressor.ops_fused import fused_compress_norm_rope_store
 from cute_kernels.compressor.ops_store import RATIOS, compress_norm_rope_store
+from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
@@ -56,12 +57,27 @@ def _cost_save(kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, positio
     return Cost(bytes=rows * (16 * width + 8) + nbytes(ape, slot_mapping), flops=rows * width)
 
 
+def _validate_save(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    positions: torch.Tensor,
+    state_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_size: int,
+    compress_ratio: int,
+) -> None:
+    validate.distinct_slots("save_partial_states", "slot_mapping", slot_mapping, state_cache.shape[0] * block_size)
+
+
 _save = define_op(
     "save_partial_states(Tensor kv, Tensor score, Tensor ape, Tensor positions, Tensor(a!) state_cache, "
     "Tensor slot_mapping, SymInt block_size, int compress_ratio) -> ()",
     check=_check_save,
     reference=reference.save_partial_states,
+    kernel="cute_kernels.compressor.save",
     cost=_cost_save,
+    validate=_validate_save,
 )
 
 
@@ -140,12 +156,17 @@ def _cost_slots(
     return Cost(bytes=nbytes(out, query_start_loc, seq_lens, slot_mapping))
 
 
+def _validate_slots(out: torch.Tensor, query_start_loc: torch.Tensor, *_: Any) -> None:
+    validate.ascending("get_compressed_slot_mapping", "query_start_loc", query_start_loc)
+
+
 _slots = define_op(
     "get_compressed_slot_mapping(Tensor(a!) out, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
     "Tensor? slot_mapping, SymInt num_tokens, SymInt block_size, SymInt compress_ratio) -> ()",
     check=_check_slots,
     reference=reference.get_compressed_slot_mapping,
     cost=_cost_slots,
+    validate=_validate_slots,
 )
 
 

@@ -8,7 +8,8 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.compressor import reference
-from cute_kernels.compressor.ops_store import check_store, entry_cost
+from cute_kernels.compressor.ops_store import check_store, entry_cost, validate_entry_slots
+from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
@@ -50,6 +51,7 @@ def _check_fused(
         kv_slot_mapping,
         rms_norm_weight,
         fp8_scale,
+        rms_norm_eps,
         compress_ratio,
         kv_format,
         e2m1_rounding,
@@ -113,6 +115,68 @@ def _cost_fused(
     return Cost(bytes=moved + 3 * nbytes(slot_mapping) + nbytes(ape), flops=entries.flops)
 
 
+def _validate_fused(
+    kv_score: torch.Tensor,
+    ape: torch.Tensor,
+    positions: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    state_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    rms_norm_weight: torch.Tensor,
+    min_restart: torch.Tensor | None,
+    fp8_scale: torch.Tensor | None,
+    rms_norm_eps: float,
+    compress_ratio: int,
+    keep_every: int,
+    kv_format: str,
+    persist: str,
+    *_: Any,
+) -> None:
+    op = "fused_compress_norm_rope_store"
+    validate.ascending(op, "query_start_loc", query_start_loc)
+    validate_entry_slots(op, kv_cache, kv_slot_mapping, slot_mapping)
+    saved = reference.saved_tokens(
+        positions,
+        token_to_req_indices,
+        query_start_loc,
+        state_cache,
+        slot_mapping,
+        min_restart,
+        compress_ratio,
+        persist,
+        keep_every,
+    )
+    written = slot_mapping.where(saved, torch.full_like(slot_mapping, -1))
+    validate.distinct_slots(op, "slot_mapping", written, state_cache.shape[0] * state_cache.shape[1])
+    tokens = reference.closing_tokens(positions, slot_mapping, kv_slot_mapping, state_cache, kv_cache, compress_ratio)
+    every = reference.readable_windows(
+        tokens, positions, token_to_req_indices, state_cache, block_table, compress_ratio, query_start_loc
+    )
+    _validate_reads(op, every, token_to_req_indices, slot_mapping[saved])
+
+
+def _validate_reads(
+    op: str, every: reference.Windows, token_to_req_indices: torch.Tensor, written: torch.Tensor
+) -> None:
+    """No row that the call reads from the state cache may lie in a slot that the call writes."""
+    clash = (torch.isin(every.slots, written) & every.cached).nonzero()
+    if clash.shape[0] == 0:
+        return
+    entry, row = clash[0].tolist()
+    slot, position = int(every.slots[entry, row]), int(every.positions[entry, row])
+    request = int(token_to_req_indices[every.tokens[entry]])
+    Checker(op).fail(
+        "slot_mapping",
+        "slots that hold no state row this call still reads",
+        f"slot {slot}, which holds position {position} of request {request}",
+    )
+
+
 _fused = define_op(
     "fused_compress_norm_rope_store(Tensor kv_score, Tensor ape, Tensor positions, Tensor token_to_req_indices, "
     "Tensor query_start_loc, Tensor(a!) state_cache, Tensor slot_mapping, Tensor block_table, Tensor cos_sin_cache, "
@@ -122,6 +186,7 @@ _fused = define_op(
     check=_check_fused,
     reference=reference.fused_compress_norm_rope_store,
     cost=_cost_fused,
+    validate=_validate_fused,
 )
 
 
@@ -155,8 +220,7 @@ def fused_compress_norm_rope_store(
     A row acts as in compress_norm_rope_store; a row with an invalid state slot saves nothing and closes nothing.
 
     The op does not order its reads of the state cache and its writes to it: no slot written in a call may hold a row
-    that the call still reads. With CUTE_KERNELS_CHECK=1 in the environment the reference checks this and raises
-    ValueError.
+    that the call still reads. With CUTE_KERNELS_CHECK=1 in the environment this is checked and raises ValueError.
 
     kv_score               fp32 [T, 2 * width], kv half then score half, rows of any stride
     ape                    fp32 [ratio, width], added to the score half of the row with that position mod ratio

@@ -8,6 +8,7 @@ import torch
 
 from cute_kernels import formats, numerics
 from cute_kernels.compressor import reference
+from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
@@ -49,6 +50,7 @@ def check_store(
     kv_slot_mapping: torch.Tensor,
     rms_norm_weight: torch.Tensor,
     fp8_scale: torch.Tensor | None,
+    rms_norm_eps: float,
     compress_ratio: int,
     kv_format: str,
     e2m1_rounding: str,
@@ -77,6 +79,7 @@ def check_store(
     scaled = fmt is formats.PLAIN_FP8
     expected = "a tensor" if scaled else f"None for {kv_format}"
     c.require((fp8_scale is not None) == scaled, "fp8_scale", expected, "None" if fp8_scale is None else "a tensor")
+    c.require(rms_norm_eps >= 0, "rms_norm_eps", "a number >= 0", rms_norm_eps)
     return state
 
 
@@ -118,6 +121,7 @@ def _check_compress(
         kv_slot_mapping,
         rms_norm_weight,
         fp8_scale,
+        rms_norm_eps,
         compress_ratio,
         kv_format,
         e2m1_rounding,
@@ -151,6 +155,29 @@ def _cost_compress(
     return Cost(bytes=entries.bytes + state_bytes + 3 * nbytes(slot_mapping), flops=entries.flops)
 
 
+def validate_entry_slots(
+    op: str, kv_cache: torch.Tensor, kv_slot_mapping: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """The slots of entries must be distinct where they are slots of the cache."""
+    rows = slot_mapping.shape[0]
+    capacity = kv_cache.shape[0] * kv_cache.shape[1]
+    validate.distinct_slots(op, "kv_slot_mapping", kv_slot_mapping[:rows], capacity)
+
+
+def _validate_compress(
+    state_cache: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    *_: Any,
+) -> None:
+    validate_entry_slots("compress_norm_rope_store", kv_cache, kv_slot_mapping, slot_mapping)
+
+
 _compress = define_op(
     "compress_norm_rope_store(Tensor state_cache, Tensor token_to_req_indices, Tensor positions, Tensor slot_mapping, "
     "Tensor block_table, Tensor cos_sin_cache, Tensor(a!) kv_cache, Tensor kv_slot_mapping, Tensor rms_norm_weight, "
@@ -159,6 +186,7 @@ _compress = define_op(
     check=_check_compress,
     reference=reference.compress_norm_rope_store,
     cost=_cost_compress,
+    validate=_validate_compress,
 )
 
 
@@ -265,8 +293,10 @@ def compress_norm_rope_store(
     c.tensor("slot_mapping", slot_mapping, torch.int64, (None,))
     if not 0 <= num_actual <= slot_mapping.shape[0]:
         c.fail("num_actual", f"0 to {slot_mapping.shape[0]}, the rows of slot_mapping", num_actual)
-    entry_slots = getattr(k_cache_metadata, "slot_mapping", None)
+    entry_slots: Any = getattr(k_cache_metadata, "slot_mapping", None)
     c.tensor("k_cache_metadata.slot_mapping", entry_slots, torch.int64, (None,))
+    if entry_slots.shape[0] < num_actual:
+        c.fail("k_cache_metadata.slot_mapping", f"at least num_actual = {num_actual} rows", entry_slots.shape[0])
     _compress(
         state_cache,
         token_to_req_indices,

@@ -10,7 +10,6 @@ state rows (the kv half weighted by the score half), RMS-normalized, rotated wit
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,7 @@ import torch
 
 from cute_kernels import formats, numerics
 from cute_kernels.formats import valid_slots
-from cute_kernels.paging import entries_to_slots
-from cute_kernels.runtime.checks import Checker
-
-CHECK_VARIABLE = "CUTE_KERNELS_CHECK"
+from cute_kernels.paging import entries_to_slots, of_request, row_positions
 
 # Window rows handled at a time: bounds the memory of the float64 intermediates.
 _ROWS_AT_ONCE = 2048
@@ -67,16 +63,8 @@ def get_compressed_slot_mapping(
     compress_ratio: int,
 ) -> None:
     out.fill_(-1)
-    num_requests = seq_lens.shape[0]
-    if num_requests == 0:
-        return
-    starts = query_start_loc.long()
-    token = torch.arange(num_tokens, device=out.device)
-    request = torch.searchsorted(starts, token, right=True) - 1
-    known = (request >= 0) & (request < num_requests)
-    request = request.where(known, torch.zeros_like(request))
-    position = seq_lens.long()[request] - starts[request + 1] + token
-    closes = known & ((position + 1) % compress_ratio == 0)
+    request, position = row_positions(num_tokens, query_start_loc, seq_lens)
+    closes = (position + 1) % compress_ratio == 0
     if slot_mapping is not None:
         closes &= slot_mapping[:num_tokens] >= 0
     group = torch.div(position, compress_ratio, rounding_mode="floor")
@@ -149,19 +137,12 @@ def readable_windows(
     step_rows = torch.full_like(rows, -1)
     if query_start_loc is not None:
         here = tokens[:, None] + reach
-        first = _of_request(query_start_loc, requests, query_start_loc.shape[0] - 1)
+        first = of_request(query_start_loc[:-1], requests)
         step_rows = here.where((here >= first[:, None]) & (rows >= 0), step_rows)
     slots = entries_to_slots(rows, requests[:, None], block_table, state_cache.shape[1])
     every = Windows(tokens, rows, step_rows, slots)
     valid = valid_slots(slots, state_cache.shape[0] * state_cache.shape[1])
     return every.select((valid | ~every.cached).all(dim=1))
-
-
-def _of_request(values: torch.Tensor, requests: torch.Tensor, num_requests: int) -> torch.Tensor:
-    """int64 values[requests], 0 for a request that does not exist."""
-    requests = requests.long()
-    padded = torch.nn.functional.pad(values[:num_requests].long(), (0, 1))
-    return padded[requests.where(valid_slots(requests, num_requests), torch.full_like(requests, num_requests))]
 
 
 def compress(rows: torch.Tensor, inside: torch.Tensor, head_dim: int, compress_ratio: int) -> torch.Tensor:
@@ -291,9 +272,9 @@ def saved_tokens(
     num_requests = query_start_loc.shape[0] - 1
     if min_restart is None:
         token = torch.arange(n, device=positions.device)
-        restart = positions - (token - _of_request(query_start_loc, requests, num_requests))
+        restart = positions - (token - of_request(query_start_loc[:-1], requests))
     else:
-        restart = _of_request(min_restart, requests, num_requests)
+        restart = of_request(min_restart, requests)
     overlap = compress_ratio if compress_ratio == 4 else 0
     oldest = torch.div(restart, compress_ratio, rounding_mode="floor") * compress_ratio - overlap
     needed = positions >= oldest
@@ -354,24 +335,8 @@ def fused_compress_norm_rope_store(
         persist,
         keep_every,
     )
-    if os.environ.get(CHECK_VARIABLE) == "1":
-        _check_reads(every, token_to_req_indices, slot_mapping[saved])
     store.windows(every, state_cache, kv_score, ape)
     rows = saved.nonzero().squeeze(1)
     kv, score = kv_score[rows].chunk(2, dim=1)
     fresh = state_rows(kv, score, ape, positions[rows], compress_ratio)
     state.write(state_cache, state_cache.shape[1], slot_mapping[rows], fresh)
-
-
-def _check_reads(every: Windows, token_to_req_indices: torch.Tensor, written: torch.Tensor) -> None:
-    """Raise if a row that the call reads from the state cache lies in a slot that the call writes."""
-    clash = (torch.isin(every.slots, written) & every.cached).nonzero()
-    if clash.shape[0] == 0:
-        return
-    entry, row = clash[0].tolist()
-    Checker("fused_compress_norm_rope_store").fail(
-        "slot_mapping",
-        "slots that hold no state row this call still reads",
-        f"slot {int(every.slots[entry, row])}, which holds position {int(every.positions[entry, row])} of request "
-        f"{int(token_to_req_indices[every.tokens[entry]])}",
-    )

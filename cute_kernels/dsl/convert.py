@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.dsl import ptx
@@ -51,3 +53,16 @@ def e4m3_from_bf16x4(low: Any, high: Any, factor: Any) -> Any:
     return ptx.e4m3x4(
         bf16_low(low) * factor, bf16_high(low) * factor, bf16_low(high) * factor, bf16_high(high) * factor
     )
+
+
+@cute.jit
+def ue8m0_value(byte: Any) -> Any:
+    """fp32 value 2^(byte - 127) of any ue8m0 byte: 0 is the subnormal 2^-127, 255 is NaN."""
+    bits = cutlass.max(byte << 23, Int32(0x00400000))
+    return (Int32(0x7FC00000) if byte == 255 else bits).bitcast(Float32)
+
+
+def bf16x4_from_e4m3(codes: Any, factor: Any) -> tuple[Any, Any]:
+    """Four e4m3 codes times the power of two `factor`, as two bf16 pairs. Exact wherever bf16 can hold the product."""
+    a, b, c, d = ptx.floats_of_e4m3x4(codes)
+    return ptx.bf16x2(a * factor, b * factor), ptx.bf16x2(c * factor, d * factor)

@@ -8,6 +8,7 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.indexer import reference
+from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
@@ -34,12 +35,6 @@ def _check_cache(c: Checker, kv_cache: torch.Tensor, kv_format: str) -> bool:
     fmt.check(c, "kv_cache", kv_cache)
     c.require(kv_cache.shape[1] > 0, "kv_cache", "at least one row per page", f"shape {list(kv_cache.shape)}")
     return kv_format != formats.INDEXER_FP8.id
-
-
-def _pair(c: Checker, argument: str, value: Any) -> tuple[Any, Any]:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        c.fail(argument, "a pair (codes, scales)", type(value).__name__, TypeError)
-    return value[0], value[1]
 
 
 def _empty_logits(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -78,12 +73,24 @@ def _cost_gather(
     return Cost(bytes=2 * min(rows, dst_k.shape[0]) * (dst_k.shape[1] + 4))
 
 
+def _validate_gather(
+    kv_cache: torch.Tensor,
+    dst_k: torch.Tensor,
+    dst_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    kv_format: str,
+) -> None:
+    validate.ascending("cp_gather_indexer_k_quant_cache", "cu_seq_lens", cu_seq_lens)
+
+
 _gather = define_op(
     "cp_gather_indexer_k_quant_cache(Tensor kv_cache, Tensor(a!) dst_k, Tensor(b!) dst_scale, Tensor block_table, "
     "Tensor cu_seq_lens, str kv_format) -> ()",
     check=_check_gather,
     reference=reference.cp_gather_indexer_k_quant_cache,
     cost=_cost_gather,
+    validate=_validate_gather,
 )
 
 
@@ -215,8 +222,8 @@ def mqa_logits(
     c = Checker("mqa_logits")
     q_scale = None
     if isinstance(q, (tuple, list)):
-        q, q_scale = _pair(c, "q", q)
-    k, k_scale = _pair(c, "kv", kv)
+        q, q_scale = c.pair("q", q, "codes, scales")
+    k, k_scale = c.pair("kv", kv, "codes, scales")
     c.tensor("q", q, (torch.float8_e4m3fn, *_BYTES), (None, None, None))
     c.tensor("kv[0]", k, (torch.float8_e4m3fn, *_BYTES), (None, None))
     if out is None:
@@ -326,7 +333,7 @@ def paged_mqa_logits(
     c = Checker("paged_mqa_logits")
     q_scale = None
     if isinstance(q, (tuple, list)):
-        q, q_scale = _pair(c, "q", q)
+        q, q_scale = c.pair("q", q, "codes, scales")
     c.tensor("q", q, (torch.float8_e4m3fn, *_BYTES), (None, None, None, None))
     c.tensor("context_lens", context_lens, torch.int32)
     if context_lens.dim() == 1:

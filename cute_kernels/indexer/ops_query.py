@@ -145,9 +145,9 @@ def fused_indexer_q_rope_quant(
             q_quant = index_q.new_empty((rows, heads, _DIM), dtype=torch.float8_e4m3fn)
         weights_out = index_q.new_empty((rows, heads), dtype=weights_out_dtype)
     else:
-        q_quant, weights_out = out
-        if use_fp4 and not isinstance(q_quant, tuple):
-            c.fail("out[0]", "a pair (packed codes, scales)", type(q_quant).__name__, TypeError)
+        q_quant, weights_out = c.pair("out", out, "q_quant, weights_out")
+        if use_fp4:
+            q_quant = c.pair("out[0]", q_quant, "packed codes, scales")
         c.tensor("out[1]", weights_out, weights_out_dtype)
     inputs = (positions, index_q, index_q_cos_sin_cache, index_weights)
     factors = (index_weights_softmax_scale, index_weights_head_scale)

@@ -14,6 +14,7 @@ from cute_kernels.indices.arguments import (
     mixed_width,
     pair,
 )
+from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
@@ -62,6 +63,10 @@ def _cost_combine(
     return Cost(bytes=picks + nbytes(query_start_loc, seq_lens, gather_lens, out_indices, out_lens))
 
 
+def _validate_combine(topk_indices: torch.Tensor, query_start_loc: torch.Tensor, *_: object) -> None:
+    validate.ascending("combine_topk_swa_indices", "query_start_loc", query_start_loc)
+
+
 _combine = define_op(
     "combine_topk_swa_indices(Tensor topk_indices, Tensor query_start_loc, Tensor seq_lens, Tensor gather_lens, "
     "SymInt window_size, SymInt compress_ratio, SymInt topk, SymInt M, SymInt N, Tensor(a!) out_indices, "
@@ -69,6 +74,7 @@ _combine = define_op(
     check=_check_combine,
     reference=reference.combine_topk_swa_indices,
     cost=_cost_combine,
+    validate=_validate_combine,
 )
 
 
@@ -212,6 +218,17 @@ def _cost_mixed(
     return Cost(bytes=moved + nbytes(sparse_indices, sparse_topk_lens) + (window_pages + 2 * picks) * 4 + local)
 
 
+def _validate_mixed(
+    decode_swa_indices: torch.Tensor,
+    decode_compressed_indices: torch.Tensor | None,
+    decode_compressed_topk_lens: torch.Tensor | None,
+    prefill_topk_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *_: object,
+) -> None:
+    validate.ascending("build_flashinfer_mixed_sparse_indices", "query_start_loc", query_start_loc)
+
+
 _mixed = define_op(
     "build_flashinfer_mixed_sparse_indices(Tensor decode_swa_indices, Tensor? decode_compressed_indices, "
     "Tensor? decode_compressed_topk_lens, Tensor prefill_topk_indices, Tensor query_start_loc, Tensor seq_lens, "
@@ -222,6 +239,7 @@ _mixed = define_op(
     check=_check_mixed,
     reference=reference.build_flashinfer_mixed_sparse_indices,
     cost=_cost_mixed,
+    validate=_validate_mixed,
 )
 
 

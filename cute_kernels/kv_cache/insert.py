@@ -1,12 +1,7 @@
-"""Kernel of quantize_and_insert_k_cache: one warp takes one row, or several at once.
+"""Kernel of quantize_and_insert_k_cache: one warp takes one row, or several at once. Lanes and columns: record.py.
 
-    lane            0 .. 7     8 .. 15    16 .. 23    24 .. 31
-    first 16 bytes  columns 8 * lane ..               (blocks 0, 1, 2, 3)
-    second 16 bytes columns 256 + 8 * lane ..         (blocks 4, 5, 6, rope)
-
-So a quantization block of 64 columns is eight lanes wide, in both halves of a row, and one sequence of three shuffles
-finds the maxima of two blocks. Lane 0 collects the eight scale bytes. Every store is eight bytes per lane, because the
-pages of a pool without padding are only that well aligned (one row: 584 bytes).
+A quantization block of 64 columns is eight lanes wide, in both halves of a row, so one sequence of three shuffles finds
+the maxima of two blocks. Lane 0 collects the eight scale bytes.
 
 All rows of a warp are loaded before any is used, whether or not their slot turns out to name a row of the cache:
 reading a row early hides its latency behind that of its slot. The shuffles come before the test of the slot for the
@@ -23,12 +18,13 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
+from cute_kernels.kv_cache import record
 from cute_kernels.numerics import CACHE_FLOOR, E4M3_MAX
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -37,17 +33,44 @@ from cute_kernels.runtime.compile import launch as launch_key
 MINIMUM_ARCH = 89
 """First architecture that converts to e4m3 in hardware."""
 
-ROPE_LANE = 24
-"""First lane whose second load is rope, which is copied as it is."""
+STORES = ("sectors", "halves", "wide", "bulk")
+LOADS = {
+    "once": ptx.load_global_128,
+    "first_out": ptx.load_global_128_first_out,
+    "in_order": ptx.load_global_128_in_order,
+}
+
+POLICIES = {None: None, "first_out": ptx.EVICT_FIRST_POLICY, "last_out": ptx.EVICT_LAST_POLICY}
 
 
 @dataclass(frozen=True)
 class InsertKey(KernelKey):
-    """kv_format: record format id; warps: per block; rows: per warp, all in flight together."""
+    """What distinguishes one compiled kernel from another.
+
+    kv_format     record format id
+    warps         per block
+    rows          per warp, all in flight together
+    stores        how a record is written: "sectors": the three pieces of record.py; "halves": the rope bytes as each
+                  lane has them, so that a store covers half of every sector; "wide": 16 bytes a lane, for pools aligned
+                  to that; "bulk": one bulk copy of the row from shared memory, for pools aligned like that (sm_90)
+    loads         of rows of k: "once"; "first_out": they are the first to leave L2; "in_order": see dsl.ptx
+    policy        of bulk stores in L2: None, "first_out", "last_out"
+    """
 
     kv_format: str = FP8_DS_MLA.id
     warps: int = 4
     rows: int = 1
+    stores: str = "sectors"
+    loads: str = "once"
+    policy: str | None = None
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.warps * self.rows * FP8_DS_MLA.data_bytes if self.stores == "bulk" else 0
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return "ld.global.128", "cvt.e4m3", "bulk.store" if self.stores == "bulk" else "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         stride = cute.sym_int64(divisibility=8)
@@ -63,6 +86,10 @@ class InsertKernel:
     def __init__(self, key: InsertKey) -> None:
         self.warps = key.warps
         self.rows = key.rows
+        self.stores = key.stores
+        self.load = LOADS[key.loads]
+        self.policy = POLICIES[key.policy]
+        self.suffix = f"{key.stores}_{key.loads}_{key.policy}"
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
 
     @cute.jit
@@ -77,7 +104,7 @@ class InsertKernel:
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(
-            f"quantize_and_insert_k_cache_w{self.warps}r{self.rows}",
+            f"quantize_and_insert_k_cache_w{self.warps}r{self.rows}_{self.suffix}",
             remove_cutlass_symbol=True,
             keep_mangled_name=False,
         )
@@ -110,29 +137,54 @@ class InsertKernel:
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
 
+        buffer = Int32(0)
+        if const_expr(self.stores == "bulk"):
+            rows = cute.make_layout((self.warps * self.rows, FP8_DS_MLA.data_bytes), stride=(FP8_DS_MLA.data_bytes, 1))
+            shared = cutlass.memory.SmemAllocator().allocate_tensor(Uint8, rows, byte_alignment=16)
+            buffer = Int32(shared.iterator.toint()) + warp * (self.rows * FP8_DS_MLA.data_bytes)
+
         loaded = []
         for i in range_constexpr(self.rows):
             row = (block * self.rows + i) * self.warps + warp
             # rows past the end load the last row again, and store nothing
             source = Int64(cutlass.min(row, count - 1))
             slot = ptx.load_global_s64(slots + source * 8)
-            first = ptx.load_global_128(k_lane + source * row_bytes)
-            second = ptx.load_global_128(k_lane + source * row_bytes + HEAD_DIM)
+            first = self.load(k_lane + source * row_bytes)
+            second = self.load(k_lane + source * row_bytes + record.HALF_ROW)
             loaded.append((slot if row < count else Int64(-1), first, second))
 
         for i in range_constexpr(self.rows):
             slot, first, second = loaded[i]
             byte_first, byte_second = self.scale_bytes(first, second)
-            scales = self.collect(byte_first | (Int32(0) if lane >= ROPE_LANE else byte_second) << 16)
+            is_rope = lane >= record.ROPE_LANE
+            scales = self.collect(byte_first | (Int32(0) if is_rope else byte_second) << 16)
+            codes = self.codes(first, byte_first)
+            codes_second = self.codes(second, byte_second)
+            pieces = second
+            if const_expr(self.stores == "sectors"):
+                pieces = record.rope_pieces(lane, second)
+            wide = second
+            if const_expr(self.stores == "wide"):
+                wide = self.pair_up(lane, codes, codes_second)
+            if const_expr(self.stores == "bulk"):
+                self.stage(lane, buffer + i * FP8_DS_MLA.data_bytes, codes, codes_second, second)
             if slot >= 0 and slot < Int64(capacity):
                 page, row = divmod(Int32(slot), page_rows)
                 start = pool + Int64(page) * page_stride
                 data = start + Int64(row) * FP8_DS_MLA.data_bytes
                 scale = start + Int64(block_size) * FP8_DS_MLA.data_bytes + Int64(row) * FP8_DS_MLA.scale_bytes
-                self.store(
-                    lane, data, first, convert.ue8m0_inverse(byte_first), second, convert.ue8m0_inverse(byte_second)
-                )
-                self.store_rest(lane, data, second, scale, scales)
+                if const_expr(self.stores == "sectors"):
+                    self.store_pieces(lane, data, scale, codes, codes_second, pieces, scales)
+                elif const_expr(self.stores == "halves"):
+                    self.store_halves(lane, data, scale, codes, codes_second, second, scales)
+                elif const_expr(self.stores == "wide"):
+                    self.store_wide(lane, data, scale, wide, second, scales)
+                elif lane == 0:
+                    ptx.bulk_store(data, buffer + i * FP8_DS_MLA.data_bytes, FP8_DS_MLA.data_bytes, self.policy)
+                    ptx.bulk_store_commit()
+                    ptx.store_global_64(scale, *scales)
+        if const_expr(self.stores == "bulk"):
+            ptx.bulk_store_sources_read()
 
     @cute.jit
     def scale_bytes(self, first: Any, second: Any) -> Any:
@@ -155,43 +207,104 @@ class InsertKernel:
         other = cute.arch.shuffle_sync_bfly(pair, 16)  # blocks 2 3 6 7
         return ptx.permute_bytes(pair, other, 0x5410), ptx.permute_bytes(pair, other, 0x7632)
 
-    @cute.jit
-    def store(self, lane: Any, data: Any, first: Any, factor_first: Any, second: Any, factor_second: Any) -> None:
-        """All codes of a row, and of its rope columns the first eight bytes of each lane."""
-        ptx.store_global_64(
-            data + Int64(lane * 8),
-            convert.e4m3_from_bf16x4(first[0], first[1], factor_first),
-            convert.e4m3_from_bf16x4(first[2], first[3], factor_first),
-        )
-        is_rope = lane >= ROPE_LANE
-        low = convert.e4m3_from_bf16x4(second[0], second[1], factor_second)
-        high = convert.e4m3_from_bf16x4(second[2], second[3], factor_second)
-        ptx.store_global_64(
-            data + Int64(rope_offset(lane) if is_rope else 256 + lane * 8),
-            second[0] if is_rope else low,
-            second[1] if is_rope else high,
+    def codes(self, words: Any, byte: Any) -> Any:
+        """A lane's eight codes, as two words."""
+        factor = convert.ue8m0_inverse(byte)
+        return (
+            convert.e4m3_from_bf16x4(words[0], words[1], factor),
+            convert.e4m3_from_bf16x4(words[2], words[3], factor),
         )
 
     @cute.jit
-    def store_rest(self, lane: Any, data: Any, second: Any, scale: Any, scales: Any) -> None:
-        """The other half of the rope columns, and from lane 0 the scales."""
-        is_rope = lane >= ROPE_LANE
+    def store_pieces(
+        self, lane: Any, data: Any, scale: Any, codes: Any, codes_second: Any, rope: Any, scales: Any
+    ) -> None:
+        is_rope = lane >= record.ROPE_LANE
+        ptx.store_global_64(data + Int64(lane * 8), *codes)
+        ptx.store_global_64(
+            data + Int64(record.second_offset(lane)),
+            rope[0] if is_rope else codes_second[0],
+            rope[1] if is_rope else codes_second[1],
+        )
         if is_rope or lane == 0:
             ptx.store_global_64(
-                data + Int64(rope_offset(lane) + 8) if is_rope else scale,
-                second[2] if is_rope else scales[0],
-                second[3] if is_rope else scales[1],
+                data + Int64(record.third_offset(lane)) if is_rope else scale,
+                rope[2] if is_rope else scales[0],
+                rope[3] if is_rope else scales[1],
             )
 
+    @cute.jit
+    def store_halves(
+        self, lane: Any, data: Any, scale: Any, codes: Any, codes_second: Any, rope: Any, scales: Any
+    ) -> None:
+        is_rope = lane >= record.ROPE_LANE
+        offset = NOPE_DIM + (lane - record.ROPE_LANE) * 16
+        ptx.store_global_64(data + Int64(lane * 8), *codes)
+        ptx.store_global_64(
+            data + Int64(offset if is_rope else 256 + lane * 8),
+            rope[0] if is_rope else codes_second[0],
+            rope[1] if is_rope else codes_second[1],
+        )
+        if is_rope or lane == 0:
+            ptx.store_global_64(
+                data + Int64(offset + 8) if is_rope else scale,
+                rope[2] if is_rope else scales[0],
+                rope[3] if is_rope else scales[1],
+            )
 
-def rope_offset(lane: Any) -> Any:
-    """Where the sixteen rope bytes of a lane go in the record."""
-    return NOPE_DIM + (lane - ROPE_LANE) * 16
+    @cute.jit
+    def pair_up(self, lane: Any, codes: Any, codes_second: Any) -> Any:
+        """Sixteen bytes: an even lane has its own and its neighbour's first codes, an odd lane their second codes."""
+        is_odd = (lane & 1) != 0
+        got_0 = cute.arch.shuffle_sync_bfly(codes[0] if is_odd else codes_second[0], 1)
+        got_1 = cute.arch.shuffle_sync_bfly(codes[1] if is_odd else codes_second[1], 1)
+        return (
+            got_0 if is_odd else codes[0],
+            got_1 if is_odd else codes[1],
+            codes_second[0] if is_odd else got_0,
+            codes_second[1] if is_odd else got_1,
+        )
+
+    @cute.jit
+    def store_wide(self, lane: Any, data: Any, scale: Any, wide: Any, rope: Any, scales: Any) -> None:
+        is_odd = (lane & 1) != 0
+        if not is_odd or lane < record.ROPE_LANE:
+            ptx.store_global_128(data + Int64((248 + lane * 8) if is_odd else lane * 8), wide)
+        if lane >= record.ROPE_LANE:
+            ptx.store_global_128(data + Int64(NOPE_DIM + (lane - record.ROPE_LANE) * 16), rope)
+        if lane == 0:
+            ptx.store_global_64(scale, *scales)
+
+    @cute.jit
+    def stage(self, lane: Any, buffer: Any, codes: Any, codes_second: Any, rope: Any) -> None:
+        """Put the row's record into shared memory, ready for a bulk copy."""
+        is_rope = lane >= record.ROPE_LANE
+        offset = NOPE_DIM + (lane - record.ROPE_LANE) * 16
+        ptx.store_shared_64(buffer + lane * 8, *codes)
+        ptx.store_shared_64(
+            buffer + (offset if is_rope else 256 + lane * 8),
+            rope[0] if is_rope else codes_second[0],
+            rope[1] if is_rope else codes_second[1],
+        )
+        if is_rope:
+            ptx.store_shared_64(buffer + offset + 8, rope[2], rope[3])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+
+
+def key_for(arch: str, kv_format: str) -> InsertKey:
+    """The kernel that serves calls of this kind."""
+    return InsertKey(arch=arch, kv_format=kv_format)
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[InsertKey]:
+    """Every layer of every model inserts into an fp8_ds_mla cache."""
+    return [key_for(arch, FP8_DS_MLA.id)] if arch_number(arch) >= MINIMUM_ARCH else []
 
 
 @cache
 def _key(device_index: int, kv_format: str) -> InsertKey:
-    return InsertKey(arch=arch_of(device_index), kv_format=kv_format)
+    return key_for(arch_of(device_index), kv_format)
 
 
 def supports(k: Any, k_cache: Any, slot_mapping: Any, block_size: int, kv_format: str) -> tuple[bool, str]:

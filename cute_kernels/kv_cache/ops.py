@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cute_kernels import formats
@@ -11,6 +13,7 @@ from cute_kernels.kv_cache.ops_qnorm import (
     fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert,
     fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
 )
+from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
@@ -43,12 +46,21 @@ def _cost_insert(
     return Cost(bytes=rows * (formats.HEAD_DIM * 2 + 584) + nbytes(slot_mapping))
 
 
+def _validate_insert(
+    k: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor, block_size: int, kv_format: str
+) -> None:
+    capacity = k_cache.shape[0] * block_size
+    validate.distinct_slots("quantize_and_insert_k_cache", "slot_mapping", slot_mapping, capacity)
+
+
 _insert = define_op(
-    "quantize_and_insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, SymInt block_size, str kv_format) -> ()",
+    "quantize_and_insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, SymInt block_size, "
+    "str kv_format) -> ()",
     check=_check_insert,
     reference=reference.quantize_and_insert_k_cache,
     kernel="cute_kernels.kv_cache.insert",
     cost=_cost_insert,
+    validate=_validate_insert,
 )
 
 
@@ -119,12 +131,34 @@ def _cost_gather(
     return Cost(bytes=rows * (584 + formats.HEAD_DIM * 2) + nbytes(seq_lens, gather_lens))
 
 
+def _validate_gather(
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor | None,
+    block_table: torch.Tensor,
+    block_size: int,
+    *_: Any,
+) -> None:
+    pages = block_table.shape[1]
+    gathers = seq_lens > 0 if gather_lens is None else (seq_lens > 0) & (gather_lens > 0)
+    validate.at_most(
+        "dequantize_and_gather_k_cache",
+        "seq_lens",
+        seq_lens.where(gathers, torch.zeros_like(seq_lens)),
+        pages * block_size,
+        f"the rows of {pages} pages, all that block_table names",
+    )
+
+
 _gather = define_op(
     "dequantize_and_gather_k_cache(Tensor(a!) out, Tensor k_cache, Tensor seq_lens, Tensor? gather_lens, "
     "Tensor block_table, SymInt block_size, SymInt offset, str kv_format) -> ()",
     check=_check_gather,
     reference=reference.dequantize_and_gather_k_cache,
+    kernel="cute_kernels.kv_cache.gather",
     cost=_cost_gather,
+    validate=_validate_gather,
 )
 
 

@@ -6,6 +6,7 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.kv_cache import reference
+from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
@@ -129,12 +130,38 @@ def _cost_fp8_insert(
     return _cost(q, slot_mapping, 1, formats.HEAD_DIM)
 
 
+def _validate_quant_insert(
+    q: torch.Tensor, kv: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor, *rest: object
+) -> None:
+    block_size = rest[3]
+    assert isinstance(block_size, int)
+    validate.distinct_slots(_QUANT_INSERT, "slot_mapping", slot_mapping, k_cache.shape[0] * block_size)
+
+
+def _validate_bf16_insert(
+    q: torch.Tensor, kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *_: object
+) -> None:
+    validate.distinct_slots(_BF16_INSERT, "slot_mapping", slot_mapping, kv_cache.shape[0] * kv_cache.shape[1])
+
+
+def _validate_fp8_insert(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_fp8: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *_: object,
+) -> None:
+    validate.distinct_slots(_FP8_INSERT, "slot_mapping", slot_mapping, kv_cache.shape[0] * kv_cache.shape[1])
+
+
 _quant_insert = define_op(
     f"{_QUANT_INSERT}(Tensor(a!) q, Tensor kv, Tensor(b!) k_cache, Tensor slot_mapping, Tensor positions, "
     "Tensor cos_sin_cache, float eps, SymInt block_size, bool apply_q_norm, str kv_format) -> ()",
     check=_check_quant_insert,
     reference=reference.qnorm_rope_kv_rope_quant_insert,
     cost=_cost_quant_insert,
+    validate=_validate_quant_insert,
 )
 
 _bf16_insert = define_op(
@@ -143,6 +170,7 @@ _bf16_insert = define_op(
     check=_check_bf16_insert,
     reference=reference.qnorm_rope_kv_rope_full_cache_bf16_insert,
     cost=_cost_bf16_insert,
+    validate=_validate_bf16_insert,
 )
 
 _fp8_insert = define_op(
@@ -152,6 +180,7 @@ _fp8_insert = define_op(
     check=_check_fp8_insert,
     reference=reference.qnorm_rope_kv_rope_full_cache_fp8_insert,
     cost=_cost_fp8_insert,
+    validate=_validate_fp8_insert,
 )
 
 

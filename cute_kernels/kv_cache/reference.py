@@ -96,7 +96,7 @@ def _turned_q(
     q: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, eps: float, apply_q_norm: bool = True
 ) -> torch.Tensor:
     """fp32 [N, H, 512]: every head normalized without a weight (or not at all), then rotated."""
-    x = numerics.rms_norm(q, None, eps) if apply_q_norm else q.float()
+    x = numerics.rms_norm(q, None, eps) if apply_q_norm else q
     return numerics.rotate(x, positions, cos_sin_cache)
 
 
@@ -105,4 +105,4 @@ def _turned_kv(
 ) -> torch.Tensor:
     """fp32 [T', 512]: the rows that slot_mapping covers, rotated; padded rows behind them are not looked at."""
     rows = slot_mapping.shape[0]
-    return numerics.rotate(kv[:rows].float(), positions[:rows], cos_sin_cache)
+    return numerics.rotate(kv[:rows], positions[:rows], cos_sin_cache)

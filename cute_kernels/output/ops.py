@@ -158,6 +158,7 @@ def fused_inv_rope_fp8_quant(
     c.one_of("quant_group_size", quant_group_size, (BLOCK,))
     c.require(n_groups > 0, "n_groups", "a positive number", n_groups)
     c.require(heads_per_group > 0, "heads_per_group", "a positive number", heads_per_group)
+    c.tensor("o", o, torch.bfloat16, (None, n_groups * heads_per_group, formats.HEAD_DIM))
     if out is None:
         dtype = torch.float8_e4m3fn if quantize else torch.bfloat16
         memory = torch.empty(n_groups, o.shape[0], heads_per_group * formats.HEAD_DIM, dtype=dtype, device=o.device)

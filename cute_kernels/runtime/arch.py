@@ -45,8 +45,23 @@ def arch_of(device_index: int) -> str:
     return ARCH_OF_CAPABILITY[capability]
 
 
-def arch_number(arch: str) -> int:
-    """90 of "sm_90a": architectures compare by it. ValueError on a target this project does not name."""
+@cache
+def multiprocessors(device_index: int) -> int:
+    """How many multiprocessors a CUDA device has."""
+    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
+
+
+def check_arch(arch: str) -> str:
+    """`arch` itself; ValueError on a target that this project does not name."""
     if arch not in SMEM_BYTES:
-        raise ValueError(f"arch_number: arch: expected one of {', '.join(SMEM_BYTES)}, got {arch!r}")
+        digits = arch[3:].rstrip("af")
+        old = arch.startswith("sm_") and digits.isdigit() and int(digits) < 80
+        hint = ": kernels need sm_80 or newer" if old else ""
+        raise ValueError(f"arch: expected one of {', '.join(SMEM_BYTES)}, got {arch!r}{hint}")
+    return arch
+
+
+def arch_number(arch: str) -> int:
+    """90 of "sm_90a": architectures compare by it. ValueError on a target that this project does not name."""
+    check_arch(arch)
     return int(arch[3:].rstrip("a"))

@@ -34,6 +34,12 @@ class Checker:
         if value not in choices:
             self.fail(argument, "one of " + ", ".join(repr(c) for c in choices), repr(value))
 
+    def pair(self, argument: str, value: Any, of: str) -> tuple[Any, Any]:
+        """The two elements of a tuple or list; `of` says what they are."""
+        if not isinstance(value, (tuple, list)) or len(value) != 2:
+            self.fail(argument, f"a pair ({of})", type(value).__name__, TypeError)
+        return value[0], value[1]
+
     def tensor(
         self,
         argument: str,

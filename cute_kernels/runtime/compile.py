@@ -2,68 +2,75 @@
 
 A key is a frozen dataclass that names everything the machine code depends on, the architecture first; two calls with
 equal keys run the same code. Compiling takes no tensors, so a machine without a GPU takes exactly the path a server
-takes.
+takes: compile, export an object, link the object. What runs is always such an object, from the disk cache
+(runtime.cache) if it holds one, so that a kernel compiled ahead and one compiled on the spot are the same bytes.
 
-Compiled functions live in this process's memory and nowhere else: `cute.compile` neither reads nor writes the DSL's own
-disk cache, and this module has none, so an edited kernel can not run from a stale object.
-
-CuTe DSL is imported when something is compiled, never before.
+CuTe DSL is imported when something is compiled or loaded, never before.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import os
-import re
-import shutil
-import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from cute_kernels.runtime import cache
+from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.report import Facts, Report, find_nvdisasm, make_report
 
-@dataclass(frozen=True)
-class KernelKey:
-    """What the machine code of one kernel depends on. Each kernel derives its own key from it.
+__all__ = [
+    "Facts",
+    "KernelKey",
+    "Report",
+    "compilations",
+    "compile_object",
+    "compile_report",
+    "disk_loads",
+    "find_nvdisasm",
+    "function",
+    "is_ready",
+    "launch",
+    "prepare",
+]
 
-    arch   compile target, as runtime.arch names it
-    """
-
-    arch: str
-
-    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """The kernel's entry point and the fake arguments it is compiled for, the stream last."""
-        raise NotImplementedError
-
-    @property
-    def smem_bytes(self) -> int:
-        """Dynamic shared memory of one block. The compiler does not check it against the architecture's limit."""
-        return 0
-
+JIT_VARIABLE = "CUTE_KERNELS_JIT"
 
 _functions: dict[KernelKey, Callable[..., None]] = {}
-_owners: list[Any] = []  # what cute.compile returned: it may unload its code when it dies
-_lock = threading.RLock()
+_lock = threading.RLock()  # CuTe DSL compiles one kernel at a time
 _compilations = 0
+_disk_loads = 0
 
 
 def compilations() -> int:
-    """How many kernels this process has compiled for launching so far (reports do not count)."""
+    """How many kernels this process has compiled for launching or for the disk cache so far (reports do not count)."""
     return _compilations
 
 
+def disk_loads() -> int:
+    """How many kernels this process has taken from the disk cache so far."""
+    return _disk_loads
+
+
+def is_ready(key: KernelKey) -> bool:
+    """Whether launching `key` needs neither compiler nor disk."""
+    return key in _functions
+
+
 def function(key: KernelKey) -> Callable[..., None]:
-    """The launchable function of `key`, compiled at its first use.
+    """The launchable function of `key`: from memory, from the disk cache, or compiled now.
 
     It takes torch tensors and numbers in the order of the key's fake arguments, without the stream: it runs on torch's
-    current stream. Raises RuntimeError if it would have to compile while the current stream is being captured.
+    current stream. Raises RuntimeError if it is not in memory and the current stream is being captured, or if it would
+    have to be compiled and CUTE_KERNELS_JIT=forbid.
     """
     found = _functions.get(key)
-    return found if found is not None else _compile_for_launch(key)
+    return found if found is not None else _obtain(key)
 
 
 def launch(key: KernelKey, device_index: int, *args: Any) -> None:
@@ -75,103 +82,163 @@ def launch(key: KernelKey, device_index: int, *args: Any) -> None:
         function(key)(*args)
 
 
+def jit_forbidden() -> bool:
+    """Whether only kernels from the disk cache may run (CUTE_KERNELS_JIT=forbid)."""
+    value = os.environ.get(JIT_VARIABLE, "allow")
+    if value not in ("allow", "forbid"):
+        raise ValueError(f"{JIT_VARIABLE}: expected 'allow' or 'forbid', got {value!r}")
+    return value == "forbid"
+
+
+def prepare(key: KernelKey) -> Facts:
+    """Have `key` in the disk cache, compiling it if need be, and say what it is made of. Links and launches nothing."""
+    return _entry(key).facts
+
+
+class _FirstLaunch:
+    """A linked function that has not run yet. Its first launch makes the driver load the code, then it steps aside."""
+
+    def __init__(self, key: KernelKey, raw: Callable[..., None]) -> None:
+        self.key, self.raw = key, raw
+
+    def __call__(self, *args: Any) -> None:
+        with _relaxed_capture():
+            self.raw(*args)
+        _functions[self.key] = self.raw
+
+
+@contextlib.contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Let this thread load code although it, or another thread, captures a CUDA graph: by default that is an error."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    import cuda.bindings.driver as driver
+
+    def exchange(mode: Any) -> Any:
+        error, before = driver.cuThreadExchangeStreamCaptureMode(mode)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuThreadExchangeStreamCaptureMode: {error}")
+        return before
+
+    before = exchange(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        exchange(before)
+
+
 def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _compile_for_launch(key: KernelKey) -> Callable[..., None]:
-    global _compilations
+def _obtain(key: KernelKey) -> Callable[..., None]:
     with _lock:
         if key in _functions:
             return _functions[key]
         if _capturing():
             raise RuntimeError(
-                f"{key}: this kernel is not compiled yet, and nothing is compiled while a CUDA graph is captured. "
-                "Do a warmup before the capture: call the op once with the same formats on the same device."
+                f"{key}: this kernel is not loaded yet, and nothing is compiled or loaded while a CUDA graph is "
+                f"captured. Before the capture, call cute_kernels.warmup(config, tp=..., arch={key.arch!r}), or the op "
+                "once with the same formats on the same device."
             )
-        compiled = _compile(key, "")
-        # the raw function: the Python wrapper around it only serves keyword arguments, and doubles the time of a call
-        launchable = compiled.__tvm_ffi_object__()
-        if launchable is None:
-            raise RuntimeError(f"{key}: {key.arch} is not the architecture of this machine's GPU (or of CUTE_DSL_ARCH)")
-        _functions[key] = launchable
-        _owners.append(compiled)
-        _compilations += 1
-        return launchable
+        entry = _entry(key)
+        try:
+            raw = _link(entry)
+        except Exception as error:
+            if not entry.from_disk:
+                raise
+            if jit_forbidden():
+                raise RuntimeError(f"{key}: its object in the kernel cache does not load: {error}") from error
+            raw = _link(_compile_entry(key, cache.current()))
+        _functions[key] = _FirstLaunch(key, raw)
+        return _functions[key]
 
 
-def _compile(key: KernelKey, options: str) -> Any:
-    import cutlass.cute as cute
+def _entry(key: KernelKey) -> cache.Entry:
+    """The object of `key`, from the disk cache or compiled into it. Of several processes that want it, one compiles."""
+    with _lock:
+        store = cache.current()
+        miss = "there is no kernel cache"
+        if store is not None:
+            try:
+                return _read(store, key)
+            except cache.Miss as error:
+                miss = str(error)
+        if jit_forbidden():
+            elsewhere = "" if store is None else store.explain(key)
+            raise RuntimeError(
+                f"{key}: {JIT_VARIABLE}=forbid, and the kernel is not in the cache: {miss}. {elsewhere}"
+                f"Compile it ahead with python -m cute_kernels precompile --arch {key.arch} --model NAME --tp N "
+                f"--out DIR, and set {cache.DIRECTORY_VARIABLE}=DIR."
+            )
+        lock = None if store is None else store.acquire(key)
+        if store is None or lock is None:
+            return _compile_entry(key, None)
+        try:
+            with contextlib.suppress(cache.Miss):
+                return _read(store, key)  # another process compiled it while this one waited
+            return _compile_entry(key, store)
+        finally:
+            lock.release()
 
-    entry, arguments = key.build()
-    return cute.compile(entry, *arguments, options=f"--enable-tvm-ffi --gpu-arch {key.arch} {options}")
+
+def _read(store: cache.Store, key: KernelKey) -> cache.Entry:
+    global _disk_loads
+    entry = store.read(key)
+    _disk_loads += 1
+    return entry
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the compiler made of one key. Sizes are in bytes; of several device functions the largest figure counts.
-
-    sass   disassembly, or None where nvdisasm is not installed (package nvidia-cuda-nvdisasm)
-    """
-
-    key: KernelKey
-    registers: int
-    stack: int
-    spill_stores: int
-    spill_loads: int
-    smem: int
-    ptx: str
-    cubin: bytes
-    sass: str | None
+def _compile_entry(key: KernelKey, store: cache.Store | None) -> cache.Entry:
+    global _compilations
+    data, report = compile_object(key)
+    _compilations += 1
+    if store is not None:
+        store.write(key, data, report.facts)
+    return cache.Entry(data, key.symbol, report.facts, from_disk=False)
 
 
-_USAGE = re.compile(
-    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)",
-    re.DOTALL,
-)
+def compile_object(key: KernelKey) -> tuple[bytes, Report]:
+    """Compile `key`: the object that `_link` loads, and the report. Needs no GPU, keeps nothing."""
+    with _lock, tempfile.TemporaryDirectory() as folder:
+        compiled, report = _compile(key, folder)
+        path = os.path.join(folder, "kernel.o")
+        compiled.export_to_c(object_file_path=path, function_name=key.symbol)
+        with open(path, "rb") as f:
+            return f.read(), report
 
 
 def compile_report(key: KernelKey) -> Report:
     """Compile `key`, without keeping the result, and say what came out. Needs no GPU."""
     with _lock, tempfile.TemporaryDirectory() as folder:
-        remarks = os.path.join(folder, "remarks.yaml")
-        compiled = _compile(
-            key, f"--keep-ptx --keep-cubin --dump-dir {folder} --remark-filter ptxas --remark-output {remarks}"
-        )
-        with open(remarks) as f:
-            usage = _USAGE.findall(f.read())
-        if not usage:
-            raise RuntimeError(f"{key}: the compiler reported no register usage")
-        sass = _disassemble(compiled.__cubin__, folder)
-        static = [int(n) for *_, rest in usage for n in re.findall(r"(\d+) bytes smem", rest)]
-        return Report(
-            key=key,
-            stack=max(int(u[0]) for u in usage),
-            spill_stores=max(int(u[1]) for u in usage),
-            spill_loads=max(int(u[2]) for u in usage),
-            registers=max(int(u[3]) for u in usage),
-            smem=key.smem_bytes + max(static, default=0),
-            ptx=compiled.__ptx__,
-            cubin=compiled.__cubin__,
-            sass=sass,
-        )
+        return _compile(key, folder)[1]
 
 
-def find_nvdisasm() -> str | None:
-    """Path of the disassembler, from its Python package or from PATH."""
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or ()) if spec else ():
-        for folder, _, files in os.walk(root):
-            if "nvdisasm" in files:
-                return os.path.join(folder, "nvdisasm")
-    return shutil.which("nvdisasm")
+def _compile(key: KernelKey, folder: str) -> tuple[Any, Report]:
+    import cutlass.cute as cute
+
+    remarks = os.path.join(folder, "remarks.yaml")
+    start = time.perf_counter()
+    entry, arguments = key.build()
+    compiled = cute.compile(
+        entry,
+        *arguments,
+        options=f"{cache.COMPILE_FLAGS} --gpu-arch {key.arch} --keep-ptx --keep-cubin --dump-dir {folder} "
+        f"--remark-filter ptxas --remark-output {remarks}",
+    )
+    seconds = time.perf_counter() - start
+    with open(remarks) as f:
+        return compiled, make_report(key, f.read(), compiled.__ptx__, compiled.__cubin__, seconds)
 
 
-def _disassemble(cubin: bytes, folder: str) -> str | None:
-    tool = find_nvdisasm()
-    if tool is None:
-        return None
-    path = os.path.join(folder, "kernel.cubin")
-    with open(path, "wb") as f:
-        f.write(cubin)
-    return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+def _link(entry: cache.Entry) -> Callable[..., None]:
+    """The function inside an object: raw, without a wrapper for keyword arguments, which doubles the time of a call."""
+    import cutlass.cute as cute
+
+    # a file of our own: nobody can exchange it between the check of its bytes and their use
+    with tempfile.NamedTemporaryFile(suffix=".o") as f:
+        f.write(entry.data)
+        f.flush()
+        function: Callable[..., None] = getattr(cute.runtime.load_module(f.name, enable_tvm_ffi=True), entry.symbol)
+    return function

@@ -20,6 +20,20 @@ from cute_kernels.runtime.record import Cost
 
 NAMESPACE = "cute_kernels"
 FALLBACK_VARIABLE = "CUTE_KERNELS_FALLBACK"
+CHECK_VARIABLE = "CUTE_KERNELS_CHECK"
+NVTX_VARIABLE = "CUTE_KERNELS_NVTX"
+
+
+def _switch(variable: str) -> bool:
+    value = os.environ.get(variable, "0")
+    if value not in ("0", "1", ""):
+        raise ValueError(f"{variable}: expected '0' or '1', got {value!r}")
+    return value == "1"
+
+
+# Read once: an op is defined with or without them, so that neither costs anything where it is off.
+CHECKED = _switch(CHECK_VARIABLE)
+NVTX = _switch(NVTX_VARIABLE) and torch.version.cuda is not None
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -34,9 +48,14 @@ class Op:
     reference: Callable[..., None]
     kernel: str | None
     cost: Callable[..., Cost] | None
+    validate: Callable[..., None] | None = None
 
     def load_kernel(self) -> Any:
-        """The object that launches this op's kernel: `launch(*args)` and `supports(*args) -> (bool, reason)`."""
+        """The module of this op's kernel.
+
+        It has `launch(*args)`, `supports(*args) -> (bool, reason)` and `deployment_keys(config, tp, arch)`, all keys
+        that a model's layers need on one of `tp` ranks; none where the kernel does not run on `arch`.
+        """
         assert self.kernel is not None
         return importlib.import_module(self.kernel)
 
@@ -59,6 +78,7 @@ def define_op(
     reference: Callable[..., None],
     kernel: str | None = None,
     cost: Callable[..., Cost] | None = None,
+    validate: Callable[..., None] | None = None,
 ) -> torch._ops.OpOverload:
     """Register `cute_kernels::<schema>` and return the overload to call.
 
@@ -67,11 +87,13 @@ def define_op(
     reference   what the op means, in torch; it is the CPU implementation
     kernel      dotted name of the module with the CUDA kernel, imported at the first CUDA call
     cost        bytes and flops of a call, for recordings and benchmarks; it may read data
+    validate    raises ValueError on data that breaks the op's contract (runtime.validate); only called with
+                CUTE_KERNELS_CHECK=1, on checked arguments
     """
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    op = Op(name, overload, check, reference, kernel, cost)
+    op = Op(name, overload, check, reference, kernel, cost, validate)
 
     def on_cpu(*args: Any) -> None:
         check(*args)
@@ -85,11 +107,51 @@ def define_op(
     def fake(*args: Any) -> None:
         check(*args)
 
-    _library.impl(name, on_cpu, "CPU")
-    _library.impl(name, on_cuda, "CUDA")
+    _library.impl(name, _instrumented(op, on_cpu), "CPU")
+    _library.impl(name, _instrumented(op, on_cuda), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     OPS[name] = op
     return overload
+
+
+def _instrumented(op: Op, body: Callable[..., None]) -> Callable[..., None]:
+    """`body` with validation and an NVTX range around it, as far as the environment asks for them."""
+    if CHECKED:
+        body = _checked(op, body)
+    if NVTX:
+        body = _ranged(op.name, body)
+    return body
+
+
+def _ranged(name: str, body: Callable[..., None]) -> Callable[..., None]:
+    def ranged(*args: Any) -> None:
+        torch.cuda.nvtx.range_push(f"{NAMESPACE}::{name}")
+        try:
+            body(*args)
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+    return ranged
+
+
+def _checked(op: Op, body: Callable[..., None]) -> Callable[..., None]:
+    names = [argument.name for argument in op.overload._schema.arguments]
+
+    def checked(*args: Any) -> None:
+        if torch.is_grad_enabled():
+            for name, value in zip(names, args, strict=True):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    raise ValueError(
+                        f"{op.name}: {name}: expected a tensor that needs no gradient, got one with requires_grad: "
+                        "this op has no backward pass. Detach it, or call under torch.no_grad()."
+                    )
+        op.check(*args)
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if op.validate is not None and not capturing:
+            op.validate(*args)
+        body(*args)
+
+    return checked
 
 
 def _choose_cuda(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., None], str]:

@@ -148,6 +148,7 @@ def sparse_mla_decode(
     lse = +inf. Rows not attended to are not read into the result, whatever they hold. Raises ValueError or TypeError on
     arguments that do not fit.
     """
+    arguments.check_query(Checker("sparse_mla_decode"), "q", q, (torch.bfloat16,), ("b", "s_q"))
     if softmax_scale is None:
         softmax_scale = formats.HEAD_DIM**-0.5
     if out is None:

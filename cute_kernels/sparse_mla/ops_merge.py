@@ -11,17 +11,18 @@ from cute_kernels.sparse_mla import arguments, reference
 
 __all__ = ["merge_attention_states"]
 
+_DTYPES = (torch.bfloat16, torch.float32)
+
 
 def _check(
     outs: torch.Tensor, lses: torch.Tensor, attn_sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     c = Checker("merge_attention_states")
-    dtypes = (torch.bfloat16, torch.float32)
-    arguments.check_query(c, "outs", outs, dtypes, ("n", "b", "s_q"))
+    arguments.check_query(c, "outs", outs, _DTYPES, ("n", "b", "s_q"))
     c.require(outs.shape[0] >= 1, "outs", "at least one part", f"shape {list(outs.shape)}")
     c.tensor("lses", lses, torch.float32, ("n", "b", "h", "s_q"))
     arguments.check_sink(c, "attn_sink", attn_sink)
-    c.tensor("out", out, dtypes, ("b", "s_q", "h", formats.HEAD_DIM))
+    c.tensor("out", out, _DTYPES, ("b", "s_q", "h", formats.HEAD_DIM))
     arguments.check_partial(c, out, attn_sink)
     c.tensor("lse", lse, torch.float32, ("b", "h", "s_q"), contiguous=True)
 
@@ -63,6 +64,9 @@ def merge_attention_states(
     Returns (out, lse); lse does not include the sink. Where every part is empty, out = 0 and lse = +inf. Raises
     ValueError or TypeError on arguments that do not fit.
     """
+    c = Checker("merge_attention_states")
+    arguments.check_query(c, "outs", outs, _DTYPES, ("n", "b", "s_q"))
+    c.tensor("lses", lses, torch.float32, ("n", "b", "h", "s_q"))
     if out is None:
         out = torch.empty(outs.shape[1:], dtype=torch.bfloat16, device=outs.device)
     if lse is None:

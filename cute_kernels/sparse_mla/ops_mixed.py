@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
+from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op
 from cute_kernels.sparse_mla import arguments, reference
@@ -82,6 +83,19 @@ def _cost(
     return arguments.attention_cost(query, out, selections)
 
 
+def _validate(
+    query: torch.Tensor,
+    swa_kv_cache: torch.Tensor,
+    sparse_indices: torch.Tensor,
+    compressed_kv_cache: torch.Tensor | None,
+    sparse_topk_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cum_seq_lens_q: torch.Tensor,
+    *_: Any,
+) -> None:
+    validate.ascending("sparse_mla_mixed", "cum_seq_lens_q", cum_seq_lens_q)
+
+
 _mixed = define_op(
     "sparse_mla_mixed(Tensor query, Tensor swa_kv_cache, Tensor sparse_indices, Tensor? compressed_kv_cache, "
     "Tensor sparse_topk_lens, Tensor seq_lens, Tensor cum_seq_lens_q, float bmm1_scale, float bmm2_scale, "
@@ -89,6 +103,7 @@ _mixed = define_op(
     check=_check,
     reference=reference.sparse_mla_mixed,
     cost=_cost,
+    validate=_validate,
 )
 
 
@@ -136,6 +151,8 @@ def sparse_mla_mixed(
     Returns (out, lse); lse is the natural logarithm, sink not included. A row that attends to nothing has out = 0 and
     lse = +inf. Raises ValueError or TypeError on arguments that do not fit.
     """
+    dtypes = (formats.PLAIN_BF16.dtype, formats.PLAIN_FP8.dtype)
+    arguments.check_query(Checker("sparse_mla_mixed"), "query", query, dtypes, ("sum_q",))
     if kv_format is None:
         kv_format = (formats.PLAIN_FP8 if query.dtype == formats.PLAIN_FP8.dtype else formats.PLAIN_BF16).id
     if out is None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
+from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op
 from cute_kernels.sparse_mla import arguments, reference
@@ -21,11 +22,18 @@ def _check_results(c: Checker, tokens: str, out: torch.Tensor, max_logits: torch
     c.tensor("lse", lse, torch.float32, (tokens, "h"), contiguous=True)
 
 
-def _allocate_results(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _results(
+    op: str, q: torch.Tensor, out: torch.Tensor | None, max_logits: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The given results, new tensors for those that are None."""
+    arguments.check_query(Checker(op), "q", q, (torch.bfloat16,), ("s_q",))
     if out is None:
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-    max_logits = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    return out, max_logits, torch.empty_like(max_logits)
+    if max_logits is None:
+        max_logits = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    if lse is None:
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    return out, max_logits, lse
 
 
 def _check_prefill(
@@ -81,6 +89,8 @@ def sparse_mla_prefill(
     topk_length: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of each query row to rows of one buffer that it names by number.
 
@@ -96,15 +106,16 @@ def sparse_mla_prefill(
     attn_sink     fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
     topk_length   int32 [s_q]: only columns below it count; None: all
     out           bf16 [s_q, h, 512], any strides with a dense last dimension; mutated
+    max_logits    fp32 [s_q, h], contiguous; mutated
+    lse           fp32 [s_q, h], contiguous; mutated
 
-    Returns (out, max_logits fp32 [s_q, h], lse fp32 [s_q, h]): max_logits = max_n s_n; lse is the natural logarithm;
-    neither includes the sink. A row that attends to nothing has out = 0, max_logits = -inf and lse = +inf. Rows of kv
-    not attended to are not read into the result, whatever they hold. Raises ValueError or TypeError on arguments that
-    do not fit.
+    Returns (out, max_logits, lse): max_logits = max_n s_n; lse is the natural logarithm; neither includes the sink. A
+    row that attends to nothing has out = 0, max_logits = -inf and lse = +inf. Rows of kv not attended to are not read
+    into the result, whatever they hold. Raises ValueError or TypeError on arguments that do not fit.
     """
     if d_v != formats.HEAD_DIM:
         Checker("sparse_mla_prefill").fail("d_v", str(formats.HEAD_DIM), d_v)
-    out, max_logits, lse = _allocate_results(q, out)
+    out, max_logits, lse = _results("sparse_mla_prefill", q, out, max_logits, lse)
     _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse)
     return out, max_logits, lse
 
@@ -184,6 +195,12 @@ def _cost_paged(
     return arguments.attention_cost(q, out, selections)
 
 
+def _validate_paged(
+    q: torch.Tensor, swa_cache: torch.Tensor, swa_block_table: torch.Tensor, query_start_loc: torch.Tensor, *_: Any
+) -> None:
+    validate.ascending("sparse_mla_prefill_paged", "query_start_loc", query_start_loc)
+
+
 _prefill_paged = define_op(
     "sparse_mla_prefill_paged(Tensor q, Tensor swa_cache, Tensor swa_block_table, Tensor query_start_loc, "
     "Tensor seq_lens, float sm_scale, SymInt window_size, Tensor? compressed_cache, Tensor? compressed_block_table, "
@@ -192,6 +209,7 @@ _prefill_paged = define_op(
     check=_check_paged,
     reference=reference.sparse_mla_prefill_paged,
     cost=_cost_paged,
+    validate=_validate_paged,
 )
 
 
@@ -212,6 +230,8 @@ def sparse_mla_prefill_paged(
     kv_format: str = formats.FP8_DS_MLA.id,
     compressed_kv_format: str = formats.FP8_DS_MLA.id,
     out: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of each query row to its sliding window and to compressed entries, straight from their paged caches.
 
@@ -240,11 +260,11 @@ def sparse_mla_prefill_paged(
     kv_format                record format id of swa_cache: fp8_ds_mla/1 or plain_bf16/1
     compressed_kv_format     record format id of compressed_cache, likewise
     out                      bf16 [T, h, 512], any strides with a dense last dimension; mutated
+    max_logits, lse          fp32 [T, h], contiguous; mutated
 
-    Returns (out, max_logits fp32 [T, h], lse fp32 [T, h]) as `sparse_mla_prefill`. Raises ValueError or TypeError on
-    arguments that do not fit.
+    Returns (out, max_logits, lse) as `sparse_mla_prefill`. Raises ValueError or TypeError on arguments that do not fit.
     """
-    out, max_logits, lse = _allocate_results(q, out)
+    out, max_logits, lse = _results("sparse_mla_prefill_paged", q, out, max_logits, lse)
     _prefill_paged(
         q,
         swa_cache,

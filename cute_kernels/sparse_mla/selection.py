@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.paging import entries_to_slots
+from cute_kernels.paging import entries_to_slots, row_positions
 
 SLOT_BUDGET = 1 << 21
 """Slots computed at a time: 16 MiB."""
@@ -65,24 +65,6 @@ def count_rows(selection: Selection, num_rows: int) -> int:
     """Pairs of a query row and a cache row it attends to."""
     chunks = row_chunks(num_rows, selection.width, SLOT_BUDGET)
     return sum(int((selection.slots(rows) >= 0).sum()) for rows in chunks)
-
-
-def row_positions(
-    num_rows: int, query_start_loc: torch.Tensor, seq_lens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(request, position) int64 [num_rows] of each row of a batch. A negative position means none.
-
-    Request r owns rows query_start_loc[r] .. query_start_loc[r + 1] - 1, counted from query_start_loc[0], and its last
-    row is at position seq_lens[r] - 1. A row that no request covers has position -1.
-    """
-    row = torch.arange(num_rows, device=seq_lens.device)
-    starts = query_start_loc.long() - query_start_loc[:1].long()
-    num_requests = seq_lens.shape[0]
-    if num_requests == 0:
-        return torch.zeros_like(row), torch.full_like(row, -1)
-    request = torch.searchsorted(starts[1:].contiguous(), row, right=True).clamp(max=num_requests - 1)
-    position = seq_lens.long()[request] - (starts[request + 1] - row)
-    return request, position.where(row < starts[request + 1], -1)
 
 
 def by_slot(pool: torch.Tensor, fmt: Any, slots: torch.Tensor, lengths: torch.Tensor | None) -> Selection:
@@ -210,7 +192,7 @@ def paged_selections(
     compressed_kv_format: str,
 ) -> list[Selection]:
     """The rows of `sparse_mla_prefill_paged`."""
-    requests, positions = row_positions(q.shape[0], query_start_loc, seq_lens)
+    requests, positions = row_positions(q.shape[0], query_start_loc - query_start_loc[:1], seq_lens)
     window = by_window(swa_cache, formats.FORMATS[kv_format], swa_block_table, requests, positions, window_size)
     if compressed_cache is None:
         return [window]
@@ -235,7 +217,7 @@ def mixed_selections(
 ) -> list[Selection]:
     """The rows of `sparse_mla_mixed`."""
     fmt = formats.FORMATS[kv_format]
-    _, positions = row_positions(query.shape[0], cum_seq_lens_q, seq_lens)
+    _, positions = row_positions(query.shape[0], cum_seq_lens_q - cum_seq_lens_q[:1], seq_lens)
     selections = [by_slot(swa_kv_cache, fmt, sparse_indices[:, :window_size], positions + 1)]
     if compressed_kv_cache is not None:
         lengths = (sparse_topk_lens.long() - window_size).where(positions >= 0, 0)

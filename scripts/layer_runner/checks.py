@@ -10,9 +10,10 @@ import torch
 from layer_runner.pools import Pools
 from layer_runner.requests import Request
 
-TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}
+TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
 """Largest relative Frobenius difference of two ways to compute the same outputs. GEMMs on the CPU accumulate in
-float64, those on a GPU depend on the number of rows."""
+float64, those on a GPU depend on the number of rows: their last bits move FP8 codes, and products that differ by a
+factor of 1 +- 1e-5 already give outputs that differ by 2e-2."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 import torch
@@ -106,7 +107,7 @@ def plan_decode(
     Every step accepts at least its first token. At least one token is left for the prefill; steps that would find no
     token are dropped.
     """
-    accepted = torch.randint(1, draft + 1, (steps,), generator=generator).tolist()
+    accepted = torch.randint(1, draft + 1, (min(steps, length),), generator=generator).tolist()
     available = length if prefill_limit is None else min(length, prefill_limit + sum(accepted))
     while sum(accepted) > available - 1:
         accepted[-1] -= 1
@@ -177,9 +178,10 @@ def split_text(text: bytes, count: int) -> list[bytes]:
     return pieces
 
 
-def text_sequences(path: Path, count: int, hidden_size: int, seed: int) -> list[torch.Tensor]:
-    """Hidden states of the text's pieces: each byte's row of a seeded, RMS-normalized embedding table."""
-    pieces = split_text(read_text(path), count)
+def text_sequences(path: Path, count: int, hidden_size: int, seed: int, longest: int) -> list[torch.Tensor]:
+    """Hidden states of the first `longest` bytes of the text's pieces: each byte's row of a seeded, RMS-normalized
+    embedding table."""
+    pieces = [piece[:longest] for piece in split_text(read_text(path), count)]
     table = torch.randn(256, hidden_size, generator=torch.Generator().manual_seed(seed))
     table = rms_normalize(table).bfloat16()
     return [table[torch.frombuffer(bytearray(piece), dtype=torch.uint8).int()] for piece in pieces]
@@ -192,7 +194,7 @@ def array_sequences(path: Path, count: int, hidden_size: int) -> list[torch.Tens
             array = np.lib.format.read_array(file, allow_pickle=False)
     except OSError as error:
         raise InputError(f"--hidden-states: cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, OverflowError, MemoryError, SyntaxError, TokenError) as error:
         raise InputError(f"--hidden-states: {path} is not a complete .npy file: {error}") from error
     if array.dtype != np.float32:
         raise InputError(f"--hidden-states: {path}: expected float32, got {array.dtype}")

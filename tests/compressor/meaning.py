@@ -28,18 +28,6 @@ def mean_of_window(kv: np.ndarray, score: np.ndarray) -> np.ndarray:
     return ((weight * kv).sum(axis=0) / weight.sum(axis=0)).astype(np.float32)
 
 
-def hadamard(x: np.ndarray) -> np.ndarray:
-    """fp32 [128] butterflies of stride 1, 2, ... 64 with fp32 sums, then one fp32 product with fl32(128^-0.5)."""
-    x = x.astype(np.float32).copy()
-    stride = 1
-    while stride < 128:
-        for i in range(128):
-            if not i & stride:
-                x[i], x[i + stride] = x[i] + x[i + stride], x[i] - x[i + stride]
-        stride *= 2
-    return x * np.float32(128**-0.5)
-
-
 def entry_values(
     mean: np.ndarray, weight: np.ndarray, cos_sin: np.ndarray, turn: bool = False, eps: float = EPS
 ) -> np.ndarray:
@@ -47,12 +35,7 @@ def entry_values(
     y = oracle.rms_norm(mean.astype(np.float64), weight, eps).astype(np.float32)
     y[-64:] = oracle.rope_f32(y[-64:], cos_sin[:32], cos_sin[32:])
     values = oracle.bf16_round(y.astype(np.float64))
-    return oracle.bf16_round(hadamard(values).astype(np.float64)) if turn else values
-
-
-def bf16_bytes(values: np.ndarray) -> np.ndarray:
-    """Little-endian bytes of float64 values that are exact in bf16."""
-    return (values.astype(np.float32).view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+    return oracle.bf16_round(oracle.hadamard(values)) if turn else values
 
 
 def put_record(
@@ -62,11 +45,11 @@ def put_record(
     if format_id == "fp8_ds_mla/1":
         codes, scales = oracle.quantize_blocks(values[None, :448], 64, "e4m3")
         page[row * 576 : row * 576 + 448] = codes[0]
-        page[row * 576 + 448 : row * 576 + 576] = bf16_bytes(values[448:])
+        page[row * 576 + 448 : row * 576 + 576] = oracle.bf16_bytes(values[448:])
         page[rows * 576 + row * 8 : rows * 576 + row * 8 + 7] = scales[0]
         page[rows * 576 + row * 8 + 7] = 0
     elif format_id == "plain_bf16/1":
-        page[row * 1024 : row * 1024 + 1024] = bf16_bytes(values)
+        page[row * 1024 : row * 1024 + 1024] = oracle.bf16_bytes(values)
     elif format_id == "plain_fp8/1":
         inverse = np.float32(1.0) / np.float32(fp8_scale)
         page[row * 512 : row * 512 + 512] = oracle.e4m3_encode((values.astype(np.float32) * inverse).astype(np.float64))

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels import formats
 from cute_kernels.compressor.ops import compress_norm_rope_store
 from cute_kernels.runtime.record import record_calls
 from tests import helpers, oracle
@@ -389,6 +388,7 @@ def test_cost() -> None:
         ("kv_cache", torch.zeros(9, 0, 132, dtype=torch.uint8), ValueError),
         ("kv_cache", torch.zeros(9, 4, 132), TypeError),
         ("k_cache_metadata", SimpleNamespace(slot_mapping=torch.zeros(99, dtype=torch.int32)), TypeError),
+        ("k_cache_metadata", SimpleNamespace(slot_mapping=torch.zeros(2, dtype=torch.int64)), ValueError),
         ("k_cache_metadata", None, TypeError),
         ("head_dim", 64, ValueError),
         ("rope_head_dim", 32, ValueError),
@@ -396,6 +396,7 @@ def test_cost() -> None:
         ("overlap", False, ValueError),
         ("use_fp4_cache", True, ValueError),
         ("rms_norm_weight", torch.zeros(512), ValueError),
+        ("rms_norm_eps", -1e-6, ValueError),
         ("quant_block", 64, ValueError),
         ("token_stride", 64, ValueError),
         ("scale_dim", 8, ValueError),
@@ -421,9 +422,3 @@ def test_bad_combinations() -> None:
     for name, value in (("overlap", True), ("use_fp4_cache", True), ("state_width", 1024)):
         with pytest.raises(ValueError, match=f"compress_norm_rope_store: {name}: expected"):
             compress_norm_rope_store(**arguments(scene, step, **{name: value}))
-    scene, step = batch(SMALL)
-    with pytest.raises(ValueError, match="compress_norm_rope_store: kv_slot_mapping: expected"):
-        compress_norm_rope_store(
-            **arguments(scene, step, k_cache_metadata=SimpleNamespace(slot_mapping=step.entry_slots[:2]))
-        )
-    assert formats.FORMATS[SMALL.format_id].row_elements == scene.kv_cache.shape[2]

@@ -8,11 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cute_kernels.compressor import ops_fused
 from cute_kernels.compressor.ops import (
     compress_norm_rope_store,
     fused_compress_norm_rope_store,
     save_partial_states,
 )
+from cute_kernels.runtime.ops import OPS
 from cute_kernels.runtime.record import record_calls
 from tests import helpers
 from tests.compressor import meaning
@@ -221,8 +223,21 @@ def ring(scene: Scene, step: SimpleNamespace, pages: int) -> None:
     step.slot_mapping[:] = torch.tensor([scene.state_slot(0, first + i) for i in range(step.slot_mapping.shape[0])])
 
 
-def test_overwriting_a_row_that_is_still_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_KERNELS_CHECK", "1")
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call's data is validated first, as with CUTE_KERNELS_CHECK=1."""
+    op, call = OPS["fused_compress_norm_rope_store"], ops_fused._fused
+
+    def checked(*args: Any) -> None:
+        assert op.validate is not None
+        op.validate(*args)
+        call(*args)
+
+    monkeypatch.setattr(ops_fused, "_fused", checked)
+
+
+@pytest.mark.usefixtures("validated")
+def test_overwriting_a_row_that_is_still_read_is_found() -> None:
     for pages, fine in ((4, True), (3, False)):
         scene = Scene(SMALL, [40])
         step = scene.step([(0, 18, 26)])
@@ -243,13 +258,26 @@ def test_overwriting_a_row_that_is_still_read_is_found(monkeypatch: pytest.Monke
         assert torch.equal(run(scene, step, persist="window", min_restart=late), scene.entry_bytes([(0, 4), (0, 5)]))
         with pytest.raises(ValueError, match="position 12 of request 0"):
             run(scene, step, persist="window", min_restart=late - 2)
-        monkeypatch.setenv("CUTE_KERNELS_CHECK", "0")
+
+
+@pytest.mark.usefixtures("validated")
+@pytest.mark.parametrize("argument", ["slot_mapping", "kv_slot_mapping"])
+def test_a_slot_named_twice_is_found(argument: str) -> None:
+    scene = Scene(SMALL, [40])
+    step = scene.step([(0, 18, 26)])
+    scene.fill_state(0, 12, 18)
+    slots = step.slot_mapping if argument == "slot_mapping" else step.entry_slots
+    slots[6] = slots[2] = 5
+    message = rf"fused_compress_norm_rope_store: {argument}\[6\]: .*got 5, as in row 2"
+    with pytest.raises(ValueError, match=message):
         run(scene, step)
+    slots[6] = slots[2] = -1
+    run(scene, step)
 
 
-def test_a_ring_of_pages_equals_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("validated")
+def test_a_ring_of_pages_equals_one_shot() -> None:
     """Window, largest step and nothing else in the state pool: pages are reused and every entry is right."""
-    monkeypatch.setenv("CUTE_KERNELS_CHECK", "1")
     scene = Scene(SMALL, [60])
     for first in range(0, 60, 6):
         step = scene.step([(0, first, first + 6)])
@@ -426,6 +454,7 @@ def test_cost(persist: str) -> None:
         ("kv_cache", torch.zeros(9, 4, 68, dtype=torch.uint8), ValueError),
         ("kv_slot_mapping", torch.zeros(3, dtype=torch.int64), ValueError),
         ("rms_norm_weight", torch.zeros(512), ValueError),
+        ("rms_norm_eps", -1e-6, ValueError),
         ("compress_ratio", 1, ValueError),
         ("kv_format", "fp8", ValueError),
         ("persist", "some", ValueError),

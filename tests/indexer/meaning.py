@@ -14,11 +14,6 @@ E2M1_SIGNED = np.concatenate([oracle.E2M1, -oracle.E2M1])
 NEG_INF = np.float32(-np.inf)
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, to compare floats without mercy."""
-    return x.contiguous().view(torch.uint8)
-
-
 def e4m3_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """Random finite e4m3 codes, all magnitudes and both zeros alike."""
     codes = rng.integers(0, 256, shape, dtype=np.uint8)

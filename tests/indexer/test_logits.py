@@ -18,8 +18,8 @@ from cute_kernels.indexer.ops import (
 )
 from cute_kernels.runtime.record import record_calls
 from tests import oracle
-from tests.helpers import POISON_BYTE, check_op, raw_bytes
-from tests.indexer.meaning import NEG_INF, Case, bits, e4m3_codes, fp8_dots, paged, scores
+from tests.helpers import POISON_BYTE, bits, check_op, raw_bytes
+from tests.indexer.meaning import NEG_INF, Case, e4m3_codes, fp8_dots, paged, scores
 
 FORMATS = [formats.INDEXER_FP8, formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE]
 CONTIGUOUS = FORMATS[:2]

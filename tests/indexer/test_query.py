@@ -9,25 +9,11 @@ import torch
 from cute_kernels.indexer.ops import fused_indexer_q_rope_quant
 from cute_kernels.runtime.record import record_calls
 from tests import oracle
-from tests.helpers import POISON_BYTE, check_op, raw_bytes, spread
-from tests.indexer.meaning import bits
+from tests.helpers import POISON_BYTE, bits, check_op, raw_bytes, spread
 
 MAX_POS = 4099
 TABLE = oracle.cos_sin_table(MAX_POS)
 SCALES = (128**-0.5, 32**-0.5)
-
-
-def hadamard(x: np.ndarray) -> np.ndarray:
-    """fp32 butterflies with explicit partners."""
-    x = x.astype(np.float32)
-    stride = 1
-    while stride < 128:
-        y = x.copy()
-        for i in range(128):
-            other = x[..., i ^ stride]
-            y[..., i] = x[..., i] + other if not i & stride else other - x[..., i]
-        x, stride = y, 2 * stride
-    return x * np.float32(128**-0.5)
 
 
 def rotated(positions: torch.Tensor, q: torch.Tensor, table: torch.Tensor, use_hadamard: bool = False) -> np.ndarray:
@@ -35,7 +21,7 @@ def rotated(positions: torch.Tensor, q: torch.Tensor, table: torch.Tensor, use_h
     x = oracle.to_numpy(q)
     turned = oracle.bf16_round(oracle.rope_f32(x[..., 64:], row[..., :32], row[..., 32:]))
     x = np.concatenate([x[..., :64], turned], axis=-1)
-    return oracle.bf16_round(hadamard(x)) if use_hadamard else x
+    return oracle.bf16_round(oracle.hadamard(x)) if use_hadamard else x
 
 
 def expected(
@@ -258,6 +244,8 @@ def test_cost() -> None:
         ({"use_fp4": True, "weights_out_dtype": torch.float16}, ValueError, "weights_out_dtype"),
         ({"use_fp4": True, "e2m1_rounding": "up"}, ValueError, "e2m1_rounding"),
         ({"out": (torch.zeros(3, 2, 128, dtype=torch.uint8), torch.zeros(3, 2))}, TypeError, "q_quant"),
+        ({"out": 5}, TypeError, "out"),
+        ({"out": (torch.zeros(3),)}, TypeError, "out"),
         ({"use_fp4": True, "out": (torch.zeros(3), torch.zeros(3, 2))}, TypeError, r"out\[0\]"),
         ({"out": (torch.zeros(3), torch.zeros(3, 2).bfloat16())}, TypeError, r"out\[1\]"),
     ],

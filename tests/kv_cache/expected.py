@@ -59,9 +59,3 @@ def turn(x: np.ndarray, positions: torch.Tensor, table: torch.Tensor) -> np.ndar
         row = table[min(max(p, 0), table.shape[0] - 1)].numpy()
         out[i, ..., 448:] = oracle.rope_f32(out[i, ..., 448:], row[:32], row[32:])
     return out
-
-
-def bf16_bytes(x: np.ndarray) -> np.ndarray:
-    """uint8 [n, 2 * w] of float values rounded to bf16, the sign of zero kept."""
-    rounded = oracle.bf16_round(x.astype(np.float64)).astype(np.float32)
-    return (rounded.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)

@@ -93,10 +93,10 @@ def cache_after(kind: str, call: Call) -> torch.Tensor:
     """All bytes of the pool after the call."""
     cache, rows, slots, block_size = cache_of(kind, call), kv_after(call), call["slot_mapping"], call["block_size"]
     if kind == "mla":
-        rounded = torch.from_numpy(expected.bf16_bytes(rows)).view(torch.bfloat16)
+        rounded = torch.from_numpy(oracle.bf16_bytes(rows)).view(torch.bfloat16)
         return expected.insert_mla(cache, block_size, slots, rounded)
     if kind == "bf16":
-        return expected.insert_plain(cache, block_size, slots, expected.bf16_bytes(rows))
+        return expected.insert_plain(cache, block_size, slots, oracle.bf16_bytes(rows))
     codes = oracle.e4m3_encode((rows / call["fp8_kv_scale"].numpy()).astype(np.float64))
     return expected.insert_plain(cache, block_size, slots, codes)
 
@@ -231,7 +231,7 @@ def test_without_the_norm_q_is_rotated_exactly() -> None:
 
 def test_the_cache_is_that_of_the_separate_ops() -> None:
     call = make("mla", 20, 1, 64)
-    rows = torch.from_numpy(expected.bf16_bytes(kv_after(call))).view(torch.bfloat16)
+    rows = torch.from_numpy(oracle.bf16_bytes(kv_after(call))).view(torch.bfloat16)
     cache = call["k_cache"]
     apart = torch.empty_like(helpers.raw_bytes(cache)).copy_(helpers.raw_bytes(cache))
     quantize_and_insert_k_cache(rows, apart.as_strided(cache.shape, cache.stride()), call["slot_mapping"])

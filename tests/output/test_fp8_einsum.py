@@ -93,6 +93,15 @@ def test_result_is_rounded_to_the_nearest_even_bf16() -> None:
     assert run(a, torch.ones(4, 1, 1), b, torch.ones(1, 1, 1), BLOCK).flatten().tolist() == [256.0, 258.0, 260.0, 258.0]
 
 
+def test_sums_are_rounded_to_fp32_first() -> None:
+    """1 + 2^-8 is half a bf16 step above 1; what fp32 drops does not decide such a tie."""
+    a, b = torch.zeros(1, 1, 256), torch.zeros(1, 1, 256)
+    a[0, 0, [0, 1, 128]], b[0, 0, [0, 1, 128]] = torch.tensor([1.0, 2.0**-4, 1.0]), torch.tensor([1.0, 2.0**-4, 1.0])
+    sa = torch.tensor([[[1.0, 2.0**-30]]])
+    a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    assert run(a, sa, b, torch.ones(1, 1, 2), BLOCK).item() == 1.0
+
+
 def test_strides_are_free() -> None:
     a, b = codes((4, 3, 512), 1), codes((3, 140, 512), 2)
     sa, sb = powers((4, 3, 4), 3), powers((3, 2, 4), 4)
@@ -243,6 +252,11 @@ def test_pack_block_scales(groups: int, rows: int, words: int, seed: int) -> Non
             exponents = [np.log2(scale[g, r // 128, 4 * w + j].double().item()) for j in range(4)]
             want = sum((int(e) + 127) << 8 * j for j, e in enumerate(exponents))
         assert memory[g, w, r] == want
+
+
+def test_pack_block_scales_of_a_strided_view() -> None:
+    scale = powers((2, 8, 3), 1).transpose(1, 2)
+    assert torch.equal(pack_block_scales(scale, 300), pack_block_scales(scale.contiguous(), 300))
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, 3.0, 2.0**-128, float("inf"), float("nan")])

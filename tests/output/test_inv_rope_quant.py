@@ -57,10 +57,6 @@ def memory_of(scale: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return scale.as_strided((groups, count, padded), (count * padded, padded, 1), 0)
 
 
-def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view(torch.uint8)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("num_tokens", "groups", "per_group"), [(1, 1, 1), (4, 2, 3), (9, 3, 2), (5, 1, 8)])
 def test_bytes_and_layout(num_tokens: int, groups: int, per_group: int, packed: bool) -> None:
@@ -207,8 +203,8 @@ def test_row_is_independent_of_its_batch(packed: bool) -> None:
         row, row_scale = fused_inv_rope_fp8_quant(
             o[t : t + 1], positions[t : t + 1], TABLE, 2, 2, tma_aligned_scales=packed
         )
-        assert torch.equal(bits(q[t : t + 1]), bits(row))
-        assert torch.equal(bits(scale[t : t + 1]), bits(row_scale))
+        assert torch.equal(helpers.bits(q[t : t + 1]), helpers.bits(row))
+        assert torch.equal(helpers.bits(scale[t : t + 1]), helpers.bits(row_scale))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 6])
@@ -245,7 +241,7 @@ def test_compiles_once_for_every_length(packed: bool, quantize: bool) -> None:
         o, positions = helpers.spread((num_tokens, 4, 512), seed=num_tokens), positions_of(num_tokens)
         for have, want in zip(compiled(o, positions), f(o, positions), strict=True):
             assert have.stride() == want.stride()
-            assert torch.equal(bits(have), bits(want))
+            assert torch.equal(helpers.bits(have), helpers.bits(want))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -271,6 +267,9 @@ GOOD = {
     ("change", "error"),
     [
         ({"o": torch.zeros(3, 4, 512)}, TypeError),
+        ({"o": None}, TypeError),
+        ({"o": torch.zeros((), dtype=torch.bfloat16)}, ValueError),
+        ({"o": torch.zeros(3, 4, 512, dtype=torch.bfloat16), "n_groups": 2**40}, ValueError),
         ({"o": torch.zeros(3, 5, 512, dtype=torch.bfloat16)}, ValueError),
         ({"o": torch.zeros(3, 4, 576, dtype=torch.bfloat16)}, ValueError),
         ({"o": torch.zeros(3, 512, 4, dtype=torch.bfloat16).transpose(1, 2)}, ValueError),

@@ -34,6 +34,14 @@ def test_one_of() -> None:
         c.one_of("mode", "c", ["a", "b"])
 
 
+def test_pair() -> None:
+    c = Checker("my_op")
+    assert c.pair("x", (1, "a"), "n, s") == c.pair("x", [1, "a"], "n, s") == (1, "a")
+    for value, name in ((5, "int"), (None, "NoneType"), ((1, 2, 3), "tuple"), ([1], "list")):
+        with refused(TypeError, f"my_op: x: expected a pair (n, s), got {name}"):
+            c.pair("x", value, "n, s")
+
+
 def test_not_a_tensor() -> None:
     c = Checker("my_op")
     with refused(TypeError, "my_op: x: expected a tensor, got None"):

@@ -427,6 +427,8 @@ WIDE = plain(3, 64, 600)[..., :584]
     ("changes", "argument", "error"),
     [
         ({"q": torch.zeros(2, 1, 4, 512)}, "q", TypeError),
+        ({"q": None, "out": None, "lse": None}, "q", TypeError),
+        ({"q": torch.zeros(512, dtype=torch.bfloat16), "out": None, "lse": None}, "q", ValueError),
         ({"q": plain(2, 1, 4, 500, dtype=torch.bfloat16)}, "q", ValueError),
         ({"q": plain(2, 1, 129, 512, dtype=torch.bfloat16)}, "q", ValueError),
         ({"q": plain(2, 1, 0, 512, dtype=torch.bfloat16)}, "q", ValueError),

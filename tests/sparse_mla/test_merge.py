@@ -173,10 +173,12 @@ def test_compile():
     ("changes", "argument", "error"),
     [
         ({"outs": torch.zeros(3, 2, 1, 4, 512, dtype=torch.float64)}, "outs", TypeError),
+        ({"outs": None, "out": None, "lse": None}, "outs", TypeError),
         ({"outs": torch.zeros(2, 1, 4, 512)}, "outs", ValueError),
         ({"outs": torch.zeros(3, 2, 1, 200, 512)}, "outs", ValueError),
         ({"outs": torch.zeros(0, 2, 1, 4, 512), "lses": torch.zeros(0, 2, 4, 1)}, "outs", ValueError),
         ({"lses": torch.zeros(3, 2, 1, 4)}, "lses", ValueError),
+        ({"lses": None, "out": None, "lse": None}, "lses", TypeError),
         ({"lses": torch.zeros(3, 2, 4, 1, dtype=torch.float64)}, "lses", TypeError),
         ({"attn_sink": torch.zeros(2)}, "attn_sink", ValueError),
         ({"out": torch.zeros(2, 1, 4, 512)}, "attn_sink", ValueError),

@@ -238,6 +238,7 @@ def test_compile():
     ("changes", "argument", "error"),
     [
         ({"query": torch.zeros(7, 3, 512)}, "query", TypeError),
+        ({"query": None, "kv_format": None, "out": None, "lse": None}, "query", TypeError),
         ({"query": torch.zeros(7, 3, 512).to(torch.float8_e4m3fn)}, "query", TypeError),
         ({"query": torch.zeros(7, 3, 256, dtype=torch.bfloat16)}, "query", ValueError),
         ({"kv_format": "fp8_ds_mla/1"}, "kv_format", ValueError),

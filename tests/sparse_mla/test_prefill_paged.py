@@ -236,8 +236,11 @@ def test_no_requests(padding):
 def test_out():
     batch = Batch([4], [9])
     padded = torch.full((4, 5, 512), 7.0, dtype=torch.bfloat16)
-    got = batch.call(out=padded[:, :3])
+    top, lse = torch.empty(4, 3), torch.empty(4, 3)
+    got = batch.call(out=padded[:, :3], max_logits=top, lse=lse)
     assert got[0].data_ptr() == padded.data_ptr()
+    assert got[1] is top
+    assert got[2] is lse
     assert_matches(got, batch.expect())
     assert (padded[:, 3:] == 7.0).all()
 
@@ -321,6 +324,7 @@ def test_compile():
     ("changes", "argument", "error"),
     [
         ({"q": torch.zeros(5, 3, 512)}, "q", TypeError),
+        ({"q": None, "out": None}, "q", TypeError),
         ({"swa_cache": torch.zeros(3, 64, 584, dtype=torch.uint8)}, "swa_cache", ValueError),
         ({"kv_format": "plain_fp8/1"}, "kv_format", ValueError),
         ({"swa_block_table": model.int32([[1]])}, "swa_block_table", ValueError),
@@ -337,10 +341,10 @@ def test_compile():
         ({"topk_indices": model.int32([[1]])}, "topk_indices", ValueError),
         ({"attn_sink": torch.zeros(2)}, "attn_sink", ValueError),
         ({"out": torch.zeros(5, 3, 512)}, "out", TypeError),
+        ({"max_logits": torch.zeros(5, 2)}, "max_logits", ValueError),
+        ({"lse": torch.zeros(3, 5)}, "lse", ValueError),
     ],
 )
 def test_bad_arguments(changes, argument, error):
-    args = arguments(**changes)
-    del args["max_logits"], args["lse"]
     with pytest.raises(error, match=rf"^sparse_mla_prefill_paged: {argument}: expected "):
-        sparse_mla_prefill_paged(**args)
+        sparse_mla_prefill_paged(**arguments(**changes))

@@ -1,0 +1,361 @@
+"""The command line: what is installed and supported, kernels compiled ahead, kernels verified on the GPU at hand.
+
+Exit status: 0 all is well, 1 a kernel failed, 2 the request cannot be met (bad argument, no GPU, GPU too old).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cute_kernels.models import MODELS, ModelShape
+
+PROGRAM = "python -m cute_kernels"
+VARIABLES = (
+    "CUTE_KERNELS_CACHE_DIR", "CUTE_KERNELS_CHECK", "CUTE_KERNELS_FALLBACK", "CUTE_KERNELS_JIT", "CUTE_KERNELS_NVTX",
+    "CUTE_DSL_ARCH", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+TP_SIZES = (1, 2, 4, 8)
+_STYLES = {"pass": "green", "fail": "bold red", "failed": "bold red", "measured": "green", "compiled": "cyan"}
+
+
+class Refusal(Exception):
+    """A request that cannot be met, in one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a bad argument in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {value}")
+    return value
+
+
+_positive.__name__ = "integer"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+
+    info = commands.add_parser("info", help="versions, GPU, cache, environment, and how each op is supported")
+    info.add_argument("--json", action="store_true", help="print JSON")
+
+    ahead = commands.add_parser(
+        "precompile",
+        help="compile every kernel a deployment needs; no GPU needed",
+        description="Compile every kernel a deployment needs into a folder, in processes that see no GPU. A process "
+        "with CUTE_KERNELS_CACHE_DIR set to the folder and CUTE_KERNELS_JIT=forbid then runs without a compiler.",
+    )
+    ahead.add_argument(
+        "--arch", action="append", metavar="ARCH", help="compile target such as sm_90a; may be repeated (this GPU's)"
+    )
+    model = ahead.add_mutually_exclusive_group()
+    model.add_argument("--model", choices=sorted(MODELS), help="model whose kernels are needed (v4-flash)")
+    model.add_argument("--config", type=Path, metavar="config.json", help="the same for any model of the family")
+    model.add_argument("--all", action="store_true", help="every model and tensor-parallel size")
+    ahead.add_argument("--tp", type=_positive, metavar="N", help="tensor-parallel ranks (1)")
+    ahead.add_argument("--out", type=Path, metavar="DIR", help="folder for the kernels (the kernel cache)")
+    ahead.add_argument("--workers", type=_positive, metavar="N", help="processes (one per core)")
+    ahead.add_argument("--json", action="store_true", help="print JSON")
+
+    verify = commands.add_parser(
+        "verify",
+        help="run every kernel against its reference on the GPU at hand",
+        description="Run every op that has a kernel, and its reference on the CPU, on edge cases; compare all bytes.",
+    )
+    verify.add_argument("--op", action="append", metavar="NAME", help="this op only; may be repeated (all)")
+    verify.add_argument("--layers", action="store_true", help="then whole layers against the CPU (package layers)")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(argv)
+    run = {"info": info, "precompile": precompile, "verify": verify}[options.command]
+    try:
+        return run(options)
+    except Refusal as error:
+        print(f"{PROGRAM} {options.command}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def gather_info() -> dict[str, Any]:
+    """Everything that `info` shows."""
+    import torch
+
+    from cute_kernels import support
+    from cute_kernels.runtime import cache
+    from cute_kernels.runtime.arch import arch_of
+    from cute_kernels.runtime.registry import all_ops
+
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        try:
+            arch, reason = arch_of(index), None
+        except ValueError as error:
+            arch, reason = None, str(error)
+        gpus.append({"name": torch.cuda.get_device_name(index), "arch": arch, "unsupported": reason})
+    store = cache.current()
+    ops = {}
+    for name in sorted(all_ops()):
+        found = {arch: support.support(name, arch) for arch in support.ARCHS}
+        ops[name] = {arch: {"status": s.status, "record": s.record} for arch, s in found.items()}
+    return {
+        "versions": {
+            "cute_kernels": version("cute-kernels"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"),
+            "apache-tvm-ffi": version("apache-tvm-ffi"),
+        },
+        "gpus": gpus,
+        "arch": gpus[0]["arch"] if gpus else os.environ.get("CUTE_DSL_ARCH"),
+        "cache": {
+            "directory": None if store is None else str(store.root),
+            "contents": [] if store is None else store.contents(),
+        },
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "support": ops,
+    }
+
+
+def info(options: argparse.Namespace) -> int:
+    found = gather_info()
+    if options.json:
+        print_json(found)
+        return 0
+    console = Console(soft_wrap=True, highlight=False)
+    plain = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in found["versions"].items():
+        plain.add_row(name, str(value) if value else "not installed")
+    for number, gpu in enumerate(found["gpus"]):
+        plain.add_row(f"cuda:{number}", f"{gpu['name']}, {gpu['arch'] or gpu['unsupported']}")
+    if not found["gpus"]:
+        target = found["arch"]
+        plain.add_row("gpu", f"none; target {target} (CUTE_DSL_ARCH)" if target else "none")
+    plain.add_row("kernel cache", found["cache"]["directory"] or "off")
+    for line in found["cache"]["contents"]:
+        use = "" if line["current"] else ", of other sources or versions"
+        plain.add_row("", f"{line['arch']}: {line['objects']} kernels, {line['bytes'] / 1024:.0f} KiB{use}")
+    for name, value in found["variables"].items():
+        if value is not None:
+            plain.add_row(name, value)
+    console.print(plain)
+    console.print("\nkernels (measured on that GPU; compiled and inspected, never run; no: not on this architecture)")
+    without = []
+    for name, by_arch in found["support"].items():
+        groups = support_groups(by_arch)
+        if list(groups) == ["reference"]:
+            without.append(name)
+            continue
+        parts = [f"[{_STYLES.get(status, 'dim')}]{status}[/] {' '.join(archs)}" for status, archs in groups.items()]
+        console.print(f"  {name}\n    " + ", ".join(parts))
+    console.print("without a kernel (CUTE_KERNELS_FALLBACK=reference runs their references)")
+    for name in without:
+        console.print(f"  [dim]{name}[/]")
+    return 0
+
+
+def support_groups(by_arch: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """Status -> architectures, best status first."""
+    order = ("measured", "compiled", "reference", "no")
+    groups = {status: [arch for arch, cell in by_arch.items() if cell["status"] == status] for status in order}
+    return {status: archs for status, archs in groups.items() if archs}
+
+
+# ---- precompile ------------------------------------------------------------------------------------------------------
+
+
+def wanted_archs(given: Sequence[str] | None) -> list[str]:
+    """The compile targets asked for, or that of the GPU at hand."""
+    import torch
+
+    from cute_kernels.runtime.arch import arch_of, check_arch
+
+    try:
+        if given:
+            return [check_arch(arch) for arch in dict.fromkeys(given)]
+        if torch.cuda.is_available():
+            return [arch_of(torch.cuda.current_device())]
+    except ValueError as error:
+        raise Refusal(str(error)) from error
+    raise Refusal("--arch: expected a compile target such as sm_90a on a machine without a GPU")
+
+
+def wanted_deployments(options: argparse.Namespace) -> list[tuple[ModelShape, int]]:
+    """(model, tensor-parallel ranks) of every deployment asked for."""
+    if options.all:
+        sizes = TP_SIZES if options.tp is None else (options.tp,)
+        return [(model, tp) for model in MODELS.values() for tp in sizes]
+    tp = 1 if options.tp is None else options.tp
+    if options.config is None:
+        return [(MODELS[options.model or "v4-flash"], tp)]
+    try:
+        return [(ModelShape.from_json(options.config), tp)]
+    except ValueError as error:
+        raise Refusal(str(error)) from error
+
+
+def precompile(options: argparse.Namespace) -> int:
+    archs = wanted_archs(options.arch)
+    deployments = wanted_deployments(options)
+    from cute_kernels.runtime import cache
+    from cute_kernels.runtime.precompile import precompile as run
+    from cute_kernels.runtime.registry import deployment_keys, kernel_modules
+
+    folder = options.out or cache.default_directory()
+    if folder is None:
+        raise Refusal(f"--out: expected a folder: there is no kernel cache ({cache.DIRECTORY_VARIABLE})")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        keys = [key for arch in archs for model, tp in deployments for key in deployment_keys(model, tp, arch)]
+    except (OSError, ValueError) as error:
+        raise Refusal(str(error)) from error
+    keys = list(dict.fromkeys(keys))
+    outcomes = list(_with_progress(run(keys, folder.resolve(), options.workers), len(keys), "compiling"))
+    outcomes.sort(key=lambda outcome: keys.index(outcome.key))
+    served = {name for names in kernel_modules().values() for name in names}
+    if options.json:
+        print_json(
+            {
+                "directory": str(folder.resolve()),
+                "kernels": [
+                    {
+                        "key": outcome.key.identity,
+                        "arch": outcome.key.arch,
+                        "status": outcome.status,
+                        "facts": outcome.facts and outcome.facts.to_json(),
+                        "problems": list(outcome.problems),
+                        "seconds": round(outcome.seconds, 3),
+                    }
+                    for outcome in outcomes
+                ],
+                "ops": sorted(served),
+            }
+        )
+    else:
+        _print_outcomes(outcomes, folder.resolve())
+    return 1 if any(o.status == "failed" or o.problems for o in outcomes) else 0
+
+
+def _print_outcomes(outcomes: Sequence[Any], folder: Path) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    arch = None
+    for o in outcomes:
+        if o.key.arch != arch:
+            arch = o.key.arch
+            console.print(f"[bold]{arch}[/]")
+        fields = o.key.identity.rpartition("(")[2].rstrip(")").partition(", ")[2]
+        console.print(f"  {type(o.key).__module__.removeprefix('cute_kernels.')}  [dim]{escape(fields)}[/]")
+        if o.facts is not None:
+            f = o.facts
+            found = ", ".join(f"{count} {name}" for name, count in f.instructions.items())
+            console.print(
+                f"    {o.status} in {o.seconds:.2f} s: {f.registers} registers, {f.spill_stores + f.spill_loads} bytes "
+                f"spilled, {f.smem} bytes of shared memory; {found}"
+            )
+        for problem in o.problems:
+            console.print(f"    [bold red]{escape(problem)}[/]")
+    failed = sum(o.status == "failed" for o in outcomes)
+    console.print(f"{len(outcomes) - failed} of {len(outcomes)} kernels in {escape(str(folder))}")
+    if not failed:
+        console.print(f"use them with CUTE_KERNELS_CACHE_DIR={escape(str(folder))} CUTE_KERNELS_JIT=forbid")
+
+
+def _with_progress(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
+    """The items, with a progress bar on standard error while they come, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        for item in items:
+            progress.advance(task)
+            yield item
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+def verify(options: argparse.Namespace) -> int:
+    import torch
+
+    from cute_kernels.runtime.arch import arch_of
+    from cute_kernels.runtime.registry import all_ops
+    from cute_kernels.runtime.verify import run_isolated, verify_by_name
+
+    names = sorted(all_ops())
+    unknown = sorted(set(options.op or ()) - set(names))
+    if unknown:
+        raise Refusal(f"--op: expected names among {', '.join(names)}, got {', '.join(unknown)}")
+    if not torch.cuda.is_available():
+        raise Refusal("there is no CUDA device here: nothing was verified")
+    try:
+        arch = arch_of(torch.cuda.current_device())
+    except ValueError as error:
+        raise Refusal(str(error)) from error
+    chosen = [name for name in names if not options.op or name in options.op]
+    verdicts = list(_with_progress(run_isolated(chosen, verify_by_name), len(chosen), "verifying ops"))
+    if options.layers:
+        if importlib.util.find_spec("layers") is None:
+            raise Refusal("--layers: the package 'layers' is not installed")
+        # the layers are built on this package: they are looked up by name, and only here
+        layers = importlib.import_module("layers.verify")
+        kinds = list(layers.KINDS)
+        verdicts += _with_progress(run_isolated(kinds, layers.verify_layer), len(kinds), "verifying layers")
+    return report_verdicts(verdicts, torch.cuda.get_device_name(), arch, options.json)
+
+
+def report_verdicts(verdicts: Sequence[Any], gpu: str, arch: str, as_json: bool) -> int:
+    """Print the verdicts; 1 if any is a failure, or an op with a kernel has no examples."""
+    bad = [v for v in verdicts if v.status in ("fail", "no examples")]
+    if as_json:
+        print_json(
+            {"gpu": gpu, "arch": arch, "verdicts": [{**vars(v), "seconds": round(v.seconds, 3)} for v in verdicts]}
+        )
+        return 1 if bad else 0
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{gpu}, {arch}")
+    for v in verdicts:
+        cases = f", {v.cases} examples in {v.seconds:.1f} s" if v.cases else ""
+        console.print(f"  [{_STYLES.get(v.status, 'dim')}]{v.status:11}[/] {v.name}{cases}")
+        if v.detail:
+            console.print(f"              [dim]{escape(v.detail)}[/]")
+    counts = {status: sum(v.status == status for v in verdicts) for status in dict.fromkeys(v.status for v in verdicts)}
+    console.print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    return 1 if bad else 0

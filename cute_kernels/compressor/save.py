@@ -1,0 +1,298 @@
+"""Kernel of save_partial_states: one warp moves some columns of a row, of its kv half and of its score half.
+
+    a row of the state cache    kv: width x fp32                    score + bias: width x fp32
+    warp s of the row           columns 256 * s .. + 255            the same columns
+    lane                        4 * lane .. + 3 and 128 + 4 * lane .. + 3, in both halves
+
+A row of 1024, 512 or 256 columns takes 4, 2 or 1 warps. Everything is moved 16 bytes a lane.
+
+The bias row depends on the position. With a ratio of 4 there are so few that all can be loaded together with the row
+(`all_biases`), and the right one is chosen when the position is there; otherwise its load waits for the position.
+Stores have a predicate and no branch around them: the assembler would move the loads of a row behind the branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_kernels.dsl import ptx
+from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import HEAD_DIM, INDEX_DIM, compressor_state
+from cute_kernels.runtime.arch import arch_number, arch_of
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
+
+VECTOR_BYTES = 512
+"""Bytes of a row that a warp moves with one instruction."""
+
+FEW_BIASES = 4
+"""Bias rows that are all loaded at once."""
+
+
+@dataclass(frozen=True)
+class SaveKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    width         columns of the kv half, and of the score half: 1024, 512 or 256
+    all_biases    load FEW_BIASES bias rows instead of waiting for the position; the ratio must be that
+    vectors       of 128 columns per warp: 1 or 2 (the picture above)
+    warps         per block, a multiple of width / (128 * vectors)
+    rows          per warp, all in flight together
+    evict_first   kv and score are the first to leave L2: they are read once
+    """
+
+    width: int
+    all_biases: bool = False
+    vectors: int = 2
+    warps: int = 4
+    rows: int = 1
+    evict_first: bool = False
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return "ld.global.128", "st.global.128"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def matrix() -> Any:
+            return make_fake_tensor(Float32, (cute.sym_int(), self.width), stride=(cute.sym_int64(), 1))
+
+        def vector() -> Any:
+            return make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,))
+
+        numbers = (Int64(0), Int64(0), Int32(0), Int32(1), Int32(1))
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return SaveKernel(self), (matrix(), matrix(), matrix(), vector(), vector(), *numbers, stream)
+
+
+class SaveKernel:
+    """Entry point: (kv, score, ape, positions, slots, state cache address, page stride in bytes, rows of the pool, rows
+    of a page, compress ratio, stream)."""
+
+    def __init__(self, key: SaveKey) -> None:
+        self.segments = key.width // (128 * key.vectors)
+        self.half_row = key.width * 4
+        self.warps = key.warps
+        self.rows = key.rows
+        self.vectors = key.vectors
+        self.rows_at_once = key.warps // self.segments
+        self.biases = FEW_BIASES if key.all_biases else 1
+        self.load = partial(ptx.load_global_128_in_order, first_out=key.evict_first)
+        self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+        self.name = (
+            f"save_partial_states_{key.width}_v{key.vectors}w{key.warps}r{key.rows}"
+            + ("_all_biases" if key.all_biases else "")
+            + ("_first_out" if key.evict_first else "")
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        kv: cute.Tensor,
+        score: cute.Tensor,
+        ape: cute.Tensor,
+        positions: cute.Tensor,
+        slots: cute.Tensor,
+        pool: Int64,
+        page_stride: Int64,
+        capacity: Int32,
+        block_size: Int32,
+        ratio: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        count = length(slots, 0)
+        page_rows = cute.fast_divmod_create_divisor_v2(block_size)
+        kernel = self.kernel(
+            address(kv),
+            stride_bytes(kv, 0),
+            address(score),
+            stride_bytes(score, 0),
+            address(ape),
+            stride_bytes(ape, 0),
+            address(positions),
+            address(slots),
+            count,
+            pool,
+            page_stride,
+            capacity,
+            ratio,
+            page_rows,
+        )
+        blocks = cute.ceil_div(count, self.rows_at_once * self.rows)
+        kernel.launch(grid=[blocks, 1, 1], block=[self.warps * 32, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        kv: Int64,
+        kv_stride: Int64,
+        score: Int64,
+        score_stride: Int64,
+        ape: Int64,
+        ape_stride: Int64,
+        positions: Int64,
+        slots: Int64,
+        count: Int32,
+        pool: Int64,
+        page_stride: Int64,
+        capacity: Int32,
+        ratio: Int32,
+        page_rows: cute.FastDivmodDivisorV2,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        # where a lane's first four columns lie in a row
+        column = Int64((warp % self.segments) * (VECTOR_BYTES * self.vectors) + (thread % 32) * 16)
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_wait()
+
+        loaded = []
+        biases = []
+        for i in range_constexpr(self.rows):
+            row = (block * self.rows + i) * self.rows_at_once + warp // self.segments
+            # rows past the end load the last row again, and store nothing
+            source = Int64(cutlass.min(row, count - 1))
+            values = self.load_run(self.load, kv + source * kv_stride + column)
+            scores = self.load_run(self.load, score + source * score_stride + column)
+            if const_expr(self.biases > 1 and i == 0):
+                biases = self.load_biases(ape + column, ape_stride)
+            # the loads that others wait for come last: what waits cannot hold up a load that is under way
+            position = ptx.load_global_s64_in_order(positions + source * 8)
+            slot = ptx.load_global_s64_in_order(slots + source * 8)
+            loaded.append((slot if row < count else Int64(-1), position, values, scores))
+
+        for i in range_constexpr(self.rows):
+            slot, position, values, scores = loaded[i]
+            # the ratio is a power of two, so this is the remainder that is never negative
+            bias_row = Int32(position) & (ratio - 1)
+            bias = (
+                self.choose(bias_row, biases)
+                if const_expr(self.biases > 1)
+                else self.load_run(ptx.load_global_128_again, ape + Int64(bias_row) * ape_stride + column)
+            )
+            sums = self.add(scores, bias)
+            is_inside = slot >= 0 and slot < Int64(capacity)
+            page, row = divmod(Int32(slot if is_inside else Int64(0)), page_rows)
+            target = pool + Int64(page) * page_stride + Int64(row) * (2 * self.half_row) + column
+            self.store_run(target, values, is_inside)
+            self.store_run(target + self.half_row, sums, is_inside)
+
+    def load_run(self, load: Any, start: Any) -> Any:
+        """A lane's columns of one half of a row, as words."""
+        words = []
+        for vector in range(self.vectors):
+            words += load(start + vector * VECTOR_BYTES)
+        return words
+
+    def load_biases(self, start: Any, stride: Any) -> list[Any]:
+        """The lane's columns of all bias rows."""
+        return [self.load_run(ptx.load_global_128_in_order, start + row * stride) for row in range(self.biases)]
+
+    def store_run(self, start: Any, words: Any, predicate: Any) -> None:
+        for vector in range(self.vectors):
+            ptx.store_global_128(start + vector * VECTOR_BYTES, words[4 * vector : 4 * vector + 4], predicate)
+
+    @cute.jit
+    def choose(self, row: Any, biases: Any) -> Any:
+        """Columns of bias row `row` of the four loaded."""
+        is_odd = (row & 1) != 0
+        is_late = (row & 2) != 0
+        chosen = []
+        for i in range_constexpr(4 * self.vectors):
+            early = biases[1][i] if is_odd else biases[0][i]
+            late = biases[3][i] if is_odd else biases[2][i]
+            chosen.append(late if is_late else early)
+        return chosen
+
+    def add(self, words: Any, bias: Any) -> Any:
+        """fp32 sums, as words."""
+        return [(a.bitcast(Float32) + b.bitcast(Float32)).bitcast(Int32) for a, b in zip(words, bias, strict=True)]
+
+
+def key_for(arch: str, width: int, compress_ratio: int) -> SaveKey:
+    """The kernel that serves calls of this kind."""
+    return SaveKey(arch=arch, width=width)
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[SaveKey]:
+    """One for each compressor of the model: ratios 4 and 128, and the indexer's of the layers with ratio 4."""
+    compressors = [(HEAD_DIM, ratio) for ratio in sorted(set(config.compress_ratios) - {1})]
+    if 4 in config.compress_ratios:
+        compressors.append((INDEX_DIM, 4))
+    return [key_for(arch, compressor_state(dim, ratio).width, ratio) for dim, ratio in compressors]
+
+
+@cache
+def _key(device_index: int, width: int, compress_ratio: int) -> SaveKey:
+    return key_for(arch_of(device_index), width, compress_ratio)
+
+
+def _aligned(matrix: Any) -> bool:
+    return matrix.data_ptr() % 16 == 0 and (matrix.shape[0] <= 1 or matrix.stride(0) % 4 == 0)
+
+
+def supports(
+    kv: Any,
+    score: Any,
+    ape: Any,
+    positions: Any,
+    state_cache: Any,
+    slot_mapping: Any,
+    block_size: int,
+    compress_ratio: int,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    for name, matrix, what in (
+        ("kv", kv, "rows"),
+        ("score", score, "rows"),
+        ("ape", ape, "rows"),
+        ("state_cache", state_cache, "pages"),
+    ):
+        if not _aligned(matrix):
+            return False, (
+                f"{what} of {name} must be 16-byte aligned, got address {matrix.data_ptr():#x} and strides "
+                f"{tuple(matrix.stride())}"
+            )
+    if max(state_cache.shape[0], 1) * block_size >= 2**31:
+        return False, f"state_cache must have fewer than 2^31 rows, got {state_cache.shape[0]} pages of {block_size}"
+    return True, ""
+
+
+def launch(
+    kv: Any,
+    score: Any,
+    ape: Any,
+    positions: Any,
+    state_cache: Any,
+    slot_mapping: Any,
+    block_size: int,
+    compress_ratio: int,
+) -> None:
+    """Run the kernel on the current stream of kv's device. Arguments in the schema's order, checked and supported."""
+    if slot_mapping.shape[0] == 0:
+        return
+    device_index = kv.device.index
+    launch_key(
+        _key(device_index, kv.shape[1], compress_ratio),
+        device_index,
+        kv,
+        score,
+        ape,
+        positions,
+        slot_mapping,
+        state_cache.data_ptr(),
+        state_cache.stride(0) * 4,
+        state_cache.shape[0] * block_size,
+        block_size,
+        compress_ratio,
+    )

@@ -1,0 +1,92 @@
+"""Compile many kernels into a folder, in processes that see no GPU: CuTe DSL compiles one at a time in each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+from cute_kernels.runtime import cache
+from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.report import Facts, problems
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one key.
+
+    status     "compiled", "cached" (the folder had it) or "failed"
+    facts      figures of the code, None if it failed
+    problems   what is wrong with the code, or why there is none
+    seconds    what it took this time
+    """
+
+    key: KernelKey
+    status: str
+    facts: Facts | None
+    problems: tuple[str, ...]
+    seconds: float
+
+
+def precompile(keys: Iterable[KernelKey], folder: Path, workers: int | None = None) -> Iterator[Outcome]:
+    """Compile the keys that `folder` does not hold yet; yields an outcome per key as they come.
+
+    workers   processes; None: one per usable core
+    """
+    store = cache.Store(folder)
+    todo = []
+    for key in dict.fromkeys(keys):
+        start = time.perf_counter()
+        try:
+            facts = store.read(key).facts
+        except cache.Miss:
+            todo.append(key)
+        else:
+            yield Outcome(key, "cached", facts, tuple(problems(key, facts)), time.perf_counter() - start)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cute_kernels.runtime.compile"])
+    for arch in dict.fromkeys(key.arch for key in todo):
+        of_arch = [key for key in todo if key.arch == arch]
+        count = max(1, min(len(of_arch), cores if workers is None else workers))
+        with ProcessPoolExecutor(count, context, _blind, (arch, str(folder))) as pool:
+            futures: dict[Future[Outcome], KernelKey] = {pool.submit(compile_one, key): key for key in of_arch}
+            for future in as_completed(futures):
+                error = future.exception()
+                if error is None:
+                    yield future.result()
+                    continue
+                why = "the compiling process died" if isinstance(error, BrokenProcessPool) else repr(error)
+                yield Outcome(futures[future], "failed", None, (why,), 0.0)
+
+
+def _blind(arch: str, folder: str) -> None:
+    """Before anything in this process looks for a GPU: there is none, and the target is `arch`."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["CUTE_DSL_ARCH"] = arch
+    os.environ[compile_.JIT_VARIABLE] = "allow"
+    os.environ[cache.DIRECTORY_VARIABLE] = folder
+
+
+def compile_one(key: KernelKey) -> Outcome:
+    """Have `key` in the disk cache of this process."""
+    start = time.perf_counter()
+    before = compile_.compilations()
+    store = cache.current()
+    try:
+        facts = compile_.prepare(key)
+        status = "compiled" if compile_.compilations() > before else "cached"
+        if store is None:
+            raise RuntimeError(f"there is no disk cache ({cache.DIRECTORY_VARIABLE})")
+        store.read(key)
+        found = problems(key, facts)
+    except Exception as error:
+        reason = str(error).strip() or type(error).__name__
+        return Outcome(key, "failed", None, (reason,), time.perf_counter() - start)
+    return Outcome(key, status, facts, tuple(found), time.perf_counter() - start)

@@ -1,0 +1,94 @@
+"""Which ops there are, which kernels they have, and which keys a deployment needs.
+
+A kernel module declares its keys once, as `deployment_keys(config, tp, arch)`; an op names its module in
+`define_op(kernel=...)`. So the kernels of a deployment can be enumerated, and compiled ahead, from the model's
+configuration, the number of tensor-parallel ranks and the architecture.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from typing import Any
+
+import cute_kernels
+from cute_kernels.runtime.ops import OPS, Op
+
+
+def all_ops() -> dict[str, Op]:
+    """Every op of the package by name: imports every room's `ops` module (no kernel, no compiler)."""
+    for room in pkgutil.iter_modules(cute_kernels.__path__, "cute_kernels."):
+        if room.ispkg:
+            found = importlib.util.find_spec(f"{room.name}.ops")
+            if found is not None:
+                importlib.import_module(found.name)
+    return dict(OPS)
+
+
+def kernel_modules() -> dict[str, list[str]]:
+    """Kernel module -> names of the ops it serves, in the order of definition."""
+    modules: dict[str, list[str]] = {}
+    for op in all_ops().values():
+        if op.kernel is not None:
+            modules.setdefault(op.kernel, []).append(op.name)
+    return modules
+
+
+def deployment_keys(config: Any, tp: int = 1, arch: str = "sm_90a") -> list[Any]:
+    """Keys of all kernels that serving a model needs on one of `tp` ranks, each once. Imports CuTe DSL.
+
+    config   object with the attributes of layers.DeepseekV4Config, or cute_kernels.models.ModelShape
+    tp       tensor-parallel ranks, a divisor of num_attention_heads
+    arch     compile target, for example "sm_90a"
+
+    Raises ValueError on an architecture that does not exist and on a `tp` that does not fit.
+    """
+    from cute_kernels.runtime.arch import check_arch
+
+    check_arch(arch)
+    heads = config.num_attention_heads
+    if type(tp) is not int or tp < 1 or heads % tp:
+        raise ValueError(f"tp: expected a divisor of num_attention_heads = {heads}, got {tp!r}")
+    keys: dict[Any, None] = {}
+    for module in kernel_modules():
+        declare = getattr(importlib.import_module(module), "deployment_keys", None)
+        if declare is None:
+            raise TypeError(f"{module}: expected a function deployment_keys(config, tp, arch), got none")
+        keys.update(dict.fromkeys(declare(config, tp, arch)))
+    return list(keys)
+
+
+def warmup(config: Any, tp: int = 1, arch: str | None = None) -> list[Any]:
+    """Have every kernel that serving a model needs ready, and return their keys.
+
+    Afterwards no op compiles anything, neither inside a CUDA-graph capture nor outside. Kernels come from the disk
+    cache where it has them and are compiled into it where it does not.
+
+    config   object with the attributes of layers.DeepseekV4Config, or cute_kernels.models.ModelShape
+    tp       tensor-parallel ranks, a divisor of num_attention_heads
+    arch     compile target; None: that of the current CUDA device. For another one than the device's, and on a machine
+             without a GPU, the kernels are only put into the disk cache
+
+    Raises ValueError on an architecture that does not exist, on a GPU that is too old, and on a `tp` that does not fit;
+    RuntimeError where a kernel would have to be compiled and CUTE_KERNELS_JIT=forbid.
+    """
+    import torch
+
+    from cute_kernels.runtime import cache
+    from cute_kernels.runtime import compile as compile_
+    from cute_kernels.runtime.arch import arch_of
+
+    here = arch_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    target = here if arch is None else arch
+    if target is None:
+        raise ValueError("warmup: arch: expected a target such as 'sm_90a' on a machine without a GPU, got None")
+    if target != here and cache.current() is None:
+        raise RuntimeError(f"warmup: no disk cache to keep kernels for {target} in ({cache.DIRECTORY_VARIABLE})")
+    keys = deployment_keys(config, tp, target)
+    for key in keys:
+        if target == here:
+            compile_.function(key)
+        else:
+            compile_.prepare(key)
+    return keys

@@ -1,0 +1,28 @@
+"""Other projects whose kernels are timed beside ours, and which version of them it was."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+PACKAGES = {
+    "vllm-triton": ("vllm", "triton"),
+    "vllm-cutedsl": ("vllm", "nvidia-cutlass-dsl"),
+}
+"""Peer -> what its kernel depends on: module or distribution names, its own project first. A peer that is not named
+here is its project's name before the first "-"."""
+
+
+def versions(peer: str) -> dict[str, str | None]:
+    """Package -> version, of an imported peer."""
+    return {package: _version(package) for package in PACKAGES.get(peer, (peer.partition("-")[0],))}
+
+
+def _version(package: str) -> str | None:
+    found = getattr(sys.modules.get(package), "__version__", None)
+    if found is not None:
+        return str(found)
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

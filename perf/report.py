@@ -1,0 +1,348 @@
+"""perf/REPORT.md and the README's numbers, written from the records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from perf import plots
+from perf.records import Book, Cell, Record, Row
+from perf.targets import host_limit_us, host_loss, limit_us, losses
+
+BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+KINDS: dict[str, tuple[str, str]] = {
+    "copy": ("copying, bytes read and written", "copy"),
+    "read": ("reading", ""),
+    "bf16": ("bf16 matrix product", "bf16"),
+    "e4m3 fast": ("e4m3 matrix product, fast accumulation", "e4m3"),
+    "e4m3 full": ("e4m3 matrix product, full accumulation", ""),
+    "launch": ("shortest kernel in a graph", ""),
+}
+"""Kind of ceiling -> (what it is, the yardstick it stands behind)."""
+
+METHOD = """\
+Times are medians of CUDA graph replays, in microseconds. A graph goes round input sets that together exceed three times
+the L2 cache, so inputs come from memory. Candidates take turns replay by replay on the same inputs, and before anything
+is timed their results are compared with the reference; † marks a peer whose result differs. Bytes are the fewest that
+the op must move. "% of ceiling" is the share of the ceiling that binds the cell. A cell whose time was taken with a
+reference implementation is rejected."""
+
+
+def fmt_us(us: float) -> str:
+    return f"{us:.2f}" if us < 99.995 else f"{us:.1f}"
+
+
+def fmt_bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> list[str]:
+    """A markdown table; the columns `numbers` are aligned to the right."""
+    right = set(numbers)
+    rule = ["---:" if i in right else "---" for i in range(len(header))]
+    return ["| " + " | ".join(line) + " |" for line in (header, rule, *rows)]
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _gain(cell: Cell) -> float | None:
+    """Best peer's time over ours."""
+    return None if cell.best_peer is None else cell.best_peer.us / cell.ours.us
+
+
+def _percent(row: Row) -> str:
+    return "" if row.percent is None else f"{row.percent:.1f}"
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def render_report(book: Book) -> str:
+    """The text of perf/REPORT.md."""
+    lines = ["# Measurements", "", "Written by `python -m perf report` from the records in perf/results.", "", METHOD]
+    if not book.records:
+        lines += ["", "No records yet."]
+    for gpu, records in book.gpus():
+        lines += ["", f"## {gpu}", "", *_machines(records), "", "### Ceilings", "", *_ceilings(records)]
+        lines += ["", "### Where we lose", "", *_losing(gpu, records)]
+        lines += ["", "### Host time of an eager call", "", *_host(records)]
+        for record in records:
+            lines += ["", f"### {record.op}", "", *_op(gpu, record)]
+    if book.rejected:
+        lines += ["", "## Rejected", "", *(f"* {line}" for line in book.rejected)]
+    return "\n".join(lines) + "\n"
+
+
+def _machines(records: Sequence[Record]) -> list[str]:
+    header = ("op", "driver", "torch", "CuTe DSL", "tvm-ffi", "Python", "CPU", "commit", "date")
+    rows = [
+        [
+            r.op,
+            *(value or "" for value in (r.driver, r.torch, r.dsl, r.tvm_ffi, r.python, r.cpu, r.commit)),
+            r.date[:10],
+        ]
+        for r in records
+    ]
+    return table(header, rows)
+
+
+def _ceilings(records: Sequence[Record]) -> list[str]:
+    """The ceilings of all runs, one line each, and which of them percentages refer to."""
+    lines = []
+    for kind, (what, yardstick) in KINDS.items():
+        sticks = [r.yardsticks[yardstick] for r in records if yardstick in r.yardsticks]
+        stated = [f"{value:.0f}" for value in sorted({s.value for s in sticks if s.source == "stated"})]
+        reference = ", ".join(stated) if stated or not sticks else "the largest of the run"
+        for name in dict.fromkeys(c.name for r in records for c in r.ceilings if c.kind == kind):
+            same = [c for r in records for c in r.ceilings if c.name == name]
+            unit = {"us": "µs"}.get(same[0].unit, same[0].unit)
+            ends = [f"{f(c.value for c in same):.{2 if kind == 'launch' else 0}f}" for f in (min, max)]
+            lines.append([what, name, " to ".join(dict.fromkeys(ends)), unit, reference])
+    found = table(("ceiling", "measured with", "measured", "unit", "percentages refer to"), lines, (2,))
+    missing = sorted({f"* {c.name} was not measured: {c.reason}" for r in records for c in r.missing_ceilings})
+    return [*found, "", *missing] if missing else found
+
+
+def losing_cells(gpu: str, records: Sequence[Record]) -> list[tuple[Cell, list[str]]]:
+    """Cells slower than their best peer or over their limit, with the reasons."""
+    found = []
+    for record in records:
+        for cell in record.cells:
+            reasons = losses(gpu, cell)
+            if reasons:
+                found.append((cell, reasons))
+    return found
+
+
+def _losing(gpu: str, records: Sequence[Record]) -> list[str]:
+    total = sum(len(record.cells) for record in records)
+    lost = losing_cells(gpu, records)
+    alone = sum(cell.best_peer is None for record in records for cell in record.cells)
+    lines = [
+        f"{len(lost)} of {total} cells. A cell is listed if it is slower than its best peer by however little, or over "
+        "its limit: a stated target, else the larger of 1.03 times the best peer and the best peer plus 0.2 µs."
+    ]
+    if alone:
+        lines[0] += f" {alone} cells have no peer beside them."
+    if lost:
+        rows = []
+        for cell, reasons in lost:
+            best, limit, gain = cell.best_peer, limit_us(gpu, cell), _gain(cell)
+            rows.append(
+                [
+                    cell.op,
+                    cell.case,
+                    fmt_us(cell.ours.us),
+                    "" if best is None else f"{fmt_us(best.us)} {best.name}",
+                    "" if gain is None else f"{gain:.2f}",
+                    "" if limit is None else fmt_us(limit),
+                    "; ".join(reasons).replace(" us", " µs"),
+                ]
+            )
+        header = ("op", "case", "ours µs", "best peer µs", "times as fast", "limit µs", "why")
+        lines += ["", *table(header, rows, (2, 3, 4, 5))]
+    slow = [(c, why) for c in _host_cells(records) if (why := host_loss(c, c.ours)) is not None]
+    lines += ["", *(f"* {c.op}, {c.tensors} tensors: {why}".replace(" us", " µs") for c, why in slow)] if slow else []
+    return lines
+
+
+def _host_cells(records: Sequence[Record]) -> list[Cell]:
+    """Per op and number of tensors the cell with the least work whose host time is known."""
+    chosen: dict[tuple[str, int], Cell] = {}
+    for record in records:
+        for cell in sorted(record.cells, key=lambda cell: cell.bytes):
+            if cell.ours.host is not None:
+                chosen.setdefault((cell.op, cell.tensors), cell)
+    return sorted(chosen.values(), key=lambda cell: (cell.tensors, cell.op))
+
+
+def _host(records: Sequence[Record]) -> list[str]:
+    cells = _host_cells(records)
+    if not cells:
+        return ["Not measured."]
+    rows = []
+    for cell in cells:
+        host, limit = cell.ours.host, host_limit_us(cell)
+        assert host is not None
+        peers = [f"{fmt_us(row.host.us)} {row.name}" for row in cell.of_kind("peer") if row.host is not None]
+        rows.append(
+            [
+                f"mutating op, {cell.tensors} tensors",
+                cell.op,
+                cell.case,
+                fmt_us(host.us),
+                f"{fmt_us(host.p10)} to {fmt_us(host.p90)}",
+                "" if limit is None else f"{limit:.0f}",
+                ", ".join(peers),
+            ]
+        )
+    intro = "CPU time per call of a long row of calls that waits for nothing, on the CPU named above."
+    return [intro, "", *table(("class", "op", "case", "µs", "p10 to p90", "limit", "peers"), rows, (3, 4, 5))]
+
+
+def _op(gpu: str, record: Record) -> list[str]:
+    """One op: all cells with all peers, the picture, skipped candidates, and the fastest other configuration."""
+    peers = list(dict.fromkeys(row.name for cell in record.cells for row in cell.of_kind("peer")))
+    rows = []
+    for cell in record.cells:
+        gain, limit = _gain(cell), limit_us(gpu, cell)
+        by_name = {row.name: row for row in cell.of_kind("peer")}
+        rows.append(
+            [
+                cell.case,
+                fmt_bytes(cell.bytes),
+                f"**{fmt_us(cell.ours.us)}**",
+                f"{fmt_us(cell.ours.p10)} to {fmt_us(cell.ours.p90)}",
+                f"{cell.ours.gbs:.0f}",
+                *([f"{cell.ours.tflops:.1f}"] if _has_products(record) else []),
+                _percent(cell.ours),
+                *(_peer(by_name.get(name)) for name in peers),
+                "" if gain is None else f"{gain:.2f}",
+                "" if limit is None else fmt_us(limit),
+                "loses" if losses(gpu, cell) else "",
+            ]
+        )
+    header = [
+        "case", "bytes", "ours µs", "p10 to p90", "GB/s", *(["TFLOPS"] if _has_products(record) else []),
+        "% of ceiling", *(f"{name} µs" for name in peers), "times as fast", "limit µs", "",
+    ]  # fmt: skip
+    picture = f"plots/{plots.file_name(gpu, record.op)}"
+    lines = [*table(header, rows, range(1, len(header) - 1)), "", f"![{record.op}]({picture})"]
+    for name in peers:
+        found = next(row for cell in record.cells for row in cell.of_kind("peer") if row.name == name)
+        stated = ", ".join(f"{package} {version or '(no version)'}" for package, version in found.versions.items())
+        lines += ["", f"{name}: {stated}."]
+    skipped = dict.fromkeys(
+        f"* {s.name} was not timed: {s.reason}" for cell in record.cells for s in cell.skipped if s.kind == "peer"
+    )
+    lines += ["", *skipped] if skipped else []
+    return lines + _variants(record)
+
+
+def _has_products(record: Record) -> bool:
+    return any(cell.products for cell in record.cells)
+
+
+def _peer(row: Row | None) -> str:
+    return "" if row is None else fmt_us(row.us) + ("" if row.checked else " †")
+
+
+def _variants(record: Record) -> list[str]:
+    rows = []
+    for cell in record.cells:
+        best = min(cell.of_kind("variant"), key=lambda row: row.us, default=None)
+        if best is not None:
+            name = best.name.removeprefix("ours ")
+            rows.append(
+                [cell.case, fmt_us(cell.ours.us), fmt_us(best.us), f"{best.us / cell.ours.us:.3f}", f"`{name}`"]
+            )
+    if not rows:
+        return []
+    count = len({row.name for cell in record.cells for row in cell.of_kind("variant")})
+    return [
+        "",
+        f"<details><summary>The fastest of {count} other configurations per case</summary>",
+        "",
+        *table(("case", "ours µs", "other µs", "other / ours", "configuration"), rows, (1, 2, 3)),
+        "",
+        "</details>",
+    ]
+
+
+# ---- the README ------------------------------------------------------------------------------------------------------
+
+
+def render_numbers(book: Book) -> str:
+    """What stands between the README's markers: one line per op and GPU."""
+    lines = ["## Numbers", ""]
+    if not book.records:
+        return "\n".join([*lines, "No kernel has been measured yet."])
+    for gpu, records in book.gpus():
+        lost, total = losing_cells(gpu, records), sum(len(record.cells) for record in records)
+        dates = sorted(record.date[:10] for record in records)
+        dsl = ", ".join(sorted({f"CuTe DSL {record.dsl}" for record in records if record.dsl}))
+        when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+        lines += [
+            f"{gpu}, {', '.join(part for part in (dsl, when) if part)}. Each op beside the fastest peer of each",
+            "",
+        ]
+        lines[-2] += " shape, same inputs, same run:"
+        header = (
+            "op",
+            "largest shape",
+            "µs",
+            "GB/s",
+            "% of ceiling",
+            "best peer µs",
+            "times as fast, all shapes",
+            "host µs",
+        )
+        lines += table(header, [_numbers_row(record) for record in records], (2, 3, 4, 5, 6, 7))
+        lines += ["", f"![Rates and ceilings](perf/plots/{plots.file_name(gpu, plots.OVERVIEW)})", ""]
+        if lost:
+            listed = f"{len(lost)} of {total} shapes are slower than a peer or over their limit"
+        else:
+            listed = f"None of {total} shapes is slower than its best peer or over its limit"
+        lines += [f"{listed}; all of them, ceilings and method are in [perf/REPORT.md](perf/REPORT.md).", ""]
+    return "\n".join(lines).rstrip("\n")
+
+
+def _numbers_row(record: Record) -> list[str]:
+    largest = max(record.cells, key=lambda cell: cell.bytes)
+    gains = [gain for cell in record.cells if (gain := _gain(cell)) is not None]
+    best, host = largest.best_peer, [c.ours.host.us for c in record.cells if c.ours.host is not None]
+    spread = ""
+    if gains:
+        spread = f"{_geometric_mean(gains):.2f} ({min(gains):.2f} to {max(gains):.2f})"
+    return [
+        f"`{record.op}`",
+        largest.case,
+        fmt_us(largest.ours.us),
+        f"{largest.ours.gbs:.0f}",
+        _percent(largest.ours),
+        "none" if best is None else f"{fmt_us(best.us)} {best.name}",
+        spread,
+        fmt_us(min(host)) if host else "",
+    ]
+
+
+def insert_numbers(readme: str, numbers: str) -> str:
+    """The README with `numbers` between its markers. ValueError if it does not have each marker once, in order."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise ValueError(f"README.md: expected one {BEGIN} and one {END} after it")
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}\n{numbers}\n{END}{rest.split(END)[1]}"
+
+
+def stale(root: Path, book: Book) -> list[str]:
+    """What under `root` differs from what `python -m perf report` would write, in words."""
+    found = []
+    report, readme = root / "perf/REPORT.md", (root / "README.md").read_text()
+    if not report.is_file() or report.read_text() != render_report(book):
+        found.append("perf/REPORT.md")
+    if insert_numbers(readme, render_numbers(book)) != readme:
+        found.append("README.md")
+    wanted = {figure.name: figure.digest for gpu, records in book.gpus() for figure in plots.figures(gpu, records)}
+    folder = root / "perf/plots"
+    there = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.png")}
+    drawn = {name: plots.digest_of(path) for name, path in there.items()}
+    return found + [f"perf/plots/{n}" for n in sorted(wanted.keys() | drawn.keys()) if wanted.get(n) != drawn.get(n)]
+
+
+def write(root: Path, book: Book, *, pictures: bool = True) -> list[Path]:
+    """Write the report, the README's numbers and the plots under `root`; the files that were written."""
+    report, readme = root / "perf/REPORT.md", root / "README.md"
+    text = insert_numbers(readme.read_text(), render_numbers(book))
+    written = []
+    if pictures:
+        wanted = [figure for gpu, records in book.gpus() for figure in plots.figures(gpu, records)]
+        written = plots.draw(wanted, root / "perf/plots")
+    report.write_text(render_report(book))
+    readme.write_text(text)
+    return [report, readme, *written]

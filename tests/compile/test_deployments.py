@@ -1,0 +1,170 @@
+"""Every kernel that a deployment needs, cross-compiled: no spills, shared memory that fits, the right instructions.
+
+Compiled kernels are kept by fingerprint, in CUTE_KERNELS_CACHE_DIR or the cache of pytest: a second run of the same
+sources compiles nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from cute_kernels import support
+from cute_kernels.models import MODELS
+from cute_kernels.runtime import cache
+from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime.arch import SMEM_BYTES
+from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.registry import deployment_keys
+from cute_kernels.runtime.report import INSTRUCTIONS, Facts, find_instructions, make_report, problems
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+
+KEEP_SECONDS = 7 * 86400.0
+
+
+@pytest.fixture(scope="session")
+def kept(pytestconfig: pytest.Config) -> Path:
+    """A folder that outlives the run, without what is older than a week."""
+    assert pytestconfig.cache is not None
+    root = pytestconfig.cache.mkdir("cute_kernels")
+    for folder in root.glob("v*/*/*/"):
+        if folder.stat().st_mtime < time.time() - KEEP_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def folder(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not os.environ.get(cache.DIRECTORY_VARIABLE):
+        monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(kept))
+    monkeypatch.delenv(compile_.JIT_VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("model", sorted(MODELS))
+@pytest.mark.parametrize("arch", support.ARCHS)
+def test_kernels_of_a_deployment(arch: str, model: str, tp: int) -> None:
+    keys = deployment_keys(MODELS[model], tp, arch)
+    assert keys
+    wrong = {key.identity: found for key in keys if (found := problems(key, compile_.prepare(key)))}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+def test_kernels_declare_what_makes_them_fast(arch: str) -> None:
+    for key in deployment_keys(MODELS["v4-flash"], 1, arch):
+        assert key.instructions, f"{key}: declares no instructions"
+
+
+# ---- the inspection itself -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key(KernelKey):
+    smem: int = 0
+    wanted: tuple[str, ...] = ()
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.smem
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return self.wanted
+
+
+CLEAN = Facts(32, 0, 0, 0, 0, {"wgmma": 4, "cp.async": 2}, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        (CLEAN, []),
+        (replace(CLEAN, stack=8), []),
+        (replace(CLEAN, spill_stores=4, spill_loads=8), ["spills: 4 bytes stored, 8 loaded"]),
+        (replace(CLEAN, spill_loads=8), ["spills: 0 bytes stored, 8 loaded"]),
+        (replace(CLEAN, smem=SMEM_BYTES["sm_90a"]), []),
+        (replace(CLEAN, smem=SMEM_BYTES["sm_90a"] + 1), ["shared memory: 232449 bytes, sm_90a has 232448"]),
+        (replace(CLEAN, instructions={"cp.async": 2}), ["missing instructions: wgmma"]),
+    ],
+)
+def test_problems(facts: Facts, why: list[str]) -> None:
+    assert problems(Key("sm_90a", wanted=("wgmma", "cp.async")), facts) == why
+    assert Facts.from_json(facts.to_json()) == facts
+
+
+def test_an_instruction_that_has_no_name_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match=r"instructions: expected names among .*wgmma.*got .'hgmma'"):
+        problems(Key("sm_90a", wanted=("hgmma",)), CLEAN)
+
+
+REMARKS = """
+ptxas info    : Compiling entry function 'a' for 'sm_90a'
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 1024 bytes smem
+ptxas info    : Compiling entry function 'b' for 'sm_90a'
+ptxas         .     16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 168 registers, used 0 barriers
+"""
+
+
+def test_the_largest_figure_of_several_functions_counts() -> None:
+    report = make_report(Key("sm_90a", smem=4096), REMARKS, "", b"", 0.5)
+    assert (report.registers, report.stack, report.spill_stores, report.spill_loads) == (168, 16, 8, 4)
+    assert report.smem == 4096 + 1024
+    with pytest.raises(RuntimeError, match="reported no register usage"):
+        make_report(Key("sm_90a"), "nothing", "", b"", 0.5)
+
+
+PTX = {
+    "wgmma": "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1}",
+    "tcgen05.mma": "tcgen05.mma.cta_group::2.kind::f8f6f4 [%r1], %rd1",
+    "tcgen05.cp": "tcgen05.cp.cta_group::1.128x256b [%r1], %rd1;",
+    "tcgen05.ld": "tcgen05.ld.sync.aligned.32x32b.x64.b32 {%r1}, [%r2];",
+    "mma.sync": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}",
+    "tma.gather4": "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [%r1]",
+    "tma.load": "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1]",
+    "tma.store": "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1]",
+    "bulk.load": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1]",
+    "bulk.store": "cp.async.bulk.global.shared::cta.bulk_group [%rd1]",
+    "cp.async": "cp.async.cg.shared.global [%r1], [%rd1], 16;",
+    "ldmatrix": "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1}",
+    "stmatrix": "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1]",
+    "ld.global.128": "ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {%r1}",
+    "ld.global.64": "ld.global.nc.v2.u32 {%r1}",
+    "st.global.128": "st.global.v4.b32 [%rd1]",
+    "st.global.64": "st.global.L1::no_allocate.v2.f32 [%rd1]",
+    "st.async": "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r1]",
+    "cvt.e4m3": "cvt.rn.satfinite.e4m3x2.f32 %rs1, %f1, %f2;",
+    "cvt.e2m1": "cvt.rn.satfinite.e2m1x2.f32 %rs1, %f1, %f2;",
+    "ex2": "ex2.approx.ftz.f32 %f1, %f2;",
+    "atomic": "atom.global.add.u32 %r1, [%rd1], 1;",
+    "mbarrier": "mbarrier.try_wait.parity.shared::cta.b64 p, [%r1]",
+    "setmaxnreg": "setmaxnreg.inc.sync.aligned.u32 232;",
+    "griddepcontrol": "griddepcontrol.wait;",
+}
+
+
+@pytest.mark.parametrize("name", list(INSTRUCTIONS))
+def test_each_family_finds_its_instruction_and_no_other(name: str) -> None:
+    assert find_instructions(f"\t{PTX[name]}\n\t@%p1 {PTX[name]}\n") == {name: 2}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "ld.shared.v4.b32 {%r1}", "ld.param.v2.b32 {%r1}", "st.shared.v4.b32 [%r1]", "ld.global.b32 %r1, [%rd1];",
+        "cp.async.bulk.commit_group;", "cp.async.wait_group 0;", "cp.async.bulk.prefetch.L2.global [%rd1], 64;",
+        "cvt.rn.bf16x2.f32 %r1, %f1, %f2;", "wgmma.fence.sync.aligned;", "tcgen05.alloc.cta_group::1 [%r1], 64;",
+        "mbarrier.init.shared::cta.b64 [%r1], 1;", "griddepcontrol.launch_dependents;",
+    ],
+)  # fmt: skip
+def test_what_is_in_no_family(other: str) -> None:
+    assert find_instructions(f"\t{other}\n") == {}

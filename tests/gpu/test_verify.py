@@ -1,0 +1,82 @@
+"""`verify` on a GPU: it passes the kernels that are right and reports one that is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.runtime.ops import Op
+from cute_kernels.runtime.registry import all_ops
+from cute_kernels.runtime.verify import Verdict, raw_memory, run_isolated, verify_op
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+ROOT = Path(__file__).parent.parent.parent
+WITH_KERNEL = sorted(name for name, op in all_ops().items() if op.kernel is not None)
+
+
+@pytest.mark.parametrize("name", WITH_KERNEL)
+def test_kernels_agree_with_their_references(name: str) -> None:
+    verdict = verify_op(all_ops()[name], torch.device("cuda"))
+    assert verdict.status == "pass", verdict.detail
+
+
+@pytest.fixture
+def wrong_kernel() -> Iterator[Any]:
+    """The insert kernel, one bit of one byte of its pool wrong."""
+    module: Any = types.ModuleType("cute_kernels_test_wrong_kernel")
+    right = all_ops()["quantize_and_insert_k_cache"].load_kernel()
+
+    def launch(*args: Any) -> None:
+        right.launch(*args)
+        raw_memory(args[1])[100] ^= 1
+
+    module.supports, module.launch = right.supports, launch
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_a_wrong_kernel_is_reported(wrong_kernel: Any) -> None:
+    op = all_ops()["quantize_and_insert_k_cache"]
+    injected = Op(op.name, op.overload, op.check, op.reference, wrong_kernel.__name__, op.cost)
+    verdict = verify_op(injected, torch.device("cuda"))
+    assert verdict.status == "fail"
+    assert "k_cache: 1 of" in verdict.detail
+    assert "the first at byte 100" in verdict.detail
+
+
+def worker(name: str) -> Verdict:
+    """Spoils the context of its process, or shows that it has a good one."""
+    if name == "spoil":
+        table = torch.zeros(3, device="cuda")
+        try:
+            table[torch.tensor([10**6], device="cuda")].sum().item()
+        except Exception as error:
+            return Verdict(name, "fail", detail=type(error).__name__)
+    return Verdict(name, "pass" if float(torch.ones(3, device="cuda").sum()) == 3 else "fail")
+
+
+def test_a_spoiled_context_is_replaced() -> None:
+    assert [v.status for v in run_isolated(["a", "spoil", "b"], worker)] == ["pass", "fail", "pass"]
+
+
+def test_the_command() -> None:
+    command = [sys.executable, "-m", "cute_kernels", "verify", "--layers", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = {v["name"]: v["status"] for v in json.loads(done.stdout)["verdicts"]}
+    assert {name: verdicts[name] for name in WITH_KERNEL} == dict.fromkeys(WITH_KERNEL, "pass")
+    assert set(verdicts.values()) <= {"pass", "no kernel"}
+    assert verdicts["layer C4A"] == "pass"

@@ -1,0 +1,332 @@
+"""Step metadata against plain loops over requests and tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from layers import PRESETS, BlockTables, DeepseekV4Metadata, DeepseekV4MetadataBuilder
+from tests.layers.engine import KINDS
+
+CONFIG = PRESETS["v4-flash"].reduced()
+WINDOW = 128
+GARBAGE = (-1_000_000, -1, -(2**31))
+MAX_TOKENS = 900
+MAX_LEN = 40000
+
+
+@dataclass
+class Step:
+    """A step of some requests, with page tables as lists: pages[group][request][logical page]."""
+
+    ratio: int
+    query_lens: list[int]
+    seq_lens: list[int]
+    num_decodes: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rng = random.Random(self.seed)
+        self.pages: dict[str, list[list[int]]] = {}
+        for group, tokens in self.page_tokens.items():
+            counts = [-(-n // tokens) for n in self.seq_lens]
+            free = rng.sample(range(2 * sum(counts) + 1), sum(counts))
+            self.pages[group] = [[free.pop() for _ in range(n)] for n in counts]
+            if group != "compressed":  # pages that slid out of the window
+                keep = WINDOW + max(self.query_lens, default=0)
+                for row, n in zip(self.pages[group], self.seq_lens, strict=True):
+                    for logical in range(max(n - keep, 0) // tokens):
+                        row[logical] = rng.choice(GARBAGE)
+
+    @property
+    def page_tokens(self) -> dict[str, int]:
+        return {"swa": 64, **({"compressed": 256, "state": {4: 4, 128: 8}[self.ratio]} if self.ratio > 1 else {})}
+
+    def table(self, group: str) -> torch.Tensor:
+        rows = self.pages[group]
+        width = max([len(r) for r in rows], default=0) + 2
+        padded = [r + [GARBAGE[i % 3] for i in range(width - len(r))] for r in rows]
+        return torch.tensor(padded, dtype=torch.int32).reshape(len(rows), width)
+
+    def tables(self) -> BlockTables:
+        if self.ratio == 1:
+            return BlockTables(self.table("swa"))
+        return BlockTables(self.table("swa"), self.table("compressed"), self.table("state"))
+
+    def build(self, builder: DeepseekV4MetadataBuilder | None = None, **options: Any) -> DeepseekV4Metadata:
+        builder = builder or DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+        return builder.build(self.ratio, self.query_lens, self.seq_lens, self.tables(), self.num_decodes, **options)
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """(request, position) of every row; position -1 in padded requests."""
+        result = []
+        for r, (count, length) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
+            result += [(r, length - count + i if length > 0 else -1) for i in range(count)]
+        return result
+
+    def slot(self, group: str, request: int, position: int) -> int:
+        tokens = self.page_tokens[group]
+        return -1 if position < 0 else self.pages[group][request][position // tokens] * tokens + position % tokens
+
+    def entry_slot(self, request: int, entry: int) -> int:
+        rows = 256 // self.ratio
+        return self.pages["compressed"][request][entry // rows] * rows + entry % rows
+
+    def c128a_width(self, max_model_len: int) -> int:
+        longest = max([*self.seq_lens, 0]) // 128
+        power = 1
+        while power < longest:
+            power *= 2
+        cap = -(-max_model_len // 128)
+        cap = cap if cap % 128 == 0 else cap - cap % 128 + 128
+        return min(max(power, 128), cap)
+
+
+def padded(values: list[int], width: int) -> list[int]:
+    return values + [-1] * (width - len(values))
+
+
+def same(name: str, got: Any, expected: list[Any], dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> None:
+    assert got.dtype == dtype, name
+    if shape is not None:
+        assert tuple(got.shape) == shape, name
+    assert got.tolist() == expected, name
+
+
+def check(m: DeepseekV4Metadata, s: Step, max_model_len: int = MAX_LEN) -> None:
+    """Every field."""
+    int32, int64 = torch.int32, torch.int64
+    rows, requests = s.rows, len(s.query_lens)
+    decode_rows = sum(s.query_lens[: s.num_decodes])
+    assert m.compress_ratio == s.ratio
+    assert (m.num_decodes, m.num_prefills) == (s.num_decodes, requests - s.num_decodes)
+    assert (m.num_decode_tokens, m.num_prefill_tokens) == (decode_rows, len(rows) - decode_rows)
+    assert m.num_tokens == len(rows)
+    starts = [sum(s.query_lens[:r]) for r in range(requests + 1)]
+    assert m.query_start_loc_cpu == tuple(starts)
+    assert m.seq_lens_cpu == tuple(s.seq_lens)
+    assert m.max_seq_len == max([*s.seq_lens, 0])
+    lengths = set(s.query_lens[: s.num_decodes])
+    assert m.decode_query_len == (lengths.pop() if len(lengths) == 1 else None)
+    same("seq_lens", m.seq_lens, s.seq_lens, int32)
+    same("query_start_loc", m.query_start_loc, starts, int32)
+    same("token_to_req_indices", m.token_to_req_indices, [r for r, _ in rows], int32)
+    same("positions", m.positions, [p for _, p in rows], int64)
+    same("slot_mapping", m.slot_mapping, [s.slot("swa", r, p) for r, p in rows], int64)
+    same("is_valid_token", m.is_valid_token, [p >= 0 for _, p in rows], torch.bool)
+
+    window = [[s.slot("swa", r, x) for x in range(max(p - WINDOW + 1, 0), p + 1)] for r, p in rows[:decode_rows]]
+    indices = [[padded(w, WINDOW)] for w in window]
+    same("decode_swa_indices", m.decode_swa_indices, indices, int32, (decode_rows, 1, WINDOW))
+    same("decode_swa_lens", m.decode_swa_lens, [len(w) for w in window], int32)
+
+    prefills = list(zip(s.query_lens, s.seq_lens, strict=True))[s.num_decodes :]
+    same("prefill_seq_lens", m.prefill_seq_lens, [n for _, n in prefills], int32)
+    gathered = [min(count + WINDOW - 1, n) for count, n in prefills]
+    same("prefill_gather_lens", m.prefill_gather_lens, gathered, int32)
+    restart = [max(n - c, 0) for c, n in list(zip(s.query_lens, s.seq_lens, strict=True))[: s.num_decodes]]
+    same("min_restart", m.min_restart, restart + s.seq_lens[s.num_decodes :], int32)
+    assert torch.equal(m.swa_block_table, s.table("swa"))
+
+    for name in ("compressed_block_table", "compressed_slot_mapping", "state_block_table", "state_slot_mapping"):
+        assert (getattr(m, name) is None) == (s.ratio == 1), name
+    c128a = ("c128a_global_decode_topk_indices", "c128a_decode_topk_lens", "c128a_prefill_topk_indices")
+    for name in c128a:
+        assert (getattr(m, name) is None) == (s.ratio != 128), name
+    if s.ratio == 1:
+        return
+    closes = [s.entry_slot(r, p // s.ratio) if p >= 0 and (p + 1) % s.ratio == 0 else -1 for r, p in rows]
+    same("compressed_slot_mapping", m.compressed_slot_mapping, closes, int64)
+    same("state_slot_mapping", m.state_slot_mapping, [s.slot("state", r, p) for r, p in rows], int64)
+    assert torch.equal(m.compressed_block_table, s.table("compressed"))
+    assert torch.equal(m.state_block_table, s.table("state"))
+    if s.ratio != 128:
+        return
+    width = s.c128a_width(max_model_len)
+    visible = [(p + 1) // 128 for _, p in rows]
+    decode = [padded([s.entry_slot(r, e) for e in range(v)], width) for (r, _), v in zip(rows, visible, strict=True)]
+    same(c128a[0], m.c128a_global_decode_topk_indices, decode[:decode_rows], int32, (decode_rows, width))
+    same(c128a[1], m.c128a_decode_topk_lens, visible[:decode_rows], int32)
+    prefill = [padded(list(range(v)), width) for v in visible[decode_rows:]]
+    same(c128a[2], m.c128a_prefill_topk_indices, prefill, int32, (len(rows) - decode_rows, width))
+
+
+CASES: list[Callable[[int], Step]] = [
+    lambda ratio: Step(ratio, [1, 1, 1], [1, 129, 1000], 3),
+    lambda ratio: Step(ratio, [4, 4], [4, 131], 2),
+    lambda ratio: Step(ratio, [1, 3, 2], [127, 258, 64], 3),
+    lambda ratio: Step(ratio, [300], [300], 0),
+    lambda ratio: Step(ratio, [128, 1, 5, 200], [128, 77, 700, 513], 0),
+    lambda ratio: Step(ratio, [1, 2, 140, 7], [256, 384, 140, 1031], 2),
+    lambda ratio: Step(ratio, [1, 1, 1, 50], [37, 0, 0, 50], 3),
+    lambda ratio: Step(ratio, [2, 2, 9, 6], [512, 0, 0, 6], 2),
+    lambda ratio: Step(ratio, [0, 3, 0], [64, 130, 200], 1),
+    lambda ratio: Step(ratio, [], [], 0),
+    lambda ratio: Step(ratio, [1, 8], [33000, 39999], 1),
+]
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_field_of_a_step(ratio: int, case: Callable[[int], Step]) -> None:
+    step = case(ratio)
+    check(step.build(), step)
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+def test_random_steps_share_a_builder(ratio: int) -> None:
+    """What one step left in the buffers does not show in the next."""
+    rng = random.Random(ratio)
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+    for number in range(25):
+        count = rng.randint(0, 5)
+        decodes = rng.randint(0, count)
+        lens = [rng.choice([1, 1, 2, 5]) for _ in range(decodes)]
+        lens += [rng.choice([1, 3, 64, 127, 150]) for _ in range(count - decodes)]
+        before = [rng.choice([0, 1, 3, 127, 128, 255, 1500]) for _ in lens]
+        seqs = [0 if rng.random() < 0.2 else n + b for n, b in zip(lens, before, strict=True)]
+        step = Step(ratio, lens, seqs, decodes, seed=number)
+        check(step.build(builder), step)
+
+
+def test_kinds_share_a_builder_with_different_tables() -> None:
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+    steps = [Step(ratio, [1, 2, 40], [200, 300, 170], 2, seed=ratio) for ratio in KINDS]
+    built = [step.build(builder) for step in steps]
+    for metadata, step in zip(built, steps, strict=True):
+        check(metadata, step)
+
+
+def addresses(m: DeepseekV4Metadata) -> list[int]:
+    tensors = [m.decode_swa_indices, m.decode_swa_lens]
+    if m.c128a_decode_topk_lens is not None:
+        tensors += [m.c128a_global_decode_topk_indices, m.c128a_decode_topk_lens, m.c128a_prefill_topk_indices]
+    return [t.data_ptr() for t in tensors]
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+def test_index_tables_stay_where_they_are(ratio: int) -> None:
+    """Graphs replay with the addresses they were captured with, whatever the step's sizes and widths."""
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+    steps = [
+        Step(ratio, [1, 5], [10, 20], 1),
+        Step(ratio, [1, 1, 1, 70], [33000, 5, 4, 70], 3),
+        Step(ratio, [3, 3, 2], [100, 200, 300], 2),
+    ]
+    places = []
+    for step in steps:
+        for other in KINDS:
+            replace(step, ratio=other, seed=9).build(builder)
+        places.append(addresses(step.build(builder)))
+    assert places[0] == places[1] == places[2]
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "longest", "width"),
+    [
+        (100, 100, 128),
+        (16384, 1, 128),
+        (16384, 16384, 128),
+        (16385, 16385, 128),
+        (16385, 16511, None),
+        (16512, 16512, 256),
+        (65536, 128 * 129 - 1, 128),
+        (65536, 128 * 129, 256),
+        (65536, 128 * 256 + 127, 256),
+        (65536, 128 * 257, 512),
+        (128 * 300, 128 * 300, 384),
+        (128 * 300, 128 * 256, 256),
+        (1 << 20, 1 << 20, 8192),
+        (1 << 20, (1 << 19) + 128, 8192),
+    ],
+)
+def test_width_of_the_c128a_tables(max_model_len: int, longest: int, width: int | None) -> None:
+    """The next power of two of the step's entries, at least 128, at most what the longest sequence needs, in 128s."""
+    step = Step(128, [1], [longest], 1)
+    builder = DeepseekV4MetadataBuilder(CONFIG, 2, max_model_len)
+    if width is None:
+        with pytest.raises(ValueError, match="max_model_len"):
+            step.build(builder)
+        return
+    assert step.c128a_width(max_model_len) == width
+    metadata = step.build(builder)
+    assert metadata.c128a_global_decode_topk_indices is not None
+    assert metadata.c128a_global_decode_topk_indices.shape == (1, width)
+    check(metadata, step, max_model_len)
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+def test_lengths_that_only_the_device_knows(ratio: int) -> None:
+    """The host knows upper bounds (all drafts accepted); positions and slots come from the device's lengths."""
+    true = Step(ratio, [3, 3, 20], [259, 130, 150], 2)
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+    device = torch.tensor(true.seq_lens, dtype=torch.int32)
+    metadata = builder.build(ratio, [3, 3, 20], [262, 133, 150], true.tables(), 2, seq_lens_device=device)
+    assert metadata.seq_lens is device
+    assert metadata.seq_lens_cpu == (262, 133, 150)
+    assert metadata.max_seq_len == 262
+    metadata.seq_lens_cpu, metadata.max_seq_len = tuple(true.seq_lens), 259
+    check(metadata, true)
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+def test_a_token_without_a_page_is_no_token(ratio: int) -> None:
+    step = Step(ratio, [1, 1, 128], [384, 256, 128], 2)
+    step.pages["swa"][1][-1] = -1
+    step.pages["swa"][2][-1] = -1
+    metadata = step.build()
+    dead = [1, *range(2 + 64, 2 + 128)]
+    alive = [t for t in range(130) if t not in dead]
+    assert not metadata.is_valid_token[dead].any()
+    assert metadata.is_valid_token[alive].all()
+    assert (metadata.slot_mapping[dead] == -1).all()
+    assert metadata.decode_swa_lens.tolist() == [128, 0]
+    assert (metadata.decode_swa_indices[1] == -1).all()
+    if metadata.compressed_slot_mapping is not None:
+        assert (metadata.compressed_slot_mapping[dead] == -1).all()
+        assert metadata.compressed_slot_mapping[0] >= 0
+    if metadata.c128a_decode_topk_lens is not None:
+        assert metadata.c128a_decode_topk_lens.tolist() == [3, 0]
+
+
+def test_given_restart_positions_are_kept() -> None:
+    restart = torch.tensor([7, 9], dtype=torch.int32)
+    assert Step(4, [4, 4], [12, 12], 1).build(min_restart=restart).min_restart is restart
+
+
+def test_decode_rows_as_a_batch() -> None:
+    """Requests of equal length form a [requests, rows] batch; unequal ones count row by row."""
+    equal = Step(4, [3, 3, 10], [12, 70, 10], 2)
+    metadata, table = equal.build(), equal.table("swa")
+    assert metadata.decode_batch() == (2, 3)
+    assert torch.equal(metadata.decode_table(table), table[:2])
+    unequal = Step(4, [3, 1, 10], [12, 70, 10], 2)
+    metadata, table = unequal.build(), unequal.table("swa")
+    assert metadata.decode_batch() == (4, 1)
+    assert torch.equal(metadata.decode_table(table), table[[0, 0, 0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seq_lens": [5]}, r"build: seq_lens: expected 2 entries as in query_lens, got 1"),
+        ({"num_decodes": 3}, r"build: num_decodes: expected 0\.\.2, got 3"),
+        ({"num_decodes": -1}, r"build: num_decodes: expected 0\.\.2, got -1"),
+        ({"seq_lens": [5, 41]}, r"build: seq_lens: expected at most max_model_len = 40, got 41"),
+        ({"query_lens": [1, 8]}, r"build: query_lens: expected at most 8 rows in all, got 9"),
+        ({"block_tables": BlockTables(torch.zeros(2, 1, dtype=torch.int32))}, r"build: block_tables: .* ratio 4"),
+    ],
+)
+def test_errors(arguments: dict[str, Any], message: str) -> None:
+    builder = DeepseekV4MetadataBuilder(CONFIG, 8, 40)
+    tables = Step(4, [1, 3], [5, 9], 1).tables()
+    good = {"query_lens": [1, 3], "seq_lens": [5, 9], "block_tables": tables, "num_decodes": 1}
+    builder.build(4, **good)
+    with pytest.raises(ValueError, match=message):
+        builder.build(4, **{**good, **arguments})

@@ -1,0 +1,165 @@
+"""Every baseline name has a counterpart, which the README's table names, with the baseline's arguments."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "README.md"
+SAME = [
+    "DeepseekCompressor",
+    "CompressorStateCache",
+    "DeepseekV4SWACache",
+    "DeepseekV4IndexerCache",
+    "DeepseekV4Indexer",
+    "SparseAttnIndexer",
+    "DeepseekV4MultiHeadLatentAttentionWrapper",
+    "deepseek_v4_fp8_einsum",
+    "DeepseekV4MLAAttention",
+    "DeepseekV4FlashInferMLASparseImpl",
+    "save_partial_states",
+    "quantize_and_insert_k_cache",
+    "dequantize_and_gather_k_cache",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert",
+    "fused_q_kv_rmsnorm",
+    "fused_mtp_input_rmsnorm",
+    "mtp_shared_head_rmsnorm",
+    "fused_indexer_q_rope_quant",
+    "top_k_per_row_prefill",
+    "top_k_per_row_decode",
+    "cp_gather_indexer_k_quant_cache",
+    "compute_global_topk_indices_and_lens",
+    "combine_topk_swa_indices",
+    "build_flashinfer_mixed_sparse_indices",
+    "build_c128a_topk_metadata",
+    "get_compressed_slot_mapping",
+    "fused_inv_rope_fp8_quant",
+]
+RENAMED = {
+    "DeepseekV4MLAModules": "build_layer",
+    "deepseek_v4_attention": "DeepseekV4MLAAttention.forward",
+    "DeepseekV4FlashInferMLASparseBackend": "DeepseekV4FlashInferMLASparseImpl",
+    "step metadata": "DeepseekV4Metadata",
+    "compress_norm_rope_store_triton": "compress_norm_rope_store",
+    "compress_norm_rope_store_cutedsl": "compress_norm_rope_store",
+    "fp8_mqa_logits": "mqa_logits",
+    "fp8_paged_mqa_logits": "paged_mqa_logits",
+    "decode SWA indices": "compute_decode_swa_indices",
+    "flash_mla_with_kvcache": "sparse_mla_decode",
+    "flash_mla_sparse_fwd": "sparse_mla_prefill",
+    "trtllm_batch_decode_sparse_mla_dsv4": "sparse_mla_mixed",
+    "fp8_einsum": "deepseek_v4_fp8_einsum",
+    "MTP layer": "DeepseekV4MTPNorms",
+}
+PREFIXES = ("cute_kernels.", "layers.")
+
+
+def table() -> dict[str, list[str]]:
+    """Baseline name (a backticked word or a whole cell) -> our dotted paths, of the table under a heading "Names"."""
+    if not README.exists():
+        return {}
+    names: dict[str, list[str]] = {}
+    inside = False
+    for line in README.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            inside = "names" in line.lower()
+        elif inside and line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            ours = [word for word in re.findall(r"`([^`]+)`", cells[1]) if word.startswith(PREFIXES)]
+            if ours:
+                for name in [*re.findall(r"`([^`]+)`", cells[0]), cells[0]]:
+                    names[name] = ours
+    return names
+
+
+def resolve(path: str) -> object:
+    """The object a dotted path names: the longest module in it, then attributes."""
+    parts = path.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[split:]:
+            found = getattr(found, attribute)
+        return found
+    raise ModuleNotFoundError(path)
+
+
+@pytest.mark.parametrize(("name", "expected"), [*((n, n) for n in SAME), *RENAMED.items()])
+def test_the_readme_names_the_counterpart(name: str, expected: str) -> None:
+    names = table()
+    assert names, f"{README} has no table `| baseline name | ours |` under a heading that contains 'Names'"
+    found = [ours for baseline, ours in names.items() if baseline == name or baseline.startswith(f"{name} (")]
+    assert found, f"the table of names in {README} has no row for `{name}`"
+    assert found[0][0].endswith("." + expected), f"{name}: expected a path to {expected}, got {found[0][0]}"
+    for path in found[0]:
+        assert callable(resolve(path)), path
+
+
+def test_every_path_of_the_table_exists() -> None:
+    for paths in table().values():
+        for path in paths:
+            resolve(path)
+
+
+SIGNATURES = {
+    "compressor.save_partial_states": "kv score ape positions state_cache slot_mapping block_size state_width "
+    "compress_ratio pdl_kwargs=None",
+    "compressor.compress_norm_rope_store": "state_cache num_actual token_to_req_indices positions slot_mapping "
+    "block_table block_size state_width cos_sin_cache kv_cache k_cache_metadata pdl_kwargs head_dim rope_head_dim "
+    "compress_ratio overlap use_fp4_cache rms_norm_weight rms_norm_eps quant_block token_stride scale_dim",
+    "compressor.get_compressed_slot_mapping": "num_tokens query_start_loc seq_lens block_table block_size "
+    "compress_ratio out=None",
+    "kv_cache.quantize_and_insert_k_cache": "k k_cache slot_mapping block_size=64 is_ue8m0=True",
+    "kv_cache.dequantize_and_gather_k_cache": "out k_cache seq_lens gather_lens block_table block_size offset",
+    "kv_cache.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": "q kv k_cache slot_mapping positions cos_sin_cache "
+    "eps block_size",
+    "kv_cache.fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": "q kv kv_cache slot_mapping positions "
+    "cos_sin_cache eps block_size",
+    "kv_cache.fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": "q kv q_fp8 kv_cache slot_mapping positions "
+    "cos_sin_cache fp8_kv_scale q_scale_inv eps block_size",
+    "norm.fused_q_kv_rmsnorm": "qr kv q_weight kv_weight eps",
+    "norm.fused_mtp_input_rmsnorm": "inputs_embeds positions previous_hidden_states enorm_weight hnorm_weight eps "
+    "hc_mult",
+    "norm.mtp_shared_head_rmsnorm": "hidden_states weight eps",
+    "indexer.fused_indexer_q_rope_quant": "positions index_q index_q_cos_sin_cache index_weights "
+    "index_weights_softmax_scale index_weights_head_scale use_fp4=False",
+    "indexer.mqa_logits": "q kv weights cu_seq_len_k_start cu_seq_len_k_end clean_logits=True",
+    "indexer.paged_mqa_logits": "q kv_cache weights context_lens block_tables schedule_metadata max_model_len "
+    "clean_logits=False",
+    "indexer.cp_gather_indexer_k_quant_cache": "kv_cache dst_k dst_scale block_table cu_seq_lens",
+    "indexer.top_k_per_row_prefill": "logits row_starts row_ends out num_rows stride0 stride1 k",
+    "indexer.top_k_per_row_decode": "logits next_n seq_lens out num_rows stride0 stride1 k",
+    "indices.compute_global_topk_indices_and_lens": "topk_indices token_to_req_indices block_table block_size "
+    "is_valid_token",
+    "indices.build_c128a_topk_metadata": "positions compress_ratio num_decode_tokens token_to_req_indices block_table "
+    "block_size slot_mapping global_decode_buffer decode_lens_buffer prefill_buffer max_compressed_tokens=8192",
+    "indices.combine_topk_swa_indices": "topk_indices query_start_loc seq_lens gather_lens window_size compress_ratio "
+    "topk M N",
+    "indices.build_flashinfer_mixed_sparse_indices": "decode_swa_indices decode_compressed_indices "
+    "decode_compressed_topk_lens prefill_topk_indices query_start_loc seq_lens token_to_req_indices swa_block_table "
+    "swa_block_size compressed_block_table compressed_block_size window_size compress_ratio topk "
+    "decode_compressed_indices_are_local=False decode_is_valid_token=None",
+    "sparse_mla.sparse_mla_prefill": "q kv indices sm_scale d_v=512 attn_sink=None topk_length=None",
+    "output.fused_inv_rope_fp8_quant": "o positions cos_sin_cache n_groups heads_per_group nope_dim=448 rope_dim=64 "
+    "quant_group_size=128 tma_aligned_scales=False",
+    "output.deepseek_v4_fp8_einsum": "a a_scale b b_scale out equation recipe",
+}
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_arguments_are_the_baselines_in_order_with_its_defaults(path: str) -> None:
+    """Ours follow as keywords only, and all of them have defaults."""
+    room, name = path.split(".")
+    parameters = inspect.signature(getattr(importlib.import_module(f"cute_kernels.{room}.ops"), name)).parameters
+    positional = [p for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in positional]
+    assert shown == SIGNATURES[path].split()
+    assert all(p.default is not p.empty for p in parameters.values() if p.kind is p.KEYWORD_ONLY)

@@ -1,0 +1,383 @@
+"""python -m cute_kernels info | precompile | verify"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import cli, support
+from cute_kernels.models import MODELS
+from cute_kernels.runtime import arch as arch_
+from cute_kernels.runtime import cache, registry
+from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime import precompile as precompile_
+from cute_kernels.runtime import verify as verify_
+from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.report import Facts, Report
+from cute_kernels.runtime.verify import Verdict
+from tests.runtime.test_cache import ENVIRONMENT
+
+ROOT = Path(__file__).parent.parent.parent
+Capture = pytest.CaptureFixture[str]
+
+
+@dataclass(frozen=True)
+class Key(KernelKey):
+    rows: int = 1
+
+
+FACTS = Facts(40, 0, 0, 0, 2048, {"wgmma": 32, "bulk.load": 4}, 1.5)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "environment", lambda: dict(ENVIRONMENT))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine with one GPU, of a settable capability."""
+    state = SimpleNamespace(capability=(9, 0))
+    arch_.arch_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "A GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: state.capability)
+    yield state
+    arch_.arch_of.cache_clear()
+
+
+def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
+    try:
+        status = cli.main(arguments)
+    except SystemExit as error:
+        status = int(error.code or 0)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
+
+
+def test_info_says_what_is_supported(capsys: Capture) -> None:
+    status, out, err = run(capsys, "info")
+    assert (status, err) == (0, "")
+    assert torch.__version__ in out
+    assert "quantize_and_insert_k_cache\n    measured sm_90a, compiled sm_89 sm_100a sm_103a sm_120a, no sm_80" in out
+    assert "without a kernel" in out
+    assert "sparse_mla_decode" in out
+
+
+def test_info_as_json(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
+    store = cache.Store(cache.default_directory() or Path())
+    monkeypatch.setattr(cache, "hash_sources", lambda: cache.SOURCES)
+    store.write(Key("sm_90a"), b"x" * 100, FACTS)
+    status, out, _ = run(capsys, "info", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert (found["gpus"], found["arch"]) == ([], "sm_100a")
+    assert found["cache"]["directory"] == str(store.root)
+    assert [(c["arch"], c["objects"], c["bytes"], c["current"]) for c in found["cache"]["contents"]] == [
+        ("sm_90a", 1, 100, True)
+    ]
+    assert found["variables"]["CUTE_KERNELS_CACHE_DIR"] == str(store.root)
+    assert set(found["support"]) == set(registry.all_ops())
+    for by_arch in found["support"].values():
+        assert list(by_arch) == list(support.ARCHS)
+        assert all(cell["status"] in ("measured", "compiled", "reference", "no") for cell in by_arch.values())
+        assert all((cell["record"] is not None) == (cell["status"] == "measured") for cell in by_arch.values())
+    assert "sm_90a: 1 kernels" in run(capsys, "info")[1]
+
+
+def test_info_on_gpus(capsys: Capture, gpu: SimpleNamespace) -> None:
+    found = json.loads(run(capsys, "info", "--json")[1])
+    assert found["gpus"] == [{"name": "A GPU", "arch": "sm_90a", "unsupported": None}]
+    assert found["arch"] == "sm_90a"
+    arch_.arch_of.cache_clear()
+    gpu.capability = (7, 5)
+    found = json.loads(run(capsys, "info", "--json")[1])
+    assert found["gpus"][0]["arch"] is None
+    assert "got 7.5" in found["gpus"][0]["unsupported"]
+    status, out, _ = run(capsys, "info")
+    assert status == 0
+    assert "got 7.5" in out
+
+
+# ---- precompile ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--arch", "sm_75"], "kernels need sm_80 or newer"),
+        (["--arch", "sm_91a"], "arch: expected one of sm_80"),
+        ([], "--arch: expected a compile target"),
+        (["--arch", "sm_90a", "--tp", "3"], "tp: expected a divisor of num_attention_heads = 64, got 3"),
+        (["--arch", "sm_90a", "--tp", "0"], "--tp: expected a positive integer"),
+        (["--arch", "sm_90a", "--tp", "two"], "--tp: invalid integer value"),
+        (["--arch", "sm_90a", "--model", "v3"], "--model: invalid choice"),
+        (["--arch", "sm_90a", "--config", "/nowhere/config.json"], "cannot read /nowhere/config.json"),
+        (["--arch", "sm_90a", "--model", "v4-pro", "--all"], "not allowed with"),
+        (["--arch", "sm_90a", "--out", "/dev/null/x"], "Not a directory"),
+    ],
+)
+def test_requests_that_cannot_be_met(capsys: Capture, arguments: list[str], why: str) -> None:
+    status, out, err = run(capsys, "precompile", *arguments)
+    assert (status, out) == (2, "")
+    assert why in err
+    assert err.startswith("python -m cute_kernels precompile: error: ")
+    assert err.count("\n") == 1
+
+
+def test_a_gpu_that_is_too_old(capsys: Capture, gpu: SimpleNamespace) -> None:
+    gpu.capability = (7, 5)
+    for command in ("precompile", "verify"):
+        status, _, err = run(capsys, command)
+        assert status == 2
+        assert "expected compute capability 8.0" in err
+        assert "got 7.5" in err
+
+
+def test_deployments(tmp_path: Path) -> None:
+    def wanted(*arguments: str) -> list[tuple[Any, int]]:
+        return cli.wanted_deployments(cli.make_parser().parse_args(["precompile", *arguments]))
+
+    flash, pro = MODELS["v4-flash"], MODELS["v4-pro"]
+    assert wanted() == [(flash, 1)]
+    assert wanted("--model", "v4-pro", "--tp", "8") == [(pro, 8)]
+    assert wanted("--all") == [(m, tp) for m in (flash, pro) for tp in (1, 2, 4, 8)]
+    assert wanted("--all", "--tp", "4") == [(flash, 4), (pro, 4)]
+    (tmp_path / "config.json").write_text('{"hidden_size": 7168, "num_attention_heads": 128}')
+    ((shape, tp),) = wanted("--config", str(tmp_path / "config.json"), "--tp", "2")
+    assert (shape.hidden_size, tp) == (7168, 2)
+
+
+def test_the_gpus_architecture_is_the_default(gpu: SimpleNamespace) -> None:
+    assert cli.wanted_archs(None) == ["sm_90a"]
+    assert cli.wanted_archs(["sm_100a", "sm_103a", "sm_100a"]) == ["sm_100a", "sm_103a"]
+
+
+OUTCOMES = [
+    precompile_.Outcome(Key("sm_90a"), "compiled", FACTS, (), 2.0),
+    precompile_.Outcome(Key("sm_90a", 2), "cached", FACTS, (), 0.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("extra", "status", "shown"),
+    [
+        ([], 0, "2 of 2 kernels in"),
+        (
+            [precompile_.Outcome(Key("sm_90a", 3), "failed", None, ("no such [x]",), 1.0)],
+            1,
+            "2 of 3 kernels",
+        ),
+        ([precompile_.Outcome(Key("sm_90a", 3), "compiled", FACTS, ("spills: 4 bytes",), 1.0)], 1, "spills: 4 bytes"),
+    ],
+)
+def test_what_precompile_shows(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extra: list[Any], status: int, shown: str
+) -> None:
+    outcomes = [*OUTCOMES, *extra]
+    asked: list[Any] = []
+
+    def compile_all(keys: Iterable[Any], folder: Path, workers: int | None) -> Any:
+        asked.append((list(keys), folder, workers))
+        return reversed(outcomes)
+
+    monkeypatch.setattr(registry, "deployment_keys", lambda model, tp, arch: [o.key for o in outcomes])
+    monkeypatch.setattr(precompile_, "precompile", compile_all)
+    arguments = ["precompile", "--arch", "sm_90a", "--out", str(tmp_path / "out"), "--workers", "3"]
+    got, out, _ = run(capsys, *arguments)
+    assert got == status
+    assert shown in out
+    for part in ("sm_90a", "40 registers", "0 bytes spilled", "2048 bytes of shared memory", "32 wgmma", "4 bulk.load"):
+        assert part in out
+    assert (f"CUTE_KERNELS_CACHE_DIR={tmp_path / 'out'} CUTE_KERNELS_JIT=forbid" in out) is ("2 of 3" not in out)
+    assert asked == [([o.key for o in outcomes], tmp_path / "out", 3)]
+    got, out, _ = run(capsys, *arguments, "--json")
+    assert got == status
+    kernels = json.loads(out)["kernels"]
+    assert [k["status"] for k in kernels] == [o.status for o in outcomes]
+    assert kernels[0]["facts"]["instructions"] == {"wgmma": 32, "bulk.load": 4}
+
+
+def test_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a worker makes of a key: compiled, cached, failed, or with nowhere to keep it."""
+    made: list[KernelKey] = []
+
+    def compile_object(key: KernelKey) -> tuple[bytes, Report]:
+        if key == Key("sm_90a", 13):
+            raise RuntimeError("no\nsuch")
+        made.append(key)
+        return b"object", Report(**vars(FACTS), key=key, ptx="", cubin=b"")
+
+    monkeypatch.setattr(compile_, "compile_object", compile_object)
+    monkeypatch.setattr(cache, "hash_sources", lambda: cache.SOURCES)
+    monkeypatch.setattr(cache, "_warned", True)
+    first, second = (precompile_.compile_one(Key("sm_90a")) for _ in range(2))
+    assert (first.status, second.status, len(made)) == ("compiled", "cached", 1)
+    assert first.facts == second.facts == FACTS
+    folder = cache.default_directory()
+    assert folder is not None
+    (known,) = precompile_.precompile([Key("sm_90a"), Key("sm_90a")], folder)
+    assert (known.status, known.facts) == ("cached", FACTS), "no process is needed for what is there"
+    failed = precompile_.compile_one(Key("sm_90a", 13))
+    assert (failed.status, failed.facts, failed.problems) == ("failed", None, ("no\nsuch",))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / "file"))
+    lost = precompile_.compile_one(Key("sm_90a"))
+    assert lost.status == "failed", "a kernel that could not be kept is no success"
+    assert "file" in lost.problems[0]
+
+
+@dataclass(frozen=True)
+class Deadly(KernelKey):
+    """Takes its compiler down with it."""
+
+    def build(self) -> Any:
+        os._exit(3)
+
+
+def test_a_compiler_that_dies_fails_its_kernel(tmp_path: Path) -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    (outcome,) = precompile_.precompile([Deadly("sm_90a")], tmp_path, workers=1)
+    assert (outcome.key, outcome.status) == (Deadly("sm_90a"), "failed")
+    assert outcome.problems == ("the compiling process died",)
+
+
+def test_a_bundle_serves_a_process_without_a_compiler(tmp_path: Path) -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    shutil.copytree(ROOT / "cute_kernels", tmp_path / "cute_kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    variables = {"HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", cache.DIRECTORY_VARIABLE)}
+
+    def python(*arguments: str, **more: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path, env={**environment, **variables, **more}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        return done.stdout
+
+    command = ["-m", "cute_kernels", "precompile", "--arch", "sm_90a", "--model", "v4-pro", "--tp", "8", "--json"]
+    made = json.loads(python(*command, "--out", "bundle"))
+    assert {kernel["status"] for kernel in made["kernels"]} == {"compiled"}
+    for kernel in made["kernels"]:
+        assert kernel["problems"] == []
+        assert kernel["facts"]["registers"] > 0
+        assert kernel["facts"]["instructions"]
+    code = (
+        "import cute_kernels\n"
+        "from cute_kernels.models import MODELS\n"
+        "from cute_kernels.runtime import compile as c, registry\n"
+        "keys = registry.deployment_keys(MODELS['v4-pro'], 8, 'sm_90a')\n"
+        "for key in keys: c.function(key)\n"
+        "print(len(keys), c.compilations(), c.disk_loads())\n"
+    )
+    count = len(made["kernels"])
+    out = python("-c", code, CUTE_KERNELS_CACHE_DIR=str(tmp_path / "bundle"), CUTE_KERNELS_JIT="forbid")
+    assert out == f"{count} 0 {count}\n"
+    assert not (tmp_path / "home").exists(), "nothing goes into the user's own cache"
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_without_a_gpu_verifies_nothing(capsys: Capture) -> None:
+    for arguments in ((), ("--json",), ("--layers",)):
+        status, out, err = run(capsys, "verify", *arguments)
+        assert (status, out) == (2, "")
+        assert "no CUDA device" in err
+    status, _, err = run(capsys, "verify", "--op", "sparse")
+    assert status == 2
+    assert "sparse_mla_decode" in err
+
+
+VERDICTS = {
+    "quantize_and_insert_k_cache": Verdict("quantize_and_insert_k_cache", "pass", 7, "", 3.25),
+    "save_partial_states": Verdict("save_partial_states", "unsupported", 0, "sm_75 [old]"),
+}
+
+
+@pytest.mark.parametrize("bad", [None, "fail", "no examples"])
+def test_verify_reports_a_verdict_per_op(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace, bad: str | None
+) -> None:
+    found = dict(VERDICTS)
+    if bad:
+        found["mqa_logits"] = Verdict("mqa_logits", bad, 1, "out: 3 of 9 bytes differ")
+
+    def isolated(names: Iterable[str], function: Any) -> Any:
+        assert function is verify_.verify_by_name
+        return [found.get(name, Verdict(name, "no kernel")) for name in names]
+
+    monkeypatch.setattr(verify_, "run_isolated", isolated)
+    status, out, _ = run(capsys, "verify")
+    assert status == (1 if bad else 0)
+    assert "A GPU, sm_90a" in out
+    assert "pass        quantize_and_insert_k_cache, 7 examples in 3.2 s" in out
+    assert "sm_75 [old]" in out
+    assert "no kernel   sparse_mla_decode" in out
+    assert ("out: 3 of 9 bytes differ" in out) is bool(bad)
+    status, out, _ = run(capsys, "verify", "--json")
+    assert status == (1 if bad else 0)
+    parsed = json.loads(out)
+    assert (parsed["gpu"], parsed["arch"]) == ("A GPU", "sm_90a")
+    assert {v["name"] for v in parsed["verdicts"]} == set(registry.all_ops())
+    only = json.loads(run(capsys, "verify", "--json", "--op", "save_partial_states")[1])
+    assert [v["name"] for v in only["verdicts"]] == ["save_partial_states"]
+
+
+def test_verify_runs_layers_when_asked(capsys: Capture, monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace) -> None:
+    asked: list[str] = []
+
+    def isolated(names: Iterable[str], function: Any) -> Any:
+        asked.append(f"{function.__module__}.{function.__name__}")
+        return [Verdict(name, "pass", 1) for name in names]
+
+    monkeypatch.setattr(verify_, "run_isolated", isolated)
+    status, out, _ = run(capsys, "verify", "--layers", "--json")
+    assert status == 0
+    assert asked == ["cute_kernels.runtime.verify.verify_by_name", "layers.verify.verify_layer"]
+    assert {"layer SWA", "layer C4A", "layer C128A"} <= {v["name"] for v in json.loads(out)["verdicts"]}
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    status, _, err = run(capsys, "verify", "--layers", "--op", "mqa_logits")
+    assert status == 2
+    assert "the package 'layers' is not installed" in err
+
+
+def test_layers_agree_with_themselves_and_a_wrong_op_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from layers import verify as layers_verify
+
+    verdict = layers_verify.verify_layer("layer SWA", "cpu")
+    assert (verdict.status, verdict.cases) == ("pass", len(layers_verify.STEPS))
+    assert "ops ran their references" in verdict.detail
+    assert "CUTE_KERNELS_FALLBACK" not in os.environ
+    right = layers_verify._run
+    factor = {"cpu": 1.0, "x": 1.1}
+    monkeypatch.setattr(layers_verify, "_run", lambda ratio, device: right(ratio, "cpu") * factor[device])
+    wrong = layers_verify.verify_layer("layer SWA", "x")
+    assert wrong.status == "fail"
+    assert "relative difference 0.1" in wrong.detail
+    monkeypatch.setattr(layers_verify, "_run", lambda ratio, device: right(7, device))
+    broken = layers_verify.verify_layer("layer SWA", "cpu")
+    assert broken.status == "fail"
+    assert "ConfigError" in broken.detail

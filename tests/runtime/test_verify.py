@@ -1,0 +1,213 @@
+"""Whether a wrong kernel is found: kernels that are wrong in every way, run on the CPU in place of real ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.kv_cache import ops as kv_ops
+from cute_kernels.runtime import verify
+from cute_kernels.runtime.ops import OPS, Op
+from cute_kernels.runtime.registry import all_ops
+from cute_kernels.runtime.verify import Example, Verdict, clone_arguments, compare_arguments, run_isolated, verify_op
+
+CPU = torch.device("cpu")
+INSERT = OPS["quantize_and_insert_k_cache"]
+GATHER = OPS["dequantize_and_gather_k_cache"]
+assert kv_ops
+
+
+@pytest.fixture
+def kernel() -> Iterator[types.ModuleType]:
+    """A module that passes for a kernel of INSERT and is right."""
+    module: Any = types.ModuleType("cute_kernels_test_verify_kernel")
+    module.supports = lambda *args: (True, "")
+    module.launch = INSERT.reference
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def op_with(kernel: types.ModuleType, op: Op = INSERT) -> Op:
+    return Op(op.name, op.overload, op.check, op.reference, kernel.__name__, None)
+
+
+def wrong(change: Callable[..., None]) -> Callable[..., None]:
+    def launch(*args: Any) -> None:
+        INSERT.reference(*args)
+        change(*args)
+
+    return launch
+
+
+def test_a_right_kernel_passes(kernel: types.ModuleType) -> None:
+    verdict = verify_op(op_with(kernel), CPU)
+    assert (verdict.status, verdict.detail) == ("pass", "")
+    assert verdict.cases >= 6
+
+
+def flip(k: torch.Tensor, k_cache: torch.Tensor, *_: Any) -> None:
+    verify.raw_memory(k_cache)[-1] ^= 1
+
+
+def write_input(k: torch.Tensor, *_: Any) -> None:
+    if k.numel():
+        verify.raw_memory(k)[0] ^= 1
+
+
+def write_bad_slots(k: torch.Tensor, k_cache: torch.Tensor, slots: torch.Tensor, block_size: int, fmt: str) -> None:
+    bad = (slots < 0) | (slots >= k_cache.shape[0] * block_size)
+    if bad.any():
+        INSERT.reference(k[: len(slots)][bad][:1], k_cache, torch.zeros(1, dtype=torch.int64), block_size, fmt)
+
+
+def skip_last_row(*args: Any) -> None:
+    _, k_cache, slots, block_size, _ = args
+    if slots.shape[0] > 1000:
+        k_cache.as_strided((1,), (1,), int(slots[-1]) // block_size * k_cache.stride(0)).fill_(0xA5)
+
+
+class Flaky:
+    """Right the first time, wrong the second."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> None:
+        INSERT.reference(*args)
+        self.calls += 1
+        if self.calls % 2 == 0:
+            flip(*args)
+
+
+def crash(*args: Any) -> None:
+    raise RuntimeError("CUDA error: an illegal instruction was encountered\nmore")
+
+
+@pytest.mark.parametrize(
+    ("launch", "detail"),
+    [
+        (wrong(flip), r"k_cache: 1 of \d+ bytes differ, the first at byte \d+: expected \d+, got \d+"),
+        (wrong(write_input), r"k: 1 of \d+ bytes differ"),
+        (wrong(write_bad_slots), "k_cache: "),
+        (wrong(skip_last_row), r"(1025|4099) rows.*k_cache: "),
+        (lambda *args: None, "k_cache: "),
+        (Flaky(), "the second run differs from the first: k_cache: 1 of"),
+        (crash, "^RuntimeError: CUDA error: an illegal instruction was encountered$"),
+    ],
+)
+def test_a_wrong_kernel_is_reported(kernel: Any, launch: Callable[..., None], detail: str) -> None:
+    kernel.launch = launch
+    verdict = verify_op(op_with(kernel), CPU)
+    assert verdict.status == "fail"
+    assert verdict.name == "quantize_and_insert_k_cache"
+    assert re.search(detail, verdict.detail), verdict.detail
+
+
+def test_what_a_kernel_does_not_take_is_no_failure(kernel: Any) -> None:
+    kernel.supports = lambda *args: (False, "sm_80 has no e4m3 conversion")
+    verdict = verify_op(op_with(kernel), CPU)
+    assert (verdict.status, verdict.cases) == ("unsupported", 0)
+    assert "sm_80 has no e4m3 conversion" in verdict.detail
+    kernel.supports = lambda k, *_: (k.shape[0] != 1025, "too many rows")
+    verdict = verify_op(op_with(kernel), CPU)
+    assert verdict.status == "pass"
+    assert verdict.detail.startswith("1 not supported here, 1025 rows")
+
+
+def test_ops_without_kernel_or_examples_are_listed(kernel: Any) -> None:
+    assert verify_op(Op("x", *vars_of(INSERT)[1:4], None, None), CPU) == Verdict("x", "no kernel")
+    stranger = Op("stranger", *vars_of(INSERT)[1:4], kernel.__name__, None)
+    assert verify_op(stranger, CPU).status == "no examples"
+
+
+def vars_of(op: Op) -> tuple[Any, ...]:
+    return (op.name, op.overload, op.check, op.reference)
+
+
+def test_every_op_with_a_kernel_has_examples_that_are_legal_calls() -> None:
+    ops = [op for op in all_ops().values() if op.kernel is not None]
+    assert {"quantize_and_insert_k_cache", "dequantize_and_gather_k_cache", "save_partial_states"} <= {
+        op.name for op in ops
+    }
+    for op in ops:
+        examples = verify.examples_of(op)
+        assert examples is not None, op.name
+        names = []
+        for example in examples():
+            names.append(example.name)
+            args = clone_arguments(example.args, CPU)
+            op.check(*args)
+            op.reference(*args)
+            mutated = compare_arguments([str(n) for n in range(len(args))], clone_arguments(args, CPU), example.args)
+            empty = any(isinstance(a, torch.Tensor) and a.dim() == 1 and a.numel() == 0 for a in args)
+            assert mutated or empty, f"{op.name}, {example.name}: does nothing"
+        assert len(names) == len(set(names)) >= 3
+
+
+def test_clones_keep_views_strides_and_gaps() -> None:
+    base = torch.arange(40, dtype=torch.float32).view(4, 10)
+    left, right, other = base[:, 1:3], base[::2, 4:], torch.tensor([7], dtype=torch.int64)
+    copies = clone_arguments((left, 5, right, None, other), CPU)
+    assert copies[1] == 5
+    assert copies[3] is None
+    for copy, original in ((copies[0], left), (copies[2], right), (copies[4], other)):
+        assert torch.equal(copy, original)
+        assert (copy.stride(), copy.storage_offset()) == (original.stride(), original.storage_offset())
+        assert copy.data_ptr() != original.data_ptr()
+    copies[0].fill_(-1.0)
+    assert copies[2].untyped_storage().data_ptr() == copies[0].untyped_storage().data_ptr()
+    assert base.min() == 0
+    assert torch.equal(verify.raw_memory(copies[0]).view(torch.float32).view(4, 10)[:, 3:], base[:, 3:])
+
+
+def test_numbers_agree_if_both_are_nan() -> None:
+    def tensors(values: list[int], dtype: torch.dtype) -> tuple[torch.Tensor]:
+        return (torch.tensor(values, dtype=torch.int32).view(dtype),)
+
+    nan, other_nan = 0x7FC00000, -1
+    assert compare_arguments(["x"], tensors([nan, 1], torch.float32), tensors([other_nan, 1], torch.float32)) == ""
+    assert compare_arguments(["x"], tensors([nan], torch.float32), tensors([1], torch.float32)) != ""
+    assert compare_arguments(["x"], tensors([nan], torch.int32), tensors([other_nan], torch.int32)) != ""
+    zero = compare_arguments(["x"], tensors([0], torch.float32), tensors([-(2**31)], torch.float32))
+    assert zero == "x: 1 of 4 bytes differ, the first at byte 3: expected 128, got 0"
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def worker(name: str) -> Verdict:
+    """What the isolated process runs."""
+    if name == "dies":
+        os._exit(7)
+    if name == "hangs":
+        time.sleep(600)
+    return Verdict(name, "pass", cases=os.getpid())
+
+
+def test_what_breaks_breaks_alone() -> None:
+    verdicts = list(run_isolated(["one", "two", "dies", "three", "hangs", "four"], worker, timeout=1.5))
+    assert [v.status for v in verdicts] == ["pass", "pass", "fail", "pass", "fail", "pass"]
+    one, two, dies, three, hangs, four = verdicts
+    assert one.cases == two.cases != os.getpid()
+    assert len({one.cases, three.cases, four.cases}) == 3
+    assert dies.detail == "the process died with exit code 7"
+    assert hangs.detail == "no answer within 1.5 s: stopped"
+
+
+def test_examples_are_deterministic() -> None:
+    examples: Callable[[], Any] | None = verify.examples_of(GATHER)
+    assert examples is not None
+    first, second = (list(examples()) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert isinstance(a, Example)
+        assert a.name == b.name
+        assert compare_arguments([str(n) for n in range(len(a.args))], clone_arguments(a.args, CPU), b.args) == ""

@@ -1,0 +1,37 @@
+"""What docs/ says about variables and formats holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cute_kernels.runtime import cache
+from cute_kernels.runtime.report import Facts
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = (ROOT / "docs/environment.md").read_text()
+CACHE = (ROOT / "docs/cache.md").read_text()
+
+
+def test_every_variable_is_explained() -> None:
+    used = set()
+    for folder in ("cute_kernels", "layers", "perf", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            used |= set(re.findall(r"\"(CUTE_KERNELS_[A-Z]+(?:_[A-Z]+)*)\"", path.read_text()))
+    assert used == set(re.findall(r"^\| `(CUTE_KERNELS_\w+)` \|", ENVIRONMENT, re.M))
+    assert len(used) >= 5
+
+
+def test_the_cache_format_is_described() -> None:
+    assert f"Format {cache.FORMAT} " in CACHE
+    assert f"/v{cache.FORMAT}/" in CACHE
+    for name in cache.environment() if _has_dsl() else ():
+        assert f"`{name}`" in CACHE
+    for name in vars(Facts(0, 0, 0, 0, 0, {}, 0.0)):
+        assert name in CACHE
+
+
+def _has_dsl() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("cutlass") is not None
