@@ -20,9 +20,9 @@ KINDS = {"layer SWA": 1, "layer C4A": 4, "layer C128A": 128}
 STEPS = (90, 90, 20, 1, 1, 1)
 """Rows per step of one request: chunked prefill, then decode."""
 
-TOLERANCE = {1: 0.02, 4: 0.1, 128: 0.02}
-"""Relative error against the CPU by compress ratio: bf16 GEMMs flip last bits, which moves codes of the caches and,
-with an indexer, a few selections."""
+TOLERANCE = {1: 0.05, 4: 0.1, 128: 0.05}
+"""Relative error against the CPU by compress ratio: FP8 GEMMs on a GPU sum with few bits, which moves codes that are
+quantized later and, with an indexer, a few selections."""
 
 
 def verify_layer(name: str, device: str = "cuda") -> Verdict:

@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m perf sweep --op NAME --json OUT`."""
+"""Measurements: `python -m perf sweep | report | compare`."""

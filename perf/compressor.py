@@ -168,3 +168,5 @@ def sweep_save(
 
 
 SWEEPS = {"save_partial_states": sweep_save}
+QUICK = {"save_partial_states": (1, 1024, 32768)}
+"""Numbers of rows of a quick look."""

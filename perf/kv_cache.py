@@ -286,3 +286,5 @@ def sweep_gather(
 
 
 SWEEPS = {"quantize_and_insert_k_cache": sweep_insert, "dequantize_and_gather_k_cache": sweep_gather}
+QUICK = {"quantize_and_insert_k_cache": (1, 1024, 32768), "dequantize_and_gather_k_cache": (1024, 8192, 16384)}
+"""Numbers of rows of a quick look."""

@@ -277,7 +277,7 @@ def environment() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(),
         "cpu": _cpu(),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "dsl": _version("nvidia-cutlass-dsl"),
         "tvm_ffi": _version("apache-tvm-ffi"),
         "python": platform.python_version(),

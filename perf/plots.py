@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,13 @@ OURS, LOSING = "#0b62d6", "#cf222e"
 PEERS = ("#e8830c", "#2f9e62", "#8250df", "#bf3989", "#57606a")
 OPS = ("#0b62d6", "#e8830c", "#2f9e62", "#8250df", "#cf222e", "#0a9396", "#bf3989", "#9a6700", "#57606a")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_ROOF_LINE: dict[str, Any] = {"color": INK, "lw": 1.4, "zorder": 1}
+_LAUNCH_LINE: dict[str, Any] = {"color": INK, "lw": 1.4, "ls": (0, (4, 2)), "zorder": 1}
+_JOIN_LINE: dict[str, Any] = {"color": MUTED, "lw": 0.7, "alpha": 0.6, "zorder": 2}
 PRODUCT_NAMES = {"bf16": "bf16 products", "e4m3": "e4m3 products"}
+
+Look = tuple[str, str]
+"""Color and marker."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,8 @@ def _points(gpu: str, record: Record, cell: Cell) -> list[Point]:
 # ---- the hash in a PNG -----------------------------------------------------------------------------------------------
 
 
-def digest_of(path: Path) -> str | None:
-    """The hash that `draw` wrote into a PNG, or None."""
+def digest_of(path: Path) -> str:
+    """The hash that `draw` wrote into a PNG, or nothing."""
     data = path.read_bytes()
     at = 8
     while at + 8 <= len(data):
@@ -131,7 +137,7 @@ def digest_of(path: Path) -> str | None:
         if kind == b"tEXt" and key == DIGEST_KEY.encode():
             return value.decode("latin-1")
         at += 12 + size
-    return None
+    return ""
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
@@ -148,6 +154,7 @@ _STYLE = {
     "axes.spines.right": False,
     "axes.axisbelow": True,
     "axes.grid": True,
+    "axes.grid.which": "major",
     "grid.color": GRID,
     "text.color": INK,
     "xtick.color": MUTED,
@@ -184,96 +191,115 @@ def draw(wanted: Sequence[Figure], folder: Path) -> list[Path]:
     return written
 
 
-def _new(width: float, height: float, ratios: Sequence[float]) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure as Image
-
-    image = Image(figsize=(width, height), layout="constrained")
-    axes = image.subplots(1, len(ratios), width_ratios=list(ratios), squeeze=False)
-    return image, list(axes[0])
-
-
 def _draw_op(figure: Figure) -> Any:
     cases = len({p.case for p in figure.points})
-    image, (left, right) = _new(11.5, max(4.2, 1.5 + 0.3 * cases), (1.15, 1))
-    image.suptitle(figure.title, x=0.008, ha="left", fontsize=12, fontweight="bold")
-    colors = {name: OURS if i == 0 else PEERS[(i - 1) % len(PEERS)] for i, name in enumerate(figure.names())}
-    markers = {name: MARKERS[i % len(MARKERS)] for i, name in enumerate(figure.names())}
-    _roofline(left, figure, figure.points, colors, markers, by="name")
-    _shares(right, figure, colors, markers)
-    _legend(image, figure, colors, markers)
+    image, (left, right) = _new(figure, 11.5, max(4.4, 1.7 + 0.3 * cases), (1.15, 1))
+    look = {name: (PEERS[(i - 1) % len(PEERS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(figure.names())}
+    look[figure.names()[0]] = OURS, MARKERS[0]
+    draw_roofline = _products_roofline if figure.products else _bytes_roofline
+    draw_roofline(left, figure, figure.points, [look[p.name] for p in figure.points])
+    _shares(right, figure, look)
+    _legend(image, figure, look, 5)
     return image
 
 
 def _draw_overview(figure: Figure) -> Any:
-    ops = list(dict.fromkeys(p.op for p in figure.points))
-    colors = {op: OPS[i % len(OPS)] for i, op in enumerate(ops)}
-    markers = {op: MARKERS[i % len(MARKERS)] for i, op in enumerate(ops)}
-    image, axes = _new(11.5 if figure.products else 8.2, 4.6, (1, 1) if figure.products else (1,))
-    image.suptitle(figure.title, x=0.008, ha="left", fontsize=12, fontweight="bold")
+    ops = dict.fromkeys(p.op for p in figure.points)
+    look = {op: (OPS[i % len(OPS)], MARKERS[i % len(MARKERS)]) for i, op in enumerate(ops)}
     moving = [p for p in figure.points if not p.flops]
-    _roofline(axes[0], figure, moving, colors, markers, by="op", products=False)
-    if figure.products:
-        _roofline(axes[1], figure, [p for p in figure.points if p.flops], colors, markers, by="op", products=True)
-    _legend(image, figure, colors, markers)
+    computing = [p for p in figure.points if p.flops]
+    panels = [(f, points) for f, points in ((_bytes_roofline, moving), (_products_roofline, computing)) if points]
+    image, axes = _new(figure, 5.5 + 3.0 * len(panels), 5.0, [1] * len(panels))
+    for panel, (draw_roofline, points) in zip(axes, panels, strict=True):
+        draw_roofline(panel, figure, points, [look[p.op] for p in points])
+    _legend(image, figure, look, 2 + len(panels))
     return image
 
 
-def _roofline(
-    axes: Any,
-    figure: Figure,
-    points: Sequence[Point],
-    colors: dict[str, str],
-    markers: dict[str, str],
-    *,
-    by: str,
-    products: bool | None = None,
-) -> None:
-    """Rates under the roof: bytes against size, or FLOPs against FLOPs per byte for matrix products."""
-    products = figure.products if products is None else products
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    if not points:
+def _new(figure: Figure, width: float, height: float, ratios: Sequence[float]) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure as Image
+
+    image = Image(figsize=(width, height), layout="constrained")
+    image.suptitle(figure.title, x=0.008, ha="left", fontsize=12, fontweight="bold")
+    return image, list(image.subplots(1, len(ratios), width_ratios=list(ratios), squeeze=False)[0])
+
+
+def _bytes_roofline(axes: Any, figure: Figure, points: Sequence[Point], looks: Sequence[Look]) -> None:
+    """GB/s against the bytes of a call, under the copy rate and what the shortest launch leaves of it."""
+    axes.set_title("Rate against size")
+    axes.set_xlabel("bytes that must move per call")
+    axes.set_ylabel("GB/s")
+    low, high = _scatter(axes, points, looks, [(float(p.bytes), p.gbs) for p in points], 2.0, _bytes)
+    copy, launch = figure.roof("copy"), figure.roof("launch")
+    if copy is None:
         return
+    knee = low if launch is None else min(max(low, copy * launch * 1e3), high)
+    if launch is not None:
+        axes.plot([low, knee], [low / launch / 1e3, knee / launch / 1e3], **_LAUNCH_LINE)
+    _ceiling_line(axes, knee, high, copy, f"copy, {copy:,.0f} GB/s")
 
-    def xy(p: Point) -> tuple[float, float]:
-        return (p.flops / p.bytes, p.tflops) if products else (p.bytes, p.gbs)
 
-    xs, ys = zip(*map(xy, points), strict=True)
-    low, high = min(xs) / 1.8, max(xs) * 1.8
-    tops = _product_roof(axes, figure, low, high) if products else _copy_roof(axes, figure, low, high)
-    for first, second in _pairs(points):
-        if second is not None:
-            axes.plot(*zip(xy(first), xy(second), strict=True), color=MUTED, lw=0.6, alpha=0.6, zorder=2)
-    for p in points:
-        key = p.name if by == "name" else p.op
-        ours = by == "op" or key == figure.names()[0]
-        fill = colors[key] if ours else "white"
-        style = {"ms": 6.5 if ours else 5.5, "mew": 1.3, "mec": colors[key], "mfc": fill, "zorder": 4 if ours else 3}
-        axes.plot(*xy(p), markers[key], **style)
-        if p.losing:
-            axes.plot(*xy(p), "o", ms=12, mfc="none", mec=LOSING, mew=1.4, zorder=5)
+def _products_roofline(axes: Any, figure: Figure, points: Sequence[Point], looks: Sequence[Look]) -> None:
+    """TFLOPS against FLOPs per byte, under the copy rate and the rates of matrix products."""
+    axes.set_title("Rate of matrix products")
+    axes.set_xlabel("FLOPs per byte that must move")
+    axes.set_ylabel("TFLOPS")
+    low, high = _scatter(axes, points, looks, [(p.flops / p.bytes, p.tflops) for p in points], 4.0, "{:g}".format)
+    copy = figure.roof("copy")
+    peaks = [(peak, label) for name, label in PRODUCT_NAMES.items() if (peak := figure.roof(name)) is not None]
+    for peak, label in peaks:
+        knee = low if copy is None else min(max(low, peak * 1e3 / copy), high)
+        _ceiling_line(axes, knee, high, peak, f"{label}, {peak:,.0f} TFLOPS")
+    if copy is not None:
+        knee = min(high, max((peak * 1e3 / copy for peak, _ in peaks), default=high))
+        axes.plot([low, knee], [low * copy / 1e3, knee * copy / 1e3], **_ROOF_LINE)
+        at = (low * knee) ** 0.5
+        text = f"copy, {copy:,.0f} GB/s"
+        where = {"textcoords": "offset points", "xytext": (6, -10), "ha": "left"}
+        axes.annotate(text, (at, at * copy / 1e3), color=MUTED, **where)
+
+
+def _scatter(
+    axes: Any,
+    points: Sequence[Point],
+    looks: Sequence[Look],
+    places: Sequence[tuple[float, float]],
+    margin: float,
+    label: Callable[[float], str],
+) -> tuple[float, float]:
+    """Log-log marks; a thin line joins the candidates of a cell. The ends of the x axis, a factor `margin` outside."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.set(xscale="log", yscale="log")
+    cells: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for p, place, look in zip(points, places, looks, strict=True):
+        cells.setdefault((p.op, p.case), []).append(place)
+        _mark(axes, p, place, look, ours=p.name == points[0].name)
+    for group in cells.values():
+        axes.plot(*zip(min(group), max(group), strict=True), **_JOIN_LINE)
+    for axis, text in ((axes.xaxis, label), (axes.yaxis, "{:g}".format)):
+        axis.set_major_formatter(FuncFormatter(lambda value, _, text=text: text(value)))
+        axis.set_minor_formatter(NullFormatter())
+    low, high = min(x for x, _ in places) / margin, max(x for x, _ in places) * margin
     axes.set_xlim(low, high)
-    axes.set_ylim(min(ys) / 1.7, max([*ys, *tops]) * 1.9)
-    if products:
-        axes.set_xlabel("FLOPs per byte that must move")
-        axes.set_ylabel("TFLOPS")
-    else:
-        from matplotlib.ticker import FuncFormatter
-
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _bytes(value)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_xlabel("bytes that must move per call")
-        axes.set_ylabel("GB/s")
-    axes.set_title("Rate")
-    axes.grid(which="minor", visible=False)
+    axes.set_ylim(min(y for _, y in places) / 1.7)
+    return low, high
 
 
-def _pairs(points: Sequence[Point]) -> list[tuple[Point, Point | None]]:
-    """(ours, slowest candidate) of each cell."""
-    by_case: dict[tuple[str, str], list[Point]] = {}
-    for p in points:
-        by_case.setdefault((p.op, p.case), []).append(p)
-    return [(group[0], max(group, key=lambda p: p.us) if len(group) > 1 else None) for group in by_case.values()]
+def _ceiling_line(axes: Any, start: float, end: float, value: float, text: str) -> None:
+    """A horizontal part of the roof, named at its right end, with room above it."""
+    axes.plot([start, end], [value, value], **_ROOF_LINE)
+    axes.annotate(text, (end, value), color=MUTED, textcoords="offset points", xytext=(-2, 5), ha="right")
+    axes.set_ylim(top=max(axes.get_ylim()[1], 2 * value))
+
+
+def _mark(axes: Any, p: Point, place: tuple[float, float], look: Look, ours: bool) -> None:
+    """Ours is filled; peers are open and lie above, so that neither hides the other."""
+    color, marker = look
+    fill, size, order = (color, 7.5, 3) if ours else ("none", 5.5, 4)
+    axes.plot(*place, marker, ms=size, mew=1.3, mec=color, mfc=fill, zorder=order)
+    if p.losing:
+        axes.plot(*place, "o", ms=13, mfc="none", mec=LOSING, mew=1.4, zorder=5)
 
 
 def _bytes(count: float) -> str:
@@ -283,69 +309,17 @@ def _bytes(count: float) -> str:
     return f"{count:g} B"
 
 
-def _copy_roof(axes: Any, figure: Figure, low: float, high: float) -> list[float]:
-    copy, launch = figure.roof("copy"), figure.roof("launch")
-    if copy is None:
-        return []
-    start = low
-    if launch is not None:
-        start = min(max(low, copy * launch * 1e3), high)
-        axes.plot([low, start], [low / launch / 1e3, start / launch / 1e3], color=INK, lw=1.4, zorder=1)
-        text = f"shortest launch, {launch:.2f} µs"
-        if low < start:
-            at = (low * start) ** 0.5
-            axes.annotate(
-                text, (at, at / launch / 1e3), xytext=(-4, 4), textcoords="offset points", ha="right", color=MUTED
-            )
-    if start < high:
-        axes.plot([start, high], [copy, copy], color=INK, lw=1.4, zorder=1)
-    axes.annotate(
-        f"copy, {copy:,.0f} GB/s", (high, copy), xytext=(-2, 5), textcoords="offset points", ha="right", color=MUTED
-    )
-    return [copy]
-
-
-def _product_roof(axes: Any, figure: Figure, low: float, high: float) -> list[float]:
-    copy, tops = figure.roof("copy"), []
-    for name, label in PRODUCT_NAMES.items():
-        peak = figure.roof(name)
-        if peak is None:
-            continue
-        tops.append(peak)
-        knee = low if copy is None else min(max(low, peak * 1e3 / copy), high)
-        axes.plot([knee, high], [peak, peak], color=INK, lw=1.4, zorder=1)
-        axes.annotate(
-            f"{label}, {peak:,.0f} TFLOPS",
-            (high, peak),
-            xytext=(-2, 4),
-            textcoords="offset points",
-            ha="right",
-            color=MUTED,
-        )
-    if copy is not None:
-        knee = min(high, max(tops, default=high * copy / 1e3) * 1e3 / copy)
-        axes.plot([low, knee], [low * copy / 1e3, knee * copy / 1e3], color=INK, lw=1.4, zorder=1)
-    return tops
-
-
-def _shares(axes: Any, figure: Figure, colors: dict[str, str], markers: dict[str, str]) -> None:
+def _shares(axes: Any, figure: Figure, look: Mapping[str, Look]) -> None:
     """Per case, how much of what the ceilings allow each candidate reaches."""
-    cases = list(dict.fromkeys(p.case for p in sorted(figure.points, key=lambda p: p.bytes)))
-    rows = {case: i for i, case in enumerate(cases)}
-    for case, i in rows.items():
+    cases = list(dict.fromkeys(p.case for p in figure.points))
+    for i, case in enumerate(cases):
         shares = [100 * p.attainable / p.us for p in figure.points if p.case == case]
-        axes.plot([min(shares), max(shares)], [i, i], color=MUTED, lw=0.8, alpha=0.6, zorder=2)
+        axes.plot([min(shares), max(shares)], [i, i], **_JOIN_LINE)
     for p in figure.points:
-        ours = p.name == figure.names()[0]
-        fill = colors[p.name] if ours else "white"
-        at = 100 * p.attainable / p.us, rows[p.case]
-        axes.plot(
-            *at, markers[p.name], ms=7 if ours else 6, mew=1.3, mec=colors[p.name], mfc=fill, zorder=4 if ours else 3
-        )
-        if p.losing:
-            axes.plot(*at, "o", ms=12, mfc="none", mec=LOSING, mew=1.4, zorder=5)
-    axes.axvline(100, color=INK, lw=1.4, zorder=1)
-    axes.set_yticks(list(rows.values()), list(rows))
+        place = 100 * p.attainable / p.us, float(cases.index(p.case))
+        _mark(axes, p, place, look[p.name], ours=p.name == figure.names()[0])
+    axes.axvline(100, **_ROOF_LINE)
+    axes.set_yticks(range(len(cases)), cases)
     axes.set_ylim(len(cases) - 0.4, -0.6)
     axes.set_xlim(0, max(105.0, *(104 * p.attainable / p.us for p in figure.points)))
     axes.set_xlabel("% of what the ceilings and the shortest launch allow")
@@ -353,14 +327,18 @@ def _shares(axes: Any, figure: Figure, colors: dict[str, str], markers: dict[str
     axes.tick_params(axis="y", length=0)
 
 
-def _legend(image: Any, figure: Figure, colors: dict[str, str], markers: dict[str, str]) -> None:
+def _legend(image: Any, figure: Figure, look: Mapping[str, Look], columns: int) -> None:
     from matplotlib.lines import Line2D
 
     handles = []
-    for i, (name, color) in enumerate(colors.items()):
-        fill = color if i == 0 or name not in figure.names() else "white"
-        handles.append(Line2D([], [], marker=markers[name], ls="", mec=color, mfc=fill, mew=1.3, ms=6.5, label=name))
+    for name, (color, marker) in look.items():
+        filled = name not in figure.names()[1:]
+        style = {"marker": marker, "ls": "", "mec": color, "mfc": color if filled else "none", "mew": 1.3, "ms": 7}
+        handles.append(Line2D([], [], label=name, **style))
+    launch = figure.roof("launch")
+    if launch is not None and any(not p.flops for p in figure.points):
+        handles.append(Line2D([], [], label=f"shortest launch, {launch:.2f} µs", **_LAUNCH_LINE))
     if any(p.losing for p in figure.points):
         label = "slower than a peer, or over its limit"
         handles.append(Line2D([], [], marker="o", ls="", mec=LOSING, mfc="none", mew=1.4, ms=11, label=label))
-    image.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
+    image.legend(handles=handles, loc="outside lower center", ncols=min(columns, len(handles)))

@@ -128,6 +128,8 @@ class Yardstick:
 
 @dataclass(frozen=True)
 class Record:
+    """One op on one GPU. `partial`: it does not have all shapes. `cold_bytes`: what input sets had to exceed."""
+
     path: Path | None
     op: str
     gpu: str
@@ -139,7 +141,7 @@ class Record:
     python: str
     commit: str | None
     date: str
-    quick: bool
+    partial: bool
     cold_bytes: float
     ceilings: tuple[Ceiling, ...]
     missing_ceilings: tuple[Skipped, ...]
@@ -303,7 +305,7 @@ def _record(r: _Reader, path: Path | None) -> Record:
     gpu, torch, python = r.text("gpu"), r.text("torch"), r.text("python")
     cpu, driver, dsl, tvm_ffi = (r.text_or_null(key) for key in ("cpu", "driver", "dsl", "tvm_ffi"))
     commit, date = r.text_or_null("commit"), r.text("date")
-    quick, cold_bytes = bool(r.take("quick", bool)), r.number("cold_bytes")
+    partial, cold_bytes = bool(r.take("partial", bool)), r.number("cold_bytes")
     ceilings = r.each("ceilings", lambda i: f"ceiling {i}", _ceiling)
     given = r.take("yardsticks", dict)
     yardsticks = {name: _complete(value, f"{r.where}: yardstick {name}", _yardstick) for name, value in given.items()}
@@ -317,7 +319,7 @@ def _record(r: _Reader, path: Path | None) -> Record:
             cold = row.sets * cell.bytes >= cold_bytes or row.calls_per_replay == row.sets
             r.require(cold, f"{cell.case}: {row.name}", "input sets beyond the cache, or each called once", row.sets)
     return Record(
-        path, op, gpu, cpu, driver, torch, dsl, tvm_ffi, python, commit, date, quick, cold_bytes,
+        path, op, gpu, cpu, driver, torch, dsl, tvm_ffi, python, commit, date, partial, cold_bytes,
         tuple(c for c in ceilings if isinstance(c, Ceiling)), tuple(c for c in ceilings if isinstance(c, Skipped)),
         yardsticks, cells,
     )  # fmt: skip
@@ -374,8 +376,8 @@ def collect(results: Path) -> Book:
         if name != place:
             rejected.append(f"{name}: a record of {record.op} on {record.gpu} belongs at {place}")
             continue
-        if record.quick:
-            rejected.append(f"{name}: taken with --quick")
+        if record.partial:
+            rejected.append(f"{name}: taken with --quick or --rows")
             continue
         good, bad = usable(record)
         rejected += [f"{name}: {line}" for line in bad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -21,12 +22,13 @@ KINDS: dict[str, tuple[str, str]] = {
 }
 """Kind of ceiling -> (what it is, the yardstick it stands behind)."""
 
-METHOD = """\
-Times are medians of CUDA graph replays, in microseconds. A graph goes round input sets that together exceed three times
-the L2 cache, so inputs come from memory. Candidates take turns replay by replay on the same inputs, and before anything
-is timed their results are compared with the reference; † marks a peer whose result differs. Bytes are the fewest that
-the op must move. "% of ceiling" is the share of the ceiling that binds the cell. A cell whose time was taken with a
-reference implementation is rejected."""
+METHOD = (
+    "Times are medians of CUDA graph replays, in microseconds. A graph goes round input sets that together exceed "
+    "three times the L2 cache, so inputs come from memory. Candidates take turns replay by replay on the same inputs, "
+    "and before anything is timed their results are compared with the reference; † marks a peer whose result differs. "
+    'Bytes are the fewest that the op must move. "% of ceiling" is the share of the ceiling that binds the cell, '
+    "copying unless another is named. A cell whose time was taken with a reference implementation is rejected."
+)
 
 
 def fmt_us(us: float) -> str:
@@ -47,6 +49,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterabl
     return ["| " + " | ".join(line) + " |" for line in (header, rule, *rows)]
 
 
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
 def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
@@ -56,8 +62,11 @@ def _gain(cell: Cell) -> float | None:
     return None if cell.best_peer is None else cell.best_peer.us / cell.ours.us
 
 
-def _percent(row: Row) -> str:
-    return "" if row.percent is None else f"{row.percent:.1f}"
+def _percent(cell: Cell) -> str:
+    """Our share of the ceiling that binds; copying goes without saying."""
+    if cell.ours.percent is None:
+        return ""
+    return f"{cell.ours.percent:.1f}" + ("" if cell.bound == "copy" else f" ({cell.bound})")
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
@@ -65,7 +74,13 @@ def _percent(row: Row) -> str:
 
 def render_report(book: Book) -> str:
     """The text of perf/REPORT.md."""
-    lines = ["# Measurements", "", "Written by `python -m perf report` from the records in perf/results.", "", METHOD]
+    lines = [
+        "# Measurements",
+        "",
+        "Written by `python -m perf report` from the records in perf/results.",
+        "",
+        *_wrap(METHOD),
+    ]
     if not book.records:
         lines += ["", "No records yet."]
     for gpu, records in book.gpus():
@@ -124,12 +139,11 @@ def _losing(gpu: str, records: Sequence[Record]) -> list[str]:
     total = sum(len(record.cells) for record in records)
     lost = losing_cells(gpu, records)
     alone = sum(cell.best_peer is None for record in records for cell in record.cells)
-    lines = [
+    text = (
         f"{len(lost)} of {total} cells. A cell is listed if it is slower than its best peer by however little, or over "
         "its limit: a stated target, else the larger of 1.03 times the best peer and the best peer plus 0.2 µs."
-    ]
-    if alone:
-        lines[0] += f" {alone} cells have no peer beside them."
+    )
+    lines = _wrap(text + (f" {alone} cells have no peer beside them." if alone else ""))
     if lost:
         rows = []
         for cell, reasons in lost:
@@ -142,13 +156,13 @@ def _losing(gpu: str, records: Sequence[Record]) -> list[str]:
                     "" if best is None else f"{fmt_us(best.us)} {best.name}",
                     "" if gain is None else f"{gain:.2f}",
                     "" if limit is None else fmt_us(limit),
-                    "; ".join(reasons).replace(" us", " µs"),
+                    "; ".join(reasons),
                 ]
             )
         header = ("op", "case", "ours µs", "best peer µs", "times as fast", "limit µs", "why")
         lines += ["", *table(header, rows, (2, 3, 4, 5))]
     slow = [(c, why) for c in _host_cells(records) if (why := host_loss(c, c.ours)) is not None]
-    lines += ["", *(f"* {c.op}, {c.tensors} tensors: {why}".replace(" us", " µs") for c, why in slow)] if slow else []
+    lines += ["", *(f"* {c.op}, {c.tensors} tensors: {why}" for c, why in slow)] if slow else []
     return lines
 
 
@@ -201,11 +215,11 @@ def _op(gpu: str, record: Record) -> list[str]:
                 f"{fmt_us(cell.ours.p10)} to {fmt_us(cell.ours.p90)}",
                 f"{cell.ours.gbs:.0f}",
                 *([f"{cell.ours.tflops:.1f}"] if _has_products(record) else []),
-                _percent(cell.ours),
+                _percent(cell),
                 *(_peer(by_name.get(name)) for name in peers),
                 "" if gain is None else f"{gain:.2f}",
                 "" if limit is None else fmt_us(limit),
-                "loses" if losses(gpu, cell) else "",
+                _verdict(gpu, cell),
             ]
         )
     header = [
@@ -223,6 +237,13 @@ def _op(gpu: str, record: Record) -> list[str]:
     )
     lines += ["", *skipped] if skipped else []
     return lines + _variants(record)
+
+
+def _verdict(gpu: str, cell: Cell) -> str:
+    best, limit = cell.best_peer, limit_us(gpu, cell)
+    slower = best is not None and cell.ours.us > best.us
+    over = limit is not None and cell.ours.us > limit
+    return ", ".join(["slower"] * slower + ["over limit"] * over)
 
 
 def _has_products(record: Record) -> bool:
@@ -268,28 +289,17 @@ def render_numbers(book: Book) -> str:
         dates = sorted(record.date[:10] for record in records)
         dsl = ", ".join(sorted({f"CuTe DSL {record.dsl}" for record in records if record.dsl}))
         when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-        lines += [
-            f"{gpu}, {', '.join(part for part in (dsl, when) if part)}. Each op beside the fastest peer of each",
-            "",
-        ]
-        lines[-2] += " shape, same inputs, same run:"
-        header = (
-            "op",
-            "largest shape",
-            "µs",
-            "GB/s",
-            "% of ceiling",
-            "best peer µs",
-            "times as fast, all shapes",
-            "host µs",
-        )
+        facts = ", ".join(part for part in (gpu, dsl, when) if part)
+        lines += [*_wrap(f"{facts}. Each shape beside its fastest peer, on the same inputs in the same run:"), ""]
+        header = ["op", "largest shape", "µs", "GB/s", "% of ceiling", "best peer µs"]
+        header += ["times as fast, mean (range)", "host µs"]
         lines += table(header, [_numbers_row(record) for record in records], (2, 3, 4, 5, 6, 7))
         lines += ["", f"![Rates and ceilings](perf/plots/{plots.file_name(gpu, plots.OVERVIEW)})", ""]
         if lost:
             listed = f"{len(lost)} of {total} shapes are slower than a peer or over their limit"
         else:
             listed = f"None of {total} shapes is slower than its best peer or over its limit"
-        lines += [f"{listed}; all of them, ceilings and method are in [perf/REPORT.md](perf/REPORT.md).", ""]
+        lines += [*_wrap(f"{listed}. [perf/REPORT.md](perf/REPORT.md) has all shapes, ceilings and the method."), ""]
     return "\n".join(lines).rstrip("\n")
 
 
@@ -305,7 +315,7 @@ def _numbers_row(record: Record) -> list[str]:
         largest.case,
         fmt_us(largest.ours.us),
         f"{largest.ours.gbs:.0f}",
-        _percent(largest.ours),
+        _percent(largest),
         "none" if best is None else f"{fmt_us(best.us)} {best.name}",
         spread,
         fmt_us(min(host)) if host else "",

@@ -36,7 +36,7 @@ def losses(gpu: str, cell: Cell) -> list[str]:
         found.append(f"slower than {best.name}")
     if limit is not None and cell.ours.us > limit:
         stated = (gpu, cell.op, cell.case) in TARGETS_US
-        found.append(f"over the {'stated target' if stated else 'margin'} of {limit:.2f} us")
+        found.append(f"over the {'stated target' if stated else 'margin'} of {limit:.2f} µs")
     return found
 
 
@@ -49,4 +49,4 @@ def host_loss(cell: Cell, row: Row) -> str | None:
     limit = host_limit_us(cell)
     if row.host is None or limit is None or row.host.us <= limit:
         return None
-    return f"an eager call costs the host {row.host.us:.2f} us, over {limit:.0f}"
+    return f"an eager call costs the host {row.host.us:.2f} µs, over {limit:.0f}"

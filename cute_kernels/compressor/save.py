@@ -48,6 +48,8 @@ class SaveKey(KernelKey):
     warps         per block, a multiple of width / (128 * vectors)
     rows          per warp, all in flight together
     evict_first   kv and score are the first to leave L2: they are read once
+    kv_first      ask for the scores when kv is stored, not together with it
+    weak          load kv and score as data that is only read, in any order
     """
 
     width: int
@@ -56,6 +58,8 @@ class SaveKey(KernelKey):
     warps: int = 4
     rows: int = 1
     evict_first: bool = False
+    kv_first: bool = False
+    weak: bool = False
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -85,12 +89,16 @@ class SaveKernel:
         self.vectors = key.vectors
         self.rows_at_once = key.warps // self.segments
         self.biases = FEW_BIASES if key.all_biases else 1
-        self.load = partial(ptx.load_global_128_in_order, first_out=key.evict_first)
+        self.kv_first = key.kv_first
+        in_order = partial(ptx.load_global_128_in_order, first_out=key.evict_first)
+        self.load = ptx.load_global_128 if key.weak else in_order
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         self.name = (
             f"save_partial_states_{key.width}_v{key.vectors}w{key.warps}r{key.rows}"
             + ("_all_biases" if key.all_biases else "")
             + ("_first_out" if key.evict_first else "")
+            + ("_kv_first" if key.kv_first else "")
+            + ("_weak" if key.weak else "")
         )
 
     @cute.jit
@@ -163,7 +171,9 @@ class SaveKernel:
             # rows past the end load the last row again, and store nothing
             source = Int64(cutlass.min(row, count - 1))
             values = self.load_run(self.load, kv + source * kv_stride + column)
-            scores = self.load_run(self.load, score + source * score_stride + column)
+            scores = (
+                [] if const_expr(self.kv_first) else self.load_run(self.load, score + source * score_stride + column)
+            )
             if const_expr(self.biases > 1 and i == 0):
                 biases = self.load_biases(ape + column, ape_stride)
             # the loads that others wait for come last: what waits cannot hold up a load that is under way
@@ -173,6 +183,14 @@ class SaveKernel:
 
         for i in range_constexpr(self.rows):
             slot, position, values, scores = loaded[i]
+            is_inside = slot >= 0 and slot < Int64(capacity)
+            page, row = divmod(Int32(slot if is_inside else Int64(0)), page_rows)
+            target = pool + Int64(page) * page_stride + Int64(row) * (2 * self.half_row) + column
+            if const_expr(self.kv_first):
+                self.store_run(target, values, is_inside)
+                row = (block * self.rows + i) * self.rows_at_once + warp // self.segments
+                source = Int64(cutlass.min(row, count - 1))
+                scores = self.load_run(self.load, score + source * score_stride + column)
             # the ratio is a power of two, so this is the remainder that is never negative
             bias_row = Int32(position) & (ratio - 1)
             bias = (
@@ -181,10 +199,8 @@ class SaveKernel:
                 else self.load_run(ptx.load_global_128_again, ape + Int64(bias_row) * ape_stride + column)
             )
             sums = self.add(scores, bias)
-            is_inside = slot >= 0 and slot < Int64(capacity)
-            page, row = divmod(Int32(slot if is_inside else Int64(0)), page_rows)
-            target = pool + Int64(page) * page_stride + Int64(row) * (2 * self.half_row) + column
-            self.store_run(target, values, is_inside)
+            if const_expr(not self.kv_first):
+                self.store_run(target, values, is_inside)
             self.store_run(target + self.half_row, sums, is_inside)
 
     def load_run(self, load: Any, start: Any) -> Any:

@@ -66,9 +66,10 @@ def test_scores(fmt: Any, heads: int, wide: bool) -> None:
     same(unclean[torch.from_numpy(inside)], want[inside])
 
 
+@pytest.mark.parametrize("width", [1, 11])
 @pytest.mark.parametrize("fmt", CONTIGUOUS, ids=ids)
-def test_compressed_form(fmt: Any) -> None:
-    rows, keys, width = 13, 37, 11
+def test_compressed_form(fmt: Any, width: int) -> None:
+    rows, keys = 13, 37
     case = Case(fmt.id, rows, 4, keys, seed=2)
     start, end = ranges(rows, keys, seed=1)
     want = np.full((rows, width), NEG_INF)

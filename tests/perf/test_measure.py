@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache.ops import quantize_and_insert_k_cache
 from cute_kernels.runtime import record
-from perf import measure
+from cute_kernels.runtime.record import Cost
+from perf import measure, peers
+from perf.ceilings import add_percentages, yardsticks
+from perf.records import parse
+from tests.perf import synthetic
 
 
 def insert() -> None:
     quantize_and_insert_k_cache(
         torch.zeros(2, 512, dtype=torch.bfloat16), FP8_DS_MLA.allocate(1, 64), torch.arange(2), 64
     )
+
+
+def kernel() -> None:
+    """A call that a recording takes for that of a kernel."""
+    recording = record.active()
+    if recording is not None:
+        recording.run("some_op", "kernel", Cost(), torch.device("cpu"), lambda: None)
 
 
 def test_a_reference_is_never_timed() -> None:
@@ -28,12 +42,7 @@ def test_a_call_without_ops_is_refused() -> None:
 
 
 def test_a_kernel_passes() -> None:
-    def call() -> None:
-        recording = record.active()
-        assert recording is not None
-        recording.run("some_op", "kernel", record.Cost(), torch.device("cpu"), lambda: None)
-
-    measure.require_kernel(call)
+    measure.require_kernel(kernel)
 
 
 @pytest.mark.parametrize("size", [1, 1600, 10**5, 10**6, 5 * 10**7, 10**9])
@@ -43,16 +52,212 @@ def test_sets_leave_the_cache_cold(size: int) -> None:
     assert sets == measure.MOST_SETS or sets * size >= 3 * measure.L2_BYTES
 
 
+def test_a_larger_cache_needs_more_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        L2_cache_size = 126 * 10**6
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    assert measure.cold_bytes() == 378e6
+    assert measure.number_of_sets(10**7) == 38
+
+
 def test_statistics() -> None:
     timing = measure._timing([float(n) for n in range(21, 0, -1)], sets=3, calls=6)
     assert (timing.median, timing.p10, timing.p90, timing.least, timing.most) == (11.0, 3.0, 19.0, 1.0, 21.0)
     assert (timing.replays, timing.sets, timing.calls_per_replay) == (21, 3, 6)
 
 
-def test_row_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    timing = measure.Timing(10.0, 9.0, 11.0, 8.0, 12.0, 21, 4, 40)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    row = measure.row("ours", timing, 21_400_000, True)
-    assert (row["us"], row["gbs"], row["percent_of_copy"], row["checked"]) == (10.0, 2140.0, 50.0, True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
-    assert measure.row("ours", timing, 21_400_000, True)["percent_of_copy"] is None
+TIMING = measure.Timing(10.0, 9.0, 11.0, 8.0, 12.0, 21, 4, 40)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "implementation"),
+    [("cute_kernels", "ours", "kernel"), ("ours rows=2", "variant", "kernel"), ("vllm-triton", "peer", "peer")],
+)
+def test_row(name: str, kind: str, implementation: str) -> None:
+    row = measure.row(name, TIMING, Cost(bytes=21_400_000, flops=5 * 10**9), True)
+    assert (row["name"], row["kind"], row["implementation"]) == (name, kind, implementation)
+    assert (row["us"], row["gbs"], row["tflops"], row["checked"]) == (10.0, 2140.0, 500.0, True)
+    assert ("versions" in row) == (kind == "peer")
+
+
+# ---- one cell --------------------------------------------------------------------------------------------------------
+
+
+class Inputs:
+    """An input set whose reference wants `state` to be 1."""
+
+    def __init__(self, correct: bool = True) -> None:
+        self.state, self.correct = 0, correct
+
+    def arguments(self) -> tuple[Any, ...]:
+        return torch.zeros(1), None, torch.zeros(2), 64
+
+    def ours(self) -> None:
+        kernel()
+        self.state = 1 if self.correct else 2
+
+    def right(self, call: Callable[[], Any]) -> bool:
+        self.state = 0
+        call()
+        return self.state == 1
+
+
+def right(s: Inputs) -> None:
+    s.state = 1
+
+
+def wrong(s: Inputs) -> None:
+    s.state = 3
+
+
+def broken(s: Inputs) -> None:
+    raise ImportError("cannot open /some/folder/of/this-machine/lib.so\nmore lines")
+
+
+COST = Cost(bytes=10**6)
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces the GPU's clock; the names of what was timed, in order."""
+    names: list[str] = []
+
+    def time_graphs(
+        calls: dict[str, list[measure.Call]], nbytes: float, replays: int, failures: dict[str, str]
+    ) -> dict[str, measure.Timing]:
+        assert nbytes == COST.bytes
+        names.extend(calls)
+        if "no-graph" in calls:
+            failures["no-graph"] = "RuntimeError: synchronized"
+        return {
+            name: measure.Timing(5.0 + i, 4.0, 60.0, 3.0, 61.0, replays, 256, 256)
+            for i, name in enumerate(calls)
+            if name not in failures
+        }
+
+    monkeypatch.setattr(measure, "time_graphs", time_graphs)
+    monkeypatch.setattr(measure, "host_cost", lambda calls: {"us": 7.0, "p10": 6.0, "p90": 8.0, "calls": 1800})
+    return names
+
+
+def compare(candidates: dict[str, Any], sets: list[Inputs] | None = None) -> dict[str, Any]:
+    return measure.compare("some_op", {"T": 4}, sets or [Inputs(), Inputs()], COST, candidates, 21)
+
+
+def test_a_cell_is_what_the_schema_says(timed: list[str]) -> None:
+    candidates = {"ours rows=2": right, "vllm-triton": right, "other": "ImportError: not here"}
+    cell = compare(candidates)
+    add_percentages([cell], {"copy": {"value": 4280.0, "source": "stated"}})
+    read = parse(synthetic.record([cell], op="some_op")).cells[0]
+    assert timed == ["cute_kernels", "ours rows=2", "vllm-triton"]
+    assert [row.kind for row in read.rows] == ["ours", "variant", "peer"]
+    assert [(s.name, s.reason) for s in read.skipped] == [("other", "ImportError: not here")]
+    assert (read.tensors, read.bytes, read.bound) == (2, 10**6, "copy")
+    assert read.ours.percent == pytest.approx(100 * 10**6 / 4.28e6 / 5.0, abs=0.05)
+    assert [row.host is not None for row in read.rows] == [True, False, True]
+
+
+def test_nothing_is_timed_when_our_result_is_wrong(timed: list[str]) -> None:
+    with pytest.raises(RuntimeError, match=r"some_op: wrong result at \{'T': 4\}"):
+        compare({}, [Inputs(correct=False)])
+    assert timed == []
+
+
+def test_nothing_is_timed_when_ours_is_a_reference(timed: list[str]) -> None:
+    inputs = Inputs()
+    inputs.ours = insert  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="reference implementation"):
+        compare({}, [inputs])
+    assert timed == []
+
+
+def test_a_wrong_variant_is_not_timed_and_a_wrong_peer_is_marked(timed: list[str]) -> None:
+    rows = {row["name"]: row for row in compare({"ours rows=2": wrong, "vllm-triton": wrong})["rows"]}
+    assert rows["ours rows=2"] == {"name": "ours rows=2", "kind": "variant", "skipped": "wrong result"}
+    assert rows["vllm-triton"]["checked"] is False
+    assert rows["cute_kernels"]["checked"] is True
+
+
+def test_a_candidate_that_fails_is_skipped_with_a_reason_that_holds_elsewhere(timed: list[str]) -> None:
+    rows = {row["name"]: row for row in compare({"vllm-triton": broken, "no-graph": right})["rows"]}
+    assert rows["vllm-triton"]["skipped"] == "ImportError: cannot open lib.so"
+    assert rows["no-graph"]["skipped"] == "RuntimeError: synchronized"
+
+
+def test_slow_calls_are_not_timed_on_the_host(timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "HOST_MOST_US", 5.5)
+    rows = compare({"vllm-triton": right})["rows"]
+    assert ["host" in row for row in rows] == [True, False]
+
+
+def test_host_cost_is_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    done: list[int] = []
+    now = iter(range(0, 10**9, 400_000))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(done)))
+    monkeypatch.setattr(measure.time, "perf_counter_ns", lambda: next(now))
+    host = measure.host_cost([lambda: done.append(0), lambda: done.append(1)])
+    assert (host["us"], host["p10"], host["p90"], host["calls"]) == (2.0, 2.0, 2.0, 1800)
+    assert (len(done), sum(done)) == (2000, 1000)
+    assert set(waits) == set(range(0, 2001, measure.HOST_CALLS)), "no wait within a batch"
+
+
+# ---- ceilings and versions -------------------------------------------------------------------------------------------
+
+MEASURED = [
+    {"kind": "copy", "value": 4000.0},
+    {"kind": "bf16", "value": 700.0},
+    {"kind": "bf16", "value": 720.0},
+    {"kind": "e4m3 fast", "value": 1400.0},
+    {"kind": "e4m3 fast", "skipped": "no"},
+    {"kind": "e4m3 full", "value": 1500.0},
+]
+
+
+def test_yardsticks_are_stated_or_the_best_measured() -> None:
+    h200 = yardsticks("NVIDIA H200", MEASURED)
+    assert h200["copy"] == {"value": 4280.0, "source": "stated"}
+    assert h200["bf16"] == {"value": 790.0, "source": "stated"}
+    assert h200["e4m3"] == {"value": 1400.0, "source": "measured"}
+    other = yardsticks("another GPU", MEASURED[:3])
+    assert other == {
+        "copy": {"value": 4000.0, "source": "measured"},
+        "bf16": {"value": 720.0, "source": "measured"},
+    }
+    assert yardsticks("another GPU", []) == {}
+
+
+def test_percentages_are_of_the_ceiling_that_takes_longest() -> None:
+    def cell(flops: int, products: str | None) -> dict[str, Any]:
+        return {"bytes": 4_280_000, "flops": flops, "products": products, "rows": [{"us": 2.0}, {"skipped": "no"}]}
+
+    cells = [cell(0, None), cell(10**9, None), cell(79 * 10**7, "bf16"), cell(158 * 10**7, "bf16"), cell(1, "e4m3")]
+    add_percentages(cells, {"copy": {"value": 4280.0}, "bf16": {"value": 790.0}})
+    assert [c["bound"] for c in cells] == ["copy", "copy", "copy", "bf16", "copy"]
+    assert [c["rows"][0]["percent"] for c in cells] == [50.0, 50.0, 50.0, 100.0, 50.0]
+    assert cells[0]["rows"][1] == {"skipped": "no"}
+    lonely = cell(0, None)
+    add_percentages([lonely], {})
+    assert (lonely["bound"], lonely["rows"][0]["percent"]) == (None, None)
+
+
+def test_versions_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        __version__ = "0.33.0"
+
+    monkeypatch.setitem(peers.sys.modules, "vllm", Module)  # type: ignore[arg-type]
+    assert peers.versions("vllm-triton")["vllm"] == "0.33.0"
+    assert set(peers.versions("vllm-cutedsl")) == {"vllm", "nvidia-cutlass-dsl"}
+    assert peers.versions("torch-compiled") == {"torch": torch.__version__}
+    assert peers.versions("nobody-knows") == {"nobody": None}
+
+
+def test_environment_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: synthetic.GPU)
+    monkeypatch.setenv("PERF_COMMIT", "abc")
+    machine = measure.environment()
+    read = parse({**synthetic.record([synthetic.cell(1, 1616, 1.7)]), **machine})
+    assert (read.gpu, read.commit, read.torch) == (synthetic.GPU, "abc", torch.__version__)

@@ -1,0 +1,297 @@
+"""Measure ops beside their peers, write the report, compare records.
+
+Exit status: 0 all is well, 1 a measurement failed, a record was rejected or a comparison found a regression, 2 the
+request cannot be met (bad argument, no GPU, unreadable file).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cute_kernels.cli import Parser, Refusal
+from perf import plots, report
+from perf.compare import Change, compare
+from perf.records import LEAST_REPLAYS, Record, RecordError, collect, parse, usable
+from perf.targets import losses
+
+PROGRAM = "python -m perf"
+ROOT = Path(__file__).parent.parent
+ROOMS = {
+    "dequantize_and_gather_k_cache": "perf.kv_cache",
+    "quantize_and_insert_k_cache": "perf.kv_cache",
+    "save_partial_states": "perf.compressor",
+}
+"""Op -> module whose SWEEPS measures it."""
+
+REPLAYS = 21
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(","))
+
+
+_numbers.__name__ = "comma-separated integers"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+
+    sweep = commands.add_parser(
+        "sweep",
+        help="measure ops over their shapes, and the ceilings of the GPU",
+        description="Measure ops over their shapes, and the ceilings of the GPU. Several ops are measured in a process "
+        "each: importing a peer may change the compiler.",
+    )
+    sweep.add_argument(
+        "--op", action="append", choices=sorted(ROOMS), metavar="NAME", help="this op only; may be repeated (all)"
+    )
+    sweep.add_argument("--rows", type=_numbers, metavar="N,N", help="these numbers of rows only")
+    sweep.add_argument("--quick", action="store_true", help="few shapes and replays; not for the report")
+    sweep.add_argument("--peers", action="store_true", help="other projects' kernels too, where importable")
+    sweep.add_argument("--variants", action="store_true", help="our kernels' other configurations too")
+    sweep.add_argument("--replays", type=int, metavar="N", help=f"graph replays per candidate ({REPLAYS})")
+    sweep.add_argument(
+        "--json", type=Path, metavar="OUT", help="file for the record, or folder for one <op>.json per op"
+    )
+
+    written = commands.add_parser(
+        "report",
+        help="write perf/REPORT.md, perf/plots and the README's numbers from the records",
+        description="Write perf/REPORT.md, perf/plots and the README's numbers from perf/results/<gpu>/<op>.json.",
+    )
+    written.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository to work on (this one)")
+    written.add_argument("--no-plots", action="store_true", help="leave the pictures as they are")
+    written.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything is out of date")
+
+    compared = commands.add_parser("compare", help="how our times changed from one set of records to another")
+    compared.add_argument("before", type=Path, metavar="A", help="record file, or folder of records")
+    compared.add_argument("after", type=Path, metavar="B", help="record file, or folder of records")
+    compared.add_argument(
+        "--threshold", type=float, default=5.0, metavar="PERCENT", help="growth that counts as a regression (5)"
+    )
+    compared.add_argument("--fail", action="store_true", help="exit 1 if there is a regression")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = {"sweep": sweep, "report": write_report, "compare": show_comparison}[
+        options.command
+    ]
+    try:
+        return run(options)
+    except (Refusal, RecordError) as error:
+        print(f"{PROGRAM} {options.command}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _console() -> Console:
+    """For tables: as wide as they need where the output is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
+
+
+def _table(*columns: str) -> Table:
+    """A table whose columns with a leading ">" are aligned to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        justify: Literal["right", "left"] = "right" if name.startswith(">") else "left"
+        table.add_column(name.removeprefix(">"), justify=justify, no_wrap=bool(name))
+    return table
+
+
+# ---- sweep -----------------------------------------------------------------------------------------------------------
+
+
+def sweep(options: argparse.Namespace) -> int:
+    names = list(dict.fromkeys(options.op or sorted(ROOMS)))
+    default = LEAST_REPLAYS if options.quick else REPLAYS
+    replays = default if options.replays is None else options.replays
+    if replays < LEAST_REPLAYS:
+        raise Refusal(f"--replays: expected at least {LEAST_REPLAYS}, got {replays}")
+    if options.rows is not None and min(options.rows) < 1:
+        raise Refusal(f"--rows: expected positive integers, got {min(options.rows)}")
+    out: Path | None = options.json
+    if out is not None and out.suffix == ".json" and len(names) > 1:
+        raise Refusal(f"--json: expected a folder for {len(names)} ops, got {out}")
+    if out is not None:
+        try:
+            (out.parent if out.suffix == ".json" else out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refusal(f"--json: {out}: {error.strerror}") from error
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Refusal("there is no CUDA device here: nothing was measured")
+    if len(names) > 1:
+        return _sweep_apart(names, options, replays)
+    try:
+        record = measure(names[0], options, replays)
+    except (RuntimeError, NotImplementedError) as error:
+        print(f"{PROGRAM} sweep: {names[0]} failed: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    _print_record(parse(record))
+    if out is not None:
+        path = out if out.suffix == ".json" else out / f"{names[0]}.json"
+        try:
+            path.write_text(json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            raise Refusal(f"--json: {path}: {error.strerror}") from error
+    return 0
+
+
+def _sweep_apart(names: Sequence[str], options: argparse.Namespace, replays: int) -> int:
+    """One process per op; 1 if any failed."""
+    flags = [f"--{name}" for name in ("quick", "peers", "variants") if getattr(options, name)]
+    flags += ["--replays", str(replays)]
+    if options.rows is not None:
+        flags += ["--rows", ",".join(map(str, options.rows))]
+    failed = []
+    for name in names:
+        to = [] if options.json is None else ["--json", str(options.json / f"{name}.json")]
+        print(f"== {name}", flush=True)
+        if subprocess.run([sys.executable, "-m", "perf", "sweep", "--op", name, *flags, *to]).returncode:
+            failed.append(name)
+    if failed:
+        print(f"{PROGRAM} sweep: failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any]:
+    """The record of one op on the GPU at hand, as JSON. RuntimeError if a reference ran or a result is wrong."""
+    from perf import ceilings
+    from perf.measure import cold_bytes, environment
+    from perf.records import SCHEMA
+
+    room = importlib.import_module(ROOMS[op])
+    rows = options.rows or (room.QUICK[op] if options.quick else None)
+    chosen = {} if rows is None else {"rows": rows}
+    machine = environment()
+    found = ceilings.measure(replays)
+    cells = room.SWEEPS[op](peers=options.peers, variants=options.variants, replays=replays, **chosen)
+    if not cells:
+        raise Refusal(f"--rows: {op} has no shape with that many rows")
+    known = ceilings.yardsticks(machine["gpu"], found)
+    ceilings.add_percentages(cells, known)
+    facts = {"partial": rows is not None, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
+    record = {"schema": SCHEMA, "op": op, **machine, **facts, "records": cells}
+    bad = usable(parse(record, op))[1]
+    if bad:
+        raise RuntimeError("; ".join(bad))
+    return record
+
+
+def _print_record(record: Record) -> None:
+    table = _table("case", "candidate", ">us", ">p10", ">p90", ">GB/s", ">% of ceiling", ">host us", "")
+    for cell in record.cells:
+        for row in cell.rows:
+            remarks = [] if row.checked else ["[yellow]result differs[/]"]
+            if row is cell.ours:
+                remarks += [f"[bold red]{escape(reason)}[/]" for reason in losses(record.gpu, cell)]
+            percent = "" if row.percent is None else f"{row.percent:.1f}"
+            host = "" if row.host is None else f"{row.host.us:.2f}"
+            name = f"[bold]{row.name}[/]" if row is cell.ours else escape(row.name)
+            times = [f"{us:.2f}" for us in (row.us, row.p10, row.p90)]
+            case = cell.case if row is cell.ours else ""
+            table.add_row(case, name, *times, f"{row.gbs:.0f}", percent, host, "; ".join(remarks))
+        for skipped in cell.skipped:
+            table.add_row("", escape(skipped.name), *[""] * 6, f"[dim]skipped: {escape(skipped.reason)}[/]")
+    ceilings = _table("ceiling", ">measured", "unit")
+    for c in record.ceilings:
+        ceilings.add_row(c.name, f"{c.value:.2f}" if c.unit == "us" else f"{c.value:.0f}", c.unit)
+    for missing in record.missing_ceilings:
+        ceilings.add_row(missing.name, "", f"[dim]skipped: {escape(missing.reason)}[/]")
+    console = _console()
+    console.print(f"{record.op} on {record.gpu}, commit {record.commit}")
+    console.print(table)
+    console.print(ceilings)
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+
+def write_report(options: argparse.Namespace) -> int:
+    root: Path = options.root
+    for wanted in (root / "README.md", root / "perf/results"):
+        if not wanted.exists():
+            raise Refusal(f"--root: {wanted} does not exist")
+    book = collect(root / "perf/results")
+    try:
+        if options.check:
+            stale = report.stale(root, book)
+            for name in stale:
+                print(f"{name} is out of date: run {PROGRAM} report")
+            _complain(book.rejected)
+            return 1 if stale or book.rejected else 0
+        if not options.no_plots and not plots.available():
+            raise Refusal(
+                "the plots need matplotlib (pip install 'matplotlib>=3.8'); --no-plots leaves them as they are"
+            )
+        written = report.write(root, book, pictures=not options.no_plots)
+    except (ValueError, OSError) as error:
+        raise Refusal(str(error)) from error
+    for path in written:
+        print(path.relative_to(root))
+    _print_losing(book.gpus())
+    _complain(book.rejected)
+    return 1 if book.rejected else 0
+
+
+def _print_losing(gpus: Any) -> None:
+    table = _table("losing on", "op", "case", ">us", ">best peer us", "why")
+    for gpu, records in gpus:
+        for cell, reasons in report.losing_cells(gpu, records):
+            best = "" if cell.best_peer is None else f"{cell.best_peer.us:.2f}"
+            table.add_row(gpu, cell.op, cell.case, f"{cell.ours.us:.2f}", best, escape("; ".join(reasons)))
+    if table.row_count:
+        _console().print(table)
+
+
+def _complain(rejected: Sequence[str]) -> None:
+    for line in rejected:
+        print(f"{PROGRAM} report: rejected: {line}", file=sys.stderr)
+
+
+# ---- compare ---------------------------------------------------------------------------------------------------------
+
+
+def show_comparison(options: argparse.Namespace) -> int:
+    if options.threshold < 0:
+        raise Refusal(f"--threshold: expected a percentage >= 0, got {options.threshold}")
+    threshold = options.threshold / 100
+    found = compare(options.before, options.after)
+    table = _table("gpu", "op", "case", ">A us", ">B us", ">B/A", ">peers B/A", "")
+    for change in found.changes:
+        table.add_row(*change.key, *_change(change), "[bold red]regression[/]" if change.regressed(threshold) else "")
+    console = _console()
+    console.print(table)
+    mean = math.exp(sum(math.log(change.ratio) for change in found.changes) / len(found.changes))
+    regressions = found.regressions(threshold)
+    console.print(
+        f"{len(found.changes)} cells, B/A {mean:.3f} on average, {len(regressions)} regressions over "
+        f"{options.threshold:g} %"
+    )
+    for which, keys in (("A", found.only_before), ("B", found.only_after)):
+        for key in keys:
+            console.print(f"[dim]only in {which}: {escape(' '.join(key))}[/]")
+    for line in found.rejected:
+        print(f"{PROGRAM} compare: rejected: {line}", file=sys.stderr)
+    return 1 if options.fail and regressions else 0
+
+
+def _change(change: Change) -> tuple[str, str, str, str]:
+    control = "" if change.control is None else f"{change.control:.3f}"
+    return f"{change.before:.2f}", f"{change.after:.2f}", f"{change.ratio:.3f}", control
