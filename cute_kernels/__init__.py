@@ -3,11 +3,86 @@
 Importing this package needs no GPU and compiles nothing.
 """
 
-from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
+from cute_kernels.compressor.ops import (
+    compress_norm_rope_store,
+    fused_compress_norm_rope_store,
+    get_compressed_slot_mapping,
+    save_partial_states,
+)
+from cute_kernels.indexer.ops import (
+    cp_gather_indexer_k_quant_cache,
+    fused_indexer_q_rope_quant,
+    mqa_logits,
+    paged_mqa_logits,
+    top_k_per_row_decode,
+    top_k_per_row_prefill,
+)
+from cute_kernels.indices.ops import (
+    build_c128a_topk_metadata,
+    build_flashinfer_mixed_sparse_indices,
+    combine_topk_swa_indices,
+    compute_decode_swa_indices,
+    compute_global_topk_indices_and_lens,
+)
+from cute_kernels.kv_cache.ops import (
+    dequantize_and_gather_k_cache,
+    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert,
+    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert,
+    fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
+    quantize_and_insert_k_cache,
+)
+from cute_kernels.norm.ops import (
+    fused_mtp_input_rmsnorm,
+    fused_q_kv_rmsnorm,
+    mtp_shared_head_rmsnorm,
+)
+from cute_kernels.output.ops import (
+    deepseek_v4_fp8_einsum,
+    fused_inv_rope_fp8_quant,
+    output_scale_shape,
+    pack_block_scales,
+)
 from cute_kernels.runtime.registry import warmup
+from cute_kernels.sparse_mla.ops import (
+    merge_attention_states,
+    sparse_mla_decode,
+    sparse_mla_mixed,
+    sparse_mla_prefill,
+    sparse_mla_prefill_paged,
+)
 
 __all__ = [
+    "build_c128a_topk_metadata",
+    "build_flashinfer_mixed_sparse_indices",
+    "combine_topk_swa_indices",
+    "compress_norm_rope_store",
+    "compute_decode_swa_indices",
+    "compute_global_topk_indices_and_lens",
+    "cp_gather_indexer_k_quant_cache",
+    "deepseek_v4_fp8_einsum",
     "dequantize_and_gather_k_cache",
+    "fused_compress_norm_rope_store",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+    "fused_indexer_q_rope_quant",
+    "fused_inv_rope_fp8_quant",
+    "fused_mtp_input_rmsnorm",
+    "fused_q_kv_rmsnorm",
+    "get_compressed_slot_mapping",
+    "merge_attention_states",
+    "mqa_logits",
+    "mtp_shared_head_rmsnorm",
+    "output_scale_shape",
+    "pack_block_scales",
+    "paged_mqa_logits",
     "quantize_and_insert_k_cache",
+    "save_partial_states",
+    "sparse_mla_decode",
+    "sparse_mla_mixed",
+    "sparse_mla_prefill",
+    "sparse_mla_prefill_paged",
+    "top_k_per_row_decode",
+    "top_k_per_row_prefill",
     "warmup",
 ]

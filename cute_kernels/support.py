@@ -45,3 +45,14 @@ def support(op: str, arch: str) -> Support:
         return Support("no")
     record = RECORDS.get((op, arch))
     return Support("compiled" if record is None else "measured", record)
+
+
+def markdown(ops: list[str]) -> str:
+    """The README's support table for the registered `ops`: a row per op with a kernel, one for all the others."""
+    lines = ["| op | CPU | " + " | ".join(ARCHS) + " |", "|---|---|" + "---|" * len(ARCHS)]
+    for op in sorted(KERNEL_ARCHS):
+        cells = " | ".join(support(op, arch).status for arch in ARCHS)
+        lines.append(f"| `{op}` | reference | {cells} |")
+    others = [op for op in ops if op not in KERNEL_ARCHS]
+    lines.append(f"| the other {len(others)} ops | reference | " + " | ".join(["reference"] * len(ARCHS)) + " |")
+    return "\n".join(lines)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from cute_kernels import numerics
 from layers.attention import QUANTIZED_LINEARS, AttentionOptions, DeepseekV4MultiHeadLatentAttentionWrapper
@@ -246,11 +247,16 @@ def load_layer(layer: DeepseekV4MultiHeadLatentAttentionWrapper, tensors: Tensor
             assert module.scale is not None
             module.scale.copy_(scale)
 
+    def norm(module: nn.Module, name: str, weight: torch.Tensor) -> None:
+        """Norm weights keep fp32 where a checkpoint has it; the ops take both."""
+        dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
+        setattr(module, name, weight.to(device=getattr(module, name).device, dtype=dtype, copy=True))
+
     def compressor(module: DeepseekCompressor, prefix: str) -> None:
         parts = [tensors[prefix + "wkv.weight"], tensors[prefix + "wgate.weight"]]
         module.fused_wkv_wgate.weight.copy_(torch.cat(parts))
         module.ape.copy_(tensors[prefix + "ape"])
-        module.norm_weight.copy_(tensors[prefix + "norm.weight"])
+        norm(module, "norm_weight", tensors[prefix + "norm.weight"])
 
     with torch.no_grad():
         (wq_a, wq_a_scale), (wkv, wkv_scale) = weight_and_scale("wq_a"), weight_and_scale("wkv")
@@ -261,8 +267,8 @@ def load_layer(layer: DeepseekV4MultiHeadLatentAttentionWrapper, tensors: Tensor
             assert layer.fused_wqa_wkv.scale is not None
             layer.fused_wqa_wkv.scale.copy_(scale)
         fill(layer.wq_b, *weight_and_scale("wq_b", 0))
-        layer.q_norm_weight.copy_(tensors["q_norm.weight"])
-        layer.kv_norm_weight.copy_(tensors["kv_norm.weight"])
+        norm(layer, "q_norm_weight", tensors["q_norm.weight"])
+        norm(layer, "kv_norm_weight", tensors["kv_norm.weight"])
         layer.mla_attn.attn_sink.copy_(tp.slice(tensors["attn_sink"], 0))
         wo_a, wo_a_scale = weight_and_scale("wo_a", 0)
         layer.o_proj.wo_a.copy_(wo_a.reshape(layer.o_proj.wo_a.shape))

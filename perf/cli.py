@@ -138,19 +138,28 @@ def sweep(options: argparse.Namespace) -> int:
         raise Refusal("there is no CUDA device here: nothing was measured")
     if len(names) > 1:
         return _sweep_apart(names, options, replays)
+    path = out / f"{names[0]}.json" if out is not None and out.suffix != ".json" else out
     try:
-        record = measure(names[0], options, replays)
+        text = json.dumps(measure(names[0], options, replays), indent=1)
     except (RuntimeError, NotImplementedError) as error:
         print(f"{PROGRAM} sweep: {names[0]} failed: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
-    _print_record(parse(record))
-    if out is not None:
-        path = out if out.suffix == ".json" else out / f"{names[0]}.json"
+    try:
+        record, problem = parse(json.loads(text), names[0]), ""
+        _print_record(record)
+        problem = "; ".join(usable(record)[1])
+    except RecordError as error:
+        problem = str(error)
+    if problem and path is not None:
+        path = path.with_suffix(".rejected.json")  # GPU time is dear: what was measured can still be looked at
+    if path is not None:
         try:
-            path.write_text(json.dumps(record, indent=1) + "\n")
+            path.write_text(text + "\n")
         except OSError as error:
             raise Refusal(f"--json: {path}: {error.strerror}") from error
-    return 0
+    if problem:
+        print(f"{PROGRAM} sweep: rejected: {problem}", file=sys.stderr)
+    return 1 if problem else 0
 
 
 def _sweep_apart(names: Sequence[str], options: argparse.Namespace, replays: int) -> int:
@@ -171,7 +180,7 @@ def _sweep_apart(names: Sequence[str], options: argparse.Namespace, replays: int
 
 
 def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any]:
-    """The record of one op on the GPU at hand, as JSON. RuntimeError if a reference ran or a result is wrong."""
+    """The record of one op on the GPU at hand, for JSON. RuntimeError if a reference ran or a result is wrong."""
     from perf import ceilings
     from perf.measure import cold_bytes, environment
     from perf.records import SCHEMA
@@ -187,11 +196,7 @@ def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any
     known = ceilings.yardsticks(machine["gpu"], found)
     ceilings.add_percentages(cells, known)
     facts = {"partial": rows is not None, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
-    record = {"schema": SCHEMA, "op": op, **machine, **facts, "records": cells}
-    bad = usable(parse(record, op))[1]
-    if bad:
-        raise RuntimeError("; ".join(bad))
-    return record
+    return {"schema": SCHEMA, "op": op, **machine, **facts, "records": cells}
 
 
 def _print_record(record: Record) -> None:
@@ -281,8 +286,8 @@ def show_comparison(options: argparse.Namespace) -> int:
     mean = math.exp(sum(math.log(change.ratio) for change in found.changes) / len(found.changes))
     regressions = found.regressions(threshold)
     console.print(
-        f"{len(found.changes)} cells, B/A {mean:.3f} on average, {len(regressions)} regressions over "
-        f"{options.threshold:g} %"
+        f"cells in both: {len(found.changes)}; B/A {mean:.3f} on average; regressions over {options.threshold:g} %: "
+        f"{len(regressions)}"
     )
     for which, keys in (("A", found.only_before), ("B", found.only_after)):
         for key in keys:

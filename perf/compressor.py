@@ -20,10 +20,6 @@ SAVE_VARIANTS: tuple[dict[str, Any], ...] = (
     {"vectors": 1, "warps": 8},
     {"vectors": 2, "warps": 8},
     {"vectors": 2, "rows": 2},
-    {"evict_first": True},
-    {"vectors": 1, "warps": 8, "evict_first": True},
-    {"all_biases": True},
-    {"all_biases": True, "vectors": 1, "warps": 8},
 )
 """Fields of SaveKey that differ from the kernel in use."""
 
@@ -98,7 +94,7 @@ class SaveSet:
 
 
 def _save_variants() -> dict[str, Callable[[SaveSet], None]]:
-    from cute_kernels.compressor.save import FEW_BIASES, SaveKey
+    from cute_kernels.compressor.save import SaveKey
     from cute_kernels.runtime.arch import arch_of
     from cute_kernels.runtime.compile import function, launch
 
@@ -111,10 +107,7 @@ def _save_variants() -> dict[str, Callable[[SaveSet], None]]:
     for fields in SAVE_VARIANTS:
         keys = {}
         for kind in SAVE_KINDS:
-            few = kind.ratio == FEW_BIASES
-            keys[kind.width] = SaveKey(
-                arch_of(0), kind.width, **{**fields, "all_biases": few and "all_biases" in fields}
-            )
+            keys[kind.width] = SaveKey(arch_of(0), kind.width, **fields)
             function(keys[kind.width])
         name = "ours " + " ".join(f"{name}={value}" for name, value in fields.items())
         variants[name] = partial(run, keys)

@@ -18,14 +18,11 @@ from perf.measure import Call, compare, number_of_sets
 ROWS = (1, 64, 1024, 8192, 32768)
 BLOCK_SIZE = 64
 INSERT_VARIANTS: tuple[dict[str, Any], ...] = (
-    {"stores": "halves"},
-    {"stores": "sectors", "loads": "first_out"},
-    {"stores": "sectors", "loads": "in_order"},
-    {"stores": "sectors", "rows": 2},
-    {"stores": "wide"},
-    {"stores": "wide", "loads": "first_out"},
-    {"stores": "bulk"},
-    {"stores": "bulk", "loads": "first_out"},
+    {"warps": 8},
+    {"warps": 16},
+    {"rows": 2},
+    {"warps": 8, "rows": 2},
+    {"rows": 4},
 )
 """Fields of InsertKey that differ from the kernel in use."""
 
@@ -40,8 +37,6 @@ GATHER_VARIANTS: tuple[tuple[dict[str, Any], int], ...] = (
     ({"rows": 4}, 16),
     ({"rows": 4}, 32),
     ({"rows": 2, "warps": 8}, 8),
-    ({"rows": 2, "evict_first": True}, 16),
-    ({"rows": 2, "evict_first": True}, 64),
 )
 """(fields of GatherKey that differ from the kernel in use, blocks per multiprocessor)."""
 
@@ -266,8 +261,10 @@ def sweep_gather(
     """Records of dequantize_and_gather_k_cache per case (or per case with that many rows), peers and other
     configurations beside it."""
     candidates: dict[str, Any] = dict(_gather_variants()) if variants else {}
-    for case in (GatherCase("", 1, 64, 64), GatherCase("", 1, 64, 64, 3)):
-        GatherSet.make(case, 0).ours()  # compiled before other projects change the DSL
+    for rows_of_case in (64, 16384):  # a kernel for few rows, and one for many
+        for gather_len in (0, rows_of_case):
+            # compiled before other projects change the DSL
+            GatherSet.make(GatherCase("", 1, rows_of_case, 64, gather_len), 0).ours()
     if peers:
         candidates["vllm-triton"] = _vllm_gather_triton()
         candidates["vllm-cutedsl"] = _vllm_gather_cutedsl()

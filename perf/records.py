@@ -264,7 +264,7 @@ def _row(r: _Reader) -> Row | Skipped:
 def _cell(r: _Reader) -> Cell:
     op, shape = r.text("op"), r.take("shape", dict)
     r.require(type(shape.get("T")) is int, "shape", "a field T, the number of rows", shape)
-    r.where = f"{op} {case_of(shape)}"
+    r.where += f" ({case_of(shape)})"
     nbytes, flops = r.count("bytes", 1), r.count("flops")
     products = r.one_of("products", None, "bf16", "e4m3")
     tensors, bound = r.count("tensors", 1), r.one_of("bound", None, "copy", "bf16", "e4m3")

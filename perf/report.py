@@ -143,7 +143,7 @@ def _losing(gpu: str, records: Sequence[Record]) -> list[str]:
         f"{len(lost)} of {total} cells. A cell is listed if it is slower than its best peer by however little, or over "
         "its limit: a stated target, else the larger of 1.03 times the best peer and the best peer plus 0.2 µs."
     )
-    lines = _wrap(text + (f" {alone} cells have no peer beside them." if alone else ""))
+    lines = _wrap(text + (f" Cells without a peer: {alone}." if alone else ""))
     if lost:
         rows = []
         for cell, reasons in lost:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from cute_kernels import support
 from cute_kernels.runtime import cache
+from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.report import Facts
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +31,15 @@ def test_the_cache_format_is_described() -> None:
         assert f"`{name}`" in CACHE
     for name in vars(Facts(0, 0, 0, 0, 0, {}, 0.0)):
         assert name in CACHE
+
+
+def test_the_readme_has_the_support_table_of_the_package() -> None:
+    assert support.markdown(list(all_ops())) in (ROOT / "README.md").read_text()
+
+
+def test_every_measured_cell_has_its_record() -> None:
+    for record in support.RECORDS.values():
+        assert (ROOT / "perf/results" / record).is_file()
 
 
 def _has_dsl() -> bool:

@@ -4,10 +4,10 @@
     warp s of the row           columns 256 * s .. + 255            the same columns
     lane                        4 * lane .. + 3 and 128 + 4 * lane .. + 3, in both halves
 
-A row of 1024, 512 or 256 columns takes 4, 2 or 1 warps. Everything is moved 16 bytes a lane.
+A row of 1024, 512 or 256 columns takes 4, 2 or 1 warps. Everything is moved 16 bytes a lane. Where the columns are an
+odd multiple of 128, as in a row of 128, a warp has 128 of them.
 
-The bias row depends on the position. With a ratio of 4 there are so few that all can be loaded together with the row
-(`all_biases`), and the right one is chosen when the position is there; otherwise its load waits for the position.
+The bias row depends on the position, so its load has to wait for that; all other loads are under way by then.
 Stores have a predicate and no branch around them: the assembler would move the loads of a row behind the branch.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -34,32 +34,27 @@ from cute_kernels.runtime.compile import launch as launch_key
 VECTOR_BYTES = 512
 """Bytes of a row that a warp moves with one instruction."""
 
-FEW_BIASES = 4
-"""Bias rows that are all loaded at once."""
+WARPS = 4
+"""Per block, where whole rows make that many."""
+
+MOST_WARPS = 32
+"""What a block can have, and so what a row can take."""
 
 
 @dataclass(frozen=True)
 class SaveKey(KernelKey):
     """What distinguishes one compiled kernel from another.
 
-    width         columns of the kv half, and of the score half: 1024, 512 or 256
-    all_biases    load FEW_BIASES bias rows instead of waiting for the position; the ratio must be that
+    width         columns of the kv half, and of the score half: a multiple of 128 * vectors
     vectors       of 128 columns per warp: 1 or 2 (the picture above)
     warps         per block, a multiple of width / (128 * vectors)
     rows          per warp, all in flight together
-    evict_first   kv and score are the first to leave L2: they are read once
-    kv_first      ask for the scores when kv is stored, not together with it
-    weak          load kv and score as data that is only read, in any order
     """
 
     width: int
-    all_biases: bool = False
     vectors: int = 2
-    warps: int = 4
+    warps: int = WARPS
     rows: int = 1
-    evict_first: bool = False
-    kv_first: bool = False
-    weak: bool = False
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -88,18 +83,8 @@ class SaveKernel:
         self.rows = key.rows
         self.vectors = key.vectors
         self.rows_at_once = key.warps // self.segments
-        self.biases = FEW_BIASES if key.all_biases else 1
-        self.kv_first = key.kv_first
-        in_order = partial(ptx.load_global_128_in_order, first_out=key.evict_first)
-        self.load = ptx.load_global_128 if key.weak else in_order
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = (
-            f"save_partial_states_{key.width}_v{key.vectors}w{key.warps}r{key.rows}"
-            + ("_all_biases" if key.all_biases else "")
-            + ("_first_out" if key.evict_first else "")
-            + ("_kv_first" if key.kv_first else "")
-            + ("_weak" if key.weak else "")
-        )
+        self.name = f"save_partial_states_{key.width}_v{key.vectors}w{key.warps}r{key.rows}"
 
     @cute.jit
     def __call__(
@@ -165,17 +150,12 @@ class SaveKernel:
             cute.arch.griddepcontrol_wait()
 
         loaded = []
-        biases = []
         for i in range_constexpr(self.rows):
             row = (block * self.rows + i) * self.rows_at_once + warp // self.segments
             # rows past the end load the last row again, and store nothing
             source = Int64(cutlass.min(row, count - 1))
-            values = self.load_run(self.load, kv + source * kv_stride + column)
-            scores = (
-                [] if const_expr(self.kv_first) else self.load_run(self.load, score + source * score_stride + column)
-            )
-            if const_expr(self.biases > 1 and i == 0):
-                biases = self.load_biases(ape + column, ape_stride)
+            values = self.load_run(ptx.load_global_128_in_order, kv + source * kv_stride + column)
+            scores = self.load_run(ptx.load_global_128_in_order, score + source * score_stride + column)
             # the loads that others wait for come last: what waits cannot hold up a load that is under way
             position = ptx.load_global_s64_in_order(positions + source * 8)
             slot = ptx.load_global_s64_in_order(slots + source * 8)
@@ -186,22 +166,11 @@ class SaveKernel:
             is_inside = slot >= 0 and slot < Int64(capacity)
             page, row = divmod(Int32(slot if is_inside else Int64(0)), page_rows)
             target = pool + Int64(page) * page_stride + Int64(row) * (2 * self.half_row) + column
-            if const_expr(self.kv_first):
-                self.store_run(target, values, is_inside)
-                row = (block * self.rows + i) * self.rows_at_once + warp // self.segments
-                source = Int64(cutlass.min(row, count - 1))
-                scores = self.load_run(self.load, score + source * score_stride + column)
             # the ratio is a power of two, so this is the remainder that is never negative
             bias_row = Int32(position) & (ratio - 1)
-            bias = (
-                self.choose(bias_row, biases)
-                if const_expr(self.biases > 1)
-                else self.load_run(ptx.load_global_128_again, ape + Int64(bias_row) * ape_stride + column)
-            )
-            sums = self.add(scores, bias)
-            if const_expr(not self.kv_first):
-                self.store_run(target, values, is_inside)
-            self.store_run(target + self.half_row, sums, is_inside)
+            bias = self.load_run(ptx.load_global_128_again, ape + Int64(bias_row) * ape_stride + column)
+            self.store_run(target, values, is_inside)
+            self.store_run(target + self.half_row, self.add(scores, bias), is_inside)
 
     def load_run(self, load: Any, start: Any) -> Any:
         """A lane's columns of one half of a row, as words."""
@@ -210,34 +179,25 @@ class SaveKernel:
             words += load(start + vector * VECTOR_BYTES)
         return words
 
-    def load_biases(self, start: Any, stride: Any) -> list[Any]:
-        """The lane's columns of all bias rows."""
-        return [self.load_run(ptx.load_global_128_in_order, start + row * stride) for row in range(self.biases)]
-
     def store_run(self, start: Any, words: Any, predicate: Any) -> None:
         for vector in range(self.vectors):
             ptx.store_global_128(start + vector * VECTOR_BYTES, words[4 * vector : 4 * vector + 4], predicate)
-
-    @cute.jit
-    def choose(self, row: Any, biases: Any) -> Any:
-        """Columns of bias row `row` of the four loaded."""
-        is_odd = (row & 1) != 0
-        is_late = (row & 2) != 0
-        chosen = []
-        for i in range_constexpr(4 * self.vectors):
-            early = biases[1][i] if is_odd else biases[0][i]
-            late = biases[3][i] if is_odd else biases[2][i]
-            chosen.append(late if is_late else early)
-        return chosen
 
     def add(self, words: Any, bias: Any) -> Any:
         """fp32 sums, as words."""
         return [(a.bitcast(Float32) + b.bitcast(Float32)).bitcast(Int32) for a, b in zip(words, bias, strict=True)]
 
 
-def key_for(arch: str, width: int, compress_ratio: int) -> SaveKey:
-    """The kernel that serves calls of this kind."""
-    return SaveKey(arch=arch, width=width)
+def vectors_for(width: int) -> int:
+    """Of 128 columns per warp; width: a multiple of 128."""
+    return 2 if width % 256 == 0 else 1
+
+
+def key_for(arch: str, width: int) -> SaveKey:
+    """The kernel that serves rows of this width. A block takes whole rows, with at most WARPS warps or with one row."""
+    vectors = vectors_for(width)
+    segments = width // (128 * vectors)
+    return SaveKey(arch, width, vectors, warps=segments * max(1, WARPS // segments))
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[SaveKey]:
@@ -245,12 +205,12 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[SaveKey]:
     compressors = [(HEAD_DIM, ratio) for ratio in sorted(set(config.compress_ratios) - {1})]
     if 4 in config.compress_ratios:
         compressors.append((INDEX_DIM, 4))
-    return [key_for(arch, compressor_state(dim, ratio).width, ratio) for dim, ratio in compressors]
+    return [key_for(arch, compressor_state(dim, ratio).width) for dim, ratio in compressors]
 
 
 @cache
-def _key(device_index: int, width: int, compress_ratio: int) -> SaveKey:
-    return key_for(arch_of(device_index), width, compress_ratio)
+def _key(device_index: int, width: int) -> SaveKey:
+    return key_for(arch_of(device_index), width)
 
 
 def _aligned(matrix: Any) -> bool:
@@ -268,6 +228,9 @@ def supports(
     compress_ratio: int,
 ) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
+    width = kv.shape[1]
+    if width % 128 or width // (128 * vectors_for(width)) > MOST_WARPS:
+        return False, f"the columns of kv must be a multiple of 128 that {MOST_WARPS} warps can take, got {width}"
     for name, matrix, what in (
         ("kv", kv, "rows"),
         ("score", score, "rows"),
@@ -299,7 +262,7 @@ def launch(
         return
     device_index = kv.device.index
     launch_key(
-        _key(device_index, kv.shape[1], compress_ratio),
+        _key(device_index, kv.shape[1]),
         device_index,
         kv,
         score,

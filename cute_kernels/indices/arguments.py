@@ -51,10 +51,3 @@ def mixed_width(window_size: int, topk: int, decode_compressed_indices: torch.Te
     """Columns of a mixed row: the window, then room for both kinds of compressed indices in multiples of 16 bytes."""
     decode_width = 0 if decode_compressed_indices is None else decode_compressed_indices.shape[-1]
     return max(window_size, 0) + round_up(max(topk, decode_width, 0), 4)
-
-
-def pair(op: str, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out` of an op with two results."""
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        Checker(op).fail("out", "a pair of tensors", type(out).__name__, TypeError)
-    return out[0], out[1]

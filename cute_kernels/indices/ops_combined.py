@@ -12,7 +12,6 @@ from cute_kernels.indices.arguments import (
     check_window,
     combined_width,
     mixed_width,
-    pair,
 )
 from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
@@ -119,12 +118,14 @@ def combine_topk_swa_indices(
 
     Returns (indices, lens). Raises ValueError or TypeError on arguments that do not fit.
     """
+    c = Checker("combine_topk_swa_indices")
+    c.tensor("topk_indices", topk_indices, torch.int32, (None, None))
     if out is None:
         rows, device = topk_indices.shape[0], topk_indices.device
         indices = torch.empty(rows, combined_width(topk, window_size), dtype=torch.int32, device=device)
         lens = torch.empty(rows, dtype=torch.int32, device=device)
     else:
-        indices, lens = pair("combine_topk_swa_indices", out)
+        indices, lens = c.pair("out", out, "indices, lens")
     _combine(
         topk_indices,
         query_start_loc,
@@ -311,13 +312,17 @@ def build_flashinfer_mixed_sparse_indices(
 
     Returns (sparse_indices, sparse_topk_lens). Raises ValueError or TypeError on arguments that do not fit.
     """
+    c = Checker("build_flashinfer_mixed_sparse_indices")
+    c.tensor("decode_swa_indices", decode_swa_indices, torch.int32)
+    c.tensor("decode_compressed_indices", decode_compressed_indices, torch.int32, optional=True)
+    c.tensor("prefill_topk_indices", prefill_topk_indices, torch.int32, (None, None))
     if out is None:
         rows, device = decode_swa_indices.shape[0] + prefill_topk_indices.shape[0], decode_swa_indices.device
         width = mixed_width(window_size, topk, decode_compressed_indices)
         indices = torch.empty(rows, width, dtype=torch.int32, device=device)
         lens = torch.empty(rows, dtype=torch.int32, device=device)
     else:
-        indices, lens = pair("build_flashinfer_mixed_sparse_indices", out)
+        indices, lens = c.pair("out", out, "sparse_indices, sparse_topk_lens")
     _mixed(
         _without_middle(decode_swa_indices),
         _without_middle(decode_compressed_indices),

@@ -82,6 +82,7 @@ def compute_decode_swa_indices(
     A column whose position the block table does not map (outside the table, page < 0, slot beyond int32) is -1; the
     length stays. Returns (out_indices, out_lens). Raises ValueError or TypeError on arguments that do not fit.
     """
+    Checker("compute_decode_swa_indices").tensor("positions", positions, POSITION_DTYPES, (None,))
     rows = positions.shape[0]
     if out_indices is None:
         out_indices = torch.empty(rows, 1, max(window_size, 0), dtype=torch.int32, device=positions.device)
@@ -158,6 +159,8 @@ def compute_global_topk_indices_and_lens(
 
     Returns (out_indices, out_lens). Raises ValueError or TypeError on arguments that do not fit.
     """
+    c = Checker("compute_global_topk_indices_and_lens")
+    c.tensor("topk_indices", topk_indices, torch.int32, (None, None))
     if out_indices is None:
         out_indices = torch.empty(topk_indices.shape, dtype=torch.int32, device=topk_indices.device)
     if out_lens is None:

@@ -67,6 +67,9 @@ def gather() -> Iterator[Example]:
         (64, 0, 5, False),
         (2, 8, 0, False),
         (100, 576, 1, True),
+        # rows enough for the kernel that takes four at a time
+        (400, 8, 2, True),
+        (400, 0, 0, False),
     ):
         yield Example(
             f"pages of {block_size} and {extra} bytes between them, from row {offset}, {'tails' if tails else 'all'}",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -32,8 +32,18 @@ from cute_kernels.runtime.compile import launch as launch_key
 MINIMUM_ARCH = 89
 """First architecture that converts from e4m3 in hardware."""
 
-BLOCKS_PER_SM = 16
-"""Blocks per multiprocessor when there are rows enough, all requests together."""
+FOUR_ROWS_CALLS = range(12288, 131072)
+"""Rows of a call, of all its requests together, that warps take four at a time; of more or fewer they take two.
+
+Few rows are better spread over more warps, and very many over more blocks. Between these, four rows in flight hide more
+of a warp's waits. Measured on an H200: perf/results/h200/dequantize_and_gather_k_cache.json.
+"""
+
+ROWS_PER_SM = 512
+"""Rows that the blocks of a multiprocessor take in one pass when there are rows enough: the fastest there too.
+
+These are 64 blocks whose warps take two rows, or 32 whose warps take four.
+"""
 
 MOST_REQUESTS = 65535
 MOST_ROWS = 2**29
@@ -46,15 +56,13 @@ class GatherKey(KernelKey):
     kv_format     record format id
     gathered      whether there are gather_lens; without them the first row to copy is known to be row 0
     warps         per block
-    rows          per warp, all in flight together: 1, 2, 4 ... 32
-    evict_first   records are the first to leave L2: they are read once
+    rows          per warp, asked for together: 1, 2, 4 ... 32; with more than two the compiler may delay the last ones
     """
 
     kv_format: str = FP8_DS_MLA.id
     gathered: bool = False
     warps: int = 4
     rows: int = 2
-    evict_first: bool = False
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -79,13 +87,8 @@ class GatherKernel:
         self.gathered = key.gathered
         self.warps = key.warps
         self.rows = key.rows
-        self.load = partial(ptx.load_global_64_in_order, first_out=key.evict_first)
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = (
-            f"dequantize_and_gather_k_cache_w{key.warps}r{key.rows}"
-            + ("_gathered" if key.gathered else "")
-            + ("_first_out" if key.evict_first else "")
-        )
+        self.name = f"dequantize_and_gather_k_cache_w{key.warps}r{key.rows}" + ("_gathered" if key.gathered else "")
 
     @cute.jit
     def __call__(
@@ -180,9 +183,9 @@ class GatherKernel:
                 base = Int64(cutlass.max(row_page, 0)) * page_stride
                 data = pool + base + Int64(row) * FP8_DS_MLA.data_bytes
                 scale = scales + base + Int64(row) * FP8_DS_MLA.scale_bytes
-                codes = self.load(data + Int64(lane * 8))
-                second = self.load(data + second_offset)
-                third = self.load(data + third_offset if is_rope else scale)
+                codes = ptx.load_global_64_in_order(data + Int64(lane * 8))
+                second = ptx.load_global_64_in_order(data + second_offset)
+                third = ptx.load_global_64_in_order(data + third_offset if is_rope else scale)
                 rows.append((row_page if start + i < count else Int32(-1), codes, second, third))
             position += step
             entry = self.load_entry(position, table, width, page_rows)
@@ -222,21 +225,21 @@ class GatherKernel:
         )
 
 
-def key_for(arch: str, kv_format: str, gathered: bool) -> GatherKey:
-    """The kernel that serves calls of this kind."""
-    return GatherKey(arch=arch, kv_format=kv_format, gathered=gathered)
+def rows_per_warp(rows: int) -> int:
+    """How many rows a warp takes at a time in a call of at most so many, all requests together."""
+    return 4 if rows in FOUR_ROWS_CALLS else 2
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[GatherKey]:
-    """Prefill gathers the tail of the window and, in layers with compressed entries, all of those."""
+    """Prefill gathers the tail of the window and, in layers with compressed entries, all of those; few rows or many."""
     if arch_number(arch) < MINIMUM_ARCH:
         return []
-    return [key_for(arch, FP8_DS_MLA.id, gathered) for gathered in (True, False)]
+    return [GatherKey(arch, FP8_DS_MLA.id, gathered, rows=rows) for gathered in (True, False) for rows in (2, 4)]
 
 
 @cache
-def _key(device_index: int, kv_format: str, gathered: bool) -> GatherKey:
-    return key_for(arch_of(device_index), kv_format, gathered)
+def _key(device_index: int, kv_format: str, gathered: bool, rows: int) -> GatherKey:
+    return GatherKey(arch_of(device_index), kv_format, gathered, rows=rows)
 
 
 def supports(
@@ -292,7 +295,8 @@ def launch(
     if requests == 0 or rows <= 0 or pages == 0:
         return
     device_index = out.device.index
-    key = _key(device_index, kv_format, gather_lens is not None)
+    key = _key(device_index, kv_format, gather_lens is not None, rows_per_warp(requests * rows))
+    blocks_per_sm = ROWS_PER_SM // (key.warps * key.rows)
     launch_key(
         key,
         device_index,
@@ -305,5 +309,5 @@ def launch(
         pages,
         block_size,
         offset,
-        blocks_per_request(key, requests, rows, multiprocessors(device_index), BLOCKS_PER_SM),
+        blocks_per_request(key, requests, rows, multiprocessors(device_index), blocks_per_sm),
     )

@@ -18,12 +18,12 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, Uint8, const_expr, range_constexpr
+from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.kv_cache import record
 from cute_kernels.numerics import CACHE_FLOOR, E4M3_MAX
 from cute_kernels.runtime.arch import arch_number, arch_of
@@ -33,15 +33,6 @@ from cute_kernels.runtime.compile import launch as launch_key
 MINIMUM_ARCH = 89
 """First architecture that converts to e4m3 in hardware."""
 
-STORES = ("sectors", "halves", "wide", "bulk")
-LOADS = {
-    "once": ptx.load_global_128,
-    "first_out": ptx.load_global_128_first_out,
-    "in_order": ptx.load_global_128_in_order,
-}
-
-POLICIES = {None: None, "first_out": ptx.EVICT_FIRST_POLICY, "last_out": ptx.EVICT_LAST_POLICY}
-
 
 @dataclass(frozen=True)
 class InsertKey(KernelKey):
@@ -50,27 +41,18 @@ class InsertKey(KernelKey):
     kv_format     record format id
     warps         per block
     rows          per warp, all in flight together
-    stores        how a record is written: "sectors": the three pieces of record.py; "halves": the rope bytes as each
-                  lane has them, so that a store covers half of every sector; "wide": 16 bytes a lane, for pools aligned
-                  to that; "bulk": one bulk copy of the row from shared memory, for pools aligned like that (sm_90)
-    loads         of rows of k: "once"; "first_out": they are the first to leave L2; "in_order": see dsl.ptx
-    policy        of bulk stores in L2: None, "first_out", "last_out"
+
+    On an H200, four warps of one row are the fastest up to 8192 rows, and within one percent of that at 32768:
+    perf/results/h200/quantize_and_insert_k_cache.json.
     """
 
     kv_format: str = FP8_DS_MLA.id
     warps: int = 4
     rows: int = 1
-    stores: str = "sectors"
-    loads: str = "once"
-    policy: str | None = None
-
-    @property
-    def smem_bytes(self) -> int:
-        return self.warps * self.rows * FP8_DS_MLA.data_bytes if self.stores == "bulk" else 0
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "ld.global.128", "cvt.e4m3", "bulk.store" if self.stores == "bulk" else "st.global.64"
+        return "ld.global.128", "cvt.e4m3", "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         stride = cute.sym_int64(divisibility=8)
@@ -86,10 +68,6 @@ class InsertKernel:
     def __init__(self, key: InsertKey) -> None:
         self.warps = key.warps
         self.rows = key.rows
-        self.stores = key.stores
-        self.load = LOADS[key.loads]
-        self.policy = POLICIES[key.policy]
-        self.suffix = f"{key.stores}_{key.loads}_{key.policy}"
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
 
     @cute.jit
@@ -104,7 +82,7 @@ class InsertKernel:
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(
-            f"quantize_and_insert_k_cache_w{self.warps}r{self.rows}_{self.suffix}",
+            f"quantize_and_insert_k_cache_w{self.warps}r{self.rows}",
             remove_cutlass_symbol=True,
             keep_mangled_name=False,
         )
@@ -137,20 +115,14 @@ class InsertKernel:
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
 
-        buffer = Int32(0)
-        if const_expr(self.stores == "bulk"):
-            rows = cute.make_layout((self.warps * self.rows, FP8_DS_MLA.data_bytes), stride=(FP8_DS_MLA.data_bytes, 1))
-            shared = cutlass.memory.SmemAllocator().allocate_tensor(Uint8, rows, byte_alignment=16)
-            buffer = Int32(shared.iterator.toint()) + warp * (self.rows * FP8_DS_MLA.data_bytes)
-
         loaded = []
         for i in range_constexpr(self.rows):
             row = (block * self.rows + i) * self.warps + warp
             # rows past the end load the last row again, and store nothing
             source = Int64(cutlass.min(row, count - 1))
             slot = ptx.load_global_s64(slots + source * 8)
-            first = self.load(k_lane + source * row_bytes)
-            second = self.load(k_lane + source * row_bytes + record.HALF_ROW)
+            first = ptx.load_global_128(k_lane + source * row_bytes)
+            second = ptx.load_global_128(k_lane + source * row_bytes + record.HALF_ROW)
             loaded.append((slot if row < count else Int64(-1), first, second))
 
         for i in range_constexpr(self.rows):
@@ -160,31 +132,13 @@ class InsertKernel:
             scales = self.collect(byte_first | (Int32(0) if is_rope else byte_second) << 16)
             codes = self.codes(first, byte_first)
             codes_second = self.codes(second, byte_second)
-            pieces = second
-            if const_expr(self.stores == "sectors"):
-                pieces = record.rope_pieces(lane, second)
-            wide = second
-            if const_expr(self.stores == "wide"):
-                wide = self.pair_up(lane, codes, codes_second)
-            if const_expr(self.stores == "bulk"):
-                self.stage(lane, buffer + i * FP8_DS_MLA.data_bytes, codes, codes_second, second)
+            rope = record.rope_pieces(lane, second)
             if slot >= 0 and slot < Int64(capacity):
                 page, row = divmod(Int32(slot), page_rows)
                 start = pool + Int64(page) * page_stride
                 data = start + Int64(row) * FP8_DS_MLA.data_bytes
                 scale = start + Int64(block_size) * FP8_DS_MLA.data_bytes + Int64(row) * FP8_DS_MLA.scale_bytes
-                if const_expr(self.stores == "sectors"):
-                    self.store_pieces(lane, data, scale, codes, codes_second, pieces, scales)
-                elif const_expr(self.stores == "halves"):
-                    self.store_halves(lane, data, scale, codes, codes_second, second, scales)
-                elif const_expr(self.stores == "wide"):
-                    self.store_wide(lane, data, scale, wide, second, scales)
-                elif lane == 0:
-                    ptx.bulk_store(data, buffer + i * FP8_DS_MLA.data_bytes, FP8_DS_MLA.data_bytes, self.policy)
-                    ptx.bulk_store_commit()
-                    ptx.store_global_64(scale, *scales)
-        if const_expr(self.stores == "bulk"):
-            ptx.bulk_store_sources_read()
+                self.store(lane, data, scale, codes, codes_second, rope, scales)
 
     @cute.jit
     def scale_bytes(self, first: Any, second: Any) -> Any:
@@ -216,9 +170,7 @@ class InsertKernel:
         )
 
     @cute.jit
-    def store_pieces(
-        self, lane: Any, data: Any, scale: Any, codes: Any, codes_second: Any, rope: Any, scales: Any
-    ) -> None:
+    def store(self, lane: Any, data: Any, scale: Any, codes: Any, codes_second: Any, rope: Any, scales: Any) -> None:
         is_rope = lane >= record.ROPE_LANE
         ptx.store_global_64(data + Int64(lane * 8), *codes)
         ptx.store_global_64(
@@ -232,64 +184,6 @@ class InsertKernel:
                 rope[2] if is_rope else scales[0],
                 rope[3] if is_rope else scales[1],
             )
-
-    @cute.jit
-    def store_halves(
-        self, lane: Any, data: Any, scale: Any, codes: Any, codes_second: Any, rope: Any, scales: Any
-    ) -> None:
-        is_rope = lane >= record.ROPE_LANE
-        offset = NOPE_DIM + (lane - record.ROPE_LANE) * 16
-        ptx.store_global_64(data + Int64(lane * 8), *codes)
-        ptx.store_global_64(
-            data + Int64(offset if is_rope else 256 + lane * 8),
-            rope[0] if is_rope else codes_second[0],
-            rope[1] if is_rope else codes_second[1],
-        )
-        if is_rope or lane == 0:
-            ptx.store_global_64(
-                data + Int64(offset + 8) if is_rope else scale,
-                rope[2] if is_rope else scales[0],
-                rope[3] if is_rope else scales[1],
-            )
-
-    @cute.jit
-    def pair_up(self, lane: Any, codes: Any, codes_second: Any) -> Any:
-        """Sixteen bytes: an even lane has its own and its neighbour's first codes, an odd lane their second codes."""
-        is_odd = (lane & 1) != 0
-        got_0 = cute.arch.shuffle_sync_bfly(codes[0] if is_odd else codes_second[0], 1)
-        got_1 = cute.arch.shuffle_sync_bfly(codes[1] if is_odd else codes_second[1], 1)
-        return (
-            got_0 if is_odd else codes[0],
-            got_1 if is_odd else codes[1],
-            codes_second[0] if is_odd else got_0,
-            codes_second[1] if is_odd else got_1,
-        )
-
-    @cute.jit
-    def store_wide(self, lane: Any, data: Any, scale: Any, wide: Any, rope: Any, scales: Any) -> None:
-        is_odd = (lane & 1) != 0
-        if not is_odd or lane < record.ROPE_LANE:
-            ptx.store_global_128(data + Int64((248 + lane * 8) if is_odd else lane * 8), wide)
-        if lane >= record.ROPE_LANE:
-            ptx.store_global_128(data + Int64(NOPE_DIM + (lane - record.ROPE_LANE) * 16), rope)
-        if lane == 0:
-            ptx.store_global_64(scale, *scales)
-
-    @cute.jit
-    def stage(self, lane: Any, buffer: Any, codes: Any, codes_second: Any, rope: Any) -> None:
-        """Put the row's record into shared memory, ready for a bulk copy."""
-        is_rope = lane >= record.ROPE_LANE
-        offset = NOPE_DIM + (lane - record.ROPE_LANE) * 16
-        ptx.store_shared_64(buffer + lane * 8, *codes)
-        ptx.store_shared_64(
-            buffer + (offset if is_rope else 256 + lane * 8),
-            rope[0] if is_rope else codes_second[0],
-            rope[1] if is_rope else codes_second[1],
-        )
-        if is_rope:
-            ptx.store_shared_64(buffer + offset + 8, rope[2], rope[3])
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
 
 
 def key_for(arch: str, kv_format: str) -> InsertKey:

@@ -28,17 +28,10 @@ def _check_eps(c: Checker, eps: float) -> None:
     c.require(eps >= 0, "eps", "a number >= 0", eps)
 
 
-def _like(x: torch.Tensor) -> torch.Tensor:
+def _like(c: Checker, argument: str, x: Any) -> torch.Tensor:
+    """A new contiguous result for the tensor `x`."""
+    c.tensor(argument, x, torch.bfloat16)
     return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-
-
-def _results(op: str, out: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out`, or new contiguous tensors of the two shapes."""
-    if out is None:
-        return _like(first), _like(second)
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        Checker(op).fail("out", "a pair of tensors", type(out).__name__, TypeError)
-    return out[0], out[1]
 
 
 def _check_q_kv(
@@ -100,7 +93,10 @@ def fused_q_kv_rmsnorm(
 
     Returns (qr_out, kv_out). Raises ValueError or TypeError on arguments that do not fit.
     """
-    qr_out, kv_out = _results("fused_q_kv_rmsnorm", out, qr, kv)
+    c = Checker("fused_q_kv_rmsnorm")
+    if out is None:
+        out = _like(c, "qr", qr), _like(c, "kv", kv)
+    qr_out, kv_out = c.pair("out", out, "like qr, like kv")
     _q_kv(qr, kv, q_weight, kv_weight, eps, qr_out, kv_out)
     return qr_out, kv_out
 
@@ -180,7 +176,13 @@ def fused_mtp_input_rmsnorm(
 
     Returns (enorm_out, hnorm_out). Raises ValueError or TypeError on arguments that do not fit.
     """
-    enorm_out, hnorm_out = _results("fused_mtp_input_rmsnorm", out, inputs_embeds, previous_hidden_states)
+    c = Checker("fused_mtp_input_rmsnorm")
+    if out is None:
+        out = (
+            _like(c, "inputs_embeds", inputs_embeds),
+            _like(c, "previous_hidden_states", previous_hidden_states),
+        )
+    enorm_out, hnorm_out = c.pair("out", out, "like inputs_embeds, like previous_hidden_states")
     _mtp_input(
         inputs_embeds,
         positions,
@@ -227,6 +229,6 @@ def mtp_shared_head_rmsnorm(
     Returns out. Raises ValueError or TypeError on arguments that do not fit.
     """
     if out is None:
-        out = _like(hidden_states)
+        out = _like(Checker("mtp_shared_head_rmsnorm"), "hidden_states", hidden_states)
     _shared_head(hidden_states, weight, eps, out)
     return out

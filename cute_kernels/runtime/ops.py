@@ -79,8 +79,8 @@ def define_op(
     kernel: str | None = None,
     cost: Callable[..., Cost] | None = None,
     validate: Callable[..., None] | None = None,
-) -> torch._ops.OpOverload:
-    """Register `cute_kernels::<schema>` and return the overload to call.
+) -> Callable[..., None]:
+    """Register `cute_kernels::<schema>` and return the function that calls it.
 
     schema      torch schema without namespace; mutated arguments carry their alias annotation; returns ()
     check       raises ValueError or TypeError on bad arguments, from metadata alone
@@ -93,6 +93,8 @@ def define_op(
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    # without gradients, or a reference would record its torch calls for a backward pass that no op has
+    reference = torch.no_grad()(reference)
     op = Op(name, overload, check, reference, kernel, cost, validate)
 
     def on_cpu(*args: Any) -> None:
@@ -111,7 +113,16 @@ def define_op(
     _library.impl(name, _instrumented(op, on_cuda), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     OPS[name] = op
-    return overload
+
+    def call(*args: Any) -> None:
+        try:
+            overload(*args)
+        except RuntimeError:
+            # torch refuses a value of a type that is not the schema's before `check` sees it; say it as `check` does
+            check(*args)
+            raise
+
+    return call
 
 
 def _instrumented(op: Op, body: Callable[..., None]) -> Callable[..., None]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from cute_kernels.runtime.compile import Report, compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.compressor.save import SaveKey
+from cute_kernels.compressor.save import SaveKey, key_for, supports
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_120a")
-WIDTHS = (1024, 512, 256)
+WIDTHS = (1024, 512, 256, 128)
 
 
 def check(report: Report) -> None:
@@ -26,14 +27,16 @@ def check(report: Report) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch: str, width: int) -> None:
-    report = compile_report(SaveKey(arch, width))
+    key = key_for(arch, width)
+    report = compile_report(key)
     check(report)
     assert report.registers <= 40
+    assert ".reqntid 128" in report.ptx
     ptx = report.ptx
-    assert len(re.findall(r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.v4\.b32", ptx)) == 4
-    assert len(re.findall(r"ld\.global\.nc\.v4\.b32", ptx)) == 2
-    assert len(re.findall(r"add\.(?:rn\.)?f32", ptx)) == 8
-    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 4
+    assert len(re.findall(r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.v4\.b32", ptx)) == 2 * key.vectors
+    assert len(re.findall(r"ld\.global\.nc\.v4\.b32", ptx)) == key.vectors
+    assert len(re.findall(r"add\.(?:rn\.)?f32", ptx)) == 4 * key.vectors
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * key.vectors
     assert ("griddepcontrol.wait" in ptx) == (arch not in ("sm_80",))
 
 
@@ -53,17 +56,36 @@ def test_a_row_is_on_its_way_before_anything_waits(arch: str) -> None:
     assert all(re.search(r"\.128", code[i]) for i in loads[6:])
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(
-    "fields",
-    [{"rows": 2}, {"warps": 8}, {"vectors": 1, "warps": 8}, {"evict_first": True}, {"all_biases": True}],
-    ids=str,
-)
+@pytest.mark.parametrize("width", [1024, 512, 256])
+@pytest.mark.parametrize("fields", [{"rows": 2}, {"warps": 8}, {"vectors": 1, "warps": 8}], ids=str)
 def test_other_configurations(width: int, fields: dict[str, int]) -> None:
     report = compile_report(SaveKey("sm_90a", width, **fields))
     check(report)
     assert f".reqntid {32 * fields.get('warps', 4)}" in report.ptx
     count = 2 * fields.get("vectors", 2) * fields.get("rows", 1)
-    biases = 4 * fields.get("vectors", 2) if "all_biases" in fields else 0
-    assert len(re.findall(r"ld\.relaxed\.gpu\S*\.v4\.b32", report.ptx)) == count + biases
-    assert len(re.findall(r"L2::cache_hint", report.ptx)) == (count if "evict_first" in fields else 0)
+    assert len(re.findall(r"ld\.relaxed\.gpu\S*\.v4\.b32", report.ptx)) == count
+
+
+@pytest.mark.parametrize("width", [384, 640, 2048])
+def test_other_multiples_of_128(width: int) -> None:
+    check(compile_report(key_for("sm_90a", width)))
+
+
+def test_whole_rows_fit_into_a_block() -> None:
+    found = {width: key_for("sm_90a", width) for width in (128, 256, 384, 512, 640, 768, 1024, 1536, 2048, 8192)}
+    warps = {width: (key.vectors, key.warps) for width, key in found.items()}
+    assert warps == {
+        128: (1, 4), 256: (2, 4), 384: (1, 3), 512: (2, 4), 640: (1, 5), 768: (2, 3), 1024: (2, 4), 1536: (2, 6),
+        2048: (2, 8), 8192: (2, 32),
+    }  # fmt: skip
+    for width, key in found.items():
+        assert key.warps % (width // (128 * key.vectors)) == 0
+
+
+@pytest.mark.parametrize(("width", "fits"), [(128, True), (8192, True), (3968, True), (192, False), (8448, False)])
+def test_widths_that_no_block_can_take_are_refused(width: int, fits: bool) -> None:
+    rows, ape, pool = torch.zeros(2, width), torch.zeros(4, width), torch.zeros(1, 4, 2 * width)
+    numbers = torch.zeros(2, dtype=torch.int64)
+    supported, reason = supports(rows, rows, ape, numbers, pool, numbers, 4, 4)
+    assert supported is fits
+    assert ("multiple of 128" in reason) is not fits

@@ -377,6 +377,7 @@ def test_cost() -> None:
         ("token_to_req_indices", torch.zeros(99, dtype=torch.int64), TypeError),
         ("token_to_req_indices", torch.zeros(3, dtype=torch.int32), ValueError),
         ("positions", torch.zeros(3, dtype=torch.int64), ValueError),
+        ("slot_mapping", None, TypeError),
         ("slot_mapping", torch.zeros(99, dtype=torch.int32), TypeError),
         ("block_table", torch.zeros(4, 4, dtype=torch.int64), TypeError),
         ("block_size", 8, ValueError),

@@ -449,6 +449,7 @@ def test_bad_arguments_paged() -> None:
     good: dict[str, Any] = {"q": q, "kv_cache": pool, "weights": fp8.w(), "context_lens": lengths}
     good |= {"block_tables": table, "schedule_metadata": None, "max_model_len": 5}
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"q": None}, TypeError, "q"),
         ({"q": fp8.query()}, ValueError, "q"),
         ({"q": mx_q}, ValueError, "q"),
         ({"q": q[:, :0], "context_lens": lengths[:, :0], "weights": fp8.w()[:0]}, ValueError, "q"),

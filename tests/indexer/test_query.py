@@ -233,6 +233,7 @@ def test_cost() -> None:
     [
         ({"positions": torch.zeros(3, dtype=torch.int32)}, TypeError, "positions"),
         ({"positions": torch.zeros(4, dtype=torch.int64)}, ValueError, "index_q"),
+        ({"index_q": None}, TypeError, "index_q"),
         ({"index_q": torch.zeros(3, 2, 128)}, TypeError, "index_q"),
         ({"index_q": torch.zeros(3, 2, 127, dtype=torch.bfloat16)}, ValueError, "index_q"),
         ({"index_q": torch.zeros(3, 2, 256, dtype=torch.bfloat16)[..., ::2]}, ValueError, "index_q"),
@@ -240,6 +241,7 @@ def test_cost() -> None:
         ({"index_q_cos_sin_cache": torch.zeros(0, 64)}, ValueError, "index_q_cos_sin_cache"),
         ({"index_q_cos_sin_cache": torch.zeros(9, 64).double()}, TypeError, "index_q_cos_sin_cache"),
         ({"index_weights": torch.zeros(3, 3)}, ValueError, "index_weights"),
+        ({"index_weights": torch.zeros(3, 3), "use_fp4": True}, ValueError, "index_weights"),
         ({"weights_out_dtype": torch.bfloat16}, ValueError, "weights_out_dtype"),
         ({"use_fp4": True, "weights_out_dtype": torch.float16}, ValueError, "weights_out_dtype"),
         ({"use_fp4": True, "e2m1_rounding": "up"}, ValueError, "e2m1_rounding"),

@@ -196,6 +196,7 @@ def test_bad_arguments() -> None:
         top_k_per_row_decode: {"next_n": 2, "seq_lens": lengths.view(2, 2)},
     }
     shared: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"logits": None}, TypeError, "logits"),
         ({"logits": logits.double()}, TypeError, "logits"),
         ({"logits": torch.zeros(4, 60)[:, ::2], "stride0": 60, "stride1": 2}, ValueError, "logits"),
         ({"stride0": 31}, ValueError, "stride0"),

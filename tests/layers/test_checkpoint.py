@@ -184,12 +184,13 @@ def test_values_land_where_they_should(
 
 
 def test_other_float_dtypes_are_converted() -> None:
-    """fp32 weights of a converted checkpoint become bf16; a bf16 sink becomes fp32."""
+    """fp32 weights of a converted checkpoint become bf16, norms stay fp32; a bf16 sink becomes fp32."""
     tensors = layer_tensors(4, False, False)
     other = {n: t.bfloat16() if n == "attn_sink" or n.endswith("ape") else t.float() for n, t in tensors.items()}
     layer = build_layer(WIDE, WIDE.layer_of_kind(4), other, options=AttentionOptions(**SMALL_OPTIONS))
-    rounded = {n: t.bfloat16().float() if n == "attn_sink" or n.endswith("ape") else t for n, t in tensors.items()}
-    check_landing(layer, rounded, {}, 0, 1)
+    landed = {n: t.bfloat16().float() if n == "attn_sink" or n.endswith("ape") else t for n, t in tensors.items()}
+    landed |= {n: t.float() for n, t in tensors.items() if n.endswith("norm.weight")}
+    check_landing(layer, landed, {}, 0, 1)
 
 
 def test_names_and_shapes_of_a_published_layer() -> None:
@@ -359,3 +360,20 @@ def test_files_of_other_layers_are_not_opened(tmp_path: Path) -> None:
     assert len(read_layer_tensors(tmp_path, 0)) == len(layer_tensors(1))
     assert held_layers(tmp_path) == [0, 1]
     refuse(lambda: read_layer_tensors(tmp_path, 1), "b.safetensors", "cannot read")
+
+
+def test_norm_weights_keep_fp32() -> None:
+    index = CONFIG.layer_of_kind(4)
+    tensors = random_layer_tensors(CONFIG, index)
+    fine = {n: t.float() * 1.001 if n.endswith("norm.weight") else t for n, t in tensors.items()}
+    layer = build_layer(CONFIG, index, fine)
+    assert layer.compressor is not None
+    assert layer.indexer is not None
+    for weight, name in (
+        (layer.q_norm_weight, "q_norm.weight"),
+        (layer.kv_norm_weight, "kv_norm.weight"),
+        (layer.compressor.norm_weight, "compressor.norm.weight"),
+        (layer.indexer.compressor.norm_weight, "indexer.compressor.norm.weight"),
+    ):
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, fine[name])

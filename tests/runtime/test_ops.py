@@ -12,11 +12,13 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_kernels
+from cute_kernels.norm.ops import mtp_shared_head_rmsnorm
 from cute_kernels.runtime import ops
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import OPS, Cost, Op, define_op, nbytes
@@ -226,7 +228,7 @@ def test_the_fallback_is_opt_in(with_kernel: bool, kernel: types.ModuleType, mon
         ops._choose_cuda(op, args(3))
     monkeypatch.setenv(ops.FALLBACK_VARIABLE, "reference")
     body, implementation = ops._choose_cuda(op, args(3))
-    assert (body, implementation) == (reference_double, "reference")
+    assert (body, implementation) == (op.reference, "reference")
 
 
 def test_a_bad_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,3 +287,15 @@ def test_import_needs_no_compiler_and_no_gpu() -> None:
         assert heavy not in report["new"], heavy
     assert "cutlass" not in report["all"]
     assert not report["cuda"]
+
+
+@pytest.mark.parametrize("value", [[1.0], "rows", 3, np.zeros((2, 4)), None])
+def test_a_value_of_another_type_than_the_schema_names_op_and_argument(value: object) -> None:
+    with pytest.raises(TypeError, match=r"^mtp_shared_head_rmsnorm: weight: expected a tensor, got "):
+        mtp_shared_head_rmsnorm(torch.ones(2, 4, dtype=torch.bfloat16), value, 1e-6)  # type: ignore[arg-type]
+
+
+def test_references_record_nothing_for_a_backward_pass() -> None:
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    out = mtp_shared_head_rmsnorm(x, torch.ones(4, requires_grad=True), 1e-6)
+    assert not out.requires_grad

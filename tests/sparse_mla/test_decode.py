@@ -458,6 +458,7 @@ WIDE = plain(3, 64, 600)[..., :584]
         (DENSE, "extra_indices", ValueError),
         ({**DENSE, "extra_block_table": model.int32([[1], [1]])}, "extra_length", TypeError),
         ({"extra_indices": None}, "extra_topk_length", ValueError),
+        ({"extra_topk_length": model.int32([[2, 1]])}, "extra_topk_length", ValueError),
         ({"num_splits": -1}, "num_splits", ValueError),
         ({"split_tokens": 65}, "split_tokens", ValueError),
         ({"split_tokens": -64}, "split_tokens", ValueError),

@@ -330,6 +330,7 @@ def test_compile():
         ({"swa_block_table": model.int32([[1]])}, "swa_block_table", ValueError),
         ({"swa_block_table": torch.zeros(2, 2, dtype=torch.int64)}, "swa_block_table", TypeError),
         ({"query_start_loc": model.int32([0, 5])}, "query_start_loc", ValueError),
+        ({"query_start_loc": torch.zeros(3, dtype=torch.int64)}, "query_start_loc", TypeError),
         ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens", TypeError),
         ({"window_size": 0}, "window_size", ValueError),
         ({"compressed_cache": None}, "compressed_block_table", ValueError),

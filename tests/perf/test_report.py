@@ -1,0 +1,260 @@
+"""The report, the README's numbers and the plots, from made-up records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perf import plots, report
+from perf.records import Book, collect, parse
+from perf.targets import host_loss, limit_us, losses
+from tests.perf import synthetic
+from tests.perf.synthetic import GPU, cell, record
+
+GATHER = "dequantize_and_gather_k_cache"
+DECODE = "sparse_mla_decode"
+
+
+def book(*cells: dict[str, Any], **changed: Any) -> Book:
+    return Book((parse(record(list(cells), **changed)),), ())
+
+
+def line(text: str, start: str) -> list[str]:
+    """The cells of the table line that starts with the cells in `start`."""
+    (found,) = [line for line in text.splitlines() if line.startswith(f"| {start} |")]
+    return [part.strip() for part in found.strip("|").split("|")]
+
+
+def section(text: str, title: str) -> str:
+    return text.split(f"### {title}\n")[1].split("\n### ")[0].split("\n## ")[0]
+
+
+# ---- limits and losing cells -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "data", "limit", "reasons"),
+    [
+        # a stated target, whatever the peer does
+        (GPU, cell(1024, 10**6, 2.7, {"vllm-triton": 8.6}), 2.6, ["over the stated target of 2.60 µs"]),
+        (GPU, cell(1024, 10**6, 2.6, {"vllm-triton": 8.6}), 2.6, []),
+        (GPU, cell(1024, 10**6, 2.5, {"vllm-triton": 2.4}), 2.6, ["slower than vllm-triton"]),
+        (GPU, cell(1024, 10**6, 2.7), 2.6, ["over the stated target of 2.60 µs"]),
+        # a GPU without targets, and a case without one: the best peer, 3 % or 0.2 us over it
+        ("NVIDIA L4", cell(1024, 10**6, 2.7, {"vllm-triton": 8.6}), 8.858, []),
+        (GPU, cell(8, 10**6, 2.0, {"vllm-triton": 2.0}), 2.2, []),
+        (GPU, cell(8, 10**6, 2.1, {"vllm-triton": 2.0}), 2.2, ["slower than vllm-triton"]),
+        (
+            GPU,
+            cell(8, 10**6, 2.21, {"a": 9.0, "vllm-triton": 2.0}),
+            2.2,
+            ["slower than vllm-triton", "over the margin of 2.20 µs"],
+        ),
+        (GPU, cell(8, 10**6, 103.0, {"vllm-triton": 100.0}), 103.0, ["slower than vllm-triton"]),
+        (GPU, cell(8, 10**6, 103.0), None, []),
+        (GPU, cell(8, 10**6, 103.0, {"vllm-triton": "not here"}), None, []),
+    ],
+)
+def test_limits(gpu: str, data: dict[str, Any], limit: float | None, reasons: list[str]) -> None:
+    (found,) = parse(record([data])).cells
+    assert limit_us(gpu, found) == (None if limit is None else pytest.approx(limit))
+    assert losses(gpu, found) == reasons
+
+
+@pytest.mark.parametrize(
+    ("tensors", "us", "loses"), [(5, 10.0, False), (5, 10.5, True), (1, 10.5, True), (6, 99, False)]
+)
+def test_host_limits(tensors: int, us: float, loses: bool) -> None:
+    (found,) = parse(record([cell(1, 1616, 1.7, tensors=tensors, host=us)])).cells
+    assert (host_loss(found, found.ours) is not None) == loses
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_holds_every_fact() -> None:
+    cells = [
+        cell(1, 1616, 1.68, {"vllm-triton": 4.38, "vllm-cutedsl": "ImportError: not here"}, host=6.9),
+        cell(32768, 52_953_088, 14.8, {"vllm-triton": 110.58}, variants={"ours rows=2": 14.6, "ours rows=4": 17.0}),
+    ]
+    cells[1]["rows"][1]["checked"] = False
+    text = report.render_report(book(*cells))
+    assert line(text, synthetic.INSERT)[1:] == [
+        "580.1", "2.11.0", "4.8.1", "0.1.15", "3.12.3", "A CPU", "abcdef123456", "2026-11-20"
+    ]  # fmt: skip
+    assert line(text, "copying, bytes read and written")[1:] == ["copy 8 GB", "4275", "GB/s", "4280"]
+    fast = line(text, "e4m3 matrix product, fast accumulation")
+    assert fast[1:] == ["e4m3 fast matmul 8192", "1480", "TFLOPS", "the largest of the run"]
+    assert line(text, "shortest kernel in a graph")[1:] == ["add_ of 64 floats", "1.17", "µs", ""]
+    assert "* e4m3 full matmul 8192 was not measured: RuntimeError: not here" in text
+    assert line(text, "T=1")[1:] == [
+        "1.62 kB", "**1.68**", "1.66 to 1.70", "1", "0.0", "4.38", "2.61", "1.80", ""
+    ]  # fmt: skip
+    large = section(text, synthetic.INSERT).split("<details>")[0]
+    assert line(large, "T=32768")[2:] == [
+        "**14.80**", "14.65 to 14.95", "3578", "83.6", "110.6 †", "7.47", "15.00", ""
+    ]  # fmt: skip
+    assert "vllm-triton: vllm 0.33.0, triton 3.6.0." in text
+    assert "* vllm-cutedsl was not timed: ImportError: not here" in text
+    assert line(text.split("<details>")[1], "T=32768") == ["T=32768", "14.80", "14.60", "0.986", "`rows=2`"]
+    assert "0 of 2 cells." in section(text, "Where we lose")
+    host = line(text, "mutating op, 3 tensors")
+    assert host[1:] == [synthetic.INSERT, "T=1", "6.90", "6.21 to 8.28", "10", ""]
+    assert f"plots/h200/{synthetic.INSERT}.png" in text
+    assert "Rejected" not in text
+
+
+def test_losing_cells_are_listed() -> None:
+    cells = [
+        cell(1, 1616, 1.9, {"vllm-triton": 4.38}, host=11.0),
+        cell(64, 103_424, 5.0, {"vllm-triton": 4.9}),
+        cell(8192, 13_238_272, 5.0, {"vllm-triton": 31.0}),
+        cell(99, 13_238_272, 5.0),
+    ]
+    text = report.render_report(book(*cells))
+    lost = " ".join(section(text, "Where we lose").split())
+    assert "2 of 4 cells." in lost
+    assert "Cells without a peer: 1." in lost
+    prefix = f"| {synthetic.INSERT} | T=1 | 1.90 | 4.38 vllm-triton | 2.31 | 1.80 |"
+    assert f"{prefix} over the stated target of 1.80 µs |" in lost
+    assert f"| {synthetic.INSERT} | T=64 | 5.00 | 4.90 vllm-triton | 0.98 | 5.10 | slower than vllm-triton |" in lost
+    assert "* quantize_and_insert_k_cache, 3 tensors: an eager call costs the host 11.00 µs, over 10" in lost
+    assert "T=8192" not in lost
+    table = section(text, synthetic.INSERT)
+    assert [line(table, f"T={t}")[-1] for t in (1, 64, 8192, 99)] == ["over limit", "slower", "", ""]
+
+
+def test_matrix_products_have_their_own_ceiling() -> None:
+    data = cell("b64", 40 * 10**6, 84.0, {"flash_mla": 90.0}, op=DECODE, flops=10**10, products="bf16")
+    data["rows"][0]["percent"] = 15.1
+    text = report.render_report(book(data, op=DECODE))
+    assert line(text, "b64")[4:7] == ["476", "119.0", "15.1 (bf16)"]
+
+
+def test_every_gpu_has_its_section_and_every_op_its_line(tmp_path: Path) -> None:
+    for gpu, op in ((GPU, synthetic.INSERT), (GPU, GATHER), ("NVIDIA B200", GATHER)):
+        folder = "h200" if gpu == GPU else "b200"
+        synthetic.write(tmp_path, record([cell(8, 10**6, 2.0, op=op)], op=op, gpu=gpu), f"{folder}/{op}.json")
+    found = collect(tmp_path / "perf/results")
+    text = report.render_report(found)
+    assert [part for part in text.splitlines() if part.startswith("## ")] == ["## NVIDIA B200", "## NVIDIA H200"]
+    numbers = report.render_numbers(found)
+    assert numbers.count("| `dequantize_and_gather_k_cache` |") == 2
+    assert numbers.count("| `quantize_and_insert_k_cache` |") == 1
+    assert "none" in line(numbers, "`quantize_and_insert_k_cache`")
+
+
+def test_rejected_rows_are_named_and_not_used() -> None:
+    text = report.render_report(Book((), ("h200/x.json: T=1: cute_kernels ran its reference implementation",)))
+    assert "No records yet." in text
+    assert "## Rejected\n\n* h200/x.json: T=1: cute_kernels ran its reference" in text
+
+
+# ---- the README ------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_the_readme() -> None:
+    cells = [
+        cell(1, 1616, 1.5, {"vllm-triton": 3.0}, host=6.9),
+        cell(64, 103_424, 2.0, {"vllm-triton": 16.0}, host=6.7),
+        cell(32768, 52_953_088, 14.8, {"vllm-triton": 59.2}),
+    ]
+    text = report.render_numbers(book(*cells))
+    assert line(text, f"`{synthetic.INSERT}`")[1:] == [
+        "T=32768", "14.80", "3578", "83.6", "59.20 vllm-triton", "4.00 (2.00 to 8.00)", "6.70"
+    ]  # fmt: skip
+    assert "None of 3 shapes is slower" in text
+    cells[1] = cell(64, 103_424, 2.0, {"vllm-triton": 1.9})
+    assert "1 of 3 shapes are slower" in report.render_numbers(book(*cells))
+    assert report.render_numbers(Book((), ())).endswith("No kernel has been measured yet.")
+
+
+README = f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n"
+
+
+def test_numbers_are_put_between_the_markers() -> None:
+    new = report.insert_numbers(README, "new\ntext")
+    assert new == README.replace("old", "new\ntext")
+    assert report.insert_numbers(new, "new\ntext") == new
+
+
+@pytest.mark.parametrize(
+    "readme", ["", report.BEGIN, f"{report.END}{report.BEGIN}", README + report.BEGIN, README + report.END]
+)
+def test_a_readme_without_its_markers_is_refused(readme: str) -> None:
+    with pytest.raises(ValueError, match=r"README.md: expected one"):
+        report.insert_numbers(readme, "new")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "README.md").write_text(README)
+    synthetic.write(tmp_path, record([cell(1, 1616, 1.9, {"vllm-triton": 4.38}), cell(64, 103_424, 2.0)]))
+    decode = cell("b64", 40 * 10**6, 84.0, {"flash_mla": 90.0}, op=DECODE, flops=10**10, products="bf16")
+    synthetic.write(tmp_path, record([decode], op=DECODE))
+    return tmp_path
+
+
+def collected(root: Path) -> Book:
+    return collect(root / "perf/results")
+
+
+def test_what_is_written_is_up_to_date_until_a_record_changes(root: Path) -> None:
+    report.write(root, collected(root), pictures=False)
+    missing = [f"perf/plots/h200/{name}.png" for name in ("overview", synthetic.INSERT, DECODE)]
+    assert report.stale(root, collected(root)) == missing
+    synthetic.write(root, record([cell(1, 1616, 1.8, {"vllm-triton": 4.38})]))
+    assert report.stale(root, collected(root))[:2] == ["perf/REPORT.md", "README.md"]
+
+
+def test_plots_are_drawn_with_the_hash_of_what_they_show(root: Path) -> None:
+    pytest.importorskip("matplotlib")
+    old = root / "perf/plots/h200/gone.png"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"")
+    written = report.write(root, collected(root))
+    assert report.stale(root, collected(root)) == []
+    assert not old.exists()
+    drawn = [path for path in written if path.suffix == ".png"]
+    assert len(drawn) == 3
+    assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in drawn)
+    synthetic.write(root, record([cell(1, 1616, 1.9, {"vllm-triton": 4.2}), cell(64, 103_424, 2.0)]))
+    assert f"perf/plots/h200/{synthetic.INSERT}.png" in report.stale(root, collected(root))
+    assert "perf/plots/h200/overview.png" not in report.stale(root, collected(root)), "it shows no peers"
+
+
+def test_a_picture_without_ceilings_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    bare = record([cell(1, 1616, 1.9), cell(2, 3232, 1.9, op=synthetic.INSERT)], ceilings=[], yardsticks={})
+    wanted = plots.figures(GPU, [parse(bare)])
+    assert len(plots.draw(wanted, tmp_path)) == 2
+
+
+def test_what_pictures_show() -> None:
+    cells = [cell(1, 1616, 1.9, {"vllm-triton": 4.38}), cell(32768, 52_953_088, 14.8)]
+    overview, one = plots.figures(GPU, [parse(record(cells))])
+    assert (overview.name, one.name) == ("h200/overview.png", f"h200/{synthetic.INSERT}.png")
+    assert [p.name for p in overview.points] == ["cute_kernels", "cute_kernels"]
+    assert one.names() == ["cute_kernels", "vllm-triton"]
+    assert [p.losing for p in one.points] == [True, False, False]
+    launch, copy = one.points[0], one.points[2]
+    assert launch.attainable == 1.17, "the shortest launch bounds a small call"
+    assert copy.attainable == pytest.approx(52_953_088 / 4.28e6), "copying bounds a large one"
+    products = cell("b64", 10**6, 84.0, op=DECODE, flops=79 * 10**9, products="bf16")
+    figure = plots.figures(GPU, [parse(record([products], op=DECODE))])[1]
+    assert figure.products
+    assert figure.points[0].attainable == pytest.approx(100.0), "matrix products bound this one"
+    assert plots.figures(GPU, []) == []
+
+
+def test_the_hash_of_a_file_without_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0\0\0\x03tEXta\0b" + b"crc.")
+    assert plots.digest_of(path) == ""
+    path.write_bytes(b"")
+    assert plots.digest_of(path) == ""
