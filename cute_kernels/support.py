@@ -24,7 +24,9 @@ KERNEL_ARCHS = {
 """Op -> architectures its kernel runs on, for the ops that have one."""
 
 RECORDS = {
+    ("dequantize_and_gather_k_cache", "sm_90a"): "h200/dequantize_and_gather_k_cache.json",
     ("quantize_and_insert_k_cache", "sm_90a"): "h200/quantize_and_insert_k_cache.json",
+    ("save_partial_states", "sm_90a"): "h200/save_partial_states.json",
 }
 """(op, arch) -> record of a measurement, below perf/results."""
 
