@@ -1,0 +1,281 @@
+"""The self-checks of scripts/run_layer.py can fail, and its parts do what they say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layers import DeepseekV4Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import layer_runner.run
+from layer_runner import checks, report
+from layer_runner.pools import POISON, Pools, raw_pages
+from layer_runner.requests import Request, make_requests, plan_decode, schedule, split_text
+from layer_runner.run import max_rows
+
+from cute_kernels.runtime.record import Call, Cost
+from tests.scripts.runs import (
+    TINY,
+    status,
+)
+
+
+def small_run(checkpoint: Path, *flags: object) -> int:
+    return status("--checkpoint", checkpoint, "--layer", 2, "--prefill", 50, "--decode", 3, *flags)
+
+
+def test_a_wrong_output_fails(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_alone = layer_runner.run.run_alone
+
+    def off_by_a_bit(*arguments: Any, **keywords: Any) -> list[torch.Tensor]:
+        outputs = run_alone(*arguments, **keywords)
+        outputs[1][3, 5] *= 1.5
+        return outputs
+
+    monkeypatch.setattr(layer_runner.run, "run_alone", off_by_a_bit)
+    assert small_run(checkpoint, "--json", tmp_path / "r.json") == 1
+    assert "FAIL batch with decode" in capsys.readouterr().out
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written["passed"] is False
+    assert [c["passed"] for c in written["layers"][0]["checks"]].count(False) == 1
+
+
+def test_a_stray_write_fails(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One byte in a page of nobody, in page padding, or in an unused row of a request's page."""
+    config = DeepseekV4Config.from_dict(TINY)
+    pools = Pools(config, 4, [70, 9], kv_cache="fp8_ds_mla", index_cache="fp8", device="cpu", seed=1)
+    assert pools.stray_writes() == []
+    table = pools.tables.swa
+    assert (table[0, :2] != table[1, 0]).all()
+    spare = int(table[0, 2])
+    row = pools.slots("window cache", 1, 9, 10)
+    pages = raw_pages(pools.caches.swa)
+    for place in ((spare, 0), (0, pages.shape[1] - 1), (int(row[0]) // 64, int(row[0]) % 64 * 576)):
+        pages[place] ^= 1
+        assert pools.stray_writes() == ["window cache"]
+        pages[place] ^= 1
+    pages[int(table[1, 0]), 8 * 576] = 0
+    assert pools.stray_writes() == []
+
+    run_batch = layer_runner.run.run_batch
+
+    def clumsy(layer: Any, builder: Any, requests: Any, target: Pools, *rest: Any, **keywords: Any) -> Any:
+        result = run_batch(layer, builder, requests, target, *rest, **keywords)
+        raw_pages(target.by_name()["indexer state"][0])[int(target.tables.state[0, -1]), 0] = 0  # type: ignore[index]
+        return result
+
+    monkeypatch.setattr(layer_runner.run, "run_batch", clumsy)
+    assert small_run(checkpoint) == 1
+    assert "FAIL memory of no request is untouched (stray writes in indexer state)" in capsys.readouterr().out
+
+
+def test_different_cache_bytes_fail(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_batch = layer_runner.run.run_batch
+
+    def clumsy(layer: Any, builder: Any, requests: Any, target: Pools, *rest: Any, **keywords: Any) -> Any:
+        result = run_batch(layer, builder, requests, target, *rest, **keywords)
+        target.caches.compressed.data[target.tables.compressed[1, 0], 0, 0] += 1  # type: ignore[union-attr, index]
+        return result
+
+    monkeypatch.setattr(layer_runner.run, "run_batch", clumsy)
+    assert small_run(checkpoint) == 1
+    assert "(compressed cache of request 1 differ)" in capsys.readouterr().out
+
+
+def test_pages_are_strewn_and_owned() -> None:
+    """Requests share no page, pages do not lie in order, and a table names a spare page after a request's last."""
+    config = DeepseekV4Config.from_dict(TINY)
+    pools = Pools(config, 4, [1000, 130, 700], kv_cache="bf16", index_cache="fp8", device="cpu", seed=2)
+    for table, size in ((pools.tables.swa, 64), (pools.tables.compressed, 256), (pools.tables.state, 4)):
+        assert table is not None
+        counts = [-(-n // size) for n in (1000, 130, 700)]
+        owned = torch.cat([row[:n] for row, n in zip(table, counts, strict=True)])
+        assert owned.unique().numel() == owned.numel() == sum(counts)
+        assert not torch.equal(owned, owned.sort().values)
+        spare = torch.cat([row[n:] for row, n in zip(table, counts, strict=True)])
+        assert not torch.isin(spare, owned).any()
+        assert spare.numel() >= 3
+
+
+def test_live_rows() -> None:
+    """What a request of 203 tokens needs to go on: all entries, and the state of the group that is open."""
+    config = DeepseekV4Config.from_dict(TINY)
+
+    def live(ratio: int, length: int) -> dict[str, tuple[int, int]]:
+        pools = Pools(config, ratio, [length], kv_cache="bf16", index_cache="fp8", device="cpu", seed=0)
+        return {name: pools.live_rows(name, 0, length) for name in pools.by_name()}
+
+    assert live(1, 203) == {"window cache": (0, 203)}
+    assert live(4, 203) == {
+        "window cache": (0, 203),
+        "compressed cache": (0, 50),
+        "compressor state": (196, 203),
+        "indexer cache": (0, 50),
+        "indexer state": (196, 203),
+    }
+    assert live(128, 203) == {"window cache": (0, 203), "compressed cache": (0, 1), "compressor state": (128, 203)}
+    assert live(4, 3)["compressor state"] == (0, 3)
+
+
+def test_poison_is_not_a_number() -> None:
+    """A row that nobody wrote reads as NaN in every cache format, so that using it shows in the outputs."""
+    config = DeepseekV4Config.from_dict(TINY)
+    for kv_cache in ("fp8_ds_mla", "bf16", "fp8"):
+        pools = Pools(config, 4, [9], kv_cache=kv_cache, index_cache="fp8", device="cpu", seed=0)
+        for name, (cache, _, _) in pools.by_name().items():
+            read = cache.kv_format.read(cache.data, cache.block_size, pools.slots(name, 0, 0, 2))
+            assert torch.isnan(read.float()).all(), (kv_cache, name)
+    assert POISON == 0xFF
+
+
+def test_topk_check() -> None:
+    good = torch.full((12, 2), -1, dtype=torch.int32)
+    for row, picks in {3: [0, -1], 7: [1, 0], 11: [2, 0]}.items():
+        good[row : row + 4] = torch.tensor(picks)
+    assert checks.check_topk([good], 4).passed
+    assert checks.truncated_rows([good, good[:9]], 4) == (1, 21)
+    for row, picks in ((0, [0, -1]), (3, [-1, -1]), (7, [1, 1]), (7, [2, 0]), (11, [0, -1]), (5, [0, -2])):
+        bad = good.clone()
+        bad[row] = torch.tensor(picks)
+        assert not checks.check_topk([good, bad], 4).passed, (row, picks)
+
+
+def test_number_checks() -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    nan = x.clone()
+    nan[2, 2] = torch.nan
+    near = x.clone()
+    near[0] *= 1.01
+    zero = torch.zeros_like(x)
+    assert checks.check_finite([x]).passed
+    assert not checks.check_finite([x, nan]).passed
+    assert checks.check_consistent([x, zero], [x, zero], "cpu").passed
+    assert checks.check_consistent([near], [x], "cuda").passed
+    for a, b in ((near, x), (nan, x), (x, nan), (x, zero), (zero, x)):
+        assert not checks.check_consistent([x, a], [x, b], "cpu").passed
+    assert checks.check_repeatable([x, near], [x, near.clone()]).passed
+    assert not checks.check_repeatable([x, near], [x, x]).passed
+
+
+# --- parts --------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    limit=st.none() | st.integers(1, 30),
+    decode=st.integers(0, 9),
+    draft=st.integers(1, 4),
+    chunk=st.integers(1, 50),
+    seed=st.integers(0, 99),
+)
+def test_every_token_goes_through_once(
+    lengths: list[int], limit: int | None, decode: int, draft: int, chunk: int, seed: int
+) -> None:
+    sequences = [torch.arange(1, n + 1).bfloat16()[:, None] for n in lengths]
+    requests = make_requests(sequences, prefill_limit=limit, decode=decode, draft=draft, max_positions=1000, seed=seed)
+    for request, length in zip(requests, lengths, strict=True):
+        assert request.prefill >= 1
+        assert limit is None or request.prefill <= limit
+        assert request.length == request.prefill + sum(request.decode) <= length
+        assert limit is not None or request.length == length
+        assert len(request.decode) <= decode
+        assert all(1 <= accepted <= draft for accepted in request.decode)
+    seen: list[list[float]] = [[] for _ in requests]
+    reach = [0] * len(requests)
+    most = 0
+    for parts, steps in schedule(requests, chunk):
+        decodes = sum(step is not None for step in steps)
+        assert all(step is None for step in steps[decodes:])
+        assert sum(part.rows for part in parts[decodes:]) <= chunk
+        assert len({part.request for part in parts}) == len(parts)
+        most = max(most, sum(part.rows for part in parts))
+        for part, step in zip(parts, steps, strict=True):
+            request = requests[part.request]
+            assert part.start == len(seen[part.request])
+            rows = request.rows(part, step)
+            assert rows.shape[0] == part.rows == (draft if step is not None else part.accepted)
+            seen[part.request] += rows[: part.accepted, 0].tolist()
+            reach[part.request] = max(reach[part.request], part.start + part.rows)
+            rest = request.hidden_states[part.start + part.accepted : part.start + part.rows]
+            assert not torch.equal(rest, rows[part.accepted :]) or part.accepted == part.rows
+    for request, positions in zip(requests, seen, strict=True):
+        assert positions == request.hidden_states[:, 0].tolist()
+    assert reach == [request.reach for request in requests]
+    assert max_rows(requests, chunk) >= max(most, *(request.length for request in requests))
+
+
+def test_decode_plan() -> None:
+    generator = torch.Generator().manual_seed(1)
+    assert plan_decode(100, None, 5, 1, generator) == [1] * 5
+    assert plan_decode(3, None, 5, 1, generator) == [1, 1]
+    assert plan_decode(1, None, 5, 3, generator) == []
+    assert len(set(plan_decode(100, None, 30, 3, generator))) == 3
+
+
+def test_one_shot_has_no_decode() -> None:
+    states = torch.ones(9, 4).bfloat16()
+    request = Request(states, 5, (1, 3), 3, torch.zeros(2, 3, 4).bfloat16())
+    assert request.reach == 9
+    assert replace(request, decode=(3, 1)).reach == 11
+    assert request.one_shot().reach == 9
+    [(parts, steps)] = schedule([request.one_shot()], 9)
+    assert [(p.start, p.rows, p.accepted) for p in parts] == [(0, 9, 9)]
+    assert steps == [None]
+
+
+def test_split_text() -> None:
+    assert split_text(b"one\n\ntwo\n \nthree\n\nfour", 3) == [b"one", b"two", b"three\n\nfour"]
+    assert split_text(b"one\n\ntwo", 1) == [b"one\n\ntwo"]
+    pieces = split_text(b"abcdefghi", 3)
+    assert b"".join(pieces) == b"abcdefghi"
+    assert len(pieces) == 3
+    assert all(pieces)
+
+
+def test_table_of_calls() -> None:
+    calls = [
+        Call("b", "kernel", Cost(2_000_000, 10), 1e-3),
+        Call("a", "reference", Cost(5, 0), 0.5),
+        Call("b", "kernel", Cost(1_000_000, 10), 2e-3),
+        Call("b", "reference"),
+    ]
+    rows = report.summarize(calls)
+    assert [(r.op, r.implementation, r.calls) for r in rows] == [
+        ("b", "kernel", 2),
+        ("a", "reference", 1),
+        ("b", "reference", 1),
+    ]
+    assert (rows[0].seconds, rows[0].bytes, rows[0].flops) == (3e-3, 3_000_000, 20)
+    ceiling = report.Ceiling(bytes_per_second=4e9, flops_per_second=1e6)
+    assert rows[0].of_ceiling(ceiling) == pytest.approx(0.25)
+    assert replace(rows[0], flops=2000).of_ceiling(ceiling) == pytest.approx(2000 / 1e6 / 3e-3)
+    assert rows[0].of_ceiling(None) is None
+    assert rows[2].of_ceiling(ceiling) is None
+    on_gpu = rows[0].as_json(ceiling, True)
+    assert on_gpu["gb_per_second"] == pytest.approx(1.0)
+    assert on_gpu["of_ceiling"] == pytest.approx(0.25)
+    assert "gb_per_second" not in rows[0].as_json(None, False)
+
+    def headers(ceiling: report.Ceiling | None, on_gpu: bool) -> list[str]:
+        return [str(column.header) for column in report.render(rows, "t", ceiling, on_gpu).columns]
+
+    assert headers(None, False) == ["op", "by", "calls", "ms", "bytes"]
+    assert headers(None, True)[5:] == ["GB/s", "TFLOPS"]
+    assert headers(ceiling, True)[5:] == ["GB/s", "TFLOPS", "% of ceiling"]
