@@ -329,7 +329,7 @@ def finish(process: Any) -> str:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of the package: others may edit the one these tests run in."""
+    """A copy of the package that a test may edit."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     copy = tmp_path / "tree"
     shutil.copytree(ROOT / "cute_kernels", copy / "cute_kernels", ignore=shutil.ignore_patterns("__pycache__"))
@@ -345,6 +345,6 @@ def test_processes_share_a_folder(tree: Path, tmp_path: Path) -> None:
     assert finish(later) == "0 1"
     source = tree / "cute_kernels/compressor/save.py"
     text = source.read_text()
-    assert "warps: int = 4" in text
-    source.write_text(text.replace("warps: int = 4", "warps: int = 8"))
+    assert "\nWARPS = 4\n" in text
+    source.write_text(text.replace("\nWARPS = 4\n", "\nWARPS = 8\n"))
     assert finish(start(tree, folder, "d")) == "1 0"
