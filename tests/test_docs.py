@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from cute_kernels import support
 from cute_kernels.runtime import cache
@@ -40,6 +41,16 @@ def test_the_readme_has_the_support_table_of_the_package() -> None:
 def test_every_measured_cell_has_its_record() -> None:
     for record in support.RECORDS.values():
         assert (ROOT / "perf/results" / record).is_file()
+
+
+def test_the_readme_layer_example_runs() -> None:
+    readme = (ROOT / "README.md").read_text()
+    block = readme[readme.index("    import torch\n    from layers import") :]
+    lines = block[: block.index("\nMetadata is built")].splitlines()
+    scope: dict[str, Any] = {}
+    exec("\n".join(line[4:] for line in lines), scope)
+    assert scope["out"].shape == (200, scope["config"].hidden_size)
+    assert scope["out"].isfinite().all()
 
 
 def _has_dsl() -> bool:
