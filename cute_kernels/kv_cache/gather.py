@@ -36,17 +36,21 @@ FOUR_ROWS_CALLS = range(12288, 131072)
 """Rows of a call, of all its requests together, that warps take four at a time; of more or fewer they take two.
 
 Few rows are better spread over more warps, and very many over more blocks. Between these, four rows in flight hide more
-of a warp's waits. Measured on an H200: perf/results/h200/dequantize_and_gather_k_cache.json.
+of a warp's waits. On an H200 two rows were no slower in the calls of up to 8192 rows and of 262144, and four faster in
+those of 16384 to 65536; the ends of the range lie between: perf/results/h200/dequantize_and_gather_k_cache.json.
 """
 
 ROWS_PER_SM = 512
-"""Rows that the blocks of a multiprocessor take in one pass when there are rows enough: the fastest there too.
+"""Rows that the blocks of a multiprocessor take in one pass when there are rows enough: as fast as any, same record.
 
 These are 64 blocks whose warps take two rows, or 32 whose warps take four.
 """
 
 MOST_REQUESTS = 65535
+"""Blocks that a grid can have in its second dimension."""
+
 MOST_ROWS = 2**29
+"""Per request: row numbers of the passes of all blocks stay within int32."""
 
 
 @dataclass(frozen=True)

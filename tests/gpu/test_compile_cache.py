@@ -114,7 +114,7 @@ print(json.dumps([message, call.right(), {COUNTS}]))
     assert counts == [0, 1]
 
 
-@pytest.mark.xfail(reason="73 ms on the H200 machine of 2026-11-20, 22 ms without the launch", strict=False)
+@pytest.mark.xfail(reason="73 ms on an H200 machine on 2026-11-20", strict=False)
 def test_the_first_call_with_a_warm_disk_cache_is_quick(bundle: Path) -> None:
     """CuTe DSL is imported before, and the GPU awake."""
     code = """
