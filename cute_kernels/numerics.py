@@ -32,7 +32,7 @@ def ue8m0_from_absmax(absmax: torch.Tensor, largest: float, floor: float) -> tor
 
     The quotient is taken as a product with fl32(1 / largest); the next power of two comes from the bits: no logarithm.
     """
-    ratio = absmax.float().clamp(min=floor) * torch.tensor(1.0 / largest, dtype=torch.float32, device=absmax.device)
+    ratio = absmax.float().clamp(min=floor) * (1.0 / largest)
     return (((ratio.view(torch.int32) + 0x007FFFFF) >> 23) & 0xFF).to(torch.uint8)
 
 
@@ -158,4 +158,4 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack([low + high, low - high], dim=-2).flatten(-3)
         stride *= 2
-    return x * torch.tensor(n**-0.5, dtype=torch.float32, device=x.device)
+    return x * n**-0.5

@@ -23,6 +23,21 @@ def bf16_high(pair: Any) -> Any:
     return (pair & Int32(-65536)).bitcast(Float32)
 
 
+def bf16_floats(words: Any) -> list[Any]:
+    """fp32 values of all halves of the words."""
+    return [half(word) for word in words for half in (bf16_low, bf16_high)]
+
+
+def bf16_words(values: Any) -> list[Any]:
+    """fp32 values as bf16 pairs, each rounded to nearest even: the inverse of bf16_floats."""
+    return [ptx.bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+
+def e4m3_words(values: Any) -> list[Any]:
+    """fp32 values as e4m3 codes, four in a word: nearest even, saturating at 448."""
+    return [ptx.e4m3x4(*values[i : i + 4]) for i in range(0, len(values), 4)]
+
+
 def absmax_bf16x2(*pairs: Any) -> Any:
     """bf16 pair: absolute maxima of the low halves and of the high halves. NaN only if there is nothing else."""
     largest = pairs[0] & 0x7FFF7FFF
@@ -66,3 +81,40 @@ def bf16x4_from_e4m3(codes: Any, factor: Any) -> tuple[Any, Any]:
     """Four e4m3 codes times the power of two `factor`, as two bf16 pairs. Exact wherever bf16 can hold the product."""
     a, b, c, d = ptx.floats_of_e4m3x4(codes)
     return ptx.bf16x2(a * factor, b * factor), ptx.bf16x2(c * factor, d * factor)
+
+
+E2M1_UNIT = 2.0**-14
+"""The smallest normal f16. Counted in it, e2m1 numbers are built as f16 numbers are, those below 1 subnormal: bits 9 to
+11 of the f16 are the code rounded towards zero. f16 holds every bf16 times a power of two exactly from 0.125 to 6
+units; the lowest boundary between two codes is at 0.25."""
+
+E2M1_LARGEST = 0x0E000E00
+"""6 units, in both halves of a word."""
+
+E2M1_HALF_STEP = 0x00FF00FF
+"""A little less than half of what separates two codes, in both halves: adding it rounds, and ties go down."""
+
+
+def e2m1_from_bf16x8(words: Any, factor: Any, rounding: str) -> Any:
+    """Eight e2m1 codes of four bf16 words, each number times the power of two `factor`; the first in the lowest nibble.
+
+    rounding   one of numerics.E2M1_ROUNDINGS
+    """
+    scaled = factor * Float32(E2M1_UNIT)
+    rounded = []
+    for word in words:
+        pair = ptx.f16x2(bf16_low(word) * scaled, bf16_high(word) * scaled)
+        pair = ptx.min_magnitude_f16x2(ptx.max_magnitude_f16x2(pair, 0), E2M1_LARGEST)
+        up = pair + E2M1_HALF_STEP
+        if rounding == "ties_to_even":  # a tie goes up from an odd code
+            up += (pair >> 9) & 0x00010001
+        rounded.append(up)
+    # four elements with even numbers and four with odd ones: of each byte, bit 7 is the sign and bits 1 to 3 the code
+    first = ptx.permute_bytes(rounded[0], rounded[1], 0x7351)
+    second = ptx.permute_bytes(rounded[2], rounded[3], 0x7351)
+    even, odd = ptx.permute_bytes(first, second, 0x5410), ptx.permute_bytes(first, second, 0x7632)
+    codes = ((even >> 1) & 0x07070707) | ((odd << 3) & 0x70707070)
+    signs = ((even >> 4) & 0x0F0F0F0F) | (odd & ~0x0F0F0F0F)
+    if rounding == "ties_to_lower":  # no negative zero
+        signs &= codes + 0x77777777
+    return codes | (signs & ~0x77777777)

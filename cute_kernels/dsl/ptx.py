@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Float64, Int32, Int64
 
 inline_ptx = cute.arch.inline_ptx
 
@@ -34,19 +34,44 @@ def load_global_128_again(address: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
+def load_global_64_again(address: Any) -> tuple[Any, Any]:
+    """sm_70 and up. As load_global_128_again: 8 bytes, 8-byte aligned."""
+    return inline_ptx(
+        "ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Int32, Int32],
+        read_only_args=[Int64(address)],
+    )
+
+
 def load_global_s64(address: Any) -> Any:
     """sm_70 and up. An int64 that no thread writes during the kernel."""
     return inline_ptx("ld.global.nc.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[Int64(address)])
+
+
+def load_global_s32_again(address: Any) -> Any:
+    """sm_70 and up. An int32 that no thread writes during the kernel and that others of the SM read too."""
+    return inline_ptx("ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int64(address)])
 
 
 # The loads in order stay in program order among themselves. The assembler sinks other loads to where their values are
 # used, to save registers, and a load that is sunk below the wait for another one costs its whole latency once more.
 
 
-def load_global_128_in_order(address: Any) -> tuple[Any, Any, Any, Any]:
-    """sm_70 and up. 16 bytes that are read once, 16-byte aligned."""
+def load_global_128_in_order(address: Any, through_l1: bool = False) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. 16 bytes that are read once, 16-byte aligned. A call that fills the memory's pipe is faster if its
+    lines may go through L1, a short one if they may not (perf/notes/memory_bound.md)."""
     return inline_ptx(
-        _in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}"),
+        _in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}", through_l1),
+        write_only_types=[Int32, Int32, Int32, Int32],
+        read_only_args=[Int64(address)],
+    )
+
+
+def load_global_128_cached_in_order(address: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. 16 bytes through L1, 16-byte aligned; for data that others of the SM read too, or that is streamed
+    while as much is written: memory then is 5% faster than with loads that leave L1 out."""
+    return inline_ptx(
+        "ld.relaxed.cta.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32, Int32, Int32, Int32],
         read_only_args=[Int64(address)],
     )
@@ -69,8 +94,89 @@ def load_global_s32_in_order(address: Any) -> Any:
     return inline_ptx(_in_order("b32 {$w0}"), write_only_types=[Int32], read_only_args=[Int64(address)])
 
 
-def _in_order(what: str) -> str:
-    return f"ld.relaxed.gpu.global.L1::no_allocate.{what}, [{{$r0}}];"
+def load_global_bool_in_order(address: Any) -> Any:
+    """sm_70 and up. A byte that is 0 or 1, as an int32."""
+    return inline_ptx(_in_order("u8 {$w0}"), write_only_types=[Int32], read_only_args=[Int64(address)])
+
+
+def load_global_u16_in_order(address: Any) -> Any:
+    """sm_70 and up. Two bytes, as the low half of a word."""
+    return inline_ptx(_in_order("u16 {$w0}"), write_only_types=[Int32], read_only_args=[Int64(address)])
+
+
+def load_global_bool_where(condition: Any, address: Any) -> Any:
+    """sm_70 and up, in order. A byte that is 0 or 1, as an int32; -1 where the condition fails."""
+    return _load_where(_in_order("u8 {$w0}"), condition, address, 1)
+
+
+def load_global_128_where(condition: Any, address: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up, in order. 16 bytes that are read once, 16-byte aligned; four times -1 where the condition fails."""
+    return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}"), condition, address, 4)
+
+
+def load_global_s32_where(condition: Any, address: Any) -> Any:
+    """sm_70 and up, in order. An int32; -1 where the condition fails."""
+    return _load_where(_in_order("b32 {$w0}"), condition, address, 1)
+
+
+def load_global_s64_where(condition: Any, address: Any) -> Any:
+    """sm_70 and up, in order. An int64; -1 where the condition fails."""
+    return inline_ptx(
+        f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; mov.b64 {{$w0}}, -1; @p {_in_order('b64 {$w0}')} }}",
+        write_only_types=[Int64],
+        read_only_args=[Int64(address), Int32(condition)],
+    )
+
+
+def load_global_s32_again_where(condition: Any, address: Any) -> Any:
+    """sm_70 and up. An int32 that no thread writes during the kernel and that others of the SM read too; it stays in
+    L1. -1 where the condition fails."""
+    return _load_where("ld.global.nc.b32 {$w0}, [{$r0}];", condition, address, 1)
+
+
+def load_element_s32(row: Any, index: Any, length: Any, condition: Any = None) -> Any:
+    """sm_70 and up. Number `index` of the `length` int32 at an address, which no thread writes during the kernel and
+    which others of the SM read too; -1 if the index, as an unsigned number, is past them, or where the condition fails.
+    """
+    test = "setp.lt.u32 p, {$r1}, {$r2};"
+    arguments = [Int64(row), Int32(index), Int32(length)]
+    if condition is not None:
+        test = "setp.ne.b32 p, {$r3}, 0; setp.lt.and.u32 p, {$r1}, {$r2}, p;"
+        arguments.append(Int32(condition))
+    return inline_ptx(
+        f"{{ .reg .pred p; .reg .b64 element; {test} mad.wide.u32 element, {{$r1}}, 4, {{$r0}}; "
+        "mov.b32 {$w0}, -1; @p ld.global.nc.b32 {$w0}, [element]; }",
+        write_only_types=[Int32],
+        read_only_args=arguments,
+    )
+
+
+def value_below(index: Any, length: Any, value: Any) -> Any:
+    """sm_70 and up. The value if the index, as an unsigned number, is below the length, else -1."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.lt.u32 p, {$r0}, {$r1}; selp.b32 {$w0}, {$r2}, -1, p; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(index), Int32(length), Int32(value)],
+    )
+
+
+def _load_where(load: str, condition: Any, address: Any, words: int) -> Any:
+    """`load` with a predicate: nothing is read where the condition fails."""
+    otherwise = " ".join(f"mov.b32 {{$w{i}}}, -1;" for i in range(words))
+    return inline_ptx(
+        f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; {otherwise} @p {load} }}",
+        write_only_types=[Int32] * words,
+        read_only_args=[Int64(address), Int32(condition)],
+    )
+
+
+def _in_order(what: str, through_l1: bool = False) -> str:
+    return f"ld.relaxed.gpu.global.{'' if through_l1 else 'L1::no_allocate.'}{what}, [{{$r0}}];"
+
+
+def prefetch_l2(address: Any, predicate: Any) -> None:
+    """sm_70 and up. Where the predicate holds, ask for the 128 bytes around an address: L2 has them when needed."""
+    inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[Int64(address)], predicate=predicate)
 
 
 def store_global_128(address: Any, words: Any, predicate: Any = None) -> None:
@@ -82,9 +188,33 @@ def store_global_128(address: Any, words: Any, predicate: Any = None) -> None:
     )
 
 
-def store_global_64(address: Any, low: Any, high: Any) -> None:
-    """sm_70 and up. 8 bytes, 8-byte aligned."""
-    inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[Int64(address), Int32(low), Int32(high)])
+def store_global_s32(address: Any, word: Any, predicate: Any = None) -> None:
+    """sm_70 and up. An int32; where there is a predicate and it is false, nothing happens."""
+    inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[Int64(address), Int32(word)], predicate=predicate)
+
+
+def store_global_s64(address: Any, word: Any, predicate: Any = None) -> None:
+    """sm_70 and up. An int64; where there is a predicate and it is false, nothing happens."""
+    inline_ptx("st.global.b64 [{$r0}], {$r1};", read_only_args=[Int64(address), Int64(word)], predicate=predicate)
+
+
+def store_global_64(address: Any, low: Any, high: Any, predicate: Any = None) -> None:
+    """sm_70 and up. 8 bytes, 8-byte aligned; where there is a predicate and it is false, nothing happens."""
+    inline_ptx(
+        "st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};",
+        read_only_args=[Int64(address), Int32(low), Int32(high)],
+        predicate=predicate,
+    )
+
+
+def store_global_16(address: Any, word: Any, predicate: Any = None) -> None:
+    """sm_70 and up. The low half of a word; where there is a predicate and it is false, nothing happens."""
+    inline_ptx("st.global.b16 [{$r0}], {$r1};", read_only_args=[Int64(address), Int32(word)], predicate=predicate)
+
+
+def store_global_8(address: Any, word: Any, predicate: Any = None) -> None:
+    """sm_70 and up. The low byte of a word; where there is a predicate and it is false, nothing happens."""
+    inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[Int64(address), Int32(word)], predicate=predicate)
 
 
 def permute_bytes(a: Any, b: Any, selector: int) -> Any:
@@ -113,6 +243,94 @@ def min_f32(a: Any, b: Any) -> Any:
     )
 
 
+def abs_f32(a: Any) -> Any:
+    """sm_70 and up. The magnitude."""
+    return inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def _binary_f32(instruction: str, a: Any, b: Any) -> Any:
+    return inline_ptx(
+        f"{instruction}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(a), Float32(b)],
+    )
+
+
+# With an explicit rounding mode the assembler fuses nothing: each result is rounded by itself.
+
+
+def mul_rn(a: Any, b: Any) -> Any:
+    """sm_70 and up. a * b, nearest even."""
+    return _binary_f32("mul.rn", a, b)
+
+
+def add_rn(a: Any, b: Any) -> Any:
+    """sm_70 and up. a + b, nearest even."""
+    return _binary_f32("add.rn", a, b)
+
+
+def sub_rn(a: Any, b: Any) -> Any:
+    """sm_70 and up. a - b, nearest even."""
+    return _binary_f32("sub.rn", a, b)
+
+
+def fma_rn(a: Any, b: Any, c: Any) -> Any:
+    """sm_70 and up. a * b + c, rounded once, nearest even."""
+    return inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(a), Float32(b), Float32(c)],
+    )
+
+
+def div_rn(a: Any, b: Any) -> Any:
+    """sm_70 and up. a / b, nearest even: a dozen instructions."""
+    return _binary_f32("div.rn", a, b)
+
+
+def reciprocal_f64(a: Any) -> Any:
+    """sm_70 and up. float64 1 / a of an fp32, nearest even."""
+    return inline_ptx(
+        "{ .reg .f64 d; cvt.f64.f32 d, {$r0}; rcp.rn.f64 {$w0}, d; }",
+        write_only_types=[Float64],
+        read_only_args=[Float32(a)],
+    )
+
+
+def mul_f64(a: Any, b: Any) -> Any:
+    """sm_70 and up. fp32 a times float64 b, rounded to float64 and then to fp32."""
+    return inline_ptx(
+        "{ .reg .f64 d; cvt.f64.f32 d, {$r0}; mul.rn.f64 d, d, {$r1}; cvt.rn.f32.f64 {$w0}, d; }",
+        write_only_types=[Float32],
+        read_only_args=[Float32(a), b],
+    )
+
+
+def rsqrt(a: Any) -> Any:
+    """sm_70 and up. 1 / sqrt(a), off by at most 2^-22.9 of it."""
+    return inline_ptx("rsqrt.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def reciprocal(a: Any) -> Any:
+    """sm_70 and up. 1 / a, off by at most one unit in the last place; exact for powers of two."""
+    return inline_ptx("rcp.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def reciprocal_rn(a: Any) -> Any:
+    """sm_70 and up. 1 / a, nearest even."""
+    return inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def min_s64(a: Any, b: Any) -> Any:
+    """sm_70 and up. The smaller int64."""
+    return inline_ptx("min.s64 {$w0}, {$r0}, {$r1};", write_only_types=[Int64], read_only_args=[Int64(a), Int64(b)])
+
+
+def max_s64(a: Any, b: Any) -> Any:
+    """sm_70 and up. The larger int64."""
+    return inline_ptx("max.s64 {$w0}, {$r0}, {$r1};", write_only_types=[Int64], read_only_args=[Int64(a), Int64(b)])
+
+
 def e4m3x4(a: Any, b: Any, c: Any, d: Any) -> Any:
     """sm_89 and up. Four fp32 as e4m3 codes, `a` in the lowest byte: nearest even, saturating at 448."""
     return inline_ptx(
@@ -138,4 +356,109 @@ def bf16x2(low: Any, high: Any) -> Any:
     """sm_80 and up. Two fp32 as a pair of bf16, nearest even."""
     return inline_ptx(
         "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[Float32(low), Float32(high)]
+    )
+
+
+def f16x2(low: Any, high: Any) -> Any:
+    """sm_80 and up. Two fp32 as a pair of f16, nearest even; a NaN of either sign becomes 0x7FFF."""
+    return inline_ptx(
+        "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[Float32(low), Float32(high)]
+    )
+
+
+def _magnitude_f16x2(instruction: str, pair: Any, other: int) -> Any:
+    return inline_ptx(
+        f"{{ .reg .b32 other; mov.b32 other, {other}; {instruction}.xorsign.abs.f16x2 {{$w0}}, {{$r0}}, other; }}",
+        write_only_types=[Int32],
+        read_only_args=[pair],
+    )
+
+
+def max_magnitude_f16x2(pair: Any, least: int) -> Any:
+    """sm_86 and up. Halves of at least the magnitude of `least`, two f16 >= 0; signs stay, NaN gives `least`."""
+    return _magnitude_f16x2("max", pair, least)
+
+
+def min_magnitude_f16x2(pair: Any, most: int) -> Any:
+    """sm_86 and up. Halves of at most the magnitude of `most`, two f16 >= 0; signs stay, NaN gives `most`."""
+    return _magnitude_f16x2("min", pair, most)
+
+
+def store_shared_128(address: Any, words: Any) -> None:
+    """sm_70 and up. Four words to shared memory, 16-byte aligned."""
+    inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[Int32(address), *(Int32(word) for word in words)],
+    )
+
+
+def exp2(a: Any) -> Any:
+    """sm_70 and up. 2^a, off by at most 2^-22 of it; subnormal results are 0."""
+    return inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def load_shared_f32(address: Any) -> Any:
+    """sm_70 and up. An fp32 of shared memory; the address is one of the block's own, 32 bits wide."""
+    return inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[Int32(address)])
+
+
+def copy_async_32(shared: Any, source: Any) -> None:
+    """sm_80 and up. 4 bytes from global to shared memory, asynchronously; both addresses 4-byte aligned."""
+    inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[Int32(shared), Int64(source)])
+
+
+def load_shared_128(address: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. 16 bytes of shared memory, 16-byte aligned; the address is one of the block's own, 32 bits wide."""
+    return inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32, Int32, Int32, Int32],
+        read_only_args=[Int32(address)],
+    )
+
+
+def store_shared_f32(address: Any, value: Any, predicate: Any = None) -> None:
+    """sm_70 and up. An fp32 to shared memory; where there is a predicate and it is false, nothing happens."""
+    inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[Int32(address), Float32(value)], predicate=predicate)
+
+
+def copy_async_128(shared: Any, source: Any, predicate: Any = None) -> None:
+    """sm_80 and up. 16 bytes from global to shared memory, asynchronously and through L1; 16-byte aligned. Where there
+    is a predicate and it is false, nothing happens."""
+    inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 16;",
+        read_only_args=[Int32(shared), Int64(source)],
+        predicate=predicate,
+    )
+
+
+def copy_async_128_once(shared: Any, source: Any, predicate: Any = None) -> None:
+    """sm_80 and up. As copy_async_128, past L1: for what is read once."""
+    inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
+        read_only_args=[Int32(shared), Int64(source)],
+        predicate=predicate,
+    )
+
+
+def copy_bulk(shared: Any, source: Any, size: Any, barrier: Any) -> None:
+    """sm_90 and up. One thread has `size` bytes copied from global to shared memory; the mbarrier at the shared address
+    `barrier` counts them when they are there. Addresses and size are multiples of 16."""
+    inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[Int32(shared), Int64(source), Int32(size), Int32(barrier)],
+    )
+
+
+def load_shared_64(address: Any) -> tuple[Any, Any]:
+    """sm_70 and up. 8 bytes of shared memory, 8-byte aligned; the address is one of the block's own, 32 bits wide."""
+    return inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32, Int32], read_only_args=[Int32(address)]
+    )
+
+
+def wait_mbarrier(address: Any, phase: Any) -> None:
+    """sm_90 and up. Until the phase of that parity is complete; unlike the DSL's own wait it does not ask to sleep."""
+    inline_ptx(
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}; @!done bra again; }",
+        read_only_args=[Int32(address), Int32(phase)],
     )

@@ -148,7 +148,7 @@ def test_every_op_with_a_kernel_has_examples_that_are_legal_calls() -> None:
             op.check(*args)
             op.reference(*args)
             mutated = compare_arguments([str(n) for n in range(len(args))], clone_arguments(args, CPU), example.args)
-            empty = any(isinstance(a, torch.Tensor) and a.dim() == 1 and a.numel() == 0 for a in args)
+            empty = any(isinstance(a, torch.Tensor) and a.numel() == 0 for a in args)
             assert mutated or empty, f"{op.name}, {example.name}: does nothing"
         assert len(names) == len(set(names)) >= 3
 

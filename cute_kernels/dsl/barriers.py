@@ -1,0 +1,70 @@
+"""A ring of shared-memory stages between warps that fill them and warps that use them.
+
+Each stage has two mbarriers: `full` completes when everything that fills the stage has arrived, `empty` when every user
+has let go of it. A side walks round the ring with a (stage, phase) of its own, from `start` on by `advance`; it waits
+for the phase's parity. Fillers wait for the opposite parity, which an unused barrier counts as complete, so that the
+first round finds every stage empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_kernels.dsl import ptx
+
+BYTES_PER_STAGE = 16
+"""Shared memory of a stage's two barriers."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The barriers of `stages` stages: first all `full` ones, then the `empty` ones."""
+
+    first: Any
+    stages: int
+
+    @classmethod
+    def allocate(cls, smem: Any, stages: int) -> Ring:
+        """In memory of a SmemAllocator."""
+        return cls(smem.allocate_array(Int64, 2 * stages), stages)
+
+    def full(self, stage: Any) -> Any:
+        return self.first + stage
+
+    def empty(self, stage: Any) -> Any:
+        return self.first + self.stages + stage
+
+    def initialize(self, arrivals_to_fill: int, arrivals_to_empty: int) -> None:
+        """By one thread; the block (of a cluster: all of it) synchronizes afterwards."""
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self.full(stage), arrivals_to_fill)
+            cute.arch.mbarrier_init(self.empty(stage), arrivals_to_empty)
+        cute.arch.mbarrier_init_fence()
+
+    def wait_full(self, stage: Any, phase: Any) -> None:
+        _wait(self.full(stage), phase)
+
+    def wait_empty(self, stage: Any, phase: Any) -> None:
+        _wait(self.empty(stage), phase ^ 1)
+
+
+def _wait(barrier: Any, phase: Any) -> None:
+    ptx.wait_mbarrier(barrier.toint(), phase)
+
+
+def start() -> tuple[Any, Any]:
+    """Stage and phase at the beginning of a walk."""
+    return Int32(0), Int32(0)
+
+
+@cute.jit
+def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Any, Any]:
+    """The next stage and its phase."""
+    following = stage + 1
+    is_end = following == stages
+    return (Int32(0) if is_end else following), (phase ^ 1 if is_end else phase)

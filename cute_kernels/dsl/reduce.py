@@ -1,0 +1,37 @@
+"""Reductions over the lanes of a warp, in a fixed order: the same inputs give the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+
+from cute_kernels.dsl import ptx
+
+
+def lanes_sum(value: Any, lanes: int = 32) -> Any:
+    """fp32 sum over groups of `lanes` neighbouring lanes (a power of two), in every lane. All lanes must call."""
+    step = 1
+    while step < lanes:
+        value = ptx.add_rn(value, cute.arch.shuffle_sync_bfly(value, step))
+        step *= 2
+    return value
+
+
+def lanes_sums(values: list[Any]) -> list[Any]:
+    """fp32 sums over all 32 lanes of each of the values, in every lane, with the bits that lanes_sum gives.
+
+    Step by step for all of them: one after the other, each would wait for its own five shuffles.
+    """
+    for step in (1, 2, 4, 8, 16):
+        values = [ptx.add_rn(value, cute.arch.shuffle_sync_bfly(value, step)) for value in values]
+    return values
+
+
+def lanes_max_bf16x2(value: Any, lanes: int = 32) -> Any:
+    """Maxima of both halves of a bf16 pair over groups of `lanes` neighbouring lanes, in every lane."""
+    step = 1
+    while step < lanes:
+        value = ptx.max_bf16x2(value, cute.arch.shuffle_sync_bfly(value, step))
+        step *= 2
+    return value

@@ -1,0 +1,120 @@
+"""Products of a warpgroup's tensor cores with both operands in shared memory, and what becomes of them. sm_90a only.
+
+An operand's tile is [rows, 128 bytes of the summed dimension], in the layout that the 128-byte swizzle of a bulk tensor
+copy leaves: `swizzled_tiles`. Of the 64 x N products, thread t of the warpgroup holds rows 16 (t // 32) + t % 32 // 4
+and the one 8 below; of every 8 columns it holds 2 (t % 4) and the next one:
+
+    index      0         1             2             3          4, 5, 6, 7      ...
+    row        r         r             r + 8         r + 8      as 0, 1, 2, 3
+    column     c         c + 1         c             c + 1      8 more
+
+A warpgroup may start several products before it waits for the first. It has to wait for all of them before a loop goes
+round: the assembler does not follow accumulators that are in flight across a branch back, and then waits after each
+instruction instead (its remark C7514).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.dsl import ptx
+
+ROW_BYTES = 128
+WARPGROUP = 128
+ROWS = 64
+"""Rows of a warpgroup's products."""
+
+wait = warpgroup.wait_group
+
+
+def swizzled_tiles(dtype: Any, rows: int, stages: int) -> Any:
+    """Shared-memory layout of `stages` tiles of [rows, 128 bytes]; the memory must be 1024-byte aligned."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, (rows, ROW_BYTES * 8 // dtype.width, stages), (0, 1, 2))
+
+
+def make_mma(dtype: Any, warpgroups: int, columns: int) -> Any:
+    """The product of `warpgroups` times 64 rows with `columns` columns, each warpgroup doing its rows; fp32 sums."""
+    major = OperandMajorMode.K
+    return hopper_helpers.make_trivial_tiled_mma(
+        dtype, dtype, major, major, Float32, (warpgroups, 1, 1), (ROWS, columns)
+    )
+
+
+def accumulate(mma: Any) -> None:
+    """Have `mma` add to what the accumulators hold. In a kernel, before any branch; a new one overwrites."""
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+
+
+def accumulators(mma: Any, rows: int, columns: int) -> Any:
+    """Registers for a thread's share of [rows, columns] products, indexed as above."""
+    return cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((rows, columns)), Float32)
+
+
+@cute.jit
+def multiply(
+    mma: cute.TiledMma,
+    mma_more: cute.TiledMma,
+    products: cute.Tensor,
+    warpgroup_number: Any,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    stage: Any,
+) -> None:
+    """Start products = a[stage] @ b[stage]^T over the whole tile width, a group of its own for `wait`.
+
+    mma_more           an `mma` that accumulates
+    warpgroup_number   whose rows of `a`; the compiler must know that it is the same in a warp
+    """
+    slice_ = mma.get_slice(warpgroup_number * WARPGROUP)
+    a_parts = mma.make_fragment_A(slice_.partition_A(a))
+    b_parts = mma.make_fragment_B(slice_.partition_B(b))
+    warpgroup.fence()
+    for k in range_constexpr(cute.size(a_parts, mode=[2])):
+        chosen = mma if cutlass.const_expr(k == 0) else mma_more
+        cute.gemm(chosen, products, a_parts[None, None, k, stage], b_parts[None, None, k, stage], products)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def store_bf16(
+    values: cute.Tensor, lane: Any, target: Any, row_bytes: Any, rows: Any, columns: Any, count: cutlass.Constexpr
+) -> None:
+    """Write a thread's rows of `count` columns, a multiple of 32, as bf16 with whole sectors.
+
+    target   address of column 0 in the thread's first row, 16-byte aligned like row_bytes
+    rows     how many rows there are from the thread's first one on; columns: from column 0 on, a multiple of 8
+
+    Four threads share a row: they exchange words until each has 8 neighbouring columns of every 32.
+    """
+    column = lane % 4 * 8
+    for block in range_constexpr(count // 32):
+        at = column + block * 32
+        for half in range_constexpr(2):
+            first = [16 * block + 4 * i + 2 * half for i in range(4)]
+            words = _exchange(lane, [ptx.bf16x2(values[i], values[i + 1]) for i in first])
+            address = target + row_bytes * (8 * half) + at * 2
+            ptx.store_global_128(address, words, 8 * half < rows and at < columns)
+
+
+@cute.jit
+def _exchange(lane: Any, words: Sequence[Any]) -> Any:
+    """Word j of lane i of four becomes word i of lane j."""
+    words = list(words)
+    for bit in range_constexpr(2):
+        distance = 1 << bit
+        is_upper = lane & distance != 0
+        for low in range_constexpr(4):
+            if cutlass.const_expr(low & distance == 0):
+                high = low + distance
+                sent = words[low] if is_upper else words[high]
+                got = cute.arch.shuffle_sync_bfly(sent, offset=distance)
+                words[low], words[high] = (got if is_upper else words[low]), (words[high] if is_upper else got)
+    return tuple(words)

@@ -1,0 +1,45 @@
+"""Device conversions executed on numpy arrays, against numerics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels import numerics
+from tests.dsl import words
+
+convert = pytest.importorskip("cute_kernels.dsl.convert", reason="CuTe DSL is not installed")
+
+EVERY_BF16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "ptx", words.PTX)
+    monkeypatch.setattr(convert, "Float32", np.float32)
+    monkeypatch.setattr(convert, "Int32", lambda value: value)
+
+
+def codes(values: torch.Tensor, factor: float, rounding: str) -> torch.Tensor:
+    """uint8 codes 0 .. 15 of the device's conversion, of a multiple of eight values."""
+    pairs = values.view(torch.int16).numpy().view(np.uint16).reshape(-1, 4, 2).astype(np.uint32)
+    packed = [words.Word(pairs[:, i, 0] | pairs[:, i, 1] << 16) for i in range(4)]
+    with np.errstate(all="ignore"):
+        nibbles = convert.e2m1_from_bf16x8(packed, np.float32(factor), rounding).bits
+    return numerics.unpack_nibbles(torch.from_numpy(nibbles.view(np.uint8)))
+
+
+@pytest.mark.parametrize("rounding", numerics.E2M1_ROUNDINGS)
+def test_e2m1_of_every_bf16(rounding: str) -> None:
+    for byte in (1, 2, 13, 14, 15, 16, *range(17, 237, 20), 237, 238, 239, 240, 241, 252, 253):
+        factor = numerics.ue8m0_inverse(torch.tensor(byte, dtype=torch.uint8))
+        want = numerics.to_e2m1(EVERY_BF16.float() * factor, rounding)
+        assert torch.equal(codes(EVERY_BF16, factor.item(), rounding), want), byte
+
+
+@pytest.mark.parametrize("rounding", numerics.E2M1_ROUNDINGS)
+def test_e2m1_elements_do_not_touch_each_other(rounding: str) -> None:
+    numbers = torch.tensor([0.0, -0.0, 0.25, -0.25, 0.75, 1.75, -3.5, 5.0, 6.0, -6.0, torch.inf, -torch.inf, torch.nan])
+    chosen = numbers[torch.randint(0, len(numbers), (1 << 16,), generator=torch.Generator().manual_seed(1))].bfloat16()
+    assert torch.equal(codes(chosen, 1.0, rounding), numerics.to_e2m1(chosen.float(), rounding))
