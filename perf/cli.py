@@ -12,7 +12,9 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +31,26 @@ from perf.targets import losses
 PROGRAM = "python -m perf"
 ROOT = Path(__file__).parent.parent
 ROOMS = {
+    "build_c128a_topk_metadata": "perf.indices",
+    "build_flashinfer_mixed_sparse_indices": "perf.indices",
+    "combine_topk_swa_indices": "perf.indices",
+    "compress_norm_rope_store": "perf.compressor_entries",
+    "compute_decode_swa_indices": "perf.indices",
+    "compute_global_topk_indices_and_lens": "perf.indices",
+    "cp_gather_indexer_k_quant_cache": "perf.indexer",
+    "deepseek_v4_fp8_einsum": "perf.einsum",
     "dequantize_and_gather_k_cache": "perf.kv_cache",
+    "fused_compress_norm_rope_store": "perf.compressor_entries",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": "perf.qnorm",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": "perf.qnorm",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": "perf.qnorm",
+    "fused_indexer_q_rope_quant_fp8": "perf.indexer",
+    "fused_indexer_q_rope_quant_mxfp4": "perf.indexer",
+    "fused_inv_rope_fp8_quant": "perf.inv_rope",
+    "fused_mtp_input_rmsnorm": "perf.norm",
+    "fused_q_kv_rmsnorm": "perf.norm",
+    "get_compressed_slot_mapping": "perf.indices",
+    "mtp_shared_head_rmsnorm": "perf.norm",
     "quantize_and_insert_k_cache": "perf.kv_cache",
     "save_partial_states": "perf.compressor",
 }
@@ -65,6 +86,13 @@ def make_parser() -> argparse.ArgumentParser:
     sweep.add_argument("--replays", type=int, metavar="N", help=f"graph replays per candidate ({REPLAYS})")
     sweep.add_argument(
         "--json", type=Path, metavar="OUT", help="file for the record, or folder for one <op>.json per op"
+    )
+
+    sweep.add_argument(
+        "--ceilings",
+        type=Path,
+        metavar="FILE",
+        help="take the GPU's ceilings from FILE; measure them into it if it is new",
     )
 
     written = commands.add_parser(
@@ -163,8 +191,14 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def _sweep_apart(names: Sequence[str], options: argparse.Namespace, replays: int) -> int:
-    """One process per op; 1 if any failed."""
+    """One process per op; 1 if any failed. The ceilings are measured once, by the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _sweep_processes(names, options, replays, options.ceilings or Path(folder) / "ceilings.json")
+
+
+def _sweep_processes(names: Sequence[str], options: argparse.Namespace, replays: int, ceilings: Path) -> int:
     flags = [f"--{name}" for name in ("quick", "peers", "variants") if getattr(options, name)]
+    flags += ["--ceilings", str(ceilings)]
     flags += ["--replays", str(replays)]
     if options.rows is not None:
         flags += ["--rows", ",".join(map(str, options.rows))]
@@ -189,7 +223,7 @@ def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any
     rows = options.rows or (room.QUICK[op] if options.quick else None)
     chosen = {} if rows is None else {"rows": rows}
     machine = environment()
-    found = ceilings.measure(replays)
+    found = _ceilings(options.ceilings, partial(ceilings.measure, replays))
     cells = room.SWEEPS[op](peers=options.peers, variants=options.variants, replays=replays, **chosen)
     if not cells:
         raise Refusal(f"--rows: {op} has no shape with that many rows")
@@ -197,6 +231,15 @@ def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any
     ceilings.add_percentages(cells, known)
     facts = {"partial": rows is not None, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
     return {"schema": SCHEMA, "op": op, **machine, **facts, "records": cells}
+
+
+def _ceilings(path: Path | None, measured: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    if path is None:
+        return measured()
+    if not path.exists():
+        path.write_text(json.dumps(measured()))
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
 
 
 def _print_record(record: Record) -> None:

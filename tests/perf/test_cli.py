@@ -48,7 +48,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["sweep", "--rows", "0,1"], "--rows: expected positive integers, got 0"),
         (["sweep", "--replays", "14"], "--replays: expected at least 15, got 14"),
         (["sweep", "--replays", "0"], "--replays: expected at least 15, got 0"),
-        (["sweep", "--json", "x.json"], "--json: expected a folder for 3 ops, got x.json"),
+        (["sweep", "--json", "x.json"], f"--json: expected a folder for {len(cli.ROOMS)} ops, got x.json"),
         (["sweep", "--op", INSERT, "--json", "/dev/null/x"], "--json: /dev/null/x: Not a directory"),
         (["compare", "a"], "the following arguments are required: B"),
         (["compare", "/nowhere/a", "/nowhere/b"], "compare: error: /nowhere/a: no such file or folder"),

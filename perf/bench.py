@@ -1,0 +1,179 @@
+"""A benchmark of an op as data: its cases, its peers, and when a result counts as right.
+
+Most ops are measured alike: make input sets on the GPU, let the kernel and its peers run on the same ones, compare each
+with the op's reference. `Bench` says what differs from op to op, `Bench.sweep` does the rest through `perf.measure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cute_kernels.runtime.ops import OPS, Op
+from cute_kernels.runtime.verify import clone_arguments
+from perf.measure import Call, compare, number_of_sets
+
+POISON_BYTE = 0xA5
+
+Arguments = tuple[Any, ...]
+Run = Callable[..., Any]
+"""Called with an op's arguments in the schema's order; returns None if it wrote into them, else the tensors that hold
+what the schema's mutated arguments would, in their order."""
+
+Same = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], bool]
+"""(what a call wrote, what the reference wrote), both in the order of the schema's mutated arguments."""
+
+
+def same_bytes(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors agree bit for bit."""
+    return len(got) == len(want) and all(_equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def _equal(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+def close(rtol: float, atol: float) -> Same:
+    """All tensors agree within a tolerance; NaN agrees with NaN."""
+
+    def same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+        return all(
+            torch.allclose(g.float(), w.float(), rtol=rtol, atol=atol, equal_nan=True)
+            for g, w in zip(got, want, strict=True)
+        )
+
+    return same
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of an op.
+
+    name    what tells it from the op's others in tables
+    rows    its T
+    make    seed -> the op's arguments in the schema's order, on the GPU
+    shape   further facts for the record
+    products   "bf16" or "e4m3" if the FLOPs are matrix products of that kind
+    """
+
+    name: str
+    rows: int
+    make: Callable[[int], Arguments]
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    products: str | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How one op is measured.
+
+    op          its name in the schema
+    cases       the shapes of the report
+    quick       numbers of rows of a quick look
+    peers       name -> loader of another project's kernel; a loader may raise, the reason stands in the record
+    variants    loader of this project's other configurations, by name; names begin with "ours "
+    inputs      mutated arguments that the op reads too: they are not poisoned, and restored after a check
+    same        when this project's results are right; the default is bit for bit
+    peer_same   when a peer's are; the default is `same`
+    """
+
+    op: str
+    cases: tuple[Case, ...]
+    quick: tuple[int, ...]
+    peers: Mapping[str, Callable[[], Run]] = field(default_factory=dict)
+    variants: Callable[[], Mapping[str, Run]] = dict
+    inputs: tuple[str, ...] = ()
+    same: Same = same_bytes
+    peer_same: Same | None = None
+
+    def sweep(
+        self, rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
+    ) -> list[dict[str, Any]]:
+        """Records of the cases, or of those with that many rows."""
+        op = OPS[self.op]
+        chosen = [case for case in self.cases if rows is None or case.rows in rows]
+        for case in chosen:
+            op.overload(*case.make(0))  # compiled before other projects change the DSL
+        candidates: dict[str, Any] = {}
+        if variants:
+            candidates.update({name: _on_set(run) for name, run in self.variants().items()})
+        if peers:
+            candidates.update({name: _load_peer(loader) for name, loader in self.peers.items()})
+        return [self._measure(op, case, candidates, replays) for case in chosen]
+
+    def _measure(self, op: Op, case: Case, candidates: Mapping[str, Any], replays: int) -> dict[str, Any]:
+        first = InputSet(self, op, case.make(0))
+        assert op.cost is not None
+        work = op.cost(*first.args)
+        sets = [first, *(InputSet(self, op, case.make(seed)) for seed in range(1, number_of_sets(work.bytes)))]
+        shape = {"case": case.name, "T": case.rows, **case.shape}
+        return compare(self.op, shape, sets, work, candidates, replays, products=case.products)
+
+
+def _on_set(run: Run) -> Callable[[InputSet], Any]:
+    return lambda s: run(*s.args)
+
+
+@dataclass(frozen=True)
+class _Peers:
+    """What a peer's kernel returned."""
+
+    tensors: Sequence[torch.Tensor] | None
+
+
+def _load_peer(loader: Callable[[], Run]) -> Callable[[InputSet], _Peers] | str:
+    try:
+        run = loader()
+    except Exception as error:  # an installation that is not whole fails in many ways
+        return f"{type(error).__name__}: {error}"
+    return lambda s: _Peers(run(*s.args))
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """Arguments of one call, with what `perf.measure.compare` asks of an input set."""
+
+    bench: Bench
+    op: Op
+    args: Arguments
+
+    def arguments(self) -> Arguments:
+        return self.args
+
+    def ours(self) -> None:
+        self.op.overload(*self.args)
+
+    def _mutated(self, args: Arguments) -> dict[str, torch.Tensor]:
+        arguments = zip(self.op.overload._schema.arguments, args, strict=True)
+        return {a.name: value for a, value in arguments if a.alias_info is not None and value is not None}
+
+    def right(self, call: Call) -> bool:
+        """Whether `call` writes what the op's reference writes, over poisoned outputs."""
+        mutated = self._mutated(self.args)
+        for name, tensor in mutated.items():
+            if name not in self.bench.inputs:
+                poison(tensor)
+        want = clone_arguments(self.args, torch.device("cuda"))
+        before = {name: value.clone() for name, value in self._mutated(want).items() if name in self.bench.inputs}
+        self.op.reference(*want)
+        returned, same = call(), self.bench.same
+        if isinstance(returned, _Peers):
+            returned, same = returned.tensors, self.bench.peer_same or same
+        got = list(mutated.values()) if returned is None else list(returned)
+        verdict = same(got, list(self._mutated(want).values()))
+        for name, value in before.items():
+            mutated[name].copy_(value)
+        return verdict
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill a tensor with bytes that no kernel writes by accident."""
+    if tensor.numel() == 0:
+        return
+    if tensor.stride(-1) == 1:
+        tensor.view(torch.uint8).fill_(POISON_BYTE)
+    else:
+        tensor.fill_(POISON_BYTE)
