@@ -23,8 +23,19 @@ INSERT_VARIANTS: tuple[dict[str, Any], ...] = (
     {"rows": 2},
     {"warps": 8, "rows": 2},
     {"rows": 4},
+    {"through_l1": False},
+    {"through_l1": True},
 )
 """Fields of InsertKey that differ from the kernel in use."""
+
+BULK_VARIANTS: tuple[tuple[dict[str, Any], int], ...] = (
+    ({}, 32),
+    ({}, 64),
+    ({}, 100000),
+    ({"stages": 1}, 128),
+    ({"warps": 2}, 128),
+)
+"""(fields of GatherBulkKey that differ from the kernel in use, blocks per multiprocessor)."""
 
 GATHER_VARIANTS: tuple[tuple[dict[str, Any], int], ...] = (
     ({"rows": 1}, 16),
@@ -113,7 +124,8 @@ def sweep_insert(
 ) -> list[dict[str, Any]]:
     """Records of quantize_and_insert_k_cache per number of rows, its peer and other configurations beside it."""
     candidates: dict[str, Any] = dict(_insert_variants()) if variants else {}
-    InsertSet.make(1, 0).ours()  # compiled before other projects change the DSL
+    for rows_of_call in (1, 8192):  # a kernel for few rows, and one for many
+        InsertSet.make(rows_of_call, 0).ours()  # compiled before other projects change the DSL
     if peers:
         candidates["vllm-triton"] = _vllm_insert()
     records = []
@@ -201,11 +213,14 @@ class GatherSet:
 
 def _gather_variants() -> dict[str, Callable[[GatherSet], None]]:
     from cute_kernels.kv_cache.gather import GatherKey, blocks_per_request
+    from cute_kernels.kv_cache.gather_bulk import CHUNK_ROWS, GatherBulkKey
     from cute_kernels.runtime.arch import arch_of, multiprocessors
     from cute_kernels.runtime.compile import function, launch
 
-    def run(keys: dict[bool, GatherKey], blocks_per_sm: int, s: GatherSet) -> None:
+    def run(keys: dict[bool, Any], blocks_per_sm: int, s: GatherSet) -> None:
         key = keys[s.gather_lens is not None]
+        if isinstance(key, GatherBulkKey) and s.block_size % CHUNK_ROWS:
+            raise ValueError(f"pages of {s.block_size} rows have no chunks of {CHUNK_ROWS}")
         requests = s.seq_lens.shape[0]
         blocks = blocks_per_request(key, requests, s.out.shape[1], multiprocessors(0), blocks_per_sm)
         lens = s.seq_lens if s.gather_lens is None else s.gather_lens
@@ -213,11 +228,15 @@ def _gather_variants() -> dict[str, Callable[[GatherSet], None]]:
         launch(key, 0, s.out, s.seq_lens, lens, s.table, *pool, 0, blocks)
 
     variants: dict[str, Callable[[GatherSet], None]] = {}
-    for fields, blocks_per_sm in GATHER_VARIANTS:
-        keys = {gathered: GatherKey(arch_of(0), gathered=gathered, **fields) for gathered in (False, True)}
-        for key in keys.values():
-            function(key)
-        variants[_name(fields, blocks_per_sm)] = partial(run, keys, blocks_per_sm)
+    for kind, form, configurations in (
+        (GatherKey, {}, GATHER_VARIANTS),
+        (GatherBulkKey, {"bulk": True}, BULK_VARIANTS),
+    ):
+        for fields, blocks_per_sm in configurations:
+            keys = {gathered: kind(arch_of(0), gathered=gathered, **fields) for gathered in (False, True)}
+            for key in keys.values():
+                function(key)
+            variants[_name({**form, **fields}, blocks_per_sm)] = partial(run, keys, blocks_per_sm)
     return variants
 
 

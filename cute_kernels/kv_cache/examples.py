@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
+from cute_kernels.kv_cache import examples_qnorm
 from cute_kernels.runtime.verify import Example, raw_memory
 
 _POISON = 0xA5
@@ -67,9 +68,10 @@ def gather() -> Iterator[Example]:
         (64, 0, 5, False),
         (2, 8, 0, False),
         (100, 576, 1, True),
-        # rows enough for the kernel that takes four at a time
-        (400, 8, 2, True),
+        # rows enough for the kernel with bulk copies, in pages that it can take and in pages that it cannot
+        (400, 16, 2, True),
         (400, 0, 0, False),
+        (400, 8, 3, True),
     ):
         yield Example(
             f"pages of {block_size} and {extra} bytes between them, from row {offset}, {'tails' if tails else 'all'}",
@@ -96,4 +98,8 @@ def _gather_arguments(block_size: int, extra: int, offset: int, tails: bool) -> 
     )  # fmt: skip
 
 
-EXAMPLES = {"quantize_and_insert_k_cache": insert, "dequantize_and_gather_k_cache": gather}
+EXAMPLES = {
+    "quantize_and_insert_k_cache": insert,
+    "dequantize_and_gather_k_cache": gather,
+    **examples_qnorm.EXAMPLES,
+}

@@ -1,11 +1,15 @@
 """Kernel of dequantize_and_gather_k_cache: one warp takes some neighbouring rows of a request at a time. Lanes and
-columns: record.py.
+columns: record.py. Calls of many rows have a kernel of their own where their pages allow it: gather_bulk.py.
 
 Blocks are numbered (i, request) and a request's rows are dealt to its blocks in turn, so the number of blocks need not
 know the lengths, which only the device has, and a block with nothing to do costs one look at its request's length.
 
 While a warp works on its rows it has already asked for the pages of the next ones: the way from a length to a block
 table entry to a row is three waits long, and only the last one is for much data. A lane holds the page of one row.
+With gather_lens the first two of these waits are for one another. All warps of a request read the same lengths, and
+neighbours the same entries, so those go through L1 and a multiprocessor asks for them once: when every warp asked the
+same L2 slice, a call of 4224 rows took 0.4 us longer. Without gather_lens both are under way at once, which loads in
+order keep so (perf/notes/memory_bound.md).
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.dsl import convert, ptx
+from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
-from cute_kernels.kv_cache import record
+from cute_kernels.kv_cache import decode, gather_bulk, record
+from cute_kernels.kv_cache.gather_bulk import GatherBulkKey
 from cute_kernels.runtime.arch import arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -32,19 +37,12 @@ from cute_kernels.runtime.compile import launch as launch_key
 MINIMUM_ARCH = 89
 """First architecture that converts from e4m3 in hardware."""
 
-FOUR_ROWS_CALLS = range(12288, 131072)
-"""Rows of a call, of all its requests together, that warps take four at a time; of more or fewer they take two.
+BULK_ROWS = {False: 4096, True: 12288}
+"""Rows of a call, of all its requests together, from which on the kernel of gather_bulk.py is faster, by whether there
+are gather_lens (perf/notes/memory_bound.md)."""
 
-Few rows are better spread over more warps, and very many over more blocks. Between these, four rows in flight hide more
-of a warp's waits. On an H200 two rows were no slower in the calls of up to 8192 rows and of 262144, and four faster in
-those of 16384 to 65536; the ends of the range lie between: perf/results/h200/dequantize_and_gather_k_cache.json.
-"""
-
-ROWS_PER_SM = 512
-"""Rows that the blocks of a multiprocessor take in one pass when there are rows enough: as fast as any, same record.
-
-These are 64 blocks whose warps take two rows, or 32 whose warps take four.
-"""
+BLOCKS_PER_SM = 64
+"""Of either kernel, when there are rows enough: as fast as any (perf/notes/memory_bound.md)."""
 
 MOST_REQUESTS = 65535
 """Blocks that a grid can have in its second dimension."""
@@ -71,6 +69,11 @@ class GatherKey(KernelKey):
     @property
     def instructions(self) -> tuple[str, ...]:
         return "ld.global.64", "cvt.e4m3", "st.global.128"
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of one pass of a block."""
+        return self.warps * self.rows
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def stride() -> Any:
@@ -160,20 +163,21 @@ class GatherKernel:
         is_rope = lane >= record.ROPE_LANE
         second_offset = Int64(record.second_offset(lane))
         third_offset = Int64(record.third_offset(lane))
-        target = out + Int64(request) * out_request + Int64(lane * 16)
+        target = out + Int64(request) * out_request
         table += Int64(request) * table_stride
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
 
-        count = ptx.load_global_s32_in_order(seq_lens + Int64(request) * 4)
+        load = ptx.load_global_s32_again if const_expr(self.gathered) else ptx.load_global_s32_in_order
+        count = load(seq_lens + Int64(request) * 4)
         first = Int32(0)
         if const_expr(self.gathered):
             seq_len = count
-            count = cutlass.min(ptx.load_global_s32_in_order(gather_lens + Int64(request) * 4), seq_len)
+            count = cutlass.min(load(gather_lens + Int64(request) * 4), seq_len)
             first = seq_len - count
         # the row of the request this lane finds the page of, among those the warp takes next
         position = first + start + lane % self.rows
-        entry = self.load_entry(position, table, width, page_rows)
+        entry = self.load_entry(load, position, table, width, page_rows)
         count = cutlass.min(count, room)
         while start < count:
             column, _ = divmod(position, page_rows)
@@ -192,58 +196,40 @@ class GatherKernel:
                 third = ptx.load_global_64_in_order(data + third_offset if is_rope else scale)
                 rows.append((row_page if start + i < count else Int32(-1), codes, second, third))
             position += step
-            entry = self.load_entry(position, table, width, page_rows)
+            entry = self.load_entry(ptx.load_global_s32_in_order, position, table, width, page_rows)
 
             for i in range_constexpr(self.rows):
                 row_page, codes, second, third = rows[i]
                 rope = record.rope_words(lane, second, third)
                 # lanes with rope have no scales: they need those of block 3 for their first columns
                 low = cute.arch.shuffle_sync(third[0], lane % record.ROPE_LANE)
-                shift = lane // 8 * 8
-                factor = convert.ue8m0_value((low >> shift) & 0xFF)
-                factor_second = convert.ue8m0_value((third[1] >> shift) & 0xFF)
-                words = self.values(codes, factor)
-                words_second = self.values(second, factor_second)
                 row_target = target + Int64(start + i) * out_row
-                ptx.store_global_128(row_target, words, row_page >= 0)
-                words_second = self.choose(is_rope, rope, words_second)
-                ptx.store_global_128(row_target + record.HALF_ROW, words_second, row_page >= 0)
+                decode.store_decoded(row_target, lane, codes, second, rope, (low, third[1]), row_page >= 0)
             start += step
 
-    def load_entry(self, position: Any, table: Any, width: Any, page_rows: Any) -> Any:
+    def load_entry(self, load: Any, position: Any, table: Any, width: Any, page_rows: Any) -> Any:
         """Block table entry of a row of the request, or of the nearest column if the table has none for it."""
         column, _ = divmod(position, page_rows)
-        return ptx.load_global_s32_in_order(table + Int64(cutlass.max(cutlass.min(column, width - 1), 0)) * 4)
-
-    def values(self, codes: Any, factor: Any) -> Any:
-        """A lane's eight columns as four bf16 pairs."""
-        return convert.bf16x4_from_e4m3(codes[0], factor) + convert.bf16x4_from_e4m3(codes[1], factor)
-
-    @cute.jit
-    def choose(self, condition: Any, a: Any, b: Any) -> Any:
-        return (
-            a[0] if condition else b[0],
-            a[1] if condition else b[1],
-            a[2] if condition else b[2],
-            a[3] if condition else b[3],
-        )
+        return load(table + Int64(cutlass.max(cutlass.min(column, width - 1), 0)) * 4)
 
 
-def rows_per_warp(rows: int) -> int:
-    """How many rows a warp takes at a time in a call of at most so many, all requests together."""
-    return 4 if rows in FOUR_ROWS_CALLS else 2
+def key_for(arch: str, kv_format: str, gathered: bool, is_bulk: bool) -> GatherKey | GatherBulkKey:
+    """The kernel that serves calls of this kind."""
+    return GatherBulkKey(arch, kv_format, gathered) if is_bulk else GatherKey(arch, kv_format, gathered)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[GatherKey]:
+def deployment_keys(config: Any, tp: int, arch: str) -> list[GatherKey | GatherBulkKey]:
     """Prefill gathers the tail of the window and, in layers with compressed entries, all of those; few rows or many."""
-    if arch_number(arch) < MINIMUM_ARCH:
+    number = arch_number(arch)
+    if number < MINIMUM_ARCH:
         return []
-    return [GatherKey(arch, FP8_DS_MLA.id, gathered, rows=rows) for gathered in (True, False) for rows in (2, 4)]
+    forms = (False, True) if number >= gather_bulk.MINIMUM_ARCH else (False,)
+    return [key_for(arch, FP8_DS_MLA.id, gathered, is_bulk) for gathered in (True, False) for is_bulk in forms]
 
 
 @cache
-def _key(device_index: int, kv_format: str, gathered: bool, rows: int) -> GatherKey:
-    return GatherKey(arch_of(device_index), kv_format, gathered, rows=rows)
+def _key(device_index: int, kv_format: str, gathered: bool, is_bulk: bool) -> GatherKey | GatherBulkKey:
+    return key_for(arch_of(device_index), kv_format, gathered, is_bulk)
 
 
 def supports(
@@ -276,11 +262,24 @@ def supports(
     return True, ""
 
 
-def blocks_per_request(key: GatherKey, requests: int, rows: int, multiprocessors: int, per_multiprocessor: int) -> int:
+def blocks_per_request(
+    key: GatherKey | GatherBulkKey, requests: int, rows: int, multiprocessors: int, per_multiprocessor: int
+) -> int:
     """How many blocks share the rows of one request: no more than `rows` keep busy, and their share of the GPU."""
-    enough = -(-rows // (key.warps * key.rows))
+    enough = -(-rows // key.block_rows)
     share = -(-multiprocessors * per_multiprocessor // requests)
     return max(1, min(enough, share))
+
+
+def wants_bulk(arch: str, k_cache: Any, block_size: int, gathered: bool, rows: int) -> bool:
+    """Whether a call of so many rows is one for gather_bulk.py, whose chunks must lie in one page, and aligned."""
+    return (
+        rows >= BULK_ROWS[gathered]
+        and block_size % gather_bulk.CHUNK_ROWS == 0
+        and k_cache.data_ptr() % gather_bulk.ALIGNMENT == 0
+        and k_cache.stride(0) % gather_bulk.ALIGNMENT == 0
+        and arch_number(arch) >= gather_bulk.MINIMUM_ARCH
+    )
 
 
 def launch(
@@ -299,8 +298,9 @@ def launch(
     if requests == 0 or rows <= 0 or pages == 0:
         return
     device_index = out.device.index
-    key = _key(device_index, kv_format, gather_lens is not None, rows_per_warp(requests * rows))
-    blocks_per_sm = ROWS_PER_SM // (key.warps * key.rows)
+    gathered = gather_lens is not None
+    is_bulk = wants_bulk(arch_of(device_index), k_cache, block_size, gathered, requests * rows)
+    key = _key(device_index, kv_format, gathered, is_bulk)
     launch_key(
         key,
         device_index,
@@ -313,5 +313,5 @@ def launch(
         pages,
         block_size,
         offset,
-        blocks_per_request(key, requests, rows, multiprocessors(device_index), blocks_per_sm),
+        blocks_per_request(key, requests, rows, multiprocessors(device_index), BLOCKS_PER_SM),
     )

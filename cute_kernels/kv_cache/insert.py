@@ -1,8 +1,5 @@
 """Kernel of quantize_and_insert_k_cache: one warp takes one row, or several at once. Lanes and columns: record.py.
 
-A quantization block of 64 columns is eight lanes wide, in both halves of a row, so one sequence of three shuffles finds
-the maxima of two blocks. Lane 0 collects the eight scale bytes.
-
 All rows of a warp are loaded before any is used, whether or not their slot turns out to name a row of the cache:
 reading a row early hides its latency behind that of its slot. The shuffles come before the test of the slot for the
 same reason: the compiler may not move them, or what they need, behind it.
@@ -21,17 +18,20 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.dsl import convert, ptx
+from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
-from cute_kernels.kv_cache import record
-from cute_kernels.numerics import CACHE_FLOOR, E4M3_MAX
+from cute_kernels.kv_cache import encode, record
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
 MINIMUM_ARCH = 89
 """First architecture that converts to e4m3 in hardware."""
+
+MANY_ROWS = 4096
+"""Rows of a call from which on they go through L1: that is faster in long calls and slower in short ones
+(perf/notes/memory_bound.md)."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class InsertKey(KernelKey):
     kv_format     record format id
     warps         per block
     rows          per warp, all in flight together
+    through_l1    whether rows may go through L1
 
     On an H200, four warps of one row were the fastest in every measured call:
     perf/results/h200/quantize_and_insert_k_cache.json.
@@ -49,6 +50,7 @@ class InsertKey(KernelKey):
     kv_format: str = FP8_DS_MLA.id
     warps: int = 4
     rows: int = 1
+    through_l1: bool = False
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -68,6 +70,8 @@ class InsertKernel:
     def __init__(self, key: InsertKey) -> None:
         self.warps = key.warps
         self.rows = key.rows
+        self.through_l1 = key.through_l1
+        self.name = f"quantize_and_insert_k_cache_w{key.warps}r{key.rows}" + "_l1" * key.through_l1
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
 
     @cute.jit
@@ -81,11 +85,7 @@ class InsertKernel:
         block_size: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        self.kernel.set_name_prefix(
-            f"quantize_and_insert_k_cache_w{self.warps}r{self.rows}",
-            remove_cutlass_symbol=True,
-            keep_mangled_name=False,
-        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         count = length(slots, 0)
         page_rows = cute.fast_divmod_create_divisor_v2(block_size)
         kernel = self.kernel(
@@ -121,84 +121,37 @@ class InsertKernel:
             # rows past the end load the last row again, and store nothing
             source = Int64(cutlass.min(row, count - 1))
             slot = ptx.load_global_s64(slots + source * 8)
-            first = ptx.load_global_128(k_lane + source * row_bytes)
-            second = ptx.load_global_128(k_lane + source * row_bytes + record.HALF_ROW)
+            first = self.load_half(k_lane + source * row_bytes)
+            second = self.load_half(k_lane + source * row_bytes + record.HALF_ROW)
             loaded.append((slot if row < count else Int64(-1), first, second))
 
         for i in range_constexpr(self.rows):
             slot, first, second = loaded[i]
-            byte_first, byte_second = self.scale_bytes(first, second)
-            is_rope = lane >= record.ROPE_LANE
-            scales = self.collect(byte_first | (Int32(0) if is_rope else byte_second) << 16)
-            codes = self.codes(first, byte_first)
-            codes_second = self.codes(second, byte_second)
-            rope = record.rope_pieces(lane, second)
+            pieces = encode.encoded(lane, first, second, second)
             if slot >= 0 and slot < Int64(capacity):
                 page, row = divmod(Int32(slot), page_rows)
-                start = pool + Int64(page) * page_stride
-                data = start + Int64(row) * FP8_DS_MLA.data_bytes
-                scale = start + Int64(block_size) * FP8_DS_MLA.data_bytes + Int64(row) * FP8_DS_MLA.scale_bytes
-                self.store(lane, data, scale, codes, codes_second, rope, scales)
+                encode.store(lane, pool + Int64(page) * page_stride, row, block_size, pieces)
 
-    @cute.jit
-    def scale_bytes(self, first: Any, second: Any) -> Any:
-        """ue8m0 bytes of the two blocks this lane has columns of."""
-        a = convert.absmax_bf16x2(*first)
-        b = convert.absmax_bf16x2(*second)
-        # one word per lane: maximum of the first half's block below, of the second half's above
-        both = ptx.max_bf16x2(ptx.permute_bytes(a, b, 0x5410), ptx.permute_bytes(a, b, 0x7632))
-        for step in range_constexpr(3):
-            both = ptx.max_bf16x2(both, cute.arch.shuffle_sync_bfly(both, 1 << step))
+    def load_half(self, address: Any) -> Any:
+        """A lane's columns of one half of a row, as words."""
         return (
-            convert.ue8m0_from_absmax(convert.bf16_low(both), E4M3_MAX, CACHE_FLOOR),
-            convert.ue8m0_from_absmax(convert.bf16_high(both), E4M3_MAX, CACHE_FLOOR),
+            ptx.load_global_128_in_order(address, through_l1=True) if self.through_l1 else ptx.load_global_128(address)
         )
 
-    @cute.jit
-    def collect(self, pair: Any) -> Any:
-        """The eight scale bytes as two words, right in lane 0. Bytes 0 and 2 of `pair` belong to the lane's blocks."""
-        pair = ptx.permute_bytes(pair, cute.arch.shuffle_sync_bfly(pair, 8), 0x6240)  # blocks 0 1 4 5
-        other = cute.arch.shuffle_sync_bfly(pair, 16)  # blocks 2 3 6 7
-        return ptx.permute_bytes(pair, other, 0x5410), ptx.permute_bytes(pair, other, 0x7632)
 
-    def codes(self, words: Any, byte: Any) -> Any:
-        """A lane's eight codes, as two words."""
-        factor = convert.ue8m0_inverse(byte)
-        return (
-            convert.e4m3_from_bf16x4(words[0], words[1], factor),
-            convert.e4m3_from_bf16x4(words[2], words[3], factor),
-        )
-
-    @cute.jit
-    def store(self, lane: Any, data: Any, scale: Any, codes: Any, codes_second: Any, rope: Any, scales: Any) -> None:
-        is_rope = lane >= record.ROPE_LANE
-        ptx.store_global_64(data + Int64(lane * 8), *codes)
-        ptx.store_global_64(
-            data + Int64(record.second_offset(lane)),
-            rope[0] if is_rope else codes_second[0],
-            rope[1] if is_rope else codes_second[1],
-        )
-        if is_rope or lane == 0:
-            ptx.store_global_64(
-                data + Int64(record.third_offset(lane)) if is_rope else scale,
-                rope[2] if is_rope else scales[0],
-                rope[3] if is_rope else scales[1],
-            )
-
-
-def key_for(arch: str, kv_format: str) -> InsertKey:
-    """The kernel that serves calls of this kind."""
-    return InsertKey(arch=arch, kv_format=kv_format)
+def key_for(arch: str, kv_format: str, rows: int) -> InsertKey:
+    """The kernel that serves calls of so many rows."""
+    return InsertKey(arch, kv_format, through_l1=rows >= MANY_ROWS)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[InsertKey]:
-    """Every layer of every model inserts into an fp8_ds_mla cache."""
-    return [key_for(arch, FP8_DS_MLA.id)] if arch_number(arch) >= MINIMUM_ARCH else []
+    """Every layer of every model inserts into an fp8_ds_mla cache, few rows or many."""
+    return [key_for(arch, FP8_DS_MLA.id, rows) for rows in (1, MANY_ROWS)] if arch_number(arch) >= MINIMUM_ARCH else []
 
 
 @cache
-def _key(device_index: int, kv_format: str) -> InsertKey:
-    return key_for(arch_of(device_index), kv_format)
+def _key(device_index: int, kv_format: str, is_long: bool) -> InsertKey:
+    return key_for(arch_of(device_index), kv_format, MANY_ROWS if is_long else 1)
 
 
 def supports(k: Any, k_cache: Any, slot_mapping: Any, block_size: int, kv_format: str) -> tuple[bool, str]:
@@ -224,7 +177,7 @@ def launch(k: Any, k_cache: Any, slot_mapping: Any, block_size: int, kv_format: 
         return
     device_index = k.device.index
     launch_key(
-        _key(device_index, kv_format),
+        _key(device_index, kv_format, slot_mapping.shape[0] >= MANY_ROWS),
         device_index,
         k,
         slot_mapping,

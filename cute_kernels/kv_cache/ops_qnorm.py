@@ -54,6 +54,7 @@ def _check_quant_insert(
     block_size: int,
     apply_q_norm: bool,
     kv_format: str,
+    use_pdl: bool,
 ) -> None:
     c = Checker(_QUANT_INSERT)
     _check_rows(c, q, kv, slot_mapping, positions, cos_sin_cache, eps, block_size)
@@ -70,6 +71,7 @@ def _check_bf16_insert(
     eps: float,
     block_size: int,
     kv_format: str,
+    use_pdl: bool,
 ) -> None:
     c = Checker(_BF16_INSERT)
     _check_rows(c, q, kv, slot_mapping, positions, cos_sin_cache, eps, block_size)
@@ -89,6 +91,7 @@ def _check_fp8_insert(
     eps: float,
     block_size: int,
     kv_format: str,
+    use_pdl: bool,
 ) -> None:
     c = Checker(_FP8_INSERT)
     _check_rows(c, q, kv, slot_mapping, positions, cos_sin_cache, eps, block_size)
@@ -157,18 +160,20 @@ def _validate_fp8_insert(
 
 _quant_insert = define_op(
     f"{_QUANT_INSERT}(Tensor(a!) q, Tensor kv, Tensor(b!) k_cache, Tensor slot_mapping, Tensor positions, "
-    "Tensor cos_sin_cache, float eps, SymInt block_size, bool apply_q_norm, str kv_format) -> ()",
+    "Tensor cos_sin_cache, float eps, SymInt block_size, bool apply_q_norm, str kv_format, bool use_pdl) -> ()",
     check=_check_quant_insert,
     reference=reference.qnorm_rope_kv_rope_quant_insert,
+    kernel="cute_kernels.kv_cache.qnorm_quant",
     cost=_cost_quant_insert,
     validate=_validate_quant_insert,
 )
 
 _bf16_insert = define_op(
     f"{_BF16_INSERT}(Tensor(a!) q, Tensor kv, Tensor(b!) kv_cache, Tensor slot_mapping, Tensor positions, "
-    "Tensor cos_sin_cache, float eps, SymInt block_size, str kv_format) -> ()",
+    "Tensor cos_sin_cache, float eps, SymInt block_size, str kv_format, bool use_pdl) -> ()",
     check=_check_bf16_insert,
     reference=reference.qnorm_rope_kv_rope_full_cache_bf16_insert,
+    kernel="cute_kernels.kv_cache.qnorm_bf16",
     cost=_cost_bf16_insert,
     validate=_validate_bf16_insert,
 )
@@ -176,9 +181,10 @@ _bf16_insert = define_op(
 _fp8_insert = define_op(
     f"{_FP8_INSERT}(Tensor q, Tensor kv, Tensor(a!) q_fp8, Tensor(b!) kv_cache, Tensor slot_mapping, "
     "Tensor positions, Tensor cos_sin_cache, Tensor fp8_kv_scale, Tensor q_scale_inv, float eps, SymInt block_size, "
-    "str kv_format) -> ()",
+    "str kv_format, bool use_pdl) -> ()",
     check=_check_fp8_insert,
     reference=reference.qnorm_rope_kv_rope_full_cache_fp8_insert,
+    kernel="cute_kernels.kv_cache.qnorm_fp8",
     cost=_cost_fp8_insert,
     validate=_validate_fp8_insert,
 )
@@ -196,6 +202,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     *,
     apply_q_norm: bool = True,
     kv_format: str = formats.FP8_DS_MLA.id,
+    use_pdl: bool = False,
 ) -> None:
     """Normalize and rotate q in place; rotate kv and store it in a paged fp8_ds_mla cache.
 
@@ -216,10 +223,14 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     block_size      rows per page
     apply_q_norm    False: q is only rotated
     kv_format       record format id
+    use_pdl         start while the kernel before on the stream still runs (programmatic dependent launch), and wait for
+                    it
 
     Raises ValueError or TypeError on arguments that do not fit.
     """
-    _quant_insert(q, kv, k_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, apply_q_norm, kv_format)
+    _quant_insert(
+        q, kv, k_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, apply_q_norm, kv_format, use_pdl
+    )
 
 
 def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
@@ -233,6 +244,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
     block_size: int,
     *,
     kv_format: str = formats.PLAIN_BF16.id,
+    use_pdl: bool = False,
 ) -> None:
     """Normalize and rotate q in place; rotate kv and store it in a paged cache of plain bf16 rows.
 
@@ -244,7 +256,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
 
     The other arguments and the errors are the same.
     """
-    _bf16_insert(q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, kv_format)
+    _bf16_insert(q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, kv_format, use_pdl)
 
 
 def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
@@ -261,6 +273,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
     block_size: int,
     *,
     kv_format: str = formats.PLAIN_FP8.id,
+    use_pdl: bool = False,
 ) -> None:
     """Normalize and rotate q into q_fp8; rotate kv and store it in a paged cache of plain e4m3 rows.
 
@@ -290,4 +303,5 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
         eps,
         block_size,
         kv_format,
+        use_pdl,
     )

@@ -29,6 +29,9 @@ from cute_kernels.formats import NOPE_DIM
 ROPE_LANE = 24
 """First lane whose second run of columns is rope, which is stored as it is."""
 
+HALF_CODES = 256
+"""Bytes from a lane's first run of codes to its second."""
+
 HALF_ROW = 512
 """Bytes from a lane's first run of bf16 columns to its second."""
 
@@ -36,7 +39,7 @@ HALF_ROW = 512
 @cute.jit
 def second_offset(lane: Any) -> Any:
     """Where a lane's second piece lies in the record, in bytes."""
-    return _rope_offset(lane) if lane >= ROPE_LANE else 256 + lane * 8
+    return _rope_offset(lane) if lane >= ROPE_LANE else HALF_CODES + lane * 8
 
 
 def third_offset(lane: Any) -> Any:

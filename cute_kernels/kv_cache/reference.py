@@ -50,6 +50,7 @@ def qnorm_rope_kv_rope_quant_insert(
     block_size: int,
     apply_q_norm: bool,
     kv_format: str,
+    use_pdl: bool,
 ) -> None:
     q.copy_(_turned_q(q, positions, cos_sin_cache, eps, apply_q_norm))
     rows = _turned_kv(kv, slot_mapping, positions, cos_sin_cache).to(torch.bfloat16)
@@ -66,6 +67,7 @@ def qnorm_rope_kv_rope_full_cache_bf16_insert(
     eps: float,
     block_size: int,
     kv_format: str,
+    use_pdl: bool,
 ) -> None:
     q.copy_(_turned_q(q, positions, cos_sin_cache, eps))
     rows = _turned_kv(kv, slot_mapping, positions, cos_sin_cache)
@@ -85,6 +87,7 @@ def qnorm_rope_kv_rope_full_cache_fp8_insert(
     eps: float,
     block_size: int,
     kv_format: str,
+    use_pdl: bool,
 ) -> None:
     turned = _turned_q(q, positions, cos_sin_cache, eps)
     q_fp8.copy_(numerics.to_e4m3(turned * q_scale_inv).view(torch.float8_e4m3fn))

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
 
+from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.compile import Report, compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.kv_cache.gather import FOUR_ROWS_CALLS, GatherKey, blocks_per_request, deployment_keys, rows_per_warp
+from cute_kernels.kv_cache.gather import BULK_ROWS, GatherKey, blocks_per_request, deployment_keys, key_for, wants_bulk
+from cute_kernels.kv_cache.gather_bulk import GatherBulkKey
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
+BULK_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 
 def check(report: Report) -> None:
     assert report.cubin[:4] == b"\x7fELF"
-    assert (report.spill_stores, report.spill_loads, report.stack, report.smem) == (0, 0, 0, 0)
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.smem == report.key.smem_bytes
     assert f".target {report.key.arch}" in report.ptx
     assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local|\.ftz", report.ptx)
 
@@ -33,7 +40,8 @@ def test_compiles(arch: str, gathered: bool, rows: int) -> None:
     assert report.registers <= {2: 48, 4: 64}[rows]
     ptx = report.ptx
     assert len(re.findall(r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.v2\.b32", ptx)) == 3 * key.rows
-    assert len(re.findall(r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.b32", ptx)) == 3 + gathered
+    assert len(re.findall(r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.b32", ptx)) == (1 if gathered else 3)
+    assert len(re.findall(r"ld\.global\.nc\.b32", ptx)) == (3 if gathered else 0)
     assert len(re.findall(r"cvt\.rn\.f16x2\.e4m3x2", ptx)) == 8 * key.rows
     assert len(re.findall(r"cvt\.rn\.bf16x2\.f32", ptx)) == 8 * key.rows
     assert len(re.findall(r"@%p\d+ st\.global\.v4\.b32", ptx)) == 2 * key.rows
@@ -63,21 +71,59 @@ def test_other_configurations(rows: int) -> None:
     assert ".reqntid 256" in report.ptx
 
 
-def test_rows_per_warp() -> None:
-    few, many = FOUR_ROWS_CALLS.start, FOUR_ROWS_CALLS.stop
-    assert [rows_per_warp(rows) for rows in (1, 8192, few - 1, many, 262144, 2**40)] == [2] * 6
-    assert [rows_per_warp(rows) for rows in (few, 16384, 33280, 65536, many - 1)] == [4] * 5
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("arch", BULK_ARCHS)
+def test_bulk_compiles(arch: str, gathered: bool) -> None:
+    key = GatherBulkKey(arch, gathered=gathered)
+    report = compile_report(key)
+    check(report)
+    # twelve blocks on an SM, as many as have room in its shared memory
+    assert report.registers <= (40 if arch != "sm_120a" else 64)
+    assert SMEM_BYTES["sm_90a"] // (key.smem_bytes + 1024) >= 11
+    ptx = report.ptx
+    # a chunk and its scales, where the first ones are asked for and where a stage is filled again
+    assert len(re.findall(r"cp\.async\.bulk\.shared::cluster\.global", ptx)) == 2 * 2 * key.stages
+    assert len(re.findall(r"mbarrier\.init", ptx)) == key.stages
+    assert len(re.findall(r"mbarrier\.arrive\.expect_tx", ptx)) == 2 * key.stages
+    assert len(re.findall(r"@%p\d+ st\.global\.v4\.b32", ptx)) == 2 * key.rows * key.stages
+    assert "griddepcontrol.wait" in ptx
+
+
+@pytest.mark.parametrize("fields", [{"rows": 2}, {"rows": 8}, {"stages": 1}, {"warps": 2, "stages": 3}], ids=str)
+def test_other_bulk_configurations(fields: dict[str, Any]) -> None:
+    check(compile_report(GatherBulkKey("sm_90a", **fields)))
+
+
+def test_which_calls_are_bulk() -> None:
+    many = BULK_ROWS[False]
+
+    def wanted(
+        block_size: int = 64, page_stride: int = 37440, first: int = 0, arch: str = "sm_90a", rows: int = many
+    ) -> bool:
+        memory = torch.zeros(4 * page_stride + 64, dtype=torch.uint8)
+        first += -memory.data_ptr() % 16
+        cache = memory[first:].as_strided((3, block_size, 584), (page_stride, 584, 1))
+        return wants_bulk(arch, cache, block_size, False, rows)
+
+    assert wanted()
+    assert wanted(4, FP8_DS_MLA.page_stride(4))
+    assert wanted(64, 584 * 64)
+    assert not wanted(rows=many - 1)
+    assert not wanted(2, FP8_DS_MLA.page_stride(2))
+    assert not wanted(7, FP8_DS_MLA.page_stride(7))
+    assert not wanted(page_stride=37448)
+    assert not wanted(first=8)
+    assert not wanted(arch="sm_89")
+    cache = FP8_DS_MLA.allocate(3, 64)
+    assert [wants_bulk("sm_90a", cache, 64, True, BULK_ROWS[True] - i) for i in (0, 1)] == [True, False]
 
 
 def test_every_kernel_that_a_call_can_need_is_deployed() -> None:
-    needed = {
-        GatherKey("sm_90a", gathered=gathered, rows=rows_per_warp(rows))
-        for gathered in (False, True)
-        for rows in (1, FOUR_ROWS_CALLS.start, FOUR_ROWS_CALLS.stop)
-    }
+    needed = {key_for("sm_90a", FP8_DS_MLA.id, gathered, bulk) for gathered in (False, True) for bulk in (False, True)}
     keys = deployment_keys(None, 1, "sm_90a")
     assert set(keys) == needed
     assert len(keys) == len(needed) == 4
+    assert len(deployment_keys(None, 1, "sm_89")) == 2
     assert deployment_keys(None, 1, "sm_80") == []
 
 
@@ -89,3 +135,6 @@ def test_blocks_per_request() -> None:
     assert blocks_per_request(key, requests=1, rows=10**6, multiprocessors=132, per_multiprocessor=16) == 2112
     assert blocks_per_request(key, requests=4, rows=10**6, multiprocessors=132, per_multiprocessor=16) == 528
     assert blocks_per_request(key, requests=5000, rows=10**6, multiprocessors=132, per_multiprocessor=16) == 1
+    bulk = GatherBulkKey("sm_90a", warps=4, rows=4, stages=2)
+    assert blocks_per_request(bulk, requests=1, rows=16384, multiprocessors=132, per_multiprocessor=64) == 512
+    assert blocks_per_request(bulk, requests=1, rows=16385, multiprocessors=132, per_multiprocessor=64) == 513

@@ -9,12 +9,13 @@ import sys
 import pytest
 import torch
 
+from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.kv_cache.insert import InsertKey
+from cute_kernels.kv_cache.insert import MANY_ROWS, InsertKey, key_for
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
 
@@ -59,6 +60,24 @@ def test_insert_machine_code(arch: str, reports: dict[str, compile_.Report]) -> 
     assert max(row_loads) < min(positions(r"\bEXIT|\bBRA|\bSHFL"))
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_insert_of_many_rows_reads_through_l1(arch: str) -> None:
+    report = compile_.compile_report(key_for(arch, FP8_DS_MLA.id, MANY_ROWS))
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.registers <= 40
+    assert len(re.findall(r"ld\.relaxed\.gpu\.global\.v4\.b32", report.ptx)) == 2
+    if report.sass is not None:
+        code = [line for line in report.sass.splitlines() if ";" in line]
+        row_loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E\.\S*128", line)]
+        assert len(row_loads) == 2
+        assert max(row_loads) < min(i for i, line in enumerate(code) if re.search(r"\bEXIT|\bBRA|\bSHFL", line))
+
+
+def test_which_inserts_read_through_l1() -> None:
+    keys = [key_for("sm_90a", FP8_DS_MLA.id, rows) for rows in (1, MANY_ROWS - 1, MANY_ROWS, 10**6)]
+    assert [key.through_l1 for key in keys] == [False, False, True, True]
+
+
 @pytest.mark.parametrize(("warps", "rows"), [(8, 1), (4, 2), (4, 4)])
 def test_insert_with_several_rows_loads_them_all_first(warps: int, rows: int) -> None:
     report = compile_.compile_report(InsertKey("sm_90a", warps=warps, rows=rows))
@@ -83,6 +102,7 @@ def test_keys_differ_by_everything_the_code_depends_on() -> None:
         InsertKey("sm_90a", kv_format="another/1"),
         InsertKey("sm_90a", warps=8),
         InsertKey("sm_90a", rows=2),
+        InsertKey("sm_90a", through_l1=True),
     ]
     assert len(set(keys)) == len(keys)
 

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
 from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.kv_cache import gather
 from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
@@ -27,9 +30,14 @@ SENTINEL = -77.0
 POISONS = (-1_000_000, -1, INT32_MAX, -(2**31))
 
 
-@pytest.fixture(autouse=True)
-def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["rows", "bulk", "bulk, one block"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with the kernel of short calls, and with that of long ones where pages allow it: with blocks enough
+    for all rows, and with one that goes round its stages many times."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    monkeypatch.setattr(gather, "BULK_ROWS", dict.fromkeys((False, True), 2**62 if request.param == "rows" else 1))
+    if request.param == "bulk, one block":
+        monkeypatch.setattr(gather, "BLOCKS_PER_SM", 0)
 
 
 def random_pool(num_blocks: int, block_size: int, extra: int = 0, seed: int = 0, nan: bool = False) -> torch.Tensor:
@@ -277,8 +285,6 @@ def test_out_beyond_two_gigabytes() -> None:
 
 
 def test_nothing_is_launched_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.kv_cache import gather
-
     launches: list[Any] = []
     monkeypatch.setattr(gather, "launch_key", lambda *args: launches.append(args))
     out = torch.zeros(2, 8, 512, dtype=torch.bfloat16, device="cuda")
@@ -319,8 +325,10 @@ def test_graph_replay_sees_new_data() -> None:
 
 def test_shapes_and_strides_need_no_new_kernel() -> None:
     cache = random_pool(8, 4)
-    check(cache, [4], None, tables(1, 2, 8, 0), 4)
-    check(cache, [4], [2], tables(1, 2, 8, 0), 4)
+    odd = random_pool(8, 3)
+    for lens in (None, [2]):
+        check(cache, [4], lens, tables(1, 2, 8, 0), 4)
+        check(odd, [4], lens, tables(1, 2, 8, 0), 3)
     before = compile_.compilations()
     for block_size, extra, requests in ((2, 0, 1), (64, 576, 2), (7, 64, 3)):
         cache = random_pool(12, block_size, extra)

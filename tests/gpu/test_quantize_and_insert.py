@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
 from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.kv_cache import insert
 from cute_kernels.kv_cache.ops import quantize_and_insert_k_cache
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE, OPS, define_op
@@ -27,9 +30,11 @@ LENGTHS = (0, 1, 2, 3, 7, 64, 257, 1024, 4097)
 BLOCK_SIZES = (1, 2, 16, 64, 256)
 
 
-@pytest.fixture(autouse=True)
-def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["short", "long"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with the kernel of short calls and with that of long ones."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    monkeypatch.setattr(insert, "MANY_ROWS", 2**62 if request.param == "short" else 1)
 
 
 def extra_bytes(stride: str, block_size: int) -> int:
@@ -242,8 +247,6 @@ def test_an_empty_pool() -> None:
 
 
 def test_nothing_is_launched_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.kv_cache import insert
-
     launches: list[Any] = []
     monkeypatch.setattr(insert, "launch_key", lambda *args: launches.append(args))
     k = torch.empty(4, 512, dtype=torch.bfloat16, device="cuda")

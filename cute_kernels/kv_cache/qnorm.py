@@ -1,0 +1,284 @@
+"""The step before attention in one launch: norm and rotation of the queries, rotation and insertion of the KV rows.
+
+A token has one part for its KV row and one for every few of its heads, and a warp takes one part. All rows of a part
+are rotated by the same angles, so these are loaded once for them. Lanes and columns of a row: record.py; the rope
+columns are the second run of the lanes 24 to 31.
+
+    part     0        1                2                  ...
+    rows     kv       q[0 .. rows)     q[rows .. 2 rows)  ...     the last part of a token may have fewer heads
+
+All rows of a part are under way before anything waits for the position, on which the angles depend. A row of q is
+written by the warp that read it, and by no other, so it may be overwritten.
+
+The mean square is a sum of fp32 in a fixed order, the same for every number of rows in a part: a row's bits do not
+depend on where it stands. A sum of squares beyond fp32, as of 512 numbers of 2^60, makes the inverse root zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_kernels.dsl import convert, ptx, reduce, rope
+from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8, ROPE_DIM
+from cute_kernels.kv_cache import encode, record
+from cute_kernels.runtime.arch import arch_number
+from cute_kernels.runtime.compile import KernelKey
+
+
+@dataclass(frozen=True)
+class QnormKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    kv_format     record format id; with plain_fp8 the queries become e4m3 too
+    norm          whether the queries are normalized
+    rows          heads per warp, all in flight together
+    warps         per block
+
+    qnorm_launch.py says which of them serves a call.
+    """
+
+    kv_format: str = FP8_DS_MLA.id
+    norm: bool = True
+    rows: int = 2
+    warps: int = 4
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        stores = ("cvt.e4m3", "st.global.64") if self.kv_format != PLAIN_BF16.id else ()
+        return "ld.global.128", *stores
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def stride() -> Any:
+            return cute.sym_int64(divisibility=8)
+
+        count = cute.sym_int()
+        q_shape = (count, cute.sym_int(), HEAD_DIM)
+        q = make_fake_tensor(BFloat16, q_shape, stride=(stride(), stride(), 1), assumed_align=16)
+        kv = make_fake_tensor(BFloat16, (count, HEAD_DIM), stride=(stride(), 1), assumed_align=16)
+        slots = make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,), assumed_align=8)
+        positions = make_fake_tensor(Int64, (count,), stride=(1,), assumed_align=8)
+        table_stride = cute.sym_int64(divisibility=4)
+        table = make_fake_tensor(Float32, (cute.sym_int(), ROPE_DIM), stride=(table_stride, 1), assumed_align=16)
+        numbers = (*(Int64(0),) * 7, Int32(0), Int32(1), Float32(0.0), Boolean(False))
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return QnormKernel(self), (q, kv, slots, positions, table, *numbers, stream)
+
+
+class QnormKernel:
+    """Entry point: (q, kv, slots, positions, cos and sin table; for plain_fp8 address of the e4m3 queries, bytes from
+    token to token and from head to head, addresses of the KV scale and of the inverse query scale; cache address, page
+    stride in bytes, rows of the pool, rows of a page, eps, use_pdl, stream)."""
+
+    def __init__(self, key: QnormKey) -> None:
+        self.form = key.kv_format
+        self.norm = key.norm
+        self.rows = key.rows
+        self.warps = key.warps
+        self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+        form = key.kv_format.partition("/")[0]
+        self.name = f"qnorm_rope_insert_{form}_n{int(key.norm)}r{key.rows}w{key.warps}"
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv: cute.Tensor,
+        slots: cute.Tensor,
+        positions: cute.Tensor,
+        table: cute.Tensor,
+        out: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        kv_scale: Int64,
+        q_scale_inv: Int64,
+        pool: Int64,
+        page_stride: Int64,
+        capacity: Int32,
+        block_size: Int32,
+        eps: Float32,
+        use_pdl: Boolean,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        heads = length(q, 1)
+        result = (out, out_token, out_head, q_scale_inv)
+        if const_expr(self.form != PLAIN_FP8.id):
+            result = (address(q), stride_bytes(q, 0), stride_bytes(q, 1), q_scale_inv)
+        parts = 1 + cute.ceil_div(heads, self.rows)
+        units = length(q, 0) * parts
+        kernel = self.kernel(
+            (address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads),
+            result,
+            (address(kv), stride_bytes(kv, 0), address(slots), length(slots, 0), kv_scale),
+            (address(positions), address(table), stride_bytes(table, 0), length(table, 0)),
+            (pool, page_stride, capacity, block_size),
+            cute.fast_divmod_create_divisor_v2(block_size),
+            units,
+            cute.fast_divmod_create_divisor_v2(parts),
+            eps,
+        )
+        blocks = cute.ceil_div(units, self.warps)
+        kernel.launch(
+            grid=[blocks, 1, 1],
+            block=[self.warps * 32, 1, 1],
+            stream=stream,
+            use_pdl=use_pdl if const_expr(self.has_dependency) else False,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: tuple[Int64, Int64, Int64, Int32],  # address, strides in bytes, heads
+        out: tuple[Int64, Int64, Int64, Int64],  # address, strides in bytes, address of the scale
+        kv: tuple[Int64, Int64, Int64, Int32, Int64],  # address, stride in bytes, slots, their number, scale
+        angles: tuple[Int64, Int64, Int64, Int32],  # positions, table, its stride in bytes and rows
+        cache: tuple[Int64, Int64, Int32, Int32],  # address, stride in bytes, rows of the pool, rows of a page
+        page_rows: cute.FastDivmodDivisorV2,
+        units: Int32,
+        token_parts: cute.FastDivmodDivisorV2,
+        eps: Float32,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = thread % 32
+        unit = block * self.warps + cute.arch.make_warp_uniform(thread // 32)
+        token, part = divmod(unit, token_parts)
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        if unit < units:
+            if part > 0:
+                self.turn_queries(lane, token, (part - 1) * self.rows, q, out, angles, eps)
+            else:
+                self.insert(lane, token, kv, angles, cache, page_rows)
+
+    @cute.jit
+    def turn_queries(self, lane: Any, token: Any, first_head: Any, q: Any, out: Any, angles: Any, eps: Any) -> None:
+        start, token_stride, head_stride, heads = q
+        target, out_token_stride, out_head_stride, scale = out
+        rows = []
+        # one row leaves room for the position before it, and the angles wait for that; of several rows, all but the
+        # first would be loaded after that wait
+        if const_expr(self.rows == 1):
+            position, factor = self.load_position(angles, token), self.load_scale(scale)
+        for i in range_constexpr(self.rows):
+            # heads past the last one load that one again, and store nothing
+            head = Int64(cutlass.min(first_head + i, heads - 1))
+            source = start + Int64(token) * token_stride + head * head_stride + Int64(lane * 16)
+            rows.append(self.load_row(ptx.load_global_128_cached_in_order, source))
+        if const_expr(self.rows > 1):
+            position, factor = self.load_position(angles, token), self.load_scale(scale)
+        cos, sin = self.load_angles(lane, position, angles)
+        factors = self.inverse_rms(rows, eps) if const_expr(self.norm) else []
+        target += Int64(token) * out_token_stride
+        for i in range_constexpr(self.rows):
+            values = convert.bf16_floats(rows[i])
+            if const_expr(self.norm):
+                values = [ptx.mul_rn(value, factors[i]) for value in values]
+            values = self.turned(lane, values, cos, sin)
+            head = first_head + i
+            self.store_query(lane, target + Int64(head) * out_head_stride, values, factor, head < heads)
+
+    @cute.jit
+    def insert(self, lane: Any, token: Any, kv: Any, angles: Any, cache: Any, page_rows: Any) -> None:
+        start, stride, slots, count, scale = kv
+        pool, page_stride, capacity, block_size = cache
+        if token < count:
+            slot = ptx.load_global_s64_in_order(slots + Int64(token) * 8)
+            divisor = self.load_scale(scale)
+            words = self.load_row(ptx.load_global_128_in_order, start + Int64(token) * stride + Int64(lane * 16))
+            position = self.load_position(angles, token)
+            cos, sin = self.load_angles(lane, position, angles)
+            if const_expr(self.form == PLAIN_FP8.id):
+                # a quotient is a product with the float64 reciprocal: off by at most 2^-52 of it before its last
+                # rounding, while no quotient of two fp32 is nearer than 2^-49 of it to where that turns
+                inverse = ptx.reciprocal_f64(divisor)
+                twice = inverse + inverse
+            values = self.turned(lane, convert.bf16_floats(words), cos, sin)
+            is_inside = slot >= 0 and slot < Int64(capacity)
+            page, row = divmod(Int32(slot if is_inside else Int64(0)), page_rows)
+            page_start = pool + Int64(page) * page_stride
+            if const_expr(self.form == FP8_DS_MLA.id):
+                # the codes need no angles, and are made while these are on their way
+                pieces = encode.encoded(lane, words[:4], words[4:], convert.bf16_words(values[8:]))
+                if is_inside:
+                    encode.store(lane, page_start, row, block_size, pieces)
+            elif const_expr(self.form == PLAIN_BF16.id):
+                target = page_start + Int64(row) * (2 * HEAD_DIM) + Int64(lane * 16)
+                ptx.store_global_128(target, words[:4], is_inside)
+                ptx.store_global_128(target + record.HALF_ROW, convert.bf16_words(values[8:]), is_inside)
+            else:
+                # an fp32 product of a NaN is the positive one, as the code 0x7F asks for; that with a half is exact
+                quotients = [ptx.mul_rn(ptx.mul_f64(value, twice), Float32(0.5)) for value in values]
+                codes = convert.e4m3_words(quotients)
+                store_codes(page_start + Int64(row) * HEAD_DIM + Int64(lane * 8), codes, is_inside)
+
+    def load_row(self, load: Any, start: Any) -> Any:
+        """A lane's eight words of a row."""
+        return (*load(start), *load(start + record.HALF_ROW))
+
+    def load_position(self, angles: Any, token: Any) -> Any:
+        return ptx.load_global_s64_in_order(angles[0] + Int64(token) * 8)
+
+    def load_scale(self, scale: Any) -> Any:
+        """The number at that address, where the format has scales."""
+        return ptx.load_global_s32_in_order(scale).bitcast(Float32) if self.form == PLAIN_FP8.id else None
+
+    def load_angles(self, lane: Any, position: Any, angles: Any) -> Any:
+        """Cosines and sines of the four pairs a rope lane has; the other lanes get those of some rope lane."""
+        _, table, stride, rows = angles
+        start = table + rope.table_row(position, rows) * stride + Int64((lane % 8) * 16)
+        cos = ptx.load_global_128_again(start)
+        sin = ptx.load_global_128_again(start + rope.HALF_TABLE_BYTES)
+        return [word.bitcast(Float32) for word in cos], [word.bitcast(Float32) for word in sin]
+
+    def inverse_rms(self, rows: Any, eps: Any) -> Any:
+        """1 / sqrt(mean of the squares + eps) of each row, in every lane."""
+        sums = reduce.lanes_sums([square_sum(convert.bf16_floats(words)) for words in rows])
+        return [ptx.rsqrt(ptx.fma_rn(total, Float32(1.0 / HEAD_DIM), eps)) for total in sums]
+
+    @cute.jit
+    def turned(self, lane: Any, values: Any, cos: Any, sin: Any) -> Any:
+        """A lane's sixteen values of a row, the rope columns among them rotated."""
+        is_rope = lane >= record.ROPE_LANE
+        result = list(values[:8])
+        for pair in range_constexpr(4):
+            even, odd = values[8 + 2 * pair], values[9 + 2 * pair]
+            turned_even, turned_odd = rope.rotate_pair(even, odd, cos[pair], sin[pair])
+            result += [turned_even if is_rope else even, turned_odd if is_rope else odd]
+        return result
+
+    def store_query(self, lane: Any, target: Any, values: Any, factor: Any, predicate: Any) -> None:
+        if self.form == PLAIN_FP8.id:
+            codes = convert.e4m3_words([ptx.mul_rn(value, factor) for value in values])
+            store_codes(target + Int64(lane * 8), codes, predicate)
+        else:
+            words, start = convert.bf16_words(values), target + Int64(lane * 16)
+            ptx.store_global_128(start, words[:4], predicate)
+            ptx.store_global_128(start + record.HALF_ROW, words[4:], predicate)
+
+
+def square_sum(values: list[Any]) -> Any:
+    """Sum of the squares of a lane's values: those of each half of a row one after the other, then both."""
+    halves = []
+    for first in (0, 8):
+        total = ptx.mul_rn(values[first], values[first])
+        for value in values[first + 1 : first + 8]:
+            total = ptx.fma_rn(value, value, total)
+        halves.append(total)
+    return ptx.add_rn(*halves)
+
+
+def store_codes(target: Any, codes: list[Any], predicate: Any) -> None:
+    """A lane's sixteen codes of a row of e4m3: eight bytes in each half."""
+    ptx.store_global_64(target, codes[0], codes[1], predicate)
+    ptx.store_global_64(target + HEAD_DIM // 2, codes[2], codes[3], predicate)

@@ -1,0 +1,114 @@
+"""The kernels of the fused query norm, rotation and KV insert, compiled for every architecture. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from cute_kernels.runtime.compile import Report, compile_report
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.formats import FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.kv_cache import qnorm_bf16, qnorm_fp8, qnorm_launch, qnorm_quant
+from cute_kernels.kv_cache.qnorm import QnormKey
+from cute_kernels.kv_cache.qnorm_launch import key_for
+
+FORMS = {"mla": FP8_DS_MLA.id, "bf16": PLAIN_BF16.id, "fp8": PLAIN_FP8.id}
+MODULES = {"mla": qnorm_quant, "bf16": qnorm_bf16, "fp8": qnorm_fp8}
+ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
+
+
+def check(report: Report) -> None:
+    assert report.cubin[:4] == b"\x7fELF"
+    assert (report.spill_stores, report.spill_loads, report.stack, report.smem) == (0, 0, 0, 0)
+    assert f".target {report.key.arch}" in report.ptx
+    assert not re.search(r"\brem\.|st\.local|ld\.local|\.ftz", report.ptx)
+
+
+def count(pattern: str, report: Report) -> int:
+    return len(re.findall(pattern, report.ptx))
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch: str, form: str) -> None:
+    key = key_for(arch, FORMS[form], query_rows=100_000)
+    report = compile_report(key)
+    check(report)
+    assert f".reqntid {32 * key.warps}" in report.ptx
+    # each row of q and the one of kv: 16 bytes in both halves
+    assert count(r"ld\.relaxed\.cta\.global\.v4\.b32", report) == 2 * key.rows
+    assert count(r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.v4\.b32", report) == 2
+    # nothing of the rotation is fused: two differences' and two sums' products for each of four pairs a row
+    assert count(r"\bmul\.rn\.f32", report) >= 16 * (key.rows + 1)
+    assert count(r"\bsub\.rn\.f32", report) == 4 * (key.rows + 1)
+    assert count(r"rsqrt\.approx\.f32", report) == key.rows
+    assert count(r"\brcp\.rn\.f64", report) == (1 if form == "fp8" else 0)
+    assert ("griddepcontrol.wait" in report.ptx) == (arch != "sm_89")
+
+
+def test_plain_bf16_compiles_without_e4m3_conversion() -> None:
+    check(compile_report(key_for("sm_80", PLAIN_BF16.id)))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_other_configurations(rows: int) -> None:
+    check(compile_report(QnormKey("sm_90a", rows=rows, warps=8)))
+    report = compile_report(QnormKey("sm_90a", norm=False, rows=rows))
+    check(report)
+    assert "rsqrt" not in report.ptx
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+def test_all_rows_are_on_their_way_before_anything_waits(arch: str, rows: int) -> None:
+    """The loads of the queries come first and next to each other; none is sunk to where its row is used."""
+    report = compile_report(QnormKey(arch, rows=rows))
+    if report.sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    code = [line for line in report.sass.splitlines() if ";" in line]
+    loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E", line)]
+    first = loads[: 2 * rows + 1]
+    # of one row the position comes first, of several last
+    assert [bool(re.search(r"\.128\.STRONG", code[i])) for i in first] == (
+        [False, True, True] if rows == 1 else [True] * (2 * rows) + [False]
+    )
+    uses = [i for i, line in enumerate(code) if re.search(r"\bSHFL|\bFMUL|\bFFMA|\bSTG", line)]
+    assert max(first) < min(uses)
+
+
+def test_the_kernel_follows_the_number_of_rows() -> None:
+    chosen = {rows: key_for("sm_90a", FP8_DS_MLA.id, query_rows=rows) for rows in (1, 1024, 1025, 100_000)}
+    assert [key.rows for key in chosen.values()] == [1, 1, 2, 2]
+    assert set(chosen.values()) == set(qnorm_launch.deployment("sm_90a", FP8_DS_MLA.id))
+
+
+def test_deployments() -> None:
+    for form, module in MODULES.items():
+        for arch in ("sm_80", *ARCHS):
+            keys = module.deployment_keys(None, 1, arch)
+            assert all(key.kv_format == FORMS[form] and key.norm for key in keys)
+            assert bool(keys) is (arch != "sm_80" or form == "bf16")
+
+
+def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qnorm_launch, "arch_of", lambda index: "sm_90a")
+    q, kv, table = torch.zeros(3, 2, 512).bfloat16(), torch.zeros(3, 512).bfloat16(), torch.zeros(4, 64)
+
+    def why(q: torch.Tensor, pool: torch.Tensor, block_size: int, kv_format: str) -> str:
+        supported, reason = qnorm_launch.fits(q, kv, pool, table, block_size, kv_format)
+        assert supported is (reason == "")
+        return reason
+
+    mla = FP8_DS_MLA.allocate(2, 4)
+    assert why(q, mla, 4, FP8_DS_MLA.id) == ""
+    assert why(torch.zeros(3, 2, 516).bfloat16()[..., :512], mla, 4, FP8_DS_MLA.id).startswith("rows of q")
+    assert why(torch.zeros(3, 1, 516).bfloat16()[..., 4:], mla, 4, FP8_DS_MLA.id).startswith("rows of q")
+    assert why(q.as_strided((1, 1, 512), (3, 5, 1)), mla, 4, FP8_DS_MLA.id) == ""
+    assert why(q, mla.as_strided((2, 4, 584), (2341, 584, 1)), 4, FP8_DS_MLA.id).startswith("pages of the cache")
+    assert "2^31 rows" in why(q, mla, 2**30, FP8_DS_MLA.id)
+    wide = torch.zeros(512, dtype=torch.bfloat16).as_strided((2**24, 128, 512), (0, 0, 1))
+    assert why(wide, mla, 4, FP8_DS_MLA.id).startswith("q must have fewer than 2^31 rows")
