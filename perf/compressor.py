@@ -20,6 +20,9 @@ SAVE_VARIANTS: tuple[dict[str, Any], ...] = (
     {"vectors": 1, "warps": 8},
     {"vectors": 2, "warps": 8},
     {"vectors": 2, "rows": 2},
+    {"vectors": 2},
+    {"vectors": 2, "through_l1": True},
+    {"vectors": 2, "kv_first": True, "through_l1": True},
 )
 """Fields of SaveKey that differ from the kernel in use."""
 
@@ -144,7 +147,8 @@ def sweep_save(
     """Records of save_partial_states per compressor and number of tokens, its peer and our variants beside it."""
     candidates: dict[str, Any] = dict(_save_variants()) if variants else {}
     for kind in SAVE_KINDS:
-        SaveSet.make(kind, 1, 0).ours()  # compiled before other projects change the DSL
+        for tokens in (1, 32768):  # a kernel for few, and one for many
+            SaveSet.make(kind, tokens, 0).ours()  # compiled before other projects change the DSL
     if peers:
         candidates["vllm-triton"] = _vllm_save()
     records = []

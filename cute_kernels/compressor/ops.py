@@ -111,9 +111,9 @@ def save_partial_states(
 
     Raises ValueError or TypeError on arguments that do not fit. Layout: formats.CompressorStateFormat.
     """
-    c = Checker("save_partial_states")
-    c.tensor("kv", kv, torch.float32, (None, None))
-    if state_width != kv.shape[1]:
+    if not isinstance(kv, torch.Tensor) or kv.dim() != 2 or state_width != kv.shape[1]:
+        c = Checker("save_partial_states")
+        c.tensor("kv", kv, torch.float32, (None, None))
         c.fail("state_width", f"{kv.shape[1]}, the columns of kv", state_width)
     _save(kv, score, ape, positions, state_cache, slot_mapping, block_size, compress_ratio)
 
@@ -165,6 +165,7 @@ _slots = define_op(
     "Tensor? slot_mapping, SymInt num_tokens, SymInt block_size, SymInt compress_ratio) -> ()",
     check=_check_slots,
     reference=reference.get_compressed_slot_mapping,
+    kernel="cute_kernels.compressor.slots",
     cost=_cost_slots,
     validate=_validate_slots,
 )

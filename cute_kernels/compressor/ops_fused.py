@@ -185,6 +185,7 @@ _fused = define_op(
     "bool index_hadamard) -> ()",
     check=_check_fused,
     reference=reference.fused_compress_norm_rope_store,
+    kernel="cute_kernels.compressor.fused",
     cost=_cost_fused,
     validate=_validate_fused,
 )

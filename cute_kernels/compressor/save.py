@@ -7,7 +7,9 @@
 A row of 1024, 512 or 256 columns takes 4, 2 or 1 warps. Everything is moved 16 bytes a lane. Where the columns are an
 odd multiple of 128, as in a row of 128, a warp has 128 of them.
 
-The bias row depends on the position, so its load has to wait for that; all other loads are under way by then.
+The bias row depends on the position, so its load has to wait for that. In a short call all other loads are under way by
+then. A long one stores kv before it asks for score: what counts there is not the way of one row but how many bytes of
+all rows are under way in an order that suits the memory, and half a row at a time suits it better.
 Stores have a predicate and no branch around them: the assembler would move the loads of a row behind the branch.
 """
 
@@ -37,6 +39,11 @@ VECTOR_BYTES = 512
 WARPS = 4
 """Per block, where whole rows make that many."""
 
+MANY_COLUMNS = 2**21
+"""Of all rows of a call together, kv's alone: from here on, or with rows of fewer than 512 from twice as many on, kv is
+stored before score is loaded, and both may go through L1. That is faster in long calls and slower in short ones
+(perf/notes/memory_bound.md)."""
+
 MOST_WARPS = 32
 """What a block can have, and so what a row can take."""
 
@@ -49,12 +56,16 @@ class SaveKey(KernelKey):
     vectors       of 128 columns per warp: 1 or 2 (the picture above)
     warps         per block, a multiple of width / (128 * vectors)
     rows          per warp, all in flight together
+    kv_first      whether kv is stored before score is loaded
+    through_l1    whether rows may go through L1
     """
 
     width: int
     vectors: int = 2
     warps: int = WARPS
     rows: int = 1
+    kv_first: bool = False
+    through_l1: bool = False
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -82,9 +93,12 @@ class SaveKernel:
         self.warps = key.warps
         self.rows = key.rows
         self.vectors = key.vectors
+        self.kv_first = key.kv_first
+        self.through_l1 = key.through_l1
         self.rows_at_once = key.warps // self.segments
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = f"save_partial_states_{key.width}_v{key.vectors}w{key.warps}r{key.rows}"
+        form = f"v{key.vectors}w{key.warps}r{key.rows}" + "_kv" * key.kv_first + "_l1" * key.through_l1
+        self.name = f"save_partial_states_{key.width}_{form}"
 
     @cute.jit
     def __call__(
@@ -154,29 +168,47 @@ class SaveKernel:
             row = (block * self.rows + i) * self.rows_at_once + warp // self.segments
             # rows past the end load the last row again, and store nothing
             source = Int64(cutlass.min(row, count - 1))
-            values = self.load_run(ptx.load_global_128_in_order, kv + source * kv_stride + column)
-            scores = self.load_run(ptx.load_global_128_in_order, score + source * score_stride + column)
-            # the loads that others wait for come last: what waits cannot hold up a load that is under way
-            position = ptx.load_global_s64_in_order(positions + source * 8)
-            slot = ptx.load_global_s64_in_order(slots + source * 8)
-            loaded.append((slot if row < count else Int64(-1), position, values, scores))
+            kv_row = kv + source * kv_stride + column
+            score_row = score + source * score_stride + column
+            scores = None
+            if const_expr(self.kv_first):
+                position, slot = self.load_numbers(positions, slots, source)
+                values = self.load_run(kv_row)
+            else:
+                values, scores = self.load_run(kv_row), self.load_run(score_row)
+                # the loads that others wait for come last: what waits cannot hold up a load that is under way
+                position, slot = self.load_numbers(positions, slots, source)
+            loaded.append((slot if row < count else Int64(-1), position, values, scores, score_row))
 
         for i in range_constexpr(self.rows):
-            slot, position, values, scores = loaded[i]
+            slot, position, values, scores, score_row = loaded[i]
             is_inside = slot >= 0 and slot < Int64(capacity)
             page, row = divmod(Int32(slot if is_inside else Int64(0)), page_rows)
             target = pool + Int64(page) * page_stride + Int64(row) * (2 * self.half_row) + column
             # the ratio is a power of two, so this is the remainder that is never negative
             bias_row = Int32(position) & (ratio - 1)
-            bias = self.load_run(ptx.load_global_128_again, ape + Int64(bias_row) * ape_stride + column)
+            bias = self.load_bias(ape + Int64(bias_row) * ape_stride + column)
             self.store_run(target, values, is_inside)
+            if const_expr(self.kv_first):
+                scores = self.load_run(score_row)
             self.store_run(target + self.half_row, self.add(scores, bias), is_inside)
 
-    def load_run(self, load: Any, start: Any) -> Any:
+    def load_numbers(self, positions: Any, slots: Any, row: Any) -> Any:
+        """Position and slot of a row."""
+        return ptx.load_global_s64_in_order(positions + row * 8), ptx.load_global_s64_in_order(slots + row * 8)
+
+    def load_run(self, start: Any) -> Any:
         """A lane's columns of one half of a row, as words."""
-        words = []
+        words: list[Any] = []
         for vector in range(self.vectors):
-            words += load(start + vector * VECTOR_BYTES)
+            words += ptx.load_global_128_in_order(start + vector * VECTOR_BYTES, self.through_l1)
+        return words
+
+    def load_bias(self, start: Any) -> Any:
+        """A lane's columns of a bias row, as words."""
+        words: list[Any] = []
+        for vector in range(self.vectors):
+            words += ptx.load_global_128_again(start + vector * VECTOR_BYTES)
         return words
 
     def store_run(self, start: Any, words: Any, predicate: Any) -> None:
@@ -193,24 +225,35 @@ def vectors_for(width: int) -> int:
     return 2 if width % 256 == 0 else 1
 
 
-def key_for(arch: str, width: int) -> SaveKey:
-    """The kernel that serves rows of this width. A block takes whole rows, with at most WARPS warps or with one row."""
+def key_for(arch: str, width: int, rows: int) -> SaveKey:
+    """The kernel that serves calls of so many rows of this width.
+
+    A block takes whole rows, with at most WARPS warps or with one row.
+    """
     vectors = vectors_for(width)
     segments = width // (128 * vectors)
-    return SaveKey(arch, width, vectors, warps=segments * max(1, WARPS // segments))
+    warps = segments * max(1, WARPS // segments)
+    long = is_long(rows, width)
+    return SaveKey(arch, width, vectors, warps, kv_first=long, through_l1=long)
+
+
+def is_long(rows: int, width: int) -> bool:
+    """Whether a call of so many rows of this width counts as long."""
+    return rows * width >= (MANY_COLUMNS if width >= 512 else 2 * MANY_COLUMNS)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[SaveKey]:
-    """One for each compressor of the model: ratios 4 and 128, and the indexer's of the layers with ratio 4."""
+    """For each compressor of the model, ratios 4 and 128 and the indexer's beside ratio 4: few rows or many."""
     compressors = [(HEAD_DIM, ratio) for ratio in sorted(set(config.compress_ratios) - {1})]
     if 4 in config.compress_ratios:
         compressors.append((INDEX_DIM, 4))
-    return [key_for(arch, compressor_state(dim, ratio).width) for dim, ratio in compressors]
+    widths = [compressor_state(dim, ratio).width for dim, ratio in compressors]
+    return [key_for(arch, width, rows) for width in widths for rows in (1, 2 * MANY_COLUMNS)]
 
 
 @cache
-def _key(device_index: int, width: int) -> SaveKey:
-    return key_for(arch_of(device_index), width)
+def _key(device_index: int, width: int, long: bool) -> SaveKey:
+    return key_for(arch_of(device_index), width, 2 * MANY_COLUMNS if long else 1)
 
 
 def _aligned(matrix: Any) -> bool:
@@ -258,11 +301,12 @@ def launch(
     compress_ratio: int,
 ) -> None:
     """Run the kernel on the current stream of kv's device. Arguments in the schema's order, checked and supported."""
-    if slot_mapping.shape[0] == 0:
+    rows, width = slot_mapping.shape[0], kv.shape[1]
+    if rows == 0:
         return
     device_index = kv.device.index
     launch_key(
-        _key(device_index, kv.shape[1]),
+        _key(device_index, width, is_long(rows, width)),
         device_index,
         kv,
         score,

@@ -11,7 +11,7 @@ from cute_kernels.runtime.compile import Report, compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.compressor.save import SaveKey, key_for, supports
+from cute_kernels.compressor.save import MANY_COLUMNS, SaveKey, key_for, supports
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_120a")
 WIDTHS = (1024, 512, 256, 128)
@@ -24,16 +24,18 @@ def check(report: Report) -> None:
     assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local|\.ftz", report.ptx)
 
 
+@pytest.mark.parametrize("rows", [1, 2 * MANY_COLUMNS])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_compiles(arch: str, width: int) -> None:
-    key = key_for(arch, width)
+def test_compiles(arch: str, width: int, rows: int) -> None:
+    key = key_for(arch, width, rows)
     report = compile_report(key)
     check(report)
     assert report.registers <= 40
     assert ".reqntid 128" in report.ptx
     ptx = report.ptx
-    assert len(re.findall(r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.v4\.b32", ptx)) == 2 * key.vectors
+    vector = r"v4" if rows > 1 else r"L1::no_allocate\.v4"
+    assert len(re.findall(rf"ld\.relaxed\.gpu\.global\.{vector}\.b32", ptx)) == 2 * key.vectors
     assert len(re.findall(r"ld\.global\.nc\.v4\.b32", ptx)) == key.vectors
     assert len(re.findall(r"add\.(?:rn\.)?f32", ptx)) == 4 * key.vectors
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * key.vectors
@@ -56,6 +58,18 @@ def test_a_row_is_on_its_way_before_anything_waits(arch: str) -> None:
     assert all(re.search(r"\.128", code[i]) for i in loads[6:])
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_long_calls_store_kv_before_they_load_score(arch: str) -> None:
+    report = compile_report(key_for(arch, 1024, MANY_COLUMNS))
+    if report.sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    code = [line for line in report.sass.splitlines() if ";" in line]
+    stores = [i for i, line in enumerate(code) if re.search(r"\bSTG\.E\.128", line)]
+    rows = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E\.128\.STRONG", line)]
+    assert (len(stores), len(rows)) == (4, 4)
+    assert rows[1] < stores[0] < stores[1] < rows[2] < rows[3] < stores[2]
+
+
 @pytest.mark.parametrize("width", [1024, 512, 256])
 @pytest.mark.parametrize("fields", [{"rows": 2}, {"warps": 8}, {"vectors": 1, "warps": 8}], ids=str)
 def test_other_configurations(width: int, fields: dict[str, int]) -> None:
@@ -68,11 +82,19 @@ def test_other_configurations(width: int, fields: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("width", [384, 640, 2048])
 def test_other_multiples_of_128(width: int) -> None:
-    check(compile_report(key_for("sm_90a", width)))
+    check(compile_report(key_for("sm_90a", width, 1)))
+
+
+def test_which_calls_are_long() -> None:
+    for width in WIDTHS:
+        many = (MANY_COLUMNS if width >= 512 else 2 * MANY_COLUMNS) // width
+        long = [key_for("sm_90a", width, rows) for rows in (1, many - 1, many, 100 * many)]
+        assert [(key.kv_first, key.through_l1) for key in long] == [(False, False)] * 2 + [(True, True)] * 2
+        assert len({*long}) == 2
 
 
 def test_whole_rows_fit_into_a_block() -> None:
-    found = {width: key_for("sm_90a", width) for width in (128, 256, 384, 512, 640, 768, 1024, 1536, 2048, 8192)}
+    found = {width: key_for("sm_90a", width, 1) for width in (128, 256, 384, 512, 640, 768, 1024, 1536, 2048, 8192)}
     warps = {width: (key.vectors, key.warps) for width, key in found.items()}
     assert warps == {
         128: (1, 4), 256: (2, 4), 384: (1, 3), 512: (2, 4), 640: (1, 5), 768: (2, 3), 1024: (2, 4), 1536: (2, 6),

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.compressor import save
 from cute_kernels.compressor.ops import save_partial_states
 from cute_kernels.formats import compressor_state
 from cute_kernels.runtime import compile as compile_
@@ -23,9 +26,11 @@ KINDS = ((512, 4), (512, 128), (128, 4), (128, 128))
 LENGTHS = (0, 1, 2, 3, 5, 64, 257, 2000)
 
 
-@pytest.fixture(autouse=True)
-def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["short", "long"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with the kernel of short calls and with that of long ones."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    monkeypatch.setattr(save, "MANY_COLUMNS", 2**62 if request.param == "short" else 1)
 
 
 def width_of(head_dim: int, ratio: int) -> int:
@@ -181,8 +186,6 @@ def test_an_empty_pool() -> None:
 
 
 def test_nothing_is_launched_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.compressor import save
-
     launches: list[Any] = []
     monkeypatch.setattr(save, "launch_key", lambda *args: launches.append(args))
     a = on_gpu(inputs(128, 4, 4, 3))

@@ -1,0 +1,64 @@
+"""The kernels that store compressed entries with ratio 128, compiled. Needs CuTe DSL and no GPU."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from cute_kernels.runtime.arch import SMEM_BYTES
+from cute_kernels.runtime.compile import Report, compile_report
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.compressor.c128_kernel import WARPS
+from cute_kernels.compressor.entry_c128 import CLUSTERS, blocks_per_entry, deployment_keys, key_for, tokens_per_cluster
+from cute_kernels.models import MODELS
+
+KERNELS = [
+    *(("sm_90a", fused, cluster) for fused in (False, True) for cluster in CLUSTERS),
+    *((arch, fused, 2) for arch in ("sm_100a", "sm_103a") for fused in (False, True)),
+]
+
+
+def check(report: Report) -> None:
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert WARPS * 32 * report.registers <= 65536
+    assert report.smem <= SMEM_BYTES[report.key.arch]
+    for name in report.key.instructions:
+        assert name in report.instructions, name
+    ptx = report.ptx
+    assert f".target {report.key.arch}" in ptx
+    assert "barrier.cluster.arrive.relaxed" in ptx
+    assert not re.search(r"\brem\.|st\.local|ld\.local", ptx)
+
+
+@pytest.mark.parametrize(("arch", "fused", "cluster"), KERNELS)
+def test_compiles(arch: str, fused: bool, cluster: int) -> None:
+    report = compile_report(key_for(arch, "fp8_ds_mla/1", False, fused, cluster))
+    check(report)
+    # two copies of the code that asks for rows: for the first slice and for the next one
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global", report.ptx)) == 2 * 16
+    assert len(re.findall(r"cp\.async\.ca\.shared\.global", report.ptx)) == (2 * 8 if fused else 0)
+    assert len(re.findall(r"st\.global\.v4\.b32", report.ptx)) == (16 if fused else 0)
+
+
+@pytest.mark.parametrize(("kv_format", "fp32_weight"), [("plain_bf16/1", False), ("plain_fp8/1", True)])
+def test_formats(kv_format: str, fp32_weight: bool) -> None:
+    check(compile_report(key_for("sm_90a", kv_format, fp32_weight, False, 2)))
+
+
+def test_every_kernel_that_a_model_can_need_is_deployed() -> None:
+    needed = {key_for("sm_90a", "fp8_ds_mla/1", False, True, blocks_per_entry(2**i)) for i in range(20)}
+    for config in MODELS.values():
+        expected = needed if 128 in config.compress_ratios else set()
+        assert set(deployment_keys(config, 1, "sm_90a", True)) == expected
+        assert [deployment_keys(config, 1, arch, True) for arch in ("sm_89", "sm_120a")] == [[], []]
+    assert deployment_keys(SimpleNamespace(compress_ratios=(1, 4)), 1, "sm_90a", False) == []
+
+
+def test_tokens_per_cluster() -> None:
+    assert [tokens_per_cluster(n, 132, 2) for n in (1, 66, 67, 8192, 32768)] == [1, 1, 2, 125, 497]
+    assert [tokens_per_cluster(n, 132, 4) for n in (1, 29, 30, 64, 256, 1024)] == [1, 1, 2, 3, 9, 36]
+    assert tokens_per_cluster(100, 1, 8) == 100

@@ -1,0 +1,79 @@
+"""The kernels of ratio 4, compiled for the architectures they claim. Needs CuTe DSL and no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cute_kernels.models import MODELS
+from cute_kernels.runtime.compile import Report, compile_report
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.compressor.c4_tokens import BEHIND, MOST_TOKENS, WINDOW
+from cute_kernels.compressor.entry import runs_on, store_for
+from cute_kernels.compressor.entry_c4 import C4Key, deployment_keys, tokens_per_team
+
+FORMATS = ("fp8_ds_mla/1", "plain_bf16/1", "plain_fp8/1", "indexer_fp8/1", "indexer_mxfp4/1")
+
+
+def check(report: Report) -> None:
+    fused = report.key.fused
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    # four blocks of 128 threads share a multiprocessor's registers and shared memory
+    assert report.registers <= 128
+    assert report.smem <= 25 * 1024
+    ptx = report.ptx
+    through_l1 = len(re.findall(r"ld\.relaxed\.cta\.global\.v4\.b32", ptx))
+    past_l1 = len(re.findall(r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.v4\.b32", ptx)) - report.key.fp32_weight
+    assert (through_l1, past_l1) == ((2 * WINDOW, 0) if report.key.through_l1 else (0, 2 * WINDOW))
+    # the bias, and a token's row in two places
+    assert len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)) == (WINDOW + 4 + 4) * fused
+    assert ("st.global.v4.b32" in ptx) is fused
+    assert not re.search(r"st\.local|ld\.local|\bdiv\.", ptx)
+    assert "griddepcontrol.wait" in ptx
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+def test_compiles(arch: str, kv_format: str, fused: bool) -> None:
+    check(compile_report(C4Key(arch, fused, **store_for(kv_format, False, "ties_to_lower", False))))
+
+
+@pytest.mark.parametrize("kv_format", ["indexer_fp8/1", "indexer_mxfp4_wide/1"])
+def test_other_options(kv_format: str) -> None:
+    fields = store_for(kv_format, True, "ties_to_even", True)
+    check(compile_report(C4Key("sm_90a", True, **fields)))
+    check(compile_report(C4Key("sm_90a", True, **fields, through_l1=True)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kv_format", ["fp8_ds_mla/1", "indexer_fp8/1"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_window_is_under_way_before_any_of_it_is_used(arch: str, kv_format: str, fused: bool) -> None:
+    report = compile_report(C4Key(arch, fused, **store_for(kv_format, False, "", False)))
+    if report.sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    code = [line for line in report.sass.splitlines() if ";" in line]
+    loads = [i for i, line in enumerate(code) if re.search(r"LDG\.E\S*\.128", line)][: 2 * WINDOW]
+    assert not any(re.search(r"MUFU|FADD|FMUL|STG|BAR|EXIT", line) for line in code[loads[0] : loads[-1]])
+
+
+def test_neighbours_fit_into_a_warp() -> None:
+    assert MOST_TOKENS + 2 * BEHIND <= 32
+    for count in (1, 7, 1023, 8192, 10**7):
+        for requests in (0, 1, count):
+            tokens = {tokens_per_team(count, requests, dim, most) for dim in (128, 512) for most in (4, 16)}
+            assert tokens <= {1, 2, 4, 8, 16}
+            assert tokens == {1} or count >= 8 * requests
+    assert MOST_TOKENS >= 16
+
+
+def test_deployments() -> None:
+    for arch, formats in (("sm_90a", 3), ("sm_89", 3), ("sm_80", 0)):
+        for fused in (False, True):
+            keys = deployment_keys(MODELS["v4-flash"], 1, arch, fused)
+            assert len(set(keys)) == len(keys) == formats * (1 + fused)
+            assert all(runs_on(arch, key.kv_format) and key.fused is fused for key in keys)
