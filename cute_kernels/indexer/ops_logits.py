@@ -89,6 +89,7 @@ _gather = define_op(
     "Tensor cu_seq_lens, str kv_format) -> ()",
     check=_check_gather,
     reference=reference.cp_gather_indexer_k_quant_cache,
+    kernel="cute_kernels.indexer.gather",
     cost=_cost_gather,
     validate=_validate_gather,
 )

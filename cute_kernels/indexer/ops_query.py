@@ -80,6 +80,7 @@ _fp8 = define_op(
     "Tensor(a!) q_quant, Tensor(b!) weights_out) -> ()",
     check=_check_fp8,
     reference=reference.fused_indexer_q_rope_quant_fp8,
+    kernel="cute_kernels.indexer.query_fp8",
     cost=_cost,
 )
 
@@ -89,6 +90,7 @@ _mxfp4 = define_op(
     "bool index_hadamard, Tensor(a!) q_quant, Tensor(b!) q_scale, Tensor(c!) weights_out) -> ()",
     check=_check_mxfp4,
     reference=reference.fused_indexer_q_rope_quant_mxfp4,
+    kernel="cute_kernels.indexer.query_mxfp4",
     cost=_cost,
 )
 

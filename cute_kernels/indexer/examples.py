@@ -1,0 +1,7 @@
+"""Calls that the kernels of this room are verified with."""
+
+from __future__ import annotations
+
+from cute_kernels.indexer import examples_query
+
+EXAMPLES = {**examples_query.EXAMPLES}

@@ -1,0 +1,293 @@
+"""Kernel of fused_indexer_q_rope_quant: eight lanes take a head of a token, a warp four heads at a time.
+
+    columns of a head      0 .. 63, not rotated      64 .. 127, rotated in pairs
+    lane c of its eight    8 * c .. + 7              64 + 8 * c .. + 7, so four pairs
+
+So every lane rotates as much as every other, everything is read 16 bytes a lane, and whatever the heads of a token
+number, a lane needs the same four cosines and sines for all of them. Both halves of a lane's columns belong to scale
+blocks of four lanes (MXFP4) or are parts of the one block (FP8): one sequence of shuffles finds their maxima.
+
+All columns of a warp's heads are on their way when it waits for the position of their token, and then for the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_kernels.dsl import convert, hadamard, ptx, reduce, rope
+from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import INDEX_DIM
+from cute_kernels.numerics import CACHE_FLOOR, E2M1_MAX, E4M3_MAX
+from cute_kernels.runtime.arch import arch_number
+from cute_kernels.runtime.compile import KernelKey
+
+MINIMUM_ARCH = 89
+"""First architecture that converts to e4m3 in hardware."""
+
+HEADS_AT_ONCE = 4
+"""Heads that a warp holds one of in each of its lanes' groups of eight."""
+
+HALF_HEAD = INDEX_DIM
+"""Bytes from a head's first column to its first rotated one."""
+
+
+@dataclass(frozen=True)
+class QueryKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    rounding       of MXFP4 codes, one of numerics.E2M1_ROUNDINGS; "" for FP8
+    transformed    whether a Hadamard transform comes before the quantization
+    table_bf16     dtype of cosines and sines: bf16, or else fp32
+    weights_bf16   dtype of the heads' weights, likewise
+    out_bf16       dtype of the scaled weights, likewise
+    groups         of four heads per warp, all in flight together
+    through_l1     whether queries may go through L1
+    warps          per block
+
+    query_launch.py chooses; perf/notes/memory_bound.md has the times.
+    """
+
+    rounding: str = ""
+    transformed: bool = False
+    table_bf16: bool = False
+    weights_bf16: bool = True
+    out_bf16: bool = False
+    groups: int = 2
+    through_l1: bool = False
+    warps: int = 4
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return ("ld.global.128",) if self.rounding else ("ld.global.128", "cvt.e4m3", "st.global.64")
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        positions = make_fake_tensor(Int64, (cute.sym_int(),), stride=(cute.sym_int64(),))
+        strides = (cute.sym_int64(), cute.sym_int64(), 1)
+        q = make_fake_tensor(BFloat16, (cute.sym_int(), cute.sym_int(), INDEX_DIM), stride=strides)
+        table, weights, codes = (Int64(0), Int64(0), Int64(1)), (Int64(0), Int64(0)), (Int64(0), Int64(0), Int64(0))
+        scales, out, factors = (Int64(0), Int64(0)), (Int64(0), Int64(0)), (Float32(1), Float32(1))
+        numbers = (*table, *weights, *factors, *codes, *scales, *out)
+        return QueryKernel(self), (positions, q, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+
+class QueryKernel:
+    """Entry point: (positions, q; address, row stride in bytes and rows of the table; address and row stride of the
+    weights; two factors; address, token and head stride of the codes; address and row stride of the scales, which FP8
+    does not have; address and row stride of the scaled weights; stream)."""
+
+    def __init__(self, key: QueryKey) -> None:
+        self.rounding = key.rounding
+        self.transformed = key.transformed
+        self.table_bf16 = key.table_bf16
+        self.weights_bf16 = key.weights_bf16
+        self.out_bf16 = key.out_bf16
+        self.groups = key.groups
+        self.through_l1 = key.through_l1
+        self.warps = key.warps
+        self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+        kind = f"mxfp4_{key.rounding}" if key.rounding else "fp8"
+        self.name = (
+            f"fused_indexer_q_rope_quant_{kind}_g{key.groups}w{key.warps}"
+            + "_l1" * key.through_l1
+            + "_hadamard" * key.transformed
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        positions: cute.Tensor,
+        q: cute.Tensor,
+        table: Int64,
+        table_stride: Int64,
+        table_rows: Int64,
+        weights: Int64,
+        weights_stride: Int64,
+        softmax_scale: Float32,
+        head_scale: Float32,
+        codes: Int64,
+        codes_token: Int64,
+        codes_head: Int64,
+        scales: Int64,
+        scales_stride: Int64,
+        out: Int64,
+        out_stride: Int64,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        heads = length(q, 1)
+        parts = cute.ceil_div(heads, HEADS_AT_ONCE * self.groups)
+        count = length(q, 0) * parts
+        kernel = self.kernel(
+            address(positions),
+            stride_bytes(positions, 0),
+            address(q),
+            stride_bytes(q, 0),
+            stride_bytes(q, 1),
+            count,
+            heads,
+            cute.fast_divmod_create_divisor_v2(parts),
+            table,
+            table_stride,
+            table_rows,
+            weights,
+            weights_stride,
+            softmax_scale,
+            head_scale,
+            codes,
+            codes_token,
+            codes_head,
+            scales,
+            scales_stride,
+            out,
+            out_stride,
+        )
+        kernel.launch(grid=[cute.ceil_div(count, self.warps), 1, 1], block=[self.warps * 32, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        positions: Int64,
+        position_bytes: Int64,
+        q: Int64,
+        q_token: Int64,
+        q_head: Int64,
+        count: Int32,
+        heads: Int32,
+        parts: cute.FastDivmodDivisorV2,
+        table: Int64,
+        table_stride: Int64,
+        table_rows: Int64,
+        weights: Int64,
+        weights_stride: Int64,
+        softmax_scale: Float32,
+        head_scale: Float32,
+        codes: Int64,
+        codes_token: Int64,
+        codes_head: Int64,
+        scales: Int64,
+        scales_stride: Int64,
+        out: Int64,
+        out_stride: Int64,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = thread % 32
+        c = lane % 8
+        number = block * self.warps + cute.arch.make_warp_uniform(thread // 32)
+        # warps past the end load what the last one loads, and store nothing
+        here = number < count
+        token, part = divmod(cutlass.min(number, count - 1), parts)
+        end = heads if here else Int32(0)
+        token = Int64(token)
+        first = part * (HEADS_AT_ONCE * self.groups) + lane // 8
+        # lane c of each eight has the weight of its head in group c, and there may be fewer groups than lanes
+        mine = first + cutlass.min(c, self.groups - 1) * HEADS_AT_ONCE
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_wait()
+
+        loaded = []
+        for i in range_constexpr(self.groups):
+            head = cutlass.min(first + i * HEADS_AT_ONCE, heads - 1)
+            start = q + token * q_token + Int64(head) * q_head + Int64(c * 16)
+            low = ptx.load_global_128_in_order(start, self.through_l1)
+            loaded.append((low, ptx.load_global_128_in_order(start + HALF_HEAD, self.through_l1)))
+        weight = self.load_weight(weights + token * weights_stride, cutlass.min(mine, heads - 1))
+        # the load that others wait for comes last: what waits cannot hold up a load that is under way
+        position = ptx.load_global_s64_in_order(positions + token * position_bytes)
+        row = table + rope.table_row(position, table_rows) * table_stride
+        cos, sin = self.load_angles(row, c)
+
+        shared = Int32(0)
+        for i in range_constexpr(self.groups):
+            head = first + i * HEADS_AT_ONCE
+            straight, turned = list(loaded[i][0]), self.rotate(loaded[i][1], cos, sin)
+            if const_expr(self.transformed):
+                straight, turned = self.transform(straight, turned, lane)
+            target = codes + token * codes_token + Int64(head) * codes_head
+            store = self.store_mxfp4 if const_expr(self.rounding) else self.store_fp8
+            scale = store(straight, turned, c, target, head < end)
+            shared = scale if c == i else shared
+        is_mine = c < self.groups and mine < end
+        if const_expr(self.rounding):
+            ptx.store_global_s32(scales + token * scales_stride + Int64(mine) * 4, shared, is_mine)
+        else:
+            weight = ptx.mul_rn(weight, (shared << 23).bitcast(Float32))
+        weight = ptx.mul_rn(ptx.mul_rn(weight, softmax_scale), head_scale)
+        self.store_weight(out + token * out_stride, mine, weight, is_mine)
+
+    def load_weight(self, row: Any, head: Any) -> Any:
+        if self.weights_bf16:
+            return convert.bf16_low(ptx.load_global_u16_in_order(row + Int64(head) * 2))
+        return ptx.load_global_s32_in_order(row + Int64(head) * 4).bitcast(Float32)
+
+    def store_weight(self, row: Any, head: Any, weight: Any, predicate: Any) -> None:
+        if self.out_bf16:
+            ptx.store_global_16(row + Int64(head) * 2, ptx.bf16x2(weight, weight), predicate)
+        else:
+            ptx.store_global_s32(row + Int64(head) * 4, weight.bitcast(Int32), predicate)
+
+    def load_angles(self, row: Any, c: Any) -> tuple[list[Any], list[Any]]:
+        """The cosines and the sines of a lane's four pairs."""
+        if self.table_bf16:
+            pairs = ptx.load_global_64_again(row + Int64(c * 8))
+            more = ptx.load_global_64_again(row + Int64(c * 8) + rope.HALF_TABLE_BYTES // 2)
+            return self.floats(pairs), self.floats(more)
+        cos = ptx.load_global_128_again(row + Int64(c * 16))
+        sin = ptx.load_global_128_again(row + Int64(c * 16) + rope.HALF_TABLE_BYTES)
+        return [word.bitcast(Float32) for word in cos], [word.bitcast(Float32) for word in sin]
+
+    def floats(self, words: Any) -> list[Any]:
+        """The fp32 values of bf16 pairs."""
+        return [half(word) for word in words for half in (convert.bf16_low, convert.bf16_high)]
+
+    def rotate(self, words: Any, cos: list[Any], sin: list[Any]) -> list[Any]:
+        """Four rotated pairs, rounded to bf16."""
+        return [
+            ptx.bf16x2(*rope.rotate_pair(convert.bf16_low(word), convert.bf16_high(word), cos[i], sin[i]))
+            for i, word in enumerate(words)
+        ]
+
+    def transform(self, low: Any, high: Any, lane: Any) -> tuple[list[Any], list[Any]]:
+        """The Hadamard transform of a head, rounded to bf16."""
+        columns = hadamard.transform(self.floats([*low, *high]), lane, run=8)
+        words = [ptx.bf16x2(columns[i], columns[i + 1]) for i in range(0, len(columns), 2)]
+        return words[:4], words[4:]
+
+    def store_fp8(self, low: Any, high: Any, c: Any, target: Any, predicate: Any) -> Any:
+        """Store a lane's codes. Returns the scale byte of its head."""
+        largest = ptx.max_bf16x2(convert.absmax_bf16x2(*low), convert.absmax_bf16x2(*high))
+        largest = reduce.lanes_max_bf16x2(largest, 8)
+        largest = ptx.max_f32(convert.bf16_low(largest), convert.bf16_high(largest))
+        byte = convert.ue8m0_from_absmax(largest, E4M3_MAX, CACHE_FLOOR)
+        factor = convert.ue8m0_inverse(byte)
+        for words, offset in ((low, 0), (high, INDEX_DIM // 2)):
+            ptx.store_global_64(
+                target + Int64(c * 8 + offset),
+                convert.e4m3_from_bf16x4(words[0], words[1], factor),
+                convert.e4m3_from_bf16x4(words[2], words[3], factor),
+                predicate,
+            )
+        return byte
+
+    def store_mxfp4(self, low: Any, high: Any, c: Any, target: Any, predicate: Any) -> Any:
+        """Store a lane's codes. Returns the four scale bytes of its head, right in the first four of its lanes."""
+        a, b = convert.absmax_bf16x2(*low), convert.absmax_bf16x2(*high)
+        # one word per lane: maximum of its lower block below, of the higher one above
+        largest = ptx.max_bf16x2(ptx.permute_bytes(a, b, 0x5410), ptx.permute_bytes(a, b, 0x7632))
+        largest = reduce.lanes_max_bf16x2(largest, 4)
+        bytes_ = []
+        for words, half, offset in ((low, convert.bf16_low, 0), (high, convert.bf16_high, INDEX_DIM // 4)):
+            byte = convert.ue8m0_from_absmax(half(largest), E2M1_MAX, CACHE_FLOOR)
+            codes = convert.e2m1_from_bf16x8(words, convert.ue8m0_inverse(byte), self.rounding)
+            ptx.store_global_s32(target + Int64(c * 4 + offset), codes, predicate)
+            bytes_.append(byte)
+        pair = bytes_[0] | (bytes_[1] << 16)
+        return pair | (cute.arch.shuffle_sync_bfly(pair, 4) << 8)

@@ -1,0 +1,47 @@
+"""The FP8 form of fused_indexer_q_rope_quant. The kernel: query.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_kernels.indexer import query_launch
+from cute_kernels.indexer.query import QueryKey
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[QueryKey]:
+    """Layers with an FP8 cache of indexer keys, with or without a Hadamard transform."""
+    if 4 not in config.compress_ratios:
+        return []
+    return [key for transformed in (False, True) for key in query_launch.keys(arch, "", transformed)]
+
+
+def supports(
+    positions: Any,
+    index_q: Any,
+    index_q_cos_sin_cache: Any,
+    index_weights: Any,
+    index_weights_softmax_scale: float,
+    index_weights_head_scale: float,
+    index_hadamard: bool,
+    q_quant: Any,
+    weights_out: Any,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    return query_launch.is_supported(index_q, index_q_cos_sin_cache, q_quant, 8)
+
+
+def launch(
+    positions: Any,
+    index_q: Any,
+    index_q_cos_sin_cache: Any,
+    index_weights: Any,
+    index_weights_softmax_scale: float,
+    index_weights_head_scale: float,
+    index_hadamard: bool,
+    q_quant: Any,
+    weights_out: Any,
+) -> None:
+    """Run the kernel on the current stream of index_q's device. Arguments in the schema's order, checked, supported."""
+    inputs = (positions, index_q, index_q_cos_sin_cache, index_weights)
+    factors = (index_weights_softmax_scale, index_weights_head_scale)
+    query_launch.run(*inputs, *factors, "", index_hadamard, q_quant, None, weights_out)
