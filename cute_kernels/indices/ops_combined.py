@@ -72,6 +72,7 @@ _combine = define_op(
     "Tensor(b!) out_lens) -> ()",
     check=_check_combine,
     reference=reference.combine_topk_swa_indices,
+    kernel="cute_kernels.indices.combine",
     cost=_cost_combine,
     validate=_validate_combine,
 )
@@ -239,6 +240,7 @@ _mixed = define_op(
     "Tensor(b!) sparse_topk_lens) -> ()",
     check=_check_mixed,
     reference=reference.build_flashinfer_mixed_sparse_indices,
+    kernel="cute_kernels.indices.mixed",
     cost=_cost_mixed,
     validate=_validate_mixed,
 )

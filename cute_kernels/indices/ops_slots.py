@@ -50,6 +50,7 @@ _swa = define_op(
     "Tensor block_table, SymInt block_size, SymInt window_size, Tensor(a!) out_indices, Tensor(b!) out_lens) -> ()",
     check=_check_swa,
     reference=reference.compute_decode_swa_indices,
+    kernel="cute_kernels.indices.window",
     cost=_cost_swa,
 )
 
@@ -128,6 +129,7 @@ _global = define_op(
     "SymInt block_size, Tensor is_valid_token, Tensor(a!) out_indices, Tensor(b!) out_lens) -> ()",
     check=_check_global,
     reference=reference.compute_global_topk_indices_and_lens,
+    kernel="cute_kernels.indices.translate",
     cost=_cost_global,
 )
 
@@ -228,6 +230,7 @@ _c128a = define_op(
     "Tensor(c!) prefill_buffer, SymInt max_compressed_tokens) -> ()",
     check=_check_c128a,
     reference=reference.build_c128a_topk_metadata,
+    kernel="cute_kernels.indices.c128a",
     cost=_cost_c128a,
 )
 

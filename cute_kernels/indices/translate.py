@@ -1,0 +1,190 @@
+"""Kernel of compute_global_topk_indices_and_lens: one block translates one row.
+
+    a pass of a row     groups * warps * 32 * width columns
+    lane                `width` neighbouring columns of each group
+
+All picks of a pass are loaded before any is used, then all pages they name: two waits a pass, whatever its length. The
+pages of one request are few enough to stay in L1 while its rows are translated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.runtime import make_fake_stream
+
+from cute_kernels.dsl import ptx
+from cute_kernels.dsl.paging import LANES, BlockTable, Matrix, block_sum, block_table, load_run, matrix, store_run
+from cute_kernels.dsl.tensor import address, length
+from cute_kernels.indices.launching import (
+    MOST_ROWS,
+    fake,
+    group_width,
+    instructions,
+    page_argument,
+    pages_fit,
+    shape_for,
+    shapes_for,
+)
+from cute_kernels.runtime.arch import arch_number, arch_of
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
+
+
+@dataclass(frozen=True)
+class TranslateKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    width      neighbouring columns of a lane: 4 or 1
+    is_shift   whether pages have 2^n rows
+    warps      per block
+    groups     of columns in a pass
+    """
+
+    width: int = 4
+    is_shift: bool = True
+    warps: int = 4
+    groups: int = 1
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.warps * 4
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return instructions(self.arch, self.width)
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        tensors = (fake(Int32, 2), fake(Int32, 1), fake(Int32, 2), fake(Boolean, 1), fake(Int32, 2), fake(Int32, 1))
+        return TranslateKernel(self), (*tensors, Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True))
+
+
+class TranslateKernel:
+    """Entry point: (picks, requests, block table, valid tokens, indices, lens, rows of a page, stream)."""
+
+    def __init__(self, key: TranslateKey) -> None:
+        self.width, self.warps, self.groups = key.width, key.warps, key.groups
+        self.group = key.warps * LANES * key.width
+        self.is_shift = key.is_shift
+        self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+        self.name = f"compute_global_topk_indices_and_lens_c{key.width}w{key.warps}g{key.groups}"
+
+    @cute.jit
+    def __call__(
+        self,
+        picks: cute.Tensor,
+        requests: cute.Tensor,
+        table: cute.Tensor,
+        valid: cute.Tensor,
+        indices: cute.Tensor,
+        lens: cute.Tensor,
+        block_size: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        kernel = self.kernel(
+            matrix(picks),
+            address(requests),
+            block_table(table, block_size, self.is_shift),
+            address(valid),
+            matrix(indices),
+            address(lens),
+        )
+        kernel.launch(grid=[length(picks, 0), 1, 1], block=[self.warps * LANES, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self, picks: Matrix, requests: Int64, table: BlockTable, valid: Int64, indices: Matrix, lens: Int64
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_wait()
+
+        is_valid = ptx.load_global_bool_in_order(valid + Int64(row))
+        count, missing = Int32(0), Int32(0)
+        for start in range(0, picks.columns, self.groups * self.group):
+            count += self.groups * self.group
+            columns = [start + thread * self.width + group * self.group for group in range(self.groups)]
+            runs = []
+            for group in range_constexpr(self.groups):
+                column = columns[group]
+                runs.append(load_run(column < picks.columns, picks.row(row) + Int64(column) * 4, self.width))
+            # in here, because outside of the loop it would be waited for before the picks are under way
+            pages = table.of(ptx.load_global_s32_in_order(requests + Int64(row) * 4))
+            # a pick that was not loaded is -1, which names nothing
+            found = [[pages.look_up(pick) for pick in run] for run in runs]
+            for group in range_constexpr(self.groups):
+                column = columns[group]
+                slots = [pages.slot_index(one) for one in found[group]]
+                store_run(indices.row(row) + Int64(column) * 4, slots, column < picks.columns)
+                for slot in slots:
+                    missing += slot >> 31
+        # what was not loaded is missing too
+        count += block_sum(missing, self.warps)
+        ptx.store_global_s32(lens + Int64(row) * 4, count if is_valid != 0 else Int32(0), thread == 0)
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[TranslateKey]:
+    """Decode rows of the layers with ratio 4 have index_topk picks."""
+    if 4 not in config.compress_ratios:
+        return []
+    return [
+        TranslateKey(arch, width, True, *shape) for width in (4, 1) for shape in shapes_for(config.index_topk, width)
+    ]
+
+
+@cache
+def _key(device_index: int, width: int, is_shift: bool, warps: int, groups: int) -> TranslateKey:
+    return TranslateKey(arch_of(device_index), width, is_shift, warps, groups)
+
+
+def supports(
+    topk_indices: Any,
+    token_to_req_indices: Any,
+    block_table: Any,
+    block_size: int,
+    is_valid_token: Any,
+    out_indices: Any,
+    out_lens: Any,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    if topk_indices.shape[1] >= MOST_ROWS:
+        return False, f"topk_indices must have fewer than {MOST_ROWS} columns, got {topk_indices.shape[1]}"
+    return pages_fit("block_table", block_table, block_size)
+
+
+def launch(
+    topk_indices: Any,
+    token_to_req_indices: Any,
+    block_table: Any,
+    block_size: int,
+    is_valid_token: Any,
+    out_indices: Any,
+    out_lens: Any,
+) -> None:
+    """Run the kernel on the current stream of the tensors' device. Arguments in the schema's order, checked and
+    supported."""
+    if topk_indices.shape[0] == 0:
+        return
+    device_index = topk_indices.device.index
+    rows, columns = topk_indices.shape
+    width = group_width((columns,), topk_indices, out_indices)
+    is_shift, pages = page_argument(block_size)
+    launch_key(
+        _key(device_index, width, is_shift, *shape_for(rows, columns, width)),
+        device_index,
+        topk_indices,
+        token_to_req_indices,
+        block_table,
+        is_valid_token,
+        out_indices,
+        out_lens,
+        *pages,
+    )

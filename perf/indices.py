@@ -1,0 +1,238 @@
+"""Benchmarks of the index builders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from perf.bench import Arguments, Bench, Case, Run
+
+ROWS = (1, 64, 1024, 8192)
+PICKS = (512, 1024)
+WINDOW, RATIO, BLOCK_SIZE = 128, 4, 64
+PAGES = 256
+"""Compressed pages of a request: 16384 entries, 65536 tokens."""
+
+
+class Step:
+    """Requests of one step, all of the same lengths: of 64 rows each, or four where there are 4096 rows and more."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self.g = torch.Generator(device="cuda").manual_seed(seed)
+        self.rows = rows
+        self.requests = max(1, rows // 64) if rows < 4096 else 4
+        self.each = rows // self.requests
+        self.starts = torch.arange(self.requests + 1, device="cuda", dtype=torch.int32) * self.each
+        self.seq_lens = self.numbers(PAGES * BLOCK_SIZE * RATIO)
+        self.owners = torch.arange(self.requests, device="cuda", dtype=torch.int32).repeat_interleave(self.each)
+        self.valid = torch.ones(rows, dtype=torch.bool, device="cuda")
+
+    def numbers(self, value: int) -> torch.Tensor:
+        """int32 [requests], all the same."""
+        return torch.full((self.requests,), value, dtype=torch.int32, device="cuda")
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [rows]."""
+        last = PAGES * BLOCK_SIZE * RATIO - self.each
+        return last + torch.arange(self.rows, device="cuda") % self.each
+
+    def table(self, pages: int = PAGES) -> torch.Tensor:
+        """A block table whose pages lie in random order."""
+        order = torch.randperm(self.requests * pages, device="cuda", generator=self.g)
+        return order.view(self.requests, pages).int()
+
+    def picks(self, columns: int) -> torch.Tensor:
+        """Distinct entries of each row, in random order."""
+        entries = PAGES * BLOCK_SIZE
+        # distinct: entry i of a permutation that every row starts elsewhere in
+        order = torch.randperm(entries, device="cuda", generator=self.g)
+        start = torch.randint(0, entries, (self.rows, 1), device="cuda", generator=self.g)
+        return order[(start + torch.arange(columns, device="cuda")) % entries].int()
+
+    def output(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="cuda")
+
+
+def translate(rows: int, columns: int, seed: int) -> Arguments:
+    s = Step(rows, seed)
+    outputs = s.output(rows, columns), s.output(rows)
+    return s.picks(columns), s.owners, s.table(), BLOCK_SIZE, s.valid, *outputs
+
+
+def combine(rows: int, columns: int, seed: int) -> Arguments:
+    s = Step(rows, seed)
+    entries = PAGES * BLOCK_SIZE
+    numbers = WINDOW, RATIO, columns, entries + s.each + WINDOW, entries
+    outputs = s.output(rows, columns + WINDOW), s.output(rows)
+    return s.picks(columns), s.starts, s.seq_lens, s.numbers(s.each + WINDOW - 1), *numbers, *outputs
+
+
+def mixed(rows: int, columns: int, decode: bool, seed: int) -> Arguments:
+    s = Step(rows, seed)
+    window = torch.randint(0, 10**6, (rows if decode else 0, WINDOW), device="cuda", generator=s.g).int()
+    picks = s.picks(columns)
+    nothing = picks[:0]
+    return (
+        *(window, picks if decode else nothing, None, nothing if decode else picks, s.starts, s.seq_lens, s.owners),
+        *(s.table(PAGES * RATIO), BLOCK_SIZE, s.table(), BLOCK_SIZE, WINDOW, RATIO, columns, True),
+        *(s.valid[: len(window)], s.output(rows, WINDOW + columns), s.output(rows)),
+    )
+
+
+def window(rows: int, seed: int) -> Arguments:
+    s = Step(rows, seed)
+    outputs = s.output(rows, 1, WINDOW), s.output(rows)
+    return s.positions, s.owners, s.valid, s.table(PAGES * RATIO), BLOCK_SIZE, WINDOW, *outputs
+
+
+def slots(rows: int, seed: int) -> Arguments:
+    s = Step(rows, seed)
+    own = torch.arange(rows, device="cuda")
+    out = s.output(rows, dtype=torch.int64)
+    return out, s.starts, s.seq_lens, s.table(), own, rows, BLOCK_SIZE * RATIO, RATIO
+
+
+def c128a(rows: int, decode: bool, seed: int) -> Arguments:
+    s = Step(rows, seed)
+    columns = PAGES * BLOCK_SIZE * RATIO // 128
+    decodes = rows if decode else 0
+    buffers = s.output(decodes, columns), s.output(decodes), s.output(rows - decodes, columns)
+    own = torch.arange(rows, device="cuda")
+    return s.positions, 128, decodes, s.owners, s.table(PAGES), 2, own, *buffers, columns
+
+
+# ---- peers -----------------------------------------------------------------------------------------------------------
+
+
+def _vllm() -> Any:
+    from vllm.models.deepseek_v4.common.ops import cache_utils
+
+    return cache_utils
+
+
+def vllm_translate() -> Run:
+    kernel = _vllm().compute_global_topk_indices_and_lens
+    return lambda *a: kernel(*a[:5])
+
+
+def vllm_combine() -> Run:
+    kernel = _vllm().combine_topk_swa_indices
+
+    def run(*a: Any) -> None:
+        kernel(*a[:9], out=(a[9], a[10]))
+
+    return run
+
+
+def vllm_mixed() -> Run:
+    kernel = _vllm().build_flashinfer_mixed_sparse_indices
+    return lambda *a: kernel(*a[:14], decode_compressed_indices_are_local=a[14], decode_is_valid_token=a[15])
+
+
+# ---- other configurations --------------------------------------------------------------------------------------------
+
+
+def _variants(module: str, *choices: Mapping[str, Any]) -> Callable[[], Mapping[str, Run]]:
+    """Runs of an op whose kernel has other fields than the ones in use."""
+
+    def load() -> Mapping[str, Run]:
+        import importlib
+        from dataclasses import replace
+
+        from cute_kernels.runtime.compile import launch
+
+        kernel: Any = importlib.import_module(module)
+
+        def run(fields: Mapping[str, Any], *args: Any) -> None:
+            original = kernel.launch_key
+            kernel.launch_key = lambda key, *rest: launch(replace(key, **fields), *rest)
+            try:
+                kernel.launch(*args)
+            finally:
+                kernel.launch_key = original
+
+        def name(fields: Mapping[str, Any]) -> str:
+            return "ours " + " ".join(f"{field}={value}" for field, value in fields.items())
+
+        return {name(fields): partial(run, fields) for fields in choices}
+
+    return load
+
+
+def _sizes(make: Callable[..., Arguments]) -> tuple[Case, ...]:
+    return tuple(Case(f"topk{k} T={t}", t, partial(make, t, k)) for k in PICKS for t in ROWS)
+
+
+BENCHES = (
+    Bench(
+        "compute_global_topk_indices_and_lens",
+        _sizes(translate),
+        quick=(1, 1024),
+        peers={"vllm-triton": vllm_translate},
+        variants=_variants(
+            "cute_kernels.indices.translate",
+            {"warps": 1, "groups": 4},
+            {"warps": 2, "groups": 2},
+            {"warps": 4, "groups": 1},
+            {"warps": 4, "groups": 2},
+            {"warps": 8, "groups": 1},
+        ),
+    ),
+    Bench(
+        "combine_topk_swa_indices",
+        _sizes(combine),
+        quick=(1, 1024),
+        peers={"vllm-triton": vllm_combine},
+        variants=_variants(
+            "cute_kernels.indices.combine",
+            {"groups": 2},
+            {"groups": 9},
+            {"warps": 2},
+            {"warps": 8},
+        ),
+    ),
+    Bench(
+        "build_flashinfer_mixed_sparse_indices",
+        (
+            *(Case(f"decode topk{k} T={t}", t, partial(mixed, t, k, True)) for k in PICKS for t in ROWS),
+            *(Case(f"prefill topk512 T={t}", t, partial(mixed, t, 512, False)) for t in (1024, 8192)),
+        ),
+        quick=(1, 1024),
+        peers={"vllm-triton": vllm_mixed},
+        variants=_variants(
+            "cute_kernels.indices.mixed",
+            {"warps": 1, "groups": 4},
+            {"warps": 2, "groups": 2},
+            {"warps": 4, "groups": 1},
+            {"warps": 4, "groups": 2},
+            {"warps": 8, "groups": 1},
+        ),
+    ),
+    Bench(
+        "compute_decode_swa_indices",
+        tuple(Case(f"T={t}", t, partial(window, t)) for t in ROWS),
+        quick=(1, 1024),
+        variants=_variants("cute_kernels.indices.window", {"warps": 1}, {"warps": 2}, {"warps": 8}),
+    ),
+    Bench(
+        "build_c128a_topk_metadata",
+        (
+            *(Case(f"decode T={t}", t, partial(c128a, t, True)) for t in ROWS),
+            *(Case(f"prefill T={t}", t, partial(c128a, t, False)) for t in (1024, 8192)),
+        ),
+        quick=(1, 1024),
+        variants=_variants("cute_kernels.indices.c128a", {"groups": 1}, {"groups": 2}, {"warps": 2}, {"warps": 8}),
+    ),
+    Bench(
+        "get_compressed_slot_mapping",
+        tuple(Case(f"T={t}", t, partial(slots, t)) for t in ROWS),
+        quick=(1, 1024),
+        variants=_variants("cute_kernels.compressor.slots", {"warps": 2}, {"warps": 4}),
+    ),
+)
+SWEEPS = {bench.op: bench.sweep for bench in BENCHES}
+QUICK = {bench.op: bench.quick for bench in BENCHES}

@@ -1,0 +1,135 @@
+"""The kernels of the index builders, compiled for every architecture they claim. Needs CuTe DSL and no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from cute_kernels.runtime.compile import KernelKey, Report, compile_report
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.compressor.slots import SlotsKey
+from cute_kernels.indices.c128a import EntriesKey
+from cute_kernels.indices.combine import CombineKey
+from cute_kernels.indices.launching import group_width, page_argument, pages_fit, shape_for, shapes_for
+from cute_kernels.indices.mixed import MixedKey
+from cute_kernels.indices.translate import TranslateKey
+from cute_kernels.indices.window import WindowKey
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+KEYS = (
+    TranslateKey("", 4),
+    TranslateKey("", 4, warps=8),
+    TranslateKey("", 4, warps=2, groups=2),
+    TranslateKey("", 1, is_shift=False, warps=8),
+    CombineKey("", 4),
+    CombineKey("", 1),
+    MixedKey("", 4),
+    MixedKey("", 4, warps=8, is_local=True),
+    MixedKey("", 4, warps=2, groups=2, is_local=True),
+    MixedKey("", 1, is_shift=False, warps=8),
+    WindowKey("", 4),
+    WindowKey("", 1, wide_positions=False, is_shift=False),
+    EntriesKey("", 4),
+    EntriesKey("", 1, wide_positions=False, is_shift=False),
+    SlotsKey(""),
+)
+
+
+def named(key: KernelKey) -> str:
+    return repr(key).replace("arch='', ", "")
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[KernelKey, Report]:
+    return {}
+
+
+def report_of(key: KernelKey, arch: str, reports: dict[KernelKey, Report]) -> Report:
+    from dataclasses import replace
+
+    key = replace(key, arch=arch)
+    if key not in reports:
+        reports[key] = compile_report(key)
+    return reports[key]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=named)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch: str, key: KernelKey, reports: dict[KernelKey, Report]) -> None:
+    report = report_of(key, arch, reports)
+    assert report.cubin[:4] == b"\x7fELF"
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.smem == key.smem_bytes <= 64
+    assert f".target {arch}" in report.ptx
+    assert "griddepcontrol.wait" in report.ptx
+    assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local", report.ptx)
+    # 32 registers let an SM have all its warps
+    assert report.registers <= (48 if isinstance(key, EntriesKey) else 32)
+
+
+@pytest.mark.parametrize(
+    "key", [k for k in KEYS if isinstance(k, (TranslateKey, CombineKey)) and k.width == 4], ids=named
+)
+def test_picks_are_on_their_way_before_anything_waits(key: KernelKey, reports: dict[KernelKey, Report]) -> None:
+    """All 16-byte loads of a pass come before the ones that name the row's request, and so before whatever waits."""
+    report = report_of(key, "sm_90a", reports)
+    if report.sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    code = [line for line in report.sass.splitlines() if ";" in line]
+    loads = [line for line in code if re.search(r"\bLDG\.E", line)]
+    if isinstance(key, TranslateKey):
+        loads = loads[1:]  # of the valid token, which nothing waits for before the end
+    picks = [re.search(r"NA\.128", line) is not None for line in loads]
+    assert picks == [True] * key.groups + [False] * (len(picks) - key.groups)
+    assert len([line for line in code if re.search(r"\bSTG\.E\.128", line)]) == key.groups
+
+
+def test_runs_of_columns_follow_alignment() -> None:
+    matrix = torch.zeros(8, 16, dtype=torch.int32)
+    assert matrix.data_ptr() % 16 == 0
+    assert group_width((8,), matrix, matrix[:, 4:]) == 4
+    assert group_width((), matrix[:, :7]) == 4
+    assert group_width((8, 6), matrix) == 1
+    assert group_width((8,), matrix, matrix[:, 1:]) == 1
+    assert group_width((8,), matrix.view(-1)[:120].view(8, 15)) == 1
+    assert group_width((8,), matrix.view(-1)[:15].view(1, 15)) == 4, "the stride of a single row does not matter"
+
+
+@pytest.mark.parametrize(
+    ("columns", "width", "shapes"),
+    [
+        (0, 4, [(1, 1), (1, 2)]),
+        (128, 4, [(1, 1), (1, 2)]),
+        (132, 4, [(2, 1), (1, 2)]),
+        (512, 4, [(4, 1), (2, 2)]),
+        (1024, 4, [(8, 1), (4, 2), (2, 2)]),
+        (8192, 4, [(8, 1), (4, 2), (2, 2)]),
+        (512, 1, [(8, 1), (4, 2), (2, 2)]),
+    ],
+)
+def test_warps_and_groups_of_a_row(columns: int, width: int, shapes: list[tuple[int, int]]) -> None:
+    assert shapes_for(columns, width) == shapes
+    assert {shape_for(rows, columns, width) for rows in (1, 64, 511, 512, 4095, 4096, 10**6)} == set(shapes)
+
+
+@pytest.mark.parametrize(
+    ("page_rows", "argument"),
+    [((64,), (True, (6,))), ((1, 2), (True, (0, 1))), ((64, 3), (False, (64, 3))), ((2**30,), (True, (30,)))],
+)
+def test_page_sizes(page_rows: tuple[int, ...], argument: tuple[bool, tuple[int, ...]]) -> None:
+    assert page_argument(*page_rows) == argument
+
+
+@pytest.mark.parametrize(
+    ("columns", "block_size", "fits"),
+    [(4, 64, True), (2**24, 64, True), (2**24 + 1, 64, False), (0, 2**30 + 1, False), (0, 2**30, True)],
+)
+def test_entries_that_int32_can_number(columns: int, block_size: int, fits: bool) -> None:
+    table = torch.empty(1, dtype=torch.int32).expand(2, 1).as_strided((2, columns), (0, 0))
+    found, why = pages_fit("block_table", table, block_size)
+    assert found is fits
+    assert ("a row of block_table must have at most 1073741824 entries" in why) is not fits
