@@ -42,6 +42,7 @@ def _check_q_kv(
     eps: float,
     qr_out: torch.Tensor,
     kv_out: torch.Tensor,
+    use_pdl: bool,
 ) -> None:
     c = Checker("fused_q_kv_rmsnorm")
     _check_norm(c, ("qr", "q_weight"), qr, q_weight, ("T", "q_lora_rank"))
@@ -59,6 +60,7 @@ def _cost_q_kv(
     eps: float,
     qr_out: torch.Tensor,
     kv_out: torch.Tensor,
+    use_pdl: bool,
 ) -> Cost:
     moved = nbytes(qr, kv, q_weight, kv_weight, qr_out, kv_out)
     return Cost(bytes=moved, flops=_FLOPS * (qr.numel() + kv.numel()))
@@ -66,9 +68,10 @@ def _cost_q_kv(
 
 _q_kv = define_op(
     "fused_q_kv_rmsnorm(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, float eps, Tensor(a!) qr_out, "
-    "Tensor(b!) kv_out) -> ()",
+    "Tensor(b!) kv_out, bool use_pdl) -> ()",
     check=_check_q_kv,
     reference=reference.fused_q_kv_rmsnorm,
+    kernel="cute_kernels.norm.q_kv",
     cost=_cost_q_kv,
 )
 
@@ -81,6 +84,7 @@ def fused_q_kv_rmsnorm(
     eps: float,
     *,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    use_pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS norm of the latent query and of the KV vector of each token, usually column slices of one projection.
 
@@ -90,6 +94,7 @@ def fused_q_kv_rmsnorm(
     kv_weight   bf16 or fp32 [head_dim]
     eps         added to the mean of the squares
     out         (bf16 like qr, bf16 like kv), rows of any stride, or None: allocated, contiguous; mutated
+    use_pdl     start while the kernel before on the stream still runs (programmatic dependent launch), and wait for it
 
     Returns (qr_out, kv_out). Raises ValueError or TypeError on arguments that do not fit.
     """
@@ -97,7 +102,7 @@ def fused_q_kv_rmsnorm(
     if out is None:
         out = _like(c, "qr", qr), _like(c, "kv", kv)
     qr_out, kv_out = c.pair("out", out, "like qr, like kv")
-    _q_kv(qr, kv, q_weight, kv_weight, eps, qr_out, kv_out)
+    _q_kv(qr, kv, q_weight, kv_weight, eps, qr_out, kv_out, use_pdl)
     return qr_out, kv_out
 
 
@@ -111,6 +116,7 @@ def _check_mtp_input(
     hc_mult: int,
     enorm_out: torch.Tensor,
     hnorm_out: torch.Tensor,
+    use_pdl: bool,
 ) -> None:
     c = Checker("fused_mtp_input_rmsnorm")
     previous_shape = ("T", hc_mult, "hidden")
@@ -132,6 +138,7 @@ def _cost_mtp_input(
     hc_mult: int,
     enorm_out: torch.Tensor,
     hnorm_out: torch.Tensor,
+    use_pdl: bool,
 ) -> Cost:
     inputs = nbytes(inputs_embeds, positions, previous_hidden_states, enorm_weight, hnorm_weight)
     flops = _FLOPS * (inputs_embeds.numel() + previous_hidden_states.numel())
@@ -141,9 +148,10 @@ def _cost_mtp_input(
 _mtp_input = define_op(
     "fused_mtp_input_rmsnorm(Tensor inputs_embeds, Tensor positions, Tensor previous_hidden_states, "
     "Tensor enorm_weight, Tensor hnorm_weight, float eps, SymInt hc_mult, "
-    "Tensor(a!) enorm_out, Tensor(b!) hnorm_out) -> ()",
+    "Tensor(a!) enorm_out, Tensor(b!) hnorm_out, bool use_pdl) -> ()",
     check=_check_mtp_input,
     reference=reference.fused_mtp_input_rmsnorm,
+    kernel="cute_kernels.norm.mtp_input",
     cost=_cost_mtp_input,
 )
 
@@ -158,6 +166,7 @@ def fused_mtp_input_rmsnorm(
     hc_mult: int,
     *,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    use_pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS norms in front of the MTP layer: of the token embeddings, and of each residual stream of the previous layer.
 
@@ -173,6 +182,8 @@ def fused_mtp_input_rmsnorm(
     hc_mult                  residual streams per token (4)
     out                      (bf16 like inputs_embeds, bf16 like previous_hidden_states), dense in the last dimension,
                              or None: allocated, contiguous; mutated
+    use_pdl                  start while the kernel before on the stream still runs (programmatic dependent launch),
+                             and wait for it
 
     Returns (enorm_out, hnorm_out). Raises ValueError or TypeError on arguments that do not fit.
     """
@@ -193,31 +204,42 @@ def fused_mtp_input_rmsnorm(
         hc_mult,
         enorm_out,
         hnorm_out,
+        use_pdl,
     )
     return enorm_out, hnorm_out
 
 
-def _check_shared_head(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+def _check_shared_head(
+    hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, use_pdl: bool
+) -> None:
     c = Checker("mtp_shared_head_rmsnorm")
     _check_norm(c, ("hidden_states", "weight"), hidden_states, weight, ("T", "hidden"))
     _check_eps(c, eps)
     c.tensor("out", out, torch.bfloat16, ("T", "hidden"))
 
 
-def _cost_shared_head(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> Cost:
+def _cost_shared_head(
+    hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, use_pdl: bool
+) -> Cost:
     return Cost(bytes=nbytes(hidden_states, weight, out), flops=_FLOPS * hidden_states.numel())
 
 
 _shared_head = define_op(
-    "mtp_shared_head_rmsnorm(Tensor hidden_states, Tensor weight, float eps, Tensor(a!) out) -> ()",
+    "mtp_shared_head_rmsnorm(Tensor hidden_states, Tensor weight, float eps, Tensor(a!) out, bool use_pdl) -> ()",
     check=_check_shared_head,
     reference=reference.mtp_shared_head_rmsnorm,
+    kernel="cute_kernels.norm.shared_head",
     cost=_cost_shared_head,
 )
 
 
 def mtp_shared_head_rmsnorm(
-    hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    out: torch.Tensor | None = None,
+    use_pdl: bool = False,
 ) -> torch.Tensor:
     """RMS norm in front of the MTP layer's shared head.
 
@@ -225,10 +247,12 @@ def mtp_shared_head_rmsnorm(
     weight          bf16 or fp32 [hidden]
     eps             added to the mean of the squares
     out             bf16 [T, hidden], rows of any stride, or None: allocated, contiguous; mutated
+    use_pdl         start while the kernel before on the stream still runs (programmatic dependent launch), and wait for
+                    it
 
     Returns out. Raises ValueError or TypeError on arguments that do not fit.
     """
     if out is None:
         out = _like(Checker("mtp_shared_head_rmsnorm"), "hidden_states", hidden_states)
-    _shared_head(hidden_states, weight, eps, out)
+    _shared_head(hidden_states, weight, eps, out, use_pdl)
     return out

@@ -15,6 +15,7 @@ def fused_q_kv_rmsnorm(
     eps: float,
     qr_out: torch.Tensor,
     kv_out: torch.Tensor,
+    use_pdl: bool,
 ) -> None:
     qr_out.copy_(rms_norm(qr, q_weight, eps))
     kv_out.copy_(rms_norm(kv, kv_weight, eps))
@@ -30,11 +31,14 @@ def fused_mtp_input_rmsnorm(
     hc_mult: int,
     enorm_out: torch.Tensor,
     hnorm_out: torch.Tensor,
+    use_pdl: bool,
 ) -> None:
     first = (positions == 0)[:, None]
     enorm_out.copy_(rms_norm(inputs_embeds, enorm_weight, eps).masked_fill(first, 0.0))
     hnorm_out.copy_(rms_norm(previous_hidden_states, hnorm_weight, eps))
 
 
-def mtp_shared_head_rmsnorm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+def mtp_shared_head_rmsnorm(
+    hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, use_pdl: bool
+) -> None:
     out.copy_(rms_norm(hidden_states, weight, eps))

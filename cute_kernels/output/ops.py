@@ -56,6 +56,7 @@ def _check_quant(
     n_groups: int,
     heads_per_group: int,
     tma_aligned_scales: bool,
+    use_pdl: bool,
 ) -> None:
     c = Checker("fused_inv_rope_fp8_quant")
     _check_rotation(c, o, positions, cos_sin_cache, out, n_groups, heads_per_group, torch.float8_e4m3fn)
@@ -76,9 +77,10 @@ def _cost_quant(
 
 _quant = define_op(
     "fused_inv_rope_fp8_quant(Tensor o, Tensor positions, Tensor cos_sin_cache, Tensor(a!) out, Tensor(b!) scale_out, "
-    "SymInt n_groups, SymInt heads_per_group, bool tma_aligned_scales) -> ()",
+    "SymInt n_groups, SymInt heads_per_group, bool tma_aligned_scales, bool use_pdl) -> ()",
     check=_check_quant,
     reference=reference.fused_inv_rope_fp8_quant,
+    kernel="cute_kernels.output.inv_rope_quant",
     cost=_cost_quant,
 )
 
@@ -90,6 +92,7 @@ def _check_inv_rope(
     out: torch.Tensor,
     n_groups: int,
     heads_per_group: int,
+    use_pdl: bool,
 ) -> None:
     c = Checker("fused_inv_rope_fp8_quant")
     _check_rotation(c, o, positions, cos_sin_cache, out, n_groups, heads_per_group, torch.bfloat16)
@@ -103,9 +106,10 @@ def _cost_inv_rope(
 
 _inv_rope = define_op(
     "fused_inv_rope(Tensor o, Tensor positions, Tensor cos_sin_cache, Tensor(a!) out, SymInt n_groups, "
-    "SymInt heads_per_group) -> ()",
+    "SymInt heads_per_group, bool use_pdl) -> ()",
     check=_check_inv_rope,
     reference=reference.fused_inv_rope,
+    kernel="cute_kernels.output.inv_rope",
     cost=_cost_inv_rope,
 )
 
@@ -124,6 +128,7 @@ def fused_inv_rope_fp8_quant(
     quantize: bool = True,
     out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
+    use_pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn the rotation of the attention output back and quantize it, group by group, for the output projection.
 
@@ -146,6 +151,8 @@ def fused_inv_rope_fp8_quant(
                          is allocated, each group's rows together: strides (K, T * K, 1)
     scale_out            the memory of the scales, fp32 or int32 [G, S, T rounded up to 4], `output_scale_shape(...)`;
                          mutated, all of it: the padding columns become zero. Allocated by default
+    use_pdl              start while the kernel before on the stream still runs (programmatic dependent launch), and
+                         wait for it
 
     Returns (o_fp8 [T, G, K], o_scale [T, G, S]); o_scale is a view of the scale memory with strides (1, S * Tal, Tal).
     Without quantization: (bf16 [T, G, K], an empty tensor).
@@ -165,12 +172,12 @@ def fused_inv_rope_fp8_quant(
         out = memory.transpose(0, 1)
     if not quantize:
         c.require(scale_out is None, "scale_out", "None without quantization", "a tensor")
-        _inv_rope(o, positions, cos_sin_cache, out, n_groups, heads_per_group)
+        _inv_rope(o, positions, cos_sin_cache, out, n_groups, heads_per_group, use_pdl)
         return out, torch.empty(0, dtype=torch.float32, device=o.device)
     if scale_out is None:
         shape = output_scale_shape(o.shape[0], n_groups, heads_per_group, tma_aligned_scales)
         scale_out = torch.empty(shape, dtype=torch.int32 if tma_aligned_scales else torch.float32, device=o.device)
-    _quant(o, positions, cos_sin_cache, out, scale_out, n_groups, heads_per_group, tma_aligned_scales)
+    _quant(o, positions, cos_sin_cache, out, scale_out, n_groups, heads_per_group, tma_aligned_scales, use_pdl)
     return out, scale_out.permute(2, 0, 1)[: o.shape[0]]
 
 
@@ -210,6 +217,7 @@ _einsum = define_op(
     "int[] recipe) -> ()",
     check=_check_einsum,
     reference=reference.deepseek_v4_fp8_einsum,
+    kernel="cute_kernels.output.einsum",
     cost=_cost_einsum,
 )
 
@@ -238,7 +246,8 @@ def deepseek_v4_fp8_einsum(
                (1, 1, 128): a_scale int32 [T, G, K / 512], b_scale int32 [G, R, K / 512] (see `pack_block_scales`), four
                exponent bytes a word, the first chunk in the low byte
 
-    The reference sums in float64, chunk by chunk, and rounds to fp32 and then to bf16: a row's bits do not depend on
-    the other rows. Raises ValueError or TypeError on arguments that do not fit.
+    The reference sums in float64, chunk by chunk, and rounds to fp32 and then to bf16. The kernel for Hopper takes the
+    first recipe; it sums a chunk on tensor cores, which keep about 14 bits, and the chunks in fp32. With either, the
+    bits of a row do not depend on the other rows. Raises ValueError or TypeError on arguments that do not fit.
     """
     _einsum(a, a_scale, b, b_scale, out, equation, recipe)

@@ -19,6 +19,7 @@ def fused_inv_rope_fp8_quant(
     n_groups: int,
     heads_per_group: int,
     tma_aligned_scales: bool,
+    use_pdl: bool,
 ) -> None:
     num_tokens = o.shape[0]
     x = numerics.rotate(o, positions, cos_sin_cache, inverse=True)
@@ -37,6 +38,7 @@ def fused_inv_rope(
     out: torch.Tensor,
     n_groups: int,
     heads_per_group: int,
+    use_pdl: bool,
 ) -> None:
     out.copy_(numerics.rotate(o, positions, cos_sin_cache, inverse=True).to(torch.bfloat16).reshape(out.shape))
 

@@ -249,9 +249,9 @@ def test_opcheck(packed: bool) -> None:
     o, positions = helpers.spread((5, 4, 512), seed=1), positions_of(5)
     out = torch.empty(2, 5, 1024, dtype=torch.float8_e4m3fn).transpose(0, 1)
     memory = torch.empty(output_scale_shape(5, 2, 2, packed), dtype=torch.int32 if packed else torch.float32)
-    helpers.check_op("fused_inv_rope_fp8_quant", o, positions, TABLE, out, memory, 2, 2, packed)
+    helpers.check_op("fused_inv_rope_fp8_quant", o, positions, TABLE, out, memory, 2, 2, packed, False)
     plain = torch.empty(2, 5, 1024, dtype=torch.bfloat16).transpose(0, 1)
-    helpers.check_op("fused_inv_rope", o, positions, TABLE, plain, 2, 2)
+    helpers.check_op("fused_inv_rope", o, positions, TABLE, plain, 2, 2, False)
 
 
 GOOD = {

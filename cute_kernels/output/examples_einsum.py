@@ -1,0 +1,69 @@
+"""Calls that the kernel of deepseek_v4_fp8_einsum is verified with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from cute_kernels.formats import round_up
+from cute_kernels.output.scales import BLOCK, ROW_ALIGNMENT
+from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory
+
+_POISON = 0xA5
+_EQUATION, _RECIPE = "bhr,hdr->bhd", [1, BLOCK, BLOCK]
+_SHAPES = (
+    (1, 1, 1024, 4096),
+    (3, 2, 136, 128),
+    (70, 2, 1024, 1536),
+    (129, 3, 264, 640),
+    (300, 1, 1024, 4096),
+)
+"""(tokens, groups, R, K)"""
+
+ROUNDING, PRODUCTS = 2.0**-8, 2.0**-11
+"""Shares of the exact result, and of the sum of the products' magnitudes, that a result may differ by: bf16 rounding,
+and the 14 bits that Hopper's tensor cores keep of a sum of e4m3 products."""
+
+
+def einsum() -> Iterator[Example]:
+    """deepseek_v4_fp8_einsum(a, a_scale, b, b_scale, out, equation, recipe)"""
+    for tokens, groups, rank, width in _SHAPES:
+        g = torch.Generator().manual_seed(tokens + rank)
+        a, b = (_codes((groups, rows, width), g) for rows in (tokens, rank))
+        a_scale = _powers((groups, width // BLOCK, round_up(tokens, ROW_ALIGNMENT)), g)
+        b_scale = _powers((groups, round_up(rank, BLOCK) // BLOCK, width // BLOCK), g)
+        out = torch.empty(tokens + 1, groups, rank + 16, dtype=torch.bfloat16)
+        raw_memory(out).fill_(_POISON)
+        arguments = (a.transpose(0, 1), a_scale.permute(2, 0, 1)[:tokens], b, b_scale, out[:tokens, :, 8:-8])
+        name = f"{tokens} tokens of {groups} groups, {width} -> {rank}"
+        yield Example(name, (*arguments, _EQUATION, _RECIPE), agree)
+
+
+def agree(got: Sequence[Any], want: Sequence[Any]) -> str:
+    """ "", or how far the output is off; everything else in memory must be the same."""
+    a, a_scale, b, b_scale = (t.double() for t in want[:4])
+    a = a.abs() * a_scale.repeat_interleave(BLOCK, -1)
+    b = b.abs() * b_scale.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, 1)[:, : b.shape[1]]
+    magnitude = torch.einsum("tgk,gdk->tgd", a, b)
+    exact, result = want[4].double(), got[4].double()
+    excess = (result - exact).abs() - ROUNDING * exact.abs() - PRODUCTS * magnitude
+    if not bool((excess <= 0).all()):
+        return f"out: off by {excess.max().item():.3g} more than rounding explains"
+    cleared = [clone_arguments(arguments[:5], torch.device("cpu")) for arguments in (got, want)]
+    for arguments in cleared:
+        arguments[4].zero_()
+    same = all(torch.equal(raw_memory(x), raw_memory(y)) for x, y in zip(*cleared, strict=True))
+    return "" if same else "memory outside of out was written"
+
+
+def _codes(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    return (torch.randn(shape, generator=g) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _powers(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    return torch.exp2(torch.randint(-12, 2, shape, generator=g).float())
+
+
+EXAMPLES = {"deepseek_v4_fp8_einsum": einsum}

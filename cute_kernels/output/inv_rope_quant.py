@@ -1,0 +1,337 @@
+"""Kernel of fused_inv_rope_fp8_quant, and of its form without quantization: a warp takes some heads of one token. Lanes
+and columns: head.py.
+
+The warps of a block take neighbouring tokens, because neighbouring tokens are neighbours in the memory of the scales:
+they meet in shared memory, and the block stores whole 32-byte sectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.dsl import ptx
+from cute_kernels.dsl.rope import HALF_TABLE_BYTES, table_row
+from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import HEAD_DIM, ROPE_DIM
+from cute_kernels.output import head
+from cute_kernels.runtime.arch import arch_number, arch_of
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
+
+MINIMUM_ARCH = 89
+"""First architecture that converts to e4m3 in hardware."""
+
+TOKENS = 8
+"""Of a block, one for each of its warps: their fp32 scales of one chunk fill a sector of 32 bytes."""
+
+FEW_ROWS = 2048
+"""Heads of a call, of all tokens together, up to which a warp takes one: they are better spread over more warps."""
+
+MANY_ROWS = 32768
+"""Heads of a call from which a warp takes four; of fewer it takes two.
+
+On an H200, one was the fastest with 64 and 128 heads, two with 4096 and 8192, and four with 65536 and more; the limits
+lie between: perf/results/h200/fused_inv_rope_fp8_quant.json.
+"""
+
+
+@dataclass(frozen=True)
+class InvRopeKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    scales    "fp32": one for each chunk; "packed": a word of four exponent bytes for each head; "none": no
+              quantization, the result is bf16
+    heads     of a token per warp, all in flight together: 1, 2, 4 or 8; FEW_ROWS and MANY_ROWS choose
+    """
+
+    scales: str = "fp32"
+    heads: int = 1
+
+    @property
+    def smem_bytes(self) -> int:
+        return 0 if self.scales == "none" else self.words * TOKENS * 4
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return ("ld.global.128", *(("st.global.128",) if self.scales == "none" else ("cvt.e4m3", "st.global.64")))
+
+    @property
+    def words(self) -> int:
+        """Scales, or words of scales, that a warp makes."""
+        return self.heads * (4 if self.scales == "fp32" else 1)
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def stride(divisibility: int = 1) -> Any:
+            return cute.sym_int64(divisibility=divisibility)
+
+        def size() -> Any:
+            return cute.sym_int()
+
+        o = make_fake_tensor(BFloat16, (size(), size(), HEAD_DIM), stride=(stride(8), stride(8), 1), assumed_align=16)
+        positions = make_fake_tensor(Int64, (size(),), stride=(stride(),))
+        table = make_fake_tensor(Float32, (size(), ROPE_DIM), stride=(stride(4), 1), assumed_align=16)
+        out_type = BFloat16 if self.scales == "none" else Float8E4M3FN
+        out = make_fake_tensor(out_type, (size(), size(), size()), stride=(stride(8), stride(8), 1), assumed_align=8)
+        scales = None
+        if self.scales != "none":
+            scale_type = Float32 if self.scales == "fp32" else Int32
+            scales = make_fake_tensor(scale_type, (size(), size(), size()), stride=(stride(), stride(), 1))
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return InvRopeKernel(self), (o, positions, table, out, scales, Int32(1), Boolean(False), stream)
+
+
+class InvRopeKernel:
+    """Entry point: (o, positions, cos and sin table, out, memory of the scales or None, heads per group, whether to
+    launch as a dependent of the kernel before, stream)."""
+
+    def __init__(self, key: InvRopeKey) -> None:
+        self.heads = key.heads
+        self.words = key.words
+        self.is_quantized = key.scales != "none"
+        self.is_packed = key.scales == "packed"
+        self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+        self.name = f"fused_inv_rope_{key.scales}_h{key.heads}"
+
+    @cute.jit
+    def __call__(
+        self,
+        o: cute.Tensor,
+        positions: cute.Tensor,
+        table: cute.Tensor,
+        out: cute.Tensor,
+        scales: cute.Tensor | None,
+        heads_per_group: Int32,
+        use_pdl: Boolean,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        head_blocks = cute.ceil_div(length(o, 1), self.heads)
+        nothing = (Int64(0), Int64(0), Int64(0), Int32(0))
+        if const_expr(self.is_quantized):
+            memory = (address(scales), stride_bytes(scales, 0), stride_bytes(scales, 1), length(scales, 2))
+        else:
+            memory = nothing
+        kernel = self.kernel(
+            address(o),
+            stride_bytes(o, 0),
+            stride_bytes(o, 1),
+            length(o, 0),
+            length(o, 1),
+            address(positions),
+            stride_bytes(positions, 0),
+            address(table),
+            stride_bytes(table, 0),
+            length(table, 0),
+            address(out),
+            stride_bytes(out, 0),
+            stride_bytes(out, 1),
+            *memory,
+            cute.fast_divmod_create_divisor_v2(heads_per_group),
+            cute.fast_divmod_create_divisor_v2(head_blocks),
+        )
+        blocks = cute.ceil_div(length(o, 0), TOKENS) * head_blocks
+        kernel.launch(
+            grid=[blocks, 1, 1],
+            block=[TOKENS * 32, 1, 1],
+            stream=stream,
+            use_pdl=use_pdl if const_expr(self.has_dependency) else False,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        o: Int64,
+        o_token: Int64,
+        o_head: Int64,
+        tokens: Int32,
+        heads: Int32,
+        positions: Int64,
+        position_stride: Int64,
+        table: Int64,
+        table_stride: Int64,
+        table_rows: Int32,
+        out: Int64,
+        out_token: Int64,
+        out_group: Int64,
+        scales: Int64,
+        scale_group: Int64,
+        scale_row: Int64,
+        padded_tokens: Int32,
+        group_heads: cute.FastDivmodDivisorV2,
+        head_blocks: cute.FastDivmodDivisorV2,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = thread % 32
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        token_block, head_block = divmod(block, head_blocks)
+        token = token_block * TOKENS + warp
+        first_head = head_block * self.heads
+        # tokens and heads past the end load the last ones again, and store nothing
+        source = Int64(cutlass.min(token, tokens - 1))
+        starts = []
+        for i in range_constexpr(self.heads):
+            number = Int64(cutlass.min(first_head + i, heads - 1))
+            starts.append(o + source * o_token + number * o_head + Int64(lane * 16))
+        position_at = positions + source * position_stride
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+
+        # the loads from the table wait for the position, so it comes first
+        position = ptx.load_global_s64_in_order(position_at)
+        loaded = []
+        for start in starts:
+            # through L1, although nobody reads it again: leaving it out cost 6% (8192 tokens: 204 µs instead of 192)
+            first = ptx.load_global_128_cached_in_order(start)
+            loaded.append((first, ptx.load_global_128_cached_in_order(start + head.HALF_ROW)))
+        # all lanes load what the rope lanes need: the same sectors
+        angles = table + table_row(position, table_rows) * table_stride + Int64((lane % 8) * 16)
+        cos = ptx.load_global_128_cached_in_order(angles)
+        sin = ptx.load_global_128_cached_in_order(angles + HALF_TABLE_BYTES)
+
+        value = Int32(0)
+        # a branch keeps the loads together: the assembler would begin with the first head before the last is loaded
+        if token < tokens:
+            words = []
+            for i in range_constexpr(self.heads):
+                group, offset = divmod(first_head + i, group_heads)
+                target = out + Int64(token) * out_token + Int64(group) * out_group
+                words.append(self.store_head(lane, loaded[i], cos, sin, target, offset, first_head + i < heads))
+            if const_expr(self.is_quantized):
+                value = self.lane_scale(lane, words)
+
+        if const_expr(self.is_quantized):
+            staged = SmemAllocator().allocate_tensor(Int32, cute.make_layout((self.words, TOKENS)))
+            if lane < self.words:
+                staged[lane, warp] = value
+            cute.arch.sync_threads()
+            # this thread stores value `index` of the block's token `member`
+            index, member = thread // TOKENS, thread % TOKENS
+            is_mine = thread < self.words * TOKENS
+            value = staged[index if is_mine else 0, member]
+            token = token_block * TOKENS + member
+            per_head = 1 if self.is_packed else 4
+            number = first_head + index // per_head
+            group, offset = divmod(number, group_heads)
+            row = offset * per_head + index % per_head
+            target = scales + Int64(group) * scale_group + Int64(row) * scale_row + Int64(token) * 4
+            # the tokens between the last one and the padded length get zeros
+            ptx.store_global_s32(target, value, is_mine and number < heads and token < padded_tokens)
+
+    @cute.jit
+    def store_head(self, lane: Any, loaded: Any, cos: Any, sin: Any, target: Any, offset: Any, is_stored: Any) -> Any:
+        """Turn one head back and store it as number `offset` of its group. Returns its scales as exponent bytes."""
+        first, second = loaded
+        turned = head.turn_back(lane, second, cos, sin)
+        if const_expr(self.is_quantized):
+            pair = head.scale_pair(first, turned)
+            head.store_codes(target + Int64(offset) * HEAD_DIM + Int64(lane * 8), first, turned, pair, is_stored)
+            word = head.scale_word(lane, pair)
+        else:
+            start = target + Int64(offset) * (HEAD_DIM * 2) + Int64(lane * 16)
+            ptx.store_global_128(start, first, is_stored)
+            ptx.store_global_128(start + head.HALF_ROW, head.rounded(lane, second, turned), is_stored)
+            word = Int32(0)
+        return word
+
+    @cute.jit
+    def lane_scale(self, lane: Any, words: Any) -> Any:
+        """What lane `i` contributes to the scales: the word of head i, or chunk i % 4 of head i // 4 as fp32."""
+        index = lane if const_expr(self.is_packed) else lane // 4
+        word = words[0]
+        for i in range_constexpr(1, self.heads):
+            word = words[i] if index == i else word
+        if const_expr(not self.is_packed):
+            word = (word >> (lane % 4 * 8) & 0xFF) << 23
+        return word
+
+
+def key_for(arch: str, scales: str, rows: int) -> InvRopeKey:
+    """The kernel that serves calls of this kind with `rows` heads, of all tokens together."""
+    return InvRopeKey(arch, scales, heads=1 if rows <= FEW_ROWS else 2 if rows < MANY_ROWS else 4)
+
+
+def keys_of(scales: str, arch: str) -> list[InvRopeKey]:
+    """The kernels for every number of rows."""
+    return [key_for(arch, scales, rows) for rows in (1, FEW_ROWS + 1, MANY_ROWS)]
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[InvRopeKey]:
+    """Every layer's output is quantized, with scales of either kind: the product that takes them chooses."""
+    if arch_number(arch) < MINIMUM_ARCH:
+        return []
+    return [key for scales in ("fp32", "packed") for key in keys_of(scales, arch)]
+
+
+@cache
+def _keys(device_index: int, scales: str) -> list[InvRopeKey]:
+    return keys_of(scales, arch_of(device_index))
+
+
+def key_of_call(o: Any, scales: str) -> InvRopeKey:
+    """The kernel that serves this call."""
+    rows = o.shape[0] * o.shape[1]
+    return _keys(o.device.index, scales)[(rows > FEW_ROWS) + (rows >= MANY_ROWS)]
+
+
+def supports_rotation(o: Any, cos_sin_cache: Any, out: Any) -> tuple[bool, str]:
+    """Whether these can be moved 16 bytes (codes: 8) at a time, and numbered in 32 bits."""
+    for name, tensor, axes in (("o", o, (0, 1)), ("cos_sin_cache", cos_sin_cache, (0,)), ("out", out, (0, 1))):
+        size = tensor.element_size()
+        unit = 8 if size == 1 else 16
+        strides = [tensor.stride(axis) * size for axis in axes if tensor.shape[axis] > 1]
+        if tensor.data_ptr() % unit or any(stride % unit for stride in strides):
+            return False, (
+                f"rows of {name} must be {unit}-byte aligned, got address {tensor.data_ptr():#x} and strides "
+                f"{tuple(tensor.stride())}"
+            )
+    if (o.shape[0] + TOKENS) * o.shape[1] >= 2**31 or cos_sin_cache.shape[0] >= 2**31:
+        return False, "o must have fewer than 2^31 heads and cos_sin_cache fewer than 2^31 rows"
+    return True, ""
+
+
+def supports(
+    o: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    out: Any,
+    scale_out: Any,
+    n_groups: int,
+    heads_per_group: int,
+    tma_aligned_scales: bool,
+    use_pdl: bool,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    arch = arch_of(o.device.index)
+    if arch_number(arch) < MINIMUM_ARCH:
+        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
+    return supports_rotation(o, cos_sin_cache, out)
+
+
+def launch(
+    o: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    out: Any,
+    scale_out: Any,
+    n_groups: int,
+    heads_per_group: int,
+    tma_aligned_scales: bool,
+    use_pdl: bool,
+) -> None:
+    """Run the kernel on the current stream of o's device. Arguments in the schema's order, checked and supported."""
+    if o.shape[0] == 0:
+        return
+    key = key_of_call(o, "packed" if tma_aligned_scales else "fp32")
+    launch_key(key, o.device.index, o, positions, cos_sin_cache, out, scale_out, heads_per_group, use_pdl)

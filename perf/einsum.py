@@ -1,0 +1,166 @@
+"""Benchmark of the output projection's grouped FP8 product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from cute_kernels.output.ops import deepseek_v4_fp8_einsum
+from cute_kernels.runtime.ops import OPS
+from perf.measure import Call, compare, number_of_sets
+
+EQUATION, RECIPE = "bhr,hdr->bhd", [1, 128, 128]
+RANK, WIDTH = 1024, 4096
+ROWS = (1, 64, 512, 1024, 8192, 32768)
+GROUPS = (8, 16, 1)
+"""Groups of a rank: V4-Flash whole, V4-Pro whole, V4-Flash split over eight."""
+
+MOST_CODES = 2**30
+"""Larger inputs than this are left out."""
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"rows": 64, "columns": 32, "stages": 16, "depth": 2},
+    {"rows": 64, "columns": 64, "stages": 12, "depth": 4},
+    {"rows": 64, "columns": 128, "stages": 8, "depth": 2},
+    {"rows": 128, "columns": 64, "stages": 8, "depth": 2},
+    {"rows": 128, "columns": 128, "stages": 6, "depth": 2},
+    {"rows": 128, "columns": 128, "stages": 6, "depth": 1},
+)
+"""Fields of EinsumKey: every kind of tile at every size, and the largest without depth."""
+
+CHECKED_ROWS = 256
+ROUNDING, PRODUCTS = 2.0**-8, 2.0**-11
+"""Shares of the exact result, and of the sum of the products' magnitudes, that a result may differ by: bf16 rounding,
+and the 14 bits that Hopper's tensor cores keep of a sum of e4m3 products."""
+
+
+@dataclass(frozen=True)
+class EinsumSet:
+    """Inputs of one call, laid out as the quantizer and the checkpoint do, with scales that are powers of two."""
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    b: torch.Tensor
+    b_scale: torch.Tensor
+    out: torch.Tensor
+
+    @classmethod
+    def make(cls, tokens: int, groups: int, seed: int) -> EinsumSet:
+        g = torch.Generator(device="cuda").manual_seed(seed)
+
+        def codes(rows: int) -> torch.Tensor:
+            found = torch.empty(groups, rows, WIDTH, dtype=torch.float8_e4m3fn, device="cuda")
+            for group in found:
+                group.copy_(torch.randn(rows, WIDTH, device="cuda", generator=g).mul_(100).clamp_(-448, 448))
+            return found
+
+        def powers(*shape: int) -> torch.Tensor:
+            return torch.exp2(torch.randint(-12, -6, shape, device="cuda", generator=g).float())
+
+        a_scale = powers(groups, WIDTH // 128, -(-tokens // 4) * 4).permute(2, 0, 1)[:tokens]
+        out = torch.empty(tokens, groups, RANK, dtype=torch.bfloat16, device="cuda")
+        return cls(codes(tokens).transpose(0, 1), a_scale, codes(RANK), powers(groups, RANK // 128, WIDTH // 128), out)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """In the order of the op's schema."""
+        return self.a, self.a_scale, self.b, self.b_scale, self.out, EQUATION, RECIPE
+
+    def ours(self) -> None:
+        deepseek_v4_fp8_einsum(*self.arguments())
+
+    def right(self, call: Call) -> bool:
+        """Whether `call` leaves results near the float64 ones in rows all over the output."""
+        self.out.fill_(float("nan"))
+        call()
+        tokens = self.a.shape[0]
+        rows = torch.linspace(0, tokens - 1, min(tokens, CHECKED_ROWS), device="cuda").long()
+        a = self.a[rows].double() * self.a_scale[rows].double().repeat_interleave(128, -1)
+        b = self.b.double() * self.b_scale.double().repeat_interleave(128, -1).repeat_interleave(128, 1)
+        a, b = a.transpose(0, 1), b.transpose(1, 2)
+        want, magnitude = a @ b, a.abs() @ b.abs()
+        error = (self.out[rows].transpose(0, 1).double() - want).abs()
+        return bool((error <= ROUNDING * want.abs() + PRODUCTS * magnitude).all()) and not self.out.isnan().any()
+
+
+def _variants() -> dict[str, Callable[[EinsumSet], None]]:
+    from cute_kernels.output.einsum_sm90 import EinsumKey
+    from cute_kernels.runtime.arch import arch_of, multiprocessors
+    from cute_kernels.runtime.compile import function, launch
+
+    def run(key: EinsumKey, s: EinsumSet) -> None:
+        tokens, groups, rank = s.out.shape
+        tiles = groups * -(-tokens // key.rows) * -(-rank // key.columns)
+        launch(key, 0, s.a, s.a_scale, s.b, s.b_scale, s.out, min(tiles, multiprocessors(0)))
+
+    found: dict[str, Callable[[EinsumSet], None]] = {}
+    for fields in VARIANTS:
+        key = EinsumKey(arch_of(0), **fields)
+        function(key)
+        found["ours " + " ".join(f"{name}={value}" for name, value in fields.items())] = partial(run, key)
+    return found
+
+
+def _deepgemm() -> Callable[[EinsumSet], None] | str:
+    """DeepGEMM's kernel, as vLLM registers it, or the reason why there is none."""
+    why = "torch.ops.deep_gemm has no fp8_einsum"
+    if not hasattr(torch.ops.deep_gemm, "fp8_einsum"):
+        try:
+            from vllm.third_party import deep_gemm  # noqa: F401
+        except Exception as error:  # an installation that is not whole fails in many ways
+            why = f"{type(error).__name__}: {error}"
+    kernel = getattr(torch.ops.deep_gemm, "fp8_einsum", None)
+    if kernel is None:
+        return why
+    return lambda s: kernel(EQUATION, s.a, s.a_scale, s.b, s.b_scale, s.out, None, RECIPE)
+
+
+def _scaled_mm(s: EinsumSet) -> None:
+    """torch's product with block scales, group by group: cuBLAS. It takes numbers of rows that are multiples of 4."""
+    for group in range(s.a.shape[1]):
+        torch.ops.aten._scaled_mm.out(
+            s.a[:, group],
+            s.b[group].t(),
+            s.a_scale[:, group],
+            s.b_scale[group].t(),
+            None,
+            None,
+            torch.bfloat16,
+            False,
+            out=s.out[:, group],
+        )
+
+
+def sweep(
+    rows: tuple[int, ...] = ROWS, peers: bool = False, variants: bool = False, replays: int = 21
+) -> list[dict[str, Any]]:
+    """Records of deepseek_v4_fp8_einsum per groups of a rank and number of rows, peers and variants beside it."""
+    candidates: dict[str, Any] = dict(_variants()) if variants else {}
+    for tokens in rows:
+        EinsumSet.make(tokens, 1, 0).ours()  # compiled before other projects change the DSL
+    if peers:
+        candidates["deepgemm"] = _deepgemm()
+        candidates["torch-scaled_mm"] = _scaled_mm
+    records = []
+    for groups in GROUPS:
+        for tokens in rows:
+            if tokens * groups * WIDTH > MOST_CODES:
+                continue
+            first = EinsumSet.make(tokens, groups, 0)
+            cost = OPS["deepseek_v4_fp8_einsum"].cost
+            assert cost is not None
+            work = cost(*first.arguments())
+            sets = [
+                first, *(EinsumSet.make(tokens, groups, seed) for seed in range(1, number_of_sets(work.bytes)))
+            ]  # fmt: skip
+            shape = {"case": f"G={groups} T={tokens}", "T": tokens, "groups": groups}
+            records.append(compare("deepseek_v4_fp8_einsum", shape, sets, work, candidates, replays, products="e4m3"))
+    return records
+
+
+SWEEPS = {"deepseek_v4_fp8_einsum": sweep}
+QUICK = {"deepseek_v4_fp8_einsum": (64, 1024)}
+"""Numbers of rows of a quick look."""

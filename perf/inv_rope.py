@@ -1,0 +1,105 @@
+"""Benchmark of fused_inv_rope_fp8_quant, launched like its peer: as a dependent of the kernel before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from cute_kernels.formats import round_up
+from cute_kernels.output.ops import output_scale_shape
+from cute_kernels.runtime.ops import OPS
+from perf.bench import Arguments, Bench, Case, Run
+
+OP = "fused_inv_rope_fp8_quant"
+TOKENS = (1, 64, 1024, 8192)
+GROUPS = {64: 8, 128: 16}
+"""Heads -> groups of the output projection, of both models."""
+
+POSITIONS = 65536
+VARIANTS: tuple[dict[str, Any], ...] = ({"heads": 1}, {"heads": 2}, {"heads": 4})
+"""Fields of InvRopeKey."""
+
+
+def make(tokens: int, heads: int, seed: int) -> Arguments:
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    groups = GROUPS[heads]
+    per_group = heads // groups
+    o = torch.empty(tokens, heads, 512, device="cuda", dtype=torch.bfloat16).normal_(generator=g)
+    positions = torch.randint(0, POSITIONS, (tokens,), device="cuda", generator=g)
+    out = torch.empty(groups, tokens, per_group * 512, device="cuda", dtype=torch.float8_e4m3fn).transpose(0, 1)
+    scales = torch.empty(output_scale_shape(tokens, groups, per_group), device="cuda")
+    return o, positions, _table(), out, scales, groups, per_group, False, True
+
+
+_tables: list[torch.Tensor] = []
+
+
+def _table() -> torch.Tensor:
+    """One for all input sets, as a model has it."""
+    if not _tables:
+        angle = torch.arange(POSITIONS, device="cuda")[:, None] * 10000.0 ** (-torch.arange(32, device="cuda") / 32)
+        _tables.append(torch.cat([angle.cos(), angle.sin()], dim=1))
+    return _tables[0]
+
+
+def _variants() -> Mapping[str, Run]:
+    from cute_kernels.output.inv_rope_quant import InvRopeKey
+    from cute_kernels.runtime.arch import arch_of
+    from cute_kernels.runtime.compile import function, launch
+
+    def run(key: InvRopeKey, *args: Any) -> None:
+        *tensors, _, per_group, _, use_pdl = args
+        launch(key, 0, *tensors, per_group, use_pdl)
+
+    found: dict[str, Run] = {"ours without use_pdl": lambda *args: OPS[OP].overload(*args[:-1], False)}
+    for fields in VARIANTS:
+        key = InvRopeKey(arch_of(0), **fields)
+        function(key)
+        found["ours " + " ".join(f"{name}={value}" for name, value in fields.items())] = partial(run, key)
+    return found
+
+
+def _vllm() -> Run:
+    """Launched as its caller does: with programmatic dependent launch, and allocating its results."""
+    from vllm.models.deepseek_v4.common.ops.fused_inv_rope_fp8_quant import fused_inv_rope_fp8_quant
+
+    def run(*args: Any) -> list[torch.Tensor]:
+        o, positions, table, _, _, groups, per_group, is_packed, _ = args
+        q, scale = fused_inv_rope_fp8_quant(o, positions, table, groups, per_group, tma_aligned_scales=is_packed)
+        rows, padded = scale.shape[2], round_up(len(o), 4)
+        return [q, scale.as_strided((groups, rows, padded), (rows * padded, padded, 1))]
+
+    return run
+
+
+def _nearly_same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """The peer may fuse products and sums of the rotation: few bytes differ, and none by much."""
+    codes = got[0].view(torch.uint8) != want[0].view(torch.uint8)
+    scales = got[1] != want[1]
+    return codes.float().mean().item() < 1e-3 and scales.float().mean().item() < 1e-3
+
+
+BENCH = Bench(
+    OP,
+    tuple(
+        Case(
+            f"h{heads} T={tokens}",
+            tokens,
+            partial(make, tokens, heads),
+            {"heads": heads, "groups": GROUPS[heads], "use_pdl": True},
+        )
+        for heads in GROUPS
+        for tokens in TOKENS
+    ),
+    quick=(1, 1024),
+    peers={"vllm-triton": _vllm},
+    variants=_variants,
+    peer_same=_nearly_same,
+)
+
+SWEEPS = {OP: BENCH.sweep}
+QUICK = {OP: BENCH.quick}
+"""Numbers of rows of a quick look."""

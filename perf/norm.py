@@ -1,0 +1,113 @@
+"""Benchmarks of the RMS norms. fused_q_kv_rmsnorm is launched like its peer: as a dependent of the kernel before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.norm.ops import fused_mtp_input_rmsnorm, fused_q_kv_rmsnorm, mtp_shared_head_rmsnorm
+from cute_kernels.runtime.ops import OPS
+from perf.bench import Arguments, Bench, Case, Run, close
+
+TOKENS = (1, 64, 1024, 8192)
+Q_RANKS = (1024, 1536)
+HIDDEN = (4096, 7168)
+STREAMS = 4
+EPS = 1e-6
+ONE_ULP = close(rtol=2.0**-7, atol=0.0)
+
+
+def _normal(*shape: int, seed: int) -> torch.Tensor:
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=g)
+
+
+def _make_q_kv(tokens: int, rank: int, seed: int) -> Arguments:
+    qr, kv = _normal(tokens, rank + HEAD_DIM, seed=seed).split([rank, HEAD_DIM], dim=1)
+    weights = _normal(rank, seed=-1), _normal(HEAD_DIM, seed=-2)
+    outs = [torch.empty(t.shape, device="cuda", dtype=torch.bfloat16) for t in (qr, kv)]
+    return qr, kv, *weights, EPS, *outs, True
+
+
+def _make_mtp_input(tokens: int, hidden: int, seed: int) -> Arguments:
+    embeds, previous = _normal(tokens, hidden, seed=seed), _normal(tokens, STREAMS, hidden, seed=seed + 1)
+    positions = torch.arange(tokens, device="cuda") % 9
+    weights = _normal(hidden, seed=-1), _normal(hidden, seed=-2)
+    outs = torch.empty_like(embeds), torch.empty_like(previous)
+    return embeds, positions, previous, *weights, EPS, STREAMS, *outs, False
+
+
+def _make_shared_head(tokens: int, hidden: int, seed: int) -> Arguments:
+    x = _normal(tokens, hidden, seed=seed)
+    return x, _normal(hidden, seed=-1), EPS, torch.empty_like(x), False
+
+
+def _cases(make: Any, name: str, widths: tuple[int, ...], use_pdl: bool) -> tuple[Case, ...]:
+    return tuple(
+        Case(f"{name}{width} T={tokens}", tokens, partial(make, tokens, width), {"width": width, "use_pdl": use_pdl})
+        for width in widths
+        for tokens in TOKENS
+    )
+
+
+def _q_kv(*args: Any) -> Any:
+    return fused_q_kv_rmsnorm(*args[:5], use_pdl=True)
+
+
+def _mtp_input(*args: Any) -> Any:
+    return fused_mtp_input_rmsnorm(*args[:7])
+
+
+def _shared_head(*args: Any) -> Any:
+    return [mtp_shared_head_rmsnorm(*args[:3])]
+
+
+def _vllm_q_kv() -> Run:
+    """Launched as its caller does: with programmatic dependent launch, and allocating its results."""
+    from vllm.models.common.ops import fused_q_kv_rmsnorm
+
+    return lambda qr, kv, q_weight, kv_weight, eps, *_: fused_q_kv_rmsnorm(qr, kv, q_weight, kv_weight, eps)
+
+
+def _vllm_mtp_input() -> Run:
+    from vllm.models.deepseek_v4.common.ops.fused_mtp_input_rmsnorm import _FUSED_MTP_INPUT_RMSNORM_KERNEL as kernel
+
+    return lambda *args: kernel(*args[:7])
+
+
+def _vllm_shared_head() -> Run:
+    from vllm.models.deepseek_v4.common.ops.fused_mtp_input_rmsnorm import _MTP_SHARED_HEAD_RMSNORM_KERNEL as kernel
+
+    return lambda x, weight, eps, *_: [kernel(x, weight, eps)]
+
+
+def _variants(op: str, allocating: Run, use_pdl: bool) -> Mapping[str, Run]:
+    """Our kernel launched the other way, and with results that are allocated as the peers' are.
+
+    In a graph, a call that allocates writes to the same memory as the one before it, which then is still in L2.
+    """
+    other = "ours without use_pdl" if use_pdl else "ours use_pdl"
+    return {other: lambda *args: OPS[op].overload(*args[:-1], not use_pdl), "ours allocating": allocating}
+
+
+def _bench(
+    op: str, make: Any, name: str, widths: tuple[int, ...], peer: Any, allocating: Run, use_pdl: bool = False
+) -> Bench:
+    cases = _cases(make, name, widths, use_pdl)
+    variants = partial(_variants, op, allocating, use_pdl)
+    return Bench(op, cases, quick=(1, 1024), peers={"vllm-triton": peer}, variants=variants, same=ONE_ULP)
+
+
+BENCHES = (
+    _bench("fused_q_kv_rmsnorm", _make_q_kv, "q", Q_RANKS, _vllm_q_kv, _q_kv, use_pdl=True),
+    _bench("fused_mtp_input_rmsnorm", _make_mtp_input, "hidden", HIDDEN, _vllm_mtp_input, _mtp_input),
+    _bench("mtp_shared_head_rmsnorm", _make_shared_head, "hidden", HIDDEN, _vllm_shared_head, _shared_head),
+)
+
+SWEEPS = {bench.op: bench.sweep for bench in BENCHES}
+QUICK = {bench.op: bench.quick for bench in BENCHES}
+"""Numbers of rows of a quick look."""

@@ -1,0 +1,286 @@
+"""The kernel of deepseek_v4_fp8_einsum on a GPU, against float64 products of the dequantized operands.
+
+Tensor cores keep about 14 bits of a sum of e4m3 products, so results differ from the exact ones by a share of the sum
+of the products' magnitudes; what must be exact is that bits do not depend on the batch, the kernel chosen or the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cute_kernels.models import MODELS
+from cute_kernels.output.ops import deepseek_v4_fp8_einsum, fused_inv_rope_fp8_quant, pack_block_scales
+from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime.ops import FALLBACK_VARIABLE
+from cute_kernels.runtime.record import record_calls
+from tests import oracle
+from tests.helpers import raw_bytes
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.output.einsum import deployment_keys
+from cute_kernels.output.einsum_sm90 import EinsumKey
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper"
+    ),
+]
+
+EQUATION, RECIPE = "bhr,hdr->bhd", [1, 128, 128]
+ROUNDING, PRODUCTS = 2.0**-8, 2.0**-11
+"""Shares of the result and of the sum of magnitudes that a result may differ by."""
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+
+
+@dataclasses.dataclass
+class Call:
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    b: torch.Tensor
+    b_scale: torch.Tensor
+    out: torch.Tensor
+
+    @classmethod
+    def make(cls, tokens: int, groups: int, rank: int = 1024, width: int = 4096, seed: int = 0) -> Call:
+        """Inputs as the quantizer lays them out: rows group by group, scales [G, K / 128, T rounded up to 4]."""
+        g = torch.Generator(device="cuda").manual_seed(seed)
+
+        def codes(*shape: int) -> torch.Tensor:
+            x = torch.randn(*shape, device="cuda", generator=g) * 100
+            return x.clamp_(-448, 448).to(torch.float8_e4m3fn)
+
+        def powers(*shape: int) -> torch.Tensor:
+            return torch.exp2(torch.randint(-12, -2, shape, device="cuda", generator=g).float())
+
+        a = codes(groups, tokens, width).transpose(0, 1)
+        a_scale = powers(groups, width // 128, -(-tokens // 4) * 4).permute(2, 0, 1)[:tokens]
+        b, b_scale = codes(groups, rank, width), powers(groups, -(-rank // 128), width // 128)
+        return cls(a, a_scale, b, b_scale, poison(tokens, groups, rank))
+
+    def run(self) -> torch.Tensor:
+        with record_calls() as recording:
+            deepseek_v4_fp8_einsum(self.a, self.a_scale, self.b, self.b_scale, self.out, EQUATION, RECIPE)
+        assert [call.implementation for call in recording.calls] == ["kernel"]
+        return self.out
+
+    def rows(self, rows: slice) -> Call:
+        """The call for some of the rows alone."""
+        a, a_scale = self.a[rows], self.a_scale[rows]
+        return Call(a, a_scale, self.b, self.b_scale, poison(a.shape[0], *self.out.shape[1:]))
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """float64 results, and the sums of the products' magnitudes."""
+        a = self.a.double() * self.a_scale.double().repeat_interleave(128, -1)
+        b_scale = self.b_scale.double().repeat_interleave(128, -1).repeat_interleave(128, 1)
+        b = self.b.double() * b_scale[:, : self.b.shape[1]]
+        a, b = a.transpose(0, 1), b.transpose(1, 2)
+        return (a @ b).transpose(0, 1), (a.abs() @ b.abs()).transpose(0, 1)
+
+
+def poison(*shape: int) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+
+
+def close(got: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    want, magnitude = expected
+    return bool(((got.double() - want).abs() <= ROUNDING * want.abs() + PRODUCTS * magnitude).all())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+
+
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 500, 1025])
+def test_results(tokens: int, groups: int) -> None:
+    call = Call.make(tokens, groups, seed=tokens)
+    got, (want, magnitude) = call.run(), call.expected()
+    assert close(got, (want, magnitude))
+    x, y = got.double(), want
+    assert 1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()) < 1e-5
+
+
+@pytest.mark.parametrize("width", [128, 256, 384, 512, 1152, 2048])
+@pytest.mark.parametrize("rank", [8, 72, 128, 136, 264, 1000])
+def test_odd_ranks_and_widths(rank: int, width: int) -> None:
+    for tokens in (5, 130, 700):
+        call = Call.make(tokens, 2, rank, width, seed=rank + width)
+        assert close(call.run(), call.expected())
+
+
+def test_chunks_are_scaled_one_by_one() -> None:
+    """Exact arithmetic: small integers whose sums no accumulator rounds, scales over the whole range of fp32."""
+    call = Call.make(70, 2, 136, 1024)
+    g = torch.Generator(device="cuda").manual_seed(5)
+    for t in (call.a, call.b):
+        t.copy_(torch.randint(-2, 3, t.shape, device="cuda", generator=g).float())
+    chosen = torch.randint(0, 8, (70, 2, 1), device="cuda", generator=g)
+    call.a_scale.zero_().scatter_(2, chosen, torch.exp2(torch.arange(-60.0, 80.0, device="cuda")).view(70, 2, 1))
+    call.b_scale.fill_(2.0**-30)
+    assert same_bits(call.run(), call.expected()[0].float().bfloat16())
+
+
+def test_strides_and_what_lies_around() -> None:
+    call = Call.make(97, 3, 264, 512, seed=7)
+    want = call.run().clone()
+    wide = {
+        "a": torch.zeros(3, 99, 544, dtype=torch.float8_e4m3fn, device="cuda").transpose(0, 1)[1:98, :, 16:528],
+        "b": torch.zeros(3, 300, 528, dtype=torch.float8_e4m3fn, device="cuda")[:, 3:267, :512],
+        "a_scale": torch.zeros(97, 5, 7, device="cuda")[:, 1:4, 2:6],
+        "b_scale": torch.zeros(5, 3, 4, device="cuda").permute(1, 0, 2)[:, 1:4],
+    }
+    for name, tensor in wide.items():
+        raw_bytes(tensor).fill_(0xFF)
+        tensor.copy_(getattr(call, name))
+    pool = poison(99, 5, 304)
+    out = pool[1:98, 1:4, 16:280]
+    assert same_bits(Call(**wide, out=out).run(), want)
+    out.fill_(float("nan"))
+    assert same_bits(pool, poison(99, 5, 304))
+
+
+def test_bits_do_not_depend_on_the_batch() -> None:
+    """Every kernel that any number of rows or groups chooses sums a row in the same order."""
+    call = Call.make(4099, 8, seed=3)
+    whole = call.run()
+    for first, last in (
+        (0, 1),
+        (8, 15),
+        (9, 17),
+        (0, 64),
+        (17, 82),
+        (100, 229),
+        (5, 262),
+        (1000, 1512),
+        (2000, 3025),
+        (0, 2049),
+    ):
+        assert same_bits(call.rows(slice(first, last)).run(), whole[first:last]), (first, last)
+    for groups in (1, 2, 4):
+        for rows in (3, 200, 4099):
+            part = Call(call.a[:rows, :groups], call.a_scale[:rows, :groups], call.b[:groups], call.b_scale[:groups],
+                        poison(rows, groups, 1024))  # fmt: skip
+            assert same_bits(part.run(), whole[:rows, :groups]), (groups, rows)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 300, 2000])
+def test_runs_agree(tokens: int) -> None:
+    call = Call.make(tokens, 8, seed=1)
+    first = call.run().clone()
+    for _ in range(20):
+        call.out.fill_(float("nan"))
+        assert same_bits(call.run(), first)
+
+
+@pytest.mark.parametrize("tokens", [3, 70, 300])
+def test_nan_reaches_only_its_row_and_its_column(tokens: int) -> None:
+    call = Call.make(tokens, 2, 264, 1024, seed=2)
+    clean = call.run().clone()
+    call.a.view(torch.uint8)[1, 0, 77] = 0x7F
+    call.a_scale[2, 1, 5] = float("nan")
+    call.b.view(torch.uint8)[1, 130, 300] = 0xFF
+    broken = torch.zeros_like(clean, dtype=torch.bool)
+    broken[1, 0], broken[2, 1], broken[:, 1, 130] = True, True, True
+    dirty = call.run()
+    assert torch.equal(dirty.isnan(), broken)
+    assert same_bits(dirty[~broken], clean[~broken])
+
+
+def test_no_rows() -> None:
+    call = Call.make(0, 2)
+    assert call.run().shape == (0, 2, 1024)
+
+
+def test_takes_what_the_quantizer_returns() -> None:
+    o = torch.randn(7, 16, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    a, a_scale = fused_inv_rope_fp8_quant(o, torch.arange(7), oracle.cos_sin_table(16), 2, 8)
+    weight = Call.make(1, 2)
+    call = Call(a.cuda(), a_scale.cuda(), weight.b, weight.b_scale, poison(7, 2, 1024))
+    assert close(call.run(), call.expected())
+
+
+def test_graph_with_changed_data() -> None:
+    call, other = Call.make(130, 8, seed=1), Call.make(130, 8, seed=2)
+    want = [call.run().clone(), other.run().clone()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        deepseek_v4_fp8_einsum(call.a, call.a_scale, call.b, call.b_scale, call.out, EQUATION, RECIPE)
+    call.out.fill_(float("nan"))
+    graph.replay()
+    assert same_bits(call.out, want[0])
+    for name in ("a", "a_scale", "b", "b_scale"):
+        getattr(call, name).copy_(getattr(other, name))
+    graph.replay()
+    assert same_bits(call.out, want[1])
+
+
+def test_allocates_nothing_and_takes_the_current_stream() -> None:
+    call = Call.make(200, 2)
+    want = call.run().clone()
+    call.out.fill_(float("nan"))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with torch.cuda.stream(stream):
+        deepseek_v4_fp8_einsum(call.a, call.a_scale, call.b, call.b_scale, call.out, EQUATION, RECIPE)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    torch.cuda.current_stream().wait_stream(stream)
+    assert same_bits(call.out, want)
+
+
+def test_more_than_4_gib_of_rows() -> None:
+    """Rows whose bytes lie beyond 2^32, and results beyond 2^31."""
+    groups, tokens, width = 1, 2**32 // 512 + 1000, 512
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of GPU memory")
+    small = Call.make(1000, groups, 128, width, seed=1)
+    a = torch.zeros(tokens, groups, width, dtype=torch.float8_e4m3fn, device="cuda")
+    a_scale = torch.zeros(tokens, groups, width // 128, device="cuda")
+    a[-1000:], a_scale[-1000:] = small.a, small.a_scale
+    out = Call(a, a_scale, small.b, small.b_scale, poison(tokens, groups, 128)).run()
+    assert same_bits(out[-1000:], small.run())
+    assert not out[:-1000].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"a": (slice(None), slice(None), slice(1, 4097))}, "a must be 16-byte"),
+        ({"out": (slice(None), slice(None), slice(1, 1025))}, "out must be 16-byte"),
+    ],
+)
+def test_what_it_does_not_take(change: dict, why: str) -> None:
+    call = Call.make(4, 2)
+    wide = {"a": torch.zeros(4, 2, 4112, dtype=torch.float8_e4m3fn, device="cuda"), "out": poison(4, 2, 1032)}
+    for name, where in change.items():
+        setattr(call, name, wide[name][where])
+    with pytest.raises(NotImplementedError, match=why):
+        call.run()
+
+
+def test_packed_scales_are_refused() -> None:
+    call = Call.make(4, 1, 64, 512)
+    a_scale = torch.zeros(4, 1, 1, dtype=torch.int32, device="cuda")
+    b_scale = pack_block_scales(torch.ones(1, 1, 4), 64).cuda()
+    with pytest.raises(NotImplementedError, match="recipe"):
+        deepseek_v4_fp8_einsum(call.a, a_scale, call.b, b_scale, call.out, EQUATION, [1, 1, 128])
+
+
+def test_deployments_use_no_other_keys() -> None:
+    known = {key for config in MODELS.values() for tp in (1, 2, 4, 8) for key in deployment_keys(config, tp, "sm_90a")}
+    before = set(compile_._functions)
+    for groups in (1, 2, 4, 8, 16):
+        for tokens in (1, 17, 64, 65, 128, 129, 256, 512, 1024, 3000, 8192):
+            Call.make(tokens, groups).run()
+    used = {key for key in set(compile_._functions) - before if isinstance(key, EinsumKey)}
+    assert used <= known
