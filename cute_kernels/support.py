@@ -17,7 +17,27 @@ ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 _E4M3_ARCHS = ("sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 KERNEL_ARCHS = {
+    "build_c128a_topk_metadata": ARCHS,
+    "build_flashinfer_mixed_sparse_indices": ARCHS,
+    "combine_topk_swa_indices": ARCHS,
+    "compress_norm_rope_store": _E4M3_ARCHS,
+    "compute_decode_swa_indices": ARCHS,
+    "compute_global_topk_indices_and_lens": ARCHS,
+    "cp_gather_indexer_k_quant_cache": ARCHS,
+    "deepseek_v4_fp8_einsum": ("sm_90a",),
     "dequantize_and_gather_k_cache": _E4M3_ARCHS,
+    "fused_compress_norm_rope_store": _E4M3_ARCHS,
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": ARCHS,
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": _E4M3_ARCHS,
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": _E4M3_ARCHS,
+    "fused_indexer_q_rope_quant_fp8": _E4M3_ARCHS,
+    "fused_indexer_q_rope_quant_mxfp4": _E4M3_ARCHS,
+    "fused_inv_rope": ARCHS,
+    "fused_inv_rope_fp8_quant": _E4M3_ARCHS,
+    "fused_mtp_input_rmsnorm": ARCHS,
+    "fused_q_kv_rmsnorm": ARCHS,
+    "get_compressed_slot_mapping": ARCHS,
+    "mtp_shared_head_rmsnorm": ARCHS,
     "quantize_and_insert_k_cache": _E4M3_ARCHS,
     "save_partial_states": ARCHS,
 }

@@ -96,10 +96,13 @@ class DeepseekV4Metadata:
 
 
 class DeepseekV4MetadataBuilder:
-    """Builds the metadata of each step, into buffers whose addresses do not change (CUDA graphs).
+    """Builds the metadata of each step, into buffers whose addresses do not change.
 
     The metadata of a layer kind are valid until the next `build` of that kind. Layers of one kind that have different
     block tables need a builder each.
+
+    A step captured in a CUDA graph is replayed with new numbers by building its metadata again with the same query_lens
+    and the same bounds seq_lens (pass the true lengths as seq_lens_device), from block tables at the same addresses.
 
     max_num_tokens   largest number of rows in a step
     max_model_len    largest sequence length
@@ -114,6 +117,19 @@ class DeepseekV4MetadataBuilder:
         self._c128a_width = round_up(-(-max_model_len // 128), 128)
         self._c128a: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._max_num_tokens = max_num_tokens
+        self._kept: dict[tuple[int, str], torch.Tensor] = {}
+
+    def _keep(self, compress_ratio: int, name: str, value: torch.Tensor) -> torch.Tensor:
+        """`value` in a buffer of its own."""
+        return self._buffer(compress_ratio, name, value.shape[0], value.dtype).copy_(value)
+
+    def _buffer(self, compress_ratio: int, name: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first rows of the buffer of that name, which has room for the largest step."""
+        buffer = self._kept.get((compress_ratio, name))
+        if buffer is None or buffer.shape[0] < rows:
+            buffer = torch.empty(max(rows, self._max_num_tokens + 1), dtype=dtype, device=self.device)
+            self._kept[compress_ratio, name] = buffer
+        return buffer[:rows]
 
     def _swa_buffers(self, compress_ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
         if compress_ratio not in self._swa:
@@ -189,17 +205,21 @@ class DeepseekV4MetadataBuilder:
         decode_rows = starts[num_decodes]
         window = self.config.sliding_window
 
-        seq = self._host_ints(seq_lens) if seq_lens_device is None else seq_lens_device
-        start = self._host_ints(starts)
+        def keep(name: str, value: torch.Tensor) -> torch.Tensor:
+            return self._keep(compress_ratio, name, value)
+
+        seq = keep("seq_lens", self._host_ints(seq_lens) if seq_lens_device is None else seq_lens_device)
+        start = keep("query_start_loc", self._host_ints(starts))
         lens = start.diff()
         request = torch.arange(len(query_lens), dtype=torch.int32, device=self.device)
-        token_to_req = torch.repeat_interleave(request, lens, output_size=total)
+        token_to_req = keep("token_to_req_indices", torch.repeat_interleave(request, lens, output_size=total))
         owner = token_to_req.long()
         first = (seq - lens).long()
         positions = first[owner] + torch.arange(total, device=self.device) - start[owner].long()
-        positions = torch.where(seq[owner] > 0, positions, torch.full_like(positions, -1))
+        positions = keep("positions", torch.where(seq[owner] > 0, positions, torch.full_like(positions, -1)))
         slots = entries_to_slots(positions, token_to_req, block_tables.swa, SWA_BLOCK_SIZE)
-        valid = slots >= 0
+        slots = keep("slot_mapping", slots)
+        valid = keep("is_valid_token", slots >= 0)
         out_indices, out_lens = self._swa_buffers(compress_ratio)
         swa_indices, swa_lens = compute_decode_swa_indices(
             positions[:decode_rows],
@@ -234,8 +254,8 @@ class DeepseekV4MetadataBuilder:
             decode_swa_indices=swa_indices,
             decode_swa_lens=swa_lens,
             prefill_seq_lens=seq[num_decodes:],
-            prefill_gather_lens=(lens + torch.minimum(seq - lens, torch.full_like(seq, window - 1)))[num_decodes:],
-            min_restart=min_restart,
+            prefill_gather_lens=keep("gather_lens", lens + (seq - lens).clamp(max=window - 1))[num_decodes:],
+            min_restart=keep("min_restart", min_restart),
         )
         if compress_ratio > 1:
             self._add_compressed(metadata, block_tables)
@@ -246,9 +266,8 @@ class DeepseekV4MetadataBuilder:
         if tables.compressed is None or tables.state is None:
             raise ValueError(f"build: block_tables: expected compressed and state tables for ratio {ratio}, got None")
         m.compressed_block_table, m.state_block_table = tables.compressed, tables.state
-        m.state_slot_mapping = entries_to_slots(
-            m.positions, m.token_to_req_indices, tables.state, STATE_BLOCK_SIZE[ratio]
-        )
+        state_slots = entries_to_slots(m.positions, m.token_to_req_indices, tables.state, STATE_BLOCK_SIZE[ratio])
+        m.state_slot_mapping = self._keep(ratio, "state_slot_mapping", state_slots)
         m.compressed_slot_mapping = get_compressed_slot_mapping(
             m.num_tokens,
             m.query_start_loc,
@@ -256,6 +275,7 @@ class DeepseekV4MetadataBuilder:
             tables.compressed,
             KV_BLOCK_SIZE,
             ratio,
+            out=self._buffer(ratio, "compressed_slot_mapping", m.num_tokens, torch.int64),
             slot_mapping=m.slot_mapping,
         )
         if ratio != 128:

@@ -6,6 +6,7 @@ import importlib.metadata
 import sys
 
 PACKAGES = {
+    "deepgemm": ("vllm",),
     "vllm-triton": ("vllm", "triton"),
     "vllm-cutedsl": ("vllm", "nvidia-cutlass-dsl"),
 }

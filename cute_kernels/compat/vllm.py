@@ -132,10 +132,11 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
 ) -> None:
     """`kv_cache.ops.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`: q is changed in place.
 
-    q and kv may be strided. Attention takes q with its own number of heads: no padding has to follow.
+    A dependent launch, as vLLM's. q and kv may be strided. Attention takes q with its own number of heads: no padding
+    has to follow.
     """
     kv_cache.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
-        q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size
+        q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, use_pdl=True
     )
 
 
@@ -180,6 +181,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert_v033(
         eps,
         cache_block_size,
         apply_q_norm=apply_q_norm,
+        use_pdl=True,
     )
     return q
 
@@ -202,7 +204,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
     op = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert"
     accept_only(op, True, apply_q_norm=apply_q_norm)
     kv_cache.fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
-        q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size
+        q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, use_pdl=True
     )
 
 
@@ -238,14 +240,15 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
         q_fp8_scale_inv,
         eps,
         cache_block_size,
+        use_pdl=True,
     )
 
 
 def fused_q_kv_rmsnorm(
     qr: torch.Tensor, kv: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm.ops.fused_q_kv_rmsnorm`, the same arguments; both results are allocated."""
-    return norm.fused_q_kv_rmsnorm(qr, kv, q_weight, kv_weight, eps)
+    """`norm.ops.fused_q_kv_rmsnorm`, the same arguments; both results are allocated. A dependent launch, as vLLM's."""
+    return norm.fused_q_kv_rmsnorm(qr, kv, q_weight, kv_weight, eps, use_pdl=True)
 
 
 def fused_mtp_input_rmsnorm(
@@ -288,7 +291,7 @@ def fused_inv_rope_fp8_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`output.ops.fused_inv_rope_fp8_quant`, the same arguments, layouts and allocated results.
 
-    Both scale layouts work on every architecture.
+    Both scale layouts work on every architecture. A dependent launch, as vLLM's.
     """
     return output.fused_inv_rope_fp8_quant(
         o,
@@ -301,6 +304,7 @@ def fused_inv_rope_fp8_quant(
         quant_group_size,
         tma_aligned_scales,
         quantize=quantize,
+        use_pdl=True,
     )
 
 

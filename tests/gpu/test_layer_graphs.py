@@ -1,0 +1,133 @@
+"""A decode step of every layer kind, captured once in CUDA graphs and replayed with other numbers, against eager calls.
+
+Attention runs between two graphs: the first ends with all caches written, the second is the output projection.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.runtime.record import record_calls
+from layers import BlockTables
+from layers.metadata import DeepseekV4Metadata
+from tests.helpers import raw_bytes
+from tests.layers.engine import KINDS, NO_PAGE, Engine, Request, hidden_rows, make_layer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+ROWS = 6
+LONGEST = 2048
+LENGTHS = (127, 3, 200, 255, 383, 64)
+"""Tokens before the first decode: the first step closes groups of 128 and of 4 in some requests and not in others."""
+
+
+@pytest.fixture(autouse=True)
+def _fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_KERNELS_FALLBACK", "reference")
+
+
+class Decoder:
+    """An engine whose decode steps always have ROWS rows, with everything that changes at fixed addresses."""
+
+    def __init__(self, ratio: int, **options: Any) -> None:
+        self.engine = Engine(make_layer(ratio, device="cuda", **options), seed=1)
+        self.requests = [Request() for _ in LENGTHS]
+        self.engine.step([], [(r, hidden_rows(n, seed=n)) for r, n in zip(self.requests, LENGTHS, strict=True)])
+        self.hidden = torch.zeros(ROWS, self.engine.layer.config.hidden_size, dtype=torch.bfloat16, device="cuda")
+        self.tables: dict[str, torch.Tensor] = {}
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    def prepare(self, active: list[int], seed: int) -> DeepseekV4Metadata:
+        """Metadata and inputs of a step of some requests; the other rows are padding."""
+        engine = self.engine
+        lengths = torch.zeros(ROWS, dtype=torch.int32)
+        rows = [self.requests[i] for i in active]
+        for number, request in enumerate(rows):
+            engine._grow(request, request.length + 1)
+            request.length += 1
+            lengths[number] = request.length
+        for group in ("swa", "compressed", "state"):
+            found = engine._table(group, rows)
+            if found is None:
+                continue
+            table = self.tables.setdefault(
+                group, torch.empty(ROWS, LONGEST // engine.tokens[group], dtype=torch.int32, device="cuda")
+            )
+            table.fill_(NO_PAGE)
+            table[: len(rows), : found.shape[1]] = found[:, : table.shape[1]]
+        self.hidden.copy_(hidden_rows(ROWS, seed))
+        tables = BlockTables(self.tables["swa"], self.tables.get("compressed"), self.tables.get("state"))
+        return engine.builder.build(
+            engine.ratio, [1] * ROWS, [LONGEST] * ROWS, tables, ROWS, seq_lens_device=lengths.cuda()
+        )
+
+    def eager(self, m: DeepseekV4Metadata) -> torch.Tensor:
+        return self.engine.layer(m.positions, self.hidden, m, self.engine.caches)
+
+    def _front(self, m: DeepseekV4Metadata) -> Any:
+        layer = self.engine.layer
+        return layer.attention_front(*layer.attn_gemm_parallel_execute(self.hidden), m, self.engine.caches)
+
+    def capture(self, m: DeepseekV4Metadata) -> None:
+        layer = self.engine.layer
+        self.q, self.topk, _ = self._record(lambda: self._front(m))
+        self.out = torch.empty(self.q.shape, dtype=torch.bfloat16, device="cuda")
+        self.lse = torch.empty(self.q.shape[:2], device="cuda")
+        table = layer.rotary_emb.cos_sin_cache
+        self.hidden_out = self._record(lambda: layer.o_proj(self.out, m.positions, table))
+
+    def _record(self, body: Any) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = body()
+        self.graphs.append(graph)
+        return result
+
+    def replay(self, m: DeepseekV4Metadata) -> torch.Tensor:
+        front, back = self.graphs
+        front.replay()
+        self.engine.layer.mla_attn(self.q, self.engine.caches, m, self.topk, self.out, self.lse)
+        back.replay()
+        return self.hidden_out
+
+    def pools(self) -> list[torch.Tensor]:
+        return [raw_bytes(cache.data) for caches in self.engine.pools.values() for cache in caches]
+
+
+STEPS = ([0, 1, 2, 3, 4, 5], [0, 3], [5, 4, 1], [2], [3, 1, 0, 4, 2, 5], [1, 0, 3, 5], [4])
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_cache": "bf16"}, {"kv_cache": "fp8"}, {"index_cache": "mxfp4", "index_hadamard": True}],
+    ids=["fp8_ds_mla", "bf16", "fp8", "mxfp4"],
+)
+def test_a_replayed_step_is_the_eager_step(ratio: int, options: dict[str, Any]) -> None:
+    graphed, eager = Decoder(ratio, **options), Decoder(ratio, **options)
+    for decoder in (graphed, eager):  # whatever compiles or plans does so before the capture
+        decoder.eager(decoder.prepare(STEPS[0], 1))
+    captured = graphed.prepare(STEPS[1], 2)
+    graphed.capture(captured)
+    graphed.replay(captured)
+    eager.eager(eager.prepare(STEPS[1], 2))
+    for number, active in enumerate(STEPS):
+        got = graphed.replay(graphed.prepare(active, 10 + number))
+        want = eager.eager(eager.prepare(active, 10 + number))
+        assert torch.equal(got, want), f"step {number}"
+        for mine, theirs in zip(graphed.pools(), eager.pools(), strict=True):
+            assert torch.equal(mine, theirs), f"step {number}"
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+def test_what_the_graphs_hold_are_kernels(ratio: int) -> None:
+    decoder = Decoder(ratio)
+    m = decoder.prepare(STEPS[0], 1)
+    with record_calls() as recording:
+        decoder.eager(m)
+    ran = {call.op: call.implementation for call in recording.calls if not call.op.startswith("linear")}
+    waiting = {"sparse_mla_decode"}
+    assert {op for op, implementation in ran.items() if implementation != "kernel"} <= waiting
