@@ -43,11 +43,19 @@ KERNEL_ARCHS = {
 }
 """Op -> architectures its kernel runs on, for the ops that have one."""
 
-RECORDS = {
-    ("dequantize_and_gather_k_cache", "sm_90a"): "h200/dequantize_and_gather_k_cache.json",
-    ("quantize_and_insert_k_cache", "sm_90a"): "h200/quantize_and_insert_k_cache.json",
-    ("save_partial_states", "sm_90a"): "h200/save_partial_states.json",
-}
+MEASURED = (
+    "compress_norm_rope_store",
+    "dequantize_and_gather_k_cache",
+    "fused_compress_norm_rope_store",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+    "fused_indexer_q_rope_quant_fp8",
+    "fused_indexer_q_rope_quant_mxfp4",
+    "quantize_and_insert_k_cache",
+    "save_partial_states",
+)
+"""Ops with a record of the H200."""
+
+RECORDS = {(op, "sm_90a"): f"h200/{op}.json" for op in MEASURED}
 """(op, arch) -> record of a measurement, below perf/results."""
 
 

@@ -1,6 +1,7 @@
 """A decode step of every layer kind, captured once in CUDA graphs and replayed with other numbers, against eager calls.
 
-Attention runs between two graphs: the first ends with all caches written, the second is the output projection.
+The first graph ends with all caches written and, in C4A layers, with the indexer's queries quantized; the second is the
+output projection. The selection of entries and attention run between them.
 """
 
 from __future__ import annotations
@@ -67,13 +68,17 @@ class Decoder:
     def eager(self, m: DeepseekV4Metadata) -> torch.Tensor:
         return self.engine.layer(m.positions, self.hidden, m, self.engine.caches)
 
-    def _front(self, m: DeepseekV4Metadata) -> Any:
+    def _front(self, m: DeepseekV4Metadata, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """(query, what the selection takes, kv)"""
         layer = self.engine.layer
-        return layer.attention_front(*layer.attn_gemm_parallel_execute(self.hidden), m, self.engine.caches)
+        with monkeypatch.context() as patch:
+            if layer.indexer is not None:
+                patch.setattr(layer.indexer.indexer_op, "forward", lambda q, weights, cache, metadata: (q, weights))
+            return layer.attention_front(*layer.attn_gemm_parallel_execute(self.hidden), m, self.engine.caches)
 
-    def capture(self, m: DeepseekV4Metadata) -> None:
+    def capture(self, m: DeepseekV4Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
         layer = self.engine.layer
-        self.q, self.topk, _ = self._record(lambda: self._front(m))
+        self.q, self.selected, _ = self._record(lambda: self._front(m, monkeypatch))
         self.out = torch.empty(self.q.shape, dtype=torch.bfloat16, device="cuda")
         self.lse = torch.empty(self.q.shape[:2], device="cuda")
         table = layer.rotary_emb.cos_sin_cache
@@ -88,8 +93,10 @@ class Decoder:
 
     def replay(self, m: DeepseekV4Metadata) -> torch.Tensor:
         front, back = self.graphs
+        layer, caches = self.engine.layer, self.engine.caches
         front.replay()
-        self.engine.layer.mla_attn(self.q, self.engine.caches, m, self.topk, self.out, self.lse)
+        topk = None if layer.indexer is None else layer.indexer.indexer_op(*self.selected, caches.indexer, m)
+        layer.mla_attn(self.q, caches, m, topk, self.out, self.lse)
         back.replay()
         return self.hidden_out
 
@@ -106,12 +113,14 @@ STEPS = ([0, 1, 2, 3, 4, 5], [0, 3], [5, 4, 1], [2], [3, 1, 0, 4, 2, 5], [1, 0, 
     [{}, {"kv_cache": "bf16"}, {"kv_cache": "fp8"}, {"index_cache": "mxfp4", "index_hadamard": True}],
     ids=["fp8_ds_mla", "bf16", "fp8", "mxfp4"],
 )
-def test_a_replayed_step_is_the_eager_step(ratio: int, options: dict[str, Any]) -> None:
+def test_a_replayed_step_is_the_eager_step(
+    ratio: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     graphed, eager = Decoder(ratio, **options), Decoder(ratio, **options)
     for decoder in (graphed, eager):  # whatever compiles or plans does so before the capture
         decoder.eager(decoder.prepare(STEPS[0], 1))
     captured = graphed.prepare(STEPS[1], 2)
-    graphed.capture(captured)
+    graphed.capture(captured, monkeypatch)
     graphed.replay(captured)
     eager.eager(eager.prepare(STEPS[1], 2))
     for number, active in enumerate(STEPS):
@@ -129,5 +138,5 @@ def test_what_the_graphs_hold_are_kernels(ratio: int) -> None:
     with record_calls() as recording:
         decoder.eager(m)
     ran = {call.op: call.implementation for call in recording.calls if not call.op.startswith("linear")}
-    waiting = {"sparse_mla_decode"}
+    waiting = {"sparse_mla_decode", "paged_mqa_logits", "top_k_per_row_decode"}
     assert {op for op, implementation in ran.items() if implementation != "kernel"} <= waiting

@@ -316,7 +316,7 @@ def test_same_bits_every_time_and_with_every_number_of_rows_per_warp(kind: str) 
         if kind == "fp8":
             scales = c["fp8_kv_scale"].data_ptr(), c["q_scale_inv"].data_ptr()
             out = c["q_fp8"].data_ptr(), c["q_fp8"].stride(0), c["q_fp8"].stride(1), *scales
-        qnorm_launch.run(key, c["q"], c["kv"], cache_of(kind, c), *where, out)
+        qnorm_launch.run(key, c["q"], c["kv"], cache_of(kind, c), *where, False, out)
         assert torch.equal(helpers.bits(out_of(kind, c)), helpers.bits(out_of(kind, first)))
         assert torch.equal(helpers.raw_bytes(cache_of(kind, c)), helpers.raw_bytes(cache_of(kind, first)))
 
