@@ -61,7 +61,7 @@ def shape_for(rows: int, columns: int, width: int) -> tuple[int, int]:
 
     With few rows all of a row should be under way at once. With many, what every warp does once must be worth its
     while: on an H200 one group a warp was the fastest for 64 rows, two for 1024, two in blocks of two warps for 8192.
-    Records: perf/results/h200/compute_global_topk_indices_and_lens.json, build_flashinfer_mixed_sparse_indices.json.
+    (perf/notes/data: compute_global_topk_indices_and_lens.json, build_flashinfer_mixed_sparse_indices.json.)
     """
     most, groups = (8, 1) if rows < FEW_ROWS else (4, 2) if rows < MANY_ROWS else (2, 2)
     needed = max(1, -(-columns // (32 * width * groups)))

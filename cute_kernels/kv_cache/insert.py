@@ -44,7 +44,7 @@ class InsertKey(KernelKey):
     through_l1    whether rows may go through L1
 
     On an H200, four warps of one row were the fastest in every measured call:
-    perf/results/h200/quantize_and_insert_k_cache.json.
+    perf/notes/data/insert_gather_save_1.json.
     """
 
     kv_format: str = FP8_DS_MLA.id

@@ -23,7 +23,7 @@ TILES: tuple[tuple[EinsumKey, float], ...] = (
 )
 """Kernels, and the microseconds that a multiprocessor of an H200 takes for one of their tiles with K = 4096.
 
-The variants of perf/results/h200/deepseek_v4_fp8_einsum.json are these tiles at every size.
+From perf/notes/data/einsum_4.txt, which has these tiles at every size.
 """
 
 
