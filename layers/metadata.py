@@ -104,7 +104,7 @@ class DeepseekV4MetadataBuilder:
     A step captured in a CUDA graph is replayed with new numbers by building its metadata again with the same query_lens
     and the same bounds seq_lens (pass the true lengths as seq_lens_device), from block tables at the same addresses.
 
-    max_num_tokens   largest number of rows in a step
+    max_num_tokens   largest number of rows in a step, and of requests
     max_model_len    largest sequence length
     """
 
@@ -120,16 +120,14 @@ class DeepseekV4MetadataBuilder:
         self._kept: dict[tuple[int, str], torch.Tensor] = {}
 
     def _keep(self, compress_ratio: int, name: str, value: torch.Tensor) -> torch.Tensor:
-        """`value` in a buffer of its own."""
-        return self._buffer(compress_ratio, name, value.shape[0], value.dtype).copy_(value)
+        """`value` in a buffer of its own; it may be a slice of what the buffer holds from the step before."""
+        return self._buffer(compress_ratio, name, value.shape[0], value.dtype).copy_(value.clone())
 
     def _buffer(self, compress_ratio: int, name: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """The first rows of the buffer of that name, which has room for the largest step."""
-        buffer = self._kept.get((compress_ratio, name))
-        if buffer is None or buffer.shape[0] < rows:
-            buffer = torch.empty(max(rows, self._max_num_tokens + 1), dtype=dtype, device=self.device)
-            self._kept[compress_ratio, name] = buffer
-        return buffer[:rows]
+        if (compress_ratio, name) not in self._kept:
+            self._kept[compress_ratio, name] = torch.empty(self._max_num_tokens + 1, dtype=dtype, device=self.device)
+        return self._kept[compress_ratio, name][:rows]
 
     def _swa_buffers(self, compress_ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
         if compress_ratio not in self._swa:
@@ -188,6 +186,13 @@ class DeepseekV4MetadataBuilder:
             check.require(query >= 0, "query_lens", "no negative entry", query)
             check.require(length <= 0 or query <= length, "seq_lens", f"at least the {query} rows of the step", length)
         requests = len(query_lens)
+        check.require(
+            requests <= self._max_num_tokens, "query_lens", f"at most max_num_tokens = {self._max_num_tokens}", requests
+        )
+        if compress_ratio > 1 and (block_tables.compressed is None or block_tables.state is None):
+            raise ValueError(
+                f"build: block_tables: expected compressed and state tables for ratio {compress_ratio}, got None"
+            )
         for name, table in vars(block_tables).items():
             check.tensor(f"block_tables.{name}", table, torch.int32, (requests, None), optional=True)
         check.tensor("seq_lens_device", seq_lens_device, torch.int32, (requests,), optional=True)
@@ -263,8 +268,8 @@ class DeepseekV4MetadataBuilder:
 
     def _add_compressed(self, m: DeepseekV4Metadata, tables: BlockTables) -> None:
         ratio = m.compress_ratio
-        if tables.compressed is None or tables.state is None:
-            raise ValueError(f"build: block_tables: expected compressed and state tables for ratio {ratio}, got None")
+        assert tables.compressed is not None
+        assert tables.state is not None
         m.compressed_block_table, m.state_block_table = tables.compressed, tables.state
         state_slots = entries_to_slots(m.positions, m.token_to_req_indices, tables.state, STATE_BLOCK_SIZE[ratio])
         m.state_slot_mapping = self._keep(ratio, "state_slot_mapping", state_slots)

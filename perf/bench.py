@@ -159,14 +159,15 @@ class InputSet:
         want = clone_arguments(self.args, torch.device("cuda"))
         before = {name: value.clone() for name, value in self._mutated(want).items() if name in self.bench.inputs}
         self.op.reference(*want)
-        returned, same = call(), self.bench.same
-        if isinstance(returned, _Peers):
-            returned, same = returned.tensors, self.bench.peer_same or same
-        got = list(mutated.values()) if returned is None else list(returned)
-        verdict = same(got, list(self._mutated(want).values()))
-        for name, value in before.items():
-            mutated[name].copy_(value)
-        return verdict
+        try:
+            returned, same = call(), self.bench.same
+            if isinstance(returned, _Peers):
+                returned, same = returned.tensors, self.bench.peer_same or same
+            got = list(mutated.values()) if returned is None else list(returned)
+            return same(got, list(self._mutated(want).values()))
+        finally:
+            for name, value in before.items():
+                mutated[name].copy_(value)
 
 
 def poison(tensor: torch.Tensor) -> None:

@@ -279,6 +279,9 @@ class C4Kernel:
                 squares = self.sum_of_team(squares, sums)
             slot = Int64(known.entry_slot) if is_readable else Int64(-1)
             self.store.finish(cache, loaded, column, x, self.store.factor(cache, squares), slot)
+        elif const_expr(self.team > 1):
+            # the entries before and after this one use the same sums
+            cute.arch.barrier()
 
     def mean(self, values: Any, scores: Any, c: int) -> Any:
         """A channel's mean over the window, weighted by the softmax of its scores."""

@@ -14,7 +14,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.compressor import entry
 from cute_kernels.compressor.c128_kernel import C128Kernel, smem_bytes
 from cute_kernels.compressor.c128_tables import RATIO
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -79,10 +79,12 @@ def key_for(arch: str, kv_format: str, fp32_weight: bool, fused: bool, cluster: 
 
 
 def deployment_keys(config: Any, tp: int, arch: str, fused: bool) -> list[C128Key]:
-    """For a model that has layers with ratio 128: a kernel for each size of cluster."""
+    """For a model that has layers with ratio 128: a kernel per size of cluster, in every format of the layers, which
+    fuse, and in the usual one if not fused."""
     if RATIO not in config.compress_ratios or not _runs_on(arch):
         return []
-    return [key_for(arch, FP8_DS_MLA.id, False, fused, cluster) for cluster in CLUSTERS]
+    formats = (FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8) if fused else (FP8_DS_MLA,)
+    return [key_for(arch, fmt.id, False, fused, cluster) for fmt in formats for cluster in CLUSTERS]
 
 
 def _runs_on(arch: str) -> bool:

@@ -14,7 +14,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.compressor import entry
 from cute_kernels.compressor.c4_kernel import C4Kernel
 from cute_kernels.dsl import ptx
-from cute_kernels.formats import FORMATS, FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4
+from cute_kernels.formats import FORMATS, FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.numerics import E2M1_ROUNDINGS
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -73,14 +73,20 @@ class C4Key(KernelKey):
 
 
 def deployment_keys(config: Any, tp: int, arch: str, fused: bool) -> list[C4Key]:
-    """One for the entries of attention and one for those of the indexer in each of its formats, twice if fused."""
-    if 4 not in config.compress_ratios:
+    """For the entries of attention and those of the indexer, in every format and with every option of the layers, which
+    fuse; one for each of the usual formats if not fused."""
+    if 4 not in config.compress_ratios or not entry.runs_on(arch, FP8_DS_MLA.id):
         return []
+    kinds = [(fmt.id, E2M1_ROUNDINGS[0], False) for fmt in (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4)]
+    if fused:
+        kinds += [(fmt.id, E2M1_ROUNDINGS[0], False) for fmt in (PLAIN_BF16, PLAIN_FP8)]
+        kinds += [(INDEXER_FP8.id, E2M1_ROUNDINGS[0], True)]
+        options = [(rounding, turned) for turned in (False, True) for rounding in E2M1_ROUNDINGS]
+        kinds += [(INDEXER_MXFP4.id, *option) for option in options[1:]]
     return [
-        C4Key(arch, fused, **entry.store_for(fmt.id, False, E2M1_ROUNDINGS[0], False), through_l1=through_l1)
-        for fmt in (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4)
+        C4Key(arch, fused, **entry.store_for(kv_format, False, rounding, turned), through_l1=through_l1)
+        for kv_format, rounding, turned in kinds
         for through_l1 in ((False, True) if fused else (False,))
-        if entry.runs_on(arch, fmt.id)
     ]
 
 

@@ -298,7 +298,8 @@ def launch(
     table = swa_block_table[:, :0] if compressed_block_table is None else compressed_block_table
     read = [matrix for matrix in (decode_swa_indices, decode, prefill_topk_indices) if matrix.numel()]
     width = group_width((window_size, *(matrix.shape[1] for matrix in read)), *read, sparse_indices)
-    is_shift, pages = page_argument(swa_block_size, max(compressed_block_size, 1))
+    compressed_rows = swa_block_size if compressed_block_table is None else compressed_block_size
+    is_shift, pages = page_argument(swa_block_size, compressed_rows)
     launch_key(
         _key(
             device_index,

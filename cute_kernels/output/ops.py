@@ -30,6 +30,11 @@ def output_scale_shape(
     return n_groups, heads_per_group * per_head, formats.round_up(num_tokens, ROW_ALIGNMENT)
 
 
+def _check_groups(c: Checker, n_groups: int, heads_per_group: int) -> None:
+    c.require(n_groups > 0, "n_groups", "a positive number", n_groups)
+    c.require(heads_per_group > 0, "heads_per_group", "a positive number", heads_per_group)
+
+
 def _check_rotation(
     c: Checker,
     o: torch.Tensor,
@@ -40,6 +45,7 @@ def _check_rotation(
     heads_per_group: int,
     out_dtype: torch.dtype,
 ) -> None:
+    _check_groups(c, n_groups, heads_per_group)
     c.tensor("o", o, torch.bfloat16, ("T", n_groups * heads_per_group, formats.HEAD_DIM))
     c.tensor("positions", positions, torch.int64, ("T",), dense_last=False)
     c.tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
@@ -163,8 +169,7 @@ def fused_inv_rope_fp8_quant(
     c.one_of("nope_dim", nope_dim, (formats.NOPE_DIM,))
     c.one_of("rope_dim", rope_dim, (formats.ROPE_DIM,))
     c.one_of("quant_group_size", quant_group_size, (BLOCK,))
-    c.require(n_groups > 0, "n_groups", "a positive number", n_groups)
-    c.require(heads_per_group > 0, "heads_per_group", "a positive number", heads_per_group)
+    _check_groups(c, n_groups, heads_per_group)
     c.tensor("o", o, torch.bfloat16, (None, n_groups * heads_per_group, formats.HEAD_DIM))
     if out is None:
         dtype = torch.float8_e4m3fn if quantize else torch.bfloat16

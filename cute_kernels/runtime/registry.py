@@ -62,8 +62,10 @@ def deployment_keys(config: Any, tp: int = 1, arch: str = "sm_90a") -> list[Any]
 def warmup(config: Any, tp: int = 1, arch: str | None = None) -> list[Any]:
     """Have every kernel that serving a model needs ready, and return their keys.
 
-    Afterwards no op compiles anything, neither inside a CUDA-graph capture nor outside. Kernels come from the disk
-    cache where it has them and are compiled into it where it does not.
+    Afterwards no op of the layers compiles anything, neither inside a CUDA-graph capture nor outside, whatever their
+    options. Calls that the layers do not make may: norm weights in fp32, int32 positions, pages whose rows are no power
+    of two, pools that are not aligned as this project allocates them. Kernels come from the disk cache where it has
+    them and are compiled into it where it does not.
 
     config   object with the attributes of layers.DeepseekV4Config, or cute_kernels.models.ModelShape
     tp       tensor-parallel ranks, a divisor of num_attention_heads

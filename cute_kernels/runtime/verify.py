@@ -131,7 +131,9 @@ def clone_arguments(args: Sequence[Any], device: torch.device) -> tuple[Any, ...
         if not isinstance(value, torch.Tensor):
             return value
         memory = raw_memory(value)
-        copy = memories.setdefault(memory.data_ptr(), memory.to(device, copy=True))
+        copy = memories.get(memory.data_ptr())
+        if copy is None:
+            copy = memories[memory.data_ptr()] = memory.to(device, copy=True)
         typed = torch.empty(0, dtype=value.dtype, device=device)
         return typed.set_(copy.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
@@ -203,7 +205,10 @@ class _Worker:
     def ask(self, name: str, timeout: float) -> Verdict:
         try:
             if not self.ready:
-                self.ready = self.connection.poll(START_SECONDS) and self.connection.recv()
+                if not self.connection.poll(START_SECONDS):
+                    self.stop()
+                    return Verdict(name, "fail", detail=f"the process did not start within {START_SECONDS:g} s")
+                self.ready = self.connection.recv()
             self.connection.send(name)
             if not self.connection.poll(timeout):
                 self.stop()

@@ -50,7 +50,8 @@ def test_formats(kv_format: str, fp32_weight: bool) -> None:
 
 
 def test_every_kernel_that_a_model_can_need_is_deployed() -> None:
-    needed = {key_for("sm_90a", "fp8_ds_mla/1", False, True, blocks_per_entry(2**i)) for i in range(20)}
+    caches = ("fp8_ds_mla/1", "plain_bf16/1", "plain_fp8/1")
+    needed = {key_for("sm_90a", fmt, False, True, blocks_per_entry(2**i)) for fmt in caches for i in range(20)}
     for config in MODELS.values():
         expected = needed if 128 in config.compress_ratios else set()
         assert set(deployment_keys(config, 1, "sm_90a", True)) == expected

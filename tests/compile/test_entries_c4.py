@@ -72,8 +72,10 @@ def test_neighbours_fit_into_a_warp() -> None:
 
 
 def test_deployments() -> None:
-    for arch, formats in (("sm_90a", 3), ("sm_89", 3), ("sm_80", 0)):
-        for fused in (False, True):
+    """Fused, for every cache format and option of the layers: three main formats, two plus four of the indexer."""
+    for arch in ("sm_90a", "sm_89"):
+        for fused, count in ((False, 3), (True, 2 * 9)):
             keys = deployment_keys(MODELS["v4-flash"], 1, arch, fused)
-            assert len(set(keys)) == len(keys) == formats * (1 + fused)
+            assert len(set(keys)) == len(keys) == count
             assert all(runs_on(arch, key.kv_format) and key.fused is fused for key in keys)
+    assert deployment_keys(MODELS["v4-flash"], 1, "sm_80", True) == []

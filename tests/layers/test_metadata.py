@@ -332,3 +332,20 @@ def test_errors(arguments: dict[str, Any], message: str) -> None:
     builder.build(4, **good)
     with pytest.raises(ValueError, match=message):
         builder.build(4, **{**good, **arguments})
+
+
+def test_more_requests_than_buffers_hold_are_refused() -> None:
+    builder = DeepseekV4MetadataBuilder(CONFIG, 4, MAX_LEN)
+    tables = BlockTables(torch.zeros(5, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="query_lens: expected at most max_num_tokens = 4, got 5"):
+        builder.build(1, [1, 0, 0, 0, 0], [1, 0, 0, 0, 0], tables, 5)
+
+
+def test_lengths_may_come_from_the_step_before() -> None:
+    builder = DeepseekV4MetadataBuilder(CONFIG, 4, MAX_LEN)
+    tables = BlockTables(torch.zeros(3, 1, dtype=torch.int32))
+    before = builder.build(1, [1, 1, 1], [5, 7, 9], tables, 3)
+    rest = BlockTables(torch.zeros(2, 1, dtype=torch.int32))
+    after = builder.build(1, [1, 1], [7, 9], rest, 2, seq_lens_device=before.seq_lens[1:])
+    assert after.seq_lens.tolist() == [7, 9]
+    assert after.positions.tolist() == [6, 8]

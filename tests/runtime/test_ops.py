@@ -299,3 +299,28 @@ def test_references_record_nothing_for_a_backward_pass() -> None:
     x = torch.ones(2, 4, dtype=torch.bfloat16)
     out = mtp_shared_head_rmsnorm(x, torch.ones(4, requires_grad=True), 1e-6)
     assert not out.requires_grad
+
+
+def test_calls_that_differ_in_metadata_are_checked_apart() -> None:
+    """What an op remembers a checked call by: everything that checks and `supports` may look at."""
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    base = (x[:4, :32], None, 3, 0.5, "a", [1, 2])
+    others = [
+        (x[:3, :32], *base[1:]),
+        (x[:4, :31], *base[1:]),
+        (x[::2, :32], *base[1:]),
+        (x[:4, 1:33], *base[1:]),
+        (x[:4, :32].float(), *base[1:]),
+        (x[:4, :32].to("meta"), *base[1:]),
+        (x[:4, :32].reshape(2, 2, 32), *base[1:]),
+        (None, *base[1:]),
+        (base[0], x[0], *base[2:]),
+        (*base[:2], 4, *base[3:]),
+        (*base[:3], 0.25, *base[4:]),
+        (*base[:4], "b", base[5]),
+        (*base[:5], [1, 3]),
+    ]
+    described = [ops._metadata(args) for args in (base, *others)]
+    assert len(set(described)) == len(described)
+    assert ops._metadata((x[:4, :32].clone()[:, :], *base[1:])) != ops._metadata(base)  # other strides
+    assert ops._metadata(base) == ops._metadata((x[:4, :32], *base[1:]))
