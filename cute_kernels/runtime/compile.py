@@ -76,7 +76,7 @@ def function(key: KernelKey) -> Callable[..., None]:
 def launch(key: KernelKey, device_index: int, *args: Any) -> None:
     """Run the kernel of `key` on the current stream of the given device, whichever device is current."""
     if device_index == torch.cuda.current_device():
-        (_functions.get(key) or _obtain(key))(*args)
+        function(key)(*args)
         return
     with torch.cuda.device(device_index):
         function(key)(*args)

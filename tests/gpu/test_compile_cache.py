@@ -140,7 +140,6 @@ print(json.dumps([time.perf_counter() - start, call.right(), c.disk_loads()]))
 """
     runs = [python(code, bundle) for _ in range(3)]
     assert all(right and loads == 1 for _, right, loads in runs)
-    print("seconds", [seconds for seconds, _, _ in runs])
     assert min(seconds for seconds, _, _ in runs) < 0.05
 
 
