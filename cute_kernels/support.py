@@ -44,12 +44,26 @@ KERNEL_ARCHS = {
 """Op -> architectures its kernel runs on, for the ops that have one."""
 
 MEASURED = (
+    "build_c128a_topk_metadata",
+    "build_flashinfer_mixed_sparse_indices",
+    "combine_topk_swa_indices",
     "compress_norm_rope_store",
+    "compute_decode_swa_indices",
+    "compute_global_topk_indices_and_lens",
+    "cp_gather_indexer_k_quant_cache",
+    "deepseek_v4_fp8_einsum",
     "dequantize_and_gather_k_cache",
     "fused_compress_norm_rope_store",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert",
     "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
     "fused_indexer_q_rope_quant_fp8",
     "fused_indexer_q_rope_quant_mxfp4",
+    "fused_inv_rope_fp8_quant",
+    "fused_mtp_input_rmsnorm",
+    "fused_q_kv_rmsnorm",
+    "get_compressed_slot_mapping",
+    "mtp_shared_head_rmsnorm",
     "quantize_and_insert_k_cache",
     "save_partial_states",
 )
