@@ -46,6 +46,7 @@ from cute_kernels.runtime.registry import warmup
 from cute_kernels.sparse_mla.ops import (
     merge_attention_states,
     sparse_mla_decode,
+    sparse_mla_decode_workspace_size,
     sparse_mla_mixed,
     sparse_mla_prefill,
     sparse_mla_prefill_paged,
@@ -79,6 +80,7 @@ __all__ = [
     "quantize_and_insert_k_cache",
     "save_partial_states",
     "sparse_mla_decode",
+    "sparse_mla_decode_workspace_size",
     "sparse_mla_mixed",
     "sparse_mla_prefill",
     "sparse_mla_prefill_paged",

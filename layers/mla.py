@@ -20,6 +20,7 @@ from cute_kernels.kv_cache.ops import (
 )
 from cute_kernels.sparse_mla.ops import (
     sparse_mla_decode,
+    sparse_mla_decode_workspace_size,
     sparse_mla_mixed,
     sparse_mla_prefill,
     sparse_mla_prefill_paged,
@@ -34,10 +35,12 @@ PREFILL_FORMS = ("gathered", "paged")
 
 
 class Workspace:
-    """A buffer that grows and is reused: the prefill gather's scratch memory, shared by all layers of a model."""
+    """Scratch memory that is reused, and shared by all layers of a model: for the prefill gather, which may make it
+    grow, and for the parts of decode rows, where it stays where it is: all layers ask for the same number of bytes."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.bfloat16)
+        self._parts = torch.empty(0)
 
     def get(self, rows: int, columns: int, width: int, device: torch.device) -> torch.Tensor:
         """Uninitialized bf16 [rows, columns, width]."""
@@ -45,6 +48,12 @@ class Workspace:
         if self._buffer.numel() < size or self._buffer.device != device:
             self._buffer = torch.empty(size, dtype=torch.bfloat16, device=device)
         return self._buffer[:size].view(rows, columns, width)
+
+    def parts(self, size: int, device: torch.device) -> torch.Tensor:
+        """`size` bytes of uninitialized fp32, for `sparse_mla_decode`."""
+        if self._parts.nbytes < size or self._parts.device != device:
+            self._parts = torch.empty(size // 4, device=device)
+        return self._parts[: size // 4]
 
 
 class DeepseekV4MLAAttention(nn.Module):
@@ -81,10 +90,19 @@ class DeepseekV4MLAAttention(nn.Module):
 
     def reserve(self, device: torch.device) -> None:
         """Allocate the largest workspace a step can need (profiling run)."""
+        self._decode_workspace(device)
         if self.prefill == "gathered":
             entries = -(-self.max_model_len // self.compress_ratio) if self.compress_ratio > 1 else 0
             columns = entries + self.window - 1 + self.max_num_tokens
             self.workspace.get(PREFILL_CHUNK_SIZE, columns, self.config.head_dim, device)
+
+    def _decode_workspace(self, device: torch.device) -> torch.Tensor:
+        """What a decode step of any layer of this model can need, whatever its kind."""
+        entries = max(self.config.index_topk, -(-self.max_model_len // 128))
+        size = sparse_mla_decode_workspace_size(
+            self.max_num_tokens, 1, self.num_heads, self.window, entries, device=device
+        )
+        return self.workspace.parts(size, device)
 
     def insert(
         self, q: torch.Tensor, kv: torch.Tensor, caches: LayerCaches, m: DeepseekV4Metadata, cos_sin_cache: torch.Tensor
@@ -154,11 +172,10 @@ class DeepseekV4MLAAttention(nn.Module):
                 )
                 extra |= {"extra_indices": indices.unflatten(0, shape), "extra_topk_length": lens.view(shape)}
             else:
-                visible = (m.positions[:rows] + 1) // self.compress_ratio
-                visible = torch.where(m.is_valid_token[:rows], visible, 0).int()
+                assert m.c128a_decode_topk_lens is not None
                 extra |= {
                     "extra_block_table": m.decode_table(m.compressed_block_table),
-                    "extra_length": visible.view(shape),
+                    "extra_length": m.c128a_decode_topk_lens.view(shape),
                 }
         _, batch_lse = sparse_mla_decode(
             q.unflatten(0, shape),
@@ -169,6 +186,7 @@ class DeepseekV4MLAAttention(nn.Module):
             softmax_scale=self.scale,
             kv_format=caches.swa.kv_format.id,
             out=out.unflatten(0, shape),
+            workspace=self._decode_workspace(q.device),
             **extra,
         )
         lse.copy_(batch_lse.transpose(1, 2).reshape(lse.shape))
@@ -331,6 +349,9 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
         )
         self.fp8 = fp8
         self.init_layer_buffers(q_scale, kv_scale)
+
+    def reserve(self, device: torch.device) -> None:
+        """Steps need no workspace."""
 
     def init_layer_buffers(self, q_scale: float = 1.0, kv_scale: float = 1.0) -> None:
         """Set the per-tensor scales: tensors for the insert and the compressor, Python floats for the attention."""

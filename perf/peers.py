@@ -7,6 +7,9 @@ import sys
 
 PACKAGES = {
     "deepgemm": ("vllm",),
+    "flashmla": ("vllm",),
+    "flashmla-and-planner": ("vllm",),
+    "flashmla-padded": ("vllm",),
     "vllm-triton": ("vllm", "triton"),
     "vllm-cutedsl": ("vllm", "nvidia-cutlass-dsl"),
 }

@@ -69,7 +69,11 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Cell:
-    """One op at one shape. `bound`: the ceiling that binds it, None where none is known."""
+    """One op at one shape. `bound`: the ceiling that binds it, None where none is known.
+
+    group    name of cells that the report also sums up together
+    padded   share of the FLOPs that a kernel does beyond the op's, to fill up its tiles
+    """
 
     op: str
     case: str
@@ -81,6 +85,8 @@ class Cell:
     bound: str | None
     rows: tuple[Row, ...]
     skipped: tuple[Skipped, ...]
+    group: str | None = None
+    padded: float | None = None
 
     @property
     def ours(self) -> Row:
@@ -283,7 +289,11 @@ def _cell(r: _Reader) -> Cell:
             expected = amount / row.us
             near = abs(rate - expected) <= max(digit, 0.01 * expected)
             r.require(near, f"{row.name}: {key}", f"{expected:.3f} from the cell's work and the time", rate)
-    return Cell(op, case_of(shape), shape["T"], nbytes, flops, products, tensors, bound, rows, skipped)
+    group, padded = shape.get("group"), shape.get("padded")
+    r.require(group is None or isinstance(group, str), "shape", "text as group", group)
+    share = padded is None or (isinstance(padded, (int, float)) and 0 <= padded < 1)
+    r.require(share, "shape", "a share as padded", padded)
+    return Cell(op, case_of(shape), shape["T"], nbytes, flops, products, tensors, bound, rows, skipped, group, padded)
 
 
 def _ceiling(r: _Reader) -> Ceiling | Skipped:

@@ -215,6 +215,7 @@ def _op(gpu: str, record: Record) -> list[str]:
                 f"{fmt_us(cell.ours.p10)} to {fmt_us(cell.ours.p90)}",
                 f"{cell.ours.gbs:.0f}",
                 *([f"{cell.ours.tflops:.1f}"] if _has_products(record) else []),
+                *(["" if cell.padded is None else f"{100 * cell.padded:.1f}"] if _has_padding(record) else []),
                 _percent(cell),
                 *(_peer(by_name.get(name)) for name in peers),
                 "" if gain is None else f"{gain:.2f}",
@@ -224,10 +225,11 @@ def _op(gpu: str, record: Record) -> list[str]:
         )
     header = [
         "case", "bytes", "ours µs", "p10 to p90", "GB/s", *(["TFLOPS"] if _has_products(record) else []),
+        *(["% padding"] if _has_padding(record) else []),
         "% of ceiling", *(f"{name} µs" for name in peers), "times as fast", "limit µs", "",
     ]  # fmt: skip
     picture = f"plots/{plots.file_name(gpu, record.op)}"
-    lines = [*table(header, rows, range(1, len(header) - 1)), "", f"![{record.op}]({picture})"]
+    lines = [*table(header, rows, range(1, len(header) - 1)), *_groups(record), "", f"![{record.op}]({picture})"]
     for name in peers:
         found = next(row for cell in record.cells for row in cell.of_kind("peer") if row.name == name)
         stated = ", ".join(f"{package} {version or '(no version)'}" for package, version in found.versions.items())
@@ -248,6 +250,22 @@ def _verdict(gpu: str, cell: Cell) -> str:
 
 def _has_products(record: Record) -> bool:
     return any(cell.products for cell in record.cells)
+
+
+def _has_padding(record: Record) -> bool:
+    return any(cell.padded is not None for cell in record.cells)
+
+
+def _groups(record: Record) -> list[str]:
+    """What the groups of cells come to, where all of their cells have a peer."""
+    lines = []
+    for group in dict.fromkeys(cell.group for cell in record.cells if cell.group is not None):
+        gains = [_gain(cell) for cell in record.cells if cell.group == group]
+        known = [gain for gain in gains if gain is not None]
+        if len(known) == len(gains):
+            mean, ends = _geometric_mean(known), f"{min(known):.2f} to {max(known):.2f}"
+            lines += ["", f"{group} ({len(gains)}): {mean:.3f} times as fast in the geometric mean, {ends}."]
+    return lines
 
 
 def _peer(row: Row | None) -> str:

@@ -73,6 +73,19 @@ TARGETS_US: Mapping[tuple[str, str, str], float] = {
     ("NVIDIA H200", "fused_compress_norm_rope_store", "c128_512 window T=8192"): 14.0,
     ("NVIDIA H200", "fused_compress_norm_rope_store", "c128_512 window T=32768"): 42.0,
     ("NVIDIA H200", "fused_compress_norm_rope_store", "c128_512 all T=32768"): 71.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b1 h64 c4_128+512"): 11.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b8 h64 c4_128+512"): 12.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b64 h64 c4_128+512"): 20.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b128 h64 c4_128+512"): 29.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b256 h64 c4_128+512"): 52.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b256 h64 c4_128+1024"): 86.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b256 h64 swa128"): 17.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b64 h128 c4_128+1024"): 45.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b256 h128 c4_128+512"): 105.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b256 h128 c4_128+1024"): 170.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b256 h8 c4_128+512"): 35.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b256 h16 c4_128+512"): 38.0,
+    ("NVIDIA H200", "sparse_mla_decode", "b256 h32 c4_128+512"): 42.0,
 }
 """(GPU, op, case) -> microseconds. Other cells have the limit that `limit_us` derives from their best peer."""
 

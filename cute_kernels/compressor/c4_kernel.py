@@ -63,6 +63,7 @@ class C4Kernel:
         self.name = name
         self.fused = fused
         self.through_l1 = through_l1
+        self.kv_first = fused and through_l1
         self.store = store
         self.has_dependency = has_dependency
         self.lanes = store.dim // 4
@@ -253,7 +254,15 @@ class C4Kernel:
             for r in range_constexpr(WINDOW):
                 run = shuffle(start, r) + Int64(column * 4 + r // RATIO * self.half)
                 values.append(load(run))
-                scores.append(load(run + 2 * self.half))
+                if const_expr(not self.kv_first):
+                    scores.append(load(run + 2 * self.half))
+            if const_expr(self.kv_first):
+                # or the assembler would store the first rows, and wait for them, before all loads are issued
+                cute.arch.sync_warp()
+                self.save(lanes, source, saved, column, values, 0)
+                for r in range_constexpr(WINDOW):
+                    run = shuffle(start, r) + Int64(column * 4 + r // RATIO * self.half)
+                    scores.append(load(run + 2 * self.half))
             loaded = self.store.load(cache, column, Int64(known.position - (RATIO - 1)))
             if const_expr(self.fused):
                 # the assembler would add the first biases, and wait for their scores, before all loads are issued
@@ -261,20 +270,16 @@ class C4Kernel:
                 for r in range_constexpr(WINDOW):
                     biased = self.add(scores[r], ptx.load_shared_128(own.bias + r * OWN_ROW))
                     scores[r] = self.choose((new >> r) & 1 != 0, biased, scores[r])
-                if saved != 0:
-                    for r in range_constexpr(WINDOW):
-                        target = shuffle(lanes.target, source - BEHIND + r)
-                        target += Int64(column * 4 + r // RATIO * self.half)
-                        is_saved = (saved >> r) & 1 != 0
-                        ptx.store_global_128(target, values[r], is_saved)
-                        ptx.store_global_128(target + 2 * self.half, scores[r], is_saved)
+                if const_expr(not self.kv_first):
+                    self.save(lanes, source, saved, column, values, 0)
+                self.save(lanes, source, saved, column, scores, 2 * self.half)
             nothing = (Int32(0),) * 4, (Float32(float("-inf")).bitcast(Int32),) * 4
             for r in range_constexpr(RATIO):
                 is_part = (taking >> r) & 1 != 0
                 values[r] = self.choose(is_part, values[r], nothing[0])
                 scores[r] = self.choose(is_part, scores[r], nothing[1])
             x = [self.mean(values, scores, c) for c in range(4)]
-            squares = reduce.lanes_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3])
+            squares = reduce.lanes_sum(reduce.square_sum(x))
             if const_expr(self.team > 1):
                 squares = self.sum_of_team(squares, sums)
             slot = Int64(known.entry_slot) if is_readable else Int64(-1)
@@ -283,17 +288,27 @@ class C4Kernel:
             # the entries before and after this one use the same sums
             cute.arch.barrier()
 
+    @cute.jit
+    def save(self, lanes: Known, source: Any, saved: Any, column: Any, rows: Any, offset: int) -> None:
+        """Store what a lane has of those rows of a window that `saved` has bits for: kv, or score at its `offset`."""
+        if saved != 0:
+            for r in range_constexpr(WINDOW):
+                target = cute.arch.shuffle_sync(lanes.target, source - BEHIND + r)
+                target += Int64(column * 4 + r // RATIO * self.half + offset)
+                ptx.store_global_128(target, rows[r], (saved >> r) & 1 != 0)
+
     def mean(self, values: Any, scores: Any, c: int) -> Any:
-        """A channel's mean over the window, weighted by the softmax of its scores."""
+        """A channel's mean over the window, weighted by the softmax of its scores. What is fused is said, here and in
+        the other sums: the compiler might choose differently in kernels that must agree."""
         s = [words[c].bitcast(Float32) for words in scores]
         largest = s[0]
         for score in s[1:]:
             largest = ptx.max_f32(largest, score)
         weights = [ptx.exp2((score - largest) * Float32(LOG2_E)) for score in s]
-        total, weighted = weights[0], weights[0] * values[0][c].bitcast(Float32)
+        total, weighted = weights[0], ptx.mul_rn(weights[0], values[0][c].bitcast(Float32))
         for weight, words in zip(weights[1:], values[1:], strict=True):
-            total = total + weight
-            weighted = weighted + weight * words[c].bitcast(Float32)
+            total = ptx.add_rn(total, weight)
+            weighted = ptx.fma_rn(weight, words[c].bitcast(Float32), weighted)
         return weighted * ptx.reciprocal(total)
 
     @cute.jit
@@ -302,8 +317,8 @@ class C4Kernel:
         warp = cute.arch.warp_idx()
         ptx.store_shared_f32(sums + warp * 4, mine, cute.arch.lane_idx() == 0)
         cute.arch.barrier()
-        a, b, c, d = ptx.load_shared_128(sums)
-        return (a.bitcast(Float32) + b.bitcast(Float32)) + (c.bitcast(Float32) + d.bitcast(Float32))
+        a, b, c, d = (word.bitcast(Float32) for word in ptx.load_shared_128(sums))
+        return ptx.add_rn(ptx.add_rn(a, b), ptx.add_rn(c, d))
 
     @cute.jit
     def copy(self, known: Known, has_halves: Any, column: Any, own: Own) -> None:

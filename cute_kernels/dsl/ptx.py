@@ -34,6 +34,15 @@ def load_global_128_again(address: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
+def load_global_128_weak(address: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. As load_global_128_again, for what a kernel before may have written after this one began."""
+    return inline_ptx(
+        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32, Int32, Int32, Int32],
+        read_only_args=[Int64(address)],
+    )
+
+
 def load_global_64_again(address: Any) -> tuple[Any, Any]:
     """sm_70 and up. As load_global_128_again: 8 bytes, 8-byte aligned."""
     return inline_ptx(
@@ -84,14 +93,16 @@ def load_global_64_in_order(address: Any) -> tuple[Any, Any]:
     )
 
 
-def load_global_s64_in_order(address: Any) -> Any:
-    """sm_70 and up. An int64."""
-    return inline_ptx(_in_order("b64 {$w0}"), write_only_types=[Int64], read_only_args=[Int64(address)])
+def load_global_s64_in_order(address: Any, is_shared: bool = False) -> Any:
+    """sm_70 and up. An int64; is_shared: other threads of the SM read it too, and it may come from L1."""
+    load = _in_order("b64 {$w0}", is_shared=is_shared)
+    return inline_ptx(load, write_only_types=[Int64], read_only_args=[Int64(address)])
 
 
-def load_global_s32_in_order(address: Any) -> Any:
-    """sm_70 and up. An int32."""
-    return inline_ptx(_in_order("b32 {$w0}"), write_only_types=[Int32], read_only_args=[Int64(address)])
+def load_global_s32_in_order(address: Any, is_shared: bool = False) -> Any:
+    """sm_70 and up. An int32; is_shared: as above."""
+    load = _in_order("b32 {$w0}", is_shared=is_shared)
+    return inline_ptx(load, write_only_types=[Int32], read_only_args=[Int64(address)])
 
 
 def load_global_bool_in_order(address: Any) -> Any:
@@ -109,14 +120,14 @@ def load_global_bool_where(condition: Any, address: Any) -> Any:
     return _load_where(_in_order("u8 {$w0}"), condition, address, 1)
 
 
-def load_global_128_where(condition: Any, address: Any) -> tuple[Any, Any, Any, Any]:
-    """sm_70 and up, in order. 16 bytes that are read once, 16-byte aligned; four times -1 where the condition fails."""
-    return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}"), condition, address, 4)
+def load_global_128_where(condition: Any, address: Any, through_l1: bool = False) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. As load_global_128_in_order; four times -1 where the condition fails."""
+    return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}", through_l1), condition, address, 4)
 
 
-def load_global_s32_where(condition: Any, address: Any) -> Any:
-    """sm_70 and up, in order. An int32; -1 where the condition fails."""
-    return _load_where(_in_order("b32 {$w0}"), condition, address, 1)
+def load_global_s32_where(condition: Any, address: Any, is_shared: bool = False) -> Any:
+    """sm_70 and up. As load_global_s32_in_order; -1 where the condition fails."""
+    return _load_where(_in_order("b32 {$w0}", is_shared=is_shared), condition, address, 1)
 
 
 def load_global_s64_where(condition: Any, address: Any) -> Any:
@@ -170,8 +181,9 @@ def _load_where(load: str, condition: Any, address: Any, words: int) -> Any:
     )
 
 
-def _in_order(what: str, through_l1: bool = False) -> str:
-    return f"ld.relaxed.gpu.global.{'' if through_l1 else 'L1::no_allocate.'}{what}, [{{$r0}}];"
+def _in_order(what: str, through_l1: bool = False, is_shared: bool = False) -> str:
+    how = "cta.global." if is_shared else "gpu.global." if through_l1 else "gpu.global.L1::no_allocate."
+    return f"ld.relaxed.{how}{what}, [{{$r0}}];"
 
 
 def prefetch_l2(address: Any, predicate: Any) -> None:
@@ -407,6 +419,11 @@ def copy_async_32(shared: Any, source: Any) -> None:
     inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[Int32(shared), Int64(source)])
 
 
+def copy_async_64(shared: Any, source: Any) -> None:
+    """sm_80 and up. 8 bytes from global to shared memory, asynchronously; both addresses 8-byte aligned."""
+    inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[Int32(shared), Int64(source)])
+
+
 def load_shared_128(address: Any) -> tuple[Any, Any, Any, Any]:
     """sm_70 and up. 16 bytes of shared memory, 16-byte aligned; the address is one of the block's own, 32 bits wide."""
     return inline_ptx(
@@ -461,4 +478,118 @@ def wait_mbarrier(address: Any, phase: Any) -> None:
     inline_ptx(
         "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}; @!done bra again; }",
         read_only_args=[Int32(address), Int32(phase)],
+    )
+
+
+def load_shared_s32(address: Any) -> Any:
+    """sm_70 and up. An int32 of shared memory; the address is one of the block's own, 32 bits wide."""
+    return inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(address)])
+
+
+def load_shared_f32x2(address: Any) -> tuple[Any, Any]:
+    """sm_70 and up. Two fp32 of shared memory, 8-byte aligned; the address is one of the block's own, 32 bits wide."""
+    return inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32, Float32],
+        read_only_args=[Int32(address)],
+    )
+
+
+def store_shared_s32(address: Any, word: Any) -> None:
+    """sm_70 and up. An int32 to shared memory."""
+    inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[Int32(address), Int32(word)])
+
+
+def store_shared_64(address: Any, low: Any, high: Any) -> None:
+    """sm_70 and up. Two words to shared memory, 8-byte aligned."""
+    inline_ptx(
+        "st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[Int32(address), Int32(low), Int32(high)]
+    )
+
+
+def store_matrices(address: Any, words: Any) -> None:
+    """sm_90 and up. Four 8 x 8 matrices of 16-bit elements to shared memory: lane i holds two neighbours in row i // 4
+    of each, and gives the address of row i % 8 of matrix i // 8."""
+    inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[Int32(address), *(Int32(word) for word in words)],
+    )
+
+
+def load_matrices(address: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_75 and up. Four 8 x 8 matrices of 16-bit elements of shared memory: lane i gets two neighbours in row i // 4 of
+    each, and gives the address of row i % 8 of matrix i // 8."""
+    return inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32, Int32, Int32, Int32],
+        read_only_args=[Int32(address)],
+    )
+
+
+def store_matrices_transposed(address: Any, words: Any) -> None:
+    """sm_90 and up. Four 8 x 8 matrices of 16-bit elements to shared memory, transposed: lane i holds two neighbours in
+    row i // 4 of each, and gives the address of row i % 8 of what matrix i // 8 becomes."""
+    inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[Int32(address), *(Int32(word) for word in words)],
+    )
+
+
+def pair(low: Any, high: Any) -> Any:
+    """sm_70 and up. Two words as an int64."""
+    return inline_ptx(
+        "mov.b64 {$w0}, {{$r0}, {$r1}};", write_only_types=[Int64], read_only_args=[Int32(low), Int32(high)]
+    )
+
+
+def log2(a: Any) -> Any:
+    """sm_70 and up. Binary logarithm, off by at most 2^-22."""
+    return inline_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def any_of_group(barrier: Any, threads: int, condition: Any) -> Any:
+    """sm_70 and up. Wait at a named barrier for `threads` threads: 1 if the condition holds for one of them, else 0."""
+    return inline_ptx(
+        "{ .reg .pred p, q; setp.ne.b32 p, {$r0}, 0; "
+        f"barrier.cta.red.or.pred q, {{$r1}}, {threads}, p; "
+        "selp.b32 {$w0}, 1, 0, q; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(condition), Int32(barrier)],
+    )
+
+
+E4M3_AS_BF16 = 120
+"""The bits of an e4m3 code, moved to where bf16 keeps its sign, exponent and mantissa, are 2^-120 times its value."""
+
+
+def bf16x2_of_ue8m0(bytes_: Any, number: int) -> Any:
+    """sm_80 and up. 2^(e - 127 + 120) in both halves, for byte `number` (0 to 3) of a word, e <= 134."""
+    return inline_ptx(
+        f"{{ .reg .b32 e; bfe.u32 e, {{$r0}}, {8 * number}, 8; "
+        f"mad.lo.u32 {{$w0}}, e, 0x00800080, {E4M3_AS_BF16 * 0x00800080}; }}",
+        write_only_types=[Int32],
+        read_only_args=[Int32(bytes_)],
+    )
+
+
+def bf16x4_of_e4m3x4(codes: Any, factor: Any) -> tuple[Any, Any]:
+    """sm_90 and up. Four e4m3 codes times 2^-120 times the bf16 pair `factor`, a power of two, as two bf16 pairs: the
+    products of codes 0 and 2, and those of 1 and 3, for which no byte has to move.
+
+    Exact wherever bf16 can hold the product. The codes 0x7F and 0xFF count as 480 and -480.
+    """
+
+    def two(result: int, shift: str, magnitude: str) -> str:
+        return (
+            f"{shift} {magnitude} and.b32 t, t, 0x07f007f0; lop3.b32 s, s, 0x80008000, t, 0xea; "
+            f"mul.rn.bf16x2 {{$w{result}}}, s, {{$r1}}; "
+        )
+
+    return inline_ptx(
+        "{ .reg .b32 s, t; "
+        + two(0, "shl.b32 s, {$r0}, 8;", "shl.b32 t, {$r0}, 4;")
+        + two(1, "mov.b32 s, {$r0};", "shr.u32 t, {$r0}, 4;")
+        + "}",
+        write_only_types=[Int32, Int32],
+        read_only_args=[Int32(codes), Int32(factor)],
     )

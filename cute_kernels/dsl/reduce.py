@@ -9,6 +9,14 @@ import cutlass.cute as cute
 from cute_kernels.dsl import ptx
 
 
+def square_sum(values: Any) -> Any:
+    """fp32 sum of the squares of a lane's values, one after the other, each product fused with its sum."""
+    total = ptx.mul_rn(values[0], values[0])
+    for value in values[1:]:
+        total = ptx.fma_rn(value, value, total)
+    return total
+
+
 def lanes_sum(value: Any, lanes: int = 32) -> Any:
     """fp32 sum over groups of `lanes` neighbouring lanes (a power of two), in every lane. All lanes must call."""
     step = 1
@@ -26,6 +34,15 @@ def lanes_sums(values: list[Any]) -> list[Any]:
     for step in (1, 2, 4, 8, 16):
         values = [ptx.add_rn(value, cute.arch.shuffle_sync_bfly(value, step)) for value in values]
     return values
+
+
+def lanes_max(value: Any, lanes: int = 32) -> Any:
+    """fp32 maximum over groups of `lanes` neighbouring lanes, in every lane; NaN loses against a number."""
+    step = 1
+    while step < lanes:
+        value = ptx.max_f32(value, cute.arch.shuffle_sync_bfly(value, step))
+        step *= 2
+    return value
 
 
 def lanes_max_bf16x2(value: Any, lanes: int = 32) -> Any:

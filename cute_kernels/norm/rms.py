@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -23,6 +24,9 @@ from cute_kernels.runtime.compile import KernelKey
 
 WARPS = 4
 """Of a block whose warps take a row each."""
+
+GRID_ROWS = 65535
+"""Blocks that a grid can have in its second dimension."""
 
 MOST_WARPS = 16
 """Of a block. With more of them a lane's part of a row and its fp32 weights would not fit into registers."""
@@ -127,9 +131,9 @@ class RmsNormKernel:
         tokens = length(x, 0)
         zero = Int64(0)
         first = (address(x), stride_bytes(x, 0), address(weight), address(out), stride_bytes(out, 0))
-        second, streams, rows = (zero,) * 7, 0, self.first.rows
+        second, streams, rows = (zero,) * 7, Int32(0), self.first.rows
         if const_expr(self.second is not None):
-            streams, rows = 1, min(self.first.rows, self.second.rows)
+            streams, rows = Int32(1), min(self.first.rows, self.second.rows)
             stride, out_stride = zero, zero
             if const_expr(self.positions != ""):
                 streams = length(second_x, 1)
@@ -144,9 +148,12 @@ class RmsNormKernel:
                 out_stride,
             )
         where = address(positions) if const_expr(self.positions != "") else zero
+        # neighbours in the grid take the matrices' rows of the same tokens: the streams of a token are neighbours in
+        # memory, and one stream after the other was 4% slower (hidden 7168, T = 8192: 293 µs instead of 280)
+        blocks = cute.ceil_div(tokens, rows)
         kernel = self.kernel(*first, *second, where, tokens, eps)
         kernel.launch(
-            grid=[cute.ceil_div(tokens, rows), 1 + streams, 1],
+            grid=[1 + streams, cutlass.min(blocks, GRID_ROWS), cute.ceil_div(blocks, GRID_ROWS)],
             block=[self.warps * 32, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
@@ -171,7 +178,8 @@ class RmsNormKernel:
         tokens: Int32,
         eps: Float32,
     ) -> None:
-        block, part, _ = cute.arch.block_idx()
+        part, block, plane = cute.arch.block_idx()
+        block += plane * GRID_ROWS
         if const_expr(self.second is None):
             self.first.norm(block, tokens, eps, x, x_token, weight, out, out_token, positions)
         else:
@@ -189,6 +197,8 @@ class RmsNormKernel:
 def supports_matrix(name: str, x: Any, weight: Any, out: Any) -> tuple[bool, str]:
     """Whether the kernel can norm these rows, 16 bytes at a time."""
     width = x.shape[-1]
+    if width == 0:
+        return False, f"rows of {name} must have columns, got none"
     if width % VECTOR or warps_for(width) > MOST_WARPS:
         return (
             False,

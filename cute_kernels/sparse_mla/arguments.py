@@ -10,11 +10,10 @@ import torch
 from cute_kernels import formats
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, nbytes
+from cute_kernels.sparse_mla import schedule
 from cute_kernels.sparse_mla.selection import Selection, count_rows
 
 MAX_HEADS = 128
-SPLIT_TILE = 64
-"""Cache rows that a decode kernel takes at a time: a split covers a multiple of it."""
 PLAIN_PAGE_MULTIPLE = 16
 PAGED_FORMATS = (formats.FP8_DS_MLA, formats.PLAIN_BF16)
 
@@ -47,6 +46,21 @@ def check_lengths(c: Checker, argument: str, lengths: Any) -> None:
     """int32 [b] or [b, s_q], or None."""
     by_token = isinstance(lengths, torch.Tensor) and lengths.dim() == 2
     c.tensor(argument, lengths, torch.int32, ("b", "s_q") if by_token else ("b",), optional=True)
+
+
+def list_tiles(indices: Any, extra_k_cache: Any, extra_indices: Any, extra_block_table: Any) -> Any:
+    """Tiles of the longest row that the widths of a decode call's lists allow.
+
+    The arguments need not be checked: what is not a tensor has no tiles.
+    """
+    widths = [
+        x.shape[-1] if isinstance(x, torch.Tensor) and x.dim() else 0
+        for x in (indices, extra_indices, extra_block_table)
+    ]
+    if widths[2]:
+        is_cache = isinstance(extra_k_cache, torch.Tensor) and extra_k_cache.dim() > 1
+        widths[2] *= extra_k_cache.shape[1] if is_cache else 0
+    return sum(schedule.num_tiles(width) for width in widths)
 
 
 def check_absent(c: Checker, reason: str, **arguments: Any) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
+from cute_kernels.runtime.arch import multiprocessors
 from cute_kernels.runtime.checks import Checker
-from cute_kernels.runtime.ops import Cost, define_op
-from cute_kernels.sparse_mla import arguments, reference
+from cute_kernels.runtime.ops import Cost, define_op, nbytes
+from cute_kernels.sparse_mla import arguments, reference, schedule
 from cute_kernels.sparse_mla.selection import decode_selections
 
-__all__ = ["sparse_mla_decode"]
+__all__ = ["sparse_mla_decode", "sparse_mla_decode_workspace_size"]
 
 
 def _check(
@@ -33,6 +34,7 @@ def _check(
     split_tokens: int,
     out: torch.Tensor,
     lse: torch.Tensor,
+    workspace: torch.Tensor | None,
 ) -> None:
     c = Checker("sparse_mla_decode")
     arguments.check_query(c, "q", q, (torch.bfloat16,), ("b", "s_q"))
@@ -61,11 +63,17 @@ def _check(
     c.tensor("out", out, (torch.bfloat16, torch.float32), ("b", "s_q", "h", formats.HEAD_DIM))
     arguments.check_partial(c, out, attn_sink)
     c.tensor("lse", lse, torch.float32, ("b", "h", "s_q"), contiguous=True)
+    c.tensor("workspace", workspace, (torch.uint8, torch.float32), (None,), optional=True, contiguous=True)
+    if num_splits or split_tokens:
+        tiles = arguments.list_tiles(indices, extra_k_cache, extra_indices, extra_block_table)
+        needed = schedule.workspace_bytes(q.shape[0] * q.shape[1], q.shape[2], tiles, num_splits, split_tokens, 0)
+        have = nbytes(workspace)
+        c.require(have >= needed, "workspace", f"at least {needed} bytes (sparse_mla_decode_workspace_size)", have)
 
 
 def _check_splits(c: Checker, num_splits: int, split_tokens: int) -> None:
     c.require(num_splits >= 0, "num_splits", "a number >= 0", num_splits)
-    tile = arguments.SPLIT_TILE
+    tile = schedule.TILE
     c.require(
         split_tokens >= 0 and split_tokens % tile == 0, "split_tokens", f"0 or a multiple of {tile}", split_tokens
     )
@@ -82,7 +90,7 @@ def _cost(
     kv_format: str,
     *rest: Any,
 ) -> Cost:
-    *extra, _num_splits, _split_tokens, out, _lse = rest
+    *extra, _num_splits, _split_tokens, out, _lse, _workspace = rest
     return arguments.attention_cost(q, out, decode_selections(q, k_cache, indices, topk_length, kv_format, *extra))
 
 
@@ -90,11 +98,66 @@ _decode = define_op(
     "sparse_mla_decode(Tensor q, Tensor k_cache, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
     "float softmax_scale, str kv_format, Tensor? extra_k_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
     "Tensor? extra_block_table, Tensor? extra_length, str extra_kv_format, SymInt num_splits, SymInt split_tokens, "
-    "Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace) -> ()",
     check=_check,
     reference=reference.sparse_mla_decode,
+    kernel="cute_kernels.sparse_mla.decode",
     cost=_cost,
 )
+
+
+def sparse_mla_decode_workspace_size(
+    b: int,
+    s_q: int,
+    h: int,
+    topk: int,
+    extra_columns: int = 0,
+    *,
+    num_splits: int = 0,
+    split_tokens: int = 0,
+    device: torch.device | str | None = None,
+) -> int:
+    """Bytes of workspace for `sparse_mla_decode`: enough for every call with at most so many rows and columns.
+
+    b, s_q, h       of q
+    topk            columns of indices
+    extra_columns   columns of extra_indices, or those of extra_block_table times the rows of a page; 0: no second list
+    num_splits, split_tokens
+                    as in the call
+    device          where the call runs; default: the current CUDA device. It matters if both of them are 0: a GPU is
+                    asked how many multiprocessors it has, and on a CPU rows are not split
+
+    0 where rows are not split. With both 0 the size is bounded whatever the batch: 35 MB on an H200.
+    """
+    tiles = schedule.num_tiles(topk) + schedule.num_tiles(extra_columns)
+    sms = 0 if num_splits or split_tokens else _multiprocessors(device)
+    return schedule.workspace_bytes(b * s_q, h, tiles, num_splits, split_tokens, sms)
+
+
+def _multiprocessors(device: torch.device | str | None) -> int:
+    """Of a CUDA device; 0 of a CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 0
+    # torch.compile looks through a cached function, and warns that it does
+    ask = multiprocessors.__wrapped__ if torch.compiler.is_compiling() else multiprocessors
+    return ask(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _allocate_workspace(q: torch.Tensor, tiles: int, num_splits: int, split_tokens: int) -> torch.Tensor | None:
+    """Workspace for a call, or None if its rows are not split, or ask for parts that `_check` refuses."""
+    b, s_q, h = q.shape[:3]
+    if num_splits < 0 or split_tokens < 0:
+        return None
+    sms = 0
+    if not num_splits and not split_tokens:
+        sms = _multiprocessors(q.device)
+        if schedule.part_limit(b * s_q, schedule.head_blocks(h), tiles, sms) == 1:
+            return None
+    size = schedule.workspace_bytes(b * s_q, h, tiles, num_splits, split_tokens, sms)
+    return torch.empty(size // 4, dtype=torch.float32, device=q.device) if size else None
 
 
 def sparse_mla_decode(
@@ -116,6 +179,7 @@ def sparse_mla_decode(
     split_tokens: int = 0,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query row to rows of one or two paged caches that it names by slot (or, densely, by page).
 
@@ -137,24 +201,32 @@ def sparse_mla_decode(
       extra_block_table  int32 [b, pages] and
       extra_length       int32 [b, s_q]: entries 0 .. extra_length - 1, entry e in row e % (rows per page) of page
                          extra_block_table[b, e // (rows per page)]; pages outside the cache are skipped
-    num_splits         how many parts a kernel cuts a row's columns into; 0: chosen from the shapes of the call
+    num_splits         how many parts a kernel cuts a row's columns into; 0: chosen from the shapes of the call, and no
+                       more than the workspace holds
     split_tokens       columns in a part, a multiple of 64, instead of num_splits: then a row's bits do not depend on
                        the batch around it. 0: not fixed. Neither can change the result by more than rounding
     out                [b, s_q, h, 512], any strides with a dense last dimension; bf16, or fp32 for partial results to
                        be merged (then attn_sink must be None); mutated
     lse                fp32 [b, h, s_q], contiguous; mutated
+    workspace          uint8 or fp32, one dimension, contiguous, 16-byte aligned: scratch memory for the parts of rows;
+                       `sparse_mla_decode_workspace_size` bytes, or more, if num_splits or split_tokens is given;
+                       mutated. None: allocated if rows may be split
 
     Returns (out, lse); lse is the natural logarithm, sink not included. A row that attends to nothing has out = 0 and
     lse = +inf. Rows not attended to are not read into the result, whatever they hold. Raises ValueError or TypeError on
     arguments that do not fit.
     """
-    arguments.check_query(Checker("sparse_mla_decode"), "q", q, (torch.bfloat16,), ("b", "s_q"))
+    if out is None or lse is None or workspace is None:
+        arguments.check_query(Checker("sparse_mla_decode"), "q", q, (torch.bfloat16,), ("b", "s_q"))
     if softmax_scale is None:
         softmax_scale = formats.HEAD_DIM**-0.5
     if out is None:
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
     if lse is None:
         lse = torch.empty(q.shape[0], q.shape[-2], q.shape[1], dtype=torch.float32, device=q.device)
+    if workspace is None:
+        tiles = arguments.list_tiles(indices, extra_k_cache, extra_indices, extra_block_table)
+        workspace = _allocate_workspace(q, tiles, num_splits, split_tokens)
     _decode(
         q,
         k_cache,
@@ -173,5 +245,6 @@ def sparse_mla_decode(
         split_tokens,
         out,
         lse,
+        workspace,
     )
     return out, lse

@@ -112,6 +112,7 @@ def sparse_mla_decode(
     split_tokens: int,
     out: torch.Tensor,
     lse: torch.Tensor,
+    workspace: torch.Tensor | None,
 ) -> None:
     selections = selection.decode_selections(
         q,

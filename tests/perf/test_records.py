@@ -93,6 +93,8 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another op": (lambda d: d.update(op="x"), "records: expected cells of x"),
     "same case twice": (lambda d: d["records"].append(d["records"][0]), "records: expected different cases"),
     "no T": (lambda d: d["records"][0].update(shape={}), "shape: expected a field T"),
+    "group": (lambda d: d["records"][0]["shape"].update(group=3), "(T=1): shape: expected text as group, got 3"),
+    "padded": (lambda d: d["records"][0]["shape"].update(padded=1), "shape: expected a share as padded, got 1"),
     "no bytes": (lambda d: d["records"][0].update(bytes=0), "cell 0 (T=1): bytes: expected an integer >= 1, got 0"),
     "ours missing": (lambda d: d["records"][0]["rows"].pop(0), "rows: expected ours first"),
     "ours twice": (

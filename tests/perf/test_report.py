@@ -133,6 +133,19 @@ def test_matrix_products_have_their_own_ceiling() -> None:
     assert line(text, "b64")[4:7] == ["476", "119.0", "15.1 (bf16)"]
 
 
+def test_padding_and_groups_are_shown() -> None:
+    cells = [cell(f"b{n}", 10**6, 10.0, {"flashmla": peer}, op=DECODE) for n, peer in ((1, 20.0), (2, 80.0), (3, 5.0))]
+    for one in cells[:2]:
+        one["shape"] |= {"group": "FlashMLA's shapes", "padded": 0.125}
+    text = section(report.render_report(book(*cells, op=DECODE)), DECODE)
+    assert line(text, "case")[5] == "% padding"
+    assert [line(text, name)[5] for name in ("b1", "b3")] == ["12.5", ""]
+    assert "\n\nFlashMLA's shapes (2): 4.000 times as fast in the geometric mean, 2.00 to 8.00.\n\n" in text
+    cells[1]["rows"] = cells[1]["rows"][:1]
+    text = report.render_report(book(*cells, op=DECODE))
+    assert "geometric mean" not in text, "a mean of all cells but those without a peer means nothing"
+
+
 def test_every_gpu_has_its_section_and_every_op_its_line(tmp_path: Path) -> None:
     for gpu, op in ((GPU, synthetic.INSERT), (GPU, GATHER), ("NVIDIA B200", GATHER)):
         folder = "h200" if gpu == GPU else "b200"

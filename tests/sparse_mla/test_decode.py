@@ -361,18 +361,39 @@ def arguments(**changes):
         "split_tokens": 0,
         "out": torch.zeros(2, 1, 4, 512, dtype=torch.bfloat16),
         "lse": torch.zeros(2, 4, 1),
+        "workspace": None,
     }
     assert changes.keys() <= args.keys()
     return {**args, **changes}
 
 
 DENSE = {"extra_indices": None, "extra_topk_length": None}
+WORKSPACE = 2 * 8 * (512 * 4 + 4)
+"""Bytes of the two parts of the eight heads and rows of `arguments`."""
 
 
 def test_opcheck():
     check_op("sparse_mla_decode", *arguments().values())
     dense = arguments(**DENSE, extra_block_table=model.int32([[0, 4], [2, 2]]), extra_length=model.int32([[3], [4]]))
     check_op("sparse_mla_decode", *dense.values())
+    split = arguments(num_splits=2, workspace=torch.zeros(WORKSPACE, dtype=torch.uint8))
+    check_op("sparse_mla_decode", *split.values())
+
+
+def test_workspace_is_left_to_the_kernels():
+    """Any size will do where the number of parts may be chosen; enough of either type where it is given."""
+    fp32, bytes_ = torch.full((WORKSPACE // 4,), 7.0), torch.full((WORKSPACE + 100,), 7, dtype=torch.uint8)
+    for splits in ({}, {"num_splits": 2}, {"split_tokens": 64}, {"num_splits": 9}):
+        for workspace in (fp32, bytes_):
+            args = arguments(**splits, workspace=workspace)
+            OPS["sparse_mla_decode"].overload(*args.values())
+            assert (workspace == 7).all()
+    small = arguments(workspace=torch.zeros(3))
+    OPS["sparse_mla_decode"].overload(*small.values())
+    whole = arguments(num_splits=1, split_tokens=0)
+    OPS["sparse_mla_decode"].overload(*whole.values())
+    with pytest.raises(ValueError, match=rf"workspace: expected at least {WORKSPACE} bytes .*, got 0"):
+        OPS["sparse_mla_decode"].overload(*arguments(num_splits=2).values())
 
 
 def test_cost_counts_attended_rows():
@@ -468,6 +489,11 @@ WIDE = plain(3, 64, 600)[..., :584]
         ({"out": torch.zeros(2, 1, 4, 512, dtype=torch.float16)}, "out", TypeError),
         ({"lse": torch.zeros(2, 1, 4)}, "lse", ValueError),
         ({"lse": torch.zeros(2, 8, 1)[:, ::2]}, "lse", ValueError),
+        ({"workspace": torch.zeros(9, dtype=torch.int32)}, "workspace", TypeError),
+        ({"workspace": torch.zeros(9, 9)}, "workspace", ValueError),
+        ({"workspace": torch.zeros(99)[::2]}, "workspace", ValueError),
+        ({"workspace": torch.zeros(2 * 8 * 513 - 1), "num_splits": 2}, "workspace", ValueError),
+        ({"workspace": torch.zeros(0), "split_tokens": 6400}, "workspace", ValueError),
     ],
 )
 def test_bad_arguments(changes, argument, error):

@@ -1,0 +1,55 @@
+"""Which kernel sparse_mla_decode runs: Hopper's own for fp8_ds_mla caches, the portable one for everything else."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.sparse_mla import decode_args, merge
+from cute_kernels.sparse_mla.decode_args import Call
+from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
+from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+from cute_kernels.sparse_mla.schedule import block_heads
+
+HOPPER = "sm_90a"
+
+
+def key_for(arch: str, heads: int, second: str, out_fp32: bool, format0: str, format1: str) -> KernelKey:
+    """The kernel for so many heads, caches of these formats and a second list of that kind ("none", "listed", "dense").
+
+    format1   format0 if there is no second list
+    """
+    if arch == HOPPER and format0 == format1 == FP8_DS_MLA.id:
+        return DecodeKey(arch, block_heads(heads), second, out_fp32)
+    return PortableDecodeKey(arch, block_heads(heads), format0, second, format1, out_fp32)
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """The layers' decode steps: one or two lists as the compress ratio says, in one part or several."""
+    kinds = {4: ("listed",), 128: ("dense", "listed")}
+    seconds = {second: None for ratio in config.compress_ratios for second in kinds.get(ratio, ("none",))}
+    heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
+    decode = [key_for(arch, heads, second, out_fp32, fmt, fmt) for second in seconds for out_fp32 in (False, True)]
+    return [*decode, *merge.deployment_keys(config, tp, arch)]
+
+
+@cache
+def _key(device_index: int, *rest: Any) -> KernelKey:
+    return key_for(arch_of(device_index), *rest)
+
+
+def _key_of_call(call: Call, out_fp32: bool) -> KernelKey:
+    return _key(call.q.device.index, call.q.shape[2], call.second, out_fp32, *call.formats)
+
+
+def supports(*args: Any) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
+    return decode_args.supports(Call(*args))
+
+
+def launch(*args: Any) -> None:
+    """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
+    decode_args.launch(_key_of_call, Call(*args))

@@ -1,0 +1,383 @@
+"""Kernel of sparse_mla_decode for every architecture from sm_80 on: both products with mma.sync.
+
+A block walks over work items (query row, part of its tiles, block of heads), in steps of some keys. Q stays in registers
+for an item, and so does O. Per step, after its rows have been copied to shared memory:
+
+    1. the warps' shares of Q K^T, each over the warp's 64 columns, go to shared memory
+    2. a warp for every 8 heads adds the shares up, moves the heads' maxima, stores P
+    3. each warp adds P V to its columns of O
+
+with the block's warps waiting for one another in between. What is where: portable_plan.py, portable_products.py; how
+rows get there: portable_source.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.dsl import mma_sync, ptx
+from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM, PLAIN_BF16
+from cute_kernels.runtime.arch import arch_number
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.sparse_mla import portable_products as products
+from cute_kernels.sparse_mla import portable_source
+from cute_kernels.sparse_mla.decode_args import fake_arguments
+from cute_kernels.sparse_mla.portable_plan import (
+    LANES,
+    ROPE_BYTES,
+    ROW_STATE,
+    SECONDS,
+    WALK_BYTES,
+    WARP_COLUMNS,
+    WARPS,
+    Plan,
+)
+from cute_kernels.sparse_mla.portable_source import DONE, MINUS_INFINITY, SECOND, Items, Walk
+
+LN_2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class PortableDecodeKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    heads     of a work item: 8, 16, 32 or 64
+    format0   record format id of the first cache: fp8_ds_mla/1 or plain_bf16/1
+    second    the second list: "none", "listed" (indices) or "dense" (a block table)
+    format1   record format id of the second cache; means nothing without a second list
+    out_fp32  whether out is fp32, else it is bf16
+    """
+
+    heads: int = 64
+    format0: str = FP8_DS_MLA.id
+    second: str = "listed"
+    format1: str = FP8_DS_MLA.id
+    out_fp32: bool = False
+
+    def __post_init__(self) -> None:
+        if self.second not in SECONDS:
+            raise ValueError(f"second: expected one of {SECONDS}, got {self.second!r}")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return (self.format0,) if self.second == "none" else (self.format0, self.format1)
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.arch, self.heads, self.formats)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.plan.smem_bytes
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        loads = ("ldmatrix",) if FP8_DS_MLA.id in self.formats else ()
+        return "mma.sync", "cp.async", "ex2", "ld.global.128", *loads
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return PortableDecodeKernel(self), fake_arguments(self.out_fp32, self.format0, self.format1)
+
+
+class Output(NamedTuple):
+    """out and lse, whose strides are those of out's first dimensions: part, batch, token, head; numbers of heads and
+    batches."""
+
+    base: Any
+    strides: Any
+    lse: Any
+    heads: Any
+    batches: Any
+    tokens: Any
+
+
+class PortableDecodeKernel:
+    """Entry point: see decode_args."""
+
+    def __init__(self, key: PortableDecodeKey) -> None:
+        self.plan, self.heads, self.second, self.formats = key.plan, key.heads, key.second, key.formats
+        self.tiles = self.plan.rows // 16
+        self.out_fp32 = key.out_fp32
+        self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+        names = "_".join("fp8" if kv_format == FP8_DS_MLA.id else "bf16" for kv_format in key.formats)
+        self.name = f"sparse_mla_decode_portable_h{key.heads}_{key.second}_{names}" + ("_fp32" if key.out_fp32 else "")
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        cache0: cute.Tensor,
+        list0: cute.Tensor,
+        cache1: cute.Tensor,
+        list1: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        len0: Int64,
+        len0_batch: Int32,
+        len0_token: Int32,
+        len1: Int64,
+        len1_batch: Int32,
+        len1_token: Int32,
+        sink: Int64,
+        scale_log2: Float32,
+        parts: Int32,
+        part_tiles: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
+        heads = length(q, 2)
+        blocks = (heads + (self.heads - 1)) // self.heads
+        split = [cute.fast_divmod_create_divisor_v2(number) for number in (blocks, parts, length(q, 1))]
+        items = Items(Int32(0), length(q, 0) * length(q, 1) * parts * blocks, ctas, *split, part_tiles)
+        kernel = self.kernel(
+            address(q),
+            tuple(stride_bytes(q, axis) for axis in range(3)),
+            (portable_source.cache_of(cache0), portable_source.cache_of(cache1)),
+            (
+                portable_source.lists_of(list0, (len0, len0_batch, len0_token), 1),
+                portable_source.lists_of(list1, (len1, len1_batch, len1_token), page_rows),
+            ),
+            Output(
+                address(out),
+                tuple(stride_bytes(out, i) for i in range(4)),
+                address(lse),
+                heads,
+                length(q, 0),
+                length(q, 1),
+            ),
+            sink,
+            scale_log2,
+            items,
+        )
+        kernel.launch(
+            grid=[cutlass.min(ctas, items.end), 1, 1], block=[WARPS * LANES, 1, 1], min_blocks_per_mp=1, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: Int64,
+        q_strides: Any,
+        caches: Any,
+        lists: Any,
+        out: Output,
+        sink: Int64,
+        scale_log2: Float32,
+        items: Items,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = thread & (LANES - 1)
+        warp = cute.arch.make_warp_uniform(thread // LANES)
+        plan = self.plan
+        memory = SmemAllocator().allocate_tensor(Uint8, cute.make_layout(plan.smem_bytes), byte_alignment=128)
+        base = memory.iterator.toint()
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_wait()
+
+        items = items._replace(first=block)
+        walk = Walk(
+            plan,
+            self.second,
+            items,
+            caches,
+            lists,
+            base + plan.walks_at + warp * WALK_BYTES,
+            cute.make_rmem_tensor((1,), Int32),
+            base,
+            base + plan.masks_at,
+        )
+        walk.start(lane)
+        walk.fetch(warp, lane)
+        for stage in cutlass.range(plan.stages - 1, unroll=1):
+            walk.copy(stage, warp, lane)
+            walk.fetch(warp, lane)
+
+        operands = mma_sync.Registers("q", self.tiles * 16)
+        o = mma_sync.Registers("o", self.tiles * 32)
+        operands.declare()
+        o.declare()
+        factors = base + plan.factors_at
+        stage = Int32(0)
+        item = block
+        while item < items.end:
+            cute.arch.sync_warp()
+            ptx.store_shared_s32(walk.home + DONE * 4, item)
+            lane = mma_sync.again(lane)
+            batch, token, part, head_block = items.place(item)
+            used = lists[0].used(batch, token)
+            used_second = Int32(0)
+            if const_expr(self.second != "none"):
+                used_second = lists[1].used(batch, token)
+            first, end, first_second, end_second = items.columns(part, used, used_second)
+            left = self.steps(first_second, end_second)
+            ptx.store_shared_s32(walk.home + SECOND * 4, left)
+            left += self.steps(first, end)
+            head = head_block * self.heads
+            query = q + Int64(batch) * q_strides[0] + Int64(token) * q_strides[1] + Int64(head) * q_strides[2]
+            self.load_query(operands, query, q_strides[2], cutlass.min(out.heads - head, self.heads), warp, lane)
+            o.clear()
+            if warp < plan.groups:
+                state = base + plan.rows_at + warp * ROW_STATE + lane * 8
+                ptx.store_shared_64(state, Int32(MINUS_INFINITY), Int32(0))
+            while left > 0:
+                cute.arch.cp_async_wait_group(plan.stages - 2)
+                # all warps have let go of the stage before this one, and this one's rows are there for all of them
+                cute.arch.sync_threads()
+                walk.copy(plan.stages - 1 if stage == 0 else stage - 1, warp, lane)
+                walk.fetch(warp, lane)
+                self.step(operands, o, base, stage, left, walk.home, scale_log2, warp, lane)
+                left -= 1
+                stage = Int32(0) if stage + 1 == plan.stages else stage + 1
+            batch, token, part, head_block = items.place(ptx.load_shared_s32(walk.home + DONE * 4))
+            lane = mma_sync.again(lane)
+            head = head_block * self.heads
+            # without steps in between, some warps may still read what the item before has left
+            cute.arch.sync_threads()
+            if warp < plan.groups:
+                row = warp * 8 + (lane >> 2)
+                state = base + plan.rows_at + warp * ROW_STATE + lane * 8
+                self.finish(state, out, sink, (part, batch, token, head + row), row, factors, lane)
+            cute.arch.sync_threads()
+            item = ptx.load_shared_s32(walk.home + DONE * 4) + items.step
+            self.store(o, out, (part, batch, token, head), factors, warp, lane)
+
+    def steps(self, first: Any, end: Any) -> Any:
+        return cutlass.max(end - first + (self.plan.keys - 1), Int32(0)) >> (self.plan.keys.bit_length() - 1)
+
+    @cute.jit
+    def load_query(self, operands: Any, query: Any, row_bytes: Any, rows: Any, warp: Any, lane: Any) -> None:
+        """The lane's operands, zeros for heads that do not exist. query: address of the item's first head."""
+        start = query + Int64((lane >> 2)) * row_bytes + Int64(warp * (2 * WARP_COLUMNS) + (lane & 3) * 32)
+        for m in range_constexpr(self.tiles):
+            for side in range_constexpr(2):
+                row = 16 * m + 8 * side
+                exists = row + (lane >> 2) < rows
+                for i in range_constexpr(2):
+                    words = ptx.load_global_128_where(exists, start + row_bytes * row + 16 * i)
+                    for j in range_constexpr(4):
+                        place = (m * 4 + 2 * i + j // 2) * 4 + j % 2 * 2 + side
+                        operands.put(place, words[j] if exists else Int32(0))
+
+    @cute.jit
+    def step(
+        self,
+        operands: Any,
+        o: Any,
+        base: Any,
+        stage: Any,
+        left: Any,
+        home: Any,
+        scale_log2: Any,
+        warp: Any,
+        lane: Any,
+    ) -> None:
+        """Both products and the softmax of a step whose rows are in a stage."""
+        plan = self.plan
+        lane = mma_sync.again(lane)
+        rows = base + stage * plan.stage_bytes
+        at = rows + warp * WARP_COLUMNS
+        is_wide = warp == WARPS - 1
+        at = rows + plan.rope_at if is_wide else at
+        if const_expr(PLAIN_BF16.id in self.formats):
+            plain = rows + warp * plan.plain_bytes
+            if const_expr(FP8_DS_MLA.id not in self.formats):
+                is_wide = warp >= 0
+                at = plain
+            else:
+                is_second = left <= ptx.load_shared_s32(home + SECOND * 4)
+                is_plain = is_second == (self.formats[1] == PLAIN_BF16.id)
+                is_wide = is_wide or is_plain
+                at = plain if is_plain else at
+        key_bytes = Int32(ROPE_BYTES) if is_wide else Int32(NOPE_DIM)
+        shares = base + plan.shares_at
+        own = shares + warp * plan.share_bytes + lane * 8
+        weights = base + plan.weights_at
+        scale_bytes = rows + plan.scales_at
+        scales, is_large = Int32(0), Int32(0)
+        if const_expr(FP8_DS_MLA.id in self.formats):
+            if not is_wide:
+                scales, is_large = products.prepare_scales(scale_bytes, warp, lane, plan.keys)
+        columns = products.Columns(at, is_wide, key_bytes, scale_bytes, scales, is_large)
+        products.share_scores(operands, own, columns, warp, lane, plan)
+        cute.arch.sync_threads()
+        factors = base + plan.factors_at
+        grows = warp < 0
+        if warp < plan.groups:
+            grows = products.weigh(
+                shares + warp * plan.group_bytes + lane * 8,
+                weights + (warp >> 1) * (plan.keys // 16 * LANES * 16) + (warp & 1) * (LANES * 4) + lane * 4,
+                base + plan.masks_at + (stage * plan.keys + (lane & 3) * 2) * 4,
+                factors + (warp * 8 + (lane >> 2)) * 4,
+                scale_log2,
+                base + plan.rows_at + warp * ROW_STATE + lane * 8,
+                lane,
+                plan,
+            )
+        if mma_sync.any_of_block(grows) != 0:
+            self.rescale(o, factors, lane)
+        products.accumulate(o, weights + lane * 4, columns, warp, lane, plan)
+
+    @cute.jit
+    def rescale(self, o: Any, factors: Any, lane: Any) -> None:
+        """Multiply the rows of O with their factors."""
+        for m in range_constexpr(self.tiles):
+            for side in range_constexpr(2):
+                factor = ptx.load_shared_f32(factors + (16 * m + 8 * side + (lane >> 2)) * 4)
+                o.scale([m * 32 + i // 2 * 4 + 2 * side + i % 2 for i in range(16)], factor)
+
+    @cute.jit
+    def finish(self, state: Any, out: Output, sink: Any, place: Any, row: Any, factors: Any, lane: Any) -> None:
+        """Store the log-sum-exp of the lane's row, and what the row of O is multiplied with. place: of the row in out."""
+        part, batch, token, head = place
+        exists = row < self.heads and head < out.heads
+        top, whole = ptx.load_shared_f32x2(state)
+        for step in (1, 2):
+            whole = whole + cute.arch.shuffle_sync_bfly(whole, step)
+        is_empty = top == -Float32.inf
+        share = whole
+        if sink != 0:
+            logit = ptx.load_global_s32_where(exists, sink + Int64(head) * 4).bitcast(Float32)
+            share = whole + ptx.exp2(logit * Float32(LOG2_E) - top)
+        factor = Float32(0.0) if is_empty else ptx.reciprocal(share)
+        ptx.store_shared_f32(factors + self.plan.rows * 4 + row * 4, factor, (lane & 3) == 0)
+        lse = Float32(INFINITY) if is_empty else (top + ptx.log2(whole)) * Float32(LN_2)
+        index = ((Int64(part) * Int64(out.batches) + batch) * Int64(out.heads) + head) * Int64(out.tokens) + token
+        ptx.store_global_s32(out.lse + index * 4, lse.bitcast(Int32), exists and (lane & 3) == 0)
+
+    @cute.jit
+    def store(self, o: Any, out: Output, place: Any, factors: Any, warp: Any, lane: Any) -> None:
+        """Store the warp's columns of an item. place: of its first row in out."""
+        part, batch, token, head = place
+        size = const_expr(4 if self.out_fp32 else 2)
+        start = out.base + Int64(part) * out.strides[0] + Int64(batch) * out.strides[1] + Int64(token) * out.strides[2]
+        start = (
+            start + Int64(head + (lane >> 2)) * out.strides[3] + Int64((warp * WARP_COLUMNS + (lane & 3) * 4) * size)
+        )
+        for m in range_constexpr(self.tiles):
+            for side in range_constexpr(2):
+                row = 16 * m + 8 * side + (lane >> 2)
+                exists = row < self.heads and head + row < out.heads
+                factor = ptx.load_shared_f32(factors + (self.plan.rows + row) * 4)
+                o.scale([m * 32 + i // 2 * 4 + 2 * side + i % 2 for i in range(16)], factor)
+                target = start + out.strides[3] * (16 * m + 8 * side)
+                for j in range_constexpr(4):
+                    words = o.get([((m * 4 + j) * 2 + i % 2) * 4 + 2 * side + i // 2 for i in range(4)])
+                    if const_expr(self.out_fp32):
+                        ptx.store_global_128(target + j * 64, words, exists)
+                    else:
+                        pair = [ptx.bf16x2(*(word.bitcast(Float32) for word in words[i : i + 2])) for i in (0, 2)]
+                        ptx.store_global_64(target + j * 32, *pair, exists)

@@ -1,0 +1,319 @@
+"""The back of Hopper's decode kernel: softmax, O += P V, and the results of an item.
+
+Two warpgroups do the softmax of a tile together, a thread for heads / 4 keys of one head, and then multiply P, which
+lies in shared memory, with 256 columns of V each. Maxima are running ones that move only when a head's outgrow theirs by
+2^8: sums and O are relative to them, and until they move nobody asks what the others' are.
+
+Products have 64 rows whatever the heads. Fewer heads leave rows of P that are zero and rows of O that nobody stores;
+the tensor cores' time for them is there, since the front takes longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_kernels.dsl import barriers, ptx
+from cute_kernels.dsl.mma_sync import again
+from cute_kernels.sparse_mla.decode_sm90_plan import (
+    BACK_BARRIER,
+    BACK_THREADS,
+    DIM,
+    FIRST_BACK_THREAD,
+    KEYS,
+    LAST,
+    LEAST,
+    ROPE_SLAB,
+    ROWS,
+    SKIPS,
+    SLAB,
+    STAGES,
+    Output,
+    Places,
+    Rings,
+    Work,
+    score_pitch,
+    sum_parts,
+)
+
+GROWTH = 8.0
+"""By how much, in powers of two, scores may exceed their running maximum."""
+
+LN2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
+
+SIDE = DIM // 2
+"""Columns of O of a warpgroup."""
+
+
+class Back:
+    def __init__(self, heads: int, out_fp32: bool) -> None:
+        self.heads, self.out_fp32 = heads, out_fp32
+        self.keys = heads // 4
+        self.pitch = score_pitch(heads) * 4
+        self.parts = sum_parts(heads)
+
+    @cute.jit
+    def run(
+        self,
+        thread: Any,
+        work: Work,
+        rings: Rings,
+        pv: cute.TiledMma,
+        p_tile: cute.Tensor,
+        v_tile: cute.Tensor,
+        out: Output,
+        sink: Any,
+        scale_log2: Any,
+        at: Places,
+    ) -> None:
+        side = cute.arch.make_warp_uniform(thread // 128)
+        lane = thread % 32
+        part = pv.get_slice(thread % 128)
+        transposed = cute.composition(v_tile, cute.make_layout((DIM, KEYS, STAGES), stride=(KEYS, 1, DIM * KEYS)))
+        p_parts = pv.make_fragment_A(part.partition_A(p_tile))
+        v_parts = pv.make_fragment_B(part.partition_B(cute.local_tile(transposed, (SIDE, KEYS, STAGES), (side, 0, 0))))
+        total = cute.make_rmem_tensor(part.partition_shape_C((ROWS, SIDE)), Float32)
+        scores = cute.make_rmem_tensor((self.keys,), Float32)
+        head, group = thread % self.heads, thread // self.heads
+        scores_at = at.scores + group * self.keys * self.pitch + head * 4
+        byte = group * self.keys * 2
+        p_at = at.p + head * 128 + (((byte // 16) ^ (head % 8)) << 4) + byte % 16
+        if const_expr(self.heads < ROWS):
+            for i in range_constexpr(2):
+                ptx.store_shared_128(at.p + thread * 32 + 16 * i, [Int32(0)] * 4)
+        stage, phase = barriers.start()
+        score_phase = Int32(0)
+        for item in cutlass.range(work.first, work.end, work.step, unroll=1):
+            total.fill(0.0)
+            top, amount = Float32(LEAST), Float32(0.0)
+            mark = Int32(0)
+            while mark & LAST == 0:
+                rings.scores.wait_full(Int32(0), score_phase)
+                mark = self.read_scores(scores, scores_at, scale_log2, at)
+                largest = _tree([scores[i] for i in range(self.keys)], ptx.max_f32)
+                grows = ptx.any_of_group(BACK_BARRIER, BACK_THREADS, largest - top > GROWTH)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(rings.scores.empty(Int32(0)))
+                if grows != 0:
+                    top, amount = self.grow(total, largest, top, amount, at)
+                amount = amount + self.weights(scores, top)
+                self.store_weights(scores, p_at)
+                # both P and V were written by ordinary stores
+                cute.arch.fence_view_async_shared()
+                cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=BACK_THREADS)
+                warpgroup.fence()
+                for step in range_constexpr(KEYS // 16):
+                    cute.gemm(pv, total, p_parts[None, None, step], v_parts[None, None, step, stage], total)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(rings.stages.empty(stage))
+                stage, phase = barriers.advance(stage, phase, STAGES)
+                score_phase = score_phase ^ 1
+            self.share_sums(amount, top, at)
+            self.store(item, work, total, out, sink, at)
+
+    @cute.jit
+    def read_scores(self, scores: Any, scores_at: Any, scale_log2: Any, at: Places) -> Any:
+        """The thread's scores in powers of two; the tile's mark."""
+        marks = ptx.load_shared_128(at.mark)
+        for i in range_constexpr(self.keys):
+            scores[i] = ptx.load_shared_f32(scores_at + i * self.pitch)
+        mark = marks[0] | marks[1] | marks[2] | marks[3]
+        if mark & SKIPS != 0:
+            # -inf times a scale that is not positive would count
+            for i in range_constexpr(self.keys):
+                is_skipped = scores[i] == Float32(-Float32.inf)
+                scores[i] = scores[i] if is_skipped else scores[i] * scale_log2
+        else:
+            for i in range_constexpr(self.keys):
+                scores[i] = scores[i] * scale_log2
+        return mark
+
+    @cute.jit
+    def weights(self, scores: Any, top: Any) -> Any:
+        """scores become P; their sum."""
+        for i in range_constexpr(self.keys):
+            scores[i] = ptx.exp2(scores[i] - top)
+        return _tree([scores[i] for i in range(self.keys)], _add)
+
+    @cute.jit
+    def store_weights(self, weights: Any, p_at: Any) -> None:
+        """P in bf16: heads / 4 neighbouring keys of a head."""
+        words = [ptx.bf16x2(weights[2 * i], weights[2 * i + 1]) for i in range(self.keys // 2)]
+        if const_expr(len(words) == 1):
+            ptx.store_shared_s32(p_at, words[0])
+        elif const_expr(len(words) == 2):
+            ptx.store_shared_64(p_at, *words)
+        else:
+            for i in range_constexpr(len(words) // 4):
+                ptx.store_shared_128(p_at ^ (16 * i), words[4 * i : 4 * i + 4])
+
+    def over_lanes(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """Combine what the lanes of the same head have."""
+        step = self.heads
+        while step < 32:
+            value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=step))
+            step *= 2
+        return value
+
+    @cute.jit
+    def grow(self, total: Any, largest: Any, top: Any, amount: Any, at: Places) -> tuple[Any, Any]:
+        """Move the maxima of the heads that outgrew theirs, and O with them: new maximum and sum of the thread's head."""
+        thread = own_number()
+        head, row = thread % self.heads, own_row(thread)
+        own = self.over_lanes(largest, ptx.max_f32)
+        place = at.top + head * 4
+        ptx.store_shared_f32(place + thread // max(self.heads, 32) * (self.heads * 4), own)
+        cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=BACK_THREADS)
+        for i in range_constexpr(self.parts):
+            own = ptx.max_f32(own, ptx.load_shared_f32(place + i * (self.heads * 4)))
+        moved = own if own - top > Float32(GROWTH) else top
+        factor = ptx.exp2(top - moved)
+        if thread < self.heads:
+            ptx.store_shared_f32(at.rescale + head * 4, factor)
+        cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=BACK_THREADS)
+        factors = [ptx.load_shared_f32(at.rescale + self.clamp(row + 8 * half) * 4) for half in range(2)]
+        for i in range_constexpr(SIDE // 2):
+            total[i] = total[i] * factors[i // 2 % 2]
+        return moved, amount * factor
+
+    def clamp(self, row: Any) -> Any:
+        """A row of O that is there."""
+        return row if self.heads == ROWS else cutlass.min(row, self.heads - 1)
+
+    @cute.jit
+    def share_sums(self, amount: Any, top: Any, at: Places) -> None:
+        """Leave the item's sums and maxima where every warp finds them."""
+        thread = own_number()
+        head = thread % self.heads
+        amount = self.over_lanes(amount, _add)
+        place = at.sum + head * 4
+        ptx.store_shared_f32(place + thread // max(self.heads, 32) * (self.heads * 4), amount)
+        if thread < self.heads:
+            ptx.store_shared_f32(place + self.parts * (self.heads * 4), top)
+        cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=BACK_THREADS)
+
+    @cute.jit
+    def weigh(self, row: Any, head: Any, heads: Any, sink: Any, at: Places) -> tuple[Any, Any]:
+        """What a row of O is multiplied with at the end, and the log-sum-exp."""
+        place = at.sum + self.clamp(row) * 4
+        total = ptx.load_shared_f32(place)
+        for i in range_constexpr(1, self.parts):
+            total = total + ptx.load_shared_f32(place + i * (self.heads * 4))
+        top = ptx.load_shared_f32(place + self.parts * (self.heads * 4))
+        share = total
+        if sink != 0:
+            logit = ptx.load_global_s32_where(head < heads, sink + Int64(head) * 4).bitcast(Float32)
+            share = total + ptx.exp2(logit * Float32(LOG2_E) - top)
+        is_empty = total == Float32(0.0)
+        lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(total)) * Float32(LN2)
+        return (Float32(0.0) if is_empty else ptx.reciprocal(share)), lse
+
+    @cute.jit
+    def store(self, item: Any, work: Work, total: Any, out: Output, sink: Any, at: Places) -> None:
+        """The item's results."""
+        thread = own_number()
+        side, row = cute.arch.make_warp_uniform(thread // 128), own_row(thread)
+        member = thread % 4
+        batch, token, piece, head_block = work.place(item)
+        head = head_block * self.heads + row
+        target = out.base + Int64(piece) * out.strides[0] + Int64(batch) * out.strides[1]
+        target = target + Int64(token) * out.strides[2] + Int64(head) * out.strides[3]
+        size = const_expr(4 if self.out_fp32 else 2)
+        target = target + Int64(side * (SIDE * size))
+        for half in range_constexpr(2):
+            is_there = row + 8 * half < self.heads and head + 8 * half < out.heads
+            factor, lse = self.weigh(row + 8 * half, head + 8 * half, out.heads, sink, at)
+            if side == 0 and member == 0 and is_there:
+                place = ((piece * out.batches + batch) * out.heads + head + 8 * half) * work.tokens + token
+                ptx.store_global_s32(out.lse + Int64(place) * 4, lse.bitcast(Int32))
+            row_at = target + out.strides[3] * (8 * half)
+            for slab in range_constexpr(SIDE // SLAB - 1):
+                self.store_fp8(total, slab, half, factor, row_at, member, is_there)
+            if side == 0:
+                self.store_fp8(total, SIDE // SLAB - 1, half, factor, row_at, member, is_there)
+            else:
+                self.store_rope(total, SIDE // SLAB - 1, half, factor, row_at, member, is_there)
+
+    @cute.jit
+    def store_fp8(
+        self,
+        total: Any,
+        slab: cutlass.Constexpr,
+        half: cutlass.Constexpr,
+        factor: Any,
+        row_at: Any,
+        member: Any,
+        is_there: Any,
+    ) -> None:
+        """16 neighbouring columns."""
+        order = [(i // 4 * 2 + i % 2, i % 4 // 2) for i in range(16)]
+        self.store_columns(total, slab, half, factor, order, row_at, [member * 16, member * 16 + 8], is_there)
+
+    @cute.jit
+    def store_rope(
+        self,
+        total: Any,
+        slab: cutlass.Constexpr,
+        half: cutlass.Constexpr,
+        factor: Any,
+        row_at: Any,
+        member: Any,
+        is_there: Any,
+    ) -> None:
+        """Twice 8 neighbouring columns, 32 apart."""
+        order = [(i // 2, i % 2) for i in range(16)]
+        self.store_columns(total, slab, half, factor, order, row_at, [member * 8, member * 8 + 32], is_there)
+
+    @cute.jit
+    def store_columns(
+        self,
+        total: Any,
+        slab: cutlass.Constexpr,
+        half: cutlass.Constexpr,
+        factor: Any,
+        order: cutlass.Constexpr,
+        row_at: Any,
+        columns: Any,
+        is_there: Any,
+    ) -> None:
+        """`order`: chunk and element of the thread's columns; `columns`: of a slab, the first of each 8."""
+        for i in range_constexpr(2):
+            places = [32 * slab + 4 * chunk + 2 * half + element for chunk, element in order[8 * i : 8 * i + 8]]
+            eight = [total[place] * factor for place in places]
+            if const_expr(self.out_fp32):
+                target = row_at + Int64((columns[i] + slab * SLAB) * 4)
+                for j in range_constexpr(2):
+                    words = [value.bitcast(Int32) for value in eight[4 * j : 4 * j + 4]]
+                    ptx.store_global_128(target + 16 * j, words, is_there)
+            else:
+                words = [ptx.bf16x2(eight[2 * j], eight[2 * j + 1]) for j in range(4)]
+                ptx.store_global_128(row_at + Int64((columns[i] + slab * SLAB) * 2), words, is_there)
+
+
+def own_number() -> Any:
+    """The thread's number in the back, computed anew: the loop over tiles has no register to spare."""
+    return again(cute.arch.thread_idx()[0]) - FIRST_BACK_THREAD
+
+
+def own_row(thread: Any) -> Any:
+    """The first of the two rows of O that a thread has a share of; the other is 8 below."""
+    return thread % 128 // 32 * 16 + thread % 32 // 4
+
+
+def _add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def _tree(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine a power of two of them, by pairs."""
+    while len(values) > 1:
+        values = [combine(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+    return values[0]

@@ -1,0 +1,228 @@
+"""Calls that the kernels of this room are verified with: formats, lists, head counts, lengths, holes, parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels import formats
+from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory
+from cute_kernels.sparse_mla import schedule
+from cute_kernels.sparse_mla.arguments import list_tiles
+
+_FP8, _BF16 = formats.FP8_DS_MLA.id, formats.PLAIN_BF16.id
+_LARGEST = 1.0
+"""No value of a cache is larger, so that rounding explains what the tolerances allow, also where sums cancel."""
+
+_SCALE = 0.15
+"""Of the softmax: a few columns of a row count much more than the others."""
+
+_OUT_ABSOLUTE, _OUT_RELATIVE = 1e-3, 2.01 / 128
+_LSE_ABSOLUTE, _LSE_RELATIVE = 1e-6, 8.01 / 65536
+_BAD = (-1, -(2**31), 2**31 - 1, -7)
+"""Slots and pages outside every cache."""
+
+
+def _sink(heads: int) -> torch.Tensor:
+    values = [-math.inf, 0.5, math.inf, 3.0, -20.0]
+    return torch.tensor([values[h % 5] for h in range(heads)])
+
+
+def _close(name: str, got: Any, want: Any, absolute: float, relative: float) -> str:
+    """ "", or how far a result is off: it must be within one of the two tolerances, and infinite where it should."""
+    got, want = got.double(), want.double()
+    apart = torch.where(got == want, 0.0, (got - want).abs())
+    wrong = ~((apart <= absolute) | (apart <= relative * want.abs()))
+    if not bool(wrong.any()):
+        return ""
+    return f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are off, by up to {apart.max().item():.3g}"
+
+
+def _untouched(got: Sequence[Any], want: Sequence[Any], results: Sequence[int]) -> str:
+    """ "", or that memory changed apart from the results, which are given by number."""
+    for number, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        if not isinstance(mine, torch.Tensor):
+            continue
+        if number in results:
+            mine, theirs = (clone_arguments((t,), torch.device("cpu"))[0].zero_() for t in (mine, theirs))
+        if not torch.equal(raw_memory(mine), raw_memory(theirs)):
+            return f"memory of argument {number} was written that should not"
+    return ""
+
+
+def _agree_decode(got: Sequence[Any], want: Sequence[Any]) -> str:
+    return (
+        _close("out", got[15], want[15], _OUT_ABSOLUTE, _OUT_RELATIVE)
+        or _close("lse", got[16], want[16], _LSE_ABSOLUTE, _LSE_RELATIVE)
+        or _untouched(got[:17], want[:17], (15, 16))
+    )
+
+
+def _agree_merge(got: Sequence[Any], want: Sequence[Any]) -> str:
+    is_fp32 = want[3].dtype == torch.float32
+    return (
+        _close("out", got[3], want[3], 1e-5, 1e-5 if is_fp32 else 2.0**-7)
+        or _close("lse", got[4], want[4], 1e-6, 1e-6)
+        or _untouched(got, want, (3, 4))
+    )
+
+
+def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """NaN, with NaN around it that must stay."""
+    wide = torch.full((shape[0] + 1, *shape[1:-2], shape[-2] + 1, shape[-1] + 8), math.nan, dtype=dtype)
+    return wide[1:, ..., :-1, :-8]
+
+
+def _pool(kv_format: str, pages: int, rows: int, g: torch.Generator) -> torch.Tensor:
+    """A cache with NaN between its pages, a NaN record at the end, and random records before."""
+    fmt: Any = formats.FORMATS[kv_format]
+    multiple = 576 if kv_format == _FP8 else 64
+    cache = fmt.allocate(pages, rows, page_stride=fmt.page_stride(rows) + multiple)
+    raw_memory(cache).fill_(0xFF)
+    slots = torch.arange(pages * rows - 1)
+    values = torch.randn(len(slots), formats.HEAD_DIM, generator=g) * (_LARGEST / 4)
+    fmt.write(cache, rows, slots, values.clamp(-_LARGEST, _LARGEST).bfloat16())
+    return cache
+
+
+def _slots(shape: tuple[int, int, int], capacity: int, g: torch.Generator) -> torch.Tensor:
+    """Random slots with holes between them; never that of the NaN record, which is the last."""
+    slots = torch.randint(0, capacity - 1, shape, generator=g)
+    holes = torch.tensor([*_BAD, capacity])[torch.randint(0, len(_BAD) + 1, shape, generator=g)]
+    return torch.where(torch.rand(shape, generator=g) < 0.15, holes, slots).int()
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One call: sizes, formats and kinds of its lists, lengths, how rows are split.
+
+    second     format of the second cache; "" there is none
+    dense      whether a block table names its rows
+    lengths    lengths of the first list, by request in turn; "by token" and "none" are the other forms
+    partial    whether the result is fp32, without a sink
+    """
+
+    heads: int
+    first: str = _FP8
+    second: str = ""
+    dense: bool = False
+    b: int = 3
+    s_q: int = 1
+    columns: int = 128
+    extra: int = 0
+    rows: tuple[int, int] = (64, 64)
+    lengths: tuple[int, ...] | str = "none"
+    num_splits: int = 0
+    split_tokens: int = 0
+    partial: bool = False
+
+    def _lengths(self, columns: int, g: torch.Generator) -> torch.Tensor | None:
+        if isinstance(self.lengths, tuple):
+            return torch.tensor(self.lengths, dtype=torch.int32)[torch.arange(self.b) % len(self.lengths)]
+        if self.lengths == "by token":
+            return torch.randint(-1, columns + 9, (self.b, self.s_q), generator=g, dtype=torch.int32)
+        return None
+
+    def _second_list(self, g: torch.Generator) -> tuple[Any, ...]:
+        """Arguments 7 to 11."""
+        if not self.second:
+            return (None,) * 5
+        rows = self.rows[1]
+        pages = max(4, 2 * self.extra // rows)
+        pool = _pool(self.second, pages, rows, g)
+        if not self.dense:
+            slots = _slots((self.b, self.s_q, self.extra), pages * rows, g)
+            return pool, slots, self._lengths(self.extra, g), None, None
+        table = torch.randint(0, pages - 1, (self.b, -(-self.extra // rows)), generator=g, dtype=torch.int32)
+        table[0, ::3] = -1
+        table[-1, -1:] = pages
+        visible = torch.randint(-3, self.extra + 9, (self.b, self.s_q), generator=g, dtype=torch.int32)
+        visible[0] = self.extra
+        return pool, None, None, table, visible
+
+    def example(self, name: str) -> Example:
+        g = torch.Generator().manual_seed(self.heads + self.columns)
+        b, s_q, h, pages = self.b, self.s_q, self.heads, 5
+        q = torch.randn(b, s_q, h + 1, formats.HEAD_DIM + 8, generator=g).bfloat16()[:, :, 1:, 8:]
+        pool = _pool(self.first, pages, self.rows[0], g)
+        slots = _slots((b, s_q, self.columns), pages * self.rows[0], g)
+        second = self._second_list(g)
+        tiles = list_tiles(slots, second[0], second[1], second[3])
+        if self.num_splits or self.split_tokens:
+            size = schedule.workspace_bytes(b * s_q, h, tiles, self.num_splits, self.split_tokens, 0)
+        else:
+            size = b * s_q * h * min(tiles, 3) * schedule.PART_BYTES
+        workspace = torch.full((size // 4,), math.nan)
+        arguments = (
+            *(q, pool, slots, self._lengths(self.columns, g), None if self.partial else _sink(h)),
+            *(_SCALE, self.first, *second, self.second or _FP8, self.num_splits, self.split_tokens),
+            _poisoned((b, s_q, h, formats.HEAD_DIM), torch.float32 if self.partial else torch.bfloat16),
+            torch.full((b, h, s_q), -777.0),
+            workspace if size else None,
+        )
+        return Example(name, arguments, _agree_decode)
+
+
+_AROUND_TILES = (0, 1, 63, 64, 65, 127, 128, 999)
+
+_DECODE = {
+    "window, lengths around tiles": _Case(64, b=8, lengths=_AROUND_TILES),
+    "window, 8 heads": _Case(8, s_q=2, lengths="by token"),
+    "no columns": _Case(16, columns=0),
+    "window and picks": _Case(64, second=_FP8, extra=200, s_q=2, lengths="by token"),
+    "128 heads": _Case(128, second=_FP8, extra=512, lengths=(128, 70)),
+    "16 heads, pages of 53 and 2": _Case(16, second=_FP8, extra=77, rows=(53, 2), lengths=(5, 128)),
+    "32 heads, one row": _Case(32, second=_FP8, extra=512, b=1),
+    "5 heads, odd widths": _Case(5, second=_FP8, extra=3, columns=1),
+    "100 heads": _Case(100, second=_FP8, extra=65, columns=129, b=2),
+    "window and pages": _Case(64, second=_FP8, dense=True, extra=300, rows=(64, 2), s_q=2, lengths="by token"),
+    "8 heads, pages": _Case(8, second=_FP8, dense=True, extra=130, rows=(64, 64)),
+    "an empty block table": _Case(8, second=_FP8, dense=True, extra=0, rows=(64, 2)),
+    "3 parts": _Case(64, second=_FP8, extra=512, num_splits=3, lengths=(128, 0, 65)),
+    "3 parts of pages, 16 heads": _Case(16, second=_FP8, dense=True, extra=600, rows=(64, 2), num_splits=3, b=4),
+    "more parts than tiles": _Case(128, num_splits=9, lengths=(0, 3, 128)),
+    "parts of 128 columns": _Case(40, second=_FP8, extra=512, split_tokens=128, s_q=2, lengths="by token"),
+    "parts of parts": _Case(64, second=_FP8, extra=300, num_splits=2, partial=True),
+    "a partial result": _Case(32, second=_FP8, dense=True, extra=70, rows=(64, 2), partial=True),
+    "bf16": _Case(64, first=_BF16, lengths=_AROUND_TILES, b=8),
+    "bf16 and bf16, 8 heads": _Case(8, first=_BF16, second=_BF16, extra=200, rows=(7, 53), s_q=2, lengths="by token"),
+    "fp8 and bf16 pages": _Case(16, second=_BF16, dense=True, extra=130, rows=(64, 2), num_splits=2),
+    "bf16 and fp8": _Case(128, first=_BF16, second=_FP8, extra=65, partial=True),
+    "bf16 and fp8 pages": _Case(32, first=_BF16, second=_FP8, dense=True, extra=99, rows=(64, 2), split_tokens=64),
+}
+
+
+def decode() -> Iterator[Example]:
+    """sparse_mla_decode, arguments in the schema's order"""
+    for name, case in _DECODE.items():
+        yield case.example(name)
+
+
+def merge() -> Iterator[Example]:
+    """merge_attention_states(outs, lses, attn_sink, out, lse)"""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for n, b, s_q, h, parts_dtype, dtype in (
+        (1, 3, 1, 5, fp32, bf16),
+        (2, 0, 1, 8, fp32, bf16),
+        (2, 7, 2, 64, fp32, bf16),
+        (4, 3, 1, 128, bf16, bf16),
+        (10, 2, 1, 16, fp32, fp32),
+        (17, 2, 3, 3, bf16, fp32),
+        (70, 1, 2, 9, fp32, bf16),
+    ):
+        g = torch.Generator().manual_seed(n + h)
+        outs = torch.randn(n, b, s_q, h, formats.HEAD_DIM, generator=g).to(parts_dtype)
+        lses = torch.randn(n, b, h, s_q, generator=g) * 5
+        lses[torch.rand(lses.shape, generator=g) < 0.2] = math.inf
+        lses[torch.rand(lses.shape, generator=g) < 0.1] = -math.inf
+        outs[lses.isinf().transpose(-1, -2)] = math.nan
+        results = _poisoned((b, s_q, h, formats.HEAD_DIM), dtype), torch.full((b, h, s_q), -777.0)
+        sink = None if dtype == fp32 else _sink(h)
+        yield Example(f"{n} parts of {b} x {s_q} x {h}", (outs, lses, sink, *results), _agree_merge)
+
+
+EXAMPLES = {"merge_attention_states": merge, "sparse_mla_decode": decode}

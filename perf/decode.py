@@ -1,0 +1,141 @@
+"""Benchmark of sparse MLA decode beside FlashMLA, in the cells that it is known by and in shapes of our own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.runtime.ops import OPS
+from perf.decode_inputs import MODES, OP, SPLITS, DecodeSet, Shape
+from perf.measure import compare, number_of_sets
+
+BATCHES = (1, 8, 32, 64, 128, 256)
+PEER_HEADS = 64
+"""FlashMLA has kernels for 64 and 128 heads: whoever has fewer pads them."""
+
+GRID = tuple(Shape(mode, heads, batch) for mode in MODES for heads in (64, 128) for batch in BATCHES)
+OWN = (
+    *(Shape("c4_128+512", heads, batch) for heads in (8, 16, 32) for batch in (64, 256)),
+    *(Shape("c128_128+1024", 64, batch, dense=True) for batch in (1, 64, 256)),
+    *(Shape("c4_128+512", 64, batch, tokens) for batch, tokens in ((8, 2), (64, 2), (64, 4))),
+    *(Shape("c4_128+512", 64, batch, unequal=True) for batch in (64, 256)),
+    *(Shape("c4_128+512", 64, batch, splits=(("split_tokens", 256),)) for batch in (1, 32, 256)),
+    *(Shape("c4_128+512", 64, 64, splits=(("num_splits", n),)) for n in (1, 2, 4)),
+)
+PLANNED = tuple(Shape("c4_128+512", heads, batch) for heads in (64, 128) for batch in (1, 64, 256))
+"""Where FlashMLA is also timed with its planner, which it runs once a step."""
+
+Candidate = Callable[[DecodeSet], Any]
+
+
+@dataclass(frozen=True)
+class FlashMLA:
+    """FlashMLA's kernel, as vLLM ships it. It plans in the first call of a shape and uses that plan again.
+
+    planning   plan in every call instead
+    """
+
+    module: Any
+    planning: bool = False
+    plans: dict[Shape, Any] = field(default_factory=dict)
+    padded: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+    def __call__(self, s: DecodeSet) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = None if self.planning else self.plans.get(s.shape)
+        if plan is None:
+            plan = self.plans[s.shape] = self.module.get_mla_metadata()[0]
+        given, heads = s.given, s.shape.heads
+        q, sink, out = self._heads(given) if heads < PEER_HEADS else (given["q"], given["attn_sink"], given["out"])
+        extra = given.get("extra_k_cache")
+        out, lse = self.module.flash_mla_with_kvcache(
+            q=q,
+            k_cache=given["k_cache"].unsqueeze(2),
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=HEAD_DIM,
+            tile_scheduler_metadata=plan,
+            softmax_scale=given["softmax_scale"],
+            is_fp8_kvcache=True,
+            indices=given["indices"],
+            attn_sink=sink,
+            extra_k_cache=None if extra is None else extra.unsqueeze(2),
+            extra_indices_in_kvcache=s.listed,
+            topk_length=given["topk_length"],
+            extra_topk_length=s.lengths,
+            out=out,
+        )
+        return out[:, :, :heads], lse[:, :heads]
+
+    def _heads(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Queries, sink and output with PEER_HEADS heads, made once: a layer would project to that many."""
+        q, sink = given["q"], given["attn_sink"]
+        if q.data_ptr() not in self.padded:
+            more = PEER_HEADS - q.shape[2]
+            wide = torch.nn.functional.pad(q, (0, 0, 0, more))
+            whole = torch.nn.functional.pad(sink, (0, more), value=-torch.inf)
+            self.padded[q.data_ptr()] = wide, whole, torch.empty_like(wide)
+        return self.padded[q.data_ptr()]
+
+
+def _flashmla() -> Any:
+    """FlashMLA's interface, or the reason why there is none."""
+    try:
+        return importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")
+    except Exception as error:  # an installation that is not whole fails in many ways
+        return f"{type(error).__name__}: {error}"
+
+
+def _candidates(shape: Shape, peers: bool, variants: bool) -> dict[str, Candidate | str]:
+    """Those of a shape by name. Explicit splits have no peers: they are about our own choice."""
+    found: dict[str, Candidate | str] = {}
+    if variants and not shape.splits:
+        for splits in SPLITS:
+            name = " ".join(f"{k}={v}" for k, v in splits.items())
+            found[f"ours {name}"] = partial(_call, splits)
+    if peers and not shape.splits:
+        module = _flashmla()
+        missing = isinstance(module, str)
+        name = "flashmla" if shape.heads >= PEER_HEADS else "flashmla-padded"
+        found[name] = module if missing else FlashMLA(module)
+        if shape in PLANNED:
+            found["flashmla-and-planner"] = module if missing else FlashMLA(module, planning=True)
+    return found
+
+
+def _call(splits: Mapping[str, int], s: DecodeSet) -> None:
+    s.call(splits)
+
+
+def _facts(shape: Shape) -> dict[str, Any]:
+    facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads, "padded": round(shape.padded(), 4)}
+    return {**facts, "group": "FlashMLA's shapes"} if shape in GRID else facts
+
+
+def sweep(
+    rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
+) -> list[dict[str, Any]]:
+    """Records of sparse_mla_decode, all cells or those with that many query rows, peers and variants beside it."""
+    chosen = [shape for shape in (*GRID, *OWN) if rows is None or shape.rows in rows]
+    for shape in chosen:
+        DecodeSet.make(shape, 0).ours()  # compiled before other projects change the DSL
+    cost = OPS[OP].cost
+    assert cost is not None
+    records = []
+    for shape in chosen:
+        first = DecodeSet.make(shape, 0)
+        work = cost(*first.arguments())
+        sets = [first, *(DecodeSet.make(shape, seed) for seed in range(1, number_of_sets(work.bytes)))]
+        candidates = _candidates(shape, peers, variants)
+        records.append(compare(OP, _facts(shape), sets, work, candidates, replays, products="bf16"))
+    return records
+
+
+SWEEPS = {OP: sweep}
+QUICK = {OP: (64,)}
+"""Numbers of rows of a quick look."""

@@ -1,0 +1,101 @@
+"""What attention means in float64, how near to it a kernel must come, and which kernel of decode a test runs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+
+from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.ops import FALLBACK_VARIABLE
+from tests.helpers import bits
+
+FP8, BF16 = "fp8_ds_mla/1", "plain_bf16/1"
+KERNELS = ("chosen", "portable")
+OTHER_HEADS = (8, 64)
+"""Blocks of heads that caches of other formats are tested with."""
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, named: torch.Tensor, scale: float, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [n, h, 512] and lse [n, h] of q [n, h, 512] over the `named` [n, c] of k [n, c, 512], all float64.
+
+    The sink [h] is one more logit, whose value is zero. What is not named must be zero in k.
+    """
+    k, named = torch.nn.functional.pad(k, (0, 0, 0, 1)), torch.nn.functional.pad(named, (0, 1))  # never no column
+    scores = (q @ k.transpose(1, 2) * scale).masked_fill(~named[:, None, :], -math.inf)
+    lse = scores.logsumexp(dim=-1)
+    if sink is not None:
+        scores = torch.cat([scores, sink.double()[None, :, None].expand(len(q), -1, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[1]]
+    nothing = ~named.any(dim=1)[:, None].expand_as(lse)
+    if sink is not None:
+        nothing = nothing | (sink == math.inf)
+    out = (weights @ k).masked_fill(nothing[..., None], 0.0)
+    return out, lse.masked_fill(~named.any(dim=1)[:, None], math.inf)
+
+
+def assert_near(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Every element within 1e-3 or 2.01/128 of itself, every head of every row near in direction and length too: one
+    key too many or too few among 2048 shows there. lse within 1e-6 + 8.01/65536 of itself."""
+    (out, lse), (want_out, want_lse) = got, want
+    assert (out.shape, lse.shape) == (want_out.shape, want_lse.shape)
+    x, y = out.double(), want_out
+    off = (x - y).abs()
+    wrong = ~(off <= (2.01 / 128 * y.abs()).clamp(min=1e-3))
+    assert not wrong.any(), f"out: {int(wrong.sum())} elements, first at {wrong.nonzero()[0].tolist()}"
+    size = (x * x + y * y).sum(-1)
+    apart = ((x - y) ** 2).sum(-1) / size  # 1 - 2 x.y / (x.x + y.y)
+    largest = y.abs().amax(-1)
+    wrong = ~(apart <= 5e-6) & (largest > 1e-30) | (largest == 0) & (size != 0)
+    assert not wrong.any(), (
+        f"out: {int(wrong.sum())} heads are {apart[wrong].max():.2g} off: {wrong.nonzero()[0].tolist()}"
+    )
+    wrong = ~((lse == want_lse) | ((lse - want_lse).abs() <= 1e-6 + 8.01 / 65536 * want_lse.abs()))
+    assert not wrong.any(), f"lse: {int(wrong.sum())} elements, first at {wrong.nonzero()[0].tolist()}"
+
+
+def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+
+
+def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have calls run the portable kernel where another is the choice, or what is "chosen"."""
+    from cute_kernels.sparse_mla import decode
+
+    compile_ahead()
+    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    if name == "portable":
+        if arch_of(0) != decode.HOPPER:
+            pytest.skip("it is the one that is chosen")
+        monkeypatch.setattr(decode, "HOPPER", "")
+        monkeypatch.setattr(decode, "_key", lambda index, *rest: decode.key_for(arch_of(index), *rest))
+
+
+@functools.cache
+def compile_ahead() -> None:
+    """Put most of what these tests run into the kernel cache, with all cores: one kernel takes seconds."""
+    from cute_kernels.runtime import cache
+    from cute_kernels.runtime.precompile import precompile
+    from cute_kernels.sparse_mla import decode, schedule
+    from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
+
+    store = cache.current()
+    if store is None:
+        return
+    arch = arch_of(0)
+    keys: list[KernelKey] = []
+    for heads, second, fp32 in itertools.product(schedule.BLOCK_HEADS, ("none", "listed", "dense"), (False, True)):
+        keys.append(decode.key_for(arch, heads, second, fp32, FP8, FP8))
+        keys.append(PortableDecodeKey(arch, heads, FP8, second, FP8, fp32))
+    for heads, fp32 in itertools.product(OTHER_HEADS, (False, True)):
+        keys.append(PortableDecodeKey(arch, heads, BF16, "none", BF16, fp32))
+        for second, formats in itertools.product(("listed", "dense"), ((FP8, BF16), (BF16, FP8), (BF16, BF16))):
+            keys.append(PortableDecodeKey(arch, heads, formats[0], second, formats[1], fp32))
+    for _ in precompile(keys, store.root):
+        pass

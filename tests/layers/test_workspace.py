@@ -1,0 +1,69 @@
+"""Scratch memory of the layers: where decode rows are split, all layers of a model share memory that never moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.sparse_mla import ops_decode
+from layers import mla
+from layers.mla import Workspace
+from tests.layers.engine import KINDS, Engine, Request, hidden_rows, make_layer
+
+CPU = torch.device("cpu")
+
+
+def test_parts_stay_where_they_are() -> None:
+    workspace = Workspace()
+    first = workspace.parts(1000, CPU)
+    assert (first.dtype, first.shape) == (torch.float32, (250,))
+    workspace.get(3, 70, 512, CPU)
+    for size in (1000, 12, 4):
+        assert workspace.parts(size, CPU).data_ptr() == first.data_ptr()
+        assert workspace.parts(size, CPU).shape == (size // 4,)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40, 5000])
+def test_layers_of_all_kinds_share_what_their_calls_need(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_decode, "_multiprocessors", lambda device: 132)
+    workspace = Workspace()
+    sizes = set()
+    for ratio in KINDS:
+        layer = make_layer(ratio, workspace=workspace, max_num_tokens=rows, max_model_len=4096)
+        layer.mla_attn.reserve(CPU)
+        sizes.add(layer.mla_attn._decode_workspace(CPU).nbytes)
+        entries = {1: 0, 4: layer.config.index_topk, 128: 4096 // 128}[ratio]
+        for fewer in {1, rows // 2 + 1, rows}:
+            needed = ops_decode.sparse_mla_decode_workspace_size(fewer, 1, layer.num_heads, 128, entries)
+            assert needed <= min(sizes)
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+def test_decode_steps_use_it(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        given.append(kwargs["workspace"])
+        return ops_decode.sparse_mla_decode(*args, **kwargs)
+
+    monkeypatch.setattr(mla, "sparse_mla_decode", spy)
+    monkeypatch.setattr(ops_decode, "_multiprocessors", lambda device: 132)
+    layer = make_layer(ratio)
+    engine, request = Engine(layer, seed=1), Request()
+    engine.step([], [(request, hidden_rows(200, seed=2))])
+    for seed in (3, 4):
+        engine.step([(request, hidden_rows(1, seed=seed))])
+    assert len(given) == 2
+    assert given[0].data_ptr() == given[1].data_ptr() == layer.mla_attn.workspace.parts(4, CPU).data_ptr()
+    assert given[0].nbytes == layer.mla_attn._decode_workspace(CPU).nbytes > 0
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_plain_caches_need_none(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_decode, "_multiprocessors", lambda device: 132)
+    layer = make_layer(4, kv_cache=kv)
+    layer.mla_attn.reserve(CPU)
+    assert layer.mla_attn.workspace.parts(0, CPU).untyped_storage().nbytes() == 0

@@ -1,0 +1,230 @@
+"""What sparse_mla_decode hands to its kernel and to the merge. Needs CuTe DSL and no GPU: nothing is launched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.runtime.ops import OPS
+from cute_kernels.sparse_mla import schedule
+from tests.sparse_mla.model import BF16, FP8
+from tests.sparse_mla.test_decode import arguments
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.models import MODELS
+from cute_kernels.sparse_mla import decode, decode_args, merge
+from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
+from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+
+SMS = 132
+NAMES = (
+    "q", "cache0", "list0", "cache1", "list1", "out", "lse", "len0", "len0_batch", "len0_token", "len1", "len1_batch",
+    "len1_token", "sink", "scale_log2", "parts", "part_tiles", "ctas",
+)  # fmt: skip
+
+
+class Launches:
+    """Stands for a Hopper GPU: keeps what would have been launched, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
+        self.decodes: list[tuple[Any, dict[str, Any]]] = []
+        self.merges: list[tuple[Any, ...]] = []
+        for module in (decode, decode_args, merge):
+            monkeypatch.setattr(module, "arch_of", lambda index: arch, raising=False)
+            monkeypatch.setattr(module, "multiprocessors", lambda index: SMS, raising=False)
+        monkeypatch.setattr(decode_args, "launch_key", self.keep)
+        monkeypatch.setattr(merge, "launch_key", lambda *args: self.merges.append(args))
+        decode._key.cache_clear()
+        merge._key.cache_clear()
+
+    def keep(self, key: Any, device_index: Any, *args: Any) -> None:
+        self.decodes.append((key, dict(zip(NAMES, args, strict=True))))
+
+    def run(self, **changes: Any) -> dict[str, Any]:
+        args = arguments(**{"extra_k_cache": arguments(kv_format=FP8)["k_cache"], "extra_kv_format": FP8, **changes})
+        OPS["sparse_mla_decode"].check(*args.values())
+        supported, why = decode.supports(*args.values())
+        assert supported, why
+        decode.launch(*args.values())
+        return args
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    yield Launches(monkeypatch)
+    decode._key.cache_clear()
+    merge._key.cache_clear()
+
+
+NO_EXTRA = {"extra_k_cache": None, "extra_indices": None, "extra_topk_length": None}
+DENSE = {"extra_indices": None, "extra_topk_length": None}
+
+
+def test_one_part_goes_straight_to_the_callers_results(gpu: Launches) -> None:
+    args = gpu.run()
+    ((key, given),) = gpu.decodes
+    assert key == DecodeKey("sm_90a", 8, "listed", False)
+    assert gpu.merges == []
+    assert [given[n] is args[m] for n, m in (("q", "q"), ("cache0", "k_cache"), ("list0", "indices"))] == [True] * 3
+    assert given["cache1"] is args["extra_k_cache"]
+    assert given["list1"] is args["extra_indices"]
+    assert given["out"].shape == (1, 2, 1, 4, 512)
+    assert given["out"].data_ptr() == args["out"].data_ptr()
+    assert given["lse"].shape == (1, 2, 4, 1)
+    assert given["lse"].data_ptr() == args["lse"].data_ptr()
+    assert (given["len0"], given["len0_batch"], given["len0_token"]) == (args["topk_length"].data_ptr(), 1, 0)
+    extra = args["extra_topk_length"]
+    assert (given["len1"], given["len1_batch"], given["len1_token"]) == (extra.data_ptr(), 1, 1)
+    assert given["sink"] == args["attn_sink"].data_ptr()
+    assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
+    assert (given["parts"], given["part_tiles"], given["ctas"]) == (1, 0, SMS)
+
+
+def test_no_second_list(gpu: Launches) -> None:
+    args = gpu.run(**NO_EXTRA, topk_length=None, attn_sink=None)
+    ((key, given),) = gpu.decodes
+    assert key.second == "none"
+    assert given["cache1"] is args["k_cache"]
+    assert given["list1"] is args["indices"]
+    assert [given[name] for name in NAMES[7:14]] == [0] * 7
+
+
+def test_a_block_table_is_a_list_that_all_tokens_share(gpu: Launches) -> None:
+    q = torch.zeros(2, 3, 4, 512, dtype=torch.bfloat16)
+    wide = torch.zeros(2, 9, dtype=torch.int32)
+    args = gpu.run(
+        q=q,
+        indices=torch.zeros(2, 3, 7, dtype=torch.int32),
+        **DENSE,
+        extra_block_table=wide[:, :5],
+        extra_length=torch.zeros(2, 4, dtype=torch.int32)[:, 1:],
+        out=torch.zeros(2, 3, 4, 512, dtype=torch.bfloat16),
+        lse=torch.zeros(2, 4, 3),
+    )
+    ((key, given),) = gpu.decodes
+    assert key.second == "dense"
+    assert given["list1"].shape == (2, 3, 5)
+    assert given["list1"].stride() == (9, 0, 1)
+    assert given["list1"].data_ptr() == wide.data_ptr()
+    length = args["extra_length"]
+    assert (given["len1"], given["len1_batch"], given["len1_token"]) == (length.data_ptr(), 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("splits", "parts", "part_tiles"),
+    [({"num_splits": 2}, 2, 0), ({"num_splits": 7}, 2, 0), ({"split_tokens": 64}, 2, 1), ({"split_tokens": 128}, 1, 2)],
+)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_parts_go_through_the_workspace(
+    gpu: Launches, splits: dict[str, int], parts: int, part_tiles: int, dtype: torch.dtype
+) -> None:
+    size = 2 * 8 * schedule.PART_BYTES // dtype.itemsize
+    memory = torch.zeros(size + 64, dtype=dtype)
+    workspace = memory[32 : 32 + size]
+    args = gpu.run(**splits, workspace=workspace)
+    ((key, given),) = gpu.decodes
+    assert (given["parts"], given["part_tiles"]) == (parts, part_tiles)
+    assert key.out_fp32
+    out, lse = given["out"], given["lse"]
+    assert (out.dtype, out.shape, out.is_contiguous()) == (torch.float32, (parts, 2, 1, 4, 512), True)
+    assert (lse.dtype, lse.shape, lse.is_contiguous()) == (torch.float32, (parts, 2, 4, 1), True)
+    assert out.data_ptr() == workspace.data_ptr()
+    assert lse.data_ptr() == workspace.data_ptr() + out.nbytes
+    assert out.nbytes + lse.nbytes <= workspace.nbytes
+    assert given["sink"] == 0
+    ((key, _, outs, lses, sink, result, total, use_pdl),) = gpu.merges
+    assert key == merge.key_for("sm_90a", True, False, parts)
+    assert outs is out
+    assert lses is lse
+    assert (sink, result is args["out"], total is args["lse"]) == (args["attn_sink"].data_ptr(), True, True)
+    assert use_pdl
+
+
+def test_parts_are_chosen_within_the_workspace(gpu: Launches) -> None:
+    """One row of 10 tiles: as many parts if there is room for them, else what there is room for."""
+    call = {
+        "q": torch.zeros(1, 1, 4, 512, dtype=torch.bfloat16),
+        "indices": torch.zeros(1, 1, 640, dtype=torch.int32),
+        "topk_length": None,
+        **NO_EXTRA,
+        "out": torch.zeros(1, 1, 4, 512, dtype=torch.bfloat16),
+        "lse": torch.zeros(1, 4, 1),
+    }
+    part = 4 * schedule.PART_BYTES
+    chosen = schedule.choose_parts(1, 1, 10, SMS, 8)
+    assert chosen > 3
+    for room, parts in ((0, 1), (part, 1), (3 * part + 1, 3), (100 * part, chosen)):
+        gpu.run(**call, workspace=torch.zeros(room, dtype=torch.uint8))
+        assert gpu.decodes.pop()[1]["parts"] == parts, room
+    gpu.run(**call)
+    assert gpu.decodes.pop()[1]["parts"] == 1
+
+
+def test_a_partial_result_may_have_parts_too(gpu: Launches) -> None:
+    memory = torch.zeros(2 * 8 * schedule.PART_BYTES, dtype=torch.uint8)
+    gpu.run(num_splits=2, workspace=memory, attn_sink=None, out=torch.zeros(2, 1, 4, 512))
+    assert gpu.decodes[0][0].out_fp32
+    assert gpu.merges[0][0] == merge.key_for("sm_90a", True, True, 2)
+    gpu.run(attn_sink=None, out=torch.zeros(2, 1, 4, 512))
+    assert gpu.decodes[1][0].out_fp32
+
+
+def test_formats_choose_the_kernel(monkeypatch: pytest.MonkeyPatch, gpu: Launches) -> None:
+    plain = arguments()["extra_k_cache"]
+    gpu.run(extra_k_cache=plain, extra_kv_format=BF16)
+    assert gpu.decodes[0][0] == PortableDecodeKey("sm_90a", 8, FP8, "listed", BF16, False)
+    gpu.run(k_cache=plain, kv_format=BF16, **NO_EXTRA)
+    assert gpu.decodes[1][0] == PortableDecodeKey("sm_90a", 8, BF16, "none", BF16, False)
+    other = Launches(monkeypatch, "sm_100a")
+    other.run()
+    assert other.decodes[0][0] == PortableDecodeKey("sm_100a", 8, FP8, "listed", FP8, False)
+
+
+def test_rows_without_elements_launch_nothing(gpu: Launches) -> None:
+    gpu.run(
+        q=torch.zeros(2, 0, 4, 512, dtype=torch.bfloat16),
+        indices=torch.zeros(2, 0, 7, dtype=torch.int32),
+        **NO_EXTRA,
+        out=torch.zeros(2, 0, 4, 512, dtype=torch.bfloat16),
+        lse=torch.zeros(2, 4, 0),
+    )
+    assert gpu.decodes == gpu.merges == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"q": torch.zeros(2, 1, 4, 516, dtype=torch.bfloat16)[..., :512]}, "heads of q must be 16-byte aligned"),
+        ({"q": torch.zeros(2, 1, 4, 520, dtype=torch.bfloat16)[..., 4:516]}, "heads of q must be 16-byte aligned"),
+        ({"out": torch.zeros(2, 1, 4, 516, dtype=torch.bfloat16)[..., :512]}, "heads of out must be 16-byte aligned"),
+        ({"workspace": torch.zeros(9000, dtype=torch.uint8)[1:]}, "the workspace must be 16-byte aligned"),
+        (
+            {"k_cache": torch.zeros(1, dtype=torch.uint8).expand(2**25, 64, 584), "indices": None},
+            "k_cache must have fewer than 2^30 rows",
+        ),
+    ],
+)
+def test_what_is_not_supported_says_so(gpu: Launches, changes: dict[str, Any], why: str) -> None:
+    changes.pop("indices", None)
+    supported, reason = decode.supports(*arguments(**NO_EXTRA, **changes).values())
+    assert not supported
+    assert reason.startswith(why)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_80"])
+def test_deployments(model: str, tp: int, arch: str) -> None:
+    config = MODELS[model]
+    keys = decode.deployment_keys(config, tp, arch)
+    assert len(set(keys)) == len(keys)
+    heads = config.num_attention_heads // tp
+    kinds = {(k.second, k.out_fp32) for k in keys if isinstance(k, (DecodeKey, PortableDecodeKey))}
+    assert kinds == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
+    assert {k.heads for k in keys if isinstance(k, (DecodeKey, PortableDecodeKey))} == {schedule.block_heads(heads)}
+    kind = DecodeKey if arch == "sm_90a" else PortableDecodeKey
+    assert all(isinstance(key, (kind, merge.MergeKey)) for key in keys)

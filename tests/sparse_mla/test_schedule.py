@@ -1,0 +1,104 @@
+"""How decode rows are cut into parts: every tile is in one part, and a workspace holds whatever is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_kernels.sparse_mla import schedule
+from cute_kernels.sparse_mla.ops import sparse_mla_decode_workspace_size
+
+SMS = 132
+
+
+@given(st.integers(0, 300), st.integers(1, 40))
+def test_balanced_parts_cover_a_row_once(tiles, parts):
+    ranges = [schedule.part_range(tiles, p, parts) for p in range(parts)]
+    assert [t for first, end in ranges for t in range(first, end)] == list(range(tiles))
+    sizes = [end - first for first, end in ranges]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 300), st.integers(0, 300), st.integers(1, 9))
+def test_parts_of_a_fixed_size_cover_a_row_once(max_tiles, tiles, size):
+    tiles = min(tiles, max_tiles)
+    parts, part_tiles = schedule.fixed_parts(max_tiles, 0, size * schedule.TILE)
+    assert part_tiles == size
+    ranges = [schedule.part_range(tiles, p, parts, part_tiles) for p in range(parts)]
+    assert [t for first, end in ranges for t in range(first, end)] == list(range(tiles))
+    # where a part begins and ends does not depend on the lists' widths
+    more, _ = schedule.fixed_parts(max_tiles + 77, 0, size * schedule.TILE)
+    longer = [schedule.part_range(tiles, p, more, part_tiles) for p in range(more)]
+    assert longer[:parts] == ranges
+    assert all(first == end for first, end in longer[parts:])
+
+
+def test_parts_by_number():
+    assert [schedule.fixed_parts(10, n, 0) for n in (1, 3, 10, 11, 500)] == [(1, 0), (3, 0), (10, 0), (10, 0), (10, 0)]
+    assert schedule.fixed_parts(0, 7, 0) == (1, 0)
+    assert schedule.fixed_parts(0, 0, 64) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tile", "blocks"),
+    [(1, 8, 1), (8, 8, 1), (9, 16, 1), (16, 16, 1), (17, 32, 1), (33, 64, 1), (64, 64, 1), (65, 64, 2), (128, 64, 2)],
+)
+def test_blocks_of_heads(heads, tile, blocks):
+    assert (schedule.block_heads(heads), schedule.head_blocks(heads)) == (tile, blocks)
+
+
+@given(st.integers(0, 400), st.integers(1, 2), st.integers(0, 200), st.integers(1, 40))
+def test_chosen_parts_are_within_their_limits(rows, blocks, tiles, most):
+    parts = schedule.choose_parts(rows, blocks, tiles, SMS, 64, most)
+    assert 1 <= parts <= max(1, min(most, tiles, schedule.MOST_PARTS))
+    assert parts <= schedule.part_limit(rows, blocks, tiles, SMS)
+    assert parts == 1 or rows * blocks * parts <= schedule.MOST_ROUNDS * SMS
+
+
+def test_what_is_chosen():
+    """A row on its own is split as far as it goes, a batch that fills the GPU not at all."""
+    assert schedule.choose_parts(1, 1, 10, SMS) == 10
+    assert schedule.choose_parts(1, 1, 2, SMS) == 1  # a tile takes less than a merge
+    assert schedule.choose_parts(SMS, 1, 10, SMS) == 1
+    assert schedule.choose_parts(SMS // 2, 2, 18, SMS) == 1
+    assert 1 < schedule.choose_parts(8, 1, 10, SMS) <= 10
+    assert schedule.choose_parts(4, 1, 1000, SMS) == schedule.MOST_PARTS
+    # a longer list is worth more parts, a larger batch fewer
+    by_tiles = [schedule.choose_parts(8, 1, tiles, SMS) for tiles in (2, 10, 18, 130)]
+    assert by_tiles == sorted(by_tiles)
+    by_rows = [schedule.choose_parts(rows, 1, 18, SMS) for rows in (1, 4, 16, 64, 132)]
+    assert by_rows == sorted(by_rows, reverse=True)
+
+
+@given(
+    st.integers(0, 300), st.integers(0, 300), st.integers(1, 128), st.integers(0, 150), st.integers(0, 150),
+    st.integers(0, 12), st.integers(0, 6), st.integers(1, 40),
+)  # fmt: skip
+def test_a_workspace_holds_what_smaller_calls_choose(rows, more, heads, tiles, more_tiles, number, size, most):
+    split_tokens = 0 if number else size * schedule.TILE
+    room = schedule.workspace_bytes(rows + more, heads, tiles + more_tiles, number, split_tokens, SMS)
+    if number or split_tokens:
+        parts, _ = schedule.fixed_parts(tiles, number, split_tokens)
+    else:
+        blocks = schedule.head_blocks(heads)
+        parts = schedule.choose_parts(rows, blocks, tiles, SMS, schedule.block_heads(heads), most)
+    assert not schedule.goes_through_workspace(parts, split_tokens) or parts * rows * heads * (512 * 4 + 4) <= room
+
+
+def test_workspace_size():
+    size = sparse_mla_decode_workspace_size
+    part = 512 * 4 + 4
+    assert size(3, 2, 8, 128, num_splits=2) == 2 * 6 * 8 * part
+    assert size(3, 2, 8, 128, num_splits=9) == 2 * 6 * 8 * part
+    assert size(3, 2, 8, 128, 513, num_splits=9) == 9 * 6 * 8 * part
+    assert size(3, 1, 64, 128, 512, split_tokens=128) == 5 * 3 * 64 * part
+    # one part of a fixed size is merged like several
+    assert size(3, 1, 64, 128, 512, split_tokens=640) == 3 * 64 * part
+    assert size(3, 1, 64, 128, num_splits=1) == 0
+    assert size(3, 1, 64, 128, 512, device="cpu") == size(3, 1, 64, 128, 512, device=torch.device("cpu")) == 0
+    # bounded whatever the batch, and the same for calls in which any list has more than a tile for each row
+    assert schedule.workspace_bytes(10**6, 64, 10, 0, 0, SMS) == 2 * SMS * 64 * part
+    assert schedule.workspace_bytes(10**6, 64, 1, 0, 0, SMS) == 0
+    assert schedule.workspace_bytes(1, 64, 10, 0, 0, SMS) == 10 * 64 * part
