@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import HEAD_DIM
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
+from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import OPS
 from perf.decode_inputs import MODES, OP, SPLITS, DecodeSet, Shape
 from perf.measure import compare, number_of_sets
@@ -112,8 +113,18 @@ def _call(splits: Mapping[str, int], s: DecodeSet) -> None:
     s.call(splits)
 
 
+def block_of(shape: Shape, arch: str) -> int:
+    """Heads of a block of the kernel that a shape runs."""
+    from cute_kernels.sparse_mla.decode import key_for
+
+    second = "none" if not MODES[shape.mode][0] else "dense" if shape.dense else "listed"
+    key: Any = key_for(arch, shape.heads, second, False, FP8_DS_MLA.id, FP8_DS_MLA.id)
+    return int(key.heads)
+
+
 def _facts(shape: Shape) -> dict[str, Any]:
-    facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads, "padded": round(shape.padded(), 4)}
+    padded = round(shape.padded(block_of(shape, arch_of(0))), 4)
+    facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads, "padded": padded}
     return {**facts, "group": "FlashMLA's shapes"} if shape in GRID else facts
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, ROPE_DIM
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, ROPE_DIM, round_up
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_decode_workspace_size
-from cute_kernels.sparse_mla.schedule import TILE, block_heads, head_blocks, num_tiles
+from cute_kernels.sparse_mla.schedule import TILE, num_tiles
 from perf.measure import Call
 
 OP = "sparse_mla_decode"
@@ -74,9 +74,9 @@ class Shape:
         # 5 has no factor in common with any batch here: neighbours differ
         return [1 + (5 * i % self.batch) * (count - 1) // max(self.batch - 1, 1) for i in range(self.batch)]
 
-    def padded(self) -> float:
-        """Share of the FLOPs of a kernel that fills up its blocks of heads and its tiles of keys."""
-        heads = head_blocks(self.heads) * block_heads(self.heads)
+    def padded(self, block: int) -> float:
+        """Share of the FLOPs of a kernel that fills up its blocks of so many heads, and its tiles of keys."""
+        heads = round_up(self.heads, block)
         keys = [WINDOW + n for n in self.lengths()]
         whole = [TILE * (num_tiles(WINDOW) + num_tiles(n)) for n in self.lengths()]
         return 1 - self.heads * sum(keys) / (heads * sum(whole))

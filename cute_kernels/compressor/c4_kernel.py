@@ -257,8 +257,6 @@ class C4Kernel:
                 if const_expr(not self.kv_first):
                     scores.append(load(run + 2 * self.half))
             if const_expr(self.kv_first):
-                # or the assembler would store the first rows, and wait for them, before all loads are issued
-                cute.arch.sync_warp()
                 self.save(lanes, source, saved, column, values, 0)
                 for r in range_constexpr(WINDOW):
                     run = shuffle(start, r) + Int64(column * 4 + r // RATIO * self.half)

@@ -20,10 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.dsl.ptx import inline_ptx
-
-E4M3_AS_BF16 = 120
-"""The bits of an e4m3 code, moved to where bf16 has its sign, exponent and mantissa, are 2^-120 times its value."""
+from cute_kernels.dsl.ptx import E4M3_AS_BF16, inline_ptx
 
 LARGEST_SINGLE_SCALE = 254 - E4M3_AS_BF16
 """The largest ue8m0 byte whose scale times 2^120 is a finite bf16: codes of larger scales are multiplied twice."""
@@ -150,21 +147,12 @@ def permute(pair: Any, selector: Any) -> Any:
     )
 
 
-def any_of_block(condition: Any) -> Any:
-    """sm_70 and up. Wait for all threads of the block: not 0 if the condition holds for one of them."""
-    return inline_ptx(
-        "{ .reg .pred p, q; setp.ne.b32 p, {$r0}, 0; barrier.cta.red.or.pred q, 0, p; selp.b32 {$w0}, 1, 0, q; }",
-        write_only_types=[Int32],
-        read_only_args=[Int32(condition)],
-    )
-
-
 def halves(number: Any) -> Any:
     """sm_70 and up. The low and the high word of an int64."""
     return inline_ptx("mov.b64 {{$w0}, {$w1}}, {$r0};", write_only_types=[Int32, Int32], read_only_args=[Int64(number)])
 
 
 def again(number: Any) -> Any:
-    """sm_70 and up. The number. What is computed from it is computed here, and not once and for all before a loop, where
-    it would take registers."""
+    """sm_70 and up. The number. What is computed from it is computed here, and not once and for all before a loop,
+    where it would take registers."""
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(number)])

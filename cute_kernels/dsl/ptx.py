@@ -229,7 +229,7 @@ def store_global_8(address: Any, word: Any, predicate: Any = None) -> None:
     inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[Int64(address), Int32(word)], predicate=predicate)
 
 
-def permute_bytes(a: Any, b: Any, selector: int) -> Any:
+def permute_bytes(a: Any, b: Any, selector: Any) -> Any:
     """sm_70 and up. Four of the eight bytes of (a, b): nibble i of `selector` picks byte i; 0..3 are a's, 4..7 b's."""
     return inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, Int32(selector)]
@@ -502,9 +502,7 @@ def store_shared_s32(address: Any, word: Any) -> None:
 
 def store_shared_64(address: Any, low: Any, high: Any) -> None:
     """sm_70 and up. Two words to shared memory, 8-byte aligned."""
-    inline_ptx(
-        "st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[Int32(address), Int32(low), Int32(high)]
-    )
+    inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[Int32(address), Int32(low), Int32(high)])
 
 
 def store_matrices(address: Any, words: Any) -> None:
@@ -517,8 +515,8 @@ def store_matrices(address: Any, words: Any) -> None:
 
 
 def load_matrices(address: Any) -> tuple[Any, Any, Any, Any]:
-    """sm_75 and up. Four 8 x 8 matrices of 16-bit elements of shared memory: lane i gets two neighbours in row i // 4 of
-    each, and gives the address of row i % 8 of matrix i // 8."""
+    """sm_75 and up. Four 8 x 8 matrices of 16-bit elements of shared memory: lane i gets two neighbours in row i // 4
+    of each, and gives the address of row i % 8 of matrix i // 8."""
     return inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32, Int32, Int32, Int32],
@@ -569,27 +567,4 @@ def bf16x2_of_ue8m0(bytes_: Any, number: int) -> Any:
         f"mad.lo.u32 {{$w0}}, e, 0x00800080, {E4M3_AS_BF16 * 0x00800080}; }}",
         write_only_types=[Int32],
         read_only_args=[Int32(bytes_)],
-    )
-
-
-def bf16x4_of_e4m3x4(codes: Any, factor: Any) -> tuple[Any, Any]:
-    """sm_90 and up. Four e4m3 codes times 2^-120 times the bf16 pair `factor`, a power of two, as two bf16 pairs: the
-    products of codes 0 and 2, and those of 1 and 3, for which no byte has to move.
-
-    Exact wherever bf16 can hold the product. The codes 0x7F and 0xFF count as 480 and -480.
-    """
-
-    def two(result: int, shift: str, magnitude: str) -> str:
-        return (
-            f"{shift} {magnitude} and.b32 t, t, 0x07f007f0; lop3.b32 s, s, 0x80008000, t, 0xea; "
-            f"mul.rn.bf16x2 {{$w{result}}}, s, {{$r1}}; "
-        )
-
-    return inline_ptx(
-        "{ .reg .b32 s, t; "
-        + two(0, "shl.b32 s, {$r0}, 8;", "shl.b32 t, {$r0}, 4;")
-        + two(1, "mov.b32 s, {$r0};", "shr.u32 t, {$r0}, 4;")
-        + "}",
-        write_only_types=[Int32, Int32],
-        read_only_args=[Int32(codes), Int32(factor)],
     )

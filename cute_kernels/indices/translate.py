@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -23,7 +23,6 @@ from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import LANES, BlockTable, Matrix, block_sum, block_table, load_run, matrix, store_run
 from cute_kernels.dsl.tensor import address, length
 from cute_kernels.indices.launching import (
-    MANY_ROWS,
     MOST_ROWS,
     fake,
     group_width,
@@ -31,6 +30,7 @@ from cute_kernels.indices.launching import (
     page_argument,
     pages_fit,
     shape_for,
+    shapes_for,
 )
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -46,7 +46,6 @@ class TranslateKey(KernelKey):
     warps        per block
     groups       of columns in a pass
     through_l1   whether picks may go through L1
-    once         whether a pass is all of a row: without a loop, short calls are up to 5% faster
     """
 
     width: int = 4
@@ -54,7 +53,6 @@ class TranslateKey(KernelKey):
     warps: int = 4
     groups: int = 1
     through_l1: bool = False
-    once: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -77,12 +75,9 @@ class TranslateKernel:
         self.group = key.warps * LANES * key.width
         self.is_shift = key.is_shift
         self.through_l1 = key.through_l1
-        self.once = key.once
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         self.name = (
-            f"compute_global_topk_indices_and_lens_c{key.width}w{key.warps}g{key.groups}"
-            + "_l1" * key.through_l1
-            + "_once" * key.once
+            f"compute_global_topk_indices_and_lens_c{key.width}w{key.warps}g{key.groups}" + "_l1" * key.through_l1
         )
 
     @cute.jit
@@ -119,57 +114,42 @@ class TranslateKernel:
 
         # for the one thread that stores the length
         is_valid = ptx.load_global_bool_where(thread == 0, valid + Int64(row))
-        count = Int32(0)
-        if const_expr(self.once):
-            count = self.translate(picks, requests, table, indices, row, Int32(0))
-        else:
-            for start in range(0, picks.columns, self.groups * self.group):
-                count += self.translate(picks, requests, table, indices, row, start)
-        count = block_sum(count, self.warps)
+        count, missing = Int32(0), Int32(0)
+        for start in range(0, picks.columns, self.groups * self.group):
+            count += self.groups * self.group
+            columns = [start + thread * self.width + group * self.group for group in range(self.groups)]
+            runs = []
+            for group in range_constexpr(self.groups):
+                column = columns[group]
+                start_of_run = picks.row(row) + Int64(column) * 4
+                runs.append(load_run(column < picks.columns, start_of_run, self.width, self.through_l1))
+            # in here, because outside of the loop it would be waited for before the picks are under way
+            pages = table.of(ptx.load_global_s32_in_order(requests + Int64(row) * 4, is_shared=True))
+            # a pick that was not loaded is -1, which names nothing
+            found = [[pages.look_up(pick) for pick in run] for run in runs]
+            for group in range_constexpr(self.groups):
+                column = columns[group]
+                slots = [pages.slot_index(one) for one in found[group]]
+                store_run(indices.row(row) + Int64(column) * 4, slots, column < picks.columns)
+                for slot in slots:
+                    missing += slot >> 31
+        # what was not loaded is missing too
+        count += block_sum(missing, self.warps)
         ptx.store_global_s32(lens + Int64(row) * 4, count if is_valid != 0 else Int32(0), thread == 0)
-
-    @cute.jit
-    def translate(
-        self, picks: Matrix, requests: Int64, table: BlockTable, indices: Matrix, row: Int32, start: Int32
-    ) -> Int32:
-        """A pass, of the columns from `start` on. Returns how many of this thread's picks name an entry."""
-        thread, _, _ = cute.arch.thread_idx()
-        request = ptx.load_global_s32_in_order(requests + Int64(row) * 4, is_shared=True)
-        columns = [start + thread * self.width + group * self.group for group in range(self.groups)]
-        runs = []
-        for group in range_constexpr(self.groups):
-            source = picks.row(row) + Int64(columns[group]) * 4
-            runs.append(load_run(columns[group] < picks.columns, source, self.width, self.through_l1))
-        pages = table.of(request)
-        # a pick that was not loaded is -1, which names nothing
-        found = [[pages.look_up(pick) for pick in run] for run in runs]
-        missing = Int32(0)
-        for group in range_constexpr(self.groups):
-            slots = [pages.slot_index(one) for one in found[group]]
-            store_run(indices.row(row) + Int64(columns[group]) * 4, slots, columns[group] < picks.columns)
-            for slot in slots:
-                missing += slot >> 31
-        return missing + self.groups * self.width
-
-
-def key_for(arch: str, is_long: bool, columns: int, width: int, is_shift: bool = True) -> TranslateKey:
-    """The kernel for calls with that many columns, of at least MANY_ROWS rows if is_long. With fewer, all of a row in
-    one pass was the fastest, by as many warps as it takes (perf/notes/data/indices_5.txt)."""
-    warps, groups, through_l1 = shape_for(MANY_ROWS if is_long else 1, columns, width)
-    once = columns <= warps * groups * LANES * width
-    return TranslateKey(arch, width, is_shift, warps, groups, through_l1, once)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[TranslateKey]:
     """Decode rows of the layers with ratio 4 have index_topk picks."""
     if 4 not in config.compress_ratios:
         return []
-    return [key_for(arch, is_long, config.index_topk, width) for width in (4, 1) for is_long in (False, True)]
+    return [
+        TranslateKey(arch, width, True, *shape) for width in (4, 1) for shape in shapes_for(config.index_topk, width)
+    ]
 
 
-@lru_cache(maxsize=4096)
-def _key(device_index: int, is_long: bool, columns: int, width: int, is_shift: bool) -> TranslateKey:
-    return key_for(arch_of(device_index), is_long, columns, width, is_shift)
+@cache
+def _key(device_index: int, width: int, is_shift: bool, warps: int, groups: int, through_l1: bool) -> TranslateKey:
+    return TranslateKey(arch_of(device_index), width, is_shift, warps, groups, through_l1)
 
 
 def supports(
@@ -205,7 +185,7 @@ def launch(
     width = group_width((columns,), topk_indices, out_indices)
     is_shift, pages = page_argument(block_size)
     launch_key(
-        _key(device_index, rows >= MANY_ROWS, columns, width, is_shift),
+        _key(device_index, width, is_shift, *shape_for(rows, columns, width)),
         device_index,
         topk_indices,
         token_to_req_indices,

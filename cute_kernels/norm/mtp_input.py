@@ -38,6 +38,9 @@ def supports(
     use_pdl: bool,
 ) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
+    rows = inputs_embeds.shape[0] * (hc_mult + 1)
+    if rows >= 2**31:
+        return False, f"there must be fewer than 2^31 rows, embeddings and streams, got {rows}"
     supported, why = supports_matrix("inputs_embeds", inputs_embeds, enorm_weight, enorm_out)
     if not supported:
         return False, why

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -24,9 +23,6 @@ from cute_kernels.runtime.compile import KernelKey
 
 WARPS = 4
 """Of a block whose warps take a row each."""
-
-GRID_ROWS = 65535
-"""Blocks that a grid can have in its second dimension."""
 
 MOST_WARPS = 16
 """Of a block. With more of them a lane's part of a row and its fp32 weights would not fit into registers."""
@@ -148,12 +144,10 @@ class RmsNormKernel:
                 out_stride,
             )
         where = address(positions) if const_expr(self.positions != "") else zero
-        # neighbours in the grid take the matrices' rows of the same tokens: the streams of a token are neighbours in
-        # memory, and one stream after the other was 4% slower (hidden 7168, T = 8192: 293 µs instead of 280)
-        blocks = cute.ceil_div(tokens, rows)
-        kernel = self.kernel(*first, *second, where, tokens, eps)
+        parts = 1 + streams
+        kernel = self.kernel(*first, *second, where, tokens, cute.fast_divmod_create_divisor_v2(parts), eps)
         kernel.launch(
-            grid=[1 + streams, cutlass.min(blocks, GRID_ROWS), cute.ceil_div(blocks, GRID_ROWS)],
+            grid=[cute.ceil_div(tokens, rows) * parts, 1, 1],
             block=[self.warps * 32, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
@@ -176,13 +170,16 @@ class RmsNormKernel:
         second_out_stream: Int64,
         positions: Int64,
         tokens: Int32,
+        parts: cute.FastDivmodDivisorV2,
         eps: Float32,
     ) -> None:
-        part, block, plane = cute.arch.block_idx()
-        block += plane * GRID_ROWS
+        block, _, _ = cute.arch.block_idx()
         if const_expr(self.second is None):
             self.first.norm(block, tokens, eps, x, x_token, weight, out, out_token, positions)
         else:
+            # neighbours in the grid take the matrices' rows of the same tokens: the streams of a token are neighbours
+            # in memory, and one stream after the other was 3% slower (hidden 7168, T = 8192: 290 µs instead of 281)
+            block, part = divmod(block, parts)
             if part == 0:
                 self.first.norm(block, tokens, eps, x, x_token, weight, out, out_token, positions)
             else:

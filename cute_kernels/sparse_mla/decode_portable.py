@@ -1,26 +1,26 @@
 """Kernel of sparse_mla_decode for every architecture from sm_80 on: both products with mma.sync.
 
-A block walks over work items (query row, part of its tiles, block of heads), in steps of some keys. Q stays in registers
-for an item, and so does O. Per step, after its rows have been copied to shared memory:
+A block walks over work items (query row, part of its tiles, block of heads), in steps of some keys. Q and O stay in
+registers for an item. Per step, after its rows have been copied to shared memory:
 
     1. the warps' shares of Q K^T, each over the warp's 64 columns, go to shared memory
     2. a warp for every 8 heads adds the shares up, moves the heads' maxima, stores P
     3. each warp adds P V to its columns of O
 
 with the block's warps waiting for one another in between. What is where: portable_plan.py, portable_products.py; how
-rows get there: portable_source.py.
+rows get there: portable_source.py; what becomes of O: portable_output.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import mma_sync, ptx
@@ -31,6 +31,7 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import portable_products as products
 from cute_kernels.sparse_mla import portable_source
 from cute_kernels.sparse_mla.decode_args import fake_arguments
+from cute_kernels.sparse_mla.portable_output import Output, output_of
 from cute_kernels.sparse_mla.portable_plan import (
     LANES,
     ROPE_BYTES,
@@ -42,10 +43,6 @@ from cute_kernels.sparse_mla.portable_plan import (
     Plan,
 )
 from cute_kernels.sparse_mla.portable_source import DONE, MINUS_INFINITY, SECOND, Items, Walk
-
-LN_2 = 0.6931471805599453
-LOG2_E = 1.4426950408889634
-INFINITY = float("inf")
 
 
 @dataclass(frozen=True)
@@ -90,18 +87,6 @@ class PortableDecodeKey(KernelKey):
         return PortableDecodeKernel(self), fake_arguments(self.out_fp32, self.format0, self.format1)
 
 
-class Output(NamedTuple):
-    """out and lse, whose strides are those of out's first dimensions: part, batch, token, head; numbers of heads and
-    batches."""
-
-    base: Any
-    strides: Any
-    lse: Any
-    heads: Any
-    batches: Any
-    tokens: Any
-
-
 class PortableDecodeKernel:
     """Entry point: see decode_args."""
 
@@ -140,8 +125,10 @@ class PortableDecodeKernel:
         page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
         heads = length(q, 2)
         blocks = (heads + (self.heads - 1)) // self.heads
-        split = [cute.fast_divmod_create_divisor_v2(number) for number in (blocks, parts, length(q, 1))]
-        items = Items(Int32(0), length(q, 0) * length(q, 1) * parts * blocks, ctas, *split, part_tiles)
+        rows = length(q, 0) * length(q, 1)
+        divisor = cute.fast_divmod_create_divisor_v2
+        split = divisor(blocks), divisor(parts), divisor(length(q, 1))
+        items = Items(Int32(0), rows * parts * blocks, ctas, split[0], split[1], split[2], part_tiles)
         kernel = self.kernel(
             address(q),
             tuple(stride_bytes(q, axis) for axis in range(3)),
@@ -150,15 +137,7 @@ class PortableDecodeKernel:
                 portable_source.lists_of(list0, (len0, len0_batch, len0_token), 1),
                 portable_source.lists_of(list1, (len1, len1_batch, len1_token), page_rows),
             ),
-            Output(
-                address(out),
-                tuple(stride_bytes(out, i) for i in range(4)),
-                address(lse),
-                heads,
-                length(q, 0),
-                length(q, 1),
-            ),
-            sink,
+            output_of(out, lse, sink),
             scale_log2,
             items,
         )
@@ -174,7 +153,6 @@ class PortableDecodeKernel:
         caches: Any,
         lists: Any,
         out: Output,
-        sink: Int64,
         scale_log2: Float32,
         items: Items,
     ) -> None:
@@ -202,8 +180,8 @@ class PortableDecodeKernel:
         )
         walk.start(lane)
         walk.fetch(warp, lane)
-        for stage in cutlass.range(plan.stages - 1, unroll=1):
-            walk.copy(stage, warp, lane)
+        for early in cutlass.range(plan.stages - 1, unroll=1):
+            walk.copy(early, warp, lane)
             walk.fetch(warp, lane)
 
         operands = mma_sync.Registers("q", self.tiles * 16)
@@ -211,7 +189,7 @@ class PortableDecodeKernel:
         operands.declare()
         o.declare()
         factors = base + plan.factors_at
-        stage = Int32(0)
+        stage: Any = Int32(0)
         item = block
         while item < items.end:
             cute.arch.sync_warp()
@@ -250,10 +228,12 @@ class PortableDecodeKernel:
             if warp < plan.groups:
                 row = warp * 8 + (lane >> 2)
                 state = base + plan.rows_at + warp * ROW_STATE + lane * 8
-                self.finish(state, out, sink, (part, batch, token, head + row), row, factors, lane)
+                factor = factors + (plan.rows + row) * 4
+                out.finish((part, batch, token, head + row), row < self.heads, state, factor, lane)
             cute.arch.sync_threads()
             item = ptx.load_shared_s32(walk.home + DONE * 4) + items.step
-            self.store(o, out, (part, batch, token, head), factors, warp, lane)
+            rows = cutlass.min(out.heads - head, self.heads)
+            out.store(o, (part, batch, token, head), rows, factors + plan.rows * 4, warp, lane, self.out_fp32)
 
     def steps(self, first: Any, end: Any) -> Any:
         return cutlass.max(end - first + (self.plan.keys - 1), Int32(0)) >> (self.plan.keys.bit_length() - 1)
@@ -261,7 +241,7 @@ class PortableDecodeKernel:
     @cute.jit
     def load_query(self, operands: Any, query: Any, row_bytes: Any, rows: Any, warp: Any, lane: Any) -> None:
         """The lane's operands, zeros for heads that do not exist. query: address of the item's first head."""
-        start = query + Int64((lane >> 2)) * row_bytes + Int64(warp * (2 * WARP_COLUMNS) + (lane & 3) * 32)
+        start = query + Int64(lane >> 2) * row_bytes + Int64(warp * (2 * WARP_COLUMNS) + (lane & 3) * 32)
         for m in range_constexpr(self.tiles):
             for side in range_constexpr(2):
                 row = 16 * m + 8 * side
@@ -309,8 +289,8 @@ class PortableDecodeKernel:
         scale_bytes = rows + plan.scales_at
         scales, is_large = Int32(0), Int32(0)
         if const_expr(FP8_DS_MLA.id in self.formats):
-            if not is_wide:
-                scales, is_large = products.prepare_scales(scale_bytes, warp, lane, plan.keys)
+            # of columns without scales this means nothing
+            scales, is_large = products.prepare_scales(scale_bytes, warp, lane, plan.keys)
         columns = products.Columns(at, is_wide, key_bytes, scale_bytes, scales, is_large)
         products.share_scores(operands, own, columns, warp, lane, plan)
         cute.arch.sync_threads()
@@ -327,7 +307,7 @@ class PortableDecodeKernel:
                 lane,
                 plan,
             )
-        if mma_sync.any_of_block(grows) != 0:
+        if ptx.any_of_group(0, WARPS * LANES, grows) != 0:
             self.rescale(o, factors, lane)
         products.accumulate(o, weights + lane * 4, columns, warp, lane, plan)
 
@@ -338,46 +318,3 @@ class PortableDecodeKernel:
             for side in range_constexpr(2):
                 factor = ptx.load_shared_f32(factors + (16 * m + 8 * side + (lane >> 2)) * 4)
                 o.scale([m * 32 + i // 2 * 4 + 2 * side + i % 2 for i in range(16)], factor)
-
-    @cute.jit
-    def finish(self, state: Any, out: Output, sink: Any, place: Any, row: Any, factors: Any, lane: Any) -> None:
-        """Store the log-sum-exp of the lane's row, and what the row of O is multiplied with. place: of the row in out."""
-        part, batch, token, head = place
-        exists = row < self.heads and head < out.heads
-        top, whole = ptx.load_shared_f32x2(state)
-        for step in (1, 2):
-            whole = whole + cute.arch.shuffle_sync_bfly(whole, step)
-        is_empty = top == -Float32.inf
-        share = whole
-        if sink != 0:
-            logit = ptx.load_global_s32_where(exists, sink + Int64(head) * 4).bitcast(Float32)
-            share = whole + ptx.exp2(logit * Float32(LOG2_E) - top)
-        factor = Float32(0.0) if is_empty else ptx.reciprocal(share)
-        ptx.store_shared_f32(factors + self.plan.rows * 4 + row * 4, factor, (lane & 3) == 0)
-        lse = Float32(INFINITY) if is_empty else (top + ptx.log2(whole)) * Float32(LN_2)
-        index = ((Int64(part) * Int64(out.batches) + batch) * Int64(out.heads) + head) * Int64(out.tokens) + token
-        ptx.store_global_s32(out.lse + index * 4, lse.bitcast(Int32), exists and (lane & 3) == 0)
-
-    @cute.jit
-    def store(self, o: Any, out: Output, place: Any, factors: Any, warp: Any, lane: Any) -> None:
-        """Store the warp's columns of an item. place: of its first row in out."""
-        part, batch, token, head = place
-        size = const_expr(4 if self.out_fp32 else 2)
-        start = out.base + Int64(part) * out.strides[0] + Int64(batch) * out.strides[1] + Int64(token) * out.strides[2]
-        start = (
-            start + Int64(head + (lane >> 2)) * out.strides[3] + Int64((warp * WARP_COLUMNS + (lane & 3) * 4) * size)
-        )
-        for m in range_constexpr(self.tiles):
-            for side in range_constexpr(2):
-                row = 16 * m + 8 * side + (lane >> 2)
-                exists = row < self.heads and head + row < out.heads
-                factor = ptx.load_shared_f32(factors + (self.plan.rows + row) * 4)
-                o.scale([m * 32 + i // 2 * 4 + 2 * side + i % 2 for i in range(16)], factor)
-                target = start + out.strides[3] * (16 * m + 8 * side)
-                for j in range_constexpr(4):
-                    words = o.get([((m * 4 + j) * 2 + i % 2) * 4 + 2 * side + i // 2 for i in range(4)])
-                    if const_expr(self.out_fp32):
-                        ptx.store_global_128(target + j * 64, words, exists)
-                    else:
-                        pair = [ptx.bf16x2(*(word.bitcast(Float32) for word in words[i : i + 2])) for i in (0, 2)]
-                        ptx.store_global_64(target + j * 32, *pair, exists)

@@ -21,7 +21,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
@@ -52,8 +52,13 @@ from cute_kernels.sparse_mla.decode_sm90_plan import (
 from cute_kernels.sparse_mla.decode_sm90_scout import Scout
 
 THREADS = 512
-FRONT_REGISTERS, BACK_REGISTERS, SCOUT_REGISTERS = 168, 160, 24
-"""Per thread: all 64 K registers of a multiprocessor, in steps of 8."""
+SCOUT_REGISTERS = 24
+
+
+def registers(heads: int) -> tuple[int, int]:
+    """Per thread of the front and the back; with the scout's all 64 K of a multiprocessor, in steps of 8. Of the two
+    ways to share them, the one with which the assembler spills nothing (CuTe DSL 4.8.1)."""
+    return (152, 168) if heads in (8, 32) else (168, 160)
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class DecodeKernel:
         items = length(q, 0) * length(q, 1) * head_blocks * parts
         strides = tuple(stride_bytes(out, axis) for axis in range(4))
         kernel = self.kernel(
-            Query(address(q), *(stride_bytes(q, axis) for axis in range(3)), length(q, 2)),
+            Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), length(q, 2)),
             Sources(
                 self.cache(cache0),
                 self.list(list0),
@@ -215,11 +220,11 @@ class DecodeKernel:
         wgmma.accumulate(pv)
         work = Work(tokens, head_blocks, parts, part_tiles, block, items, blocks)
         if group == 0:
-            cute.arch.setmaxregister_increase(FRONT_REGISTERS)
+            cute.arch.setmaxregister_increase(registers(self.heads)[0])
             self.front.run(thread, work, q, rings, qk, qk_more, q_tile, at)
         elif group == 3:
             cute.arch.setmaxregister_decrease(SCOUT_REGISTERS)
             self.scout.run(thread - 384, work, q, sources, rings, at)
         else:
-            cute.arch.setmaxregister_increase(BACK_REGISTERS)
+            cute.arch.setmaxregister_increase(registers(self.heads)[1])
             self.back.run(thread - 128, work, rings, pv, p_tile, v_tile, out, sink, scale_log2, at)

@@ -1,8 +1,8 @@
 """The back of Hopper's decode kernel: softmax, O += P V, and the results of an item.
 
 Two warpgroups do the softmax of a tile together, a thread for heads / 4 keys of one head, and then multiply P, which
-lies in shared memory, with 256 columns of V each. Maxima are running ones that move only when a head's outgrow theirs by
-2^8: sums and O are relative to them, and until they move nobody asks what the others' are.
+lies in shared memory, with 256 columns of V each. Maxima are running ones that move only when a head's outgrow
+theirs by 2^8: sums and O are relative to them, and until they move nobody asks what the others' are.
 
 Products have 64 rows whatever the heads. Fewer heads leave rows of P that are zero and rows of O that nobody stores;
 the tensor cores' time for them is there, since the front takes longer.
@@ -28,7 +28,6 @@ from cute_kernels.sparse_mla.decode_sm90_plan import (
     KEYS,
     LAST,
     LEAST,
-    ROPE_SLAB,
     ROWS,
     SKIPS,
     SLAB,
@@ -82,8 +81,6 @@ class Back:
         scores = cute.make_rmem_tensor((self.keys,), Float32)
         head, group = thread % self.heads, thread // self.heads
         scores_at = at.scores + group * self.keys * self.pitch + head * 4
-        byte = group * self.keys * 2
-        p_at = at.p + head * 128 + (((byte // 16) ^ (head % 8)) << 4) + byte % 16
         if const_expr(self.heads < ROWS):
             for i in range_constexpr(2):
                 ptx.store_shared_128(at.p + thread * 32 + 16 * i, [Int32(0)] * 4)
@@ -103,7 +100,7 @@ class Back:
                 if grows != 0:
                     top, amount = self.grow(total, largest, top, amount, at)
                 amount = amount + self.weights(scores, top)
-                self.store_weights(scores, p_at)
+                self.store_weights(scores, at)
                 # both P and V were written by ordinary stores
                 cute.arch.fence_view_async_shared()
                 cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=BACK_THREADS)
@@ -116,8 +113,8 @@ class Back:
                     cute.arch.mbarrier_arrive(rings.stages.empty(stage))
                 stage, phase = barriers.advance(stage, phase, STAGES)
                 score_phase = score_phase ^ 1
-            self.share_sums(amount, top, at)
-            self.store(item, work, total, out, sink, at)
+            self.weigh(item, work, amount, top, out, sink, at)
+            self.store(item, work, total, out, at)
 
     @cute.jit
     def read_scores(self, scores: Any, scores_at: Any, scale_log2: Any, at: Places) -> Any:
@@ -144,8 +141,11 @@ class Back:
         return _tree([scores[i] for i in range(self.keys)], _add)
 
     @cute.jit
-    def store_weights(self, weights: Any, p_at: Any) -> None:
+    def store_weights(self, weights: Any, at: Places) -> None:
         """P in bf16: heads / 4 neighbouring keys of a head."""
+        thread = own_number()
+        head, byte = thread % self.heads, thread // self.heads * (self.keys * 2)
+        p_at = at.p + head * 128 + (((byte // 16) ^ (head % 8)) << 4) + byte % 16
         words = [ptx.bf16x2(weights[2 * i], weights[2 * i + 1]) for i in range(self.keys // 2)]
         if const_expr(len(words) == 1):
             ptx.store_shared_s32(p_at, words[0])
@@ -165,7 +165,7 @@ class Back:
 
     @cute.jit
     def grow(self, total: Any, largest: Any, top: Any, amount: Any, at: Places) -> tuple[Any, Any]:
-        """Move the maxima of the heads that outgrew theirs, and O with them: new maximum and sum of the thread's head."""
+        """Move the maxima of the heads that outgrew theirs, and O with them: the thread's new maximum and sum."""
         thread = own_number()
         head, row = thread % self.heads, own_row(thread)
         own = self.over_lanes(largest, ptx.max_f32)
@@ -189,113 +189,86 @@ class Back:
         return row if self.heads == ROWS else cutlass.min(row, self.heads - 1)
 
     @cute.jit
-    def share_sums(self, amount: Any, top: Any, at: Places) -> None:
-        """Leave the item's sums and maxima where every warp finds them."""
+    def weigh(self, item: Any, work: Work, amount: Any, top: Any, out: Output, sink: Any, at: Places) -> None:
+        """Store an item's log-sum-exps, and leave what to multiply rows of O with where every warp finds it."""
         thread = own_number()
         head = thread % self.heads
         amount = self.over_lanes(amount, _add)
         place = at.sum + head * 4
         ptx.store_shared_f32(place + thread // max(self.heads, 32) * (self.heads * 4), amount)
+        cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=BACK_THREADS)
         if thread < self.heads:
-            ptx.store_shared_f32(place + self.parts * (self.heads * 4), top)
+            total = ptx.load_shared_f32(place)
+            for i in range_constexpr(1, self.parts):
+                total = total + ptx.load_shared_f32(place + i * (self.heads * 4))
+            batch, token, piece, head_block = work.place(item)
+            number = head_block * self.heads + head
+            share = total
+            if sink != 0:
+                logit = ptx.load_global_s32_where(number < out.heads, sink + Int64(number) * 4).bitcast(Float32)
+                share = total + ptx.exp2(logit * Float32(LOG2_E) - top)
+            is_empty = total == Float32(0.0)
+            factor = Float32(0.0) if is_empty else ptx.reciprocal(share)
+            ptx.store_shared_f32(at.rescale + head * 4, factor)
+            lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(total)) * Float32(LN2)
+            if number < out.heads:
+                row = ((piece * out.batches + batch) * out.heads + number) * work.tokens + token
+                ptx.store_global_s32(out.lse + Int64(row) * 4, lse.bitcast(Int32))
         cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=BACK_THREADS)
 
     @cute.jit
-    def weigh(self, row: Any, head: Any, heads: Any, sink: Any, at: Places) -> tuple[Any, Any]:
-        """What a row of O is multiplied with at the end, and the log-sum-exp."""
-        place = at.sum + self.clamp(row) * 4
-        total = ptx.load_shared_f32(place)
-        for i in range_constexpr(1, self.parts):
-            total = total + ptx.load_shared_f32(place + i * (self.heads * 4))
-        top = ptx.load_shared_f32(place + self.parts * (self.heads * 4))
-        share = total
-        if sink != 0:
-            logit = ptx.load_global_s32_where(head < heads, sink + Int64(head) * 4).bitcast(Float32)
-            share = total + ptx.exp2(logit * Float32(LOG2_E) - top)
-        is_empty = total == Float32(0.0)
-        lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(total)) * Float32(LN2)
-        return (Float32(0.0) if is_empty else ptx.reciprocal(share)), lse
-
-    @cute.jit
-    def store(self, item: Any, work: Work, total: Any, out: Output, sink: Any, at: Places) -> None:
-        """The item's results."""
+    def store(self, item: Any, work: Work, total: Any, out: Output, at: Places) -> None:
+        """Store an item's rows of O."""
         thread = own_number()
         side, row = cute.arch.make_warp_uniform(thread // 128), own_row(thread)
-        member = thread % 4
         batch, token, piece, head_block = work.place(item)
         head = head_block * self.heads + row
+        size = const_expr(4 if self.out_fp32 else 2)
+        member = thread % 4
         target = out.base + Int64(piece) * out.strides[0] + Int64(batch) * out.strides[1]
         target = target + Int64(token) * out.strides[2] + Int64(head) * out.strides[3]
-        size = const_expr(4 if self.out_fp32 else 2)
-        target = target + Int64(side * (SIDE * size))
+        target = target + Int64((side * SIDE + member * 16) * size)
         for half in range_constexpr(2):
-            is_there = row + 8 * half < self.heads and head + 8 * half < out.heads
-            factor, lse = self.weigh(row + 8 * half, head + 8 * half, out.heads, sink, at)
-            if side == 0 and member == 0 and is_there:
-                place = ((piece * out.batches + batch) * out.heads + head + 8 * half) * work.tokens + token
-                ptx.store_global_s32(out.lse + Int64(place) * 4, lse.bitcast(Int32))
-            row_at = target + out.strides[3] * (8 * half)
-            for slab in range_constexpr(SIDE // SLAB - 1):
-                self.store_fp8(total, slab, half, factor, row_at, member, is_there)
-            if side == 0:
-                self.store_fp8(total, SIDE // SLAB - 1, half, factor, row_at, member, is_there)
-            else:
-                self.store_rope(total, SIDE // SLAB - 1, half, factor, row_at, member, is_there)
+            if row + 8 * half < self.heads and head + 8 * half < out.heads:
+                factor = ptx.load_shared_f32(at.rescale + (row + 8 * half) * 4)
+                row_at = target + out.strides[3] * (8 * half)
+                for slab in range_constexpr(SIDE // SLAB - 1):
+                    self.store_slab(total, factor, slab, half, False, row_at, 8 * size)
+                # where the rotary slab is; computed anew, to save registers
+                thread = own_number()
+                is_rope = thread >= 128
+                back = thread % 4 * (8 * size) if is_rope else Int32(0)
+                step = Int32(32 * size) if is_rope else Int32(8 * size)
+                self.store_slab(total, factor, SIDE // SLAB - 1, half, is_rope, row_at - Int64(back), Int64(step))
 
     @cute.jit
-    def store_fp8(
+    def store_slab(
         self,
         total: Any,
+        factor: Any,
         slab: cutlass.Constexpr,
         half: cutlass.Constexpr,
-        factor: Any,
+        is_rope: Any,
         row_at: Any,
-        member: Any,
-        is_there: Any,
+        step: Any,
     ) -> None:
-        """16 neighbouring columns."""
-        order = [(i // 4 * 2 + i % 2, i % 4 // 2) for i in range(16)]
-        self.store_columns(total, slab, half, factor, order, row_at, [member * 16, member * 16 + 8], is_there)
-
-    @cute.jit
-    def store_rope(
-        self,
-        total: Any,
-        slab: cutlass.Constexpr,
-        half: cutlass.Constexpr,
-        factor: Any,
-        row_at: Any,
-        member: Any,
-        is_there: Any,
-    ) -> None:
-        """Twice 8 neighbouring columns, 32 apart."""
-        order = [(i // 2, i % 2) for i in range(16)]
-        self.store_columns(total, slab, half, factor, order, row_at, [member * 8, member * 8 + 32], is_there)
-
-    @cute.jit
-    def store_columns(
-        self,
-        total: Any,
-        slab: cutlass.Constexpr,
-        half: cutlass.Constexpr,
-        factor: Any,
-        order: cutlass.Constexpr,
-        row_at: Any,
-        columns: Any,
-        is_there: Any,
-    ) -> None:
-        """`order`: chunk and element of the thread's columns; `columns`: of a slab, the first of each 8."""
+        """Twice 8 neighbouring columns, `step` bytes apart."""
+        size = const_expr(4 if self.out_fp32 else 2)
         for i in range_constexpr(2):
-            places = [32 * slab + 4 * chunk + 2 * half + element for chunk, element in order[8 * i : 8 * i + 8]]
-            eight = [total[place] * factor for place in places]
+            values = []
+            for chunk in range_constexpr(4 * i, 4 * i + 4, 2):
+                a, b, c, d = (factor * total[32 * slab + 4 * chunk + 2 * half + place] for place in (0, 4, 1, 5))
+                if const_expr(is_rope is not False):
+                    b, c = (c if is_rope else b), (b if is_rope else c)
+                values += [a, b, c, d]
+            target = row_at + slab * (SLAB * size) + step * i
             if const_expr(self.out_fp32):
-                target = row_at + Int64((columns[i] + slab * SLAB) * 4)
                 for j in range_constexpr(2):
-                    words = [value.bitcast(Int32) for value in eight[4 * j : 4 * j + 4]]
-                    ptx.store_global_128(target + 16 * j, words, is_there)
+                    words = [value.bitcast(Int32) for value in values[4 * j : 4 * j + 4]]
+                    ptx.store_global_128(target + 16 * j, words)
             else:
-                words = [ptx.bf16x2(eight[2 * j], eight[2 * j + 1]) for j in range(4)]
-                ptx.store_global_128(row_at + Int64((columns[i] + slab * SLAB) * 2), words, is_there)
+                words = [ptx.bf16x2(values[2 * j], values[2 * j + 1]) for j in range(4)]
+                ptx.store_global_128(target, words)
 
 
 def own_number() -> Any:

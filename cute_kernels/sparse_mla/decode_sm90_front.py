@@ -1,8 +1,9 @@
 """The front of Hopper's decode kernel: rows of the caches become bf16, and at once scores.
 
 A thread holds a tile's raw rows in registers from one tile to the next: its share of two rows, 8 apart, is 7 words of
-16 fp8 columns each and 32 rotary columns. While a slab is converted and multiplied, the slab two behind is loaded of the
-tile that follows. The converted words are the first operand of S^T = K Q^T, as they are, and what stmatrix writes to V.
+16 fp8 columns each and 32 rotary columns. While a slab is converted and multiplied, the slab two behind is loaded of
+the tile that follows. The converted words are, as they are, the first operand of S^T = K Q^T and what stmatrix stores
+as V.
 
 A product whose first operand is in registers keeps its warp from issuing anything else while it runs, and the
 scheduler's other warps belong to the back: there is nothing to win from converting in between.
@@ -22,8 +23,8 @@ from cute_kernels.dsl.mma_sync import bf16x2_of_codes, multiply_bf16x2
 from cute_kernels.sparse_mla.decode_sm90_plan import (
     ENTRY,
     FRONT_BARRIER,
+    HEADING,
     KEYS,
-    LAST,
     ROPE_SLAB,
     SKIPS,
     SLAB,
@@ -47,6 +48,13 @@ DELAY = 2
 
 LOOK_UP = 1
 """The slab behind which the next tile's table is looked up."""
+
+
+ONES = 0x7F7F7F7F
+"""Scale bytes that say 1."""
+
+LEAST_POWER, NAN = 0x0040, 0x7FC0
+"""bf16 bits of 2^-127, which is subnormal, and of a NaN: scale bytes 0 and 255."""
 
 
 class Front:
@@ -74,7 +82,6 @@ class Front:
         part = qk.get_slice(thread)
         q_parts = qk.make_fragment_B(part.partition_B(q_tile))
         raw = cute.make_rmem_tensor((2 * CHUNKS * 4,), Int32)
-        following = cute.make_rmem_tensor((8,), Int32)
         scales = cute.make_rmem_tensor((4,), Int32)
         masks = cute.make_rmem_tensor((2,), Int32)
         operands = [cute.make_rmem_tensor(part.partition_shape_A((KEYS, SLAB)), BFloat16) for _ in range(2)]
@@ -87,17 +94,16 @@ class Front:
         slot, table_phase = barriers.start()
         stage, stage_phase = barriers.start()
         score_phase = Int32(0)
-        is_last = self.look_up(following, slot, table_phase, row, lane, rings, at)
-        slot, table_phase = barriers.advance(slot, table_phase, TABLES)
-        sources = [self.source(following, half, member) for half in range(2)]
+        sources = self.look_up(slot, table_phase, row, member, rings, at)
         self.load(raw, 0, SLABS - DELAY, sources)
+        is_last, is_large, queries = self.take(slot, row, lane, scales, masks, at)
+        self.let_go(slot, lane, rings)
+        slot, table_phase = barriers.advance(slot, table_phase, TABLES)
         item = work.first
-        self.load_q(warp, lane, work, item, q, at)
+        self.load_q(warp, lane, work.place(item)[3], queries, q, at)
         self.load(raw, SLABS - DELAY, CHUNKS, sources)
-        self.take(following, scales, masks)
         while item < work.end:
-            stages_empty = stage_phase
-            rings.stages.wait_empty(stage, stages_empty)
+            rings.stages.wait_empty(stage, stage_phase)
             targets = [(v_at + stage * STAGE_BYTES) ^ (32 * step) for step in range(4)]
             for slab in range_constexpr(SLABS):
                 operand = operands[slab % 2]
@@ -114,14 +120,15 @@ class Front:
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)
                 if const_expr(slab == LOOK_UP):
-                    next_is_last = self.look_up(following, slot, table_phase, row, lane, rings, at)
-                    sources = [self.source(following, half, member) for half in range(2)]
+                    sources = self.look_up(slot, table_phase, row, member, rings, at)
                 elif const_expr(slab % 2 == 1 and slab < SLABS - 1):
                     # passed already; a branch, across which the assembler does not sink the loads
-                    rings.stages.wait_empty(stage, stages_empty)
+                    rings.stages.wait_empty(stage, stage_phase)
             self.load(raw, SLABS - DELAY, CHUNKS, sources)
             warpgroup.wait_group(0)
 
+            if is_large:
+                self.scale_again(operands[0], scores, targets, row, qk_more, q_parts, at)
             mark = is_last
             if cute.arch.vote_any_sync((masks[0] & masks[1]) == 0):
                 mark = mark | SKIPS
@@ -134,18 +141,18 @@ class Front:
                     ptx.store_shared_64(scores_at + (half * 8 * self.pitch + block * 32), *pair)
             if lane == 0:
                 ptx.store_shared_s32(at.mark + warp * 4, mark)
-            cute.arch.sync_warp()
+            was_last = is_last
+            is_last, is_large, queries = self.take(slot, row, lane, scales, masks, at)
+            self.let_go(slot, lane, rings)
             if lane == 0:
                 cute.arch.mbarrier_arrive(rings.scores.full(Int32(0)))
             slot, table_phase = barriers.advance(slot, table_phase, TABLES)
             stage, stage_phase = barriers.advance(stage, stage_phase, STAGES)
             score_phase = score_phase ^ 1
-            self.take(following, scales, masks)
-            if is_last != 0:
+            if was_last != 0:
                 item = item + work.step
                 if item < work.end:
-                    self.load_q(warp, lane, work, item, q, at)
-            is_last = next_is_last
+                    self.load_q(warp, lane, work.place(item)[3], queries, q, at)
 
     @cute.jit
     def convert(self, words: Any, raw: Any, scales: Any, masks: Any, slab: cutlass.Constexpr) -> None:
@@ -163,30 +170,76 @@ class Front:
                         words[2 * (2 * word + odd) + half] = multiply_bf16x2(values, factor)
 
     @cute.jit
-    def look_up(self, following: Any, slot: Any, phase: Any, row: Any, lane: Any, rings: Rings, at: Places) -> Any:
-        """Take the table's entries of this thread's two rows, and whether the tile is the last of its item."""
+    def look_up(self, slot: Any, phase: Any, row: Any, member: Any, rings: Rings, at: Places) -> Any:
+        """Where to read this thread's share of its two rows of a table."""
         rings.tables.wait_full(slot, phase)
+        sources = []
         for half in range_constexpr(2):
-            entry = ptx.load_shared_128(at.table + (slot * KEYS + row + 8 * half) * ENTRY)
-            for word in range_constexpr(4):
-                following[4 * half + word] = entry[word]
-        mark = ptx.load_shared_s32(at.table_mark + slot * 4)
+            low, high = ptx.load_shared_64(at.table + (slot * KEYS + row + 8 * half) * ENTRY)
+            sources.append(ptx.pair(low, high & Int32(0x7FFFFFFF)) + Int64(member * 16))
+        return sources
+
+    @cute.jit
+    def take(self, slot: Any, row: Any, lane: Any, scales: Any, masks: Any, at: Places) -> tuple[Any, Any, Any]:
+        """A table's tile becomes the current one: whether it is the last of its item, whether it has large scales,
+        where the item's queries are."""
+        table = at.table + slot * (KEYS * ENTRY)
+        # of other rows, so that all warps find the same
+        some = [ptx.load_shared_64(table + (lane + 32 * i) * ENTRY + 8) for i in range(2)]
+        large = (some[0][0] | some[1][0]) & Int32(-0x7F7F7F80) | (some[0][1] | some[1][1]) & Int32(0x00808080)
+        is_large = cute.arch.vote_any_sync(large != 0)
+        for half in range_constexpr(2):
+            entry = ptx.load_shared_128(table + (row + 8 * half) * ENTRY)
+            masks[half] = ~(entry[1] >> 31)
+            for word in range_constexpr(2):
+                scales[2 * half + word] = entry[2 + word]
+        if is_large:
+            for half in range_constexpr(2):
+                ptx.store_shared_64(at.scale + (row + 8 * half) * 8, scales[2 * half], scales[2 * half + 1])
+            scales.fill(ONES)
+        heading = ptx.load_shared_128(at.heading + slot * HEADING)
+        return heading[0], is_large, ptx.pair(heading[2], heading[3])
+
+    @cute.jit
+    def let_go(self, slot: Any, lane: Any, rings: Rings) -> None:
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(rings.tables.empty(slot))
-        return mark
-
-    def source(self, following: Any, half: int, member: Any) -> Any:
-        high = following[4 * half + 1] & Int32(0x7FFFFFFF)
-        return ptx.pair(following[4 * half], high) + Int64(member * 16)
 
     @cute.jit
-    def take(self, following: Any, scales: Any, masks: Any) -> None:
-        """The following tile becomes the current one."""
-        for half in range_constexpr(2):
-            scales[2 * half] = following[4 * half + 2]
-            scales[2 * half + 1] = following[4 * half + 3]
-            masks[half] = ~(following[4 * half + 1] >> 31)
+    def scale_again(
+        self,
+        operand: Any,
+        scores: Any,
+        targets: Any,
+        row: Any,
+        qk_more: cute.TiledMma,
+        q_parts: Any,
+        at: Places,
+    ) -> None:
+        """A tile with scales of 2 or more, too large for one product in bf16: it was converted with scales of 1. Scale
+        what lies in the stage, and compute the scores anew."""
+        cute.arch.sync_warp()
+        words = cute.recast_tensor(operand, Int32)
+        scores.fill(0.0)
+        for slab in cutlass.range(SLABS, unroll=1):
+            factors = []
+            for half in range_constexpr(2):
+                four = ptx.load_shared_s32(at.scale + (row + 8 * half) * 8 + slab // 4 * 4)
+                byte = Int32(127) if slab == ROPE_SLAB else (four >> (slab % 4 * 8)) & 0xFF
+                power = Int32(LEAST_POWER) if byte == 0 else byte << 7
+                factors.append((Int32(NAN) if byte == 255 else power) * 0x00010001)
+            for step in range_constexpr(4):
+                target = targets[step] + slab * SLAB_BYTES
+                found = ptx.load_matrices(target)
+                for i in range_constexpr(4):
+                    words[4 * step + i] = multiply_bf16x2(found[i], factors[i % 2])
+                ptx.store_matrices(target, [words[4 * step + i] for i in range(4)])
+            warpgroup.fence()
+            for step in range_constexpr(4):
+                cute.gemm(qk_more, scores, operand[None, None, step], q_parts[None, None, slab * 4 + step], scores)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
 
     @cute.jit
     def load(self, raw: Any, first: cutlass.Constexpr, end: cutlass.Constexpr, sources: Any) -> None:
@@ -198,12 +251,10 @@ class Front:
                     raw[4 * (CHUNKS * half + chunk) + word] = words[word]
 
     @cute.jit
-    def load_q(self, warp: Any, lane: Any, work: Work, item: Any, q: Query, at: Places) -> None:
-        """Bring the queries of an item, columns in the slabs' order: a lane loads the columns of a head that it has of a
-        key, and stmatrix puts the words of four lanes side by side. A warp does two slabs."""
-        batch, token, _, head_block = work.place(item)
-        first = head_block * self.heads
-        source = q.of(batch, token, first)
+    def load_q(self, warp: Any, lane: Any, head_block: Any, queries: Any, q: Query, at: Places) -> None:
+        """Bring the queries of an item, columns in the slabs' order: a lane loads the columns of a head that it has of
+        a key, and stmatrix puts the words of four lanes side by side. A warp does two slabs."""
+        heads = q.heads - head_block * self.heads
         quad, member = lane // 4, lane % 4
         cute.arch.barrier(barrier_id=FRONT_BARRIER, number_of_threads=128)
         for side in range_constexpr(2):
@@ -215,14 +266,15 @@ class Front:
             selectors = [Int32(0x3210) if is_rope else Int32(0x5410), Int32(0x7654) if is_rope else Int32(0x7632)]
             loaded = []
             for group in range_constexpr(self.heads // 8):
-                head = cutlass.min(group * 8 + quad, q.heads - first - 1)
-                head_at = source + Int64(head) * q.head + column
+                head = cutlass.min(group * 8 + quad, heads - 1)
+                head_at = queries + Int64(head) * q.head + column
                 loaded.append([ptx.load_global_128_in_order(head_at + distance * half) for half in range(2)])
             for group in range_constexpr(self.heads // 8):
                 row = (slab * self.heads + group * 8 + lane % 8) * 128
                 for half in range_constexpr(2):
                     four = loaded[group][half]
-                    words = [ptx.permute_bytes(four[i // 2 * 2], four[i // 2 * 2 + 1], selectors[i % 2]) for i in range(4)]
+                    pairs = (four[:2], four[2:])
+                    words = [ptx.permute_bytes(*two, selector) for two in pairs for selector in selectors]
                     ptx.store_matrices(at.q + row + (((lane // 8 + 4 * half) ^ (lane % 8)) << 4), words)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=FRONT_BARRIER, number_of_threads=128)

@@ -42,6 +42,9 @@ TABLES = 4
 ENTRY = 16
 """Bytes of a table's entry of a key: address of its row, the sign bit set if it is skipped, and its scale bytes."""
 
+HEADING = 16
+"""Bytes of a table's heading: LAST or 0, nothing, address of the item's queries."""
+
 LAST, SKIPS = 1, 2
 """Marks of a tile: it ends an item; it has keys that do not count, whose scores are -inf."""
 
@@ -70,11 +73,11 @@ def smem_parts(heads: int) -> dict[str, int]:
         "p": ROWS * KEYS * 2,
         "scores": KEYS * score_pitch(heads) * 4,
         "table": TABLES * KEYS * ENTRY,
-        "table_mark": TABLES * 4,
+        "heading": TABLES * HEADING,
         "mark": 4 * 4,
         "scale": KEYS * 8,
         "top": sum_parts(heads) * heads * 4,
-        "sum": (sum_parts(heads) + 1) * heads * 4,
+        "sum": sum_parts(heads) * heads * 4,
         "rescale": heads * 4,
     }
 
@@ -91,11 +94,11 @@ class Places(NamedTuple):
     p            [64 rows][64 keys] bf16, swizzled likewise
     scores       [64 keys][score_pitch] fp32, before scaling
     table        [4][64 keys] entries
-    table_mark   [4] LAST or 0
+    heading      [4] headings of tables
     mark         [4 warps of the front] LAST, SKIPS
-    scale        [64 keys] 8 scale bytes, of a tile that has large ones
+    scale        [64 keys] 8 scale bytes, of a tile with large ones
     top          [sum_parts][heads] maxima of a tile
-    sum          [sum_parts][heads] sums of an item, [heads] its maxima
+    sum          [sum_parts][heads] sums of an item
     rescale      [heads] what to multiply O with
     """
 
@@ -104,7 +107,7 @@ class Places(NamedTuple):
     p: Any
     scores: Any
     table: Any
-    table_mark: Any
+    heading: Any
     mark: Any
     scale: Any
     top: Any
@@ -114,8 +117,8 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Rings:
-    """tables: from the scout to the front. stages: V; scores: scores, marks and the V of their tile, from front to back;
-    what fills a stage is announced with its scores."""
+    """tables: from the scout to the front. stages: V; scores: scores, marks and the V of their tile, from front to
+    back; what fills a stage is announced with its scores."""
 
     tables: barriers.Ring
     stages: barriers.Ring
@@ -134,7 +137,7 @@ class Rings:
 
 
 class Work(NamedTuple):
-    """The items of a block: numbers first, first + step ... below `end`; blocks of heads, then parts, tokens, batches."""
+    """The items of a block: numbers first, first + step ... below `end`; by blocks of heads, parts, tokens, batches."""
 
     tokens: Any
     head_blocks: Any

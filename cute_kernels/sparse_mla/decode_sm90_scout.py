@@ -12,6 +12,7 @@ from cute_kernels.dsl import ptx
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.sparse_mla.decode_sm90_plan import (
     ENTRY,
+    HEADING,
     KEYS,
     LAST,
     TABLES,
@@ -41,7 +42,8 @@ class Scout:
         self.ask_for_queries(thread, work, work.first, q)
         before = Int32(0)  # tiles of the items before
         for item in cutlass.range(work.first, work.end, work.step, unroll=1):
-            batch, token, part, _ = work.place(item)
+            batch, token, part, head_block = work.place(item)
+            queries = q.of(batch, token, head_block * self.heads)
             row0 = self.row(sources.list0, batch, token)
             row1 = self.row(sources.list1, batch, token)
             live0 = self.live(sources.lengths0, sources.list0.columns, batch, token)
@@ -66,7 +68,7 @@ class Scout:
                 if tile < tiles0:
                     page = index // sources.cache0.rows
                     inside = index - page * sources.cache0.rows
-                    self.note(index, page, inside, sources.cache0, key, q, rings, number, mark, at)
+                    self.note(index, page, inside, sources.cache0, key, queries, rings, number, mark, at)
                 else:
                     page, inside = index, Int32(0)
                     if const_expr(self.second == "dense"):
@@ -74,7 +76,7 @@ class Scout:
                     else:
                         page = index // sources.cache1.rows
                         inside = index - page * sources.cache1.rows
-                    self.note(index, page, inside, sources.cache1, key, q, rings, number, mark, at)
+                    self.note(index, page, inside, sources.cache1, key, queries, rings, number, mark, at)
                 index = self.fetch(tile + 2, end, tiles0, key, live0, row0, live1, row1, sources.cache1.rows)
                 if tile == begin and item + work.step < work.end:
                     self.ask_for_queries(thread, work, item + work.step, q)
@@ -83,7 +85,7 @@ class Scout:
         if (before & 1) == half:
             slot = before % TABLES
             rings.tables.wait_empty(slot, (before // TABLES) & 1)
-            ptx.store_shared_128(at.table + (slot * KEYS + key) * ENTRY, self.skipped(q))
+            ptx.store_shared_128(at.table + (slot * KEYS + key) * ENTRY, self.skipped(q.base))
             cute.arch.mbarrier_arrive(rings.tables.full(slot))
             cute.arch.mbarrier_arrive(rings.tables.full(slot))
 
@@ -129,7 +131,7 @@ class Scout:
         inside: Any,
         cache: Cache,
         key: Any,
-        q: Query,
+        queries: Any,
         rings: Rings,
         number: Any,
         mark: Any,
@@ -145,14 +147,18 @@ class Scout:
             ptx.copy_async_64(entry + 8, page_at + (Int64(cache.rows) * ROW_BYTES + inside * 8))
             for line in range_constexpr(LINES):
                 ptx.prefetch_l2(row_at + line * 128, None)
-            ptx.store_shared_64(entry, Int32(row_at), Int32(row_at >> 32))
+            ptx.store_shared_64(entry, *self.words(row_at))
         else:
-            ptx.store_shared_128(entry, self.skipped(q))
+            ptx.store_shared_128(entry, self.skipped(queries))
         if key == 0:
-            ptx.store_shared_s32(at.table_mark + slot * 4, mark)
+            ptx.store_shared_128(at.heading + slot * HEADING, (mark, Int32(0), *self.words(queries)))
         cute.arch.mbarrier_arrive(rings.tables.full(slot))
         cute.arch.cp_async_mbarrier_arrive_noinc(rings.tables.full(slot))
 
-    def skipped(self, q: Query) -> Any:
+    def skipped(self, readable: Any) -> Any:
         """Entry of a key that does not count: anything readable stands in for its row."""
-        return Int32(q.base), Int32(q.base >> 32) | Int32(-(2**31)), Int32(0), Int32(0)
+        low, high = self.words(readable)
+        return low, high | Int32(-(2**31)), Int32(0), Int32(0)
+
+    def words(self, address: Any) -> tuple[Any, Any]:
+        return Int32(address), Int32(address >> 32)

@@ -26,7 +26,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.convert import bf16_floats, bf16_words
-from cute_kernels.dsl.reduce import lanes_max, lanes_sum
+from cute_kernels.dsl.reduce import lanes_sum
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.arch import arch_number, arch_of
@@ -258,6 +258,15 @@ class MergeKernel:
                 ptx.store_global_64(at, words[0], words[1])
             for i in range(len(words) // 4):
                 ptx.store_global_128(at + i * 16, words[4 * i : 4 * i + 4])
+
+
+def lanes_max(value: Any, lanes: int) -> Any:
+    """fp32 maximum over groups of `lanes` neighbouring lanes, in every lane; NaN loses against a number."""
+    step = 1
+    while step < lanes:
+        value = ptx.max_f32(value, cute.arch.shuffle_sync_bfly(value, step))
+        step *= 2
+    return value
 
 
 def is_empty(log: Any) -> Any:

@@ -141,9 +141,7 @@ def _multiprocessors(device: torch.device | str | None) -> int:
     device = torch.device(device)
     if device.type != "cuda":
         return 0
-    # torch.compile looks through a cached function, and warns that it does
-    ask = multiprocessors.__wrapped__ if torch.compiler.is_compiling() else multiprocessors
-    return ask(torch.cuda.current_device() if device.index is None else device.index)
+    return multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _allocate_workspace(q: torch.Tensor, tiles: int, num_splits: int, split_tokens: int) -> torch.Tensor | None:

@@ -18,7 +18,8 @@ Shared memory, in this order:
     walks     [8][16] words: where each warp is in the walk over the block's steps
 
 Copies are in chunks of 16 bytes. Chunks of different keys that a warp reads at a time lie in different banks: those of
-64 e4m3 columns at chunk ^ (key // 2 % 4), where keys are 448 bytes apart, those of 64 bf16 columns at chunk ^ (key % 8).
+64 e4m3 columns at chunk ^ (key // 2 % 4), where keys are 448 bytes apart, and those of 64 bf16 columns at
+chunk ^ (key % 8).
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ class Plan:
     def rows(self) -> int:
         """Heads of a tile as the tensor cores count them."""
         return max(16, self.heads)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no list is of fp8_ds_mla."""
+        return FP8_DS_MLA.id not in self.formats
 
     @property
     def groups(self) -> int:

@@ -1,4 +1,4 @@
-"""What a warp of the portable decode kernel computes in a step: its share of the scores, their softmax, its columns of O.
+"""What a warp of the portable decode kernel computes in a step: its share of the scores, their softmax, columns of O.
 
 Lane l of a warp has, with r = l // 4 and c = l % 4:
 
@@ -24,7 +24,8 @@ from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM
 from cute_kernels.sparse_mla.portable_plan import LANES, ROPE_BYTES, WARPS, fp8_chunk, wide_chunk
 
 GROWTH = 8.0
-"""A head's maximum moves when a score, in log2 units, is more than this above it: O is rarely rescaled, P at most 2^8."""
+"""A head's maximum moves when a score, in log2 units, is more than this above it: O is rarely rescaled, and P is
+at most 2^8."""
 
 EVEN_HALVES, ODD_HALVES = 0x5410, 0x7632
 """Of two words: both low halves, both high halves."""
@@ -41,7 +42,7 @@ class Columns(NamedTuple):
     """A warp's columns of a step.
 
     at         address of those of key 0, e4m3 or bf16
-    is_wide    whether they are bf16; a Python bool if that is known
+    is_wide    whether they are bf16
     key_bytes  from one key's to the next one's
     bytes      address of the scale bytes of key 0
     scales     of lane l: bf16 pair of the scales of keys 2 l and 2 l + 1, times 2^120 as far as that is finite
@@ -97,6 +98,66 @@ def convert(
 
 
 @cute.jit
+def load_keys(b: Any, columns: Columns, at: Any, n: Any, warp: Any, lane: Any, plan: cutlass.Constexpr) -> None:
+    """Operand b of keys 8 n .. + 7, for the products s = 0 to 3 with Q: b[2 s], b[2 s + 1]. at: where a lane reads."""
+    if const_expr(plan.is_plain):
+        load_wide_keys(b, at)
+    else:
+        if columns.is_wide:
+            load_wide_keys(b, at)
+        else:
+            words = ptx.load_shared_128(at)
+            for i in range_constexpr(8):
+                pair = ptx.permute_bytes(words[i // 2], Int32(0), HIGH_CODES if i % 2 else LOW_CODES)
+                b[i] = mma_sync.bf16x2_of_codes(pair, 0)
+            selector = Int32(LOW_HALF) + (lane >> 2 & 1) * (HIGH_HALF - LOW_HALF)
+            convert(b, columns, [n * 4 + (lane >> 3)], selector, warp, lane, plan.keys)
+
+
+def load_wide_keys(b: Any, at: Any) -> None:
+    for half in range(2):
+        words = ptx.load_shared_128(at ^ (16 * half))
+        for i in range(4):
+            b[4 * half + i] = words[i]
+
+
+@cute.jit
+def load_values(
+    b: Any,
+    columns: Columns,
+    at: Any,
+    p: Any,
+    half: cutlass.Constexpr,
+    warp: Any,
+    lane: Any,
+    plan: cutlass.Constexpr,
+) -> None:
+    """Operand b of keys 16 p .. + 15 as summed ones, for the products j = 2 half, 2 half + 1 and even, odd columns with
+    P: b[4 (j % 2) + 2 odd + g], of keys 8 g .. + 7 of those. at: where the lane reads."""
+    if const_expr(plan.is_plain):
+        load_wide_values(b, at, half)
+    else:
+        if columns.is_wide:
+            load_wide_values(b, at, half)
+        else:
+            words = mma_sync.load_matrices_transposed(at ^ (32 * half))
+            for i in range_constexpr(8):
+                b[i] = mma_sync.bf16x2_of_codes(words[i // 4 * 2 + i % 2], 0 if i % 4 // 2 else 8)
+            convert(b, columns, [p * 8 + 4 * g + (lane & 3) for g in range(2)], None, warp, lane, plan.keys)
+
+
+def load_wide_values(b: Any, at: Any, half: int) -> None:
+    for g in range(2):
+        even = at + g * (8 * ROPE_BYTES)
+        odd = even + ROPE_BYTES
+        for j in range(2):
+            chunk = 64 * half + 32 * j
+            pair = ptx.load_shared_s32(even ^ chunk), ptx.load_shared_s32(odd ^ (chunk + 16))
+            b[4 * j + g] = ptx.permute_bytes(*pair, EVEN_HALVES)
+            b[4 * j + 2 + g] = ptx.permute_bytes(*pair, ODD_HALVES)
+
+
+@cute.jit
 def share_scores(q: Any, target: Any, columns: Columns, warp: Any, lane: Any, plan: cutlass.Constexpr) -> None:
     """Store the warp's share of Q K^T for a step.
 
@@ -108,19 +169,7 @@ def share_scores(q: Any, target: Any, columns: Columns, warp: Any, lane: Any, pl
     at = columns.at + (wide_chunk(r, 2 * c) if columns.is_wide else fp8_chunk(r, c))
     b = cute.make_rmem_tensor((8,), Int32)
     for n in cutlass.range(plan.keys // 8, unroll=1):
-        # operand b of keys 8 n .. + 7, for the products s = 0 to 3 with Q: b[2 s], b[2 s + 1]
-        if columns.is_wide:
-            for half in range_constexpr(2):
-                words = ptx.load_shared_128(at ^ (16 * half))
-                for i in range_constexpr(4):
-                    b[4 * half + i] = words[i]
-        else:
-            words = ptx.load_shared_128(at)
-            for i in range_constexpr(8):
-                pair = ptx.permute_bytes(words[i // 2], Int32(0), HIGH_CODES if i % 2 else LOW_CODES)
-                b[i] = mma_sync.bf16x2_of_codes(pair, 0)
-            selector = Int32(LOW_HALF) + (r & 1) * (HIGH_HALF - LOW_HALF)
-            convert(b, columns, [n * 4 + (r >> 1)], selector, warp, lane, plan.keys)
+        load_keys(b, columns, at, n, warp, lane, plan)
         sums: list[Any] = [()] * tiles
         for s in range_constexpr(4):
             for m in range_constexpr(tiles):
@@ -153,22 +202,7 @@ def accumulate(o: Any, weights: Any, columns: Columns, warp: Any, lane: Any, pla
             for m in range(tiles)
         ]
         for half in range_constexpr(2):
-            # operand b of keys 16 p .. + 15, for the products j = 2 half, 2 half + 1 and even, odd columns with P:
-            # b[4 (j % 2) + 2 odd + g], of keys 8 g .. + 7 of those
-            if columns.is_wide:
-                for g in range_constexpr(2):
-                    even = at + g * (8 * ROPE_BYTES)
-                    odd = even + ROPE_BYTES
-                    for j in range_constexpr(2):
-                        chunk = 64 * half + 32 * j
-                        pair = ptx.load_shared_s32(even ^ chunk), ptx.load_shared_s32(odd ^ (chunk + 16))
-                        b[4 * j + g] = ptx.permute_bytes(*pair, EVEN_HALVES)
-                        b[4 * j + 2 + g] = ptx.permute_bytes(*pair, ODD_HALVES)
-            else:
-                words = mma_sync.load_matrices_transposed(at ^ (32 * half))
-                for i in range_constexpr(8):
-                    b[i] = mma_sync.bf16x2_of_codes(words[i // 4 * 2 + i % 2], 0 if i % 4 // 2 else 8)
-                convert(b, columns, [p * 8 + 4 * g + c for g in range(2)], None, warp, lane, plan.keys)
+            load_values(b, columns, at, p, half, warp, lane, plan)
             for i in range_constexpr(4):
                 for m in range_constexpr(tiles):
                     mma_sync.accumulate(o.four((m * 8 + half * 4 + i) * 4), a[m], (b[2 * i], b[2 * i + 1]))

@@ -28,9 +28,10 @@ MINUS_INFINITY = -(2**23)
 
 ITEM, LIST, COLUMN, END, COLUMN_SECOND, END_SECOND, FETCHED_LIST, FETCHED_COLUMN = range(8)
 ROW, ROW_SECOND, DONE, SECOND = 8, 10, 12, 13
-"""Words of a warp's walk: item and list of the next step, its first column, the end of the item's columns in that list,
-the same two of the second list; list (-1: there is none) and first column of the step that is fetched but not copied;
-two words each, addresses of the rows of both lists; the item whose products are under way, and how many steps it has in the second list. They are in shared memory, as O and Q leave no registers."""
+"""Words of a warp's walk, in shared memory, as O and Q leave no registers: item and list of the next step, its first
+column, the end of the item's columns in that list, the same two of the second list; list (-1: there is none) and first
+column of the step that is fetched but not copied; two words each, addresses of the rows of both lists; the item whose
+products are under way, and how many steps it has in the second list."""
 
 
 class Cache(NamedTuple):
@@ -63,7 +64,7 @@ class Lists(NamedTuple):
         used = self.columns
         if self.lengths != 0:
             offset = Int64(batch) * Int64(self.lengths_batch) + Int64(token) * Int64(self.lengths_token)
-            length = ptx.load_global_s32_again(self.lengths + offset * 4)
+            length = ptx.load_global_s32_in_order(self.lengths + offset * 4, is_shared=True)
             used = cutlass.min(cutlass.max(length, Int32(0)), used)
         return cute.arch.make_warp_uniform(used)
 
@@ -177,8 +178,8 @@ class Walk:
         column = words[COLUMN] + warp * (LANES // KEY_LANES) + (lane >> 2)
         is_live = exists and column < words[END]
         if const_expr(self.second == "dense"):
-            if words[LIST] == 1:
-                column, _ = divmod(column, self.caches[1].rows)
+            page, _ = divmod(column, self.caches[1].rows)
+            column = page if words[LIST] == 1 else column
         row = ptx.pair(words[ROW], words[ROW + 1])
         asked[0] = ptx.load_global_s32_where(is_live, row + Int64(column) * 4)
         words[FETCHED_LIST] = words[LIST] if exists else Int32(-1)

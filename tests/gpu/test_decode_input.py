@@ -115,17 +115,18 @@ def test_rows_without_anything(sink: str) -> None:
 
 
 @pytest.mark.parametrize("second", SECOND)
-def test_nothing_at_all(second: str) -> None:
+@pytest.mark.parametrize("kv_format", [FP8, BF16])
+def test_nothing_at_all(kv_format: str, second: str) -> None:
+    formats = {"kv_format": kv_format, "extra_format": kv_format}
     for sizes in ({"b": 0}, {"s_q": 0}, {"topk": 0}, {"topk": 0, "extra_topk": 0}, {"b": 0, "topk": 0}):
-        check(make(**{"heads": 16, "second": second, **sizes}))
-    for fmt in (FP8, BF16):
-        call = make(second=second, kv_format=fmt, extra_format=fmt)
-        call.pool = Pool(fmt, 0, 64)
-        if call.extra is not None:
-            call.extra = Pool(fmt, 0, 64)
-        out, lse = check(call)
-        assert not out.any()
-        assert (lse == math.inf).all()
+        check(make(**{"heads": 16, "second": second, **formats, **sizes}))
+    call = make(second=second, **formats)
+    call.pool = Pool(kv_format, 0, 64)
+    if call.extra is not None:
+        call.extra = Pool(kv_format, 0, 64)
+    out, lse = check(call)
+    assert not out.any()
+    assert (lse == math.inf).all()
 
 
 def test_slots_that_repeat() -> None:
@@ -142,15 +143,15 @@ def test_slots_that_repeat() -> None:
 
 @pytest.mark.parametrize("poison", [0x7F, 0xFF, 0x80])
 @pytest.mark.parametrize("second", SECOND)
-def test_what_is_not_selected_does_not_matter(second: str, poison: int) -> None:
+@pytest.mark.parametrize("kv_format", [FP8, BF16])
+def test_what_is_not_selected_does_not_matter(kv_format: str, second: str, poison: int) -> None:
     """Unused rows, pages, scales and the gaps between pages hold NaN, or anything else: no bit changes."""
-    for kv_format in (FP8, BF16):
-        call = make(second=second, kv_format=kv_format, extra_format=kv_format, lengths="b", more_stride=1152)
-        want = check(call)
-        for pool in filter(None, (call.pool, call.extra)):
-            pool.bytes.fill_(poison)
-        fill(call)
-        assert same_bits(run(call), want)
+    call = make(second=second, kv_format=kv_format, extra_format=kv_format, lengths="b", more_stride=1152)
+    want = check(call)
+    for pool in filter(None, (call.pool, call.extra)):
+        pool.bytes.fill_(poison)
+    fill(call)
+    assert same_bits(run(call), want)
 
 
 def test_nan_stays_in_its_row() -> None:
@@ -229,20 +230,23 @@ def test_equal_weights_give_the_exact_mean(topk: int, second: str) -> None:
 def test_scores_far_apart(order: str) -> None:
     """Scores from -3000 to 3000, exact in fp32, whose largest comes first or last: no exponential may overflow."""
     n = 512
-    call = make(b=2, heads=64, topk=n, second="listed", extra_topk=n, kv_format=BF16, extra_format=BF16, bad=0.0)
-    columns = torch.arange(2 * n, device=decode_cases.DEVICE)
+    ranks = torch.arange(-n, n, device=decode_cases.DEVICE)
     if order == "random":
-        columns = torch.randperm(2 * n, device=decode_cases.DEVICE, generator=generator(1))
-    call.pool, call.extra = Pool(BF16, 8, 64), Pool(BF16, 8, 64)
-    call.indices, call.extra_indices = (columns[:n].int() % n).expand(2, 1, n), (columns[n:].int() % n).expand(2, 1, n)
-    call.indices, call.extra_indices = call.indices.clone(), call.extra_indices.clone()
-    fill(call)
-    for pool, part in ((call.pool, columns[:n]), (call.extra, columns[n:])):
-        rank = part.double() - n
-        values = pool.cache.view(-1, 512)
-        values[part % n, 0], values[part % n, 1] = (rank // 16).bfloat16(), (rank % 16).bfloat16()
+        ranks = ranks[torch.randperm(2 * n, device=decode_cases.DEVICE, generator=generator(1))]
+    call = make(b=2, heads=64, topk=n, second="listed", extra_topk=n, bad=0.0)
+    for part, name in ((ranks[:n], "indices"), (ranks[n:], "extra_indices")):
+        pool = call.pool if name == "indices" else call.extra
+        assert pool is not None
+        slots = torch.arange(n, device=decode_cases.DEVICE)
+        setattr(call, name, slots.int().expand(2, 1, n).contiguous())
+        pool.put(slots)
+        # two values of the rope part, which is bf16
+        row = pool.data[slots // 64, slots % 64]
+        row[:, 448:].view(torch.bfloat16)[:, 0] = torch.div(part, 16, rounding_mode="floor").bfloat16()
+        row[:, 448:].view(torch.bfloat16)[:, 1] = (part % 16).bfloat16()
+        pool.data[slots // 64, slots % 64] = row
     call.q.zero_()
-    call.q[..., 0], call.q[..., 1] = 16.0, 1.0
+    call.q[..., 448], call.q[..., 449] = 16.0, 1.0
     call.q[:, :, ::3] *= 0.25
     call.scale = 2.0**-2 * 23
     if order == "falling":

@@ -1,8 +1,7 @@
 """A decode step of every layer kind, captured once in CUDA graphs and replayed with other numbers, against eager calls.
 
-The first graph ends with all caches written and, in C4A layers, with the indexer's queries quantized; the second is
-attention over fp8_ds_mla caches and the output projection. The selection of entries runs between them, and so does
-attention over plain caches, which has no kernel yet.
+The first graph ends with all caches written and, in C4A layers, with the indexer's queries quantized; the second is the
+output projection. The selection of entries and attention run between them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class Decoder:
         self.engine.step([], [(r, hidden_rows(n, seed=n)) for r, n in zip(self.requests, LENGTHS, strict=True)])
         self.hidden = torch.zeros(ROWS, self.engine.layer.config.hidden_size, dtype=torch.bfloat16, device="cuda")
         self.tables: dict[str, torch.Tensor] = {}
-        self.captures_attention = options.get("kv_cache", "fp8_ds_mla") == "fp8_ds_mla"
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def prepare(self, active: list[int], seed: int) -> DeepseekV4Metadata:
@@ -83,17 +81,8 @@ class Decoder:
         self.q, self.selected, _ = self._record(lambda: self._front(m, monkeypatch))
         self.out = torch.empty(self.q.shape, dtype=torch.bfloat16, device="cuda")
         self.lse = torch.empty(self.q.shape[:2], device="cuda")
-        self.topk = None if layer.indexer is None else layer.indexer.indexer_op.topk_indices_buffer[:ROWS]
-        self.hidden_out = self._record(lambda: self._back(m))
-
-    def _attend(self, m: DeepseekV4Metadata) -> None:
-        self.engine.layer.mla_attn(self.q, self.engine.caches, m, self.topk, self.out, self.lse)
-
-    def _back(self, m: DeepseekV4Metadata) -> torch.Tensor:
-        if self.captures_attention:
-            self._attend(m)
-        layer = self.engine.layer
-        return layer.o_proj(self.out, m.positions, layer.rotary_emb.cos_sin_cache)
+        table = layer.rotary_emb.cos_sin_cache
+        self.hidden_out = self._record(lambda: layer.o_proj(self.out, m.positions, table))
 
     def _record(self, body: Any) -> Any:
         graph = torch.cuda.CUDAGraph()
@@ -106,10 +95,8 @@ class Decoder:
         front, back = self.graphs
         layer, caches = self.engine.layer, self.engine.caches
         front.replay()
-        if layer.indexer is not None:
-            layer.indexer.indexer_op(*self.selected, caches.indexer, m)
-        if not self.captures_attention:
-            self._attend(m)
+        topk = None if layer.indexer is None else layer.indexer.indexer_op(*self.selected, caches.indexer, m)
+        layer.mla_attn(self.q, caches, m, topk, self.out, self.lse)
         back.replay()
         return self.hidden_out
 
@@ -151,5 +138,5 @@ def test_what_the_graphs_hold_are_kernels(ratio: int) -> None:
     with record_calls() as recording:
         decoder.eager(m)
     ran = {call.op: call.implementation for call in recording.calls if not call.op.startswith("linear")}
-    waiting = {"paged_mqa_logits", "top_k_per_row_decode"}
+    waiting = {"sparse_mla_decode", "paged_mqa_logits", "top_k_per_row_decode"}
     assert {op for op, implementation in ran.items() if implementation != "kernel"} <= waiting

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from perf.decode import GRID, OP, OWN, PLANNED
+from perf.decode import GRID, OP, OWN, PLANNED, block_of
 from perf.decode_inputs import Shape, in_order, near
 from perf.targets import TARGETS_US
 
@@ -37,11 +38,17 @@ def test_lengths() -> None:
 
 
 def test_padding() -> None:
-    assert Shape("c4_128+512", 64, 5).padded() == 0
-    assert Shape("c4_128+512", 8, 5).padded() == 0
-    assert Shape("c4_128+512", 100, 5).padded() == 1 - 100 / 128
+    assert Shape("c4_128+512", 64, 5).padded(64) == 0
+    assert Shape("c4_128+512", 8, 5).padded(16) == 0.5
+    assert Shape("c4_128+512", 100, 5).padded(64) == 1 - 100 / 128
     # lengths 1 and 512: 3 tiles and 10
-    assert Shape("c4_128+512", 64, 2, unequal=True).padded() == 1 - (129 + 640) / (13 * 64)
+    assert Shape("c4_128+512", 64, 2, unequal=True).padded(64) == 1 - (129 + 640) / (13 * 64)
+
+
+def test_blocks_of_heads_come_from_the_kernel() -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    for shape in (*GRID, *OWN):
+        assert block_of(shape, "sm_90a") in (8, 16, 32, 64)
 
 
 def test_arguments_are_in_the_order_of_the_schema() -> None:

@@ -17,7 +17,6 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
 from cute_kernels.sparse_mla import decode, decode_args, merge
-from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
 
 SMS = 132
@@ -67,7 +66,8 @@ DENSE = {"extra_indices": None, "extra_topk_length": None}
 def test_one_part_goes_straight_to_the_callers_results(gpu: Launches) -> None:
     args = gpu.run()
     ((key, given),) = gpu.decodes
-    assert key == DecodeKey("sm_90a", 8, "listed", False)
+    assert isinstance(key, DecodeKey)
+    assert (key.arch, key.second, key.out_fp32) == ("sm_90a", "listed", False)
     assert gpu.merges == []
     assert [given[n] is args[m] for n, m in (("q", "q"), ("cache0", "k_cache"), ("list0", "indices"))] == [True] * 3
     assert given["cache1"] is args["extra_k_cache"]
@@ -173,15 +173,18 @@ def test_a_partial_result_may_have_parts_too(gpu: Launches) -> None:
     assert gpu.decodes[1][0].out_fp32
 
 
-def test_formats_choose_the_kernel(monkeypatch: pytest.MonkeyPatch, gpu: Launches) -> None:
-    plain = arguments()["extra_k_cache"]
-    gpu.run(extra_k_cache=plain, extra_kv_format=BF16)
-    assert gpu.decodes[0][0] == PortableDecodeKey("sm_90a", 8, FP8, "listed", BF16, False)
-    gpu.run(k_cache=plain, kv_format=BF16, **NO_EXTRA)
-    assert gpu.decodes[1][0] == PortableDecodeKey("sm_90a", 8, BF16, "none", BF16, False)
-    other = Launches(monkeypatch, "sm_100a")
-    other.run()
-    assert other.decodes[0][0] == PortableDecodeKey("sm_100a", 8, FP8, "listed", FP8, False)
+def test_hoppers_kernel_takes_no_other_caches_and_architectures(monkeypatch: pytest.MonkeyPatch, gpu: Launches) -> None:
+    plain, records = arguments()["extra_k_cache"], arguments(kv_format=FP8)["k_cache"]
+    for arch, changes in (
+        ("sm_90a", {"extra_k_cache": plain, "extra_kv_format": BF16}),
+        ("sm_90a", {"k_cache": plain, "kv_format": BF16, **NO_EXTRA}),
+        ("sm_100a", {"extra_k_cache": records, "extra_kv_format": FP8}),
+    ):
+        args = arguments(**changes).values()
+        launches = Launches(monkeypatch, arch)
+        if decode.supports(*args)[0]:
+            decode.launch(*args)
+            assert not isinstance(launches.decodes[0][0], DecodeKey)
 
 
 def test_rows_without_elements_launch_nothing(gpu: Launches) -> None:
@@ -217,14 +220,9 @@ def test_what_is_not_supported_says_so(gpu: Launches, changes: dict[str, Any], w
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_80"])
-def test_deployments(model: str, tp: int, arch: str) -> None:
-    config = MODELS[model]
-    keys = decode.deployment_keys(config, tp, arch)
+def test_deployments(model: str, tp: int) -> None:
+    keys = decode.deployment_keys(MODELS[model], tp, "sm_90a")
     assert len(set(keys)) == len(keys)
-    heads = config.num_attention_heads // tp
-    kinds = {(k.second, k.out_fp32) for k in keys if isinstance(k, (DecodeKey, PortableDecodeKey))}
+    kinds = {(key.second, key.out_fp32) for key in keys if isinstance(key, DecodeKey)}
     assert kinds == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
-    assert {k.heads for k in keys if isinstance(k, (DecodeKey, PortableDecodeKey))} == {schedule.block_heads(heads)}
-    kind = DecodeKey if arch == "sm_90a" else PortableDecodeKey
-    assert all(isinstance(key, (kind, merge.MergeKey)) for key in keys)
+    assert set(merge.deployment_keys(MODELS[model], tp, "sm_90a")) <= set(keys)

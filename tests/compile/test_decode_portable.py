@@ -1,0 +1,155 @@
+"""The portable kernel of sparse_mla_decode, compiled for every architecture, and its plan. Needs CuTe DSL, no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM, PLAIN_BF16
+from cute_kernels.runtime.arch import SMEM_BYTES
+from cute_kernels.runtime.compile import compile_report
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
+from cute_kernels.sparse_mla.portable_plan import HEADS, SECONDS, Plan, fp8_chunk, wide_chunk
+
+FP8, BF16 = FP8_DS_MLA.id, PLAIN_BF16.id
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+FORMATS = ((FP8,), (BF16,), (FP8, FP8), (FP8, BF16), (BF16, FP8), (BF16, BF16))
+
+# what takes most registers: 64 heads, with every kind of list and both formats in either
+LARGE: list[dict[str, Any]] = [
+    {"second": "none"},
+    {"second": "listed"},
+    {"second": "dense", "out_fp32": True},
+    {"second": "dense", "format1": BF16},
+    {"second": "listed", "format0": BF16},
+    {"second": "listed", "format0": BF16, "format1": BF16, "out_fp32": True},
+]
+SMALL: list[dict[str, Any]] = [
+    {"heads": heads, "second": second, "format1": format1}
+    for heads, second, format1 in ((8, "listed", FP8), (16, "dense", BF16), (32, "none", FP8))
+]
+KEYS = [
+    *(PortableDecodeKey(arch, **fields) for arch in ARCHS for fields in LARGE),
+    *(PortableDecodeKey(arch, **fields) for arch in ("sm_80", "sm_90a") for fields in SMALL),
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_compiles(key: PortableDecodeKey) -> None:
+    report = compile_report(key)
+    assert report.cubin[:4] == b"\x7fELF"
+    assert f".target {key.arch}" in report.ptx
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.smem <= SMEM_BYTES[key.arch]
+    assert set(key.instructions) <= set(report.instructions)
+    # per 16 rows, 4 products for 8 keys of scores and 8 for 16 keys of O, whatever the columns are
+    assert report.instructions["mma.sync"] == key.plan.rows // 16 * (4 + 8)
+    assert ("ldmatrix" in report.instructions) == (FP8 in key.formats)
+    assert ("griddepcontrol" in report.instructions) == (key.arch not in ("sm_80", "sm_89"))
+    assert not re.search(r"st\.local|ld\.local|cvt\.\S*e4m3", report.ptx)
+
+
+@pytest.mark.parametrize("arch", SMEM_BYTES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("formats", FORMATS)
+def test_plan(arch: str, heads: int, formats: tuple[str, ...]) -> None:
+    plan = Plan(arch, heads, formats)
+    assert plan.smem_bytes <= SMEM_BYTES[arch]
+    assert plan.rows >= heads
+    assert plan.rows % 16 == 0
+    assert 64 % plan.keys == 0
+    assert plan.keys % 16 == 0
+    assert 2 <= plan.stages <= 4
+    # places follow one another, with room for what is in them; chunks are told apart by low bits of their addresses
+    places = [0, plan.shares_at, plan.weights_at, plan.masks_at, plan.factors_at, plan.rows_at, plan.walks_at]
+    sizes = [
+        plan.stages * plan.stage_bytes,
+        8 * plan.rows * plan.keys * 4,
+        plan.rows * plan.keys * 2,
+        plan.stages * plan.keys * 4,
+        2 * plan.rows * 4,
+        plan.rows // 8 * 32 * 8,
+        8 * 64,
+    ]
+    ends = [place + size for place, size in zip(places, sizes, strict=True)]
+    assert places[1:] == ends[:-1]
+    assert ends[-1] == plan.smem_bytes
+    assert all(place % 16 == 0 for place in places)
+    assert plan.stage_bytes % 128 == plan.rope_at % 128 == plan.plain_bytes % 128 == 0
+    assert plan.share_bytes == plan.rows // 8 * plan.group_bytes
+    if FP8 in formats:
+        assert plan.scales_at == plan.rope_at + plan.keys * 128
+        assert plan.scales_at + plan.keys * 8 <= plan.stage_bytes
+    if BF16 in formats:
+        assert 8 * plan.plain_bytes <= plan.stage_bytes
+
+
+def test_most_keys_that_fit_are_taken() -> None:
+    assert [Plan(arch, 64, (FP8, FP8)).keys for arch in ARCHS] == [32, 16, 64, 64, 64, 16]
+    assert [Plan(arch, 64, (BF16,)).keys for arch in ARCHS] == [32, 16, 32, 32, 32, 16]
+    assert [Plan("sm_90a", heads, (FP8,)).keys for heads in HEADS] == [64] * 4
+
+
+def test_every_byte_of_a_key_has_its_place() -> None:
+    fp8 = {
+        fp8_chunk(key, chunk) + warp * 64 + byte
+        for key, chunk, warp, byte in itertools.product(range(64), range(4), range(7), range(16))
+    }
+    assert fp8 == set(range(64 * NOPE_DIM))
+    wide = {wide_chunk(key, chunk) + byte for key, chunk, byte in itertools.product(range(64), range(8), range(16))}
+    assert wide == set(range(64 * 128))
+
+
+def banks(addresses: list[int], size: int) -> set[int]:
+    """The 4-byte banks that so many bytes at each address lie in."""
+    return {address // 4 % 32 + i for address in addresses for i in range(size // 4)}
+
+
+def test_no_two_lanes_read_the_same_bank() -> None:
+    for warp, key in itertools.product(range(8), range(0, 64, 8)):
+        # scores: 8 lanes at a time read 16 bytes of two keys
+        for quarter in range(4):
+            lanes = [(key + lane // 4, lane % 4) for lane in range(8 * quarter, 8 * quarter + 8)]
+            assert len(banks([fp8_chunk(k, c) + 64 * warp for k, c in lanes], 16)) == 32
+            for second in range(2):
+                assert len(banks([wide_chunk(k, 2 * c) ^ 16 * second for k, c in lanes], 16)) == 32
+        # values: the 8 rows of a matrix; or a word of each of 4 keys, all even or all odd, from each of 8 lanes
+        for chunk in range(4):
+            assert len(banks([fp8_chunk(key + row, chunk) + 64 * warp for row in range(8)], 16)) == 32
+            for odd in range(2):
+                words = [
+                    wide_chunk(key + 2 * c + odd, 2 * chunk + r // 4) + r % 4 * 4 for r in range(8) for c in range(4)
+                ]
+                assert len(banks(words, 4)) == 32
+
+
+def test_places_differ_by_single_bits() -> None:
+    """The kernel reaches a key's other chunks by an exclusive or with the address of one."""
+    for key in range(64):
+        for chunk in range(4):
+            assert fp8_chunk(key, chunk ^ 2) == fp8_chunk(key, chunk) ^ 32
+        for chunk in range(8):
+            assert wide_chunk(key, chunk ^ 1) == wide_chunk(key, chunk) ^ 16
+            assert wide_chunk(key, chunk ^ 2) == wide_chunk(key, chunk) ^ 32
+            assert wide_chunk(key, chunk ^ 4) == wide_chunk(key, chunk) ^ 64
+
+
+def test_keys() -> None:
+    keys = {
+        PortableDecodeKey(arch, heads, FP8, second, format1, fp32)
+        for arch, heads, second, format1, fp32 in itertools.product(ARCHS, HEADS, SECONDS, (FP8, BF16), (False, True))
+    }
+    assert len(keys) == 6 * 4 * 3 * 2 * 2
+    assert PortableDecodeKey("sm_80", second="none", format1=BF16).formats == (FP8,)
+    with pytest.raises(ValueError, match=r"second: expected one of .*'dense'.*, got 'some'"):
+        PortableDecodeKey("sm_80", second="some")
+    with pytest.raises(ValueError, match=r"heads: expected one of \(8, 16, 32, 64\), got 24"):
+        _ = PortableDecodeKey("sm_80", heads=24).plan
+    with pytest.raises(ValueError, match=r"format: expected one of .*, got 'plain_fp8/1'"):
+        _ = PortableDecodeKey("sm_80", format0="plain_fp8/1").plan
