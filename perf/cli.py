@@ -46,6 +46,7 @@ ROOMS = {
     "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": "perf.qnorm",
     "fused_indexer_q_rope_quant_fp8": "perf.indexer",
     "fused_indexer_q_rope_quant_mxfp4": "perf.indexer",
+    "fused_inv_rope": "perf.inv_rope",
     "fused_inv_rope_fp8_quant": "perf.inv_rope",
     "fused_mtp_input_rmsnorm": "perf.norm",
     "fused_q_kv_rmsnorm": "perf.norm",

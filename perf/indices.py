@@ -46,8 +46,8 @@ class Step:
         return order.view(self.requests, pages).int()
 
     def picks(self, columns: int) -> torch.Tensor:
-        """Distinct entries of each row, in random order."""
-        entries = PAGES * BLOCK_SIZE
+        """Distinct entries that each row sees, in random order."""
+        entries = PAGES * BLOCK_SIZE - -(-self.each // RATIO)
         # distinct: entry i of a permutation that every row starts elsewhere in
         order = torch.randperm(entries, device="cuda", generator=self.g)
         start = torch.randint(0, entries, (self.rows, 1), device="cuda", generator=self.g)

@@ -1,8 +1,9 @@
-"""Benchmark of fused_inv_rope_fp8_quant, launched like its peer: as a dependent of the kernel before."""
+"""Benchmarks of fused_inv_rope_fp8_quant, launched like its peer as a dependent of the kernel before, and of
+fused_inv_rope."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,15 +24,26 @@ VARIANTS: tuple[dict[str, Any], ...] = ({"heads": 1}, {"heads": 2}, {"heads": 4}
 """Fields of InvRopeKey."""
 
 
-def make(tokens: int, heads: int, seed: int) -> Arguments:
+def _rotation(tokens: int, heads: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, ...]:
+    """o, positions, table and out, with a result of that dtype, group by group in memory."""
     g = torch.Generator(device="cuda").manual_seed(seed)
     groups = GROUPS[heads]
-    per_group = heads // groups
     o = torch.empty(tokens, heads, 512, device="cuda", dtype=torch.bfloat16).normal_(generator=g)
     positions = torch.randint(0, POSITIONS, (tokens,), device="cuda", generator=g)
-    out = torch.empty(groups, tokens, per_group * 512, device="cuda", dtype=torch.float8_e4m3fn).transpose(0, 1)
+    out = torch.empty(groups, tokens, heads // groups * 512, device="cuda", dtype=dtype).transpose(0, 1)
+    return o, positions, _table(), out
+
+
+def make(tokens: int, heads: int, seed: int) -> Arguments:
+    groups = GROUPS[heads]
+    per_group = heads // groups
     scales = torch.empty(output_scale_shape(tokens, groups, per_group), device="cuda")
-    return o, positions, _table(), out, scales, groups, per_group, False, True
+    return *_rotation(tokens, heads, torch.float8_e4m3fn, seed), scales, groups, per_group, False, True
+
+
+def make_plain(tokens: int, heads: int, seed: int) -> Arguments:
+    groups = GROUPS[heads]
+    return *_rotation(tokens, heads, torch.bfloat16, seed), groups, heads // groups, True
 
 
 _tables: list[torch.Tensor] = []
@@ -82,24 +94,31 @@ def _nearly_same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> b
     return codes.float().mean().item() < 1e-3 and scales.float().mean().item() < 1e-3
 
 
-BENCH = Bench(
-    OP,
-    tuple(
+def _cases(arguments: Callable[..., Arguments]) -> tuple[Case, ...]:
+    return tuple(
         Case(
             f"h{heads} T={tokens}",
             tokens,
-            partial(make, tokens, heads),
+            partial(arguments, tokens, heads),
             {"heads": heads, "groups": GROUPS[heads], "use_pdl": True},
         )
         for heads in GROUPS
         for tokens in TOKENS
-    ),
+    )
+
+
+QUANTIZED = Bench(
+    OP,
+    _cases(make),
     quick=(1, 1024),
     peers={"vllm-triton": _vllm},
     variants=_variants,
     peer_same=_nearly_same,
 )
 
-SWEEPS = {OP: BENCH.sweep}
-QUICK = {OP: BENCH.quick}
+PLAIN = Bench("fused_inv_rope", _cases(make_plain), quick=(1, 1024))
+
+BENCHES = (QUANTIZED, PLAIN)
+SWEEPS = {bench.op: bench.sweep for bench in BENCHES}
+QUICK = {bench.op: bench.quick for bench in BENCHES}
 """Numbers of rows of a quick look."""

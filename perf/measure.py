@@ -4,6 +4,8 @@ A candidate is a list of calls, one per input set. A CUDA graph replays them all
 time over the number of calls. Either the sets together touch more than three times the L2 cache and the graph goes
 round them as often as fits, or there are as many as are reasonable and each is called once: then reading a large buffer
 before every replay leaves nothing of them in the cache. So every call finds its inputs in memory and not in L2.
+What calls return is kept until the graph is complete, so a candidate that allocates its results does not write into
+memory that its last call has left in L2, as one that is given different outputs for each set does not either.
 Candidates take turns, replay by replay, so that a drift of the clock hits them alike.
 
 The host's cost of a call is what a CPU timer says over many eager calls in a row, divided by their number; nothing
@@ -134,10 +136,9 @@ def _capture(calls: Sequence[Call], bytes_per_set: float, target_us: float) -> t
         rounds = max(1, int(target_us / (len(calls) * fastest)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for _ in range(rounds):
-            for call in calls:
-                call()
+        results = [call() for _ in range(rounds) for call in calls]
     torch.cuda.synchronize()
+    del results
     return graph, rounds * len(calls)
 
 

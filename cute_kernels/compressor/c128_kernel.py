@@ -7,7 +7,7 @@
 
 Three kinds of warps work on units (c128_tables.py):
 
-    lister    one warp finds out which rows to move, ahead of the others
+    listers   four warps find out which rows to move, ahead of the others
     movers    eight warps. A thread copies what it needs of a unit's slice to shared memory, 64 KB a block, while it
               works on the slice before: it saves rows, and reduces an entry's 128 rows to a largest score, a sum of
               weights and a sum of weighted values per column and warp
@@ -41,6 +41,7 @@ from cute_kernels.compressor.c128_mean import (
 from cute_kernels.compressor.c128_tables import (
     END,
     ENTRY,
+    LISTERS,
     RATIO,
     TABLE_BYTES,
     TABLES,
@@ -51,20 +52,22 @@ from cute_kernels.compressor.c128_tables import (
 from cute_kernels.compressor.c128_units import State, Step, Tokens, Units
 from cute_kernels.dsl import ptx, reduce
 from cute_kernels.dsl.tensor import address, length
-from cute_kernels.formats import HEAD_DIM
+from cute_kernels.formats import HEAD_DIM, round_up
 
 HALF_ROW = HEAD_DIM * 4
-LISTER = MOVERS
-FINISHER = MOVERS + 1
-WARPS = MOVERS + 2
+FINISHER = MOVERS + LISTERS
+WARPS = FINISHER + 1
 GROUPS = RATIO // ROWS
 
 COPIES = 2
 """Units in shared memory: one is worked on, one arrives."""
 
+ROWS_ALIGNMENT = 128
+
 # Named barriers; 0 is that of the whole block.
 LISTED, HEADED, TAKEN, WRITTEN = (1 + TABLES * i for i in range(4))
 READ = WRITTEN + PARTS
+MEETING = READ + PARTS
 
 
 class Shared(NamedTuple):
@@ -81,7 +84,7 @@ def copy_bytes(fused: bool) -> int:
 
 
 def smem_bytes(fused: bool) -> int:
-    return TABLE_BYTES + COPIES * copy_bytes(fused) + MEMORY_BYTES
+    return round_up(TABLE_BYTES, ROWS_ALIGNMENT) + COPIES * copy_bytes(fused) + MEMORY_BYTES
 
 
 class C128Kernel:
@@ -94,7 +97,7 @@ class C128Kernel:
         self.slices = SLICES // cluster
         self.copy_bytes = copy_bytes(fused)
         self.store = store
-        self.handover = Handover(LISTED, HEADED, TAKEN, MOVERS * 32, fused)
+        self.handover = Handover(LISTED, HEADED, TAKEN, MEETING, MOVERS * 32, fused)
         self.units = Units(fused, self.handover)
         self.mean = Mean(WRITTEN, READ)
 
@@ -167,7 +170,7 @@ class C128Kernel:
         smem = SmemAllocator()
         shared = Shared(
             allocate_tables(smem),
-            smem.allocate_tensor(Int32, cute.make_layout(COPIES * self.copy_bytes // 4), byte_alignment=128),
+            smem.allocate_tensor(Int32, cute.make_layout(COPIES * self.copy_bytes // 4), byte_alignment=ROWS_ALIGNMENT),
             allocate_memory(smem),
         )
         if warp == FINISHER:
@@ -180,7 +183,7 @@ class C128Kernel:
                 self.warm(tokens, state, step, rank)
             self.move(step, shared, rank)
             cute.arch.cluster_wait()
-        elif warp == LISTER:
+        elif warp < FINISHER:
             first = block // self.cluster * tokens.per_cluster
             self.units.list_all(tokens, state, step, cache.capacity, shared.tables, first)
             cute.arch.cluster_wait()
@@ -296,9 +299,8 @@ class C128Kernel:
                 loaded = [self.store.load(cache, column, position) for column in columns]
                 x, squares = [], []
                 for i in range_constexpr(self.slices):
-                    a, b, c, d = self.mean.combine(shared.memory, entries * self.slices + i)
-                    x.append((a, b, c, d))
-                    squares.append(reduce.lanes_sum(a * a + b * b + (c * c + d * d), 16))
+                    x.append(self.mean.combine(shared.memory, entries * self.slices + i))
+                    squares.append(reduce.lanes_sum(reduce.square_sum(x[i]), 16))
                 total = self.mean.exchange(shared.memory, entries, squares, rank, self.cluster)
                 slot = slot if lane < 16 else Int64(-1)
                 factor = self.store.factor(cache, total)

@@ -88,8 +88,8 @@ class Mean:
             weight, total = Float32(0), Float32(0)
             for i in range_constexpr(ROWS):
                 e = ptx.exp2((scores[i][c] - most) * LOG2_E)
-                weight += e
-                total += e * values[i][c].bitcast(Float32)
+                weight = ptx.add_rn(weight, e)
+                total = ptx.fma_rn(e, values[i][c].bitcast(Float32), total)
             other = [cute.arch.shuffle_sync_bfly(x, 16) for x in (most, weight, total)]
             both = self.merge([(most, weight, total), other])
             largest.append(both[0])
@@ -115,8 +115,8 @@ class Mean:
         weight, total = Float32(0), Float32(0)
         for part in parts:
             e = ptx.exp2((part[0] - most) * LOG2_E)
-            weight += part[1] * e
-            total += part[2] * e
+            weight = ptx.fma_rn(part[1], e, weight)
+            total = ptx.fma_rn(part[2], e, total)
         return most, weight, total
 
     @cute.jit
@@ -160,5 +160,5 @@ class Mean:
         cute.arch.mbarrier_wait(arrived, number // PARTS % 2)
         total = Float32(0)
         for i in range_constexpr(SLICES):
-            total += memory.squares[stage * SLICES + i]
+            total = ptx.add_rn(total, memory.squares[stage * SLICES + i])
         return total

@@ -1,4 +1,6 @@
-"""Which rows the clusters of c128_kernel move: a warp of each block looks through the cluster's tokens and lists them.
+"""Which rows the clusters of c128_kernel move: four warps of a block look through the cluster's tokens and list them.
+
+They look at 128 tokens at a time, a thread at one, and then have a thread for each row of a window that these close.
 
 In a call with many tokens, rows are saved where an entry reads them, so that they come from memory once; only those
 that no entry reads make units of their own (`Step.by_entries`). With few tokens every row is saved by its own cluster:
@@ -11,9 +13,9 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Int32, Int64, const_expr
 
-from cute_kernels.compressor.c128_tables import END, ENTRY, PER_LANE, RATIO, ROW_BYTES, SAVE, Handover, Tables
+from cute_kernels.compressor.c128_tables import END, ENTRY, LISTERS, RATIO, ROW_BYTES, SAVE, Handover, Tables
 from cute_kernels.dsl import ptx
 
 
@@ -80,8 +82,18 @@ class Step(NamedTuple):
     by_entries: Int32
 
 
+class Looked(NamedTuple):
+    """What a lister knows about its token of the chunk: the token's number, what the call says about it, and in the
+    fused op about its request, and about the token that closes its group."""
+
+    token: Any
+    own: Token
+    request: Request
+    closer: Token
+
+
 class Units:
-    """The warp that lists units. Its methods are traced into the kernel.
+    """The warps that list units. Its methods are traced into the kernel.
 
     fused      whether rows of the step come from kv_score, and are saved
     handover   how they reach the other warps
@@ -94,45 +106,63 @@ class Units:
     @cute.jit
     def list_all(self, tokens: Tokens, state: State, step: Step, entries: Int32, tables: Tables, first: Int32) -> None:
         """All units of the tokens from `first` on. `entries`: rows of the entry cache."""
-        lane = cute.arch.lane_idx()
         last = cutlass.min(first + tokens.per_cluster, tokens.total)
         unit = Int32(0)
         for chunk in cutlass.range(first, last, RATIO, unroll=1):
-            # a lane has tokens chunk + lane, + 32 and so on; those past the end have the last one's numbers
-            loaded = [
-                self.load_token(tokens, Int64(cutlass.min(chunk + 32 * j + lane, last - 1))) for j in range(PER_LANE)
-            ]
-            self.warm(tokens, chunk + RATIO, last)
-            closing = Int32(0)
-            for j in range_constexpr(PER_LANE):
-                token = chunk + 32 * j + lane
-                acts = token < last and self.closes(state, entries, loaded[j])
-                mask = cute.arch.vote_ballot_sync(acts)
-                place = (closing + cute.arch.popc(mask & ((Int32(1) << lane) - 1))) * 4
-                if acts:
-                    tables.closers[place] = Int64(token)
-                    tables.closers[place + 1] = loaded[j].position
-                    tables.closers[place + 2] = loaded[j].entry_slot
-                    tables.closers[place + 3] = Int64(loaded[j].request)
-                closing += cute.arch.popc(mask)
-            cute.arch.sync_warp()
-            for closer in cutlass.range(closing, unroll=1):
-                unit = self.entry(tokens, state, step, tables, unit, closer * 4)
+            looked = self.look(tokens, state, step, chunk, last)
+            self.note(state, entries, tables, looked, last)
+            self.handover.meet()
+            for warp in cutlass.range(LISTERS, unroll=1):
+                for place in cutlass.range(tables.closing[warp], unroll=1):
+                    unit = self.entry(tokens, state, step, tables, unit, (warp * 32 + place) * 4)
             if const_expr(self.fused):
-                unit = self.save_chunk(tokens, state, step, entries, tables, unit, chunk, last, loaded)
-            cute.arch.sync_warp()
+                unit = self.save_chunk(tokens, state, step, entries, tables, unit, last, looked)
+            # the next chunk's closers overwrite these
+            self.handover.meet()
         self.handover.acquire(unit)
         self.handover.publish(tables, unit, Int32(END), Int64(-1), Int64(0))
 
     @cute.jit
+    def look(self, tokens: Tokens, state: State, step: Step, chunk: Int32, last: Int32) -> Looked:
+        """Ask for all about this thread's token of a chunk; a token past the end has the numbers of the last one."""
+        token = chunk + self.handover.row()
+        own = self.load_token(tokens, Int64(cutlass.min(token, last - 1)))
+        self.warm(tokens, chunk + RATIO, last)
+        request, closer = Request(Int32(0), Int32(0)), own
+        if const_expr(self.fused):
+            is_known = own.request >= 0 and own.request < state.requests
+            request = self.load_request(step, own.request if is_known else Int32(0), is_known)
+            at = token + self.ahead(own)
+            exists = step.by_entries != 0 and at < tokens.total
+            closer = self.load_token(tokens, Int64(at if exists else Int32(0)), exists)
+        return Looked(token, own, request, closer)
+
+    @cute.jit
     def warm(self, tokens: Tokens, chunk: Int32, last: Int32) -> None:
-        """Ask for the numbers of the next chunk: lanes 0 to 23 for eight times 16 int64 each, 24 to 27 for 32 int32."""
-        lane = cute.arch.lane_idx()
-        array = tokens.positions if lane < 8 else (tokens.slots if lane < 16 else tokens.entry_slots)
-        at = array + Int64(chunk + lane % 8 * 16) * 8
-        at = at if lane < 24 else tokens.requests + Int64(chunk + lane % 8 * 32) * 4
-        exists = chunk + lane % 8 * (16 if lane < 24 else 32) < last
+        """Ask for the numbers of the next chunk: threads 0 to 23 for eight times 16 int64 each, 24 to 27 for four times
+        32 int32."""
+        thread = self.handover.row()
+        array = tokens.positions if thread < 8 else (tokens.slots if thread < 16 else tokens.entry_slots)
+        at = array + Int64(chunk + thread % 8 * 16) * 8
+        at = at if thread < 24 else tokens.requests + Int64(chunk + thread % 8 * 32) * 4
+        exists = thread < 28 and chunk + thread % 8 * (16 if thread < 24 else 32) < last
         ptx.prefetch_l2(at, exists)
+
+    @cute.jit
+    def note(self, state: State, entries: Int32, tables: Tables, looked: Looked, last: Int32) -> None:
+        """Write down the tokens of a chunk that close entries, each warp its own."""
+        lane = cute.arch.lane_idx()
+        warp = self.handover.row() // 32
+        closes = looked.token < last and self.closes(state, entries, looked.own)
+        mask = cute.arch.vote_ballot_sync(closes)
+        place = (warp * 32 + cute.arch.popc(mask & ((Int32(1) << lane) - 1))) * 4
+        if closes:
+            tables.closers[place] = Int64(looked.token)
+            tables.closers[place + 1] = looked.own.position
+            tables.closers[place + 2] = looked.own.entry_slot
+            tables.closers[place + 3] = Int64(looked.own.request)
+        if lane == 0:
+            tables.closing[warp] = cute.arch.popc(mask)
 
     def load_token(self, tokens: Tokens, at: Any, condition: Any = True) -> Token:
         """What the call says about a token, -1 where the condition fails."""
@@ -158,50 +188,40 @@ class Units:
     def entry(self, tokens: Tokens, state: State, step: Step, tables: Tables, unit: Int32, place: Int32) -> Int32:
         """The unit of a closer if all its rows can be read, else of the rows to save if there are such. Returns the
         number of the next unit."""
-        lane = cute.arch.lane_idx()
         token = Int32(tables.closers[place])
         position = tables.closers[place + 1]
         entry_slot = tables.closers[place + 2]
         request = Int32(tables.closers[place + 3])
+        row = self.handover.row()
+        behind = (RATIO - 1) - row
+        at = position - Int64(behind)
+        is_known = at < Int64(state.known)
+        column, offset = divmod(Int32(at if is_known else Int64(0)), state.divisor)
         table = state.table + Int64(request) * state.table_stride
-        pages, rows, own = [], [], []
-        for j in range_constexpr(PER_LANE):
-            at = position - (RATIO - 1) + 32 * j + lane
-            is_known = at < Int64(state.known)
-            column, row = divmod(Int32(at if is_known else Int64(0)), state.divisor)
-            pages.append(ptx.load_global_s32_where(is_known, table + Int64(column) * 4))
-            rows.append(row)
-        start, oldest = Int32(0), Int64(0)
+        page = ptx.load_global_s32_where(is_known, table + Int64(column) * 4)
+        target, bias, is_saved = Int64(0), Int32(-1), Boolean(False)
+        own, facts = Token(Int64(-1), Int64(-1), Int64(-1), Int32(-1)), Request(Int32(0), Int32(0))
         if const_expr(self.fused):
-            for j in range_constexpr(PER_LANE):
-                at = Int64(cutlass.max(token - (RATIO - 1) + 32 * j + lane, 0))
-                own.append(self.load_token(tokens, at, step.by_entries != 0))
+            own = self.load_token(tokens, Int64(cutlass.max(token - behind, 0)), step.by_entries != 0)
             facts = self.load_request(step, request, True)
-            start, oldest = facts.start, self.oldest(step, facts, position, token)
-        sources, targets, biases = [], [], []
-        is_whole, saves = Boolean(True), Boolean(False)
-        for j in range_constexpr(PER_LANE):
-            is_cached = pages[j] >= 0 and pages[j] < state.pages
-            source = state.pool + Int64(pages[j]) * state.page_stride + Int64(rows[j]) * ROW_BYTES
-            source = source if is_cached else Int64(0)
-            if const_expr(self.fused):
-                at = token - (RATIO - 1) + 32 * j + lane
-                is_new = at >= cutlass.max(start, 0)
-                source = step.kv_score + Int64(at) * step.kv_stride if is_new else source
-                belongs = own[j].position == position - Int64(token - at) and own[j].request == request
-                is_kept = self.is_row(own[j].slot, state.capacity) and own[j].position >= oldest
-                is_saved = is_new and belongs and is_kept
-                saves = saves or is_saved
-                targets.append(self.state_row(state, own[j].slot, is_saved))
-                biases.append(32 * j + lane if is_new else Int32(-1))
-            sources.append(source)
-            is_whole = is_whole and source != 0
+        is_cached = page >= 0 and page < state.pages
+        source = state.pool + Int64(page) * state.page_stride + Int64(offset) * ROW_BYTES
+        source = source if is_cached else Int64(0)
+        if const_expr(self.fused):
+            number = token - behind
+            is_new = number >= cutlass.max(facts.start, 0)
+            source = step.kv_score + Int64(number) * step.kv_stride if is_new else source
+            belongs = own.position == at and own.request == request
+            is_kept = self.is_row(own.slot, state.capacity) and at >= self.oldest(step, facts, position, token)
+            is_saved = is_new and belongs and is_kept
+            target = self.state_row(state, own.slot, is_saved)
+            bias = row if is_new else Int32(-1)
         kind = Int32(ENTRY)
-        if not cute.arch.vote_all_sync(is_whole):
-            kind = Int32(SAVE) if cute.arch.vote_any_sync(saves) else Int32(END)
+        if self.handover.any_row(source == 0):
+            kind = Int32(SAVE) if self.handover.any_row(is_saved) else Int32(END)
         if kind != END:
             self.handover.acquire(unit)
-            self.handover.write(tables, unit, sources, targets, biases)
+            self.handover.write(tables, unit, source, target, bias)
             self.handover.publish(tables, unit, kind, entry_slot, position - (RATIO - 1))
             unit += 1
         return unit
@@ -215,49 +235,35 @@ class Units:
         entries: Int32,
         tables: Tables,
         unit: Int32,
-        chunk: Int32,
         last: Int32,
-        loaded: Any,
+        looked: Looked,
     ) -> Int32:
         """The unit of a chunk's rows that are saved and not by entries, if there are such. Returns the number of the
         next unit."""
-        lane = cute.arch.lane_idx()
-        is_saved, requests, closers = [], [], []
-        for j in range_constexpr(PER_LANE):
-            token = chunk + 32 * j + lane
-            is_known = loaded[j].request >= 0 and loaded[j].request < state.requests
-            requests.append(self.load_request(step, loaded[j].request if is_known else Int32(0), is_known))
-            is_kept = is_known or step.window == 0
-            is_saved.append(token < last and self.is_row(loaded[j].slot, state.capacity) and is_kept)
-            # the token that closes the group of a token may save its row
-            closer = token + self.ahead(loaded[j])
-            exists = step.by_entries != 0 and is_saved[j] and closer < tokens.total
-            closers.append(self.load_token(tokens, Int64(closer if exists else Int32(0)), exists))
-        any_saved = Boolean(False)
-        for j in range_constexpr(PER_LANE):
-            token = chunk + 32 * j + lane
-            follows = closers[j].position == loaded[j].position + Int64(self.ahead(loaded[j]))
-            is_own = follows and closers[j].request == loaded[j].request and token >= requests[j].start
-            by_entry = is_own and self.closes(state, entries, closers[j])
-            oldest = self.oldest(step, requests[j], loaded[j].position, token)
-            is_saved[j] = is_saved[j] and loaded[j].position >= oldest and not by_entry
-            any_saved = any_saved or is_saved[j]
-        if cute.arch.vote_any_sync(any_saved):
-            sources, targets, biases = [], [], []
-            for j in range_constexpr(PER_LANE):
-                source = step.kv_score + Int64(chunk + 32 * j + lane) * step.kv_stride
-                sources.append(source if is_saved[j] else Int64(0))
-                targets.append(self.state_row(state, loaded[j].slot, is_saved[j]))
-                biases.append(Int32(loaded[j].position) & (RATIO - 1))
+        token, own, closer = looked.token, looked.own, looked.closer
+        is_known = own.request >= 0 and own.request < state.requests
+        follows = closer.position == own.position + Int64(self.ahead(own)) and closer.request == own.request
+        by_entry = follows and token >= looked.request.start and self.closes(state, entries, closer)
+        is_kept = is_known and own.position >= self.oldest(step, looked.request, own.position, token)
+        is_kept = is_kept or step.window == 0
+        is_saved = token < last and self.is_row(own.slot, state.capacity) and is_kept and not by_entry
+        if self.handover.any_row(is_saved):
+            source = step.kv_score + Int64(token) * step.kv_stride
             self.handover.acquire(unit)
-            self.handover.write(tables, unit, sources, targets, biases)
+            self.handover.write(
+                tables,
+                unit,
+                source if is_saved else Int64(0),
+                self.state_row(state, own.slot, is_saved),
+                Int32(own.position) & (RATIO - 1),
+            )
             self.handover.publish(tables, unit, Int32(SAVE), Int64(-1), Int64(0))
             unit += 1
         return unit
 
-    def ahead(self, loaded: Token) -> Any:
+    def ahead(self, own: Token) -> Any:
         """How many tokens after one with these numbers its group is closed."""
-        return (RATIO - 1) - (Int32(loaded.position) & (RATIO - 1))
+        return (RATIO - 1) - (Int32(own.position) & (RATIO - 1))
 
     @cute.jit
     def load_request(self, step: Step, request: Int32, exists: Any) -> Request:
@@ -272,7 +278,8 @@ class Units:
     @cute.jit
     def oldest(self, step: Step, request: Request, position: Int64, token: Int32) -> Int64:
         """First position of a request that is saved; `position` is that of its `token`."""
-        first = Int64(request.restart) if step.restart != 0 else position - Int64(token - request.start)
+        first = position - (Int64(token) - Int64(request.start))
+        first = Int64(request.restart) if step.restart != 0 else first
         return first & Int64(-RATIO) if step.window != 0 else Int64(-(2**63))
 
     @cute.jit

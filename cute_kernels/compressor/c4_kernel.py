@@ -274,7 +274,7 @@ class C4Kernel:
                 values[r] = self.choose(is_part, values[r], nothing[0])
                 scores[r] = self.choose(is_part, scores[r], nothing[1])
             x = [self.mean(values, scores, c) for c in range(4)]
-            squares = reduce.lanes_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3])
+            squares = reduce.lanes_sum(reduce.square_sum(x))
             if const_expr(self.team > 1):
                 squares = self.sum_of_team(squares, sums)
             slot = Int64(known.entry_slot) if is_readable else Int64(-1)
@@ -284,16 +284,17 @@ class C4Kernel:
             cute.arch.barrier()
 
     def mean(self, values: Any, scores: Any, c: int) -> Any:
-        """A channel's mean over the window, weighted by the softmax of its scores."""
+        """A channel's mean over the window, weighted by the softmax of its scores. What is fused is said, here and in
+        the other sums: the compiler might choose differently in kernels that must agree."""
         s = [words[c].bitcast(Float32) for words in scores]
         largest = s[0]
         for score in s[1:]:
             largest = ptx.max_f32(largest, score)
         weights = [ptx.exp2((score - largest) * Float32(LOG2_E)) for score in s]
-        total, weighted = weights[0], weights[0] * values[0][c].bitcast(Float32)
+        total, weighted = weights[0], ptx.mul_rn(weights[0], values[0][c].bitcast(Float32))
         for weight, words in zip(weights[1:], values[1:], strict=True):
-            total = total + weight
-            weighted = weighted + weight * words[c].bitcast(Float32)
+            total = ptx.add_rn(total, weight)
+            weighted = ptx.fma_rn(weight, words[c].bitcast(Float32), weighted)
         return weighted * ptx.reciprocal(total)
 
     @cute.jit
@@ -302,8 +303,8 @@ class C4Kernel:
         warp = cute.arch.warp_idx()
         ptx.store_shared_f32(sums + warp * 4, mine, cute.arch.lane_idx() == 0)
         cute.arch.barrier()
-        a, b, c, d = ptx.load_shared_128(sums)
-        return (a.bitcast(Float32) + b.bitcast(Float32)) + (c.bitcast(Float32) + d.bitcast(Float32))
+        a, b, c, d = (word.bitcast(Float32) for word in ptx.load_shared_128(sums))
+        return ptx.add_rn(ptx.add_rn(a, b), ptx.add_rn(c, d))
 
     @cute.jit
     def copy(self, known: Known, has_halves: Any, column: Any, own: Own) -> None:

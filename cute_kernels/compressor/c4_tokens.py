@@ -155,7 +155,9 @@ def settle(state: State, step: Step, known: Known, loads: Loads, row_bytes: int)
         rest = loads.position % step.keep_every
         rest = rest + step.keep_every if rest < 0 else rest
         is_kept = rest >= step.keep_every - RATIO
-    oldest = Int64(loads.restart) if step.min_restart != 0 else loads.position - Int64(known.token - loads.first)
+    # in 64 bits: a start may be any number
+    first_position = loads.position - (Int64(known.token) - Int64(loads.first))
+    oldest = Int64(loads.restart) if step.min_restart != 0 else first_position
     is_needed = has_request & (is_kept | (loads.position >= (oldest & -RATIO) - RATIO))
     is_saved = (loads.slot >= 0) & ((step.save_all != 0) | is_needed)
     return known._replace(first=cutlass.max(loads.first, 0), is_saved=Int32(1) if is_saved else Int32(0), target=target)

@@ -141,8 +141,7 @@ class EntryStore:
 
     def factor(self, cache: Cache, sum_squares: Any) -> Any:
         """What the norm multiplies an entry by, from the sum of its squares."""
-        mean = sum_squares * Float32(1.0 / self.dim)
-        return ptx.rsqrt(mean + cache.eps)
+        return ptx.rsqrt(ptx.fma_rn(sum_squares, Float32(1.0 / self.dim), cache.eps))
 
     @cute.jit
     def finish(self, cache: Cache, loaded: Loaded, column: Any, x: Any, factor: Any, slot: Any) -> None:
@@ -225,10 +224,14 @@ def store_for(kv_format: str, fp32_weight: bool, e2m1_rounding: str, index_hadam
     }
 
 
+def first_arch(kv_format: str) -> int:
+    """First architecture that has the format's conversions; 0: all have."""
+    return E4M3_ARCH if kv_format in E4M3 else E2M1_ARCH if kv_format in MXFP4 else 0
+
+
 def runs_on(arch: str, kv_format: str) -> bool:
     """Whether the format's conversions exist on an architecture."""
-    first = {**dict.fromkeys(E4M3, E4M3_ARCH), **dict.fromkeys(MXFP4, E2M1_ARCH)}
-    return arch_number(arch) >= first.get(kv_format, 0)
+    return arch_number(arch) >= first_arch(kv_format)
 
 
 def numbers(kv_cache: Any, cos_sin_cache: Any, weight: Any, fp8_scale: Any, eps: float) -> tuple[Any, ...]:
@@ -252,7 +255,7 @@ def supports(kv_cache: Any, cos_sin_cache: Any, weight: Any, kv_format: str) -> 
     """Whether entries can be stored with these (checked) arguments, and if not, why."""
     arch = arch_of(kv_cache.device.index)
     if not runs_on(arch, kv_format):
-        return False, f"{arch} cannot convert to {kv_format}, sm_{E4M3_ARCH} and up can"
+        return False, f"{arch} cannot convert to {kv_format}, sm_{first_arch(kv_format)} and up can"
     least = 4 if FORMATS[kv_format].dim == INDEX_DIM else 8
     page_stride = kv_cache.stride(0) * kv_cache.element_size()
     if kv_cache.data_ptr() % least or (kv_cache.shape[0] > 1 and page_stride % least):

@@ -26,7 +26,7 @@ CLUSTERS = (8, 4, 2)
 """Blocks that share an entry in calls of few, some and many tokens. Few entries need many multiprocessors each, many
 entries need clusters that leave no multiprocessor empty: perf/notes/compressor_c128.md."""
 
-FEW_TOKENS = 16
+FEW_TOKENS = 1024
 MANY_TOKENS = 4096
 
 BY_ENTRIES_TOKENS = 64
@@ -44,8 +44,6 @@ class C128Key(KernelKey):
 
     kv_format: str = FP8_DS_MLA.id
     fp32_weight: bool = False
-    e2m1_rounding: str = ""
-    index_hadamard: bool = False
     fused: bool = False
     cluster: int = CLUSTERS[0]
 
@@ -69,13 +67,8 @@ class C128Key(KernelKey):
         op = "fused_compress" if self.fused else "compress"
         weight = "_fp32_weight" if self.fp32_weight else ""
         name = f"{op}_norm_rope_store_c128x{self.cluster}_{self.kv_format.split('/')[0]}{weight}"
-        store = entry.EntryStore(self.kv_format, self.fp32_weight, self.e2m1_rounding, self.index_hadamard)
+        store = entry.EntryStore(self.kv_format, self.fp32_weight, e2m1_rounding="", index_hadamard=False)
         return C128Kernel(name, self.fused, self.cluster, store)
-
-
-def key_for(arch: str, kv_format: str, fp32_weight: bool, fused: bool, cluster: int) -> C128Key:
-    """The kernel that serves calls of this kind."""
-    return C128Key(arch, **entry.store_for(kv_format, fp32_weight, "", False), fused=fused, cluster=cluster)
 
 
 def deployment_keys(config: Any, tp: int, arch: str, fused: bool) -> list[C128Key]:
@@ -84,7 +77,7 @@ def deployment_keys(config: Any, tp: int, arch: str, fused: bool) -> list[C128Ke
     if RATIO not in config.compress_ratios or not _runs_on(arch):
         return []
     formats = (FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8) if fused else (FP8_DS_MLA,)
-    return [key_for(arch, fmt.id, False, fused, cluster) for fmt in formats for cluster in CLUSTERS]
+    return [C128Key(arch, fmt.id, False, fused, cluster) for fmt in formats for cluster in CLUSTERS]
 
 
 def _runs_on(arch: str) -> bool:
@@ -107,7 +100,7 @@ def tokens_per_cluster(count: int, multiprocessors: int, cluster: int) -> int:
 
 @cache
 def _key(device_index: int, kv_format: str, fp32_weight: bool, fused: bool, cluster: int) -> C128Key:
-    return key_for(arch_of(device_index), kv_format, fp32_weight, fused, cluster)
+    return C128Key(arch_of(device_index), kv_format, fp32_weight, fused, cluster)
 
 
 def _supports(

@@ -22,10 +22,10 @@ SEARCH_STEPS = (16, 8, 4, 2, 1, 1)
 """Of a binary search for a number of 0 .. 32."""
 
 
-def load_run(condition: Any, address: Any, width: int) -> tuple[Any, ...]:
+def load_run(condition: Any, address: Any, width: int, through_l1: bool = False) -> tuple[Any, ...]:
     """A lane's run of columns; -1 where the condition fails."""
     if width == 4:
-        return ptx.load_global_128_where(condition, address)
+        return ptx.load_global_128_where(condition, address, through_l1)
     return (ptx.load_global_s32_where(condition, address),)
 
 
@@ -182,6 +182,8 @@ class Batch(NamedTuple):
 
     Rows count from the first start. Positions are below context lengths, so they fit int32; -1 is that of a row which
     is not among those of its request, or which the context is too short for.
+
+    Many warps ask for the same few of these numbers: each SM gets them from L2 once, or they would queue up there.
     """
 
     starts: Any
@@ -193,10 +195,10 @@ class Batch(NamedTuple):
         """int32 position of a row of a request, which may be any number."""
         is_known = request >= 0 and request < self.requests
         offset = Int64(request) * 4
-        origin = ptx.load_global_s32_where(is_known, self.starts)
-        begin = ptx.load_global_s32_where(is_known, self.starts + offset)
-        end = ptx.load_global_s32_where(is_known, self.starts + offset + 4)
-        seq_len = ptx.load_global_s32_where(is_known, self.seq_lens + offset)
+        origin = ptx.load_global_s32_where(is_known, self.starts, is_shared=True)
+        begin = ptx.load_global_s32_where(is_known, self.starts + offset, is_shared=True)
+        end = ptx.load_global_s32_where(is_known, self.starts + offset + 4, is_shared=True)
+        seq_len = ptx.load_global_s32_where(is_known, self.seq_lens + offset, is_shared=True)
         counted = Int64(row) + Int64(origin)
         position = Int64(seq_len) - Int64(end) + counted
         is_inside = is_known and Int64(begin) <= counted and counted < Int64(end) and position >= 0
@@ -243,10 +245,10 @@ class Batch(NamedTuple):
         # a lane holds what belongs to request first + lane
         is_request = first + lane < self.requests
         offset = Int64(first + lane) * 4
-        origin = ptx.load_global_s32_in_order(self.starts)
-        end = ptx.load_global_s32_where(is_request, self.starts + 4 + offset)
-        seq_len = ptx.load_global_s32_where(is_request, self.seq_lens + offset)
-        value = ptx.load_global_s32_where(is_request, per_request + offset)
+        origin = ptx.load_global_s32_in_order(self.starts, is_shared=True)
+        end = ptx.load_global_s32_where(is_request, self.starts + 4 + offset, is_shared=True)
+        seq_len = ptx.load_global_s32_where(is_request, self.seq_lens + offset, is_shared=True)
+        value = ptx.load_global_s32_where(is_request, per_request + offset, is_shared=True)
         remaining = Int64(end) - Int64(origin) - Int64(row)
         found = cute.arch.popc(cute.arch.vote_ballot_sync(lane < span and remaining <= 0))
         request = first + found

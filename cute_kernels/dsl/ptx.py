@@ -34,6 +34,15 @@ def load_global_128_again(address: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
+def load_global_128_weak(address: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. As load_global_128_again, for what a kernel before may have written after this one began."""
+    return inline_ptx(
+        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32, Int32, Int32, Int32],
+        read_only_args=[Int64(address)],
+    )
+
+
 def load_global_64_again(address: Any) -> tuple[Any, Any]:
     """sm_70 and up. As load_global_128_again: 8 bytes, 8-byte aligned."""
     return inline_ptx(
@@ -84,14 +93,16 @@ def load_global_64_in_order(address: Any) -> tuple[Any, Any]:
     )
 
 
-def load_global_s64_in_order(address: Any) -> Any:
-    """sm_70 and up. An int64."""
-    return inline_ptx(_in_order("b64 {$w0}"), write_only_types=[Int64], read_only_args=[Int64(address)])
+def load_global_s64_in_order(address: Any, is_shared: bool = False) -> Any:
+    """sm_70 and up. An int64; is_shared: other threads of the SM read it too, and it may come from L1."""
+    load = _in_order("b64 {$w0}", is_shared=is_shared)
+    return inline_ptx(load, write_only_types=[Int64], read_only_args=[Int64(address)])
 
 
-def load_global_s32_in_order(address: Any) -> Any:
-    """sm_70 and up. An int32."""
-    return inline_ptx(_in_order("b32 {$w0}"), write_only_types=[Int32], read_only_args=[Int64(address)])
+def load_global_s32_in_order(address: Any, is_shared: bool = False) -> Any:
+    """sm_70 and up. An int32; is_shared: as above."""
+    load = _in_order("b32 {$w0}", is_shared=is_shared)
+    return inline_ptx(load, write_only_types=[Int32], read_only_args=[Int64(address)])
 
 
 def load_global_bool_in_order(address: Any) -> Any:
@@ -109,14 +120,14 @@ def load_global_bool_where(condition: Any, address: Any) -> Any:
     return _load_where(_in_order("u8 {$w0}"), condition, address, 1)
 
 
-def load_global_128_where(condition: Any, address: Any) -> tuple[Any, Any, Any, Any]:
-    """sm_70 and up, in order. 16 bytes that are read once, 16-byte aligned; four times -1 where the condition fails."""
-    return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}"), condition, address, 4)
+def load_global_128_where(condition: Any, address: Any, through_l1: bool = False) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. As load_global_128_in_order; four times -1 where the condition fails."""
+    return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}", through_l1), condition, address, 4)
 
 
-def load_global_s32_where(condition: Any, address: Any) -> Any:
-    """sm_70 and up, in order. An int32; -1 where the condition fails."""
-    return _load_where(_in_order("b32 {$w0}"), condition, address, 1)
+def load_global_s32_where(condition: Any, address: Any, is_shared: bool = False) -> Any:
+    """sm_70 and up. As load_global_s32_in_order; -1 where the condition fails."""
+    return _load_where(_in_order("b32 {$w0}", is_shared=is_shared), condition, address, 1)
 
 
 def load_global_s64_where(condition: Any, address: Any) -> Any:
@@ -170,8 +181,9 @@ def _load_where(load: str, condition: Any, address: Any, words: int) -> Any:
     )
 
 
-def _in_order(what: str, through_l1: bool = False) -> str:
-    return f"ld.relaxed.gpu.global.{'' if through_l1 else 'L1::no_allocate.'}{what}, [{{$r0}}];"
+def _in_order(what: str, through_l1: bool = False, is_shared: bool = False) -> str:
+    how = "cta.global." if is_shared else "gpu.global." if through_l1 else "gpu.global.L1::no_allocate."
+    return f"ld.relaxed.{how}{what}, [{{$r0}}];"
 
 
 def prefetch_l2(address: Any, predicate: Any) -> None:
@@ -461,4 +473,20 @@ def wait_mbarrier(address: Any, phase: Any) -> None:
     inline_ptx(
         "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}; @!done bra again; }",
         read_only_args=[Int32(address), Int32(phase)],
+    )
+
+
+def log2(a: Any) -> Any:
+    """sm_70 and up. Binary logarithm, off by at most 2^-22."""
+    return inline_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def any_of_group(barrier: Any, threads: int, condition: Any) -> Any:
+    """sm_70 and up. Wait at a named barrier for `threads` threads: 1 if the condition holds for one of them, else 0."""
+    return inline_ptx(
+        "{ .reg .pred p, q; setp.ne.b32 p, {$r0}, 0; "
+        f"barrier.cta.red.or.pred q, {{$r1}}, {threads}, p; "
+        "selp.b32 {$w0}, 1, 0, q; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(condition), Int32(barrier)],
     )

@@ -9,6 +9,14 @@ import cutlass.cute as cute
 from cute_kernels.dsl import ptx
 
 
+def square_sum(values: Any) -> Any:
+    """fp32 sum of the squares of a lane's values, one after the other, each product fused with its sum."""
+    total = ptx.mul_rn(values[0], values[0])
+    for value in values[1:]:
+        total = ptx.fma_rn(value, value, total)
+    return total
+
+
 def lanes_sum(value: Any, lanes: int = 32) -> Any:
     """fp32 sum over groups of `lanes` neighbouring lanes (a power of two), in every lane. All lanes must call."""
     step = 1

@@ -29,8 +29,8 @@ from cute_kernels.numerics import CACHE_FLOOR, E2M1_MAX, E4M3_MAX
 from cute_kernels.runtime.arch import arch_number
 from cute_kernels.runtime.compile import KernelKey
 
-MINIMUM_ARCH = 89
-"""First architecture that converts to e4m3 in hardware."""
+E4M3_ARCH, E2M1_ARCH = 89, 86
+"""First architecture that converts to e4m3 in hardware, and first with what convert.e2m1_from_bf16x8 uses."""
 
 HEADS_AT_ONCE = 4
 """Heads that a warp holds one of in each of its lanes' groups of eight."""

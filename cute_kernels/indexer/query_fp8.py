@@ -27,7 +27,7 @@ def supports(
     weights_out: Any,
 ) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
-    return query_launch.is_supported(index_q, index_q_cos_sin_cache, q_quant, 8)
+    return query_launch.is_supported(index_q, index_q_cos_sin_cache, q_quant, 8, is_mxfp4=False)
 
 
 def launch(

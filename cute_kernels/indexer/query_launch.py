@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cute_kernels.indexer.query import HEADS_AT_ONCE, MINIMUM_ARCH, QueryKey
+from cute_kernels.indexer.query import E2M1_ARCH, E4M3_ARCH, HEADS_AT_ONCE, QueryKey
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import launch as launch_key
 
@@ -37,16 +37,17 @@ def key_for(
 
 def keys(arch: str, rounding: str, transformed: bool) -> list[QueryKey]:
     """The kernels of a model's layers: cosines and sines in fp32, weights in bf16, few tokens or many."""
-    if arch_number(arch) < MINIMUM_ARCH:
+    if arch_number(arch) < (E2M1_ARCH if rounding else E4M3_ARCH):
         return []
     return [key_for(arch, rounding, transformed, size) for size in SIZES]
 
 
-def is_supported(index_q: Any, table: Any, codes: Any, codes_alignment: int) -> tuple[bool, str]:
+def is_supported(index_q: Any, table: Any, codes: Any, codes_alignment: int, is_mxfp4: bool) -> tuple[bool, str]:
     """Whether the kernel can take these tensors of a checked call, and if not, why."""
     arch = arch_of(index_q.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
+    form, first = ("e2m1", E2M1_ARCH) if is_mxfp4 else ("e4m3", E4M3_ARCH)
+    if arch_number(arch) < first:
+        return False, f"{arch} cannot convert to {form}, sm_{first} and up can"
     for name, tensor, what, alignment in (
         ("index_q", index_q, "heads", 16),
         ("index_q_cos_sin_cache", table, "rows", 4 * table.element_size()),

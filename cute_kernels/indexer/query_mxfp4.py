@@ -31,7 +31,7 @@ def supports(
     weights_out: Any,
 ) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
-    return query_launch.is_supported(index_q, index_q_cos_sin_cache, q_quant, 4)
+    return query_launch.is_supported(index_q, index_q_cos_sin_cache, q_quant, 4, is_mxfp4=True)
 
 
 def launch(

@@ -137,7 +137,7 @@ class EntriesKernel:
             count = cutlass.min(visible_entries(last, ratio), columns)
             if row < split:
                 slot = ptx.load_global_s64_in_order(slots + Int64(row) * 8)
-                pages = table.of(ptx.load_global_s32_in_order(requests + Int64(row) * 4))
+                pages = table.of(ptx.load_global_s32_in_order(requests + Int64(row) * 4, is_shared=True))
                 found = []
                 for group in range_constexpr(self.groups):
                     entry = first + group * (LANES * self.width)

@@ -24,7 +24,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import LANES, Batch, Matrix, load_run, matrix, store_run, visible_entries
 from cute_kernels.dsl.tensor import address, length
-from cute_kernels.indices.launching import MOST_ROWS, WARPS, fake, group_width, instructions
+from cute_kernels.indices.launching import MANY_ROWS, MOST_ROWS, WARPS, fake, group_width, instructions
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -160,14 +160,19 @@ class CombineKernel:
         return cutlass.max(cutlass.min(value, Int64(most)), Int64(0))
 
 
+SHORT, LONG = 3, 5
+"""Groups of a segment in calls of fewer than MANY_ROWS rows, and of more: on an H200, three were up to 5% faster with
+1024 rows, and 512 picks with 8192 rows took 10.6 µs with five instead of 11.4 (perf/notes/data/indices_4.txt)."""
+
+
 def deployment_keys(config: Any, tp: int, arch: str) -> list[CombineKey]:
     """Prefill of every kind of layer."""
-    return [CombineKey(arch, width) for width in (4, 1)]
+    return [CombineKey(arch, width, groups) for width in (4, 1) for groups in (SHORT, LONG)]
 
 
 @cache
-def _key(device_index: int, width: int) -> CombineKey:
-    return CombineKey(arch_of(device_index), width)
+def _key(device_index: int, width: int, groups: int) -> CombineKey:
+    return CombineKey(arch_of(device_index), width, groups)
 
 
 def supports(
@@ -215,7 +220,7 @@ def launch(
     # without picks nothing is read from topk_indices, whatever its address
     width = group_width((topk,), topk_indices, out_indices) if topk else group_width((), out_indices)
     launch_key(
-        _key(device_index, width),
+        _key(device_index, width, SHORT if topk_indices.shape[0] < MANY_ROWS else LONG),
         device_index,
         topk_indices,
         query_start_loc,

@@ -31,8 +31,8 @@ def instructions(arch: str, width: int, is_loading: bool = True) -> tuple[str, .
 def load_position(positions: Any, row: Any, is_wide: bool) -> Any:
     """int64 position of a row, from int64 or int32 ones."""
     if is_wide:
-        return ptx.load_global_s64_in_order(positions + Int64(row) * 8)
-    return Int64(ptx.load_global_s32_in_order(positions + Int64(row) * 4))
+        return ptx.load_global_s64_in_order(positions + Int64(row) * 8, is_shared=True)
+    return Int64(ptx.load_global_s32_in_order(positions + Int64(row) * 4, is_shared=True))
 
 
 def fake(element_type: Any, dimensions: int) -> Any:
@@ -56,19 +56,20 @@ def group_width(columns: tuple[int, ...], *matrices: Any) -> int:
     return 4
 
 
-def shape_for(rows: int, columns: int, width: int) -> tuple[int, int]:
-    """(warps that share a row, groups of 32 * width columns that each of them takes in a pass).
+def shape_for(rows: int, columns: int, width: int) -> tuple[int, int, bool]:
+    """(warps that share a row, groups of 32 * width columns that each takes in a pass, whether these go through L1).
 
     With few rows all of a row should be under way at once. With many, what every warp does once must be worth its
-    while: on an H200 one group a warp was the fastest for 64 rows, two for 1024, two in blocks of two warps for 8192.
-    (perf/notes/data: compute_global_topk_indices_and_lens.json, build_flashinfer_mixed_sparse_indices.json.)
+    while: on an H200 one group a warp was the fastest for 64 rows, two for 1024, two in blocks of two warps for 8192,
+    and there, through L1. (perf/notes/data: compute_global_topk_indices_and_lens.json,
+    build_flashinfer_mixed_sparse_indices.json, indices_4.txt.)
     """
     most, groups = (8, 1) if rows < FEW_ROWS else (4, 2) if rows < MANY_ROWS else (2, 2)
     needed = max(1, -(-columns // (32 * width * groups)))
-    return min(most, 1 << (needed - 1).bit_length()), groups
+    return min(most, 1 << (needed - 1).bit_length()), groups, width == 4 and rows >= MANY_ROWS
 
 
-def shapes_for(columns: int, width: int) -> list[tuple[int, int]]:
+def shapes_for(columns: int, width: int) -> list[tuple[int, int, bool]]:
     """Every result of shape_for, whatever the number of rows."""
     return list(dict.fromkeys(shape_for(rows, columns, width) for rows in (1, FEW_ROWS, MANY_ROWS)))
 

@@ -54,17 +54,19 @@ from cute_kernels.runtime.compile import launch as launch_key
 class MixedKey(KernelKey):
     """What distinguishes one compiled kernel from another.
 
-    width      neighbouring columns of a lane: 4 or 1
-    is_shift   whether all pages have 2^n rows
-    warps      that share the compressed columns
-    groups     of warps * 32 * width compressed columns in a pass
-    is_local   whether compressed indices of decode rows are request-local
+    width        neighbouring columns of a lane: 4 or 1
+    is_shift     whether all pages have 2^n rows
+    warps        that share the compressed columns
+    groups       of warps * 32 * width compressed columns in a pass
+    through_l1   whether what is moved may go through L1
+    is_local     whether compressed indices of decode rows are request-local
     """
 
     width: int = 4
     is_shift: bool = True
     warps: int = 4
     groups: int = 1
+    through_l1: bool = False
     is_local: bool = False
 
     @property
@@ -92,9 +94,13 @@ class MixedKernel:
         self.width, self.warps, self.groups, self.is_local = key.width, key.warps, key.groups, key.is_local
         self.group = key.warps * LANES * key.width
         self.is_shift = key.is_shift
+        self.through_l1 = key.through_l1
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         local = "_local" if key.is_local else ""
-        self.name = f"build_flashinfer_mixed_sparse_indices_c{key.width}w{key.warps}g{key.groups}{local}"
+        self.name = (
+            f"build_flashinfer_mixed_sparse_indices_c{key.width}w{key.warps}g{key.groups}{local}"
+            + "_l1" * key.through_l1
+        )
 
     @cute.jit
     def __call__(
@@ -161,17 +167,19 @@ class MixedKernel:
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
 
-        # a row without one counts as valid
-        is_valid = ptx.load_global_bool_where(is_decode and valid != 0, valid + Int64(row))
-        given = ptx.load_global_s32_where(is_decode and decode_lens != 0, decode_lens + Int64(row) * 4)
+        # for the one thread that stores the length; a row without one counts as valid
+        is_valid = ptx.load_global_bool_where(thread == 0 and is_decode and valid != 0, valid + Int64(row))
+        has_length = thread == 0 and is_decode and decode_lens != 0
+        given = ptx.load_global_s32_where(has_length, decode_lens + Int64(row) * 4)
         num_mapped, num_visible = Int32(0), Int32(0)
         if cute.arch.make_warp_uniform(thread // LANES) == 0:
             if is_decode:
                 for column in range(thread * self.width, window, LANES * self.width):
-                    run = load_run(column < window, decode_window.row(row) + Int64(column) * 4, self.width)
+                    source = decode_window.row(row) + Int64(column) * 4
+                    run = load_run(column < window, source, self.width, self.through_l1)
                     store_run(target + Int64(column) * 4, run, column < window)
             else:
-                owner = ptx.load_global_s32_in_order(request)
+                owner = ptx.load_global_s32_in_order(request, is_shared=True)
                 position = batch.position(row, owner)
                 num_visible = cutlass.min(visible_entries(position, ratio), topk)
                 count = cutlass.min(position + 1, window)
@@ -185,14 +193,15 @@ class MixedKernel:
                 runs = []
                 for group in range_constexpr(self.groups):
                     column = start + group * self.group
-                    runs.append(load_run(column < available, source + Int64(column) * 4, self.width))
+                    start_of_run = source + Int64(column) * 4
+                    runs.append(load_run(column < available, start_of_run, self.width, self.through_l1))
                 if is_decode and not self.is_local:
                     for group in range_constexpr(self.groups):
                         column = start + group * self.group
                         store_run(target + Int64(column) * 4, runs[group], column < columns)
                 else:
                     # in here, because outside of the loop it would be waited for before the picks are under way
-                    owner = ptx.load_global_s32_in_order(request)
+                    owner = ptx.load_global_s32_in_order(request, is_shared=True)
                     picks = [pick for run in runs for pick in run]
                     if not is_decode:
                         visible = visible_entries(batch.position(row, owner), ratio)
@@ -231,8 +240,10 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[MixedKey]:
 
 
 @cache
-def _key(device_index: int, width: int, is_shift: bool, warps: int, groups: int, is_local: bool) -> MixedKey:
-    return MixedKey(arch_of(device_index), width, is_shift, warps, groups, is_local)
+def _key(
+    device_index: int, width: int, is_shift: bool, warps: int, groups: int, through_l1: bool, is_local: bool
+) -> MixedKey:
+    return MixedKey(arch_of(device_index), width, is_shift, warps, groups, through_l1, is_local)
 
 
 def supports(

@@ -41,16 +41,18 @@ from cute_kernels.runtime.compile import launch as launch_key
 class TranslateKey(KernelKey):
     """What distinguishes one compiled kernel from another.
 
-    width      neighbouring columns of a lane: 4 or 1
-    is_shift   whether pages have 2^n rows
-    warps      per block
-    groups     of columns in a pass
+    width        neighbouring columns of a lane: 4 or 1
+    is_shift     whether pages have 2^n rows
+    warps        per block
+    groups       of columns in a pass
+    through_l1   whether picks may go through L1
     """
 
     width: int = 4
     is_shift: bool = True
     warps: int = 4
     groups: int = 1
+    through_l1: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -72,8 +74,11 @@ class TranslateKernel:
         self.width, self.warps, self.groups = key.width, key.warps, key.groups
         self.group = key.warps * LANES * key.width
         self.is_shift = key.is_shift
+        self.through_l1 = key.through_l1
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = f"compute_global_topk_indices_and_lens_c{key.width}w{key.warps}g{key.groups}"
+        self.name = (
+            f"compute_global_topk_indices_and_lens_c{key.width}w{key.warps}g{key.groups}" + "_l1" * key.through_l1
+        )
 
     @cute.jit
     def __call__(
@@ -107,7 +112,8 @@ class TranslateKernel:
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
 
-        is_valid = ptx.load_global_bool_in_order(valid + Int64(row))
+        # for the one thread that stores the length
+        is_valid = ptx.load_global_bool_where(thread == 0, valid + Int64(row))
         count, missing = Int32(0), Int32(0)
         for start in range(0, picks.columns, self.groups * self.group):
             count += self.groups * self.group
@@ -115,9 +121,10 @@ class TranslateKernel:
             runs = []
             for group in range_constexpr(self.groups):
                 column = columns[group]
-                runs.append(load_run(column < picks.columns, picks.row(row) + Int64(column) * 4, self.width))
+                start_of_run = picks.row(row) + Int64(column) * 4
+                runs.append(load_run(column < picks.columns, start_of_run, self.width, self.through_l1))
             # in here, because outside of the loop it would be waited for before the picks are under way
-            pages = table.of(ptx.load_global_s32_in_order(requests + Int64(row) * 4))
+            pages = table.of(ptx.load_global_s32_in_order(requests + Int64(row) * 4, is_shared=True))
             # a pick that was not loaded is -1, which names nothing
             found = [[pages.look_up(pick) for pick in run] for run in runs]
             for group in range_constexpr(self.groups):
@@ -141,8 +148,8 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[TranslateKey]:
 
 
 @cache
-def _key(device_index: int, width: int, is_shift: bool, warps: int, groups: int) -> TranslateKey:
-    return TranslateKey(arch_of(device_index), width, is_shift, warps, groups)
+def _key(device_index: int, width: int, is_shift: bool, warps: int, groups: int, through_l1: bool) -> TranslateKey:
+    return TranslateKey(arch_of(device_index), width, is_shift, warps, groups, through_l1)
 
 
 def supports(

@@ -103,7 +103,7 @@ class WindowKernel:
 
         if row < indices.rows:
             position = load_position(positions, row, self.wide_positions)
-            pages = table.of(ptx.load_global_s32_in_order(requests + Int64(row) * 4))
+            pages = table.of(ptx.load_global_s32_in_order(requests + Int64(row) * 4, is_shared=True))
             is_valid = ptx.load_global_bool_in_order(valid + Int64(row))
             # no window that ends past MOST_ROWS + window has an entry that a block table maps
             last = Int32(ptx.max_s64(ptx.min_s64(position, Int64(MOST_ROWS) + Int64(window)), Int64(-1)))

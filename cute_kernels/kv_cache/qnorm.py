@@ -237,8 +237,8 @@ class QnormKernel:
         """Cosines and sines of the four pairs a rope lane has; the other lanes get those of some rope lane."""
         _, table, stride, rows = angles
         start = table + rope.table_row(position, rows) * stride + Int64((lane % 8) * 16)
-        cos = ptx.load_global_128_again(start)
-        sin = ptx.load_global_128_again(start + rope.HALF_TABLE_BYTES)
+        cos = ptx.load_global_128_weak(start)
+        sin = ptx.load_global_128_weak(start + rope.HALF_TABLE_BYTES)
         return [word.bitcast(Float32) for word in cos], [word.bitcast(Float32) for word in sin]
 
     def inverse_rms(self, rows: Any, eps: Any) -> Any:
@@ -269,13 +269,7 @@ class QnormKernel:
 
 def square_sum(values: list[Any]) -> Any:
     """Sum of the squares of a lane's values: those of each half of a row one after the other, then both."""
-    halves = []
-    for first in (0, 8):
-        total = ptx.mul_rn(values[first], values[first])
-        for value in values[first + 1 : first + 8]:
-            total = ptx.fma_rn(value, value, total)
-        halves.append(total)
-    return ptx.add_rn(*halves)
+    return ptx.add_rn(reduce.square_sum(values[:8]), reduce.square_sum(values[8:]))
 
 
 def store_codes(target: Any, codes: list[Any], predicate: Any) -> None:

@@ -9,9 +9,6 @@ from cute_kernels.norm.rms import RmsNormKey, supports_matrix
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.compile import launch as launch_key
 
-MOST_STREAMS = 65534
-"""Residual streams of a token: with the embedding, what a grid can have in its second dimension."""
-
 
 def key_for(arch: str, width: int, enorm_is_fp32: bool, hnorm_is_fp32: bool, positions: str) -> RmsNormKey:
     """The kernel that serves rows of this width."""
@@ -41,8 +38,9 @@ def supports(
     use_pdl: bool,
 ) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
-    if hc_mult > MOST_STREAMS:
-        return False, f"hc_mult must be at most {MOST_STREAMS}, got {hc_mult}"
+    rows = inputs_embeds.shape[0] * (hc_mult + 1)
+    if rows >= 2**31:
+        return False, f"there must be fewer than 2^31 rows, embeddings and streams, got {rows}"
     supported, why = supports_matrix("inputs_embeds", inputs_embeds, enorm_weight, enorm_out)
     if not supported:
         return False, why

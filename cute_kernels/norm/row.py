@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import convert, ptx
-from cute_kernels.dsl.reduce import lanes_sum
+from cute_kernels.dsl.reduce import lanes_sum, square_sum
 
 VECTOR = 8
 """bf16 columns that a lane loads at once."""
@@ -73,10 +73,12 @@ class Row:
         source = Int64(cutlass.min(token, tokens - 1))
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
         words = self.load(x + source * x_token, lane)
         is_zero = self.is_first_position(positions, source)
         factors = self.load_weight(weight, lane)
+        # the next kernel's blocks start once all loads of this one are under way, and do not compete with them
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_launch_dependents()
         # a branch keeps the loads together: the assembler would begin to sum before it asks for the weights
         if token < tokens:
             total = lanes_sum(self.squares(words, lane))
@@ -143,9 +145,7 @@ class Row:
         """Sum of the squares of a lane's columns."""
         total = Float32(0.0)
         for i, vector in enumerate(words):
-            partial = Float32(0.0)
-            for value in _floats(vector):
-                partial = ptx.fma_rn(value, value, partial)
+            partial = square_sum(convert.bf16_floats(vector))
             inside = self.is_inside(lane, i)
             total = ptx.add_rn(total, partial if inside is None else cutlass.select_(inside, partial, Float32(0.0)))
         return total
@@ -153,18 +153,16 @@ class Row:
     def store(self, start: Any, lane: Any, words: list[Any], factors: list[Any], scale: Any, is_zero: Any) -> None:
         """Multiply a lane's columns, round them once and store them."""
         for i, vector in enumerate(words):
-            weights = [word.bitcast(Float32) for word in factors[i]] if self.is_fp32_weight else _floats(factors[i])
-            pairs = zip(_floats(vector), weights, strict=True)
+            if self.is_fp32_weight:
+                weights = [word.bitcast(Float32) for word in factors[i]]
+            else:
+                weights = convert.bf16_floats(factors[i])
+            pairs = zip(convert.bf16_floats(vector), weights, strict=True)
             y = [ptx.mul_rn(ptx.mul_rn(value, scale), weight) for value, weight in pairs]
             rounded = [ptx.bf16x2(*y[j : j + 2]) for j in range(0, VECTOR, 2)]
             if is_zero is not None:
                 rounded = [cutlass.select_(is_zero, Int32(0), pair) for pair in rounded]
             ptx.store_global_128(start + Int64(lane + i * self.step) * 16, rounded, self.is_inside(lane, i))
-
-
-def _floats(words: Any) -> list[Any]:
-    """fp32 values of bf16 pairs."""
-    return [half(word) for word in words for half in (convert.bf16_low, convert.bf16_high)]
 
 
 def warps_for(width: int) -> int:

@@ -60,7 +60,7 @@ def supports(a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, equation: str
     if tuple(recipe) != BLOCK_RECIPE:
         return False, f"on {ARCH} the recipe must be {BLOCK_RECIPE}, got {tuple(recipe)}"
     if a.shape[2] == 0:
-        return False, "K must not be 0"
+        return True, ""
     for name, tensor in (("a", a), ("b", b), ("out", out)):
         strides = [tensor.stride(axis) * tensor.element_size() for axis in (0, 1)]
         if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides):
@@ -77,6 +77,9 @@ def launch(a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, equation: str, 
     """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported."""
     rows, groups, columns = out.shape
     if rows == 0 or groups == 0 or columns == 0:
+        return
+    if a.shape[2] == 0:
+        out.zero_()
         return
     device_index = out.device.index
     key, blocks = choose(rows, groups, columns, a.shape[2] // CHUNK, multiprocessors(device_index))

@@ -255,6 +255,9 @@ class EinsumKernel:
                     ptx.copy_async_32(target + self.rows * 4, block_source + Int64(chunk) * b_scale.strides[2])
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
                 stage, phase = barriers.advance(stage, phase, self.stages)
+        # no lane ends with copies under way
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
 
     def partition(self, copy: Any, source: Any, tile: Any, rows: int) -> Any:
         """What a bulk copy writes, by stage, and reads, by tile, chunk and group."""
@@ -316,6 +319,8 @@ class EinsumKernel:
 
     @cute.jit
     def let_go(self, ring: Any, stage: Any, lane: Any) -> None:
+        # one lane arrives for all: they must have read their scales
+        cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(ring.empty(stage))
 

@@ -41,7 +41,10 @@ __all__ = [
 
 JIT_VARIABLE = "CUTE_KERNELS_JIT"
 
-_functions: dict[KernelKey, Callable[..., None]] = {}
+_linked: dict[KernelKey, Callable[..., None]] = {}
+_functions: dict[int, dict[KernelKey, Callable[..., None]]] = {}
+"""By device: the driver loads code for each of them by itself."""
+
 _lock = threading.RLock()  # CuTe DSL compiles one kernel at a time
 _compilations = 0
 _disk_loads = 0
@@ -59,27 +62,28 @@ def disk_loads() -> int:
 
 def is_ready(key: KernelKey) -> bool:
     """Whether launching `key` needs neither compiler nor disk."""
-    return key in _functions
+    return key in _linked
 
 
-def function(key: KernelKey) -> Callable[..., None]:
+def function(key: KernelKey, device_index: int = 0) -> Callable[..., None]:
     """The launchable function of `key`: from memory, from the disk cache, or compiled now.
 
     It takes torch tensors and numbers in the order of the key's fake arguments, without the stream: it runs on torch's
-    current stream. Raises RuntimeError if it is not in memory and the current stream is being captured, or if it would
-    have to be compiled and CUTE_KERNELS_JIT=forbid.
+    current stream, on the device of that number. Raises RuntimeError if it is not in memory and the current stream is
+    being captured, or if it would have to be compiled and CUTE_KERNELS_JIT=forbid.
     """
-    found = _functions.get(key)
-    return found if found is not None else _obtain(key)
+    of_device = _functions.get(device_index)
+    found = None if of_device is None else of_device.get(key)
+    return found if found is not None else _obtain(key, device_index)
 
 
 def launch(key: KernelKey, device_index: int, *args: Any) -> None:
     """Run the kernel of `key` on the current stream of the given device, whichever device is current."""
     if device_index == torch.cuda.current_device():
-        function(key)(*args)
+        function(key, device_index)(*args)
         return
     with torch.cuda.device(device_index):
-        function(key)(*args)
+        function(key, device_index)(*args)
 
 
 def jit_forbidden() -> bool:
@@ -96,15 +100,16 @@ def prepare(key: KernelKey) -> Facts:
 
 
 class _FirstLaunch:
-    """A linked function that has not run yet. Its first launch makes the driver load the code, then it steps aside."""
+    """A linked function that has not run on a device yet. Its first launch there makes the driver load the code, then
+    it steps aside."""
 
-    def __init__(self, key: KernelKey, raw: Callable[..., None]) -> None:
-        self.key, self.raw = key, raw
+    def __init__(self, key: KernelKey, device_index: int, raw: Callable[..., None]) -> None:
+        self.key, self.device_index, self.raw = key, device_index, raw
 
     def __call__(self, *args: Any) -> None:
         with _relaxed_capture():
             self.raw(*args)
-        _functions[self.key] = self.raw
+        _functions[self.device_index][self.key] = self.raw
 
 
 @contextlib.contextmanager
@@ -132,10 +137,18 @@ def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _obtain(key: KernelKey) -> Callable[..., None]:
+def _obtain(key: KernelKey, device_index: int) -> Callable[..., None]:
     with _lock:
-        if key in _functions:
-            return _functions[key]
+        of_device = _functions.setdefault(device_index, {})
+        if key not in of_device:
+            of_device[key] = _FirstLaunch(key, device_index, _link_once(key))
+        return of_device[key]
+
+
+def _link_once(key: KernelKey) -> Callable[..., None]:
+    with _lock:
+        if key in _linked:
+            return _linked[key]
         if _capturing():
             raise RuntimeError(
                 f"{key}: this kernel is not loaded yet, and nothing is compiled or loaded while a CUDA graph is "
@@ -151,8 +164,8 @@ def _obtain(key: KernelKey) -> Callable[..., None]:
             if jit_forbidden():
                 raise RuntimeError(f"{key}: its object in the kernel cache does not load: {error}") from error
             raw = _link(_compile_entry(key, cache.current()))
-        _functions[key] = _FirstLaunch(key, raw)
-        return _functions[key]
+        _linked[key] = raw
+        return raw
 
 
 def _entry(key: KernelKey) -> cache.Entry:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,16 +203,47 @@ def _metadata(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _choose_cuda(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., None], str]:
     why = "it has no CUDA kernel yet"
     if op.kernel is not None:
+        if not any(value.numel() for value in _mutated(op, args)):
+            return _do_nothing, "kernel"
         module = op.load_kernel()
-        supported, why = module.supports(*args)
+        replaced = _with_plain_empties(args)
+        supported, why = module.supports(*replaced)
         if supported:
-            return module.launch, "kernel"
+            is_plain = all(new is old for new, old in zip(replaced, args, strict=True))
+            return module.launch if is_plain else _launcher_of_plain_empties(module.launch), "kernel"
     if fallback_allowed():
         return op.reference, "reference"
     raise NotImplementedError(
         f"{op.name}: no kernel for this call on CUDA: {why}. Set {FALLBACK_VARIABLE}=reference to run the "
         "reference implementation (slow, exact) instead."
     )
+
+
+def _mutated(op: Op, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """The tensors that a call writes."""
+    for argument, value in zip(op.overload._schema.arguments, args, strict=True):
+        if argument.alias_info is not None and argument.alias_info.is_write and value is not None:
+            yield value
+
+
+def _do_nothing(*args: Any) -> None:
+    """Runs a call that has nothing to write: all of its results have no elements."""
+
+
+def _with_plain_empties(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`args`, tensors without elements replaced by contiguous ones where their strides or address are unusual: nobody
+    reads them, but a compiled kernel would refuse them."""
+    return tuple(_plain(value) if isinstance(value, torch.Tensor) and value.numel() == 0 else value for value in args)
+
+
+def _plain(empty: torch.Tensor) -> torch.Tensor:
+    plain = empty.new_empty(empty.shape)
+    is_plain = plain.stride() == empty.stride() and empty.data_ptr() % ALIGNMENT == 0
+    return empty if is_plain else plain
+
+
+def _launcher_of_plain_empties(launch: Callable[..., None]) -> Callable[..., None]:
+    return lambda *args: launch(*_with_plain_empties(args))
 
 
 def _execute(op: Op, implementation: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,13 @@ from cute_kernels.runtime.compile import Report, compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+import cutlass.cute as cute
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.compressor import c128_kernel
 from cute_kernels.compressor.c128_kernel import WARPS
-from cute_kernels.compressor.entry_c128 import CLUSTERS, blocks_per_entry, deployment_keys, key_for, tokens_per_cluster
+from cute_kernels.compressor.entry_c128 import CLUSTERS, C128Key, blocks_per_entry, deployment_keys, tokens_per_cluster
+from cute_kernels.formats import round_up
 from cute_kernels.models import MODELS
 
 KERNELS = [
@@ -36,7 +42,7 @@ def check(report: Report) -> None:
 
 @pytest.mark.parametrize(("arch", "fused", "cluster"), KERNELS)
 def test_compiles(arch: str, fused: bool, cluster: int) -> None:
-    report = compile_report(key_for(arch, "fp8_ds_mla/1", False, fused, cluster))
+    report = compile_report(C128Key(arch, "fp8_ds_mla/1", False, fused, cluster))
     check(report)
     # two copies of the code that asks for rows: for the first slice and for the next one
     assert len(re.findall(r"cp\.async\.cg\.shared\.global", report.ptx)) == 2 * 16
@@ -46,12 +52,33 @@ def test_compiles(arch: str, fused: bool, cluster: int) -> None:
 
 @pytest.mark.parametrize(("kv_format", "fp32_weight"), [("plain_bf16/1", False), ("plain_fp8/1", True)])
 def test_formats(kv_format: str, fp32_weight: bool) -> None:
-    check(compile_report(key_for("sm_90a", kv_format, fp32_weight, False, 2)))
+    check(compile_report(C128Key("sm_90a", kv_format, fp32_weight, False, 2)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_key_knows_what_the_kernel_allocates(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[int] = []
+
+    class Allocator(SmemAllocator):
+        def allocate_tensor(self, element_type: Any, layout: Any, byte_alignment: int) -> Any:
+            size = cute.cosize(layout) * element_type.width // 8
+            allocated.append(round_up(sum(allocated), byte_alignment) - sum(allocated) + size)
+            return super().allocate_tensor(element_type, layout, byte_alignment=byte_alignment)
+
+        def allocate_array(self, element_type: Any, count: int) -> Any:
+            size = element_type.width // 8
+            allocated.append(round_up(sum(allocated), size) - sum(allocated) + count * size)
+            return super().allocate_array(element_type, count)
+
+    monkeypatch.setattr(c128_kernel, "SmemAllocator", Allocator)
+    key = C128Key("sm_90a", "fp8_ds_mla/1", False, fused, 2)
+    compile_report(key)
+    assert sum(allocated) == key.smem_bytes
 
 
 def test_every_kernel_that_a_model_can_need_is_deployed() -> None:
     caches = ("fp8_ds_mla/1", "plain_bf16/1", "plain_fp8/1")
-    needed = {key_for("sm_90a", fmt, False, True, blocks_per_entry(2**i)) for fmt in caches for i in range(20)}
+    needed = {C128Key("sm_90a", fmt, False, True, blocks_per_entry(2**i)) for fmt in caches for i in range(20)}
     for config in MODELS.values():
         expected = needed if 128 in config.compress_ratios else set()
         assert set(deployment_keys(config, 1, "sm_90a", True)) == expected

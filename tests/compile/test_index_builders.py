@@ -24,12 +24,15 @@ KEYS = (
     TranslateKey("", 4),
     TranslateKey("", 4, warps=8),
     TranslateKey("", 4, warps=2, groups=2),
+    TranslateKey("", 4, warps=2, groups=2, through_l1=True),
     TranslateKey("", 1, is_shift=False, warps=8),
     CombineKey("", 4),
+    CombineKey("", 4, groups=3),
     CombineKey("", 1),
     MixedKey("", 4),
     MixedKey("", 4, warps=8, is_local=True),
     MixedKey("", 4, warps=2, groups=2, is_local=True),
+    MixedKey("", 4, warps=2, groups=2, through_l1=True, is_local=True),
     MixedKey("", 1, is_shift=False, warps=8),
     WindowKey("", 4),
     WindowKey("", 1, wide_positions=False, is_shift=False),
@@ -83,7 +86,7 @@ def test_picks_are_on_their_way_before_anything_waits(key: KernelKey, reports: d
     loads = [line for line in code if re.search(r"\bLDG\.E", line)]
     if isinstance(key, TranslateKey):
         loads = loads[1:]  # of the valid token, which nothing waits for before the end
-    picks = [re.search(r"NA\.128", line) is not None for line in loads]
+    picks = [re.search(r"\.128", line) is not None for line in loads]
     assert picks == [True] * key.groups + [False] * (len(picks) - key.groups)
     assert len([line for line in code if re.search(r"\bSTG\.E\.128", line)]) == key.groups
 
@@ -102,16 +105,16 @@ def test_runs_of_columns_follow_alignment() -> None:
 @pytest.mark.parametrize(
     ("columns", "width", "shapes"),
     [
-        (0, 4, [(1, 1), (1, 2)]),
-        (128, 4, [(1, 1), (1, 2)]),
-        (132, 4, [(2, 1), (1, 2)]),
-        (512, 4, [(4, 1), (2, 2)]),
-        (1024, 4, [(8, 1), (4, 2), (2, 2)]),
-        (8192, 4, [(8, 1), (4, 2), (2, 2)]),
-        (512, 1, [(8, 1), (4, 2), (2, 2)]),
+        (0, 4, [(1, 1, False), (1, 2, False), (1, 2, True)]),
+        (128, 4, [(1, 1, False), (1, 2, False), (1, 2, True)]),
+        (132, 4, [(2, 1, False), (1, 2, False), (1, 2, True)]),
+        (512, 4, [(4, 1, False), (2, 2, False), (2, 2, True)]),
+        (1024, 4, [(8, 1, False), (4, 2, False), (2, 2, True)]),
+        (8192, 4, [(8, 1, False), (4, 2, False), (2, 2, True)]),
+        (512, 1, [(8, 1, False), (4, 2, False), (2, 2, False)]),
     ],
 )
-def test_warps_and_groups_of_a_row(columns: int, width: int, shapes: list[tuple[int, int]]) -> None:
+def test_warps_and_groups_of_a_row(columns: int, width: int, shapes: list[tuple[int, int, bool]]) -> None:
     assert shapes_for(columns, width) == shapes
     assert {shape_for(rows, columns, width) for rows in (1, 64, 511, 512, 4095, 4096, 10**6)} == set(shapes)
 

@@ -41,6 +41,9 @@ def test_compiles(arch: str, form: str) -> None:
     assert f".reqntid {32 * key.warps}" in report.ptx
     # each row of q and the one of kv: 16 bytes in both halves
     assert count(r"ld\.relaxed\.cta\.global\.v4\.b32", report) == 2 * key.rows
+    # cosines and sines, for q and for kv; nothing may be read as if no kernel had written it since this one began
+    assert count(r"ld\.global\.v4\.b32", report) == 4
+    assert count(r"ld\.global\.nc", report) == 0
     assert count(r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.v4\.b32", report) == 2
     # nothing of the rotation is fused: two differences' and two sums' products for each of four pairs a row
     assert count(r"\bmul\.rn\.f32", report) >= 16 * (key.rows + 1)

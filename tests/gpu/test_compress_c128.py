@@ -274,6 +274,15 @@ def test_rows_that_the_window_mode_keeps(tokens: int, with_restart: bool, per_cl
         check("fused", a)
 
 
+def test_a_start_at_the_end_of_int32(per_cluster: Callable[[int], None]) -> None:
+    """The first position of such a request lies 2^31 before its tokens: it must not wrap."""
+    for tokens in (3, 300):
+        per_cluster(tokens)
+        a = {**inputs(MIXED), "persist": "window"}
+        a["query_start_loc"][2] = -(2**31)
+        check("fused", a)
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 128])
 @pytest.mark.parametrize("op", BOTH)
 def test_bad_slots_requests_and_tables(op: str, tokens: int, per_cluster: Callable[[int], None]) -> None:

@@ -192,6 +192,13 @@ def test_requests_that_do_not_exist() -> None:
     check(COMPRESS, compress_arguments(a))
 
 
+def test_a_start_at_the_end_of_int32() -> None:
+    """The first position of such a request lies 2^31 before its tokens: it must not wrap."""
+    a = random_step("plain_bf16/1", 4, LENGTHS, 12, bad=False)
+    a["query_start_loc"][3] = -(2**31)
+    check(FUSED, {**a, "persist": "window"})
+
+
 def test_no_requests_and_no_pages() -> None:
     a = random_step("fp8_ds_mla/1", 4, [6], 1, bad=False, longest_prefix=0)
     a["block_table"] = a["block_table"][:, :0]

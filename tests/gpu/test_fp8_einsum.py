@@ -201,6 +201,11 @@ def test_no_rows() -> None:
     assert call.run().shape == (0, 2, 1024)
 
 
+def test_sums_over_nothing_are_zero() -> None:
+    assert not Call.make(5, 2, width=0).run().any()
+    assert Call.make(5, 2, rank=0, width=0).run().shape == (5, 2, 0)
+
+
 def test_takes_what_the_quantizer_returns() -> None:
     o = torch.randn(7, 16, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     a, a_scale = fused_inv_rope_fp8_quant(o, torch.arange(7), oracle.cos_sin_table(16), 2, 8)
@@ -278,9 +283,9 @@ def test_packed_scales_are_refused() -> None:
 
 def test_deployments_use_no_other_keys() -> None:
     known = {key for config in MODELS.values() for tp in (1, 2, 4, 8) for key in deployment_keys(config, tp, "sm_90a")}
-    before = set(compile_._functions)
+    before = set(compile_._linked)
     for groups in (1, 2, 4, 8, 16):
         for tokens in (1, 17, 64, 65, 128, 129, 256, 512, 1024, 3000, 8192):
             Call.make(tokens, groups).run()
-    used = {key for key in set(compile_._functions) - before if isinstance(key, EinsumKey)}
+    used = {key for key in set(compile_._linked) - before if isinstance(key, EinsumKey)}
     assert used <= known

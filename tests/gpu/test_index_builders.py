@@ -10,6 +10,7 @@ import torch
 
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE, Op
+from cute_kernels.runtime.record import record_calls
 from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.verify import Example, clone_arguments, compare_arguments, examples_of, raw_memory, verify_op
 from tests.compressor import test_compressed_slots
@@ -202,6 +203,29 @@ def test_positions_up_to_a_million() -> None:
     check("compute_decode_swa_indices", positions, requests, valid, table, 64, 128, out, lens)
     buffer, local = torch.zeros(64, 8192, dtype=torch.int32), torch.zeros(0, 8192, dtype=torch.int32)
     check("build_c128a_topk_metadata", positions, 128, 64, requests, table, 2, positions, buffer, lens, local, 8192)
+
+
+def test_empty_tensors_may_have_any_strides() -> None:
+    found = 0
+    for name in NAMES:
+        for example in examples(all_ops()[name]):
+            empty = [isinstance(x, torch.Tensor) and x.numel() == 0 for x in example.args]
+            if any(empty):
+                found += 1
+                pairs = zip(example.args, empty, strict=True)
+                odd = [_with_odd_strides(x) if is_empty else x for x, is_empty in pairs]
+                on_gpu = clone_arguments(odd, CUDA)
+                with record_calls() as recording:
+                    all_ops()[name].overload(*on_gpu)
+                assert [call.implementation for call in recording.calls] == ["kernel"]
+                all_ops()[name].overload(*odd)
+                for got, want in zip(on_gpu, odd, strict=True):
+                    assert not isinstance(want, torch.Tensor) or torch.equal(got.cpu(), want)
+    assert found >= 3
+
+
+def _with_odd_strides(empty: torch.Tensor) -> torch.Tensor:
+    return empty.new_empty(64).as_strided(empty.shape, list(range(5, 5 + 2 * empty.dim(), 2)), 1)
 
 
 def test_what_the_kernels_do_not_take() -> None:

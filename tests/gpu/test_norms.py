@@ -230,6 +230,11 @@ def test_zero_rows(name: str) -> None:
     assert all(not got.any() for got in run(name, call))
 
 
+def test_no_columns() -> None:
+    x, weight = torch.zeros(3, 0, dtype=BF16, device="cuda"), torch.zeros(0, dtype=BF16, device="cuda")
+    assert run("mtp_shared_head_rmsnorm", {"hidden_states": x, "weight": weight, "eps": EPS})[0].shape == (3, 0)
+
+
 @each_op
 def test_no_rows_launch_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels.norm import mtp_input as kernel_mtp_input

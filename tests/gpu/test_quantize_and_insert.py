@@ -308,6 +308,7 @@ def test_missing_kernel_during_capture_raises(monkeypatch: pytest.MonkeyPatch) -
     k = spread((4, 512), 16).cuda()
     cache = poisoned_pool(FP8_DS_MLA, 1, 64, device="cuda")
     slots = torch.arange(4, device="cuda")
+    monkeypatch.setattr(compile_, "_linked", {})
     monkeypatch.setattr(compile_, "_functions", {})
     before = compile_.compilations()
     with pytest.raises(RuntimeError, match=r"InsertKey.*warmup"), torch.cuda.graph(torch.cuda.CUDAGraph()):

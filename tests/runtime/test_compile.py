@@ -72,6 +72,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a new process knows."""
+    monkeypatch.setattr(compile_, "_linked", {})
     monkeypatch.setattr(compile_, "_functions", {})
     monkeypatch.setattr(compile_, "_compilations", 0)
     monkeypatch.setattr(compile_, "_disk_loads", 0)
@@ -234,6 +235,21 @@ def test_the_first_launch_may_load_code_during_a_capture(compiler: Compiler, mon
     assert [args for _, args in compiler.calls] == [(1,), (2,)]
 
 
+def test_every_device_has_its_own_first_launch(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linked for one device, a kernel may be launched for the first time on another in a capture."""
+    entered: list[int] = []
+    monkeypatch.setattr(compile_, "_relaxed_capture", lambda: contextlib.nullcontext(entered.append(len(entered))))
+    key = Key("sm_90a")
+    compile_.function(key, 0)()
+    monkeypatch.setattr(compile_, "_capturing", lambda: True)
+    for _ in range(2):
+        compile_.function(key, 1)()
+        compile_.function(key, 0)()
+    assert len(entered) == 2
+    assert len(compiler.compiled) == len(compiler.linked) == 1
+    assert len(compiler.calls) == 5
+
+
 def test_the_capture_mode_is_exchanged_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-python is not installed")
     modes = driver.CUstreamCaptureMode
@@ -280,7 +296,8 @@ def test_launch_makes_the_tensors_device_current(monkeypatch: pytest.MonkeyPatch
             state["current"] = self.before
 
     key = Key("sm_90a")
-    monkeypatch.setattr(compile_, "_functions", {key: lambda *args: seen.append((state["current"], args))})
+    ready = {key: lambda *args: seen.append((state["current"], args))}
+    monkeypatch.setattr(compile_, "_functions", {0: ready, 1: ready})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: state["current"])
     monkeypatch.setattr(torch.cuda, "device", Guard)
     compile_.launch(key, 1, "a")

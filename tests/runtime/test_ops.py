@@ -245,6 +245,30 @@ def test_a_kernel_module_is_imported_at_the_first_cuda_call_only() -> None:
         ops._choose_cuda(op, args(2))
 
 
+def test_a_call_without_results_does_nothing(kernel: types.ModuleType) -> None:
+    op = op_with(kernel.__name__)
+    body, implementation = ops._choose_cuda(op, (torch.ones(3), torch.zeros(0), 2.0))
+    body(torch.ones(3), torch.zeros(0), 2.0)
+    assert (implementation, calls) == ("kernel", [])
+
+
+def test_empty_tensors_reach_a_kernel_with_plain_strides(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiled kernel demands of strides and addresses must not fail where there is nothing to read."""
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(kernel, "supports", lambda x, out, factor: (x.data_ptr() % 16 == 0, "it must be aligned"))
+    monkeypatch.setattr(kernel, "launch", lambda x, out, factor: seen.append(x))
+    memory = torch.zeros(100)
+    odd = (memory[1:].as_strided((3, 0), (7, 5)), memory[1:1], memory.as_strided((0, 8), (16, 2)))
+    for x in odd:
+        call = (x, torch.zeros(2), 2.0)
+        ops._choose_cuda(op_with(kernel.__name__), call)[0](*call)
+        assert (seen[-1].shape, seen[-1].stride()) == (x.shape, x.new_empty(x.shape).stride())
+    for x in (torch.zeros(0, 8), memory):
+        call = (x, torch.zeros(2), 2.0)
+        ops._choose_cuda(op_with(kernel.__name__), call)[0](*call)
+        assert seen[-1] is x
+
+
 # ---- import ----------------------------------------------------------------------------------------------------------
 
 PROBE = """

@@ -68,6 +68,16 @@ def test_the_support_table_says_what_the_kernels_say() -> None:
             assert set(support.KERNEL_ARCHS[name]) == archs, name
 
 
+@needs_dsl
+def test_where_the_compressor_has_kernels_for_one_ratio_only() -> None:
+    entry_c128 = importlib.import_module("cute_kernels.compressor.entry_c128")
+    for op, fused in (("compress_norm_rope_store", False), ("fused_compress_norm_rope_store", True)):
+        for arch in support.KERNEL_ARCHS[op]:
+            has_both = bool(entry_c128.deployment_keys(FLASH, 1, arch, fused))
+            assert (support.support(op, arch).status == "partly") != has_both, (op, arch)
+    assert all(op in support.KERNEL_ARCHS for op, _ in support.PARTLY)
+
+
 @pytest.mark.parametrize("tp", [0, -1, 3, 128, True, 1.0])
 def test_ranks_must_divide_the_heads(tp: Any) -> None:
     with pytest.raises(ValueError, match="tp: expected a divisor of num_attention_heads = 64"):

@@ -1,0 +1,322 @@
+"""Kernel that merges parts of an attention: of merge_attention_states, and of sparse_mla_decode where it splits rows.
+
+One head of one row has 512 columns in each of n parts, and a log-sum-exp with each:
+
+    thread t of a head's T    vectors t, t + T, ... of every part: 16 bytes each, four fp32 columns or eight bf16 ones
+    lane i of its warps       the log-sum-exps of parts i, i + 32, ...
+
+All of a thread's loads are under way before any of them is used: most calls are so short that they cost one trip to the
+memory and the launch. Parts beyond the `held` first are taken in further rounds; those that are empty are not read.
+A part's number alone decides where it stands in every sum, and an empty one adds nothing: a row has the same bits
+whatever its batch, and however many empty parts follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_kernels.dsl import ptx
+from cute_kernels.dsl.convert import bf16_floats, bf16_words
+from cute_kernels.dsl.reduce import lanes_sum
+from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.runtime.arch import arch_number, arch_of
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
+
+SHAPES = ((4, 4), (8, 2), (16, 1))
+"""(parts that a thread holds at once, vectors of each), by kernel: the same registers, and with few parts as few warps
+as there are heads. On an H200 16.8 MB in four parts take 3.8 us so, 5.5 us with one vector a thread
+(perf/notes/data/merge_2.txt)."""
+
+MOST_TOKENS = 65535
+"""Along a grid's third axis."""
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class MergeKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    fp32_parts   whether the parts are fp32; else they are bf16
+    fp32_out     the same of the result
+    held         parts of which a thread holds its columns at once, a power of two and at most 32
+    vectors      16-byte vectors of a part that a thread has
+    more         whether there may be more parts than `held`
+    warps        of a block, a multiple of those of a head
+    """
+
+    fp32_parts: bool
+    fp32_out: bool
+    held: int
+    vectors: int
+    more: bool = False
+    warps: int = 4
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return "ld.global.128", "st.global.64" if self.fp32_parts and not self.fp32_out else "st.global.128"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def values(is_fp32: bool, dimensions: int) -> Any:
+            shape = tuple(cute.sym_int() for _ in range(dimensions))
+            strides = tuple(cute.sym_int64(divisibility=4 if is_fp32 else 8) for _ in range(dimensions))
+            kind = Float32 if is_fp32 else BFloat16
+            return make_fake_tensor(kind, (*shape, HEAD_DIM), stride=(*strides, 1), assumed_align=16)
+
+        def logs(dimensions: int) -> Any:
+            shape = tuple(cute.sym_int() for _ in range(dimensions))
+            return make_fake_tensor(Float32, shape, stride=tuple(cute.sym_int64() for _ in range(dimensions)))
+
+        tensors = values(self.fp32_parts, 4), logs(4), Int64(0), values(self.fp32_out, 3), logs(3)
+        return MergeKernel(self), (*tensors, Boolean(False), make_fake_stream(use_tvm_ffi_env_stream=True))
+
+
+class MergeKernel:
+    """Entry point: (outs [n, b, s_q, h, 512], lses [n, b, h, s_q], address of the sink or 0, out [b, s_q, h, 512],
+    lse [b, h, s_q], whether to launch as a dependent of the kernel before, stream)."""
+
+    def __init__(self, key: MergeKey) -> None:
+        self.held = key.held
+        self.vectors = key.vectors
+        self.more = key.more
+        self.fp32_parts = key.fp32_parts
+        self.fp32_out = key.fp32_out
+        self.columns = 4 if key.fp32_parts else 8  # of a vector
+        self.threads = HEAD_DIM // (self.columns * key.vectors)  # of a head
+        self.heads = key.warps * 32 // self.threads  # of a block
+        self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+        kinds = ["fp32" if is_fp32 else "bf16" for is_fp32 in (key.fp32_parts, key.fp32_out)]
+        self.name = f"merge_attention_states_{kinds[0]}_{kinds[1]}_{key.held}{'_more' if key.more else ''}"
+
+    @cute.jit
+    def __call__(
+        self,
+        outs: cute.Tensor,
+        lses: cute.Tensor,
+        sink: Int64,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        use_pdl: Boolean,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        strides = []
+        for tensor in (outs, lses, out, lse):
+            strides += [stride_bytes(tensor, axis) for axis in range(cute.rank(tensor))]
+        # the last strides of outs and out are those of columns
+        kernel = self.kernel(
+            address(outs),
+            *strides[:4],
+            address(lses),
+            *strides[5:9],
+            sink,
+            address(out),
+            *strides[9:12],
+            address(lse),
+            *strides[13:],
+            length(outs, 0),
+            length(out, 2),
+        )
+        kernel.launch(
+            grid=[length(out, 0), cute.ceil_div(length(out, 2), self.heads), length(out, 1)],
+            block=[self.threads * self.heads, 1, 1],
+            stream=stream,
+            use_pdl=use_pdl if const_expr(self.has_dependency) else False,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        outs: Int64,
+        outs_part: Int64,
+        outs_row: Int64,
+        outs_token: Int64,
+        outs_head: Int64,
+        lses: Int64,
+        lses_part: Int64,
+        lses_row: Int64,
+        lses_head: Int64,
+        lses_token: Int64,
+        sink: Int64,
+        out: Int64,
+        out_row: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        lse: Int64,
+        lse_row: Int64,
+        lse_head: Int64,
+        lse_token: Int64,
+        parts: Int32,
+        heads: Int32,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        row, block, token = (Int64(i) for i in cute.arch.block_idx())
+        team = cute.arch.make_warp_uniform(thread // self.threads)
+        thread = thread % self.threads
+        lane = thread % 32
+        head = Int32(block) * self.heads + team
+        is_there = head < heads
+        # past the end the last one is loaded again, and nothing else is done
+        head = Int64(cutlass.min(head, heads - 1))
+        source = outs + row * outs_row + token * outs_token + head * outs_head + Int64(thread) * 16
+        logs = lses + row * lses_row + token * lses_token + head * lses_head
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+
+        # with no more parts than are held, groups of so many lanes do the same
+        own = self.load_log(logs, lses_part, lane if const_expr(self.more) else lane % self.held, parts)
+        mark = ptx.load_global_s32_where(sink != 0, sink + head * 4)
+        held = self.load_parts(source, outs_part, Int32(0), [i < parts for i in range(self.held)])
+        # keeps the loads together: the assembler would begin to add before it asks for all parts
+        cute.arch.sync_warp()
+        if is_there:
+            most, total = self.sum_weights(own, logs, lses_part, lane, parts)
+            extra = cutlass.select_(sink != 0, mark.bitcast(Float32), Float32(-INFINITY))
+            factor = ptx.reciprocal(ptx.add_rn(total, ptx.exp2((extra - most) * LOG2_E)))
+            sums = cute.make_rmem_tensor((self.vectors * self.columns,), Float32)
+            sums.fill(0.0)
+            self.add(sums, held, self.share(own, most, factor))
+            if const_expr(self.more):
+                for first in cutlass.range(Int32(self.held), parts, self.held, unroll=1):
+                    share = self.share(self.load_log(logs, lses_part, first + lane % self.held, parts), most, factor)
+                    wanted = [cute.arch.shuffle_sync(share, i) >= 0.0 for i in range(self.held)]
+                    self.add(sums, self.load_parts(source, outs_part, first, wanted), share)
+            self.store(out + row * out_row + token * out_token + head * out_head, thread, sums)
+            # only where all parts are empty the largest weight is not 1
+            result = most + ptx.log2(total) * LN_2
+            result = Float32(cutlass.select_(total == 0.0, Float32(INFINITY), result))
+            where = lse + row * lse_row + token * lse_token + head * lse_head
+            ptx.store_global_s32(where, result.bitcast(Int32), thread == 0)
+
+    def load_log(self, logs: Any, stride: Any, part: Any, parts: Any) -> Any:
+        """Log-sum-exp of a part, or that of an empty one if there is no such part."""
+        bits = ptx.load_global_s32_where(part < parts, logs + Int64(part) * stride)
+        return cutlass.select_(part < parts, bits.bitcast(Float32), Float32(INFINITY))
+
+    def load_parts(self, source: Any, stride: Any, first: Any, wanted: Any) -> list[Any]:
+        """A thread's vectors of the parts from `first` on, four words each; nothing is read of unwanted ones."""
+        held = []
+        for i, is_wanted in enumerate(wanted):
+            at = source + Int64(first + i) * stride
+            vectors = [ptx.load_global_128_where(is_wanted, at + v * self.threads * 16) for v in range(self.vectors)]
+            held.append([word for vector in vectors for word in vector])
+        return held
+
+    @cute.jit
+    def sum_weights(self, own: Any, logs: Any, stride: Any, lane: Any, parts: Any) -> Any:
+        """(largest log-sum-exp, or -inf if all parts are empty; sum of exp(log-sum-exp - largest)), in every lane."""
+        lanes = 32 if const_expr(self.more) else self.held
+        most = cutlass.select_(is_empty(own), Float32(-INFINITY), own)
+        if const_expr(self.more):
+            for first in cutlass.range(Int32(32), parts, 32, unroll=1):
+                log = self.load_log(logs, stride, first + lane, parts)
+                most = ptx.max_f32(most, cutlass.select_(is_empty(log), Float32(-INFINITY), log))
+        most = lanes_max(most, lanes)
+        total = cutlass.select_(is_empty(own), Float32(0.0), ptx.exp2((own - most) * LOG2_E))
+        if const_expr(self.more):
+            for first in cutlass.range(Int32(32), parts, 32, unroll=1):
+                log = self.load_log(logs, stride, first + lane, parts)
+                weight = ptx.exp2((log - most) * LOG2_E)
+                total = ptx.add_rn(total, cutlass.select_(is_empty(log), Float32(0.0), weight))
+        return most, lanes_sum(total, lanes)
+
+    def share(self, log: Any, most: Any, factor: Any) -> Any:
+        """What a part of this log-sum-exp is multiplied by; negative if it is empty."""
+        return cutlass.select_(is_empty(log), Float32(-1.0), ptx.exp2((log - most) * LOG2_E) * factor)
+
+    @cute.jit
+    def add(self, sums: Any, held: Any, share: Any) -> None:
+        """Add the held parts to the sums; the share of number i is lane i's."""
+        for i in range_constexpr(self.held):
+            factor = cute.arch.shuffle_sync(share, i)
+            values = [word.bitcast(Float32) for word in held[i]] if self.fp32_parts else bf16_floats(held[i])
+            for c in range_constexpr(self.vectors * self.columns):
+                # nothing of an empty part may get into the sum, even 0 times NaN
+                sums[c] = cutlass.select_(factor < 0.0, sums[c], ptx.fma_rn(factor, values[c], sums[c]))
+
+    def store(self, target: Any, thread: Any, sums: Any) -> None:
+        size = 4 if self.fp32_out else 2
+        for v in range(self.vectors):
+            values = [sums[v * self.columns + c] for c in range(self.columns)]
+            words = [value.bitcast(Int32) for value in values] if self.fp32_out else bf16_words(values)
+            at = target + Int64(thread + v * self.threads) * (self.columns * size)
+            if len(words) == 2:
+                ptx.store_global_64(at, words[0], words[1])
+            for i in range(len(words) // 4):
+                ptx.store_global_128(at + i * 16, words[4 * i : 4 * i + 4])
+
+
+def lanes_max(value: Any, lanes: int) -> Any:
+    """fp32 maximum over groups of `lanes` neighbouring lanes, in every lane; NaN loses against a number."""
+    step = 1
+    while step < lanes:
+        value = ptx.max_f32(value, cute.arch.shuffle_sync_bfly(value, step))
+        step *= 2
+    return value
+
+
+def is_empty(log: Any) -> Any:
+    """Whether a log-sum-exp, infinite of either sign, marks a part that attended to nothing."""
+    return ptx.abs_f32(log) == INFINITY
+
+
+def key_for(arch: str, fp32_parts: bool, fp32_out: bool, parts: int) -> MergeKey:
+    """The kernel that merges so many parts of these types."""
+    held, vectors = next((shape for shape in SHAPES if parts <= shape[0]), SHAPES[-1])
+    if not fp32_parts:  # a vector has twice the columns: a head has at least one warp
+        vectors = min(vectors, 2)
+    return MergeKey(arch, fp32_parts, fp32_out, held, vectors, parts > held)
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[MergeKey]:
+    """For rows that sparse_mla_decode splits, and for contexts that are distributed: few parts or many."""
+    counts = [*(held for held, _ in SHAPES), SHAPES[-1][0] + 1]
+    return [key_for(arch, True, fp32_out, parts) for fp32_out in (False, True) for parts in counts]
+
+
+@cache
+def _key(device_index: int, fp32_parts: bool, fp32_out: bool, parts: int) -> MergeKey:
+    return key_for(arch_of(device_index), fp32_parts, fp32_out, parts)
+
+
+def supports(outs: Any, lses: Any, attn_sink: Any, out: Any, lse: Any) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    for name, tensor in (("outs", outs), ("out", out)):
+        multiple = 16 // tensor.element_size()
+        strides = [tensor.stride(axis) for axis in range(tensor.dim() - 1) if tensor.shape[axis] > 1]
+        if tensor.data_ptr() % 16 or any(stride % multiple for stride in strides):
+            return False, (
+                f"heads of {name} must be 16-byte aligned, got address {tensor.data_ptr():#x} and strides "
+                f"{tuple(tensor.stride())}"
+            )
+    if min(out.shape[:2]) > MOST_TOKENS:
+        return False, f"b or s_q must be at most {MOST_TOKENS}, got shape {tuple(out.shape)}"
+    return True, ""
+
+
+def launch(outs: Any, lses: Any, attn_sink: Any, out: Any, lse: Any, use_pdl: bool = False) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported.
+
+    use_pdl   start while the kernel before on the stream still runs, and wait for it
+    """
+    if out.numel() == 0:
+        return
+    if out.shape[1] > MOST_TOKENS:  # rows and tokens are the same to the kernel, but for their limits
+        outs, lses, out, lse = outs.transpose(1, 2), lses.transpose(1, 3), out.transpose(0, 1), lse.transpose(0, 2)
+    key = _key(out.device.index, outs.element_size() == 4, out.element_size() == 4, outs.shape[0])
+    sink = 0 if attn_sink is None else attn_sink.data_ptr()
+    launch_key(key, out.device.index, outs, lses, sink, out, lse, use_pdl)
