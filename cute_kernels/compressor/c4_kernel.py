@@ -43,8 +43,6 @@ WARPS = 4
 OWN_ROW = WARPS * 32 * 16
 """Bytes of shared memory from one row of a thread's own columns to the next."""
 
-LOG2_E = 1.4426950408889634
-
 
 class Own(NamedTuple):
     """Where a thread keeps its columns of the bias of eight window rows, and of the four halves of one token's row.
@@ -290,7 +288,7 @@ class C4Kernel:
         largest = s[0]
         for score in s[1:]:
             largest = ptx.max_f32(largest, score)
-        weights = [ptx.exp2((score - largest) * Float32(LOG2_E)) for score in s]
+        weights = [ptx.exp2((score - largest) * Float32(ptx.LOG2_E)) for score in s]
         total, weighted = weights[0], ptx.mul_rn(weights[0], values[0][c].bitcast(Float32))
         for weight, words in zip(weights[1:], values[1:], strict=True):
             total = ptx.add_rn(total, weight)

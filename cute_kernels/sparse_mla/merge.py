@@ -1,4 +1,4 @@
-"""Kernel that merges parts of an attention: of merge_attention_states, and of sparse_mla_decode where it splits rows.
+"""Kernel of merge_attention_states: merges parts of an attention.
 
 One head of one row has 512 columns in each of n parts, and a log-sum-exp with each:
 
@@ -26,7 +26,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.convert import bf16_floats, bf16_words
-from cute_kernels.dsl.reduce import lanes_sum
+from cute_kernels.dsl.reduce import lanes_max, lanes_sum
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.arch import arch_number, arch_of
@@ -41,7 +41,6 @@ as there are heads. On an H200 16.8 MB in four parts take 3.8 us so, 5.5 us with
 MOST_TOKENS = 65535
 """Along a grid's third axis."""
 
-LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 INFINITY = float("inf")
 
@@ -186,7 +185,7 @@ class MergeKernel:
         if is_there:
             most, total = self.sum_weights(own, logs, lses_part, lane, parts)
             extra = cutlass.select_(sink != 0, mark.bitcast(Float32), Float32(-INFINITY))
-            factor = ptx.reciprocal(ptx.add_rn(total, ptx.exp2((extra - most) * LOG2_E)))
+            factor = ptx.reciprocal(ptx.add_rn(total, ptx.exp2((extra - most) * ptx.LOG2_E)))
             sums = cute.make_rmem_tensor((self.vectors * self.columns,), Float32)
             sums.fill(0.0)
             self.add(sums, held, self.share(own, most, factor))
@@ -226,17 +225,17 @@ class MergeKernel:
                 log = self.load_log(logs, stride, first + lane, parts)
                 most = ptx.max_f32(most, cutlass.select_(is_empty(log), Float32(-INFINITY), log))
         most = lanes_max(most, lanes)
-        total = cutlass.select_(is_empty(own), Float32(0.0), ptx.exp2((own - most) * LOG2_E))
+        total = cutlass.select_(is_empty(own), Float32(0.0), ptx.exp2((own - most) * ptx.LOG2_E))
         if const_expr(self.more):
             for first in cutlass.range(Int32(32), parts, 32, unroll=1):
                 log = self.load_log(logs, stride, first + lane, parts)
-                weight = ptx.exp2((log - most) * LOG2_E)
+                weight = ptx.exp2((log - most) * ptx.LOG2_E)
                 total = ptx.add_rn(total, cutlass.select_(is_empty(log), Float32(0.0), weight))
         return most, lanes_sum(total, lanes)
 
     def share(self, log: Any, most: Any, factor: Any) -> Any:
         """What a part of this log-sum-exp is multiplied by; negative if it is empty."""
-        return cutlass.select_(is_empty(log), Float32(-1.0), ptx.exp2((log - most) * LOG2_E) * factor)
+        return cutlass.select_(is_empty(log), Float32(-1.0), ptx.exp2((log - most) * ptx.LOG2_E) * factor)
 
     @cute.jit
     def add(self, sums: Any, held: Any, share: Any) -> None:
@@ -260,15 +259,6 @@ class MergeKernel:
                 ptx.store_global_128(at + i * 16, words[4 * i : 4 * i + 4])
 
 
-def lanes_max(value: Any, lanes: int) -> Any:
-    """fp32 maximum over groups of `lanes` neighbouring lanes, in every lane; NaN loses against a number."""
-    step = 1
-    while step < lanes:
-        value = ptx.max_f32(value, cute.arch.shuffle_sync_bfly(value, step))
-        step *= 2
-    return value
-
-
 def is_empty(log: Any) -> Any:
     """Whether a log-sum-exp, infinite of either sign, marks a part that attended to nothing."""
     return ptx.abs_f32(log) == INFINITY
@@ -283,7 +273,7 @@ def key_for(arch: str, fp32_parts: bool, fp32_out: bool, parts: int) -> MergeKey
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[MergeKey]:
-    """For rows that sparse_mla_decode splits, and for contexts that are distributed: few parts or many."""
+    """For fp32 results of contexts that are cut into few parts, or into many."""
     counts = [*(held for held, _ in SHAPES), SHAPES[-1][0] + 1]
     return [key_for(arch, True, fp32_out, parts) for fp32_out in (False, True) for parts in counts]
 
