@@ -194,7 +194,7 @@ def info(options: argparse.Namespace) -> int:
 
 def support_groups(by_arch: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     """Status -> architectures, best status first."""
-    order = ("measured", "compiled", "reference", "no")
+    order = ("measured", "compiled", "partly", "reference", "no")
     groups = {status: [arch for arch, cell in by_arch.items() if cell["status"] == status] for status in order}
     return {status: archs for status, archs in groups.items() if archs}
 

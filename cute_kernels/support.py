@@ -46,13 +46,11 @@ KERNEL_ARCHS = {
 }
 """Op -> architectures its kernel runs on, for the ops that have one."""
 
-PARTLY = {
-    (op, arch): "ratio 4"
-    for op in ("compress_norm_rope_store", "fused_compress_norm_rope_store")
-    for arch in ("sm_89", "sm_120a")
-}
-"""(op, arch) -> the calls that have a kernel there, where not all of the op's have. Entries of 128 tokens need clusters
-of blocks with more than 200 KB of shared memory each."""
+PARTLY = frozenset(
+    (op, arch) for op in ("compress_norm_rope_store", "fused_compress_norm_rope_store") for arch in ("sm_89", "sm_120a")
+)
+"""(op, arch) where only ratio 4 has a kernel: entries of 128 tokens need clusters of blocks with more than 200 KB of
+shared memory each."""
 
 MEASURED = (
     "build_c128a_topk_metadata",

@@ -146,25 +146,21 @@ class InputSet:
     def ours(self) -> None:
         self.op.overload(*self.args)
 
-    def _mutated(self, args: Arguments) -> dict[str, torch.Tensor]:
-        arguments = zip(self.op.overload._schema.arguments, args, strict=True)
-        return {a.name: value for a, value in arguments if a.alias_info is not None and value is not None}
-
     def right(self, call: Call) -> bool:
         """Whether `call` writes what the op's reference writes, over poisoned outputs."""
-        mutated = self._mutated(self.args)
+        mutated = self.op.mutated(self.args)
         for name, tensor in mutated.items():
             if name not in self.bench.inputs:
                 poison(tensor)
         want = clone_arguments(self.args, torch.device("cuda"))
-        before = {name: value.clone() for name, value in self._mutated(want).items() if name in self.bench.inputs}
+        before = {name: value.clone() for name, value in self.op.mutated(want).items() if name in self.bench.inputs}
         self.op.reference(*want)
         try:
             returned, same = call(), self.bench.same
             if isinstance(returned, _Peers):
                 returned, same = returned.tensors, self.bench.peer_same or same
             got = list(mutated.values()) if returned is None else list(returned)
-            return same(got, list(self._mutated(want).values()))
+            return same(got, list(self.op.mutated(want).values()))
         finally:
             for name, value in before.items():
                 mutated[name].copy_(value)

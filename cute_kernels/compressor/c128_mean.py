@@ -32,7 +32,6 @@ THREADS = (MOVERS + 1) * 32
 
 PART_FLOATS = PARTS * MOVERS * 3 * COLUMNS
 MEMORY_BYTES = PART_FLOATS * 4 + PARTS * (SLICES * 4 + 8)
-LOG2_E = 1.4426950408889634
 
 
 class Memory(NamedTuple):
@@ -87,7 +86,7 @@ class Mean:
                 most = ptx.max_f32(most, scores[i][c])
             weight, total = Float32(0), Float32(0)
             for i in range_constexpr(ROWS):
-                e = ptx.exp2((scores[i][c] - most) * LOG2_E)
+                e = ptx.exp2((scores[i][c] - most) * ptx.LOG2_E)
                 weight = ptx.add_rn(weight, e)
                 total = ptx.fma_rn(e, values[i][c].bitcast(Float32), total)
             other = [cute.arch.shuffle_sync_bfly(x, 16) for x in (most, weight, total)]
@@ -114,7 +113,7 @@ class Mean:
             most = ptx.max_f32(most, part[0])
         weight, total = Float32(0), Float32(0)
         for part in parts:
-            e = ptx.exp2((part[0] - most) * LOG2_E)
+            e = ptx.exp2((part[0] - most) * ptx.LOG2_E)
             weight = ptx.fma_rn(part[1], e, weight)
             total = ptx.fma_rn(part[2], e, total)
         return most, weight, total

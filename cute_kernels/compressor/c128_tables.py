@@ -57,8 +57,12 @@ def allocate_tables(smem: Any) -> Tables:
 
     rows = TABLES * RATIO
     return Tables(
-        *(array(Int64, rows), array(Int64, rows), array(Int32, rows)),
-        *(array(Int64, 4 * TABLES), array(Int64, 4 * RATIO), array(Int32, LISTERS)),
+        array(Int64, rows),
+        array(Int64, rows),
+        array(Int32, rows),
+        array(Int64, 4 * TABLES),
+        array(Int64, 4 * RATIO),
+        array(Int32, LISTERS),
     )
 
 

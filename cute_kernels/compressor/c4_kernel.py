@@ -43,8 +43,6 @@ WARPS = 4
 OWN_ROW = WARPS * 32 * 16
 """Bytes of shared memory from one row of a thread's own columns to the next."""
 
-LOG2_E = 1.4426950408889634
-
 
 class Own(NamedTuple):
     """Where a thread keeps its columns of the bias of eight window rows, and of the four halves of one token's row.
@@ -63,7 +61,6 @@ class C4Kernel:
         self.name = name
         self.fused = fused
         self.through_l1 = through_l1
-        self.kv_first = fused and through_l1
         self.store = store
         self.has_dependency = has_dependency
         self.lanes = store.dim // 4
@@ -254,13 +251,7 @@ class C4Kernel:
             for r in range_constexpr(WINDOW):
                 run = shuffle(start, r) + Int64(column * 4 + r // RATIO * self.half)
                 values.append(load(run))
-                if const_expr(not self.kv_first):
-                    scores.append(load(run + 2 * self.half))
-            if const_expr(self.kv_first):
-                self.save(lanes, source, saved, column, values, 0)
-                for r in range_constexpr(WINDOW):
-                    run = shuffle(start, r) + Int64(column * 4 + r // RATIO * self.half)
-                    scores.append(load(run + 2 * self.half))
+                scores.append(load(run + 2 * self.half))
             loaded = self.store.load(cache, column, Int64(known.position - (RATIO - 1)))
             if const_expr(self.fused):
                 # the assembler would add the first biases, and wait for their scores, before all loads are issued
@@ -268,9 +259,13 @@ class C4Kernel:
                 for r in range_constexpr(WINDOW):
                     biased = self.add(scores[r], ptx.load_shared_128(own.bias + r * OWN_ROW))
                     scores[r] = self.choose((new >> r) & 1 != 0, biased, scores[r])
-                if const_expr(not self.kv_first):
-                    self.save(lanes, source, saved, column, values, 0)
-                self.save(lanes, source, saved, column, scores, 2 * self.half)
+                if saved != 0:
+                    for r in range_constexpr(WINDOW):
+                        target = shuffle(lanes.target, source - BEHIND + r)
+                        target += Int64(column * 4 + r // RATIO * self.half)
+                        is_saved = (saved >> r) & 1 != 0
+                        ptx.store_global_128(target, values[r], is_saved)
+                        ptx.store_global_128(target + 2 * self.half, scores[r], is_saved)
             nothing = (Int32(0),) * 4, (Float32(float("-inf")).bitcast(Int32),) * 4
             for r in range_constexpr(RATIO):
                 is_part = (taking >> r) & 1 != 0
@@ -286,15 +281,6 @@ class C4Kernel:
             # the entries before and after this one use the same sums
             cute.arch.barrier()
 
-    @cute.jit
-    def save(self, lanes: Known, source: Any, saved: Any, column: Any, rows: Any, offset: int) -> None:
-        """Store what a lane has of those rows of a window that `saved` has bits for: kv, or score at its `offset`."""
-        if saved != 0:
-            for r in range_constexpr(WINDOW):
-                target = cute.arch.shuffle_sync(lanes.target, source - BEHIND + r)
-                target += Int64(column * 4 + r // RATIO * self.half + offset)
-                ptx.store_global_128(target, rows[r], (saved >> r) & 1 != 0)
-
     def mean(self, values: Any, scores: Any, c: int) -> Any:
         """A channel's mean over the window, weighted by the softmax of its scores. What is fused is said, here and in
         the other sums: the compiler might choose differently in kernels that must agree."""
@@ -302,7 +288,7 @@ class C4Kernel:
         largest = s[0]
         for score in s[1:]:
             largest = ptx.max_f32(largest, score)
-        weights = [ptx.exp2((score - largest) * Float32(LOG2_E)) for score in s]
+        weights = [ptx.exp2((score - largest) * Float32(ptx.LOG2_E)) for score in s]
         total, weighted = weights[0], ptx.mul_rn(weights[0], values[0][c].bitcast(Float32))
         for weight, words in zip(weights[1:], values[1:], strict=True):
             total = ptx.add_rn(total, weight)

@@ -29,8 +29,7 @@ class C4Key(KernelKey):
     """What distinguishes one compiled kernel from another.
 
     fused        whether rows of the step come from its projections, and are saved
-    through_l1   whether window rows may go through L1, and kv is saved before score is asked for: faster where all of
-                 many rows are saved, slower elsewhere
+    through_l1   whether window rows may go through L1: faster where all of many rows are saved, slower elsewhere
     others       see entry.EntryStore
     """
 

@@ -404,6 +404,10 @@ def store_shared_128(address: Any, words: Any) -> None:
     )
 
 
+LOG2_E = 1.4426950408889634
+"""exp2 of a number times this is its exponential."""
+
+
 def exp2(a: Any) -> Any:
     """sm_70 and up. 2^a, off by at most 2^-22 of it; subnormal results are 0."""
     return inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])

@@ -36,6 +36,15 @@ def lanes_sums(values: list[Any]) -> list[Any]:
     return values
 
 
+def lanes_max(value: Any, lanes: int = 32) -> Any:
+    """fp32 maximum over groups of `lanes` neighbouring lanes, in every lane; NaN loses against a number."""
+    step = 1
+    while step < lanes:
+        value = ptx.max_f32(value, cute.arch.shuffle_sync_bfly(value, step))
+        step *= 2
+    return value
+
+
 def lanes_max_bf16x2(value: Any, lanes: int = 32) -> Any:
     """Maxima of both halves of a bf16 pair over groups of `lanes` neighbouring lanes, in every lane."""
     step = 1

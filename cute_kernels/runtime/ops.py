@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,11 @@ class Op:
         """
         assert self.kernel is not None
         return importlib.import_module(self.kernel)
+
+    def mutated(self, args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+        """The tensors that a call writes, by name."""
+        arguments = zip(self.overload._schema.arguments, args, strict=True)
+        return {a.name: value for a, value in arguments if a.alias_info is not None and value is not None}
 
 
 OPS: dict[str, Op] = {}
@@ -203,7 +208,7 @@ def _metadata(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _choose_cuda(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., None], str]:
     why = "it has no CUDA kernel yet"
     if op.kernel is not None:
-        if not any(value.numel() for value in _mutated(op, args)):
+        if not any(value.numel() for value in op.mutated(args).values()):
             return _do_nothing, "kernel"
         module = op.load_kernel()
         replaced = _with_plain_empties(args)
@@ -217,13 +222,6 @@ def _choose_cuda(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., None], st
         f"{op.name}: no kernel for this call on CUDA: {why}. Set {FALLBACK_VARIABLE}=reference to run the "
         "reference implementation (slow, exact) instead."
     )
-
-
-def _mutated(op: Op, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """The tensors that a call writes."""
-    for argument, value in zip(op.overload._schema.arguments, args, strict=True):
-        if argument.alias_info is not None and argument.alias_info.is_write and value is not None:
-            yield value
 
 
 def _do_nothing(*args: Any) -> None:

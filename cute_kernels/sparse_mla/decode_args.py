@@ -30,14 +30,13 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
+from cute_kernels.dsl import ptx
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.runtime.arch import multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla import merge, schedule
 from cute_kernels.sparse_mla.arguments import list_tiles
-
-LOG2_E = 1.4426950408889634
 
 MOST_NUMBERS = 2**30
 """Slots, columns and work items are counted in int32, with room for what is added to the last of them."""
@@ -195,7 +194,7 @@ def launch(key_of: Callable[[Call, bool], KernelKey], call: Call) -> None:
         *lengths_argument(call.topk_length),
         *len1,
         sink,
-        call.softmax_scale * LOG2_E,
+        call.softmax_scale * ptx.LOG2_E,
         parts,
         part_tiles,
         sms,

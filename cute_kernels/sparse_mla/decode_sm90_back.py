@@ -44,7 +44,6 @@ GROWTH = 8.0
 """By how much, in powers of two, scores may exceed their running maximum."""
 
 LN2 = 0.6931471805599453
-LOG2_E = 1.4426950408889634
 
 SIDE = DIM // 2
 """Columns of O of a warpgroup."""
@@ -206,7 +205,7 @@ class Back:
             share = total
             if sink != 0:
                 logit = ptx.load_global_s32_where(number < out.heads, sink + Int64(number) * 4).bitcast(Float32)
-                share = total + ptx.exp2(logit * Float32(LOG2_E) - top)
+                share = total + ptx.exp2(logit * Float32(ptx.LOG2_E) - top)
             is_empty = total == Float32(0.0)
             factor = Float32(0.0) if is_empty else ptx.reciprocal(share)
             ptx.store_shared_f32(at.rescale + head * 4, factor)

@@ -26,7 +26,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.convert import bf16_floats, bf16_words
-from cute_kernels.dsl.reduce import lanes_sum
+from cute_kernels.dsl.reduce import lanes_max, lanes_sum
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.arch import arch_number, arch_of
@@ -41,7 +41,6 @@ as there are heads. On an H200 16.8 MB in four parts take 3.8 us so, 5.5 us with
 MOST_TOKENS = 65535
 """Along a grid's third axis."""
 
-LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 INFINITY = float("inf")
 
@@ -186,7 +185,7 @@ class MergeKernel:
         if is_there:
             most, total = self.sum_weights(own, logs, lses_part, lane, parts)
             extra = cutlass.select_(sink != 0, mark.bitcast(Float32), Float32(-INFINITY))
-            factor = ptx.reciprocal(ptx.add_rn(total, ptx.exp2((extra - most) * LOG2_E)))
+            factor = ptx.reciprocal(ptx.add_rn(total, ptx.exp2((extra - most) * ptx.LOG2_E)))
             sums = cute.make_rmem_tensor((self.vectors * self.columns,), Float32)
             sums.fill(0.0)
             self.add(sums, held, self.share(own, most, factor))
@@ -226,17 +225,17 @@ class MergeKernel:
                 log = self.load_log(logs, stride, first + lane, parts)
                 most = ptx.max_f32(most, cutlass.select_(is_empty(log), Float32(-INFINITY), log))
         most = lanes_max(most, lanes)
-        total = cutlass.select_(is_empty(own), Float32(0.0), ptx.exp2((own - most) * LOG2_E))
+        total = cutlass.select_(is_empty(own), Float32(0.0), ptx.exp2((own - most) * ptx.LOG2_E))
         if const_expr(self.more):
             for first in cutlass.range(Int32(32), parts, 32, unroll=1):
                 log = self.load_log(logs, stride, first + lane, parts)
-                weight = ptx.exp2((log - most) * LOG2_E)
+                weight = ptx.exp2((log - most) * ptx.LOG2_E)
                 total = ptx.add_rn(total, cutlass.select_(is_empty(log), Float32(0.0), weight))
         return most, lanes_sum(total, lanes)
 
     def share(self, log: Any, most: Any, factor: Any) -> Any:
         """What a part of this log-sum-exp is multiplied by; negative if it is empty."""
-        return cutlass.select_(is_empty(log), Float32(-1.0), ptx.exp2((log - most) * LOG2_E) * factor)
+        return cutlass.select_(is_empty(log), Float32(-1.0), ptx.exp2((log - most) * ptx.LOG2_E) * factor)
 
     @cute.jit
     def add(self, sums: Any, held: Any, share: Any) -> None:
@@ -258,15 +257,6 @@ class MergeKernel:
                 ptx.store_global_64(at, words[0], words[1])
             for i in range(len(words) // 4):
                 ptx.store_global_128(at + i * 16, words[4 * i : 4 * i + 4])
-
-
-def lanes_max(value: Any, lanes: int) -> Any:
-    """fp32 maximum over groups of `lanes` neighbouring lanes, in every lane; NaN loses against a number."""
-    step = 1
-    while step < lanes:
-        value = ptx.max_f32(value, cute.arch.shuffle_sync_bfly(value, step))
-        step *= 2
-    return value
 
 
 def is_empty(log: Any) -> Any:

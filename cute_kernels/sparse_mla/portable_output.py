@@ -10,7 +10,6 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.sparse_mla.decode_args import LOG2_E
 from cute_kernels.sparse_mla.portable_plan import WARP_COLUMNS
 
 LN_2 = 0.6931471805599453
@@ -45,7 +44,7 @@ class Output(NamedTuple):
         share = whole
         if self.sink != 0:
             logit = ptx.load_global_s32_where(exists, self.sink + Int64(head) * 4).bitcast(Float32)
-            share = whole + ptx.exp2(logit * Float32(LOG2_E) - top)
+            share = whole + ptx.exp2(logit * Float32(ptx.LOG2_E) - top)
         ptx.store_shared_f32(factor, Float32(0.0) if is_empty else ptx.reciprocal(share), lane & 3 == 0)
         lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(whole)) * Float32(LN_2)
         index = (Int64(part) * Int64(self.batches) + batch) * Int64(self.heads) + head
