@@ -15,7 +15,7 @@ from tests.helpers import bits
 
 FP8, BF16 = "fp8_ds_mla/1", "plain_bf16/1"
 HOPPER = "sm_90a"
-KERNELS: dict[str, str | None] = {"chosen": None}
+KERNELS: dict[str, str | None] = {"chosen": None, "portable": ""}
 """Kernels to run the tests with -> the architecture to take for Hopper, so that another kernel is the choice; None: the
 true one."""
 
