@@ -42,7 +42,7 @@ KERNEL_ARCHS = {
     "mtp_shared_head_rmsnorm": ARCHS,
     "quantize_and_insert_k_cache": _E4M3_ARCHS,
     "save_partial_states": ARCHS,
-    "sparse_mla_decode": ("sm_90a",),
+    "sparse_mla_decode": ARCHS,
 }
 """Op -> architectures its kernel runs on, for the ops that have one."""
 

@@ -118,3 +118,25 @@ def e2m1_from_bf16x8(words: Any, factor: Any, rounding: str) -> Any:
     if rounding == "ties_to_lower":  # no negative zero
         signs &= codes + 0x77777777
     return codes | (signs & ~0x77777777)
+
+
+# e4m3 codes of the same key or row, as bf16: ptx.bf16x2_of_codes, multiplied with pairs of their scales.
+
+LARGEST_SINGLE_SCALE = 254 - ptx.E4M3_AS_BF16
+"""The largest ue8m0 byte whose scale times 2^120 is a finite bf16: codes of larger scales are multiplied twice."""
+
+
+def scale_pair(low: Any, high: Any) -> Any:
+    """bf16 pair of 2^(byte - 127 + 120) for two ue8m0 bytes of at most LARGEST_SINGLE_SCALE."""
+    return (low | (high << 16)) * 128 + ptx.E4M3_AS_BF16 * 0x00800080
+
+
+def excess_pair(low: Any, high: Any) -> Any:
+    """bf16 pair of what scale_pair leaves out of two ue8m0 bytes: 1, or a power of two; NaN of byte 255."""
+    return _excess(low) | (_excess(high) << 16)
+
+
+@cute.jit
+def _excess(byte: Any) -> Any:
+    exponent = (cutlass.max(byte - LARGEST_SINGLE_SCALE, Int32(0)) + 127) << 7
+    return Int32(0x7FC0) if byte == 255 else exponent

@@ -230,7 +230,8 @@ def store_global_8(address: Any, word: Any, predicate: Any = None) -> None:
 
 
 def permute_bytes(a: Any, b: Any, selector: Any) -> Any:
-    """sm_70 and up. Four of the eight bytes of (a, b): nibble i of `selector` picks byte i; 0..3 are a's, 4..7 b's."""
+    """sm_70 and up. Four of the eight bytes of (a, b): nibble i of `selector`, a number or a register, picks byte i;
+    0..3 are a's, 4..7 b's."""
     return inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, Int32(selector)]
     )
@@ -470,6 +471,16 @@ def copy_bulk(shared: Any, source: Any, size: Any, barrier: Any) -> None:
     )
 
 
+def copy_async_or_zero(shared: Any, source: Any, size: int, read: Any) -> None:
+    """sm_80 and up. `size` bytes, 8 or 16, from global to shared memory, asynchronously and, if 16, past L1. Of those
+    only the first `read` are read, the others become zero. Both addresses are multiples of `size`."""
+    cache = "cg" if size == 16 else "ca"
+    inline_ptx(
+        f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
+        read_only_args=[Int32(shared), Int64(source), Int32(read)],
+    )
+
+
 def load_shared_64(address: Any) -> tuple[Any, Any]:
     """sm_70 and up. 8 bytes of shared memory, 8-byte aligned; the address is one of the block's own, 32 bits wide."""
     return inline_ptx(
@@ -528,6 +539,16 @@ def load_matrices(address: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
+def load_matrices_transposed(address: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_75 and up. As load_matrices, transposed: lane i gets elements [2 (i % 4), i // 4] and [2 (i % 4) + 1, i // 4]
+    of each matrix."""
+    return inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32, Int32, Int32, Int32],
+        read_only_args=[Int32(address)],
+    )
+
+
 def store_matrices_transposed(address: Any, words: Any) -> None:
     """sm_90 and up. Four 8 x 8 matrices of 16-bit elements to shared memory, transposed: lane i holds two neighbours in
     row i // 4 of each, and gives the address of row i % 8 of what matrix i // 8 becomes."""
@@ -542,6 +563,17 @@ def pair(low: Any, high: Any) -> Any:
     return inline_ptx(
         "mov.b64 {$w0}, {{$r0}, {$r1}};", write_only_types=[Int64], read_only_args=[Int32(low), Int32(high)]
     )
+
+
+def halves(number: Any) -> tuple[Any, Any]:
+    """sm_70 and up. The low and the high word of an int64."""
+    return inline_ptx("mov.b64 {{$w0}, {$w1}}, {$r0};", write_only_types=[Int32, Int32], read_only_args=[Int64(number)])
+
+
+def again(number: Any) -> Any:
+    """sm_70 and up. The number. What is computed from it is computed here, and not once and for all before a loop,
+    where it would take registers."""
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(number)])
 
 
 def log2(a: Any) -> Any:
@@ -571,4 +603,24 @@ def bf16x2_of_ue8m0(bytes_: Any, number: int) -> Any:
         f"mad.lo.u32 {{$w0}}, e, 0x00800080, {E4M3_AS_BF16 * 0x00800080}; }}",
         write_only_types=[Int32],
         read_only_args=[Int32(bytes_)],
+    )
+
+
+def bf16x2_of_codes(word: Any, left: int) -> Any:
+    """sm_70 and up. The e4m3 codes in bytes 1 and 3 of (word << left), left = 0 or 8, as bf16, times 2^-120. Exact;
+    codes 0x7F and 0xFF count as 480 and -480."""
+    shift = "shr.u32 t, {$r0}, 4; mov.b32 s, {$r0};" if left == 0 else "shl.b32 t, {$r0}, 4; shl.b32 s, {$r0}, 8;"
+    return inline_ptx(
+        f"{{ .reg .b32 s, t; {shift} and.b32 t, t, 0x07f007f0; lop3.b32 {{$w0}}, s, 0x80008000, t, 0xea; }}",
+        write_only_types=[Int32],
+        read_only_args=[Int32(word)],
+    )
+
+
+def multiply_bf16x2(a: Any, b: Any) -> Any:
+    """sm_80 and up. Products of both halves, nearest even; subnormal numbers count. What is added is -0."""
+    return inline_ptx(
+        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 {$w0}, {$r0}, {$r1}, zero; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(a), Int32(b)],
     )

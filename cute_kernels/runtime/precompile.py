@@ -56,7 +56,7 @@ def precompile(keys: Iterable[KernelKey], folder: Path, workers: int | None = No
         of_arch = [key for key in todo if key.arch == arch]
         count = max(1, min(len(of_arch), cores if workers is None else workers))
         with ProcessPoolExecutor(count, context, _blind, (arch, str(folder))) as pool:
-            futures: dict[Future[Outcome], KernelKey] = {pool.submit(compile_one, key): key for key in of_arch}
+            futures = {_submit(pool, key): key for key in of_arch}
             for future in as_completed(futures):
                 error = future.exception()
                 if error is None:
@@ -64,6 +64,16 @@ def precompile(keys: Iterable[KernelKey], folder: Path, workers: int | None = No
                     continue
                 why = "the compiling process died" if isinstance(error, BrokenProcessPool) else repr(error)
                 yield Outcome(futures[future], "failed", None, (why,), 0.0)
+
+
+def _submit(pool: ProcessPoolExecutor, key: KernelKey) -> Future[Outcome]:
+    """The outcome to come. A pool whose workers have died takes no more work: then that is what the future holds."""
+    try:
+        return pool.submit(compile_one, key)
+    except BrokenProcessPool as error:
+        refused: Future[Outcome] = Future()
+        refused.set_exception(error)
+        return refused
 
 
 def _blind(arch: str, folder: str) -> None:

@@ -131,7 +131,7 @@ class Call(NamedTuple):
         """(parts of a row, tiles in a part or 0) of this call."""
         if self.num_splits or self.split_tokens:
             return schedule.fixed_parts(self.max_tiles, self.num_splits, self.split_tokens)
-        if self.workspace is None:
+        if self.workspace is None or self.rows == 0:
             return 1, 0
         heads = self.q.shape[2]
         most = self.workspace.nbytes // (self.rows * heads * schedule.PART_BYTES)

@@ -1,15 +1,14 @@
-"""Kernel of sparse_mla_decode on Hopper: both products on tensor cores, rows converted on the way to them.
+"""sparse_mla_decode on Hopper: both products on tensor cores, rows converted on the way to them.
 
 A block walks over work items (query row, part of its tiles, block of heads). Four warpgroups share the work:
 
-    scout    per tile of 64 keys: addresses and scales of the rows into a ring of tables; asks L2 for rows and queries
-    front    loads a tile's raw rows into registers one tile ahead; converts them to bf16, which are at once the first
-             operand of S^T = K Q^T and, stored to shared memory, V; stores S
+    front    loads a tile's raw rows into registers one tile ahead, converts them to bf16, and stores them: K and V
     back     two warpgroups, 256 columns of O each: softmax, O += P V, results
+    scores   queries, S^T = K Q^T; beside the products, addresses and scales of the rows of later tiles into tables for
+             the front
 
-So while the front converts tile n + 1 and multiplies it with Q, the back makes P of the scores of tile n and multiplies
-it with V. Keys are the M side of the first product: their bf16 never come back from shared memory for it, and fewer
-heads mean fewer columns. perf/notes/decode.md has what was tried.
+So three tiles are under way: one is converted while the one before is multiplied with Q, and the one before that with
+P. Keys are the M side of the first product: fewer heads mean fewer columns. perf/notes/decode.md has what was tried.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ from cute_kernels.sparse_mla.decode_sm90_back import Back
 from cute_kernels.sparse_mla.decode_sm90_front import Front
 from cute_kernels.sparse_mla.decode_sm90_plan import (
     DIM,
+    FIRST_BACK_THREAD,
+    FIRST_SCORES_THREAD,
     KEYS,
     ROWS,
     STAGES,
@@ -49,16 +50,15 @@ from cute_kernels.sparse_mla.decode_sm90_plan import (
     smem_bytes,
     smem_parts,
 )
-from cute_kernels.sparse_mla.decode_sm90_scout import Scout
+from cute_kernels.sparse_mla.decode_sm90_scores import Scores
 
 THREADS = 512
-SCOUT_REGISTERS = 24
 
 
-def registers(heads: int) -> tuple[int, int]:
-    """Per thread of the front and the back; with the scout's all 64 K of a multiprocessor, in steps of 8. Of the two
-    ways to share them, the one with which the assembler spills nothing (CuTe DSL 4.8.1)."""
-    return (152, 168) if heads in (8, 32) else (168, 160)
+def registers(heads: int) -> tuple[int, int, int]:
+    """Per thread of the front, the back and the scores; with the back's second warpgroup all 64 K of a multiprocessor,
+    in steps of 8. So shared, the assembler spills nothing (CuTe DSL 4.8.1)."""
+    return (120, 160, 72) if heads == 64 else (120, 168, 56)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class DecodeKernel:
 
     def __init__(self, key: DecodeKey) -> None:
         self.heads = key.heads
-        self.scout, self.front = Scout(key.heads, key.second), Front(key.heads)
+        self.front, self.scores = Front(), Scores(key.heads, key.second)
         self.back = Back(key.heads, key.out_fp32)
         self.name = f"sparse_mla_decode_h{key.heads}_{key.second}{'_fp32' if key.out_fp32 else ''}"
 
@@ -155,14 +155,13 @@ class DecodeKernel:
         """S^T = K Q^T, twice: one will accumulate; O = P V, by 128 columns, as an instruction with 256 would need more
         registers than a thread has before setmaxnreg."""
         keys, dims = OperandMajorMode.K, OperandMajorMode.MN
-        in_registers = warpgroup.OperandSource.RMEM
 
         def make(major: Any, columns: int, **options: Any) -> Any:
             return hopper_helpers.make_trivial_tiled_mma(
                 BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, 1, 1), (64, columns), **options
             )
 
-        qk = [make(keys, self.heads, a_source=in_registers) for _ in range(2)]
+        qk = [make(keys, self.heads) for _ in range(2)]
         return *qk, make(dims, 128)
 
     def layouts(self) -> tuple[Any, Any, Any]:
@@ -220,11 +219,11 @@ class DecodeKernel:
         wgmma.accumulate(pv)
         work = Work(tokens, head_blocks, parts, part_tiles, block, items, blocks)
         if group == 0:
-            cute.arch.setmaxregister_increase(registers(self.heads)[0])
-            self.front.run(thread, work, q, rings, qk, qk_more, q_tile, at)
+            cute.arch.setmaxregister_decrease(registers(self.heads)[0])
+            self.front.run(thread, work, rings, at)
         elif group == 3:
-            cute.arch.setmaxregister_decrease(SCOUT_REGISTERS)
-            self.scout.run(thread - 384, work, q, sources, rings, at)
+            cute.arch.setmaxregister_decrease(registers(self.heads)[2])
+            self.scores.run(thread - FIRST_SCORES_THREAD, work, q, sources, rings, qk, qk_more, q_tile, v_tile, at)
         else:
             cute.arch.setmaxregister_increase(registers(self.heads)[1])
-            self.back.run(thread - 128, work, rings, pv, p_tile, v_tile, out, sink, scale_log2, at)
+            self.back.run(thread - FIRST_BACK_THREAD, work, rings, pv, p_tile, v_tile, out, sink, scale_log2, at)

@@ -18,8 +18,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.dsl import barriers, ptx
-from cute_kernels.dsl.mma_sync import again
+from cute_kernels.dsl import ptx
+from cute_kernels.dsl.ptx import again
 from cute_kernels.sparse_mla.decode_sm90_plan import (
     BACK_BARRIER,
     BACK_THREADS,
@@ -83,37 +83,78 @@ class Back:
         if const_expr(self.heads < ROWS):
             for i in range_constexpr(2):
                 ptx.store_shared_128(at.p + thread * 32 + 16 * i, [Int32(0)] * 4)
-        stage, phase = barriers.start()
-        score_phase = Int32(0)
+        tile = Int32(0)
         for item in cutlass.range(work.first, work.end, work.step, unroll=1):
             total.fill(0.0)
-            top, amount = Float32(LEAST), Float32(0.0)
-            mark = Int32(0)
+            top, amount, mark, _ = self.softmax(
+                scores, scores_at, tile, Float32(LEAST), Float32(0.0), scale_log2, lane, rings, at
+            )
+            self.store_weights(scores, at)
             while mark & LAST == 0:
-                rings.scores.wait_full(Int32(0), score_phase)
-                mark = self.read_scores(scores, scores_at, scale_log2, at)
-                largest = _tree([scores[i] for i in range(self.keys)], ptx.max_f32)
-                grows = ptx.any_of_group(BACK_BARRIER, BACK_THREADS, largest - top > GROWTH)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(rings.scores.empty(Int32(0)))
-                if grows != 0:
-                    top, amount = self.grow(total, largest, top, amount, at)
-                amount = amount + self.weights(scores, top)
-                self.store_weights(scores, at)
-                # both P and V were written by ordinary stores
-                cute.arch.fence_view_async_shared()
-                cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=BACK_THREADS)
-                warpgroup.fence()
-                for step in range_constexpr(KEYS // 16):
-                    cute.gemm(pv, total, p_parts[None, None, step], v_parts[None, None, step, stage], total)
-                warpgroup.commit_group()
+                self.meet()
+                self.multiply(pv, total, p_parts, v_parts, tile % STAGES)
                 warpgroup.wait_group(0)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(rings.stages.empty(stage))
-                stage, phase = barriers.advance(stage, phase, STAGES)
-                score_phase = score_phase ^ 1
+                self.let_go(rings, tile % STAGES, lane)
+                tile = tile + 1
+                # in it all warps wait for each other: they are done with P
+                top, amount, mark, grows = self.softmax(
+                    scores, scores_at, tile, top, amount, scale_log2, lane, rings, at
+                )
+                if grows != 0:
+                    self.rescale(total, at)
+                self.store_weights(scores, at)
+            self.meet()
+            self.multiply(pv, total, p_parts, v_parts, tile % STAGES)
+            warpgroup.wait_group(0)
+            self.let_go(rings, tile % STAGES, lane)
+            tile = tile + 1
             self.weigh(item, work, amount, top, out, sink, at)
             self.store(item, work, total, out, at)
+
+    def meet(self) -> None:
+        """The warps of the back wait for each other, and tensor cores may read what all of them, and the front, stored
+        in the ordinary way."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=BACK_THREADS)
+
+    @cute.jit
+    def multiply(self, pv: cute.TiledMma, total: Any, p_parts: Any, v_parts: Any, stage: Any) -> None:
+        """Start total += P V."""
+        warpgroup.fence()
+        for step in range_constexpr(KEYS // 16):
+            cute.gemm(pv, total, p_parts[None, None, step], v_parts[None, None, step, stage], total)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def let_go(self, rings: Rings, stage: Any, lane: Any) -> None:
+        if lane == 0:
+            cute.arch.mbarrier_arrive(rings.stages.empty(stage))
+
+    @cute.jit
+    def softmax(
+        self,
+        scores: Any,
+        scores_at: Any,
+        tile: Any,
+        top: Any,
+        amount: Any,
+        scale_log2: Any,
+        lane: Any,
+        rings: Rings,
+        at: Places,
+    ) -> tuple[Any, Any, Any, Any]:
+        """The thread's weights of the next tile, in `scores`: its running maximum and sum, the tile's mark, and whether
+        a maximum has moved, and O is to follow."""
+        rings.scores.wait_full(Int32(0), tile & 1)
+        mark = self.read_scores(scores, scores_at, scale_log2, at)
+        largest = _tree([scores[i] for i in range(self.keys)], ptx.max_f32)
+        grows = ptx.any_of_group(BACK_BARRIER, BACK_THREADS, largest - top > GROWTH)
+        if lane == 0:
+            cute.arch.mbarrier_arrive(rings.scores.empty(Int32(0)))
+        if grows != 0:
+            top, amount = self.grow(largest, top, amount, at)
+        amount = amount + self.weights(scores, top)
+        return top, amount, mark, grows
 
     @cute.jit
     def read_scores(self, scores: Any, scores_at: Any, scale_log2: Any, at: Places) -> Any:
@@ -163,10 +204,10 @@ class Back:
         return value
 
     @cute.jit
-    def grow(self, total: Any, largest: Any, top: Any, amount: Any, at: Places) -> tuple[Any, Any]:
-        """Move the maxima of the heads that outgrew theirs, and O with them: the thread's new maximum and sum."""
+    def grow(self, largest: Any, top: Any, amount: Any, at: Places) -> tuple[Any, Any]:
+        """Move the maxima of the heads that outgrew theirs: the thread's new maximum and sum."""
         thread = own_number()
-        head, row = thread % self.heads, own_row(thread)
+        head = thread % self.heads
         own = self.over_lanes(largest, ptx.max_f32)
         place = at.top + head * 4
         ptx.store_shared_f32(place + thread // max(self.heads, 32) * (self.heads * 4), own)
@@ -178,10 +219,15 @@ class Back:
         if thread < self.heads:
             ptx.store_shared_f32(at.rescale + head * 4, factor)
         cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=BACK_THREADS)
+        return moved, amount * factor
+
+    @cute.jit
+    def rescale(self, total: Any, at: Places) -> None:
+        """Have O follow the maxima that moved."""
+        row = own_row(own_number())
         factors = [ptx.load_shared_f32(at.rescale + self.clamp(row + 8 * half) * 4) for half in range(2)]
         for i in range_constexpr(SIDE // 2):
             total[i] = total[i] * factors[i // 2 % 2]
-        return moved, amount * factor
 
     def clamp(self, row: Any) -> Any:
         """A row of O that is there."""

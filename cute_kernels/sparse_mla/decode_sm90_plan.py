@@ -36,20 +36,26 @@ ROWS = 64
 """Rows of P and O, whatever the heads: what tensor cores take."""
 
 STAGES = 2
+AHEAD = 3
+"""Tiles that the scout is ahead of the scores by."""
+
 TABLES = 4
-"""Tables of rows that the scout may be ahead by."""
 
 ENTRY = 16
 """Bytes of a table's entry of a key: address of its row, the sign bit set if it is skipped, and its scale bytes."""
 
 HEADING = 16
-"""Bytes of a table's heading: LAST or 0, nothing, address of the item's queries."""
+"""Bytes of a table's heading: LAST or 0, heads of the item, address of its queries."""
+
+WALK = 64
+"""Bytes of a warp's walk, see Scout."""
 
 LAST, SKIPS = 1, 2
 """Marks of a tile: it ends an item; it has keys that do not count, whose scores are -inf."""
 
-FRONT_BARRIER, BACK_BARRIER = 1, 2
+SCORES_BARRIER, BACK_BARRIER = 1, 2
 FIRST_BACK_THREAD, BACK_THREADS = 128, 256
+FIRST_SCORES_THREAD = 384
 
 LEAST = -3.0e38
 """The running maximum of nothing."""
@@ -76,6 +82,7 @@ def smem_parts(heads: int) -> dict[str, int]:
         "heading": TABLES * HEADING,
         "mark": 4 * 4,
         "scale": KEYS * 8,
+        "walk": 4 * WALK,
         "top": sum_parts(heads) * heads * 4,
         "sum": sum_parts(heads) * heads * 4,
         "rescale": heads * 4,
@@ -95,8 +102,9 @@ class Places(NamedTuple):
     scores       [64 keys][score_pitch] fp32, before scaling
     table        [4][64 keys] entries
     heading      [4] headings of tables
-    mark         [4 warps of the front] LAST, SKIPS
+    mark         [4 warps of the scores] LAST, SKIPS
     scale        [64 keys] 8 scale bytes, of a tile with large ones
+    walk         [4 warps of the scores] where the scout is
     top          [sum_parts][heads] maxima of a tile
     sum          [sum_parts][heads] sums of an item
     rescale      [heads] what to multiply O with
@@ -110,6 +118,7 @@ class Places(NamedTuple):
     heading: Any
     mark: Any
     scale: Any
+    walk: Any
     top: Any
     sum: Any
     rescale: Any
@@ -117,8 +126,8 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Rings:
-    """tables: from the scout to the front. stages: V; scores: scores, marks and the V of their tile, from front to
-    back; what fills a stage is announced with its scores."""
+    """tables: from the scout to the others; nobody waits until one is empty. stages: from the front to the scores; the
+    back empties them. scores: scores and marks, from the scores to the back."""
 
     tables: barriers.Ring
     stages: barriers.Ring
@@ -130,9 +139,9 @@ class Rings:
 
     def initialize(self) -> None:
         """By one thread; the block synchronizes afterwards."""
-        # the scout's threads arrive twice: on their own, and when their asynchronous copies have
-        self.tables.initialize(2 * KEYS, 4)
-        self.stages.initialize(1, BACK_THREADS // 32)
+        # of a key's two threads both arrive, and the asynchronous copy of its scale bytes does
+        self.tables.initialize(3 * KEYS, 1)
+        self.stages.initialize(4, BACK_THREADS // 32)
         self.scores.initialize(4, BACK_THREADS // 32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -15,9 +16,8 @@ from cute_kernels.sparse_mla.decode_sm90_plan import (
     HEADING,
     KEYS,
     LAST,
-    TABLES,
-    Cache,
     Lengths,
+    Lists,
     Places,
     Query,
     Rings,
@@ -29,76 +29,84 @@ ROW_BYTES = FP8_DS_MLA.data_bytes
 LINES = 5
 """128-byte lines that a row may lie in."""
 
+NEVER = 2**30
 
+
+@dataclass(frozen=True)
 class Scout:
-    def __init__(self, heads: int, second: str) -> None:
-        self.heads, self.second = heads, second
+    """A walk over the tiles of a block's items, a step per tile, by the warpgroup that computes the scores.
+
+    Two threads have a key: both load its index, one writes its address, the other copies its scales. Behind the last
+    item come tiles without keys, as the front looks ahead.
+
+    When a tile's scores are stored it writes the table of the tile AHEAD of it. What it overwrites belonged to the tile
+    before, whose scores the back has let go of: all warps have read that table, and so has the front.
+
+    Each warp keeps where it is in shared memory, at `home`, since registers are scarce:
+
+        tile, end (of the item), tiles of the first list, item
+        live columns of both lists, address of the item's queries
+        addresses of the item's rows of both lists
+        heads of the item
+    """
+
+    heads: int
+    second: str
+    work: Work
+    q: Query
+    sources: Sources
+    thread: Any
+    home: Any
 
     @cute.jit
-    def run(self, thread: Any, work: Work, q: Query, sources: Sources, rings: Rings, at: Places) -> None:
-        """Two halves of 64 threads, one for each key of a tile, take turns at the tiles. By a warpgroup."""
-        half = cute.arch.make_warp_uniform(thread // KEYS)
-        key = thread % KEYS
-        self.ask_for_queries(thread, work, work.first, q)
-        before = Int32(0)  # tiles of the items before
-        for item in cutlass.range(work.first, work.end, work.step, unroll=1):
+    def enter(self, item: Any) -> None:
+        """Go to the first tile of an item."""
+        work, sources = self.work, self.sources
+        tile, end = Int32(0), Int32(NEVER)
+        tiles0, live0, live1 = Int32(0), Int32(0), Int32(0)
+        queries, row0, row1, heads = self.q.base, self.q.base, self.q.base, Int32(0)
+        if item < work.end:
             batch, token, part, head_block = work.place(item)
-            queries = q.of(batch, token, head_block * self.heads)
+            queries = self.q.of(batch, token, head_block * self.heads)
+            heads = cutlass.min(self.q.heads - head_block * self.heads, self.heads)
             row0 = self.row(sources.list0, batch, token)
-            row1 = self.row(sources.list1, batch, token)
+            self.ask_for_list(row0, sources.list0, 0)
+            if const_expr(self.second != "none"):
+                row1 = self.row(sources.list1, batch, token)
+                self.ask_for_list(row1, sources.list1, KEYS)
             live0 = self.live(sources.lengths0, sources.list0.columns, batch, token)
-            live1 = Int32(0)
-            if const_expr(self.second == "listed"):
-                live1 = self.live(sources.lengths1, sources.list1.columns, batch, token)
-            if const_expr(self.second == "dense"):
-                live1 = self.live(sources.lengths1, sources.list1.columns * sources.cache1.rows, batch, token)
+            if const_expr(self.second != "none"):
+                columns = sources.list1.columns
+                if const_expr(self.second == "dense"):
+                    columns = columns * sources.cache1.rows
+                live1 = self.live(sources.lengths1, columns, batch, token)
+            for line in cutlass.range(self.thread, heads * 8, 2 * KEYS, unroll=1):
+                ptx.prefetch_l2(queries + Int64(line // 8) * self.q.head + line % 8 * 128, None)
             tiles0 = (live0 + (KEYS - 1)) // KEYS
             tiles = tiles0 + (live1 + (KEYS - 1)) // KEYS
-            start = tiles * part // work.parts
+            tile = tiles * part // work.parts
             end = tiles * (part + 1) // work.parts
             if work.part_tiles != 0:
-                start = cutlass.min(part * work.part_tiles, tiles)
-                end = cutlass.min(start + work.part_tiles, tiles)
-            end = cutlass.max(end, start + 1)  # nothing to attend to is a tile of skipped keys
-            begin = start + ((half ^ before) & 1)
-            index = self.fetch(begin, end, tiles0, key, live0, row0, live1, row1, sources.cache1.rows)
-            for tile in cutlass.range(begin, end, 2, unroll=1):
-                number = before + tile - start
-                mark = Int32(LAST) if tile == end - 1 else Int32(0)
-                if tile < tiles0:
-                    page = index // sources.cache0.rows
-                    inside = index - page * sources.cache0.rows
-                    self.note(index, page, inside, sources.cache0, key, queries, rings, number, mark, at)
-                else:
-                    page, inside = index, Int32(0)
-                    if const_expr(self.second == "dense"):
-                        inside = ((tile - tiles0) * KEYS + key) % sources.cache1.rows
-                    else:
-                        page = index // sources.cache1.rows
-                        inside = index - page * sources.cache1.rows
-                    self.note(index, page, inside, sources.cache1, key, queries, rings, number, mark, at)
-                index = self.fetch(tile + 2, end, tiles0, key, live0, row0, live1, row1, sources.cache1.rows)
-                if tile == begin and item + work.step < work.end:
-                    self.ask_for_queries(thread, work, item + work.step, q)
-            before = before + end - start
-        # the front looks one tile ahead
-        if (before & 1) == half:
-            slot = before % TABLES
-            rings.tables.wait_empty(slot, (before // TABLES) & 1)
-            ptx.store_shared_128(at.table + (slot * KEYS + key) * ENTRY, self.skipped(q.base))
-            cute.arch.mbarrier_arrive(rings.tables.full(slot))
-            cute.arch.mbarrier_arrive(rings.tables.full(slot))
+                tile = cutlass.min(part * work.part_tiles, tiles)
+                end = cutlass.min(tile + work.part_tiles, tiles)
+            if end <= tile:
+                # nothing to attend to is a tile of skipped keys
+                end = tile + 1
+                live0, live1 = Int32(0), Int32(0)
+        cute.arch.sync_warp()
+        ptx.store_shared_128(self.home, (tile, end, tiles0, item))
+        ptx.store_shared_128(self.home + 16, (live0, live1, *words_of(queries)))
+        ptx.store_shared_128(self.home + 32, (*words_of(row0), *words_of(row1)))
+        ptx.store_shared_s32(self.home + 48, heads)
+        cute.arch.sync_warp()
 
     @cute.jit
-    def ask_for_queries(self, thread: Any, work: Work, item: Any, q: Query) -> None:
-        """By the time the front wants the item's queries, L2 has them."""
-        batch, token, _, head_block = work.place(item)
-        source = q.of(batch, token, head_block * self.heads)
-        lines = cutlass.min(q.heads - head_block * self.heads, self.heads) * 8
-        for line in cutlass.range(thread, lines, 2 * KEYS, unroll=1):
-            ptx.prefetch_l2(source + Int64(line // 8) * q.head + line % 8 * 128, None)
+    def ask_for_list(self, row: Any, columns: Lists, first_thread: cutlass.Constexpr) -> None:
+        """L2 has the item's first columns by the time they are wanted, one after the other."""
+        line = self.thread - first_thread
+        ptx.prefetch_l2(row + Int64(line) * 128, line >= 0 and line < KEYS and line * 32 < columns.columns)
 
-    def row(self, columns: Any, batch: Any, token: Any) -> Any:
+    def row(self, columns: Lists, batch: Any, token: Any) -> Any:
         return columns.base + Int64(batch) * columns.batch + Int64(token) * columns.token
 
     @cute.jit
@@ -110,55 +118,80 @@ class Scout:
             count = cutlass.max(cutlass.min(ptx.load_global_s32_in_order(lengths.base + place * 4), columns), 0)
         return count
 
+    def queries(self) -> tuple[Any, Any]:
+        """Heads and address of the item's queries."""
+        _, _, *words = ptx.load_shared_128(self.home + 16)
+        return ptx.load_shared_s32(self.home + 48), ptx.pair(*words)
+
     @cute.jit
-    def fetch(
-        self, tile: Any, end: Any, tiles0: Any, key: Any, live0: Any, row0: Any, live1: Any, row1: Any, page_rows: Any
-    ) -> Any:
-        """A key's index, of a dense list its page; -1 where there is none."""
-        is_first = tile < tiles0
-        column = (tile if is_first else tile - tiles0) * KEYS + key
+    def look(self) -> Any:
+        """Load the key's index in the next tile, of a dense list its page; -1 where there is none."""
+        tile, _, tiles0, _ = ptx.load_shared_128(self.home)
+        live, live1, _, _ = ptx.load_shared_128(self.home + 16)
+        low, high, low1, high1 = ptx.load_shared_128(self.home + 32)
+        column = tile * KEYS + self.thread % KEYS
         place = column
-        if const_expr(self.second == "dense"):
-            place = column if is_first else column // page_rows
-        is_live = tile < end and column < (live0 if is_first else live1)
-        return ptx.load_global_s32_where(is_live, (row0 if is_first else row1) + Int64(place) * 4)
+        if const_expr(self.second != "none"):
+            is_first = tile < tiles0
+            column = column if is_first else column - tiles0 * KEYS
+            live, low, high = (live if is_first else live1), (low if is_first else low1), (high if is_first else high1)
+            place = column
+            if const_expr(self.second == "dense"):
+                place = column if is_first else column // self.sources.cache1.rows
+        return ptx.load_global_s32_where(column < live, ptx.pair(low, high) + Int64(place) * 4)
 
     @cute.jit
-    def note(
-        self,
-        index: Any,
-        page: Any,
-        inside: Any,
-        cache: Cache,
-        key: Any,
-        queries: Any,
-        rings: Rings,
-        number: Any,
-        mark: Any,
-        at: Places,
-    ) -> None:
-        """Write the table's entry of a key, row `inside` of a page, and ask for the row."""
-        page_at = cache.base + Int64(page) * cache.page_stride
+    def step(self, index: Any, slot: Any, rings: Rings, at: Places) -> None:
+        """Write a table's entry of the key that has this index, ask L2 for its row, and go on to the next tile."""
+        tile, end, tiles0, item = ptx.load_shared_128(self.home)
+        _, _, *queries = ptx.load_shared_128(self.home + 16)
+        key = self.thread % KEYS
+        base, stride, pages, rows = self.sources.cache0
+        if const_expr(self.second != "none"):
+            is_first = tile < tiles0
+            other = self.sources.cache1
+            base, stride = (base if is_first else other.base), (stride if is_first else other.page_stride)
+            pages, rows = (pages if is_first else other.pages), (rows if is_first else other.rows)
+        number = index
+        if const_expr(self.second == "dense"):
+            number = index if is_first else (tile - tiles0) * KEYS + key
+        page = number // rows
+        inside = number - page * rows
+        if const_expr(self.second == "dense"):
+            page = page if is_first else index
+        is_there = index >= 0 and page < pages
+        page_at = base + Int64(page) * stride
         row_at = page_at + Int64(inside) * ROW_BYTES
-        slot = number % TABLES
         entry = at.table + (slot * KEYS + key) * ENTRY
-        rings.tables.wait_empty(slot, (number // TABLES) & 1)
-        if index >= 0 and page < cache.pages:
-            ptx.copy_async_64(entry + 8, page_at + (Int64(cache.rows) * ROW_BYTES + inside * 8))
-            for line in range_constexpr(LINES):
-                ptx.prefetch_l2(row_at + line * 128, None)
-            ptx.store_shared_64(entry, *self.words(row_at))
+        full = rings.tables.full(slot)
+        if cute.arch.make_warp_uniform(self.thread // KEYS) != 0:
+            if is_there:
+                ptx.copy_async_64(entry + 8, page_at + (Int64(rows) * ROW_BYTES + inside * 8))
+                for line in range_constexpr(LINES // 2):
+                    ptx.prefetch_l2(row_at + line * 128, None)
+            else:
+                ptx.store_shared_64(entry + 8, Int32(0), Int32(0))
+            cute.arch.cp_async_mbarrier_arrive_noinc(full)
         else:
-            ptx.store_shared_128(entry, self.skipped(queries))
-        if key == 0:
-            ptx.store_shared_128(at.heading + slot * HEADING, (mark, Int32(0), *self.words(queries)))
-        cute.arch.mbarrier_arrive(rings.tables.full(slot))
-        cute.arch.cp_async_mbarrier_arrive_noinc(rings.tables.full(slot))
+            if is_there:
+                for line in range_constexpr(LINES // 2, LINES):
+                    ptx.prefetch_l2(row_at + line * 128, None)
+                ptx.store_shared_64(entry, *words_of(row_at))
+            else:
+                # anything readable stands in for the row
+                ptx.store_shared_64(entry, queries[0], queries[1] | Int32(-(2**31)))
+            if key == 0:
+                mark = Int32(LAST) if tile == end - 1 else Int32(0)
+                heads = ptx.load_shared_s32(self.home + 48)
+                ptx.store_shared_128(at.heading + slot * HEADING, (mark, heads, *queries))
+        cute.arch.mbarrier_arrive(full)
+        if tile + 1 == end:
+            self.enter(item + self.work.step)
+        else:
+            cute.arch.sync_warp()
+            ptx.store_shared_s32(self.home, tile + 1)
+            cute.arch.sync_warp()
 
-    def skipped(self, readable: Any) -> Any:
-        """Entry of a key that does not count: anything readable stands in for its row."""
-        low, high = self.words(readable)
-        return low, high | Int32(-(2**31)), Int32(0), Int32(0)
 
-    def words(self, address: Any) -> tuple[Any, Any]:
-        return Int32(address), Int32(address >> 32)
+def words_of(address: Any) -> tuple[Any, Any]:
+    return Int32(address), Int32(address >> 32)

@@ -40,7 +40,7 @@ class Output(NamedTuple):
         top, whole = ptx.load_shared_f32x2(state)
         for step in (1, 2):
             whole = whole + cute.arch.shuffle_sync_bfly(whole, step)
-        is_empty = top == -Float32.inf
+        is_empty = whole == Float32(0.0)  # and not where it is NaN
         share = whole
         if self.sink != 0:
             logit = ptx.load_global_s32_where(exists, self.sink + Int64(head) * 4).bitcast(Float32)

@@ -12,8 +12,9 @@ Shared memory, in this order:
       plain     [8][keys][64] bf16, by warp
     shares    [8][row groups][keys / 8][32 lanes] two fp32: shares of Q K^T by warp; a row group is 8 heads
     weights   [rows / 16][keys / 16][4][32 lanes] words: P as operand of the second product
-    masks     [stages][keys] fp32: what is added to a score, 0 or -inf
+    masks     [stages][keys] int32: 0 for a key that does not count
     factors   [2][rows] fp32: by head, what O is multiplied with in this step, and at the end
+    flags     [8] int32: by row group, whether one of the former is not 1
     rows      [row groups][32 lanes] two fp32: the maximum of the lane's row, and its part of the sum of the weights
     walks     [8][16] words: where each warp is in the walk over the block's steps
 
@@ -43,6 +44,7 @@ WALK_BYTES = 64
 ROW_STATE = 8 * LANES
 """The same of a row group."""
 
+FLAG_BYTES = 4 * WARPS
 MOST_STAGES = 4
 FORMATS = (FP8_DS_MLA.id, PLAIN_BF16.id)
 SECONDS = ("none", "listed", "dense")
@@ -102,6 +104,7 @@ class Plan:
             + shares
             + weights
             + 2 * self.rows * 4
+            + FLAG_BYTES
             + self.groups * ROW_STATE
             + WARPS * WALK_BYTES
         )
@@ -148,8 +151,12 @@ class Plan:
         return self.masks_at + self.stages * self.keys * 4
 
     @property
-    def rows_at(self) -> int:
+    def flags_at(self) -> int:
         return self.factors_at + 2 * self.rows * 4
+
+    @property
+    def rows_at(self) -> int:
+        return self.flags_at + FLAG_BYTES
 
     @property
     def walks_at(self) -> int:

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
-from cute_kernels.dsl import mma_sync, ptx
+from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM, PLAIN_BF16
 from cute_kernels.sparse_mla.portable_plan import CHUNK, KEY_LANES, LANES, WARPS, fp8_chunk, wide_chunk
@@ -22,9 +22,6 @@ from cute_kernels.sparse_mla.schedule import TILE
 
 MOST_COLUMNS = 2**31 - 2 * TILE
 """Of a list: the columns of a step that goes beyond the last one are still int32 numbers."""
-
-MINUS_INFINITY = -(2**23)
-"""Bits of the fp32 number, as an int32."""
 
 ITEM, LIST, COLUMN, END, COLUMN_SECOND, END_SECOND, FETCHED_LIST, FETCHED_COLUMN = range(8)
 ROW, ROW_SECOND, DONE, SECOND = 8, 10, 12, 13
@@ -213,15 +210,21 @@ class Walk:
             batch, token, part, _ = self.items.place(item)
             used = self.lists[0].used(batch, token)
             used_second = Int32(0)
-            words[ROW], words[ROW + 1] = mma_sync.halves(self.lists[0].row(batch, token))
+            words[ROW], words[ROW + 1] = ptx.halves(self.lists[0].row(batch, token))
             if const_expr(self.second != "none"):
                 used_second = self.lists[1].used(batch, token)
-                words[ROW_SECOND], words[ROW_SECOND + 1] = mma_sync.halves(self.lists[1].row(batch, token))
+                words[ROW_SECOND], words[ROW_SECOND + 1] = ptx.halves(self.lists[1].row(batch, token))
             first, end, first_second, end_second = self.items.columns(part, used, used_second)
             words[COLUMN] = first
             words[END] = end
             words[COLUMN_SECOND] = first_second
             words[END_SECOND] = end_second
+
+    @cute.jit
+    def go_on(self, stage: Any, warp: Any, lane: Any) -> None:
+        """Have the fetched step's rows copied to a stage, and fetch the next one."""
+        self.copy(stage, warp, lane)
+        self.fetch(warp, lane)
 
     @cute.jit
     def copy(self, stage: Any, warp: Any, lane: Any) -> None:
@@ -241,7 +244,7 @@ class Walk:
     @cute.jit
     def copy_of(self, stage: Any, warp: Any, lane: Any, which: cutlass.Constexpr) -> None:
         plan, cache = self.plan, self.caches[which]
-        lane = mma_sync.again(lane)
+        lane = ptx.again(lane)
         entry = self.entry[0]
         known = cutlass.max(entry, Int32(0))
         page, row = divmod(known, cache.rows)
@@ -252,8 +255,7 @@ class Walk:
         is_valid = entry >= 0 and page < cache.pages
         part = lane & (KEY_LANES - 1)
         if part == 0:
-            mask = Int32(0) if is_valid else Int32(MINUS_INFINITY)
-            ptx.store_shared_s32(self.masks + (stage * plan.keys + key) * 4, mask)
+            ptx.store_shared_s32(self.masks + (stage * plan.keys + key) * 4, Int32(is_valid))
         start = cache.base + (Int64(page) * cache.stride if is_valid else Int64(0))
         row = row if is_valid else Int32(0)
         read = Int32(CHUNK) if is_valid else Int32(0)
@@ -264,19 +266,19 @@ class Walk:
             far = target + wide_chunk(key, part + KEY_LANES)
             for i in range_constexpr(2 * PLAIN_BF16.dim // (KEY_LANES * CHUNK)):
                 place = (far if i % 2 else near) + i // 2 * plan.plain_bytes
-                mma_sync.copy_async_or_zero(place, data + i * (KEY_LANES * CHUNK), CHUNK, read)
+                ptx.copy_async_or_zero(place, data + i * (KEY_LANES * CHUNK), CHUNK, read)
         else:
             data = start + Int64(row) * FP8_DS_MLA.data_bytes + Int64(part * CHUNK)
             codes = target + fp8_chunk(key, part)
             pieces = NOPE_DIM // (KEY_LANES * CHUNK)
             for i in range_constexpr(pieces):
                 place = i * (KEY_LANES * CHUNK)
-                mma_sync.copy_async_or_zero(codes + place, data + place, CHUNK, read)
+                ptx.copy_async_or_zero(codes + place, data + place, CHUNK, read)
             for i in range_constexpr(2):
                 rope = target + plan.rope_at + wide_chunk(key, part + i * KEY_LANES)
-                mma_sync.copy_async_or_zero(rope, data + (pieces + i) * (KEY_LANES * CHUNK), CHUNK, read)
+                ptx.copy_async_or_zero(rope, data + (pieces + i) * (KEY_LANES * CHUNK), CHUNK, read)
             if part == 0:
                 scales = start + Int64(cache.rows.divisor) * FP8_DS_MLA.data_bytes
                 scales = scales + Int64(row) * FP8_DS_MLA.scale_bytes
                 place = target + plan.scales_at + key * FP8_DS_MLA.scale_bytes
-                mma_sync.copy_async_or_zero(place, scales, FP8_DS_MLA.scale_bytes, read // 2)
+                ptx.copy_async_or_zero(place, scales, FP8_DS_MLA.scale_bytes, read // 2)

@@ -34,10 +34,10 @@ SMALL: list[dict[str, Any]] = [
     {"heads": heads, "second": second, "format1": format1}
     for heads, second, format1 in ((8, "listed", FP8), (16, "dense", BF16), (32, "none", FP8))
 ]
-KEYS = [
-    *(PortableDecodeKey(arch, **fields) for arch in ARCHS for fields in LARGE),
-    *(PortableDecodeKey(arch, **fields) for arch in ("sm_80", "sm_90a") for fields in SMALL),
-]
+# every kind where most is in registers, three of them with each of the other plans
+CHOSEN = {"sm_80": LARGE[::2], "sm_89": LARGE[1::2], "sm_90a": LARGE + SMALL, "sm_100a": LARGE}
+CHOSEN |= {"sm_103a": LARGE[::2], "sm_120a": LARGE[1::2]}
+KEYS = [PortableDecodeKey(arch, **fields) for arch in ARCHS for fields in CHOSEN[arch]]
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
@@ -48,8 +48,10 @@ def test_compiles(key: PortableDecodeKey) -> None:
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem <= SMEM_BYTES[key.arch]
     assert set(key.instructions) <= set(report.instructions)
-    # per 16 rows, 4 products for 8 keys of scores and 8 for 16 keys of O, whatever the columns are
-    assert report.instructions["mma.sync"] == key.plan.rows // 16 * (4 + 8)
+    # per 16 rows, 4 products for 8 keys of scores and 8 for 16 keys of O, for each kind of columns; the loop over the
+    # latter is unrolled once
+    products = key.plan.rows // 16 * (4 + 8 * min(2, key.plan.keys // 16))
+    assert report.instructions["mma.sync"] == products * (1 if key.plan.is_plain else 3)
     assert ("ldmatrix" in report.instructions) == (FP8 in key.formats)
     assert ("griddepcontrol" in report.instructions) == (key.arch not in ("sm_80", "sm_89"))
     assert not re.search(r"st\.local|ld\.local|cvt\.\S*e4m3", report.ptx)
@@ -67,13 +69,15 @@ def test_plan(arch: str, heads: int, formats: tuple[str, ...]) -> None:
     assert plan.keys % 16 == 0
     assert 2 <= plan.stages <= 4
     # places follow one another, with room for what is in them; chunks are told apart by low bits of their addresses
-    places = [0, plan.shares_at, plan.weights_at, plan.masks_at, plan.factors_at, plan.rows_at, plan.walks_at]
+    places = [0, plan.shares_at, plan.weights_at, plan.masks_at, plan.factors_at, plan.flags_at, plan.rows_at]
+    places.append(plan.walks_at)
     sizes = [
         plan.stages * plan.stage_bytes,
         8 * plan.rows * plan.keys * 4,
         plan.rows * plan.keys * 2,
         plan.stages * plan.keys * 4,
         2 * plan.rows * 4,
+        8 * 4,
         plan.rows // 8 * 32 * 8,
         8 * 64,
     ]

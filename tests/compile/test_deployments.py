@@ -25,6 +25,7 @@ from cute_kernels.runtime.report import INSTRUCTIONS, Facts, find_instructions, 
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 
 KEEP_SECONDS = 7 * 86400.0
 
@@ -51,10 +52,15 @@ def folder(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("model", sorted(MODELS))
 @pytest.mark.parametrize("arch", support.ARCHS)
 def test_kernels_of_a_deployment(arch: str, model: str, tp: int) -> None:
-    keys = deployment_keys(MODELS[model], tp, arch)
+    keys = [key for key in deployment_keys(MODELS[model], tp, arch) if not is_left_out(key)]
     assert keys
     wrong = {key.identity: found for key in keys if (found := problems(key, compile_.prepare(key)))}
     assert wrong == {}
+
+
+def is_left_out(key: KernelKey) -> bool:
+    """Of the portable decode kernel, whose keys take longest, test_decode_portable.py has a sample."""
+    return isinstance(key, PortableDecodeKey) and (key.second, key.out_fp32) != ("listed", False)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])

@@ -17,7 +17,7 @@ import torch
 from cute_kernels.runtime.record import record_calls
 from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_decode_workspace_size
 from tests import oracle
-from tests.gpu.decode_checks import FP8, assert_near, attention, skip_if_missing
+from tests.gpu.decode_checks import FP8, assert_near, attention
 from tests.helpers import raw_bytes
 
 DEVICE, IMPLEMENTATION = "cuda", "kernel"
@@ -311,12 +311,8 @@ def run(call: Call, dtype: torch.dtype = torch.bfloat16, **more: Any) -> tuple[t
         "workspace": workspace_for(call),
         **more,
     }
-    arguments = call.arguments()
     with record_calls() as recording:
-        try:
-            sparse_mla_decode(**arguments, **outputs)
-        except NotImplementedError as refusal:
-            skip_if_missing(refusal, arguments["kv_format"], arguments["extra_kv_format"])
+        sparse_mla_decode(**call.arguments(), **outputs)
     assert [done.implementation for done in recording.calls] == [IMPLEMENTATION]
     if "workspace" not in more:
         around = raw_bytes(outputs["workspace"])

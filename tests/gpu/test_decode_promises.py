@@ -295,7 +295,7 @@ def test_deployments_use_no_other_keys(kernel: str, monkeypatch: pytest.MonkeyPa
     arch = arch_of(0)
     known = {key for config in MODELS.values() for tp in (1, 2, 4, 8) for key in deployment_keys(config, tp, arch)}
     used, function = set(), compile_.function
-    monkeypatch.setattr(compile_, "function", lambda key: (used.add(key), function(key))[1])
+    monkeypatch.setattr(compile_, "function", lambda key, *rest: (used.add(key), function(key, *rest))[1])
     for heads in {config.num_attention_heads // tp for config in MODELS.values() for tp in (1, 2, 4, 8)}:
         for second, splits in itertools.product(SECOND, (1, 2)):
             run(make(b=2, heads=heads, second=second, extra_rows=2, lengths="b", num_splits=splits))

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,6 +261,24 @@ def test_a_compiler_that_dies_fails_its_kernel(tmp_path: Path) -> None:
     (outcome,) = precompile_.precompile([Deadly("sm_90a")], tmp_path, workers=1)
     assert (outcome.key, outcome.status) == (Deadly("sm_90a"), "failed")
     assert outcome.problems == ("the compiling process died",)
+
+
+def test_a_pool_that_breaks_early_fails_each_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its worker dies before all kernels are submitted."""
+    submit, submitted = ProcessPoolExecutor.submit, []
+
+    def submit_late(pool: ProcessPoolExecutor, *work: Any) -> Future[Any]:
+        if submitted:
+            submitted[0].exception()
+        submitted.append(submit(pool, *work))
+        return submitted[-1]
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit_late)
+    keys = [Deadly("sm_90a"), Key("sm_90a", 1), Key("sm_90a", 2)]
+    outcomes = list(precompile_.precompile(keys, tmp_path, workers=1))
+    assert len(submitted) == 1
+    assert {outcome.key for outcome in outcomes} == set(keys)
+    assert {(outcome.status, outcome.problems) for outcome in outcomes} == {("failed", ("the compiling process died",))}
 
 
 def test_a_bundle_serves_a_process_without_a_compiler(tmp_path: Path) -> None:

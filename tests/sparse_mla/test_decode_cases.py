@@ -59,21 +59,23 @@ def test_meaning(kv_format: str, extra_format: str, second: str) -> None:
             np.testing.assert_allclose(lse[i, :, j], want_lse, rtol=1e-12, atol=1e-12)
 
 
-def rounded_weights(call: decode_cases.Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a kernel may return: P rounded to bf16, results too."""
+def rounded_weights(call: decode_cases.Call, below: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel may return: P, relative to some score that is not far below the largest, rounded to bf16, results
+    too."""
     (pool, slots), *_ = call.slots()
     k, named = decode_cases._records(pool, slots.flatten(0, 1))
     q = call.q.flatten(0, 1).double()
     scores = (q @ k.transpose(1, 2) * call.scale).masked_fill(~named[:, None], -torch.inf)
-    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    p = (scores - scores.amax(-1, keepdim=True) + below).exp()
     out = (p.bfloat16().double() @ k) / p.sum(-1, keepdim=True)
     return out.bfloat16().view(call.q.shape), scores.logsumexp(-1).float().view(*call.rows, -1).transpose(1, 2)
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 64, 700])
 def test_rounding_is_allowed(topk: int) -> None:
-    call = make(b=6, heads=40, topk=topk, bad=0.0, sink="none")
-    assert_near(rounded_weights(call), call.expected())
+    for below in (0.0, 0.1, 2.0, 3.7):
+        call = make(b=6, heads=40, topk=topk, bad=0.0, sink="none", seed=int(10 * below))
+        assert_near(rounded_weights(call, below), call.expected())
 
 
 @pytest.mark.parametrize("what", ["one key less", "one key twice", "another scale", "another head", "columns swapped"])

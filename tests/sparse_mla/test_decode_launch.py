@@ -187,13 +187,21 @@ def test_hoppers_kernel_takes_no_other_caches_and_architectures(monkeypatch: pyt
             assert not isinstance(launches.decodes[0][0], DecodeKey)
 
 
-def test_rows_without_elements_launch_nothing(gpu: Launches) -> None:
+@pytest.mark.parametrize(("b", "s_q"), [(2, 0), (0, 1)])
+@pytest.mark.parametrize("splits", [{}, {"num_splits": 2}, {"split_tokens": 64}])
+@pytest.mark.parametrize("room", [None, 0, 4096])
+def test_rows_without_elements_launch_nothing(
+    gpu: Launches, room: int | None, splits: dict[str, int], b: int, s_q: int
+) -> None:
     gpu.run(
-        q=torch.zeros(2, 0, 4, 512, dtype=torch.bfloat16),
-        indices=torch.zeros(2, 0, 7, dtype=torch.int32),
+        q=torch.zeros(b, s_q, 4, 512, dtype=torch.bfloat16),
+        indices=torch.zeros(b, s_q, 7, dtype=torch.int32),
+        topk_length=None,
         **NO_EXTRA,
-        out=torch.zeros(2, 0, 4, 512, dtype=torch.bfloat16),
-        lse=torch.zeros(2, 4, 0),
+        **splits,
+        out=torch.zeros(b, s_q, 4, 512, dtype=torch.bfloat16),
+        lse=torch.zeros(b, 4, s_q),
+        workspace=None if room is None else torch.zeros(room, dtype=torch.uint8),
     )
     assert gpu.decodes == gpu.merges == []
 
