@@ -75,6 +75,7 @@ MEASURED = (
     "mtp_shared_head_rmsnorm",
     "quantize_and_insert_k_cache",
     "save_partial_states",
+    "sparse_mla_decode",
 )
 """Ops with a record of the H200."""
 
