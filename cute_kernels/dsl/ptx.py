@@ -408,6 +408,9 @@ def store_shared_128(address: Any, words: Any) -> None:
 LOG2_E = 1.4426950408889634
 """exp2 of a number times this is its exponential."""
 
+LN_2 = 0.6931471805599453
+"""log2 of a number times this is its natural logarithm."""
+
 
 def exp2(a: Any) -> Any:
     """sm_70 and up. 2^a, off by at most 2^-22 of it; subnormal results are 0."""
@@ -546,15 +549,6 @@ def load_matrices_transposed(address: Any) -> tuple[Any, Any, Any, Any]:
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32, Int32, Int32, Int32],
         read_only_args=[Int32(address)],
-    )
-
-
-def store_matrices_transposed(address: Any, words: Any) -> None:
-    """sm_90 and up. Four 8 x 8 matrices of 16-bit elements to shared memory, transposed: lane i holds two neighbours in
-    row i // 4 of each, and gives the address of row i % 8 of what matrix i // 8 becomes."""
-    inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[Int32(address), *(Int32(word) for word in words)],
     )
 
 

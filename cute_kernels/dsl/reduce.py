@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
@@ -15,6 +16,13 @@ def square_sum(values: Any) -> Any:
     for value in values[1:]:
         total = ptx.fma_rn(value, value, total)
     return total
+
+
+def pairwise(values: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """One of a lane's values, a power of two of them, combined by pairs."""
+    while len(values) > 1:
+        values = [combine(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+    return values[0]
 
 
 def lanes_sum(value: Any, lanes: int = 32) -> Any:

@@ -4,8 +4,7 @@ A block walks over work items (query row, part of its tiles, block of heads). Fo
 
     front    loads a tile's raw rows into registers one tile ahead, converts them to bf16, and stores them: K and V
     back     two warpgroups, 256 columns of O each: softmax, O += P V, results
-    scores   queries, S^T = K Q^T; beside the products, addresses and scales of the rows of later tiles into tables for
-             the front
+    scores   queries, S^T = K Q^T; then addresses and scales of the rows of a later tile into a table for the front
 
 So three tiles are under way: one is converted while the one before is multiplied with Q, and the one before that with
 P. Keys are the M side of the first product: fewer heads mean fewer columns. perf/notes/decode.md has what was tried.
@@ -57,7 +56,8 @@ THREADS = 512
 
 def registers(heads: int) -> tuple[int, int, int]:
     """Per thread of the front, the back and the scores; with the back's second warpgroup all 64 K of a multiprocessor,
-    in steps of 8. So shared, the assembler spills nothing (CuTe DSL 4.8.1)."""
+    in steps of 8. So shared, the assembler spills nothing where no GPU is there (CuTe DSL 4.8.1); beside an H200,
+    precompile reported 16 to 80 bytes, for which perf/notes/decode.md has no explanation."""
     return (120, 160, 72) if heads == 64 else (120, 168, 56)
 
 
@@ -156,9 +156,9 @@ class DecodeKernel:
         registers than a thread has before setmaxnreg."""
         keys, dims = OperandMajorMode.K, OperandMajorMode.MN
 
-        def make(major: Any, columns: int, **options: Any) -> Any:
+        def make(major: Any, columns: int) -> Any:
             return hopper_helpers.make_trivial_tiled_mma(
-                BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, 1, 1), (64, columns), **options
+                BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, 1, 1), (64, columns)
             )
 
         qk = [make(keys, self.heads) for _ in range(2)]

@@ -10,6 +10,7 @@ the tensor cores' time for them is there, since the front takes longer.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.ptx import again
+from cute_kernels.dsl.reduce import pairwise
 from cute_kernels.sparse_mla.decode_sm90_plan import (
     BACK_BARRIER,
     BACK_THREADS,
@@ -42,8 +44,6 @@ from cute_kernels.sparse_mla.decode_sm90_plan import (
 
 GROWTH = 8.0
 """By how much, in powers of two, scores may exceed their running maximum."""
-
-LN2 = 0.6931471805599453
 
 SIDE = DIM // 2
 """Columns of O of a warpgroup."""
@@ -147,7 +147,7 @@ class Back:
         a maximum has moved, and O is to follow."""
         rings.scores.wait_full(Int32(0), tile & 1)
         mark = self.read_scores(scores, scores_at, scale_log2, at)
-        largest = _tree([scores[i] for i in range(self.keys)], ptx.max_f32)
+        largest = pairwise([scores[i] for i in range(self.keys)], ptx.max_f32)
         grows = ptx.any_of_group(BACK_BARRIER, BACK_THREADS, largest - top > GROWTH)
         if lane == 0:
             cute.arch.mbarrier_arrive(rings.scores.empty(Int32(0)))
@@ -178,7 +178,7 @@ class Back:
         """scores become P; their sum."""
         for i in range_constexpr(self.keys):
             scores[i] = ptx.exp2(scores[i] - top)
-        return _tree([scores[i] for i in range(self.keys)], _add)
+        return pairwise([scores[i] for i in range(self.keys)], operator.add)
 
     @cute.jit
     def store_weights(self, weights: Any, at: Places) -> None:
@@ -238,7 +238,7 @@ class Back:
         """Store an item's log-sum-exps, and leave what to multiply rows of O with where every warp finds it."""
         thread = own_number()
         head = thread % self.heads
-        amount = self.over_lanes(amount, _add)
+        amount = self.over_lanes(amount, operator.add)
         place = at.sum + head * 4
         ptx.store_shared_f32(place + thread // max(self.heads, 32) * (self.heads * 4), amount)
         cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=BACK_THREADS)
@@ -255,7 +255,7 @@ class Back:
             is_empty = total == Float32(0.0)
             factor = Float32(0.0) if is_empty else ptx.reciprocal(share)
             ptx.store_shared_f32(at.rescale + head * 4, factor)
-            lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(total)) * Float32(LN2)
+            lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(total)) * Float32(ptx.LN_2)
             if number < out.heads:
                 row = ((piece * out.batches + batch) * out.heads + number) * work.tokens + token
                 ptx.store_global_s32(out.lse + Int64(row) * 4, lse.bitcast(Int32))
@@ -324,14 +324,3 @@ def own_number() -> Any:
 def own_row(thread: Any) -> Any:
     """The first of the two rows of O that a thread has a share of; the other is 8 below."""
     return thread % 128 // 32 * 16 + thread % 32 // 4
-
-
-def _add(a: Any, b: Any) -> Any:
-    return a + b
-
-
-def _tree(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
-    """Combine a power of two of them, by pairs."""
-    while len(values) > 1:
-        values = [combine(values[i], values[i + 1]) for i in range(0, len(values), 2)]
-    return values[0]

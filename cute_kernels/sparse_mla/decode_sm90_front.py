@@ -40,10 +40,6 @@ DELAY = 2
 LOOK_UP = 1
 """The slab behind which the next tile's table is looked up."""
 
-BUFFERS = 1
-"""Slabs of converted words: stmatrix may still read one."""
-
-
 ONES = 0x7F7F7F7F
 """Scale bytes that say 1."""
 
@@ -62,7 +58,7 @@ class Front:
         raw = cute.make_rmem_tensor((2 * CHUNKS * 4,), Int32)
         scales = cute.make_rmem_tensor((4,), Int32)
         masks = cute.make_rmem_tensor((2,), Int32)
-        converted = [cute.make_rmem_tensor((16,), Int32) for _ in range(BUFFERS)]
+        words = cute.make_rmem_tensor((16,), Int32)
         # where the lane's row of its stmatrix lies: matrices are rows 0-7 and 8-15 of a chunk, then of the next chunk
         matrix = lane // 8
         v_at = at.v + (warp * 16 + matrix % 2 * 8 + lane % 8) * 128 + (((matrix // 2) ^ (lane % 8)) << 4)
@@ -78,7 +74,6 @@ class Front:
             rings.stages.wait_empty(stage, phase)
             targets = [(v_at + stage * STAGE_BYTES) ^ (32 * step) for step in range(4)]
             for slab in range_constexpr(SLABS):
-                words = converted[slab % BUFFERS]
                 self.convert(words, raw, scales, masks, slab)
                 for step in range_constexpr(4):
                     ptx.store_matrices(targets[step] + slab * SLAB_BYTES, [words[4 * step + i] for i in range(4)])
@@ -104,7 +99,7 @@ class Front:
 
     @cute.jit
     def convert(self, words: Any, raw: Any, scales: Any, masks: Any, slab: cutlass.Constexpr) -> None:
-        """A slab of the thread's two rows, as the operand of four steps: chunk c of row half is word 2 c + half."""
+        """A slab of the thread's two rows: chunk c of row half is word 2 c + half."""
         for half in range_constexpr(2):
             if const_expr(slab == ROPE_SLAB):
                 for chunk in range_constexpr(8):

@@ -1,4 +1,4 @@
-"""The middle of Hopper's decode kernel: Q K^T of a tile, and beside it the queries of an item and the scout's walk.
+"""The middle of Hopper's decode kernel: the queries of an item, Q K^T of a tile, and the scout's walk.
 
 Products are S^T = K Q^T, with keys on the M side: fewer heads make a narrower product.
 """
@@ -36,12 +36,6 @@ from cute_kernels.sparse_mla.decode_sm90_plan import (
     score_pitch,
 )
 from cute_kernels.sparse_mla.decode_sm90_scout import Scout
-
-GROUPS = 1
-"""Groups of 8 heads whose queries a lane loads at a time."""
-
-GROUPS = 1
-"""Groups of 8 heads whose queries a warp brings into order at a time; with more the assembler spills."""
 
 ROW_BYTES = SLAB * 2
 """Of a slab's row."""
@@ -153,22 +147,22 @@ class Scores:
         cute.arch.sync_warp()
         quad, member = lane // 4, lane % 4
         groups = const_expr(self.heads // 8)
-        at_once = const_expr(min(groups, GROUPS))
-        for number in cutlass.range(2 * groups // at_once, unroll=1):
-            slab = warp * 2 + number // (groups // at_once)
-            row = at.q + (slab * self.heads + number % (groups // at_once) * (8 * at_once)) * ROW_BYTES
+        # one after the other: with more at once the assembler spills
+        for number in cutlass.range(2 * groups, unroll=1):
+            slab = warp * 2 + number // groups
+            row = at.q + (slab * self.heads + number % groups * 8) * ROW_BYTES
             is_rope = slab == ROPE_SLAB
             # of two words, columns 0, 1 and 2, 3: left alone, or 0, 2 and 1, 3
             selectors = [Int32(0x3210) if is_rope else Int32(0x5410), Int32(0x7654) if is_rope else Int32(0x7632)]
             loaded = []
-            for i in range_constexpr(2 * at_once):
-                chunk = member + 4 * (i % 2) if is_rope else 2 * member + i % 2
-                loaded.append(ptx.load_shared_128(row + (i // 2 * 8 + quad) * ROW_BYTES + chunk * 16))
+            for half in range_constexpr(2):
+                chunk = member + 4 * half if is_rope else 2 * member + half
+                loaded.append(ptx.load_shared_128(row + quad * ROW_BYTES + chunk * 16))
             cute.arch.sync_warp()
-            for i in range_constexpr(2 * at_once):
-                pairs = (loaded[i][:2], loaded[i][2:])
+            for half in range_constexpr(2):
+                pairs = (loaded[half][:2], loaded[half][2:])
                 words = [ptx.permute_bytes(*two, selector) for two in pairs for selector in selectors]
-                chunk = (lane // 8 + 4 * (i % 2)) ^ (lane % 8)
-                ptx.store_matrices(row + (i // 2 * 8 + lane % 8) * ROW_BYTES + chunk * 16, words)
+                chunk = (lane // 8 + 4 * half) ^ (lane % 8)
+                ptx.store_matrices(row + lane % 8 * ROW_BYTES + chunk * 16, words)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=SCORES_BARRIER, number_of_threads=128)

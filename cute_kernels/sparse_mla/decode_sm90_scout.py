@@ -95,8 +95,8 @@ class Scout:
                 live0, live1 = Int32(0), Int32(0)
         cute.arch.sync_warp()
         ptx.store_shared_128(self.home, (tile, end, tiles0, item))
-        ptx.store_shared_128(self.home + 16, (live0, live1, *words_of(queries)))
-        ptx.store_shared_128(self.home + 32, (*words_of(row0), *words_of(row1)))
+        ptx.store_shared_128(self.home + 16, (live0, live1, *ptx.halves(queries)))
+        ptx.store_shared_128(self.home + 32, (*ptx.halves(row0), *ptx.halves(row1)))
         ptx.store_shared_s32(self.home + 48, heads)
         cute.arch.sync_warp()
 
@@ -176,7 +176,7 @@ class Scout:
             if is_there:
                 for line in range_constexpr(LINES // 2, LINES):
                     ptx.prefetch_l2(row_at + line * 128, None)
-                ptx.store_shared_64(entry, *words_of(row_at))
+                ptx.store_shared_64(entry, *ptx.halves(row_at))
             else:
                 # anything readable stands in for the row
                 ptx.store_shared_64(entry, queries[0], queries[1] | Int32(-(2**31)))
@@ -191,7 +191,3 @@ class Scout:
             cute.arch.sync_warp()
             ptx.store_shared_s32(self.home, tile + 1)
             cute.arch.sync_warp()
-
-
-def words_of(address: Any) -> tuple[Any, Any]:
-    return Int32(address), Int32(address >> 32)

@@ -41,7 +41,6 @@ as there are heads. On an H200 16.8 MB in four parts take 3.8 us so, 5.5 us with
 MOST_TOKENS = 65535
 """Along a grid's third axis."""
 
-LN_2 = 0.6931471805599453
 INFINITY = float("inf")
 
 
@@ -196,7 +195,7 @@ class MergeKernel:
                     self.add(sums, self.load_parts(source, outs_part, first, wanted), share)
             self.store(out + row * out_row + token * out_token + head * out_head, thread, sums)
             # only where all parts are empty the largest weight is not 1
-            result = most + ptx.log2(total) * LN_2
+            result = most + ptx.log2(total) * ptx.LN_2
             result = Float32(cutlass.select_(total == 0.0, Float32(INFINITY), result))
             where = lse + row * lse_row + token * lse_token + head * lse_head
             ptx.store_global_s32(where, result.bitcast(Int32), thread == 0)

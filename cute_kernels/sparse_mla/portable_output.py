@@ -12,8 +12,6 @@ from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.sparse_mla.portable_plan import WARP_COLUMNS
 
-LN_2 = 0.6931471805599453
-
 
 class Output(NamedTuple):
     """Addresses of out, lse and the sink (0: none); strides of out's parts, batches, tokens and heads in bytes; and how
@@ -46,7 +44,7 @@ class Output(NamedTuple):
             logit = ptx.load_global_s32_where(exists, self.sink + Int64(head) * 4).bitcast(Float32)
             share = whole + ptx.exp2(logit * Float32(ptx.LOG2_E) - top)
         ptx.store_shared_f32(factor, Float32(0.0) if is_empty else ptx.reciprocal(share), lane & 3 == 0)
-        lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(whole)) * Float32(LN_2)
+        lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(whole)) * Float32(ptx.LN_2)
         index = (Int64(part) * Int64(self.batches) + batch) * Int64(self.heads) + head
         index = index * Int64(self.tokens) + token
         ptx.store_global_s32(self.lse + index * 4, lse.bitcast(Int32), exists and lane & 3 == 0)

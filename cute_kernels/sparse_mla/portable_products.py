@@ -11,6 +11,7 @@ See portable_operands.py on why.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import cutlass
@@ -18,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from cute_kernels.dsl import mma_sync, ptx
+from cute_kernels.dsl.reduce import pairwise
 from cute_kernels.sparse_mla import portable_operands as operands
 from cute_kernels.sparse_mla.portable_operands import Columns
 from cute_kernels.sparse_mla.portable_plan import LANES, WARPS
@@ -144,7 +146,7 @@ def weigh(
     base = Float32(0.0) if after == -Float32.inf else after
     rescale = ptx.exp2(before - base) if grows else Float32(1.0)
     scores = [ptx.exp2(score - base) for score in scores]
-    total = total * rescale + pairwise_sum(scores)
+    total = total * rescale + pairwise(scores, operator.add)
     ptx.store_shared_64(state, after.bitcast(Int32), total.bitcast(Int32))
     for p in range_constexpr(plan.keys // 16):
         words = [ptx.bf16x2(scores[4 * p + 2 * i], scores[4 * p + 2 * i + 1]) for i in range(2)]
@@ -161,9 +163,3 @@ def any_grows(flags: Any, plan: Any) -> Any:
     for i in range(plan.groups):
         result = result | ptx.load_shared_s32(flags + 4 * i)
     return result
-
-
-def pairwise_sum(values: Any) -> Any:
-    while len(values) > 1:
-        values = [values[i] + values[i + 1] for i in range(0, len(values), 2)]
-    return values[0]
