@@ -51,6 +51,7 @@ ROOMS = {
     "fused_mtp_input_rmsnorm": "perf.norm",
     "fused_q_kv_rmsnorm": "perf.norm",
     "get_compressed_slot_mapping": "perf.indices",
+    "merge_attention_states": "perf.merge",
     "mtp_shared_head_rmsnorm": "perf.norm",
     "quantize_and_insert_k_cache": "perf.kv_cache",
     "save_partial_states": "perf.compressor",

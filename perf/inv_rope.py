@@ -1,5 +1,5 @@
-"""Benchmarks of fused_inv_rope_fp8_quant, launched like its peer as a dependent of the kernel before, and of
-fused_inv_rope."""
+"""Benchmarks of fused_inv_rope_fp8_quant and fused_inv_rope, launched like their peer: as dependents of the kernel
+before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from cute_kernels.formats import round_up
 from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime.ops import OPS
-from perf.bench import Arguments, Bench, Case, Run
+from perf.bench import Arguments, Bench, Case, Run, close
 
 OP = "fused_inv_rope_fp8_quant"
 TOKENS = (1, 64, 1024, 8192)
@@ -87,6 +87,17 @@ def _vllm() -> Run:
     return run
 
 
+def _vllm_plain() -> Run:
+    """The same kernel, told not to quantize."""
+    from vllm.models.deepseek_v4.common.ops.fused_inv_rope_fp8_quant import fused_inv_rope_fp8_quant
+
+    def run(*args: Any) -> list[torch.Tensor]:
+        o, positions, table, _, groups, per_group, _ = args
+        return [fused_inv_rope_fp8_quant(o, positions, table, groups, per_group, quantize=False)[0]]
+
+    return run
+
+
 def _nearly_same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     """The peer may fuse products and sums of the rotation: few bytes differ, and none by much."""
     codes = got[0].view(torch.uint8) != want[0].view(torch.uint8)
@@ -116,7 +127,13 @@ QUANTIZED = Bench(
     peer_same=_nearly_same,
 )
 
-PLAIN = Bench("fused_inv_rope", _cases(make_plain), quick=(1, 1024))
+PLAIN = Bench(
+    "fused_inv_rope",
+    _cases(make_plain),
+    quick=(1, 1024),
+    peers={"vllm-triton": _vllm_plain},
+    peer_same=close(rtol=2.0**-7, atol=2.0**-18),
+)
 
 BENCHES = (QUANTIZED, PLAIN)
 SWEEPS = {bench.op: bench.sweep for bench in BENCHES}

@@ -10,6 +10,14 @@ _QNORM = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
 
 _FUSED = "fused_compress_norm_rope_store"
 
+_MERGE = "merge_attention_states"
+_SHORT_MERGES = (
+    *(f"b1 h{heads} parts={n}" for heads in (64, 128) for n in (2, 3, 5, 8, 10, 16, 18)),
+    *(f"b8 h64 parts={n}" for n in (2, 3, 5)),
+    *(f"b8 h128 parts={n}" for n in (2, 3)),
+)
+"""Merges of so few bytes, 7.5 MB at most, that reading them and a launch leave room below their target."""
+
 TARGETS_US: Mapping[tuple[str, str, str], float] = {
     ("NVIDIA H200", "save_partial_states", "c4_512 T=32768"): 133.0,
     ("NVIDIA H200", "quantize_and_insert_k_cache", "T=1"): 1.8,
@@ -73,6 +81,7 @@ TARGETS_US: Mapping[tuple[str, str, str], float] = {
     ("NVIDIA H200", "fused_compress_norm_rope_store", "c128_512 window T=8192"): 14.0,
     ("NVIDIA H200", "fused_compress_norm_rope_store", "c128_512 window T=32768"): 42.0,
     ("NVIDIA H200", "fused_compress_norm_rope_store", "c128_512 all T=32768"): 71.0,
+    **dict.fromkeys((("NVIDIA H200", _MERGE, case) for case in _SHORT_MERGES), 3.0),
     ("NVIDIA H200", "sparse_mla_decode", "b1 h64 c4_128+512"): 11.0,
     ("NVIDIA H200", "sparse_mla_decode", "b8 h64 c4_128+512"): 12.0,
     ("NVIDIA H200", "sparse_mla_decode", "b64 h64 c4_128+512"): 20.0,
