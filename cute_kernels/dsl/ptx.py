@@ -9,6 +9,8 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
 
 inline_ptx = cute.arch.inline_ptx
 
@@ -523,6 +525,32 @@ def store_shared_64(address: Any, low: Any, high: Any) -> None:
     inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[Int32(address), Int32(low), Int32(high)])
 
 
+def map_shared(address: Any, rank: Any) -> Any:
+    """sm_90 and up. The address, among those of all the cluster's blocks, of the same place in block `rank`."""
+    return inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[Int32(address), Int32(rank)],
+    )
+
+
+def store_remote_128(address: Any, words: Any, barrier: Any) -> None:
+    """sm_90 and up. Four words to a block of the cluster, asynchronously; that block's mbarrier counts their bytes when
+    they are there. Addresses from map_shared, the first one 16-byte aligned."""
+    inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
+        read_only_args=[Int32(address), *(Int32(word) for word in words), Int32(barrier)],
+    )
+
+
+def store_remote_64(address: Any, words: Any, barrier: Any) -> None:
+    """sm_90 and up. As store_remote_128: two words, 8-byte aligned."""
+    inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [{$r0}], {{$r1}, {$r2}}, [{$r3}];",
+        read_only_args=[Int32(address), *(Int32(word) for word in words), Int32(barrier)],
+    )
+
+
 def store_matrices(address: Any, words: Any) -> None:
     """sm_90 and up. Four 8 x 8 matrices of 16-bit elements to shared memory: lane i holds two neighbours in row i // 4
     of each, and gives the address of row i % 8 of matrix i // 8."""
@@ -568,6 +596,21 @@ def again(number: Any) -> Any:
     """sm_70 and up. The number. What is computed from it is computed here, and not once and for all before a loop,
     where it would take registers."""
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(number)])
+
+
+def thread_again() -> Any:
+    """sm_70 and up. The thread's number in its block, read here: it takes no register elsewhere."""
+    return _read_special("%tid.x")
+
+
+def rank_again() -> Any:
+    """sm_90 and up. The block's number in its cluster, read here."""
+    return _read_special("%cluster_ctarank")
+
+
+def _read_special(register: str) -> Any:
+    # inline_ptx takes the percent sign for something else
+    return Int32(llvm.inline_asm(T.i32(), [], f"mov.u32 $0, {register};", "=r", has_side_effects=True))
 
 
 def log2(a: Any) -> Any:

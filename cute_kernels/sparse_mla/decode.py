@@ -9,7 +9,7 @@ from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import decode_args, merge
-from cute_kernels.sparse_mla.decode_args import Call
+from cute_kernels.sparse_mla.decode_args import Call, ItemKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
 from cute_kernels.sparse_mla.schedule import block_heads
@@ -17,7 +17,7 @@ from cute_kernels.sparse_mla.schedule import block_heads
 HOPPER = "sm_90a"
 
 
-def key_for(arch: str, heads: int, second: str, out_fp32: bool, format0: str, format1: str) -> KernelKey:
+def key_for(arch: str, heads: int, second: str, out_fp32: bool, format0: str, format1: str) -> ItemKey:
     """The kernel for so many heads, caches of these formats and a second list of that kind ("none", "listed", "dense").
 
     format1   format0 if there is no second list
@@ -37,11 +37,11 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
 
 
 @cache
-def _key(device_index: int, *rest: Any) -> KernelKey:
+def _key(device_index: int, *rest: Any) -> ItemKey:
     return key_for(arch_of(device_index), *rest)
 
 
-def _key_of_call(call: Call, out_fp32: bool) -> KernelKey:
+def _key_of_call(call: Call, out_fp32: bool) -> ItemKey:
     return _key(call.q.device.index, call.q.shape[2], call.second, out_fp32, *call.formats)
 
 

@@ -24,7 +24,8 @@ All of them have one entry point, with these arguments in this order:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
@@ -40,6 +41,14 @@ from cute_kernels.sparse_mla.arguments import list_tiles
 
 MOST_NUMBERS = 2**30
 """Slots, columns and work items are counted in int32, with room for what is added to the last of them."""
+
+
+@dataclass(frozen=True)
+class ItemKey(KernelKey):
+    """A kernel of the op: a grid of blocks that walks over work items."""
+
+    blocks_per_item: ClassVar[int] = 1
+    """Blocks that share one."""
 
 
 def fake_arguments(out_fp32: bool, format0: str = FP8_DS_MLA.id, format1: str = FP8_DS_MLA.id) -> tuple[Any, ...]:
@@ -127,8 +136,8 @@ class Call(NamedTuple):
         """Tiles of the longest row that the lists' widths allow."""
         return int(list_tiles(self.indices, self.extra_k_cache, self.extra_indices, self.extra_block_table))
 
-    def parts(self, sms: int) -> tuple[int, int]:
-        """(parts of a row, tiles in a part or 0) of this call."""
+    def parts(self, at_once: int) -> tuple[int, int]:
+        """(parts of a row, tiles in a part or 0) of this call, if so many work items run at a time."""
         if self.num_splits or self.split_tokens:
             return schedule.fixed_parts(self.max_tiles, self.num_splits, self.split_tokens)
         if self.workspace is None or self.rows == 0:
@@ -136,7 +145,7 @@ class Call(NamedTuple):
         heads = self.q.shape[2]
         most = self.workspace.nbytes // (self.rows * heads * schedule.PART_BYTES)
         blocks = schedule.head_blocks(heads)
-        return schedule.choose_parts(self.rows, blocks, self.max_tiles, sms, schedule.block_heads(heads), most), 0
+        return schedule.choose_parts(self.rows, blocks, self.max_tiles, at_once, schedule.block_heads(heads), most), 0
 
     def partials(self, parts: int) -> tuple[Any, Any]:
         """The workspace as fp32 [parts, b, s_q, h, 512] and [parts, b, h, s_q]."""
@@ -167,7 +176,7 @@ def lengths_argument(lengths: Any) -> tuple[int, int, int]:
     return lengths.data_ptr(), lengths.stride(0), lengths.stride(1) if lengths.dim() == 2 else 0
 
 
-def launch(key_of: Callable[[Call, bool], KernelKey], call: Call) -> None:
+def launch(key_of: Callable[[Call, bool], ItemKey], call: Call) -> None:
     """Run a kernel, and the merge if rows are split, on the current stream of q's device.
 
     key_of   (call, whether the kernel's results are fp32) -> the key of the kernel that takes the call
@@ -176,7 +185,7 @@ def launch(key_of: Callable[[Call, bool], KernelKey], call: Call) -> None:
         return
     device_index = call.q.device.index
     sms = multiprocessors(device_index)
-    parts, part_tiles = call.parts(sms)
+    parts, part_tiles = call.parts(sms // key_of(call, False).blocks_per_item)
     is_merged = schedule.goes_through_workspace(parts, part_tiles)
     out, lse = call.partials(parts) if is_merged else (call.out[None], call.lse[None])
     sink = 0 if is_merged or call.attn_sink is None else call.attn_sink.data_ptr()

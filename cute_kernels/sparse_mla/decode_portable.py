@@ -27,10 +27,9 @@ from cute_kernels.dsl import mma_sync, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime.arch import arch_number
-from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import portable_products as products
 from cute_kernels.sparse_mla import portable_source
-from cute_kernels.sparse_mla.decode_args import fake_arguments
+from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
 from cute_kernels.sparse_mla.portable_operands import columns_of, of_its_kind, paired
 from cute_kernels.sparse_mla.portable_output import Output, output_of
 from cute_kernels.sparse_mla.portable_plan import (
@@ -46,7 +45,7 @@ from cute_kernels.sparse_mla.portable_source import DONE, SECOND, Items, Walk
 
 
 @dataclass(frozen=True)
-class PortableDecodeKey(KernelKey):
+class PortableDecodeKey(ItemKey):
     """What distinguishes one compiled kernel from another.
 
     heads     of a work item: 8, 16, 32 or 64

@@ -1,20 +1,23 @@
 """sparse_mla_decode on Hopper: both products on tensor cores, rows converted on the way to them.
 
-A block walks over work items (query row, part of its tiles, block of heads). Four warpgroups share the work:
+A pair of blocks walks over work items (query row, part of its tiles, block of heads). Each block has half of the
+columns of queries, rows and results, so nothing is loaded, converted or multiplied twice. They tell each other their
+part of the scores, each finds the weights of half of the heads, and they tell each other those. Six warpgroups of a
+block share its work:
 
-    front    loads a tile's raw rows into registers one tile ahead, converts them to bf16, and stores them: K and V
-    back     two warpgroups, 256 columns of O each: softmax, O += P V, results
-    scores   queries, S^T = K Q^T; then addresses and scales of the rows of a later tile into a table for the front
+    scores   two of them, a tile each in turn: queries, Q K^T of the block's columns, softmax of its heads
+    back     O += P V of the block's columns, results
+    fronts   two of them, a tile each in turn: rows become bf16, K and V
+    scout    which rows a tile is made of, their way into shared memory
 
-So three tiles are under way: one is converted while the one before is multiplied with Q, and the one before that with
-P. Keys are the M side of the first product: fewer heads mean fewer columns. perf/notes/decode.md has what was tried.
+perf/notes/decode.md has what was tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -24,45 +27,43 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.dsl import wgmma
+from cute_kernels.dsl import ptx, wgmma
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.decode_args import fake_arguments
+from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
 from cute_kernels.sparse_mla.decode_sm90_back import Back
 from cute_kernels.sparse_mla.decode_sm90_front import Front
 from cute_kernels.sparse_mla.decode_sm90_plan import (
-    DIM,
     FIRST_BACK_THREAD,
-    FIRST_SCORES_THREAD,
+    FIRST_FRONT_THREAD,
+    FIRST_SCOUT_THREAD,
     KEYS,
+    PAIR,
     ROWS,
+    SIDE,
     STAGES,
+    THREADS,
+    WALK,
+    Barriers,
     Cache,
     Lengths,
     Lists,
     Output,
     Places,
     Query,
-    Rings,
     Sources,
     Work,
     smem_bytes,
     smem_parts,
 )
 from cute_kernels.sparse_mla.decode_sm90_scores import Scores
+from cute_kernels.sparse_mla.decode_sm90_scout import Scout
 
-THREADS = 512
-
-
-def registers(heads: int) -> tuple[int, int, int]:
-    """Per thread of the front, the back and the scores; with the back's second warpgroup all 64 K of a multiprocessor,
-    in steps of 8. So shared, the assembler spills nothing where no GPU is there (CuTe DSL 4.8.1); beside an H200,
-    precompile reported 16 to 80 bytes, for which perf/notes/decode.md has no explanation."""
-    return (120, 160, 72) if heads == 64 else (120, 168, 56)
+SCORES_REGISTERS, BACK_REGISTERS, FRONT_REGISTERS, SCOUT_REGISTERS = 72, 176, 64, 32
+"""Per thread, in steps of 8; all six warpgroups together have 480, what they are launched with."""
 
 
 @dataclass(frozen=True)
-class DecodeKey(KernelKey):
+class DecodeKey(ItemKey):
     """What distinguishes one compiled kernel from another. Both caches are fp8_ds_mla.
 
     heads      of a block: 8, 16, 32 or 64; more heads make several blocks, and those of the last may be fewer
@@ -70,17 +71,18 @@ class DecodeKey(KernelKey):
     out_fp32   results are fp32, not bf16
     """
 
+    blocks_per_item: ClassVar[int] = PAIR
     heads: int = 64
     second: str = "listed"
     out_fp32: bool = False
 
     @property
     def smem_bytes(self) -> int:
-        return smem_bytes(self.heads)
+        return smem_bytes()
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "wgmma", "cp.async", "mbarrier", "setmaxnreg", "stmatrix"
+        return "wgmma", "cp.async", "mbarrier", "setmaxnreg", "stmatrix", "st.async"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return DecodeKernel(self), fake_arguments(self.out_fp32)
@@ -90,9 +92,9 @@ class DecodeKernel:
     """Entry point: see decode_args."""
 
     def __init__(self, key: DecodeKey) -> None:
-        self.heads = key.heads
-        self.front, self.scores = Front(), Scores(key.heads, key.second)
-        self.back = Back(key.heads, key.out_fp32)
+        self.heads, self.second = key.heads, key.second
+        self.front, self.scores = Front(), Scores(key.heads)
+        self.back = Back(key.out_fp32)
         self.name = f"sparse_mla_decode_h{key.heads}_{key.second}{'_fp32' if key.out_fp32 else ''}"
 
     @cute.jit
@@ -143,7 +145,14 @@ class DecodeKernel:
             *self.products(),
             *self.layouts(),
         )
-        kernel.launch(grid=[cutlass.min(ctas, items), 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+        pairs = cutlass.min(ctas // PAIR, items)
+        kernel.launch(
+            grid=[pairs * PAIR, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[PAIR, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
 
     def cache(self, tensor: cute.Tensor) -> Cache:
         return Cache(address(tensor), stride_bytes(tensor, 0), length(tensor, 0), length(tensor, 1))
@@ -152,25 +161,24 @@ class DecodeKernel:
         return Lists(address(tensor), stride_bytes(tensor, 0), stride_bytes(tensor, 1), length(tensor, 2))
 
     def products(self) -> tuple[Any, Any, Any]:
-        """S^T = K Q^T, twice: one will accumulate; O = P V, by 128 columns, as an instruction with 256 would need more
+        """S = Q K^T, twice: one will accumulate; O = P V, by 64 columns, as an instruction with more would need more
         registers than a thread has before setmaxnreg."""
         keys, dims = OperandMajorMode.K, OperandMajorMode.MN
 
-        def make(major: Any, columns: int) -> Any:
+        def make(major: Any, columns: int, **source: Any) -> Any:
             return hopper_helpers.make_trivial_tiled_mma(
-                BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, 1, 1), (64, columns)
+                BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, 1, 1), (64, columns), **source
             )
 
-        qk = [make(keys, self.heads) for _ in range(2)]
-        return *qk, make(dims, 128)
+        qk = [make(keys, KEYS) for _ in range(2)]
+        return *qk, make(dims, 64, a_source=warpgroup.OperandSource.RMEM)
 
-    def layouts(self) -> tuple[Any, Any, Any]:
-        """Of Q, V and P."""
+    def layouts(self) -> tuple[Any, Any]:
+        """Of Q and V."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         return (
-            cute.tile_to_shape(atom, (self.heads, DIM), (0, 1)),
-            cute.tile_to_shape(atom, (KEYS, DIM, STAGES), (0, 1, 2)),
-            cute.tile_to_shape(atom, (ROWS, KEYS), (0, 1)),
+            cute.tile_to_shape(atom, (ROWS, SIDE), (0, 1)),
+            cute.tile_to_shape(atom, (KEYS, SIDE, STAGES), (0, 1, 2)),
         )
 
     @cute.kernel
@@ -183,7 +191,7 @@ class DecodeKernel:
         scale_log2: Float32,
         tokens: Int32,
         head_blocks: Int32,
-        parts: Int32,
+        row_parts: Int32,
         part_tiles: Int32,
         items: Int32,
         qk: cute.TiledMma,
@@ -191,39 +199,54 @@ class DecodeKernel:
         pv: cute.TiledMma,
         q_layout: cute.ComposedLayout,
         v_layout: cute.ComposedLayout,
-        p_layout: cute.ComposedLayout,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         group = cute.arch.make_warp_uniform(thread // 128)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         smem = SmemAllocator()
         tiles = [
             smem.allocate_tensor(BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-            for layout in (q_layout, v_layout, p_layout)
+            for layout in (q_layout, v_layout)
         ]
-        q_tile, v_tile, p_tile = tiles
+        q_tile, v_tile = tiles
+        parts = smem_parts()
         others = [
             smem.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=16)
-            for size in list(smem_parts(self.heads).values())[len(tiles) :]
+            for size in list(parts.values())[len(tiles) :]
         ]
         at = Places(*(tensor.iterator.toint() for tensor in tiles + others))
-        rings = Rings.allocate(smem)
+        ready = Barriers.allocate(smem)
         if thread == 0:
-            rings.initialize()
-        cute.arch.sync_threads()
+            ready.initialize()
+        # of heads that nobody has
+        for place, size in ((at.p, parts["p"] + parts["partial"]), (at.note, parts["note"])):
+            for i in cutlass.range(thread * 16, size, 16 * THREADS, unroll=1):
+                ptx.store_shared_128(place + i, [Int32(0)] * 4)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
         wgmma.accumulate(qk_more)
         wgmma.accumulate(pv)
-        work = Work(tokens, head_blocks, parts, part_tiles, block, items, blocks)
-        if group == 0:
-            cute.arch.setmaxregister_decrease(registers(self.heads)[0])
-            self.front.run(thread, work, rings, at)
-        elif group == 3:
-            cute.arch.setmaxregister_decrease(registers(self.heads)[2])
-            self.scores.run(thread - FIRST_SCORES_THREAD, work, q, sources, rings, qk, qk_more, q_tile, v_tile, at)
+        work = Work(tokens, head_blocks, row_parts, part_tiles, block // PAIR, items, blocks // PAIR)
+        if group < FIRST_BACK_THREAD // 128:
+            cute.arch.setmaxregister_decrease(SCORES_REGISTERS)
+            score = (ready, qk, qk_more, q_tile, v_tile, at)
+            self.scores.run(thread % 128, group, rank, work, q, out, sink, scale_log2, *score)
+        elif group < FIRST_FRONT_THREAD // 128:
+            cute.arch.setmaxregister_increase(BACK_REGISTERS)
+            self.back.run(thread % 128, work, out.strides[3], ready, pv, v_tile, at)
+        elif group < FIRST_SCOUT_THREAD // 128:
+            cute.arch.setmaxregister_decrease(FRONT_REGISTERS)
+            number = cute.arch.make_warp_uniform(group - FIRST_FRONT_THREAD // 128)
+            self.front.run(thread % 128, number, rank, ready, at)
         else:
-            cute.arch.setmaxregister_increase(registers(self.heads)[1])
-            self.back.run(thread - FIRST_BACK_THREAD, work, rings, pv, p_tile, v_tile, out, sink, scale_log2, at)
+            cute.arch.setmaxregister_decrease(SCOUT_REGISTERS)
+            home = at.walk + cute.arch.make_warp_uniform(thread % 128 // 32) * WALK
+            Scout(self.heads, self.second, rank, work, q, sources, thread % 128, home).run(ready, at)
+        # nobody leaves while the other block may still reach for its barriers
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()

@@ -1,16 +1,8 @@
 """What the warps of Hopper's decode kernel agree on: sizes, the shared memory of a block, its work, its arguments.
 
-A tile is 64 keys. Its 512 columns are cut into slabs of 64; a slab of a tile is [64 keys, 128 bytes] of bf16, which
-tensor cores read in the layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8).
-
-In a slab, columns have other places than in the cache, so that a thread's registers are whole chunks of tensor-core
-operands as they come out of the conversion. Of a row, lane member m = 0 .. 3 of a quad holds 16 columns, and its number
-8 c + 2 m + e in the slab, c = 0 .. 7, e = 0 or 1, is
-
-    an fp8 column       16 m + 4 (c // 2) + c % 2 + 2 e
-    a rotary column     32 (c // 4) + 8 m + 2 (c % 4) + e
-
-The sum over columns in Q K^T does not mind, as Q is stored in the same order; of O, a thread holds just these columns.
+A pair of blocks has a work item: block r of it has columns 256 r ... 256 r + 255 of the queries, of the keys and of the
+result. A tile is 64 keys. Its 256 columns are cut into slabs of 64; a slab of a tile is [64 keys, 128 bytes] of bf16,
+which tensor cores read in the layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8).
 """
 
 from __future__ import annotations
@@ -18,131 +10,194 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cutlass.cute as cute
 from cutlass import Int64
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers
 from cute_kernels.sparse_mla.schedule import TILE
 
+PAIR = 2
+"""Blocks that share a work item."""
+
 KEYS = TILE
-DIM = 512
+SIDE = 512 // PAIR
+"""Columns of a block."""
+
 SLAB = 64
-SLABS = DIM // SLAB
-ROPE_SLAB = SLABS - 1
+SLABS = SIDE // SLAB
+LAST_SLAB = SLABS - 1
+"""In the second block, the rotary columns."""
+
 SLAB_BYTES = KEYS * SLAB * 2
 STAGE_BYTES = SLABS * SLAB_BYTES
 
 ROWS = 64
-"""Rows of P and O, whatever the heads: what tensor cores take."""
+"""Rows of S, P and O, whatever the heads: what tensor cores take."""
 
-STAGES = 2
-AHEAD = 3
-"""Tiles that the scout is ahead of the scores by."""
+STAGES = 4
+P_BUFFERS = 2
+TURNS = 2
+"""Warpgroups that convert rows, and that compute scores: they take tiles in turn."""
 
-TABLES = 4
+RAWS = 4
+"""Halves of tiles whose rows are on their way from memory."""
 
-ENTRY = 16
-"""Bytes of a table's entry of a key: address of its row, the sign bit set if it is skipped, and its scale bytes."""
+RAW_KEYS = KEYS // 2
 
-HEADING = 16
-"""Bytes of a table's heading: LAST or 0, heads of the item, address of its queries."""
+RAW_PITCH = SIDE + SLAB
+"""Bytes of a block's part of a row, as the cache has it, in the first block and a gap that keeps banks apart; in the
+second, whose rotary columns are bf16 already, none."""
+
+RAW_BYTES = RAW_KEYS * RAW_PITCH
+
+HEADINGS = 8
+"""At least the tiles that can be on their way from the scout to the back."""
+
+HEADING = 32
+"""Bytes of a heading: marks of the tile and, from HEADS_BIT on, heads of its item; the item; address of its queries. Of
+every 16 keys, which are skipped."""
+
+HEADS_BIT = 8
+
+OWN_KEYS = 16
+"""Of a tile, by a warp of the scout."""
 
 WALK = 64
 """Bytes of a warp's walk, see Scout."""
 
-LAST, SKIPS = 1, 2
-"""Marks of a tile: it ends an item; it has keys that do not count, whose scores are -inf."""
+FIRST, LAST, END, ODD = 1, 2, 4, 8
+"""Marks of a tile: it begins an item; it ends one; there is no such tile; its item is the pair's second, fourth ..."""
 
-SCORES_BARRIER, BACK_BARRIER = 1, 2
-FIRST_BACK_THREAD, BACK_THREADS = 128, 256
-FIRST_SCORES_THREAD = 384
+NOTE = 8
+"""Bytes of a head's note: what to multiply O with before a tile, and what behind an item's last one."""
+
+LABEL = 16
+"""Bytes of a tile's label: marks; of an item's last tile, heads that are there, address of their rows of O."""
+
+FIRST_BACK_THREAD, FIRST_FRONT_THREAD, FIRST_SCOUT_THREAD, THREADS = 256, 384, 640, 768
+SCORES_BARRIER, BACK_BARRIER = 1, 3
+
+HALF = 8
+"""Of every 16 heads, block r of the pair has the r-th 8 to find weights for."""
+
+PARTIAL_BYTES = ROWS // 2 * KEYS * 4
+P_BYTES = ROWS // 2 * KEYS * 2
+WORDS_BYTES = 128 * 16
+"""Four words of each thread of a warpgroup."""
 
 LEAST = -3.0e38
 """The running maximum of nothing."""
 
 
-def score_pitch(heads: int) -> int:
-    """fp32 from a key's scores to the next key's: an odd multiple of 8, so that stores meet every bank once."""
-    return heads if heads == 8 else heads + 8
+def busy_warps(heads: int) -> int:
+    """Warps of a warpgroup whose rows of S, P and O are not all padding."""
+    return -(-heads // 16)
 
 
-def sum_parts(heads: int) -> int:
-    """Warps of the back that hold sums of the same head."""
-    return BACK_THREADS // max(heads, 32)
-
-
-def smem_parts(heads: int) -> dict[str, int]:
-    """Bytes of everything in shared memory but the barriers, in order; the first three are 1024-byte aligned."""
+def smem_parts() -> dict[str, int]:
+    """Bytes of everything in shared memory but the barriers, in order; the first two are 1024-byte aligned."""
     return {
-        "q": heads * DIM * 2,
+        "q": ROWS * SIDE * 2,
         "v": STAGES * STAGE_BYTES,
-        "p": ROWS * KEYS * 2,
-        "scores": KEYS * score_pitch(heads) * 4,
-        "table": TABLES * KEYS * ENTRY,
-        "heading": TABLES * HEADING,
-        "mark": 4 * 4,
-        "scale": KEYS * 8,
+        "p": P_BUFFERS * P_BYTES,
+        "partial": TURNS * PARTIAL_BYTES,
+        "raw": RAWS * RAW_BYTES,
+        "scale": RAWS * RAW_KEYS * 4,
+        "heading": HEADINGS * HEADING,
         "walk": 4 * WALK,
-        "top": sum_parts(heads) * heads * 4,
-        "sum": sum_parts(heads) * heads * 4,
-        "rescale": heads * 4,
+        "note": P_BUFFERS * ROWS * NOTE,
+        "label": P_BUFFERS * LABEL,
+        "top": ROWS // 2 * 4,
+        "amount": 128 * 4,
     }
 
 
-def smem_bytes(heads: int) -> int:
-    return sum(smem_parts(heads).values()) + (TABLES + STAGES + 1) * barriers.BYTES_PER_STAGE
+BARRIERS = 2 * (RAWS + STAGES + P_BUFFERS) + TURNS + 1 + TURNS * 4 + 4 + 4
+
+
+def smem_bytes() -> int:
+    return sum(smem_parts().values()) + BARRIERS * 8
 
 
 class Places(NamedTuple):
     """Addresses in shared memory, 32 bits wide.
 
-    q            [8 slabs][heads][64] bf16
-    v            [2 stages][8 slabs][64 keys][64] bf16
-    p            [64 rows][64 keys] bf16, swizzled likewise
-    scores       [64 keys][score_pitch] fp32, before scaling
-    table        [4][64 keys] entries
-    heading      [4] headings of tables
-    mark         [4 warps of the scores] LAST, SKIPS
-    scale        [64 keys] 8 scale bytes, of a tile with large ones
-    walk         [4 warps of the scores] where the scout is
-    top          [sum_parts][heads] maxima of a tile
-    sum          [sum_parts][heads] sums of an item
-    rescale      [heads] what to multiply O with
+    q            [4 slabs][64 heads][64] bf16
+    v            [4 stages][4 slabs][64 keys][64] bf16
+    p            [2 buffers][2][128 threads][8] bf16: weights of the other block's heads, as the threads hold them
+    partial      [2 warpgroups][4][128 threads][4] fp32: the other block's part of scores, as the threads hold them;
+                 then, where half of it was, weights of this block's heads, as in p
+    raw          [4][32 keys][RAW_PITCH] parts of rows, as the caches have them
+    scale        [4][32 keys] 4 scale bytes
+    heading      [8] headings of tiles
+    walk         [4 warps of the scout] where it is
+    note         [2 buffers][2 blocks][4 warps][8] notes
+    label        [2 buffers] labels
+    top          [4 warps][8 heads] running maxima
+    amount       [128 threads] running sums
     """
 
     q: Any
     v: Any
     p: Any
-    scores: Any
-    table: Any
-    heading: Any
-    mark: Any
+    partial: Any
+    raw: Any
     scale: Any
+    heading: Any
     walk: Any
+    note: Any
+    label: Any
     top: Any
-    sum: Any
-    rescale: Any
+    amount: Any
 
 
 @dataclass(frozen=True)
-class Rings:
-    """tables: from the scout to the others; nobody waits until one is empty. stages: from the front to the scores; the
-    back empties them. scores: scores and marks, from the scores to the back."""
+class Barriers:
+    """Two blocks' mbarriers, and what completes their phases.
 
-    tables: barriers.Ring
+    raws       full: all bytes of half a tile's rows and scales, and the tile's heading are there. empty: the front's
+               warps have loaded them
+    stages     full: the front's warps have stored a tile. empty: the back's warps are done with it
+    weights    full: the scores' warps have stored their rows of P and their notes, and all bytes of the other block's
+               are there. empty: both backs' warps are done with them
+    partials   of each warpgroup of the scores: all bytes of the other block's part of them are there
+    queries    an item's queries are there
+    products   of each warp of the scores: it is done with Q K^T of a tile
+    tops       of each of their warps: the running maxima are a tile's
+    amounts    of each of their warps: the running sums are a tile's
+    """
+
+    raws: barriers.Ring
     stages: barriers.Ring
-    scores: barriers.Ring
+    weights: barriers.Ring
+    partials: Any
+    queries: Any
+    products: Any
+    tops: Any
+    amounts: Any
 
     @classmethod
-    def allocate(cls, smem: SmemAllocator) -> Rings:
-        return cls(*(barriers.Ring.allocate(smem, stages) for stages in (TABLES, STAGES, 1)))
+    def allocate(cls, smem: SmemAllocator) -> Barriers:
+        rings = (barriers.Ring.allocate(smem, stages) for stages in (RAWS, STAGES, P_BUFFERS))
+        return cls(*rings, *(smem.allocate_array(Int64, count) for count in (TURNS, 1, TURNS * 4, 4, 4)))
 
     def initialize(self) -> None:
-        """By one thread; the block synchronizes afterwards."""
-        # of a key's two threads both arrive, and the asynchronous copy of its scale bytes does
-        self.tables.initialize(3 * KEYS, 1)
-        self.stages.initialize(4, BACK_THREADS // 32)
-        self.scores.initialize(4, BACK_THREADS // 32)
+        """By one thread; the pair of blocks synchronizes afterwards."""
+        # of each warp of the scout that has keys in it one thread, and the copies of scales
+        self.raws.initialize(2 + RAW_KEYS, 4)
+        self.stages.initialize(4, 4)
+        self.weights.initialize(4, 4 * PAIR)
+        for first, count, arrivals in (
+            (self.partials, TURNS, 1),
+            (self.queries, 1, 128),
+            (self.products, TURNS * 4, 1),
+            (self.tops, 4, 1),
+            (self.amounts, 4, 1),
+        ):
+            for i in range(count):
+                cute.arch.mbarrier_init(first + i, arrivals)
+        cute.arch.mbarrier_init_fence()
 
 
 class Work(NamedTuple):

@@ -1,4 +1,4 @@
-"""The scout of Hopper's decode kernel: finds out, ahead of the others, which rows of the caches a tile is made of."""
+"""The scout of Hopper's decode kernel: finds out which rows of the caches a tile is made of, and has them copied."""
 
 from __future__ import annotations
 
@@ -7,51 +7,57 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.sparse_mla.decode_sm90_plan import (
-    ENTRY,
+    END,
+    FIRST,
     HEADING,
+    HEADINGS,
+    HEADS_BIT,
     KEYS,
     LAST,
+    ODD,
+    OWN_KEYS,
+    RAW_BYTES,
+    RAW_KEYS,
+    RAW_PITCH,
+    RAWS,
+    SIDE,
+    SLAB,
+    TURNS,
+    Barriers,
     Lengths,
     Lists,
     Places,
     Query,
-    Rings,
     Sources,
     Work,
 )
 
 ROW_BYTES = FP8_DS_MLA.data_bytes
-LINES = 5
-"""128-byte lines that a row may lie in."""
-
 NEVER = 2**30
 
 
 @dataclass(frozen=True)
 class Scout:
-    """A walk over the tiles of a block's items, a step per tile, by the warpgroup that computes the scores.
+    """A walk over the tiles of a pair's items, by a warpgroup. Behind the last item come two tiles marked END.
 
-    Two threads have a key: both load its index, one writes its address, the other copies its scales. Behind the last
-    item come tiles without keys, as the front looks ahead.
-
-    When a tile's scores are stored it writes the table of the tile AHEAD of it. What it overwrites belonged to the tile
-    before, whose scores the back has let go of: all warps have read that table, and so has the front.
+    Two threads have a key: both load its index, then one has its row copied, the other its scales.
 
     Each warp keeps where it is in shared memory, at `home`, since registers are scarce:
 
         tile, end (of the item), tiles of the first list, item
-        live columns of both lists, address of the item's queries
+        live columns of both lists, length of the next item's first list, first tile of the item, ODD in the sign bit
         addresses of the item's rows of both lists
-        heads of the item
+        heads of the item, length of the next one's second list, address of the item's queries
     """
 
     heads: int
     second: str
+    rank: Any
     work: Work
     q: Query
     sources: Sources
@@ -59,29 +65,58 @@ class Scout:
     home: Any
 
     @cute.jit
-    def enter(self, item: Any) -> None:
-        """Go to the first tile of an item."""
+    def run(self, ready: Barriers, at: Places) -> None:
+        """Fill the ring of raw tiles."""
+        self.ask_for_lengths(self.work.first)
+        self.enter(self.work.first, Int32(0))
+        index = self.look()
+        place, ends = Int32(0), Int32(0)
+        while ends < TURNS:
+            tile, end, tiles0, item = ptx.load_shared_128(self.home)
+            first = ptx.load_shared_s32(self.home + 28)
+            heads, _, low, high = ptx.load_shared_128(self.home + 48)
+            odd = Int32(ODD) if first < 0 else Int32(0)
+            mark = odd | (Int32(FIRST) if tile == first & 0x7FFFFFFF else Int32(0))
+            mark = mark | (Int32(LAST) if tile == end - 1 else Int32(0))
+            if item >= self.work.end:
+                mark = Int32(END)
+                ends = ends + 1
+            if tile == end - 1:
+                self.enter(item + self.work.step, odd ^ ODD)
+            else:
+                cute.arch.sync_warp()
+                ptx.store_shared_s32(self.home, tile + 1)
+                cute.arch.sync_warp()
+            # on its way while the tile before is dealt with
+            following = self.look()
+            heading = (mark | heads << HEADS_BIT, item, low, high)
+            self.fetch(index, tile, tiles0, heading, place, ready, at)
+            index = following
+            place = place + 1
+
+    @cute.jit
+    def enter(self, item: Any, odd: Any) -> None:
+        """Go to an item's first tile."""
         work, sources = self.work, self.sources
         tile, end = Int32(0), Int32(NEVER)
         tiles0, live0, live1 = Int32(0), Int32(0), Int32(0)
-        queries, row0, row1, heads = self.q.base, self.q.base, self.q.base, Int32(0)
+        row0, row1 = self.q.base, self.q.base
+        queries, heads = self.q.base, Int32(0)
         if item < work.end:
             batch, token, part, head_block = work.place(item)
-            queries = self.q.of(batch, token, head_block * self.heads)
-            heads = cutlass.min(self.q.heads - head_block * self.heads, self.heads)
-            row0 = self.row(sources.list0, batch, token)
-            self.ask_for_list(row0, sources.list0, 0)
-            if const_expr(self.second != "none"):
-                row1 = self.row(sources.list1, batch, token)
-                self.ask_for_list(row1, sources.list1, KEYS)
-            live0 = self.live(sources.lengths0, sources.list0.columns, batch, token)
+            first = head_block * self.heads
+            queries = self.q.of(batch, token, first) + self.rank * (SIDE * 2)
+            heads = cutlass.min(self.q.heads - first, self.heads)
+            row0, row1 = self.row(sources.list0, batch, token), self.row(sources.list1, batch, token)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_warp()
+            live0 = self.live(sources.lengths0, sources.list0.columns, 24)
             if const_expr(self.second != "none"):
                 columns = sources.list1.columns
                 if const_expr(self.second == "dense"):
                     columns = columns * sources.cache1.rows
-                live1 = self.live(sources.lengths1, columns, batch, token)
-            for line in cutlass.range(self.thread, heads * 8, 2 * KEYS, unroll=1):
-                ptx.prefetch_l2(queries + Int64(line // 8) * self.q.head + line % 8 * 128, None)
+                live1 = self.live(sources.lengths1, columns, 52)
+            self.ask_for_queries(queries, heads)
             tiles0 = (live0 + (KEYS - 1)) // KEYS
             tiles = tiles0 + (live1 + (KEYS - 1)) // KEYS
             tile = tiles * part // work.parts
@@ -95,10 +130,18 @@ class Scout:
                 live0, live1 = Int32(0), Int32(0)
         cute.arch.sync_warp()
         ptx.store_shared_128(self.home, (tile, end, tiles0, item))
-        ptx.store_shared_128(self.home + 16, (live0, live1, *ptx.halves(queries)))
+        first = tile | (Int32(-(2**31)) if odd != 0 else Int32(0))
+        ptx.store_shared_128(self.home + 16, (live0, live1, Int32(0), first))
         ptx.store_shared_128(self.home + 32, (*ptx.halves(row0), *ptx.halves(row1)))
-        ptx.store_shared_s32(self.home + 48, heads)
+        ptx.store_shared_128(self.home + 48, (heads, Int32(0), *ptx.halves(queries)))
         cute.arch.sync_warp()
+        self.ask_for_lengths(item + work.step)
+
+    @cute.jit
+    def ask_for_queries(self, queries: Any, heads: Any) -> None:
+        """L2 has this block's part of the item's queries by the time they are wanted."""
+        for line in cutlass.range(self.thread, heads * 4, 128, unroll=1):
+            ptx.prefetch_l2(queries + Int64(line // 4) * self.q.head + line % 4 * 128, None)
 
     @cute.jit
     def ask_for_list(self, row: Any, columns: Lists, first_thread: cutlass.Constexpr) -> None:
@@ -110,26 +153,44 @@ class Scout:
         return columns.base + Int64(batch) * columns.batch + Int64(token) * columns.token
 
     @cute.jit
-    def live(self, lengths: Lengths, columns: Any, batch: Any, token: Any) -> Any:
+    def ask_for_lengths(self, item: Any) -> None:
+        """Start to copy how many columns an item has; L2 has the first of them by the time they are wanted."""
+        work, sources = self.work, self.sources
+        if item < work.end:
+            batch, token, _, _ = work.place(item)
+            self.ask_for_list(self.row(sources.list0, batch, token), sources.list0, 0)
+            self.ask_for_length(sources.lengths0, batch, token, 24)
+            if const_expr(self.second != "none"):
+                self.ask_for_list(self.row(sources.list1, batch, token), sources.list1, KEYS)
+                self.ask_for_length(sources.lengths1, batch, token, 52)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def ask_for_length(self, lengths: Lengths, batch: Any, token: Any, place: cutlass.Constexpr) -> None:
+        if lengths.base != 0 and self.thread % 32 == 0:
+            element = Int64(batch) * lengths.batch + Int64(token) * lengths.token
+            ptx.copy_async_32(self.home + place, lengths.base + element * 4)
+
+    @cute.jit
+    def live(self, lengths: Lengths, columns: Any, place: cutlass.Constexpr) -> Any:
         """How many columns count."""
         count = columns
         if lengths.base != 0:
-            place = Int64(batch) * lengths.batch + Int64(token) * lengths.token
-            count = cutlass.max(cutlass.min(ptx.load_global_s32_in_order(lengths.base + place * 4), columns), 0)
+            count = cutlass.max(cutlass.min(ptx.load_shared_s32(self.home + place), columns), 0)
         return count
 
-    def queries(self) -> tuple[Any, Any]:
-        """Heads and address of the item's queries."""
-        _, _, *words = ptx.load_shared_128(self.home + 16)
-        return ptx.load_shared_s32(self.home + 48), ptx.pair(*words)
+    @property
+    def key(self) -> Any:
+        """The thread's, in a tile."""
+        return self.thread // 32 * OWN_KEYS + self.thread % OWN_KEYS
 
     @cute.jit
     def look(self) -> Any:
         """Load the key's index in the next tile, of a dense list its page; -1 where there is none."""
         tile, _, tiles0, _ = ptx.load_shared_128(self.home)
-        live, live1, _, _ = ptx.load_shared_128(self.home + 16)
+        live, live1 = ptx.load_shared_64(self.home + 16)
         low, high, low1, high1 = ptx.load_shared_128(self.home + 32)
-        column = tile * KEYS + self.thread % KEYS
+        column = tile * KEYS + self.key
         place = column
         if const_expr(self.second != "none"):
             is_first = tile < tiles0
@@ -141,53 +202,46 @@ class Scout:
         return ptx.load_global_s32_where(column < live, ptx.pair(low, high) + Int64(place) * 4)
 
     @cute.jit
-    def step(self, index: Any, slot: Any, rings: Rings, at: Places) -> None:
-        """Write a table's entry of the key that has this index, ask L2 for its row, and go on to the next tile."""
-        tile, end, tiles0, item = ptx.load_shared_128(self.home)
-        _, _, *queries = ptx.load_shared_128(self.home + 16)
-        key = self.thread % KEYS
+    def fetch(self, index: Any, tile: Any, tiles0: Any, heading: Any, place: Any, ready: Barriers, at: Places) -> None:
+        """Start to copy the row of the key that has this index."""
+        lane = self.thread % 32
+        warp = cute.arch.make_warp_uniform(self.thread // 32)
         base, stride, pages, rows = self.sources.cache0
         if const_expr(self.second != "none"):
             is_first = tile < tiles0
             other = self.sources.cache1
             base, stride = (base if is_first else other.base), (stride if is_first else other.page_stride)
             pages, rows = (pages if is_first else other.pages), (rows if is_first else other.rows)
-        number = index
+        found = index
         if const_expr(self.second == "dense"):
-            number = index if is_first else (tile - tiles0) * KEYS + key
-        page = number // rows
-        inside = number - page * rows
+            found = index if is_first else (tile - tiles0) * KEYS + self.key
+        page = found // rows
+        inside = found - page * rows
         if const_expr(self.second == "dense"):
             page = page if is_first else index
         is_there = index >= 0 and page < pages
         page_at = base + Int64(page) * stride
-        row_at = page_at + Int64(inside) * ROW_BYTES
-        entry = at.table + (slot * KEYS + key) * ENTRY
-        full = rings.tables.full(slot)
-        if cute.arch.make_warp_uniform(self.thread // KEYS) != 0:
+        half = 2 * place + warp // 2
+        slot, key = half % RAWS, self.key % RAW_KEYS
+        full = ready.raws.full(slot)
+        ready.raws.wait_empty(slot, half // RAWS & 1)
+        scale_at = at.scale + (slot * RAW_KEYS + key) * 4
+        part_bytes = SIDE + self.rank * SLAB
+        there = cute.arch.vote_ballot_sync(is_there) & (2**OWN_KEYS - 1)
+        if not is_there and lane >= OWN_KEYS:
+            ptx.store_shared_s32(scale_at, Int32(0))
+        cute.arch.sync_warp()
+        if lane == 0:
+            heading_at = at.heading + place % HEADINGS * HEADING
+            ptx.store_shared_s32(heading_at + 16 + warp * 4, ~there)
+            if warp == 0:
+                ptx.store_shared_128(heading_at, heading)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(there) * part_bytes)
+        if lane < OWN_KEYS:
             if is_there:
-                ptx.copy_async_64(entry + 8, page_at + (Int64(rows) * ROW_BYTES + inside * 8))
-                for line in range_constexpr(LINES // 2):
-                    ptx.prefetch_l2(row_at + line * 128, None)
-            else:
-                ptx.store_shared_64(entry + 8, Int32(0), Int32(0))
+                row_at = page_at + (Int64(inside) * ROW_BYTES + self.rank * SIDE)
+                ptx.copy_bulk(at.raw + slot * RAW_BYTES + key * RAW_PITCH, row_at, part_bytes, full.toint())
+        else:
+            if is_there:
+                ptx.copy_async_32(scale_at, page_at + (Int64(rows) * ROW_BYTES + inside * 8 + self.rank * 4))
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
-        else:
-            if is_there:
-                for line in range_constexpr(LINES // 2, LINES):
-                    ptx.prefetch_l2(row_at + line * 128, None)
-                ptx.store_shared_64(entry, *ptx.halves(row_at))
-            else:
-                # anything readable stands in for the row
-                ptx.store_shared_64(entry, queries[0], queries[1] | Int32(-(2**31)))
-            if key == 0:
-                mark = Int32(LAST) if tile == end - 1 else Int32(0)
-                heads = ptx.load_shared_s32(self.home + 48)
-                ptx.store_shared_128(at.heading + slot * HEADING, (mark, heads, *queries))
-        cute.arch.mbarrier_arrive(full)
-        if tile + 1 == end:
-            self.enter(item + self.work.step)
-        else:
-            cute.arch.sync_warp()
-            ptx.store_shared_s32(self.home, tile + 1)
-            cute.arch.sync_warp()

@@ -21,11 +21,11 @@ MOST_PARTS = 32
 """Parts of a row that choose_parts considers."""
 
 MOST_ROUNDS = 2
-"""Work items per multiprocessor that choose_parts splits rows into. It bounds the workspace whatever the batch."""
+"""Rounds of work items that choose_parts splits rows into. It bounds the workspace whatever the batch."""
 
 TILE_US, MERGE_US, BYTES_PER_US = 1.3, 2.0, 5e6
-"""What choose_parts reckons with on an H200: microseconds of a tile of 64 heads, of a merge as a dependent launch, and
-the rate at which partial results go to L2 and come back (perf/notes/data/merge_2.txt)."""
+"""What choose_parts reckons with on an H200: microseconds of a tile of a work item, of a merge as a dependent launch,
+and the rate at which partial results go to L2 and come back (perf/notes/data/merge_2.txt)."""
 
 PART_BYTES = HEAD_DIM * 4 + 4
 """Workspace of one part of one head of a row: an fp32 result and its log-sum-exp."""
@@ -56,26 +56,26 @@ def part_range(tiles: int, part: int, parts: int, part_tiles: int = 0) -> tuple[
     return tiles * part // parts, tiles * (part + 1) // parts
 
 
-def part_limit(rows: int, blocks: int, max_tiles: int, sms: int) -> int:
+def part_limit(rows: int, blocks: int, max_tiles: int, at_once: int) -> int:
     """The most parts that choose_parts may choose, at least 1."""
-    return max(1, min(max_tiles, MOST_PARTS, MOST_ROUNDS * sms // max(rows * blocks, 1)))
+    return max(1, min(max_tiles, MOST_PARTS, MOST_ROUNDS * at_once // max(rows * blocks, 1)))
 
 
 @lru_cache(maxsize=4096)
 def choose_parts(
-    rows: int, blocks: int, max_tiles: int, sms: int, heads: int = BLOCK_HEADS[-1], most: int = MOST_PARTS
+    rows: int, blocks: int, max_tiles: int, at_once: int, heads: int = BLOCK_HEADS[-1], most: int = MOST_PARTS
 ) -> int:
     """Parts to cut each row into, at most `most`, from the shapes of a call alone.
 
     rows        query rows
     blocks      blocks of heads
     max_tiles   tiles of the longest row that the lists' widths allow
-    sms         multiprocessors: that many work items run at a time
+    at_once     work items that run at a time
     heads       in a block
 
     The cheapest number of parts, the smallest of several, where the cost of p parts is
 
-        ceil(rows * blocks * p / sms) * ceil(max_tiles / p) * TILE_US
+        ceil(rows * blocks * p / at_once) * ceil(max_tiles / p) * TILE_US
         + (p > 1) * (MERGE_US + bytes of the partial results, once written and once read, / BYTES_PER_US)
 
     What a launch takes whatever its work, 8 us or so, is the same for all of them.
@@ -83,12 +83,12 @@ def choose_parts(
 
     def cost(parts: int) -> float:
         items = rows * blocks * parts
-        time = -(-items // sms) * -(-max_tiles // parts) * TILE_US
+        time = -(-items // at_once) * -(-max_tiles // parts) * TILE_US
         if parts > 1:
             time += MERGE_US + 2 * items * heads * HEAD_DIM * 4 / BYTES_PER_US
         return time
 
-    limit = min(most, part_limit(rows, blocks, max_tiles, sms))
+    limit = min(most, part_limit(rows, blocks, max_tiles, at_once))
     return min(range(1, max(limit, 1) + 1), key=cost)
 
 
@@ -114,7 +114,7 @@ def goes_through_workspace(parts: int, part_tiles: int) -> bool:
 def workspace_bytes(rows: int, heads: int, max_tiles: int, num_splits: int, split_tokens: int, sms: int) -> int:
     """Bytes of workspace for any call with at most so many rows and tiles, whatever choose_parts makes of it.
 
-    sms   multiprocessors; 0: choose_parts is not asked
+    sms   multiprocessors, at most as many work items run at a time; 0: choose_parts is not asked
     """
     if num_splits or split_tokens:
         parts, _ = fixed_parts(max_tiles, num_splits, split_tokens)

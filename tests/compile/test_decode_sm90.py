@@ -1,0 +1,47 @@
+"""What ptxas makes of Hopper's decode kernel: sizes that the notes promise, and products that run by themselves."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.runtime.arch import SMEM_BYTES
+from cute_kernels.runtime.compile import compile_report
+from cute_kernels.sparse_mla import decode_sm90, decode_sm90_plan
+from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+
+GROUPS = 2
+"""Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
+
+
+@pytest.mark.parametrize(
+    ("heads", "second", "out_fp32"), [(64, "listed", False), (64, "dense", True), (8, "none", False)]
+)
+def test_no_spills_and_products_in_flight(heads: int, second: str, out_fp32: bool) -> None:
+    report = compile_report(DecodeKey("sm_90a", heads, second, out_fp32))
+    assert report.facts.spill_stores == 0
+    assert report.smem == report.key.smem_bytes <= SMEM_BYTES["sm_90a"]
+    if report.sass:
+        products = re.findall(r"HGMMA.*", report.sass)
+        assert len([line for line in products if "gsb0" in line]) == GROUPS < len(products)
+
+
+def test_registers_are_those_of_the_launch() -> None:
+    groups = decode_sm90_plan.THREADS // 128
+    used = (
+        decode_sm90_plan.TURNS * (decode_sm90.SCORES_REGISTERS + decode_sm90.FRONT_REGISTERS)
+        + decode_sm90.BACK_REGISTERS
+        + decode_sm90.SCOUT_REGISTERS
+    )
+    launched = 65536 // decode_sm90_plan.THREADS // 8 * 8
+    assert used == groups * launched
+
+
+def test_no_tile_overtakes_a_heading() -> None:
+    """A tile's heading is written when all that read the one 8 tiles before are done: the scout is at most the halves
+    in flight ahead of the fronts, they a tile each ahead of the stages, and these not yet emptied."""
+    ahead = decode_sm90_plan.RAWS // 2 + decode_sm90_plan.TURNS + decode_sm90_plan.STAGES
+    assert ahead <= decode_sm90_plan.HEADINGS
