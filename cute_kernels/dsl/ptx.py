@@ -429,11 +429,6 @@ def copy_async_32(shared: Any, source: Any) -> None:
     inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[Int32(shared), Int64(source)])
 
 
-def copy_async_64(shared: Any, source: Any) -> None:
-    """sm_80 and up. 8 bytes from global to shared memory, asynchronously; both addresses 8-byte aligned."""
-    inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[Int32(shared), Int64(source)])
-
-
 def load_shared_128(address: Any) -> tuple[Any, Any, Any, Any]:
     """sm_70 and up. 16 bytes of shared memory, 16-byte aligned; the address is one of the block's own, 32 bits wide."""
     return inline_ptx(

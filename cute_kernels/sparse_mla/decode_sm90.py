@@ -82,7 +82,8 @@ class DecodeKey(ItemKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "wgmma", "cp.async", "mbarrier", "setmaxnreg", "stmatrix", "st.async"
+        used = ("wgmma", "cp.async.bulk", "st.async", "mbarrier", "setmaxnreg")
+        return used if self.out_fp32 else (*used, "stmatrix")
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return DecodeKernel(self), fake_arguments(self.out_fp32)

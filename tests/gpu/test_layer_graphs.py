@@ -1,11 +1,13 @@
 """A decode step of every layer kind, captured once in CUDA graphs and replayed with other numbers, against eager calls.
 
-The first graph ends with all caches written and, in C4A layers, with the indexer's queries quantized; the second is the
-output projection. The selection of entries and attention run between them.
+The first graph ends with all caches written and, in C4A layers, with the indexer's queries quantized; the second is
+attention over fp8_ds_mla caches and the output projection. The selection of entries runs between them, and so does
+attention over plain caches, which has no kernel yet.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -39,6 +41,7 @@ class Decoder:
         self.engine.step([], [(r, hidden_rows(n, seed=n)) for r, n in zip(self.requests, LENGTHS, strict=True)])
         self.hidden = torch.zeros(ROWS, self.engine.layer.config.hidden_size, dtype=torch.bfloat16, device="cuda")
         self.tables: dict[str, torch.Tensor] = {}
+        self.captures_attention = options.get("kv_cache", "fp8_ds_mla") == "fp8_ds_mla"
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def prepare(self, active: list[int], seed: int) -> DeepseekV4Metadata:
@@ -81,8 +84,17 @@ class Decoder:
         self.q, self.selected, _ = self._record(lambda: self._front(m, monkeypatch))
         self.out = torch.empty(self.q.shape, dtype=torch.bfloat16, device="cuda")
         self.lse = torch.empty(self.q.shape[:2], device="cuda")
-        table = layer.rotary_emb.cos_sin_cache
-        self.hidden_out = self._record(lambda: layer.o_proj(self.out, m.positions, table))
+        self.topk = None if layer.indexer is None else layer.indexer.indexer_op.topk_indices_buffer[:ROWS]
+        self.hidden_out = self._record(lambda: self._back(m))
+
+    def _attend(self, m: DeepseekV4Metadata) -> None:
+        self.engine.layer.mla_attn(self.q, self.engine.caches, m, self.topk, self.out, self.lse)
+
+    def _back(self, m: DeepseekV4Metadata) -> torch.Tensor:
+        if self.captures_attention:
+            self._attend(m)
+        layer = self.engine.layer
+        return layer.o_proj(self.out, m.positions, layer.rotary_emb.cos_sin_cache)
 
     def _record(self, body: Any) -> Any:
         graph = torch.cuda.CUDAGraph()
@@ -94,9 +106,13 @@ class Decoder:
     def replay(self, m: DeepseekV4Metadata) -> torch.Tensor:
         front, back = self.graphs
         layer, caches = self.engine.layer, self.engine.caches
+        for result in (self.out, self.lse):
+            result.fill_(math.nan)
         front.replay()
-        topk = None if layer.indexer is None else layer.indexer.indexer_op(*self.selected, caches.indexer, m)
-        layer.mla_attn(self.q, caches, m, topk, self.out, self.lse)
+        if layer.indexer is not None:
+            layer.indexer.indexer_op(*self.selected, caches.indexer, m)
+        if not self.captures_attention:
+            self._attend(m)
         back.replay()
         return self.hidden_out
 
