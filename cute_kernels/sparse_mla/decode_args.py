@@ -232,11 +232,20 @@ def supports(call: Call) -> tuple[bool, str]:
             return False, f"{name} must have fewer than 2^30 rows, got shape {tuple(cache.shape)}"
     if call.max_tiles * schedule.TILE >= MOST_NUMBERS:
         return False, f"the lists must have fewer than 2^30 columns, got {call.max_tiles} tiles of {schedule.TILE}"
-    parts = call.parts(multiprocessors(call.q.device.index))[0]
+    parts, part_tiles = call.parts(multiprocessors(call.q.device.index))
     items = call.rows * schedule.head_blocks(call.q.shape[2]) * parts
     if items >= MOST_NUMBERS:
         return False, f"rows times blocks of heads times parts must be less than 2^30, got {items}"
-    for name, lengths in (("topk_length", call.topk_length), ("extra_topk_length", call.extra_topk_length)):
+    if part_tiles == 0 and call.max_tiles * parts >= 2 * MOST_NUMBERS:
+        return False, f"tiles of a row times parts must be less than 2^31, got {call.max_tiles} times {parts}"
+    if part_tiles >= MOST_NUMBERS:
+        return False, f"split_tokens must be less than 2^30 tiles of {schedule.TILE}, got {part_tiles}"
+    given = {
+        "topk_length": call.topk_length,
+        "extra_topk_length": call.extra_topk_length,
+        "extra_length": call.extra_length,
+    }
+    for name, lengths in given.items():
         if lengths is not None and max(lengths.stride(), default=0) >= MOST_NUMBERS:
             return False, f"strides of {name} must be less than 2^30, got {tuple(lengths.stride())}"
     return True, ""

@@ -53,7 +53,7 @@ LEAST_POWER, NAN = 0x0040, 0x7FC0
 class Front:
     @cute.jit
     def run(self, thread: Any, number: Any, rank: Any, ready: Barriers, at: Places) -> None:
-        """Fill every second stage, from `number` on. By a warpgroup."""
+        """Convert every second tile, from `number` on. By a warpgroup."""
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
         quad, member = lane // 4, lane % 4
@@ -81,7 +81,8 @@ class Front:
             if mark & END == 0:
                 skipped = [ptx.load_shared_s32(heading + 16 + (warp // 2 + 2 * half) * 4) for half in range(2)]
                 is_large = self.set_scales(scales, exact, rank)
-                # the last slab first: once its words, which were loaded last, can be stored, all others are there too
+                # the last slab first: once its words, which were loaded last, can be stored, all others are there too;
+                # an arrival alone does not wait for loads whose values nobody has used
                 last_at = stage * STAGE_BYTES + LAST_SLAB * SLAB_BYTES
                 if rank != 0:
                     self.move(raw, LAST_SLAB, rope_at + last_at, [word >> (row % OWN_KEYS) for word in skipped])

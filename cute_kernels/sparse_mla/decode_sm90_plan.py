@@ -52,7 +52,7 @@ second, whose rotary columns are bf16 already, none."""
 RAW_BYTES = RAW_KEYS * RAW_PITCH
 
 HEADINGS = 8
-"""At least the tiles that can be on their way from the scout to the back."""
+"""At least the tiles that can be on their way from the scout to the scores."""
 
 HEADING = 32
 """Bytes of a heading: marks of the tile and, from HEADS_BIT on, heads of its item; the item; address of its queries. Of

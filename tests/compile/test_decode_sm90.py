@@ -29,6 +29,22 @@ def test_no_spills_and_products_in_flight(heads: int, second: str, out_fp32: boo
         assert len([line for line in products if "gsb0" in line]) == GROUPS < len(products)
 
 
+def test_a_front_lets_go_of_what_it_has_loaded() -> None:
+    """An arrival at an mbarrier can overtake loads, so it comes behind a store of what was loaded last."""
+    report = compile_report(DecodeKey("sm_90a", 64, "listed", False))
+    if not report.sass:
+        pytest.skip("nvdisasm is not there")
+    _, front, _ = re.split(
+        rf"USETMAXREG\S* {decode_sm90.FRONT_REGISTERS:#x} ;|USETMAXREG\S* {decode_sm90.SCOUT_REGISTERS:#x} ;",
+        report.sass,
+    )
+    work = re.findall(r"LDS\.128|STS\.128|SYNCS\.ARRIVE", front)
+    rows = 2 * (decode_sm90_plan.SLABS + 1)
+    stores = work.index("STS.128")
+    assert work[:stores] == ["LDS.128"] * rows
+    assert work.index("SYNCS.ARRIVE") > stores
+
+
 def test_registers_are_those_of_the_launch() -> None:
     groups = decode_sm90_plan.THREADS // 128
     used = (

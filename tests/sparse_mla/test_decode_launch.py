@@ -214,13 +214,17 @@ def test_rows_without_elements_launch_nothing(
         ({"out": torch.zeros(2, 1, 4, 516, dtype=torch.bfloat16)[..., :512]}, "heads of out must be 16-byte aligned"),
         ({"workspace": torch.zeros(9000, dtype=torch.uint8)[1:]}, "the workspace must be 16-byte aligned"),
         (
-            {"k_cache": torch.zeros(1, dtype=torch.uint8).expand(2**25, 64, 584), "indices": None},
+            {"k_cache": torch.zeros(1, dtype=torch.uint8).expand(2**25, 64, 584)},
             "k_cache must have fewer than 2^30 rows",
         ),
+        (
+            {"indices": torch.zeros(1, dtype=torch.int32).expand(2, 1, 2**22), "num_splits": 2**15},
+            "tiles of a row times parts must be less than 2^31, got 65536 times 32768",
+        ),
+        ({"split_tokens": 2**37}, "split_tokens must be less than 2^30 tiles"),
     ],
 )
 def test_what_is_not_supported_says_so(gpu: Launches, changes: dict[str, Any], why: str) -> None:
-    changes.pop("indices", None)
     supported, reason = decode.supports(*arguments(**NO_EXTRA, **changes).values())
     assert not supported
     assert reason.startswith(why)
