@@ -82,7 +82,7 @@ class DecodeKey(ItemKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        used = ("wgmma", "cp.async.bulk", "st.async", "mbarrier", "setmaxnreg")
+        used = ("wgmma", "bulk.load", "st.async", "mbarrier", "setmaxnreg")
         return used if self.out_fp32 else (*used, "stmatrix")
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
