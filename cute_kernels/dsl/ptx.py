@@ -472,7 +472,7 @@ def copy_bulk(shared: Any, source: Any, size: Any, barrier: Any) -> None:
 
 
 def copy_async_or_zero(shared: Any, source: Any, size: int, read: Any) -> None:
-    """sm_80 and up. `size` bytes, 8 or 16, from global to shared memory, asynchronously and, if 16, past L1. Of those
+    """sm_80 and up. `size` bytes, 4, 8 or 16, from global to shared memory, asynchronously and, if 16, past L1. Of those
     only the first `read` are read, the others become zero. Both addresses are multiples of `size`."""
     cache = "cg" if size == 16 else "ca"
     inline_ptx(

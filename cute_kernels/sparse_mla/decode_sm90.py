@@ -138,9 +138,7 @@ class DecodeKernel:
             Output(address(out), strides, address(lse), length(q, 2), length(q, 0)),
             sink,
             scale_log2,
-            length(q, 1),
-            head_blocks,
-            parts,
+            *(cute.fast_divmod_create_divisor_v2(number) for number in (length(q, 1), head_blocks, parts)),
             part_tiles,
             items,
             *self.products(),
@@ -156,7 +154,8 @@ class DecodeKernel:
         )
 
     def cache(self, tensor: cute.Tensor) -> Cache:
-        return Cache(address(tensor), stride_bytes(tensor, 0), length(tensor, 0), length(tensor, 1))
+        rows = cute.fast_divmod_create_divisor_v2(length(tensor, 1))
+        return Cache(address(tensor), stride_bytes(tensor, 0), length(tensor, 0), rows)
 
     def list(self, tensor: cute.Tensor) -> Lists:
         return Lists(address(tensor), stride_bytes(tensor, 0), stride_bytes(tensor, 1), length(tensor, 2))
@@ -190,9 +189,9 @@ class DecodeKernel:
         out: Output,
         sink: Int64,
         scale_log2: Float32,
-        tokens: Int32,
-        head_blocks: Int32,
-        row_parts: Int32,
+        tokens: Any,
+        head_blocks: Any,
+        row_parts: Any,
         part_tiles: Int32,
         items: Int32,
         qk: cute.TiledMma,

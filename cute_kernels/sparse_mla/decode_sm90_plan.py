@@ -113,7 +113,7 @@ def smem_parts() -> dict[str, int]:
     }
 
 
-BARRIERS = 2 * (RAWS + STAGES + P_BUFFERS) + TURNS + 1 + TURNS * 4 + 4 + 4
+BARRIERS = 2 * (RAWS + STAGES + P_BUFFERS) + TURNS + 1 + 4 + 4 + 4
 
 
 def smem_bytes() -> int:
@@ -163,7 +163,7 @@ class Barriers:
                are there. empty: both backs' warps are done with them
     partials   of each warpgroup of the scores: all bytes of the other block's part of them are there
     queries    an item's queries are there
-    products   of each warp of the scores: it is done with Q K^T of a tile
+    products   of each of the scores' warps: an item's last Q K^T is done, and another item follows
     tops       of each of their warps: the running maxima are a tile's
     amounts    of each of their warps: the running sums are a tile's
     """
@@ -180,7 +180,7 @@ class Barriers:
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
         rings = (barriers.Ring.allocate(smem, stages) for stages in (RAWS, STAGES, P_BUFFERS))
-        return cls(*rings, *(smem.allocate_array(Int64, count) for count in (TURNS, 1, TURNS * 4, 4, 4)))
+        return cls(*rings, *(smem.allocate_array(Int64, count) for count in (TURNS, 1, 4, 4, 4)))
 
     def initialize(self) -> None:
         """By one thread; the pair of blocks synchronizes afterwards."""
@@ -191,7 +191,7 @@ class Barriers:
         for first, count, arrivals in (
             (self.partials, TURNS, 1),
             (self.queries, 1, 128),
-            (self.products, TURNS * 4, 1),
+            (self.products, 4, 1),
             (self.tops, 4, 1),
             (self.amounts, 4, 1),
         ):
@@ -201,7 +201,10 @@ class Barriers:
 
 
 class Work(NamedTuple):
-    """The items of a block: numbers first, first + step ... below `end`; by blocks of heads, parts, tokens, batches."""
+    """The items of a block: numbers first, first + step ... below `end`; by blocks of heads, parts, tokens, batches.
+
+    tokens, head_blocks, parts   divisors by the numbers of those
+    """
 
     tokens: Any
     head_blocks: Any
@@ -213,9 +216,10 @@ class Work(NamedTuple):
 
     def place(self, item: Any) -> tuple[Any, Any, Any, Any]:
         """(batch, token, part, block of heads) of a work item."""
-        rest = item // self.head_blocks
-        row = rest // self.parts
-        return row // self.tokens, row % self.tokens, rest % self.parts, item % self.head_blocks
+        rest, head_block = divmod(item, self.head_blocks)
+        row, part = divmod(rest, self.parts)
+        batch, token = divmod(row, self.tokens)
+        return batch, token, part, head_block
 
 
 class Query(NamedTuple):
@@ -232,6 +236,8 @@ class Query(NamedTuple):
 
 
 class Cache(NamedTuple):
+    """Pages `page_stride` bytes apart, each of as many rows as `rows` divides by."""
+
     base: Any
     page_stride: Any
     pages: Any

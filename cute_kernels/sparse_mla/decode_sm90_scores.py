@@ -103,13 +103,13 @@ class Scores:
         while mark & END == 0:
             if mark & FIRST != 0 and tile > 0:
                 # the queries before have served: all warps are past their products
-                other = ready.products + ((number ^ 1) * 4 + warp)
-                ptx.wait_mbarrier(other.toint(), ((tile + 1) // TURNS & 1) ^ 1)
+                ptx.wait_mbarrier((ready.products + warp).toint(), Int32(0) if mark & ODD != 0 else Int32(1))
                 cute.arch.barrier(barrier_id=SCORES_BARRIER + number, number_of_threads=128)
                 self.ask_for_q(ptx.pair(low, high), mark >> HEADS_BIT, warp, lane, q, ready, at)
             ptx.wait_mbarrier(ready.queries.toint(), Int32(1) if mark & ODD != 0 else Int32(0))
             self.multiply(qk, qk_more, sums, q_parts, k_parts, tile % STAGES)
-            self.send(sums, scores, tile, thread, number, warp, rank, ready, at)
+            is_used_up = mark & LAST != 0 and item + work.step < work.end
+            self.send(sums, scores, tile, is_used_up, thread, warp, rank, ready, at)
             self.softmax(scores, tile, mark, item, thread, rank, work, out, sink, scale_log2, ready, at)
             tile = tile + TURNS
             mark, item, low, high = self.heading(tile, ready, at)
@@ -139,17 +139,20 @@ class Scores:
         sums: Any,
         scores: Any,
         tile: Any,
+        is_used_up: Any,
         thread: Any,
-        number: Any,
         warp: Any,
         rank: Any,
         ready: Barriers,
         at: Places,
     ) -> None:
-        """Once a tile's sums are there keep those of this block's heads, and send the other block those of its own."""
+        """Once a tile's sums are there keep those of this block's heads, and send the other block those of its own.
+
+        is_used_up   the item's queries are, and there is an item behind it
+        """
         warpgroup.wait_group(0)
-        if thread % 32 == 0:
-            cute.arch.mbarrier_arrive(ready.products + (number * 4 + warp))
+        if is_used_up and thread % 32 == 0:
+            cute.arch.mbarrier_arrive(ready.products + warp)
         buffer = tile % TURNS
         barrier = ready.partials + buffer
         # where it goes the other block's back has found weights
@@ -222,6 +225,7 @@ class Scores:
         else:
             # nor do warps without heads run ahead of the others
             self.wait_turn(ready.tops + warp, tile)
+            cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(ready.tops + warp)
         if thread == 0:
@@ -323,7 +327,7 @@ class Scores:
         if sink != 0:
             logit = ptx.load_global_s32_where(head < heads, sink + Int64(first + head) * 4)
         if lane % 4 == 0 and head < heads:
-            place = ((piece * out.batches + batch) * out.heads + (first + head)) * work.tokens + token
+            place = ((piece * out.batches + batch) * out.heads + (first + head)) * work.tokens.divisor + token
         if thread == 0:
             rows = out.base + Int64(piece) * out.strides[0] + Int64(batch) * out.strides[1]
             rows = rows + Int64(token) * out.strides[2] + Int64(first) * out.strides[3]

@@ -87,11 +87,10 @@ class Scout:
                 cute.arch.sync_warp()
                 ptx.store_shared_s32(self.home, tile + 1)
                 cute.arch.sync_warp()
-            # on its way while the tile before is dealt with
-            following = self.look()
-            heading = (mark | heads << HEADS_BIT, item, low, high)
-            self.fetch(index, tile, tiles0, heading, place, ready, at)
-            index = following
+            is_there, source = self.locate(index, tile, tiles0)
+            # on its way while rows are copied; into the register just served, as a move would wait for it
+            index = self.look()
+            self.fetch(is_there, source, (mark | heads << HEADS_BIT, item, low, high), place, ready, at)
             place = place + 1
 
     @cute.jit
@@ -114,13 +113,13 @@ class Scout:
             if const_expr(self.second != "none"):
                 columns = sources.list1.columns
                 if const_expr(self.second == "dense"):
-                    columns = columns * sources.cache1.rows
+                    columns = columns * sources.cache1.rows.divisor
                 live1 = self.live(sources.lengths1, columns, 52)
             self.ask_for_queries(queries, heads)
             tiles0 = (live0 + (KEYS - 1)) // KEYS
             tiles = tiles0 + (live1 + (KEYS - 1)) // KEYS
-            tile = tiles * part // work.parts
-            end = tiles * (part + 1) // work.parts
+            tile, _ = divmod(tiles * part, work.parts)
+            end, _ = divmod(tiles * (part + 1), work.parts)
             if work.part_tiles != 0:
                 tile = cutlass.min(part * work.part_tiles, tiles)
                 end = cutlass.min(tile + work.part_tiles, tiles)
@@ -198,50 +197,60 @@ class Scout:
             live, low, high = (live if is_first else live1), (low if is_first else low1), (high if is_first else high1)
             place = column
             if const_expr(self.second == "dense"):
-                place = column if is_first else column // self.sources.cache1.rows
+                page, _ = divmod(column, self.sources.cache1.rows)
+                place = column if is_first else page
         return ptx.load_global_s32_where(column < live, ptx.pair(low, high) + Int64(place) * 4)
 
     @cute.jit
-    def fetch(self, index: Any, tile: Any, tiles0: Any, heading: Any, place: Any, ready: Barriers, at: Places) -> None:
-        """Start to copy the row of the key that has this index."""
-        lane = self.thread % 32
-        warp = cute.arch.make_warp_uniform(self.thread // 32)
-        base, stride, pages, rows = self.sources.cache0
+    def locate(self, index: Any, tile: Any, tiles0: Any) -> tuple[Any, Any]:
+        """Whether there is a key of this index, and where the thread's share of it is: its row or its scales."""
+        cache = self.sources.cache0
+        base, stride, pages = cache.base, cache.page_stride, cache.pages
+        known = cutlass.max(index, Int32(0))
+        page, inside = divmod(known, cache.rows)
+        rows = cache.rows.divisor
         if const_expr(self.second != "none"):
-            is_first = tile < tiles0
-            other = self.sources.cache1
+            is_first, other = tile < tiles0, self.sources.cache1
             base, stride = (base if is_first else other.base), (stride if is_first else other.page_stride)
-            pages, rows = (pages if is_first else other.pages), (rows if is_first else other.rows)
-        found = index
-        if const_expr(self.second == "dense"):
-            found = index if is_first else (tile - tiles0) * KEYS + self.key
-        page = found // rows
-        inside = found - page * rows
-        if const_expr(self.second == "dense"):
-            page = page if is_first else index
+            pages, rows = (pages if is_first else other.pages), (rows if is_first else other.rows.divisor)
+            if const_expr(self.second == "dense"):
+                known = (tile - tiles0) * KEYS + self.key
+            second_page, second_inside = divmod(known, other.rows)
+            if const_expr(self.second == "dense"):
+                second_page = index
+            page, inside = (page if is_first else second_page), (inside if is_first else second_inside)
         is_there = index >= 0 and page < pages
-        page_at = base + Int64(page) * stride
+        row = inside * ROW_BYTES + self.rank * SIDE
+        scales = rows * ROW_BYTES + inside * 8 + self.rank * 4
+        return is_there, base + Int64(page) * stride + Int64(row if self.has_row else scales)
+
+    @property
+    def has_row(self) -> Any:
+        """Of a key's two threads, one has its row copied, the other its scales."""
+        return self.thread % 32 < OWN_KEYS
+
+    @cute.jit
+    def fetch(self, is_there: Any, source: Any, heading: Any, place: Any, ready: Barriers, at: Places) -> None:
+        """Start to copy a tile."""
+        warp = cute.arch.make_warp_uniform(self.thread // 32)
         half = 2 * place + warp // 2
         slot, key = half % RAWS, self.key % RAW_KEYS
         full = ready.raws.full(slot)
         ready.raws.wait_empty(slot, half // RAWS & 1)
-        scale_at = at.scale + (slot * RAW_KEYS + key) * 4
         part_bytes = SIDE + self.rank * SLAB
         there = cute.arch.vote_ballot_sync(is_there) & (2**OWN_KEYS - 1)
-        if not is_there and lane >= OWN_KEYS:
-            ptx.store_shared_s32(scale_at, Int32(0))
-        cute.arch.sync_warp()
-        if lane == 0:
+        if self.thread % 32 == 0:
             heading_at = at.heading + place % HEADINGS * HEADING
             ptx.store_shared_s32(heading_at + 16 + warp * 4, ~there)
             if warp == 0:
                 ptx.store_shared_128(heading_at, heading)
             cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(there) * part_bytes)
-        if lane < OWN_KEYS:
+        if self.has_row:
             if is_there:
-                row_at = page_at + (Int64(inside) * ROW_BYTES + self.rank * SIDE)
-                ptx.copy_bulk(at.raw + slot * RAW_BYTES + key * RAW_PITCH, row_at, part_bytes, full.toint())
+                ptx.copy_bulk(at.raw + slot * RAW_BYTES + key * RAW_PITCH, source, part_bytes, full.toint())
         else:
-            if is_there:
-                ptx.copy_async_32(scale_at, page_at + (Int64(rows) * ROW_BYTES + inside * 8 + self.rank * 4))
+            source = source if is_there else self.sources.cache0.base
+            ptx.copy_async_or_zero(
+                at.scale + (slot * RAW_KEYS + key) * 4, source, 4, Int32(4) if is_there else Int32(0)
+            )
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
