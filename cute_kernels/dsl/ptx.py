@@ -472,8 +472,8 @@ def copy_bulk(shared: Any, source: Any, size: Any, barrier: Any) -> None:
 
 
 def copy_async_or_zero(shared: Any, source: Any, size: int, read: Any) -> None:
-    """sm_80 and up. `size` bytes, 4, 8 or 16, from global to shared memory, asynchronously and, if 16, past L1. Of those
-    only the first `read` are read, the others become zero. Both addresses are multiples of `size`."""
+    """sm_80 and up. 4, 8 or 16 bytes from global to shared memory, asynchronously and, if 16, past L1. Only the first
+    `read` of them are read, the others become zero. Both addresses are multiples of `size`."""
     cache = "cg" if size == 16 else "ca"
     inline_ptx(
         f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
