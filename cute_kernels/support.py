@@ -43,6 +43,7 @@ KERNEL_ARCHS = {
     "quantize_and_insert_k_cache": _E4M3_ARCHS,
     "save_partial_states": ARCHS,
     "sparse_mla_decode": ARCHS,
+    "sparse_mla_prefill": ("sm_90a",),
 }
 """Op -> architectures its kernel runs on, for the ops that have one."""
 

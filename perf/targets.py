@@ -95,6 +95,14 @@ TARGETS_US: Mapping[tuple[str, str, str], float] = {
     ("NVIDIA H200", "sparse_mla_decode", "b256 h8 c4_128+512"): 35.0,
     ("NVIDIA H200", "sparse_mla_decode", "b256 h16 c4_128+512"): 38.0,
     ("NVIDIA H200", "sparse_mla_decode", "b256 h32 c4_128+512"): 42.0,
+    ("NVIDIA H200", "sparse_mla_prefill", "sq4096 h64 topk640 skv16384"): 582.0,
+    ("NVIDIA H200", "sparse_mla_prefill", "sq4096 h64 topk1152 skv16384"): 998.0,
+    ("NVIDIA H200", "sparse_mla_prefill", "sq4096 h64 topk2176 skv16384"): 1825.0,
+    ("NVIDIA H200", "sparse_mla_prefill", "sq4096 h128 topk640 skv65536"): 1273.0,
+    ("NVIDIA H200", "sparse_mla_prefill", "sq4096 h128 topk1152 skv65536"): 2133.0,
+    ("NVIDIA H200", "sparse_mla_prefill", "sq4096 h128 topk2176 skv65536"): 3960.0,
+    ("NVIDIA H200", "sparse_mla_prefill", "sq512 h64 topk640 skv16384"): 86.0,
+    ("NVIDIA H200", "sparse_mla_prefill", "sq4096 h64 topk128 skv16384"): 208.0,
 }
 """(GPU, op, case) -> microseconds. Other cells have the limit that `limit_us` derives from their best peer."""
 

@@ -46,6 +46,10 @@ class Ring:
             cute.arch.mbarrier_init(self.empty(stage), arrivals_to_empty)
         cute.arch.mbarrier_init_fence()
 
+    def is_full(self, stage: Any, phase: Any) -> Any:
+        """1 if `wait_full` would not wait, else 0."""
+        return ptx.test_mbarrier(self.full(stage).toint(), phase)
+
     def wait_full(self, stage: Any, phase: Any) -> None:
         _wait(self.full(stage), phase)
 

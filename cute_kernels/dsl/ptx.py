@@ -496,6 +496,16 @@ def wait_mbarrier(address: Any, phase: Any) -> None:
     )
 
 
+def test_mbarrier(address: Any, phase: Any) -> Any:
+    """sm_90 and up. 1 if the phase of that parity is complete, else 0."""
+    return inline_ptx(
+        "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}; "
+        "selp.b32 {$w0}, 1, 0, done; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(address), Int32(phase)],
+    )
+
+
 def load_shared_s32(address: Any) -> Any:
     """sm_70 and up. An int32 of shared memory; the address is one of the block's own, 32 bits wide."""
     return inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(address)])
@@ -596,6 +606,11 @@ def again(number: Any) -> Any:
 def thread_again() -> Any:
     """sm_70 and up. The thread's number in its block, read here: it takes no register elsewhere."""
     return _read_special("%tid.x")
+
+
+def block_again() -> Any:
+    """sm_70 and up. The block's number in its grid, read here."""
+    return _read_special("%ctaid.x")
 
 
 def rank_again() -> Any:

@@ -23,6 +23,9 @@ _SCALE = 0.15
 
 _OUT_ABSOLUTE, _OUT_RELATIVE = 1e-3, 2.01 / 128
 _LSE_ABSOLUTE, _LSE_RELATIVE = 1e-6, 8.01 / 65536
+_SUMS_ABSOLUTE = 5e-6
+"""2^-22 |q| |k| _SCALE: fp32 sums of products, also where they cancel and a row has few columns."""
+
 _BAD = (-1, -(2**31), 2**31 - 1, -7)
 """Slots and pages outside every cache."""
 
@@ -68,6 +71,15 @@ def _agree_merge(got: Sequence[Any], want: Sequence[Any]) -> str:
         _close("out", got[3], want[3], 1e-5, 1e-5 if is_fp32 else 2.0**-7)
         or _close("lse", got[4], want[4], 1e-6, 1e-6)
         or _untouched(got, want, (3, 4))
+    )
+
+
+def _agree_prefill(got: Sequence[Any], want: Sequence[Any]) -> str:
+    return (
+        _close("out", got[6], want[6], _OUT_ABSOLUTE, _OUT_RELATIVE)
+        or _close("max_logits", got[7], want[7], _SUMS_ABSOLUTE, _LSE_RELATIVE)
+        or _close("lse", got[8], want[8], _SUMS_ABSOLUTE, _LSE_RELATIVE)
+        or _untouched(got, want, (6, 7, 8))
     )
 
 
@@ -225,4 +237,31 @@ def merge() -> Iterator[Example]:
         yield Example(f"{n} parts of {b} x {s_q} x {h}", (outs, lses, sink, *results), _agree_merge)
 
 
-EXAMPLES = {"merge_attention_states": merge, "sparse_mla_decode": decode}
+def prefill() -> Iterator[Example]:
+    """sparse_mla_prefill, arguments in the schema's order"""
+    for s_q, h, topk, s_kv, with_lengths in (
+        (3, 64, 128, 300, False),
+        (9, 128, 300, 1000, True),
+        (150, 64, 130, 700, True),
+        (5, 8, 640, 640, False),
+        (4, 13, 77, 90, True),
+        (2, 100, 65, 64, False),
+        (3, 16, 0, 5, True),
+        (3, 32, 7, 0, False),
+        (0, 64, 7, 5, True),
+    ):
+        g = torch.Generator().manual_seed(s_q + h)
+        q = torch.randn(s_q, h + 1, formats.HEAD_DIM + 8, generator=g).bfloat16()[:, 1:, 8:]
+        kv = torch.full((s_kv, 1, formats.HEAD_DIM + 8), math.nan, dtype=torch.bfloat16)[..., 8:]
+        # the last row stays NaN
+        values = torch.randn(max(s_kv - 1, 0), formats.HEAD_DIM, generator=g) * (_LARGEST / 4)
+        kv[:-1, 0] = values.clamp(-_LARGEST, _LARGEST).bfloat16()
+        indices = _slots((s_q, 1, topk), max(s_kv, 2), g)
+        indices[indices >= s_kv] = -1
+        lengths = torch.randint(-1, topk + 9, (s_q,), generator=g, dtype=torch.int32) if with_lengths else None
+        results = torch.full((s_q, h), -777.0), torch.full((s_q, h), -777.0)
+        arguments = (q, kv, indices, _SCALE, _sink(h), lengths, _poisoned((s_q, h, formats.HEAD_DIM), torch.bfloat16))
+        yield Example(f"{s_q} x {h}, {topk} of {s_kv}", (*arguments, *results), _agree_prefill)
+
+
+EXAMPLES = {"merge_attention_states": merge, "sparse_mla_decode": decode, "sparse_mla_prefill": prefill}

@@ -76,6 +76,7 @@ _prefill = define_op(
     check=_check_prefill,
     reference=reference.sparse_mla_prefill,
     cost=_cost_prefill,
+    kernel="cute_kernels.sparse_mla.prefill",
 )
 
 

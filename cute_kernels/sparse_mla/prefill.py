@@ -1,0 +1,89 @@
+"""Which kernel sparse_mla_prefill runs: Hopper's, and none elsewhere."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cute_kernels.dsl import ptx
+from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+
+ARCH = "sm_90a"
+
+MOST_NUMBERS = 2**30
+"""Rows, columns and work items are counted in int32, with room for what is added to the last of them."""
+
+LEAST_SCALE = 1e-37
+"""What a scale of 0 becomes: the scores of what is skipped are infinite, and 0 times that is NaN."""
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[PrefillKey]:
+    """One kernel takes every call."""
+    return [_key(arch)] if arch == ARCH else []
+
+
+@cache
+def _key(arch: str) -> PrefillKey:
+    return PrefillKey(arch)
+
+
+def supports(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    sm_scale: float,
+    attn_sink: Any,
+    topk_length: Any,
+    out: Any,
+    max_logits: Any,
+    lse: Any,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
+    arch = arch_of(q.device.index)
+    if arch != ARCH:
+        return False, f"the kernel is for {ARCH}, got {arch}"
+    for name, tensor, axes in (("heads of q", q, (0, 1)), ("rows of kv", kv, (0,)), ("heads of out", out, (0, 1))):
+        strides = [tensor.stride(axis) * tensor.element_size() for axis in axes if tensor.shape[axis] > 1]
+        if tensor.numel() and (tensor.data_ptr() % 16 or any(stride % 16 for stride in strides)):
+            return False, (
+                f"{name} must be 16-byte aligned, got address {tensor.data_ptr():#x} and strides "
+                f"{tuple(tensor.stride())}"
+            )
+    counts = {"rows of q": 2 * q.shape[0], "columns of indices": indices.shape[2]}
+    for name, count in counts.items():
+        if count >= MOST_NUMBERS:
+            return False, f"{name}: expected fewer than 2^30, got shape {tuple(q.shape)}, {tuple(indices.shape)}"
+    return True, ""
+
+
+def launch(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    sm_scale: float,
+    attn_sink: Any,
+    topk_length: Any,
+    out: Any,
+    max_logits: Any,
+    lse: Any,
+) -> None:
+    """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
+    if out.numel() == 0:
+        return
+    device_index = q.device.index
+    launch_key(
+        _key(arch_of(device_index)),
+        device_index,
+        q,
+        kv,
+        indices,
+        out,
+        max_logits,
+        lse,
+        0 if topk_length is None else topk_length.data_ptr(),
+        0 if attn_sink is None else attn_sink.data_ptr(),
+        sm_scale * ptx.LOG2_E or LEAST_SCALE,
+        multiprocessors(device_index),
+    )

@@ -1,0 +1,212 @@
+"""sparse_mla_prefill on Hopper: both products on tensor cores, rows of kv gathered into shared memory.
+
+A block walks over work items (query row, block of 64 heads). Its four warpgroups share the work:
+
+    scores   queries in registers, Q K^T of a tile of 64 keys, softmax
+    backs    two, half of the columns each: O += P V, results
+    rows     which rows a tile is made of, their way into shared memory
+
+perf/notes/prefill.md has what was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.dsl import ptx, wgmma
+from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.sparse_mla.prefill_sm90_back import Back
+from cute_kernels.sparse_mla.prefill_sm90_plan import (
+    BACK,
+    KEPT,
+    KEYS,
+    ROWS,
+    ROWS_GROUP,
+    SIDE,
+    THREADS,
+    TILES,
+    Barriers,
+    Output,
+    Places,
+    Query,
+    Sources,
+    Work,
+    smem_bytes,
+    smem_parts,
+)
+from cute_kernels.sparse_mla.prefill_sm90_rows import Rows
+from cute_kernels.sparse_mla.prefill_sm90_scores import Scores
+
+SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS = 160, 160, 32
+"""Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
+
+
+@dataclass(frozen=True)
+class PrefillKey(KernelKey):
+    """What distinguishes one compiled kernel from another: nothing but the architecture."""
+
+    @property
+    def smem_bytes(self) -> int:
+        return smem_bytes()
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return "wgmma", "cp.async", "ldmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def rows() -> Any:
+            strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+            return make_fake_tensor(
+                BFloat16, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=strides, assumed_align=16
+            )
+
+        indices = make_fake_tensor(
+            Int32, (cute.sym_int(), 1, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)
+        )
+        numbers = [
+            make_fake_compact_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0)) for _ in range(2)
+        ]
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        scalars = (Int64(0), Int64(0), Float32(0), Int32(1))
+        return PrefillKernel(), (rows(), rows(), indices, rows(), *numbers, *scalars, stream)
+
+
+class PrefillKernel:
+    """Entry point:
+
+    q, kv, indices, out, max_logits, lse
+                 as the op's; strides of q, kv and out are multiples of 16 bytes
+    lengths      address of topk_length, or 0: all columns count
+    sink         address of fp32 [h], or 0
+    scale_log2   softmax scale times log2(e)
+    blocks       of the grid, at most
+    stream
+    """
+
+    def __init__(self) -> None:
+        self.rows, self.scores, self.back = Rows(), Scores(), Back()
+        self.name = "sparse_mla_prefill"
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv: cute.Tensor,
+        indices: cute.Tensor,
+        out: cute.Tensor,
+        max_logits: cute.Tensor,
+        lse: cute.Tensor,
+        lengths: Int64,
+        sink: Int64,
+        scale_log2: Float32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        heads = length(q, 1)
+        blocks_bits = Int32(1) if heads > ROWS else Int32(0)
+        items = length(q, 0) << blocks_bits
+        kernel = self.kernel(
+            Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads),
+            Sources(
+                address(kv),
+                stride_bytes(kv, 0),
+                length(kv, 0),
+                address(indices),
+                stride_bytes(indices, 0),
+                length(indices, 2),
+                lengths,
+            ),
+            Output(address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse)),
+            sink,
+            scale_log2,
+            items,
+            blocks_bits,
+            self.products(),
+            self.layouts(),
+        )
+        kernel.launch(
+            grid=[cutlass.min(blocks, items), 1, 1],
+            block=[THREADS, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    def products(self) -> tuple[Any, Any, Any, Any]:
+        """S = Q K^T of queries in registers, twice, as one will accumulate, and of those in shared memory; O = P V, by
+        128 columns, as an instruction with more would need more registers than a thread has before setmaxnreg."""
+        keys, dims = OperandMajorMode.K, OperandMajorMode.MN
+        registers = warpgroup.OperandSource.RMEM
+
+        def make(major: Any, columns: int, **source: Any) -> Any:
+            return hopper_helpers.make_trivial_tiled_mma(
+                BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, 1, 1), (ROWS, columns), **source
+            )
+
+        held = [make(keys, KEYS, a_source=registers) for _ in range(2)]
+        return *held, make(keys, KEYS), make(dims, SIDE // 2)
+
+    def layouts(self) -> tuple[Any, Any, Any, Any]:
+        """Of a tile, of half its columns, of the queries that stay in shared memory, and of weights."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        shapes = (KEYS, HEAD_DIM), (KEYS, SIDE), (ROWS, KEPT), (ROWS, KEYS)
+        tile, side, kept, weights = (cute.tile_to_shape(atom, shape, (0, 1)) for shape in shapes)
+        return tile, side, kept, weights
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: Query,
+        sources: Sources,
+        out: Output,
+        sink: Int64,
+        scale_log2: Float32,
+        items: Int32,
+        blocks_bits: Int32,
+        products: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma, cute.TiledMma],
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout],
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+        smem = SmemAllocator()
+        places = []
+        for name, size in smem_parts().items():
+            align = 1024 if name in TILES else 16
+            place = smem.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
+            places.append(place.iterator.toint())
+        at = Places(*places)
+        ready = Barriers.allocate(smem)
+        if thread == 0:
+            ready.initialize()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+
+        for product in products[1:]:
+            wgmma.accumulate(product)
+        # its number is read by whoever needs it: before the branches a register could be spilled
+        work = Work(ptx.block_again(), items, blocks, blocks_bits)
+        own = thread % wgmma.WARPGROUP
+        if group < BACK:
+            cute.arch.setmaxregister_increase(SCORES_REGISTERS)
+            self.scores.run(own, work, q, out, sink, scale_log2, ready, products[:3], layouts[0], layouts[2], at)
+        elif group < ROWS_GROUP:
+            cute.arch.setmaxregister_increase(BACK_REGISTERS)
+            side = cute.arch.make_warp_uniform(group - BACK)
+            self.back.run(own, side, work, q, out, ready, products[3], layouts[3], layouts[1], at)
+        else:
+            cute.arch.setmaxregister_decrease(ROWS_REGISTERS)
+            self.rows.run(Work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)

@@ -1,0 +1,105 @@
+"""The two warpgroups of Hopper's prefill kernel that sum up results: O += P V of half of the columns each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_kernels.dsl import barriers, ptx, wgmma
+from cute_kernels.sparse_mla.prefill_sm90_plan import (
+    END,
+    KEYS,
+    LABEL,
+    LAST,
+    NOTE,
+    P_BITS,
+    P_BUFFERS,
+    P_BYTES,
+    ROWS,
+    SIDE,
+    STAGE_BYTES,
+    STAGES,
+    Barriers,
+    Output,
+    Places,
+    Query,
+    Work,
+    uniform_tile,
+)
+
+STEPS = KEYS // 16
+
+
+class Back:
+    @cute.jit
+    def run(
+        self,
+        thread: Any,
+        side: Any,
+        work: Work,
+        q: Query,
+        out: Output,
+        ready: Barriers,
+        pv: cute.TiledMma,
+        p_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
+        at: Places,
+    ) -> None:
+        """Store columns 256 * side to 256 * side + 255 of the results. By a warpgroup."""
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        part = pv.get_slice(thread)
+        total = cute.make_rmem_tensor(part.partition_shape_C((ROWS, SIDE)), Float32)
+        own_row = warp * 16 + (lane >> 2)
+
+        tile = Int32(0)
+        stage, phase = barriers.start()
+        mark = Int32(0)
+        while mark & END == 0:
+            # the first stage has the queries
+            stage, phase = barriers.advance(stage, phase, STAGES)
+            total.fill(0.0)
+            shares = [Float32(0.0), Float32(0.0)]
+            mark, item = Int32(0), Int32(0)
+            while mark & LAST == 0:
+                buffer = tile & P_BUFFERS - 1
+                ready.weights.wait_full(buffer, tile >> P_BITS & 1)
+                ready.stages.wait_full(stage, phase)
+                mark, item = ptx.load_shared_64(at.label + buffer * LABEL)
+                note_at = at.note + (buffer * ROWS + own_row) * NOTE
+                notes = [ptx.load_shared_f32x2(note_at + half * (8 * NOTE)) for half in range(2)]
+                factors, shares = [note[0] for note in notes], [note[1] for note in notes]
+                if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
+                    self.multiply(total, factors)
+                v_tile = uniform_tile(at.stages + stage * STAGE_BYTES + side * (STAGE_BYTES // 2), v_layout)
+                transposed = cute.composition(v_tile, cute.make_layout((SIDE, KEYS), stride=(KEYS, 1)))
+                values = pv.make_fragment_B(part.partition_B(transposed))
+                p_tile = uniform_tile(at.p + buffer * P_BYTES, p_layout)
+                weights = pv.make_fragment_A(part.partition_A(p_tile))
+                warpgroup.fence()
+                for step in range_constexpr(STEPS):
+                    cute.gemm(pv, total, weights[None, None, step], values[None, None, step], total)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                self.let_go((ready.weights.empty(buffer), ready.stages.empty(stage)), lane)
+                stage, phase = barriers.advance(stage, phase, STAGES)
+                tile = tile + 1
+            self.multiply(total, shares)
+            row, first = work.place(item)
+            target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)
+            wgmma.store_bf16(total, lane, target, out.head, q.count(first) - own_row, Int32(SIDE), SIDE)
+
+    @cute.jit
+    def multiply(self, total: cute.Tensor, factors: Any) -> None:
+        for i in range_constexpr(SIDE // 2):
+            total[i] = total[i] * factors[i // 2 % 2]
+
+    @cute.jit
+    def let_go(self, empties: Any, lane: Any) -> None:
+        cute.arch.sync_warp()
+        if lane == 0:
+            for empty in empties:
+                cute.arch.mbarrier_arrive(empty)

@@ -1,0 +1,266 @@
+"""The warpgroup of Hopper's prefill kernel that finds weights: Q K^T of a tile, and softmax.
+
+A warp has 16 heads, as tensor cores give them: a thread has 16 keys of each of two. Maxima move only when a head's
+outgrow theirs by 2^8: sums and O are relative to them, and until they move no thread asks what the others' are.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_kernels.dsl import barriers, ptx
+from cute_kernels.dsl.reduce import pairwise
+from cute_kernels.sparse_mla.prefill_sm90_plan import (
+    END,
+    HEADING,
+    HELD,
+    KEPT,
+    KEYS,
+    LABEL,
+    LAST,
+    LEAST,
+    NOTE,
+    P_BITS,
+    P_BUFFERS,
+    P_BYTES,
+    ROWS,
+    SLAB,
+    SLAB_BYTES,
+    STAGE_BYTES,
+    STAGES,
+    Barriers,
+    Output,
+    Places,
+    Query,
+    Work,
+    uniform_tile,
+)
+
+GROWTH = 8.0
+"""By how much, in powers of two, scores may exceed their running maximum."""
+
+STEP = 16
+"""Columns that an instruction multiplies."""
+
+OWN_SCORES = ROWS * KEYS // 128
+
+
+class Scores:
+    @cute.jit
+    def run(
+        self,
+        thread: Any,
+        work: Work,
+        q: Query,
+        out: Output,
+        sink: Any,
+        scale_log2: Any,
+        ready: Barriers,
+        qk: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
+        k_layout: cute.ComposedLayout,
+        kept_layout: cute.ComposedLayout,
+        at: Places,
+    ) -> None:
+        """Give away the weights of all tiles. By a warpgroup.
+
+        qk   the products of queries in registers, the first and the others, and of those in shared memory
+        """
+        part = qk[2].get_slice(thread)
+        held = cute.make_rmem_tensor(qk[0].get_slice(thread).partition_shape_A((ROWS, HELD)), BFloat16)
+        scores = cute.make_rmem_tensor(part.partition_shape_C((ROWS, KEYS)), Float32)
+
+        scale = ptx.abs_f32(scale_log2)
+        tile = Int32(0)
+        stage, phase = barriers.start()
+        mark = Int32(0)
+        while mark & END == 0:
+            ready.stages.wait_full(stage, phase)
+            self.load(held, at.stages + stage * STAGE_BYTES)
+            before = stage
+            item = ptx.load_shared_s32(at.heading + stage * HEADING)
+            stage, phase = barriers.advance(stage, phase, STAGES)
+
+            tops = [Float32(LEAST), Float32(LEAST)]
+            most = [Float32(-Float32.inf), Float32(-Float32.inf)]
+            sums = [Float32(0.0), Float32(0.0)]
+            mark = Int32(0)
+            is_first, is_public = True, Int32(1)
+            while mark & LAST == 0:
+                if (is_public == 0) & (ready.stages.is_full(stage, phase) == 0):
+                    self.publish(tile - 1, ready)
+                    is_public = Int32(1)
+                ready.stages.wait_full(stage, phase)
+                keys = qk[2].make_fragment_B(part.partition_B(uniform_tile(at.stages + stage * STAGE_BYTES, k_layout)))
+                kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout)))
+                self.multiply(qk, scores, held, kept, keys)
+                if is_public == 0:
+                    self.publish(tile - 1, ready)
+                heading = at.heading + stage * HEADING
+                there = ptx.load_shared_128(heading)
+                mark = ptx.load_shared_s32(heading + 16)
+                logits = [Int32(0), Int32(0)]
+                if mark & LAST != 0:
+                    logits = [self.logit(sink, self.head(item, half, work), q) for half in range(2)]
+                warpgroup.wait_group(0)
+                if own_number() & 31 == 0:
+                    if is_first:
+                        # its queries are in registers, since they have been multiplied
+                        cute.arch.mbarrier_arrive(ready.stages.empty(before), arrive_count=2)
+                    if mark & LAST != 0:
+                        cute.arch.mbarrier_arrive(ready.kept)
+                is_first, is_public = False, Int32(0)
+                if scale_log2 < Float32(0.0):
+                    for i in range_constexpr(OWN_SCORES):
+                        scores[i] = -scores[i]
+                if (there[0] & there[1] & there[2] & there[3]) != 0xFFFF:
+                    for i in range_constexpr(OWN_SCORES):
+                        bit = there[i // 8] >> ((own_number() & 3) * 2 + (8 * (i // 4 % 2) + i % 2))
+                        scores[i] = scores[i] if bit & 1 != 0 else Float32(-Float32.inf)
+                factors = [Float32(1.0), Float32(1.0)]
+                largest = [self.reduce(scores, half, ptx.max_f32) * scale for half in range(2)]
+                most = [ptx.max_f32(most[half], largest[half]) for half in range(2)]
+                grown = [largest[half] - tops[half] > Float32(GROWTH) for half in range(2)]
+                if cute.arch.vote_any_sync(grown[0] | grown[1]):
+                    for half in range_constexpr(2):
+                        found = over_quad(largest[half], ptx.max_f32)
+                        moved = found if found - tops[half] > Float32(GROWTH) else tops[half]
+                        # there is nothing before an item's first tile
+                        is_new = tops[half] == Float32(LEAST)
+                        factors[half] = Float32(1.0) if is_new else ptx.exp2(tops[half] - moved)
+                        tops[half] = moved
+                for i in range_constexpr(OWN_SCORES):
+                    scores[i] = ptx.exp2(ptx.fma_rn(scores[i], scale, -tops[i // 2 % 2]))
+                for half in range_constexpr(2):
+                    sums[half] = sums[half] * factors[half] + self.reduce(scores, half, operator.add)
+
+                buffer = tile & P_BUFFERS - 1
+                ready.weights.wait_empty(buffer, tile >> P_BITS & 1)
+                lane, warp = own_number() & 31, own_number() >> 5
+                p_at = at.p + buffer * P_BYTES + (warp * 16 + (lane & 15)) * (KEYS * 2)
+                for i in range_constexpr(KEYS // STEP):
+                    words = [ptx.bf16x2(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]) for j in range(4)]
+                    ptx.store_matrices(p_at + ((2 * i + (lane >> 4)) ^ (lane & 7)) * 16, words)
+                shares = [Float32(0.0), Float32(0.0)]
+                if mark & LAST != 0:
+                    for half in range_constexpr(2):
+                        sums[half] = over_quad(sums[half], operator.add)
+                        shares[half] = self.share(sums[half], tops[half], logits[half], sink)
+                if (lane & 3) == 0:
+                    for half in range_constexpr(2):
+                        note_at = at.note + (buffer * ROWS + warp * 16 + (lane >> 2) + 8 * half) * NOTE
+                        ptx.store_shared_64(note_at, factors[half].bitcast(Int32), shares[half].bitcast(Int32))
+                if own_number() == 0:
+                    ptx.store_shared_64(at.label + buffer * LABEL, mark, item)
+                stage, phase = barriers.advance(stage, phase, STAGES)
+                tile = tile + 1
+
+            self.publish(tile - 1, ready)
+            for half in range_constexpr(2):
+                self.store(item, half, over_quad(most[half], ptx.max_f32), tops[half], sums[half], work, q, out)
+
+    @cute.jit
+    def publish(self, tile: Any, ready: Barriers) -> None:
+        """Let the backs have a tile's weights. The next tile's products have begun before, if it is there: tensor cores
+        then have P V to do while softmax of that tile goes on, and nobody waits for the fence."""
+        # tensor cores read the weights
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if own_number() & 31 == 0:
+            cute.arch.mbarrier_arrive(ready.weights.full(tile & P_BUFFERS - 1))
+
+    def head(self, item: Any, half: int, work: Work) -> Any:
+        """The thread's first or second head."""
+        _, first = work.place(item)
+        return first + (own_number() >> 5) * 16 + (own_number() >> 2 & 7) + 8 * half
+
+    @cute.jit
+    def store(
+        self,
+        item: Any,
+        half: cutlass.Constexpr,
+        most: Any,
+        top: Any,
+        amount: Any,
+        work: Work,
+        q: Query,
+        out: Output,
+    ) -> None:
+        """Store what a head's logits come to."""
+        row, _ = work.place(item)
+        head = self.head(item, half, work)
+        lse = (top + ptx.log2(amount)) * Float32(ptx.LN_2)
+        lse = Float32(Float32.inf) if amount == Float32(0.0) else lse
+        place = (Int64(row) * q.heads + head) * 4
+        is_own = (own_number() & 3 == 0) & (head < q.heads)
+        ptx.store_global_s32(out.max_logits + place, (most * Float32(ptx.LN_2)).bitcast(Int32), is_own)
+        ptx.store_global_s32(out.lse + place, lse.bitcast(Int32), is_own)
+
+    @cute.jit
+    def logit(self, sink: Any, head: Any, q: Query) -> Any:
+        found = Int32(0)
+        if sink != 0:
+            found = ptx.load_global_s32_again_where(head < q.heads, sink + Int64(head) * 4)
+        return found
+
+    @cute.jit
+    def load(self, held: cute.Tensor, queries_at: Any) -> None:
+        """An item's queries: lane i gives the address of row i % 8 of matrix i // 8."""
+        lane = own_number() & 31
+        row_at = queries_at + ((own_number() >> 5) * 16 + (lane & 15)) * (SLAB * 2)
+        words = cute.recast_tensor(held, Int32)
+        for step in range_constexpr(HELD // STEP):
+            chunk = (2 * (step % 4) + (lane >> 4)) ^ (lane & 7)
+            four = ptx.load_matrices(row_at + step // 4 * SLAB_BYTES + chunk * 16)
+            for i in range_constexpr(4):
+                words[4 * step + i] = four[i]
+
+    @cute.jit
+    def multiply(
+        self,
+        qk: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
+        scores: Any,
+        held: Any,
+        kept: Any,
+        keys: Any,
+    ) -> None:
+        """Start scores = Q K^T."""
+        # no proxy fence for what cp.async has brought, here and in the backs: other kernels that multiply such rows
+        # have none either, and tests that repeat calls stand guard; fences cost 2%
+        warpgroup.fence()
+        for step in range_constexpr(HELD // STEP):
+            chosen = qk[0] if cutlass.const_expr(step == 0) else qk[1]
+            cute.gemm(chosen, scores, held[None, None, step], keys[None, None, step], scores)
+        for step in range_constexpr(KEPT // STEP):
+            cute.gemm(qk[2], scores, kept[None, None, step], keys[None, None, HELD // STEP + step], scores)
+        warpgroup.commit_group()
+
+    def reduce(self, scores: Any, half: int, combine: Any) -> Any:
+        """Of the thread's scores of one of its heads."""
+        own = [scores[i] for i in range(OWN_SCORES) if i // 2 % 2 == half]
+        return pairwise(own, combine)
+
+    @cute.jit
+    def share(self, amount: Any, top: Any, logit: Any, sink: Any) -> Any:
+        """What to multiply a head's row of O with."""
+        share = amount
+        if sink != 0:
+            share = amount + ptx.exp2(logit.bitcast(Float32) * Float32(ptx.LOG2_E) - top)
+        return Float32(0.0) if amount == Float32(0.0) else ptx.reciprocal(share)
+
+
+def own_number() -> Any:
+    """The thread's number in the warpgroup, computed anew: the loop over tiles has no register to spare."""
+    return ptx.thread_again() & 127
+
+
+def over_quad(value: Any, combine: Any) -> Any:
+    """Combine what the four lanes have that share a head."""
+    for offset in (1, 2):
+        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
+    return value

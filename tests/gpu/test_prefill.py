@@ -1,0 +1,341 @@
+"""The kernel of sparse_mla_prefill on a GPU, against float64. Rows of kv that no query row selects are NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.ops import FALLBACK_VARIABLE
+from cute_kernels.runtime.record import record_calls
+from cute_kernels.sparse_mla.ops import sparse_mla_prefill
+from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, int32, random_sink
+from tests.gpu.decode_checks import attention, same_bits
+from tests.helpers import POISON_BYTE, bits, raw_bytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+DEVICE = "cuda"
+LARGEST = 0.375
+"""No value of kv is larger. Rounding P to bf16 moves an output by 2^-9 of the mean magnitude of what it sums up at
+most, so that the tolerances allow what it does, also where sums cancel."""
+
+ATOL, RTOL, ASIDE = 8e-4, 3.01 / 128, 7e-6
+LOG_ATOL, LOG_RTOL = 1e-6, 2.01 / 65536
+SUM_RTOL = 2.0**-22
+"""Of |q| |k| scale: what fp32 sums of products may be off by, also where they cancel."""
+ROWS_AT_ONCE = 1 << 17
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    if arch_of(0) != "sm_90a":
+        pytest.skip("the kernel is Hopper's")
+
+
+@dataclasses.dataclass
+class Call:
+    q: torch.Tensor
+    kv: torch.Tensor
+    indices: torch.Tensor
+    sink: torch.Tensor | None = None
+    length: torch.Tensor | None = None
+    scale: float = SCALE
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "q": self.q,
+            "kv": self.kv,
+            "indices": self.indices,
+            "sm_scale": self.scale,
+            "attn_sink": self.sink,
+            "topk_length": self.length,
+        }
+
+    def take(self, rows: Any) -> Call:
+        length = None if self.length is None else self.length[rows]
+        return dataclasses.replace(self, q=self.q[rows], indices=self.indices[rows], length=length)
+
+    def named(self) -> torch.Tensor:
+        """Which columns count, bool [s_q, topk]."""
+        indices = self.indices[:, 0].long()
+        named = (indices >= 0) & (indices < len(self.kv))
+        if self.length is not None:
+            named &= torch.arange(indices.shape[1], device=DEVICE) < self.length[:, None]
+        return named
+
+    def expected(self) -> Results:
+        named, indices = self.named(), self.indices[:, 0].long()
+        step = max(1, ROWS_AT_ONCE // max(1, indices.shape[1]))
+        parts = []
+        for first in range(0, len(self.q), step):
+            rows = slice(first, first + step)
+            chosen, q = named[rows], self.q[rows].double()
+            k = torch.zeros(*chosen.shape, 512, dtype=torch.float64, device=DEVICE)
+            k[chosen] = self.kv[indices[rows][chosen], 0].double()
+            out, lse = attention(q, k, chosen, self.scale, self.sink)
+            scores = (q @ k.transpose(1, 2) * self.scale).masked_fill(~chosen[:, None, :], -math.inf)
+            parts.append((out, torch.nn.functional.pad(scores, (0, 1), value=-math.inf).amax(-1), lse))
+        out, top, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+        return out, top, lse
+
+
+def fill(call: Call, seed: int = 0) -> Call:
+    """Give every row of kv that the call selects a value; all others are NaN."""
+    rows = torch.unique(call.indices[:, 0][call.named()].long())
+    values = torch.randn(len(rows), 512, device=DEVICE, generator=generator(seed)).clamp_(-4, 4) * (LARGEST / 4)
+    call.kv.fill_(math.nan)
+    call.kv[rows, 0] = values.bfloat16()
+    return call
+
+
+def make(
+    s_q: int = 5,
+    heads: int = 64,
+    topk: int = 200,
+    s_kv: int = 700,
+    lengths: str = "none",
+    bad: float = 0.1,
+    sink: str = "mixed",
+    seed: int = 0,
+) -> Call:
+    """A random call. Heads have queries of very different sizes: softmax is flat in some, in others close to a key."""
+    g = generator(seed)
+    exponents = torch.randint(-4, 7, (s_q, heads, 1), device=DEVICE, generator=g)
+    q = torch.randn(s_q, heads, 512, device=DEVICE, generator=g) * torch.exp2(exponents.float())
+    indices = torch.randint(0, max(s_kv, 1), (s_q, 1, topk), device=DEVICE, generator=g).int()
+    nowhere = int32([-1, INT_MIN, INT_MAX, s_kv, s_kv + 1, -s_kv, -7])
+    chosen = nowhere[torch.randint(0, len(nowhere), indices.shape, device=DEVICE, generator=g)]
+    indices = indices.where(torch.rand(indices.shape, device=DEVICE, generator=g) >= bad, chosen)
+    length = None
+    if lengths != "none":
+        odd = int32([topk, 0, 1, 63, 64, 65, topk - 1, -1, topk + 1, INT_MIN, INT_MAX, 127, 128])
+        length = torch.randint(0, topk + 1, (s_q,), device=DEVICE, generator=g).int()
+        some = torch.rand(s_q, device=DEVICE, generator=g) < 0.5
+        length = odd[torch.randint(0, len(odd), (s_q,), device=DEVICE, generator=g)].where(some, length)
+    kv = torch.empty(s_kv, 1, 512, dtype=torch.bfloat16, device=DEVICE)
+    return fill(Call(q.bfloat16(), kv, indices, random_sink(sink, heads), length), seed)
+
+
+def run(call: Call, **more: Any) -> Results:
+    """The kernel's results, over NaN."""
+    outputs = {
+        "out": torch.full(call.q.shape, math.nan, dtype=torch.bfloat16, device=DEVICE),
+        "max_logits": torch.full(call.q.shape[:2], math.nan, device=DEVICE),
+        "lse": torch.full(call.q.shape[:2], math.nan, device=DEVICE),
+        **more,
+    }
+    with record_calls() as recording:
+        results = sparse_mla_prefill(**call.arguments(), **outputs)
+    assert [done.implementation for done in recording.calls] == ["kernel"]
+    return results
+
+
+def assert_near(call: Call, got: Results) -> None:
+    want = call.expected()
+    x, y = got[0].double(), want[0]
+    wrong = ~((x - y).abs() <= (RTOL * y.abs()).clamp(min=ATOL))
+    assert not wrong.any(), f"out: {int(wrong.sum())} elements, first at {wrong.nonzero()[0].tolist()}"
+    if y.norm() > 0:
+        aside = ((x / x.norm() - y / y.norm()) ** 2).sum() / 2  # 1 - cosine
+        assert aside <= ASIDE, f"out is {aside:.2g} aside"
+    of_sums = SUM_RTOL * abs(call.scale) * call.q.double().norm(dim=-1) * (LARGEST * 512**0.5)
+    for name, mine, true in zip(("max_logits", "lse"), got[1:], want[1:], strict=True):
+        wrong = ~((mine == true) | ((mine - true).abs() <= LOG_ATOL + LOG_RTOL * true.abs() + of_sums))
+        assert not wrong.any(), f"{name}: {int(wrong.sum())} elements, first at {wrong.nonzero()[0].tolist()}"
+
+
+def check(call: Call, **more: Any) -> Results:
+    got = run(call, **more)
+    assert_near(call, got)
+    return got
+
+
+@pytest.mark.parametrize("heads", [1, 8, 13, 16, 32, 63, 64, 65, 100, 128])
+@pytest.mark.parametrize("lengths", ["none", "some"])
+def test_heads(heads: int, lengths: str) -> None:
+    check(make(heads=heads, lengths=lengths, seed=heads))
+
+
+@pytest.mark.parametrize("topk", [0, 1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 640])
+def test_columns_around_tiles(topk: int) -> None:
+    check(make(s_q=9, topk=topk, bad=0.0, seed=topk))
+    check(make(s_q=9, topk=topk, lengths="some", heads=128, seed=topk + 1))
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("topk", [40, 130, 300])
+def test_more_rows_than_multiprocessors(heads: int, topk: int) -> None:
+    """Blocks walk over several items, of one tile, of more than the ring has, and of none."""
+    check(make(s_q=701, heads=heads, topk=topk, s_kv=5000, lengths="some", seed=topk))
+
+
+@pytest.mark.parametrize("sink", ["none", "minus", "finite", "plus", "mixed"])
+def test_sinks(sink: str) -> None:
+    out, top, lse = check(make(sink=sink, lengths="some"))
+    without = run(make(sink="none", lengths="some"))
+    assert same_bits((top, lse), without[1:])
+    if sink == "plus":
+        assert (out == 0).all()
+    if sink in ("none", "minus"):
+        assert same_bits((out,), without[:1])
+
+
+@pytest.mark.parametrize("bad", [0.5, 0.9, 1.0])
+def test_indices_that_are_none(bad: float) -> None:
+    got = check(make(s_q=140, topk=260, bad=bad))
+    if bad == 1.0:
+        assert (got[0] == 0).all()
+        assert (got[1] == -math.inf).all()
+        assert (got[2] == math.inf).all()
+
+
+def test_repeated_indices_count_each_time() -> None:
+    call = make(topk=200, bad=0.0)
+    call.indices = call.indices % 3
+    check(fill(call))
+
+
+@pytest.mark.parametrize("head", [1, 64, 100])
+def test_lists_of_which_only_the_head_is_valid(head: int) -> None:
+    call = make(s_q=140, topk=640, bad=0.0)
+    call.indices[:, :, head:] = -1
+    want = check(fill(call))
+    call.length = torch.full((140,), head, dtype=torch.int32, device=DEVICE)
+    assert same_bits(run(call), want)
+    call.indices[:, :, head:] = 0
+    call.kv[0] = math.nan
+    call.indices[:, :, :head] = call.indices[:, :, :head].clamp(min=1)
+    check(fill(call))
+
+
+def test_all_rows_are_empty() -> None:
+    for length in (0, -5, INT_MIN):
+        call = make(s_q=300, heads=128, topk=70)
+        call.length = torch.full((300,), length, dtype=torch.int32, device=DEVICE)
+        out, top, lse = run(fill(call))
+        assert (out == 0).all()
+        assert (top == -math.inf).all()
+        assert (lse == math.inf).all()
+
+
+@pytest.mark.parametrize(("s_q", "topk", "s_kv"), [(0, 4, 3), (3, 0, 3), (3, 70, 0), (200, 0, 0)])
+def test_nothing_to_do(s_q: int, topk: int, s_kv: int) -> None:
+    call = make(s_q=s_q, topk=topk, s_kv=s_kv)
+    out, top, lse = run(call) if s_q == 0 else check(call)
+    assert out.shape == (s_q, 64, 512)
+    assert top.shape == lse.shape == (s_q, 64)
+
+
+def test_maxima_that_move() -> None:
+    """Scores that grow from tile to tile, by more and by less than what the kernel waits for; and that fall."""
+    for heads, step in ((64, 3.0), (128, 0.2), (64, -2.0)):
+        call = make(s_q=6, heads=heads, topk=640, s_kv=640, bad=0.0)
+        call.indices[:] = torch.arange(640, device=DEVICE).int()
+        fill(call)
+        direction = torch.ones(512, device=DEVICE).bfloat16() / 16
+        growth = (torch.arange(640, device=DEVICE) // 40 * step / 16 * LARGEST / 2).clamp(-LARGEST, LARGEST)
+        call.kv[:, 0] = (call.kv[:, 0] * 0.1 + growth[:, None]).bfloat16()
+        call.q = (call.q * 0.01 + direction * 40).bfloat16()
+        check(call)
+
+
+@pytest.mark.parametrize("scale", [0.0, -SCALE, 1e-4, 0.3])
+def test_scales(scale: float) -> None:
+    check(dataclasses.replace(make(sink="finite"), scale=scale))
+
+
+def test_strides_and_what_lies_around() -> None:
+    """Slices of larger tensors on all sides; not a byte between and around the elements of the outputs changes."""
+    call = make(s_q=7, heads=13, topk=77, lengths="some")
+    want = check(call)
+
+    def inside(t: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> torch.Tensor:
+        """A copy of `t` in the midst of a larger tensor."""
+        sizes = [a + n + z for a, n, z in zip(before, t.shape, after, strict=True)]
+        nothing = math.nan if t.is_floating_point() else INT_MAX
+        whole = torch.full(sizes, nothing, dtype=t.dtype, device=t.device)
+        view = whole[tuple(slice(a, a + n) for a, n in zip(before, t.shape, strict=True))]
+        return view.copy_(t)
+
+    call.q = inside(call.q, (1, 3, 8), (2, 1, 40))
+    call.kv = inside(call.kv, (1, 1, 16), (1, 2, 24))
+    call.indices = inside(call.indices, (1, 0, 3), (1, 1, 2))
+    assert call.length is not None
+    call.length = inside(call.length, (3,), (2,))
+    whole = torch.empty(9, 17, 536, dtype=torch.bfloat16, device=DEVICE)
+    columns = torch.empty(2, 700, device=DEVICE)
+    for memory in (whole, columns):
+        raw_bytes(memory).fill_(POISON_BYTE)
+    out, (top, lse) = whole[1:8, 2:15, 16:528], (column[301 : 301 + 91].view(7, 13) for column in columns)
+    got = run(call, out=out, max_logits=top, lse=lse)
+    assert same_bits(got, want)
+    for memory, results in ((whole, (out,)), (columns, (top, lse))):
+        for result in results:
+            result.zero_()
+        untouched = memory.clone()
+        raw_bytes(untouched).fill_(POISON_BYTE)
+        if memory is whole:
+            untouched[1:8, 2:15, 16:528] = 0
+        else:
+            untouched[:, 301 : 301 + 91] = 0
+        assert torch.equal(bits(memory), bits(untouched))
+
+
+def test_large_buffers() -> None:
+    """Rows that lie 2^31 and more bytes behind the first."""
+    rows = 4_300_000
+    call = make(s_q=4, topk=100, s_kv=50, bad=0.0)
+    kv = torch.empty(rows, 1, 512, dtype=torch.bfloat16, device=DEVICE)
+    far = torch.cat([torch.arange(50), torch.arange(2**21 - 25, 2**21 + 25), torch.arange(rows - 50, rows)]).to(DEVICE)
+    picks = torch.randint(0, len(far), call.indices.shape, device=DEVICE, generator=generator(1))
+    call.indices = far[picks].int()
+    call.kv = kv
+    kv[far, 0] = (
+        torch.randn(len(far), 512, device=DEVICE, generator=generator(2)).clamp_(-4, 4) * (LARGEST / 4)
+    ).bfloat16()
+    check(call)
+
+
+def test_bits_repeat_and_do_not_depend_on_the_batch() -> None:
+    call = make(s_q=400, heads=128, topk=333, s_kv=3000, lengths="some")
+    want = check(call)
+    for _ in range(20):
+        assert same_bits(run(call), want)
+    for rows in (slice(0, 1), slice(7, 9), slice(100, 399)):
+        assert same_bits(run(call.take(rows)), tuple(part[rows] for part in want))
+
+
+def test_graph() -> None:
+    call = make(s_q=300, topk=300, lengths="some")
+    want = check(call)
+    results = tuple(torch.empty_like(part) for part in want)
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        sparse_mla_prefill(**call.arguments(), out=results[0], max_logits=results[1], lse=results[2])
+    for _ in range(3):
+        for part in results:
+            part.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(results, want)
+    other = make(s_q=300, topk=300, lengths="some", seed=5)
+    for mine, new in ((call.q, other.q), (call.kv, other.kv), (call.indices, other.indices)):
+        mine.copy_(new)
+    assert call.length is not None
+    assert other.length is not None
+    call.length.copy_(other.length)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(results, check(other))

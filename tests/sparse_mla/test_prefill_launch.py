@@ -1,0 +1,103 @@
+"""What sparse_mla_prefill hands to its kernel. Needs CuTe DSL and no GPU: nothing is launched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.runtime.ops import OPS
+from tests.sparse_mla.test_prefill import arguments
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.sparse_mla import prefill
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+
+SMS = 132
+NAMES = (
+    "q", "kv", "indices", "out", "max_logits", "lse", "lengths", "sink", "scale_log2", "blocks",
+)  # fmt: skip
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """Stands for a Hopper GPU: keeps what would have been launched, in order."""
+    kept: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(prefill, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(prefill, "multiprocessors", lambda index: SMS)
+    monkeypatch.setattr(
+        prefill, "launch_key", lambda key, index, *args: kept.append((key, dict(zip(NAMES, args, strict=True))))
+    )
+    return kept
+
+
+def run(**changes: Any) -> dict[str, Any]:
+    args = arguments(**changes)
+    OPS["sparse_mla_prefill"].check(*args.values())
+    supported, why = prefill.supports(*args.values())
+    assert supported, why
+    prefill.launch(*args.values())
+    return args
+
+
+def test_arguments_go_as_they_are(launched: list[Any]) -> None:
+    args = run()
+    ((key, given),) = launched
+    assert key == PrefillKey("sm_90a")
+    for name in NAMES[:6]:
+        assert given[name] is args[name]
+    assert given["lengths"] == args["topk_length"].data_ptr()
+    assert given["sink"] == args["attn_sink"].data_ptr()
+    assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
+    assert given["blocks"] == SMS
+
+
+def test_what_is_not_given_is_zero(launched: list[Any]) -> None:
+    run(attn_sink=None, topk_length=None)
+    ((_, given),) = launched
+    assert (given["lengths"], given["sink"]) == (0, 0)
+
+
+def test_a_scale_of_zero_does_not_make_nan_of_what_is_skipped(launched: list[Any]) -> None:
+    run(sm_scale=0.0)
+    ((_, given),) = launched
+    assert 0 < given["scale_log2"] < 1e-30
+
+
+def test_a_call_without_rows_launches_nothing(launched: list[Any]) -> None:
+    empty = {name: tensor[:0] for name, tensor in arguments().items() if name in ("q", "indices", "topk_length")}
+    run(**empty, out=arguments()["out"][:0], max_logits=torch.zeros(0, 4), lse=torch.zeros(0, 4))
+    assert launched == []
+
+
+@pytest.mark.parametrize("changes", [{"kv": torch.zeros(0, 1, 512, dtype=torch.bfloat16)}, {"sm_scale": -1.0}])
+def test_odd_calls_are_the_kernels_business(launched: list[Any], changes: dict[str, Any]) -> None:
+    run(**changes)
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"q": torch.zeros(3, 4, 516, dtype=torch.bfloat16)[..., :512]}, "heads of q must be 16-byte aligned"),
+        ({"q": torch.zeros(3, 4, 520, dtype=torch.bfloat16)[..., 4:516]}, "heads of q must be 16-byte aligned"),
+        ({"out": torch.zeros(3, 4, 516, dtype=torch.bfloat16)[..., :512]}, "heads of out must be 16-byte aligned"),
+        ({"kv": torch.zeros(12, 1, 520, dtype=torch.bfloat16)[..., 4:516]}, "rows of kv must be 16-byte aligned"),
+        (
+            {"indices": torch.zeros(1, dtype=torch.int32).expand(3, 1, 2**30)},
+            "columns of indices: expected fewer than 2^30",
+        ),
+    ],
+)
+def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, Any], why: str) -> None:
+    supported, reason = prefill.supports(*arguments(**changes).values())
+    assert not supported
+    assert reason.startswith(why)
+
+
+def test_other_architectures_have_no_kernel(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "arch_of", lambda index: "sm_100a")
+    assert prefill.supports(*arguments().values()) == (False, "the kernel is for sm_90a, got sm_100a")
