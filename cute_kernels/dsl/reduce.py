@@ -25,6 +25,14 @@ def pairwise(values: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return values[0]
 
 
+def over_quad(value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """What the four neighbouring lanes have that share a row of a tensor core's result, combined, in each of them. All
+    lanes must call."""
+    for offset in (1, 2):
+        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
+    return value
+
+
 def lanes_sum(value: Any, lanes: int = 32) -> Any:
     """fp32 sum over groups of `lanes` neighbouring lanes (a power of two), in every lane. All lanes must call."""
     step = 1

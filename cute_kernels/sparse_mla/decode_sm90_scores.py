@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.reduce import pairwise
+from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.sparse_mla.decode_sm90_plan import (
     END,
     FIRST,
@@ -351,10 +351,3 @@ class Scores:
             target = at.q + (warp * ROWS + head) * ROW_BYTES
             ptx.copy_async_128_once(target + ((lane % 8) ^ (head % 8)) * 16, source + lane % 8 * 16)
         cute.arch.cp_async_mbarrier_arrive_noinc(ready.queries)
-
-
-def over_quad(value: Any, combine: Any) -> Any:
-    """Combine what the four lanes have that share a head."""
-    for offset in (1, 2):
-        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
-    return value

@@ -15,7 +15,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.dsl import barriers, ptx
-from cute_kernels.dsl.reduce import pairwise
+from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     END,
     HEADING,
@@ -257,10 +257,3 @@ class Scores:
 def own_number() -> Any:
     """The thread's number in the warpgroup, computed anew: the loop over tiles has no register to spare."""
     return ptx.thread_again() & 127
-
-
-def over_quad(value: Any, combine: Any) -> Any:
-    """Combine what the four lanes have that share a head."""
-    for offset in (1, 2):
-        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
-    return value
