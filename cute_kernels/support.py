@@ -43,15 +43,16 @@ KERNEL_ARCHS = {
     "quantize_and_insert_k_cache": _E4M3_ARCHS,
     "save_partial_states": ARCHS,
     "sparse_mla_decode": ARCHS,
+    "sparse_mla_mixed": ("sm_90a",),
     "sparse_mla_prefill": ("sm_90a",),
 }
 """Op -> architectures its kernel runs on, for the ops that have one."""
 
 PARTLY = frozenset(
     (op, arch) for op in ("compress_norm_rope_store", "fused_compress_norm_rope_store") for arch in ("sm_89", "sm_120a")
-)
-"""(op, arch) where only ratio 4 has a kernel: entries of 128 tokens need clusters of blocks with more than 200 KB of
-shared memory each."""
+) | {("sparse_mla_mixed", "sm_90a")}
+"""(op, arch) of the compressor where only ratio 4 has a kernel: entries of 128 tokens need clusters of blocks with more
+than 200 KB of shared memory each; and sparse_mla_mixed, whose kernel takes bf16 caches."""
 
 MEASURED = (
     "build_c128a_topk_metadata",

@@ -56,6 +56,7 @@ ROOMS = {
     "quantize_and_insert_k_cache": "perf.kv_cache",
     "save_partial_states": "perf.compressor",
     "sparse_mla_decode": "perf.decode",
+    "sparse_mla_mixed": "perf.mixed",
     "sparse_mla_prefill": "perf.prefill",
 }
 """Op -> module whose SWEEPS measures it."""

@@ -19,6 +19,8 @@ OP = "sparse_mla_prefill"
 PEER_HEADS = (64, 128)
 """Head counts that FlashMLA has kernels for."""
 
+RESULTS = ("out", "max_logits", "lse")
+
 CHECKED_ROWS = 24
 APART, HEAD_APART = 7e-6, 1.1e-5
 """What all of out, and the direction and length of a head of it, may be off by (1 - cosine): 2^-17 of a head if P is
@@ -84,31 +86,33 @@ class PrefillSet:
         sparse_mla_prefill(**self.given)
 
     def arguments(self) -> tuple[Any, ...]:
-        return in_order(self.given)
+        return in_order(OP, self.given)
 
-    def right(self, call: Call) -> bool:
-        """Whether `call` leaves or returns the reference's results in rows all over the batch, and NaN nowhere."""
-        results = [self.given[name] for name in ("out", "max_logits", "lse")]
-        for tensor in results:
+    def right(self, call: Call, names: tuple[str, ...] = RESULTS) -> bool:
+        """Whether `call` leaves or returns the reference's results in rows all over the batch, and NaN nowhere; names:
+        "out", and which others `call` leaves."""
+        results = {name: self.given[name] for name in names}
+        for tensor in results.values():
             tensor.fill_(math.nan)
         returned = call()
-        results = results if returned is None else list(returned)
-        if any(bool(tensor.isnan().any()) for tensor in results):
+        if returned is not None:
+            results = dict(zip(RESULTS, returned, strict=True))
+        if any(bool(tensor.isnan().any()) for tensor in results.values()):
             return False
-        rows = torch.linspace(0, len(results[0]) - 1, CHECKED_ROWS, device="cuda").long()
+        rows = torch.linspace(0, len(results["out"]) - 1, CHECKED_ROWS, device="cuda").long()
         some = {name: value[rows] if name in PER_ROW else value for name, value in self.given.items()}
-        OPS[OP].reference(*in_order(some))
-        x, y = results[0][rows].double(), some["out"].double()
+        OPS[OP].reference(*in_order(OP, some))
+        x, y = results["out"][rows].double(), some["out"].double()
         off, size = (x - y).square().sum(-1), (x.square() + y.square()).sum(-1)
         if not bool((off <= HEAD_APART * size).all() & (off.sum() <= APART * size.sum())):
             return False
-        pairs = [(results[i][rows], some[name]) for i, name in ((1, "max_logits"), (2, "lse"))]
+        pairs = [(results[name][rows], some[name]) for name in results if name != "out"]
         return all(bool(((x - y).abs() <= LSE_ATOL + LSE_RTOL * y.abs()).all()) for x, y in pairs)
 
 
-def in_order(given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """All arguments of the op in the schema's order."""
-    return tuple(given[argument.name] for argument in OPS[OP].overload._schema.arguments)
+def in_order(op: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All arguments of an op in the schema's order."""
+    return tuple(given[argument.name] for argument in OPS[op].overload._schema.arguments)
 
 
 PER_ROW = ("q", "indices", "topk_length", "out", "max_logits", "lse")

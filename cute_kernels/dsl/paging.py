@@ -205,6 +205,21 @@ class Batch(NamedTuple):
         return Int32(position) if is_inside else Int32(-1)
 
     @cute.jit
+    def search(self, row: Any, is_wanted: Any) -> Any:
+        """The request of each lane's row, which may be any rows; `requests` or another that does not have the row if
+        no request has it, or it is not wanted. Every step waits for a load: for what is rarely asked."""
+        origin = ptx.load_global_s32_where(self.requests > 0, self.starts, is_shared=True)
+        counted = Int64(row) + Int64(origin)
+        first, end = Int32(0), self.requests if is_wanted else Int32(0)
+        while first < end:
+            middle = (first + end) >> 1
+            bound = ptx.load_global_s32_in_order(self.starts + Int64(middle + 1) * 4, is_shared=True)
+            is_behind = Int64(bound) <= counted
+            first = middle + 1 if is_behind else first
+            end = end if is_behind else middle
+        return first
+
+    @cute.jit
     def of_lanes(self, row: Any) -> tuple[Any, Any]:
         """(request, position) of each lane's row: rows ascend by one from lane to lane. Here rows count from 0, and a
         row before the first start has no position. The request of a row without a position means nothing."""

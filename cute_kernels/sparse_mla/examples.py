@@ -83,6 +83,14 @@ def _agree_prefill(got: Sequence[Any], want: Sequence[Any]) -> str:
     )
 
 
+def _agree_mixed(got: Sequence[Any], want: Sequence[Any]) -> str:
+    return (
+        _close("out", got[12], want[12], _OUT_ABSOLUTE, _OUT_RELATIVE)
+        or _close("lse", got[13], want[13], _SUMS_ABSOLUTE, _LSE_RELATIVE)
+        or _untouched(got, want, (12, 13))
+    )
+
+
 def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """NaN, with NaN around it that must stay."""
     wide = torch.full((shape[0] + 1, *shape[1:-2], shape[-2] + 1, shape[-1] + 8), math.nan, dtype=dtype)
@@ -264,4 +272,43 @@ def prefill() -> Iterator[Example]:
         yield Example(f"{s_q} x {h}, {topk} of {s_kv}", (*arguments, *results), _agree_prefill)
 
 
-EXAMPLES = {"merge_attention_states": merge, "sparse_mla_decode": decode, "sparse_mla_prefill": prefill}
+def mixed() -> Iterator[Example]:
+    """sparse_mla_mixed, arguments in the schema's order"""
+    for query_lens, h, window, width, rows in (
+        ((1, 1, 1), 64, 128, 200, (64, 64)),
+        ((1, 30, 0, 5, 1), 8, 128, 65, (53, 2)),
+        ((200,), 128, 70, 64, (256, 64)),
+        ((3, 140), 16, 128, None, (64, 64)),
+        ((1, 2), 13, 7, 0, (2, 7)),
+        ((), 32, 64, 5, (64, 64)),
+    ):
+        g = torch.Generator().manual_seed(sum(query_lens) + h)
+        n = sum(query_lens) + 2  # two rows are nobody's
+        query = torch.randn(n, h + 1, formats.HEAD_DIM + 8, generator=g).bfloat16()[:, 1:, 8:]
+        pools = [_pool(_BF16, -(-300 // page_rows), page_rows, g) for page_rows in rows]
+        columns = (window, width or 0)
+        slots = [
+            _slots((n, 1, count), pool.shape[0] * pool.shape[1], g) for pool, count in zip(pools, columns, strict=True)
+        ]
+        lengths = torch.randint(-1, sum(columns) + 9, (n,), generator=g, dtype=torch.int32)
+        # the first rows of a request may lie before its context
+        more = torch.randint(-2, 200, (len(query_lens),), generator=g, dtype=torch.int32)
+        starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) + 3
+        yield Example(
+            f"{query_lens} x {h}, {window} and {width}, pages of {rows[0]} and {rows[1]}",
+            (
+                *(query, pools[0], torch.cat(slots, dim=2)[:, 0], None if width is None else pools[1], lengths),
+                *(starts.diff() + more, starts, _SCALE, 0.75, _sink(h), window, _BF16),
+                _poisoned((n, h, formats.HEAD_DIM), torch.bfloat16),
+                torch.full((n, h), -777.0),
+            ),
+            _agree_mixed,
+        )
+
+
+EXAMPLES = {
+    "merge_attention_states": merge,
+    "sparse_mla_decode": decode,
+    "sparse_mla_mixed": mixed,
+    "sparse_mla_prefill": prefill,
+}

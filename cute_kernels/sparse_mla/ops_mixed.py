@@ -103,6 +103,7 @@ _mixed = define_op(
     check=_check,
     reference=reference.sparse_mla_mixed,
     cost=_cost,
+    kernel="cute_kernels.sparse_mla.mixed",
     validate=_validate,
 )
 

@@ -19,6 +19,21 @@ LEAST_SCALE = 1e-37
 """What a scale of 0 becomes: the scores of what is skipped are infinite, and 0 times that is NaN."""
 
 
+def misaligned(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
+    """Why a tensor's address or its strides along those axes cannot be taken, or nothing."""
+    strides = [tensor.stride(axis) * tensor.element_size() for axis in axes if tensor.shape[axis] > 1]
+    if tensor.numel() and (tensor.data_ptr() % 16 or any(stride % 16 for stride in strides)):
+        return (
+            f"{name} must be 16-byte aligned, got address {tensor.data_ptr():#x} and strides {tuple(tensor.stride())}"
+        )
+    return ""
+
+
+def scale_log2(scale: float) -> float:
+    """What the kernel multiplies scores with that are powers of two then."""
+    return scale * ptx.LOG2_E or LEAST_SCALE
+
+
 def deployment_keys(config: Any, tp: int, arch: str) -> list[PrefillKey]:
     """One kernel takes every call."""
     return [_key(arch)] if arch == ARCH else []
@@ -45,12 +60,9 @@ def supports(
     if arch != ARCH:
         return False, f"the kernel is for {ARCH}, got {arch}"
     for name, tensor, axes in (("heads of q", q, (0, 1)), ("rows of kv", kv, (0,)), ("heads of out", out, (0, 1))):
-        strides = [tensor.stride(axis) * tensor.element_size() for axis in axes if tensor.shape[axis] > 1]
-        if tensor.numel() and (tensor.data_ptr() % 16 or any(stride % 16 for stride in strides)):
-            return False, (
-                f"{name} must be 16-byte aligned, got address {tensor.data_ptr():#x} and strides "
-                f"{tuple(tensor.stride())}"
-            )
+        why = misaligned(name, tensor, axes)
+        if why:
+            return False, why
     counts = {"rows of q": 2 * q.shape[0], "columns of indices": indices.shape[2]}
     for name, count in counts.items():
         if count >= MOST_NUMBERS:
@@ -84,6 +96,6 @@ def launch(
         lse,
         0 if topk_length is None else topk_length.data_ptr(),
         0 if attn_sink is None else attn_sink.data_ptr(),
-        sm_scale * ptx.LOG2_E or LEAST_SCALE,
+        scale_log2(sm_scale),
         multiprocessors(device_index),
     )

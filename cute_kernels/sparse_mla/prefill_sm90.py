@@ -67,21 +67,24 @@ class PrefillKey(KernelKey):
         return "wgmma", "cp.async", "ldmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        def rows() -> Any:
-            strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-            return make_fake_tensor(
-                BFloat16, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=strides, assumed_align=16
-            )
-
         indices = make_fake_tensor(
             Int32, (cute.sym_int(), 1, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)
         )
-        numbers = [
-            make_fake_compact_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0)) for _ in range(2)
-        ]
+        results = (fake_rows(), fake_numbers(), fake_numbers())
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         scalars = (Int64(0), Int64(0), Float32(0), Int32(1))
-        return PrefillKernel(), (rows(), rows(), indices, rows(), *numbers, *scalars, stream)
+        return PrefillKernel(), (fake_rows(), fake_rows(), indices, *results, *scalars, stream)
+
+
+def fake_rows() -> Any:
+    """bf16 [any, any, 512], strides multiples of 16 bytes."""
+    strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+    return make_fake_tensor(BFloat16, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=strides, assumed_align=16)
+
+
+def fake_numbers() -> Any:
+    """fp32 [any, any], contiguous."""
+    return make_fake_compact_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0))
 
 
 class PrefillKernel:
@@ -115,22 +118,39 @@ class PrefillKernel:
         blocks: Int32,
         stream: cuda.CUstream,
     ) -> None:
+        sources = Sources(
+            address(kv),
+            stride_bytes(kv, 0),
+            length(kv, 0),
+            address(indices),
+            stride_bytes(indices, 0),
+            length(indices, 2),
+            lengths,
+        )
+        results = Output(
+            address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse), None
+        )
+        self.launch(q, sources, results, sink, scale_log2, blocks, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        q: cute.Tensor,
+        sources: Any,
+        out: Output,
+        sink: Int64,
+        scale_log2: Float32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         heads = length(q, 1)
         blocks_bits = Int32(1) if heads > ROWS else Int32(0)
         items = length(q, 0) << blocks_bits
         kernel = self.kernel(
             Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads),
-            Sources(
-                address(kv),
-                stride_bytes(kv, 0),
-                length(kv, 0),
-                address(indices),
-                stride_bytes(indices, 0),
-                length(indices, 2),
-                lengths,
-            ),
-            Output(address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse)),
+            sources,
+            out,
             sink,
             scale_log2,
             items,
@@ -170,7 +190,7 @@ class PrefillKernel:
     def kernel(
         self,
         q: Query,
-        sources: Sources,
+        sources: Any,
         out: Output,
         sink: Int64,
         scale_log2: Float32,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.dsl import barriers, ptx, wgmma
@@ -87,6 +87,8 @@ class Back:
                 self.let_go((ready.weights.empty(buffer), ready.stages.empty(stage)), lane)
                 stage, phase = barriers.advance(stage, phase, STAGES)
                 tile = tile + 1
+            if const_expr(out.scale is not None):
+                shares = [share * out.scale for share in shares]
             self.multiply(total, shares)
             row, first = work.place(item)
             target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)

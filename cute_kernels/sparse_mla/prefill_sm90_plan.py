@@ -64,6 +64,9 @@ WALK = 32 + WALK_ITEMS * 4
 LAST, END = 1, 2
 """Marks of a tile: it ends an item; that is the block's last one."""
 
+MARK_BITS = 2
+"""Of a mark; whoever asks for rows may remember something in those above."""
+
 NOTE = 8
 """Bytes of a head's note: what to multiply O with before a tile, and what behind an item's last one."""
 
@@ -205,10 +208,12 @@ class Sources(NamedTuple):
 
 
 class Output(NamedTuple):
-    """out: address, strides in bytes of rows and heads; addresses of max_logits and lse."""
+    """out: address, strides in bytes of rows and heads; addresses of max_logits, or None, and of lse; what to multiply
+    out with, or None."""
 
     base: Any
     row: Any
     head: Any
     max_logits: Any
     lse: Any
+    scale: Any

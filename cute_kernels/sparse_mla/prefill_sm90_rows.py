@@ -32,7 +32,6 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     Barriers,
     Places,
     Query,
-    Sources,
     Work,
 )
 
@@ -47,8 +46,10 @@ ROW_BYTES = SLAB * 2
 
 
 class Rows:
+    """Rows of one buffer, by their numbers. What another way to name them needs is in the methods from `count` on."""
+
     @cute.jit
-    def run(self, work: Work, q: Query, sources: Sources, ready: Barriers, at: Places) -> None:
+    def run(self, work: Work, q: Query, sources: Any, ready: Barriers, at: Places) -> None:
         """Fill the ring. By a warpgroup."""
         self.look_ahead(work.first, work, sources, at)
         self.set_walk(work.first, Int32(0), Int32(0), Int32(0), at)
@@ -79,7 +80,7 @@ class Rows:
                 index, mark = self.look_up(sources, at)
                 ready.stages.wait_empty(stage, phase)
                 self.tell(index, mark, stage, at)
-                self.ask_for_rows(index, stage, sources, at)
+                self.ask_for_rows(index, mark, stage, sources, at)
                 self.ask_for_indices(work, sources, at)
                 self.announce(stage, ready)
                 stage, phase = barriers.advance(stage, phase, STAGES)
@@ -87,14 +88,13 @@ class Rows:
         cute.arch.cp_async_wait_group(0)
 
     @cute.jit
-    def look_up(self, sources: Sources, at: Places) -> tuple[Any, Any]:
-        """Of the tile AHEAD before the walk: the index of a row of the warp's, -1 if there is no such row of kv, and
-        the mark."""
+    def look_up(self, sources: Any, at: Places) -> tuple[Any, Any]:
+        """Of the tile AHEAD before the walk: where a row of the warp's is, -1 if there is no such row, and the mark."""
         slot = ptx.load_shared_s32(self.walk_at(at) + 8)
         list_at = at.list + ((slot + LISTS - AHEAD) & LISTS - 1) * LIST
         index = ptx.load_shared_s32(list_at + (own_warp() * OWN_ROWS + (own_lane() & OWN_ROWS - 1)) * 4)
         mark = ptx.load_shared_s32(list_at + KEYS * 4 + own_warp() * 4)
-        return (index if (index >= 0) & (index < sources.kv_rows) else Int32(-1)), mark
+        return self.find(index, mark, sources), mark
 
     @cute.jit
     def tell(self, index: Any, mark: Any, stage: Any, at: Places) -> None:
@@ -122,13 +122,13 @@ class Rows:
         return row, row * ROW_BYTES + ((own_lane() & 7) ^ (own_lane() >> 3)) * 16
 
     @cute.jit
-    def ask_for_rows(self, index: Any, stage: Any, sources: Sources, at: Places) -> None:
+    def ask_for_rows(self, index: Any, mark: Any, stage: Any, sources: Any, at: Places) -> None:
         """Start to copy the warp's rows of a tile."""
-        _, place = self.place()
+        row, place = self.place()
         target = at.stages + stage * STAGE_BYTES + place
         for i in range_constexpr(OWN_ROWS // AT_ONCE):
             own = cute.arch.shuffle_sync(index, AT_ONCE * i + (own_lane() >> 3))
-            source = sources.kv + Int64(cutlass.max(own, 0)) * sources.kv_row + (own_lane() & 7) * 16
+            source = self.address(own, row + AT_ONCE * i, mark, sources) + (own_lane() & 7) * 16
             read = Int32(16) if own >= 0 else Int32(0)
             to = (target ^ (i % 2 * 64)) + i * (AT_ONCE * ROW_BYTES)
             for slab in range_constexpr(SLABS):
@@ -151,26 +151,27 @@ class Rows:
             source = source + AT_ONCE * q.head
 
     @cute.jit
-    def ask_for_indices(self, work: Work, sources: Sources, at: Places) -> None:
+    def ask_for_indices(self, work: Work, sources: Any, at: Places) -> None:
         """Start to copy the indices of the warp's rows of the tile where the walk is, and walk on."""
         item, column, slot, number = ptx.load_shared_128(self.walk_at(at))
         count = ptx.load_shared_s32(self.counts_at(at) + number * 4)
         if own_lane() < OWN_ROWS:
             index_at = at.list + slot * LIST + (own_warp() * OWN_ROWS + own_lane()) * 4
             own = column + own_warp() * OWN_ROWS + own_lane()
-            if (item < work.end) & (own < count):
+            if (item < work.end) & (own < self.total(count)):
                 query, _ = work.place(item)
+                own = self.column(own, count, sources)
                 ptx.copy_async_32(index_at, sources.lists + Int64(query) * sources.list_row + Int64(own) * 4)
             else:
                 ptx.store_shared_s32(index_at, Int32(-1))
         # read anew, as few registers are left
         item, column, slot, number = ptx.load_shared_128(self.walk_at(at))
         count = ptx.load_shared_s32(self.counts_at(at) + number * 4)
+        mark = self.mark(column, count)
         column = column + KEYS
-        mark = Int32(0)
-        if column >= count:
+        if column >= self.total(count):
             item, column, number = item + work.step, Int32(0), number + 1
-            mark = Int32(LAST) if item < work.end else Int32(LAST | END)
+            mark = mark | (Int32(LAST) if item < work.end else Int32(LAST | END))
             if number == WALK_ITEMS:
                 self.look_ahead(item, work, sources, at)
                 number = Int32(0)
@@ -207,18 +208,44 @@ class Rows:
         cute.arch.sync_warp()
 
     @cute.jit
-    def look_ahead(self, item: Any, work: Work, sources: Sources, at: Places) -> None:
+    def look_ahead(self, item: Any, work: Work, sources: Any, at: Places) -> None:
         """Have the counts of that item and the 31 behind it: asking for each in its time would take a long wait each
         time."""
-        own = item + own_lane() * work.step
-        count = sources.columns
-        if sources.lengths != 0:
-            query, _ = work.place(own)
-            found = ptx.load_global_s32_where(own < work.end, sources.lengths + Int64(query) * 4)
-            count = cutlass.max(cutlass.min(found, count), 0)
+        count = self.count(item + own_lane() * work.step, work, sources)
         cute.arch.sync_warp()
         ptx.store_shared_s32(self.counts_at(at) + own_lane() * 4, count)
         cute.arch.sync_warp()
+
+    @cute.jit
+    def count(self, item: Any, work: Work, sources: Any) -> Any:
+        """Of an item's columns that count; of what is no item, anything."""
+        count = sources.columns
+        if sources.lengths != 0:
+            query, _ = work.place(item)
+            found = ptx.load_global_s32_where(item < work.end, sources.lengths + Int64(query) * 4)
+            count = cutlass.max(cutlass.min(found, count), 0)
+        return count
+
+    def total(self, count: Any) -> Any:
+        """The number of columns that `count` says count."""
+        return count
+
+    def column(self, number: Any, count: Any, sources: Any) -> Any:
+        """Where the column is of that number among those that count."""
+        return number
+
+    def mark(self, number: Any, count: Any) -> Any:
+        """What to remember of a tile whose first column has that number, beside LAST and END."""
+        return Int32(0)
+
+    @cute.jit
+    def find(self, index: Any, mark: Any, sources: Any) -> Any:
+        """Where the row of an index is that `look_up` reads, a number >= 0, or -1 if there is none."""
+        return index if (index >= 0) & (index < sources.kv_rows) else Int32(-1)
+
+    def address(self, place: Any, row: Any, mark: Any, sources: Any) -> Any:
+        """Address of what `find` found for a row of the tile; of -1, any."""
+        return sources.kv + Int64(cutlass.max(place, 0)) * sources.kv_row
 
 
 # computed anew: the loop over tiles has no registers to spare

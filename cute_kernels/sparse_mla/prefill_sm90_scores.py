@@ -198,7 +198,8 @@ class Scores:
         lse = Float32(Float32.inf) if amount == Float32(0.0) else lse
         place = (Int64(row) * q.heads + head) * 4
         is_own = (own_number() & 3 == 0) & (head < q.heads)
-        ptx.store_global_s32(out.max_logits + place, (most * Float32(ptx.LN_2)).bitcast(Int32), is_own)
+        if cutlass.const_expr(out.max_logits is not None):
+            ptx.store_global_s32(out.max_logits + place, (most * Float32(ptx.LN_2)).bitcast(Int32), is_own)
         ptx.store_global_s32(out.lse + place, lse.bitcast(Int32), is_own)
 
     @cute.jit

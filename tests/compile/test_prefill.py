@@ -1,4 +1,5 @@
-"""What ptxas makes of Hopper's prefill kernel: no spills, and products that run by themselves."""
+"""What ptxas makes of Hopper's prefill kernel, and of mixed's, which is made of it: no spills, and products that run by
+themselves."""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.compile import Report, compile_report
-from cute_kernels.sparse_mla import prefill, prefill_sm90, prefill_sm90_plan
+from cute_kernels.sparse_mla import mixed, prefill, prefill_sm90, prefill_sm90_plan
+from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 
 GROUPS = 2
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
 
 
-@pytest.fixture(scope="module")
-def report() -> Report:
-    return compile_report(PrefillKey("sm_90a"))
+@pytest.fixture(scope="module", params=[PrefillKey, MixedKey])
+def report(request: pytest.FixtureRequest) -> Report:
+    return compile_report(request.param("sm_90a"))
 
 
 def test_no_spills_and_products_in_flight(report: Report) -> None:
@@ -58,4 +60,6 @@ def test_indices_are_asked_for_no_later_than_a_stage_comes_round() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
     assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [PrefillKey("sm_90a")]
+    assert mixed.deployment_keys(MODELS[model], tp, "sm_90a") == [MixedKey("sm_90a")]
     assert prefill.deployment_keys(MODELS[model], tp, "sm_100a") == []
+    assert mixed.deployment_keys(MODELS[model], tp, "sm_100a") == []

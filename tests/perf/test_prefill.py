@@ -19,5 +19,5 @@ def test_targets_are_those_of_shapes() -> None:
 
 def test_arguments_are_in_the_schemas_order() -> None:
     names = [argument.name for argument in OPS[OP].overload._schema.arguments]
-    assert in_order({name: name for name in sorted(names)}) == tuple(names)
+    assert in_order(OP, {name: name for name in sorted(names)}) == tuple(names)
     assert set(PER_ROW) < set(names)

@@ -1,0 +1,113 @@
+"""Which kernel sparse_mla_mixed runs: Hopper's over bf16 caches, and none elsewhere."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cute_kernels import formats
+from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
+from cute_kernels.sparse_mla.mixed_sm90_rows import COUNT_BITS, UNIT
+from cute_kernels.sparse_mla.prefill import ARCH, MOST_NUMBERS, misaligned, scale_log2
+
+MOST_POOL_BYTES = UNIT << 31
+"""From the first row of a pool to the end of the last one."""
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[MixedKey]:
+    """One kernel takes every call."""
+    return [_key(arch)] if arch == ARCH else []
+
+
+@cache
+def _key(arch: str) -> MixedKey:
+    return MixedKey(arch)
+
+
+def supports(
+    query: Any,
+    swa_kv_cache: Any,
+    sparse_indices: Any,
+    compressed_kv_cache: Any,
+    sparse_topk_lens: Any,
+    seq_lens: Any,
+    cum_seq_lens_q: Any,
+    bmm1_scale: float,
+    bmm2_scale: float,
+    sinks: Any,
+    window_size: int,
+    kv_format: str,
+    out: Any,
+    lse: Any,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
+    arch = arch_of(query.device.index)
+    if arch != ARCH:
+        return False, f"the kernel is for {ARCH}, got {arch}"
+    if kv_format != formats.PLAIN_BF16.id:
+        return False, f"kv_format: the kernel is for {formats.PLAIN_BF16.id}, got {kv_format}"
+    caches = {"swa_kv_cache": swa_kv_cache, "compressed_kv_cache": compressed_kv_cache}
+    pools = {name: pool for name, pool in caches.items() if pool is not None}
+    for name, tensor, axes in (
+        ("heads of query", query, (0, 1)),
+        ("heads of out", out, (0, 1)),
+        *((f"pages of {name}", pool, (0,)) for name, pool in pools.items()),
+    ):
+        why = misaligned(name, tensor, axes)
+        if why:
+            return False, why
+    if sparse_indices.shape[1] >= 1 << COUNT_BITS:
+        return False, f"sparse_indices: expected fewer than 65536 columns, got shape {tuple(sparse_indices.shape)}"
+    for name, count in (("rows of query", 2 * query.shape[0]), ("seq_lens", seq_lens.shape[0])):
+        if count >= MOST_NUMBERS:
+            return False, f"{name}: expected fewer than 2^30, got shapes {tuple(query.shape)}, {tuple(seq_lens.shape)}"
+    for name, pool in pools.items():
+        pages, rows, _ = pool.shape
+        size = ((pages - 1) * pool.stride(0) + rows * formats.HEAD_DIM) * pool.element_size() if pages else 0
+        if size > MOST_POOL_BYTES:
+            return False, f"{name}: expected at most {MOST_POOL_BYTES} bytes from the first row on, got {size}"
+    return True, ""
+
+
+def launch(
+    query: Any,
+    swa_kv_cache: Any,
+    sparse_indices: Any,
+    compressed_kv_cache: Any,
+    sparse_topk_lens: Any,
+    seq_lens: Any,
+    cum_seq_lens_q: Any,
+    bmm1_scale: float,
+    bmm2_scale: float,
+    sinks: Any,
+    window_size: int,
+    kv_format: str,
+    out: Any,
+    lse: Any,
+) -> None:
+    """Run the kernel on the current stream of query's device. Arguments in the schema's order, checked and
+    supported."""
+    if out.numel() == 0:
+        return
+    device_index = query.device.index
+    launch_key(
+        _key(arch_of(device_index)),
+        device_index,
+        query,
+        swa_kv_cache,
+        swa_kv_cache if compressed_kv_cache is None else compressed_kv_cache,
+        sparse_indices,
+        out,
+        lse,
+        sparse_topk_lens.data_ptr(),
+        cum_seq_lens_q.data_ptr(),
+        seq_lens.data_ptr(),
+        seq_lens.shape[0],
+        window_size,
+        0 if sinks is None else sinks.data_ptr(),
+        scale_log2(bmm1_scale),
+        bmm2_scale,
+        multiprocessors(device_index),
+    )

@@ -1,0 +1,97 @@
+"""Benchmark of sparse MLA over two plain caches, beside prefill over the same rows of one buffer, which they lie in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.runtime.ops import OPS
+from cute_kernels.sparse_mla.ops import sparse_mla_mixed
+from perf.measure import Call, compare, number_of_sets
+from perf.prefill import SHAPES, PrefillSet, Shape, in_order
+
+OP = "sparse_mla_mixed"
+GATHERED = "ours gathered"
+"""Name of the other side."""
+
+WINDOW, PAGE_ROWS, REQUESTS, BEFORE = 128, 64, 8, 1000
+"""Columns of the window, rows of a page of both caches, requests of equal length, and their context before the call."""
+
+
+@dataclass(frozen=True)
+class MixedSet:
+    """Inputs of one call: prefill's, whose kv is both caches end to end, and by the op's argument names."""
+
+    gathered: PrefillSet
+    given: dict[str, Any]
+
+    @classmethod
+    def make(cls, shape: Shape, seed: int) -> MixedSet:
+        """Distinct random rows of each cache for each query row; a quarter of kv is the window's, or all."""
+        gathered = PrefillSet.make(shape, seed)
+        kv, indices = gathered.given["kv"], gathered.given["indices"][:, 0]
+        first = shape.kv_rows // 4 if shape.topk > WINDOW else shape.kv_rows
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        for part in indices.split(512):
+            keys = torch.rand(len(part), shape.kv_rows, device="cuda", generator=g)
+            part[:, :WINDOW] = keys[:, :first].topk(WINDOW, sorted=False).indices
+            if shape.topk > WINDOW:
+                part[:, WINDOW:] = keys[:, first:].topk(shape.topk - WINDOW, sorted=False).indices + first
+        slots = indices.clone()
+        slots[:, WINDOW:] -= first
+        pages = kv.view(-1, PAGE_ROWS, kv.shape[-1])
+        starts = torch.arange(REQUESTS + 1, dtype=torch.int32, device="cuda") * (shape.rows // REQUESTS)
+        return cls(
+            gathered,
+            {
+                "query": gathered.given["q"],
+                "swa_kv_cache": pages[: first // PAGE_ROWS],
+                "sparse_indices": slots,
+                "compressed_kv_cache": pages[first // PAGE_ROWS :] if shape.topk > WINDOW else None,
+                "sparse_topk_lens": gathered.given["topk_length"],
+                "seq_lens": starts.diff() + BEFORE,
+                "cum_seq_lens_q": starts,
+                "bmm1_scale": gathered.given["sm_scale"],
+                "bmm2_scale": 1.0,
+                "sinks": gathered.given["attn_sink"],
+                "window_size": WINDOW,
+                "kv_format": "plain_bf16/1",
+                "out": gathered.given["out"],
+                "lse": gathered.given["lse"],
+            },
+        )
+
+    def ours(self) -> None:
+        sparse_mla_mixed(**self.given)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return in_order(OP, self.given)
+
+    def right(self, call: Call) -> bool:
+        """Whether `call` leaves what prefill's reference gives."""
+        return self.gathered.right(call, ("out", "lse"))
+
+
+def sweep(
+    rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
+) -> list[dict[str, Any]]:
+    """Records of sparse_mla_mixed, all shapes or those with that many query rows; as a variant prefill, given rows."""
+    chosen = [shape for shape in SHAPES if rows is None or shape.rows in rows]
+    cost = OPS[OP].cost
+    assert cost is not None
+    records = []
+    for shape in chosen:
+        first = MixedSet.make(shape, 0)
+        work = cost(*first.arguments())
+        sets = [first, *(MixedSet.make(shape, seed) for seed in range(1, number_of_sets(work.bytes)))]
+        candidates = {GATHERED: lambda s: s.gathered.ours()} if variants else {}
+        facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads}
+        records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
+    return records
+
+
+SWEEPS = {OP: sweep}
+QUICK = {OP: (512,)}
+"""Numbers of rows of a quick look."""

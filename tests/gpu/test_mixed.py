@@ -1,0 +1,429 @@
+"""The kernel of sparse_mla_mixed on a GPU, against float64, and bit for bit against sparse_mla_prefill over the same
+rows. Whatever no query row selects is NaN, between the pages too."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.ops import FALLBACK_VARIABLE
+from cute_kernels.runtime.record import record_calls
+from cute_kernels.sparse_mla.ops import sparse_mla_mixed, sparse_mla_prefill
+from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, int32, random_sink
+from tests.gpu.decode_checks import attention, same_bits
+from tests.gpu.test_prefill import LARGEST, assert_results
+from tests.helpers import POISON_BYTE, bits, raw_bytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+DEVICE = "cuda"
+ROWS_AT_ONCE = 1 << 17
+
+Results = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    if arch_of(0) != "sm_90a":
+        pytest.skip("the kernel is Hopper's")
+
+
+@dataclasses.dataclass
+class Call:
+    """Query rows of requests, as lists of numbers, and of nobody behind them."""
+
+    query: torch.Tensor
+    window: torch.Tensor
+    compressed: torch.Tensor | None
+    indices: torch.Tensor
+    lengths: torch.Tensor
+    query_lens: list[int]
+    seq_lens: list[int]
+    window_size: int
+    sink: torch.Tensor | None = None
+    scale: float = SCALE
+    out_scale: float = 0.75
+    origin: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        starts = [self.origin + sum(self.query_lens[:i]) for i in range(len(self.query_lens) + 1)]
+        return {
+            "query": self.query,
+            "swa_kv_cache": self.window,
+            "sparse_indices": self.indices,
+            "compressed_kv_cache": self.compressed,
+            "sparse_topk_lens": self.lengths,
+            "seq_lens": int32(self.seq_lens),
+            "cum_seq_lens_q": int32(starts),
+            "bmm1_scale": self.scale,
+            "bmm2_scale": self.out_scale,
+            "sinks": self.sink,
+            "window_size": self.window_size,
+        }
+
+    def pools(self) -> list[tuple[torch.Tensor, slice]]:
+        """The caches and their columns."""
+        whole: list[tuple[torch.Tensor, slice]] = [(self.window, slice(0, self.window_size))]
+        return whole if self.compressed is None else [*whole, (self.compressed, slice(self.window_size, None))]
+
+    def named(self) -> torch.Tensor:
+        """Which columns count, bool [sum_q, columns]."""
+        counts = []
+        for rows, context in zip(self.query_lens, self.seq_lens, strict=True):
+            counts += [min(self.window_size, max(0, context - rows + i + 1)) for i in range(rows)]
+        counts += [0] * (len(self.query) - len(counts))
+        seen = torch.tensor(counts, device=DEVICE)[:, None]
+        column = torch.arange(self.indices.shape[1], device=DEVICE)
+        inside = torch.zeros(self.indices.shape, dtype=torch.bool, device=DEVICE)
+        for pool, columns in self.pools():
+            slots = self.indices[:, columns].long()
+            inside[:, columns] = (slots >= 0) & (slots < pool.shape[0] * pool.shape[1])
+        is_compressed = (column >= self.window_size) & (column < self.lengths.long()[:, None]) & (seen > 0)
+        return inside & ((column < seen) | is_compressed)
+
+    def gathered(self, rows: slice, named: torch.Tensor) -> torch.Tensor:
+        """bf16 [n, columns, 512], zero where nothing is named."""
+        k = torch.zeros(*named.shape, 512, dtype=torch.bfloat16, device=DEVICE)
+        for pool, columns in self.pools():
+            chosen = named[:, columns]
+            slots = self.indices[rows, columns].long()[chosen]
+            part = k[:, columns]
+            part[chosen] = pool[slots // pool.shape[1], slots % pool.shape[1]]
+        return k
+
+    def expected(self) -> Results:
+        named = self.named()
+        step = max(1, ROWS_AT_ONCE // max(1, named.shape[1]))
+        parts = []
+        for first in range(0, len(self.query), step):
+            rows = slice(first, first + step)
+            k = self.gathered(rows, named[rows]).double()
+            parts.append(attention(self.query[rows].double(), k, named[rows], self.scale, self.sink))
+        out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+        return out * self.out_scale, lse
+
+    def as_prefill(self) -> dict[str, Any]:
+        """Arguments of sparse_mla_prefill over copies of the rows: columns that count come first, in order."""
+        named = self.named()
+        kv = self.gathered(slice(None), named).view(-1, 1, 512)
+        column = torch.arange(named.shape[1], device=DEVICE).expand_as(named)
+        order = torch.where(named, column, column + named.shape[1]).argsort(dim=1)
+        number = torch.arange(len(named), device=DEVICE)[:, None] * named.shape[1] + order
+        return {
+            "q": self.query,
+            "kv": kv,
+            "indices": number.int()[:, None],
+            "sm_scale": self.scale,
+            "attn_sink": self.sink,
+            "topk_length": named.sum(dim=1).int(),
+        }
+
+
+def make_pool(pages: int, rows: int, more_stride: int = 0) -> torch.Tensor:
+    """bf16 [pages, rows, 512], all NaN, more_stride elements between pages."""
+    size = rows * 512 + more_stride
+    whole = torch.full((pages * size + 8,), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    return whole.as_strided((pages, rows, 512), (size, 512, 1), 8)
+
+
+def fill(call: Call, seed: int = 0) -> Call:
+    """Give every row that the call selects a value; all others are NaN."""
+    named = call.named()
+    for number, (pool, columns) in enumerate(call.pools()):
+        pool.fill_(math.nan)
+        slots = torch.unique(call.indices[:, columns][named[:, columns]].long())
+        values = torch.randn(len(slots), 512, device=DEVICE, generator=generator(seed + number))
+        rows = pool.shape[1]
+        pool[slots // rows, slots % rows] = (values.clamp_(-4, 4) * (LARGEST / 4)).bfloat16()
+    return call
+
+
+def make(
+    query_lens: tuple[int, ...] = (1, 5, 1, 0, 3),
+    seq_lens: tuple[int, ...] = (300, 6, 1, 9, 2000),
+    heads: int = 64,
+    window_size: int = 128,
+    width: int | None = 200,
+    rows: tuple[int, int] = (64, 64),
+    capacity: tuple[int, int] = (700, 900),
+    more_stride: tuple[int, int] = (0, 0),
+    padding: int = 1,
+    bad: float = 0.1,
+    sink: str = "mixed",
+    seed: int = 0,
+) -> Call:
+    """A random call. Heads have queries of very different sizes: softmax is flat in some, in others close to a key.
+
+    width     compressed columns; None: there is no compressed cache
+    rows, capacity, more_stride
+              of both caches
+    padding   rows of nobody
+    """
+    g = generator(seed)
+    tokens = sum(query_lens) + padding
+    exponents = torch.randint(-4, 7, (tokens, heads, 1), device=DEVICE, generator=g)
+    query = torch.randn(tokens, heads, 512, device=DEVICE, generator=g) * torch.exp2(exponents.float())
+    pools = [make_pool(-(-n // r), r, more) for n, r, more in zip(capacity, rows, more_stride, strict=True)]
+    parts = []
+    for pool, columns in zip(pools, (window_size, width or 0), strict=True):
+        size = pool.shape[0] * pool.shape[1]
+        slots = torch.randint(0, max(size, 1), (tokens, columns), device=DEVICE, generator=g).int()
+        nowhere = int32([-1, INT_MIN, INT_MAX, size, size + 1, -size, -7])
+        chosen = nowhere[torch.randint(0, len(nowhere), slots.shape, device=DEVICE, generator=g)]
+        parts.append(slots.where(torch.rand(slots.shape, device=DEVICE, generator=g) >= bad, chosen))
+    last = window_size + (width or 0)
+    odd = int32([last, 0, 1, window_size, window_size + 1, last - 1, -1, last + 1, INT_MIN, INT_MAX])
+    lengths = torch.randint(window_size, last + 1, (tokens,), device=DEVICE, generator=g).int()
+    some = torch.rand(tokens, device=DEVICE, generator=g) < 0.3
+    lengths = odd[torch.randint(0, len(odd), (tokens,), device=DEVICE, generator=g)].where(some, lengths)
+    call = Call(
+        query.bfloat16(),
+        pools[0],
+        None if width is None else pools[1],
+        torch.cat(parts, dim=1),
+        lengths,
+        list(query_lens),
+        list(seq_lens),
+        window_size,
+        random_sink(sink, heads),
+    )
+    return fill(call, seed)
+
+
+def run(call: Call, **more: Any) -> Results:
+    """The kernel's results, over NaN."""
+    outputs = {
+        "out": torch.full(call.query.shape, math.nan, dtype=torch.bfloat16, device=DEVICE),
+        "lse": torch.full(call.query.shape[:2], math.nan, device=DEVICE),
+        **more,
+    }
+    with record_calls() as recording:
+        results = sparse_mla_mixed(**call.arguments(), **outputs)
+    assert [done.implementation for done in recording.calls] == ["kernel"]
+    return results
+
+
+def check(call: Call, **more: Any) -> Results:
+    got = run(call, **more)
+    assert_results(got, call.expected(), call.query, call.scale, call.out_scale)
+    return got
+
+
+@pytest.mark.parametrize("heads", [1, 8, 13, 16, 32, 63, 64, 65, 100, 128])
+@pytest.mark.parametrize("width", [None, 200])
+def test_heads(heads: int, width: int | None) -> None:
+    check(make(heads=heads, width=width, seed=heads))
+
+
+@pytest.mark.parametrize("first", [1, 2, 53, 64, 256])
+@pytest.mark.parametrize("second", [1, 2, 7, 53, 64, 256])
+def test_page_sizes(first: int, second: int) -> None:
+    check(make(rows=(first, second), seed=first))
+    check(make(rows=(first, second), more_stride=(8, 512), heads=128, seed=second))
+
+
+@pytest.mark.parametrize("width", [0, 1, 63, 64, 65, 129, 512])
+@pytest.mark.parametrize("window_size", [1, 7, 64, 65, 128, 200])
+def test_columns_around_tiles(window_size: int, width: int) -> None:
+    seq_lens = (300, window_size + 2, 1, 9, window_size)
+    check(make(seq_lens=seq_lens, window_size=window_size, width=width, seed=width))
+
+
+def test_prefill_rows_of_one_request() -> None:
+    """Windows that grow from one column on, and compressed columns from the first position on."""
+    call = make((200,), (200,), width=60, padding=0)
+    call.lengths = (128 + torch.arange(1, 201, device=DEVICE) // 4).int()
+    check(fill(call))
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("requests", [1, 31, 33, 700])
+def test_more_rows_than_multiprocessors(heads: int, requests: int) -> None:
+    """Requests of one row, of many and of none, in turn: decode and prefill rows side by side."""
+    query_lens = tuple((1, 0, 7, 1, 40)[i % 5] if requests > 1 else 701 for i in range(requests))
+    seq_lens = tuple(n + (i * 37 % 300) - 3 for i, n in enumerate(query_lens))
+    check(make(query_lens, seq_lens, heads=heads, width=90, padding=5, capacity=(5000, 4000), seed=requests))
+
+
+def test_blocks_with_more_items_than_they_look_ahead() -> None:
+    check(make((1,) * 5000, tuple(range(-2, 4998)), heads=128, window_size=3, width=5, padding=9))
+
+
+def test_starts_that_do_not_begin_at_zero() -> None:
+    call = make()
+    want = check(call)
+    for origin in (-1, 100, INT_MIN, INT_MAX - 10):
+        call.origin = origin
+        assert same_bits(run(call), want)
+
+
+def test_rows_without_a_position() -> None:
+    """More rows than context: those before it have no columns at all."""
+    for seq_lens in ((0, 3, -5, 9, 1), (INT_MIN, 5, 1, 1, 2)):
+        out, lse = check(make(seq_lens=seq_lens))
+        assert (out[0] == 0).all()
+        assert (lse[0] == math.inf).all()
+
+
+def test_nobody_has_a_row() -> None:
+    for query_lens in ((), (0, 0), (0,) * 100):
+        out, lse = check(make(query_lens, tuple(50 for _ in query_lens), padding=300))
+        assert (out == 0).all()
+        assert (lse == math.inf).all()
+
+
+@pytest.mark.parametrize("capacity", [(0, 0), (0, 5), (5, 0), (1, 1)])
+def test_small_caches(capacity: tuple[int, int]) -> None:
+    check(make(capacity=capacity))
+
+
+def test_no_rows() -> None:
+    out, lse = run(make((), (), padding=0))
+    assert out.shape == (0, 64, 512)
+    assert lse.shape == (0, 64)
+
+
+@pytest.mark.parametrize("sink", ["none", "minus", "finite", "plus"])
+def test_sinks(sink: str) -> None:
+    out, lse = check(make(sink=sink))
+    without = run(make(sink="none"))
+    assert same_bits((lse,), without[1:])
+    if sink == "plus":
+        assert (out == 0).all()
+    if sink in ("none", "minus"):
+        assert same_bits((out,), without[:1])
+
+
+@pytest.mark.parametrize("bad", [0.5, 0.9, 1.0])
+def test_slots_that_are_none(bad: float) -> None:
+    check(make((1, 140), (3000, 500), width=260, bad=bad))
+
+
+def test_slots_beyond_the_counts_are_not_looked_at() -> None:
+    """They name rows that are NaN."""
+    call = make((1, 9, 2), (40, 100, 2), bad=0.0)
+    named = call.named()
+    for pool, columns in call.pools():
+        last = pool.shape[0] * pool.shape[1] - 1
+        picks = call.indices[:, columns]
+        call.indices[:, columns] = (picks % last).where(named[:, columns], torch.full_like(picks, last))
+    check(fill(call))
+
+
+@pytest.mark.parametrize("scale", [0.0, -SCALE, 0.3])
+@pytest.mark.parametrize("out_scale", [1.0, 0.0, -2.5, 1e-3])
+def test_scales(scale: float, out_scale: float) -> None:
+    check(dataclasses.replace(make(sink="finite"), scale=scale, out_scale=out_scale))
+
+
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("out_scale", [1.0, -0.5])
+def test_bits_of_prefill(heads: int, out_scale: float) -> None:
+    """The same as prefill over copies of the rows: in one tile they come in the same order."""
+    call = make((1, 300, 1, 50), (900, 300, 5, 1000), heads=heads, width=300, bad=0.0, rows=(53, 2))
+    out, lse = run(dataclasses.replace(call, out_scale=out_scale))
+    want, _, want_lse = sparse_mla_prefill(**call.as_prefill())
+    assert same_bits((lse,), (want_lse,))
+    if out_scale == 1.0:
+        assert same_bits((out,), (want,))
+    assert ((out.float() - want.float() * out_scale).abs() <= want.float().abs() / 128).all()
+
+
+def test_strides_and_what_lies_around() -> None:
+    """Slices of larger tensors on all sides; not a byte between and around the elements of the outputs changes."""
+    call = make(heads=13, width=77)
+    want = check(call)
+    tokens = len(call.query)
+
+    def inside(t: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> torch.Tensor:
+        """A copy of `t` in the midst of a larger tensor."""
+        sizes = [a + n + z for a, n, z in zip(before, t.shape, after, strict=True)]
+        nothing = math.nan if t.is_floating_point() else INT_MAX
+        whole = torch.full(sizes, nothing, dtype=t.dtype, device=t.device)
+        view = whole[tuple(slice(a, a + n) for a, n in zip(before, t.shape, strict=True))]
+        return view.copy_(t)
+
+    call.query = inside(call.query, (1, 3, 8), (2, 1, 40))
+    call.indices = inside(call.indices, (1, 3), (1, 2))
+    call.lengths = inside(call.lengths, (3,), (2,))
+    call.window = inside(call.window, (2, 0, 0), (1, 0, 0))
+    whole = torch.empty(tokens + 2, 17, 536, dtype=torch.bfloat16, device=DEVICE)
+    column = torch.empty(700, device=DEVICE)
+    for memory in (whole, column):
+        raw_bytes(memory).fill_(POISON_BYTE)
+    out, lse = whole[1:-1, 2:15, 16:528], column[301 : 301 + tokens * 13].view(tokens, 13)
+    assert same_bits(run(call, out=out, lse=lse), want)
+    out.zero_()
+    lse.zero_()
+    for memory, slices in (
+        (whole, (slice(1, -1), slice(2, 15), slice(16, 528))),
+        (column, (slice(301, 301 + lse.numel()),)),
+    ):
+        untouched = memory.clone()
+        raw_bytes(untouched).fill_(POISON_BYTE)
+        untouched[slices] = 0
+        assert torch.equal(bits(memory), bits(untouched))
+
+
+@pytest.mark.parametrize("rows", [64, 53])
+def test_large_caches(rows: int) -> None:
+    """Rows that lie 2^31, 2^33 and 2^34 bytes behind the first."""
+    call = make(bad=0.0)
+    gib = 1 << 30
+    pages = 17 * gib // (rows * 1024)
+    pool = torch.empty(pages, rows, 512, dtype=torch.bfloat16, device=DEVICE)
+    ends = [0, 2 * gib // 1024, 4 * gib // 1024, 8 * gib // 1024, 16 * gib // 1024, pages * rows]
+    far = torch.tensor([end + i for end in ends for i in range(-20, 20) if 0 <= end + i < pages * rows], device=DEVICE)
+    for columns in (slice(0, 128), slice(128, None)):
+        picks = torch.randint(0, len(far), call.indices[:, columns].shape, device=DEVICE, generator=generator(1))
+        call.indices[:, columns] = far[picks].int()
+    pool.view(-1, 512)[far] = (torch.rand(len(far), 512, device=DEVICE, generator=generator(2)) * LARGEST).bfloat16()
+    check(dataclasses.replace(call, window=pool, compressed=pool))
+
+
+def test_bits_repeat_and_do_not_depend_on_the_batch() -> None:
+    call = make((1,) * 100 + (200, 99), (700,) * 50 + (5,) * 50 + (200, 500), heads=128, width=205, padding=0)
+    want = check(call)
+    for _ in range(20):
+        assert same_bits(run(call), want)
+    part = dataclasses.replace(
+        call,
+        query=call.query[7:9],
+        indices=call.indices[7:9],
+        lengths=call.lengths[7:9],
+        query_lens=[1, 1],
+        seq_lens=[700, 700],
+    )
+    assert same_bits(run(part), tuple(result[7:9] for result in want))
+
+
+def test_graph() -> None:
+    call = make((1,) * 100 + (200,), (700,) * 100 + (230,), width=100)
+    want = check(call)
+    results = tuple(torch.empty_like(part) for part in want)
+    given = call.arguments()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        sparse_mla_mixed(**given, out=results[0], lse=results[1])
+    for _ in range(3):
+        for part in results:
+            part.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(results, want)
+    other = make((3,) * 50 + (0,) * 50 + (150,), (9,) * 100 + (190,), width=100, seed=5)
+    for name, new in other.arguments().items():
+        if isinstance(new, torch.Tensor):
+            given[name].copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(results, check(other))

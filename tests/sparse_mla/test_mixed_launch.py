@@ -1,0 +1,163 @@
+"""What sparse_mla_mixed hands to its kernel. Needs CuTe DSL and no GPU: nothing is launched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.runtime.ops import OPS
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.sparse_mla import mixed
+from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
+
+SMS = 132
+NAMES = (
+    "query", "swa_kv_cache", "compressed_kv_cache", "sparse_indices", "out", "lse", "lengths", "starts", "seq_lens",
+    "requests", "window_size", "sink", "scale_log2", "scale", "blocks",
+)  # fmt: skip
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """A call of 3 rows of 2 requests and 4 heads, by name in the schema's order."""
+    return {
+        "query": torch.zeros(3, 4, 512, dtype=BF16),
+        "swa_kv_cache": torch.zeros(5, 64, 512, dtype=BF16),
+        "sparse_indices": torch.zeros(3, 12, dtype=torch.int32),
+        "compressed_kv_cache": torch.zeros(7, 2, 512, dtype=BF16),
+        "sparse_topk_lens": torch.zeros(3, dtype=torch.int32),
+        "seq_lens": torch.zeros(2, dtype=torch.int32),
+        "cum_seq_lens_q": torch.zeros(3, dtype=torch.int32),
+        "bmm1_scale": 512**-0.5,
+        "bmm2_scale": 0.75,
+        "sinks": torch.zeros(4),
+        "window_size": 8,
+        "kv_format": "plain_bf16/1",
+        "out": torch.zeros(3, 4, 512, dtype=BF16),
+        "lse": torch.zeros(3, 4),
+    } | changes
+
+
+def distant(pages: int, rows: int, stride: int) -> torch.Tensor:
+    """A pool that takes no memory."""
+    return torch.empty(0, dtype=BF16, device="meta").as_strided((pages, rows, 512), (stride, 512, 1))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """Stands for a Hopper GPU: keeps what would have been launched, in order."""
+    kept: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(mixed, "multiprocessors", lambda index: SMS)
+    monkeypatch.setattr(
+        mixed, "launch_key", lambda key, index, *args: kept.append((key, dict(zip(NAMES, args, strict=True))))
+    )
+    return kept
+
+
+def run(**changes: Any) -> dict[str, Any]:
+    args = arguments(**changes)
+    OPS["sparse_mla_mixed"].check(*args.values())
+    supported, why = mixed.supports(*args.values())
+    assert supported, why
+    mixed.launch(*args.values())
+    return args
+
+
+def test_arguments_go_as_they_are(launched: list[Any]) -> None:
+    args = run()
+    ((key, given),) = launched
+    assert key == MixedKey("sm_90a")
+    for name in NAMES[:6]:
+        assert given[name] is args[name]
+    for name, argument in {
+        "lengths": "sparse_topk_lens", "starts": "cum_seq_lens_q", "seq_lens": "seq_lens", "sink": "sinks"
+    }.items():  # fmt: skip
+        assert given[name] == args[argument].data_ptr()
+    assert (given["requests"], given["window_size"], given["scale"], given["blocks"]) == (2, 8, 0.75, SMS)
+    assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
+
+
+def test_what_is_not_given(launched: list[Any]) -> None:
+    args = run(sinks=None, compressed_kv_cache=None, sparse_indices=torch.zeros(3, 8, dtype=torch.int32))
+    ((_, given),) = launched
+    assert given["sink"] == 0
+    assert given["compressed_kv_cache"] is args["swa_kv_cache"]
+
+
+def test_a_scale_of_zero_does_not_make_nan_of_what_is_skipped(launched: list[Any]) -> None:
+    run(bmm1_scale=0.0)
+    ((_, given),) = launched
+    assert 0 < given["scale_log2"] < 1e-30
+
+
+def test_a_call_without_rows_launches_nothing(launched: list[Any]) -> None:
+    names = ("query", "sparse_indices", "sparse_topk_lens", "out", "lse")
+    run(**{name: arguments()[name][:0] for name in names})
+    assert launched == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"swa_kv_cache": torch.zeros(0, 64, 512, dtype=BF16)},
+        {"seq_lens": torch.zeros(0, dtype=torch.int32), "cum_seq_lens_q": torch.zeros(1, dtype=torch.int32)},
+        {"bmm1_scale": -1.0},
+        {"bmm2_scale": 0.0},
+        {"compressed_kv_cache": torch.zeros(7, 1040, dtype=BF16)[:, :1024].unflatten(1, (2, 512))},
+    ],
+)
+def test_odd_calls_are_the_kernels_business(launched: list[Any], changes: dict[str, Any]) -> None:
+    run(**changes)
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"query": torch.zeros(3, 4, 516, dtype=BF16)[..., :512]}, "heads of query must be 16-byte aligned"),
+        ({"out": torch.zeros(3, 4, 520, dtype=BF16)[..., 4:516]}, "heads of out must be 16-byte aligned"),
+        (
+            {"swa_kv_cache": torch.zeros(5 * 64 * 512 + 4, dtype=BF16)[4:].view(5, 64, 512)},
+            "pages of swa_kv_cache must be 16-byte aligned",
+        ),
+        (
+            {"compressed_kv_cache": torch.zeros(5 * 64 * 512 + 4, dtype=BF16)[4:].view(5, 64, 512)},
+            "pages of compressed_kv_cache must be 16-byte aligned",
+        ),
+        (
+            {"sparse_indices": torch.zeros(1, dtype=torch.int32).expand(3, 65536)},
+            "sparse_indices: expected fewer than 65536 columns, got shape (3, 65536)",
+        ),
+        (
+            {"swa_kv_cache": distant(2**19 + 1, 64, 64 * 512)},
+            "swa_kv_cache: expected at most 34359738368 bytes from the first row on, got 34359803904",
+        ),
+        (
+            {"compressed_kv_cache": distant(3, 2, 2**34)},
+            "compressed_kv_cache: expected at most 34359738368 bytes from the first row on, got 68719478784",
+        ),
+        (
+            {"kv_format": "plain_fp8/1", "query": torch.zeros(3, 4, 512).to(FP8)},
+            "kv_format: the kernel is for plain_bf16/1, got plain_fp8/1",
+        ),
+    ],
+)
+def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, Any], why: str) -> None:
+    supported, reason = mixed.supports(*arguments(**changes).values())
+    assert not supported
+    assert reason.startswith(why)
+
+
+def test_the_largest_pool(launched: list[Any]) -> None:
+    assert mixed.supports(*arguments(swa_kv_cache=distant(2**19, 64, 64 * 512)).values()) == (True, "")
+
+
+def test_other_architectures_have_no_kernel(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_100a")
+    assert mixed.supports(*arguments().values()) == (False, "the kernel is for sm_90a, got sm_100a")
