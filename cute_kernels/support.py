@@ -45,6 +45,8 @@ KERNEL_ARCHS = {
     "sparse_mla_decode": ARCHS,
     "sparse_mla_mixed": ("sm_90a",),
     "sparse_mla_prefill": ("sm_90a",),
+    "top_k_per_row_decode": ARCHS,
+    "top_k_per_row_prefill": ARCHS,
 }
 """Op -> architectures its kernel runs on, for the ops that have one."""
 

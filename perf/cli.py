@@ -58,6 +58,8 @@ ROOMS = {
     "sparse_mla_decode": "perf.decode",
     "sparse_mla_mixed": "perf.mixed",
     "sparse_mla_prefill": "perf.prefill",
+    "top_k_per_row_decode": "perf.topk",
+    "top_k_per_row_prefill": "perf.topk",
 }
 """Op -> module whose SWEEPS measures it."""
 

@@ -103,6 +103,9 @@ TARGETS_US: Mapping[tuple[str, str, str], float] = {
     ("NVIDIA H200", "sparse_mla_prefill", "sq4096 h128 topk2176 skv65536"): 3960.0,
     ("NVIDIA H200", "sparse_mla_prefill", "sq512 h64 topk640 skv16384"): 86.0,
     ("NVIDIA H200", "sparse_mla_prefill", "sq4096 h64 topk128 skv16384"): 208.0,
+    ("NVIDIA H200", "top_k_per_row_decode", "64x32768 k=512"): 10.0,
+    ("NVIDIA H200", "top_k_per_row_decode", "256x32768 k=512"): 18.0,
+    ("NVIDIA H200", "top_k_per_row_prefill", "4096x16384 k=512"): 130.0,
 }
 """(GPU, op, case) -> microseconds. Other cells have the limit that `limit_us` derives from their best peer."""
 

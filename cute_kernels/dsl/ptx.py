@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Float64, Int32, Int64
+from cutlass import Float32, Float64, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
@@ -125,6 +125,11 @@ def load_global_bool_where(condition: Any, address: Any) -> Any:
 def load_global_128_where(condition: Any, address: Any, through_l1: bool = False) -> tuple[Any, Any, Any, Any]:
     """sm_70 and up. As load_global_128_in_order; four times -1 where the condition fails."""
     return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}", through_l1), condition, address, 4)
+
+
+def load_global_128_cached_where(condition: Any, address: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. As load_global_128_cached_in_order; four times -1 where the condition fails."""
+    return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}", is_shared=True), condition, address, 4)
 
 
 def load_global_s32_where(condition: Any, address: Any, is_shared: bool = False) -> Any:
@@ -255,6 +260,48 @@ def min_f32(a: Any, b: Any) -> Any:
     """sm_70 and up. The smaller one; a NaN loses against a number."""
     return inline_ptx(
         "min.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[Float32(a), Float32(b)]
+    )
+
+
+def descending_order(a: Any) -> Any:
+    """sm_70 and up. An unsigned number that falls as the fp32 grows: equal for -0 and +0, and 0xFFFFFFFF, which no
+    number has, for NaN."""
+    return inline_ptx(
+        "{ .reg .pred p; .reg .f32 f; .reg .b32 b, s; add.rn.f32 f, {$r0}, 0f00000000; mov.b32 b, f; "
+        "shr.s32 s, b, 31; not.b32 s, s; and.b32 s, s, 0x7fffffff; xor.b32 b, b, s; "
+        "setp.nan.f32 p, {$r0}, {$r0}; selp.b32 {$w0}, 0xffffffff, b, p; }",
+        write_only_types=[Uint32],
+        read_only_args=[Float32(a)],
+    )
+
+
+def of_descending_order(order: Any) -> Any:
+    """sm_70 and up. An fp32 with that descending_order."""
+    return inline_ptx(
+        "{ .reg .b32 s; shr.s32 s, {$r0}, 31; not.b32 s, s; and.b32 s, s, 0x7fffffff; xor.b32 s, s, {$r0}; "
+        "mov.b32 {$w0}, s; }",
+        write_only_types=[Float32],
+        read_only_args=[Uint32(order)],
+    )
+
+
+def count_where_at_least(count: Any, a: Any, b: Any) -> Any:
+    """sm_70 and up. The number, one more if a >= b; a NaN is not."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ge.f32 p, {$r1}, {$r2}; mov.b32 {$w0}, {$r0}; @p add.s32 {$w0}, {$w0}, 1; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(count), Float32(a), Float32(b)],
+    )
+
+
+def append_where_at_least(address: Any, a: Any, b: Any, word: Any) -> Any:
+    """sm_70 and up. If a >= b, store a and a word at an 8-byte aligned address of shared memory: the address for what
+    comes next."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ge.f32 p, {$r1}, {$r2}; mov.b32 {$w0}, {$r0}; "
+        "@p st.shared.v2.b32 [{$w0}], {{$r1}, {$r3}}; @p add.s32 {$w0}, {$w0}, 8; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(address), Float32(a), Float32(b), Int32(word)],
     )
 
 
@@ -511,6 +558,11 @@ def load_shared_s32(address: Any) -> Any:
     return inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(address)])
 
 
+def load_shared_u16(address: Any) -> Any:
+    """sm_70 and up. Two bytes of shared memory, as the low half of a word; the address is one of the block's own."""
+    return inline_ptx("ld.shared.u16 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(address)])
+
+
 def load_shared_f32x2(address: Any) -> tuple[Any, Any]:
     """sm_70 and up. Two fp32 of shared memory, 8-byte aligned; the address is one of the block's own, 32 bits wide."""
     return inline_ptx(
@@ -553,6 +605,53 @@ def store_remote_64(address: Any, words: Any, barrier: Any) -> None:
     inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [{$r0}], {{$r1}, {$r2}}, [{$r3}];",
         read_only_args=[Int32(address), *(Int32(word) for word in words), Int32(barrier)],
+    )
+
+
+def load_cluster_s32(address: Any) -> Any:
+    """sm_90 and up. An int32 of the shared memory of any block of the cluster; the address is from map_shared."""
+    return inline_ptx(
+        "ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(address)]
+    )
+
+
+def load_cluster_64(address: Any) -> tuple[Any, Any]:
+    """sm_90 and up. As load_cluster_s32: two words, 8-byte aligned."""
+    return inline_ptx(
+        "ld.shared::cluster.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Int32, Int32],
+        read_only_args=[Int32(address)],
+    )
+
+
+def store_cluster_64(address: Any, low: Any, high: Any) -> None:
+    """sm_90 and up. Two words to the shared memory of any block of the cluster, 8-byte aligned, from map_shared."""
+    inline_ptx(
+        "st.shared::cluster.v2.b32 [{$r0}], {{$r1}, {$r2}};",
+        read_only_args=[Int32(address), Int32(low), Int32(high)],
+    )
+
+
+def reduce_shared(operation: str, address: Any, word: Any, predicate: Any = None, of_cluster: bool = False) -> None:
+    """sm_70 and up, of a cluster sm_90 and up. Combine a word of shared memory with this one, atomically: "add.u32",
+    "or.b32". Where there is a predicate and it is false, nothing happens. of_cluster: the address is from map_shared.
+    """
+    scope = "cluster.shared::cluster" if of_cluster else "cta.shared"
+    inline_ptx(
+        f"red.relaxed.{scope}.{operation} [{{$r0}}], {{$r1}};",
+        read_only_args=[Int32(address), Int32(word)],
+        predicate=predicate,
+    )
+
+
+def fetch_add_shared(address: Any, number: Any, of_cluster: bool) -> Any:
+    """sm_70 and up, of a cluster sm_90 and up. Add a number to a word of shared memory, atomically: what it was before.
+    of_cluster: the address is from map_shared."""
+    scope = "cluster.shared::cluster" if of_cluster else "cta.shared"
+    return inline_ptx(
+        f"atom.relaxed.{scope}.add.u32 {{$w0}}, [{{$r0}}], {{$r1}};",
+        write_only_types=[Int32],
+        read_only_args=[Int32(address), Int32(number)],
     )
 
 

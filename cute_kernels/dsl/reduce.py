@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Int32
 
 from cute_kernels.dsl import ptx
 
@@ -50,6 +51,16 @@ def lanes_sums(values: list[Any]) -> list[Any]:
     for step in (1, 2, 4, 8, 16):
         values = [ptx.add_rn(value, cute.arch.shuffle_sync_bfly(value, step)) for value in values]
     return values
+
+
+@cute.jit
+def lanes_prefix(number: Any) -> Any:
+    """int32 sum over this lane and those before it. All lanes must call."""
+    lane = cute.arch.lane_idx()
+    for step in (1, 2, 4, 8, 16):
+        before = cute.arch.shuffle_sync_up(number, step, mask_and_clamp=0)
+        number += before if lane >= step else Int32(0)
+    return number
 
 
 def lanes_max(value: Any, lanes: int = 32) -> Any:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from cute_kernels.indexer import examples_query
+from cute_kernels.indexer import examples_query, examples_topk
 
-EXAMPLES = {**examples_query.EXAMPLES}
+EXAMPLES = {**examples_query.EXAMPLES, **examples_topk.EXAMPLES}

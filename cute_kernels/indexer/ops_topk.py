@@ -63,6 +63,7 @@ _prefill = define_op(
     "SymInt k) -> ()",
     check=_check_prefill,
     reference=reference.top_k_per_row_prefill,
+    kernel="cute_kernels.indexer.topk_prefill",
     cost=_cost_prefill,
 )
 
@@ -119,6 +120,7 @@ _decode = define_op(
     "top_k_per_row_decode(Tensor logits, Tensor seq_lens, Tensor(a!) out, SymInt num_rows, SymInt k) -> ()",
     check=_check_decode,
     reference=reference.top_k_per_row_decode,
+    kernel="cute_kernels.indexer.topk_decode",
     cost=_cost_decode,
 )
 

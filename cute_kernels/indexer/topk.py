@@ -1,0 +1,303 @@
+"""Kernel of top_k_per_row_prefill and top_k_per_row_decode: a block, or a cluster of blocks, picks the best of a row.
+
+A row of at most k columns has all of them written, without a look at its scores. What is done with a longer one says
+topk_row. The picks come in ascending order, whatever the shape of the block, so a row's result is the same bits in
+every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.dsl import ptx
+from cute_kernels.dsl.tensor import address, stride_bytes
+from cute_kernels.indexer.topk_plan import GROUPS, Here, Part, Plan
+from cute_kernels.indexer.topk_row import RowPicks
+from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
+
+CLUSTER_ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+"""Where the blocks of a cluster can share a row."""
+
+MOST_PICKS, MOST_ROWS = 2048, 2**28
+
+SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (32, 8, 1, 1), (32, 4, 1, 4), (32, 4, 1, 16), (32, 4, 1, 32))
+"""(warps, vectors of a thread, cluster, tiles) of blocks that take whole rows: of up to 4096, 8192, 16384 and 32768
+columns, which their registers hold, and of up to 65536, 262144 and 524288, which they read twice."""
+
+SHARED = ((17, 16384, (8, 8, 4, 1)), (64, 32768, (32, 4, 8, 8)))
+"""(fewer rows than, more columns than, shape) of clusters, up to their capacity. On an H200 8 rows of 32768 columns
+take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us (perf/notes/indexer_topk.md)."""
+
+EARLY_BYTES = 4 << 20
+"""Of scores in a call, up to which rows are asked for before their bounds are known."""
+
+MOST_CHOICES = 1024
+"""Kernels that are remembered by rows, width and k."""
+
+
+@dataclass(frozen=True)
+class TopKKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    warps     of a block, at most 32
+    vectors   of four scores that a thread holds at once
+    cluster   blocks that share a row
+    tiles     how often a thread fills its registers, at most, for a row
+    """
+
+    warps: int = 32
+    vectors: int = 8
+    cluster: int = 1
+    tiles: int = 1
+
+    @property
+    def plan(self) -> Plan:
+        """What the kernel is cut by."""
+        return Plan(self.warps, self.vectors, self.cluster, self.tiles)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.plan.smem_bytes
+
+    @property
+    def capacity(self) -> int:
+        """Most columns of a row, those before it up to a multiple of 16 bytes included."""
+        return self.plan.places * self.cluster
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return "ld.global.128", "atomic"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        scores, starts, ends = (Int64(0), Int64(4), Int32(1)), (Int64(0), Int64(4)), (Int64(0), Int64(4), Int64(4))
+        out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
+        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(6)))
+        return TopKKernel(self), (out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+
+class TopKKernel:
+    """Entry point: (result; address of the scores, stride of their rows in bytes, their columns; address of the starts
+    or 0, their stride; address of the ends, strides of requests and of their tokens, tokens of a request; rows, k,
+    a warp's share of k, groups of a thread whose maxima bound it, 128-byte lines of a row to fetch early; stream)."""
+
+    def __init__(self, key: TopKKey) -> None:
+        self.plan = key.plan
+        self.row = RowPicks(self.plan)
+        self.threads, self.cluster = self.plan.threads, key.cluster
+        self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+        self.name = f"top_k_per_row_w{key.warps}v{key.vectors}c{key.cluster}t{key.tiles}"
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,
+        scores: Int64,
+        scores_stride: Int64,
+        columns: Int32,
+        starts: Int64,
+        starts_stride: Int64,
+        ends: Int64,
+        ends_request: Int64,
+        ends_token: Int64,
+        tokens: Int32,
+        rows: Int32,
+        k: Int32,
+        share: Int32,
+        groups: Int32,
+        early_lines: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        kernel = self.kernel(
+            scores,
+            scores_stride,
+            columns,
+            starts,
+            starts_stride,
+            ends,
+            ends_request,
+            ends_token,
+            cute.fast_divmod_create_divisor_v2(tokens),
+            address(out),
+            stride_bytes(out, 0),
+            k,
+            share,
+            groups,
+            early_lines,
+        )
+        kernel.launch(
+            grid=[rows * self.cluster, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        scores: Int64,
+        scores_stride: Int64,
+        columns: Int32,
+        starts: Int64,
+        starts_stride: Int64,
+        ends: Int64,
+        ends_request: Int64,
+        ends_token: Int64,
+        tokens: cute.FastDivmodDivisorV2,
+        out: Int64,
+        out_stride: Int64,
+        k: Int32,
+        share: Int32,
+        groups: Int32,
+        early_lines: Int32,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        memory = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.plan.smem_bytes // 4), byte_alignment=16)
+        at = memory.iterator.toint()
+        row, rank, lead = block, Int32(0), at
+        if const_expr(self.cluster > 1):
+            row = block // self.cluster
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            lead = ptx.map_shared(at, 0)
+        here = Here(at, lead, thread, cute.arch.make_warp_uniform(thread // 32), thread % 32, rank)
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_wait()
+
+        # for calls of which little is under way at once: a row comes while its bounds do
+        line = rank * self.threads + thread
+        ptx.prefetch_l2(scores + Int64(row) * scores_stride + Int64(line) * 128, line < early_lines)
+        request, token = divmod(row, tokens)
+        start = ptx.load_global_s32_where(starts != 0, starts + Int64(row) * starts_stride, is_shared=True)
+        end = ptx.load_global_s32_in_order(
+            ends + Int64(request) * ends_request + Int64(token) * ends_token, is_shared=True
+        )
+        self.row.clear(here)
+        start, end = cutlass.max(start, Int32(0)), cutlass.min(end, columns)
+        size = end - start if end > start else Int32(0)
+        if size <= k:
+            target = out + Int64(row) * out_stride
+            for i in cutlass.range(rank * self.threads + thread, k, self.cluster * self.threads, unroll=1):
+                ptx.store_global_s32(target + Int64(i) * 4, i if i < size else Int32(-1))
+        else:
+            source = scores + Int64(row) * scores_stride + Int64(start) * 4
+            head = Int32(source & 15) >> 2
+            stop = head + size
+            width, tiles = stop, Int32(1)
+            if const_expr(self.cluster > 1):
+                width = (stop + (128 * self.cluster - 1)) // (128 * self.cluster) * 128
+            if const_expr(self.plan.tiles > 1):
+                tiles = (width + (self.plan.tile - 1)) // self.plan.tile
+            skipped = rank * width
+            stop = cutlass.min(stop - skipped, width)
+            part = Part(source + Int64(skipped - head) * 4, head - skipped, stop, tiles, skipped - head)
+            self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride)
+
+
+def keys_of(arch: str) -> list[TopKKey]:
+    """All kernels of an architecture, by capacity: those for which a block is enough, then those of clusters."""
+    shapes = [*SHAPES, *(shape for *_, shape in SHARED if arch in CLUSTER_ARCHS)]
+    keys = [TopKKey(arch, *shape) for shape in shapes]
+    return [key for key in keys if key.smem_bytes <= SMEM_BYTES[arch]]
+
+
+def key_for(arch: str, rows: int, width: int) -> TopKKey:
+    """The kernel for so many rows of such a width; if none is wide enough, the widest."""
+    keys = keys_of(arch)
+    for fewer, more, shape in SHARED if arch in CLUSTER_ARCHS else ():
+        key = TopKKey(arch, *shape)
+        if rows < fewer and more < width <= key.capacity:
+            return key
+    return next((key for key in keys if width <= key.capacity), keys[-1])
+
+
+def groups_for(key: TopKKey, k: int) -> int:
+    """Maxima of a thread: twice as many of all threads as there are picks leave 1.4 k candidates of a random row."""
+    groups = 1
+    while groups < GROUPS and groups * 32 * key.warps * key.cluster < 2 * k:
+        groups *= 2
+    return groups
+
+
+def share_for(key: TopKKey, k: int) -> int:
+    """Of k, a warp's."""
+    return -(-k // (key.warps * key.cluster))
+
+
+@lru_cache(MOST_CHOICES)
+def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, int, int]:
+    """(kernel, a warp's share of k, groups of a thread)"""
+    key = key_for(arch_of(device_index), rows, width)
+    return key, share_for(key, k), groups_for(key, k)
+
+
+def width_of(logits: Any) -> int:
+    """Columns of a row, and those before it up to a multiple of 16 bytes, at most."""
+    is_aligned = logits.data_ptr() % 16 == 0 and (logits.shape[0] <= 1 or logits.stride(0) % 4 == 0)
+    return int(logits.shape[1]) + (0 if is_aligned else 3)
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[TopKKey]:
+    """Layers with an indexer, with rows of any length."""
+    return keys_of(arch) if 4 in config.compress_ratios else []
+
+
+def check(logits: Any, num_rows: int, k: int) -> tuple[bool, str]:
+    """Whether `run` can take these (checked) arguments, and if not, why."""
+    if k > MOST_PICKS:
+        return False, f"k must be at most {MOST_PICKS}, got {k}"
+    if num_rows >= MOST_ROWS:
+        return False, f"there must be fewer than {MOST_ROWS} rows, got {num_rows}"
+    key = keys_of(arch_of(logits.device.index))[-1]
+    if width_of(logits) > key.capacity:
+        return False, f"rows must have at most {key.capacity} columns on {key.arch}, got {logits.shape[1]}"
+    return True, ""
+
+
+def run(logits: Any, starts: tuple[int, int], ends: tuple[int, int, int, int], out: Any, rows: int, k: int) -> None:
+    """Launch on the current stream of out's device.
+
+    starts   address of the first start, or 0 if all are 0, and stride in bytes
+    ends     address of the first end, strides of requests and of their tokens in bytes, and tokens of a request
+    """
+    if rows == 0:
+        return
+    device_index = out.device.index
+    # more rows than of the largest calls with kernels of their own make no difference
+    key, share, groups = choose(device_index, min(rows, SHARED[-1][0]), width_of(logits), k)
+    launch_key(key, device_index, *arguments(logits, starts, ends, out, rows, k, share, groups))
+
+
+def arguments(
+    logits: Any,
+    starts: tuple[int, int],
+    ends: tuple[int, int, int, int],
+    out: Any,
+    rows: int,
+    k: int,
+    share: int,
+    groups: int,
+) -> tuple[Any, ...]:
+    """What the kernel's entry point takes."""
+    columns = logits.shape[1]
+    scores = logits.data_ptr(), logits.stride(0) * 4, columns
+    early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
+    return out, *scores, *starts, *ends, rows, k, share, groups, early_lines
+
+
+def launch_with(key: TopKKey, logits: Any, starts: Any, ends: Any, out: Any, rows: int, k: int) -> None:
+    """`run` with a kernel of the caller's choice, wide enough for the rows: for tests and benchmarks."""
+    shares = share_for(key, k), groups_for(key, k)
+    launch_key(key, out.device.index, *arguments(logits, starts, ends, out, rows, k, *shares))

@@ -1,0 +1,26 @@
+"""top_k_per_row_decode on a GPU: rows start with their first column, and end where the length of a token says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_kernels.indexer import topk
+from cute_kernels.indexer.topk import deployment_keys
+
+__all__ = ["deployment_keys", "launch", "supports"]
+
+
+def supports(logits: Any, seq_lens: Any, out: Any, num_rows: int, k: int) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    return topk.check(logits, num_rows, k)
+
+
+def launch(logits: Any, seq_lens: Any, out: Any, num_rows: int, k: int) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+    topk.run(logits, *bounds(seq_lens), out, num_rows, k)
+
+
+def bounds(seq_lens: Any) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+    """Starts and ends as topk.run takes them."""
+    request, token = (4 * stride for stride in seq_lens.stride())
+    return (0, 0), (seq_lens.data_ptr(), request, token, seq_lens.shape[1])

@@ -1,0 +1,188 @@
+"""Device side of the last steps: the k-th best ones are ranked, and the picks written by column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+
+from cute_kernels.dsl import ptx
+from cute_kernels.dsl.reduce import lanes_prefix
+from cute_kernels.indexer.topk_bins import NAN_ORDER, Bins, Scale
+from cute_kernels.indexer.topk_plan import (
+    BEFORE,
+    COUNTS,
+    EQUALS,
+    EQUALS_LENGTH,
+    RANKED,
+    TIE_COUNTS,
+    TIES_BEFORE,
+    WINNERS,
+    Here,
+    Part,
+    Plan,
+)
+
+RANKED_AT_ONCE = 8
+"""Elements of the list with which a lane compares its own one before it looks for more."""
+
+NOWHERE = 0x7FFFFFFF
+"""After all places."""
+
+
+class Picks:
+    """Of a row: bits of places that are picked, bits of others of which some are, and a list of the latter."""
+
+    def __init__(self, plan: Plan, bins: Bins) -> None:
+        self.plan, self.bins = plan, bins
+        self.cluster = plan.cluster
+
+    @cute.jit
+    def clear(self, here: Here) -> None:
+        """Pick nothing."""
+        self.bins.clear(here, self.plan.picks, self.plan.smem_bytes - self.plan.picks)
+
+    @cute.jit
+    def add(
+        self,
+        here: Here,
+        is_there: Boolean,
+        score: Float32,
+        place: Int32,
+        low: Uint32,
+        shift: Int32,
+        is_tied: Boolean,
+    ) -> None:
+        """Pick an element before `low`; note one of the 2^shift orders from there on as a tie, or list it."""
+        order = ptx.descending_order(score)
+        # of NaN there is a bin only if all numbers are picked
+        is_last = is_there & (Scale(low, shift).bin(order) == Uint32(0))
+        is_last = is_last & ((order != Uint32(NAN_ORDER)) | (low == Uint32(NAN_ORDER)))
+        word, bit = here.at + self.plan.picks + place // 32 * 4, Int32(1) << (place % 32)
+        ptx.reduce_shared("or.b32", word, bit, is_there & (order < low))
+        if is_last:
+            if is_tied:
+                ptx.reduce_shared("or.b32", word + (self.plan.ties - self.plan.picks), bit)
+            else:
+                self.list(here, order, place)
+
+    @cute.jit
+    def list(self, here: Here, order: Uint32, place: Int32) -> None:
+        place += here.rank * self.plan.places
+        number = ptx.fetch_add_shared(here.lead + EQUALS_LENGTH, Int32(1), self.cluster > 1)
+        if number < RANKED:
+            if const_expr(self.cluster > 1):
+                ptx.store_cluster_64(here.lead + EQUALS + number * 8, Int32(order), place)
+            else:
+                ptx.store_shared_64(here.lead + EQUALS + number * 8, Int32(order), place)
+
+    @cute.jit
+    def rank(self, here: Here, count: Int32, wanted: Int32) -> None:
+        """By one warp of each block: of the `count` elements of the list, note the block's among the `wanted` best as
+        ties, and the places of all of these."""
+        own = here.lead + EQUALS + here.lane * 8
+        word, place = ptx.load_cluster_64(own) if const_expr(self.cluster > 1) else ptx.load_shared_64(own)
+        is_there = here.lane < count
+        order, place = Uint32(word) if is_there else Uint32(NAN_ORDER), place if is_there else Int32(NOWHERE)
+        better = Int32(0)
+        for first in cutlass.range(Int32(0), count, RANKED_AT_ONCE, unroll=1):
+            for i in range_constexpr(RANKED_AT_ONCE):
+                other = Uint32(cute.arch.shuffle_sync(Int32(order), first + i))
+                is_equal = (other == order) & (cute.arch.shuffle_sync(place, first + i) < place)
+                better += Int32((other < order) | is_equal)
+        is_picked = is_there & (better < wanted)
+        ptx.store_shared_s32(here.at + WINNERS + here.lane * 4, place if is_picked else Int32(NOWHERE))
+        place -= here.rank * self.plan.places
+        is_own = is_picked & (place >= 0) & (place < self.plan.places)
+        ptx.reduce_shared("or.b32", here.at + self.plan.ties + place // 32 * 4, Int32(1) << (place % 32), is_own)
+
+    @cute.jit
+    def write(
+        self, here: Here, part: Part, count: Int32, wanted: Int32, is_tied: Boolean, k: Int32, out: Int64
+    ) -> None:
+        """Write the picks and the first `wanted` ties by column. If there are no ties, the list becomes ones, all of
+        which are picked."""
+        # warps share the words evenly
+        width = self.plan.width
+        words = (part.stop + (width - 1)) // width
+        share = (words + (self.plan.warps - 1)) // self.plan.warps
+        first = here.warp * share
+        stop = cutlass.min(first + share, words)
+        here_picks, here_ties = here.at + self.plan.picks, here.at + self.plan.ties
+        picks, ties = Int32(0), Int32(0)
+        for start in cutlass.range(first, stop, 32, unroll=1):
+            picks += cute.arch.popc(self.load(here_picks, start + here.lane, stop))
+        self.publish(here, picks, COUNTS, BEFORE)
+        if is_tied:
+            for start in cutlass.range(first, stop, 32, unroll=1):
+                ties += cute.arch.popc(self.load(here_ties, start + here.lane, stop))
+            self.publish(here, ties, TIE_COUNTS, TIES_BEFORE)
+        elif here.warp == 0:
+            self.rank(here, count, wanted)
+        self.bins.barrier()
+
+        picks = self.sum_before(here, COUNTS, BEFORE)
+        if is_tied:
+            ties = self.sum_before(here, TIE_COUNTS, TIES_BEFORE)
+        else:
+            place = ptx.load_shared_s32(here.at + WINNERS + here.lane * 4)
+            ties = cute.arch.popc(cute.arch.vote_ballot_sync(place < here.rank * self.plan.places + first * width))
+        target = picks + cutlass.min(ties, wanted)
+        for start in cutlass.range(first, stop, 32, unroll=1):
+            word = self.load(here_picks, start + here.lane, stop)
+            tied = self.load(here_ties, start + here.lane, stop)
+            if is_tied:
+                number = cute.arch.popc(tied)
+                sums = lanes_prefix(number)
+                excess = number - (wanted - ties - (sums - number))
+                while excess > 0 and tied != 0:
+                    tied = tied ^ (Int32(1) << (31 - Int32(cute.arch.clz(tied))))
+                    excess -= 1
+                ties += cute.arch.shuffle_sync(sums, 31)
+            word = word | tied
+            number = cute.arch.popc(word)
+            sums = target + lanes_prefix(number)
+            self.write_word(part.first + (start + here.lane) * width, word, sums - number, k, out)
+            target = cute.arch.shuffle_sync(sums, 31)
+        if const_expr(self.cluster > 1):
+            self.bins.barrier()  # nobody leaves while others may read its shared memory
+
+    @cute.jit
+    def write_word(self, column: Int32, word: Int32, number: Int32, k: Int32, out: Int64) -> None:
+        """Write the columns that the bits of a word stand for, `column` for bit 0, as numbers `number`, ... of k."""
+        while word != 0:
+            bit = cute.arch.popc((word & -word) - 1)
+            word = word & (word - 1)
+            ptx.store_global_s32(out + Int64(number) * 4, column + bit, number < k)
+            number += 1
+
+    @cute.jit
+    def load(self, words: Any, number: Any, stop: Any) -> Any:
+        """The bits of `width` places, or zero past the end."""
+        found = Int32(0)
+        if number < stop:
+            if const_expr(self.plan.width == 32):
+                found = ptx.load_shared_s32(words + number * 4)
+            else:
+                found = ptx.load_shared_u16(words + number * 2)
+        return found
+
+    @cute.jit
+    def publish(self, here: Here, number: Any, counts: cutlass.Constexpr, before: cutlass.Constexpr) -> None:
+        """Let the block's warps know this warp's sum, and blocks of higher rank the block's."""
+        number = cute.arch.warp_redux_sync(number, "add")
+        if here.lane == 0:
+            ptx.store_shared_s32(here.at + counts + here.warp * 4, number)
+        if const_expr(self.cluster > 1):
+            is_later = (here.lane > here.rank) & (here.lane < self.cluster)
+            target = ptx.map_shared(here.at + before, cutlass.min(here.lane, Int32(self.cluster - 1)))
+            ptx.reduce_shared("add.u32", target, number, is_later, of_cluster=True)
+
+    @cute.jit
+    def sum_before(self, here: Here, counts: cutlass.Constexpr, before: cutlass.Constexpr) -> Any:
+        """What warps before this one published."""
+        number = ptx.load_shared_s32(here.at + counts + here.lane * 4)
+        number = number if here.lane < here.warp else Int32(0)
+        return cute.arch.warp_redux_sync(number, "add") + ptx.load_shared_s32(here.at + before)

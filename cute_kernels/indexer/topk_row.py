@@ -1,0 +1,238 @@
+"""Device side of the picks of a row: which of its columns are the k best, and their order in the result.
+
+1. A warp finds the best of some groups of its elements, and a score that its share of k of these reach, or a few more.
+   The worst of these scores is reached by at least k elements: a bound from below that leaves little more than k
+   candidates. Every warp has columns from all over the row, so clusters of good columns do not matter.
+2. Warps list their candidates. A histogram of them, between the bound and the best element, leaves those that share the
+   k-th one's bin. While these are too many, they get a histogram of their own, 256 times as fine.
+3. They are ranked by score and place; or, if they are many with the same score, they are picked by place.
+
+A warp with more candidates than its list holds goes through all of its columns again instead.
+
+Nothing here depends on the order in which threads come: histograms and lists are sums and sets, and the picks are
+written by column. Scores are compared as `descending_order` numbers: the smaller, the better; NaN last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+
+from cute_kernels.dsl import ptx
+from cute_kernels.dsl.reduce import lanes_prefix, pairwise
+from cute_kernels.indexer.topk_bins import LOWEST_ORDER, NAN_ORDER, Bins, Scale, finest
+from cute_kernels.indexer.topk_picks import Picks
+from cute_kernels.indexer.topk_plan import BIN_BITS, GROUPS, LIST, RANKED, ZEROS, Here, Part, Plan
+
+AT_ONCE = 3
+"""Listed elements that a thread loads before it looks at one."""
+
+
+class RowPicks:
+    """Of a row that a block or a cluster shares."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.bins = plan, Bins(plan)
+        self.picks = Picks(plan, self.bins)
+        self.vectors, self.tile, self.length = plan.vectors, plan.tile, plan.length
+        self.step = 4 * plan.threads  # columns from a thread's vector to its next one
+
+    @cute.jit
+    def clear(self, here: Here) -> None:
+        """What must be zero at first. A barrier follows, in `select`."""
+        self.bins.clear(here, 0, ZEROS)
+        self.picks.clear(here)
+
+    @cute.jit
+    def select(self, here: Here, part: Part, k: Int32, share: Int32, groups: Int32, out: Int64) -> None:
+        """Write the k best of a row that has more columns: at least `share` candidates of a warp's maxima of `groups`
+        groups a thread."""
+        scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
+        best = cute.make_rmem_tensor((GROUPS,), Float32)
+        for i in range_constexpr(GROUPS):
+            best[i] = Int32(-1).bitcast(Float32)
+        for tile in cutlass.range(part.tiles, unroll=1):
+            self.load(here, part, tile, scores)
+            self.update(best, scores)
+        top, bound = self.bins.extremes(here, *self.bound(best, groups, share))
+
+        last = part.tiles - 1
+        listed = self.collect(here, last, scores, bound, Int32(0))
+        for i in cutlass.range(Int32(1), part.tiles, 1, unroll=1):
+            self.load(here, part, last - i, scores)
+            listed = self.collect(here, last - i, scores, bound, listed)
+        cute.arch.sync_warp()
+
+        scale = finest(top, bound)
+        low, shift = scale.low, scale.shift
+        self.count(here, part, listed, low, shift)
+        bin_, before, count = self.bins.find(here, k)
+        wanted = k - before
+        is_nan = count == 0
+        low = Uint32(NAN_ORDER) if is_nan else Scale(low, shift).start(bin_)
+        shift = Int32(0) if is_nan else Int32(shift)
+        while count > RANKED and shift > 0:
+            shift = cutlass.max(shift - BIN_BITS, Int32(0))
+            self.bins.clear_again(here)
+            self.count(here, part, listed, low, shift)
+            bin_, before, count = self.bins.find(here, wanted)
+            wanted -= before
+            low = Scale(low, shift).start(bin_)
+
+        is_tied = is_nan or count > RANKED
+        # no NaN is a candidate
+        listed = Int32(self.length + 1) if is_nan else Int32(listed)
+        self.pick(here, part, listed, low, shift, is_tied)
+        self.bins.barrier()
+        self.picks.write(here, part, count, wanted, is_tied, k, out)
+
+    @cute.jit
+    def load(self, here: Here, part: Part, tile: Int32, scores: cute.Tensor) -> None:
+        """A tile's scores; NaN outside the row's range."""
+        first = tile * self.tile
+        place = first + here.thread * 4
+        source = part.base + Int64(place) * 4
+        rest = part.stop - place
+        if first >= part.head and first + self.tile <= part.stop:
+            for i in range_constexpr(self.vectors):
+                self.take(scores, i, ptx.load_global_128_cached_in_order(source + 4 * self.step * i))
+        else:
+            for i in range_constexpr(self.vectors):
+                is_whole = rest >= self.step * i + 4
+                if const_expr(i == 0):
+                    is_whole = is_whole & (place >= part.head)
+                self.take(scores, i, ptx.load_global_128_cached_where(is_whole, source + 4 * self.step * i))
+            # the vector that the range's end cuts, and the first one, which its beginning may cut
+            is_cut = (rest > 0) & (rest < self.tile) & (rest % self.step > 0) & (rest % self.step < 4)
+            if is_cut or place < part.head:
+                for i in range_constexpr(self.vectors):
+                    for j in range_constexpr(4):
+                        column = self.step * i + j
+                        is_wanted = (rest > column) & ((rest < self.step * i + 4) | (place < part.head))
+                        is_wanted = is_wanted & (place + column >= part.head)
+                        word = ptx.load_global_s32_where(is_wanted, source + 4 * column, is_shared=True)
+                        scores[4 * i + j] = cutlass.select_(is_wanted, word.bitcast(Float32), scores[4 * i + j])
+
+    def take(self, scores: Any, vector: int, words: Any) -> None:
+        for j in range(4):
+            scores[4 * vector + j] = words[j].bitcast(Float32)
+
+    def update(self, best: Any, scores: Any) -> None:
+        """The maxima of a thread's groups. Neighbours belong to different groups: they are often alike."""
+        half = self.vectors // 2
+        for group in range(GROUPS):
+            members = [scores[4 * (group // 4 * half + i) + group % 4] for i in range(half)]
+            best[group] = ptx.max_f32(best[group], pairwise(members, ptx.max_f32))
+
+    @cute.jit
+    def bound(self, best: cute.Tensor, groups: Int32, share: Int32) -> tuple[Any, Any]:
+        """(order of the warp's best score, one that `share` of its maxima of `groups` groups a thread reach or, if not
+        so many are numbers, that of -inf)"""
+        for level in (4, 2, 1):
+            if groups <= level:
+                for i in range_constexpr(level):
+                    best[i] = ptx.max_f32(best[i], best[i + level])
+                    best[i + level] = Int32(-1).bitcast(Float32)
+        scores: list[Any] = [best[i] for i in range(GROUPS)]
+        first = ptx.descending_order(pairwise(scores, ptx.max_f32))
+        last = ptx.descending_order(pairwise(scores, ptx.min_f32))
+        orders = cute.make_rmem_tensor((GROUPS,), Uint32)
+        for i in range_constexpr(GROUPS):
+            orders[i] = Uint32(NAN_ORDER)
+        orders[0] = ptx.descending_order(scores[0])
+        for level in (1, 2, 4):
+            if groups > level:
+                for i in range_constexpr(level, 2 * level):
+                    orders[i] = ptx.descending_order(scores[i])
+        first = Uint32(cute.arch.warp_redux_sync(first, "min"))
+        last = Uint32(cute.arch.warp_redux_sync(cutlass.select_(last == Uint32(NAN_ORDER), Uint32(0), last), "max"))
+        low, high = first, last
+        reached = self.reach(orders, groups, high)
+        is_short = reached < share
+        limit = share + share // 8
+        while reached > limit and low < high:
+            middle = low + ((high - low) >> Uint32(1))
+            number = self.reach(orders, groups, middle)
+            if number >= share:
+                high, reached = Uint32(middle), number
+            else:
+                low = Uint32(middle + Uint32(1))
+        return first, (Uint32(LOWEST_ORDER) if is_short else high)
+
+    @cute.jit
+    def reach(self, orders: cute.Tensor, groups: Int32, order: Uint32) -> Int32:
+        """How many maxima of a warp have at most this order."""
+        ballot, popc = cute.arch.vote_ballot_sync, cute.arch.popc
+        number = popc(ballot(orders[0] <= order))
+        for level in (1, 2, 4):
+            if groups > level:
+                for i in range_constexpr(level, 2 * level):
+                    number += popc(ballot(orders[i] <= order))
+        return number
+
+    @cute.jit
+    def collect(self, here: Here, tile: Int32, scores: cute.Tensor, bound: Uint32, listed: Int32) -> Int32:
+        """List a tile's candidates after those that are listed, as far as they fit: how many there are now."""
+        least, number = ptx.of_descending_order(bound), Int32(0)
+        for i in range_constexpr(4 * self.vectors):
+            number = ptx.count_where_at_least(number, scores[i], least)
+        sums = listed + lanes_prefix(number)
+        least = cutlass.select_(sums <= self.length, least, Int32(-1).bitcast(Float32))
+        target = here.at + LIST + (here.warp * self.length + sums - number) * 8
+        place = tile * self.tile + here.thread * 4
+        for i in range_constexpr(4 * self.vectors):
+            target = ptx.append_where_at_least(target, scores[i], least, place + (i // 4 * self.step + i % 4))
+        return cute.arch.shuffle_sync(sums, 31)
+
+    @cute.jit
+    def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32) -> None:
+        """Count the warp's candidates in bins."""
+        if listed <= self.length:
+            for first in cutlass.range(Int32(0), listed, 32 * AT_ONCE, unroll=1):
+                found = self.load_list(here, first + here.lane, listed)
+                for i in range_constexpr(AT_ONCE):
+                    is_there, score, _place = found[i]
+                    if first + 32 * i < listed:
+                        self.bins.push(here, Scale(low, shift), ptx.descending_order(score), is_there)
+        else:
+            for vector in cutlass.range(part.tiles * self.vectors, unroll=1):
+                for is_there, score, _place in self.load_again(here, part, vector):
+                    self.bins.push(here, Scale(low, shift), ptx.descending_order(score), is_there)
+
+    @cute.jit
+    def pick(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, is_tied: Boolean) -> None:
+        """Pick the warp's elements before `low`; those of the 2^shift orders from there on may be picked later."""
+        if listed <= self.length:
+            for first in cutlass.range(Int32(0), listed, 32 * AT_ONCE, unroll=1):
+                found = self.load_list(here, first + here.lane, listed)
+                for i in range_constexpr(AT_ONCE):
+                    is_there, score, place = found[i]
+                    if first + 32 * i < listed:
+                        self.picks.add(here, is_there, score, place, low, shift, is_tied)
+        else:
+            for vector in cutlass.range(part.tiles * self.vectors, unroll=1):
+                for is_there, score, place in self.load_again(here, part, vector):
+                    self.picks.add(here, is_there, score, place, low, shift, is_tied)
+
+    def load_list(self, here: Here, first: Any, listed: Any) -> list[Any]:
+        """(whether there is such an element, its score, its place) of a thread's next ones of its warp's list."""
+        found = []
+        for i in range(AT_ONCE):
+            number = first + i * 32
+            where = here.at + LIST + (here.warp * self.length + cutlass.min(number, listed - 1)) * 8
+            word, place = ptx.load_shared_64(where)
+            found.append((number < listed, word.bitcast(Float32), place))
+        return found
+
+    def load_again(self, here: Here, part: Part, vector: Any) -> list[Any]:
+        """The same of one of the thread's vectors in the row."""
+        found = []
+        for j in range(4):
+            place = vector * self.step + here.thread * 4 + j
+            is_there = (place >= part.head) & (place < part.stop)
+            word = ptx.load_global_s32_where(is_there, part.base + Int64(place) * 4, is_shared=True)
+            found.append((is_there, word.bitcast(Float32), place))
+        return found

@@ -1,0 +1,132 @@
+"""Benchmarks of the picks of a row: decode rows and prefill rows of random scores, all as long as there are columns."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from cute_kernels.indexer import ops as _registered  # noqa: F401
+from perf.bench import Arguments, Bench, Case, Run
+
+PICKS = (512, 1024)
+BATCHES = (1, 8, 64, 256)
+DECODE = tuple((rows, columns) for columns in (8192, 32768) for rows in BATCHES)
+LONG = ((1, 262144), (8, 262144), (1, 1048576))
+"""(rows, columns): of a decode step, and of contexts of one and four million tokens at ratio 4."""
+PREFILL = ((4096, 4096), (4096, 16384), (1024, 65536))
+
+VARIANTS: tuple[dict[str, int], ...] = (
+    {"warps": 8, "vectors": 4},
+    {"warps": 8, "vectors": 8},
+    {"warps": 16, "vectors": 4},
+    {"warps": 16, "vectors": 8},
+    {"warps": 16, "vectors": 16},
+    {"warps": 32, "vectors": 4},
+    {"warps": 32, "vectors": 8},
+    {"warps": 8, "vectors": 4, "cluster": 2},
+    {"warps": 8, "vectors": 8, "cluster": 4},
+    {"warps": 16, "vectors": 8, "tiles": 2},
+    {"warps": 16, "vectors": 8, "tiles": 4},
+    {"warps": 32, "vectors": 4, "tiles": 4},
+    {"warps": 32, "vectors": 4, "cluster": 8, "tiles": 8},
+    {"warps": 16, "vectors": 8, "cluster": 8, "tiles": 8},
+)
+"""Fields of TopKKey. Those that are too small for a row, or hold it more than fourfold, are not run."""
+
+WORKSPACE = 1 << 20
+"""Bytes that vLLM's cooperative and persistent kernels get, as its layers do."""
+
+
+def _make(op: str, rows: int, columns: int, k: int, seed: int) -> Arguments:
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    logits = torch.randn(rows, columns, device="cuda", generator=g)
+    ends = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
+    out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
+    if op == "decode":
+        return logits, ends[:, None], out, rows, k
+    return logits, torch.zeros_like(ends), ends, out, rows, k
+
+
+def _cases(op: str, shapes: Sequence[tuple[int, int]]) -> tuple[Case, ...]:
+    return tuple(
+        Case(f"{rows}x{columns} k={k}", rows, partial(_make, op, rows, columns, k), {"columns": columns, "k": k})
+        for rows, columns in shapes
+        for k in PICKS
+    )
+
+
+def same_picks(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """Whether nearly all picks agree, in any order: peers choose otherwise among equal scores."""
+    differing = got[0].sort(dim=1).values != want[0].sort(dim=1).values
+    return float(differing.float().mean()) < 1e-3
+
+
+def _vllm(name: str) -> Callable[[], Run]:
+    def load() -> Run:
+        importlib.import_module("vllm._C_stable_libtorch")
+        kernel = getattr(torch.ops._C, name)
+        workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
+
+        def run(logits: Any, *rest: Any) -> None:
+            *bounds, out, rows, k = rest
+            strides = logits.stride()
+            if name == "top_k_per_row_prefill":
+                kernel(logits, *bounds, out, rows, *strides, k)
+            elif name == "top_k_per_row_decode":
+                kernel(logits, 1, bounds[0], out, rows, *strides, k)
+            else:
+                kernel(logits, bounds[0], out, workspace, k, logits.shape[1])
+
+        return run
+
+    return load
+
+
+def _variants(op: str) -> dict[str, Run]:
+    from cute_kernels.indexer import topk, topk_decode, topk_prefill
+    from cute_kernels.runtime.arch import arch_of
+
+    bounds_of = topk_decode.bounds if op == "decode" else topk_prefill.bounds
+
+    def run(fields: dict[str, int], logits: Any, *rest: Any) -> None:
+        *bounds, out, rows, k = rest
+        key = topk.TopKKey(arch_of(0), **fields)
+        if not logits.shape[1] <= key.capacity <= 4 * logits.shape[1]:
+            raise NotImplementedError(f"holds rows of {key.capacity} columns")
+        topk.launch_with(key, logits, *bounds_of(*bounds), out, rows, k)
+
+    return {
+        "ours " + " ".join(f"{name}={value}" for name, value in fields.items()): partial(run, fields)
+        for fields in VARIANTS
+    }
+
+
+BENCHES = (
+    Bench(
+        op="top_k_per_row_decode",
+        cases=_cases("decode", DECODE + LONG),
+        quick=(1, 64),
+        peers={
+            "vllm-cooperative": _vllm("cooperative_topk"),
+            "vllm-persistent": _vllm("persistent_topk"),
+            "vllm-per-row": _vllm("top_k_per_row_decode"),
+        },
+        variants=partial(_variants, "decode"),
+        peer_same=same_picks,
+    ),
+    Bench(
+        op="top_k_per_row_prefill",
+        cases=_cases("prefill", PREFILL),
+        quick=(1024,),
+        peers={"vllm-per-row": _vllm("top_k_per_row_prefill")},
+        variants=partial(_variants, "prefill"),
+        peer_same=same_picks,
+    ),
+)
+SWEEPS = {bench.op: bench.sweep for bench in BENCHES}
+QUICK = {bench.op: bench.quick for bench in BENCHES}
+"""Numbers of rows of a quick look."""

@@ -1,0 +1,72 @@
+"""The kernels of the picks of a row, compiled for every architecture they claim. Needs CuTe DSL and no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cute_kernels.runtime.arch import SMEM_BYTES
+from cute_kernels.runtime.compile import compile_report
+from cute_kernels.runtime.report import problems
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.indexer.topk import CLUSTER_ARCHS, deployment_keys, groups_for, key_for, keys_of, share_for
+from cute_kernels.models import MODELS
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_89", "sm_120a")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch: str) -> None:
+    for key in deployment_keys(MODELS["v4-flash"], 1, arch):
+        report = compile_report(key)
+        assert problems(key, report) == []
+        assert (report.stack, report.smem) == (0, key.smem_bytes)
+        assert f".reqntid {32 * key.warps}" in report.ptx
+        assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local", report.ptx)
+        assert ("barrier.cluster" in report.ptx) == (key.cluster > 1)
+        assert ("griddepcontrol.wait" in report.ptx) == (arch not in ("sm_80", "sm_89"))
+        # registers for 32 warps, or 16 where a block shares its row
+        assert report.registers * 32 * (16 if key.cluster > 1 else 32) <= 65536
+        if report.sass is not None:
+            code = [line for line in report.sass.splitlines() if ";" in line]
+            loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E\.128", line)]
+            # all of a tile are on their way before one is waited for
+            assert loads[key.vectors - 1] < min(i for i, line in enumerate(code) if i > loads[0] and "FMNMX" in line)
+
+
+@pytest.mark.parametrize("arch", sorted(SMEM_BYTES))
+def test_every_row_has_its_kernel(arch: str) -> None:
+    keys = keys_of(arch)
+    assert len(set(keys)) == len(keys)
+    assert all(key.smem_bytes <= SMEM_BYTES[arch] for key in keys)
+    most = max(key.capacity for key in keys)
+    assert keys[-1].capacity == most >= 1 << 18
+    assert (most >= 1 << 20) == (arch in CLUSTER_ARCHS)
+    for rows in (1, 16, 17, 63, 64, 5000):
+        for width in (1, 4096, 4097, 8192, 16384, 16385, 32768, 32771, 65536, most):
+            key = key_for(arch, rows, width)
+            assert key in keys
+            assert width <= key.capacity
+            assert key.cluster == 1 or rows < 17 or (rows < 64 and width > 32768) or width > 1 << 19
+        assert key_for(arch, rows, 2 * most) == keys[-1]
+
+
+def test_few_long_rows_are_shared() -> None:
+    clusters = {shape: key_for("sm_90a", *shape).cluster for shape in ((16, 16384), (16, 16385), (17, 16385))}
+    clusters |= {shape: key_for("sm_90a", *shape).cluster for shape in ((63, 32769), (64, 32769), (1, 1 << 20))}
+    assert list(clusters.values()) == [1, 4, 1, 8, 1, 8]
+
+
+def test_enough_maxima_for_every_share() -> None:
+    for key in keys_of("sm_90a"):
+        runs = key.warps * key.cluster
+        for k in (1, 100, 512, 513, 1024, 2048):
+            share, groups = share_for(key, k), groups_for(key, k)
+            assert share * runs >= k > (share - 1) * runs
+            assert groups in (1, 2, 4, 8)
+            assert groups * 32 >= share
+            assert groups == 8 or groups * 32 * runs >= 2 * k
+            assert groups == 1 or groups // 2 * 32 * runs < 2 * k

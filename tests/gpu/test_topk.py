@@ -1,0 +1,275 @@
+"""The picks of a row on a GPU: against a stable sort by score and column, in every shape of block and cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels.indexer.ops import top_k_per_row_decode, top_k_per_row_prefill
+from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime.ops import FALLBACK_VARIABLE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+POISON = -77_777
+INT = torch.int32
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator(device="cuda").manual_seed(seed)
+
+
+def expected(scores: np.ndarray, start: int, end: int, k: int) -> np.ndarray:
+    """Picks of a row in ascending order, then -1."""
+    start, end = max(start, 0), min(end, len(scores))
+    row = scores[start : max(end, start)]
+    columns = np.arange(len(row))
+    if len(row) > k:
+        is_nan = np.isnan(row)
+        order = np.lexsort((columns, np.where(is_nan, 0, -row), is_nan))
+        columns = np.sort(order[:k])
+    return np.concatenate([columns, np.full(k - len(columns), -1)]).astype(np.int32)
+
+
+def check(got: torch.Tensor, logits: torch.Tensor, starts: Any, ends: Any, k: int, what: Any = "") -> None:
+    scores, got = logits.cpu().numpy(), got.cpu().numpy()
+    for r, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        want = expected(scores[r], int(start), int(end), k)
+        assert np.array_equal(got[r], want), (what, r, start, end, k, np.flatnonzero(got[r] != want)[:5])
+
+
+def prefill(logits: torch.Tensor, starts: Any, ends: Any, k: int) -> torch.Tensor:
+    rows = len(starts)
+    out = torch.full((rows + 2, k + 3), POISON, dtype=INT, device="cuda")
+    bounds = [torch.as_tensor(x, dtype=INT).cuda() for x in (starts, ends)]
+    top_k_per_row_prefill(logits, *bounds, out, rows, logits.stride(0), logits.stride(1), k)
+    assert (out[rows:] == POISON).all()
+    assert (out[:, k:] == POISON).all()
+    return out[:rows, :k]
+
+
+def of_bits(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Every kind of fp32: subnormal, infinite, NaN of either sign."""
+    bits = torch.randint(-(2**31), 2**31, (rows, columns), device="cuda", generator=generator(seed))
+    return bits.to(INT).view(torch.float32)
+
+
+def mixed(choices: list[float], weights: list[float]) -> Callable[[int, int, int], torch.Tensor]:
+    def make(rows: int, columns: int, seed: int) -> torch.Tensor:
+        chances = torch.tensor(weights, device="cuda")
+        picked = torch.multinomial(chances, rows * columns, replacement=True, generator=generator(seed))
+        return torch.tensor(choices, device="cuda")[picked].view(rows, columns)
+
+    return make
+
+
+def normal(scale: float, offset: float) -> Callable[[int, int, int], torch.Tensor]:
+    def make(rows: int, columns: int, seed: int) -> torch.Tensor:
+        return torch.randn(rows, columns, device="cuda", generator=generator(seed)) * scale + offset
+
+    return make
+
+
+def ramp(sign: float) -> Callable[[int, int, int], torch.Tensor]:
+    return lambda rows, columns, seed: (sign * torch.arange(columns, device="cuda").float()).repeat(rows, 1)
+
+
+def blocks(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Runs of 128 equal scores."""
+    levels = torch.randn(rows, -(-columns // 128), device="cuda", generator=generator(seed))
+    return levels.repeat_interleave(128, dim=1)[:, :columns].contiguous()
+
+
+def outlier(rows: int, columns: int, seed: int) -> torch.Tensor:
+    x = normal(1e-20, 0.0)(rows, columns, seed)
+    x[:, columns // 3] = 3e38
+    return x
+
+
+PATTERNS: dict[str, Callable[[int, int, int], torch.Tensor]] = {
+    "normal": normal(1.0, 0.0),
+    "near": normal(1.0, 100.0),
+    "nearer": normal(1e-4, 100.0),
+    "negative": normal(1.0, -1000.0),
+    "small": normal(1e-40, 0.0),
+    "bits": of_bits,
+    "equal": mixed([1.5], [1.0]),
+    "zeros": mixed([0.0, -0.0], [1.0, 1.0]),
+    "few": mixed([0.0, -0.0, 1.0, -1.0, 2.0], [8.0, 8.0, 1.0, 1.0, 0.001]),
+    "infinite": mixed([-INF, INF, 0.5, 2.0], [50.0, 0.1, 1.0, 1.0]),
+    "mostly nan": mixed([NAN, 1.0, -INF, -2.0], [100.0, 1.0, 1.0, 1.0]),
+    "all nan": mixed([NAN], [1.0]),
+    "rising": ramp(1.0),
+    "falling": ramp(-1.0),
+    "blocks": blocks,
+    "outlier": outlier,
+}
+
+
+def keys() -> list[Any]:
+    from cute_kernels.indexer.topk import TopKKey, keys_of
+    from cute_kernels.runtime.arch import arch_of
+
+    arch = arch_of(0)
+    more = [TopKKey(arch, 16, 4, 2), TopKKey(arch, 8, 2, 4, 3)] if keys_of(arch)[-1].cluster > 1 else []
+    return keys_of(arch) + more
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_kernel_picks_what_a_stable_sort_does(pattern: str) -> None:
+    from cute_kernels.indexer import topk, topk_prefill
+
+    for number, key in enumerate(keys()):
+        most = min(key.capacity, 200_000)
+        for k, columns in ((512, most), (1024, min(most, 5000)), (2048, min(most, 2051)), (7, 4000), (1, 300)):
+            logits = PATTERNS[pattern](3, columns, 10 * number + k % 7)
+            starts = torch.tensor([0, columns // 5 + 1, 2], dtype=INT).cuda()
+            ends = torch.tensor([columns, columns - 3, min(k + 4, columns)], dtype=INT).cuda()
+            out = torch.full((3, k), POISON, dtype=INT, device="cuda")
+            bounds = topk_prefill.bounds(starts, ends)
+            topk.launch_with(key, logits, *bounds, out, 3, k)
+            check(out, logits, starts.tolist(), ends.tolist(), k, key)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 127, 128, 511, 513, 1000, 4095, 4096, 4097, 8191, 16385, 32769, 70001])
+def test_columns_and_alignments(columns: int) -> None:
+    for offset, gap in ((0, 0), (1, 0), (2, 3), (3, 6)):
+        whole = torch.full((6, offset + columns + gap), INF, device="cuda")
+        logits = whole[:, offset : offset + columns]
+        logits.copy_(normal(1.0, 0.0)(6, columns, columns + offset))
+        starts = [0, 1, 2, 3, columns // 2, columns - 1]
+        ends = [columns, columns - 1, columns, columns + 5, columns, columns]
+        for k in (1, 512):
+            check(prefill(logits, starts, ends, k), logits, starts, ends, k)
+
+
+def test_bounds_that_are_no_bounds() -> None:
+    columns, k = 3000, 512
+    logits = normal(1.0, 0.0)(8, columns, 1)
+    low, high = -(2**31), 2**31 - 1
+    starts = [low, high, -5, 7, columns, high, 2000, low]
+    ends = [high, low, columns, 5, high, high, 2100, low]
+    check(prefill(logits, starts, ends, k), logits, starts, ends, k)
+
+
+def test_longest_rows() -> None:
+    columns = 1 << 20
+    for k in (512, 2048):
+        logits = normal(1.0, 0.0)(2, columns, k)
+        logits[1] = 3.0
+        starts, ends = [0, 5], [columns, columns]
+        check(prefill(logits, starts, ends, k), logits, starts, ends, k)
+
+
+def test_unsupported_arguments_say_why() -> None:
+    logits = torch.zeros(1, 4096, device="cuda")
+    with pytest.raises(NotImplementedError, match="k must be at most 2048, got 2049"):
+        prefill(logits, [0], [4096], 2049)
+    logits = torch.zeros(1, (1 << 20) + 1, device="cuda")
+    with pytest.raises(NotImplementedError, match=r"columns on sm_.*, got 1048577"):
+        prefill(logits, [0], [4096], 512)
+
+
+def test_decode_uses_one_length_per_row() -> None:
+    batch, next_n, columns, k = 5, 3, 6000, 512
+    logits = mixed([0.0, 1.0, 2.0, NAN], [1.0, 1.0, 0.1, 0.1])(batch * next_n, columns, 3)
+    lengths = torch.tensor([0, -1, 6000, 512, 513, 511, 9000, 5999, 1, 600, 4096, -(2**31), 2**31 - 1, 700, 2])
+    wide = torch.zeros(batch, next_n + 2, dtype=INT, device="cuda")
+    wide[:, 1 : 1 + next_n] = lengths.view(batch, next_n).cuda()
+    for num_rows in (0, 1, 14, 15):
+        out = torch.full((17, k + 1), POISON, dtype=INT, device="cuda")
+        top_k_per_row_decode(logits, next_n, wide[:, 1 : 1 + next_n], out, num_rows, columns, 1, k)
+        assert (out[num_rows:] == POISON).all()
+        assert (out[:, k:] == POISON).all()
+        check(out[:num_rows, :k], logits, [0] * num_rows, lengths[:num_rows].tolist(), k)
+
+
+def test_scores_that_are_not_selected_do_not_matter() -> None:
+    columns, k = 9000, 512
+    logits = torch.full((4, columns), INF, device="cuda")
+    starts, ends = [3, 4, 1001, 0], [8997, 6001, 2000, 8999]
+    for r in range(4):
+        logits[r, starts[r] : ends[r]] = normal(1.0, 0.0)(1, ends[r] - starts[r], r)[0]
+    check(prefill(logits, starts, ends, k), logits, starts, ends, k)
+
+
+@pytest.mark.parametrize("columns", [4000, 30000, 100_000])
+def test_same_bits_alone_and_every_time(columns: int) -> None:
+    rows, k = 150, 512
+    logits = mixed([0.0, 1.0, 2.0, 3.0], [1.0, 1.0, 0.01, 0.01])(rows, columns, 5)
+    logits[::2] = normal(1.0, 0.0)(rows // 2, columns, 6)
+    whole = prefill(logits, [0] * rows, [columns] * rows, k)
+    for _ in range(20):
+        assert torch.equal(prefill(logits, [0] * rows, [columns] * rows, k), whole)
+    for r in range(0, rows, 7):
+        assert torch.equal(prefill(logits[r : r + 1], [0], [columns], k)[0], whole[r])
+        wider = torch.full((1, 5 * columns), NAN, device="cuda")
+        wider[0, 1 : 1 + columns] = logits[r]
+        assert torch.equal(prefill(wider, [1], [1 + columns], k)[0], whole[r])
+
+
+def test_graph_replay_sees_new_data() -> None:
+    rows, columns, k = 4, 20000, 512
+    logits = normal(1.0, 0.0)(rows, columns, 1)
+    lengths = torch.full((rows, 1), columns, dtype=INT, device="cuda")
+    out = torch.full((rows, k), POISON, dtype=INT, device="cuda")
+
+    def call() -> None:
+        top_k_per_row_decode(logits, 1, lengths, out, rows, columns, 1, k)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for seed, ends in ((2, [20000, 10, 5000, 0]), (3, [513, 512, 19999, 1])):
+        logits.copy_(normal(1.0, 0.0)(rows, columns, seed))
+        lengths.copy_(torch.tensor(ends)[:, None])
+        out.fill_(POISON)
+        graph.replay()
+        check(out, logits, [0] * rows, ends, k)
+
+
+def test_rows_beyond_two_gigabytes() -> None:
+    rows, columns, k = 5, 40_000, 512
+    if torch.cuda.mem_get_info()[0] < 6 * 2**30:
+        pytest.skip("needs 5 GiB of GPU memory")
+    stride = 2**28
+    whole = torch.empty(rows * stride, device="cuda")
+    logits = whole.as_strided((rows, columns), (stride, 1))
+    logits.copy_(normal(1.0, 0.0)(rows, columns, 1))
+    check(prefill(logits, [0] * rows, [columns] * rows, k), logits, [0] * rows, [columns] * rows, k)
+
+
+def test_no_new_kernel_for_other_numbers() -> None:
+    for columns in (4000, 8000, 16000, 32000, 40_000):
+        prefill(normal(1.0, 0.0)(2, columns, 1), [0] * 2, [columns] * 2, 512)
+    before = compile_.compilations()
+    for columns in (3000, 7000, 15000, 31000, 39_000):
+        for k in (5, 2048):
+            prefill(normal(1.0, 0.0)(3, columns, 1), [1] * 3, [columns] * 3, k)
+    assert compile_.compilations() == before
+
+
+def test_no_host_synchronization() -> None:
+    logits = normal(1.0, 0.0)(2, 9000, 1)
+    starts, ends = torch.zeros(2, dtype=INT, device="cuda"), torch.full((2,), 9000, dtype=INT, device="cuda")
+    out = torch.empty(2, 512, dtype=INT, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        top_k_per_row_prefill(logits, starts, ends, out, 2, 9000, 1, 512)
+        top_k_per_row_decode(logits, 1, ends, out, 2, 9000, 1, 512)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

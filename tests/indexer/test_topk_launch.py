@@ -1,0 +1,114 @@
+"""What top_k_per_row_prefill and _decode hand to their kernel. Needs CuTe DSL and no GPU: nothing is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.indexer import topk, topk_decode, topk_prefill
+
+NAMES = (
+    "out", "scores", "scores_stride", "columns", "starts", "starts_stride", "ends", "ends_request", "ends_token",
+    "tokens", "rows", "k", "share", "groups", "early_lines",
+)  # fmt: skip
+INT = torch.int32
+
+
+class Launches:
+    """Stands for a GPU: keeps what would have been launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
+        self.kept: list[tuple[Any, dict[str, Any]]] = []
+        monkeypatch.setattr(topk, "arch_of", lambda index: arch)
+        monkeypatch.setattr(topk, "launch_key", self.keep)
+        topk.choose.cache_clear()
+
+    def keep(self, key: Any, device_index: Any, *args: Any) -> None:
+        self.kept.append((key, dict(zip(NAMES, args, strict=True))))
+
+    def last(self) -> tuple[Any, dict[str, Any]]:
+        return self.kept[-1]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    yield Launches(monkeypatch)
+    topk.choose.cache_clear()
+
+
+def prefill(logits: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, ...]:
+    starts, ends = torch.zeros(rows, 2, dtype=INT)[:, 0], torch.zeros(rows, dtype=INT)
+    out = torch.zeros(rows, k, dtype=INT)
+    assert topk_prefill.supports(logits, starts, ends, out, rows, k) == (True, "")
+    topk_prefill.launch(logits, starts, ends, out, rows, k)
+    return starts, ends, out
+
+
+def test_prefill(gpu: Launches) -> None:
+    logits = torch.zeros(7, 5008)[:, 8:5001]
+    starts, ends, out = prefill(logits, 6, 512)
+    key, given = gpu.last()
+    assert given["out"] is out
+    assert given["scores"] == logits.data_ptr()
+    assert (given["scores_stride"], given["columns"]) == (4 * 5008, 4993)
+    assert (given["starts"], given["starts_stride"]) == (starts.data_ptr(), 8)
+    assert (given["ends"], given["ends_request"], given["ends_token"], given["tokens"]) == (ends.data_ptr(), 4, 0, 1)
+    assert (given["rows"], given["k"], given["share"]) == (6, 512, 512 // key.warps)
+    assert (key.warps, key.vectors, key.cluster, key.tiles) == (16, 4, 1, 1)
+
+
+def test_decode(gpu: Launches) -> None:
+    logits, lengths, out = torch.zeros(6, 100), torch.zeros(3, 5, dtype=INT)[:, 1:3], torch.zeros(6, 9, dtype=INT)
+    assert topk_decode.supports(logits, lengths, out, 5, 7) == (True, "")
+    topk_decode.launch(logits, lengths, out, 5, 7)
+    _, given = gpu.last()
+    assert (given["starts"], given["starts_stride"]) == (0, 0)
+    assert given["ends"] == lengths.data_ptr()
+    assert (given["ends_request"], given["ends_token"], given["tokens"]) == (20, 4, 2)
+    assert (given["rows"], given["k"], given["share"], given["groups"]) == (5, 7, 1, 1)
+
+
+def test_nothing_is_launched_without_rows(gpu: Launches) -> None:
+    prefill(torch.zeros(3, 10), 0, 4)
+    assert gpu.kept == []
+
+
+def test_rows_that_are_not_aligned_need_room_for_what_is_before_them(gpu: Launches) -> None:
+    for columns, offset, capacity in (
+        (4096, 0, 4096),
+        (4096, 1, 8192),
+        (4093, 1, 4096),
+        (32765, 3, 32768),
+        (32768, 3, 65536),
+    ):
+        prefill(torch.zeros(64, columns + 4)[:, offset : offset + columns], 64, 512)
+        assert gpu.last()[0].capacity == capacity
+    # the rows of a matrix with an odd stride begin anywhere, that of a single row does not count
+    prefill(torch.zeros(64, 4097)[:, :4096], 64, 512)
+    assert gpu.last()[0].capacity == 8192
+    prefill(torch.zeros(1, 4097)[:, :4096], 1, 512)
+    assert gpu.last()[0].capacity == 4096
+
+
+def test_rows_are_fetched_early_if_a_call_has_few_scores(gpu: Launches) -> None:
+    for rows, columns, lines in ((1, 8200, 256), (128, 8192, 256), (129, 8192, 0), (1, 31, 0)):
+        prefill(torch.empty(rows, columns), rows, 512)
+        assert gpu.last()[1]["early_lines"] == lines
+
+
+def test_calls_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, bounds = torch.zeros(1, 2049, dtype=INT), torch.zeros(1, dtype=INT)
+    for arch, columns in (("sm_90a", 1 << 20), ("sm_80", 1 << 19), ("sm_120a", 1 << 18)):
+        Launches(monkeypatch, arch)
+        assert topk_prefill.supports(torch.empty(1, columns), bounds, bounds, out, 1, 2048) == (True, "")
+        for k, width, why in (
+            (2049, columns, "k must be at most 2048, got 2049"),
+            (2048, columns + 1, f"rows must have at most {columns} columns on {arch}, got {columns + 1}"),
+        ):
+            assert topk_prefill.supports(torch.empty(1, width), bounds, bounds, out, 1, k) == (False, why)
+    topk.choose.cache_clear()

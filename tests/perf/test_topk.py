@@ -1,0 +1,34 @@
+"""The shapes that the picks of a row are measured in; what is measured needs a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.runtime.arch import SMEM_BYTES
+from perf.topk import BENCHES, DECODE, LONG, PICKS, PREFILL, VARIANTS, same_picks
+
+
+def test_shapes() -> None:
+    decode, prefill = BENCHES
+    assert (decode.op, prefill.op) == ("top_k_per_row_decode", "top_k_per_row_prefill")
+    for bench, shapes in ((decode, DECODE + LONG), (prefill, PREFILL)):
+        names = [case.name for case in bench.cases]
+        assert names == [f"{rows}x{columns} k={k}" for rows, columns in shapes for k in PICKS]
+        assert {case.rows for case in bench.cases} >= set(bench.quick)
+        assert "vllm-per-row" in bench.peers
+
+
+def test_variants_are_kernels() -> None:
+    topk: Any = pytest.importorskip("cute_kernels.indexer.topk")
+    keys = [topk.TopKKey("sm_90a", **fields) for fields in VARIANTS]
+    assert len(set(keys)) == len(keys)
+    assert all(key.smem_bytes <= SMEM_BYTES["sm_90a"] for key in keys)
+
+
+def test_peers_may_order_picks_as_they_like() -> None:
+    want = torch.arange(2000).view(2, 1000)
+    assert same_picks([want.flip(1)], [want])
+    assert not same_picks([want + 1000], [want])
