@@ -39,7 +39,9 @@ KERNEL_ARCHS = {
     "fused_q_kv_rmsnorm": ARCHS,
     "get_compressed_slot_mapping": ARCHS,
     "merge_attention_states": ARCHS,
+    "mqa_logits": ("sm_90a",),
     "mtp_shared_head_rmsnorm": ARCHS,
+    "paged_mqa_logits": ("sm_90a",),
     "quantize_and_insert_k_cache": _E4M3_ARCHS,
     "save_partial_states": ARCHS,
     "sparse_mla_decode": ARCHS,
@@ -116,5 +118,6 @@ def markdown(ops: list[str]) -> str:
         cells = " | ".join(support(op, arch).status for arch in ARCHS)
         lines.append(f"| `{op}` | reference | {cells} |")
     others = [op for op in ops if op not in KERNEL_ARCHS]
-    lines.append(f"| the other {len(others)} ops | reference | " + " | ".join(["reference"] * len(ARCHS)) + " |")
+    name = f"`{others[0]}`" if len(others) == 1 else f"the other {len(others)} ops"
+    lines.append(f"| {name} | reference | " + " | ".join(["reference"] * len(ARCHS)) + " |")
     return "\n".join(lines)

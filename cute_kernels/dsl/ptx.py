@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Float64, Int32, Int64, Uint32
-from cutlass._mlir.dialects import llvm
+from cutlass import AddressSpace, Float32, Float64, Int8, Int32, Int64, Uint32
+from cutlass._mlir.dialects import cute as cute_dialect
+from cutlass._mlir.dialects import cute_nvgpu, llvm
 from cutlass.cutlass_dsl import T
 
 inline_ptx = cute.arch.inline_ptx
+_dialect: Any = cute_dialect
 
 DEPENDENT_LAUNCH_ARCH = 90
 """First architecture with programmatic dependent launch, and so with `griddepcontrol`."""
@@ -471,9 +473,14 @@ def load_shared_f32(address: Any) -> Any:
     return inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[Int32(address)])
 
 
-def copy_async_32(shared: Any, source: Any) -> None:
-    """sm_80 and up. 4 bytes from global to shared memory, asynchronously; both addresses 4-byte aligned."""
-    inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[Int32(shared), Int64(source)])
+def copy_async_32(shared: Any, source: Any, predicate: Any = None) -> None:
+    """sm_80 and up. 4 bytes from global to shared memory, asynchronously; both addresses 4-byte aligned. Where there is
+    a predicate and it is false, nothing happens."""
+    inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4;",
+        read_only_args=[Int32(shared), Int64(source)],
+        predicate=predicate,
+    )
 
 
 def load_shared_128(address: Any) -> tuple[Any, Any, Any, Any]:
@@ -515,6 +522,22 @@ def copy_bulk(shared: Any, source: Any, size: Any, barrier: Any) -> None:
     inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[Int32(shared), Int64(source), Int32(size), Int32(barrier)],
+    )
+
+
+def tensor_map(copy: Any) -> Any:
+    """sm_90 and up. Address of the descriptor in the atom of a bulk tensor copy, for copy_bulk_3d."""
+    pointer = _dialect.PtrType.get(Int8.mlir_type, AddressSpace.generic, 64)
+    return cute_nvgpu.get_tma_desc_addr(pointer, cute_nvgpu.atom_make_exec_tma(copy._trait.value)).toint()
+
+
+def copy_bulk_3d(shared: Any, tensor_map: Any, at: tuple[Any, Any, Any], barrier: Any) -> None:
+    """sm_90 and up. As copy_bulk, for the box at the given coordinates, the densest dimension first, of the tensor that
+    a descriptor tells of. By one thread, unlike the DSL's own copy, which the whole warp has to reach."""
+    inline_ptx(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}}], [{$r5}];",
+        read_only_args=[Int32(shared), Int64(tensor_map), *(Int32(i) for i in at), Int32(barrier)],
     )
 
 
@@ -770,3 +793,13 @@ def multiply_bf16x2(a: Any, b: Any) -> Any:
         write_only_types=[Int32],
         read_only_args=[Int32(a), Int32(b)],
     )
+
+
+def relu(a: Any) -> Any:
+    """sm_80 and up. The number if it is positive, else 0; NaN stays NaN."""
+    return inline_ptx("max.NaN.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def store_global_f32(address: Any, value: Any, predicate: Any = None) -> None:
+    """sm_70 and up. An fp32; where there is a predicate and it is false, nothing happens."""
+    inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[Int64(address), Float32(value)], predicate=predicate)

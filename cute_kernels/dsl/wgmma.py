@@ -67,19 +67,23 @@ def multiply(
     a: cute.Tensor,
     b: cute.Tensor,
     stage: Any,
+    b_stage: Any = None,
 ) -> None:
-    """Start products = a[stage] @ b[stage]^T over the whole tile width, a group of its own for `wait`.
+    """Start products = a[stage] @ b[b_stage]^T over the whole tile width, a group of its own for `wait`.
 
     mma_more           an `mma` that accumulates
     warpgroup_number   whose rows of `a`; the compiler must know that it is the same in a warp
+    b_stage            None: `stage`
     """
+    if cutlass.const_expr(b_stage is None):
+        b_stage = stage
     slice_ = mma.get_slice(warpgroup_number * WARPGROUP)
     a_parts = mma.make_fragment_A(slice_.partition_A(a))
     b_parts = mma.make_fragment_B(slice_.partition_B(b))
     warpgroup.fence()
     for k in range_constexpr(cute.size(a_parts, mode=[2])):
         chosen = mma if cutlass.const_expr(k == 0) else mma_more
-        cute.gemm(chosen, products, a_parts[None, None, k, stage], b_parts[None, None, k, stage], products)
+        cute.gemm(chosen, products, a_parts[None, None, k, stage], b_parts[None, None, k, b_stage], products)
     warpgroup.commit_group()
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from cute_kernels.indexer import examples_query, examples_topk
+from cute_kernels.indexer import examples_logits, examples_query, examples_topk
 
-EXAMPLES = {**examples_query.EXAMPLES, **examples_topk.EXAMPLES}
+EXAMPLES = {**examples_query.EXAMPLES, **examples_topk.EXAMPLES, **examples_logits.EXAMPLES}

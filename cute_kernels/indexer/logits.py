@@ -1,0 +1,96 @@
+"""Which kernel mqa_logits runs: that of Hopper, for FP8."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from cute_kernels.indexer import logits_choice as choice
+from cute_kernels.indexer.logits_sm90 import LogitsKey
+from cute_kernels.runtime.arch import multiprocessors
+from cute_kernels.runtime.compile import launch as launch_key
+
+_key = cache(choice.key_for)
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[LogitsKey]:
+    """One: a prefill may have any number of rows. Every rank has all index heads."""
+    heads = choice.heads_of(config, arch)
+    return [] if heads is None else [choice.key_for(heads, choice.MOST_ROWS, False)]
+
+
+def supports(
+    q: Any,
+    q_scale: Any,
+    k: Any,
+    k_scale: Any,
+    weights: Any,
+    cu_seq_len_k_start: Any,
+    cu_seq_len_k_end: Any,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    out: Any,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    why = choice.why_not(q, q_scale, k, "kv[0]", out)
+    if not why and k.shape[0] > 2**31 - 256:
+        why = f"there must be fewer than 2^31 - 256 keys, got {k.shape[0]}"
+    return not why, why
+
+
+def launch(
+    q: Any,
+    q_scale: Any,
+    k: Any,
+    k_scale: Any,
+    weights: Any,
+    cu_seq_len_k_start: Any,
+    cu_seq_len_k_end: Any,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    out: Any,
+) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+    if out.numel() == 0:
+        return
+    if k.shape[0] == 0:
+        if clean_logits:
+            out.fill_(float("-inf"))
+        return
+    device_index = out.device.index
+    key = _key(q.shape[1], choice.MOST_ROWS, False)
+    numbers = arguments(q, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, out)
+    rows, columns = out.shape
+    launch_key(key, device_index, *numbers, choice.blocks(key, 1, rows, columns, multiprocessors(device_index)))
+
+
+def arguments(
+    q: Any, k: Any, k_scale: Any, weights: Any, start: Any, end: Any, clean: bool, max_seqlen_k: int, out: Any
+) -> tuple[Any, ...]:
+    """What the kernel's entry point takes but the number of blocks: all rows are one request's, all keys one page's."""
+    rows, keys = q.shape[0], k.shape[0]
+    return (
+        weights,
+        out,
+        q.data_ptr(),
+        choice.stride(q, 0) * rows,
+        choice.stride(q, 0),
+        choice.stride(q, 1),
+        1,
+        rows,
+        k.data_ptr(),
+        k_scale.data_ptr(),
+        choice.stride(k, 0),
+        choice.stride(k, 0) * keys,
+        keys,
+        1,
+        0,
+        0,
+        0,
+        start.data_ptr(),
+        end.data_ptr(),
+        0,
+        keys,
+        -1 if max_seqlen_k > 0 else 0,
+        int(clean),
+    )

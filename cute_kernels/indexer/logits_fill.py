@@ -1,0 +1,64 @@
+"""The warp of every block that writes -inf where a row sees no key, beside those that compute scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, range_constexpr
+
+from cute_kernels.dsl import ptx
+from cute_kernels.indexer.logits_plan import WARP
+
+PIECE = 4096
+"""Columns that a warp looks after at a time: of one row, 16 KB."""
+
+NEGATIVE_INFINITY = 0xFF800000 - (1 << 32)
+"""Bits of -inf, as an int32."""
+
+
+class Fill:
+    """The part of one warp of every block."""
+
+    def __init__(self, paged: bool) -> None:
+        self.paged = paged
+
+    @cute.jit
+    def run(self, groups: Any, windows: Any, out: Any, out_stride: Any) -> None:
+        """Write the columns outside the rows' windows. Every 32nd piece of a warp's is a lane's, which finds out what
+        the row sees; then all lanes write each of the 32 in turn."""
+        lane = cute.arch.lane_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        per_row = cute.ceil_div(windows.columns, PIECE)
+        pieces = Int64(groups.requests * groups.count) * Int64(per_row)
+        step, first = Int64(blocks), Int64(block)
+        while first < pieces:
+            own = first + Int64(lane) * step
+            is_piece = own < pieces
+            row = Int32(own // Int64(per_row)) if is_piece else Int32(0)
+            begin = Int32(own % Int64(per_row)) * PIECE
+            request = row // groups.count
+            low, high, shift = windows.load(request, row % groups.count, is_piece, self.paged)
+            low, high = low - shift if low < high else Int32(0), high - shift if low < high else Int32(0)
+            end = cutlass.min(begin + PIECE, windows.columns) if is_piece else begin
+            for other in cutlass.range(WARP, unroll=1):
+                target = out + Int64(cute.arch.shuffle_sync(row, other)) * out_stride
+                one, two = cute.arch.shuffle_sync(begin, other), cute.arch.shuffle_sync(end, other)
+                self.write(target, one, cutlass.min(two, cute.arch.shuffle_sync(low, other)))
+                self.write(target, cutlass.max(one, cute.arch.shuffle_sync(high, other)), two)
+            first += step * WARP
+
+    @cute.jit
+    def write(self, row: Any, begin: Any, end: Any) -> None:
+        """-inf to columns begin .. end - 1 of the row at an address: 16 bytes a lane where they are aligned."""
+        lead = Int32((row >> 2) & 3)
+        words = [Int32(NEGATIVE_INFINITY)] * 4
+        for at in cutlass.range((begin + lead & -4) - lead + cute.arch.lane_idx() * 4, end, WARP * 4, unroll=1):
+            target = row + Int64(at) * 4
+            is_whole = (at >= begin) & (at + 4 <= end)
+            ptx.store_global_128(target, words, is_whole)
+            if not is_whole:
+                for i in range_constexpr(4):
+                    ptx.store_global_s32(target + i * 4, words[0], (at + i >= begin) & (at + i < end))

@@ -1,0 +1,112 @@
+"""The kernels of the indexer's scores, compiled for Hopper. Needs CuTe DSL, no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cute_kernels.models import MODELS, ModelShape
+from cute_kernels.runtime.arch import SMEM_BYTES
+from cute_kernels.runtime.compile import Report, compile_report
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.indexer import logits, logits_choice, logits_plan, paged_logits
+from cute_kernels.indexer.logits_plan import MANY_COLUMNS
+from cute_kernels.indexer.logits_sm90 import REGISTERS, LogitsKey
+
+DEPLOYED = [
+    declare(MODELS["v4-flash"], 1, "sm_90a") for declare in (logits.deployment_keys, paged_logits.deployment_keys)
+]
+KEYS = [key for keys in DEPLOYED for key in keys]
+OTHERS = [
+    logits_choice.key_for(heads, rows, paged, box)
+    for heads, rows, paged, box in ((16, 4, False, 64), (48, 4, False, 64), (48, 3, True, 64), (32, 1, True, 8))
+] + [logits_choice.key_for(heads, 4, True, 8) for heads in (48, 64)]
+
+_reports: dict[LogitsKey, Report] = {}
+
+
+def report_of(key: LogitsKey) -> Report:
+    if key not in _reports:
+        _reports[key] = compile_report(key)
+    return _reports[key]
+
+
+@pytest.mark.parametrize("key", [*KEYS, *OTHERS], ids=str)
+def test_compiles(key: LogitsKey) -> None:
+    report = report_of(key)
+    assert report.cubin[:4] == b"\x7fELF"
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.smem <= SMEM_BYTES[key.arch]
+    assert set(key.instructions) <= set(report.instructions)
+    # two parts: two rounds of both
+    assert report.instructions["wgmma"] == {1: 4, 2: 16}[key.plan.parts]
+    assert report.instructions["tma.load"] == key.rows + key.plan.boxes
+    assert ("setmaxnreg" in report.instructions) == (key.plan.columns >= MANY_COLUMNS)
+    assert not re.search(r"st\.local|ld\.local", report.ptx)
+    assert report.registers <= 65536 // key.plan.threads
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_products_and_sums(key: LogitsKey) -> None:
+    """The assembler waits for no product on its own, and sums cost two instructions a product."""
+    report = report_of(key)
+    if report.sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    order = re.findall(r"QGMMA|WARPGROUP\.DEPBAR", report.sass)
+    wait, product = ["WARPGROUP.DEPBAR"], ["QGMMA"] * 4
+    if key.plan.parts == 1:
+        assert order == product + wait
+    else:
+        last, one_more = wait * 2, wait + product
+        assert order == product * 2 + last + one_more * 2 + wait * 2
+    rounds = 3 if key.plan.parts == 2 else 1
+    of_a_thread = key.plan.columns // 2
+    assert len(re.findall(r"\bFMNMX\.NAN", report.sass)) == rounds * of_a_thread
+    assert len(re.findall(r"\bFFMA\b", report.sass)) == rounds * (of_a_thread - 2 * key.rows)
+
+
+@pytest.mark.parametrize("rows", range(1, 5))
+@pytest.mark.parametrize("heads", [16, 32, 48, 64])
+@pytest.mark.parametrize("box", [8, 64])
+def test_shared_memory(heads: int, rows: int, box: int) -> None:
+    plan = logits_plan.Plan(heads, rows, box)
+    assert plan.smem_bytes <= SMEM_BYTES["sm_90a"]
+    # a stage must always be of the same warpgroup: nobody waits for the others' barriers
+    assert plan.stages % plan.warpgroups == 0
+    assert plan.stages >= 8
+    assert plan.columns <= 256
+    assert plan.helpers + 4 * plan.warpgroups <= plan.threads // 32
+
+
+@pytest.mark.parametrize("box", REGISTERS)
+def test_no_warpgroup_waits_for_registers_that_nobody_gives_back(box: int) -> None:
+    beside, of_products = REGISTERS[box]
+    many = [key for key in (*KEYS, *OTHERS) if key.plan.columns >= MANY_COLUMNS and key.box == box]
+    assert many
+    for key in many:
+        assert key.plan.threads == 384
+        assert beside + key.plan.warpgroups * of_products <= 3 * report_of(key).registers
+        assert beside % 8 == of_products % 8 == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tp", [1, 8])
+def test_deployments(model: str, tp: int) -> None:
+    found = [
+        *logits.deployment_keys(MODELS[model], tp, "sm_90a"),
+        *paged_logits.deployment_keys(MODELS[model], tp, "sm_90a"),
+    ]
+    assert found == KEYS
+    assert logits.deployment_keys(MODELS[model], tp, "sm_100a") == []
+    assert paged_logits.deployment_keys(MODELS[model], tp, "sm_80") == []
+    without = ModelShape(compress_ratios=(1, 128))
+    assert logits.deployment_keys(without, tp, "sm_90a") == []
+
+
+def test_groups_of_rows() -> None:
+    assert [logits_choice.rows_of_group(n) for n in range(1, 14)] == [1, 2, 3, 4, 3, 3, 4, 4, 3, 4, 4, 4, 4]
+    deployed = {key.rows for key in KEYS if key.paged}
+    assert {logits_choice.rows_of_group(n) for n in range(1, 300)} == deployed

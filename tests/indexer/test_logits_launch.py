@@ -1,0 +1,211 @@
+"""What the ops that score hand to their kernels. Needs CuTe DSL and no GPU: nothing is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import formats
+from cute_kernels.runtime.ops import OPS
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.indexer import logits, logits_choice, paged_logits
+from cute_kernels.indexer import ops as _registered  # noqa: F401
+from cute_kernels.indexer.logits_sm90 import LogitsKey
+
+SMS = 132
+NAMES = (
+    "weights", "out", "q", "q_request", "q_row", "q_head", "requests", "row_count", "keys", "scales", "key_stride",
+    "page_stride", "page_rows", "pages", "table", "table_stride", "table_columns", "starts", "ends", "end_request",
+    "limit", "shifts", "clean", "blocks",
+)  # fmt: skip
+FP8 = torch.float8_e4m3fn
+
+
+class Launches:
+    """Stands for a Hopper GPU: keeps what would have been launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
+        self.kept: list[tuple[LogitsKey, dict[str, Any]]] = []
+        monkeypatch.setattr(logits_choice, "arch_of", lambda index: arch)
+        for module in (logits, paged_logits):
+            monkeypatch.setattr(module, "multiprocessors", lambda index: SMS)
+            monkeypatch.setattr(module, "launch_key", self.keep)
+
+    def keep(self, key: LogitsKey, device_index: Any, *args: Any) -> None:
+        self.kept.append((key, dict(zip(NAMES, args, strict=True))))
+
+    def run(self, op: str, args: dict[str, Any]) -> tuple[LogitsKey, dict[str, Any]]:
+        """The only launch of a call."""
+        OPS[op].check(*args.values())
+        module = OPS[op].load_kernel()
+        supported, why = module.supports(*args.values())
+        assert supported, why
+        before = len(self.kept)
+        module.launch(*args.values())
+        assert len(self.kept) == before + 1
+        return self.kept[-1]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return Launches(monkeypatch)
+
+
+def codes(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8).view(FP8)
+
+
+def contiguous(rows: int = 10, keys: int = 300, heads: int = 64, width: int = 0, **changes: Any) -> dict[str, Any]:
+    args = {
+        "q": codes(rows, heads, 128),
+        "q_scale": None,
+        "k": codes(keys, 128),
+        "k_scale": torch.ones(keys),
+        "weights": torch.ones(rows, heads),
+        "cu_seq_len_k_start": torch.zeros(rows, dtype=torch.int32),
+        "cu_seq_len_k_end": torch.zeros(rows, dtype=torch.int32),
+        "clean_logits": True,
+        "max_seqlen_k": width,
+        "out": torch.zeros(rows, width or keys),
+    }
+    return {**args, **changes}
+
+
+def paged(
+    requests: int = 3, next_n: int = 2, page_rows: int = 64, columns: int = 500, heads: int = 64, **changes: Any
+) -> dict[str, Any]:
+    fmt = formats.INDEXER_FP8
+    args = {
+        "q": codes(requests, next_n, heads, 128),
+        "q_scale": None,
+        "kv_cache": fmt.allocate(20, page_rows, page_stride=fmt.page_stride(page_rows) + 576),
+        "weights": torch.ones(requests * next_n, heads),
+        "context_lens": torch.zeros(requests, next_n, dtype=torch.int32),
+        "block_tables": torch.zeros(requests, 9, dtype=torch.int32)[:, :8],
+        "max_model_len": columns,
+        "clean_logits": False,
+        "kv_format": fmt.id,
+        "out": torch.zeros(requests * next_n, columns),
+    }
+    return {**args, **changes}
+
+
+def test_contiguous_keys_are_one_page_and_rows_one_request(gpu: Launches) -> None:
+    args = contiguous()
+    key, got = gpu.run("mqa_logits", args)
+    assert (key.heads, key.rows, key.paged) == (64, 4, False)
+    assert (got["requests"], got["row_count"], got["pages"], got["page_rows"], got["limit"]) == (1, 10, 1, 300, 300)
+    assert (got["q_row"], got["q_head"], got["key_stride"]) == (64 * 128, 128, 128)
+    assert got["keys"] == args["k"].data_ptr()
+    assert got["scales"] == args["k_scale"].data_ptr()
+    assert (got["starts"], got["ends"]) == tuple(args[f"cu_seq_len_k_{name}"].data_ptr() for name in ("start", "end"))
+    assert (got["shifts"], got["clean"], got["blocks"]) == (0, 1, 15)
+    assert gpu.run("mqa_logits", contiguous(width=90))[1]["shifts"] == -1
+
+
+def test_strides_of_views(gpu: Launches) -> None:
+    q, k = codes(10, 66, 256)[:, 1:-1, 64:192], codes(300, 272)[:, 16:144]
+    _, got = gpu.run("mqa_logits", contiguous(q=q, k=k))
+    assert (got["q_row"], got["q_head"], got["key_stride"]) == (66 * 256, 256, 272)
+    lens = torch.zeros(3, 10, dtype=torch.int32)[:, 4:6]
+    _, got = gpu.run("paged_mqa_logits", paged(context_lens=lens))
+    assert (got["ends"], got["end_request"]) == (lens.data_ptr(), 40)
+
+
+def test_a_single_row_or_key_may_have_any_stride(gpu: Launches) -> None:
+    q, k = codes(64 * 128).as_strided((1, 64, 128), (7, 128, 1)), codes(128).as_strided((1, 128), (3, 1))
+    _, got = gpu.run("mqa_logits", contiguous(1, 1, q=q, k=k))
+    assert all(got[name] % 16 == 0 and got[name] > 0 for name in ("q_row", "q_request", "key_stride"))
+
+
+def test_pages(gpu: Launches) -> None:
+    args = paged()
+    key, got = gpu.run("paged_mqa_logits", args)
+    assert (key.heads, key.rows, key.paged, key.box) == (64, 2, True, 64)
+    pool = args["kv_cache"]
+    assert (got["keys"], got["scales"]) == (pool.data_ptr(), pool.data_ptr() + 64 * 128)
+    assert (got["page_stride"], got["page_rows"], got["pages"]) == (8640 + 576, 64, 20)
+    assert (got["table_stride"], got["table_columns"]) == (36, 8)
+    assert (got["requests"], got["row_count"], got["limit"], got["blocks"]) == (3, 2, 500, 24)
+
+
+@pytest.mark.parametrize(("page_rows", "box"), [(64, 64), (128, 64), (192, 64), (8, 8), (24, 8), (32, 8), (96, 8)])
+def test_boxes_divide_pages(gpu: Launches, page_rows: int, box: int) -> None:
+    assert gpu.run("paged_mqa_logits", paged(page_rows=page_rows))[0].box == box
+
+
+@pytest.mark.parametrize(("next_n", "rows"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 3), (6, 3), (7, 4), (9, 3), (50, 4)])
+def test_rows_of_a_group(gpu: Launches, next_n: int, rows: int) -> None:
+    key, got = gpu.run("paged_mqa_logits", paged(1, next_n))
+    assert key.rows == rows
+    assert got["row_count"] == next_n
+
+
+def test_blocks_are_as_many_as_multiprocessors_at_most(gpu: Launches) -> None:
+    assert gpu.run("paged_mqa_logits", paged(1, 1, columns=8192))[1]["blocks"] == 128
+    assert gpu.run("paged_mqa_logits", paged(2, 1, columns=8192))[1]["blocks"] == SMS
+    assert gpu.run("mqa_logits", contiguous(1, 1))[1]["blocks"] == 1
+
+
+def test_calls_without_keys_launch_nothing(gpu: Launches) -> None:
+    nothing = contiguous(6, 0, width=9)
+    logits.launch(*nothing.values())
+    assert (nothing["out"] == -torch.inf).all()
+    unclean = contiguous(6, 0, width=9, clean_logits=False)
+    logits.launch(*unclean.values())
+    assert (unclean["out"] == 0).all()
+    changes: tuple[dict[str, Any], ...] = (
+        {"kv_cache": formats.INDEXER_FP8.allocate(0, 64)},
+        {"block_tables": torch.zeros(3, 0).int()},
+    )
+    for change in changes:
+        args = paged(**change)
+        paged_logits.launch(*args.values())
+        assert (args["out"] == -torch.inf).all()
+    paged_logits.launch(*paged(columns=0).values())
+    assert gpu.kept == []
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"heads": 8}, "HI must be a multiple of 16 and at most 64, got 8"),
+        ({"heads": 80}, "HI must be a multiple of 16 and at most 64, got 80"),
+        ({"k": codes(300, 136)[:, :128]}, "kv\\[0\\] must be 16-byte aligned row by row"),
+        ({"q": codes(10, 64, 144)[..., 8:136]}, "q must be 16-byte aligned row by row"),
+    ],
+)
+def test_contiguous_calls_that_are_refused(gpu: Launches, change: dict[str, Any], why: str) -> None:
+    refused(logits, contiguous(**change), why)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"page_rows": 12}, "pages must have a multiple of 8 rows, got 12"),
+        ({"heads": 24}, "HI must be a multiple of 16 and at most 64, got 24"),
+        ({"kv_cache": formats.INDEXER_FP8.allocate(4, 64, page_stride=8641)}, "kv_cache must be 16-byte aligned"),
+        ({"kv_format": formats.INDEXER_MXFP4.id}, "the kernel is for indexer_fp8/1, got indexer_mxfp4/1"),
+    ],
+)
+def test_paged_calls_that_are_refused(gpu: Launches, change: dict[str, Any], why: str) -> None:
+    refused(paged_logits, paged(**change), why)
+
+
+def refused(module: Any, args: dict[str, Any], why: str) -> None:
+    supported, reason = module.supports(*args.values())
+    assert not supported
+    assert why.replace("\\", "") in reason
+
+
+def test_other_architectures_and_mxfp4_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Launches(monkeypatch, "sm_100a")
+    refused(logits, contiguous(), "the kernel is for sm_90a, got sm_100a")
+    refused(paged_logits, paged(), "the kernel is for sm_90a, got sm_100a")
+    Launches(monkeypatch)
+    scaled = contiguous(q_scale=torch.zeros(10, 64, dtype=torch.int32))
+    refused(logits, scaled, "the kernel takes FP8 queries and keys, got MXFP4")

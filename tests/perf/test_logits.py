@@ -1,0 +1,40 @@
+"""The shapes that the indexer's scores are measured in; what is measured in them needs a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from perf import logits
+from perf.targets import TARGETS_US
+
+
+def test_shapes_are_what_the_peers_are_known_by() -> None:
+    assert [logits.prefill_name(*shape) for shape in logits.PREFILLS[:4]] == [
+        "sq4096 sk4096", "sq4096 sk16384", "sq4096 sk65536", "sq1024 sk32768"
+    ]  # fmt: skip
+    names = [logits.decode_name(*shape) for shape in logits.DECODES]
+    assert len(set(names)) == len(names)
+    assert names[:2] == ["b1 ctx8192", "b8 ctx8192"]
+    assert "b64 ctx8192 next_n=4" in names
+
+
+def test_targets_are_of_shapes_that_are_measured() -> None:
+    known = {
+        logits.CONTIGUOUS: {logits.prefill_name(*shape) for shape in logits.PREFILLS},
+        logits.PAGED: {logits.decode_name(*shape) for shape in logits.DECODES},
+    }
+    for op, names in known.items():
+        targets = {case for _, named, case in TARGETS_US if named == op}
+        assert targets
+        assert targets <= names
+
+
+def test_what_counts_as_near() -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(n, 128, generator=g).to(torch.float8_e4m3fn) for n in (64, 30))
+    weights, scale = torch.randn(64, generator=g), torch.rand(30, generator=g)
+    exact = ((q.float() @ k.float().T).relu() * weights[:, None]).sum(0) * scale
+    assert logits.is_near(exact, q, k, scale, weights)
+    assert not logits.is_near(exact * 1.01 + 0.3, q, k, scale, weights)
+    exact[3] = float("nan")
+    assert not logits.is_near(exact, q, k, scale, weights)
