@@ -30,9 +30,10 @@ from cute_kernels.indexer.logits_scores import Scores
 from cute_kernels.indexer.logits_walk import Keys, Walk
 from cute_kernels.runtime.compile import KernelKey
 
-REGISTERS = {KEYS: (40, 232), 8: (56, 224)}
-"""Per thread where there are MANY_COLUMNS, of the warps beside and of those that multiply, by the keys of a copy. Three
-warpgroups may have no more together than they are launched with, 3 x 168, or one of them waits for ever."""
+REGISTERS, REGISTERS_BESIDE_MORE = (40, 232), (56, 224)
+"""Per thread where there are MANY_COLUMNS, of the warps beside and of those that multiply; the second pair where the
+former have more to do: small boxes, and heads that are no power of two. Three warpgroups may have no more together than
+they are launched with, 3 x 168, or one of them waits for ever."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class LogitsKernel:
         self.plan, self.paged = key.plan, key.paged
         self.walk, self.fill = Walk(key.plan, key.paged), Fill(key.paged)
         self.scores = Scores(key.plan, key.paged, self.walk)
+        self.registers = REGISTERS if key.box == KEYS and key.heads == 64 else REGISTERS_BESIDE_MORE
         self.has_many_columns = self.plan.columns >= MANY_COLUMNS
         kind = f"paged_mqa_logits_b{key.box}" if key.paged else "mqa_logits"
         self.name = f"{kind}_h{key.heads}r{key.rows}"
@@ -235,7 +237,7 @@ class LogitsKernel:
         wgmma.accumulate(mma_more)
         if warp >= walk_warp:
             if const_expr(self.has_many_columns):
-                cute.arch.setmaxregister_decrease(REGISTERS[plan.box][0])
+                cute.arch.setmaxregister_decrease(self.registers[0])
             if warp < fill_warp:
                 role = cute.arch.make_warp_uniform(warp - walk_warp)
                 key_part = ptx.tensor_map(key_copy), k.iterator.toint()
@@ -245,7 +247,7 @@ class LogitsKernel:
                 self.fill.run(groups, windows, out, out_stride)
         else:
             if const_expr(self.has_many_columns):
-                cute.arch.setmaxregister_increase(REGISTERS[plan.box][1])
+                cute.arch.setmaxregister_increase(self.registers[1])
             self.scores.run(thread, groups, windows, rings, at, (mma, mma_more), k, q, out, out_stride)
 
     def partition(self, copy: Any, source: Any, tile: Any, tiles: Any, rows: int) -> Any:
