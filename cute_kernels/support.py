@@ -80,10 +80,15 @@ MEASURED = (
     "fused_q_kv_rmsnorm",
     "get_compressed_slot_mapping",
     "merge_attention_states",
+    "mqa_logits",
     "mtp_shared_head_rmsnorm",
     "quantize_and_insert_k_cache",
     "save_partial_states",
     "sparse_mla_decode",
+    "sparse_mla_mixed",
+    "sparse_mla_prefill",
+    "top_k_per_row_decode",
+    "top_k_per_row_prefill",
 )
 """Ops with a record of the H200."""
 

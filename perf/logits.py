@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -81,6 +81,16 @@ class LogitsSet:
 
     def ours(self) -> None:
         OPS[self.op].overload(*self.args)
+
+    @cached_property
+    def schedule(self) -> torch.Tensor:
+        """DeepGEMM's, of a paged call. Kept with the set: another set may come to have its id, and with a schedule of
+        more requests than there are DeepGEMM reads beyond the lengths."""
+        lens = self.args[4]
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        # four rows of a request are scored by pairs of multiprocessors
+        workers = processors // 2 if lens.shape[1] == 4 else processors
+        return _deepgemm().get_paged_mqa_logits_metadata(lens, BLOCK_SIZE, workers)
 
     def right(self, call: Call) -> bool:
         """Whether `call`, which returns its scores or None if it writes into ours, leaves them right in some rows."""
@@ -174,16 +184,10 @@ def _peer(op: str) -> Callable[[LogitsSet], Any] | str:
             return contiguous(q, scale_q, k, scale, weights, start, end, k.shape[0])
 
         return run
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    schedules: dict[int, torch.Tensor] = {}
 
     def run_paged(s: LogitsSet) -> Any:
         q, scale_q, pool, weights, lens, table, columns = s.args[:7]
-        if id(s) not in schedules:
-            # four rows of a request are scored by pairs of multiprocessors
-            workers = processors // 2 if lens.shape[1] == 4 else processors
-            schedules[id(s)] = ops.get_paged_mqa_logits_metadata(lens, BLOCK_SIZE, workers)
-        return paged(q, scale_q, pool[:, :, None], weights, lens, table, schedules[id(s)], columns)
+        return paged(q, scale_q, pool[:, :, None], weights, lens, table, s.schedule, columns)
 
     return run_paged
 
