@@ -20,7 +20,9 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_89", "sm_120a")
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch: str) -> None:
-    for key in deployment_keys(MODELS["v4-flash"], 1, arch):
+    keys = deployment_keys(MODELS["v4-flash"], 1, arch)
+    # all of them, for every architecture, are among those of test_deployments.py
+    for key in keys if arch == "sm_90a" else (keys[0], keys[-1]):
         report = compile_report(key)
         assert problems(key, report) == []
         assert (report.stack, report.smem) == (0, key.smem_bytes)
