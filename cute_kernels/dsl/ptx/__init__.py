@@ -1,0 +1,10 @@
+"""Every inline PTX instruction of the kernels. The first line of each says on which architectures it is legal."""
+
+from __future__ import annotations
+
+from cute_kernels.dsl.ptx.arithmetic import *
+from cute_kernels.dsl.ptx.asynchronous import *
+from cute_kernels.dsl.ptx.global_memory import *
+from cute_kernels.dsl.ptx.inline import *
+from cute_kernels.dsl.ptx.registers import *
+from cute_kernels.dsl.ptx.shared_memory import *

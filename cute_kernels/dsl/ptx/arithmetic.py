@@ -1,0 +1,262 @@
+"""Arithmetic with its rounding spelled out, and conversions between number formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, Float64, Int32, Int64, Uint32
+
+from cute_kernels.dsl.ptx.inline import inline_ptx
+
+
+def permute_bytes(a: Any, b: Any, selector: Any) -> Any:
+    """sm_70 and up. Four of the eight bytes of (a, b): nibble i of `selector`, a number or a register, picks byte i;
+    0..3 are a's, 4..7 b's."""
+    return inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, Int32(selector)]
+    )
+
+
+def max_bf16x2(a: Any, b: Any) -> Any:
+    """sm_80 and up. Larger of each pair of bf16 halves; a NaN loses against a number."""
+    return inline_ptx("max.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+def max_f32(a: Any, b: Any) -> Any:
+    """sm_70 and up. The larger one; a NaN loses against a number."""
+    return inline_ptx(
+        "max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[Float32(a), Float32(b)]
+    )
+
+
+def min_f32(a: Any, b: Any) -> Any:
+    """sm_70 and up. The smaller one; a NaN loses against a number."""
+    return inline_ptx(
+        "min.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[Float32(a), Float32(b)]
+    )
+
+
+def descending_order(a: Any) -> Any:
+    """sm_70 and up. An unsigned number that falls as the fp32 grows: equal for -0 and +0, and 0xFFFFFFFF, which no
+    number has, for NaN."""
+    return inline_ptx(
+        "{ .reg .pred p; .reg .f32 f; .reg .b32 b, s; add.rn.f32 f, {$r0}, 0f00000000; mov.b32 b, f; "
+        "shr.s32 s, b, 31; not.b32 s, s; and.b32 s, s, 0x7fffffff; xor.b32 b, b, s; "
+        "setp.nan.f32 p, {$r0}, {$r0}; selp.b32 {$w0}, 0xffffffff, b, p; }",
+        write_only_types=[Uint32],
+        read_only_args=[Float32(a)],
+    )
+
+
+def of_descending_order(order: Any) -> Any:
+    """sm_70 and up. An fp32 with that descending_order."""
+    return inline_ptx(
+        "{ .reg .b32 s; shr.s32 s, {$r0}, 31; not.b32 s, s; and.b32 s, s, 0x7fffffff; xor.b32 s, s, {$r0}; "
+        "mov.b32 {$w0}, s; }",
+        write_only_types=[Float32],
+        read_only_args=[Uint32(order)],
+    )
+
+
+def count_where_at_least(count: Any, a: Any, b: Any) -> Any:
+    """sm_70 and up. The number, one more if a >= b; a NaN is not."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ge.f32 p, {$r1}, {$r2}; mov.b32 {$w0}, {$r0}; @p add.s32 {$w0}, {$w0}, 1; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(count), Float32(a), Float32(b)],
+    )
+
+
+def abs_f32(a: Any) -> Any:
+    """sm_70 and up. The magnitude."""
+    return inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def _binary_f32(instruction: str, a: Any, b: Any) -> Any:
+    return inline_ptx(
+        f"{instruction}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(a), Float32(b)],
+    )
+
+
+def mul_rn(a: Any, b: Any) -> Any:
+    """sm_70 and up. a * b, nearest even."""
+    return _binary_f32("mul.rn", a, b)
+
+
+def add_rn(a: Any, b: Any) -> Any:
+    """sm_70 and up. a + b, nearest even."""
+    return _binary_f32("add.rn", a, b)
+
+
+def sub_rn(a: Any, b: Any) -> Any:
+    """sm_70 and up. a - b, nearest even."""
+    return _binary_f32("sub.rn", a, b)
+
+
+def fma_rn(a: Any, b: Any, c: Any) -> Any:
+    """sm_70 and up. a * b + c, rounded once, nearest even."""
+    return inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(a), Float32(b), Float32(c)],
+    )
+
+
+def div_rn(a: Any, b: Any) -> Any:
+    """sm_70 and up. a / b, nearest even: a dozen instructions."""
+    return _binary_f32("div.rn", a, b)
+
+
+def reciprocal_f64(a: Any) -> Any:
+    """sm_70 and up. float64 1 / a of an fp32, nearest even."""
+    return inline_ptx(
+        "{ .reg .f64 d; cvt.f64.f32 d, {$r0}; rcp.rn.f64 {$w0}, d; }",
+        write_only_types=[Float64],
+        read_only_args=[Float32(a)],
+    )
+
+
+def mul_f64(a: Any, b: Any) -> Any:
+    """sm_70 and up. fp32 a times float64 b, rounded to float64 and then to fp32."""
+    return inline_ptx(
+        "{ .reg .f64 d; cvt.f64.f32 d, {$r0}; mul.rn.f64 d, d, {$r1}; cvt.rn.f32.f64 {$w0}, d; }",
+        write_only_types=[Float32],
+        read_only_args=[Float32(a), b],
+    )
+
+
+def rsqrt(a: Any) -> Any:
+    """sm_70 and up. 1 / sqrt(a), off by at most 2^-22.9 of it."""
+    return inline_ptx("rsqrt.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def reciprocal(a: Any) -> Any:
+    """sm_70 and up. 1 / a, off by at most one unit in the last place; exact for powers of two."""
+    return inline_ptx("rcp.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def reciprocal_rn(a: Any) -> Any:
+    """sm_70 and up. 1 / a, nearest even."""
+    return inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def min_s64(a: Any, b: Any) -> Any:
+    """sm_70 and up. The smaller int64."""
+    return inline_ptx("min.s64 {$w0}, {$r0}, {$r1};", write_only_types=[Int64], read_only_args=[Int64(a), Int64(b)])
+
+
+def max_s64(a: Any, b: Any) -> Any:
+    """sm_70 and up. The larger int64."""
+    return inline_ptx("max.s64 {$w0}, {$r0}, {$r1};", write_only_types=[Int64], read_only_args=[Int64(a), Int64(b)])
+
+
+def e4m3x4(a: Any, b: Any, c: Any, d: Any) -> Any:
+    """sm_89 and up. Four fp32 as e4m3 codes, `a` in the lowest byte: nearest even, saturating at 448."""
+    return inline_ptx(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 hi, {$r3}, {$r2}; mov.b32 {$w0}, {lo, hi}; }",
+        write_only_types=[Int32],
+        read_only_args=[a, b, c, d],
+    )
+
+
+def floats_of_e4m3x4(codes: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_89 and up. The four e4m3 codes of a word as fp32, exact, the lowest byte first; 0x7F and 0xFF give NaN."""
+    return inline_ptx(
+        "{ .reg .b16 lo, hi, a, b, c, d; .reg .b32 p, q; mov.b32 {lo, hi}, {$r0}; "
+        "cvt.rn.f16x2.e4m3x2 p, lo; cvt.rn.f16x2.e4m3x2 q, hi; mov.b32 {a, b}, p; mov.b32 {c, d}, q; "
+        "cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; cvt.f32.f16 {$w2}, c; cvt.f32.f16 {$w3}, d; }",
+        write_only_types=[Float32, Float32, Float32, Float32],
+        read_only_args=[codes],
+    )
+
+
+def bf16x2(low: Any, high: Any) -> Any:
+    """sm_80 and up. Two fp32 as a pair of bf16, nearest even."""
+    return inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[Float32(low), Float32(high)]
+    )
+
+
+def f16x2(low: Any, high: Any) -> Any:
+    """sm_80 and up. Two fp32 as a pair of f16, nearest even; a NaN of either sign becomes 0x7FFF."""
+    return inline_ptx(
+        "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[Float32(low), Float32(high)]
+    )
+
+
+def _magnitude_f16x2(instruction: str, pair: Any, other: int) -> Any:
+    return inline_ptx(
+        f"{{ .reg .b32 other; mov.b32 other, {other}; {instruction}.xorsign.abs.f16x2 {{$w0}}, {{$r0}}, other; }}",
+        write_only_types=[Int32],
+        read_only_args=[pair],
+    )
+
+
+def max_magnitude_f16x2(pair: Any, least: int) -> Any:
+    """sm_86 and up. Halves of at least the magnitude of `least`, two f16 >= 0; signs stay, NaN gives `least`."""
+    return _magnitude_f16x2("max", pair, least)
+
+
+def min_magnitude_f16x2(pair: Any, most: int) -> Any:
+    """sm_86 and up. Halves of at most the magnitude of `most`, two f16 >= 0; signs stay, NaN gives `most`."""
+    return _magnitude_f16x2("min", pair, most)
+
+
+LOG2_E = 1.4426950408889634
+"""exp2 of a number times this is its exponential."""
+
+
+LN_2 = 0.6931471805599453
+"""log2 of a number times this is its natural logarithm."""
+
+
+def exp2(a: Any) -> Any:
+    """sm_70 and up. 2^a, off by at most 2^-22 of it; subnormal results are 0."""
+    return inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def log2(a: Any) -> Any:
+    """sm_70 and up. Binary logarithm, off by at most 2^-22."""
+    return inline_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+E4M3_AS_BF16 = 120
+"""The bits of an e4m3 code, moved to where bf16 keeps its sign, exponent and mantissa, are 2^-120 times its value."""
+
+
+def bf16x2_of_ue8m0(bytes_: Any, number: int) -> Any:
+    """sm_80 and up. 2^(e - 127 + 120) in both halves, for byte `number` (0 to 3) of a word, e <= 134."""
+    return inline_ptx(
+        f"{{ .reg .b32 e; bfe.u32 e, {{$r0}}, {8 * number}, 8; "
+        f"mad.lo.u32 {{$w0}}, e, 0x00800080, {E4M3_AS_BF16 * 0x00800080}; }}",
+        write_only_types=[Int32],
+        read_only_args=[Int32(bytes_)],
+    )
+
+
+def bf16x2_of_codes(word: Any, left: int) -> Any:
+    """sm_70 and up. The e4m3 codes in bytes 1 and 3 of (word << left), left = 0 or 8, as bf16, times 2^-120. Exact;
+    codes 0x7F and 0xFF count as 480 and -480."""
+    shift = "shr.u32 t, {$r0}, 4; mov.b32 s, {$r0};" if left == 0 else "shl.b32 t, {$r0}, 4; shl.b32 s, {$r0}, 8;"
+    return inline_ptx(
+        f"{{ .reg .b32 s, t; {shift} and.b32 t, t, 0x07f007f0; lop3.b32 {{$w0}}, s, 0x80008000, t, 0xea; }}",
+        write_only_types=[Int32],
+        read_only_args=[Int32(word)],
+    )
+
+
+def multiply_bf16x2(a: Any, b: Any) -> Any:
+    """sm_80 and up. Products of both halves, nearest even; subnormal numbers count. What is added is -0."""
+    return inline_ptx(
+        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 {$w0}, {$r0}, {$r1}, zero; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(a), Int32(b)],
+    )
+
+
+def relu(a: Any) -> Any:
+    """sm_80 and up. The number if it is positive, else 0; NaN stays NaN."""
+    return inline_ptx("max.NaN.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Float32], read_only_args=[Float32(a)])
