@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_kernels.indexer import logits_choice as choice
 from cute_kernels.indexer.logits_sm90 import LogitsKey
@@ -19,59 +19,52 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[LogitsKey]:
     return [] if heads is None else [choice.key_for(heads, choice.MOST_ROWS, False)]
 
 
-def supports(
-    q: Any,
-    q_scale: Any,
-    k: Any,
-    k_scale: Any,
-    weights: Any,
-    cu_seq_len_k_start: Any,
-    cu_seq_len_k_end: Any,
-    clean_logits: bool,
-    max_seqlen_k: int,
-    out: Any,
-) -> tuple[bool, str]:
+class Call(NamedTuple):
+    """The op's arguments, in the schema's order, checked."""
+
+    q: Any
+    q_scale: Any
+    k: Any
+    k_scale: Any
+    weights: Any
+    cu_seq_len_k_start: Any
+    cu_seq_len_k_end: Any
+    clean_logits: bool
+    max_seqlen_k: int
+    out: Any
+
+
+def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
-    why = choice.why_not(q, q_scale, k, "kv[0]", out)
-    if not why and k.shape[0] > 2**31 - 256:
-        why = f"there must be fewer than 2^31 - 256 keys, got {k.shape[0]}"
+    call = Call(*args)
+    why = choice.why_not(call.q, call.q_scale, call.k, "kv[0]", call.out)
+    if not why and call.k.shape[0] > 2**31 - 256:
+        why = f"there must be fewer than 2^31 - 256 keys, got {call.k.shape[0]}"
     return not why, why
 
 
-def launch(
-    q: Any,
-    q_scale: Any,
-    k: Any,
-    k_scale: Any,
-    weights: Any,
-    cu_seq_len_k_start: Any,
-    cu_seq_len_k_end: Any,
-    clean_logits: bool,
-    max_seqlen_k: int,
-    out: Any,
-) -> None:
+def launch(*args: Any) -> None:
     """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
-    if out.numel() == 0:
+    call = Call(*args)
+    if call.out.numel() == 0:
         return
-    if k.shape[0] == 0:
-        if clean_logits:
-            out.fill_(float("-inf"))
+    if call.k.shape[0] == 0:
+        if call.clean_logits:
+            call.out.fill_(float("-inf"))
         return
-    device_index = out.device.index
-    key = _key(q.shape[1], choice.MOST_ROWS, False)
-    numbers = arguments(q, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, out)
-    rows, columns = out.shape
-    launch_key(key, device_index, *numbers, choice.blocks(key, 1, rows, columns, multiprocessors(device_index)))
+    device_index = call.out.device.index
+    key = _key(call.q.shape[1], choice.MOST_ROWS, False)
+    rows, columns = call.out.shape
+    launch_key(key, device_index, *arguments(call), choice.blocks(key, 1, rows, columns, multiprocessors(device_index)))
 
 
-def arguments(
-    q: Any, k: Any, k_scale: Any, weights: Any, start: Any, end: Any, clean: bool, max_seqlen_k: int, out: Any
-) -> tuple[Any, ...]:
+def arguments(call: Call) -> tuple[Any, ...]:
     """What the kernel's entry point takes but the number of blocks: all rows are one request's, all keys one page's."""
+    q, k = call.q, call.k
     rows, keys = q.shape[0], k.shape[0]
     return (
-        weights,
-        out,
+        call.weights,
+        call.out,
         q.data_ptr(),
         choice.stride(q, 0) * rows,
         choice.stride(q, 0),
@@ -79,7 +72,7 @@ def arguments(
         1,
         rows,
         k.data_ptr(),
-        k_scale.data_ptr(),
+        call.k_scale.data_ptr(),
         choice.stride(k, 0),
         choice.stride(k, 0) * keys,
         keys,
@@ -87,10 +80,10 @@ def arguments(
         0,
         0,
         0,
-        start.data_ptr(),
-        end.data_ptr(),
+        call.cu_seq_len_k_start.data_ptr(),
+        call.cu_seq_len_k_end.data_ptr(),
         0,
         keys,
-        -1 if max_seqlen_k > 0 else 0,
-        int(clean),
+        -1 if call.max_seqlen_k > 0 else 0,
+        int(call.clean_logits),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_kernels.formats import INDEX_DIM, INDEXER_FP8
 from cute_kernels.indexer import logits_choice as choice
@@ -30,65 +30,58 @@ def box_of(page_rows: int) -> int:
     return SMALL_BOX if page_rows % KEYS else KEYS
 
 
-def supports(
-    q: Any,
-    q_scale: Any,
-    kv_cache: Any,
-    weights: Any,
-    context_lens: Any,
-    block_tables: Any,
-    max_model_len: int,
-    clean_logits: bool,
-    kv_format: str,
-    out: Any,
-) -> tuple[bool, str]:
+class Call(NamedTuple):
+    """The op's arguments, in the schema's order, checked."""
+
+    q: Any
+    q_scale: Any
+    kv_cache: Any
+    weights: Any
+    context_lens: Any
+    block_tables: Any
+    max_model_len: int
+    clean_logits: bool
+    kv_format: str
+    out: Any
+
+
+def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
-    if kv_format != INDEXER_FP8.id:
-        return False, f"the kernel is for {INDEXER_FP8.id}, got {kv_format}"
-    why = choice.why_not(q, q_scale, kv_cache, "kv_cache", out)
-    page_rows = kv_cache.shape[1]
+    call = Call(*args)
+    if call.kv_format != INDEXER_FP8.id:
+        return False, f"the kernel is for {INDEXER_FP8.id}, got {call.kv_format}"
+    why = choice.why_not(call.q, call.q_scale, call.kv_cache, "kv_cache", call.out)
+    page_rows = call.kv_cache.shape[1]
     if not why and page_rows % SMALL_BOX:
         why = f"pages must have a multiple of {SMALL_BOX} rows, got {page_rows}"
-    if not why and max(max_model_len, page_rows) > 2**31 - 256:
-        why = f"there must be fewer than 2^31 - 256 keys, got {max_model_len}, and {page_rows} in a page"
+    if not why and max(call.max_model_len, page_rows) > 2**31 - 256:
+        why = f"there must be fewer than 2^31 - 256 keys, got {call.max_model_len}, and {page_rows} in a page"
     return not why, why
 
 
-def launch(
-    q: Any,
-    q_scale: Any,
-    kv_cache: Any,
-    weights: Any,
-    context_lens: Any,
-    block_tables: Any,
-    max_model_len: int,
-    clean_logits: bool,
-    kv_format: str,
-    out: Any,
-) -> None:
+def launch(*args: Any) -> None:
     """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
-    if out.numel() == 0:
+    call = Call(*args)
+    if call.out.numel() == 0:
         return
-    if kv_cache.shape[0] == 0 or block_tables.shape[1] == 0:
-        out.fill_(float("-inf"))
+    if call.kv_cache.shape[0] == 0 or call.block_tables.shape[1] == 0:
+        call.out.fill_(float("-inf"))
         return
-    device_index = out.device.index
-    requests, rows = q.shape[:2]
-    key = _key(q.shape[2], choice.rows_of_group(rows), True, box_of(kv_cache.shape[1]))
-    numbers = arguments(q, kv_cache, weights, context_lens, block_tables, clean_logits, out)
-    blocks = choice.blocks(key, requests, rows, max_model_len, multiprocessors(device_index))
-    launch_key(key, device_index, *numbers, blocks)
+    device_index = call.out.device.index
+    requests, rows = call.q.shape[:2]
+    key = _key(call.q.shape[2], choice.rows_of_group(rows), True, box_of(call.kv_cache.shape[1]))
+    blocks = choice.blocks(key, requests, rows, call.max_model_len, multiprocessors(device_index))
+    launch_key(key, device_index, *arguments(call), blocks)
 
 
-def arguments(
-    q: Any, kv_cache: Any, weights: Any, context_lens: Any, block_tables: Any, clean: bool, out: Any
-) -> tuple[Any, ...]:
+def arguments(call: Call) -> tuple[Any, ...]:
     """What the kernel's entry point takes but the number of blocks."""
+    q, kv_cache, block_tables = call.q, call.kv_cache, call.block_tables
     pages, page_rows = kv_cache.shape[:2]
     pool = kv_cache.data_ptr()
     return (
-        weights,
-        out,
+        call.weights,
+        call.out,
         q.data_ptr(),
         choice.stride(q, 0),
         choice.stride(q, 1),
@@ -105,9 +98,9 @@ def arguments(
         block_tables.stride(0) * 4,
         block_tables.shape[1],
         0,
-        context_lens.data_ptr(),
-        context_lens.stride(0) * 4,
-        out.shape[1],
+        call.context_lens.data_ptr(),
+        call.context_lens.stride(0) * 4,
+        call.out.shape[1],
         0,
-        int(clean),
+        int(call.clean_logits),
     )

@@ -187,35 +187,36 @@ class RowPicks:
             target = ptx.append_where_at_least(target, scores[i], least, place + (i // 4 * self.step + i % 4))
         return cute.arch.shuffle_sync(sums, 31)
 
-    @cute.jit
     def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32) -> None:
         """Count the warp's candidates in bins."""
-        if listed <= self.length:
-            for first in cutlass.range(Int32(0), listed, 32 * AT_ONCE, unroll=1):
-                found = self.load_list(here, first + here.lane, listed)
-                for i in range_constexpr(AT_ONCE):
-                    is_there, score, _place = found[i]
-                    if first + 32 * i < listed:
-                        self.bins.push(here, Scale(low, shift), ptx.descending_order(score), is_there)
-        else:
-            for vector in cutlass.range(part.tiles * self.vectors, unroll=1):
-                for is_there, score, _place in self.load_again(here, part, vector):
-                    self.bins.push(here, Scale(low, shift), ptx.descending_order(score), is_there)
 
-    @cute.jit
+        def push(is_there: Any, score: Any, place: Any) -> None:
+            self.bins.push(here, Scale(low, shift), ptx.descending_order(score), is_there)
+
+        self.each(here, part, listed, push)
+
     def pick(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, is_tied: Boolean) -> None:
         """Pick the warp's elements before `low`; those of the 2^shift orders from there on may be picked later."""
+
+        def add(is_there: Any, score: Any, place: Any) -> None:
+            self.picks.add(here, is_there, score, place, low, shift, is_tied)
+
+        self.each(here, part, listed, add)
+
+    @cute.jit
+    def each(self, here: Here, part: Part, listed: Int32, work: cutlass.Constexpr) -> None:
+        """work(whether there is such an element, its score, its place) for what the warp lists or, if that were more
+        than a list holds, for all of its elements."""
         if listed <= self.length:
             for first in cutlass.range(Int32(0), listed, 32 * AT_ONCE, unroll=1):
                 found = self.load_list(here, first + here.lane, listed)
                 for i in range_constexpr(AT_ONCE):
-                    is_there, score, place = found[i]
                     if first + 32 * i < listed:
-                        self.picks.add(here, is_there, score, place, low, shift, is_tied)
+                        work(*found[i])
         else:
             for vector in cutlass.range(part.tiles * self.vectors, unroll=1):
-                for is_there, score, place in self.load_again(here, part, vector):
-                    self.picks.add(here, is_there, score, place, low, shift, is_tied)
+                for element in self.load_again(here, part, vector):
+                    work(*element)
 
     def load_list(self, here: Here, first: Any, listed: Any) -> list[Any]:
         """(whether there is such an element, its score, its place) of a thread's next ones of its warp's list."""

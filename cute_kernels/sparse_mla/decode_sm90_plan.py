@@ -86,9 +86,6 @@ P_BYTES = ROWS // 2 * KEYS * 2
 WORDS_BYTES = 128 * 16
 """Four words of each thread of a warpgroup."""
 
-LEAST = -3.0e38
-"""The running maximum of nothing."""
-
 
 def busy_warps(heads: int) -> int:
     """Warps of a warpgroup whose rows of S, P and O are not all padding."""

@@ -31,7 +31,6 @@ from cute_kernels.sparse_mla.decode_sm90_plan import (
     KEYS,
     LABEL,
     LAST,
-    LEAST,
     NOTE,
     ODD,
     P_BUFFERS,
@@ -51,12 +50,10 @@ from cute_kernels.sparse_mla.decode_sm90_plan import (
     Work,
     busy_warps,
 )
+from cute_kernels.sparse_mla.softmax import GROWTH, LEAST, share
 
 ROW_BYTES = SLAB * 2
 """Of a slab's row."""
-
-GROWTH = 8.0
-"""By how much, in powers of two, scores may exceed their running maximum."""
 
 HELD = HALF * KEYS // 32
 """Scores of a tile that a thread finds weights for: of every 8 keys, two."""
@@ -203,7 +200,7 @@ class Scores:
             last = Float32(0.0)
             if mark & LAST != 0:
                 amount = over_quad(amount, operator.add)
-                last = self.share(amount, top, logit, sink)
+                last = share(amount, top, logit, sink)
             counter = ptx.map_shared(full.toint(), rank ^ 1)
             own_at = at.partial + tile % TURNS * PARTIAL_BYTES + thread * 16
             other_at = ptx.map_shared(at.p + buffer * P_BYTES + thread * 16, rank ^ 1)
@@ -333,14 +330,6 @@ class Scores:
             rows = rows + Int64(token) * out.strides[2] + Int64(first) * out.strides[3]
             ptx.store_shared_128(at.label + buffer * LABEL, (Int32(0), heads, *ptx.halves(rows)))
         return logit, place
-
-    @cute.jit
-    def share(self, amount: Any, top: Any, logit: Any, sink: Any) -> Any:
-        """What to multiply a head's row of O with."""
-        share = amount
-        if sink != 0:
-            share = amount + ptx.exp2(logit.bitcast(Float32) * Float32(ptx.LOG2_E) - top)
-        return Float32(0.0) if amount == Float32(0.0) else ptx.reciprocal(share)
 
     @cute.jit
     def ask_for_q(self, queries: Any, heads: Any, warp: Any, lane: Any, q: Query, ready: Barriers, at: Places) -> None:

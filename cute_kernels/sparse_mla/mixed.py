@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_kernels import formats
 from cute_kernels.runtime.arch import arch_of, multiprocessors
@@ -26,43 +26,48 @@ def _key(arch: str) -> MixedKey:
     return MixedKey(arch)
 
 
-def supports(
-    query: Any,
-    swa_kv_cache: Any,
-    sparse_indices: Any,
-    compressed_kv_cache: Any,
-    sparse_topk_lens: Any,
-    seq_lens: Any,
-    cum_seq_lens_q: Any,
-    bmm1_scale: float,
-    bmm2_scale: float,
-    sinks: Any,
-    window_size: int,
-    kv_format: str,
-    out: Any,
-    lse: Any,
-) -> tuple[bool, str]:
+class Call(NamedTuple):
+    """The op's arguments, in the schema's order, checked."""
+
+    query: Any
+    swa_kv_cache: Any
+    sparse_indices: Any
+    compressed_kv_cache: Any
+    sparse_topk_lens: Any
+    seq_lens: Any
+    cum_seq_lens_q: Any
+    bmm1_scale: float
+    bmm2_scale: float
+    sinks: Any
+    window_size: int
+    kv_format: str
+    out: Any
+    lse: Any
+
+
+def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
-    arch = arch_of(query.device.index)
+    call = Call(*args)
+    arch = arch_of(call.query.device.index)
     if arch != ARCH:
         return False, f"the kernel is for {ARCH}, got {arch}"
-    if kv_format != formats.PLAIN_BF16.id:
-        return False, f"kv_format: the kernel is for {formats.PLAIN_BF16.id}, got {kv_format}"
-    caches = {"swa_kv_cache": swa_kv_cache, "compressed_kv_cache": compressed_kv_cache}
+    if call.kv_format != formats.PLAIN_BF16.id:
+        return False, f"kv_format: the kernel is for {formats.PLAIN_BF16.id}, got {call.kv_format}"
+    caches = {"swa_kv_cache": call.swa_kv_cache, "compressed_kv_cache": call.compressed_kv_cache}
     pools = {name: pool for name, pool in caches.items() if pool is not None}
     for name, tensor, axes in (
-        ("heads of query", query, (0, 1)),
-        ("heads of out", out, (0, 1)),
+        ("heads of query", call.query, (0, 1)),
+        ("heads of out", call.out, (0, 1)),
         *((f"pages of {name}", pool, (0,)) for name, pool in pools.items()),
     ):
         why = misaligned(name, tensor, axes)
         if why:
             return False, why
-    if sparse_indices.shape[1] >= 1 << COUNT_BITS:
-        return False, f"sparse_indices: expected fewer than 65536 columns, got shape {tuple(sparse_indices.shape)}"
-    for name, count in (("rows of query", 2 * query.shape[0]), ("seq_lens", seq_lens.shape[0])):
+    if call.sparse_indices.shape[1] >= 1 << COUNT_BITS:
+        return False, f"sparse_indices: expected fewer than 65536 columns, got shape {tuple(call.sparse_indices.shape)}"
+    for name, count in (("rows of query", 2 * call.query.shape[0]), ("seq_lens", call.seq_lens.shape[0])):
         if count >= MOST_NUMBERS:
-            return False, f"{name}: expected fewer than 2^30, got shapes {tuple(query.shape)}, {tuple(seq_lens.shape)}"
+            return False, f"{name}: expected fewer than 2^30, got {count}"
     for name, pool in pools.items():
         pages, rows, _ = pool.shape
         size = ((pages - 1) * pool.stride(0) + rows * formats.HEAD_DIM) * pool.element_size() if pages else 0
@@ -71,43 +76,29 @@ def supports(
     return True, ""
 
 
-def launch(
-    query: Any,
-    swa_kv_cache: Any,
-    sparse_indices: Any,
-    compressed_kv_cache: Any,
-    sparse_topk_lens: Any,
-    seq_lens: Any,
-    cum_seq_lens_q: Any,
-    bmm1_scale: float,
-    bmm2_scale: float,
-    sinks: Any,
-    window_size: int,
-    kv_format: str,
-    out: Any,
-    lse: Any,
-) -> None:
+def launch(*args: Any) -> None:
     """Run the kernel on the current stream of query's device. Arguments in the schema's order, checked and
     supported."""
-    if out.numel() == 0:
+    call = Call(*args)
+    if call.out.numel() == 0:
         return
-    device_index = query.device.index
+    device_index = call.query.device.index
     launch_key(
         _key(arch_of(device_index)),
         device_index,
-        query,
-        swa_kv_cache,
-        swa_kv_cache if compressed_kv_cache is None else compressed_kv_cache,
-        sparse_indices,
-        out,
-        lse,
-        sparse_topk_lens.data_ptr(),
-        cum_seq_lens_q.data_ptr(),
-        seq_lens.data_ptr(),
-        seq_lens.shape[0],
-        window_size,
-        0 if sinks is None else sinks.data_ptr(),
-        scale_log2(bmm1_scale),
-        bmm2_scale,
+        call.query,
+        call.swa_kv_cache,
+        call.swa_kv_cache if call.compressed_kv_cache is None else call.compressed_kv_cache,
+        call.sparse_indices,
+        call.out,
+        call.lse,
+        call.sparse_topk_lens.data_ptr(),
+        call.cum_seq_lens_q.data_ptr(),
+        call.seq_lens.data_ptr(),
+        call.seq_lens.shape[0],
+        call.window_size,
+        0 if call.sinks is None else call.sinks.data_ptr(),
+        scale_log2(call.bmm1_scale),
+        call.bmm2_scale,
         multiprocessors(device_index),
     )

@@ -23,10 +23,7 @@ from cute_kernels.dsl.reduce import pairwise
 from cute_kernels.sparse_mla import portable_operands as operands
 from cute_kernels.sparse_mla.portable_operands import Columns
 from cute_kernels.sparse_mla.portable_plan import LANES, WARPS
-
-GROWTH = 8.0
-"""A head's maximum moves when a score, in log2 units, is more than this above it: O is rarely rescaled, and P is
-at most 2^8."""
+from cute_kernels.sparse_mla.softmax import GROWTH
 
 
 @cute.jit

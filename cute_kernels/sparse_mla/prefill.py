@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_kernels.dsl import ptx
 from cute_kernels.runtime.arch import arch_of, multiprocessors
@@ -44,58 +44,58 @@ def _key(arch: str) -> PrefillKey:
     return PrefillKey(arch)
 
 
-def supports(
-    q: Any,
-    kv: Any,
-    indices: Any,
-    sm_scale: float,
-    attn_sink: Any,
-    topk_length: Any,
-    out: Any,
-    max_logits: Any,
-    lse: Any,
-) -> tuple[bool, str]:
+class Call(NamedTuple):
+    """The op's arguments, in the schema's order, checked."""
+
+    q: Any
+    kv: Any
+    indices: Any
+    sm_scale: float
+    attn_sink: Any
+    topk_length: Any
+    out: Any
+    max_logits: Any
+    lse: Any
+
+
+def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
-    arch = arch_of(q.device.index)
+    call = Call(*args)
+    arch = arch_of(call.q.device.index)
     if arch != ARCH:
         return False, f"the kernel is for {ARCH}, got {arch}"
-    for name, tensor, axes in (("heads of q", q, (0, 1)), ("rows of kv", kv, (0,)), ("heads of out", out, (0, 1))):
+    for name, tensor, axes in (
+        ("heads of q", call.q, (0, 1)),
+        ("rows of kv", call.kv, (0,)),
+        ("heads of out", call.out, (0, 1)),
+    ):
         why = misaligned(name, tensor, axes)
         if why:
             return False, why
-    counts = {"rows of q": 2 * q.shape[0], "columns of indices": indices.shape[2]}
+    counts = {"rows of q": 2 * call.q.shape[0], "columns of indices": call.indices.shape[2]}
     for name, count in counts.items():
         if count >= MOST_NUMBERS:
-            return False, f"{name}: expected fewer than 2^30, got shape {tuple(q.shape)}, {tuple(indices.shape)}"
+            return False, f"{name}: expected fewer than 2^30, got {count}"
     return True, ""
 
 
-def launch(
-    q: Any,
-    kv: Any,
-    indices: Any,
-    sm_scale: float,
-    attn_sink: Any,
-    topk_length: Any,
-    out: Any,
-    max_logits: Any,
-    lse: Any,
-) -> None:
+def launch(*args: Any) -> None:
     """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
-    if out.numel() == 0:
+    call = Call(*args)
+    if call.out.numel() == 0:
         return
-    device_index = q.device.index
+    device_index = call.q.device.index
     launch_key(
         _key(arch_of(device_index)),
         device_index,
-        q,
-        kv,
-        indices,
-        out,
-        max_logits,
-        lse,
-        0 if topk_length is None else topk_length.data_ptr(),
-        0 if attn_sink is None else attn_sink.data_ptr(),
-        scale_log2(sm_scale),
+        call.q,
+        call.kv,
+        call.indices,
+        call.out,
+        call.max_logits,
+        call.lse,
+        0 if call.topk_length is None else call.topk_length.data_ptr(),
+        0 if call.attn_sink is None else call.attn_sink.data_ptr(),
+        scale_log2(call.sm_scale),
         multiprocessors(device_index),
     )

@@ -78,8 +78,6 @@ BACK, ROWS_GROUP, GROUPS = 1, 3, 4
 
 THREADS = GROUPS * 128
 
-LEAST = -3.0e38
-"""The running maximum of nothing."""
 
 TILES = ("stages", "kept", "p")
 """Parts of shared memory that tensor cores read: 1024-byte aligned."""

@@ -24,7 +24,6 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     KEYS,
     LABEL,
     LAST,
-    LEAST,
     NOTE,
     P_BITS,
     P_BUFFERS,
@@ -41,9 +40,7 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     Work,
     uniform_tile,
 )
-
-GROWTH = 8.0
-"""By how much, in powers of two, scores may exceed their running maximum."""
+from cute_kernels.sparse_mla.softmax import GROWTH, LEAST, share
 
 STEP = 16
 """Columns that an instruction multiplies."""
@@ -150,7 +147,7 @@ class Scores:
                 if mark & LAST != 0:
                     for half in range_constexpr(2):
                         sums[half] = over_quad(sums[half], operator.add)
-                        shares[half] = self.share(sums[half], tops[half], logits[half], sink)
+                        shares[half] = share(sums[half], tops[half], logits[half], sink)
                 if (lane & 3) == 0:
                     for half in range_constexpr(2):
                         note_at = at.note + (buffer * ROWS + warp * 16 + (lane >> 2) + 8 * half) * NOTE
@@ -245,14 +242,6 @@ class Scores:
         """Of the thread's scores of one of its heads."""
         own = [scores[i] for i in range(OWN_SCORES) if i // 2 % 2 == half]
         return pairwise(own, combine)
-
-    @cute.jit
-    def share(self, amount: Any, top: Any, logit: Any, sink: Any) -> Any:
-        """What to multiply a head's row of O with."""
-        share = amount
-        if sink != 0:
-            share = amount + ptx.exp2(logit.bitcast(Float32) * Float32(ptx.LOG2_E) - top)
-        return Float32(0.0) if amount == Float32(0.0) else ptx.reciprocal(share)
 
 
 def own_number() -> Any:
