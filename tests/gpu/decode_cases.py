@@ -325,3 +325,12 @@ def check(call: Call, dtype: torch.dtype = torch.bfloat16, **more: Any) -> tuple
     got = run(call, dtype, **more)
     assert_near(got, call.expected())
     return got
+
+
+def inside(t: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> torch.Tensor:
+    """A copy of `t` in the midst of a larger tensor, of NaN or of the largest integer."""
+    sizes = [a + n + z for a, n, z in zip(before, t.shape, after, strict=True)]
+    nothing = math.nan if t.is_floating_point() else INT_MAX
+    whole = torch.full(sizes, nothing, dtype=t.dtype, device=t.device)
+    view = whole[tuple(slice(a, a + n) for a, n in zip(before, t.shape, strict=True))]
+    return view.copy_(t)

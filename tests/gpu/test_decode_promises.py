@@ -12,17 +12,7 @@ import torch
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.sparse_mla.ops import sparse_mla_decode
 from tests.gpu import decode_cases, decode_checks
-from tests.gpu.decode_cases import (
-    INT_MAX,
-    Pool,
-    check,
-    fill,
-    generator,
-    int32,
-    make,
-    run,
-    workspace_for,
-)
+from tests.gpu.decode_cases import Pool, check, fill, generator, inside, int32, make, run, workspace_for
 from tests.gpu.decode_checks import BF16, FP8, assert_near, same_bits
 from tests.helpers import POISON_BYTE, raw_bytes
 
@@ -49,15 +39,6 @@ def test_strides_and_what_lies_around(second: str) -> None:
     """Slices of larger tensors on all sides; not a byte between and around the elements of the outputs changes."""
     call = make(b=3, s_q=2, heads=13, topk=77, second=second, extra_rows=2, lengths="bs", sink="mixed")
     want = check(call)
-
-    def inside(t: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> torch.Tensor:
-        """A copy of `t` in the midst of a larger tensor."""
-        sizes = [a + n + z for a, n, z in zip(before, t.shape, after, strict=True)]
-        nothing = math.nan if t.is_floating_point() else INT_MAX
-        whole = torch.full(sizes, nothing, dtype=t.dtype, device=t.device)
-        view = whole[tuple(slice(a, a + n) for a, n in zip(before, t.shape, strict=True))]
-        return view.copy_(t)
-
     call.q = inside(call.q, (1, 1, 3, 8), (0, 2, 1, 40))
     call.indices = inside(call.indices, (1, 0, 3), (1, 1, 2))
     assert call.length is not None

@@ -18,6 +18,8 @@ from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
 from tests.helpers import POISON_BYTE, bits, poisoned_pool, raw_bytes
+from tests.indexer import meaning
+from tests.indexer.meaning import HIGH, INT, LOW
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,8 +27,6 @@ pytestmark = [
 ]
 
 FMT = formats.INDEXER_FP8
-INT = torch.int32
-LOW, HIGH = torch.iinfo(INT).min, torch.iinfo(INT).max
 SHARE = 2.0**-12
 GARBAGE = (-1, -7, -1_000_000, HIGH, LOW)
 
@@ -146,14 +146,8 @@ def check(
 
 
 def ranges(rows: int, keys: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Starts and ends of all kinds: whole, empty, reversed, beyond both sides, single keys."""
-    g = torch.Generator().manual_seed(seed)
-    start = torch.randint(-3, keys + 2, (rows,), generator=g)
-    end = start + torch.randint(-2, keys + 4, (rows,), generator=g)
-    special = [(0, keys), (5, 5), (7, 3), (-4, keys + 9), (keys - 1, keys), (LOW, HIGH), (HIGH, LOW)][:rows]
-    for i, (a, b) in enumerate(special):
-        start[i], end[i] = a, b
-    return start.to(INT).cuda(), end.to(INT).cuda()
+    start, end = meaning.ranges(rows, keys, seed)
+    return start.cuda(), end.cuda()
 
 
 def whole_range(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:

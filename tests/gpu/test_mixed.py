@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.runtime.arch import arch_of
-from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
 from cute_kernels.sparse_mla.ops import sparse_mla_mixed, sparse_mla_prefill
-from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, int32, random_sink
+from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, inside, int32, random_sink
 from tests.gpu.decode_checks import attention, same_bits
-from tests.gpu.test_prefill import LARGEST, assert_results
+from tests.gpu.prefill_checks import LARGEST, assert_results, only_on_hopper
 from tests.helpers import POISON_BYTE, bits, raw_bytes
 
 pytestmark = [
@@ -32,9 +30,7 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    if arch_of(0) != "sm_90a":
-        pytest.skip("the kernel is Hopper's")
+    only_on_hopper(monkeypatch)
 
 
 @dataclasses.dataclass
@@ -343,14 +339,6 @@ def test_strides_and_what_lies_around() -> None:
     call = make(heads=13, width=77)
     want = check(call)
     tokens = len(call.query)
-
-    def inside(t: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> torch.Tensor:
-        """A copy of `t` in the midst of a larger tensor."""
-        sizes = [a + n + z for a, n, z in zip(before, t.shape, after, strict=True)]
-        nothing = math.nan if t.is_floating_point() else INT_MAX
-        whole = torch.full(sizes, nothing, dtype=t.dtype, device=t.device)
-        view = whole[tuple(slice(a, a + n) for a, n in zip(before, t.shape, strict=True))]
-        return view.copy_(t)
 
     call.query = inside(call.query, (1, 3, 8), (2, 1, 40))
     call.indices = inside(call.indices, (1, 3), (1, 2))

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.runtime.arch import arch_of
-from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill
-from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, int32, random_sink
+from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, inside, int32, random_sink
 from tests.gpu.decode_checks import attention, same_bits
+from tests.gpu.prefill_checks import LARGEST, assert_results, only_on_hopper
 from tests.helpers import POISON_BYTE, bits, raw_bytes
 
 pytestmark = [
@@ -23,14 +22,6 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
-LARGEST = 0.375
-"""No value of kv is larger. Rounding P to bf16 moves an output by 2^-9 of the mean magnitude of what it sums up at
-most, so that the tolerances allow what it does, also where sums cancel."""
-
-ATOL, RTOL, ASIDE = 8e-4, 3.01 / 128, 7e-6
-LOG_ATOL, LOG_RTOL = 1e-6, 2.01 / 65536
-SUM_RTOL = 2.0**-22
-"""Of |q| |k| scale: what fp32 sums of products may be off by, also where they cancel."""
 ROWS_AT_ONCE = 1 << 17
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -38,9 +29,7 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    if arch_of(0) != "sm_90a":
-        pytest.skip("the kernel is Hopper's")
+    only_on_hopper(monkeypatch)
 
 
 @dataclasses.dataclass
@@ -143,27 +132,6 @@ def run(call: Call, **more: Any) -> Results:
 
 def assert_near(call: Call, got: Results) -> None:
     assert_results(got, call.expected(), call.q, call.scale)
-
-
-def assert_results(
-    got: tuple[torch.Tensor, ...],
-    want: tuple[torch.Tensor, ...],
-    q: torch.Tensor,
-    scale: float,
-    out_scale: float = 1.0,
-) -> None:
-    """out, which has been multiplied with out_scale, and max_logits and lse or the latter alone. The absolute bound is
-    for results around 1, and grows with them."""
-    x, y = got[0].double(), want[0]
-    wrong = ~((x - y).abs() <= (RTOL * y.abs()).clamp(min=ATOL * max(1.0, abs(out_scale))))
-    assert not wrong.any(), f"out: {int(wrong.sum())} elements, first at {wrong.nonzero()[0].tolist()}"
-    if y.norm() > 0:
-        aside = ((x / x.norm() - y / y.norm()) ** 2).sum() / 2  # 1 - cosine
-        assert aside <= ASIDE, f"out is {aside:.2g} aside"
-    of_sums = SUM_RTOL * abs(scale) * q.double().norm(dim=-1) * (LARGEST * 512**0.5)
-    for name, mine, true in zip(("max_logits", "lse")[-len(want) + 1 :], got[1:], want[1:], strict=True):
-        wrong = ~((mine == true) | ((mine - true).abs() <= LOG_ATOL + LOG_RTOL * true.abs() + of_sums))
-        assert not wrong.any(), f"{name}: {int(wrong.sum())} elements, first at {wrong.nonzero()[0].tolist()}"
 
 
 def check(call: Call, **more: Any) -> Results:
@@ -270,15 +238,6 @@ def test_strides_and_what_lies_around() -> None:
     """Slices of larger tensors on all sides; not a byte between and around the elements of the outputs changes."""
     call = make(s_q=7, heads=13, topk=77, lengths="some")
     want = check(call)
-
-    def inside(t: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> torch.Tensor:
-        """A copy of `t` in the midst of a larger tensor."""
-        sizes = [a + n + z for a, n, z in zip(before, t.shape, after, strict=True)]
-        nothing = math.nan if t.is_floating_point() else INT_MAX
-        whole = torch.full(sizes, nothing, dtype=t.dtype, device=t.device)
-        view = whole[tuple(slice(a, a + n) for a, n in zip(before, t.shape, strict=True))]
-        return view.copy_(t)
-
     call.q = inside(call.q, (1, 3, 8), (2, 1, 40))
     call.kv = inside(call.kv, (1, 1, 16), (1, 2, 24))
     call.indices = inside(call.indices, (1, 0, 3), (1, 1, 2))

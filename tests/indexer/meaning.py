@@ -12,6 +12,8 @@ from tests.helpers import poisoned_pool
 
 E2M1_SIGNED = np.concatenate([oracle.E2M1, -oracle.E2M1])
 NEG_INF = np.float32(-np.inf)
+INT = torch.int32
+LOW, HIGH = torch.iinfo(INT).min, torch.iinfo(INT).max
 
 
 def e4m3_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -128,3 +130,14 @@ def paged(case: Case, fmt: Any, lengths: list[int], block_size: int) -> tuple[to
         slots += [table[r, i // block_size] * block_size + i % block_size for i in range(length)]
     case.store(pool, np.array(slots, dtype=np.int64))
     return pool, torch.from_numpy(table)
+
+
+def ranges(rows: int, keys: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Starts and ends of all kinds: whole, empty, reversed, beyond both sides, single keys."""
+    g = torch.Generator().manual_seed(seed)
+    start = torch.randint(-3, keys + 2, (rows,), generator=g)
+    end = start + torch.randint(-2, keys + 4, (rows,), generator=g)
+    special = [(0, keys), (5, 5), (7, 3), (-4, keys + 9), (keys - 1, keys), (LOW, HIGH), (HIGH, LOW)][:rows]
+    for i, (a, b) in enumerate(special):
+        start[i], end[i] = a, b
+    return start.to(INT), end.to(INT)

@@ -19,12 +19,10 @@ from cute_kernels.indexer.ops import (
 from cute_kernels.runtime.record import record_calls
 from tests import oracle
 from tests.helpers import POISON_BYTE, bits, check_op, raw_bytes
-from tests.indexer.meaning import NEG_INF, Case, e4m3_codes, fp8_dots, paged, scores
+from tests.indexer.meaning import HIGH, INT, NEG_INF, Case, e4m3_codes, fp8_dots, paged, ranges, scores
 
 FORMATS = [formats.INDEXER_FP8, formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE]
 CONTIGUOUS = FORMATS[:2]
-INT = torch.int32
-LOW, HIGH = torch.iinfo(INT).min, torch.iinfo(INT).max
 
 
 def ids(fmt: Any) -> str:
@@ -34,17 +32,6 @@ def ids(fmt: Any) -> str:
 def same(got: torch.Tensor, want: np.ndarray) -> None:
     """Bitwise equality of fp32."""
     np.testing.assert_array_equal(got.numpy().view(np.int32), np.ascontiguousarray(want).view(np.int32))
-
-
-def ranges(rows: int, keys: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Starts and ends of all kinds: whole, empty, reversed, beyond both sides, single keys."""
-    g = torch.Generator().manual_seed(seed)
-    start = torch.randint(-3, keys + 2, (rows,), generator=g)
-    end = start + torch.randint(-2, keys + 4, (rows,), generator=g)
-    special = [(0, keys), (5, 5), (7, 3), (-4, keys + 9), (keys - 1, keys), (LOW, HIGH), (HIGH, LOW)][:rows]
-    for i, (a, b) in enumerate(special):
-        start[i], end[i] = a, b
-    return start.to(INT), end.to(INT)
 
 
 @pytest.mark.parametrize("wide", [False, True])

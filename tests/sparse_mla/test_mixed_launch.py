@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.runtime.ops import OPS
-
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import mixed
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
+from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
-SMS = 132
 NAMES = (
     "query", "swa_kv_cache", "compressed_kv_cache", "sparse_indices", "out", "lse", "lengths", "starts", "seq_lens",
     "requests", "window_size", "sink", "scale_log2", "scale", "blocks",
@@ -49,24 +47,12 @@ def distant(pages: int, rows: int, stride: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
-    """Stands for a Hopper GPU: keeps what would have been launched, in order."""
-    kept: list[tuple[Any, dict[str, Any]]] = []
-    monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_90a")
-    monkeypatch.setattr(mixed, "multiprocessors", lambda index: SMS)
-    monkeypatch.setattr(
-        mixed, "launch_key", lambda key, index, *args: kept.append((key, dict(zip(NAMES, args, strict=True))))
-    )
-    return kept
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return keep_launches(monkeypatch, mixed, NAMES)
 
 
 def run(**changes: Any) -> dict[str, Any]:
-    args = arguments(**changes)
-    OPS["sparse_mla_mixed"].check(*args.values())
-    supported, why = mixed.supports(*args.values())
-    assert supported, why
-    mixed.launch(*args.values())
-    return args
+    return launch("sparse_mla_mixed", mixed, arguments(**changes))
 
 
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:

@@ -8,39 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.runtime.ops import OPS
 from tests.sparse_mla.test_prefill import arguments
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import prefill
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
-SMS = 132
 NAMES = (
     "q", "kv", "indices", "out", "max_logits", "lse", "lengths", "sink", "scale_log2", "blocks",
 )  # fmt: skip
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
-    """Stands for a Hopper GPU: keeps what would have been launched, in order."""
-    kept: list[tuple[Any, dict[str, Any]]] = []
-    monkeypatch.setattr(prefill, "arch_of", lambda index: "sm_90a")
-    monkeypatch.setattr(prefill, "multiprocessors", lambda index: SMS)
-    monkeypatch.setattr(
-        prefill, "launch_key", lambda key, index, *args: kept.append((key, dict(zip(NAMES, args, strict=True))))
-    )
-    return kept
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return keep_launches(monkeypatch, prefill, NAMES)
 
 
 def run(**changes: Any) -> dict[str, Any]:
-    args = arguments(**changes)
-    OPS["sparse_mla_prefill"].check(*args.values())
-    supported, why = prefill.supports(*args.values())
-    assert supported, why
-    prefill.launch(*args.values())
-    return args
+    return launch("sparse_mla_prefill", prefill, arguments(**changes))
 
 
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:

@@ -1,0 +1,46 @@
+"""What the tests of prefill and mixed attention hold results against."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.ops import FALLBACK_VARIABLE
+
+LARGEST = 0.375
+"""No value of kv is larger. Rounding P to bf16 moves an output by 2^-9 of the mean magnitude of what it sums up at
+most, so that the tolerances allow what it does, also where sums cancel."""
+
+ATOL, RTOL, ASIDE = 8e-4, 3.01 / 128, 7e-6
+LOG_ATOL, LOG_RTOL = 1e-6, 2.01 / 65536
+SUM_RTOL = 2.0**-22
+"""Of |q| |k| scale: what fp32 sums of products may be off by, also where they cancel."""
+
+
+def only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reference stands in for the kernels, which are Hopper's."""
+    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    if arch_of(0) != "sm_90a":
+        pytest.skip("the kernel is Hopper's")
+
+
+def assert_results(
+    got: tuple[torch.Tensor, ...],
+    want: tuple[torch.Tensor, ...],
+    q: torch.Tensor,
+    scale: float,
+    out_scale: float = 1.0,
+) -> None:
+    """out, which has been multiplied with out_scale, and max_logits and lse or the latter alone. The absolute bound is
+    for results around 1, and grows with them."""
+    x, y = got[0].double(), want[0]
+    wrong = ~((x - y).abs() <= (RTOL * y.abs()).clamp(min=ATOL * max(1.0, abs(out_scale))))
+    assert not wrong.any(), f"out: {int(wrong.sum())} elements, first at {wrong.nonzero()[0].tolist()}"
+    if y.norm() > 0:
+        aside = ((x / x.norm() - y / y.norm()) ** 2).sum() / 2  # 1 - cosine
+        assert aside <= ASIDE, f"out is {aside:.2g} aside"
+    of_sums = SUM_RTOL * abs(scale) * q.double().norm(dim=-1) * (LARGEST * 512**0.5)
+    for name, mine, true in zip(("max_logits", "lse")[-len(want) + 1 :], got[1:], want[1:], strict=True):
+        wrong = ~((mine == true) | ((mine - true).abs() <= LOG_ATOL + LOG_RTOL * true.abs() + of_sums))
+        assert not wrong.any(), f"{name}: {int(wrong.sum())} elements, first at {wrong.nonzero()[0].tolist()}"
