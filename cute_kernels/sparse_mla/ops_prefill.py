@@ -211,6 +211,7 @@ _prefill_paged = define_op(
     reference=reference.sparse_mla_prefill_paged,
     cost=_cost_paged,
     validate=_validate_paged,
+    kernel="cute_kernels.sparse_mla.paged",
 )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -31,7 +31,6 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla.prefill_sm90_back import Back
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     BACK,
-    KEPT,
     KEYS,
     ROWS,
     ROWS_GROUP,
@@ -39,6 +38,7 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     THREADS,
     TILES,
     Barriers,
+    Flow,
     Output,
     Places,
     Query,
@@ -52,6 +52,8 @@ from cute_kernels.sparse_mla.prefill_sm90_scores import Scores
 
 SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS = 160, 160, 32
 """Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
+
+LAUNCHED = 65536 // THREADS
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,14 @@ class PrefillKernel:
     stream
     """
 
+    registers = SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS
+    places: Any = Places
+    barriers: Any = Barriers
+
     def __init__(self) -> None:
-        self.rows, self.scores, self.back = Rows(), Scores(), Back()
+        self.flow = Flow()
+        self.parts = smem_parts()
+        self.rows, self.scores, self.back = Rows(), Scores(self.flow), Back(self.flow)
         self.name = "sparse_mla_prefill"
 
     @cute.jit
@@ -158,9 +166,12 @@ class PrefillKernel:
             self.products(),
             self.layouts(),
         )
+        if const_expr(self.flow.blocks > 1):
+            blocks = blocks // self.flow.blocks * self.flow.blocks
         kernel.launch(
             grid=[cutlass.min(blocks, items), 1, 1],
             block=[THREADS, 1, 1],
+            cluster=[self.flow.blocks, 1, 1] if const_expr(self.flow.blocks > 1) else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -182,7 +193,7 @@ class PrefillKernel:
     def layouts(self) -> tuple[Any, Any, Any, Any]:
         """Of a tile, of half its columns, of the queries that stay in shared memory, and of weights."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        shapes = (KEYS, HEAD_DIM), (KEYS, SIDE), (ROWS, KEPT), (ROWS, KEYS)
+        shapes = (KEYS, HEAD_DIM), (KEYS, SIDE), (ROWS, HEAD_DIM - self.flow.held), (ROWS, KEYS)
         tile, side, kept, weights = (cute.tile_to_shape(atom, shape, (0, 1)) for shape in shapes)
         return tile, side, kept, weights
 
@@ -204,15 +215,15 @@ class PrefillKernel:
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         smem = SmemAllocator()
         places = []
-        for name, size in smem_parts().items():
+        for name, size in self.parts.items():
             align = 1024 if name in TILES else 16
             place = smem.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
             places.append(place.iterator.toint())
-        at = Places(*places)
-        ready = Barriers.allocate(smem)
+        at = self.places(*places)
+        ready = self.barriers.allocate(smem)
         if thread == 0:
-            ready.initialize()
-        cute.arch.sync_threads()
+            ready.initialize(self.flow.blocks)
+        self.meet()
         cute.arch.griddepcontrol_wait()
 
         for product in products[1:]:
@@ -221,12 +232,25 @@ class PrefillKernel:
         work = Work(ptx.block_again(), items, blocks, blocks_bits)
         own = thread % wgmma.WARPGROUP
         if group < BACK:
-            cute.arch.setmaxregister_increase(SCORES_REGISTERS)
+            if const_expr(self.registers[0] > LAUNCHED):
+                cute.arch.setmaxregister_increase(self.registers[0])
             self.scores.run(own, work, q, out, sink, scale_log2, ready, products[:3], layouts[0], layouts[2], at)
         elif group < ROWS_GROUP:
-            cute.arch.setmaxregister_increase(BACK_REGISTERS)
+            cute.arch.setmaxregister_increase(self.registers[1])
             side = cute.arch.make_warp_uniform(group - BACK)
             self.back.run(own, side, work, q, out, ready, products[3], layouts[3], layouts[1], at)
         else:
-            cute.arch.setmaxregister_decrease(ROWS_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers[2])
             self.rows.run(Work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)
+        if const_expr(self.flow.blocks > 1):
+            # nobody leaves while the other block may still reach for its memory
+            self.meet()
+
+    @cute.jit
+    def meet(self) -> None:
+        """Wait for all threads of the block, or of its cluster."""
+        if const_expr(self.flow.blocks > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()

@@ -21,8 +21,8 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     ROWS,
     SIDE,
     STAGE_BYTES,
-    STAGES,
     Barriers,
+    Flow,
     Output,
     Places,
     Query,
@@ -34,6 +34,9 @@ STEPS = KEYS // 16
 
 
 class Back:
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+
     @cute.jit
     def run(
         self,
@@ -59,8 +62,9 @@ class Back:
         stage, phase = barriers.start()
         mark = Int32(0)
         while mark & END == 0:
-            # the first stage has the queries
-            stage, phase = barriers.advance(stage, phase, STAGES)
+            if const_expr(self.flow.queries_in_ring):
+                # the first stage has the queries
+                stage, phase = barriers.advance(stage, phase, self.flow.stages)
             total.fill(0.0)
             shares = [Float32(0.0), Float32(0.0)]
             mark, item = Int32(0), Int32(0)
@@ -79,13 +83,15 @@ class Back:
                 values = pv.make_fragment_B(part.partition_B(transposed))
                 p_tile = uniform_tile(at.p + buffer * P_BYTES, p_layout)
                 weights = pv.make_fragment_A(part.partition_A(p_tile))
+                if const_expr(self.flow.is_stored):
+                    cute.arch.fence_view_async_shared()
                 warpgroup.fence()
                 for step in range_constexpr(STEPS):
                     cute.gemm(pv, total, weights[None, None, step], values[None, None, step], total)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                self.let_go((ready.weights.empty(buffer), ready.stages.empty(stage)), lane)
-                stage, phase = barriers.advance(stage, phase, STAGES)
+                self.let_go(ready.weights.empty(buffer), ready.stages.empty(stage), lane)
+                stage, phase = barriers.advance(stage, phase, self.flow.stages)
                 tile = tile + 1
             if const_expr(out.scale is not None):
                 shares = [share * out.scale for share in shares]
@@ -100,8 +106,12 @@ class Back:
             total[i] = total[i] * factors[i // 2 % 2]
 
     @cute.jit
-    def let_go(self, empties: Any, lane: Any) -> None:
+    def let_go(self, weights: Any, stage: Any, lane: Any) -> None:
         cute.arch.sync_warp()
         if lane == 0:
-            for empty in empties:
-                cute.arch.mbarrier_arrive(empty)
+            cute.arch.mbarrier_arrive(weights)
+            if const_expr(self.flow.blocks == 1):
+                cute.arch.mbarrier_arrive(stage)
+            else:
+                for block in range_constexpr(self.flow.blocks):
+                    cute.arch.mbarrier_arrive(stage, block)

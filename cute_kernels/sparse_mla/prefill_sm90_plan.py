@@ -100,6 +100,24 @@ def smem_parts() -> dict[str, int]:
 BARRIERS = 2 * (STAGES + P_BUFFERS) + 1
 
 
+@dataclass(frozen=True)
+class Flow:
+    """How queries and rows reach the warpgroups that multiply them.
+
+    stages              of the ring
+    held                columns of the queries in registers
+    queries_in_ring     what begins an item is a stage of queries; else the scores' warpgroup copies them itself
+    is_stored           a stage is filled by ordinary stores, which tensor cores see behind a fence
+    blocks              of a cluster that fill each other's stages
+    """
+
+    stages: int = STAGES
+    held: int = HELD
+    queries_in_ring: bool = True
+    is_stored: bool = False
+    blocks: int = 1
+
+
 def smem_bytes() -> int:
     return sum(smem_parts().values()) + BARRIERS * 8
 
@@ -146,8 +164,8 @@ class Barriers:
         stages, weights = (barriers.Ring.allocate(smem, count) for count in (STAGES, P_BUFFERS))
         return cls(stages, weights, smem.allocate_array(Int64, 1))
 
-    def initialize(self) -> None:
-        """By one thread; the block synchronizes afterwards."""
+    def initialize(self, blocks: int) -> None:
+        """By one thread; the block synchronizes afterwards. It is alone, that is, blocks = 1."""
         # every thread that asks for rows, and one of each of its warps for the heading
         self.stages.initialize(128 + 4, 2 * 4)
         self.weights.initialize(4, 2 * 4)

@@ -11,16 +11,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.dsl.reduce import over_quad, pairwise
+from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     END,
     HEADING,
-    HELD,
-    KEPT,
     KEYS,
     LABEL,
     LAST,
@@ -32,8 +31,8 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     SLAB,
     SLAB_BYTES,
     STAGE_BYTES,
-    STAGES,
     Barriers,
+    Flow,
     Output,
     Places,
     Query,
@@ -49,6 +48,9 @@ OWN_SCORES = ROWS * KEYS // 128
 
 
 class Scores:
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+
     @cute.jit
     def run(
         self,
@@ -69,19 +71,17 @@ class Scores:
         qk   the products of queries in registers, the first and the others, and of those in shared memory
         """
         part = qk[2].get_slice(thread)
-        held = cute.make_rmem_tensor(qk[0].get_slice(thread).partition_shape_A((ROWS, HELD)), BFloat16)
+        held = cute.make_rmem_tensor(qk[0].get_slice(thread).partition_shape_A((ROWS, self.flow.held)), BFloat16)
         scores = cute.make_rmem_tensor(part.partition_shape_C((ROWS, KEYS)), Float32)
 
         scale = ptx.abs_f32(scale_log2)
         tile = Int32(0)
         stage, phase = barriers.start()
-        mark = Int32(0)
+        mark, item = Int32(0), work.first - work.step
+        self.begin(work, q, at)
         while mark & END == 0:
-            ready.stages.wait_full(stage, phase)
-            self.load(held, at.stages + stage * STAGE_BYTES)
             before = stage
-            item = ptx.load_shared_s32(at.heading + stage * HEADING)
-            stage, phase = barriers.advance(stage, phase, STAGES)
+            item, stage, phase = self.take(held, item, stage, phase, work, q, ready, at)
 
             tops = [Float32(LEAST), Float32(LEAST)]
             most = [Float32(-Float32.inf), Float32(-Float32.inf)]
@@ -93,6 +93,8 @@ class Scores:
                     self.publish(tile - 1, ready)
                     is_public = Int32(1)
                 ready.stages.wait_full(stage, phase)
+                if const_expr(self.flow.is_stored):
+                    cute.arch.fence_view_async_shared()
                 keys = qk[2].make_fragment_B(part.partition_B(uniform_tile(at.stages + stage * STAGE_BYTES, k_layout)))
                 kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout)))
                 self.multiply(qk, scores, held, kept, keys)
@@ -105,12 +107,7 @@ class Scores:
                 if mark & LAST != 0:
                     logits = [self.logit(sink, self.head(item, half, work), q) for half in range(2)]
                 warpgroup.wait_group(0)
-                if own_number() & 31 == 0:
-                    if is_first:
-                        # its queries are in registers, since they have been multiplied
-                        cute.arch.mbarrier_arrive(ready.stages.empty(before), arrive_count=2)
-                    if mark & LAST != 0:
-                        cute.arch.mbarrier_arrive(ready.kept)
+                self.let_go(is_first, before, mark, item, work, q, ready, at)
                 is_first, is_public = False, Int32(0)
                 if scale_log2 < Float32(0.0):
                     for i in range_constexpr(OWN_SCORES):
@@ -154,12 +151,41 @@ class Scores:
                         ptx.store_shared_64(note_at, factors[half].bitcast(Int32), shares[half].bitcast(Int32))
                 if own_number() == 0:
                     ptx.store_shared_64(at.label + buffer * LABEL, mark, item)
-                stage, phase = barriers.advance(stage, phase, STAGES)
+                stage, phase = barriers.advance(stage, phase, self.flow.stages)
                 tile = tile + 1
 
             self.publish(tile - 1, ready)
             for half in range_constexpr(2):
                 self.store(item, half, over_quad(most[half], ptx.max_f32), tops[half], sums[half], work, q, out)
+
+    # How the queries come. Here they go through the ring.
+
+    @cute.jit
+    def begin(self, work: Work, q: Query, at: Places) -> None:
+        """Before the first item."""
+
+    @cute.jit
+    def take(
+        self, held: Any, item: Any, stage: Any, phase: Any, work: Work, q: Query, ready: Barriers, at: Places
+    ) -> tuple[Any, Any, Any]:
+        """Have the queries of the item behind `item`, and its number; what stage and phase are then."""
+        ready.stages.wait_full(stage, phase)
+        self.load(held, at.stages + stage * STAGE_BYTES)
+        item = ptx.load_shared_s32(at.heading + stage * HEADING)
+        stage, phase = barriers.advance(stage, phase, self.flow.stages)
+        return item, stage, phase
+
+    @cute.jit
+    def let_go(
+        self, is_first: Any, before: Any, mark: Any, item: Any, work: Work, q: Query, ready: Barriers, at: Places
+    ) -> None:
+        """Once a tile is multiplied, an item's first or another; before: the stage before the item's tiles."""
+        if own_number() & 31 == 0:
+            if is_first:
+                # its queries are in registers, since they have been multiplied
+                cute.arch.mbarrier_arrive(ready.stages.empty(before), arrive_count=2)
+            if mark & LAST != 0:
+                cute.arch.mbarrier_arrive(ready.kept)
 
     @cute.jit
     def publish(self, tile: Any, ready: Barriers) -> None:
@@ -195,7 +221,7 @@ class Scores:
         lse = Float32(Float32.inf) if amount == Float32(0.0) else lse
         place = (Int64(row) * q.heads + head) * 4
         is_own = (own_number() & 3 == 0) & (head < q.heads)
-        if cutlass.const_expr(out.max_logits is not None):
+        if const_expr(out.max_logits is not None):
             ptx.store_global_s32(out.max_logits + place, (most * Float32(ptx.LN_2)).bitcast(Int32), is_own)
         ptx.store_global_s32(out.lse + place, lse.bitcast(Int32), is_own)
 
@@ -212,7 +238,7 @@ class Scores:
         lane = own_number() & 31
         row_at = queries_at + ((own_number() >> 5) * 16 + (lane & 15)) * (SLAB * 2)
         words = cute.recast_tensor(held, Int32)
-        for step in range_constexpr(HELD // STEP):
+        for step in range_constexpr(self.flow.held // STEP):
             chunk = (2 * (step % 4) + (lane >> 4)) ^ (lane & 7)
             four = ptx.load_matrices(row_at + step // 4 * SLAB_BYTES + chunk * 16)
             for i in range_constexpr(4):
@@ -231,11 +257,12 @@ class Scores:
         # no proxy fence for what cp.async has brought, here and in the backs: other kernels that multiply such rows
         # have none either, and tests that repeat calls stand guard; fences cost 2%
         warpgroup.fence()
-        for step in range_constexpr(HELD // STEP):
-            chosen = qk[0] if cutlass.const_expr(step == 0) else qk[1]
+        for step in range_constexpr(self.flow.held // STEP):
+            chosen = qk[0] if const_expr(step == 0) else qk[1]
             cute.gemm(chosen, scores, held[None, None, step], keys[None, None, step], scores)
-        for step in range_constexpr(KEPT // STEP):
-            cute.gemm(qk[2], scores, kept[None, None, step], keys[None, None, HELD // STEP + step], scores)
+        for step in range_constexpr(self.flow.held // STEP, HEAD_DIM // STEP):
+            own = kept[None, None, step - self.flow.held // STEP]
+            cute.gemm(qk[2], scores, own, keys[None, None, step], scores)
         warpgroup.commit_group()
 
     def reduce(self, scores: Any, half: int, combine: Any) -> Any:

@@ -44,6 +44,15 @@ def load_shared_128(address: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
+def load_shared_128_in_order(address: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. As load_shared_128; such loads are not moved past each other."""
+    return inline_ptx(
+        "ld.volatile.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32, Int32, Int32, Int32],
+        read_only_args=[Int32(address)],
+    )
+
+
 def store_shared_f32(address: Any, value: Any, predicate: Any = None) -> None:
     """sm_70 and up. An fp32 to shared memory; where there is a predicate and it is false, nothing happens."""
     inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[Int32(address), Float32(value)], predicate=predicate)

@@ -1,0 +1,137 @@
+"""sparse_mla_prefill_paged on Hopper: prefill's kernel, with rows of two fp8_ds_mla caches.
+
+The warpgroup that asks for rows converts them too. For more than 64 heads a pair of blocks has a query row, 64 heads
+each: each block converts half of the rows, for both.
+
+perf/notes/prefill.md has what was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_kernels.dsl.paging import Batch
+from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.sparse_mla.paged_sm90_plan import Barriers, Cache, Places, Sources, flow, smem_bytes, smem_parts
+from cute_kernels.sparse_mla.paged_sm90_rows import PagedRows
+from cute_kernels.sparse_mla.paged_sm90_scores import PagedScores
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_numbers, fake_rows
+from cute_kernels.sparse_mla.prefill_sm90_back import Back
+from cute_kernels.sparse_mla.prefill_sm90_plan import Output
+
+SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS = 128, 160, 64
+"""Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
+
+
+@dataclass(frozen=True)
+class PagedKey(PrefillKey):
+    """What distinguishes one compiled kernel from another.
+
+    blocks   that share a query row: 1, or 2 for more than 64 heads
+    """
+
+    blocks: int = 1
+
+    @property
+    def smem_bytes(self) -> int:
+        return smem_bytes()
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        used = ("wgmma", "cp.async", "bulk.load", "ldmatrix", "stmatrix", "mbarrier", "setmaxnreg", "st.global.128")
+        return (*used, "st.async") if self.blocks > 1 else used
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def cache() -> Any:
+            shape = cute.sym_int(), cute.sym_int(), FP8_DS_MLA.row_elements
+            strides = (cute.sym_int64(divisibility=16), FP8_DS_MLA.row_elements, 1)
+            return make_fake_tensor(Uint8, shape, stride=strides, assumed_align=16)
+
+        def numbers() -> Any:
+            return make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
+
+        tensors = (fake_rows(), cache(), numbers(), cache(), numbers(), fake_rows(), fake_numbers(), fake_numbers())
+        scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(1))
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return PagedKernel(self.blocks), (*tensors, *scalars, Int64(0), Float32(0), Int32(1), stream)
+
+
+class PagedKernel(PrefillKernel):
+    """Entry point:
+
+    q, swa_cache, swa_block_table, compressed_cache, compressed_block_table, out, max_logits, lse
+                 as the op's, the window's twice if there is no other cache; strides of q, out and of pages are multiples
+                 of 16 bytes
+    lists        address of topk_indices, or 0: all visible entries
+    list_row     bytes from row to row of them
+    columns      of them, or most entries that a query row attends to; 0 without a compressed cache
+    compress_ratio
+    starts, seq_lens, requests
+                 addresses of query_start_loc and seq_lens, number of requests
+    window_size
+    sink         address of fp32 [h], or 0
+    scale_log2   softmax scale times log2(e)
+    grid_blocks  at most
+    stream
+    """
+
+    registers = SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS
+    places: Any = Places
+    barriers: Any = Barriers
+
+    def __init__(self, blocks: int) -> None:
+        self.flow, self.parts = flow(blocks), smem_parts()
+        self.rows, self.scores, self.back = PagedRows(blocks), PagedScores(self.flow), Back(self.flow)
+        self.name = f"sparse_mla_prefill_paged_{blocks}"
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        swa_cache: cute.Tensor,
+        swa_block_table: cute.Tensor,
+        compressed_cache: cute.Tensor,
+        compressed_block_table: cute.Tensor,
+        out: cute.Tensor,
+        max_logits: cute.Tensor,
+        lse: cute.Tensor,
+        lists: Int64,
+        list_row: Int64,
+        columns: Int32,
+        compress_ratio: Int32,
+        starts: Int64,
+        seq_lens: Int64,
+        requests: Int32,
+        window_size: Int32,
+        sink: Int64,
+        scale_log2: Float32,
+        grid_blocks: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        sources = Sources(
+            self.cache(swa_cache, swa_block_table),
+            self.cache(compressed_cache, compressed_block_table),
+            window_size,
+            lists,
+            list_row,
+            columns,
+            cute.fast_divmod_create_divisor_v2(compress_ratio),
+            Batch(starts, seq_lens, requests),
+        )
+        results = Output(
+            address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse), None
+        )
+        self.launch(q, sources, results, sink, scale_log2, grid_blocks, stream)
+
+    def cache(self, pages: cute.Tensor, table: cute.Tensor) -> Cache:
+        rows = cute.fast_divmod_create_divisor_v2(length(pages, 1))
+        where = (address(table), stride_bytes(table, 0), length(table, 1))
+        return Cache(address(pages), stride_bytes(pages, 0), length(pages, 0), rows, *where)

@@ -1,0 +1,172 @@
+"""What the warpgroups of Hopper's paged prefill kernel agree on beyond prefill's plan: sizes and shared memory.
+
+Tiles are prefill's. Their rows come from the caches as they are there, 576 bytes each, and a warp of the warpgroup that
+asks for rows converts those 16 of every tile that it has asked for. So nobody else waits for raw rows, and there is a
+warp's tile of them and no more: as soon as 8 of them are in registers, their room is asked to be filled anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int64
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.dsl import barriers
+from cute_kernels.dsl.paging import Batch
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
+from cute_kernels.sparse_mla.prefill_sm90_plan import (
+    HEADING,
+    LABEL,
+    NOTE,
+    P_BUFFERS,
+    P_BYTES,
+    ROWS,
+    STAGE_BYTES,
+    Flow,
+)
+
+STAGES = 2
+HELD = 256
+
+OWN_ROWS = 16
+"""Of a tile, by a warp."""
+
+GROUP = 8
+"""Rows that a warp converts at a time: four lanes have one."""
+
+GROUPS = OWN_ROWS // GROUP
+WARPS = 4
+
+RAW_ROW = FP8_DS_MLA.data_bytes
+SCALES = 8
+"""Bytes of a row's scales, the unused one included."""
+
+AHEAD = 3
+"""Tiles between asking for the entries that a tile is made of and converting their rows; on the way, their pages are
+asked for, and then the rows themselves."""
+
+LISTS = AHEAD + 1
+LIST_WARP = OWN_ROWS * 8 + 32
+"""Bytes of a warp's part of a tile's list: entries of its rows, their pages; marks of the tile, how many rows from its
+first one on are compressed, the request, and how many entries are visible; which of the warp's rows are there."""
+
+WALK_ITEMS = 32
+RECORD = 32
+"""Bytes of what a warp knows of an item: request, visible entries, how many of its keys are compressed, how many there
+are in all; first position of the window."""
+
+WALK = 16 + WALK_ITEMS * RECORD + 2 * OWN_ROWS * 8
+"""Bytes of a warp's walk: item, first column of the tile, number of the item's record; records; of the tile located last,
+where each row and its scales are."""
+
+
+def flow(blocks: int) -> Flow:
+    return Flow(STAGES, HELD, queries_in_ring=False, is_stored=True, blocks=blocks)
+
+
+def smem_parts() -> dict[str, int]:
+    """Bytes of everything in shared memory but the barriers, in order."""
+    return {
+        "stages": STAGES * STAGE_BYTES,
+        "kept": ROWS * (HEAD_DIM - HELD) * 2,
+        "p": P_BUFFERS * P_BYTES,
+        "raw": WARPS * OWN_ROWS * RAW_ROW,
+        "scale": WARPS * OWN_ROWS * SCALES,
+        "list": WARPS * LISTS * LIST_WARP,
+        "walk": WARPS * WALK,
+        "heading": STAGES * HEADING,
+        "note": P_BUFFERS * ROWS * NOTE,
+        "label": P_BUFFERS * LABEL,
+    }
+
+
+BARRIERS = 2 * (STAGES + P_BUFFERS) + WARPS * GROUPS
+
+
+def smem_bytes() -> int:
+    return sum(smem_parts().values()) + BARRIERS * 8
+
+
+class Places(NamedTuple):
+    """Addresses in shared memory, 32 bits wide.
+
+    stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
+    kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
+    p         [2 buffers][64 heads][64 keys] bf16: weights
+    raw       [4 warps][2 groups][8 rows] as the caches have them
+    scale     [4 warps][2 groups][8 rows] 8 scale bytes
+    list      [4 warps][4] lists
+    walk      [4 warps] where they are
+    heading, note, label
+              as prefill's
+    """
+
+    stages: Any
+    kept: Any
+    p: Any
+    raw: Any
+    scale: Any
+    list: Any
+    walk: Any
+    heading: Any
+    note: Any
+    label: Any
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """mbarriers of a block, and what completes their phases.
+
+    stages    full: all warps that convert rows have stored theirs, and the heading; of a cluster, the other block's
+              rows are there too. empty: the backs' warps are done with the tile, those of the whole cluster
+    weights   as prefill's
+    raws      of each warp's groups of rows: rows and scales are there
+    """
+
+    stages: barriers.Ring
+    weights: barriers.Ring
+    raws: Any
+
+    @classmethod
+    def allocate(cls, smem: SmemAllocator) -> Barriers:
+        stages, weights = (barriers.Ring.allocate(smem, count) for count in (STAGES, P_BUFFERS))
+        return cls(stages, weights, smem.allocate_array(Int64, WARPS * GROUPS))
+
+    def initialize(self, blocks: int) -> None:
+        """By one thread; the block, or the cluster, synchronizes afterwards."""
+        self.stages.initialize(WARPS, 2 * 4 * blocks)
+        self.weights.initialize(4, 2 * 4)
+        for i in range(WARPS * GROUPS):
+            # one lane for the rows, and each that has a row's scales copied
+            cute.arch.mbarrier_init(self.raws + i, 1 + GROUP)
+        cute.arch.mbarrier_init_fence()
+
+
+class Cache(NamedTuple):
+    """Pages `page_stride` bytes apart, of as many rows as `rows` divides by; a block table: address, bytes from row to
+    row, columns."""
+
+    base: Any
+    page_stride: Any
+    pages: Any
+    rows: Any
+    table: Any
+    table_row: Any
+    columns: Any
+
+
+class Sources(NamedTuple):
+    """Both caches. The window's positions. Entries: address of the lists that name them, bytes from list to list; 0: all
+    visible ones in order. Most columns of them. Tokens of an entry, as a divisor. Where the query rows are."""
+
+    window: Cache
+    compressed: Cache
+    window_size: Any
+    lists: Any
+    list_row: Any
+    columns: Any
+    ratio: Any
+    batch: Batch
