@@ -68,11 +68,11 @@ class PagedRows:
         """Fill the ring. By a warpgroup."""
         walk = Walk(work, sources, at)
         walk.begin()
-        for tile in range_constexpr(AHEAD):
-            walk.ask_for_entries(Int32(tile))
+        for tile in cutlass.range(AHEAD, unroll=1):
+            walk.ask_for_entries(tile)
         self.settle()
-        for tile in range_constexpr(AHEAD - 1):
-            walk.ask_for_pages(Int32(tile))
+        for tile in cutlass.range(AHEAD - 1, unroll=1):
+            walk.ask_for_pages(tile)
         self.settle()
         walk.locate(Int32(0))
         for group in self.groups:

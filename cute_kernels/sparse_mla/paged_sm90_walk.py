@@ -69,7 +69,7 @@ class Walk:
         compressed = cutlass.min(visible, self.sources.columns)
         table = self.sources.window
         first = cutlass.max(position + 1 - self.sources.window_size, 0)
-        end = cutlass.min(position + 1, table.columns * table.rows.divisor)
+        end = cutlass.min(position + 1, ptx.again(table.columns) * table.rows.divisor)
         record_at = self.home + 16 + own_lane() * RECORD
         cute.arch.sync_warp()
         ptx.store_shared_128(record_at, (request, visible, compressed, compressed + cutlass.max(end - first, 0)))

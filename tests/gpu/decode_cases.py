@@ -72,14 +72,14 @@ class Pool:
             self.bytes.as_strided((pages, rows, 8), (self.stride, 8, 1), rows * 576) if fp8 else self.data[..., :0]
         )
 
-    def put(self, slots: torch.Tensor, seed: int = 0) -> None:
-        """Random records of values up to LARGEST at the valid ones of `slots`, whatever its shape."""
+    def put(self, slots: torch.Tensor, seed: int = 0, largest: float = LARGEST) -> None:
+        """Random records of values up to `largest` at the valid ones of `slots`, whatever its shape."""
         slots = torch.unique(slots.long())
         slots = slots[(slots >= 0) & (slots < self.capacity)]
         n, g = len(slots), generator(seed)
 
         def values(columns: int) -> torch.Tensor:
-            return torch.randn(n, columns, device=DEVICE, generator=g).clamp_(-4, 4) * (LARGEST / 4)
+            return torch.randn(n, columns, device=DEVICE, generator=g).clamp_(-4, 4) * (largest / 4)
 
         if self.kv_format == FP8:
             # values of up to 4 times scales 2^-5 .. 2^-3
