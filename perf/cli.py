@@ -60,6 +60,7 @@ ROOMS = {
     "sparse_mla_decode": "perf.decode",
     "sparse_mla_mixed": "perf.mixed",
     "sparse_mla_prefill": "perf.prefill",
+    "sparse_mla_prefill_paged": "perf.paged",
     "top_k_per_row_decode": "perf.topk",
     "top_k_per_row_prefill": "perf.topk",
 }

@@ -9,6 +9,7 @@ PACKAGES = {
     "deepgemm": ("vllm",),
     "flashmla": ("vllm",),
     "flashmla-and-planner": ("vllm",),
+    "flashmla-gathered": ("vllm",),
     "flashmla-padded": ("vllm",),
     "vllm-triton": ("vllm", "triton"),
     "vllm-cutedsl": ("vllm", "nvidia-cutlass-dsl"),

@@ -1,0 +1,217 @@
+"""Benchmark of prefill straight from the caches, beside what it does in one: gather both caches, combine the indices,
+and attend to the gathered rows, with this project's prefill and with FlashMLA's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
+from cute_kernels.indices.ops import combine_topk_swa_indices
+from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache
+from cute_kernels.runtime.ops import OPS
+from cute_kernels.sparse_mla.ops import sparse_mla_prefill, sparse_mla_prefill_paged
+from perf.decode_inputs import _pool as random_pool
+from perf.measure import Call, compare, number_of_sets
+from perf.prefill import CHECKED_ROWS, PEER_HEADS, RESULTS, in_order, near
+
+OP = "sparse_mla_prefill_paged"
+GATHERED = "ours gathered"
+PEER = "flashmla-gathered"
+"""Names of the other sides. FlashMLA's gather and combination are this project's: the faster ones."""
+
+WINDOW, WINDOW_ROWS = 128, 64
+PAGE_ROWS = {4: 64, 128: 2}
+"""Positions of the window, rows of its cache's pages, and of those of the compressed cache by ratio."""
+
+TOPK = 512
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A case: the last `rows` tokens of one request whose context they end; ratio 0: the window alone."""
+
+    rows: int
+    context: int
+    heads: int
+    ratio: int
+
+    @property
+    def name(self) -> str:
+        kind = {0: "swa", 4: "c4", 128: "c128"}[self.ratio]
+        return f"{kind} new{self.rows} ctx{self.context} h{self.heads}"
+
+    @property
+    def topk(self) -> int:
+        """Columns that name entries: for ratio 128 all of them."""
+        return {0: 0, 4: TOPK, 128: self.context // 128}[self.ratio]
+
+
+SHAPES = (
+    *(Shape(4096, context, h, 4) for context in (16384, 131072) for h in (64, 128)),
+    *(Shape(4096, 131072, h, 128) for h in (64, 128)),
+    *(Shape(rows, 131072, h, ratio) for ratio in (4, 128) for rows in (256, 64) for h in (64, 128)),
+    *(Shape(4096, 16384, h, 4) for h in (8, 16, 32)),
+    *(Shape(4096, 16384, h, 0) for h in (64, 128)),
+)
+
+
+@dataclass(frozen=True)
+class PagedSet:
+    """Inputs of one call, by the op's argument names, and of the calls that take its place: the workspace that rows are
+    gathered into, lists of entries, and numbers of rows that are gathered."""
+
+    shape: Shape
+    given: dict[str, Any]
+    workspace: torch.Tensor
+    picks: torch.Tensor
+    entries: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def make(cls, shape: Shape, seed: int) -> PagedSet:
+        """Pages in random order; distinct random entries of those that each row sees."""
+        g = torch.Generator(device="cuda").manual_seed(seed)
+
+        def int32(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+        def cache(rows: int, page_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+            pages = -(-rows // page_rows)
+            pool = random_pool(pages, page_rows).clone()
+            return pool, torch.randperm(pages, device="cuda", generator=g)[None].int()
+
+        rows, context, ratio = shape.rows, shape.context, shape.ratio
+        q = torch.randn(rows, shape.heads, HEAD_DIM, device="cuda", generator=g).bfloat16()
+        window, table = cache(context, WINDOW_ROWS)
+        given: dict[str, Any] = {
+            "q": q,
+            "swa_cache": window,
+            "swa_block_table": table,
+            "query_start_loc": int32(0, rows),
+            "seq_lens": int32(context),
+            "sm_scale": HEAD_DIM**-0.5,
+            "window_size": WINDOW,
+            "compressed_cache": None,
+            "compressed_block_table": None,
+            "compress_ratio": max(ratio, 1),
+            "topk_indices": None,
+            "attn_sink": torch.randn(shape.heads, device="cuda", generator=g),
+            "kv_format": FP8_DS_MLA.id,
+            "compressed_kv_format": FP8_DS_MLA.id,
+            "out": torch.empty_like(q),
+            "max_logits": torch.empty(rows, shape.heads, device="cuda"),
+            "lse": torch.empty(rows, shape.heads, device="cuda"),
+        }
+        entries = context // ratio if ratio else 0
+        picks = torch.arange(shape.topk, dtype=torch.int32, device="cuda").repeat(rows, 1)
+        if ratio:
+            given["compressed_cache"], given["compressed_block_table"] = cache(entries, PAGE_ROWS[ratio])
+        if ratio == 4:
+            seen = (context - rows + torch.arange(1, rows + 1, device="cuda")) // ratio
+            for part, limit in zip(picks.split(512), seen.split(512), strict=True):
+                keys = torch.rand(len(part), entries, device="cuda", generator=g)
+                keys[torch.arange(entries, device="cuda") >= limit[:, None]] = -1.0
+                part[:] = keys.topk(shape.topk, sorted=False).indices
+            given["topk_indices"] = picks
+        workspace = torch.empty(1, entries + rows + WINDOW, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        gathered = int32(min(context, rows + WINDOW - 1))
+        return cls(shape, given, workspace, picks, int32(entries), gathered)
+
+    def ours(self) -> None:
+        sparse_mla_prefill_paged(**self.given)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return in_order(OP, self.given)
+
+    def gathered(self, attend: Callable[..., Any]) -> Any:
+        """The same in several calls; attend takes sparse_mla_prefill's arguments."""
+        given, ratio, entries = self.given, self.shape.ratio, self.workspace.shape[1] - self.shape.rows - WINDOW
+        if ratio:
+            table = given["compressed_block_table"]
+            dequantize_and_gather_k_cache(
+                self.workspace, given["compressed_cache"], self.entries, None, table, PAGE_ROWS[ratio], 0
+            )
+        lens, table = given["seq_lens"], given["swa_block_table"]
+        dequantize_and_gather_k_cache(
+            self.workspace, given["swa_cache"], lens, self.positions, table, WINDOW_ROWS, entries
+        )
+        sizes = WINDOW, given["compress_ratio"], self.shape.topk, self.workspace.shape[1], entries
+        indices, counts = combine_topk_swa_indices(self.picks, given["query_start_loc"], lens, self.positions, *sizes)
+        kept = {name: given[name] for name in ("q", "sm_scale", "attn_sink", "out")}
+        return attend(kv=self.workspace.view(-1, 1, HEAD_DIM), indices=indices[:, None], topk_length=counts, **kept)
+
+    def right(self, call: Call) -> bool:
+        """Whether `call` leaves or returns the reference's results in rows all over the batch, and NaN nowhere."""
+        results = {name: self.given[name] for name in RESULTS}
+        for tensor in results.values():
+            tensor.fill_(math.nan)
+        returned = call()
+        if returned is not None:
+            results = dict(zip(RESULTS, returned, strict=True))
+        if any(bool(tensor.isnan().any()) for tensor in results.values()):
+            return False
+        rows = torch.linspace(0, self.shape.rows - 1, CHECKED_ROWS, device="cuda").long()
+        # each of them as a request of its own
+        some = dict(self.given)
+        for name in ("q", "topk_indices", *RESULTS):
+            some[name] = None if some[name] is None else some[name][rows]
+        for name in ("swa_block_table", "compressed_block_table"):
+            some[name] = None if some[name] is None else some[name].expand(CHECKED_ROWS, -1)
+        some["query_start_loc"] = torch.arange(CHECKED_ROWS + 1, dtype=torch.int32, device="cuda")
+        some["seq_lens"] = (self.shape.context - self.shape.rows + 1 + rows).int()
+        OPS[OP].reference(*in_order(OP, some))
+        return near({name: results[name][rows] for name in results}, some)
+
+
+def _flashmla() -> Callable[[PagedSet], Any] | str:
+    """Over the gathered rows FlashMLA's prefill as vLLM ships it, or the reason why there is none."""
+    try:
+        from vllm.third_party.flashmla import flash_mla_interface
+    except Exception as error:  # an installation that is not whole fails in many ways
+        return f"{type(error).__name__}: {error}"
+    return lambda s: s.gathered(flash_mla_interface.flash_mla_sparse_fwd)
+
+
+def peak_bytes(call: Call) -> int:
+    """The most memory that `call` has allocated at a time beyond what there is."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def sweep(
+    rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
+) -> list[dict[str, Any]]:
+    """Records of sparse_mla_prefill_paged, all shapes or those with that many new tokens; as a variant this project's
+    gather, combination and prefill. The bytes of the workspace that these need are among a record's facts."""
+    chosen = [shape for shape in SHAPES if rows is None or shape.rows in rows]
+    PagedSet.make(Shape(1, 256, 64, 4), 0).ours()  # compiled before other projects change the DSL
+    cost = OPS[OP].cost
+    assert cost is not None
+    records = []
+    for shape in chosen:
+        first = PagedSet.make(shape, 0)
+        work = cost(*first.arguments())
+        sets = [first, *(PagedSet.make(shape, seed) for seed in range(1, min(number_of_sets(work.bytes), 16)))]
+        candidates: dict[str, Any] = {}
+        if peers and shape.heads in PEER_HEADS:
+            candidates[PEER] = _flashmla()
+        if variants:
+            candidates[GATHERED] = partial(PagedSet.gathered, attend=sparse_mla_prefill)
+        facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads}
+        records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
+    return records
+
+
+SWEEPS = {OP: sweep}
+QUICK = {OP: (64,)}
+"""Numbers of rows of a quick look."""
