@@ -68,8 +68,8 @@ class PagedKernel(PrefillKernel):
     """Entry point:
 
     q, swa_cache, swa_block_table, compressed_cache, compressed_block_table, out, max_logits, lse
-                 as the op's, the window's twice if there is no other cache; strides of q, out and of pages are multiples
-                 of 16 bytes
+                 as the op's, the window's twice if there is no other cache; strides of q, out and of pages are
+                 multiples of 16 bytes
     lists        address of topk_indices, or 0: all visible entries
     list_row     bytes from row to row of them
     columns      of them, or most entries that a query row attends to; 0 without a compressed cache

@@ -59,8 +59,8 @@ RECORD = 32
 are in all; first position of the window."""
 
 WALK = 16 + WALK_ITEMS * RECORD + 2 * OWN_ROWS * 8
-"""Bytes of a warp's walk: item, first column of the tile, number of the item's record; records; of the tile located last,
-where each row and its scales are."""
+"""Bytes of a warp's walk: item, first column of the tile, number of the item's record; records; of the tile located
+last, where each row and its scales are."""
 
 
 def flow(blocks: int) -> Flow:
@@ -159,8 +159,8 @@ class Cache(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Both caches. The window's positions. Entries: address of the lists that name them, bytes from list to list; 0: all
-    visible ones in order. Most columns of them. Tokens of an entry, as a divisor. Where the query rows are."""
+    """Both caches. The window's positions. Entries: address of the lists that name them, bytes from list to list; 0:
+    all visible ones in order. Most columns of them. Tokens of an entry, as a divisor. Where the query rows are."""
 
     window: Cache
     compressed: Cache

@@ -86,8 +86,7 @@ class PagedRows:
             walk.ask_for_entries(tile + AHEAD)
             walk.locate(tile + 1)
             if const_expr(self.blocks > 1):
-                if mark & END == 0:
-                    self.ask_for_rows(0, tile + 1, walk, ready)
+                self.ask_for_more(0, tile, mark, walk, ready)
             for group in self.groups:
                 self.convert(group, tile, mark, walk, ready)
             stage = tile % STAGES
@@ -177,16 +176,20 @@ class PagedRows:
             for chunk in range_constexpr(2):
                 four = ptx.load_shared_128(raw_at + (LAST_SLAB + chunk) * SLAB)
                 self.store(rope_at ^ (64 * chunk), [word & mask for word in four], target)
-            self.go_on(group, tile, mark, walk, ready)
+            cute.arch.sync_warp()
+            if const_expr(self.blocks == 1):
+                self.ask_for_more(group, tile, mark, walk, ready)
         else:
             raw = [ptx.load_shared_128_in_order(raw_at + chunk * SLAB) for chunk in range(CHUNKS)]
             if const_expr(group == 0):
                 ready.stages.wait_empty(stage, tile // STAGES & 1)
-            # the rotary chunks first: once their words, which were loaded last, can be stored, all others are there too;
-            # asking for what is to take their place does not wait for loads whose values nobody has used
+            # the rotary chunks first: once their words, which were loaded last, can be stored, all others are there
+            # too; asking for what is to take their place does not wait for loads whose values nobody has used
             for chunk in range_constexpr(2):
                 self.store(rope_at ^ (64 * chunk), [word & mask for word in raw[LAST_SLAB + chunk]], target)
-            self.go_on(group, tile, mark, walk, ready)
+            cute.arch.sync_warp()
+            if const_expr(self.blocks == 1):
+                self.ask_for_more(group, tile, mark, walk, ready)
             for slab in range_constexpr(LAST_SLAB):
                 factor = ptx.bf16x2_of_ue8m0(low if slab < 4 else high, slab % 4)
                 for chunk in range_constexpr(2):
@@ -194,19 +197,10 @@ class PagedRows:
                     self.store((fp8_at + slab * SLAB_BYTES) ^ (16 * chunk), words, target)
 
     @cute.jit
-    def go_on(
-        self,
-        group: cutlass.Constexpr,
-        tile: Any,
-        mark: Any,
-        walk: Walk,
-        ready: Barriers,
-    ) -> None:
-        """Have the room that has been read filled."""
-        cute.arch.sync_warp()
-        if const_expr(self.blocks == 1):
-            if mark & END == 0:
-                self.ask_for_rows(group, tile + 1, walk, ready)
+    def ask_for_more(self, group: cutlass.Constexpr, tile: Any, mark: Any, walk: Walk, ready: Barriers) -> None:
+        """Have room that has been read filled with rows of the next tile, if there is one."""
+        if mark & END == 0:
+            self.ask_for_rows(group, tile + 1, walk, ready)
 
     @cute.jit
     def convert_large(self, raw_at: Any, low: Any, high: Any, fp8_at: Any, target: Any) -> None:

@@ -4,6 +4,7 @@ pages too."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -173,7 +174,7 @@ def test_chunks_give_the_same_bits(heads: int, ratio: int, width: int | None) ->
     call = make((90,), (290,), heads=heads, ratio=ratio, width=width, padding=0)
     whole = check(call)
     for edges in ([0, 13, 90], list(range(91))):
-        for first, last in zip(edges, edges[1:], strict=False):
+        for first, last in itertools.pairwise(edges):
             topk = None if call.topk is None else call.topk[first:last]
             changes = {"q": call.q[first:last], "topk": topk, "query_lens": [last - first], "seq_lens": [200 + last]}
             assert same_bits(run(dataclasses.replace(call, **changes)), tuple(part[first:last] for part in whole))
