@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from cute_kernels import formats
 from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory
 from cute_kernels.sparse_mla import schedule
 from cute_kernels.sparse_mla.arguments import list_tiles
+from cute_kernels.sparse_mla.examples_paged import paged
 
 _FP8, _BF16 = formats.FP8_DS_MLA.id, formats.PLAIN_BF16.id
 _LARGEST = 1.0
@@ -88,6 +90,15 @@ def _agree_mixed(got: Sequence[Any], want: Sequence[Any]) -> str:
         _close("out", got[12], want[12], _OUT_ABSOLUTE, _OUT_RELATIVE)
         or _close("lse", got[13], want[13], _SUMS_ABSOLUTE, _LSE_RELATIVE)
         or _untouched(got, want, (12, 13))
+    )
+
+
+def _agree_paged(got: Sequence[Any], want: Sequence[Any]) -> str:
+    return (
+        _close("out", got[14], want[14], _OUT_ABSOLUTE, _OUT_RELATIVE)
+        or _close("max_logits", got[15], want[15], _SUMS_ABSOLUTE, _LSE_RELATIVE)
+        or _close("lse", got[16], want[16], _SUMS_ABSOLUTE, _LSE_RELATIVE)
+        or _untouched(got, want, (14, 15, 16))
     )
 
 
@@ -311,4 +322,5 @@ EXAMPLES = {
     "sparse_mla_decode": decode,
     "sparse_mla_mixed": mixed,
     "sparse_mla_prefill": prefill,
+    "sparse_mla_prefill_paged": lambda: paged(partial(_pool, _FP8), _poisoned, _sink, _SCALE, _agree_paged),
 }

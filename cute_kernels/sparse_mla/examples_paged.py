@@ -1,0 +1,66 @@
+"""Calls of sparse_mla_prefill_paged for `python -m cute_kernels verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from cute_kernels import formats
+from cute_kernels.runtime.verify import Example
+
+Pools = Callable[[int, int, torch.Generator], torch.Tensor]
+
+
+def paged(
+    pool: Pools,
+    poisoned: Callable[..., torch.Tensor],
+    sink: Callable[[int], torch.Tensor],
+    scale: float,
+    agree: Callable[..., str],
+) -> Iterator[Example]:
+    """sparse_mla_prefill_paged, arguments in the schema's order.
+
+    pool       (pages, rows, generator) -> an fp8_ds_mla cache whose last record is NaN
+    poisoned   (shape, dtype) -> a result to be written
+    """
+    for query_lens, more, h, window, ratio, width, rows in (
+        ((1, 1, 1), 300, 64, 128, 4, 200, (64, 64)),
+        ((1, 30, 0, 5, 1), 90, 8, 128, 4, 65, (53, 2)),
+        ((200,), 0, 128, 70, 128, None, (256, 2)),
+        ((3, 140), 500, 16, 128, 0, None, (64, 64)),
+        ((1, 2), 7, 100, 7, 4, None, (2, 7)),
+        ((), 0, 32, 64, 4, 5, (64, 64)),
+    ):
+        g = torch.Generator().manual_seed(sum(query_lens) + h)
+        n = sum(query_lens) + 2  # two rows are nobody's
+        q = torch.randn(n, h + 1, formats.HEAD_DIM + 8, generator=g).bfloat16()[:, 1:, 8:]
+        starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) + 3
+        seq_lens = starts.diff() + torch.randint(-2, more + 1, (len(query_lens),), generator=g, dtype=torch.int32)
+        longest = max([1, *seq_lens.tolist()])
+
+        def cache(entries: int, page_rows: int, g: torch.Generator = g, requests: int = len(query_lens)) -> Any:
+            pages = -(-entries // page_rows) + 1
+            table = torch.stack([torch.randperm(pages, generator=g) for _ in range(requests)] or [torch.zeros(0)])
+            # the last page ends with NaN: nobody has it
+            table[table == pages - 1] = -1
+            return pool(pages, page_rows, g), table.int().view(requests, -1)
+
+        other: tuple[Any, Any] = (None, None)
+        picks = None
+        if ratio:
+            other = cache(longest // ratio, rows[1])
+            if width is not None:
+                picks = torch.randint(-1, max(longest // ratio, 1) + 2, (n, width), generator=g, dtype=torch.int32)
+        yield Example(
+            f"{query_lens} x {h}, window {window}, ratio {ratio}, {width} columns, pages of {rows[0]} and {rows[1]}",
+            (
+                *(q, *cache(longest, rows[0]), starts, seq_lens, scale, window, *other, max(ratio, 1)),
+                *(picks, sink(h), formats.FP8_DS_MLA.id, formats.FP8_DS_MLA.id),
+                poisoned((n, h, formats.HEAD_DIM), torch.bfloat16),
+                torch.full((n, h), -777.0),
+                torch.full((n, h), -777.0),
+            ),
+            agree,
+        )

@@ -1,0 +1,74 @@
+"""What ptxas makes of Hopper's paged prefill kernel: no spills, products that run by themselves, and shared memory that
+is read before it is filled anew."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.models import MODELS
+from cute_kernels.runtime.arch import SMEM_BYTES
+from cute_kernels.runtime.compile import Report, compile_report
+from cute_kernels.sparse_mla import paged, paged_sm90, paged_sm90_plan, paged_sm90_rows, prefill_sm90_plan
+from cute_kernels.sparse_mla.paged_sm90 import PagedKey
+
+GROUPS = 2
+"""Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def report(request: pytest.FixtureRequest) -> Report:
+    return compile_report(PagedKey("sm_90a", request.param))
+
+
+def test_no_spills_and_products_in_flight(report: Report) -> None:
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.smem == report.key.smem_bytes <= SMEM_BYTES["sm_90a"]
+    assert set(report.key.instructions) <= set(report.instructions)
+    assert report.instructions["wgmma"] == 512 // 16 + 64 // 16 * 2
+    if report.sass:
+        products = re.findall(r"HGMMA.*", report.sass)
+        assert len([line for line in products if "gsb0" in line]) == GROUPS < len(products)
+
+
+def test_raw_rows_are_read_before_their_room_is_filled_anew(report: Report) -> None:
+    """Of a group, all loads come first, the rotary chunks' last; what is stored first is what was loaded last."""
+    if not report.sass:
+        pytest.skip("nvdisasm is not there")
+    _, rows = report.sass.rsplit("USETMAXREG", 1)
+    found = re.findall(r"LDS\.128 \w+, \[\w+\+?(\w*)\]|(STS\.128)", rows)
+    loads = [address or "0x0" for address, _ in found]
+    whole = [f"{chunk * prefill_sm90_plan.SLAB:#x}" for chunk in range(paged_sm90_rows.CHUNKS)]
+    starts = [i for i in range(len(found)) if loads[i : i + len(whole)] == whole]
+    assert len(starts) == paged_sm90_plan.GROUPS // report.key.blocks
+    assert all(found[i + len(whole)][1] for i in starts)
+
+
+def test_registers_are_those_of_the_launch() -> None:
+    used = paged_sm90.SCORES_REGISTERS + 2 * paged_sm90.BACK_REGISTERS + paged_sm90.ROWS_REGISTERS
+    assert used == prefill_sm90_plan.GROUPS * (65536 // prefill_sm90_plan.THREADS // 8 * 8)
+
+
+def test_tiles_begin_where_swizzles_do() -> None:
+    place = 0
+    for name, size in paged_sm90_plan.smem_parts().items():
+        assert place % (1024 if name in prefill_sm90_plan.TILES else 16) == 0, name
+        place += size
+
+
+def test_a_list_is_not_written_while_a_tile_needs_it() -> None:
+    """While a tile is converted, the lists of it and of the next two are read, and one is written."""
+    lists = paged_sm90_plan.LISTS
+    assert lists == paged_sm90_plan.AHEAD + 1
+    assert lists & (lists - 1) == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_deployments(model: str, tp: int) -> None:
+    blocks = 2 if MODELS[model].num_attention_heads // tp > 64 else 1
+    assert paged.deployment_keys(MODELS[model], tp, "sm_90a") == [PagedKey("sm_90a", blocks)]
+    assert paged.deployment_keys(MODELS[model], tp, "sm_100a") == []

@@ -1,0 +1,157 @@
+"""What sparse_mla_prefill_paged hands to its kernel. Needs CuTe DSL and no GPU: nothing is launched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels import formats
+from cute_kernels.sparse_mla import paged
+from cute_kernels.sparse_mla.paged_sm90 import PagedKey
+from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
+
+NAMES = (
+    "q", "swa_cache", "swa_block_table", "compressed_cache", "compressed_block_table", "out", "max_logits", "lse",
+    "lists", "list_row", "columns", "compress_ratio", "starts", "seq_lens", "requests", "window_size", "sink",
+    "scale_log2", "blocks",
+)  # fmt: skip
+FMT = formats.FP8_DS_MLA
+BF16 = torch.bfloat16
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """A call of 5 rows of 2 requests and 4 heads, by name in the schema's order."""
+    heads = changes.pop("heads", 4)
+    return {
+        "q": torch.zeros(5, heads, 512, dtype=BF16),
+        "swa_cache": FMT.allocate(5, 64),
+        "swa_block_table": torch.zeros(2, 3, dtype=torch.int32),
+        "query_start_loc": torch.zeros(3, dtype=torch.int32),
+        "seq_lens": torch.zeros(2, dtype=torch.int32),
+        "sm_scale": 512**-0.5,
+        "window_size": 8,
+        "compressed_cache": FMT.allocate(7, 2),
+        "compressed_block_table": torch.zeros(2, 9, dtype=torch.int32),
+        "compress_ratio": 4,
+        "topk_indices": torch.zeros(5, 12, dtype=torch.int32)[:, :7],
+        "attn_sink": torch.zeros(heads),
+        "kv_format": FMT.id,
+        "compressed_kv_format": FMT.id,
+        "out": torch.zeros(5, heads, 512, dtype=BF16),
+        "max_logits": torch.zeros(5, heads),
+        "lse": torch.zeros(5, heads),
+    } | changes
+
+
+def distant(rows: int) -> torch.Tensor:
+    """A pool of pages with so many rows that takes no memory."""
+    stride = FMT.page_stride(rows)
+    return torch.empty(0, dtype=torch.uint8, device="meta").as_strided((3, rows, 584), (stride, 584, 1))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return keep_launches(monkeypatch, paged, NAMES)
+
+
+def run(**changes: Any) -> dict[str, Any]:
+    return launch("sparse_mla_prefill_paged", paged, arguments(**changes))
+
+
+def test_arguments_go_as_they_are(launched: list[Any]) -> None:
+    args = run()
+    ((key, given),) = launched
+    assert key == PagedKey("sm_90a", 1)
+    for name in NAMES[:8]:
+        assert given[name] is args[name]
+    for name, argument in {
+        "lists": "topk_indices", "starts": "query_start_loc", "seq_lens": "seq_lens", "sink": "attn_sink"
+    }.items():  # fmt: skip
+        assert given[name] == args[argument].data_ptr()
+    assert (given["list_row"], given["columns"], given["compress_ratio"]) == (48, 7, 4)
+    assert (given["requests"], given["window_size"], given["blocks"]) == (2, 8, SMS)
+    assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [(1, 1), (64, 1), (65, 2), (128, 2)])
+def test_two_blocks_share_a_row_of_many_heads(launched: list[Any], heads: int, blocks: int) -> None:
+    run(heads=heads)
+    ((key, _),) = launched
+    assert key.blocks == blocks
+
+
+def test_all_entries_are_as_many_as_the_table_has_room_for(launched: list[Any]) -> None:
+    run(topk_indices=None)
+    ((_, given),) = launched
+    assert (given["lists"], given["columns"]) == (0, 18)
+
+
+def test_no_columns_of_top_k_are_no_entries(launched: list[Any]) -> None:
+    run(topk_indices=torch.zeros(5, 0, dtype=torch.int32))
+    ((_, given),) = launched
+    assert (given["lists"], given["columns"]) == (0, 0)
+
+
+def test_what_is_not_given(launched: list[Any]) -> None:
+    args = run(compressed_cache=None, compressed_block_table=None, topk_indices=None, attn_sink=None, compress_ratio=0)
+    ((_, given),) = launched
+    assert given["compressed_cache"] is args["swa_cache"]
+    assert (given["columns"], given["compress_ratio"], given["sink"]) == (0, 1, 0)
+
+
+def test_large_numbers_become_what_an_int32_holds(launched: list[Any]) -> None:
+    run(window_size=2**40, compress_ratio=2**40)
+    ((_, given),) = launched
+    assert given["window_size"] == given["compress_ratio"] == 2**30
+
+
+def test_a_scale_of_zero_does_not_make_nan_of_what_is_skipped(launched: list[Any]) -> None:
+    run(sm_scale=0.0)
+    ((_, given),) = launched
+    assert 0 < given["scale_log2"] < 1e-30
+
+
+def test_a_call_without_rows_launches_nothing(launched: list[Any]) -> None:
+    names = ("q", "topk_indices", "out", "max_logits", "lse")
+    run(**{name: arguments()[name][:0] for name in names})
+    assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"q": torch.zeros(5, 4, 516, dtype=BF16)[..., :512]}, "heads of q must be 16-byte aligned"),
+        ({"out": torch.zeros(5, 4, 520, dtype=BF16)[..., 4:516]}, "heads of out must be 16-byte aligned"),
+        (
+            {"swa_cache": torch.zeros(5 * 37440 + 8, dtype=torch.uint8)[8:].as_strided((5, 64, 584), (37440, 584, 1))},
+            "pages of swa_cache must be 16-byte aligned",
+        ),
+        (
+            {"kv_format": "plain_bf16/1", "swa_cache": torch.zeros(5, 64, 512, dtype=BF16)},
+            "kv_format: the kernel is for fp8_ds_mla/1, got plain_bf16/1",
+        ),
+        (
+            {"compressed_kv_format": "plain_bf16/1", "compressed_cache": torch.zeros(5, 64, 512, dtype=BF16)},
+            "compressed_kv_format: the kernel is for fp8_ds_mla/1, got plain_bf16/1",
+        ),
+        ({"swa_cache": distant(2**22)}, "swa_cache: expected pages of less than 2^31 bytes, got shape (3, 4194304"),
+        (
+            {"compressed_cache": distant(2**21), "compressed_block_table": torch.zeros(2, 256, dtype=torch.int32)},
+            "compressed_block_table: expected pages of fewer than 2^29 rows in all, got shape (2, 256)",
+        ),
+    ],
+)
+def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, Any], why: str) -> None:
+    supported, reason = paged.supports(*arguments(**changes).values())
+    assert not supported
+    assert reason.startswith(why)
+
+
+def test_other_architectures_have_no_kernel(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "arch_of", lambda index: "sm_100a")
+    assert paged.supports(*arguments().values()) == (False, "the kernel is for sm_90a, got sm_100a")
