@@ -78,6 +78,8 @@ class Walk:
 
     @cute.jit
     def go_to(self, item: Any, column: Any, number: Any) -> None:
+        # all lanes have read where the walk is
+        cute.arch.sync_warp()
         if own_lane() == 0:
             ptx.store_shared_128(self.home, (item, column, number, Int32(0)))
         cute.arch.sync_warp()
