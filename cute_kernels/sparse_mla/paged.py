@@ -19,12 +19,18 @@ MOST_PAGE_BYTES = 2**31
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[PagedKey]:
-    return [_key(arch, config.num_attention_heads // tp)] if arch == ARCH else []
+    """One kernel takes every call with many heads; with few ones that attend to all entries have another."""
+    if arch != ARCH:
+        return []
+    ways = [False, True] if 128 in config.compress_ratios else [False]
+    return list(dict.fromkeys(_key(arch, config.num_attention_heads // tp, is_dense) for is_dense in ways))
 
 
 @cache
-def _key(arch: str, heads: int) -> PagedKey:
-    return PagedKey(arch, 2 if heads > ROWS else 1)
+def _key(arch: str, heads: int, is_dense: bool) -> PagedKey:
+    if heads > ROWS:
+        return PagedKey(arch, "heads")
+    return PagedKey(arch, "rows" if is_dense else "nothing")
 
 
 class Call(NamedTuple):
@@ -102,8 +108,9 @@ def launch(*args: Any) -> None:
     device_index = call.q.device.index
     has_other = call.compressed_cache is not None
     listed = call.topk_indices if call.columns else None
+    is_dense = has_other and call.topk_indices is None
     launch_key(
-        _key(arch_of(device_index), call.q.shape[1]),
+        _key(arch_of(device_index), call.q.shape[1], is_dense),
         device_index,
         call.q,
         call.swa_cache,

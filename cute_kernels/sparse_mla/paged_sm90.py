@@ -20,12 +20,21 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
-from cute_kernels.sparse_mla.paged_sm90_plan import Barriers, Cache, Places, Sources, flow, smem_bytes, smem_parts
+from cute_kernels.sparse_mla.paged_sm90_plan import (
+    Barriers,
+    Cache,
+    Places,
+    RowWork,
+    Sources,
+    flow,
+    smem_bytes,
+    smem_parts,
+)
 from cute_kernels.sparse_mla.paged_sm90_rows import PagedRows
 from cute_kernels.sparse_mla.paged_sm90_scores import PagedScores
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_numbers, fake_rows
 from cute_kernels.sparse_mla.prefill_sm90_back import Back
-from cute_kernels.sparse_mla.prefill_sm90_plan import Output
+from cute_kernels.sparse_mla.prefill_sm90_plan import Output, Work
 
 SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS = 128, 160, 64
 """Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
@@ -35,10 +44,11 @@ SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS = 128, 160, 64
 class PagedKey(PrefillKey):
     """What distinguishes one compiled kernel from another.
 
-    blocks   that share a query row: 1, or 2 for more than 64 heads
+    shared   by two blocks: "nothing"; "heads", of a query row that has more than 64; "rows", that is, the keys of two
+             query rows of up to 64 heads that attend to all visible entries
     """
 
-    blocks: int = 1
+    shared: str = "nothing"
 
     @property
     def smem_bytes(self) -> int:
@@ -47,7 +57,7 @@ class PagedKey(PrefillKey):
     @property
     def instructions(self) -> tuple[str, ...]:
         used = ("wgmma", "cp.async", "bulk.load", "ldmatrix", "stmatrix", "mbarrier", "setmaxnreg", "st.global.128")
-        return (*used, "st.async") if self.blocks > 1 else used
+        return used if self.shared == "nothing" else (*used, "st.async")
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def cache() -> Any:
@@ -61,7 +71,7 @@ class PagedKey(PrefillKey):
         tensors = (fake_rows(), cache(), numbers(), cache(), numbers(), fake_rows(), fake_numbers(), fake_numbers())
         scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(1))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return PagedKernel(self.blocks), (*tensors, *scalars, Int64(0), Float32(0), Int32(1), stream)
+        return PagedKernel(self.shared), (*tensors, *scalars, Int64(0), Float32(0), Int32(1), stream)
 
 
 class PagedKernel(PrefillKernel):
@@ -87,10 +97,11 @@ class PagedKernel(PrefillKernel):
     places: Any = Places
     barriers: Any = Barriers
 
-    def __init__(self, blocks: int) -> None:
-        self.flow, self.parts = flow(blocks), smem_parts()
-        self.rows, self.scores, self.back = PagedRows(blocks), PagedScores(self.flow), Back(self.flow)
-        self.name = f"sparse_mla_prefill_paged_{blocks}"
+    def __init__(self, shared: str) -> None:
+        self.flow, self.parts = flow(shared), smem_parts()
+        self.rows, self.scores, self.back = PagedRows(shared), PagedScores(self.flow), Back(self.flow)
+        self.work = RowWork if shared == "rows" else Work
+        self.name = f"sparse_mla_prefill_paged_{shared}"
 
     @cute.jit
     def __call__(

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers
@@ -51,20 +52,41 @@ asked for, and then the rows themselves."""
 LISTS = AHEAD + 1
 LIST_WARP = OWN_ROWS * 8 + 32
 """Bytes of a warp's part of a tile's list: entries of its rows, their pages; marks of the tile, how many rows from its
-first one on are compressed, the request, and how many entries are visible; which of the warp's rows are there."""
+first one on are compressed, the request, and how many entries are visible; which of the warp's rows are there, for
+this block and for the other one."""
 
 WALK_ITEMS = 32
 RECORD = 32
 """Bytes of what a warp knows of an item: request, visible entries, how many of its keys are compressed, how many there
-are in all; first position of the window."""
+are in all; first position of the window. Of two rows: of each, request, visible entries, first position of the window,
+and the one behind its last."""
 
 WALK = 16 + WALK_ITEMS * RECORD + 2 * OWN_ROWS * 8
 """Bytes of a warp's walk: item, first column of the tile, number of the item's record; records; of the tile located
 last, where each row and its scales are."""
 
 
-def flow(blocks: int) -> Flow:
-    return Flow(STAGES, HELD, queries_in_ring=False, is_stored=True, blocks=blocks)
+SHARES = ("nothing", "heads", "rows")
+"""What two blocks share: no work, a query row's keys, or those of neighbouring query rows."""
+
+
+def flow(shared: str) -> Flow:
+    blocks = 1 if shared == "nothing" else 2
+    return Flow(STAGES, HELD, queries_in_ring=False, is_stored=True, blocks=blocks, by_rows=shared == "rows")
+
+
+class RowWork(NamedTuple):
+    """The items of a block that are query rows, up to 64 heads of each: numbers first, first + step ... below `end`, of
+    which the last one may be one more than there are rows. Then two blocks do the last row, alike."""
+
+    first: Any
+    end: Any
+    step: Any
+    last: Any
+
+    def place(self, item: Any) -> tuple[Any, Any]:
+        """(query row, first head) of a work item."""
+        return cutlass.min(item, self.last), Int32(0)
 
 
 def smem_parts() -> dict[str, int]:

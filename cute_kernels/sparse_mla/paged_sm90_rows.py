@@ -17,6 +17,7 @@ from cutlass import Int32, const_expr, range_constexpr
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.ptx import multiply_bf16x2
 from cute_kernels.sparse_mla.decode_sm90_front import bf16_of_codes
+from cute_kernels.sparse_mla.paged_sm90_pairs import PairWalk
 from cute_kernels.sparse_mla.paged_sm90_plan import (
     AHEAD,
     GROUP,
@@ -28,6 +29,7 @@ from cute_kernels.sparse_mla.paged_sm90_plan import (
     Barriers,
     Places,
     Sources,
+    flow,
 )
 from cute_kernels.sparse_mla.paged_sm90_walk import Walk
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
@@ -59,14 +61,15 @@ ROW_SIZE = SLABS * SLAB * 2
 
 
 class PagedRows:
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
-        self.groups = range(GROUPS // blocks)
+    def __init__(self, shared: str) -> None:
+        self.blocks = flow(shared).blocks
+        self.groups = range(GROUPS // self.blocks)
+        self.walk = PairWalk if shared == "rows" else Walk
 
     @cute.jit
     def run(self, work: Work, q: Query, sources: Sources, ready: Barriers, at: Places) -> None:
         """Fill the ring. By a warpgroup."""
-        walk = Walk(work, sources, at)
+        walk = self.walk(work, sources, at)
         walk.begin()
         for tile in cutlass.range(AHEAD, unroll=1):
             walk.ask_for_entries(tile)
@@ -92,7 +95,7 @@ class PagedRows:
             stage = tile % STAGES
             heading = at.heading + stage * HEADING
             if own_lane() == 0:
-                ptx.store_shared_s32(heading + own_warp() * 4, walk.there(tile))
+                ptx.store_shared_s32(heading + own_warp() * 4, walk.wanted(tile)[0])
                 if own_warp() == 0:
                     ptx.store_shared_s32(heading + 16, mark)
             cute.arch.sync_warp()
@@ -165,17 +168,17 @@ class PagedRows:
         # where the lane's first chunk lies, if it has 2 m and 2 m + 1, or m and m + 4
         fp8_at = row_at + ((2 * member ^ quad) << 4)
         rope_at = row_at + LAST_SLAB * SLAB_BYTES + ((member ^ quad) << 4)
-        # where nothing was loaded there may be NaN
-        mask = -(walk.there(tile) >> row & 1)
+        # where nothing was loaded there may be NaN, as well as where the other block alone attends to a row
+        masks = [-(there >> row & 1) for there in walk.wanted(tile)]
         target = self.other(stage, ready, at)
         is_large = cute.arch.vote_any_sync((low & LARGE[0]) | (high & LARGE[1]) != 0)
         if is_large:
             if const_expr(group == 0):
                 ready.stages.wait_empty(stage, tile // STAGES & 1)
-            self.convert_large(raw_at, low, high, fp8_at, target)
+            self.convert_large(raw_at, low, high, fp8_at, target, masks)
             for chunk in range_constexpr(2):
                 four = ptx.load_shared_128(raw_at + (LAST_SLAB + chunk) * SLAB)
-                self.store(rope_at ^ (64 * chunk), [word & mask for word in four], target)
+                self.store(rope_at ^ (64 * chunk), four, target, masks)
             cute.arch.sync_warp()
             if const_expr(self.blocks == 1):
                 self.ask_for_more(group, tile, mark, walk, ready)
@@ -186,7 +189,7 @@ class PagedRows:
             # the rotary chunks first: once their words, which were loaded last, can be stored, all others are there
             # too; asking for what is to take their place does not wait for loads whose values nobody has used
             for chunk in range_constexpr(2):
-                self.store(rope_at ^ (64 * chunk), [word & mask for word in raw[LAST_SLAB + chunk]], target)
+                self.store(rope_at ^ (64 * chunk), raw[LAST_SLAB + chunk], target, masks)
             cute.arch.sync_warp()
             if const_expr(self.blocks == 1):
                 self.ask_for_more(group, tile, mark, walk, ready)
@@ -203,7 +206,7 @@ class PagedRows:
             self.ask_for_rows(group, tile + 1, walk, ready)
 
     @cute.jit
-    def convert_large(self, raw_at: Any, low: Any, high: Any, fp8_at: Any, target: Any) -> None:
+    def convert_large(self, raw_at: Any, low: Any, high: Any, fp8_at: Any, target: Any, masks: Any) -> None:
         """Of a group with scales too large for one product in bf16, the fp8 columns."""
         for slab in cutlass.range(LAST_SLAB, unroll=1):
             byte = ((low if slab < 4 else high) >> (slab % 4 * 8)) & 0xFF
@@ -214,7 +217,7 @@ class PagedRows:
             for chunk in range_constexpr(2):
                 words = bf16_of_codes(four[2 * chunk : 2 * chunk + 2], factor)
                 words = [multiply_bf16x2(word, more) for word in words]
-                self.store((fp8_at + slab * SLAB_BYTES) ^ (16 * chunk), words, target)
+                self.store((fp8_at + slab * SLAB_BYTES) ^ (16 * chunk), words, target, masks)
 
     @cute.jit
     def other(self, stage: Any, ready: Barriers, at: Places) -> tuple[Any, Any]:
@@ -226,8 +229,9 @@ class PagedRows:
             counter = ptx.map_shared(ready.stages.full(stage).toint(), rank)
         return away, counter
 
-    def store(self, place: Any, words: Any, target: tuple[Any, Any]) -> None:
-        ptx.store_shared_128(place, words)
+    def store(self, place: Any, words: Any, target: tuple[Any, Any], masks: Any = None) -> None:
+        own, others = ([word & mask for word in words] for mask in masks) if masks else (words, words)
+        ptx.store_shared_128(place, own)
         if self.blocks > 1:
             away, counter = target
-            ptx.store_remote_128(place + away, words, counter)
+            ptx.store_remote_128(place + away, others, counter)

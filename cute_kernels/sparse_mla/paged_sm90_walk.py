@@ -109,6 +109,10 @@ class Walk:
             mark = Int32(LAST) if item < self.work.end else Int32(LAST | END)
         if own_lane() == 0:
             ptx.store_shared_128(list_at + OWN_ROWS * 8, (mark, rest, request, visible))
+        self.go_on(item, column, number)
+
+    @cute.jit
+    def go_on(self, item: Any, column: Any, number: Any) -> None:
         if number == WALK_ITEMS:
             self.look_ahead(item)
             number = Int32(0)
@@ -180,3 +184,8 @@ class Walk:
     def there(self, tile: Any) -> Any:
         """Which of the warp's rows of a tile that has been located are there, as bits."""
         return ptx.load_shared_s32(self.list_of(tile) + OWN_ROWS * 8 + 16)
+
+    def wanted(self, tile: Any) -> tuple[Any, Any]:
+        """Those of them that this block attends to, and the other one."""
+        there = self.there(tile)
+        return there, there

@@ -104,6 +104,7 @@ class PrefillKernel:
     registers = SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS
     places: Any = Places
     barriers: Any = Barriers
+    work: Any = Work
 
     def __init__(self) -> None:
         self.flow = Flow()
@@ -155,6 +156,8 @@ class PrefillKernel:
         heads = length(q, 1)
         blocks_bits = Int32(1) if heads > ROWS else Int32(0)
         items = length(q, 0) << blocks_bits
+        if const_expr(self.flow.by_rows):
+            blocks_bits, items = items - 1, (items + 1) // 2 * 2
         kernel = self.kernel(
             Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads),
             sources,
@@ -229,7 +232,7 @@ class PrefillKernel:
         for product in products[1:]:
             wgmma.accumulate(product)
         # its number is read by whoever needs it: before the branches a register could be spilled
-        work = Work(ptx.block_again(), items, blocks, blocks_bits)
+        work = self.work(ptx.block_again(), items, blocks, blocks_bits)
         own = thread % wgmma.WARPGROUP
         if group < BACK:
             if const_expr(self.registers[0] > LAUNCHED):
@@ -241,7 +244,7 @@ class PrefillKernel:
             self.back.run(own, side, work, q, out, ready, products[3], layouts[3], layouts[1], at)
         else:
             cute.arch.setmaxregister_decrease(self.registers[2])
-            self.rows.run(Work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)
+            self.rows.run(self.work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)
         if const_expr(self.flow.blocks > 1):
             # nobody leaves while the other block may still reach for its memory
             self.meet()

@@ -109,6 +109,7 @@ class Flow:
     queries_in_ring     what begins an item is a stage of queries; else the scores' warpgroup copies them itself
     is_stored           a stage is filled by ordinary stores, which tensor cores see behind a fence
     blocks              of a cluster that fill each other's stages
+    by_rows             such blocks have neighbouring query rows, else blocks of heads of one
     """
 
     stages: int = STAGES
@@ -116,6 +117,7 @@ class Flow:
     queries_in_ring: bool = True
     is_stored: bool = False
     blocks: int = 1
+    by_rows: bool = False
 
 
 def smem_bytes() -> int:

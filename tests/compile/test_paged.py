@@ -19,7 +19,7 @@ GROUPS = 2
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=["nothing", "heads", "rows"])
 def report(request: pytest.FixtureRequest) -> Report:
     return compile_report(PagedKey("sm_90a", request.param))
 
@@ -43,7 +43,7 @@ def test_raw_rows_are_read_before_their_room_is_filled_anew(report: Report) -> N
     loads = [address or "0x0" for address, _ in found]
     whole = [f"{chunk * prefill_sm90_plan.SLAB:#x}" for chunk in range(paged_sm90_rows.CHUNKS)]
     starts = [i for i in range(len(found)) if loads[i : i + len(whole)] == whole]
-    assert len(starts) == paged_sm90_plan.GROUPS // report.key.blocks
+    assert len(starts) == paged_sm90_plan.GROUPS // paged_sm90_plan.flow(report.key.shared).blocks
     assert all(found[i + len(whole)][1] for i in starts)
 
 
@@ -69,6 +69,6 @@ def test_a_list_is_not_written_while_a_tile_needs_it() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
-    blocks = 2 if MODELS[model].num_attention_heads // tp > 64 else 1
-    assert paged.deployment_keys(MODELS[model], tp, "sm_90a") == [PagedKey("sm_90a", blocks)]
+    shared = ["heads"] if MODELS[model].num_attention_heads // tp > 64 else ["nothing", "rows"]
+    assert paged.deployment_keys(MODELS[model], tp, "sm_90a") == [PagedKey("sm_90a", way) for way in shared]
     assert paged.deployment_keys(MODELS[model], tp, "sm_100a") == []

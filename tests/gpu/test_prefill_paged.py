@@ -188,6 +188,28 @@ def test_bits_repeat(heads: int) -> None:
         assert same_bits(run(call), want)
 
 
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("rope", [True, False])
+@pytest.mark.parametrize("query_lens", [(40,), (3, 1, 7), (1, 1)])
+def test_nan_of_a_neighbouring_row_stays_there(heads: int, rope: bool, query_lens: tuple[int, ...]) -> None:
+    """The last position of the first request, which its last row alone sees."""
+    call = make(query_lens, tuple(50 + i for i in range(len(query_lens))), heads=heads, width=None, padding=1)
+    want = check(call)
+    last = call.seq_lens[0] - 1
+    slot = call.table[0, last // call.pool.rows].long() * call.pool.rows + last % call.pool.rows
+    data = call.pool.data[slot // call.pool.rows, slot % call.pool.rows]
+    scales = call.pool.scales[slot // call.pool.rows, slot % call.pool.rows]
+    if rope:
+        data[448:] = 0xFF
+    else:
+        scales[:7] = 0xFF
+    row = query_lens[0] - 1
+    got = run(call)
+    assert got[0][row].isnan().any()
+    for part, old in zip(got, want, strict=True):
+        assert same_bits((part[:row], part[row + 1 :]), (old[:row], old[row + 1 :]))
+
+
 def test_bad_metadata_is_harmless() -> None:
     """Contexts beyond the tables, pages outside the caches, starts that do not ascend."""
     call = make((4, 4), (60, 300), bad=0.0)
