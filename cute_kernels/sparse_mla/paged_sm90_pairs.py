@@ -1,4 +1,4 @@
-"""Which rows two neighbouring query rows need together that attend to all visible entries: the walk of a pair of blocks.
+"""Which rows two neighbouring query rows need together that attend to all visible entries: a pair of blocks walks.
 
 Tiles are cut where entries and positions are multiples of 64, so that a query row's tiles do not depend on the row
 beside it: what that one alone attends to is masked, and a tile of nothing else changes no bit of the result. Rows of
