@@ -51,9 +51,9 @@ asked for, and then the rows themselves."""
 
 LISTS = AHEAD + 1
 LIST_WARP = OWN_ROWS * 8 + 32
-"""Bytes of a warp's part of a tile's list: entries of its rows, their pages; marks of the tile, how many rows from its
-first one on are compressed, the request, and how many entries are visible; which of the warp's rows are there, for
-this block and for the other one."""
+"""Bytes of a warp's part of a tile's list: entries of its rows, then where in their pages they are; the pages; marks of
+the tile, how many rows from its first one on are compressed, the request, and how many entries are visible; which of
+the warp's rows are there; which of them each of two query rows attends to."""
 
 WALK_ITEMS = 32
 RECORD = 32

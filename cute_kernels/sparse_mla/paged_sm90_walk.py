@@ -120,7 +120,7 @@ class Walk:
 
     @cute.jit
     def ask_for_pages(self, tile: Any) -> None:
-        """Start to copy the pages of a tile's entries, once these are there."""
+        """Start to copy the pages of a tile's entries, once these are there, and write where in them the rows are."""
         list_at = self.list_of(tile)
         _, rest, request, visible = ptx.load_shared_128(list_at + OWN_ROWS * 8)
         own_at = list_at + (own_lane() & OWN_ROWS - 1) * 4
@@ -132,6 +132,8 @@ class Walk:
             column, _ = divmod(known, window.rows)
             other, _ = divmod(known, compressed.rows)
             column = other if is_compressed else column
+            rows = compressed.rows.divisor if is_compressed else window.rows.divisor
+            ptx.store_shared_s32(own_at, known - column * rows)
             columns = compressed.columns if is_compressed else window.columns
             base = compressed.table if is_compressed else window.table
             stride = compressed.table_row if is_compressed else window.table_row
@@ -150,13 +152,9 @@ class Walk:
         list_at = self.list_of(tile)
         rest = ptx.load_shared_s32(list_at + OWN_ROWS * 8 + 4)
         own_at = list_at + (own_lane() & OWN_ROWS - 1) * 4
-        entry, page = ptx.load_shared_s32(own_at), ptx.load_shared_s32(own_at + OWN_ROWS * 4)
+        inside, page = ptx.load_shared_s32(own_at), ptx.load_shared_s32(own_at + OWN_ROWS * 4)
         window, compressed = self.sources.window, self.sources.compressed
         is_compressed = self.row < rest
-        known = cutlass.max(entry, Int32(0))
-        _, inside = divmod(known, window.rows)
-        _, other = divmod(known, compressed.rows)
-        inside = other if is_compressed else inside
         rows = compressed.rows.divisor if is_compressed else window.rows.divisor
         base = compressed.base if is_compressed else window.base
         stride = compressed.page_stride if is_compressed else window.page_stride
