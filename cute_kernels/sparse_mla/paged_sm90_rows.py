@@ -71,11 +71,11 @@ class PagedRows:
         """Fill the ring. By a warpgroup."""
         walk = self.walk(work, sources, at)
         walk.begin()
-        for tile in cutlass.range(AHEAD, unroll=1):
-            walk.ask_for_entries(tile)
+        for early in cutlass.range(AHEAD, unroll=1):
+            walk.ask_for_entries(early)
         self.settle()
-        for tile in cutlass.range(AHEAD - 1, unroll=1):
-            walk.ask_for_pages(tile)
+        for early in cutlass.range(AHEAD - 1, unroll=1):
+            walk.ask_for_pages(early)
         self.settle()
         walk.locate(Int32(0))
         for group in self.groups:

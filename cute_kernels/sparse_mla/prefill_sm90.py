@@ -109,7 +109,8 @@ class PrefillKernel:
     def __init__(self) -> None:
         self.flow = Flow()
         self.parts = smem_parts()
-        self.rows, self.scores, self.back = Rows(), Scores(self.flow), Back(self.flow)
+        self.rows: Any = Rows()
+        self.scores, self.back = Scores(self.flow), Back(self.flow)
         self.name = "sparse_mla_prefill"
 
     @cute.jit
