@@ -83,7 +83,8 @@ class PagedSet:
 
         def cache(rows: int, page_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
             pages = -(-rows // page_rows)
-            pool = random_pool(pages, page_rows).clone()
+            pool = FP8_DS_MLA.allocate(pages, page_rows, "cuda")
+            FP8_DS_MLA.pages(pool, page_rows).copy_(FP8_DS_MLA.pages(random_pool(pages, page_rows), page_rows))
             return pool, torch.randperm(pages, device="cuda", generator=g)[None].int()
 
         rows, context, ratio = shape.rows, shape.context, shape.ratio
