@@ -43,6 +43,7 @@ def test_raw_rows_are_read_before_their_room_is_filled_anew(report: Report) -> N
     places = [-1 if store else int(address or "0", 16) for address, store in found]
     whole = [chunk * prefill_sm90_plan.SLAB for chunk in range(paged_sm90_rows.CHUNKS)]
     starts = [i for i, first in enumerate(places) if [p - first for p in places[i : i + len(whole)]] == whole]
+    assert isinstance(report.key, PagedKey)
     assert len(starts) == paged_sm90_plan.GROUPS // paged_sm90_plan.flow(report.key.shared).blocks
     assert all(places[i + len(whole)] == -1 for i in starts)
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from cute_kernels.sparse_mla.ops import sparse_mla_prefill_paged
 from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, inside, int32
 from tests.gpu.decode_checks import same_bits
 from tests.gpu.paged_cases import Call, check, fill, make, run
@@ -176,7 +178,12 @@ def test_chunks_give_the_same_bits(heads: int, ratio: int, width: int | None) ->
     for edges in ([0, 13, 90], list(range(91))):
         for first, last in itertools.pairwise(edges):
             topk = None if call.topk is None else call.topk[first:last]
-            changes = {"q": call.q[first:last], "topk": topk, "query_lens": [last - first], "seq_lens": [200 + last]}
+            changes: dict[str, Any] = {
+                "q": call.q[first:last],
+                "topk": topk,
+                "query_lens": [last - first],
+                "seq_lens": [200 + last],
+            }
             assert same_bits(run(dataclasses.replace(call, **changes)), tuple(part[first:last] for part in whole))
 
 
@@ -219,13 +226,12 @@ def test_bad_metadata_is_harmless() -> None:
     run(dataclasses.replace(far, window_size=2**40))
     torch.cuda.synchronize()
     for entry in (INT_MAX, INT_MIN, call.pool.pages):
-        lost = dataclasses.replace(call, table=torch.full_like(call.table, entry))
-        lost.compressed_table = torch.full_like(lost.compressed_table, entry)
+        assert call.compressed_table is not None
+        tables = torch.full_like(call.table, entry), torch.full_like(call.compressed_table, entry)
+        lost = dataclasses.replace(call, table=tables[0], compressed_table=tables[1])
         out, _, _ = check(lost)
         assert (out == 0).all()
     given = call.arguments()
-    from cute_kernels.sparse_mla.ops import sparse_mla_prefill_paged
-
     for starts in ([0, -4, 8], [8, 0, 4], [INT_MAX, INT_MIN, 0]):
         sparse_mla_prefill_paged(**{**given, "query_start_loc": int32(starts)})
     torch.cuda.synchronize()
@@ -252,11 +258,11 @@ def test_strides_and_what_lies_around(heads: int) -> None:
 def test_graph() -> None:
     call = make((1,) * 100 + (200,), (700,) * 100 + (230,), width=100, padding=0)
     want = check(call)
-    results = {name: torch.empty_like(part) for name, part in zip(("out", "max_logits", "lse"), want, strict=True)}
+    results: dict[str, Any] = {
+        name: torch.empty_like(part) for name, part in zip(("out", "max_logits", "lse"), want, strict=True)
+    }
     graph = torch.cuda.CUDAGraph()
     given = call.arguments()
-    from cute_kernels.sparse_mla.ops import sparse_mla_prefill_paged
-
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         sparse_mla_prefill_paged(**given, **results)
     for _ in range(3):
