@@ -42,10 +42,12 @@ def paged(
 
         def cache(entries: int, page_rows: int, g: torch.Generator = g, requests: int = len(query_lens)) -> Any:
             pages = -(-entries // page_rows) + 1
-            table = torch.stack([torch.randperm(pages, generator=g) for _ in range(requests)] or [torch.zeros(0)])
+            table = torch.empty(requests, pages, dtype=torch.int32)
+            for row in table:
+                row.copy_(torch.randperm(pages, generator=g))
             # the last page ends with NaN: nobody has it
             table[table == pages - 1] = -1
-            return pool(pages, page_rows, g), table.int().view(requests, -1)
+            return pool(pages, page_rows, g), table
 
         other: tuple[Any, Any] = (None, None)
         picks = None
