@@ -82,6 +82,7 @@ MEASURED = (
     "merge_attention_states",
     "mqa_logits",
     "mtp_shared_head_rmsnorm",
+    "paged_mqa_logits",
     "quantize_and_insert_k_cache",
     "save_partial_states",
     "sparse_mla_decode",
