@@ -8,13 +8,13 @@ import pytest
 
 from cute_kernels.models import MODELS, ModelShape
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import Report, compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer import logits, logits_choice, logits_plan, paged_logits
 from cute_kernels.indexer.logits_plan import MANY_COLUMNS
 from cute_kernels.indexer.logits_sm90 import REGISTERS, REGISTERS_BESIDE_MORE, LogitsKey
+from tests.compile.reports import compile_report
 
 DEPLOYED = [
     declare(MODELS["v4-flash"], 1, "sm_90a") for declare in (logits.deployment_keys, paged_logits.deployment_keys)
@@ -25,18 +25,10 @@ OTHERS = [
     for heads, rows, paged, box in ((16, 4, False, 64), (48, 4, False, 64), (48, 3, True, 64), (32, 1, True, 8))
 ] + [logits_choice.key_for(heads, 4, True, 8) for heads in (48, 64)]
 
-_reports: dict[LogitsKey, Report] = {}
-
-
-def report_of(key: LogitsKey) -> Report:
-    if key not in _reports:
-        _reports[key] = compile_report(key)
-    return _reports[key]
-
 
 @pytest.mark.parametrize("key", [*KEYS, *OTHERS], ids=str)
 def test_compiles(key: LogitsKey) -> None:
-    report = report_of(key)
+    report = compile_report(key)
     assert report.cubin[:4] == b"\x7fELF"
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem <= SMEM_BYTES[key.arch]
@@ -58,7 +50,7 @@ def test_compiles(key: LogitsKey) -> None:
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_products_and_sums(key: LogitsKey) -> None:
     """The assembler waits for no product on its own, and sums cost two instructions a product."""
-    report = report_of(key)
+    report = compile_report(key)
     if report.sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
     order = re.findall(r"QGMMA|WARPGROUP\.DEPBAR", report.sass)

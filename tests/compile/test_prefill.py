@@ -11,10 +11,11 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import Report, compile_report
+from cute_kernels.runtime.compile import Report
 from cute_kernels.sparse_mla import mixed, prefill, prefill_sm90, prefill_sm90_plan
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from tests.compile.reports import compile_report
 
 GROUPS = 2
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
