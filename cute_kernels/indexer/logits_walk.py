@@ -136,17 +136,51 @@ class Walk:
         key_copy     (address of the keys' descriptor, address of their stages)
         query_copy   (atom, source, target)
         """
-        plan = self.plan
-        step = plan.warpgroups
+        lane = cute.arch.lane_idx()
+
+        def bring(part: Part, state: Any) -> Any:
+            stage, phase, turn = state
+            pages, boxes = self.look_up(keys, part, Int32(0))
+            buffer, use = role * QUERIES + turn % QUERIES, turn // QUERIES & 1
+            self.bring_queries(windows, groups, weights, weights_stride, query_copy, rings[1], at, part, buffer, use)
+            if self.paged:
+                stage, phase = self.bring_pages(keys, key_copy, rings[0], at, part, pages, boxes, stage, phase)
+            else:
+                stage, phase = self.bring_keys(keys, key_copy, rings[0], at, part, stage, phase)
+            return stage, phase, turn + 1
+
+        start = role, Int32(0), Int32(0)
+        stage, phase, _ = self.each_part(role, self.plan.warpgroups, groups, windows, at.sums, bring, start)
+        rings[0].wait_empty(stage, phase)
+        if lane == 0:
+            self.announce(rings[0].full(stage), at, stage, END, 0, 0, 0)
+        if const_expr(not self.paged):
+            cute.arch.cp_async_mbarrier_arrive_noinc(rings[0].full(stage))
+        # no lane ends with copies under way
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def each_part(
+        self,
+        role: Any,
+        step: cutlass.Constexpr,
+        groups: Any,
+        windows: Any,
+        sums: Any,
+        work: cutlass.Constexpr,
+        state: Any,
+    ) -> Any:
+        """state = work(part, state) for all parts of the block's share of which number `role` of `step` has tiles."""
         lane = cute.arch.lane_idx()
         base, skipped, remaining = Int32(0), Int32(0), Int32(0)
         is_counted = groups.total() > WARP
         if is_counted:
-            chunk, skipped, remaining = self.share(groups, at.sums)
+            chunk, skipped, remaining = self.share(groups, sums)
             base = chunk * self.chunk_width(groups) * WARP
-        stage, phase, turn, done, goes_on = role, Int32(0), Int32(0), Int32(0), is_counted | True
+        done, goes_on = Int32(0), is_counted | True
         while goes_on:
-            low, high, tiles = windows.span(groups, base + lane, plan.rows, self.paged)
+            low, high, tiles = windows.span(groups, base + lane, self.plan.rows, self.paged)
             until = self.sum_up_to_lane(tiles)
             here = cute.arch.shuffle_sync(until, WARP - 1)
             if not is_counted:
@@ -160,36 +194,17 @@ class Walk:
                     count = cutlass.min(cute.arch.shuffle_sync(tiles, number) - skipped, remaining)
                     own = (role + step - done % step) % step
                     if own < count:
-                        request, first_row = groups.place(base + number, plan.rows)
+                        request, first_row = groups.place(base + number, self.plan.rows)
                         first_key = cute.arch.shuffle_sync(low, number) + skipped * KEYS
                         stop = cute.arch.shuffle_sync(high, number)
-                        part = Part(base + number, request, first_row, first_key, stop, count, own, step)
-                        pages, boxes = self.look_up(keys, part, Int32(0))
-                        buffer, use = role * QUERIES + turn % QUERIES, turn // QUERIES & 1
-                        self.bring_queries(
-                            windows, groups, weights, weights_stride, query_copy, rings[1], at, part, buffer, use
-                        )
-                        if const_expr(self.paged):
-                            stage, phase = self.bring_pages(
-                                keys, key_copy, rings[0], at, part, pages, boxes, stage, phase
-                            )
-                        else:
-                            stage, phase = self.bring_keys(keys, key_copy, rings[0], at, part, stage, phase)
-                        turn += 1
+                        state = work(Part(base + number, request, first_row, first_key, stop, count, own, step), state)
                     done += count
                     remaining -= count
                     skipped = Int32(0)
                     number += 1
             base += WARP
             goes_on = remaining > 0
-        rings[0].wait_empty(stage, phase)
-        if lane == 0:
-            self.announce(rings[0].full(stage), at, stage, END, 0, 0, 0)
-        if const_expr(not self.paged):
-            cute.arch.cp_async_mbarrier_arrive_noinc(rings[0].full(stage))
-        # no lane ends with copies under way
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
+        return state
 
     @cute.jit
     def sum_up_to_lane(self, number: Any) -> Any:
