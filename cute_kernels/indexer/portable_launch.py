@@ -38,7 +38,8 @@ def launch(call: Any, keys: Any, windows: Any, requests: int, rows: int, paged: 
     """Run the kernel for a call, whose `keys` and `windows` are in the order of the kernel's entry point."""
     device_index = call.out.device.index
     heads = call.q.shape[-2]
-    key = key_for(arch_of(device_index), heads, rows, paged, call.q_scale is not None)
+    # without requests, any number of rows runs the same kernel
+    key = key_for(arch_of(device_index), heads, rows if paged else ROWS[-1], paged, call.q_scale is not None)
     blocks = choice.blocks(key, requests, rows, call.out.shape[1], multiprocessors(device_index))
     queries = (*strides(call.q, rows), *(strides(call.q_scale, rows) if call.q_scale is not None else (0,) * 4))
     clean = int(call.clean_logits)
