@@ -14,8 +14,9 @@ from cute_kernels.runtime.compile import launch as launch_key
 
 
 def rows_of_group(rows: int) -> int:
-    """Those of ROWS that leaves least of the last group empty, and of them the largest."""
-    return min(reversed(ROWS), key=lambda size: round_up(rows, size)) if rows > 1 else 1
+    """That of ROWS which leaves least of the last group empty, the largest of several. One only for single rows: every
+    team reads the keys for itself."""
+    return min(reversed(ROWS[1:]), key=lambda size: round_up(rows, size)) if rows > 1 else 1
 
 
 @cache
