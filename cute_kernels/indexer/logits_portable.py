@@ -1,7 +1,8 @@
 """Kernel of mqa_logits and paged_mqa_logits for every architecture from sm_80 on: f16 or bf16 products by mma.sync.
 
-All warps of a block do the same: they count tiles (logits_walk), write -inf where a row sees no key, if that is wanted
-(logits_fill), and then score: portable_team.py. What is where: portable_plan.py; codes as operands: portable_operands.py.
+All warps of a block do the same: they count tiles (logits_shares.py), write -inf where a row sees no key, if that is
+wanted (logits_fill.py), and then score (portable_team.py). What is where: portable_plan.py; how codes become operands:
+portable_operands.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -21,7 +21,7 @@ from cute_kernels.dsl import mma_sync, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.indexer.logits_fill import Fill
 from cute_kernels.indexer.logits_plan import WARP, Groups, Windows
-from cute_kernels.indexer.logits_walk import Walk
+from cute_kernels.indexer.logits_shares import Shares
 from cute_kernels.indexer.portable_operands import operands_of
 from cute_kernels.indexer.portable_plan import WARPS, PortablePlan
 from cute_kernels.indexer.portable_team import Keys, Queries, Team
@@ -86,8 +86,8 @@ class PortableLogitsKernel:
 
     def __init__(self, key: PortableLogitsKey) -> None:
         self.plan, self.paged = key.plan, key.paged
-        self.walk, self.fill = Walk(key.plan, key.paged), Fill(key.paged)
-        self.team = Team(key.plan, operands_of(key.mxfp4, key.arch), self.walk, key.paged)
+        self.shares, self.fill = Shares(key.rows, WARPS, key.paged), Fill(key.paged)
+        self.team = Team(key.plan, operands_of(key.mxfp4, key.arch), self.shares, key.paged)
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         kind = ("paged_" if key.paged else "") + "mqa_logits_portable" + ("_mxfp4" if key.mxfp4 else "_fp8")
         self.name = f"{kind}_h{key.heads}r{key.rows}"
@@ -138,9 +138,7 @@ class PortableLogitsKernel:
                 stride_bytes(weights, 0),
                 heads,
             ),
-            Keys(
-                keys, scales, key_stride, page_stride, divisor(page_rows), pages, table, table_stride, table_columns
-            ),
+            Keys(keys, scales, key_stride, page_stride, divisor(page_rows), pages, table, table_stride, table_columns),
             address(out),
             stride_bytes(out, 0),
             clean,
@@ -169,7 +167,7 @@ class PortableLogitsKernel:
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
         if groups.total() > WARP:
-            self.walk.count(warp, groups, windows, base + plan.sums_at)
+            self.shares.count(warp, groups, windows, base + plan.sums_at)
             cute.arch.sync_threads()
         q = mma_sync.Registers("q", plan.tiles * 32)
         q.declare()

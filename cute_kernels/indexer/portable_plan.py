@@ -37,7 +37,7 @@ MOST_HEADS = 64
 
 @dataclass(frozen=True)
 class PortablePlan:
-    """Sizes of one kernel: `heads` of a query row, a multiple of HEAD_TILE; `rows` of a group; bytes of a key's codes."""
+    """Sizes of a kernel: `heads` of a query row, a multiple of HEAD_TILE, `rows` of a group, bytes of a key's codes."""
 
     arch: str
     heads: int

@@ -63,8 +63,8 @@ class Row(NamedTuple):
 class Team:
     """`operands`: of portable_operands."""
 
-    def __init__(self, plan: PortablePlan, operands: Any, walk: Any, paged: bool) -> None:
-        self.plan, self.operands, self.walk, self.paged = plan, operands, walk, paged
+    def __init__(self, plan: PortablePlan, operands: Any, shares: Any, paged: bool) -> None:
+        self.plan, self.operands, self.shares, self.paged = plan, operands, shares, paged
         self.is_fp8 = plan.code_bytes == INDEX_DIM
 
     @cute.jit
@@ -89,7 +89,7 @@ class Team:
             self.score(part, team, member, groups, windows, queries, keys, q, ring, out, out_stride)
             return state
 
-        self.walk.each_part(team, plan.teams, groups, windows, base + plan.sums_at, score, Int32(0))
+        self.shares.each_part(team, plan.teams, groups, windows, base + plan.sums_at, score, Int32(0))
 
     @cute.jit
     def score(
@@ -232,9 +232,7 @@ class Team:
     @cute.jit
     def score_step(self, row: Row, q: Any, stage: Any, first_key: Any, lane: Any) -> None:
         """Score the keys of a step, which is in a stage."""
-        sums = []
-        for pair in range_constexpr(STEP // PAIR):
-            sums.append(self.add_heads(self.multiply(q, stage, pair * PAIR, lane), row.weights))
+        sums = [self.add_heads(self.multiply(q, stage, first, lane), row.weights) for first in range(0, STEP, PAIR)]
         own = key_of_lane(lane)
         score = self.exchange(sums, lane)
         if const_expr(self.operands.factor != 1.0):

@@ -18,7 +18,6 @@ from cute_kernels.indexer.logits_plan import MANY_COLUMNS
 from cute_kernels.indexer.logits_sm90 import REGISTERS, REGISTERS_BESIDE_MORE, LogitsKey
 
 
-
 def deployed(model: Any, tp: int = 1) -> list[LogitsKey]:
     """Keys of Hopper's kernel."""
     found = [*logits.deployment_keys(model, tp, "sm_90a"), *paged_logits.deployment_keys(model, tp, "sm_90a")]

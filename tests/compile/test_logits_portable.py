@@ -1,4 +1,4 @@
-"""The portable kernel of the indexer's scores, compiled for every architecture, and its plan. Needs CuTe DSL, no GPU."""
+"""The portable kernel of the indexer's scores, compiled for several architectures, and its plan. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -132,9 +132,7 @@ def check_paged(
     pool, table = paged(data, fmt, keys, page_rows)
     out, whole = poisoned(requests * next_n, columns)
     query = data.query(requests, next_n)
-    by_kernel(
-        paged_mqa_logits, query, pool, data.w, lens, table, None, columns, clean, kv_format=fmt.id, out=out
-    )
+    by_kernel(paged_mqa_logits, query, pool, data.w, lens, table, None, columns, clean, kv_format=fmt.id, out=out)
     scores, bounds = (torch.zeros(out.shape, dtype=torch.float64, device="cuda") for _ in range(2))
     begin = 0
     for r, count in enumerate(keys):
@@ -254,9 +252,7 @@ def test_bits_do_not_depend_on_the_batch() -> None:
     for next_n in (1, 2, 3, 4, 30):
         codes, scales = (t[None, :next_n] for t in data.query())
         lens = torch.full((1, next_n), keys, dtype=INT, device="cuda")
-        got = paged_mqa_logits(
-            (codes, scales), pool, data.w[:next_n], lens, table, None, keys, kv_format=fmt.id
-        )
+        got = paged_mqa_logits((codes, scales), pool, data.w[:next_n], lens, table, None, keys, kv_format=fmt.id)
         assert torch.equal(bits(got), bits(first[:next_n])), next_n
 
 

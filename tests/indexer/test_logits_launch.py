@@ -213,7 +213,7 @@ def refused(module: Any, args: dict[str, Any], why: str) -> None:
 def mxfp4(args: dict[str, Any], kv_format: str = formats.INDEXER_MXFP4.id) -> dict[str, Any]:
     """The call with MXFP4 queries and keys."""
     q = torch.zeros(*args["q"].shape[:-1], 64, dtype=torch.uint8)
-    changes = {"q": q, "q_scale": torch.zeros(q.shape[:-1], dtype=torch.int32)}
+    changes: dict[str, Any] = {"q": q, "q_scale": torch.zeros(q.shape[:-1], dtype=torch.int32)}
     if "k" in args:
         keys = args["k"].shape[0]
         changes |= {"k": torch.zeros(keys, 64, dtype=torch.uint8), "k_scale": torch.zeros(keys, dtype=torch.int32)}
