@@ -207,22 +207,25 @@ class Team:
             where + Int64(part.request) * request + Int64(number) * row
             for where, request, row, _ in (queries.codes, queries.scales)
         )
-        weights = []
+        loaded, weights = [], []
         for half in range_constexpr(2 * plan.tiles):
             head = r + 8 * half
             exists = is_row & (head < queries.heads)
             at = codes + Int64(head) * queries.codes[3] + Int64(c * CHUNK)
-            words = list(ptx.load_global_128_where(exists, at))
+            words = list(ptx.load_global_128_cached_where(exists, at))
             scale = Int32(0)
             if const_expr(self.is_fp8):
-                words += ptx.load_global_128_where(exists, at + INDEX_DIM // 2)
+                words += ptx.load_global_128_cached_where(exists, at + INDEX_DIM // 2)
             else:
-                scale = ptx.load_global_s32_where(exists, scales + Int64(head) * queries.scales[3])
+                scale = ptx.load_global_s32_where(exists, scales + Int64(head) * queries.scales[3], is_shared=True)
             weight = queries.weights + index * queries.weights_stride + Int64(head) * 4
-            weight = ptx.load_global_s32_where(exists, weight)
+            weight = ptx.load_global_s32_where(exists, weight, is_shared=True)
             weights.append((weight if exists else Int32(0)).bitcast(Float32))
-            words = [word if exists else Int32(0) for word in words]
-            factors = self.operands.factors(scale if exists else Int32(0), lane)
+            loaded.append(([word if exists else Int32(0) for word in words], scale if exists else Int32(0)))
+        # all loads are on their way before one is waited for
+        for half in range_constexpr(2 * plan.tiles):
+            words, scale = loaded[half]
+            factors = self.operands.factors(scale, lane)
             pairs = [pair for word in words for pair in self.operands.pairs(word, factors)]
             for i in range_constexpr(16):
                 q.put((half // 2 * 8 + i // 2) * 4 + i % 2 * 2 + half % 2, pairs[i])
