@@ -112,9 +112,10 @@ class Team:
         lane = ptx.again(cute.arch.lane_idx())
         ahead = const_expr(plan.stages - 1)
         steps = (part.count - part.own + (part.step - 1)) // part.step * STEPS
-        # the team may still be reading what the part before has left
-        self.meet(team)
         found = [self.look_up(part, keys, Int32(i), steps, lane) for i in range(plan.stages)]
+        # the team may still be reading what the part before has left. And the look-ups are all on their way before one
+        # is waited for: loads are not moved past this
+        self.meet(team)
         for i in range_constexpr(ahead):
             self.copy(keys, found[i], ring + i * plan.stage_bytes, member, lane)
         page, place = found[ahead]
