@@ -20,7 +20,6 @@ from cute_kernels.indexer.portable_plan import ROWS, STEP, WARPS, PortablePlan, 
 # (heads, rows of a group, whether keys are in pages, whether they are MXFP4); what takes most registers on each
 CHOSEN = {
     "sm_80": ((64, 1, True, False), (64, 4, True, True)),
-    "sm_89": ((64, 4, False, False),),
     "sm_90a": ((64, 1, True, False), (64, 1, True, True), (16, 4, False, True)),
     "sm_100a": ((64, 2, True, True),),
     "sm_120a": ((64, 1, True, False),),
