@@ -53,11 +53,9 @@ def strides(tensor: Any, rows: int) -> tuple[int, int, int, int]:
     """Address of codes or scales of queries, and their strides in bytes by request, row and head. Without requests, all
     rows are one's. The last axis of codes is dense."""
     size = tensor.element_size()
-    axes = [int(tensor.stride(axis)) * size for axis in range(tensor.dim())]
-    if tensor.dtype.itemsize == 1:
-        axes.pop()
-    request = axes[0] if len(axes) == 3 else axes[0] * rows
-    return (tensor.data_ptr(), request, axes[-2], axes[-1])
+    axes = tensor.stride()[:-1] if size == 1 else tensor.stride()
+    row, head = axes[-2] * size, axes[-1] * size
+    return tensor.data_ptr(), axes[0] * size if len(axes) == 3 else row * rows, row, head
 
 
 def code_bytes(call: Any) -> int:
