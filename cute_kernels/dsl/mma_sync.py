@@ -1,6 +1,6 @@
 """Products of single warps on tensor cores (mma.sync), with operands in registers; sm_80 and up.
 
-A product is [16 rows, 16] @ [16, 8 columns], bf16 with fp32 sums. Lane l has, with r = l // 4 and c = l % 4:
+A product is [16 rows, 16] @ [16, 8 columns], bf16 or f16 with fp32 sums. Lane l has, with r = l // 4 and c = l % 4:
 
     a[0]  row r,      summed 2c, 2c + 1             b[0]  summed 2c, 2c + 1,         column r
     a[1]  row r + 8,  summed 2c, 2c + 1             b[1]  summed 2c + 8, 2c + 9,     column r
@@ -60,12 +60,14 @@ class Registers:
 MULTIPLY = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 
 
-def multiply(a: str, b: Any, sums: Any) -> Any:
-    """sm_80 and up. The product of a and b, plus four sums, bits of fp32 numbers, if there are any. a: Registers."""
+def multiply(a: str, b: Any, sums: Any, element: str = "bf16") -> Any:
+    """sm_80 and up. The product of a and b, plus four sums, bits of fp32 numbers, if there are any. a: Registers;
+    element: "bf16" or "f16"."""
+    instruction = MULTIPLY.replace("bf16", element)
     zeros = "" if sums else ".reg .b32 zero; mov.b32 zero, 0; "
     before = "{$r2}, {$r3}, {$r4}, {$r5}" if sums else "zero, zero, zero, zero"
     return inline_ptx(
-        f"{{ {zeros}{MULTIPLY} {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, {a}, {{{{$r0}}, {{$r1}}}}, {{{before}}}; }}",
+        f"{{ {zeros}{instruction} {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, {a}, {{{{$r0}}, {{$r1}}}}, {{{before}}}; }}",
         write_only_types=[Int32] * 4,
         read_only_args=[*b, *sums],
     )

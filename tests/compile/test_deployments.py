@@ -15,6 +15,7 @@ from cute_kernels.runtime.report import INSTRUCTIONS, Facts, find_instructions, 
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.indexer.logits_portable import PortableLogitsKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from tests.compile.reports import compile_report
 
@@ -30,7 +31,10 @@ def test_kernels_of_a_deployment(arch: str, model: str, tp: int) -> None:
 
 
 def is_left_out(key: KernelKey) -> bool:
-    """Of the portable decode kernel, whose keys take longest, test_decode_portable.py has a sample."""
+    """Of the portable kernels of decode, whose keys take longest, and of scores, test_decode_portable.py and
+    test_logits_portable.py have samples."""
+    if isinstance(key, PortableLogitsKey):
+        return key.paged
     return isinstance(key, PortableDecodeKey) and (key.second, key.out_fp32) != ("listed", False)
 
 

