@@ -1,6 +1,6 @@
 """What the decode kernel of teams makes of an item: the teams' maxima, sums and O become the item's.
 
-All warps agree on the maxima first. Then each stores what it has of O, by its factors, where others find it, half of
+All warps agree on the maxima first. Then each stores what it has of O, by its factors, where others find it, some of
 its columns at a time; and each adds up some heads of the columns of its rank, over all teams, for the caller.
 """
 
@@ -17,8 +17,6 @@ from cute_kernels.sparse_mla.portable_output import Output
 from cute_kernels.sparse_mla.teams_plan import BLOCK, GROUP, LANES, SHIFT, first_column
 from cute_kernels.sparse_mla.teams_source import Own
 
-HALVES = 2
-
 
 @cute.jit
 def finish(
@@ -28,43 +26,44 @@ def finish(
     """Store the results of an item.
 
     place           part, batch, token and first head
-    tops, amounts   registers: the team's maxima, and the lane's part of its sums, lost
+    tops, amounts   registers, of the two heads of the warp's group: maxima, and the lane's part of their sums, lost
     base            address of shared memory
     """
-    agree(out, place, tops, amounts, base, own, lane, plan)
-    for half in range_constexpr(HALVES):
-        if const_expr(half > 0):
+    factors = agree(out, place, tops, amounts, base, own, lane, plan)
+    for number in range_constexpr(plan.passes):
+        if const_expr(number > 0):
             cute.arch.sync_threads()
-        hand_over(o, wide, amounts, half, base, own, lane, plan)
+        hand_over(o, wide, factors, number, base, own, lane, plan)
         cute.arch.sync_threads()
-        add_up(out, place, half, base, own, lane, plan, is_fp32)
+        add_up(out, place, number, base, own, lane, plan, is_fp32)
 
 
 @cute.jit
 def agree(
     out: Output, place: Any, tops: Any, amounts: Any, base: Any, own: Own, lane: Any, plan: cutlass.Constexpr
-) -> None:
-    """Store the log-sum-exps, and put what the warp's O is multiplied with where its sums were."""
+) -> list[Any]:
+    """Store the log-sum-exps. Returns what the warp's O is multiplied with: of two heads of each group."""
     part, batch, token, first = place
     r, c = lane >> 2, lane & 3
     for step in (4, 8, 16):
-        for i in range_constexpr(2 * plan.groups):
+        for i in range_constexpr(2):
             amounts[i] = amounts[i] + cute.arch.shuffle_sync_bfly(amounts[i], step)
     maxima = base + plan.maxima_at + 2 * c * 8
-    if own.rank == 0 and r == 0:
-        for group in range_constexpr(plan.groups):
-            words = [value[2 * group + i].bitcast(Int32) for i in range(2) for value in (tops, amounts)]
-            ptx.store_shared_128(maxima + (own.team * plan.heads + group * GROUP) * 8, words)
+    of_team = maxima + own.team * (plan.heads * 8)
+    if r == 0:
+        words = [value[i].bitcast(Int32) for i in range(2) for value in (tops, amounts)]
+        ptx.store_shared_128(of_team + own.rank * (GROUP * 8), words)
     # the results of the item before have been read, too
     cute.arch.sync_threads()
+    factors = []
     for group in range_constexpr(plan.groups):
-        mine = maxima + group * (GROUP * 8)
-        found = [ptx.load_shared_128(mine + team * (plan.heads * 8)) for team in range(plan.teams)]
+        found = [ptx.load_shared_128(maxima + (team * plan.heads + group * GROUP) * 8) for team in range(plan.teams)]
+        mine = ptx.load_shared_128(of_team + group * (GROUP * 8))
         for i in range_constexpr(2):
             head = first + group * GROUP + 2 * c + i
             exists = head < out.heads
-            top = tops[2 * group + i]
-            for four in found:
+            top = found[0][2 * i].bitcast(Float32)
+            for four in found[1:]:
                 top = ptx.max_f32(top, four[2 * i].bitcast(Float32))
             whole = Float32(0.0)
             for four in found:
@@ -74,27 +73,28 @@ def agree(
             if out.sink != 0:
                 logit = ptx.load_global_s32_where(exists, out.sink + Int64(head) * 4, is_shared=True).bitcast(Float32)
                 share = whole + ptx.exp2(logit * Float32(ptx.LOG2_E) - top)
-            factor = ptx.exp2(tops[2 * group + i] - top) * ptx.reciprocal(share)
-            amounts[2 * group + i] = Float32(0.0) if is_empty else factor
+            factor = ptx.exp2(mine[2 * i].bitcast(Float32) - top) * ptx.reciprocal(share)
+            factors.append(Float32(0.0) if is_empty else factor)
             lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(whole)) * Float32(ptx.LN_2)
             index = (Int64(part) * Int64(out.batches) + batch) * Int64(out.heads) + head
             is_chosen = exists and r == 0 and own.rank == 0 and own.team == 0
             ptx.store_global_s32(out.lse + (index * Int64(out.tokens) + token) * 4, lse.bitcast(Int32), is_chosen)
+    return factors
 
 
 @cute.jit
 def hand_over(
-    o: Any, wide: Any, factors: Any, half: cutlass.Constexpr, base: Any, own: Own, lane: Any, plan: cutlass.Constexpr
+    o: Any, wide: Any, factors: Any, number: cutlass.Constexpr, base: Any, own: Own, lane: Any, plan: cutlass.Constexpr
 ) -> None:
-    """Store half of the warp's columns of O."""
+    """Store some of the warp's columns of O."""
     r, c = lane >> 2, lane & 3
     unit = Float32(2.0**-SHIFT) if wide[0] == 0 else Float32(1.0)
     scaled = [factors[i] * unit for i in range(2 * plan.groups)]
     results = base + plan.results_at + (own.team * plan.team + own.rank) * plan.result_bytes + 2 * c * plan.pitch
-    blocks = const_expr(plan.blocks // HALVES)
-    codes = const_expr(blocks if half < HALVES - 1 else blocks - 1)
+    blocks = const_expr(plan.blocks // plan.passes)
+    codes = const_expr(blocks if number < plan.passes - 1 else blocks - 1)
     for block in range_constexpr(codes):
-        store_block(o, scaled, half * blocks + block, False, results + block * (BLOCK * 4), r, plan)
+        store_block(o, scaled, number * blocks + block, False, results + block * (BLOCK * 4), r, plan)
     if const_expr(codes < blocks):
         last = results + codes * (BLOCK * 4)
         if own.is_last:
@@ -121,16 +121,16 @@ def store_block(o: Any, factors: Any, block: int, is_rope: bool, at: Any, r: Any
 
 @cute.jit
 def add_up(
-    out: Output, place: Any, half: cutlass.Constexpr, base: Any, own: Own, lane: Any, plan: cutlass.Constexpr,
+    out: Output, place: Any, number: cutlass.Constexpr, base: Any, own: Own, lane: Any, plan: cutlass.Constexpr,
     is_fp32: cutlass.Constexpr,
 ) -> None:  # fmt: skip
     """Add up what the warps of this rank have handed over, of as many heads as there are for each team."""
     part, batch, token, first = place
     size = const_expr(4 if is_fp32 else 2)
-    width = const_expr(plan.columns // HALVES)
+    width = const_expr(plan.columns // plan.passes)
     quads, heads = const_expr(width // 4), const_expr(plan.heads // plan.teams)
     start = out.base + Int64(part) * out.strides[0] + Int64(batch) * out.strides[1] + Int64(token) * out.strides[2]
-    start = start + Int64(own.column + half * width) * size
+    start = start + Int64(own.column + number * width) * size
     results = base + plan.results_at + own.rank * plan.result_bytes
     for i in range_constexpr(heads * quads // LANES):
         number = i * LANES + lane

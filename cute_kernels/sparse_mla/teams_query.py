@@ -8,7 +8,7 @@ e4m3 columns as f16, by a power of two that brings the largest one that a head h
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -20,13 +20,6 @@ from cute_kernels.sparse_mla.teams_plan import BLOCK, GROUP, LANES
 from cute_kernels.sparse_mla.teams_source import Own
 
 QUERY_EXPONENT = 7
-
-
-class Query(NamedTuple):
-    """Q: Registers of the resident blocks, and where the lane finds all of them."""
-
-    words: Any
-    at: Any
 
 
 @cute.jit
@@ -48,24 +41,24 @@ def ask_query(query: Any, head_bytes: Any, heads: Any, own: Own, lane: Any, plan
 
 
 @cute.jit
-def share_query(q: Any, factors: Any, given: Any, base: Any, own: Own, lane: Any, plan: cutlass.Constexpr) -> None:
-    """Convert an item's queries and put them where all warps find them; by all warps of the block.
+def share_query(given: Any, base: Any, own: Own, lane: Any, plan: cutlass.Constexpr) -> None:
+    """Convert an item's queries and put them where all warps find them, and what products of e4m3 columns are to be
+    multiplied with where the warp's peaks were; by all warps of the block.
 
-    q         Registers for the resident blocks, see teams_plan.Plan.query
-    factors   the lane's two of each group: what products of e4m3 columns are multiplied with
-    given     of ask_query
-    base      address of shared memory
+    given   of ask_query
+    base    address of shared memory
     """
     r, c = lane >> 2, lane & 3
     words = list(given)
     peaks = base + plan.peaks_at + own.rank * plan.peak_bytes + r * 4
+    mine = peaks + own.team * (plan.team * plan.peak_bytes)
     is_rope = own.is_last & (own.team == plan.codes)
     for group in range_constexpr(plan.groups):
         largest = lanes_max_bf16x2(convert.absmax_bf16x2(*words[8 * group : 8 * group + 8]), 4)
         largest = cutlass.max(largest & 0x7FFF, largest >> 16)
-        mine = peaks + own.team * (plan.team * plan.peak_bytes)
         ptx.store_shared_s32(mine + group * (GROUP * 4), Int32(0) if is_rope else largest)
     cute.arch.sync_threads()
+    inverses = []
     target = query_at(base, own, lane, plan) + own.team * (plan.groups * 1024)
     for group in range_constexpr(plan.groups):
         largest = Int32(0)
@@ -75,23 +68,26 @@ def share_query(q: Any, factors: Any, given: Any, base: Any, own: Own, lane: Any
         # of 2^(QUERY_EXPONENT + 127 - exponent), so that neither it nor its inverse is subnormal
         field = cutlass.min(QUERY_EXPONENT + 254 - (largest >> 7), Int32(253))
         factor = (field << 23).bitcast(Float32)
-        inverse = ((254 - field) << 23).bitcast(Float32)
-        for i in range_constexpr(2):
-            factors[2 * group + i] = cute.arch.shuffle_sync(inverse, 8 * c + 4 * i)
+        inverses.append((254 - field) << 23)
         for i in range_constexpr(8):
             word = words[8 * group + i]
             scaled = ptx.f16x2(convert.bf16_low(word) * factor, convert.bf16_high(word) * factor)
             words[8 * group + i] = word if is_rope else scaled
-    pairs = [words[8 * group + 2 * i : 8 * group + 2 * i + 2] for i in range(4) for group in range(plan.groups)]
     for i in range_constexpr(2 * plan.groups):
-        ptx.store_shared_128(target + i * (LANES * 16), pairs[2 * i] + pairs[2 * i + 1])
+        ptx.store_shared_128(target + i * (LANES * 16), words[4 * i : 4 * i + 4])
     cute.arch.sync_threads()
-    for i in range_constexpr(plan.resident * plan.groups * 2):
-        four = ptx.load_shared_128(query_at(base, own, lane, plan) + i * (LANES * 16))
-        for j in range_constexpr(4):
-            q.put(4 * i + j, four[j])
+    for group in range_constexpr(plan.groups):
+        ptx.store_shared_s32(mine + group * (GROUP * 4), inverses[group])
+    cute.arch.sync_warp()
+
+
+def factors_of(base: Any, own: Own, lane: Any, plan: Any) -> list[Any]:
+    """What products of e4m3 columns are multiplied with, for the lane's two heads of each group."""
+    at = base + plan.peaks_at + (own.team * plan.team + own.rank) * plan.peak_bytes + (lane & 3) * 8
+    words = [word for group in range(plan.groups) for word in ptx.load_shared_64(at + group * (GROUP * 4))]
+    return [word.bitcast(Float32) for word in words]
 
 
 def query_at(base: Any, own: Own, lane: Any, plan: Any) -> Any:
-    """Where a lane finds its first words of the warp's columns of Q."""
+    """Where a lane finds its first words of the warp's columns of Q: eight of each group of a block, two of a product."""
     return base + plan.queries_at + own.rank * plan.query_bytes + lane * 16
