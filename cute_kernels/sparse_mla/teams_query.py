@@ -48,7 +48,7 @@ def share_query(given: Any, base: Any, own: Own, lane: Any, plan: cutlass.Conste
     given   of ask_query
     base    address of shared memory
     """
-    r, c = lane >> 2, lane & 3
+    r = lane >> 2
     words = list(given)
     peaks = base + plan.peaks_at + own.rank * plan.peak_bytes + r * 4
     mine = peaks + own.team * (plan.team * plan.peak_bytes)
@@ -89,5 +89,5 @@ def factors_of(base: Any, own: Own, lane: Any, plan: Any) -> list[Any]:
 
 
 def query_at(base: Any, own: Own, lane: Any, plan: Any) -> Any:
-    """Where a lane finds its first words of the warp's columns of Q: eight of each group of a block, two of a product."""
+    """Where a lane finds its first words of the warp's columns of Q: of each group of a block eight, two a product."""
     return base + plan.queries_at + own.rank * plan.query_bytes + lane * 16

@@ -1,10 +1,10 @@
 """Where a team's cache rows come from: the walk of a warp over its team's steps, and the copies of its columns of them.
 
-A step is 16 or 32 neighbouring columns of one list. A part of a row has those of its first list and then those of its second
-one; team t of T takes number t, t + T ... of them. The walk goes through the steps of all items of a block, ahead of
-the products: by as many steps as a ring has stages with the rows themselves, by one more with the lists' entries, which
-lanes hold in registers. A lane finds out where one key is, and copies its scales; lane 4 r + c copies every fourth 16
-bytes of keys r, r + 8 and so on.
+A step is 16 or 32 neighbouring columns of one list. A part of a row has those of its first list and then those of its
+second one; team t of T takes number t, t + T ... of them. The walk goes through the steps of all items of a block,
+ahead of the products: by as many steps as a ring has stages with the rows themselves, by one more with the lists'
+entries, which lanes hold in registers. A lane finds out where one key is, and copies its scales; lane 4 r + c copies
+every fourth 16 bytes of keys r, r + 8 and so on.
 """
 
 from __future__ import annotations
