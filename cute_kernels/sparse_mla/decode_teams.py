@@ -33,8 +33,8 @@ from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
 from cute_kernels.sparse_mla.portable_output import Output, output_of
 from cute_kernels.sparse_mla.portable_plan import SECONDS
 from cute_kernels.sparse_mla.portable_source import Items
-from cute_kernels.sparse_mla.teams_plan import LANES, WALK_BYTES, WARPS, Plan
-from cute_kernels.sparse_mla.teams_source import Own, Queries, Walk, columns_of_item, own_of, steps_of
+from cute_kernels.sparse_mla.teams_plan import LANES, WALK_BYTES, Plan
+from cute_kernels.sparse_mla.teams_source import UNDER_WAY, Own, Queries, Walk, columns_of_item, own_of, steps_of
 
 
 def place_of(plan: Plan) -> tuple[Own, Any]:
@@ -48,6 +48,7 @@ class TeamsDecodeKey(ItemKey):
     """What distinguishes one compiled kernel from another. Both caches are fp8_ds_mla.
 
     heads     of a work item: 8, 16 or 32
+    warps     of a block: 8, or 4, of which a multiprocessor has two
     second    the second list: "none", "listed" (indices) or "dense" (a block table)
     out_fp32  whether out is fp32, else it is bf16
     """
@@ -55,6 +56,7 @@ class TeamsDecodeKey(ItemKey):
     heads: int = 8
     second: str = "listed"
     out_fp32: bool = False
+    warps: int = 8
 
     def __post_init__(self) -> None:
         if self.second not in SECONDS:
@@ -62,7 +64,11 @@ class TeamsDecodeKey(ItemKey):
 
     @property
     def plan(self) -> Plan:
-        return Plan(self.arch, self.heads)
+        return Plan(self.arch, self.heads, self.warps)
+
+    @property
+    def blocks_per_sm(self) -> int:  # type: ignore[override]
+        return self.plan.blocks_per_sm
 
     @property
     def smem_bytes(self) -> int:
@@ -126,7 +132,10 @@ class TeamsDecodeKernel:
             items,
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, items.end), 1, 1], block=[WARPS * LANES, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[cutlass.min(ctas, items.end), 1, 1],
+            block=[self.plan.warps * LANES, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
     @cute.kernel
@@ -169,6 +178,8 @@ class TeamsDecodeKernel:
         while item < items.end:
             batch, token, part, head_block = items.place(item)
             head = head_block * plan.heads
+            if lane == 0:
+                ptx.store_shared_s32(walk.home + 4 * UNDER_WAY, item)
             query = queries.row(batch, token, head)
             words = teams_query.ask_query(query, queries.head, queries.left(head, plan.heads), *place_of(plan), plan)
             first, end, first_second, end_second = columns_of_item(items, lists, batch, token, part, self.second)
@@ -187,7 +198,7 @@ class TeamsDecodeKernel:
                 walk.go_on(stage, warp, lane)
                 left = left - 1
                 stage = Int32(0) if stage + 1 == plan.stages else stage + 1
-            item = ptx.again(item)
+            item = ptx.load_shared_s32(walk.home + 4 * UNDER_WAY)
             batch, token, part, head_block = items.place(item)
             place = part, batch, token, head_block * plan.heads
             teams_output.finish(out, place, o, wide, tops, amounts, base, *place_of(plan), plan, self.out_fp32)

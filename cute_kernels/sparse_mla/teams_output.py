@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.sparse_mla.portable_output import Output
-from cute_kernels.sparse_mla.teams_plan import BLOCK, GROUP, LANES, SHIFT, first_column
+from cute_kernels.sparse_mla.teams_plan import BLOCK, CHUNK, GROUP, LANES, SHIFT, first_column
 from cute_kernels.sparse_mla.teams_source import Own
 
 
@@ -30,7 +30,7 @@ def finish(
     base            address of shared memory
     """
     factors = agree(out, place, tops, amounts, base, own, lane, plan)
-    for number in range_constexpr(plan.passes):
+    for number in range_constexpr(plan.columns // plan.width):
         if const_expr(number > 0):
             cute.arch.sync_threads()
         hand_over(o, wide, factors, number, base, own, lane, plan)
@@ -91,32 +91,30 @@ def hand_over(
     unit = Float32(2.0**-SHIFT) if wide[0] == 0 else Float32(1.0)
     scaled = [factors[i] * unit for i in range(2 * plan.groups)]
     results = base + plan.results_at + (own.team * plan.team + own.rank) * plan.result_bytes + 2 * c * plan.pitch
-    blocks = const_expr(plan.blocks // plan.passes)
-    codes = const_expr(blocks if number < plan.passes - 1 else blocks - 1)
-    for block in range_constexpr(codes):
-        store_block(o, scaled, number * blocks + block, False, results + block * (BLOCK * 4), r, plan)
-    if const_expr(codes < blocks):
-        last = results + codes * (BLOCK * 4)
-        if own.is_last:
-            store_block(o, factors, plan.codes, True, last, r, plan)
+    chunks, codes = const_expr(plan.width // CHUNK), const_expr(plan.codes * BLOCK // CHUNK)
+    for i in range_constexpr(chunks):
+        chunk, at = const_expr(number * chunks + i), results + i * (CHUNK * 4)
+        if const_expr(chunk < codes):
+            store_chunk(o, scaled, chunk, False, at, r, plan)
+        elif own.is_last:
+            store_chunk(o, factors, chunk, True, at, r, plan)
         else:
-            store_block(o, scaled, plan.codes, False, last, r, plan)
+            store_chunk(o, scaled, chunk, False, at, r, plan)
 
 
-def store_block(o: Any, factors: Any, block: int, is_rope: bool, at: Any, r: Any, plan: Any) -> None:
+def store_chunk(o: Any, factors: Any, chunk: int, is_rope: bool, at: Any, r: Any, plan: Any) -> None:
     near, far = first_column(is_rope, r)
-    for chunk in range(4):
-        for group in range(plan.groups):
-            first = plan.sums(block, chunk, group)
-            words = o.get([first + i for i in range(4)])
-            words = [(words[i].bitcast(Float32) * factors[2 * group + i % 2]).bitcast(Int32) for i in range(4)]
-            for i in range(2):
-                row = at + (group * GROUP + i) * plan.pitch + chunk * 64
-                if is_rope:
-                    ptx.store_shared_s32(row + near * 4, words[i])
-                    ptx.store_shared_s32(row + far * 4, words[2 + i])
-                else:
-                    ptx.store_shared_64(row + near * 4, words[i], words[2 + i])
+    for group in range(plan.groups):
+        first = plan.sums(chunk // 4, chunk % 4, group)
+        words = o.get([first + i for i in range(4)])
+        words = [(words[i].bitcast(Float32) * factors[2 * group + i % 2]).bitcast(Int32) for i in range(4)]
+        for i in range(2):
+            row = at + (group * GROUP + i) * plan.pitch
+            if is_rope:
+                ptx.store_shared_s32(row + near * 4, words[i])
+                ptx.store_shared_s32(row + far * 4, words[2 + i])
+            else:
+                ptx.store_shared_64(row + near * 4, words[i], words[2 + i])
 
 
 @cute.jit
@@ -127,10 +125,9 @@ def add_up(
     """Add up what the warps of this rank have handed over, of as many heads as there are for each team."""
     part, batch, token, first = place
     size = const_expr(4 if is_fp32 else 2)
-    width = const_expr(plan.columns // plan.passes)
-    quads, heads = const_expr(width // 4), const_expr(plan.heads // plan.teams)
+    quads, heads = const_expr(plan.width // 4), const_expr(plan.heads // plan.teams)
     start = out.base + Int64(part) * out.strides[0] + Int64(batch) * out.strides[1] + Int64(token) * out.strides[2]
-    start = start + Int64(own.column + number * width) * size
+    start = start + Int64(own.column + number * plan.width) * size
     results = base + plan.results_at + own.rank * plan.result_bytes
     for i in range_constexpr(heads * quads // LANES):
         number = i * LANES + lane

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.arch import SMEM_BYTES
 
-WARPS, LANES = 8, 32
+LANES = 32
 PIECE = 16
 """Keys of an instruction: the M side of the product with Q, what is summed in the product with P."""
 
@@ -52,16 +52,20 @@ NO_SCALES = LEAST_SCALE * 0x01010101
 SHIFT = 8
 """O of such blocks is counted in 2^-SHIFT, so that f16 loses less of P times small scales."""
 
+RESERVED = 1024
+"""Bytes of shared memory that the system takes from a multiprocessor for each block."""
+
 GAP = 16
 """Bytes between two rows of results: lanes that store columns of four pairs of heads do not meet in a bank."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a block's work. heads: of an item, one of HEADS."""
+    """Sizes of a block's work. heads: of an item, one of HEADS. warps: of a block."""
 
     arch: str
     heads: int
+    warps: int = 8
 
     def __post_init__(self) -> None:
         if self.heads not in HEADS:
@@ -81,7 +85,11 @@ class Plan:
 
     @property
     def teams(self) -> int:
-        return WARPS // self.team
+        return self.warps // self.team
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return 8 // self.warps
 
     @property
     def pieces(self) -> int:
@@ -94,9 +102,14 @@ class Plan:
         return self.pieces * PIECE
 
     @property
-    def passes(self) -> int:
-        """In which results go out, so that shared memory has room for them."""
-        return {1: 2, 2: 4, 4: 2}[self.team]
+    def width(self) -> int:
+        """Columns of a warp that go out at a time, so that shared memory has room for them."""
+        return {1: 256, 2: 64, 4: 64}[self.team] * self.warps // 8
+
+    @property
+    def shares(self) -> int:
+        """Blocks of its columns of Q that a warp converts for its team's others."""
+        return self.blocks // self.teams
 
     @property
     def columns(self) -> int:
@@ -132,8 +145,8 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        free = SMEM_BYTES[self.arch] - self._bytes(0)
-        return min(free // (WARPS * self.stage_bytes), MOST_STAGES)
+        free = (SMEM_BYTES[self.arch] + RESERVED) // self.blocks_per_sm - RESERVED - self._bytes(0)
+        return min(free // (self.warps * self.stage_bytes), MOST_STAGES)
 
     @property
     def ring_bytes(self) -> int:
@@ -162,7 +175,7 @@ class Plan:
     @property
     def pitch(self) -> int:
         """From head to head of a warp's results."""
-        return self.columns // self.passes * 4 + GAP
+        return self.width * 4 + GAP
 
     @property
     def result_bytes(self) -> int:
@@ -172,11 +185,11 @@ class Plan:
     @property
     def results_bytes(self) -> int:
         """Of all warps, or of what else is there."""
-        return max(WARPS * self.result_bytes, self.teams * self.exchange_bytes)
+        return max(self.warps * self.result_bytes, self.teams * self.exchange_bytes)
 
     def _bytes(self, stages: int) -> int:
         warp = self.peak_bytes + WALK_BYTES + stages * self.stage_bytes
-        return WARPS * warp + self.results_bytes + self.team * self.query_bytes + self.maxima_bytes
+        return self.warps * warp + self.results_bytes + self.team * self.query_bytes + self.maxima_bytes
 
     @property
     def smem_bytes(self) -> int:
@@ -194,7 +207,7 @@ class Plan:
 
     @property
     def peaks_at(self) -> int:
-        return self.results_at - WARPS * self.peak_bytes
+        return self.results_at - self.warps * self.peak_bytes
 
     @property
     def results_at(self) -> int:
@@ -206,7 +219,7 @@ class Plan:
 
     @property
     def walks_at(self) -> int:
-        return self.smem_bytes - WARPS * WALK_BYTES
+        return self.smem_bytes - self.warps * WALK_BYTES
 
     # ---- words and registers of a lane: numbers of the first of several ----
 

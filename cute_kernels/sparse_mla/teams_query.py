@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.reduce import lanes_max_bf16x2
@@ -24,19 +24,21 @@ QUERY_EXPONENT = 7
 
 @cute.jit
 def ask_query(query: Any, head_bytes: Any, heads: Any, own: Own, lane: Any, plan: cutlass.Constexpr) -> tuple[Any, ...]:
-    """Load the warp's share of an item's queries: of its rank's columns one block, as teams are as many as blocks.
-    Heads that do not exist are zeros.
+    """Load the warp's share of an item's queries: the team's blocks of its rank's columns. Heads that do not exist are
+    zeros.
 
     query   address of the item's first head
     """
     r, c = lane >> 2, lane & 3
-    at = query + Int64(r) * head_bytes + Int64(own.column + own.team * BLOCK + 16 * c) * 2
+    at = query + Int64(r) * head_bytes + Int64(own.column + own.team * (plan.shares * BLOCK) + 16 * c) * 2
     words = []
-    for group in range_constexpr(plan.groups):
-        exists = group * GROUP + r < heads
-        for half in range_constexpr(2):
-            four = ptx.load_global_128_where(exists, at + head_bytes * (group * GROUP) + 16 * half)
-            words += [word if exists else Int32(0) for word in four]
+    for share in range_constexpr(plan.shares):
+        for group in range_constexpr(plan.groups):
+            exists = group * GROUP + r < heads
+            place = at + head_bytes * (group * GROUP) + share * (BLOCK * 2)
+            for half in range_constexpr(2):
+                four = ptx.load_global_128_where(exists, place + 16 * half)
+                words += [word if exists else Int32(0) for word in four]
     return tuple(words)
 
 
@@ -52,14 +54,18 @@ def share_query(given: Any, base: Any, own: Own, lane: Any, plan: cutlass.Conste
     words = list(given)
     peaks = base + plan.peaks_at + own.rank * plan.peak_bytes + r * 4
     mine = peaks + own.team * (plan.team * plan.peak_bytes)
-    is_rope = own.is_last & (own.team == plan.codes)
+    are_rope = [own.is_last & (own.team * plan.shares + share == plan.codes) for share in range(plan.shares)]
     for group in range_constexpr(plan.groups):
-        largest = lanes_max_bf16x2(convert.absmax_bf16x2(*words[8 * group : 8 * group + 8]), 4)
-        largest = cutlass.max(largest & 0x7FFF, largest >> 16)
-        ptx.store_shared_s32(mine + group * (GROUP * 4), Int32(0) if is_rope else largest)
+        peak = Int32(0)
+        for share in range_constexpr(plan.shares):
+            first = const_expr(8 * (share * plan.groups + group))
+            largest = lanes_max_bf16x2(convert.absmax_bf16x2(*words[first : first + 8]), 4)
+            largest = cutlass.max(largest & 0x7FFF, largest >> 16)
+            peak = cutlass.max(peak, Int32(0) if are_rope[share] else largest)
+        ptx.store_shared_s32(mine + group * (GROUP * 4), peak)
     cute.arch.sync_threads()
     inverses = []
-    target = query_at(base, own, lane, plan) + own.team * (plan.groups * 1024)
+    target = query_at(base, own, lane, plan) + own.team * (plan.shares * plan.groups * 1024)
     for group in range_constexpr(plan.groups):
         largest = Int32(0)
         for team in range_constexpr(plan.teams):
@@ -69,11 +75,13 @@ def share_query(given: Any, base: Any, own: Own, lane: Any, plan: cutlass.Conste
         field = cutlass.min(QUERY_EXPONENT + 254 - (largest >> 7), Int32(253))
         factor = (field << 23).bitcast(Float32)
         inverses.append((254 - field) << 23)
-        for i in range_constexpr(8):
-            word = words[8 * group + i]
-            scaled = ptx.f16x2(convert.bf16_low(word) * factor, convert.bf16_high(word) * factor)
-            words[8 * group + i] = word if is_rope else scaled
-    for i in range_constexpr(2 * plan.groups):
+        for share in range_constexpr(plan.shares):
+            first = const_expr(8 * (share * plan.groups + group))
+            for i in range_constexpr(first, first + 8):
+                word = words[i]
+                scaled = ptx.f16x2(convert.bf16_low(word) * factor, convert.bf16_high(word) * factor)
+                words[i] = word if are_rope[share] else scaled
+    for i in range_constexpr(2 * plan.groups * plan.shares):
         ptx.store_shared_128(target + i * (LANES * 16), words[4 * i : 4 * i + 4])
     cute.arch.sync_threads()
     for group in range_constexpr(plan.groups):

@@ -30,10 +30,11 @@ from cute_kernels.sparse_mla.teams_plan import (
 
 ITEM, STEP, STEPS, STEPS_FIRST, COLUMN, END, COLUMN_SECOND, END_SECOND = range(8)
 ROW, ROW_SECOND, WORDS = 8, 10, 12
-FETCHED_LIST, FETCHED_COLUMN = 12, 13
+FETCHED_LIST, FETCHED_COLUMN, UNDER_WAY = range(12, 15)
 """Words of a walk, in shared memory, as O and Q leave no registers: item, the step that is fetched, the item's steps,
 those of its first list; of either list, column of its first step and end of the item's columns; two words each,
-addresses of the rows of both lists; list (-1: none) and first column of the step that is fetched and not yet copied."""
+addresses of the rows of both lists; list (-1: none) and first column of the step that is fetched and not yet copied;
+the item whose products are under way."""
 
 
 class Own(NamedTuple):
@@ -112,6 +113,7 @@ class Walk:
     @cute.jit
     def start(self, warp: Any, lane: Any) -> None:
         """Go to the first item."""
+        self.ask_for_lists(self.items.first, warp, lane)
         words = cute.make_rmem_tensor((WORDS,), Int32)
         words.fill(0)
         words[ITEM] = self.items.first - self.items.step
@@ -174,6 +176,8 @@ class Walk:
                 words[ROW], words[ROW + 1] = ptx.halves(self.lists[0].row(batch, token))
                 if const_expr(self.second != "none"):
                     words[ROW_SECOND], words[ROW_SECOND + 1] = ptx.halves(self.lists[1].row(batch, token))
+                self.ask_for_queries(batch, token, head_block, warp, lane)
+                self.ask_for_lists(words[ITEM] + self.items.step, warp, lane)
                 first, end, first_second, end_second = columns_of_item(
                     self.items, self.lists, batch, token, part, self.second
                 )
@@ -183,19 +187,18 @@ class Walk:
                 words[END_SECOND] = end_second
                 words[STEPS_FIRST] = steps_of(first, end, self.plan)
                 words[STEPS] = words[STEPS_FIRST] + steps_of(first_second, end_second, self.plan)
-                self.ask_for_queries(batch, token, head_block, warp, lane)
-                self.ask_for_lists(words[ITEM] + self.items.step, warp, lane)
         self.keep(words, lane)
         return words[ITEM], words[STEP], words[STEPS], words[STEPS_FIRST]
 
     @cute.jit
     def ask_for_queries(self, batch: Any, token: Any, head_block: Any, warp: Any, lane: Any) -> None:
-        """L2 has the item's queries by the time they are wanted: one line from each thread."""
-        lines = const_expr(2 * HEAD_DIM // 128)
-        line = warp * LANES + lane
+        """L2 has the item's queries by the time they are wanted: a line or two from each thread."""
+        lines, threads = const_expr(2 * HEAD_DIM // 128), const_expr(self.plan.warps * LANES)
         head = head_block * self.plan.heads
-        row = self.queries.row(batch, token, head + line // lines)
-        ptx.prefetch_l2(row + line % lines * 128, line < self.queries.left(head, self.plan.heads) * lines)
+        for first in range_constexpr(0, self.plan.heads * lines, threads):
+            line = first + warp * LANES + lane
+            row = self.queries.row(batch, token, head + line // lines)
+            ptx.prefetch_l2(row + line % lines * 128, line < self.queries.left(head, self.plan.heads) * lines)
 
     @cute.jit
     def ask_for_lists(self, item: Any, warp: Any, lane: Any) -> None:
