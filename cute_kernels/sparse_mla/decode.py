@@ -18,11 +18,12 @@ from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
 from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
 from cute_kernels.sparse_mla.schedule import block_heads
 from cute_kernels.sparse_mla.teams_plan import ARCHS as TEAMS_ARCHS
+from cute_kernels.sparse_mla.teams_plan import HEADS
 
 HOPPER = "sm_90a"
 
-TEAMS_HEADS: tuple[int, ...] = ()
-"""Heads of a block, of 8, 16 and 32, that the kernel of teams is for. None until a GPU has run it."""
+TEAMS_HEADS: tuple[int, ...] = HEADS
+"""Heads of a block that the kernel of teams is for."""
 
 
 def key_for(arch: str, heads: int, second: str, out_fp32: bool, format0: str, format1: str) -> ItemKey:

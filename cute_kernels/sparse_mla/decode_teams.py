@@ -1,22 +1,22 @@
-"""Kernel of sparse_mla_decode for up to 32 heads and fp8_ds_mla caches: teams of warps, both products with mma.sync.
+"""Kernel of sparse_mla_decode for up to 16 heads and fp8_ds_mla caches: teams of warps, both products with mma.sync.
 
-A block walks over work items (query row, part of its tiles, block of heads). Its teams of one, two or four warps (for
-8, 16 and 32 heads) share an item's steps of 16 or 32 keys. In a step each warp
+A block walks over work items (query row, part of its tiles, block of heads). Its teams of one or two warps (for 8
+and 16 heads) share an item's steps of 16 keys. In a step each warp
 
-    1. multiplies its columns of the keys with those of Q
-    2. does the softmax of 8 heads, of whose scores the other warps of its team have parts, too
+    1. multiplies its columns of the keys with those of Q, and adds the other warps' parts of the scores
+    2. does the softmax of all of them
     3. adds P V to its columns of O
 
-on rows that it has copied itself; the warps of a team wait for one another twice a step, and for the other teams at an
+on rows that it has copied itself; the warps of a team wait for one another once a step, and for the other teams at an
 item's end alone. What is where: teams_plan.py; how rows get there: teams_source.py; queries: teams_query.py; the steps
-above: teams_products.py and teams_softmax.py; what becomes of O: teams_output.py.
+above: teams_products.py; what becomes of O: teams_output.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -28,13 +28,14 @@ from cute_kernels.dsl import mma_sync, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.sparse_mla import portable_source, teams_output, teams_query
 from cute_kernels.sparse_mla import teams_products as products
-from cute_kernels.sparse_mla import teams_softmax as softmax
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
 from cute_kernels.sparse_mla.portable_output import Output, output_of
 from cute_kernels.sparse_mla.portable_plan import SECONDS
 from cute_kernels.sparse_mla.portable_source import Items
-from cute_kernels.sparse_mla.teams_plan import LANES, WALK_BYTES, Plan
+from cute_kernels.sparse_mla.teams_plan import BLOCKS_PER_SM, LANES, WALK_BYTES, WARPS, Plan
 from cute_kernels.sparse_mla.teams_source import UNDER_WAY, Own, Queries, Walk, columns_of_item, own_of, steps_of
+
+FIRST_TEAM_BARRIER = 1
 
 
 def place_of(plan: Plan) -> tuple[Own, Any]:
@@ -47,16 +48,15 @@ def place_of(plan: Plan) -> tuple[Own, Any]:
 class TeamsDecodeKey(ItemKey):
     """What distinguishes one compiled kernel from another. Both caches are fp8_ds_mla.
 
-    heads     of a work item: 8, 16 or 32
-    warps     of a block: 8, or 4, of which a multiprocessor has two
+    heads     of a work item: 8 or 16
     second    the second list: "none", "listed" (indices) or "dense" (a block table)
     out_fp32  whether out is fp32, else it is bf16
     """
 
+    blocks_per_sm: ClassVar[int] = BLOCKS_PER_SM
     heads: int = 8
     second: str = "listed"
     out_fp32: bool = False
-    warps: int = 8
 
     def __post_init__(self) -> None:
         if self.second not in SECONDS:
@@ -64,11 +64,7 @@ class TeamsDecodeKey(ItemKey):
 
     @property
     def plan(self) -> Plan:
-        return Plan(self.arch, self.heads, self.warps)
-
-    @property
-    def blocks_per_sm(self) -> int:  # type: ignore[override]
-        return self.plan.blocks_per_sm
+        return Plan(self.arch, self.heads)
 
     @property
     def smem_bytes(self) -> int:
@@ -132,10 +128,7 @@ class TeamsDecodeKernel:
             items,
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, items.end), 1, 1],
-            block=[self.plan.warps * LANES, 1, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
+            grid=[cutlass.min(ctas, items.end), 1, 1], block=[WARPS * LANES, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
@@ -170,10 +163,13 @@ class TeamsDecodeKernel:
         for early in range_constexpr(plan.stages):
             walk.go_on(Int32(early), warp, lane)
 
+        q = mma_sync.Registers("q", plan.groups * max(plan.resident, 1) * 8)
         o = mma_sync.Registers("o", plan.groups * plan.blocks * 16)
+        q.declare()
         o.declare()
-        tops, amounts = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
+        factors, tops, amounts = (cute.make_rmem_tensor((2 * plan.groups,), Float32) for _ in range(3))
         stage: Any = Int32(0)
+        turn: Any = Int32(0)
         item = block
         while item < items.end:
             batch, token, part, head_block = items.place(item)
@@ -183,20 +179,21 @@ class TeamsDecodeKernel:
             query = queries.row(batch, token, head)
             words = teams_query.ask_query(query, queries.head, queries.left(head, plan.heads), *place_of(plan), plan)
             first, end, first_second, end_second = columns_of_item(items, lists, batch, token, part, self.second)
-            steps = steps_of(first, end, plan) + steps_of(first_second, end_second, plan)
+            steps = steps_of(first, end) + steps_of(first_second, end_second)
             left = cutlass.max(steps - own.team + (plan.teams - 1), Int32(0)) // plan.teams
-            teams_query.share_query(words, base, *place_of(plan), plan)
+            teams_query.share_query(q, factors, words, base, *place_of(plan), plan)
             o.clear()
             wide.fill(0)
-            tops.fill(softmax.LEAST)
+            tops.fill(products.LEAST)
             amounts.fill(0.0)
             while left > 0:
                 cute.arch.cp_async_wait_group(plan.stages - 1)
                 cute.arch.sync_warp()
-                self.step(walk, o, wide, tops, amounts, base, stage, scale_log2)
+                self.step(walk, q, factors, o, wide, tops, amounts, base, stage, turn, scale_log2, warp, lane)
                 cute.arch.sync_warp()
                 walk.go_on(stage, warp, lane)
                 left = left - 1
+                turn = turn ^ 1
                 stage = Int32(0) if stage + 1 == plan.stages else stage + 1
             item = ptx.load_shared_s32(walk.home + 4 * UNDER_WAY)
             batch, token, part, head_block = items.place(item)
@@ -208,29 +205,46 @@ class TeamsDecodeKernel:
     def step(
         self,
         walk: Walk,
+        q: Any,
+        factors: Any,
         o: Any,
         wide: Any,
         tops: Any,
         amounts: Any,
         base: Any,
         stage: Any,
+        turn: Any,
         scale_log2: Any,
+        warp: Any,
+        lane: Any,
     ) -> None:
         """Both products and the softmax of a step whose rows are in a stage."""
         plan = self.plan
         own, lane = place_of(plan)
         at = walk.ring + stage * plan.stage_bytes
-        is_odd = cutlass.Boolean(False)
+        scales = [products.scale_words(at, (lane >> 2) + 8 * side, own, plan) for side in range(2)]
+        is_odd = products.are_odd([word for words in scales for word in words])
         parts = cute.make_rmem_tensor((4 * plan.groups,), Float32)
-        shared = softmax.shared_at(base, own, plan)
-        for piece in range_constexpr(plan.pieces):
-            is_odd = is_odd | products.score(parts, base, at, piece, own, lane, plan)
-            if const_expr(plan.team > 1):
-                softmax.give(parts, shared, piece, own, lane, plan)
-        scores = parts
+        query = teams_query.Query(q, teams_query.query_at(base, own, lane, plan))
+        products.score(parts, query, factors, scales, is_odd, at, own, lane, plan)
         if const_expr(plan.team > 1):
-            scores = cute.make_rmem_tensor((4 * plan.pieces,), Float32)
-            softmax.add_up(scores, shared, own, lane, plan)
-        alive = walk.alive[0] >> stage
-        weights = softmax.weigh(scores, tops, amounts, o, shared, alive, scale_log2, own, lane, plan)
-        products.accumulate(o, weights, is_odd, wide, at, own, lane, plan)
+            self.exchange(parts, base, turn, own, lane)
+        products.weigh(parts, tops, amounts, o, walk.alive[0] >> stage, scale_log2, plan)
+        products.accumulate(o, parts, is_odd, wide, at, own, lane, plan)
+
+    @cute.jit
+    def exchange(self, parts: Any, base: Any, turn: Any, own: Any, lane: Any) -> None:
+        """Add up the parts of the scores that the warps of a team have, in the order of their ranks."""
+        plan = self.plan
+        team = base + plan.partials_at + (turn * WARPS + own.team * plan.team) * plan.partial_bytes + lane * 16
+        mine = team + own.rank * plan.partial_bytes
+        for group in range_constexpr(plan.groups):
+            words = [parts[4 * group + i].bitcast(Int32) for i in range(4)]
+            ptx.store_shared_128(mine + group * (LANES * 16), words)
+        cute.arch.barrier(barrier_id=FIRST_TEAM_BARRIER + own.team, number_of_threads=plan.team * LANES)
+        for group in range_constexpr(plan.groups):
+            for rank in range_constexpr(plan.team):
+                four = ptx.load_shared_128(team + rank * plan.partial_bytes + group * (LANES * 16))
+                for i in range_constexpr(4):
+                    value = four[i].bitcast(Float32)
+                    parts[4 * group + i] = value if const_expr(rank == 0) else parts[4 * group + i] + value

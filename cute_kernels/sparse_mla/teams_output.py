@@ -26,14 +26,14 @@ def finish(
     """Store the results of an item.
 
     place           part, batch, token and first head
-    tops, amounts   registers, of the two heads of the warp's group: maxima, and the lane's part of their sums, lost
+    tops, amounts   registers: the team's maxima, and the lane's part of its sums, lost
     base            address of shared memory
     """
-    factors = agree(out, place, tops, amounts, base, own, lane, plan)
+    agree(out, place, tops, amounts, base, own, lane, plan)
     for number in range_constexpr(plan.columns // plan.width):
         if const_expr(number > 0):
             cute.arch.sync_threads()
-        hand_over(o, wide, factors, number, base, own, lane, plan)
+        hand_over(o, wide, amounts, number, base, own, lane, plan)
         cute.arch.sync_threads()
         add_up(out, place, number, base, own, lane, plan, is_fp32)
 
@@ -41,45 +41,48 @@ def finish(
 @cute.jit
 def agree(
     out: Output, place: Any, tops: Any, amounts: Any, base: Any, own: Own, lane: Any, plan: cutlass.Constexpr
-) -> list[Any]:
-    """Store the log-sum-exps. Returns what the warp's O is multiplied with: of two heads of each group."""
+) -> None:
+    """Store the log-sum-exps, and put what the warp's O is multiplied with where its sums were."""
     part, batch, token, first = place
     r, c = lane >> 2, lane & 3
+    # asked for together, and early
+    logits = cute.make_rmem_tensor((2 * plan.groups,), Float32)
+    logits.fill(-Float32.inf)
+    if out.sink != 0:
+        for i in range_constexpr(2 * plan.groups):
+            head = first + i // 2 * GROUP + 2 * c + i % 2
+            word = ptx.load_global_s32_where(head < out.heads, out.sink + Int64(head) * 4, is_shared=True)
+            logits[i] = word.bitcast(Float32)
     for step in (4, 8, 16):
-        for i in range_constexpr(2):
+        for i in range_constexpr(2 * plan.groups):
             amounts[i] = amounts[i] + cute.arch.shuffle_sync_bfly(amounts[i], step)
     maxima = base + plan.maxima_at + 2 * c * 8
-    of_team = maxima + own.team * (plan.heads * 8)
-    if r == 0:
-        words = [value[i].bitcast(Int32) for i in range(2) for value in (tops, amounts)]
-        ptx.store_shared_128(of_team + own.rank * (GROUP * 8), words)
+    if own.rank == 0 and r == 0:
+        for group in range_constexpr(plan.groups):
+            words = [value[2 * group + i].bitcast(Int32) for i in range(2) for value in (tops, amounts)]
+            ptx.store_shared_128(maxima + (own.team * plan.heads + group * GROUP) * 8, words)
     # the results of the item before have been read, too
     cute.arch.sync_threads()
-    factors = []
     for group in range_constexpr(plan.groups):
-        found = [ptx.load_shared_128(maxima + (team * plan.heads + group * GROUP) * 8) for team in range(plan.teams)]
-        mine = ptx.load_shared_128(of_team + group * (GROUP * 8))
+        mine = maxima + group * (GROUP * 8)
+        found = [ptx.load_shared_128(mine + team * (plan.heads * 8)) for team in range(plan.teams)]
         for i in range_constexpr(2):
             head = first + group * GROUP + 2 * c + i
             exists = head < out.heads
-            top = found[0][2 * i].bitcast(Float32)
-            for four in found[1:]:
+            top = tops[2 * group + i]
+            for four in found:
                 top = ptx.max_f32(top, four[2 * i].bitcast(Float32))
             whole = Float32(0.0)
             for four in found:
                 whole = whole + four[2 * i + 1].bitcast(Float32) * ptx.exp2(four[2 * i].bitcast(Float32) - top)
             is_empty = whole == Float32(0.0)  # and not where it is NaN
-            share = whole
-            if out.sink != 0:
-                logit = ptx.load_global_s32_where(exists, out.sink + Int64(head) * 4, is_shared=True).bitcast(Float32)
-                share = whole + ptx.exp2(logit * Float32(ptx.LOG2_E) - top)
-            factor = ptx.exp2(mine[2 * i].bitcast(Float32) - top) * ptx.reciprocal(share)
-            factors.append(Float32(0.0) if is_empty else factor)
+            share = whole + ptx.exp2(logits[2 * group + i] * Float32(ptx.LOG2_E) - top)
+            factor = ptx.exp2(tops[2 * group + i] - top) * ptx.reciprocal(share)
+            amounts[2 * group + i] = Float32(0.0) if is_empty else factor
             lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(whole)) * Float32(ptx.LN_2)
             index = (Int64(part) * Int64(out.batches) + batch) * Int64(out.heads) + head
             is_chosen = exists and r == 0 and own.rank == 0 and own.team == 0
             ptx.store_global_s32(out.lse + (index * Int64(out.tokens) + token) * 4, lse.bitcast(Int32), is_chosen)
-    return factors
 
 
 @cute.jit

@@ -1,21 +1,22 @@
 """How the decode kernel of teams lays out a block's work: plain Python that the kernel traces and tests evaluate.
 
-A block's eight warps make teams of as many as there are 8s of heads. A team takes a step of 16 or 32 keys at a time,
-every so many of an item; each of its warps has as many of the 512 columns in both products, for all heads, and holds as
-much of O in registers, so that nothing is loaded or converted by two warps; and the softmax of 8 heads. No step waits
-for another team. The last warp of a team has a block of 64 e4m3 columns less than the others, and the rotated columns.
+A block's four warps make teams of as many as there are 8s of heads. A team takes a step of 16 keys at a time, every
+so many of an item; each of its warps has as many of the 512 columns in both products, for all heads, and holds as much
+of O in registers, so that nothing is loaded or converted by two warps. No step waits for another team. The last warp of
+a team has a block of 64 e4m3 columns less than the others, and the rotated columns.
 
 Shared memory, in this order:
 
-    rings     [8 warps][stages] what the warp's columns of a step are copied to:
-                [blocks of 64 columns][keys][64] e4m3, the last one's rotated columns [keys][64] bf16 behind them, and
-                at the end [keys][8] scale bytes
-    queries   [ranks][blocks][heads / 8 groups][2][32 lanes] four words: Q as operand b, see teams_query.py
-    peaks     [8 warps][heads] words: largest magnitudes of a block of Q, for those who convert the others
-    results   [8 warps][heads][columns / passes] fp32 and a gap: some of a warp's columns of O, of a team's part of an
-              item; during its steps, if a team has several warps, what they tell one another: see teams_softmax.py
+    rings     [4 warps][stages] what the warp's columns of a step are copied to:
+                [blocks of 64 columns][16 keys][64] e4m3, the last one's rotated columns [16 keys][64] bf16 behind them,
+                and at the end [16 keys][8] scale bytes
+    partials  [2][4 warps][heads / 8][32 lanes] four fp32: a warp's part of Q K^T, if there are others in its team
+    queries   [ranks][blocks][4 products][heads / 8 groups][32 lanes] two words, four of a lane side by side: Q as
+              operand b, see teams_products.py
+    peaks     [4 warps][heads] words: largest magnitudes of a block of Q, for those who convert the others
+    results   [4 warps][heads][width] fp32 and a gap: some of a warp's columns of O, of a team's part of an item
     maxima    [teams][heads] two fp32: maximum and sum of weights
-    walks     [8 warps][16] words: where each warp is in the walk over its team's steps
+    walks     [4 warps][16] words: where each warp is in the walk over its team's steps
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from dataclasses import dataclass
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.arch import SMEM_BYTES
 
-LANES = 32
-PIECE = 16
-"""Keys of an instruction: the M side of the product with Q, what is summed in the product with P."""
+WARPS, LANES = 4, 32
+BLOCKS_PER_SM = 2
+"""While one block begins or ends an item, the other one multiplies."""
+
+KEYS = 16
+"""Of a step: the M side of the product with Q, what is summed in the product with P."""
 
 GROUP = 8
 """Heads that an instruction takes: the N side of both products."""
@@ -35,11 +39,14 @@ GROUP = 8
 BLOCK = 64
 """Columns with a scale of their own."""
 
+BLOCK_BYTES = KEYS * BLOCK
+ROPE_BYTES = 2 * BLOCK_BYTES
+SCALES_BYTES = KEYS * FP8_DS_MLA.scale_bytes
 CHUNK = 16
 WALK_BYTES = 64
 MOST_STAGES = 4
 QUERY_BYTES = GROUP * HEAD_DIM * 2
-HEADS = (8, 16, 32)
+HEADS = (8, 16)
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 """They convert e4m3 to f16, and have the shared memory."""
 
@@ -61,11 +68,10 @@ GAP = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a block's work. heads: of an item, one of HEADS. warps: of a block."""
+    """Sizes of a block's work. heads: of an item, one of HEADS."""
 
     arch: str
     heads: int
-    warps: int = 8
 
     def __post_init__(self) -> None:
         if self.heads not in HEADS:
@@ -85,26 +91,12 @@ class Plan:
 
     @property
     def teams(self) -> int:
-        return self.warps // self.team
-
-    @property
-    def blocks_per_sm(self) -> int:
-        return 8 // self.warps
-
-    @property
-    def pieces(self) -> int:
-        """Of PIECE keys, that a step has. What follows from a step's keys together and from Q takes less time then."""
-        return {1: 1, 2: 2, 4: 2}[self.team]
-
-    @property
-    def keys(self) -> int:
-        """Of a step."""
-        return self.pieces * PIECE
+        return WARPS // self.team
 
     @property
     def width(self) -> int:
         """Columns of a warp that go out at a time, so that shared memory has room for them."""
-        return {1: 256, 2: 64, 4: 64}[self.team] * self.warps // 8
+        return {1: 128, 2: 64}[self.team]
 
     @property
     def shares(self) -> int:
@@ -127,26 +119,22 @@ class Plan:
         return self.blocks - 1
 
     @property
-    def block_bytes(self) -> int:
-        return self.keys * BLOCK
-
-    @property
     def rope_at(self) -> int:
         """In a stage: the last warp's rotated columns, the others' last block."""
-        return self.codes * self.block_bytes
+        return self.codes * BLOCK_BYTES
 
     @property
     def scales_at(self) -> int:
-        return self.rope_at + 2 * self.block_bytes
+        return self.rope_at + ROPE_BYTES
 
     @property
     def stage_bytes(self) -> int:
-        return self.scales_at + self.keys * FP8_DS_MLA.scale_bytes
+        return self.scales_at + SCALES_BYTES
 
     @property
     def stages(self) -> int:
-        free = (SMEM_BYTES[self.arch] + RESERVED) // self.blocks_per_sm - RESERVED - self._bytes(0)
-        return min(free // (self.warps * self.stage_bytes), MOST_STAGES)
+        free = (SMEM_BYTES[self.arch] + RESERVED) // BLOCKS_PER_SM - RESERVED - self._bytes(0)
+        return min(free // (WARPS * self.stage_bytes), MOST_STAGES)
 
     @property
     def ring_bytes(self) -> int:
@@ -154,13 +142,14 @@ class Plan:
 
     @property
     def partial_bytes(self) -> int:
-        """What a warp has of a step's scores."""
-        return self.pieces * self.groups * LANES * 16
+        """Of a warp."""
+        return self.groups * LANES * 16
 
     @property
-    def exchange_bytes(self) -> int:
-        """Of a team: parts of scores by rank, weights, factors, and whether there are any."""
-        return (self.team + 1) * self.partial_bytes + self.groups * LANES * 8 + 128 if self.team > 1 else 0
+    def resident(self) -> int:
+        """Blocks of Q that a warp keeps in registers, for an item; it reads the others in each step. With more, the
+        assembler spills."""
+        return {1: 0, 2: 2}[self.team]
 
     @property
     def query_bytes(self) -> int:
@@ -182,14 +171,10 @@ class Plan:
         """Of a warp."""
         return self.heads * self.pitch
 
-    @property
-    def results_bytes(self) -> int:
-        """Of all warps, or of what else is there."""
-        return max(self.warps * self.result_bytes, self.teams * self.exchange_bytes)
-
     def _bytes(self, stages: int) -> int:
-        warp = self.peak_bytes + WALK_BYTES + stages * self.stage_bytes
-        return self.warps * warp + self.results_bytes + self.team * self.query_bytes + self.maxima_bytes
+        partials = 2 * WARPS * self.partial_bytes if self.team > 1 else 0
+        warp = self.peak_bytes + self.result_bytes + WALK_BYTES + stages * self.stage_bytes
+        return WARPS * warp + partials + self.team * self.query_bytes + self.maxima_bytes
 
     @property
     def smem_bytes(self) -> int:
@@ -202,16 +187,20 @@ class Plan:
     # ---- places, in bytes ----
 
     @property
+    def partials_at(self) -> int:
+        return WARPS * self.ring_bytes
+
+    @property
     def queries_at(self) -> int:
         return self.peaks_at - self.team * self.query_bytes
 
     @property
     def peaks_at(self) -> int:
-        return self.results_at - self.warps * self.peak_bytes
+        return self.results_at - WARPS * self.peak_bytes
 
     @property
     def results_at(self) -> int:
-        return self.maxima_at - self.results_bytes
+        return self.maxima_at - WARPS * self.result_bytes
 
     @property
     def maxima_at(self) -> int:
@@ -219,9 +208,13 @@ class Plan:
 
     @property
     def walks_at(self) -> int:
-        return self.smem_bytes - self.warps * WALK_BYTES
+        return self.smem_bytes - WARPS * WALK_BYTES
 
     # ---- words and registers of a lane: numbers of the first of several ----
+
+    def query(self, block: int, product: int, group: int) -> int:
+        """Two words of Q: columns 16 c + 4 product .. of a block, if the lane is 4 r + c, and head r of a group."""
+        return ((block * 4 + product) * self.groups + group) * 2
 
     def sums(self, block: int, chunk: int, group: int) -> int:
         """Four sums of O: see first_column."""

@@ -1,10 +1,10 @@
-"""What a warp of the decode kernel of teams multiplies in a step: part of the scores, and columns of O.
+"""What a warp of the decode kernel of teams computes in a step: part of the scores, their softmax, columns of O.
 
 Keys are the M side of S^T = K Q^T, and what is summed in O^T = V^T P^T; heads are the N side of both. Lane l has, with
 r = l // 4 and c = l % 4:
 
     q       see teams_query.py
-    scores  of keys r and r + 8 of each piece with heads 2 c and 2 c + 1 of each group
+    scores  of keys r and r + 8 with heads 2 c and 2 c + 1 of each group
     o       operand d of the same heads: see teams_plan.first_column
 
 Both take codes as f16, which hardware converts. The first product's sums of each block are scaled; in the second one P
@@ -23,17 +23,24 @@ from cutlass import Float32, Int32, range_constexpr
 from cute_kernels.dsl import convert, mma_sync, ptx
 from cute_kernels.sparse_mla.teams_plan import (
     BLOCK,
+    BLOCK_BYTES,
     CHUNK,
+    KEYS,
     LANES,
     NO_SCALES,
-    PIECE,
     SHIFT,
     code_place,
     rope_place,
 )
-from cute_kernels.sparse_mla.teams_query import factors_of, query_at
-from cute_kernels.sparse_mla.teams_softmax import Weights
+from cute_kernels.sparse_mla.teams_query import Query
 from cute_kernels.sparse_mla.teams_source import Own
+
+GROWTH = 7.0
+"""A head's maximum moves when a score, in log2 units, is more than this above it: O is rarely rescaled, and P is
+at most 2^7, so that it fits f16 times 2^SHIFT."""
+
+LEAST = -3.0e38
+"""The maximum of nothing."""
 
 ODD_BITS = -0x0F0F0F10
 """The upper halves of all bytes: where usual scales, counted from the least, have nothing."""
@@ -50,7 +57,7 @@ def scale_words(stage: Any, key: Any, own: Own, plan: Any) -> list[Any]:
         low, high = ptx.load_shared_64(at)
         return [low, high & own.mask | others]
     word = ptx.load_shared_s32(at + own.scales)
-    return [(word if plan.team == 2 else word >> own.shift) & own.mask | others]
+    return [word & own.mask | others]
 
 
 def scale_of(words: list[Any], block: int) -> Any:
@@ -75,34 +82,32 @@ def are_odd(words: list[Any]) -> Any:
 @cute.jit
 def score(
     parts: Any,
-    base: Any,
+    q: Query,
+    factors: Any,
+    scales: list[Any],
+    is_odd: Any,
     stage: Any,
-    piece: cutlass.Constexpr,
     own: Own,
     lane: Any,
     plan: cutlass.Constexpr,
-) -> Any:
-    """The warp's part of a piece's scores. Returns whether scales of its are unusual.
+) -> None:
+    """The warp's part of the scores.
 
     parts    registers: four for each group
-    base     address of shared memory
+    scales   words of keys r and r + 8
     stage    address of the step's
     """
     r, c = lane >> 2, lane & 3
-    scales = [scale_words(stage, r + (PIECE * piece + 8 * side), own, plan) for side in range(2)]
-    is_odd = are_odd([word for words in scales for word in words])
-    q = query_at(base, own, lane, plan)
-    at = stage + code_place(r, c) + piece * (PIECE * BLOCK)
+    at = stage + code_place(r, c)
     for i in range_constexpr(4 * plan.groups):
         parts[i] = Float32(0.0)
     for block in range_constexpr(plan.codes):
         score_codes(parts, q, scales, at, block, plan)
-    rope = stage + plan.rope_at + rope_place(r, 2 * c) + piece * (PIECE * 2 * BLOCK)
+    rope = stage + plan.rope_at + rope_place(r, 2 * c)
     if own.is_last:
-        score_rope(parts, q, factors_of(base, own, lane, plan), rope, plan)
+        score_rope(parts, q, factors, rope, plan)
     else:
         score_codes(parts, q, scales, at, plan.codes, plan)
-        factors = factors_of(base, own, lane, plan)
         for i in range_constexpr(4 * plan.groups):
             parts[i] = parts[i] * factors[i // 4 * 2 + i % 2]
     if is_odd:
@@ -113,26 +118,27 @@ def score(
             for i in range_constexpr(2 * plan.groups):
                 place = i // 2 * 4 + 2 * side + i % 2
                 parts[place] = Float32(Float32.nan) if is_nan else parts[place]
-    return is_odd
 
 
-def products(q: Any, words: list[Any], block: int, is_f16: bool, plan: Any) -> list[Any]:
+def products(q: Query, words: list[Any], block: int, is_f16: bool, plan: Any) -> list[Any]:
     """Sums of a block's four products by group. words: four of operand a for each."""
-    found: list[Any] = []
-    for group in range(plan.groups):
-        b: list[Any] = []
-        for i in range(2):
-            b += ptx.load_shared_128(q + ((block * plan.groups + group) * 2 + i) * (LANES * 16))
-        sums: Any = ()
-        for product in range(4):
-            sums = mma_sync.multiply_by(words[product], b[2 * product : 2 * product + 2], sums, is_f16)
-        found += sums
-    return [word.bitcast(Float32) for word in found]
+    first = plan.query(block, 0, 0)
+    near: list[Any] = []
+    if block >= plan.resident:
+        for i in range(2 * plan.groups):
+            near += ptx.load_shared_128(q.at + (first // 4 + i) * (LANES * 16))
+    sums: list[Any] = [()] * plan.groups
+    for product in range(4):
+        for group in range(plan.groups):
+            place = plan.query(block, product, group)
+            b = near[place - first : place - first + 2] if near else q.words.two(place)
+            sums[group] = mma_sync.multiply_by(words[product], b, sums[group], is_f16)
+    return [word.bitcast(Float32) for four in sums for word in four]
 
 
-def score_codes(parts: Any, q: Any, scales: list[Any], at: Any, block: int, plan: Any) -> None:
+def score_codes(parts: Any, q: Query, scales: list[Any], at: Any, block: int, plan: Any) -> None:
     """Add a block of e4m3 columns."""
-    near, far = (ptx.load_shared_128(at + block * plan.block_bytes + 8 * side * BLOCK) for side in range(2))
+    near, far = (ptx.load_shared_128(at + block * BLOCK_BYTES + 8 * side * BLOCK) for side in range(2))
     words = []
     for i in range(4):
         pairs = ptx.f16x2_of_codes(near[i]), ptx.f16x2_of_codes(far[i])
@@ -142,7 +148,7 @@ def score_codes(parts: Any, q: Any, scales: list[Any], at: Any, block: int, plan
         parts[i] = ptx.fma_rn(value, factors[i % 4 // 2], parts[i])
 
 
-def score_rope(parts: Any, q: Any, factors: Any, at: Any, plan: Any) -> None:
+def score_rope(parts: Any, q: Query, factors: Any, at: Any, plan: Any) -> None:
     """Multiply what there is so far with the heads' factors, and add the rotated columns."""
     rows = []
     for side in range(2):
@@ -154,6 +160,47 @@ def score_rope(parts: Any, q: Any, factors: Any, at: Any, plan: Any) -> None:
         parts[i] = ptx.fma_rn(parts[i], factors[i // 4 * 2 + i % 2], value)
 
 
+@cute.jit
+def weigh(parts: Any, tops: Any, amounts: Any, o: Any, alive: Any, scale_log2: Any, plan: cutlass.Constexpr) -> None:
+    """Softmax of a step.
+
+    parts           scores, unscaled; then P
+    tops, amounts   registers: the lane's two heads' of each group; maxima, and its part of the sums of weights
+    alive           bits 0 and 8: whether there are keys r and r + 8
+    """
+    grows = cutlass.Boolean(False)
+    for i in range_constexpr(4 * plan.groups):
+        # not added: the score of a key that is not there is NaN if the query is
+        is_there = alive & (1 << 8 * (i % 4 // 2)) != 0
+        parts[i] = parts[i] * scale_log2 if is_there else Float32(-Float32.inf)
+    for i in range_constexpr(4 * plan.groups):
+        grows = grows | (parts[i] > tops[i // 4 * 2 + i % 2] + Float32(GROWTH))
+    if cute.arch.vote_any_sync(grows):
+        grow(parts, tops, amounts, o, plan)
+    for i in range_constexpr(4 * plan.groups):
+        head = i // 4 * 2 + i % 2
+        parts[i] = ptx.exp2(parts[i] - tops[head])
+        amounts[head] = amounts[head] + parts[i]
+
+
+@cute.jit
+def grow(parts: Any, tops: Any, amounts: Any, o: Any, plan: cutlass.Constexpr) -> None:
+    """Move the maxima of heads of which a score is far above, and have O and the sums follow them."""
+    for group in range_constexpr(plan.groups):
+        for i in range_constexpr(2):
+            head = 2 * group + i
+            largest = ptx.max_f32(parts[4 * group + i], parts[4 * group + 2 + i])
+            for step in (4, 8, 16):
+                largest = ptx.max_f32(largest, cute.arch.shuffle_sync_bfly(largest, step))
+            before = tops[head]
+            after = largest if largest > before + Float32(GROWTH) else before
+            factor = ptx.exp2(before - after)
+            tops[head] = after
+            amounts[head] = amounts[head] * factor
+            sums = [plan.sums(block, chunk, group) + i for block in range(plan.blocks) for chunk in range(4)]
+            o.scale([first + j for first in sums for j in (0, 2)], factor)
+
+
 def widen(o: Any, first: int, end: int, plan: Any) -> None:
     """Count O of some blocks in ones from here on, not in 2^-SHIFT."""
     o.scale(range(plan.sums(first, 0, 0), plan.sums(end, 0, 0)), Float32(2.0**-SHIFT))
@@ -161,44 +208,41 @@ def widen(o: Any, first: int, end: int, plan: Any) -> None:
 
 @cute.jit
 def accumulate(
-    o: Any, weights: Weights, is_odd: Any, wide: Any, stage: Any, own: Own, lane: Any, plan: cutlass.Constexpr
+    o: Any, parts: Any, is_odd: Any, wide: Any, stage: Any, own: Own, lane: Any, plan: cutlass.Constexpr
 ) -> None:
-    """Add P V to the warp's columns of O. wide: register."""
+    """Add P V to the warp's columns of O. parts: P. wide: register."""
+    c = lane & 3
     if is_odd and wide[0] == 0:
         wide[0] = Int32(1)
         widen(o, 0, plan.codes, plan)
         if not own.is_last:
             widen(o, plan.codes, plan.blocks, plan)
-    for piece in range_constexpr(plan.pieces):
-        accumulate_piece(o, weights, wide, stage, piece, own, lane, plan)
-
-
-@cute.jit
-def accumulate_piece(
-    o: Any, weights: Weights, wide: Any, stage: Any, piece: cutlass.Constexpr, own: Own, lane: Any,
-    plan: cutlass.Constexpr,
-) -> None:  # fmt: skip
-    c, first = lane & 3, PIECE * piece
-    keys = [scale_words(stage, 2 * c + (first + 8 * (i // 2) + i % 2), own, plan) for i in range(4)]
+    keys = [scale_words(stage, 2 * c + 8 * (i // 2) + i % 2, own, plan) for i in range(4)]
     # four 8 x 8 matrices of pairs of columns: keys 8 (m % 2) .. and chunk m / 2 in matrix m
     matrix, key = lane >> 3, lane & 7
-    at = stage + (matrix & 1) * (8 * BLOCK) + code_place(key, matrix >> 1) + first * BLOCK
+    at = stage + (matrix & 1) * (8 * BLOCK) + code_place(key, matrix >> 1)
     # of columns: keys 8 (m / 2) .. and chunk m % 2
-    rope = stage + plan.rope_at + (matrix >> 1) * (8 * 2 * BLOCK) + rope_place(key, matrix & 1) + first * (2 * BLOCK)
+    rope = stage + plan.rope_at + (matrix >> 1) * (8 * 2 * BLOCK) + rope_place(key, matrix & 1)
     if wide[0] != 0:
-        p = weights.operand(piece, False, plan)
+        p = operands(parts, ptx.bf16x2, plan)
         for block in range_constexpr(plan.codes):
             add_large(o, p, keys, at, block, plan)
         if not own.is_last:
             add_large(o, p, keys, at, plan.codes, plan)
     else:
-        p = weights.operand(piece, True, plan)
+        p = operands(parts, ptx.f16x2, plan)
         for block in range_constexpr(plan.codes):
             add_codes(o, p, keys, at, block, plan)
         if not own.is_last:
             add_codes(o, p, keys, at, plan.codes, plan)
     if own.is_last:
-        add_rope(o, weights.operand(piece, False, plan), rope, plan)
+        add_rope(o, operands(parts, ptx.bf16x2, plan), rope, plan)
+
+
+def operands(parts: Any, pair: Any, plan: Any) -> list[Any]:
+    """P as operand b, two words for each group. pair: of two fp32 numbers makes a word."""
+    pairs = [pair(parts[2 * i], parts[2 * i + 1]) for i in range(2 * plan.groups)]
+    return [ptx.transpose_matrix(word) for word in pairs]
 
 
 def add(o: Any, block: int, chunk: int, a: Any, p: Any, plan: Any, is_f16: bool = False) -> None:
@@ -217,7 +261,7 @@ def add_codes(o: Any, p: Any, keys: list[Any], at: Any, block: int, plan: Any) -
         pairs.append(bytes_ * 1024 + F16_OF_SCALE * 0x00010001)
     scaled = [ptx.multiply_f16x2(word, pairs[i % 2]) for i, word in enumerate(p)]
     for two in range(2):
-        words = ptx.load_matrices_transposed((at ^ 2 * CHUNK * two) + block * plan.block_bytes)
+        words = ptx.load_matrices_transposed((at ^ 2 * CHUNK * two) + block * BLOCK_BYTES)
         for half in range(2):
             # an even and an odd column of two keys: first the even one of both
             near, far = (ptx.permute_bytes(word, word, 0x3120) for word in words[2 * half : 2 * half + 2])
@@ -239,7 +283,7 @@ def add_large(o: Any, p: Any, keys: list[Any], at: Any, block: int, plan: Any) -
         first = convert.scale_pair(cutlass.min(low, most), cutlass.min(high, most))
         pairs.append((first, convert.excess_pair(low, high)))
     for two in range(2):
-        words = ptx.load_matrices_transposed((at ^ 2 * CHUNK * two) + block * plan.block_bytes)
+        words = ptx.load_matrices_transposed((at ^ 2 * CHUNK * two) + block * BLOCK_BYTES)
         for half in range(2):
             a = columns_of(words, half)
             for factor in range(2):
@@ -252,3 +296,6 @@ def add_rope(o: Any, p: Any, at: Any, plan: Any) -> None:
     for chunk in range(4):
         a = ptx.load_matrices_transposed(at ^ 2 * CHUNK * chunk)
         add(o, plan.codes, chunk, a, p, plan)
+
+
+assert KEYS == 16

@@ -8,7 +8,7 @@ e4m3 columns as f16, by a power of two that brings the largest one that a head h
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -20,6 +20,13 @@ from cute_kernels.sparse_mla.teams_plan import BLOCK, GROUP, LANES
 from cute_kernels.sparse_mla.teams_source import Own
 
 QUERY_EXPONENT = 7
+
+
+class Query(NamedTuple):
+    """Q: Registers of the resident blocks, and where the lane finds all of them."""
+
+    words: Any
+    at: Any
 
 
 @cute.jit
@@ -43,14 +50,15 @@ def ask_query(query: Any, head_bytes: Any, heads: Any, own: Own, lane: Any, plan
 
 
 @cute.jit
-def share_query(given: Any, base: Any, own: Own, lane: Any, plan: cutlass.Constexpr) -> None:
-    """Convert an item's queries and put them where all warps find them, and what products of e4m3 columns are to be
-    multiplied with where the warp's peaks were; by all warps of the block.
+def share_query(q: Any, factors: Any, given: Any, base: Any, own: Own, lane: Any, plan: cutlass.Constexpr) -> None:
+    """Convert an item's queries and put them where all warps find them; by all warps of the block.
 
-    given   of ask_query
-    base    address of shared memory
+    q         Registers for the resident blocks, see teams_plan.Plan.query
+    factors   the lane's two of each group: what products of e4m3 columns are multiplied with
+    given     of ask_query
+    base      address of shared memory
     """
-    r = lane >> 2
+    r, c = lane >> 2, lane & 3
     words = list(given)
     peaks = base + plan.peaks_at + own.rank * plan.peak_bytes + r * 4
     mine = peaks + own.team * (plan.team * plan.peak_bytes)
@@ -64,7 +72,6 @@ def share_query(given: Any, base: Any, own: Own, lane: Any, plan: cutlass.Conste
             peak = cutlass.max(peak, Int32(0) if are_rope[share] else largest)
         ptx.store_shared_s32(mine + group * (GROUP * 4), peak)
     cute.arch.sync_threads()
-    inverses = []
     target = query_at(base, own, lane, plan) + own.team * (plan.shares * plan.groups * 1024)
     for group in range_constexpr(plan.groups):
         largest = Int32(0)
@@ -74,28 +81,28 @@ def share_query(given: Any, base: Any, own: Own, lane: Any, plan: cutlass.Conste
         # of 2^(QUERY_EXPONENT + 127 - exponent), so that neither it nor its inverse is subnormal
         field = cutlass.min(QUERY_EXPONENT + 254 - (largest >> 7), Int32(253))
         factor = (field << 23).bitcast(Float32)
-        inverses.append((254 - field) << 23)
+        inverse = ((254 - field) << 23).bitcast(Float32)
+        for i in range_constexpr(2):
+            factors[2 * group + i] = cute.arch.shuffle_sync(inverse, 8 * c + 4 * i)
         for share in range_constexpr(plan.shares):
             first = const_expr(8 * (share * plan.groups + group))
             for i in range_constexpr(first, first + 8):
                 word = words[i]
                 scaled = ptx.f16x2(convert.bf16_low(word) * factor, convert.bf16_high(word) * factor)
                 words[i] = word if are_rope[share] else scaled
-    for i in range_constexpr(2 * plan.groups * plan.shares):
-        ptx.store_shared_128(target + i * (LANES * 16), words[4 * i : 4 * i + 4])
+    for share in range_constexpr(plan.shares):
+        mine = words[8 * plan.groups * share : 8 * plan.groups * (share + 1)]
+        pairs = [mine[8 * group + 2 * i : 8 * group + 2 * i + 2] for i in range(4) for group in range(plan.groups)]
+        for i in range_constexpr(2 * plan.groups):
+            place = target + (share * 2 * plan.groups + i) * (LANES * 16)
+            ptx.store_shared_128(place, pairs[2 * i] + pairs[2 * i + 1])
     cute.arch.sync_threads()
-    for group in range_constexpr(plan.groups):
-        ptx.store_shared_s32(mine + group * (GROUP * 4), inverses[group])
-    cute.arch.sync_warp()
-
-
-def factors_of(base: Any, own: Own, lane: Any, plan: Any) -> list[Any]:
-    """What products of e4m3 columns are multiplied with, for the lane's two heads of each group."""
-    at = base + plan.peaks_at + (own.team * plan.team + own.rank) * plan.peak_bytes + (lane & 3) * 8
-    words = [word for group in range(plan.groups) for word in ptx.load_shared_64(at + group * (GROUP * 4))]
-    return [word.bitcast(Float32) for word in words]
+    for i in range_constexpr(plan.resident * plan.groups * 2):
+        four = ptx.load_shared_128(query_at(base, own, lane, plan) + i * (LANES * 16))
+        for j in range_constexpr(4):
+            q.put(4 * i + j, four[j])
 
 
 def query_at(base: Any, own: Own, lane: Any, plan: Any) -> Any:
-    """Where a lane finds its first words of the warp's columns of Q: of each group of a block eight, two a product."""
+    """Where a lane finds its first words of the warp's columns of Q."""
     return base + plan.queries_at + own.rank * plan.query_bytes + lane * 16

@@ -1,10 +1,10 @@
 """Where a team's cache rows come from: the walk of a warp over its team's steps, and the copies of its columns of them.
 
-A step is 16 or 32 neighbouring columns of one list. A part of a row has those of its first list and then those of its
-second one; team t of T takes number t, t + T ... of them. The walk goes through the steps of all items of a block,
-ahead of the products: by as many steps as a ring has stages with the rows themselves, by one more with the lists'
-entries, which lanes hold in registers. A lane finds out where one key is, and copies its scales; lane 4 r + c copies
-every fourth 16 bytes of keys r, r + 8 and so on.
+A step is 16 neighbouring columns of one list. A part of a row has those of its first list and then those of its second
+one; team t of T takes number t, t + T ... of them. The walk goes through the steps of all items of a block, ahead of
+the products: by as many steps as a ring has stages with the rows themselves, by one more with the lists' entries, which
+lanes hold in registers. A lane finds out where key lane % 16 is, and copies its scales; lane 4 r + c copies every
+fourth 16 bytes of keys r and r + 8.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from cute_kernels.dsl import ptx
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.sparse_mla.teams_plan import (
     BLOCK,
+    BLOCK_BYTES,
     CHUNK,
+    KEYS,
     LANES,
     NO_SCALES,
+    WARPS,
     code_place,
     rank_of,
     rope_place,
@@ -44,7 +47,7 @@ class Own(NamedTuple):
     is_last          whether the warp has the rotated columns
     column           its first one
     scales           byte of a key's eight from which on a word has the scales of its blocks
-    shift, mask      and where in that word, and which bits mean something; of a warp alone, in the second word
+    mask             which bits of it mean something; of a warp alone, in the second word
     """
 
     team: Any
@@ -52,7 +55,6 @@ class Own(NamedTuple):
     is_last: Any
     column: Any
     scales: Any
-    shift: Any
     mask: Any
 
 
@@ -73,8 +75,8 @@ class Queries(NamedTuple):
         return cutlass.min(self.heads - head, Int32(most))
 
 
-def steps_of(first: Any, end: Any, plan: Any) -> Any:
-    return cutlass.max(end - first + (plan.keys - 1), Int32(0)) >> (plan.keys.bit_length() - 1)
+def steps_of(first: Any, end: Any) -> Any:
+    return cutlass.max(end - first + (KEYS - 1), Int32(0)) >> (KEYS.bit_length() - 1)
 
 
 @cute.jit
@@ -94,8 +96,8 @@ class Walk:
 
     home    address of its words in shared memory
     ring    address of its stages
-    asked   register: what the lane has asked for, the entry of key lane % keys of the step that is fetched
-    alive   register: whether there are keys r, r + 8 and so on of a stage, bits of its number, 8 further and so on
+    asked   register: what the lane has asked for, the entry of key lane % 16 of the step that is fetched
+    alive   register: whether there are keys r and r + 8 of a stage, bits of its number and 8 further
     """
 
     plan: Any
@@ -145,9 +147,9 @@ class Walk:
             which = Int32(1) if is_second else Int32(0)
             row_low, row_high = (second_low if is_second else row_low), (second_high if is_second else row_high)
             first, end = (first_second if is_second else first), (end_second if is_second else end)
-            first = first - (steps_first * self.plan.keys if is_second else Int32(0))
-        first = first + step * self.plan.keys
-        column = first + (lane & (self.plan.keys - 1))
+            first = first - (steps_first * KEYS if is_second else Int32(0))
+        first = first + step * KEYS
+        column = first + (lane & (KEYS - 1))
         is_live = exists and column < end
         if const_expr(self.second == "dense"):
             page, _ = divmod(column, self.caches[1].rows)
@@ -176,7 +178,7 @@ class Walk:
                 words[ROW], words[ROW + 1] = ptx.halves(self.lists[0].row(batch, token))
                 if const_expr(self.second != "none"):
                     words[ROW_SECOND], words[ROW_SECOND + 1] = ptx.halves(self.lists[1].row(batch, token))
-                self.ask_for_queries(batch, token, head_block, warp, lane)
+                self.ask_for_queries(batch, token, head_block)
                 self.ask_for_lists(words[ITEM] + self.items.step, warp, lane)
                 first, end, first_second, end_second = columns_of_item(
                     self.items, self.lists, batch, token, part, self.second
@@ -185,18 +187,18 @@ class Walk:
                 words[END] = end
                 words[COLUMN_SECOND] = first_second
                 words[END_SECOND] = end_second
-                words[STEPS_FIRST] = steps_of(first, end, self.plan)
-                words[STEPS] = words[STEPS_FIRST] + steps_of(first_second, end_second, self.plan)
+                words[STEPS_FIRST] = steps_of(first, end)
+                words[STEPS] = words[STEPS_FIRST] + steps_of(first_second, end_second)
         self.keep(words, lane)
         return words[ITEM], words[STEP], words[STEPS], words[STEPS_FIRST]
 
     @cute.jit
-    def ask_for_queries(self, batch: Any, token: Any, head_block: Any, warp: Any, lane: Any) -> None:
+    def ask_for_queries(self, batch: Any, token: Any, head_block: Any) -> None:
         """L2 has the item's queries by the time they are wanted: a line or two from each thread."""
-        lines, threads = const_expr(2 * HEAD_DIM // 128), const_expr(self.plan.warps * LANES)
-        head = head_block * self.plan.heads
+        lines, threads = const_expr(2 * HEAD_DIM // 128), const_expr(WARPS * LANES)
+        head, thread = head_block * self.plan.heads, ptx.thread_again()
         for first in range_constexpr(0, self.plan.heads * lines, threads):
-            line = first + warp * LANES + lane
+            line = first + thread
             row = self.queries.row(batch, token, head + line // lines)
             ptx.prefetch_l2(row + line % lines * 128, line < self.queries.left(head, self.plan.heads) * lines)
 
@@ -238,7 +240,7 @@ class Walk:
     def copy_of(self, stage: Any, lane: Any, which: cutlass.Constexpr) -> None:
         plan, cache, entry = self.plan, self.caches[which], self.asked[0]
         lane = ptx.again(lane)
-        r, part, key = lane >> 2, lane & 3, lane & (plan.keys - 1)
+        r, part, key = lane >> 2, lane & 3, lane & (KEYS - 1)
         target = self.ring + stage * plan.stage_bytes
         known = cutlass.max(entry, Int32(0))
         page, inside = divmod(known, cache.rows)
@@ -248,7 +250,7 @@ class Walk:
         is_there = entry >= 0 and page < cache.pages
         start = cache.base + (Int64(page) * cache.stride if is_there else Int64(0))
         inside = inside if is_there else Int32(0)
-        if lane < plan.keys:
+        if lane < KEYS:
             scales = start + Int64(cache.rows.divisor) * FP8_DS_MLA.data_bytes
             scales = scales + Int64(inside) * FP8_DS_MLA.scale_bytes
             bytes_at = target + plan.scales_at + key * FP8_DS_MLA.scale_bytes
@@ -257,19 +259,17 @@ class Walk:
             else:
                 ptx.store_shared_64(bytes_at, NO_SCALES, NO_SCALES)
         rows = ptx.halves(start + Int64(inside) * FP8_DS_MLA.data_bytes)
-        sides = const_expr(2 * plan.pieces)
-        mask = Int32(sum(1 << 8 * side for side in range(sides)))
-        there = (cute.arch.vote_ballot_sync(is_there) >> r) & mask
-        self.alive[0] = (self.alive[0] & ~(mask << stage)) | (there << stage)
+        there = (cute.arch.vote_ballot_sync(is_there) >> r) & 0x0101
+        self.alive[0] = (self.alive[0] & ~(Int32(0x0101) << stage)) | (there << stage)
         offset = self.own.column + part * CHUNK
-        for side in range_constexpr(sides):
+        for side in range_constexpr(2):
             low, high = (cute.arch.shuffle_sync(half, 8 * side + r) for half in rows)
             data = ptx.pair(low, high) + Int64(offset)
             read = (there >> 8 * side & 1) * CHUNK
-            # all eighth keys have their chunks in the same order
+            # keys r and r + 8 have their chunks in the same order
             place = target + 8 * side * BLOCK + code_place(r, part)
             for i in range_constexpr(plan.codes):
-                ptx.copy_async_or_zero(place + i * plan.block_bytes, data + i * BLOCK, CHUNK, read)
+                ptx.copy_async_or_zero(place + i * BLOCK_BYTES, data + i * BLOCK, CHUNK, read)
             if self.own.is_last:
                 for i in range_constexpr(2):
                     rope = target + plan.rope_at + 8 * side * (2 * BLOCK) + rope_place(r, part + 4 * i)
@@ -286,4 +286,4 @@ def own_of(warp: Any, plan: cutlass.Constexpr) -> Own:
     block = rank * plan.blocks
     masks = [Int32(-1 if blocks % 4 == 0 else (1 << 8 * (blocks % 4)) - 1) for blocks in (plan.blocks, plan.codes)]
     mask = masks[1] if is_last else masks[0]
-    return Own(warp // plan.team, rank, is_last, block * BLOCK, block // 4 * 4, block % 4 * 8, mask)
+    return Own(warp // plan.team, rank, is_last, block * BLOCK, block, mask)

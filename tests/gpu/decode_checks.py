@@ -17,8 +17,8 @@ from tests.helpers import bits
 FP8, BF16 = "fp8_ds_mla/1", "plain_bf16/1"
 KERNELS: dict[str, dict[str, Any]] = {
     "chosen": {},
+    "hopper": {"TEAMS_HEADS": ()},
     "portable": {"HOPPER": "", "TEAMS_HEADS": ()},
-    "teams": {"TEAMS_HEADS": (8, 16, 32)},
 }
 """Kernels to run the tests with -> what to change where one is chosen."""
 
