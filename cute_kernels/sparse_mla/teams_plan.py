@@ -221,11 +221,6 @@ class Plan:
         return ((block * 4 + chunk) * self.groups + group) * 4
 
 
-def rank_of(warp: int, team: int) -> int:
-    """Which columns a warp has: as many of the last ones, which take less time, in each quarter of a multiprocessor."""
-    return (warp + warp // 4 * (team // 2)) % team
-
-
 def code_place(key: int, chunk: int) -> int:
     """Place of 16 of a key's 64 e4m3 columns in a block: of eight keys, and of two, no two chunks share banks."""
     return key * BLOCK + (chunk ^ (key >> 1 & 3)) * CHUNK

@@ -27,7 +27,6 @@ from cute_kernels.sparse_mla.teams_plan import (
     NO_SCALES,
     WARPS,
     code_place,
-    rank_of,
     rope_place,
 )
 
@@ -281,7 +280,7 @@ class Walk:
 @cute.jit
 def own_of(warp: Any, plan: cutlass.Constexpr) -> Own:
     """What the warp of that number has."""
-    rank = rank_of(warp, plan.team)
+    rank = warp % plan.team
     is_last = rank == plan.team - 1
     block = rank * plan.blocks
     masks = [Int32(-1 if blocks % 4 == 0 else (1 << 8 * (blocks % 4)) - 1) for blocks in (plan.blocks, plan.codes)]
