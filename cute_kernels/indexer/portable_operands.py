@@ -24,7 +24,7 @@ E4M3_ARCH = 89
 class Fp8Operands:
     """Codes e4m3, 128 bytes. A key's scale is an fp32 number that its score is multiplied with."""
 
-    element = "f16"
+    is_f16 = True
     code_bytes = 128
 
     def __init__(self, arch: str) -> None:
@@ -43,7 +43,7 @@ class Fp8Operands:
 class Mxfp4Operands:
     """Codes e2m1, 64 bytes, with a ue8m0 scale for every 32 of them, four in a word."""
 
-    element = "bf16"
+    is_f16 = False
     code_bytes = 64
     factor = 16.0
     """Of a product, as each operand is a quarter of its value."""

@@ -274,9 +274,8 @@ class Team:
                 for m in range_constexpr(plan.tiles):
                     for block in range_constexpr(len(pairs)):
                         b, before = pairs[block][2 * i : 2 * i + 2], products[block][m]
-                        products[block][m] = mma_sync.multiply(
-                            q.four((m * 8 + s) * 4), b, before, self.operands.element
-                        )
+                        a = q.four((m * 8 + s) * 4)
+                        products[block][m] = mma_sync.multiply(a, b, before, self.operands.is_f16)
         return products
 
     def add_heads(self, products: Any, weights: list[Any]) -> list[Any]:

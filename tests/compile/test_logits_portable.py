@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels.models import MODELS, ModelShape
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import compile_report
+from tests.compile.reports import compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 

@@ -266,6 +266,13 @@ def multiply_bf16x2(a: Any, b: Any) -> Any:
     )
 
 
+def multiply_f16x2(a: Any, b: Any) -> Any:
+    """sm_70 and up. Products of both halves, nearest even; subnormal numbers count."""
+    return inline_ptx(
+        "mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[Int32(a), Int32(b)]
+    )
+
+
 def relu(a: Any) -> Any:
     """sm_80 and up. The number if it is positive, else 0; NaN stays NaN."""
     return inline_ptx("max.NaN.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Float32], read_only_args=[Float32(a)])
