@@ -86,6 +86,11 @@ class Plan:
         return self.rows // 8
 
     @property
+    def shares(self) -> int:
+        """Of Q K^T: one of each warp."""
+        return WARPS
+
+    @property
     def keys(self) -> int:
         """Of a step; it divides 64, so that no step straddles two tiles of the schedule."""
         return next(keys for keys in (64, 32, 16) if self._bytes(keys, 2) <= SMEM_BYTES[self.arch])
