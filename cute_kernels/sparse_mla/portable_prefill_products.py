@@ -44,8 +44,8 @@ def values_of(words: Any, factors: list[Any]) -> list[Any]:
 
 
 def one_scale() -> Any:
-    """The factor of codes that have no scale."""
-    return convert.scale_pair(Int32(NO_SCALE), Int32(NO_SCALE))
+    """The factor of codes that have no scale, in a register, as instructions take no immediate pair."""
+    return ptx.again(convert.scale_pair(Int32(NO_SCALE), Int32(NO_SCALE)))
 
 
 @cute.jit
