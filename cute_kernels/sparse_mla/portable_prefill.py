@@ -133,9 +133,7 @@ class PortablePrefillKernel:
         cute.arch.barrier(barrier_id=1 + warp // self.plan.shares, number_of_threads=threads)
 
     @cute.jit
-    def step(
-        self, walk: Any, q: Any, o: Any, base: Any, stage: Any, scale_log2: Any, warp: Any, lane: Any
-    ) -> None:
+    def step(self, walk: Any, q: Any, o: Any, base: Any, stage: Any, scale_log2: Any, warp: Any, lane: Any) -> None:
         """Both products and the softmax of a step whose rows are in a stage."""
         plan = self.plan
         lane = ptx.again(lane)

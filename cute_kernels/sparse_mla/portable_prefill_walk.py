@@ -164,10 +164,9 @@ class Walk:
             size = Int32(sizes[0])
             if const_expr(sizes[0] != sizes[-1]):
                 size = Int32(sizes[-1]) if which == len(sizes) else size
-            least, most = const_expr(min(sizes)), const_expr(max(sizes))
-            for i in range_constexpr(-(-most // 128)):
-                if const_expr((i + 1) * 128 <= least):
+            whole, most = const_expr(min(sizes) // 128), const_expr(max(sizes))
+            for i in range_constexpr(whole):
+                ptx.copy_async_or_zero(target + i * 128, source + i * 128, CHUNK, read)
+            for i in range_constexpr(whole, -(-most // 128)):
+                if i * 128 + part * CHUNK < size:
                     ptx.copy_async_or_zero(target + i * 128, source + i * 128, CHUNK, read)
-                elif i * 128 + part * CHUNK < size:
-                    ptx.copy_async_or_zero(target + i * 128, source + i * 128, CHUNK, read)
-
