@@ -33,8 +33,8 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
 
 
 @cache
-def _key(device_index: int, *rest: Any) -> KernelKey:
-    return key_for(arch_of(device_index), *rest)
+def _key(*args: Any) -> KernelKey:
+    return key_for(*args)
 
 
 class Call(NamedTuple):
@@ -90,7 +90,7 @@ def launch(*args: Any) -> None:
         return
     device_index = call.query.device.index
     launch_key(
-        _key(device_index, call.query.shape[1], call.kv_format),
+        _key(arch_of(device_index), call.query.shape[1], call.kv_format),
         device_index,
         call.query,
         call.swa_kv_cache,

@@ -32,8 +32,8 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
 
 
 @cache
-def _key(device_index: int, *rest: Any) -> KernelKey:
-    return key_for(arch_of(device_index), *rest)
+def _key(*args: Any) -> KernelKey:
+    return key_for(*args)
 
 
 class Call(NamedTuple):
@@ -98,7 +98,7 @@ def launch(*args: Any) -> None:
     is_single = call.compressed_cache is None
     formats = call.kv_format, call.kv_format if is_single else call.compressed_kv_format
     launch_key(
-        _key(device_index, call.q.shape[1], call.compressed, *formats),
+        _key(arch_of(device_index), call.q.shape[1], call.compressed, *formats),
         device_index,
         call.q,
         call.swa_cache,

@@ -151,34 +151,38 @@ def slabs_to_tile(
     count = const_expr(SLABS * 4 * plan.keys // (WARPS * LANES))
     part = lane & 3
     if const_expr(kv_format == PLAIN_BF16.id):
-        for i in range_constexpr(count):
-            place = raw + (slab + i) * SLAB_ROW + part * (2 * CHUNK)
-            # an exclusive or first, for other banks than those of the lanes beside
-            words = [ptx.load_shared_128(place + h * CHUNK) for h in range(2)]
-            ptx.store_shared_128(target + i * plan.slab_bytes, words[0])
-            ptx.store_shared_128((target ^ CHUNK) + i * plan.slab_bytes, words[1])
+        wide_to_tile(raw + slab * SLAB_ROW + part * (2 * CHUNK), target, count, plan)
     elif const_expr(kv_format == PLAIN_FP8.id):
-        for i in range_constexpr(count):
-            codes = ptx.load_shared_128(raw + (slab + i) * SLAB + part * CHUNK)
-            store_values(target + i * plan.slab_bytes, values_of(codes, [one_scale()]))
+        codes = raw + slab * SLAB + part * CHUNK
+        for _ in cutlass.range(count, unroll=2):
+            store_values(target, values_of(ptx.load_shared_128(codes), [one_scale()]))
+            codes += SLAB
+            target += plan.slab_bytes
     else:
+        coded = cutlass.min(Int32(SLABS - 1) - slab, Int32(count))
+        codes = raw + slab * SLAB + part * CHUNK
         low, high = ptx.load_shared_64(scales)
-        for i in range_constexpr(count):
+        for i in cutlass.range(coded, unroll=2):
             number = slab + i
-            if number == SLABS - 1:
-                place = raw + (SLABS - 1) * SLAB + part * (2 * CHUNK)
-                for h in range_constexpr(2):
-                    words = ptx.load_shared_128(place + h * CHUNK)
-                    ptx.store_shared_128((target ^ (h * CHUNK)) + i * plan.slab_bytes, words)
-            else:
-                word = low if number < 4 else high
-                byte = word >> (number & 3) * 8 & 0xFF
-                codes = ptx.load_shared_128(raw + number * SLAB + part * CHUNK)
-                least = cutlass.min(byte, Int32(convert.LARGEST_SINGLE_SCALE))
-                values = values_of(codes, [convert.scale_pair(least, least)])
-                if byte > convert.LARGEST_SINGLE_SCALE:
-                    values = [ptx.multiply_bf16x2(value, convert.excess_pair(byte, byte)) for value in values]
-                store_values(target + i * plan.slab_bytes, values)
+            byte = (low if number < 4 else high) >> ((number & 3) * 8) & 0xFF
+            least = cutlass.min(byte, Int32(convert.LARGEST_SINGLE_SCALE))
+            values = values_of(ptx.load_shared_128(codes), [convert.scale_pair(least, least)])
+            if byte > convert.LARGEST_SINGLE_SCALE:
+                values = [ptx.multiply_bf16x2(value, convert.excess_pair(byte, byte)) for value in values]
+            store_values(target, values)
+            codes += SLAB
+            target += plan.slab_bytes
+        if coded < count:
+            wide_to_tile(raw + (SLABS - 1) * SLAB + part * (2 * CHUNK), target, 1, plan)
+
+
+@cute.jit
+def wide_to_tile(source: Any, target: Any, count: cutlass.Constexpr, plan: cutlass.Constexpr) -> None:
+    """The same of columns that are bf16."""
+    for _ in cutlass.range(count, unroll=2):
+        store_values(target, [word for i in range(2) for word in ptx.load_shared_128(source + i * CHUNK)])
+        source += SLAB_ROW
+        target += plan.slab_bytes
 
 
 def store_values(target: Any, values: list[Any]) -> None:

@@ -48,8 +48,8 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
 
 
 @cache
-def _key(device_index: int, *rest: Any) -> KernelKey:
-    return key_for(arch_of(device_index), *rest)
+def _key(*args: Any) -> KernelKey:
+    return key_for(*args)
 
 
 class Call(NamedTuple):
@@ -91,7 +91,7 @@ def launch(*args: Any) -> None:
         return
     device_index = call.q.device.index
     launch_key(
-        _key(device_index, call.q.shape[1]),
+        _key(arch_of(device_index), call.q.shape[1]),
         device_index,
         call.q,
         call.kv,

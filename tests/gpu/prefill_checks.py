@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from tests.gpu.decode_checks import KERNELS
 
@@ -27,7 +26,7 @@ def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> Non
     for module in modules:
         if KERNELS[name] is not None:
             monkeypatch.setattr(module, "HOPPER", KERNELS[name])
-            monkeypatch.setattr(module, "_key", lambda index, *rest, of=module: of.key_for(arch_of(index), *rest))
+            monkeypatch.setattr(module, "_key", module.key_for)
 
 
 def assert_results(
