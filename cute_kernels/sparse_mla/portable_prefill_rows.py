@@ -118,7 +118,7 @@ class MixedSources(NamedTuple):
 class MixedRows:
     """Rows of two caches by their slots, the window's columns first."""
 
-    formats: tuple[str, str]
+    formats: tuple[str, ...]
 
     @cute.jit
     def count(self, row: Any, is_wanted: Any, sources: Any) -> tuple[Any, Any, Any, Any]:
@@ -170,7 +170,7 @@ COMPRESSED = ("none", "all", "listed")
 class PagedRows:
     """Rows of two paged caches by what they hold: the window's positions, in order, then compressed entries."""
 
-    formats: tuple[str, str]
+    formats: tuple[str, ...]
     compressed: str
 
     @cute.jit
