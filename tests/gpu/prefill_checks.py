@@ -25,7 +25,7 @@ def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> Non
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
     for module in modules:
         if KERNELS[name] is not None:
-            monkeypatch.setattr(module, "HOPPER", KERNELS[name])
+            monkeypatch.setattr(module, "HOPPER", KERNELS[name], raising=False)
             monkeypatch.setattr(module, "_key", module.key_for)
 
 
