@@ -284,7 +284,7 @@ class PortableDecodeKernel:
         if warp < plan.groups:
             products.weigh(
                 shares + warp * plan.group_bytes + lane * 8,
-                weights + (warp >> 1) * (plan.keys // 16 * LANES * 16) + (warp & 1) * 8 + lane * 16,
+                weights + (warp >> 1) * (plan.keys // 16 * LANES * 16) + (warp & 1) * 4 + lane * 16,
                 base + plan.masks_at + (stage * plan.keys + (lane & 3) * 2) * 4,
                 factors + (warp * 8 + (lane >> 2)) * 4,
                 base + plan.flags_at + warp * 4,

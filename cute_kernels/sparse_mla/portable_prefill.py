@@ -159,7 +159,7 @@ class PortablePrefillKernel:
             place += warp % plan.group_flags * plan.group_bytes
             weigh(
                 base + plan.shares_at + place + lane * 8,
-                weights + (warp >> 1) * plan.operand_bytes + (warp & 1) * 8,
+                weights + (warp >> 1) * plan.operand_bytes + (warp & 1) * 4,
                 masks + (lane & 3) * 8,
                 base + plan.factors_at + (warp * 8 + (lane >> 2)) * 4,
                 base + plan.flags_at + warp * 4,

@@ -115,9 +115,8 @@ def accumulate(o: Any, weights: Any, values: Any, lane: Any, plan: cutlass.Const
                 b = ptx.load_matrices_transposed((at ^ (2 * CHUNK * j)) + slab * plan.slab_bytes)
                 for i in range_constexpr(2):
                     for m in range_constexpr(plan.tiles):
-                        four = a[m][0], a[m][2], a[m][1], a[m][3]
                         place = (m * (8 * plan.slabs) + 8 * slab + 2 * j + i) * 4
-                        mma_sync.accumulate(o.four(place), four, b[2 * i : 2 * i + 2])
+                        mma_sync.accumulate(o.four(place), a[m], b[2 * i : 2 * i + 2])
         weights += LANES * 16
         at += 16 * SLAB_ROW
 

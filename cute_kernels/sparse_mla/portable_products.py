@@ -94,8 +94,7 @@ def accumulate(
             operands.put(words, operands.load_values(at, kind))
             for i in range_constexpr(4):
                 for m in range_constexpr(tiles):
-                    four = a[m][0], a[m][2], a[m][1], a[m][3]
-                    mma_sync.accumulate(o.four((m * 8 + half * 4 + i) * 4), four, (b[2 * i], b[2 * i + 1]))
+                    mma_sync.accumulate(o.four((m * 8 + half * 4 + i) * 4), a[m], (b[2 * i], b[2 * i + 1]))
         weights += LANES * 16
 
 
@@ -151,7 +150,8 @@ def weigh(
     ptx.store_shared_64(state, after.bitcast(Int32), total.bitcast(Int32))
     for p in range_constexpr(plan.keys // 16):
         words = [ptx.bf16x2(scores[4 * p + 2 * i], scores[4 * p + 2 * i + 1]) for i in range(2)]
-        ptx.store_shared_64(weights + p * (LANES * 16), *words)
+        for i in range_constexpr(2):
+            ptx.store_shared_s32(weights + p * (LANES * 16) + 8 * i, words[i])
     ptx.store_shared_f32(factor, rescale, lane & 3 == 0)
     any_grows = Int32(cute.arch.vote_any_sync(grows))
     if lane == 0:
