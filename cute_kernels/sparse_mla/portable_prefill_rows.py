@@ -8,7 +8,7 @@ Columns that count are numbered from 0. A class of rows has three methods:
     find     of those words: address of the row, or any if there is none; address of its scale bytes; and one more than
              the number of its cache, or 0 if there is no such row
 
-A row's own class passes as little as it can from one to the next: it is held in registers through the products.
+What passes from `ask` to `find` is held in registers through the products, so it is little.
 """
 
 from __future__ import annotations
@@ -182,12 +182,11 @@ class PagedRows:
         entries = Int32(0)
         if const_expr(self.compressed != "none"):
             entries, _ = divmod(position + 1, sources.ratio)
-            table = sources.tables[1]
-            mapped = ptx.min_s64(Int64(table.columns) * Int64(sources.pools[1].rows.divisor), Int64(entries))
-            entries = Int32(mapped)
             if const_expr(self.compressed == "listed"):
-                entries, _ = divmod(position + 1, sources.ratio)
                 entries = cutlass.min(entries, sources.columns)
+            else:
+                mapped = Int64(sources.tables[1].columns) * Int64(sources.pools[1].rows.divisor)
+                entries = Int32(ptx.min_s64(mapped, Int64(entries)))
         count = window + entries if position >= 0 else Int32(0)
         return count, window, position, request
 
