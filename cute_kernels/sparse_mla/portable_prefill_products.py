@@ -80,11 +80,12 @@ def share_scores(q: Any, target: Any, keys: Any, lane: Any, plan: cutlass.Conste
     keys     address of the warp's columns of key 0
     """
     at = keys + wide_chunk(lane >> 2, 2 * (lane & 3))
-    for _ in cutlass.range(plan.keys // 16, unroll=1):
+    other = at ^ CHUNK
+    for _ in cutlass.range(plan.keys // 16, unroll=2):
         sums: list[Any] = [()] * (2 * plan.tiles)
         for slab in range_constexpr(plan.slabs):
-            places = [at + n * (8 * SLAB_ROW) + slab * plan.slab_bytes for n in range(2)]
-            words = [(*ptx.load_shared_128(place), *ptx.load_shared_128(place ^ CHUNK)) for place in places]
+            offsets = [n * (8 * SLAB_ROW) + slab * plan.slab_bytes for n in range(2)]
+            words = [(*ptx.load_shared_128(at, offset), *ptx.load_shared_128(other, offset)) for offset in offsets]
             for s in range_constexpr(4):
                 for n in range_constexpr(2):
                     for m in range_constexpr(plan.tiles):
@@ -93,9 +94,10 @@ def share_scores(q: Any, target: Any, keys: Any, lane: Any, plan: cutlass.Conste
         for m in range_constexpr(plan.tiles):
             for side in range_constexpr(2):
                 for n in range_constexpr(2):
-                    place = target + (2 * m + side) * plan.group_bytes + n * (LANES * 8)
-                    ptx.store_shared_64(place, *sums[2 * m + n][2 * side : 2 * side + 2])
+                    offset = (2 * m + side) * plan.group_bytes + n * (LANES * 8)
+                    ptx.store_shared_64(target, *sums[2 * m + n][2 * side : 2 * side + 2], offset)
         at += 16 * SLAB_ROW
+        other += 16 * SLAB_ROW
         target += 2 * LANES * 8
 
 
@@ -109,10 +111,10 @@ def accumulate(o: Any, weights: Any, values: Any, lane: Any, plan: cutlass.Const
     # a row of four 8 x 8 matrices: keys 8 (i % 2) .. and chunk i / 2 in matrix i
     at = values + (lane & 8) * SLAB_ROW + wide_chunk(lane & 7, lane >> 4)
     for _ in cutlass.range(plan.keys // 16, unroll=2):
-        a = [ptx.load_shared_128(weights + m * plan.operand_bytes) for m in range(plan.tiles)]
+        a = [ptx.load_shared_128(weights, m * plan.operand_bytes) for m in range(plan.tiles)]
         for slab in range_constexpr(plan.slabs):
             for j in range_constexpr(4):
-                b = ptx.load_matrices_transposed((at ^ (2 * CHUNK * j)) + slab * plan.slab_bytes)
+                b = ptx.load_matrices_transposed(at ^ (2 * CHUNK * j), slab * plan.slab_bytes)
                 for i in range_constexpr(2):
                     for m in range_constexpr(plan.tiles):
                         place = (m * (8 * plan.slabs) + 8 * slab + 2 * j + i) * 4
