@@ -95,7 +95,7 @@ def share_scores(q: Any, target: Any, keys: Any, lane: Any, plan: cutlass.Conste
             for side in range_constexpr(2):
                 for n in range_constexpr(2):
                     offset = (2 * m + side) * plan.group_bytes + n * (LANES * 8)
-                    ptx.store_shared_64(target, *sums[2 * m + n][2 * side : 2 * side + 2], offset)
+                    ptx.store_shared_64(target, *sums[2 * m + n][2 * side : 2 * side + 2], offset=offset)
         at += 16 * SLAB_ROW
         other += 16 * SLAB_ROW
         target += 2 * LANES * 8

@@ -30,11 +30,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def as_fp8(call: Call) -> tuple[Call, Call]:
     """The call over e4m3 codes, NaN where it was, and over their values as bf16: of these no bits are lost."""
-    pools = {"window": call.window, "compressed": call.compressed}
-    given = {name: None if pool is None else pool.clamp(-448, 448).to(E4M3) for name, pool in pools.items()}
-    fp8 = dataclasses.replace(call, query=call.query.clamp(-448, 448).to(E4M3), **given)
-    values = {name: None if pool is None else pool.bfloat16() for name, pool in given.items()}
-    return fp8, dataclasses.replace(fp8, query=fp8.query.bfloat16(), **values)
+    query, window = (t.clamp(-448, 448).to(E4M3) for t in (call.query, call.window))
+    compressed = None if call.compressed is None else call.compressed.clamp(-448, 448).to(E4M3)
+    fp8 = dataclasses.replace(call, query=query, window=window, compressed=compressed)
+    wide = None if compressed is None else compressed.bfloat16()
+    return fp8, dataclasses.replace(call, query=query.bfloat16(), window=window.bfloat16(), compressed=wide)
 
 
 def check(call: Call) -> Results:
