@@ -86,7 +86,7 @@ class PortablePrefillKernel:
 
         work = Work(block, items, blocks, blocks_bits)
         home = base + plan.walks_at + warp * WALK_BYTES
-        found = cute.make_rmem_tensor((2,), Int32)
+        found = cute.make_rmem_tensor((3,), Int32)
         walk = Walk(plan, self.rows, sources, work, home, found, base)
         walk.start(warp, lane)
         for early in cutlass.range(plan.stages - 1, unroll=1):
@@ -101,7 +101,7 @@ class PortablePrefillKernel:
         stage: Any = Int32(0)
         item = block
         while item < items:
-            lane = ptx.again(lane)
+            lane = own_lane()
             row, head = work.row(item), work.head(item, plan.rows) + group * plan.warp_rows
             column = warp % plan.shares * (plan.slabs * SLAB)
             size = const_expr(1 if self.is_fp8 else 2)
@@ -114,10 +114,10 @@ class PortablePrefillKernel:
                 ptx.store_shared_64(state, least, Int32(0))
                 ptx.store_shared_s32(base + plan.tops_at + (warp * LANES + lane) * 4, least)
             while ptx.load_shared_s32(base + plan.labels_at + stage * 4) == item:
-                self.step(walk, query_words, o, base, stage, scale_log2, warp, lane)
+                self.step(walk, query_words, o, base, stage, scale_log2, warp)
                 self.wait_for_rows()
                 stage = Int32(0) if stage + 1 == plan.stages else stage + 1
-            self.finish(o, work, item, out, base, warp, lane)
+            self.finish(o, work, item, out, base, warp)
             item += blocks
 
     @cute.jit
@@ -133,10 +133,10 @@ class PortablePrefillKernel:
         cute.arch.barrier(barrier_id=1 + warp // self.plan.shares, number_of_threads=threads)
 
     @cute.jit
-    def step(self, walk: Any, q: Any, o: Any, base: Any, stage: Any, scale_log2: Any, warp: Any, lane: Any) -> None:
+    def step(self, walk: Any, q: Any, o: Any, base: Any, stage: Any, scale_log2: Any, warp: Any) -> None:
         """Both products and the softmax of a step whose rows are in a stage."""
         plan = self.plan
-        lane = ptx.again(lane)
+        lane = own_lane()
         free = plan.stages - 1 if stage == 0 else stage - 1
         tile = base + stage * plan.stage_bytes
         masks = base + plan.masks_at + stage * (plan.keys * 4)
@@ -175,10 +175,10 @@ class PortablePrefillKernel:
         products.accumulate(o, weights + group * (plan.tiles * plan.operand_bytes), columns, lane, plan)
 
     @cute.jit
-    def finish(self, o: Any, work: Work, item: Any, out: Results, base: Any, warp: Any, lane: Any) -> None:
+    def finish(self, o: Any, work: Work, item: Any, out: Results, base: Any, warp: Any) -> None:
         """Store the results of an item."""
         plan = self.plan
-        lane = ptx.again(lane)
+        lane = own_lane()
         row, head = work.row(item), work.head(item, plan.rows)
         factors = base + plan.factors_at + plan.rows * 4
         # without steps in between, some warps may still read what the item before has left
@@ -193,3 +193,8 @@ class PortablePrefillKernel:
         column = warp % plan.shares * (plan.slabs * SLAB)
         target = out.out + Int64(row) * out.row + Int64(head + first) * out.head + column * 2
         out.store(o, target, out.heads - head - first, factors + first * 4, lane, plan.tiles)
+
+
+def own_lane() -> Any:
+    """The thread's lane, computed anew: products leave no registers."""
+    return ptx.thread_again() & (LANES - 1)

@@ -1,14 +1,16 @@
 """Which rows a query row attends to, for the portable kernels of prefill: one class for each way to name them.
 
-Columns that count are numbered from 0. A class of rows has three methods:
+Columns that count are numbered from 0. A class of rows has four methods, and what they load is under way when they
+return:
 
-    count    of a query row that a lane asks for (is_wanted: whether it is one): four words, how many columns count and
-             what else `ask` needs
-    ask      two words that name the row of a column; loads are under way
-    find     of those words: address of the row, or any if there is none; address of its scale bytes; and one more than
-             the number of its cache, or 0 if there is no such row
+    count      of a query row that a lane asks for (is_wanted: whether it is one): four words, how many columns count
+               and what else the next two need
+    ask        of a column (is_live: whether it counts): a word of the lists
+    look_up    of that word: two words that name the row of the column
+    find       of those: address of the row, or any if there is none; address of its scale bytes; and one more than the
+               number of its cache, or 0 if there is no such row
 
-What passes from `ask` to `find` is held in registers through the products, so it is little.
+What passes between the last three is held in registers through the products.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.paging import Batch, Matrix
+from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.sparse_mla.portable_prefill_plan import row_bytes
@@ -90,9 +92,12 @@ class GatheredRows:
         return count, Int32(0), Int32(0), Int32(0)
 
     @cute.jit
-    def ask(self, row: Any, column: Any, words: Any, is_live: Any, sources: Any) -> tuple[Any, Any]:
+    def ask(self, row: Any, column: Any, words: Any, is_live: Any, sources: Any) -> Any:
         listed = sources.lists + Int64(row) * sources.list_row + Int64(column) * 4
-        return ptx.load_global_s32_where(is_live, listed), Int32(0)
+        return ptx.load_global_s32_where(is_live, listed)
+
+    def look_up(self, index: Any, column: Any, words: Any, is_live: Any, sources: Any) -> tuple[Any, Any]:
+        return index, Int32(0)
 
     @cute.jit
     def find(self, index: Any, _: Any, sources: Any) -> tuple[Any, Any, Any]:
@@ -131,13 +136,15 @@ class MixedRows:
         return count, window, Int32(0), Int32(0)
 
     @cute.jit
-    def ask(self, row: Any, column: Any, words: Any, is_live: Any, sources: Any) -> tuple[Any, Any]:
-        """A slot, and whether it is one of the second cache."""
+    def ask(self, row: Any, column: Any, words: Any, is_live: Any, sources: Any) -> Any:
         window = words[1]
-        is_second = Int32(column >= window)
-        place = sources.window_size - window + column if is_second != 0 else column
+        place = sources.window_size - window + column if column >= window else column
         listed = sources.lists + Int64(row) * sources.list_row + Int64(place) * 4
-        return ptx.load_global_s32_where(is_live, listed), is_second
+        return ptx.load_global_s32_where(is_live, listed)
+
+    def look_up(self, slot: Any, column: Any, words: Any, is_live: Any, sources: Any) -> tuple[Any, Any]:
+        """The slot, and whether it is one of the second cache."""
+        return slot, Int32(column >= words[1])
 
     @cute.jit
     def find(self, slot: Any, is_second: Any, sources: Any) -> tuple[Any, Any, Any]:
@@ -191,30 +198,40 @@ class PagedRows:
         return count, window, position, request
 
     @cute.jit
-    def ask(self, row: Any, column: Any, words: Any, is_live: Any, sources: Any) -> tuple[Any, Any]:
-        """A page, and the row of the page: with a sign if the cache is the second one."""
-        _, window, position, request = words
-        entry = position + 1 - window + column
-        page, place = self.look_up(entry, request, is_live and column < window, 0, sources)
-        if const_expr(self.compressed != "none"):
-            number = column - window
-            is_second = is_live and number >= 0
-            entry = number
-            if const_expr(self.compressed == "listed"):
-                visible, _ = divmod(position + 1, sources.ratio)
-                listed = sources.lists + Int64(row) * sources.list_row + Int64(number) * 4
-                entry = ptx.load_global_s32_where(is_second, listed)
-                entry = entry if entry < visible else Int32(-1)
-            found, behind = self.look_up(entry, request, is_second and entry >= 0, 1, sources)
-            page, place = found if is_second else page, -1 - behind if is_second else place
-        return page, place
+    def ask(self, row: Any, column: Any, words: Any, is_live: Any, sources: Any) -> Any:
+        """An entry, of what is listed."""
+        entry = Int32(-1)
+        if const_expr(self.compressed == "listed"):
+            number = column - words[1]
+            listed = sources.lists + Int64(row) * sources.list_row + Int64(number) * 4
+            entry = ptx.load_global_s32_where(is_live and number >= 0, listed)
+        return entry
 
     @cute.jit
-    def look_up(self, entry: Any, request: Any, is_wanted: Any, which: cutlass.Constexpr, sources: Any) -> Any:
-        """(page or -1, row of the page) of an entry of a cache."""
-        table: Matrix = sources.tables[which]
-        column, row = divmod(entry if is_wanted else Int32(0), sources.pools[which].rows)
-        return ptx.load_element_s32(table.row(request), column, table.columns, Int32(is_wanted)), row
+    def look_up(self, listed: Any, column: Any, words: Any, is_live: Any, sources: Any) -> tuple[Any, Any]:
+        """A page, and the row of the page: with a sign if the cache is the second one."""
+        _, window, position, request = words
+        # one load for both caches: what it gives is not looked at here
+        table, pages = sources.tables[0].row(request), sources.tables[0].columns
+        number, place = self.split(position + 1 - window + column, is_live and column < window, 0, sources)
+        if const_expr(self.compressed != "none"):
+            is_second = is_live and column >= window
+            entry = column - window
+            if const_expr(self.compressed == "listed"):
+                visible, _ = divmod(position + 1, sources.ratio)
+                entry = listed if listed < visible else Int32(-1)
+            second, behind = self.split(entry, is_second and entry >= 0, 1, sources)
+            table = sources.tables[1].row(request) if is_second else table
+            pages = sources.tables[1].columns if is_second else pages
+            number, place = second if is_second else number, -1 - behind if is_second else place
+        # as an unsigned number, -1 is past all pages
+        return ptx.load_element_s32(table, number, pages), place
+
+    @cute.jit
+    def split(self, entry: Any, is_wanted: Any, which: cutlass.Constexpr, sources: Any) -> tuple[Any, Any]:
+        """(number of the page or -1, row of the page) of an entry of a cache."""
+        number, row = divmod(entry if is_wanted else Int32(0), sources.pools[which].rows)
+        return number if is_wanted else Int32(-1), row
 
     @cute.jit
     def find(self, page: Any, place: Any, sources: Any) -> tuple[Any, Any, Any]:
