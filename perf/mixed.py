@@ -10,7 +10,7 @@ import torch
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_mixed
 from perf.measure import Call, compare, number_of_sets
-from perf.prefill import SHAPES, PrefillSet, Shape, in_order
+from perf.prefill import PORTABLE, SHAPES, PrefillSet, Shape, in_order, portable
 
 OP = "sparse_mla_mixed"
 GATHERED = "ours gathered"
@@ -77,7 +77,8 @@ class MixedSet:
 def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
-    """Records of sparse_mla_mixed, all shapes or those with that many query rows; as a variant prefill, given rows."""
+    """Records of sparse_mla_mixed, all shapes or those with that many query rows; as variants prefill, given rows,
+    and the portable kernel."""
     chosen = [shape for shape in SHAPES if rows is None or shape.rows in rows]
     cost = OPS[OP].cost
     assert cost is not None
@@ -86,7 +87,9 @@ def sweep(
         first = MixedSet.make(shape, 0)
         work = cost(*first.arguments())
         sets = [first, *(MixedSet.make(shape, seed) for seed in range(1, number_of_sets(work.bytes)))]
-        candidates = {GATHERED: lambda s: s.gathered.ours()} if variants else {}
+        candidates: dict[str, Any] = {}
+        if variants:
+            candidates = {GATHERED: lambda s: s.gathered.ours(), PORTABLE: lambda s: portable("mixed", s.ours)}
         facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads}
         records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
     return records

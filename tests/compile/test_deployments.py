@@ -17,6 +17,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.logits_portable import PortableLogitsKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
+from cute_kernels.sparse_mla.prefill_portable import PortableKey
 from tests.compile.reports import compile_report
 
 
@@ -31,8 +32,10 @@ def test_kernels_of_a_deployment(arch: str, model: str, tp: int) -> None:
 
 
 def is_left_out(key: KernelKey) -> bool:
-    """Of the portable kernels of decode, whose keys take longest, and of scores, test_decode_portable.py and
-    test_logits_portable.py have samples."""
+    """Of the portable kernels, whose keys take longest, test_decode_portable.py, test_logits_portable.py and
+    test_prefill_portable.py have samples."""
+    if isinstance(key, PortableKey):
+        return True
     if isinstance(key, PortableLogitsKey):
         return key.paged
     return isinstance(key, PortableDecodeKey) and (key.second, key.out_fp32) != ("listed", False)

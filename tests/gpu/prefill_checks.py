@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
+from tests.gpu.decode_checks import KERNELS
 
 LARGEST = 0.35
 """No value of kv is larger. Rounding P to bf16 moves an output by 2^-9 of the mean magnitude of what it sums up at
@@ -18,11 +20,13 @@ SUM_RTOL = 2.0**-22
 """Of |q| |k| scale: what fp32 sums of products may be off by, also where they cancel."""
 
 
-def only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reference stands in for the kernels, which are Hopper's."""
+def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
+    """Have calls run the kernel of that name, of those in the modules of some ops, and no reference."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    if arch_of(0) != "sm_90a":
-        pytest.skip("the kernel is Hopper's")
+    for module in modules:
+        if KERNELS[name] is not None:
+            monkeypatch.setattr(module, "HOPPER", KERNELS[name], raising=False)
+            monkeypatch.setattr(module, "_key", module.key_for)
 
 
 def assert_results(

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import mixed
+from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -128,10 +129,6 @@ def test_odd_calls_are_the_kernels_business(launched: list[Any], changes: dict[s
             {"compressed_kv_cache": distant(3, 2, 2**34)},
             "compressed_kv_cache: expected at most 34359738368 bytes from the first row on, got 68719478784",
         ),
-        (
-            {"kv_format": "plain_fp8/1", "query": torch.zeros(3, 4, 512).to(FP8)},
-            "kv_format: the kernel is for plain_bf16/1, got plain_fp8/1",
-        ),
     ],
 )
 def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, Any], why: str) -> None:
@@ -144,6 +141,16 @@ def test_the_largest_pool(launched: list[Any]) -> None:
     assert mixed.supports(*arguments(swa_kv_cache=distant(2**19, 64, 64 * 512)).values()) == (True, "")
 
 
-def test_other_architectures_have_no_kernel(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_architectures_have_the_portable_kernel(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_100a")
-    assert mixed.supports(*arguments().values()) == (False, "the kernel is for sm_90a, got sm_100a")
+    run()
+    ((key, _),) = launched
+    assert key == PortableMixedKey("sm_100a", 16, "plain_bf16/1")
+
+
+def test_e4m3_has_the_portable_kernel(launched: list[Any]) -> None:
+    names = ("query", "swa_kv_cache", "compressed_kv_cache")
+    args = run(kv_format="plain_fp8/1", **{name: arguments()[name].to(FP8) for name in names})
+    ((key, given),) = launched
+    assert key == PortableMixedKey("sm_90a", 16, "plain_fp8/1")
+    assert all(given[name] is args[name] for name in NAMES[:6])
