@@ -1,4 +1,4 @@
-"""Which kernel sparse_mla_mixed runs: Hopper's over bf16 caches, and none elsewhere."""
+"""Which kernel sparse_mla_mixed runs: Hopper's over bf16 caches or over e4m3 ones, and none elsewhere."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from cute_kernels import formats
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
+from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm90_rows import COUNT_BITS, UNIT
 from cute_kernels.sparse_mla.prefill import ARCH, MOST_NUMBERS, misaligned, scale_log2
+
+KEYS = {formats.PLAIN_BF16.id: MixedKey, formats.PLAIN_FP8.id: MixedFp8Key}
+"""By kv_format."""
 
 MOST_POOL_BYTES = UNIT << 31
 """From the first row of a pool to the end of the last one."""
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[MixedKey]:
-    """One kernel takes every call."""
-    return [_key(arch)] if arch == ARCH else []
+    """One kernel per format takes every call."""
+    return [_key(arch, kv_format) for kv_format in KEYS] if arch == ARCH else []
 
 
 @cache
-def _key(arch: str) -> MixedKey:
-    return MixedKey(arch)
+def _key(arch: str, kv_format: str) -> MixedKey:
+    return KEYS[kv_format](arch)
 
 
 class Call(NamedTuple):
@@ -51,8 +55,6 @@ def supports(*args: Any) -> tuple[bool, str]:
     arch = arch_of(call.query.device.index)
     if arch != ARCH:
         return False, f"the kernel is for {ARCH}, got {arch}"
-    if call.kv_format != formats.PLAIN_BF16.id:
-        return False, f"kv_format: the kernel is for {formats.PLAIN_BF16.id}, got {call.kv_format}"
     caches = {"swa_kv_cache": call.swa_kv_cache, "compressed_kv_cache": call.compressed_kv_cache}
     pools = {name: pool for name, pool in caches.items() if pool is not None}
     for name, tensor, axes in (
@@ -84,7 +86,7 @@ def launch(*args: Any) -> None:
         return
     device_index = call.query.device.index
     launch_key(
-        _key(arch_of(device_index)),
+        _key(arch_of(device_index), call.kv_format),
         device_index,
         call.query,
         call.swa_kv_cache,
