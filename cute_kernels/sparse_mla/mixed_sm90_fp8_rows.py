@@ -49,6 +49,8 @@ class CodeRows(MixedRows):
         half, phase = barriers.start()
         raw = Int32(0)
         is_query, mark = Int32(1), Int32(0)
+        # of the tile that is asked for: where the rows are, and its mark
+        index, asked_mark = Int32(-1), Int32(0)
         while mark & END == 0:
             for quarter in cutlass.range(QUARTERS, unroll=1):
                 # all but what was asked for last is there
@@ -63,7 +65,7 @@ class CodeRows(MixedRows):
                         if (own_warp() == 0) & (own_lane() == 0):
                             ptx.store_shared_s32(at.heading + half * HEADING, self.own_item(at))
                     else:
-                        index, mark = self.look_up(sources, at)
+                        mark = asked_mark
                         self.tell(index, mark, half, at)
                 first = at.stages + half * HALF_BYTES + (quarter & 1) * (2 * SLAB_BYTES)
                 second = first + SLAB_BYTES
@@ -86,7 +88,9 @@ class CodeRows(MixedRows):
                     if is_asked:
                         self.ask_for_query_codes(asked, raw, work, q, at)
                 elif is_asked:
-                    self.ask_for_codes(asked, raw, sources, at)
+                    if quarter == 1:
+                        index, asked_mark = self.look_up(sources, at)
+                    self.ask_for_codes(asked, raw, index, asked_mark, sources, at)
                     if quarter == 0:
                         self.ask_for_indices(work, sources, at)
                 cute.arch.cp_async_commit_group()
@@ -106,9 +110,8 @@ class CodeRows(MixedRows):
         return at.raw + raw * RAW_QUARTER + (own_warp() * OWN_ROWS + row) * LINE + chunk * 16
 
     @cute.jit
-    def ask_for_codes(self, quarter: Any, raw: Any, sources: Any, at: HalfPlaces) -> None:
-        """Start to copy a quarter of the warp's rows of the tile AHEAD before the walk."""
-        index, mark = self.look_up(sources, at)
+    def ask_for_codes(self, quarter: Any, raw: Any, index: Any, mark: Any, sources: Any, at: HalfPlaces) -> None:
+        """Start to copy a quarter of the warp's rows of the tile that `look_up` has found."""
         target, row = self.line(raw, at), own_lane() >> 3
         for i in range_constexpr(OWN_ROWS // AT_ONCE):
             own = cute.arch.shuffle_sync(index, AT_ONCE * i + row)
