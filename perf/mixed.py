@@ -28,8 +28,8 @@ WINDOW, PAGE_ROWS, REQUESTS, BEFORE = 128, 64, 8, 1000
 
 @dataclass(frozen=True)
 class MixedSet:
-    """Inputs of one call: prefill's, whose kv is both caches end to end, and by the op's argument names, over bf16 caches
-    and over those that are measured."""
+    """Inputs of one call: prefill's, whose kv is both caches end to end, and by the op's argument names, over caches in
+    bf16 and in the format that is measured."""
 
     gathered: PrefillSet
     over_bf16: dict[str, Any]

@@ -1,8 +1,9 @@
 """What Hopper's mixed kernel over e4m3 caches has that the one over bf16 caches has not: see prefill_sm90_plan.
 
-e4m3 rows are made f16 on their way to tensor cores, which holds every e4m3 number, so all products are exact. A tile
-then lies in two halves, 256 columns each, and the ring has stages for five halves: a half is filled as soon as one of
-the two backs has let go of one. Codes, as the caches have them, come in quarters of 128 columns, through a ring of three.
+e4m3 rows and queries become f16 on their way to tensor cores: f16 holds every e4m3 number, so all products are exact. A
+tile lies in two halves then, 256 columns each, and the ring has stages for five of them: one can be filled as soon as
+one of the backs has let go of its columns of a tile. Codes, as caches and queries have them, come in quarters of 128
+columns, through a ring of three.
 """
 
 from __future__ import annotations
@@ -125,6 +126,6 @@ def memory() -> dict[str, int]:
     return {name: (smem_parts() | changed)[name] for name in HalfPlaces._fields}
 
 
-FP8 = Plan(
-    Float16, 2, memory(), HalfPlaces, HalfBarriers, 2 * (HALVES + P_BUFFERS) + 1, HELD, SCORES_REGISTERS, ROWS_REGISTERS
-)
+MBARRIERS = 2 * (HALVES + P_BUFFERS) + 1
+
+FP8 = Plan(Float16, 2, memory(), HalfPlaces, HalfBarriers, MBARRIERS, HELD, SCORES_REGISTERS, ROWS_REGISTERS)
