@@ -103,8 +103,11 @@ class Halves(Tiles):
 
 @dataclass(frozen=True)
 class HalfBarriers(Barriers):
-    """As Barriers; stages: full: every warp that converts has stored its rows. empty: the warps of the back whose columns
-    they were are done with a half, or the scores' with queries."""
+    """As Barriers, but for:
+
+    stages    full: the warps that convert have stored a half. empty: those of the back whose columns it has are done
+              with it, or the scores' with queries
+    """
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> HalfBarriers:

@@ -1,5 +1,5 @@
-"""What ptxas makes of Hopper's prefill kernel, and of mixed's, which are made of it: no spills, and products that run by
-themselves."""
+"""What ptxas makes of Hopper's prefill kernel, and of mixed's, which are made of it: no spills, and products that run
+by themselves."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Where all of its ops have kernels the step is one graph. Otherwise the first graph ends with all caches written and, in
 C4A layers, with the indexer's queries quantized; the second is attention and the output projection. What has no kernel
-yet runs between them: selection by MXFP4 scores, and attention over plain FP8 caches.
+yet runs between them: selection by MXFP4 scores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Decoder:
         self.engine.step([], [(r, hidden_rows(n, seed=n)) for r, n in zip(self.requests, LENGTHS, strict=True)])
         self.hidden = torch.zeros(ROWS, self.engine.layer.config.hidden_size, dtype=torch.bfloat16, device="cuda")
         self.tables: dict[str, torch.Tensor] = {}
-        self.captures_attention = options.get("kv_cache") != "fp8"
         self.captures_selection = ratio != 4 or options.get("index_cache") != "mxfp4"
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -82,7 +81,7 @@ class Decoder:
 
     def capture(self, m: DeepseekV4Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
         layer = self.engine.layer
-        if self.captures_attention and self.captures_selection:
+        if self.captures_selection:
             self.hidden_out = self._record(lambda: self.eager(m))
             return
         self.q, self.selected, _ = self._record(lambda: self._front(m, monkeypatch))
@@ -91,13 +90,9 @@ class Decoder:
         self.topk = None if layer.indexer is None else layer.indexer.indexer_op.topk_indices_buffer[:ROWS]
         self.hidden_out = self._record(lambda: self._back(m))
 
-    def _attend(self, m: DeepseekV4Metadata) -> None:
-        self.engine.layer.mla_attn(self.q, self.engine.caches, m, self.topk, self.out, self.lse)
-
     def _back(self, m: DeepseekV4Metadata) -> torch.Tensor:
-        if self.captures_attention:
-            self._attend(m)
         layer = self.engine.layer
+        layer.mla_attn(self.q, self.engine.caches, m, self.topk, self.out, self.lse)
         return layer.o_proj(self.out, m.positions, layer.rotary_emb.cos_sin_cache)
 
     def _record(self, body: Any) -> Any:
@@ -119,8 +114,6 @@ class Decoder:
         front.replay()
         if layer.indexer is not None:
             layer.indexer.indexer_op(*self.selected, caches.indexer, m)
-        if not self.captures_attention:
-            self._attend(m)
         back.replay()
         return self.hidden_out
 
@@ -156,10 +149,11 @@ def test_a_replayed_step_is_the_eager_step(
 
 
 @pytest.mark.parametrize("ratio", KINDS)
-def test_a_step_is_made_of_kernels(ratio: int) -> None:
-    decoder = Decoder(ratio)
-    m = decoder.prepare(STEPS[0], 1)
+@pytest.mark.parametrize("kv", ["fp8_ds_mla", "bf16", "fp8"])
+def test_steps_are_made_of_kernels(ratio: int, kv: str) -> None:
+    """The requests' first ones, too."""
     with record_calls() as recording:
-        decoder.eager(m)
+        decoder = Decoder(ratio, kv_cache=kv)
+        decoder.eager(decoder.prepare(STEPS[0], 1))
     ran = {call.op: call.implementation for call in recording.calls if not call.op.startswith("linear")}
     assert {op for op, implementation in ran.items() if implementation != "kernel"} == set()

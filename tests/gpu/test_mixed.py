@@ -341,8 +341,8 @@ def test_scales(scale: float, out_scale: float) -> None:
 @pytest.mark.parametrize("heads", [8, 64, 128])
 @pytest.mark.parametrize("out_scale", [1.0, -0.5])
 def test_bits_of_prefill(heads: int, out_scale: float, dtype: torch.dtype) -> None:
-    """The same as prefill over copies of the rows: in one tile they come in the same order. Over e4m3 caches weights are
-    f16: scores are the same then, and results only nearly so."""
+    """The same as prefill over copies of the rows: in one tile they come in the same order. Over e4m3 caches weights
+    are f16: scores are the same then, and results only nearly so."""
     call = make((1, 300, 1, 50), (900, 300, 5, 1000), heads=heads, width=300, bad=0.0, rows=(53, 2))
     out, lse = run(dataclasses.replace(call, out_scale=out_scale))
     want, _, want_lse = sparse_mla_prefill(**call.as_prefill())
