@@ -9,7 +9,7 @@ columns, through a ring of three.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float16, Int32, Int64
@@ -45,25 +45,6 @@ HELD = 320
 """As prefill's: this kernel's warpgroup of scores has more to remember, and that of rows needs more registers."""
 
 SCORES_REGISTERS, ROWS_REGISTERS = 144, 48
-
-
-class HalfPlaces(NamedTuple):
-    """Addresses in shared memory, as in Places, but for:
-
-    stages    [5 halves][4 slabs][64 rows][64] f16
-    raw       [3 quarters][64 rows][128] e4m3: of an odd row the second 64 columns lie before the first
-    kept      [3 slabs][64 heads][64] f16
-    """
-
-    stages: Any
-    raw: Any
-    kept: Any
-    p: Any
-    list: Any
-    heading: Any
-    walk: Any
-    note: Any
-    label: Any
 
 
 @dataclass(frozen=True)
@@ -111,8 +92,8 @@ class HalfBarriers(Barriers):
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> HalfBarriers:
-        stages, weights = Halves.allocate(smem, HALVES), barriers.Ring.allocate(smem, P_BUFFERS)
-        return cls(stages, weights, smem.allocate_array(Int64, 1))
+        stages = Halves(smem.allocate_array(Int64, 2 * HALVES), HALVES)
+        return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, 1))
 
     def initialize(self) -> None:
         self.stages.initialize(4, 4)
@@ -120,15 +101,16 @@ class HalfBarriers(Barriers):
 
 
 def memory() -> dict[str, int]:
-    changed = {
-        "stages": HALVES * HALF_BYTES,
-        "raw": RAW_QUARTERS * RAW_QUARTER,
-        "kept": ROWS * (HEAD_DIM - HELD) * 2,
-        "heading": HALVES * HEADING,
-    }
-    return {name: (smem_parts() | changed)[name] for name in HalfPlaces._fields}
+    """Bytes of everything in shared memory but the barriers, in order; what is not as in Places:
+
+    stages    [5 halves][4 slabs][64 rows][64] f16
+    kept      [3 slabs][64 heads][64] f16
+    raw       [3 quarters][64 rows][128] e4m3: of an odd row the second 64 columns lie before the first
+    """
+    raw = {"stages": HALVES * HALF_BYTES, "raw": RAW_QUARTERS * RAW_QUARTER}
+    return raw | smem_parts() | raw | {"kept": ROWS * (HEAD_DIM - HELD) * 2, "heading": HALVES * HEADING}
 
 
 MBARRIERS = 2 * (HALVES + P_BUFFERS) + 1
 
-FP8 = Plan(Float16, 2, memory(), HalfPlaces, HalfBarriers, MBARRIERS, HELD, SCORES_REGISTERS, ROWS_REGISTERS)
+FP8 = Plan(Float16, 2, memory(), HalfBarriers, MBARRIERS, HELD, SCORES_REGISTERS, ROWS_REGISTERS)

@@ -21,10 +21,9 @@ from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import (
     RAW_QUARTER,
     RAW_QUARTERS,
     HalfBarriers,
-    HalfPlaces,
 )
 from cute_kernels.sparse_mla.mixed_sm90_rows import MixedRows
-from cute_kernels.sparse_mla.prefill_sm90_plan import AHEAD, END, HEADING, LAST, SLAB, SLAB_BYTES, Query, Work
+from cute_kernels.sparse_mla.prefill_sm90_plan import AHEAD, END, HEADING, LAST, SLAB, SLAB_BYTES, Places, Query, Work
 from cute_kernels.sparse_mla.prefill_sm90_rows import AT_ONCE, OWN_ROWS, own_lane, own_warp
 
 SLAB_ROW = SLAB * 2
@@ -35,7 +34,7 @@ CONVERTED_ROWS = 8
 
 class CodeRows(MixedRows):
     @cute.jit
-    def run(self, work: Work, q: Query, sources: Any, ready: HalfBarriers, at: HalfPlaces) -> None:
+    def run(self, work: Work, q: Query, sources: Any, ready: HalfBarriers, at: Places) -> None:
         """Fill the ring. By a warpgroup."""
         self.look_ahead(work.first, work, sources, at)
         self.set_walk(work.first, Int32(0), Int32(0), Int32(0), at)
@@ -103,14 +102,14 @@ class CodeRows(MixedRows):
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
 
-    def line(self, raw: Any, at: HalfPlaces) -> Any:
+    def line(self, raw: Any, at: Places) -> Any:
         """Where the chunk goes that the lane copies, of the row that has the number lane >> 3 in the warp."""
         row = own_lane() >> 3
         chunk = (own_lane() & 7) ^ ((row & 1) << 2)
         return at.raw + raw * RAW_QUARTER + (own_warp() * OWN_ROWS + row) * LINE + chunk * 16
 
     @cute.jit
-    def ask_for_codes(self, quarter: Any, raw: Any, index: Any, mark: Any, sources: Any, at: HalfPlaces) -> None:
+    def ask_for_codes(self, quarter: Any, raw: Any, index: Any, mark: Any, sources: Any, at: Places) -> None:
         """Start to copy a quarter of the warp's rows of the tile that `look_up` has found."""
         target, row = self.line(raw, at), own_lane() >> 3
         for i in range_constexpr(OWN_ROWS // AT_ONCE):
@@ -121,7 +120,7 @@ class CodeRows(MixedRows):
             ptx.copy_async_or_zero(target + i * (AT_ONCE * LINE), source + quarter * LINE, 16, read)
 
     @cute.jit
-    def ask_for_query_codes(self, quarter: Any, raw: Any, work: Work, q: Query, at: HalfPlaces) -> None:
+    def ask_for_query_codes(self, quarter: Any, raw: Any, work: Work, q: Query, at: Places) -> None:
         """Start to copy a quarter of the warp's share of the next item's queries."""
         query, first = work.place(self.own_item(at))
         target, row = self.line(raw, at), own_warp() * OWN_ROWS + (own_lane() >> 3)
@@ -134,7 +133,7 @@ class CodeRows(MixedRows):
             source = source + AT_ONCE * q.head
 
     @cute.jit
-    def convert(self, raw: Any, first: Any, second: Any, at: HalfPlaces) -> None:
+    def convert(self, raw: Any, first: Any, second: Any, at: Places) -> None:
         """Store a quarter of the warp's rows as f16, a slab at `first` and one at `second`."""
         row, chunk = own_lane() >> 2, own_lane() & 3
         source = at.raw + raw * RAW_QUARTER + (own_warp() * OWN_ROWS + row) * LINE + (((row & 1) << 2) ^ chunk) * 16

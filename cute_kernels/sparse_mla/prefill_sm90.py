@@ -40,6 +40,7 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     THREADS,
     TILES,
     Output,
+    Places,
     Plan,
     Query,
     Sources,
@@ -73,8 +74,8 @@ class PrefillKey(KernelKey):
 
 def fake_rows(dtype: Any = BFloat16) -> Any:
     """[any, any, 512], strides multiples of 16 bytes."""
-    strides = (*(cute.sym_int64(divisibility=128 // dtype.width) for _ in range(2)), 1)
-    return make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=strides, assumed_align=16)
+    row, head = (cute.sym_int64(divisibility=128 // dtype.width) for _ in range(2))
+    return make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=(row, head, 1), assumed_align=16)
 
 
 def fake_numbers() -> Any:
@@ -198,12 +199,12 @@ class PrefillKernel:
         blocks, _, _ = cute.arch.grid_dim()
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         smem = SmemAllocator()
-        places = []
+        places = {}
         for name, size in self.plan.memory.items():
             align = 1024 if name in TILES else 16
             place = smem.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
-            places.append(place.iterator.toint())
-        at = self.plan.places(*places)
+            places[name] = place.iterator.toint()
+        at = Places(**places)
         ready = self.plan.barriers.allocate(smem)
         if thread == 0:
             ready.initialize()

@@ -113,6 +113,7 @@ class Places(NamedTuple):
     walk      [4 warps that ask for rows] where they are
     note      [2 buffers][64 heads] notes
     label     [2 buffers] labels
+    raw       what a kernel over rows of another kind converts
     """
 
     stages: Any
@@ -123,6 +124,7 @@ class Places(NamedTuple):
     walk: Any
     note: Any
     label: Any
+    raw: Any = None
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,8 @@ class Barriers:
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
-        stages, weights = Tiles.allocate(smem, STAGES), barriers.Ring.allocate(smem, P_BUFFERS)
-        return cls(stages, weights, smem.allocate_array(Int64, 1))
+        stages = Tiles(smem.allocate_array(Int64, 2 * STAGES), STAGES)
+        return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, 1))
 
     def initialize(self) -> None:
         """By one thread; the block synchronizes afterwards."""
@@ -194,8 +196,7 @@ class Plan:
 
     dtype      of what tensor cores multiply
     parts      that a tile lies in
-    memory     as smem_parts()
-    places     type of the addresses of `memory`
+    memory     as smem_parts(); the names are those of Places
     barriers   type of the barriers, and how many mbarriers those are
     held       as HELD
     scores_registers, rows_registers
@@ -205,7 +206,6 @@ class Plan:
     dtype: Any
     parts: int
     memory: dict[str, int]
-    places: Any
     barriers: Any
     mbarriers: int
     held: int
@@ -217,7 +217,7 @@ class Plan:
         return sum(self.memory.values()) + self.mbarriers * 8
 
 
-BF16 = Plan(BFloat16, 1, smem_parts(), Places, Barriers, BARRIERS, HELD, SCORES_REGISTERS, ROWS_REGISTERS)
+BF16 = Plan(BFloat16, 1, smem_parts(), Barriers, BARRIERS, HELD, SCORES_REGISTERS, ROWS_REGISTERS)
 
 
 def uniform_tile(address: Any, layout: Any, dtype: Any) -> Any:
