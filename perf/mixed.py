@@ -79,6 +79,9 @@ class MixedSet:
     def ours(self) -> None:
         sparse_mla_mixed(**self.given)
 
+    def ours_over_bf16(self) -> None:
+        sparse_mla_mixed(**self.over_bf16)
+
     def arguments(self) -> tuple[Any, ...]:
         return in_order(OP, self.given)
 
@@ -103,7 +106,7 @@ def sweep(
             others = [MixedSet.make(shape, seed, kv_format) for seed in range(1, number_of_sets(work.bytes))]
             candidates: dict[str, Any] = {GATHERED: lambda s: s.gathered.ours()} if variants else {}
             if variants and prefix:
-                candidates[OVER_BF16] = lambda s: sparse_mla_mixed(**s.over_bf16)
+                candidates[OVER_BF16] = lambda s: s.ours_over_bf16()
             facts = {"case": prefix + shape.name, "T": shape.rows, "heads": shape.heads}
             records.append(compare(OP, facts, [first, *others], work, candidates, replays, products="bf16"))
     return records

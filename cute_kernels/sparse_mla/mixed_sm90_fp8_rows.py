@@ -41,31 +41,29 @@ class CodeRows(MixedRows):
         for _ in range_constexpr(AHEAD):
             self.ask_for_indices(work, sources, at)
         self.set_item(work.first, Int32(1), at)
+        # where the lane's next chunks are, of rows of the tile or queries that are asked for, and which rows are there
+        chunks = cute.make_rmem_tensor((OWN_ROWS // AT_ONCE,), Int64)
+        there, asked_mark = self.aim_at_queries(chunks, work, q, at), Int32(0)
         for quarter in range_constexpr(RAW_QUARTERS):
-            self.ask_for_query_codes(Int32(quarter), Int32(quarter), work, q, at)
+            self.ask(chunks, there, Int32(quarter), at)
             cute.arch.cp_async_commit_group()
 
         half, phase = barriers.start()
         raw = Int32(0)
         is_query, mark = Int32(1), Int32(0)
-        # of the tile that is asked for: where the rows are, and its mark
-        index, asked_mark = Int32(-1), Int32(0)
         while mark & END == 0:
             for quarter in cutlass.range(QUARTERS, unroll=1):
                 # all but what was asked for last is there
                 cute.arch.cp_async_wait_group(RAW_QUARTERS - 1)
                 cute.arch.sync_warp()
-                is_asked_query, is_asked = mark & LAST, mark & END == 0
                 if quarter & 1 == 0:
                     ready.stages.wait_empty(half, phase)
                 if quarter == 0:
-                    is_asked_query = is_query
-                    if is_query != 0:
-                        if (own_warp() == 0) & (own_lane() == 0):
-                            ptx.store_shared_s32(at.heading + half * HEADING, self.own_item(at))
-                    else:
+                    if is_query == 0:
                         mark = asked_mark
-                        self.tell(index, mark, half, at)
+                        self.tell_mask(there, mark, half, at)
+                    elif (own_warp() == 0) & (own_lane() == 0):
+                        ptx.store_shared_s32(at.heading + half * HEADING, self.own_item(at))
                 first = at.stages + half * HALF_BYTES + (quarter & 1) * (2 * SLAB_BYTES)
                 second = first + SLAB_BYTES
                 if (is_query != 0) & (quarter >= 2):
@@ -82,16 +80,15 @@ class CodeRows(MixedRows):
                         cute.arch.mbarrier_arrive(ready.stages.full(half))
                     half, phase = barriers.advance(half, phase, HALVES)
                 cute.arch.sync_warp()
-                asked = (quarter + RAW_QUARTERS) & QUARTERS - 1
-                if is_asked_query != 0:
-                    if is_asked:
-                        self.ask_for_query_codes(asked, raw, work, q, at)
-                elif is_asked:
-                    if quarter == 1:
-                        index, asked_mark = self.look_up(sources, at)
-                    self.ask_for_codes(asked, raw, index, asked_mark, sources, at)
-                    if quarter == 0:
-                        self.ask_for_indices(work, sources, at)
+                if quarter == 1:
+                    if mark & LAST == 0:
+                        there, asked_mark = self.aim_at_rows(chunks, sources, at)
+                    elif mark & END == 0:
+                        there = self.aim_at_queries(chunks, work, q, at)
+                if (quarter == 0) | (mark & END == 0):
+                    self.ask(chunks, there, raw, at)
+                if (quarter == 0) & (is_query == 0):
+                    self.ask_for_indices(work, sources, at)
                 cute.arch.cp_async_commit_group()
                 raw = Int32(0) if raw == RAW_QUARTERS - 1 else raw + 1
             if is_query != 0:
@@ -102,35 +99,40 @@ class CodeRows(MixedRows):
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
 
-    def line(self, raw: Any, at: Places) -> Any:
-        """Where the chunk goes that the lane copies, of the row that has the number lane >> 3 in the warp."""
-        row = own_lane() >> 3
-        chunk = (own_lane() & 7) ^ ((row & 1) << 2)
-        return at.raw + raw * RAW_QUARTER + (own_warp() * OWN_ROWS + row) * LINE + chunk * 16
-
     @cute.jit
-    def ask_for_codes(self, quarter: Any, raw: Any, index: Any, mark: Any, sources: Any, at: Places) -> None:
-        """Start to copy a quarter of the warp's rows of the tile that `look_up` has found."""
-        target, row = self.line(raw, at), own_lane() >> 3
+    def aim_at_rows(self, chunks: cute.Tensor, sources: Any, at: Places) -> tuple[Any, Any]:
+        """Find the warp's rows of the tile AHEAD before the walk: which are there, a bit each, and the tile's mark."""
+        index, mark = self.look_up(sources, at)
+        row = own_lane() >> 3
         for i in range_constexpr(OWN_ROWS // AT_ONCE):
             own = cute.arch.shuffle_sync(index, AT_ONCE * i + row)
             source = self.address(own, own_warp() * OWN_ROWS + AT_ONCE * i + row, mark, sources)
-            source = source + (own_lane() & 7) * 16
-            read = Int32(16) if own >= 0 else Int32(0)
-            ptx.copy_async_or_zero(target + i * (AT_ONCE * LINE), source + quarter * LINE, 16, read)
+            chunks[i] = source + (own_lane() & 7) * 16
+        return cute.arch.vote_ballot_sync(index >= 0), mark
 
     @cute.jit
-    def ask_for_query_codes(self, quarter: Any, raw: Any, work: Work, q: Query, at: Places) -> None:
-        """Start to copy a quarter of the warp's share of the next item's queries."""
+    def aim_at_queries(self, chunks: cute.Tensor, work: Work, q: Query, at: Places) -> Any:
+        """Find the warp's share of the next item's queries: which heads are there, a bit each."""
         query, first = work.place(self.own_item(at))
-        target, row = self.line(raw, at), own_warp() * OWN_ROWS + (own_lane() >> 3)
+        row = own_warp() * OWN_ROWS + (own_lane() >> 3)
         source = q.base + Int64(query) * q.row + Int64(first + row) * q.head + (own_lane() & 7) * 16
-        rest = q.heads - (first + row)
         for i in range_constexpr(OWN_ROWS // AT_ONCE):
-            # nothing is read of heads that are not there
-            read = Int32(16) if AT_ONCE * i < rest else Int32(0)
-            ptx.copy_async_or_zero(target + i * (AT_ONCE * LINE), source + quarter * LINE, 16, read)
+            chunks[i] = source
             source = source + AT_ONCE * q.head
+        rest = q.heads - (first + own_warp() * OWN_ROWS)
+        return (Int32(1) << cutlass.min(cutlass.max(rest, 0), OWN_ROWS)) - 1
+
+    @cute.jit
+    def ask(self, chunks: cute.Tensor, there: Any, raw: Any, at: Places) -> None:
+        """Start to copy a quarter of the warp's rows, zeros for those that are not there, and aim at the next quarter."""
+        row = own_lane() >> 3
+        swapped = (own_lane() & 7) ^ ((row & 1) << 2)
+        target = at.raw + raw * RAW_QUARTER + (own_warp() * OWN_ROWS + row) * LINE + swapped * 16
+        own = there >> row
+        for i in range_constexpr(OWN_ROWS // AT_ONCE):
+            read = Int32(16) if own & (1 << AT_ONCE * i) != 0 else Int32(0)
+            ptx.copy_async_or_zero(target + i * (AT_ONCE * LINE), chunks[i], 16, read)
+            chunks[i] = chunks[i] + LINE
 
     @cute.jit
     def convert(self, raw: Any, first: Any, second: Any, at: Places) -> None:
@@ -147,3 +149,7 @@ class CodeRows(MixedRows):
             target = targets[slab] + i * (CONVERTED_ROWS * SLAB_ROW)
             ptx.store_shared_128(target, words[:4])
             ptx.store_shared_128(target ^ 16, words[4:])
+
+    def compressed_columns(self, sources: Any) -> Any:
+        # computed anew: the loop over quarters has no register to spare
+        return ptx.again(sources.columns) - sources.window_size

@@ -83,8 +83,11 @@ class MixedRows(Rows):
         position = sources.batch.position(query, sources.batch.search(query, is_item))
         window = cutlass.min(sources.window_size, position + 1)
         compressed = cutlass.max(found, sources.window_size) - sources.window_size
-        compressed = cutlass.min(compressed, sources.columns - sources.window_size)
+        compressed = cutlass.min(compressed, self.compressed_columns(sources))
         return window | (compressed << COUNT_BITS) if position >= 0 else Int32(0)
+
+    def compressed_columns(self, sources: Any) -> Any:
+        return sources.columns - sources.window_size
 
     def window(self, count: Any) -> Any:
         """The window's columns among those of `count`."""

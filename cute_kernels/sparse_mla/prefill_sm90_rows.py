@@ -99,7 +99,11 @@ class Rows:
     @cute.jit
     def tell(self, index: Any, mark: Any, stage: Any, at: Places) -> None:
         """Write the warp's part of a stage's heading."""
-        there = cute.arch.vote_ballot_sync(index >= 0)
+        self.tell_mask(cute.arch.vote_ballot_sync(index >= 0), mark, stage, at)
+
+    @cute.jit
+    def tell_mask(self, there: Any, mark: Any, stage: Any, at: Places) -> None:
+        """`tell`, with the warp's rows that are there in the low 16 bits of a mask."""
         if own_lane() == 0:
             heading = at.heading + stage * HEADING
             ptx.store_shared_s32(heading + own_warp() * 4, there & 0xFFFF)
