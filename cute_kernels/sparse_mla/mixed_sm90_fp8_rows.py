@@ -124,7 +124,7 @@ class CodeRows(MixedRows):
 
     @cute.jit
     def ask(self, chunks: cute.Tensor, there: Any, raw: Any, at: Places) -> None:
-        """Start to copy a quarter of the warp's rows, zeros for those that are not there, and aim at the next quarter."""
+        """Start to copy a quarter of the warp's rows, zeros where there is none, and aim at the next quarter."""
         row = own_lane() >> 3
         swapped = (own_lane() & 7) ^ ((row & 1) << 2)
         target = at.raw + raw * RAW_QUARTER + (own_warp() * OWN_ROWS + row) * LINE + swapped * 16
@@ -132,7 +132,7 @@ class CodeRows(MixedRows):
         for i in range_constexpr(OWN_ROWS // AT_ONCE):
             read = Int32(16) if own & (1 << AT_ONCE * i) != 0 else Int32(0)
             ptx.copy_async_or_zero(target + i * (AT_ONCE * LINE), chunks[i], 16, read)
-            chunks[i] = chunks[i] + LINE
+            chunks[i] += Int64(LINE)
 
     @cute.jit
     def convert(self, raw: Any, first: Any, second: Any, at: Places) -> None:
