@@ -1,4 +1,4 @@
-"""Which kernel sparse_mla_mixed runs: Hopper's own over bf16 caches, the portable one for everything else."""
+"""Which kernel sparse_mla_mixed runs: Hopper's own for each cache format, the portable one elsewhere."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
+from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm90_rows import COUNT_BITS, UNIT
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
+
+KEYS = {formats.PLAIN_BF16.id: MixedKey, formats.PLAIN_FP8.id: MixedFp8Key}
+"""By kv_format."""
 
 MOST_POOL_BYTES = UNIT << 31
 """From the first row of a pool to the end of the last one."""
@@ -21,8 +25,8 @@ MOST_POOL_BYTES = UNIT << 31
 
 def key_for(arch: str, heads: int, kv_format: str) -> KernelKey:
     """The kernel for so many heads and caches of that format."""
-    if arch == HOPPER and kv_format == formats.PLAIN_BF16.id:
-        return MixedKey(arch)
+    if arch == HOPPER:
+        return KEYS[kv_format](arch)
     return PortableMixedKey(arch, item_heads(heads), kv_format)
 
 

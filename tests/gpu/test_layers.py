@@ -38,9 +38,8 @@ def test_layer_agrees_with_the_cpu(ratio: int, kv: str, fp8_product: bool, monke
     assert torch.isfinite(got).all()
     # FP8 tensor cores sum with about 14 bits: 1e-4 off, which moves codes of the three quantizations that follow, and a
     # few selections in C4A layers. Without them attention's kernels are 2e-3 off, as weights and results are bf16: that
-    # moves one in twenty of the codes of the output, by 6% each. Where attention is the reference, over plain fp8
-    # caches, only fp32 sums differ from float64 ones, by last bits of bf16 that move some codes.
-    bound = 0.01 if kv == "fp8" else 0.03
+    # moves one in twenty of the codes of the output, by 6% each. Over plain fp8 caches weights are f16.
+    bound = 0.02 if kv == "fp8" else 0.03
     if fp8_product:
         bound = 0.1 if ratio == 4 else 0.05
     assert relative(got, expected) < bound
