@@ -167,11 +167,3 @@ def test_other_architectures_have_the_portable_kernel(launched: list[Any], monke
     run()
     ((key, _),) = launched
     assert key == PortableMixedKey("sm_100a", 16, "plain_bf16/1")
-
-
-def test_e4m3_has_the_portable_kernel(launched: list[Any]) -> None:
-    names = ("query", "swa_kv_cache", "compressed_kv_cache")
-    args = run(kv_format="plain_fp8/1", **{name: arguments()[name].to(FP8) for name in names})
-    ((key, given),) = launched
-    assert key == PortableMixedKey("sm_90a", 16, "plain_fp8/1")
-    assert all(given[name] is args[name] for name in NAMES[:6])
