@@ -74,7 +74,8 @@ def test_plan(arch: str, heads: int, formats: tuple[str, ...]) -> None:
         "flags": (plan.flags_at, 2 * plan.rows * 4, 16),
         "rows": (plan.rows_at, 8 * 4, 16),
         "tops": (plan.tops_at, plan.groups * 32 * 8, 16),
-        "walks": (plan.walks_at, plan.groups * 32 * 4, 16),
+        "sinks": (plan.sinks_at, plan.groups * 32 * 4, 16),
+        "walks": (plan.walks_at, 128 * 4, 16),
     }
     place = 0
     for name, (begin, before, alignment) in places.items():
