@@ -197,11 +197,11 @@ def test_many_heads_are_for_hoppers_kernel(gpu: Launches) -> None:
 
 
 def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> None:
-    few = SMS // 2
+    few, room = SMS // 2, torch.zeros(2**22, dtype=torch.uint8)
     for splits, few_kind in (
         ({}, DecodeKey),
         ({"num_splits": 1}, TeamsDecodeKey),
-        ({"split_tokens": 64}, TeamsDecodeKey),
+        ({"split_tokens": 64, "workspace": room}, TeamsDecodeKey),
     ):
         for rows, kind in ((few, few_kind), (few + 1, TeamsDecodeKey)):
             gpu.run(**of_rows(rows, 16), **splits)
