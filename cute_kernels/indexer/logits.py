@@ -43,8 +43,9 @@ def supports(*args: Any) -> tuple[bool, str]:
     return not why, why
 
 
-def launch(*args: Any) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+def launch(*args: Any, skip: int = 0) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported. Rows
+    that see no more than `skip` keys are not scored."""
     call = Call(*args)
     if call.out.numel() == 0:
         return
@@ -55,10 +56,11 @@ def launch(*args: Any) -> None:
     device_index = call.out.device.index
     key = _key(call.q.shape[1], choice.MOST_ROWS, False)
     rows, columns = call.out.shape
-    launch_key(key, device_index, *arguments(call), choice.blocks(key, 1, rows, columns, multiprocessors(device_index)))
+    blocks = choice.blocks(key, 1, rows, columns, multiprocessors(device_index))
+    launch_key(key, device_index, *arguments(call, skip), blocks)
 
 
-def arguments(call: Call) -> tuple[Any, ...]:
+def arguments(call: Call, skip: int) -> tuple[Any, ...]:
     """What the kernel's entry point takes but the number of blocks: all rows are one request's, all keys one page's."""
     q, k = call.q, call.k
     rows, keys = q.shape[0], k.shape[0]
@@ -85,5 +87,6 @@ def arguments(call: Call) -> tuple[Any, ...]:
         0,
         keys,
         -1 if call.max_seqlen_k > 0 else 0,
+        skip,
         int(call.clean_logits),
     )

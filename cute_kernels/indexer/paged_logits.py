@@ -59,8 +59,9 @@ def supports(*args: Any) -> tuple[bool, str]:
     return not why, why
 
 
-def launch(*args: Any) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+def launch(*args: Any, skip: int = 0) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported. Rows
+    that see no more than `skip` keys are not scored."""
     call = Call(*args)
     if call.out.numel() == 0:
         return
@@ -71,10 +72,10 @@ def launch(*args: Any) -> None:
     requests, rows = call.q.shape[:2]
     key = _key(call.q.shape[2], choice.rows_of_group(rows), True, box_of(call.kv_cache.shape[1]))
     blocks = choice.blocks(key, requests, rows, call.max_model_len, multiprocessors(device_index))
-    launch_key(key, device_index, *arguments(call), blocks)
+    launch_key(key, device_index, *arguments(call, skip), blocks)
 
 
-def arguments(call: Call) -> tuple[Any, ...]:
+def arguments(call: Call, skip: int) -> tuple[Any, ...]:
     """What the kernel's entry point takes but the number of blocks."""
     q, kv_cache, block_tables = call.q, call.kv_cache, call.block_tables
     pages, page_rows = kv_cache.shape[:2]
@@ -102,5 +103,6 @@ def arguments(call: Call) -> tuple[Any, ...]:
         call.context_lens.stride(0) * 4,
         call.out.shape[1],
         0,
+        skip,
         int(call.clean_logits),
     )
