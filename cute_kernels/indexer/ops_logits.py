@@ -15,6 +15,7 @@ from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
 __all__ = ["cp_gather_indexer_k_quant_cache", "mqa_logits", "paged_mqa_logits"]
 
+
 def _empty_logits(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return like.new_empty((rows, formats.round_up(columns, ROW_ALIGNMENT)), dtype=torch.float32)[:, :columns]
 
@@ -208,9 +209,7 @@ def _check_paged(
     out: torch.Tensor,
 ) -> None:
     c = Checker("paged_mqa_logits")
-    rows = arguments.check_paged(
-        c, q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format
-    )
+    rows = arguments.check_paged(c, q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format)
     c.tensor("out", out, torch.float32, (None, None))
     c.require(
         out.shape[0] == rows and out.shape[1] == max_model_len,

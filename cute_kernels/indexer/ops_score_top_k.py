@@ -43,7 +43,9 @@ def _check_results(
     c.require(have >= needed, "workspace", f"at least {needed} bytes (score_top_k_workspace_size)", f"{have} bytes")
     if workspace is not None:
         offset = workspace.storage_offset() * workspace.element_size()
-        c.require(offset % 16 == 0, "workspace", "an address that is a multiple of 16", f"offset {offset} in its memory")
+        c.require(
+            offset % 16 == 0, "workspace", "an address that is a multiple of 16", f"offset {offset} in its memory"
+        )
 
 
 def _picked_cost(scored: Cost, heads: int, out: torch.Tensor) -> Cost:
@@ -163,9 +165,7 @@ def _check_decode(
     workspace: torch.Tensor | None,
 ) -> None:
     c = Checker("score_top_k_decode")
-    rows = arguments.check_paged(
-        c, q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format
-    )
+    rows = arguments.check_paged(c, q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format)
     _check_results(c, rows, q.shape[0], max_model_len, q.shape[1], out, workspace)
 
 
@@ -186,9 +186,7 @@ def _cost_decode(
     scored_lengths = lengths.where(lengths > out.shape[1], torch.zeros_like(lengths))
     cost = OPS["paged_mqa_logits"].cost
     assert cost is not None
-    scored = cost(
-        q, q_scale, kv_cache, weights, scored_lengths, block_tables, max_model_len, False, kv_format, out
-    )
+    scored = cost(q, q_scale, kv_cache, weights, scored_lengths, block_tables, max_model_len, False, kv_format, out)
     return _picked_cost(scored, q.shape[2], out)
 
 
