@@ -22,9 +22,9 @@ def rows_of_group(rows: int) -> int:
     return -(-rows // -(-rows // MOST_ROWS))
 
 
-def key_for(heads: int, rows: int, paged: bool, box: int = KEYS) -> LogitsKey:
+def key_for(heads: int, rows: int, paged: bool, box: int = KEYS, maxima: bool = False) -> LogitsKey:
     """The kernel for groups of so many rows."""
-    return LogitsKey(ARCH, heads, rows, paged, box)
+    return LogitsKey(ARCH, heads, rows, paged, box, maxima)
 
 
 def heads_of(config: Any, arch: str) -> int | None:

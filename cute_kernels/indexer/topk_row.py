@@ -64,8 +64,12 @@ class RowPicks:
         for i in cutlass.range(Int32(1), part.tiles, 1, unroll=1):
             self.load(here, part, last - i, scores)
             listed = self.collect(here, last - i, scores, bound, listed)
-        cute.arch.sync_warp()
+        self.settle(here, part, k, listed, top, bound, out)
 
+    @cute.jit
+    def settle(self, here: Here, part: Part, k: Int32, listed: Int32, top: Uint32, bound: Uint32, out: Int64) -> None:
+        """Pick and write, of candidates that the warps have listed: all elements from the order `top` to `bound`."""
+        cute.arch.sync_warp()
         scale = finest(top, bound)
         low, shift = scale.low, scale.shift
         self.count(here, part, listed, low, shift)
