@@ -14,7 +14,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
@@ -82,7 +82,12 @@ class MaximaKey(KernelKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
-        numbers = (*(Int64(0) for _ in range(3)), Int32(1), *(Int64(0) for _ in range(3)), *(Int32(1) for _ in range(5)))
+        numbers = (
+            *(Int64(0) for _ in range(3)),
+            Int32(1),
+            *(Int64(0) for _ in range(3)),
+            *(Int32(1) for _ in range(5)),
+        )
         return MaximaKernel(self), (out, *numbers, Boolean(False), make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
@@ -112,7 +117,9 @@ class GroupPicks(RowPicks):
                 is_there = column + j * GROUP < part.stop
                 own[4 * i + j] = words[j].bitcast(Float32) if is_there else Int32(-1).bitcast(Float32)
         for i in range_constexpr(GROUPS):
-            best[i] = own[i] if const_expr(i < 4 * self.loads) else Int32(-1).bitcast(Float32)
+            best[i] = Int32(-1).bitcast(Float32)
+        for i in range_constexpr(4 * self.loads):
+            best[i % GROUPS] = ptx.max_f32(best[i % GROUPS], own[i])
         top, bound = self.bins.extremes(here, *self.bound(best, groups, share))
         found = self.find_groups(here, own, bound)
         cute.arch.sync_warp()
@@ -139,9 +146,7 @@ class GroupPicks(RowPicks):
         return here.at + self.hits + (here.warp * (128 * self.loads) + number) * 8
 
     @cute.jit
-    def collect_groups(
-        self, here: Here, part: Part, first: Int32, found: Int32, bound: Uint32, listed: Int32
-    ) -> Int32:
+    def collect_groups(self, here: Here, part: Part, first: Int32, found: Int32, bound: Uint32, listed: Int32) -> Int32:
         """As `collect`, of the columns of groups `first` and the next ones of the warp's list; a lane takes half of a
         group."""
         scores = cute.make_rmem_tensor((4 * HITS_AT_ONCE,), Float32)

@@ -54,9 +54,11 @@ class Picks:
         low: Uint32,
         shift: Int32,
         is_tied: Boolean,
+        offset: Float32,
     ) -> None:
-        """Pick an element before `low`; note one of the 2^shift orders from there on as a tie, or list it."""
-        order = ptx.descending_order(score)
+        """Pick an element before `low`, the offset added; note one of the 2^shift orders from there on as a tie, or list
+        it."""
+        order = ptx.descending_order(score + offset)
         # of NaN there is a bin only if all numbers are picked
         is_last = is_there & (Scale(low, shift).bin(order) == Uint32(0))
         is_last = is_last & ((order != Uint32(NAN_ORDER)) | (low == Uint32(NAN_ORDER)))
@@ -66,7 +68,7 @@ class Picks:
             if is_tied:
                 ptx.reduce_shared("or.b32", word + (self.plan.ties - self.plan.picks), bit)
             else:
-                self.list(here, order, place)
+                self.list(here, ptx.descending_order(score), place)
 
     @cute.jit
     def list(self, here: Here, order: Uint32, place: Int32) -> None:

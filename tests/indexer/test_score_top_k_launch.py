@@ -161,7 +161,10 @@ def test_rows_that_are_long_but_not_too_long_are_picked_from_by_maxima(gpu: Laun
             assert (pick_key.warps, picks["share"]) == (warps, k // warps)
             assert pick_key.capacity >= columns
             assert scores["maxima"] == picks["maxima"] == chunks.score_bytes(columns)
-            assert (picks["scores"], picks["scores_stride"]) == (args["workspace"].data_ptr(), chunks.row_bytes(columns))
+            assert (picks["scores"], picks["scores_stride"]) == (
+                args["workspace"].data_ptr(),
+                chunks.row_bytes(columns),
+            )
             assert (picks["ends"], picks["ends_request"], picks["ends_token"]) == (scores["ends"], 12, 4)
             assert (picks["rows"], picks["columns"], picks["tokens"], picks["k"]) == (6, columns, 2, k)
         else:
