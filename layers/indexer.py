@@ -13,6 +13,8 @@ from cute_kernels.indexer.ops import (
     fused_indexer_q_rope_quant,
     mqa_logits,
     paged_mqa_logits,
+    score_top_k_decode,
+    score_top_k_prefill,
     top_k_per_row_decode,
     top_k_per_row_prefill,
 )
@@ -22,6 +24,10 @@ from layers.compressor import DeepseekCompressor
 from layers.config import DeepseekV4Config
 from layers.linear import Linear
 from layers.metadata import DeepseekV4Metadata
+
+FUSED_DECODE_COLUMNS = 0
+FUSED_PREFILL_BYTES = 0
+"""Scores and picks are one op from so many columns, or bytes of scores, on, and two below (perf/results)."""
 
 Quantized = Any
 """e4m3 [T, heads, 128], or (packed e2m1 uint8 [T, heads, 64], ue8m0 int32 [T, heads])."""
@@ -36,7 +42,7 @@ def _rows(q: Quantized, start: int, stop: int, shape: tuple[int, ...] | None = N
 
 
 class SparseAttnIndexer(nn.Module):
-    """Logits and top-k: writes each row's best entries, request-local, into `topk_indices_buffer`.
+    """Scores and top-k: writes each row's best entries, request-local, into `topk_indices_buffer`.
 
     topk_tokens           entries kept per row
     compress_ratio        source tokens per entry
@@ -99,16 +105,13 @@ class SparseAttnIndexer(nn.Module):
         assert m.compressed_block_table is not None
         rows, shape = m.num_decode_tokens, m.decode_batch()
         lengths = visible.view(shape)
-        logits = paged_mqa_logits(
-            _rows(q, 0, rows, shape),
-            cache.data,
-            weights[:rows],
-            lengths,
-            m.decode_table(m.compressed_block_table),
-            None,
-            max(m.max_seq_len // self.compress_ratio, 1),
-            kv_format=cache.kv_format.id,
-        )
+        columns = max(m.max_seq_len // self.compress_ratio, 1)
+        table = m.decode_table(m.compressed_block_table)
+        inputs = _rows(q, 0, rows, shape), cache.data, weights[:rows], lengths, table
+        if columns >= FUSED_DECODE_COLUMNS:
+            score_top_k_decode(*inputs, columns, self.topk_tokens, kv_format=cache.kv_format.id, out=out[:rows])
+            return
+        logits = paged_mqa_logits(*inputs, None, columns, kv_format=cache.kv_format.id)
         top_k_per_row_decode(logits, shape[1], lengths, out, rows, logits.stride(0), logits.stride(1), self.topk_tokens)
 
     def _prefill(
@@ -140,9 +143,12 @@ class SparseAttnIndexer(nn.Module):
             kv = (keys.view(torch.float8_e4m3fn), scales.view(torch.float32).squeeze(-1))
         row_starts = starts[(m.token_to_req_indices[rows] - first).long()]
         row_ends = row_starts + visible[rows]
-        logits = mqa_logits(
-            _rows(q, rows.start, rows.stop), kv, weights[rows], row_starts, row_ends, clean_logits=False
-        )
+        inputs = _rows(q, rows.start, rows.stop), kv, weights[rows], row_starts, row_ends
+        if 4 * (rows.stop - rows.start) * total >= FUSED_PREFILL_BYTES:
+            most = max(length // self.compress_ratio for length in m.seq_lens_cpu[first:last])
+            score_top_k_prefill(*inputs, self.topk_tokens, max_seqlen_k=most, out=out[rows])
+            return
+        logits = mqa_logits(*inputs, clean_logits=False)
         top_k_per_row_prefill(
             logits,
             row_starts,
