@@ -1,7 +1,7 @@
 """score_top_k_decode on a GPU: chunk after chunk, the kernel of paged_mqa_logits, then that of top_k_per_row_decode.
 
-As in score_top_k_prefill, the picks are a dependent launch. Rows that are not too long get their picks from a kernel of
-their own, for which the scores come with the maxima of each 8.
+Rows that are not too long get their picks from a kernel of their own, for which the scores come with the maxima of
+each 8.
 """
 
 from __future__ import annotations
@@ -85,4 +85,4 @@ def launch(*args: Any) -> None:
         if is_scored and key is not None:
             topk_maxima.launch(key, scores, maxima, ends, part.out, k)
         else:
-            topk.run(scores, starts, ends, part.out, scores.shape[0], k, use_pdl=is_scored)
+            topk.run(scores, starts, ends, part.out, scores.shape[0], k)

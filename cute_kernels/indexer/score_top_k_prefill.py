@@ -1,7 +1,7 @@
 """score_top_k_prefill on a GPU: chunk after chunk, the kernel of mqa_logits, then that of top_k_per_row_prefill.
 
 Nothing but the order of the launches makes a chunk's picks wait for its scores, and the next chunk's scores for these
-picks. The picks are a dependent launch: their blocks are on their way while the last scores are computed.
+picks.
 """
 
 from __future__ import annotations
@@ -70,4 +70,4 @@ def launch(*args: Any) -> None:
         if is_scored:
             logits.launch(*part.scores(scores), skip=k)
         starts, ends = bounds(part.start, part.end)
-        topk.run(scores, starts, ends, part.out, last - first, k, call.k.shape[0], shifts, use_pdl=is_scored)
+        topk.run(scores, starts, ends, part.out, last - first, k, call.k.shape[0], shifts)

@@ -15,7 +15,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
@@ -83,7 +83,7 @@ class TopKKey(KernelKey):
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         scores, starts, ends = (Int64(0), Int64(4), Int32(1)), (Int64(0), Int64(4)), (Int64(0), Int64(4), Int64(4))
         out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
-        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(8)), Boolean(False))
+        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(8)))
         return TopKKernel(self), (out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
@@ -91,8 +91,7 @@ class TopKKernel:
     """Entry point: (result; address of the scores, stride of their rows in bytes, their columns; address of the starts
     or 0, their stride; address of the ends, strides of requests and of their tokens, tokens of a request; what no end
     exceeds, whether a row's first column is that of its start (-1) or not (0); rows, k, a warp's share of k, groups of
-    a thread whose maxima bound it, 128-byte lines of a row to fetch early, whether to start before the kernel ahead has
-    ended; stream)."""
+    a thread whose maxima bound it, 128-byte lines of a row to fetch early; stream)."""
 
     def __init__(self, key: TopKKey) -> None:
         self.plan = key.plan
@@ -121,7 +120,6 @@ class TopKKernel:
         share: Int32,
         groups: Int32,
         early_lines: Int32,
-        use_pdl: Boolean,
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -149,7 +147,6 @@ class TopKKernel:
             block=[self.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
-            use_pdl=use_pdl if const_expr(self.has_dependency) else False,
         )
 
     @cute.kernel
@@ -287,15 +284,13 @@ def run(
     k: int,
     limit: int | None = None,
     shifts: int = 0,
-    use_pdl: bool = False,
 ) -> None:
     """Launch on the current stream of out's device.
 
-    starts    address of the first start, or 0 if all are 0, and stride in bytes
-    ends      address of the first end, strides of requests and of their tokens in bytes, and tokens of a request
-    limit     what no end exceeds; None: the columns
-    shifts    -1 if a row's first column is that of its start, 0 if it is that of key 0
-    use_pdl   start before the kernel ahead on the stream has ended
+    starts   address of the first start, or 0 if all are 0, and stride in bytes
+    ends     address of the first end, strides of requests and of their tokens in bytes, and tokens of a request
+    limit    what no end exceeds; None: the columns
+    shifts   -1 if a row's first column is that of its start, 0 if it is that of key 0
     """
     if rows == 0:
         return
@@ -303,7 +298,7 @@ def run(
     # more rows than of the largest calls with kernels of their own make no difference
     key, share, groups = choose(device_index, min(rows, SHARED[-1][0]), width_of(logits), k)
     bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts)
-    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, share, groups, use_pdl))
+    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, share, groups))
 
 
 def arguments(
@@ -314,18 +309,17 @@ def arguments(
     k: int,
     share: int,
     groups: int,
-    use_pdl: bool,
 ) -> tuple[Any, ...]:
     """What the kernel's entry point takes. bounds: starts, ends, (limit, shifts) as `run` takes them."""
     columns = logits.shape[1]
     scores = logits.data_ptr(), logits.stride(0) * 4, columns
     early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
     numbers = (number for part in bounds for number in part)
-    return out, *scores, *numbers, rows, k, share, groups, early_lines, use_pdl
+    return out, *scores, *numbers, rows, k, share, groups, early_lines
 
 
 def launch_with(key: TopKKey, logits: Any, starts: Any, ends: Any, out: Any, rows: int, k: int) -> None:
     """`run` with a kernel of the caller's choice, wide enough for the rows: for tests and benchmarks."""
     shares = share_for(key, k), groups_for(key, k)
     bounds = starts, ends, (logits.shape[1], 0)
-    launch_key(key, out.device.index, *arguments(logits, bounds, out, rows, k, *shares, False))
+    launch_key(key, out.device.index, *arguments(logits, bounds, out, rows, k, *shares))

@@ -110,7 +110,7 @@ def test_chunks_of_a_prefill_share_the_workspace(gpu: Launches) -> None:
         assert scores["out"].data_ptr() == picks["scores"] == args["workspace"].data_ptr()
         assert (scores["out"].shape, scores["out"].stride()) == ((rows, 900), (1152, 1))
         assert (picks["scores_stride"], picks["columns"], picks["limit"], picks["rows"]) == (4608, 900, 900, rows)
-        assert (picks["k"], picks["use_pdl"], scores["shifts"], picks["shifts"]) == (512, True, 0, 0)
+        assert (picks["k"], scores["shifts"], picks["shifts"]) == (512, 0, 0)
         assert picks["out"].data_ptr() == args["out"].data_ptr() + first * 515 * 4
         first += rows
     assert first == 10
@@ -156,8 +156,8 @@ def test_rows_that_are_long_but_not_too_long_are_picked_from_by_maxima(gpu: Laun
         score_key, pick_key = gpu.kept[0][1], gpu.kept[1][1]
         assert score_key.maxima == (warps > 0)
         assert isinstance(pick_key, topk_maxima.MaximaKey if warps else topk.TopKKey)
-        assert picks["use_pdl"]
         if warps:
+            assert picks["use_pdl"]
             assert (pick_key.warps, picks["share"]) == (warps, k // warps)
             assert pick_key.capacity >= columns
             assert scores["maxima"] == picks["maxima"] == chunks.score_bytes(columns)
@@ -194,7 +194,7 @@ def test_nothing_is_scored_where_all_fits(gpu: Launches) -> None:
         ((kind, _, given),) = gpu.kept
         assert kind == "picks"
         assert given["columns"] <= given["k"]
-        assert (given["rows"], given["use_pdl"]) == (len(args["out"]), False)
+        assert given["rows"] == len(args["out"])
 
 
 def test_nothing_is_launched_without_rows(gpu: Launches) -> None:
