@@ -106,25 +106,17 @@ class PickSet:
 
     def peaks(self) -> dict[str, int]:
         """Of the public functions, which allocate what they need."""
-        q, _, k, scale, weights, *bounds = self.args[:7]
+        fused: Call
+        scores: Call
         if self.op == PREFILL:
-            common = q, (k, scale), weights, *bounds
-
-            def fused() -> Any:
-                return score_top_k_prefill(*common, self.k)
-
-            def scores() -> Any:
-                return mqa_logits(*common, clean_logits=False)
+            q, _, k, scale, weights, start, end = self.args[:7]
+            rows = q, (k, scale), weights, start, end
+            fused, scores = partial(score_top_k_prefill, *rows, self.k), partial(mqa_logits, *rows, False)
         else:
-            pool, lens, table, columns = self.args[2], *self.args[4:7]
-            weights = self.args[3]
-
-            def fused() -> Any:
-                return score_top_k_decode(q, pool, weights, lens, table, columns, self.k)
-
-            def scores() -> Any:
-                return paged_mqa_logits(q, pool, weights, lens, table, None, columns)
-
+            q, _, pool, weights, lens, table, columns = self.args[:7]
+            pages = q, pool, weights, lens, table
+            fused = partial(score_top_k_decode, *pages, columns, self.k)
+            scores = partial(paged_mqa_logits, *pages, None, columns)
         return {"peak": peak(fused), "peak_unfused": peak(lambda: (scores(), torch.empty_like(self.args[-2])))}
 
 
@@ -214,8 +206,8 @@ def sweep_decode(
     found = []
     for batch, next_n, keys, k in chosen:
         case = decode_name(batch, next_n, keys, k)
-        shape = {"case": case, "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS, "k": k}
-        found.append(_records(DECODE, shape, partial(decode, batch, next_n, keys, k), peers, replays))
+        facts = {"case": case, "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS, "k": k}
+        found.append(_records(DECODE, facts, partial(decode, batch, next_n, keys, k), peers, replays))
     return found
 
 

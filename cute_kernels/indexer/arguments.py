@@ -1,4 +1,4 @@
-"""Checks that the ops of the indexer share: keys, contiguous or in pages, and the queries that are scored against them."""
+"""Checks that ops of the indexer share: keys, contiguous or in pages, and the queries that are scored against them."""
 
 from __future__ import annotations
 

@@ -43,9 +43,7 @@ def _check_results(
     c.require(have >= needed, "workspace", f"at least {needed} bytes (score_top_k_workspace_size)", f"{have} bytes")
     if workspace is not None:
         offset = workspace.storage_offset() * workspace.element_size()
-        c.require(
-            offset % 16 == 0, "workspace", "an address that is a multiple of 16", f"offset {offset} in its memory"
-        )
+        c.require(offset % 16 == 0, "workspace", "a multiple of 16 as its place in memory", f"{offset}")
 
 
 def _picked_cost(scored: Cost, heads: int, out: torch.Tensor) -> Cost:

@@ -56,8 +56,8 @@ class Picks:
         is_tied: Boolean,
         offset: Float32,
     ) -> None:
-        """Pick an element before `low`, the offset added; note one of the 2^shift orders from there on as a tie, or list
-        it."""
+        """Pick an element that, with the offset, comes before `low`; note one of the 2^shift orders from there on as a
+        tie, or list it."""
         order = ptx.descending_order(score + offset)
         # of NaN there is a bin only if all numbers are picked
         is_last = is_there & (Scale(low, shift).bin(order) == Uint32(0))

@@ -1,4 +1,4 @@
-"""Scores and picks in one op on a GPU: the picks of the pair of ops bit for bit, and of exact scores a stable sort's."""
+"""Scores and picks in one op on a GPU: those of the pair of ops bit for bit and, of exact scores, of a stable sort."""
 
 from __future__ import annotations
 

@@ -14,9 +14,17 @@ from cute_kernels.runtime.ops import OPS
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import chunks, logits, logits_choice, paged_logits, score_top_k_decode, score_top_k_prefill
+from cute_kernels.indexer import (
+    chunks,
+    logits,
+    logits_choice,
+    paged_logits,
+    score_top_k_decode,
+    score_top_k_prefill,
+    topk,
+    topk_maxima,
+)
 from cute_kernels.indexer import ops as _registered  # noqa: F401
-from cute_kernels.indexer import topk, topk_maxima
 from tests.indexer.test_logits_launch import NAMES as SCORE_NAMES
 from tests.indexer.test_logits_launch import codes
 from tests.indexer.test_topk_launch import NAMES as PICK_NAMES
