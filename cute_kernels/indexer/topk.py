@@ -232,7 +232,7 @@ def key_for(arch: str, rows: int, width: int) -> TopKKey:
     return next((key for key in keys if width <= key.capacity), keys[-1])
 
 
-def groups_for(key: TopKKey, k: int) -> int:
+def groups_for(key: Any, k: int) -> int:
     """Maxima of a thread: twice as many of all threads as there are picks leave 1.4 k candidates of a random row."""
     groups = 1
     while groups < GROUPS and groups * 32 * key.warps * key.cluster < 2 * k:
@@ -240,7 +240,7 @@ def groups_for(key: TopKKey, k: int) -> int:
     return groups
 
 
-def share_for(key: TopKKey, k: int) -> int:
+def share_for(key: Any, k: int) -> int:
     """Of k, a warp's."""
     return -(-k // (key.warps * key.cluster))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,6 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.indexer.chunks import row_bytes
-from cute_kernels.indexer.ops import (
-    mqa_logits,
-    paged_mqa_logits,
-    score_top_k_decode,
-    score_top_k_prefill,
-    score_top_k_workspace_size,
-    top_k_per_row_decode,
-    top_k_per_row_prefill,
-)
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from tests.indexer import meaning
 from tests.indexer.meaning import HIGH, INT, LOW
@@ -28,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
+ops: Any = importlib.import_module("cute_kernels.indexer.ops")
 FMT = formats.INDEXER_FP8
 FP8 = torch.float8_e4m3fn
 POISON = -77_777
@@ -106,17 +99,17 @@ class Prefill:
         start, end = meaning.ranges(rows, keys, seed)
         self.start, self.end = start.cuda(), end.cuda()
 
-    def rows(self, rows: slice) -> tuple[Any, ...]:
+    def rows(self, rows: slice) -> Any:
         return self.q[rows], (self.k, self.scale), self.w[rows], self.start[rows], self.end[rows]
 
     def unfused(self, k: int, width: int = 0, rows: slice = slice(None)) -> torch.Tensor:
-        logits = mqa_logits(*self.rows(rows), False, max_seqlen_k=width)
+        logits = ops.mqa_logits(*self.rows(rows), False, max_seqlen_k=width)
         start, end = self.start[rows].long(), self.end[rows].long().clamp(max=len(self.k))
         if width:
             start, end = start.clamp(min=0) - start, end - start
         out = torch.full((len(start), k), POISON, dtype=INT, device="cuda")
         bounds = (x.clamp(LOW, HIGH).int() for x in (start, end))
-        top_k_per_row_prefill(logits, *bounds, out, len(start), logits.stride(0), logits.stride(1), k)
+        ops.top_k_per_row_prefill(logits, *bounds, out, len(start), logits.stride(0), logits.stride(1), k)
         return out
 
     def fused(self, k: int, width: int = 0, fit: int = 3, rows: slice = slice(None)) -> torch.Tensor:
@@ -125,7 +118,7 @@ class Prefill:
         workspace = scratch(fit * row_bytes(columns) if columns > k else 0)
         args = self.rows(rows)
         out, whole = results(len(args[0]), k)
-        score_top_k_prefill(*args, k, max_seqlen_k=width, out=out, workspace=workspace)
+        ops.score_top_k_prefill(*args, k, max_seqlen_k=width, out=out, workspace=workspace)
         assert untouched(whole, out)
         return out
 
@@ -211,16 +204,16 @@ class Decode:
         flat = self.lens.view(-1)
         flat[: len(special)] = special[: len(flat)]
 
-    def requests(self, own: slice) -> tuple[Any, ...]:
+    def requests(self, own: slice) -> Any:
         next_n = self.q.shape[1]
         rows = torch.arange(len(self.w), device="cuda").view(-1, next_n)[own].flatten()
         return self.q[own], self.pool, self.w[rows], self.lens[own], self.table[own]
 
     def unfused(self, k: int) -> torch.Tensor:
-        logits = paged_mqa_logits(*self.requests(slice(None)), None, self.columns)
+        logits = ops.paged_mqa_logits(*self.requests(slice(None)), None, self.columns)
         out = torch.full((len(self.w), k), POISON, dtype=INT, device="cuda")
         strides = logits.stride(0), logits.stride(1)
-        top_k_per_row_decode(logits, self.q.shape[1], self.lens, out, len(self.w), *strides, k)
+        ops.top_k_per_row_decode(logits, self.q.shape[1], self.lens, out, len(self.w), *strides, k)
         return out
 
     def fused(self, k: int, fit: int = 3, own: slice = slice(None)) -> torch.Tensor:
@@ -228,7 +221,7 @@ class Decode:
         args, next_n = self.requests(own), self.q.shape[1]
         workspace = scratch(fit * next_n * row_bytes(self.columns) if self.columns > k else 0)
         out, whole = results(len(args[2]), k)
-        score_top_k_decode(*args, self.columns, k, out=out, workspace=workspace)
+        ops.score_top_k_decode(*args, self.columns, k, out=out, workspace=workspace)
         assert untouched(whole, out)
         return out
 
@@ -273,13 +266,16 @@ def test_decode_same_bits_alone_and_every_time() -> None:
 def test_no_keys_and_no_rows() -> None:
     data = Decode("normal", 4, 1, 700)
     empty = FMT.allocate(0, 64, "cuda")
-    got = score_top_k_decode(data.q, empty, data.w, data.lens, data.table, 700, 512)
+    got = ops.score_top_k_decode(data.q, empty, data.w, data.lens, data.table, 700, 512)
     column = torch.arange(512, device="cuda", dtype=INT)
     assert torch.equal(got, column.where(column < data.lens.clamp(0, 512), column.new_tensor(-1)))
-    assert score_top_k_decode(data.q[:0], data.pool, data.w[:0], data.lens[:0], data.table[:0], 700, 9).shape == (0, 9)
+    assert ops.score_top_k_decode(data.q[:0], data.pool, data.w[:0], data.lens[:0], data.table[:0], 700, 9).shape == (
+        0,
+        9,
+    )
     rows = Prefill("normal", 5, 600)
     none = rows.k[:0], rows.scale[:0]
-    assert (score_top_k_prefill(rows.q, none, rows.w, rows.start, rows.end, 5) == -1).all()
+    assert (ops.score_top_k_prefill(rows.q, none, rows.w, rows.start, rows.end, 5) == -1).all()
 
 
 def test_a_graph_sees_new_data_and_nothing_synchronizes() -> None:
@@ -288,7 +284,7 @@ def test_a_graph_sees_new_data_and_nothing_synchronizes() -> None:
     workspace = scratch(4 * row_bytes(4000))
 
     def call() -> None:
-        score_top_k_decode(*data.requests(slice(None)), 4000, 512, out=out, workspace=workspace)
+        ops.score_top_k_decode(*data.requests(slice(None)), 4000, 512, out=out, workspace=workspace)
 
     call()
     torch.cuda.set_sync_debug_mode("error")
@@ -299,14 +295,14 @@ def test_a_graph_sees_new_data_and_nothing_synchronizes() -> None:
     inputs = data.requests(slice(None))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        score_top_k_decode(*inputs, 4000, 512, out=out, workspace=workspace)
+        ops.score_top_k_decode(*inputs, 4000, 512, out=out, workspace=workspace)
     for source in (data, other):
         fresh = [x.clone() for x in source.requests(slice(None))]
         for target, value in zip(inputs, fresh, strict=True):
             target.copy_(value)
-        want = paged_mqa_logits(*fresh, None, 4000)
+        want = ops.paged_mqa_logits(*fresh, None, 4000)
         expected = torch.empty_like(out)
-        top_k_per_row_decode(want, 1, fresh[3], expected, 9, want.stride(0), 1, 512)
+        ops.top_k_per_row_decode(want, 1, fresh[3], expected, 9, want.stride(0), 1, 512)
         for _ in range(3):
             out.fill_(POISON)
             graph.replay()
@@ -322,9 +318,9 @@ def test_memory_of_a_long_prefill() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    got = score_top_k_prefill(*args, k)
+    got = ops.score_top_k_prefill(*args, k)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before - got.nbytes <= 64 << 20
-    assert score_top_k_workspace_size(rows, keys, k) <= 64 << 20
+    assert ops.score_top_k_workspace_size(rows, keys, k) <= 64 << 20
     some = slice(4000, 4032)
     assert torch.equal(got[some], data.unfused(k, 0, some))
