@@ -11,12 +11,9 @@ from cute_kernels import numerics
 from cute_kernels.indexer.ops import (
     cp_gather_indexer_k_quant_cache,
     fused_indexer_q_rope_quant,
-    mqa_logits,
-    paged_mqa_logits,
     score_top_k_decode,
     score_top_k_prefill,
-    top_k_per_row_decode,
-    top_k_per_row_prefill,
+    score_top_k_workspace_size,
 )
 from cute_kernels.runtime.checks import Checker
 from layers.caches import CompressorStateCache, DeepseekV4IndexerCache
@@ -25,9 +22,9 @@ from layers.config import DeepseekV4Config
 from layers.linear import Linear
 from layers.metadata import DeepseekV4Metadata
 
-FUSED_DECODE_COLUMNS = 0
-FUSED_PREFILL_BYTES = 0
-"""Scores and picks are one op from so many columns, or bytes of scores, on, and two below (perf/results)."""
+SCORE_BYTES = 256_000_000
+"""Of scores in memory at a time. Calls with more are scored in chunks, each of which costs about 20 microseconds on an
+H200 (perf/notes/indexer_topk.md): 1% of a chunk's time."""
 
 Quantized = Any
 """e4m3 [T, heads, 128], or (packed e2m1 uint8 [T, heads, 64], ue8m0 int32 [T, heads])."""
@@ -106,13 +103,18 @@ class SparseAttnIndexer(nn.Module):
         rows, shape = m.num_decode_tokens, m.decode_batch()
         lengths = visible.view(shape)
         columns = max(m.max_seq_len // self.compress_ratio, 1)
-        table = m.decode_table(m.compressed_block_table)
-        inputs = _rows(q, 0, rows, shape), cache.data, weights[:rows], lengths, table
-        if columns >= FUSED_DECODE_COLUMNS:
-            score_top_k_decode(*inputs, columns, self.topk_tokens, kv_format=cache.kv_format.id, out=out[:rows])
-            return
-        logits = paged_mqa_logits(*inputs, None, columns, kv_format=cache.kv_format.id)
-        top_k_per_row_decode(logits, shape[1], lengths, out, rows, logits.stride(0), logits.stride(1), self.topk_tokens)
+        score_top_k_decode(
+            _rows(q, 0, rows, shape),
+            cache.data,
+            weights[:rows],
+            lengths,
+            m.decode_table(m.compressed_block_table),
+            columns,
+            self.topk_tokens,
+            kv_format=cache.kv_format.id,
+            out=out[:rows],
+            workspace=self._workspace(shape[0], columns, shape[1], out.device),
+        )
 
     def _prefill(
         self,
@@ -143,22 +145,23 @@ class SparseAttnIndexer(nn.Module):
             kv = (keys.view(torch.float8_e4m3fn), scales.view(torch.float32).squeeze(-1))
         row_starts = starts[(m.token_to_req_indices[rows] - first).long()]
         row_ends = row_starts + visible[rows]
-        inputs = _rows(q, rows.start, rows.stop), kv, weights[rows], row_starts, row_ends
-        if 4 * (rows.stop - rows.start) * total >= FUSED_PREFILL_BYTES:
-            most = max(length // self.compress_ratio for length in m.seq_lens_cpu[first:last])
-            score_top_k_prefill(*inputs, self.topk_tokens, max_seqlen_k=most, out=out[rows])
-            return
-        logits = mqa_logits(*inputs, clean_logits=False)
-        top_k_per_row_prefill(
-            logits,
+        most = max(length // self.compress_ratio for length in m.seq_lens_cpu[first:last])
+        score_top_k_prefill(
+            _rows(q, rows.start, rows.stop),
+            kv,
+            weights[rows],
             row_starts,
             row_ends,
-            out[rows],
-            rows.stop - rows.start,
-            logits.stride(0),
-            logits.stride(1),
             self.topk_tokens,
+            max_seqlen_k=most,
+            out=out[rows],
+            workspace=self._workspace(rows.stop - rows.start, most, 1, device),
         )
+
+    def _workspace(self, requests: int, columns: int, next_n: int, device: torch.device) -> torch.Tensor | None:
+        """For scores of so many requests of `next_n` rows."""
+        size = score_top_k_workspace_size(requests, columns, self.topk_tokens, next_n=next_n, most=SCORE_BYTES)
+        return torch.empty(size // 4, device=device) if size else None
 
 
 class DeepseekV4Indexer(nn.Module):

@@ -1,7 +1,7 @@
 """How the rows of a call are cut into chunks whose scores fit into a workspace.
 
-A chunk is made of whole requests, `next_n` rows each (of a prefill: single rows). Each row has room for its scores, and
-behind them for the maxima of each 8; the next chunk's overwrite them.
+A chunk is made of whole requests, `next_n` rows each (of a prefill: single rows). Its scores lie in the workspace as
+those of `mqa_logits` do, rows a multiple of 1024 bytes apart, and the next chunk's overwrite them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,16 @@ from cute_kernels.formats import round_up
 ROW_ALIGNMENT = 256
 """Rows of scores are allocated this many fp32 elements, 1024 bytes, apart, or a multiple of it."""
 
-GROUP = 8
-"""Neighbouring keys, the maxima of whose scores say where the best ones are."""
-
-WORKSPACE_BYTES = 64 << 20
+WORKSPACE_BYTES = 64_000_000
 """Of scores at a time, unless a single request has more."""
 
 ROWS = 4
 """A chunk of more rows has a multiple of these: score kernels take so many at a time."""
 
 
-def score_bytes(columns: int) -> int:
-    """Of the scores of a row, up to its maxima."""
-    return 4 * round_up(columns, ROW_ALIGNMENT)
-
-
 def row_bytes(columns: int) -> int:
-    """Of the scores of a row and their maxima."""
-    return score_bytes(columns) + score_bytes(columns) // GROUP
+    """Of the scores of a row."""
+    return 4 * round_up(columns, ROW_ALIGNMENT)
 
 
 def least_bytes(requests: int, columns: int, next_n: int, k: int) -> int:

@@ -89,5 +89,4 @@ def arguments(call: Call, skip: int) -> tuple[Any, ...]:
         -1 if call.max_seqlen_k > 0 else 0,
         skip,
         int(call.clean_logits),
-        0,
     )

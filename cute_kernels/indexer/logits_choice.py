@@ -22,9 +22,9 @@ def rows_of_group(rows: int) -> int:
     return -(-rows // -(-rows // MOST_ROWS))
 
 
-def key_for(heads: int, rows: int, paged: bool, box: int = KEYS, maxima: bool = False) -> LogitsKey:
+def key_for(heads: int, rows: int, paged: bool, box: int = KEYS) -> LogitsKey:
     """The kernel for groups of so many rows."""
-    return LogitsKey(ARCH, heads, rows, paged, box, maxima)
+    return LogitsKey(ARCH, heads, rows, paged, box)
 
 
 def heads_of(config: Any, arch: str) -> int | None:

@@ -17,7 +17,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx, wgmma
-from cute_kernels.indexer.chunks import GROUP
 from cute_kernels.indexer.logits_plan import CLOSING, KEYS, NOTE, QUERIES, WARP, Plan
 
 
@@ -39,8 +38,8 @@ class Scores:
     targets         addresses of the rows' scores of key 0
     """
 
-    def __init__(self, plan: Plan, paged: bool, walk: Any, maxima: bool) -> None:
-        self.plan, self.paged, self.walk, self.has_maxima = plan, paged, walk, maxima
+    def __init__(self, plan: Plan, paged: bool, walk: Any) -> None:
+        self.plan, self.paged, self.walk = plan, paged, walk
         self.rows = plan.rows // plan.parts
         self.columns = plan.columns // plan.parts
         self.held = -(-self.rows // 2)
@@ -58,10 +57,9 @@ class Scores:
         q: Any,
         out: Any,
         out_stride: Any,
-        maxima: Any,
     ) -> None:
         """Score the warpgroup's tiles. mma: the product of a part, and the one that adds; k: [KEYS, 128, stages]; q:
-        [columns of a part, 128, parts of all buffers]; maxima: bytes from a row's scores to those."""
+        [columns of a part, 128, parts of all buffers]."""
         plan = self.plan
         lane = thread % WARP
         warpgroup = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
@@ -88,7 +86,7 @@ class Scores:
                     scale = ptx.load_shared_f32(at.scales + (stage * KEYS + own) * 4)
                     wgmma.multiply(*mma, products[0], 0, k, q, stage, buffer)
                     wgmma.wait(0)
-                    self.finish(0, products[0], weights, seen, tile, scale, own, lane, maxima)
+                    self.finish(0, products[0], weights, seen, tile, scale, own, lane)
                     self.let_go(rings, tile, buffer, lane)
                     stage, phase = self.walk.advance(stage, phase)
                 else:
@@ -101,7 +99,7 @@ class Scores:
                         is_running = Int32(0)
                         for part in range_constexpr(2):
                             wgmma.wait(1 - part)
-                            self.finish(part, products[part], weights, seen, tile, scale, own, lane, maxima)
+                            self.finish(part, products[part], weights, seen, tile, scale, own, lane)
                         self.let_go(rings, tile, buffer, lane)
                     else:
                         is_new = after.group != current
@@ -112,7 +110,7 @@ class Scores:
                         next_scale = ptx.load_shared_f32(at.scales + (stage * KEYS + own) * 4)
                         for part in range_constexpr(2):
                             wgmma.wait(1)
-                            self.finish(part, products[part], weights, seen, tile, scale, own, lane, maxima)
+                            self.finish(part, products[part], weights, seen, tile, scale, own, lane)
                             wgmma.multiply(*mma, products[part], 0, k, q, stage, next_buffer * 2 + part)
                         self.let_go(rings, tile, buffer, lane)
                         if is_new:
@@ -120,7 +118,7 @@ class Scores:
                             self.load(weights, seen, groups, windows, current, at, next_buffer, lane, out, out_stride)
                         for part in range_constexpr(2):
                             wgmma.wait(1 - part)
-                            self.finish(part, products[part], weights, seen, after, next_scale, own, lane, maxima)
+                            self.finish(part, products[part], weights, seen, after, next_scale, own, lane)
                         self.let_go(rings, after, next_buffer, lane)
                         stage, phase = self.walk.advance(stage, phase)
 
@@ -193,7 +191,6 @@ class Scores:
         scale: Any,
         own: Any,
         lane: Any,
-        maxima: Any,
     ) -> None:
         """Add up a part of a tile's products and store the scores."""
         firsts, stops, targets = seen
@@ -207,13 +204,6 @@ class Scores:
                 score = score if is_there else Float32(-Float32.inf)
             is_seen = (key >= firsts[row]) & (key < stops[row])
             ptx.store_global_f32(targets[row] + Int64(key) * 4, score, is_seen)
-            if const_expr(self.has_maxima):
-                # eight lanes hold neighbouring keys; a group without keys that are seen has NaN
-                best = score if is_seen else Int32(-1).bitcast(Float32)
-                for step in (4, 8, 16):
-                    best = ptx.max_f32(best, cute.arch.shuffle_sync_bfly(best, step))
-                place = targets[row] + maxima + Int64(key // GROUP) * 4
-                ptx.store_global_f32(place, best, (lane < 4) & (firsts[row] < stops[row]))
 
     @cute.jit
     def add(self, products: cute.Tensor, weights: cute.Tensor, first: cutlass.Constexpr, lane: Any) -> Any:

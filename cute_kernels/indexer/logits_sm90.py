@@ -44,14 +44,12 @@ class LogitsKey(KernelKey):
     rows    of a group, at most 256 / heads
     paged   whether keys lie in pages
     box     keys that a copy brings, 64 or 8: pages have a multiple of it
-    maxima  whether the best scores of each 8 neighbouring keys are written, too
     """
 
     heads: int = 64
     rows: int = 4
     paged: bool = False
     box: int = KEYS
-    maxima: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -72,7 +70,7 @@ class LogitsKey(KernelKey):
 
         numbers = [Int64(0)] * 4 + [Int32(1)] * 2
         numbers += [Int64(0)] * 4 + [Int32(1)] * 2 + [Int64(0)] * 2 + [Int32(0)]
-        numbers += [Int64(0)] * 3 + [Int32(0)] * 4 + [Int64(0)] + [Int32(1)]
+        numbers += [Int64(0)] * 3 + [Int32(0)] * 4 + [Int32(1)]
         return LogitsKernel(self), (matrix(), matrix(), *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
@@ -93,17 +91,17 @@ class LogitsKernel:
     table, its stride in bytes and its columns;
     addresses of starts and ends, stride of the ends by request in bytes; number of keys, whether a row's columns begin
     at its start (-1) or not (0), keys up to which a row is not scored, whether to write -inf where there are no scores,
-    bytes from a row's scores to its maxima, blocks; stream).
+    blocks; stream).
     """
 
     def __init__(self, key: LogitsKey) -> None:
         self.plan, self.paged = key.plan, key.paged
         self.walk, self.fill = Walk(key.plan, key.paged), Fill(key.paged)
-        self.scores = Scores(key.plan, key.paged, self.walk, key.maxima)
+        self.scores = Scores(key.plan, key.paged, self.walk)
         self.registers = REGISTERS if key.box == KEYS and key.heads == 64 else REGISTERS_BESIDE_MORE
         self.has_many_columns = self.plan.columns >= MANY_COLUMNS
         kind = f"paged_mqa_logits_b{key.box}" if key.paged else "mqa_logits"
-        self.name = f"{kind}_h{key.heads}r{key.rows}" + "_maxima" * key.maxima
+        self.name = f"{kind}_h{key.heads}r{key.rows}"
 
     @cute.jit
     def __call__(
@@ -132,7 +130,6 @@ class LogitsKernel:
         shifts: Int32,
         skip: Int32,
         clean: Int32,
-        maxima: Int64,
         blocks: Int32,
         stream: cuda.CUstream,
     ) -> None:
@@ -182,7 +179,6 @@ class LogitsKernel:
             address(out),
             stride_bytes(out, 0),
             clean,
-            maxima,
         )
         kernel.launch(grid=[blocks, 1, 1], block=[plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
 
@@ -210,7 +206,6 @@ class LogitsKernel:
         out: Int64,
         out_stride: Int64,
         clean: Int32,
-        maxima: Int64,
     ) -> None:
         plan = self.plan
         thread, _, _ = cute.arch.thread_idx()
@@ -235,7 +230,6 @@ class LogitsKernel:
             rings[1].initialize(1 + WARP, 4)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.paged):
             self.walk.warm(warp, keys, groups.requests)
         if groups.total() > WARP:
@@ -256,7 +250,7 @@ class LogitsKernel:
         else:
             if const_expr(self.has_many_columns):
                 cute.arch.setmaxregister_increase(self.registers[1])
-            self.scores.run(thread, groups, windows, rings, at, (mma, mma_more), k, q, out, out_stride, maxima)
+            self.scores.run(thread, groups, windows, rings, at, (mma, mma_more), k, q, out, out_stride)
 
     def partition(self, copy: Any, source: Any, tile: Any, tiles: Any, rows: int) -> Any:
         """(atom, what it reads, what it writes) of a bulk copy of so many rows."""

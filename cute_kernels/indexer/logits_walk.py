@@ -20,9 +20,6 @@ from cute_kernels.dsl import barriers, ptx
 from cute_kernels.formats import INDEX_DIM
 from cute_kernels.indexer.logits_plan import CHUNKS, CLOSING, END, KEYS, NOTE, QUERIES, WARP, Plan
 
-READ_ONCE_PAGES = True
-"""Whether pages do not take the place of scores in L2."""
-
 LINE = 128
 """Bytes that L2 fetches."""
 
@@ -66,7 +63,7 @@ class Walk:
     """The producers' part."""
 
     def __init__(self, plan: Plan, paged: bool) -> None:
-        self.plan, self.paged, self.warps, self.is_read_once = plan, paged, plan.threads // WARP, READ_ONCE_PAGES
+        self.plan, self.paged, self.warps = plan, paged, plan.threads // WARP
 
     @cute.jit
     def count(self, warp: Any, groups: Any, windows: Any, sums: Any) -> None:
@@ -309,9 +306,7 @@ class Walk:
                         number = stage * plan.boxes + j
                         codes, scales = target + number * (plan.box * INDEX_DIM), at.scales + number * (plan.box * 4)
                         source = keys.scales + Int64(page) * keys.page_stride + Int64(box) * (plan.box * 4)
-                        ptx.copy_bulk_3d(
-                            codes, copy, (0, box * plan.box, page), full.toint(), is_read_once=self.is_read_once
-                        )
+                        ptx.copy_bulk_3d(codes, copy, (0, box * plan.box, page), full.toint(), is_read_once=True)
                         ptx.copy_bulk(scales, source, plan.box * 4, full.toint())
                 stage, phase = self.advance(stage, phase)
         return stage, phase

@@ -59,18 +59,9 @@ def supports(*args: Any) -> tuple[bool, str]:
     return not why, why
 
 
-def writes_maxima(*args: Any) -> bool:
-    """Whether `launch` can write maxima, too."""
-    call = Call(*args)
-    return bool(call.kv_cache.shape[0] > 0 and call.block_tables.shape[1] > 0)
-
-
-def launch(*args: Any, skip: int = 0, maxima: int = 0) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported.
-
-    skip     rows that see no more keys than these are not scored
-    maxima   > 0: the best scores of each 8 neighbouring keys are written so many bytes behind the first score of a row
-    """
+def launch(*args: Any, skip: int = 0) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported. Rows
+    that see no more than `skip` keys are not scored."""
     call = Call(*args)
     if call.out.numel() == 0:
         return
@@ -79,12 +70,12 @@ def launch(*args: Any, skip: int = 0, maxima: int = 0) -> None:
         return
     device_index = call.out.device.index
     requests, rows = call.q.shape[:2]
-    key = _key(call.q.shape[2], choice.rows_of_group(rows), True, box_of(call.kv_cache.shape[1]), maxima > 0)
+    key = _key(call.q.shape[2], choice.rows_of_group(rows), True, box_of(call.kv_cache.shape[1]))
     blocks = choice.blocks(key, requests, rows, call.max_model_len, multiprocessors(device_index))
-    launch_key(key, device_index, *arguments(call, skip, maxima), blocks)
+    launch_key(key, device_index, *arguments(call, skip), blocks)
 
 
-def arguments(call: Call, skip: int, maxima: int) -> tuple[Any, ...]:
+def arguments(call: Call, skip: int) -> tuple[Any, ...]:
     """What the kernel's entry point takes but the number of blocks."""
     q, kv_cache, block_tables = call.q, call.kv_cache, call.block_tables
     pages, page_rows = kv_cache.shape[:2]
@@ -114,5 +105,4 @@ def arguments(call: Call, skip: int, maxima: int) -> tuple[Any, ...]:
         0,
         skip,
         int(call.clean_logits),
-        maxima,
     )

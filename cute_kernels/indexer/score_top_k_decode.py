@@ -1,25 +1,17 @@
-"""score_top_k_decode on a GPU: chunk after chunk, the kernel of paged_mqa_logits, then that of top_k_per_row_decode.
-
-Rows that are not too long get their picks from a kernel of their own, for which the scores come with the maxima of
-each 8.
-"""
+"""score_top_k_decode on a GPU: chunk after chunk, the kernel of paged_mqa_logits, then that of top_k_per_row_decode."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cute_kernels.indexer import chunks, logits_choice, paged_logits, topk, topk_maxima
+from cute_kernels.indexer import chunks, paged_logits, topk
 from cute_kernels.indexer.topk_decode import bounds
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[Any]:
     """Those of scores and picks, where there are scores."""
-    heads = logits_choice.heads_of(config, arch)
-    if heads is None:
-        return []
-    maxima = [logits_choice.key_for(heads, rows, True, maxima=True) for rows in range(1, logits_choice.MOST_ROWS + 1)]
-    plain = *paged_logits.deployment_keys(config, tp, arch), *topk.deployment_keys(config, tp, arch)
-    return [*plain, *maxima, *topk_maxima.keys_of(arch)]
+    keys = paged_logits.deployment_keys(config, tp, arch)
+    return [*keys, *topk.deployment_keys(config, tp, arch)] if keys else []
 
 
 class Call(NamedTuple):
@@ -50,13 +42,6 @@ class Call(NamedTuple):
         cut |= {name: getattr(self, name)[rows] for name in ("weights", "out")}
         return self._replace(q_scale=None if self.q_scale is None else self.q_scale[own], **cut)
 
-    @property
-    def maxima_key(self) -> Any:
-        """The kernel that picks with the help of maxima, if there is one for the call."""
-        if not paged_logits.writes_maxima(*self.scores(None)):
-            return None
-        return topk_maxima.maxima_key(self.out.device.index, self.max_model_len, self.out.shape[1])
-
     def scores(self, out: Any) -> tuple[Any, ...]:
         """Arguments of paged_mqa_logits."""
         return *self[:7], False, self.kv_format, out
@@ -75,14 +60,9 @@ def launch(*args: Any) -> None:
     """Run the kernels on the current stream of out's device. Arguments in the schema's order, checked, supported."""
     call = Call(*args)
     k = call.out.shape[1]
-    key = call.maxima_key
-    maxima = 0 if key is None else chunks.score_bytes(call.max_model_len)
     for first, last, scores, is_scored in call.walk():
         part = call.requests(first, last)
         if is_scored:
-            paged_logits.launch(*part.scores(scores), skip=k, maxima=maxima)
+            paged_logits.launch(*part.scores(scores), skip=k)
         starts, ends = bounds(part.context_lens)
-        if is_scored and key is not None:
-            topk_maxima.launch(key, scores, maxima, ends, part.out, k)
-        else:
-            topk.run(scores, starts, ends, part.out, scores.shape[0], k)
+        topk.run(scores, starts, ends, part.out, scores.shape[0], k)

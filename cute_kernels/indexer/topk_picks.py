@@ -54,11 +54,9 @@ class Picks:
         low: Uint32,
         shift: Int32,
         is_tied: Boolean,
-        offset: Float32,
     ) -> None:
-        """Pick an element that, with the offset, comes before `low`; note one of the 2^shift orders from there on as a
-        tie, or list it."""
-        order = ptx.descending_order(score + offset)
+        """Pick an element before `low`; note one of the 2^shift orders from there on as a tie, or list it."""
+        order = ptx.descending_order(score)
         # of NaN there is a bin only if all numbers are picked
         is_last = is_there & (Scale(low, shift).bin(order) == Uint32(0))
         is_last = is_last & ((order != Uint32(NAN_ORDER)) | (low == Uint32(NAN_ORDER)))
@@ -68,7 +66,7 @@ class Picks:
             if is_tied:
                 ptx.reduce_shared("or.b32", word + (self.plan.ties - self.plan.picks), bit)
             else:
-                self.list(here, ptx.descending_order(score), place)
+                self.list(here, order, place)
 
     @cute.jit
     def list(self, here: Here, order: Uint32, place: Int32) -> None:

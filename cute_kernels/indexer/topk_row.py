@@ -64,24 +64,12 @@ class RowPicks:
         for i in cutlass.range(Int32(1), part.tiles, 1, unroll=1):
             self.load(here, part, last - i, scores)
             listed = self.collect(here, last - i, scores, bound, listed)
-        self.settle(here, part, k, listed, top, bound, out)
-
-    @cute.jit
-    def settle(self, here: Here, part: Part, k: Int32, listed: Int32, top: Uint32, bound: Uint32, out: Int64) -> None:
-        """Pick and write, of candidates that the warps have listed: all elements from the order `top` to `bound`."""
         cute.arch.sync_warp()
-        offset = self.offset(top, bound)
-        scale = finest(self.shifted(top, offset), self.shifted(bound, offset))
+
+        scale = finest(top, bound)
         low, shift = scale.low, scale.shift
-        self.count(here, part, listed, low, shift, offset)
+        self.count(here, part, listed, low, shift)
         bin_, before, count = self.bins.find(here, k)
-        if offset != 0.0 and count > RANKED:
-            offset = Float32(0.0)
-            scale = finest(top, bound)
-            low, shift = Uint32(scale.low), Int32(scale.shift)
-            self.bins.clear_again(here)
-            self.count(here, part, listed, low, shift, offset)
-            bin_, before, count = self.bins.find(here, k)
         wanted = k - before
         is_nan = count == 0
         low = Uint32(NAN_ORDER) if is_nan else Scale(low, shift).start(bin_)
@@ -89,7 +77,7 @@ class RowPicks:
         while count > RANKED and shift > 0:
             shift = cutlass.max(shift - BIN_BITS, Int32(0))
             self.bins.clear_again(here)
-            self.count(here, part, listed, low, shift, offset)
+            self.count(here, part, listed, low, shift)
             bin_, before, count = self.bins.find(here, wanted)
             wanted -= before
             low = Scale(low, shift).start(bin_)
@@ -97,22 +85,9 @@ class RowPicks:
         is_tied = is_nan or count > RANKED
         # no NaN is a candidate
         listed = Int32(self.length + 1) if is_nan else Int32(listed)
-        self.pick(here, part, listed, low, shift, is_tied, offset)
+        self.pick(here, part, listed, low, shift, is_tied)
         self.bins.barrier()
         self.picks.write(here, part, count, wanted, is_tied, k, out)
-
-    @cute.jit
-    def offset(self, top: Uint32, bound: Uint32) -> Float32:
-        """What is added to candidates before they are counted: if zero is among them, so much that they are from their
-        spread to twice as much. Else most bins would be of numbers near zero, and a few hold nearly all candidates."""
-        best, least = ptx.of_descending_order(top), ptx.of_descending_order(bound)
-        spread = best - least
-        is_mixed = (least < 0.0) & (best > 0.0) & (spread < Float32.inf)
-        return cutlass.select_(is_mixed, spread - least, Float32(0.0))
-
-    def shifted(self, order: Any, offset: Any) -> Any:
-        """The order after the offset has been added. Rounding never swaps two numbers, but may make them equal."""
-        return ptx.descending_order(ptx.of_descending_order(order) + offset)
 
     @cute.jit
     def load(self, here: Here, part: Part, tile: Int32, scores: cute.Tensor) -> None:
@@ -173,7 +148,8 @@ class RowPicks:
                 for i in range_constexpr(level, 2 * level):
                     orders[i] = ptx.descending_order(scores[i])
         first = Uint32(cute.arch.warp_redux_sync(first, "min"))
-        last = Uint32(cute.arch.warp_redux_sync(cutlass.select_(last == Uint32(NAN_ORDER), Uint32(0), last), "max"))
+        # orders of negative numbers have the highest bit set, and what select_ returns counts as signed
+        last = Uint32(cute.arch.warp_redux_sync(cutlass.select_(last == Uint32(NAN_ORDER), Uint32(0), last), "umax"))
         low, high = first, last
         reached = self.reach(orders, groups, high)
         is_short = reached < share
@@ -212,21 +188,19 @@ class RowPicks:
             target = ptx.append_where_at_least(target, scores[i], least, place + (i // 4 * self.step + i % 4))
         return cute.arch.shuffle_sync(sums, 31)
 
-    def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, offset: Float32) -> None:
+    def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32) -> None:
         """Count the warp's candidates in bins."""
 
         def push(is_there: Any, score: Any, place: Any) -> None:
-            self.bins.push(here, Scale(low, shift), ptx.descending_order(score + offset), is_there)
+            self.bins.push(here, Scale(low, shift), ptx.descending_order(score), is_there)
 
         self.each(here, part, listed, push)
 
-    def pick(
-        self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, is_tied: Boolean, offset: Float32
-    ) -> None:
+    def pick(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, is_tied: Boolean) -> None:
         """Pick the warp's elements before `low`; those of the 2^shift orders from there on may be picked later."""
 
         def add(is_there: Any, score: Any, place: Any) -> None:
-            self.picks.add(here, is_there, score, place, low, shift, is_tied, offset)
+            self.picks.add(here, is_there, score, place, low, shift, is_tied)
 
         self.each(here, part, listed, add)
 

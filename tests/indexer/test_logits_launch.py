@@ -20,7 +20,7 @@ SMS = 132
 NAMES = (
     "weights", "out", "q", "q_request", "q_row", "q_head", "requests", "row_count", "keys", "scales", "key_stride",
     "page_stride", "page_rows", "pages", "table", "table_stride", "table_columns", "starts", "ends", "end_request",
-    "limit", "shifts", "skip", "clean", "maxima", "blocks",
+    "limit", "shifts", "skip", "clean", "blocks",
 )  # fmt: skip
 FP8 = torch.float8_e4m3fn
 

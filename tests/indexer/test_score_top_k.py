@@ -148,14 +148,14 @@ def test_empty() -> None:
 
 def test_workspace_size() -> None:
     size = score_top_k_workspace_size
-    assert size(4096, 262144, 512) == 63 * MIB
-    assert size(4096, 262144, 512, most=0) == MIB + MIB // 8
-    assert size(1, 1 << 20, 512, next_n=4, most=MIB) == 18 * MIB
+    assert size(4096, 262144, 512) == 61 * MIB
+    assert size(4096, 262144, 512, most=0) == MIB
+    assert size(1, 1 << 20, 512, next_n=4, most=MIB) == 16 * MIB
     assert size(4096, 300, 512) == size(0, 3000, 512) == 0
-    assert size(10, 513, 512) == 10 * 768 * 4 * 9 // 8
-    assert size(64, 32768, 512, next_n=2) == 2 * 64 * 32768 * 4 * 9 // 8
+    assert size(10, 513, 512) == 10 * 768 * 4
+    assert size(64, 32768, 512, next_n=2) == 2 * 64 * 32768 * 4
     for columns in (600, 5000, 100_001):
-        assert 0 < size(4096, columns, 512) <= 64 * MIB
+        assert 0 < size(4096, columns, 512) <= 64_000_000
         assert size(7, columns, 512) <= size(8, columns, 512)
 
 
@@ -270,13 +270,13 @@ def test_bad_arguments() -> None:
     ]
     special: dict[Any, list[tuple[dict[str, Any], type[Exception], str]]] = {
         score_top_k_prefill: [
-            ({"workspace": torch.zeros(575)}, ValueError, "workspace"),
+            ({"workspace": torch.zeros(511)}, ValueError, "workspace"),
             ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k"),
             ({"kv": case.kv()[0]}, TypeError, "kv"),
             ({"cu_seq_len_k_end": end.long()}, TypeError, "cu_seq_len_k_end"),
         ],
         score_top_k_decode: [
-            ({"workspace": torch.zeros(3 * 576 - 1)}, ValueError, "workspace"),
+            ({"workspace": torch.zeros(3 * 512 - 1)}, ValueError, "workspace"),
             ({"context_lens": torch.zeros(6, dtype=INT)}, ValueError, "context_lens"),
             ({"max_model_len": -1}, ValueError, "max_model_len"),
             ({"kv_format": "indexer_mxfp4/1"}, (TypeError, ValueError), "kv_cache"),  # type: ignore[list-item]
@@ -287,7 +287,7 @@ def test_bad_arguments() -> None:
         for change, error, says in shared + special[function]:
             with pytest.raises(error, match=rf"{function.__name__}: {says}: expected"):
                 function(**{**arguments, **change})
-    with pytest.raises(ValueError, match=r"workspace: expected at least 6912 bytes \(score_top_k"):
+    with pytest.raises(ValueError, match=r"workspace: expected at least 6144 bytes \(score_top_k"):
         score_top_k_decode(**{**good[score_top_k_decode], "workspace": torch.zeros(2)})
 
 
@@ -295,5 +295,5 @@ def test_a_workspace_of_bytes_does_as_well() -> None:
     case = Case("indexer_fp8/1", 5, 8, 300)
     start, end = ranges(5, 300)
     args = case.query(), case.kv(), case.w(), start, end, 9
-    small = torch.full((3 * 2304 + 16,), 0xA5, dtype=torch.uint8)[16:]
+    small = torch.full((3 * 2048 + 16,), 0xA5, dtype=torch.uint8)[16:]
     assert torch.equal(score_top_k_prefill(*args, workspace=small), score_top_k_prefill(*args))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from cute_kernels.indexer import (
     score_top_k_decode,
     score_top_k_prefill,
     topk,
-    topk_maxima,
 )
 from cute_kernels.indexer import ops as _registered  # noqa: F401
 from tests.indexer.test_logits_launch import NAMES as SCORE_NAMES
@@ -30,10 +28,6 @@ from tests.indexer.test_logits_launch import codes
 from tests.indexer.test_topk_launch import NAMES as PICK_NAMES
 
 SMS = 132
-MAXIMA_NAMES = (
-    "out", "scores", "scores_stride", "maxima", "columns", "ends", "ends_request", "ends_token", "tokens", "rows", "k",
-    "share", "groups", "use_pdl",
-)  # fmt: skip
 INT = torch.int32
 
 
@@ -42,17 +36,16 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kept: list[tuple[str, Any, dict[str, Any]]] = []
-        for module in (logits_choice, topk, topk_maxima):
+        for module in (logits_choice, topk):
             monkeypatch.setattr(module, "arch_of", lambda index: "sm_90a")
         for score in (logits, paged_logits):
             monkeypatch.setattr(score, "multiprocessors", lambda index: SMS)
             monkeypatch.setattr(score, "launch_key", lambda key, index, *args: self.keep("scores", key, args))
         monkeypatch.setattr(topk, "launch_key", lambda key, index, *args: self.keep("picks", key, args))
-        monkeypatch.setattr(topk_maxima, "launch_key", lambda key, index, *args: self.keep("picks", key, args))
         topk.choose.cache_clear()
 
     def keep(self, kind: str, key: Any, args: Any) -> None:
-        names = SCORE_NAMES if kind == "scores" else PICK_NAMES if isinstance(key, topk.TopKKey) else MAXIMA_NAMES
+        names = SCORE_NAMES if kind == "scores" else PICK_NAMES
         self.kept.append((kind, key, dict(zip(names, args, strict=True))))
 
     def run(self, op: str, args: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -116,8 +109,8 @@ def test_chunks_of_a_prefill_share_the_workspace(gpu: Launches) -> None:
             assert scores[name] == picks[name] == given
         assert (scores["row_count"], scores["limit"], scores["skip"], scores["clean"]) == (rows, 900, 512, 0)
         assert scores["out"].data_ptr() == picks["scores"] == args["workspace"].data_ptr()
-        assert (scores["out"].shape, scores["out"].stride()) == ((rows, 900), (1152, 1))
-        assert (picks["scores_stride"], picks["columns"], picks["limit"], picks["rows"]) == (4608, 900, 900, rows)
+        assert (scores["out"].shape, scores["out"].stride()) == ((rows, 900), (1024, 1))
+        assert (picks["scores_stride"], picks["columns"], picks["limit"], picks["rows"]) == (4096, 900, 900, rows)
         assert (picks["k"], scores["shifts"], picks["shifts"]) == (512, 0, 0)
         assert picks["out"].data_ptr() == args["out"].data_ptr() + first * 515 * 4
         first += rows
@@ -145,42 +138,6 @@ def test_chunks_of_decode_are_whole_requests(gpu: Launches) -> None:
         assert picks["out"].data_ptr() == args["out"].data_ptr() + first * 2 * 512 * 4
         first += 3
     assert first == 9
-
-
-def test_rows_that_are_long_but_not_too_long_are_picked_from_by_maxima(gpu: Launches) -> None:
-    for k, columns, warps in (
-        (512, 8191, 0),
-        (512, 8192, 8),
-        (512, 8193, 16),
-        (512, 32768, 32),
-        (512, 65536, 32),
-        (512, 65537, 0),
-        (1024, 16383, 0),
-        (1024, 16384, 16),
-        (1025, 65536, 0),
-    ):
-        args = decode(k=k, columns=columns)
-        (scores, picks), *_ = gpu.run("score_top_k_decode", args)
-        score_key, pick_key = gpu.kept[0][1], gpu.kept[1][1]
-        assert score_key.maxima == (warps > 0)
-        assert isinstance(pick_key, topk_maxima.MaximaKey if warps else topk.TopKKey)
-        if warps:
-            assert picks["use_pdl"]
-            assert (pick_key.warps, picks["share"]) == (warps, k // warps)
-            assert pick_key.capacity >= columns
-            assert scores["maxima"] == picks["maxima"] == chunks.score_bytes(columns)
-            assert (picks["scores"], picks["scores_stride"]) == (
-                args["workspace"].data_ptr(),
-                chunks.row_bytes(columns),
-            )
-            assert (picks["ends"], picks["ends_request"], picks["ends_token"]) == (scores["ends"], 12, 4)
-            assert (picks["rows"], picks["columns"], picks["tokens"], picks["k"]) == (6, columns, 2, k)
-        else:
-            assert scores["maxima"] == 0
-    nowhere = decode(columns=9000, block_tables=torch.zeros(9, 0, dtype=INT))
-    gpu.kept.clear()
-    score_top_k_decode.launch(*nowhere.values())
-    assert {type(key) for _, key, _ in gpu.kept} == {topk.TopKKey}
 
 
 def test_more_memory_makes_fewer_chunks(gpu: Launches) -> None:
@@ -229,7 +186,5 @@ def test_keys_of_a_deployment_are_those_of_the_pairs() -> None:
     for module, score in ((score_top_k_prefill, logits), (score_top_k_decode, paged_logits)):
         keys = {*module.deployment_keys(MODELS["v4-flash"], 1, "sm_90a")}
         scores = score.deployment_keys(MODELS["v4-flash"], 1, "sm_90a")
-        pair = {*scores, *topk.deployment_keys(MODELS["v4-flash"], 1, "sm_90a")}
-        more = {replace(key, maxima=True) for key in scores} | {*topk_maxima.keys_of("sm_90a")}
-        assert keys == (pair | more if score is paged_logits else pair)
+        assert keys == {*scores, *topk.deployment_keys(MODELS["v4-flash"], 1, "sm_90a")}
         assert module.deployment_keys(MODELS["v4-flash"], 1, "sm_100a") == []
