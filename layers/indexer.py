@@ -24,7 +24,7 @@ from layers.metadata import DeepseekV4Metadata
 
 SCORE_BYTES = 256_000_000
 """Of scores in memory at a time. Calls with more are scored in chunks, each of which costs about 20 microseconds on an
-H200 (perf/notes/indexer_topk.md): 1% of a chunk's time."""
+H200 (perf/notes/indexer_topk.md): 2% of a chunk's time."""
 
 Quantized = Any
 """e4m3 [T, heads, 128], or (packed e2m1 uint8 [T, heads, 64], ue8m0 int32 [T, heads])."""
