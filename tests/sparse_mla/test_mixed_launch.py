@@ -162,16 +162,12 @@ def test_the_largest_pool(launched: list[Any]) -> None:
     assert mixed.supports(*arguments(**largest).values()) == (True, "")
 
 
-def test_other_architectures_have_the_portable_kernel(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changes", [{}, CODES])
+def test_other_architectures_have_the_portable_kernel(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
     monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_100a")
-    run()
-    ((key, _),) = launched
-    assert key == PortableMixedKey("sm_100a", 16, "plain_bf16/1")
-
-
-def test_e4m3_has_the_portable_kernel(launched: list[Any]) -> None:
-    names = ("query", "swa_kv_cache", "compressed_kv_cache")
-    args = run(kv_format="plain_fp8/1", **{name: arguments()[name].to(FP8) for name in names})
+    args = run(**changes)
     ((key, given),) = launched
-    assert key == PortableMixedKey("sm_90a", 16, "plain_fp8/1")
+    assert key == PortableMixedKey("sm_100a", 16, args["kv_format"])
     assert all(given[name] is args[name] for name in NAMES[:6])
