@@ -121,11 +121,11 @@ class PickSet:
 
 
 def prefill(rows: int, keys: int, k: int, seed: int) -> PickSet:
-    return PickSet.of(logits.prefill(rows, keys, False, seed), k)
+    return PickSet.of(logits.prefill(rows, keys, False, False, seed), k)
 
 
 def decode(batch: int, next_n: int, keys: int, k: int, seed: int) -> PickSet:
-    return PickSet.of(logits.decode(batch, next_n, keys, seed), k)
+    return PickSet.of(logits.decode(batch, next_n, keys, False, seed), k)
 
 
 def _peer(op: str, name: str) -> Callable[[PickSet], Any] | str:
@@ -188,7 +188,7 @@ def sweep_prefill(
     """Records of score_top_k_prefill per number of rows and keys."""
     chosen = [shape for shape in PREFILLS if rows is None or shape[0] in rows]
     for m, n, k in chosen:  # compiled before other projects change the DSL
-        _warm(PickSet.of(logits.prefill(m, n, False, 0), k))
+        _warm(PickSet.of(logits.prefill(m, n, False, False, 0), k))
     found = []
     for m, n, k in chosen:
         shape = {"case": prefill_name(m, n, k), "T": m, "keys": n, "heads": HEADS, "k": k}
