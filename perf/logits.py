@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import INDEX_DIM, INDEXER_FP8, round_up
+from cute_kernels import numerics
+from cute_kernels.formats import INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, round_up
 from cute_kernels.indexer.ops_logits import ROW_ALIGNMENT
 from cute_kernels.runtime.ops import OPS
 from perf.measure import Call, compare, number_of_sets
@@ -37,6 +38,15 @@ DECODES = (
 )
 """(requests, rows of each, keys of each)."""
 
+MXFP4_PREFILLS = tuple(shape for shape in PREFILLS if not shape[2])
+MXFP4_DECODES = tuple(
+    shape for shape in DECODES if shape[:2] in ((1, 1), (64, 1), (64, 2), (64, 4)) or shape == (256, 1, 32768)
+)
+"""Those that are measured with MXFP4 queries and keys too, for which DeepGEMM has no kernel on Hopper."""
+
+MXFP4_BYTES = 118, 128
+"""Scales of MXFP4 blocks (from, below)."""
+
 MOST_SETS = 48
 """Input sets of a paged call: more of the smallest would only take time to make."""
 
@@ -55,13 +65,27 @@ def _codes(g: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", generator=g).to(torch.float8_e4m3fn)
 
 
+def _mxfp4(g: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [..., 64], every one alike, and scales [...]."""
+    packed = torch.empty(*shape, INDEX_DIM // 2, dtype=torch.uint8, device="cuda").random_(0, 256, generator=g)
+    scale = torch.empty(*shape, 4, dtype=torch.uint8, device="cuda").random_(*MXFP4_BYTES, generator=g)
+    return packed, scale.view(torch.int32)[..., 0]
+
+
+def _values(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Of e4m3 codes, or with scales of MXFP4 codes: float64 [..., 128]."""
+    if scale is None:
+        return codes.double()
+    return numerics.dequantize_e2m1(codes, scale[..., None].contiguous().view(torch.uint8))
+
+
 def _scores(rows: int, columns: int) -> torch.Tensor:
     """To write into, as the op allocates them."""
     return torch.empty(rows, round_up(columns, ROW_ALIGNMENT), device="cuda")[:, :columns]
 
 
 def is_near(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether the scores [keys] of one query [HEADS, 128] are near the float64 ones."""
+    """Whether the scores [keys] of one query [HEADS, 128] are near the float64 ones; `scale` is that of each key."""
     q, k, weights, scale = (t.double() for t in (q, k, weights, scale))
     exact = ((q @ k.T).relu() * weights[:, None]).sum(0) * scale
     magnitude = ((q.abs() @ k.abs().T) * weights.abs()[:, None]).sum(0) * scale.abs()
@@ -99,19 +123,22 @@ class LogitsSet:
         return self.check(self.args[-1] if got is None else got)
 
 
-def prefill_name(rows: int, keys: int, clean: bool) -> str:
-    return f"sq{rows} sk{keys}" + " clean" * clean
+def prefill_name(rows: int, keys: int, clean: bool, mxfp4: bool = False) -> str:
+    return f"sq{rows} sk{keys}" + " clean" * clean + " mxfp4" * mxfp4
 
 
-def decode_name(batch: int, next_n: int, keys: int) -> str:
-    return f"b{batch} ctx{keys}" + f" next_n={next_n}" * (next_n > 1)
+def decode_name(batch: int, next_n: int, keys: int, mxfp4: bool = False) -> str:
+    return f"b{batch} ctx{keys}" + f" next_n={next_n}" * (next_n > 1) + " mxfp4" * mxfp4
 
 
-def prefill(rows: int, keys: int, clean: bool, seed: int) -> LogitsSet:
+def prefill(rows: int, keys: int, clean: bool, mxfp4: bool, seed: int) -> LogitsSet:
     """A chunk at the end of one request."""
     g = _generator(seed)
-    q, k = _codes(g, rows, HEADS, INDEX_DIM), _codes(g, keys, INDEX_DIM)
-    scale = torch.rand(keys, device="cuda", generator=g) + 0.5
+    if mxfp4:
+        (q, q_scale), (k, scale) = _mxfp4(g, rows, HEADS), _mxfp4(g, keys)
+    else:
+        q, q_scale, k = _codes(g, rows, HEADS, INDEX_DIM), None, _codes(g, keys, INDEX_DIM)
+        scale = torch.rand(keys, device="cuda", generator=g) + 0.5
     weights = torch.randn(rows, HEADS, device="cuda", generator=g)
     end = keys - rows // RATIO + torch.arange(rows, device="cuda") // RATIO + 1
     start, end = torch.zeros(rows, dtype=torch.int32, device="cuda"), end.clamp(max=keys).int()
@@ -119,40 +146,57 @@ def prefill(rows: int, keys: int, clean: bool, seed: int) -> LogitsSet:
     def check(got: torch.Tensor) -> bool:
         for m in torch.linspace(0, rows - 1, CHECKED_ROWS).long().tolist():
             last = int(end[m])
-            if not is_near(got[m, :last], q[m], k[:last], scale[:last], weights[m]):
+            query = _values(q[m], None if q_scale is None else q_scale[m])
+            own = _values(k[:last], scale[:last] if mxfp4 else None)
+            if not is_near(
+                got[m, :last], query, own, torch.ones(last, device="cuda") if mxfp4 else scale[:last], weights[m]
+            ):
                 return False
             if clean and not bool((got[m, last:keys] == -torch.inf).all()):
                 return False
         return True
 
-    return LogitsSet(CONTIGUOUS, (q, None, k, scale, weights, start, end, clean, 0, _scores(rows, keys)), check)
+    return LogitsSet(CONTIGUOUS, (q, q_scale, k, scale, weights, start, end, clean, 0, _scores(rows, keys)), check)
 
 
-def decode(batch: int, next_n: int, keys: int, seed: int) -> LogitsSet:
+def decode(batch: int, next_n: int, keys: int, mxfp4: bool, seed: int) -> LogitsSet:
     """Requests of equal lengths, pages in random order."""
     g = _generator(seed)
     width = keys // BLOCK_SIZE
-    pool = INDEXER_FP8.allocate(batch * width, BLOCK_SIZE, "cuda")
-    pages, codes = INDEXER_FP8.pages(pool, BLOCK_SIZE), BLOCK_SIZE * INDEX_DIM
+    fmt = INDEXER_MXFP4 if mxfp4 else INDEXER_FP8
+    pool = fmt.allocate(batch * width, BLOCK_SIZE, "cuda")
+    row_bytes = fmt.fields(BLOCK_SIZE)[0][1]
+    pages, codes = fmt.pages(pool, BLOCK_SIZE), BLOCK_SIZE * row_bytes
     for part in pages.split(CODES_AT_ONCE // codes):
-        part[:, :codes] = _codes(g, part.shape[0], codes).view(torch.uint8)
-        part[:, codes:] = (torch.rand(part.shape[0], BLOCK_SIZE, device="cuda", generator=g) + 0.5).view(torch.uint8)
-    q = _codes(g, batch, next_n, HEADS, INDEX_DIM)
+        if mxfp4:
+            own, own_scale = _mxfp4(g, part.shape[0], BLOCK_SIZE)
+        else:
+            own = _codes(g, part.shape[0], BLOCK_SIZE, INDEX_DIM)
+            own_scale = torch.rand(part.shape[0], BLOCK_SIZE, device="cuda", generator=g) + 0.5
+        part[:, :codes], part[:, codes:] = own.view(torch.uint8).flatten(1), own_scale.view(torch.uint8)
+    if mxfp4:
+        q, q_scale = _mxfp4(g, batch, next_n, HEADS)
+    else:
+        q, q_scale = _codes(g, batch, next_n, HEADS, INDEX_DIM), None
     weights = torch.randn(batch * next_n, HEADS, device="cuda", generator=g)
     lens = torch.full((batch, next_n), keys, dtype=torch.int32, device="cuda")
     table = torch.randperm(batch * width, device="cuda", generator=g).view(batch, width).int()
 
     def check(got: torch.Tensor) -> bool:
         for row in torch.linspace(0, batch * next_n - 1, CHECKED_ROWS).long().tolist():
-            own = pages[table[row // next_n].long()]
-            k = own[:, :codes].contiguous().view(torch.float8_e4m3fn).view(-1, INDEX_DIM)
-            scale = own[:, codes:].contiguous().view(torch.float32).view(-1)
-            if not is_near(got[row, :keys], q[row // next_n, row % next_n], k, scale, weights[row]):
+            own, place = pages[table[row // next_n].long()], (row // next_n, row % next_n)
+            k, raw = own[:, :codes].reshape(-1, row_bytes), own[:, codes:].contiguous()
+            if q_scale is None:
+                query, keys_, scale = q[place], k.view(torch.float8_e4m3fn), raw.view(torch.float32).view(-1)
+            else:
+                query, keys_ = _values(q[place], q_scale[place]), _values(k, raw.view(torch.int32).view(-1))
+                scale = torch.ones(keys, device="cuda")
+            if not is_near(got[row, :keys], query, keys_, scale, weights[row]):
                 return False
         return True
 
     out = _scores(batch * next_n, keys)
-    args = (q, None, pool, weights, lens, table, keys, False, INDEXER_FP8.id, out)
+    args = (q, q_scale, pool, weights, lens, table, keys, False, fmt.id, out)
     return LogitsSet(PAGED, args, check)
 
 
@@ -208,13 +252,16 @@ def sweep_prefill(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of mqa_logits per number of rows and keys."""
-    chosen = [shape for shape in PREFILLS if rows is None or shape[0] in rows]
-    prefill(4, 64, True, 0).ours()  # compiled before other projects change the DSL
+    chosen = [(shape, mxfp4) for mxfp4, shapes in ((False, PREFILLS), (True, MXFP4_PREFILLS)) for shape in shapes]
+    for mxfp4 in (False, True):
+        prefill(4, 64, True, mxfp4, 0).ours()  # compiled before other projects change the DSL
     candidates = {"deepgemm": _peer(CONTIGUOUS)} if peers else {}
     found = []
-    for m, n, clean in chosen:
-        shape = {"case": prefill_name(m, n, clean), "T": m, "keys": n, "heads": HEADS}
-        found.append(_records(CONTIGUOUS, shape, partial(prefill, m, n, clean), candidates, replays))
+    for (m, n, clean), mxfp4 in chosen:
+        if rows is None or m in rows:
+            shape = {"case": prefill_name(m, n, clean, mxfp4), "T": m, "keys": n, "heads": HEADS}
+            of_peers = {} if mxfp4 else candidates
+            found.append(_records(CONTIGUOUS, shape, partial(prefill, m, n, clean, mxfp4), of_peers, replays))
     return found
 
 
@@ -222,14 +269,17 @@ def sweep_paged(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of paged_mqa_logits per number of requests, rows of each and keys of each."""
-    chosen = [shape for shape in DECODES if rows is None or shape[0] in rows]
-    for next_n in {next_n for _, next_n, _ in chosen}:
-        decode(1, next_n, BLOCK_SIZE, 0).ours()
+    chosen = [(shape, mxfp4) for mxfp4, shapes in ((False, DECODES), (True, MXFP4_DECODES)) for shape in shapes]
+    chosen = [(shape, mxfp4) for shape, mxfp4 in chosen if rows is None or shape[0] in rows]
+    for next_n, mxfp4 in {(shape[1], mxfp4) for shape, mxfp4 in chosen}:
+        decode(1, next_n, BLOCK_SIZE, mxfp4, 0).ours()
     candidates = {"deepgemm": _peer(PAGED)} if peers else {}
     found = []
-    for batch, next_n, keys in chosen:
-        shape = {"case": decode_name(batch, next_n, keys), "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS}
-        found.append(_records(PAGED, shape, partial(decode, batch, next_n, keys), candidates, replays))
+    for (batch, next_n, keys), mxfp4 in chosen:
+        name = decode_name(batch, next_n, keys, mxfp4)
+        shape = {"case": name, "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS}
+        of_peers = {} if mxfp4 else candidates
+        found.append(_records(PAGED, shape, partial(decode, batch, next_n, keys, mxfp4), of_peers, replays))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Which kernel mqa_logits runs: that of Hopper, for FP8."""
+"""Which kernel mqa_logits runs: one of Hopper's, for FP8 or MXFP4."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ _key = cache(choice.key_for)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[LogitsKey]:
-    """One: a prefill may have any number of rows. Every rank has all index heads."""
+    """One for each format: a prefill may have any number of rows. Every rank has all index heads."""
     heads = choice.heads_of(config, arch)
-    return [] if heads is None else [choice.key_for(heads, choice.MOST_ROWS, False)]
+    if heads is None:
+        return []
+    return [choice.key_for(heads, choice.most_rows(mxfp4), False, mxfp4=mxfp4) for mxfp4 in (False, True)]
 
 
 class Call(NamedTuple):
@@ -37,7 +39,7 @@ class Call(NamedTuple):
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     call = Call(*args)
-    why = choice.why_not(call.q, call.q_scale, call.k, "kv[0]", call.out)
+    why = choice.why_not(call.q, call.k, "kv[0]", call.out)
     if not why and call.k.shape[0] > 2**31 - 256:
         why = f"there must be fewer than 2^31 - 256 keys, got {call.k.shape[0]}"
     return not why, why
@@ -53,7 +55,8 @@ def launch(*args: Any) -> None:
             call.out.fill_(float("-inf"))
         return
     device_index = call.out.device.index
-    key = _key(call.q.shape[1], choice.MOST_ROWS, False)
+    mxfp4 = call.q_scale is not None
+    key = _key(call.q.shape[1], choice.most_rows(mxfp4), False, mxfp4=mxfp4)
     rows, columns = call.out.shape
     launch_key(key, device_index, *arguments(call), choice.blocks(key, 1, rows, columns, multiprocessors(device_index)))
 
@@ -86,4 +89,5 @@ def arguments(call: Call) -> tuple[Any, ...]:
         keys,
         -1 if call.max_seqlen_k > 0 else 0,
         int(call.clean_logits),
+        *choice.scale_arguments(call.q_scale),
     )

@@ -1,11 +1,10 @@
-"""Which kernel paged_mqa_logits runs: that of Hopper, for FP8 pages whose rows are a multiple of 8."""
+"""Which kernel paged_mqa_logits runs: one of Hopper's, for FP8 or MXFP4 pages whose rows are a multiple of 8."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any, NamedTuple
 
-from cute_kernels.formats import INDEX_DIM, INDEXER_FP8
 from cute_kernels.indexer import logits_choice as choice
 from cute_kernels.indexer.logits_plan import KEYS
 from cute_kernels.indexer.logits_sm90 import LogitsKey
@@ -19,11 +18,12 @@ _key = cache(choice.key_for)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[LogitsKey]:
-    """One for every size of a group, on pages of 64 keys. Every rank has all index heads."""
+    """One for every format and size of a group, on pages of 64 keys. Every rank has all index heads."""
     heads = choice.heads_of(config, arch)
     if heads is None:
         return []
-    return [choice.key_for(heads, rows, True) for rows in range(1, choice.MOST_ROWS + 1)]
+    forms = [(mxfp4, rows + 1) for mxfp4 in (False, True) for rows in range(choice.most_rows(mxfp4))]
+    return [choice.key_for(heads, rows, True, mxfp4=mxfp4) for mxfp4, rows in forms]
 
 
 def box_of(page_rows: int) -> int:
@@ -48,9 +48,7 @@ class Call(NamedTuple):
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     call = Call(*args)
-    if call.kv_format != INDEXER_FP8.id:
-        return False, f"the kernel is for {INDEXER_FP8.id}, got {call.kv_format}"
-    why = choice.why_not(call.q, call.q_scale, call.kv_cache, "kv_cache", call.out)
+    why = choice.why_not(call.q, call.kv_cache, "kv_cache", call.out)
     page_rows = call.kv_cache.shape[1]
     if not why and page_rows % SMALL_BOX:
         why = f"pages must have a multiple of {SMALL_BOX} rows, got {page_rows}"
@@ -69,7 +67,8 @@ def launch(*args: Any) -> None:
         return
     device_index = call.out.device.index
     requests, rows = call.q.shape[:2]
-    key = _key(call.q.shape[2], choice.rows_of_group(rows), True, box_of(call.kv_cache.shape[1]))
+    mxfp4 = call.q_scale is not None
+    key = _key(call.q.shape[2], choice.rows_of_group(rows, mxfp4), True, box_of(call.kv_cache.shape[1]), mxfp4)
     blocks = choice.blocks(key, requests, rows, call.max_model_len, multiprocessors(device_index))
     launch_key(key, device_index, *arguments(call), blocks)
 
@@ -78,7 +77,7 @@ def arguments(call: Call) -> tuple[Any, ...]:
     """What the kernel's entry point takes but the number of blocks."""
     q, kv_cache, block_tables = call.q, call.kv_cache, call.block_tables
     pages, page_rows = kv_cache.shape[:2]
-    pool = kv_cache.data_ptr()
+    pool, row_bytes = kv_cache.data_ptr(), q.shape[3]
     return (
         call.weights,
         call.out,
@@ -89,8 +88,8 @@ def arguments(call: Call) -> tuple[Any, ...]:
         q.shape[0],
         q.shape[1],
         pool,
-        pool + page_rows * INDEX_DIM,
-        INDEX_DIM,
+        pool + page_rows * row_bytes,
+        row_bytes,
         choice.stride(kv_cache, 0),
         page_rows,
         pages,
@@ -103,4 +102,5 @@ def arguments(call: Call) -> tuple[Any, ...]:
         call.out.shape[1],
         0,
         int(call.clean_logits),
+        *choice.scale_arguments(call.q_scale),
     )
