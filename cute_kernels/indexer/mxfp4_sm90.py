@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
