@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import INDEX_DIM, INDEXER_FP8
+from cute_kernels import numerics
+from cute_kernels.formats import FORMATS, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE
 from cute_kernels.paging import entries_to_slots
 from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory
 
@@ -26,6 +27,20 @@ _PAGED = ((1, 1, 64, 64), (5, 1, 64, 64), (3, 2, 64, 128), (4, 3, 48, 16), (2, 4
 
 def _codes(g: torch.Generator, *shape: int) -> torch.Tensor:
     return (torch.randn(shape, generator=g) * 30).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+_MXFP4 = ((33, 64, 515, 0), (30, 48, 700, 260))
+_PAGED_MXFP4 = ((5, 1, 64, 64, INDEXER_MXFP4), (3, 3, 64, 64, INDEXER_MXFP4), (2, 2, 32, 8, INDEXER_MXFP4_WIDE))
+"""As _CONTIGUOUS and _PAGED, and the format."""
+
+
+def _mxfp4(g: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes [..., 64] and their scales, int32 [...]: every seventh row has them from 2^-30 to 2^10."""
+    packed = torch.randint(0, 256, (*shape, INDEX_DIM // 2), generator=g, dtype=torch.uint8)
+    near = torch.randint(112, 127, (*shape, 4), generator=g, dtype=torch.uint8)
+    far = torch.randint(97, 138, (*shape, 4), generator=g, dtype=torch.uint8)
+    is_far = torch.randint(0, 7, (*shape, 1), generator=g) == 0
+    return packed, torch.where(is_far, far, near).view(torch.int32)[..., 0]
 
 
 def _poisoned(rows: int, columns: int) -> torch.Tensor:
@@ -49,6 +64,14 @@ def contiguous() -> Iterator[Example]:
             name = f"{rows} rows, {heads} heads, {keys} keys, {columns} columns" + ", clean" * clean
             arguments = (*inputs, torch.randn(rows, heads, generator=g), *windows, clean, columns, out)
             yield Example(name, arguments, _agree_contiguous)
+    for rows, heads, keys, columns in _MXFP4:
+        g = torch.Generator().manual_seed(rows + keys)
+        start = torch.randint(-9, keys + 9, (rows,), generator=g)
+        windows = start.int(), (start + torch.randint(-9, keys + 9, (rows,), generator=g)).int()
+        data = *_mxfp4(g, rows, heads), *_mxfp4(g, keys), torch.randn(rows, heads, generator=g)
+        out = _poisoned(rows, columns or keys)
+        name = f"{rows} rows, {heads} heads, {keys} keys, {columns} columns, mxfp4, clean"
+        yield Example(name, (*data, *windows, True, columns, out), _agree_contiguous)
 
 
 def paged() -> Iterator[Example]:
@@ -70,11 +93,23 @@ def paged() -> Iterator[Example]:
             name = f"{requests} requests of {next_n} rows, {heads} heads, pages of {page_rows}" + ", clean" * clean
             inputs = q, None, pool, weights, lens, table, columns, clean, INDEXER_FP8.id
             yield Example(name, (*inputs, _poisoned(requests * next_n, columns)), _agree_paged)
+    for requests, next_n, heads, page_rows, fmt in _PAGED_MXFP4:
+        g = torch.Generator().manual_seed(requests + next_n)
+        pages, columns = 40, 700
+        pool, slots = fmt.allocate(pages, page_rows), torch.arange(pages * page_rows)
+        codes, scale = _mxfp4(g, len(slots))
+        fmt.write_fields(pool, page_rows, slots, codes, scale[:, None].contiguous().view(torch.uint8))
+        table = torch.randint(-2, pages + 2, (requests, 600 // page_rows), generator=g).int()
+        lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
+        weights = torch.randn(requests * next_n, heads, generator=g)
+        data = *_mxfp4(g, requests, next_n, heads), pool, weights, lens, table, columns, True, fmt.id
+        name = f"{requests} requests of {next_n} rows, {heads} heads, pages of {page_rows}, {fmt.id}, clean"
+        yield Example(name, (*data, _poisoned(requests * next_n, columns)), _agree_paged)
 
 
 def _agree_contiguous(got: Sequence[Any], want: Sequence[Any]) -> str:
-    q, _, k, scale, weights, start = want[:6]
-    magnitude = _magnitude(q, k, scale, weights)
+    q, q_scale, k, scale, weights, start = want[:6]
+    magnitude = _magnitude(_values(q, q_scale), *_keys(k, scale), weights)
     if want[8]:
         key = start.long()[:, None] + torch.arange(want[9].shape[1])
         magnitude = magnitude.gather(1, key.clamp(0, k.shape[0] - 1))
@@ -82,18 +117,36 @@ def _agree_contiguous(got: Sequence[Any], want: Sequence[Any]) -> str:
 
 
 def _agree_paged(got: Sequence[Any], want: Sequence[Any]) -> str:
-    q, _, pool, weights, _, table, columns = want[:7]
+    q, q_scale, pool, weights, _, table, columns = want[:7]
+    queries, fmt = _values(q, q_scale), FORMATS[want[8]]
     page_rows, next_n = pool.shape[1], q.shape[1]
     magnitude = torch.zeros(weights.shape[0], columns, dtype=torch.float64)
     for r in range(q.shape[0]):
         entries = torch.arange(columns)
         slots = entries_to_slots(entries, torch.full_like(entries, r), table, page_rows)
         slots = slots.clamp(0, pool.shape[0] * page_rows - 1)
-        codes, scale = INDEXER_FP8.read_fields(pool, page_rows, slots)
+        codes, scale = (field.contiguous() for field in fmt.read_fields(pool, page_rows, slots))
         own = slice(r * next_n, (r + 1) * next_n)
-        keys = codes.contiguous().view(torch.float8_e4m3fn)
-        magnitude[own] = _magnitude(q[r], keys, scale.contiguous().view(torch.float32)[:, 0], weights[own])
+        if q_scale is None:
+            keys = _keys(codes.view(torch.float8_e4m3fn), scale.view(torch.float32)[:, 0])
+        else:
+            keys = _keys(codes, scale.view(torch.int32)[:, 0])
+        magnitude[own] = _magnitude(queries[r], *keys, weights[own])
     return _agree(got, want, magnitude)
+
+
+def _values(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """float64 [..., 128] of e4m3 codes, or of MXFP4 codes with their scales."""
+    if scale is None:
+        return codes.double()
+    return numerics.dequantize_e2m1(codes, scale[..., None].contiguous().view(torch.uint8))
+
+
+def _keys(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values, and the factor of their scores."""
+    if scale.dtype == torch.int32:
+        return _values(codes, scale), torch.ones(len(codes))
+    return _values(codes, None), scale
 
 
 def _magnitude(q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

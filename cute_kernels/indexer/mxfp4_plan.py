@@ -5,10 +5,17 @@ from __future__ import annotations
 from cute_kernels.dsl import barriers
 from cute_kernels.dsl.convert import E2M1_IN_E4M3
 from cute_kernels.formats import INDEX_DIM, round_up
-from cute_kernels.indexer.logits_plan import KEYS, WARP, Plan
+from cute_kernels.indexer.logits_plan import KEYS, Plan
 
 MXFP4_STAGES = 16
 """Of the ring of keys, which are half as large as e4m3 ones, or a few less."""
+
+WARPGROUPS = {1: 3, 2: 3}
+"""That decode and multiply, each every third tile, by the rows of a group."""
+
+REGISTERS: dict[int, tuple[int, ...]] = {1: (), 2: (40, 152)}
+"""Per thread, of the warps beside and of those that decode and multiply, by the rows of a group, where they have
+different ones: then the block has whole warpgroups, and together they have what they were launched with."""
 
 STRIP = 16
 """Keys or query heads that a warp decodes together: its rows of a warpgroup's products."""
@@ -36,17 +43,15 @@ class Mxfp4Plan(Plan):
 
     @property
     def warpgroups(self) -> int:
-        return 3
+        return WARPGROUPS[self.rows]
 
     @property
     def stages(self) -> int:
         return MXFP4_STAGES // self.warpgroups * self.warpgroups
 
     @property
-    def threads(self) -> int:
-        """Of a block: whole warpgroups only where registers are redistributed among them."""
-        warps = self.warpgroups * 4 + self.helpers
-        return (warps if self.rows == 1 else round_up(warps, 4)) * WARP
+    def registers(self) -> tuple[int, ...]:
+        return REGISTERS[self.rows]
 
     @property
     def words(self) -> dict[str, int]:

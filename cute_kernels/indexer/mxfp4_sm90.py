@@ -30,10 +30,6 @@ from cute_kernels.indexer.mxfp4_plan import Mxfp4Plan
 from cute_kernels.indexer.mxfp4_scores import Mxfp4Scores
 from cute_kernels.indexer.mxfp4_walk import Mxfp4Walk
 
-REGISTERS = 40, 152
-"""Per thread where a group has two rows, of the warps beside and of those that multiply: together what four warpgroups
-are launched with."""
-
 
 @dataclass(frozen=True)
 class Mxfp4LogitsKey(LogitsKey):
@@ -71,7 +67,7 @@ class Mxfp4LogitsKernel(LogitsKernel):
     strides in bytes, by request and row."""
 
     def __init__(self, key: Mxfp4LogitsKey) -> None:
-        self.plan, self.paged = key.plan, key.paged
+        self.plan, self.paged, self.shares = key.plan, key.paged, key.plan.registers
         self.walk, self.fill = Mxfp4Walk(key.plan, key.paged), Fill(key.paged)
         self.scores = Mxfp4Scores(key.plan, key.paged, self.walk)
         kind = f"paged_mqa_logits_mxfp4_b{key.box}" if key.paged else "mqa_logits_mxfp4"
@@ -213,8 +209,8 @@ class Mxfp4LogitsKernel(LogitsKernel):
         wgmma.overwrite(mma)
         wgmma.accumulate(mma_more)
         if warp >= walk_warp:
-            if const_expr(plan.rows > 1):
-                cute.arch.setmaxregister_decrease(REGISTERS[0])
+            if const_expr(len(self.shares) > 0):
+                cute.arch.setmaxregister_decrease(self.shares[0])
             if warp < fill_warp:
                 role = cute.arch.make_warp_uniform(warp - walk_warp)
                 key_part = ptx.tensor_map(key_copy), at.keys
@@ -224,6 +220,6 @@ class Mxfp4LogitsKernel(LogitsKernel):
             elif (warp == fill_warp) & (clean != 0):
                 self.fill.run(groups, windows, out, out_stride)
         else:
-            if const_expr(plan.rows > 1):
-                cute.arch.setmaxregister_increase(REGISTERS[1])
+            if const_expr(len(self.shares) > 0):
+                cute.arch.setmaxregister_increase(self.shares[1])
             self.scores.run(thread, groups, windows, rings, at, (mma, mma_more), q, out, out_stride)

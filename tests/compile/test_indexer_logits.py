@@ -15,11 +15,13 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.indexer import logits, logits_choice, logits_plan, paged_logits
 from cute_kernels.indexer.logits_plan import MANY_COLUMNS
 from cute_kernels.indexer.logits_sm90 import REGISTERS, REGISTERS_BESIDE_MORE, LogitsKey
+from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
 
 DEPLOYED = [
     declare(MODELS["v4-flash"], 1, "sm_90a") for declare in (logits.deployment_keys, paged_logits.deployment_keys)
 ]
-KEYS = [key for keys in DEPLOYED for key in keys]
+ALL_KEYS = [key for keys in DEPLOYED for key in keys]
+KEYS = [key for key in ALL_KEYS if not isinstance(key, Mxfp4LogitsKey)]
 OTHERS = [
     logits_choice.key_for(heads, rows, paged, box)
     for heads, rows, paged, box in ((16, 4, False, 64), (48, 4, False, 64), (48, 3, True, 64), (32, 1, True, 8))
@@ -94,7 +96,7 @@ def test_deployments(model: str, tp: int) -> None:
         *logits.deployment_keys(MODELS[model], tp, "sm_90a"),
         *paged_logits.deployment_keys(MODELS[model], tp, "sm_90a"),
     ]
-    assert found == KEYS
+    assert found == ALL_KEYS
     assert logits.deployment_keys(MODELS[model], tp, "sm_100a") == []
     assert paged_logits.deployment_keys(MODELS[model], tp, "sm_80") == []
     without = ModelShape(compress_ratios=(1, 128))
@@ -103,5 +105,6 @@ def test_deployments(model: str, tp: int) -> None:
 
 def test_groups_of_rows() -> None:
     assert [logits_choice.rows_of_group(n) for n in range(1, 14)] == [1, 2, 3, 4, 3, 3, 4, 4, 3, 4, 4, 4, 4]
-    deployed = {key.rows for key in KEYS if key.paged}
-    assert {logits_choice.rows_of_group(n) for n in range(1, 300)} == deployed
+    for mxfp4 in (False, True):
+        deployed = {key.rows for key in ALL_KEYS if key.paged and isinstance(key, Mxfp4LogitsKey) == mxfp4}
+        assert {logits_choice.rows_of_group(n, mxfp4) for n in range(1, 300)} == deployed

@@ -15,6 +15,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.indexer import logits, logits_choice, paged_logits
 from cute_kernels.indexer import ops as _registered  # noqa: F401
 from cute_kernels.indexer.logits_sm90 import LogitsKey
+from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
 
 SMS = 132
 NAMES = (
@@ -22,6 +23,7 @@ NAMES = (
     "page_stride", "page_rows", "pages", "table", "table_stride", "table_columns", "starts", "ends", "end_request",
     "limit", "shifts", "clean", "blocks",
 )  # fmt: skip
+SCALE_NAMES = ("head_scales", "head_scales_request", "head_scales_row")
 FP8 = torch.float8_e4m3fn
 
 
@@ -36,7 +38,8 @@ class Launches:
             monkeypatch.setattr(module, "launch_key", self.keep)
 
     def keep(self, key: LogitsKey, device_index: Any, *args: Any) -> None:
-        self.kept.append((key, dict(zip(NAMES, args, strict=True))))
+        names = (*NAMES[:-1], *SCALE_NAMES, NAMES[-1]) if isinstance(key, Mxfp4LogitsKey) else NAMES
+        self.kept.append((key, dict(zip(names, args, strict=True))))
 
     def run(self, op: str, args: dict[str, Any]) -> tuple[LogitsKey, dict[str, Any]]:
         """The only launch of a call."""
@@ -92,6 +95,58 @@ def paged(
         "out": torch.zeros(requests * next_n, columns),
     }
     return {**args, **changes}
+
+
+def contiguous_mxfp4(rows: int = 10, keys: int = 300, heads: int = 64, **changes: Any) -> dict[str, Any]:
+    mxfp4 = {
+        "q": torch.zeros(rows, heads, 64, dtype=torch.uint8),
+        "q_scale": torch.zeros(rows, heads, dtype=torch.int32),
+        "k": torch.zeros(keys, 64, dtype=torch.int8),
+        "k_scale": torch.zeros(keys, dtype=torch.int32),
+    }
+    return contiguous(rows, keys, heads, **{**mxfp4, **changes})
+
+
+def paged_mxfp4(
+    fmt: Any = formats.INDEXER_MXFP4, requests: int = 3, next_n: int = 2, page_rows: int = 64, **changes: Any
+) -> dict[str, Any]:
+    mxfp4 = {
+        "q": torch.zeros(requests, next_n, 64, 64, dtype=torch.uint8),
+        "q_scale": torch.zeros(requests, next_n, 64, dtype=torch.int32),
+        "kv_cache": fmt.allocate(20, page_rows, page_stride=fmt.page_stride(page_rows) + 576),
+        "kv_format": fmt.id,
+    }
+    return paged(requests, next_n, page_rows, **{**mxfp4, **changes})
+
+
+def test_mxfp4_keys_have_64_bytes_and_queries_scales(gpu: Launches) -> None:
+    args = contiguous_mxfp4()
+    key, got = gpu.run("mqa_logits", args)
+    assert isinstance(key, Mxfp4LogitsKey)
+    assert (key.heads, key.rows, key.paged) == (64, 2, False)
+    assert (got["q_row"], got["q_head"], got["key_stride"]) == (64 * 64, 64, 64)
+    assert (got["keys"], got["scales"]) == (args["k"].data_ptr(), args["k_scale"].data_ptr())
+    assert tuple(got[name] for name in SCALE_NAMES) == (args["q_scale"].data_ptr(), 0, 256)
+    scales = torch.zeros(3, 5, 71, dtype=torch.int32)[:, 1:3, 3:67]
+    args = paged_mxfp4(q_scale=scales)
+    key, got = gpu.run("paged_mqa_logits", args)
+    assert isinstance(key, Mxfp4LogitsKey)
+    assert tuple(got[name] for name in SCALE_NAMES) == (scales.data_ptr(), 5 * 71 * 4, 71 * 4)
+
+
+@pytest.mark.parametrize("fmt", [formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE], ids=lambda fmt: fmt.id)
+def test_mxfp4_scales_follow_the_codes_in_both_sizes_of_rows(gpu: Launches, fmt: Any) -> None:
+    args = paged_mxfp4(fmt)
+    key, got = gpu.run("paged_mqa_logits", args)
+    assert (key.rows, key.paged, key.box) == (2, True, 64)
+    pool = args["kv_cache"]
+    assert (got["keys"], got["scales"], got["key_stride"]) == (pool.data_ptr(), pool.data_ptr() + 64 * 64, 64)
+    assert got["page_stride"] == pool.stride(0)
+
+
+@pytest.mark.parametrize(("next_n", "rows"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2)])
+def test_rows_of_a_group_of_mxfp4(gpu: Launches, next_n: int, rows: int) -> None:
+    assert gpu.run("paged_mqa_logits", paged_mxfp4(next_n=next_n))[0].rows == rows
 
 
 def test_contiguous_keys_are_one_page_and_rows_one_request(gpu: Launches) -> None:
@@ -189,7 +244,6 @@ def test_contiguous_calls_that_are_refused(gpu: Launches, change: dict[str, Any]
         ({"page_rows": 12}, "pages must have a multiple of 8 rows, got 12"),
         ({"heads": 24}, "HI must be a multiple of 16 and at most 64, got 24"),
         ({"kv_cache": formats.INDEXER_FP8.allocate(4, 64, page_stride=8641)}, "kv_cache must be 16-byte aligned"),
-        ({"kv_format": formats.INDEXER_MXFP4.id}, "the kernel is for indexer_fp8/1, got indexer_mxfp4/1"),
     ],
 )
 def test_paged_calls_that_are_refused(gpu: Launches, change: dict[str, Any], why: str) -> None:
@@ -202,10 +256,15 @@ def refused(module: Any, args: dict[str, Any], why: str) -> None:
     assert why.replace("\\", "") in reason
 
 
-def test_other_architectures_and_mxfp4_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_architectures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Launches(monkeypatch, "sm_100a")
-    refused(logits, contiguous(), "the kernel is for sm_90a, got sm_100a")
-    refused(paged_logits, paged(), "the kernel is for sm_90a, got sm_100a")
-    Launches(monkeypatch)
-    scaled = contiguous(q_scale=torch.zeros(10, 64, dtype=torch.int32))
-    refused(logits, scaled, "the kernel takes FP8 queries and keys, got MXFP4")
+    for module, made in (logits, (contiguous, contiguous_mxfp4)), (paged_logits, (paged, paged_mxfp4)):
+        for make in made:
+            refused(module, make(), "the kernel is for sm_90a, got sm_100a")
+
+
+def test_mxfp4_calls_that_are_refused(gpu: Launches) -> None:
+    refused(paged_logits, paged_mxfp4(page_rows=12), "pages must have a multiple of 8 rows, got 12")
+    unaligned = torch.zeros(300, 72, dtype=torch.uint8)[:, :64]
+    refused(logits, contiguous_mxfp4(k=unaligned), "kv[0] must be 16-byte aligned row by row")
+    refused(logits, contiguous_mxfp4(heads=24), "HI must be a multiple of 16 and at most 64, got 24")
