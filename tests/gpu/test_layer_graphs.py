@@ -1,8 +1,8 @@
 """A decode step of every layer kind, captured once in CUDA graphs and replayed with other numbers, against eager calls.
 
 Where all of its ops have kernels the step is one graph. Otherwise the first graph ends with all caches written and, in
-C4A layers, with the indexer's queries quantized; the second is attention and the output projection. What has no kernel
-yet runs between them: selection by MXFP4 scores, and attention over plain FP8 caches.
+C4A layers, with the indexer's queries quantized; the second is the output projection. Selection and what has no kernel
+yet, attention over plain FP8 caches, run between them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Decoder:
         self.hidden = torch.zeros(ROWS, self.engine.layer.config.hidden_size, dtype=torch.bfloat16, device="cuda")
         self.tables: dict[str, torch.Tensor] = {}
         self.captures_attention = options.get("kv_cache") != "fp8"
-        self.captures_selection = ratio != 4 or options.get("index_cache") != "mxfp4"
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def prepare(self, active: list[int], seed: int) -> DeepseekV4Metadata:
@@ -82,7 +81,7 @@ class Decoder:
 
     def capture(self, m: DeepseekV4Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
         layer = self.engine.layer
-        if self.captures_attention and self.captures_selection:
+        if self.captures_attention:
             self.hidden_out = self._record(lambda: self.eager(m))
             return
         self.q, self.selected, _ = self._record(lambda: self._front(m, monkeypatch))
@@ -95,8 +94,6 @@ class Decoder:
         self.engine.layer.mla_attn(self.q, self.engine.caches, m, self.topk, self.out, self.lse)
 
     def _back(self, m: DeepseekV4Metadata) -> torch.Tensor:
-        if self.captures_attention:
-            self._attend(m)
         layer = self.engine.layer
         return layer.o_proj(self.out, m.positions, layer.rotary_emb.cos_sin_cache)
 
@@ -119,8 +116,7 @@ class Decoder:
         front.replay()
         if layer.indexer is not None:
             layer.indexer.indexer_op(*self.selected, caches.indexer, m)
-        if not self.captures_attention:
-            self._attend(m)
+        self._attend(m)
         back.replay()
         return self.hidden_out
 
