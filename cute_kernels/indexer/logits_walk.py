@@ -270,7 +270,7 @@ class Walk:
             full = ring.full(stage)
             if lane == 0:
                 self.announce(full, at, stage, part.group, part.mark(tile), 1, KEYS * plan.row_bytes)
-                ptx.copy_bulk_3d(target + stage * (KEYS * plan.row_bytes), copy, (0, key, 0), full.toint())
+                self.bring_codes(target + stage * (KEYS * plan.row_bytes), copy, Int32(0), key, full.toint())
             place = at.scales + (stage * KEYS + lane) * 4
             ptx.copy_async_32(place, scale, key + lane < keys.count)
             ptx.copy_async_32(place + WARP * 4, scale + WARP * 4, key + lane + WARP < keys.count)
@@ -313,10 +313,14 @@ class Walk:
                             at.scales + number * (plan.box * 4),
                         )
                         source = keys.scales + Int64(page) * keys.page_stride + Int64(box) * (plan.box * 4)
-                        ptx.copy_bulk_3d(codes, copy, (0, box * plan.box, page), full.toint())
+                        self.bring_codes(codes, copy, page, box * plan.box, full.toint())
                         ptx.copy_bulk(scales, source, plan.box * 4, full.toint())
                 stage, phase = self.advance(stage, phase)
         return stage, phase
+
+    def bring_codes(self, target: Any, copy: Any, page: Any, row: Any, barrier: Any) -> None:
+        """A box of codes. By one thread."""
+        ptx.copy_bulk_3d(target, copy, (0, row, page), barrier)
 
     @cute.jit
     def look_up(self, keys: Any, part: Any, start: Any) -> tuple[Any, Any]:

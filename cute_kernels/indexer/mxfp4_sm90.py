@@ -148,6 +148,7 @@ class Mxfp4LogitsKernel(LogitsKernel):
             ),
             address(weights),
             stride_bytes(weights, 0),
+            keys,
             (head_scales, head_scales_request, head_scales_row),
             address(out),
             stride_bytes(out, 0),
@@ -170,6 +171,7 @@ class Mxfp4LogitsKernel(LogitsKernel):
         keys: Keys,
         weights: Int64,
         weights_stride: Int64,
+        first_key: Int64,
         head_scales: tuple[Int64, Int64, Int64],
         out: Int64,
         out_stride: Int64,
@@ -213,7 +215,7 @@ class Mxfp4LogitsKernel(LogitsKernel):
                 cute.arch.setmaxregister_decrease(self.shares[0])
             if warp < fill_warp:
                 role = cute.arch.make_warp_uniform(warp - walk_warp)
-                key_part = ptx.tensor_map(key_copy), at.keys
+                key_part = (ptx.tensor_map(key_copy), first_key, keys.page_stride), at.keys
                 query_part = self.partition(query_copy, query_source, packed_queries, query_tiles, plan.heads)
                 queries = (*query_part, head_scales)
                 self.walk.run(role, groups, windows, keys, weights, weights_stride, key_part, queries, rings, at)
