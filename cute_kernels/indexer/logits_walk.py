@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
-from cute_kernels.dsl import barriers, ptx
+from cute_kernels.dsl import ptx
 from cute_kernels.indexer.logits_plan import CHUNKS, CLOSING, END, KEYS, NOTE, QUERIES, WARP, Plan
 
 LINE = 128
@@ -201,9 +201,9 @@ class Walk:
     @cute.jit
     def advance(self, stage: Any, phase: Any) -> Any:
         """To the warpgroup's next stage."""
-        for _ in range_constexpr(self.plan.warpgroups):
-            stage, phase = barriers.advance(stage, phase, self.plan.stages)
-        return stage, phase
+        following = stage + self.plan.warpgroups
+        is_end = following >= self.plan.stages
+        return (following - self.plan.stages if is_end else following), (phase ^ 1 if is_end else phase)
 
     def announce(self, full: Any, at: Any, stage: Any, group: Any, mark: Any, boxes: Any, size: Any) -> None:
         """Write a stage's note and arrive, with so many bytes to come. By one thread."""

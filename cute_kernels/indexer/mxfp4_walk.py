@@ -13,8 +13,9 @@ from cute_kernels.indexer.logits_walk import Walk
 
 
 class Mxfp4Walk(Walk):
-    """The producers' part. Of keys they know (descriptor, address of key 0, page stride); the fourth element of what they
-    know about queries is the address of the scales of the first head, and strides in bytes, by request and row."""
+    """The producers' part. Of keys they know (descriptor, address of key 0, page stride); the fourth element of what
+    they know about queries is the address of the scales of the first head, and strides in bytes, by request and row.
+    """
 
     def bring_codes(self, target: Any, copy: Any, page: Any, row: Any, barrier: Any) -> None:
         """Keys of a page follow each other, contiguous ones may lie apart."""
