@@ -220,10 +220,6 @@ class Scores:
                 is_seen = is_seen & is_wanted[i]
             ptx.store_global_f32(targets[row] + Int64(key) * 4, score, is_seen)
 
-    def positive(self, product: Any) -> Any:
-        """What a product counts, times some power of two that is the same for all."""
-        return ptx.relu(product)
-
     @cute.jit
     def add(self, products: cute.Tensor, weights: cute.Tensor, first: cutlass.Constexpr, lane: Any) -> Any:
         """Sums over heads: of rows lane % 2, lane % 2 + 2, ... of a part, for one key, that of the lane. The part's
@@ -234,7 +230,7 @@ class Scores:
             for row in range_constexpr(self.rows):
                 column = row * blocks + i // 2
                 for half in range_constexpr(2):
-                    product = self.positive(products[column * 4 + half * 2 + i % 2])
+                    product = ptx.relu(products[column * 4 + half * 2 + i % 2])
                     weight = weights[first + row * 2 * blocks + i]
                     if const_expr(i == 0):
                         sums[row][half] = ptx.mul_rn(product, weight)

@@ -10,10 +10,10 @@ from cute_kernels.indexer.logits_plan import KEYS, Plan
 MXFP4_STAGES = 16
 """Of the ring of keys, which are half as large as e4m3 ones, or a few less."""
 
-WARPGROUPS = {1: 3, 2: 3}
+WARPGROUPS = {1: 4, 2: 3, 3: 2, 4: 2}
 """That decode and multiply, each every third tile, by the rows of a group."""
 
-REGISTERS: dict[int, tuple[int, ...]] = {1: (), 2: (40, 152)}
+REGISTERS: dict[int, tuple[int, ...]] = {1: (48, 96), 2: (40, 152), 3: (40, 232), 4: (40, 232)}
 """Per thread, of the warps beside and of those that decode and multiply, by the rows of a group, where they have
 different ones: then the block has whole warpgroups, and together they have what they were launched with."""
 

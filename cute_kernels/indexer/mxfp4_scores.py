@@ -28,11 +28,7 @@ BARRIER = 1
 
 
 class Mxfp4Scores(Scores):
-    """The consumers' part, by `plan.warpgroups` warpgroups. Weights count half of themselves times their head's scale,
-    as products count twice."""
-
-    def positive(self, product: Any) -> Any:
-        return ptx.twice_relu(product)
+    """The consumers' part, by `plan.warpgroups` warpgroups."""
 
     @cute.jit
     def run(
@@ -125,7 +121,7 @@ class Mxfp4Scores(Scores):
                 if lane % 4 == 0:
                     weight = at.weights + (first + row * 8 + lane // 4) * 4
                     scale = mxfp4_codes.row_scale(mxfp4_codes.half(rows.largest, 16 * row))
-                    ptx.store_shared_f32(weight, ptx.load_shared_f32(weight) * (scale * Float32(0.5)))
+                    ptx.store_shared_f32(weight, ptx.load_shared_f32(weight) * scale)
             if cute.arch.vote_any_sync(rows.far != 0):
                 found |= Int32(1) << (strip * STRIP // plan.heads)
         cute.arch.fence_view_async_shared()
@@ -162,7 +158,7 @@ class Mxfp4Scores(Scores):
                         total[j] = ptx.fma_rn(part[j], mxfp4_codes.power_below(exponent), total[j])
                 weights = ptx.load_shared_f32x2(at.weights + own * 4)
                 for j in range_constexpr(2):
-                    low = ptx.fma_rn(self.positive(total[j]), weights[j], low)
-                    high = ptx.fma_rn(self.positive(total[2 + j]), weights[j], high)
+                    low = ptx.fma_rn(ptx.relu(total[j]), weights[j], low)
+                    high = ptx.fma_rn(ptx.relu(total[2 + j]), weights[j], high)
             sums.append([low, high])
         return self.across(sums, lane)

@@ -2,9 +2,9 @@
 
 A block's warps, in order:
 
-    12 or 16   warpgroups that decode, multiply, add up and store, each its own tiles (mxfp4_scores)
-    3 or 4     bring them keys and queries, one warp per warpgroup (mxfp4_walk)
-    1          writes -inf where a row sees no key, if that is wanted (logits_fill)
+    8 to 16   warpgroups that decode, multiply, add up and store, each its own tiles (mxfp4_scores)
+    2 to 4    bring them keys and queries, one warp per warpgroup (mxfp4_walk)
+    1         writes -inf where a row sees no key, if that is wanted (logits_fill)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cute_kernels.indexer.mxfp4_walk import Mxfp4Walk
 
 @dataclass(frozen=True)
 class Mxfp4LogitsKey(LogitsKey):
-    """As LogitsKey: `rows` is 1 or 2."""
+    """As LogitsKey."""
 
     @property
     def plan(self) -> Mxfp4Plan:

@@ -17,7 +17,7 @@ from cute_kernels.indexer.mxfp4_plan import Mxfp4Plan
 
 KEYS = [
     logits_choice.key_for(heads, rows, paged, box, mxfp4=True)
-    for heads, rows, paged, box in ((64, 1, True, 64), (64, 2, False, 64), (48, 2, True, 8))
+    for heads, rows, paged, box in ((64, 1, True, 64), (64, 2, True, 64), (64, 4, False, 64), (48, 3, True, 8))
 ]
 
 _reports: dict[LogitsKey, Report] = {}
@@ -60,7 +60,7 @@ def test_products_and_conversions(key: LogitsKey) -> None:
     assert 64 <= len(re.findall(r"\bPRMT\b", report.sass)) <= 80
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", range(1, 5))
 @pytest.mark.parametrize("heads", [16, 32, 48, 64])
 @pytest.mark.parametrize("box", [8, 64])
 def test_shared_memory(heads: int, rows: int, box: int) -> None:

@@ -265,13 +265,3 @@ def multiply_bf16x2(a: Any, b: Any) -> Any:
 def relu(a: Any) -> Any:
     """sm_80 and up. The number if it is positive, else 0; NaN stays NaN."""
     return inline_ptx("max.NaN.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Float32], read_only_args=[Float32(a)])
-
-
-def twice_relu(a: Any) -> Any:
-    """sm_70 and up. Twice the number if it is positive, else 0; NaN and -inf give NaN. An addition, which has twice the
-    rate of a maximum."""
-    return inline_ptx(
-        "{ .reg .f32 b; abs.f32 b, {$r0}; add.rn.f32 {$w0}, {$r0}, b; }",
-        write_only_types=[Float32],
-        read_only_args=[Float32(a)],
-    )
