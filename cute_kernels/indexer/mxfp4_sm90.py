@@ -211,8 +211,7 @@ class Mxfp4LogitsKernel(LogitsKernel):
         wgmma.overwrite(mma)
         wgmma.accumulate(mma_more)
         if warp >= walk_warp:
-            if const_expr(len(self.shares) > 0):
-                cute.arch.setmaxregister_decrease(self.shares[0])
+            cute.arch.setmaxregister_decrease(self.shares[0])
             if warp < fill_warp:
                 role = cute.arch.make_warp_uniform(warp - walk_warp)
                 key_part = (ptx.tensor_map(key_copy), first_key, keys.page_stride), at.keys
@@ -222,6 +221,5 @@ class Mxfp4LogitsKernel(LogitsKernel):
             elif (warp == fill_warp) & (clean != 0):
                 self.fill.run(groups, windows, out, out_stride)
         else:
-            if const_expr(len(self.shares) > 0):
-                cute.arch.setmaxregister_increase(self.shares[1])
+            cute.arch.setmaxregister_increase(self.shares[1])
             self.scores.run(thread, groups, windows, rings, at, (mma, mma_more), q, out, out_stride)
