@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import barriers, ptx
 from cute_kernels.indexer.logits_plan import CHUNKS, CLOSING, END, KEYS, NOTE, QUERIES, WARP, Plan
 
 LINE = 128
@@ -201,9 +201,9 @@ class Walk:
     @cute.jit
     def advance(self, stage: Any, phase: Any) -> Any:
         """To the warpgroup's next stage."""
-        following = stage + self.plan.warpgroups
-        is_end = following >= self.plan.stages
-        return (following - self.plan.stages if is_end else following), (phase ^ 1 if is_end else phase)
+        for _ in range_constexpr(self.plan.warpgroups):
+            stage, phase = barriers.advance(stage, phase, self.plan.stages)
+        return stage, phase
 
     def announce(self, full: Any, at: Any, stage: Any, group: Any, mark: Any, boxes: Any, size: Any) -> None:
         """Write a stage's note and arrive, with so many bytes to come. By one thread."""
@@ -270,7 +270,7 @@ class Walk:
             full = ring.full(stage)
             if lane == 0:
                 self.announce(full, at, stage, part.group, part.mark(tile), 1, KEYS * plan.row_bytes)
-                self.bring_codes(target + stage * (KEYS * plan.row_bytes), copy, Int32(0), key, full.toint())
+                ptx.copy_bulk_3d(target + stage * (KEYS * plan.row_bytes), copy, (0, key, 0), full.toint())
             place = at.scales + (stage * KEYS + lane) * 4
             ptx.copy_async_32(place, scale, key + lane < keys.count)
             ptx.copy_async_32(place + WARP * 4, scale + WARP * 4, key + lane + WARP < keys.count)
@@ -313,14 +313,10 @@ class Walk:
                             at.scales + number * (plan.box * 4),
                         )
                         source = keys.scales + Int64(page) * keys.page_stride + Int64(box) * (plan.box * 4)
-                        self.bring_codes(codes, copy, page, box * plan.box, full.toint())
+                        ptx.copy_bulk_3d(codes, copy, (0, box * plan.box, page), full.toint())
                         ptx.copy_bulk(scales, source, plan.box * 4, full.toint())
                 stage, phase = self.advance(stage, phase)
         return stage, phase
-
-    def bring_codes(self, target: Any, copy: Any, page: Any, row: Any, barrier: Any) -> None:
-        """A box of codes. By one thread."""
-        ptx.copy_bulk_3d(target, copy, (0, row, page), barrier)
 
     @cute.jit
     def look_up(self, keys: Any, part: Any, start: Any) -> tuple[Any, Any]:

@@ -10,12 +10,12 @@ from cute_kernels.indexer.logits_plan import KEYS, Plan
 MXFP4_STAGES = 16
 """Of the ring of keys, which are half as large as e4m3 ones, or a few less."""
 
-WARPGROUPS = {1: 4, 2: 3, 3: 2, 4: 2}
-"""That decode and multiply tiles in turn, by the rows of a group."""
+WARPGROUPS = {1: 3, 2: 3}
+"""That decode and multiply, each every third tile, by the rows of a group."""
 
-REGISTERS = {1: (48, 96), 2: (40, 152), 3: (40, 232), 4: (40, 232)}
-"""Per thread, of the warps beside and of those that decode and multiply, by the rows of a group: all together what they
-are launched with, or one of them waits for ever."""
+REGISTERS: dict[int, tuple[int, ...]] = {1: (), 2: (40, 152)}
+"""Per thread, of the warps beside and of those that decode and multiply, by the rows of a group, where they have
+different ones: then the block has whole warpgroups, and together they have what they were launched with."""
 
 STRIP = 16
 """Keys or query heads that a warp decodes together: its rows of a warpgroup's products."""
@@ -50,7 +50,7 @@ class Mxfp4Plan(Plan):
         return MXFP4_STAGES // self.warpgroups * self.warpgroups
 
     @property
-    def registers(self) -> tuple[int, int]:
+    def registers(self) -> tuple[int, ...]:
         return REGISTERS[self.rows]
 
     @property

@@ -85,11 +85,10 @@ class Mxfp4Scores(Scores):
                 if cute.arch.vote_any_sync(rows.far != 0) | (far_rows != 0):
                     totals = self.add_far(words, rows, at, buffer, decoded, lane)
                     self.store(0, totals, seen, tile, scale, own, [~is_one for is_one in is_near])
-                wgmma.multiply_registers(*mma, products, keys, q, warpgroup)
-                # the stage has been read, as what was made of it has been
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(rings[0].empty(stage))
+                wgmma.multiply_registers(*mma, products, keys, q, warpgroup)
                 wgmma.wait(0)
                 self.store(0, self.add(products, weights, 0, lane), seen, tile, scale, own, is_near)
                 if (lane == 0) & (tile.place & CLOSING != 0):

@@ -2,9 +2,9 @@
 
 A block's warps, in order:
 
-    8 to 16   warpgroups that decode, multiply, add up and store, each its own tiles (mxfp4_scores)
-    2 to 4    bring them keys and queries, one warp per warpgroup (mxfp4_walk)
-    1         writes -inf where a row sees no key, if that is wanted (logits_fill)
+    12 or 16   warpgroups that decode, multiply, add up and store, each its own tiles (mxfp4_scores)
+    3 or 4     bring them keys and queries, one warp per warpgroup (mxfp4_walk)
+    1          writes -inf where a row sees no key, if that is wanted (logits_fill)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cute_kernels.indexer.mxfp4_walk import Mxfp4Walk
 
 @dataclass(frozen=True)
 class Mxfp4LogitsKey(LogitsKey):
-    """As LogitsKey."""
+    """As LogitsKey: `rows` is 1 or 2."""
 
     @property
     def plan(self) -> Mxfp4Plan:
@@ -148,7 +148,6 @@ class Mxfp4LogitsKernel(LogitsKernel):
             ),
             address(weights),
             stride_bytes(weights, 0),
-            keys,
             (head_scales, head_scales_request, head_scales_row),
             address(out),
             stride_bytes(out, 0),
@@ -171,7 +170,6 @@ class Mxfp4LogitsKernel(LogitsKernel):
         keys: Keys,
         weights: Int64,
         weights_stride: Int64,
-        first_key: Int64,
         head_scales: tuple[Int64, Int64, Int64],
         out: Int64,
         out_stride: Int64,
@@ -211,15 +209,17 @@ class Mxfp4LogitsKernel(LogitsKernel):
         wgmma.overwrite(mma)
         wgmma.accumulate(mma_more)
         if warp >= walk_warp:
-            cute.arch.setmaxregister_decrease(self.shares[0])
+            if const_expr(len(self.shares) > 0):
+                cute.arch.setmaxregister_decrease(self.shares[0])
             if warp < fill_warp:
                 role = cute.arch.make_warp_uniform(warp - walk_warp)
-                key_part = (ptx.tensor_map(key_copy), first_key, keys.page_stride), at.keys
+                key_part = ptx.tensor_map(key_copy), at.keys
                 query_part = self.partition(query_copy, query_source, packed_queries, query_tiles, plan.heads)
                 queries = (*query_part, head_scales)
                 self.walk.run(role, groups, windows, keys, weights, weights_stride, key_part, queries, rings, at)
             elif (warp == fill_warp) & (clean != 0):
                 self.fill.run(groups, windows, out, out_stride)
         else:
-            cute.arch.setmaxregister_increase(self.shares[1])
+            if const_expr(len(self.shares) > 0):
+                cute.arch.setmaxregister_increase(self.shares[1])
             self.scores.run(thread, groups, windows, rings, at, (mma, mma_more), q, out, out_stride)

@@ -13,18 +13,8 @@ from cute_kernels.indexer.logits_walk import Walk
 
 
 class Mxfp4Walk(Walk):
-    """The producers' part. Of keys they know (descriptor, address of key 0, page stride); the fourth element of what
-    they know about queries is the address of the scales of the first head, and strides in bytes, by request and row.
-    """
-
-    def bring_codes(self, target: Any, copy: Any, page: Any, row: Any, barrier: Any) -> None:
-        """Keys of a page follow each other, contiguous ones may lie apart."""
-        tensor_map, keys, page_stride = copy
-        if self.paged:
-            source = keys + Int64(page) * page_stride + Int64(row) * self.plan.row_bytes
-            ptx.copy_bulk(target, source, self.plan.box * self.plan.row_bytes, barrier)
-        else:
-            ptx.copy_bulk_3d(target, tensor_map, (0, row, page), barrier)
+    """The producers' part. The fourth element of what they know about queries: address of the scales of the first head,
+    and strides in bytes, by request and row."""
 
     def bring_scales(self, query_copy: Any, at: Any, request: Any, first_row: Any, rows: Any, buffer: Any) -> None:
         plan = self.plan

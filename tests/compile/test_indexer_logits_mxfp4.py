@@ -17,7 +17,7 @@ from cute_kernels.indexer.mxfp4_plan import Mxfp4Plan
 
 KEYS = [
     logits_choice.key_for(heads, rows, paged, box, mxfp4=True)
-    for heads, rows, paged, box in ((64, 1, True, 64), (64, 2, True, 64), (64, 4, False, 64), (48, 3, True, 8))
+    for heads, rows, paged, box in ((64, 1, True, 64), (64, 2, False, 64), (48, 2, True, 8))
 ]
 
 _reports: dict[LogitsKey, Report] = {}
@@ -37,17 +37,16 @@ def test_compiles(key: LogitsKey) -> None:
     assert report.smem <= SMEM_BYTES[key.arch]
     assert set(key.instructions) <= set(report.instructions)
     assert report.instructions["wgmma"] == 4
-    # queries by tensor copies; keys of pages are dense
-    assert report.instructions["tma.load"] == key.rows + (0 if key.paged else 1)
-    assert report.instructions.get("bulk.load", 0) == (2 * key.plan.boxes if key.paged else 0)
-    assert "setmaxnreg" in report.instructions
+    assert report.instructions["tma.load"] == key.rows + key.plan.boxes
+    assert ("setmaxnreg" in report.instructions) == bool(key.plan.registers)
     assert not re.search(r"st\.local|ld\.local", report.ptx)
     assert report.registers <= 65536 // key.plan.threads
-    # no warpgroup waits for registers that nobody gives back
-    (beside, of_scores), warpgroups = key.plan.registers, key.plan.threads // 128
-    more = warpgroups - key.plan.warpgroups
-    assert beside * more + key.plan.warpgroups * of_scores <= warpgroups * report.registers
-    assert beside % 8 == of_scores % 8 == 0
+    if key.plan.registers:
+        # no warpgroup waits for registers that nobody gives back
+        (beside, of_scores), warpgroups = key.plan.registers, key.plan.threads // 128
+        more = warpgroups - key.plan.warpgroups
+        assert beside * more + key.plan.warpgroups * of_scores <= warpgroups * report.registers
+        assert beside % 8 == of_scores % 8 == 0
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
@@ -61,7 +60,7 @@ def test_products_and_conversions(key: LogitsKey) -> None:
     assert 64 <= len(re.findall(r"\bPRMT\b", report.sass)) <= 80
 
 
-@pytest.mark.parametrize("rows", range(1, 5))
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("heads", [16, 32, 48, 64])
 @pytest.mark.parametrize("box", [8, 64])
 def test_shared_memory(heads: int, rows: int, box: int) -> None:
