@@ -38,14 +38,9 @@ DECODES = (
 )
 """(requests, rows of each, keys of each)."""
 
-MXFP4_PREFILLS = tuple(shape for shape in PREFILLS if not shape[2])
-MXFP4_DECODES = tuple(
-    shape for shape in DECODES if shape[:2] in ((1, 1), (64, 1), (64, 2), (64, 4)) or shape == (256, 1, 32768)
-)
-"""Those that are measured with MXFP4 queries and keys too, for which DeepGEMM has no kernel on Hopper."""
-
-MXFP4_BYTES = 118, 128
-"""Scales of MXFP4 blocks (from, below)."""
+MXFP4_PREFILLS = ((4096, 4096, False), (4096, 16384, False), (4096, 65536, False))
+MXFP4_DECODES = ((1, 1, 32768), (64, 1, 8192), (64, 1, 32768), (256, 1, 32768), (64, 2, 8192), (64, 4, 8192))
+"""The same of MXFP4 queries and keys."""
 
 MOST_SETS = 48
 """Input sets of a paged call: more of the smallest would only take time to make."""
@@ -61,22 +56,20 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator(device="cuda").manual_seed(seed)
 
 
-def _codes(g: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", generator=g).to(torch.float8_e4m3fn)
+def _codes(g: torch.Generator, mxfp4: bool, *lead: int) -> torch.Tensor:
+    """Of queries or keys."""
+    if mxfp4:
+        return torch.randint(0, 256, (*lead, INDEX_DIM // 2), device="cuda", generator=g, dtype=torch.uint8)
+    return torch.randn(*lead, INDEX_DIM, device="cuda", generator=g).to(torch.float8_e4m3fn)
 
 
-def _mxfp4(g: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [..., 64], every one alike, and scales [...]."""
-    packed = torch.empty(*shape, INDEX_DIM // 2, dtype=torch.uint8, device="cuda").random_(0, 256, generator=g)
-    scale = torch.empty(*shape, 4, dtype=torch.uint8, device="cuda").random_(*MXFP4_BYTES, generator=g)
-    return packed, scale.view(torch.int32)[..., 0]
-
-
-def _values(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Of e4m3 codes, or with scales of MXFP4 codes: float64 [..., 128]."""
-    if scale is None:
-        return codes.double()
-    return numerics.dequantize_e2m1(codes, scale[..., None].contiguous().view(torch.uint8))
+def _scales(g: torch.Generator, mxfp4: bool, *lead: int) -> torch.Tensor:
+    """Of keys or, of MXFP4, queries."""
+    if mxfp4:
+        return torch.randint(118, 128, (*lead, 4), device="cuda", generator=g, dtype=torch.uint8).view(torch.int32)[
+            ..., 0
+        ]
+    return torch.rand(lead, device="cuda", generator=g) + 0.5
 
 
 def _scores(rows: int, columns: int) -> torch.Tensor:
@@ -84,8 +77,22 @@ def _scores(rows: int, columns: int) -> torch.Tensor:
     return torch.empty(rows, round_up(columns, ROW_ALIGNMENT), device="cuda")[:, :columns]
 
 
-def is_near(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether the scores [keys] of one query [HEADS, 128] are near the float64 ones; `scale` is that of each key."""
+def is_near(
+    got: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: torch.Tensor,
+    weights: torch.Tensor,
+    q_scale: torch.Tensor | None = None,
+) -> bool:
+    """Whether the scores [keys] of one query [HEADS, 128] are near the float64 ones. With q_scale [HEADS], they are of
+    MXFP4 codes [.., 64] and words of scales."""
+    if q_scale is not None:
+        q, k = (
+            numerics.dequantize_e2m1(codes, words[..., None].contiguous().view(torch.uint8))
+            for codes, words in ((q, q_scale), (k, scale))
+        )
+        scale = torch.ones_like(got)
     q, k, weights, scale = (t.double() for t in (q, k, weights, scale))
     exact = ((q @ k.T).relu() * weights[:, None]).sum(0) * scale
     magnitude = ((q.abs() @ k.abs().T) * weights.abs()[:, None]).sum(0) * scale.abs()
@@ -134,11 +141,8 @@ def decode_name(batch: int, next_n: int, keys: int, mxfp4: bool = False) -> str:
 def prefill(rows: int, keys: int, clean: bool, mxfp4: bool, seed: int) -> LogitsSet:
     """A chunk at the end of one request."""
     g = _generator(seed)
-    if mxfp4:
-        (q, q_scale), (k, scale) = _mxfp4(g, rows, HEADS), _mxfp4(g, keys)
-    else:
-        q, q_scale, k = _codes(g, rows, HEADS, INDEX_DIM), None, _codes(g, keys, INDEX_DIM)
-        scale = torch.rand(keys, device="cuda", generator=g) + 0.5
+    q, k, scale = _codes(g, mxfp4, rows, HEADS), _codes(g, mxfp4, keys), _scales(g, mxfp4, keys)
+    q_scale = _scales(g, True, rows, HEADS) if mxfp4 else None
     weights = torch.randn(rows, HEADS, device="cuda", generator=g)
     end = keys - rows // RATIO + torch.arange(rows, device="cuda") // RATIO + 1
     start, end = torch.zeros(rows, dtype=torch.int32, device="cuda"), end.clamp(max=keys).int()
@@ -146,11 +150,8 @@ def prefill(rows: int, keys: int, clean: bool, mxfp4: bool, seed: int) -> Logits
     def check(got: torch.Tensor) -> bool:
         for m in torch.linspace(0, rows - 1, CHECKED_ROWS).long().tolist():
             last = int(end[m])
-            query = _values(q[m], None if q_scale is None else q_scale[m])
-            own = _values(k[:last], scale[:last] if mxfp4 else None)
-            if not is_near(
-                got[m, :last], query, own, torch.ones(last, device="cuda") if mxfp4 else scale[:last], weights[m]
-            ):
+            own_scale = None if q_scale is None else q_scale[m]
+            if not is_near(got[m, :last], q[m], k[:last], scale[:last], weights[m], own_scale):
                 return False
             if clean and not bool((got[m, last:keys] == -torch.inf).all()):
                 return False
@@ -162,36 +163,26 @@ def prefill(rows: int, keys: int, clean: bool, mxfp4: bool, seed: int) -> Logits
 def decode(batch: int, next_n: int, keys: int, mxfp4: bool, seed: int) -> LogitsSet:
     """Requests of equal lengths, pages in random order."""
     g = _generator(seed)
-    width = keys // BLOCK_SIZE
-    fmt = INDEXER_MXFP4 if mxfp4 else INDEXER_FP8
+    width, fmt = keys // BLOCK_SIZE, INDEXER_MXFP4 if mxfp4 else INDEXER_FP8
     pool = fmt.allocate(batch * width, BLOCK_SIZE, "cuda")
-    row_bytes = fmt.fields(BLOCK_SIZE)[0][1]
-    pages, codes = fmt.pages(pool, BLOCK_SIZE), BLOCK_SIZE * row_bytes
+    pages, codes = fmt.pages(pool, BLOCK_SIZE), fmt.fields(BLOCK_SIZE)[1][0]
     for part in pages.split(CODES_AT_ONCE // codes):
-        if mxfp4:
-            own, own_scale = _mxfp4(g, part.shape[0], BLOCK_SIZE)
-        else:
-            own = _codes(g, part.shape[0], BLOCK_SIZE, INDEX_DIM)
-            own_scale = torch.rand(part.shape[0], BLOCK_SIZE, device="cuda", generator=g) + 0.5
-        part[:, :codes], part[:, codes:] = own.view(torch.uint8).flatten(1), own_scale.view(torch.uint8)
-    if mxfp4:
-        q, q_scale = _mxfp4(g, batch, next_n, HEADS)
-    else:
-        q, q_scale = _codes(g, batch, next_n, HEADS, INDEX_DIM), None
+        part[:, :codes] = _codes(g, mxfp4, part.shape[0], BLOCK_SIZE).view(torch.uint8).flatten(1)
+        part[:, codes:] = _scales(g, mxfp4, part.shape[0], BLOCK_SIZE).view(torch.uint8)
+    q = _codes(g, mxfp4, batch, next_n, HEADS)
+    q_scale = _scales(g, True, batch, next_n, HEADS) if mxfp4 else None
     weights = torch.randn(batch * next_n, HEADS, device="cuda", generator=g)
     lens = torch.full((batch, next_n), keys, dtype=torch.int32, device="cuda")
     table = torch.randperm(batch * width, device="cuda", generator=g).view(batch, width).int()
 
     def check(got: torch.Tensor) -> bool:
         for row in torch.linspace(0, batch * next_n - 1, CHECKED_ROWS).long().tolist():
-            own, place = pages[table[row // next_n].long()], (row // next_n, row % next_n)
-            k, raw = own[:, :codes].reshape(-1, row_bytes), own[:, codes:].contiguous()
-            if q_scale is None:
-                query, keys_, scale = q[place], k.view(torch.float8_e4m3fn), raw.view(torch.float32).view(-1)
-            else:
-                query, keys_ = _values(q[place], q_scale[place]), _values(k, raw.view(torch.int32).view(-1))
-                scale = torch.ones(keys, device="cuda")
-            if not is_near(got[row, :keys], query, keys_, scale, weights[row]):
+            request, number = divmod(row, next_n)
+            own = pages[table[request].long()]
+            k = own[:, :codes].contiguous().view(q.dtype).view(keys, -1)
+            scale = own[:, codes:].contiguous().view(torch.int32 if mxfp4 else torch.float32).view(-1)
+            own_scale = None if q_scale is None else q_scale[request, number]
+            if not is_near(got[row, :keys], q[request, number], k, scale, weights[row], own_scale):
                 return False
         return True
 
@@ -236,6 +227,24 @@ def _peer(op: str) -> Callable[[LogitsSet], Any] | str:
     return run_paged
 
 
+def _portable(s: LogitsSet) -> None:
+    """The call by the portable kernel."""
+    choice: Any = importlib.import_module("cute_kernels.indexer.logits_choice")
+    hopper = choice.ARCH
+    choice.ARCH = ""
+    try:
+        s.ours()
+    finally:
+        choice.ARCH = hopper
+
+
+def _candidates(op: str, mxfp4: bool, peers: bool, variants: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"ours portable": _portable} if variants else {}
+    if peers:
+        found["deepgemm"] = "has no MXFP4 scores on Hopper" if mxfp4 else _peer(op)
+    return found
+
+
 def _records(
     op: str, shape: dict[str, Any], make: Callable[[int], LogitsSet], candidates: dict[str, Any], replays: int
 ) -> dict[str, Any]:
@@ -252,16 +261,15 @@ def sweep_prefill(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of mqa_logits per number of rows and keys."""
-    chosen = [(shape, mxfp4) for mxfp4, shapes in ((False, PREFILLS), (True, MXFP4_PREFILLS)) for shape in shapes]
+    chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, PREFILLS), (True, MXFP4_PREFILLS)) for shape in shapes]
+    chosen = [shape for shape in chosen if rows is None or shape[0] in rows]
     for mxfp4 in (False, True):
         prefill(4, 64, True, mxfp4, 0).ours()  # compiled before other projects change the DSL
-    candidates = {"deepgemm": _peer(CONTIGUOUS)} if peers else {}
     found = []
-    for (m, n, clean), mxfp4 in chosen:
-        if rows is None or m in rows:
-            shape = {"case": prefill_name(m, n, clean, mxfp4), "T": m, "keys": n, "heads": HEADS}
-            of_peers = {} if mxfp4 else candidates
-            found.append(_records(CONTIGUOUS, shape, partial(prefill, m, n, clean, mxfp4), of_peers, replays))
+    for m, n, clean, mxfp4 in chosen:
+        shape = {"case": prefill_name(m, n, clean, mxfp4), "T": m, "keys": n, "heads": HEADS}
+        candidates = _candidates(CONTIGUOUS, mxfp4, peers, variants)
+        found.append(_records(CONTIGUOUS, shape, partial(prefill, m, n, clean, mxfp4), candidates, replays))
     return found
 
 
@@ -269,17 +277,16 @@ def sweep_paged(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of paged_mqa_logits per number of requests, rows of each and keys of each."""
-    chosen = [(shape, mxfp4) for mxfp4, shapes in ((False, DECODES), (True, MXFP4_DECODES)) for shape in shapes]
-    chosen = [(shape, mxfp4) for shape, mxfp4 in chosen if rows is None or shape[0] in rows]
-    for next_n, mxfp4 in {(shape[1], mxfp4) for shape, mxfp4 in chosen}:
+    chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, DECODES), (True, MXFP4_DECODES)) for shape in shapes]
+    chosen = [shape for shape in chosen if rows is None or shape[0] in rows]
+    for next_n, mxfp4 in {(next_n, mxfp4) for _, next_n, _, mxfp4 in chosen}:
         decode(1, next_n, BLOCK_SIZE, mxfp4, 0).ours()
-    candidates = {"deepgemm": _peer(PAGED)} if peers else {}
     found = []
-    for (batch, next_n, keys), mxfp4 in chosen:
-        name = decode_name(batch, next_n, keys, mxfp4)
-        shape = {"case": name, "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS}
-        of_peers = {} if mxfp4 else candidates
-        found.append(_records(PAGED, shape, partial(decode, batch, next_n, keys, mxfp4), of_peers, replays))
+    for batch, next_n, keys, mxfp4 in chosen:
+        case = decode_name(batch, next_n, keys, mxfp4)
+        shape = {"case": case, "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS}
+        candidates = _candidates(PAGED, mxfp4, peers, variants)
+        found.append(_records(PAGED, shape, partial(decode, batch, next_n, keys, mxfp4), candidates, replays))
     return found
 
 

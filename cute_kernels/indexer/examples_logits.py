@@ -18,29 +18,45 @@ SHARE = 2.0**-12
 """Of what a score is made of, the sum of its products' magnitudes times weights and scale, that it may differ by:
 Hopper's tensor cores keep about 14 bits of a sum of e4m3 products."""
 
-_CONTIGUOUS = ((1, 64, 200, 0), (70, 64, 1300, 0), (33, 32, 515, 0), (30, 64, 700, 260))
-"""(rows, heads, keys, columns of the compressed form)"""
+_CONTIGUOUS = (
+    (1, 64, 200, 0, False),
+    (70, 64, 1300, 0, False),
+    (33, 32, 515, 0, False),
+    (30, 64, 700, 260, False),
+    (21, 24, 333, 0, False),
+    (70, 64, 1300, 0, True),
+    (30, 16, 700, 260, True),
+)
+"""(rows, heads, keys, columns of the compressed form, whether it is MXFP4)"""
 
-_PAGED = ((1, 1, 64, 64), (5, 1, 64, 64), (3, 2, 64, 128), (4, 3, 48, 16), (2, 4, 64, 64), (3, 7, 16, 8))
-"""(requests, rows of each, heads, keys of a page)"""
+_FP8, _MXFP4, _WIDE = (fmt.id for fmt in (INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE))
+_PAGED = (
+    (1, 1, 64, 64, _FP8),
+    (5, 1, 64, 64, _FP8),
+    (3, 2, 64, 128, _FP8),
+    (4, 3, 48, 16, _FP8),
+    (2, 4, 64, 64, _FP8),
+    (3, 7, 16, 8, _FP8),
+    (4, 2, 64, 12, _FP8),
+    (5, 1, 64, 64, _MXFP4),
+    (3, 4, 64, 64, _MXFP4),
+    (4, 2, 32, 20, _WIDE),
+)
+"""(requests, rows of each, heads, keys of a page, format)"""
 
 
-def _codes(g: torch.Generator, *shape: int) -> torch.Tensor:
-    return (torch.randn(shape, generator=g) * 30).clamp(-448, 448).to(torch.float8_e4m3fn)
+def _codes(g: torch.Generator, mxfp4: bool, *shape: int) -> torch.Tensor:
+    """Of queries or keys."""
+    if mxfp4:
+        return torch.randint(0, 256, (*shape, INDEX_DIM // 2), generator=g, dtype=torch.uint8)
+    return (torch.randn(*shape, INDEX_DIM, generator=g) * 30).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-_MXFP4 = ((33, 64, 515, 0), (30, 48, 700, 260))
-_PAGED_MXFP4 = ((5, 1, 64, 64, INDEXER_MXFP4), (3, 3, 64, 64, INDEXER_MXFP4), (2, 2, 32, 8, INDEXER_MXFP4_WIDE))
-"""As _CONTIGUOUS and _PAGED, and the format."""
-
-
-def _mxfp4(g: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes [..., 64] and their scales, int32 [...]: every seventh row has them from 2^-30 to 2^10."""
-    packed = torch.randint(0, 256, (*shape, INDEX_DIM // 2), generator=g, dtype=torch.uint8)
-    near = torch.randint(112, 127, (*shape, 4), generator=g, dtype=torch.uint8)
-    far = torch.randint(97, 138, (*shape, 4), generator=g, dtype=torch.uint8)
-    is_far = torch.randint(0, 7, (*shape, 1), generator=g) == 0
-    return packed, torch.where(is_far, far, near).view(torch.int32)[..., 0]
+def _scales(g: torch.Generator, mxfp4: bool, *shape: int) -> torch.Tensor:
+    """Of keys or, of MXFP4, queries."""
+    if mxfp4:
+        return torch.randint(105, 135, (*shape, 4), generator=g, dtype=torch.uint8).view(torch.int32)[..., 0]
+    return torch.exp2(torch.randint(-9, 9, shape, generator=g).float())
 
 
 def _poisoned(rows: int, columns: int) -> torch.Tensor:
@@ -51,65 +67,48 @@ def _poisoned(rows: int, columns: int) -> torch.Tensor:
 
 def contiguous() -> Iterator[Example]:
     """mqa_logits(q, q_scale, k, k_scale, weights, start, end, clean_logits, max_seqlen_k, out)"""
-    for rows, heads, keys, columns in _CONTIGUOUS:
+    for rows, heads, keys, columns, mxfp4 in _CONTIGUOUS:
         for clean in (False, True):
             g = torch.Generator().manual_seed(rows + keys)
-            scale = torch.exp2(torch.randint(-9, 9, (keys,), generator=g).float())
             start = torch.randint(-9, keys + 9, (rows,), generator=g)
             end = start + torch.randint(-9, keys + 9, (rows,), generator=g)
             start[0], end[0] = 0, keys
             windows = start.int(), end.int()
-            inputs = _codes(g, rows, heads, INDEX_DIM), None, _codes(g, keys, INDEX_DIM), scale
+            q, q_scale = _codes(g, mxfp4, rows, heads), _scales(g, True, rows, heads) if mxfp4 else None
+            inputs = q, q_scale, _codes(g, mxfp4, keys), _scales(g, mxfp4, keys)
             out = _poisoned(rows, columns or keys)
-            name = f"{rows} rows, {heads} heads, {keys} keys, {columns} columns" + ", clean" * clean
+            name = f"{rows} rows, {heads} heads, {keys} keys, {columns} columns" + ", MXFP4" * mxfp4 + ", clean" * clean
             arguments = (*inputs, torch.randn(rows, heads, generator=g), *windows, clean, columns, out)
             yield Example(name, arguments, _agree_contiguous)
-    for rows, heads, keys, columns in _MXFP4:
-        g = torch.Generator().manual_seed(rows + keys)
-        start = torch.randint(-9, keys + 9, (rows,), generator=g)
-        windows = start.int(), (start + torch.randint(-9, keys + 9, (rows,), generator=g)).int()
-        data = *_mxfp4(g, rows, heads), *_mxfp4(g, keys), torch.randn(rows, heads, generator=g)
-        out = _poisoned(rows, columns or keys)
-        name = f"{rows} rows, {heads} heads, {keys} keys, {columns} columns, mxfp4, clean"
-        yield Example(name, (*data, *windows, True, columns, out), _agree_contiguous)
 
 
 def paged() -> Iterator[Example]:
     """paged_mqa_logits(q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, clean_logits,
     kv_format, out)"""
-    for requests, next_n, heads, page_rows in _PAGED:
+    for requests, next_n, heads, page_rows, kv_format in _PAGED:
+        fmt, mxfp4 = FORMATS[kv_format], kv_format != INDEXER_FP8.id
         for clean in (False, True):
             g = torch.Generator().manual_seed(requests + next_n)
             pages, columns = 40, 700
-            pool = INDEXER_FP8.allocate(pages, page_rows)
+            pool = fmt.allocate(pages, page_rows)
             slots = torch.arange(pages * page_rows)
-            scale = torch.exp2(torch.randint(-9, 9, (len(slots), 1), generator=g).float()).view(torch.uint8)
-            INDEXER_FP8.write_fields(pool, page_rows, slots, _codes(g, len(slots), INDEX_DIM).view(torch.uint8), scale)
+            scale = _scales(g, mxfp4, len(slots))[:, None].view(torch.uint8)
+            fmt.write_fields(pool, page_rows, slots, _codes(g, mxfp4, len(slots)).view(torch.uint8), scale)
             table = torch.randint(-2, pages + 2, (requests, 600 // page_rows), generator=g).int()
             lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
             lens[0, 0] = 640
-            q = _codes(g, requests, next_n, heads, INDEX_DIM)
+            q = _codes(g, mxfp4, requests, next_n, heads)
+            q_scale = _scales(g, True, requests, next_n, heads) if mxfp4 else None
             weights = torch.randn(requests * next_n, heads, generator=g)
-            name = f"{requests} requests of {next_n} rows, {heads} heads, pages of {page_rows}" + ", clean" * clean
-            inputs = q, None, pool, weights, lens, table, columns, clean, INDEXER_FP8.id
-            yield Example(name, (*inputs, _poisoned(requests * next_n, columns)), _agree_paged)
-    for requests, next_n, heads, page_rows, fmt in _PAGED_MXFP4:
-        g = torch.Generator().manual_seed(requests + next_n)
-        pages, columns = 40, 700
-        pool, slots = fmt.allocate(pages, page_rows), torch.arange(pages * page_rows)
-        codes, scale = _mxfp4(g, len(slots))
-        fmt.write_fields(pool, page_rows, slots, codes, scale[:, None].contiguous().view(torch.uint8))
-        table = torch.randint(-2, pages + 2, (requests, 600 // page_rows), generator=g).int()
-        lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
-        weights = torch.randn(requests * next_n, heads, generator=g)
-        data = *_mxfp4(g, requests, next_n, heads), pool, weights, lens, table, columns, True, fmt.id
-        name = f"{requests} requests of {next_n} rows, {heads} heads, pages of {page_rows}, {fmt.id}, clean"
-        yield Example(name, (*data, _poisoned(requests * next_n, columns)), _agree_paged)
+            name = f"{requests} requests of {next_n} rows, {heads} heads, pages of {page_rows}, {kv_format}"
+            inputs = q, q_scale, pool, weights, lens, table, columns, clean, kv_format
+            arguments = (*inputs, _poisoned(requests * next_n, columns))
+            yield Example(name + ", clean" * clean, arguments, _agree_paged)
 
 
 def _agree_contiguous(got: Sequence[Any], want: Sequence[Any]) -> str:
     q, q_scale, k, scale, weights, start = want[:6]
-    magnitude = _magnitude(_values(q, q_scale), *_keys(k, scale), weights)
+    magnitude = _magnitude(q, q_scale, k, scale, weights)
     if want[8]:
         key = start.long()[:, None] + torch.arange(want[9].shape[1])
         magnitude = magnitude.gather(1, key.clamp(0, k.shape[0] - 1))
@@ -117,42 +116,36 @@ def _agree_contiguous(got: Sequence[Any], want: Sequence[Any]) -> str:
 
 
 def _agree_paged(got: Sequence[Any], want: Sequence[Any]) -> str:
-    q, q_scale, pool, weights, _, table, columns = want[:7]
-    queries, fmt = _values(q, q_scale), FORMATS[want[8]]
+    q, q_scale, pool, weights, _, table, columns, _, kv_format = want[:9]
     page_rows, next_n = pool.shape[1], q.shape[1]
     magnitude = torch.zeros(weights.shape[0], columns, dtype=torch.float64)
     for r in range(q.shape[0]):
         entries = torch.arange(columns)
         slots = entries_to_slots(entries, torch.full_like(entries, r), table, page_rows)
         slots = slots.clamp(0, pool.shape[0] * page_rows - 1)
-        codes, scale = (field.contiguous() for field in fmt.read_fields(pool, page_rows, slots))
+        codes, scale = (t.contiguous() for t in FORMATS[kv_format].read_fields(pool, page_rows, slots))
         own = slice(r * next_n, (r + 1) * next_n)
         if q_scale is None:
-            keys = _keys(codes.view(torch.float8_e4m3fn), scale.view(torch.float32)[:, 0])
+            keys, scale = codes.view(torch.float8_e4m3fn), scale.view(torch.float32)[:, 0]
+            magnitude[own] = _magnitude(q[r], None, keys, scale, weights[own])
         else:
-            keys = _keys(codes, scale.view(torch.int32)[:, 0])
-        magnitude[own] = _magnitude(queries[r], *keys, weights[own])
+            magnitude[own] = _magnitude(q[r], q_scale[r], codes, scale.view(torch.int32)[:, 0], weights[own])
     return _agree(got, want, magnitude)
 
 
-def _values(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """float64 [..., 128] of e4m3 codes, or of MXFP4 codes with their scales."""
-    if scale is None:
-        return codes.double()
-    return numerics.dequantize_e2m1(codes, scale[..., None].contiguous().view(torch.uint8))
-
-
-def _keys(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values, and the factor of their scores."""
-    if scale.dtype == torch.int32:
-        return _values(codes, scale), torch.ones(len(codes))
-    return _values(codes, None), scale
-
-
-def _magnitude(q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _magnitude(
+    q: torch.Tensor, q_scale: torch.Tensor | None, k: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """float64 [rows, keys]: what scores are made of, all signs positive."""
-    dots = q.double().abs() @ k.double().abs().T
-    return (dots * weights.double().abs()[:, :, None]).sum(1) * scale.double().abs()
+    if q_scale is None:
+        dots = q.double().abs() @ k.double().abs().T * scale.double().abs()
+    else:
+        values = (
+            numerics.dequantize_e2m1(codes, words[..., None].contiguous().view(torch.uint8)).abs()
+            for codes, words in ((q, q_scale), (k, scale))
+        )
+        dots = next(values) @ next(values).T
+    return (dots * weights.double().abs()[:, :, None]).sum(1)
 
 
 def _agree(got: Sequence[Any], want: Sequence[Any], magnitude: torch.Tensor) -> str:

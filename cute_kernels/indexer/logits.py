@@ -1,4 +1,4 @@
-"""Which kernel mqa_logits runs: one of Hopper's, for FP8 or MXFP4."""
+"""Which kernel mqa_logits runs: one of Hopper's own, for FP8 or MXFP4, or the portable one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from cute_kernels.indexer import logits_choice as choice
-from cute_kernels.indexer.logits_sm90 import LogitsKey
-from cute_kernels.runtime.arch import multiprocessors
+from cute_kernels.indexer import portable_launch
+from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
 _key = cache(choice.key_for)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[LogitsKey]:
+def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """One for each format: a prefill may have any number of rows. Every rank has all index heads."""
-    heads = choice.heads_of(config, arch)
-    if heads is None:
-        return []
+    heads = choice.heads_of(config)
+    if heads is None or not choice.is_hoppers(arch, heads):
+        return [*portable_launch.deployment_keys(config, arch, False)]
     return [choice.key_for(heads, choice.most_rows(mxfp4), False, mxfp4=mxfp4) for mxfp4 in (False, True)]
 
 
@@ -55,16 +56,19 @@ def launch(*args: Any) -> None:
             call.out.fill_(float("-inf"))
         return
     device_index = call.out.device.index
+    rows, columns = call.out.shape
+    if not choice.is_hoppers(arch_of(device_index), call.q.shape[1]):
+        portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call), 1, rows, False)
+        return
     mxfp4 = call.q_scale is not None
     key = _key(call.q.shape[1], choice.most_rows(mxfp4), False, mxfp4=mxfp4)
-    rows, columns = call.out.shape
     launch_key(key, device_index, *arguments(call), choice.blocks(key, 1, rows, columns, multiprocessors(device_index)))
 
 
 def arguments(call: Call) -> tuple[Any, ...]:
-    """What the kernel's entry point takes but the number of blocks: all rows are one request's, all keys one page's."""
-    q, k = call.q, call.k
-    rows, keys = q.shape[0], k.shape[0]
+    """What the entry point of Hopper's kernel takes but the number of blocks: all rows are one request's."""
+    q = call.q
+    rows = q.shape[0]
     return (
         call.weights,
         call.out,
@@ -74,20 +78,22 @@ def arguments(call: Call) -> tuple[Any, ...]:
         choice.stride(q, 1),
         1,
         rows,
-        k.data_ptr(),
-        call.k_scale.data_ptr(),
-        choice.stride(k, 0),
-        choice.stride(k, 0) * keys,
-        keys,
-        1,
-        0,
-        0,
-        0,
-        call.cu_seq_len_k_start.data_ptr(),
-        call.cu_seq_len_k_end.data_ptr(),
-        0,
-        keys,
-        -1 if call.max_seqlen_k > 0 else 0,
+        *arguments_of_keys(call),
+        *arguments_of_windows(call),
         int(call.clean_logits),
         *choice.scale_arguments(call.q_scale),
     )
+
+
+def arguments_of_keys(call: Call) -> tuple[Any, ...]:
+    """Those of them that say where keys are: all of them are one page's, and there is no table."""
+    k = call.k
+    keys = k.shape[0]
+    stride = choice.stride(k, 0)
+    return (k.data_ptr(), call.k_scale.data_ptr(), stride, stride * keys, keys, 1, 0, 0, 0)
+
+
+def arguments_of_windows(call: Call) -> tuple[Any, ...]:
+    """Those of them that say which keys a row sees."""
+    starts, ends = call.cu_seq_len_k_start.data_ptr(), call.cu_seq_len_k_end.data_ptr()
+    return (starts, ends, 0, call.k.shape[0], -1 if call.max_seqlen_k > 0 else 0)

@@ -218,7 +218,8 @@ class Mxfp4LogitsKernel(LogitsKernel):
                 queries = (*query_part, head_scales)
                 self.walk.run(role, groups, windows, keys, weights, weights_stride, key_part, queries, rings, at)
             elif (warp == fill_warp) & (clean != 0):
-                self.fill.run(groups, windows, out, out_stride)
+                number, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+                self.fill.run(number, warps, groups, windows, out, out_stride)
         else:
             if const_expr(len(self.shares) > 0):
                 cute.arch.setmaxregister_increase(self.shares[1])

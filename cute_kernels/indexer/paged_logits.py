@@ -1,4 +1,5 @@
-"""Which kernel paged_mqa_logits runs: one of Hopper's, for FP8 or MXFP4 pages whose rows are a multiple of 8."""
+"""Which kernel paged_mqa_logits runs: one of Hopper's own for pages whose rows are a multiple of 8, the portable one
+for everything else."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from cute_kernels.indexer import logits_choice as choice
+from cute_kernels.indexer import portable_launch
 from cute_kernels.indexer.logits_plan import KEYS
-from cute_kernels.indexer.logits_sm90 import LogitsKey
-from cute_kernels.runtime.arch import multiprocessors
+from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
 SMALL_BOX = 8
@@ -17,11 +19,11 @@ SMALL_BOX = 8
 _key = cache(choice.key_for)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[LogitsKey]:
-    """One for every format and size of a group, on pages of 64 keys. Every rank has all index heads."""
-    heads = choice.heads_of(config, arch)
-    if heads is None:
-        return []
+def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """One of each format for every size of a group, on pages of 64 keys. Every rank has all index heads."""
+    heads = choice.heads_of(config)
+    if heads is None or not choice.is_hoppers(arch, heads):
+        return [*portable_launch.deployment_keys(config, arch, True)]
     forms = [(mxfp4, rows + 1) for mxfp4 in (False, True) for rows in range(choice.most_rows(mxfp4))]
     return [choice.key_for(heads, rows, True, mxfp4=mxfp4) for mxfp4, rows in forms]
 
@@ -50,8 +52,6 @@ def supports(*args: Any) -> tuple[bool, str]:
     call = Call(*args)
     why = choice.why_not(call.q, call.kv_cache, "kv_cache", call.out)
     page_rows = call.kv_cache.shape[1]
-    if not why and page_rows % SMALL_BOX:
-        why = f"pages must have a multiple of {SMALL_BOX} rows, got {page_rows}"
     if not why and max(call.max_model_len, page_rows) > 2**31 - 256:
         why = f"there must be fewer than 2^31 - 256 keys, got {call.max_model_len}, and {page_rows} in a page"
     return not why, why
@@ -66,18 +66,19 @@ def launch(*args: Any) -> None:
         call.out.fill_(float("-inf"))
         return
     device_index = call.out.device.index
-    requests, rows = call.q.shape[:2]
+    requests, rows, heads = call.q.shape[:3]
+    if not choice.is_hoppers(arch_of(device_index), heads) or call.kv_cache.shape[1] % SMALL_BOX:
+        portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call), requests, rows, True)
+        return
     mxfp4 = call.q_scale is not None
-    key = _key(call.q.shape[2], choice.rows_of_group(rows, mxfp4), True, box_of(call.kv_cache.shape[1]), mxfp4)
+    key = _key(heads, choice.rows_of_group(rows, mxfp4), True, box_of(call.kv_cache.shape[1]), mxfp4)
     blocks = choice.blocks(key, requests, rows, call.max_model_len, multiprocessors(device_index))
     launch_key(key, device_index, *arguments(call), blocks)
 
 
 def arguments(call: Call) -> tuple[Any, ...]:
-    """What the kernel's entry point takes but the number of blocks."""
-    q, kv_cache, block_tables = call.q, call.kv_cache, call.block_tables
-    pages, page_rows = kv_cache.shape[:2]
-    pool, row_bytes = kv_cache.data_ptr(), q.shape[3]
+    """What the entry point of Hopper's kernel takes but the number of blocks."""
+    q = call.q
     return (
         call.weights,
         call.out,
@@ -87,20 +88,22 @@ def arguments(call: Call) -> tuple[Any, ...]:
         choice.stride(q, 2),
         q.shape[0],
         q.shape[1],
-        pool,
-        pool + page_rows * row_bytes,
-        row_bytes,
-        choice.stride(kv_cache, 0),
-        page_rows,
-        pages,
-        block_tables.data_ptr(),
-        block_tables.stride(0) * 4,
-        block_tables.shape[1],
-        0,
-        call.context_lens.data_ptr(),
-        call.context_lens.stride(0) * 4,
-        call.out.shape[1],
-        0,
+        *arguments_of_keys(call),
+        *arguments_of_windows(call),
         int(call.clean_logits),
         *choice.scale_arguments(call.q_scale),
     )
+
+
+def arguments_of_keys(call: Call) -> tuple[Any, ...]:
+    """Those of them that say where keys are: a page has all codes, then all scales."""
+    pool, table, size = call.kv_cache, call.block_tables, portable_launch.code_bytes(call)
+    pages, page_rows = pool.shape[:2]
+    codes = pool.data_ptr()
+    in_pages = (codes, codes + page_rows * size, size, choice.stride(pool, 0), page_rows, pages)
+    return (*in_pages, table.data_ptr(), table.stride(0) * 4, table.shape[1])
+
+
+def arguments_of_windows(call: Call) -> tuple[Any, ...]:
+    """Those of them that say which keys a row sees."""
+    return (0, call.context_lens.data_ptr(), call.context_lens.stride(0) * 4, call.out.shape[1], 0)
