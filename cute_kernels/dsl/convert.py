@@ -83,6 +83,13 @@ def bf16x4_from_e4m3(codes: Any, factor: Any) -> tuple[Any, Any]:
     return ptx.bf16x2(a * factor, b * factor), ptx.bf16x2(c * factor, d * factor)
 
 
+def _e4m3_code(value: float) -> int:
+    """Of a number >= 0 that has one."""
+    units = int(value * 2**9)
+    exponent = max(units.bit_length() - 4, 0)
+    return units if units < 8 else 8 * (exponent + 1) + (units >> exponent) - 8
+
+
 E2M1_UNIT = 2.0**-14
 """The smallest normal f16. Counted in it, e2m1 numbers are built as f16 numbers are, those below 1 subnormal: bits 9 to
 11 of the f16 are the code rounded towards zero. f16 holds every bf16 times a power of two exactly from 0.125 to 6
@@ -118,6 +125,32 @@ def e2m1_from_bf16x8(words: Any, factor: Any, rounding: str) -> Any:
     if rounding == "ties_to_lower":  # no negative zero
         signs &= codes + 0x77777777
     return codes | (signs & ~0x77777777)
+
+
+E2M1_IN_E4M3 = tuple(
+    tuple(_e4m3_code(value * 2.0**exponent) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+    for exponent in range(6, -9, -1)
+)
+"""e4m3 codes of the e2m1 magnitudes times 2^6, 2^5, ... 2^-8: those powers of two with which all are exact."""
+
+
+E2M1_SIGN = 0x40404040
+
+
+def e4m3_from_e2m1x8(word: Any, low: Any, high: Any, sign: Any) -> tuple[Any, Any]:
+    """Eight e2m1 codes of a word, the first in the lowest nibble, as e4m3 codes in two words, with the opposite sign.
+
+    low, high   codes of the magnitudes, eight bytes: a row of E2M1_IN_E4M3
+    sign        E2M1_SIGN
+
+    A selector with its high bit set asks for eight times the highest bit of the byte it selects, here 0.
+    """
+    magnitudes = word & 0x77777777
+    found = []
+    for shift in (0, 16):
+        half_sign = ptx.permute_bytes(sign, sign, word >> shift)
+        found.append(ptx.permute_bytes(low, high, magnitudes >> shift) + half_sign * 2)
+    return found[0], found[1]
 
 
 # e4m3 codes of the same key or row, as bf16: ptx.bf16x2_of_codes, multiplied with pairs of their scales.

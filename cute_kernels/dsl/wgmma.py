@@ -19,7 +19,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, range_constexpr
+from cutlass import Float32, Int32, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
@@ -40,17 +40,24 @@ def swizzled_tiles(dtype: Any, rows: int, stages: int) -> Any:
     return cute.tile_to_shape(atom, (rows, ROW_BYTES * 8 // dtype.width, stages), (0, 1, 2))
 
 
-def make_mma(dtype: Any, warpgroups: int, columns: int) -> Any:
-    """The product of `warpgroups` times 64 rows with `columns` columns, each warpgroup doing its rows; fp32 sums."""
+def make_mma(dtype: Any, warpgroups: int, columns: int, **source: Any) -> Any:
+    """The product of `warpgroups` times 64 rows with `columns` columns, each warpgroup doing its rows; fp32 sums.
+    a_source: registers, if that is where rows are."""
     major = OperandMajorMode.K
     return hopper_helpers.make_trivial_tiled_mma(
-        dtype, dtype, major, major, Float32, (warpgroups, 1, 1), (ROWS, columns)
+        dtype, dtype, major, major, Float32, (warpgroups, 1, 1), (ROWS, columns), **source
     )
 
 
 def accumulate(mma: Any) -> None:
     """Have `mma` add to what the accumulators hold. In a kernel, before any branch; a new one overwrites."""
     mma.set(warpgroup.Field.ACCUMULATE, True)
+
+
+def overwrite(mma: Any) -> None:
+    """Have `mma` overwrite what the accumulators hold, which a new one does too: but only here, in a kernel and before
+    any branch, does the compiler learn of it, and keeps no registers for them where they hold nothing."""
+    mma.set(warpgroup.Field.ACCUMULATE, False)
 
 
 def accumulators(mma: Any, rows: int, columns: int) -> Any:
@@ -84,6 +91,32 @@ def multiply(
     for k in range_constexpr(cute.size(a_parts, mode=[2])):
         chosen = mma if cutlass.const_expr(k == 0) else mma_more
         cute.gemm(chosen, products, a_parts[None, None, k, stage], b_parts[None, None, k, b_stage], products)
+    warpgroup.commit_group()
+
+
+def make_mma_of_registers(dtype: Any, columns: int) -> Any:
+    """The product of a warpgroup's 64 rows, which are in its registers, with `columns` columns."""
+    return make_mma(dtype, 1, columns, a_source=warpgroup.OperandSource.RMEM)
+
+
+def row_registers(mma: Any, dtype: Any) -> tuple[Any, Any]:
+    """Registers for a thread's share of the 64 rows of `mma`, and the same as words. Bytes 4c .. 4c + 3 and 4c + 16 ..
+    4c + 19 of every 32 are those of a thread with t % 4 = c: of each 32 the words (row r, 4c), (r + 8, 4c),
+    (r, 4c + 16), (r + 8, 4c + 16)."""
+    held = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((ROWS, ROW_BYTES * 8 // dtype.width)), dtype)
+    return held, cute.recast_tensor(held, Int32)
+
+
+@cute.jit
+def multiply_registers(
+    mma: cute.TiledMma, mma_more: cute.TiledMma, products: cute.Tensor, held: cute.Tensor, b: cute.Tensor, b_stage: Any
+) -> None:
+    """As `multiply`, with rows in registers. The warp goes on when they have been read."""
+    b_parts = mma.make_fragment_B(mma.get_slice(0).partition_B(b))
+    warpgroup.fence()
+    for k in range_constexpr(cute.size(held, mode=[2])):
+        chosen = mma if cutlass.const_expr(k == 0) else mma_more
+        cute.gemm(chosen, products, held[None, None, k], b_parts[None, None, k, b_stage], products)
     warpgroup.commit_group()
 
 

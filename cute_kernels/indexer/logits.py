@@ -1,4 +1,4 @@
-"""Which kernel mqa_logits runs: Hopper's own for FP8, the portable one for everything else."""
+"""Which kernel mqa_logits runs: one of Hopper's own, for FP8 or MXFP4, or the portable one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _key = cache(choice.key_for)
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """One for each format: a prefill may have any number of rows. Every rank has all index heads."""
     heads = choice.heads_of(config)
-    others = portable_launch.deployment_keys(config, arch, False)
-    if heads is None or not choice.is_hoppers(arch, heads, False):
-        return [*others]
-    return [choice.key_for(heads, choice.MOST_ROWS, False), *others]
+    if heads is None or not choice.is_hoppers(arch, heads):
+        return [*portable_launch.deployment_keys(config, arch, False)]
+    return [choice.key_for(heads, choice.most_rows(mxfp4), False, mxfp4=mxfp4) for mxfp4 in (False, True)]
 
 
 class Call(NamedTuple):
@@ -59,10 +58,11 @@ def launch(*args: Any, skip: int = 0) -> None:
         return
     device_index = call.out.device.index
     rows, columns = call.out.shape
-    if not choice.is_hoppers(arch_of(device_index), call.q.shape[1], call.q_scale is not None):
+    if not choice.is_hoppers(arch_of(device_index), call.q.shape[1]):
         portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call, skip), 1, rows, False)
         return
-    key = _key(call.q.shape[1], choice.MOST_ROWS, False)
+    mxfp4 = call.q_scale is not None
+    key = _key(call.q.shape[1], choice.most_rows(mxfp4), False, mxfp4=mxfp4)
     blocks = choice.blocks(key, 1, rows, columns, multiprocessors(device_index))
     launch_key(key, device_index, *arguments(call, skip), blocks)
 
@@ -83,6 +83,7 @@ def arguments(call: Call, skip: int) -> tuple[Any, ...]:
         *arguments_of_keys(call),
         *arguments_of_windows(call, skip),
         int(call.clean_logits),
+        *choice.scale_arguments(call.q_scale),
     )
 
 

@@ -8,22 +8,28 @@ from typing import Any
 from cute_kernels.formats import INDEX_DIM
 from cute_kernels.indexer.logits_plan import KEYS
 from cute_kernels.indexer.logits_sm90 import LogitsKey
+from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
 
 ARCH = "sm_90a"
 MOST_HEADS, HEAD_STEP = 64, 16
-MOST_ROWS = 4
-"""Of a group."""
+MOST_ROWS, MOST_MXFP4_ROWS = 4, 2
+"""Of a group. MXFP4 keys take registers that e4m3 ones do not."""
+
+
+def most_rows(mxfp4: bool) -> int:
+    """Of a group."""
+    return MOST_MXFP4_ROWS if mxfp4 else MOST_ROWS
 
 
 @lru_cache(maxsize=256)
-def rows_of_group(rows: int) -> int:
+def rows_of_group(rows: int, mxfp4: bool = False) -> int:
     """The most even division of a request's rows into as few groups as possible."""
-    return -(-rows // -(-rows // MOST_ROWS))
+    return -(-rows // -(-rows // most_rows(mxfp4)))
 
 
-def key_for(heads: int, rows: int, paged: bool, box: int = KEYS) -> LogitsKey:
-    """The kernel for groups of so many rows."""
-    return LogitsKey(ARCH, heads, rows, paged, box)
+def key_for(heads: int, rows: int, paged: bool, box: int = KEYS, mxfp4: bool = False) -> LogitsKey:
+    """Hopper's kernel for groups of so many rows."""
+    return (Mxfp4LogitsKey if mxfp4 else LogitsKey)(ARCH, heads, rows, paged, box)
 
 
 def heads_of(config: Any) -> int | None:
@@ -32,9 +38,9 @@ def heads_of(config: Any) -> int | None:
     return heads if 4 in config.compress_ratios and 0 < heads <= MOST_HEADS else None
 
 
-def is_hoppers(arch: str, heads: int, mxfp4: bool) -> bool:
-    """Whether Hopper's kernel takes queries and keys like these, as far as they are not in pages."""
-    return arch == ARCH and not mxfp4 and heads % HEAD_STEP == 0
+def is_hoppers(arch: str, heads: int) -> bool:
+    """Whether Hopper's kernels take queries and keys like these, as far as they are not in pages."""
+    return arch == ARCH and heads % HEAD_STEP == 0
 
 
 def why_not(q: Any, keys: Any, what: str, out: Any) -> str:
@@ -57,6 +63,15 @@ def why_not(q: Any, keys: Any, what: str, out: Any) -> str:
 def stride(tensor: Any, axis: int) -> int:
     """In elements; of an axis with one element, what a dense tensor would have: nobody uses it."""
     return int(tensor.stride(axis)) if tensor.shape[axis] > 1 else max(1, int(tensor.numel())) * INDEX_DIM
+
+
+def scale_arguments(q_scale: Any) -> tuple[int, ...]:
+    """What Hopper's MXFP4 kernel takes more than the other: address of the queries' scales [..., row, head] and strides
+    in bytes, by request, if there are several, and row. Nothing where `q_scale` is None."""
+    if q_scale is None:
+        return ()
+    strides = [q_scale.stride(axis) * q_scale.element_size() for axis in range(q_scale.dim() - 1)]
+    return q_scale.data_ptr(), *([0] * (2 - len(strides))), *strides
 
 
 def blocks(key: Any, requests: int, rows: int, columns: int, multiprocessors: int) -> int:

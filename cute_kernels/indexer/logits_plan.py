@@ -51,6 +51,11 @@ class Plan:
     box: int
 
     @property
+    def row_bytes(self) -> int:
+        """Of a key's codes, and of a query head's."""
+        return INDEX_DIM
+
+    @property
     def columns(self) -> int:
         """Of a tile's products."""
         return self.heads * self.rows

@@ -243,7 +243,7 @@ class LogitsKernel:
             if warp < fill_warp:
                 role = cute.arch.make_warp_uniform(warp - walk_warp)
                 key_part = ptx.tensor_map(key_copy), k.iterator.toint()
-                query_part = self.partition(query_copy, query_source, q, query_tiles, plan.heads)
+                query_part = self.partition(query_copy, query_source, q, query_tiles.outer, plan.heads)
                 self.walk.run(role, groups, windows, keys, weights, weights_stride, key_part, query_part, rings, at)
             elif (warp == fill_warp) & (clean != 0):
                 number, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -255,9 +255,9 @@ class LogitsKernel:
 
     def partition(self, copy: Any, source: Any, tile: Any, tiles: Any, rows: int) -> Any:
         """(atom, what it reads, what it writes) of a bulk copy of so many rows."""
-        target = cute.make_tensor(tile.iterator, tiles.outer)
+        target = cute.make_tensor(tile.iterator, tiles)
         tail = [None] * (cute.rank(source) - 2)
-        grid = cute.local_tile(source, (rows, INDEX_DIM), (None, None, *tail))
+        grid = cute.local_tile(source, (rows, self.plan.row_bytes), (None, None, *tail))
         write, read = cpasync.tma_partition(
             copy, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(grid, 0, 2)
         )

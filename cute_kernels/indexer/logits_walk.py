@@ -17,7 +17,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
-from cute_kernels.formats import INDEX_DIM
 from cute_kernels.indexer.logits_plan import END, KEYS, NOTE, QUERIES, WARP, Plan
 from cute_kernels.indexer.logits_shares import Part, Shares
 
@@ -121,11 +120,11 @@ class Walk(Shares):
         lane = cute.arch.lane_idx()
         request, first_row = part.request, part.first_row
         rows = cutlass.min(Int32(plan.rows), groups.count - first_row)
-        copy, source, target = query_copy
+        copy, source, target = query_copy[:3]
         full = ring.full(buffer)
         ring.wait_empty(buffer, phase)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, rows * (plan.heads * INDEX_DIM))
+            cute.arch.mbarrier_arrive_and_expect_tx(full, rows * (plan.heads * plan.row_bytes))
         for i in range_constexpr(plan.rows):
             if i < rows:
                 place = target[None, buffer * plan.rows + i]
@@ -137,6 +136,7 @@ class Walk(Shares):
             if row < rows:
                 place = at.weights + (buffer * plan.columns + number) * 4
                 ptx.copy_async_32(place, weights + Int64(row0 + row) * weights_stride + Int64(head) * 4)
+        self.bring_scales(query_copy, at, request, first_row, rows, buffer)
         if lane < rows:
             place = at.windows + (buffer * 2 * plan.rows + lane) * 4
             ptx.copy_async_32(place + plan.rows * 4, windows.end_address(request, first_row + lane))
@@ -144,10 +144,14 @@ class Walk(Shares):
                 ptx.copy_async_32(place, windows.start_address(first_row + lane))
         cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
+    def bring_scales(self, query_copy: Any, at: Any, request: Any, first_row: Any, rows: Any, buffer: Any) -> None:
+        """Of the queries: FP8 ones have them in their weights."""
+
     @cute.jit
     def bring_keys(self, keys: Any, key_copy: Any, ring: Any, at: Any, part: Any, stage: Any, phase: Any) -> Any:
         """The warpgroup's tiles of a part of contiguous keys, which are those of one page; scales may lie anywhere.
         Returns its next stage and phase."""
+        plan = self.plan
         lane = cute.arch.lane_idx()
         copy, target = key_copy
         key = part.first_key + part.own * KEYS
@@ -156,8 +160,8 @@ class Walk(Shares):
             ring.wait_empty(stage, phase)
             full = ring.full(stage)
             if lane == 0:
-                self.announce(full, at, stage, part.group, part.mark(tile), 1, KEYS * INDEX_DIM)
-                ptx.copy_bulk_3d(target + stage * (KEYS * INDEX_DIM), copy, (0, key, 0), full.toint())
+                self.announce(full, at, stage, part.group, part.mark(tile), 1, KEYS * plan.row_bytes)
+                ptx.copy_bulk_3d(target + stage * (KEYS * plan.row_bytes), copy, (0, key, 0), full.toint())
             place = at.scales + (stage * KEYS + lane) * 4
             ptx.copy_async_32(place, scale, key + lane < keys.count)
             ptx.copy_async_32(place + WARP * 4, scale + WARP * 4, key + lane + WARP < keys.count)
@@ -189,13 +193,16 @@ class Walk(Shares):
                 if lane == 0:
                     mask = are_there >> lead & ((1 << plan.boxes) - 1)
                     ring.wait_empty(stage, phase)
-                    size = cute.arch.popc(mask) * (plan.box * (INDEX_DIM + 4))
+                    size = cute.arch.popc(mask) * (plan.box * (plan.row_bytes + 4))
                     self.announce(full, at, stage, part.group, part.mark(tile), mask, size)
                 for j in range_constexpr(plan.boxes):
                     page, box = (cute.arch.shuffle_sync(held, lead + j) for held in (pages, boxes))
                     if (lane == 0) & (page >= 0):
                         number = stage * plan.boxes + j
-                        codes, scales = target + number * (plan.box * INDEX_DIM), at.scales + number * (plan.box * 4)
+                        codes, scales = (
+                            target + number * (plan.box * plan.row_bytes),
+                            at.scales + number * (plan.box * 4),
+                        )
                         source = keys.scales + Int64(page) * keys.page_stride + Int64(box) * (plan.box * 4)
                         ptx.copy_bulk_3d(codes, copy, (0, box * plan.box, page), full.toint(), is_read_once=True)
                         ptx.copy_bulk(scales, source, plan.box * 4, full.toint())

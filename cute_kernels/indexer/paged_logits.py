@@ -1,5 +1,5 @@
-"""Which kernel paged_mqa_logits runs: Hopper's own for FP8 pages whose rows are a multiple of 8, the portable one for
-everything else."""
+"""Which kernel paged_mqa_logits runs: one of Hopper's own for pages whose rows are a multiple of 8, the portable one
+for everything else."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _key = cache(choice.key_for)
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """One of each format for every size of a group, on pages of 64 keys. Every rank has all index heads."""
     heads = choice.heads_of(config)
-    others = portable_launch.deployment_keys(config, arch, True)
-    if heads is None or not choice.is_hoppers(arch, heads, False):
-        return [*others]
-    return [*(choice.key_for(heads, rows, True) for rows in range(1, choice.MOST_ROWS + 1)), *others]
+    if heads is None or not choice.is_hoppers(arch, heads):
+        return [*portable_launch.deployment_keys(config, arch, True)]
+    forms = [(mxfp4, rows + 1) for mxfp4 in (False, True) for rows in range(choice.most_rows(mxfp4))]
+    return [choice.key_for(heads, rows, True, mxfp4=mxfp4) for mxfp4, rows in forms]
 
 
 def box_of(page_rows: int) -> int:
@@ -68,11 +68,11 @@ def launch(*args: Any, skip: int = 0) -> None:
         return
     device_index = call.out.device.index
     requests, rows, heads = call.q.shape[:3]
-    is_hoppers = choice.is_hoppers(arch_of(device_index), heads, call.q_scale is not None)
-    if not is_hoppers or call.kv_cache.shape[1] % SMALL_BOX:
+    if not choice.is_hoppers(arch_of(device_index), heads) or call.kv_cache.shape[1] % SMALL_BOX:
         portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call, skip), requests, rows, True)
         return
-    key = _key(call.q.shape[2], choice.rows_of_group(rows), True, box_of(call.kv_cache.shape[1]))
+    mxfp4 = call.q_scale is not None
+    key = _key(heads, choice.rows_of_group(rows, mxfp4), True, box_of(call.kv_cache.shape[1]), mxfp4)
     blocks = choice.blocks(key, requests, rows, call.max_model_len, multiprocessors(device_index))
     launch_key(key, device_index, *arguments(call, skip), blocks)
 
@@ -92,6 +92,7 @@ def arguments(call: Call, skip: int) -> tuple[Any, ...]:
         *arguments_of_keys(call),
         *arguments_of_windows(call, skip),
         int(call.clean_logits),
+        *choice.scale_arguments(call.q_scale),
     )
 
 

@@ -26,13 +26,12 @@ def key_for(arch: str, heads: int, rows: int, paged: bool, mxfp4: bool) -> Porta
 
 
 def deployment_keys(config: Any, arch: str, paged: bool) -> list[PortableLogitsKey]:
-    """Of either format, those that Hopper's kernel does not take: for any number of rows of a request, or of pages one
-    for every size of a group."""
+    """Of either format: for any number of rows of a request, or of pages one for every size of a group."""
     heads = choice.heads_of(config)
     if heads is None:
         return []
-    formats = (True,) if arch == choice.ARCH else (False, True)
-    return [key_for(arch, heads, rows, paged, mxfp4) for mxfp4 in formats for rows in (ROWS if paged else ROWS[-1:])]
+    sizes = ROWS if paged else ROWS[-1:]
+    return [key_for(arch, heads, rows, paged, mxfp4) for mxfp4 in (False, True) for rows in sizes]
 
 
 def launch(call: Any, keys: Any, windows: Any, requests: int, rows: int, paged: bool) -> None:

@@ -21,7 +21,7 @@ from tests.compile.reports import compile_report
 def deployed(model: Any, tp: int = 1) -> list[LogitsKey]:
     """Keys of Hopper's kernel."""
     found = [*logits.deployment_keys(model, tp, "sm_90a"), *paged_logits.deployment_keys(model, tp, "sm_90a")]
-    return [key for key in found if isinstance(key, LogitsKey)]
+    return [key for key in found if type(key) is LogitsKey]
 
 
 KEYS = deployed(MODELS["v4-flash"])

@@ -45,6 +45,32 @@ def test_e2m1_elements_do_not_touch_each_other(rounding: str) -> None:
     assert torch.equal(codes(chosen, 1.0, rounding), numerics.to_e2m1(chosen.float(), rounding))
 
 
+@pytest.mark.parametrize("entry", range(15))
+def test_every_pair_of_e2m1_codes_as_e4m3(entry: int) -> None:
+    """All pairs of neighbours at every place: codes times the table's power of two, with the opposite sign."""
+    pair = np.arange(256, dtype=np.uint32)
+    low, high = (np.array(convert.E2M1_IN_E4M3[entry], dtype=np.uint8).view(np.uint32)[i : i + 1] for i in range(2))
+    for place in range(7):
+        rest = np.uint32(0x5A3C96E1) & ~np.uint32((0xFF << 4 * place) & 0xFFFFFFFF)
+        packed = words.Word(pair << np.uint32(4 * place) | rest)
+        sign = words.Word(np.array([convert.E2M1_SIGN]))
+        found = convert.e4m3_from_e2m1x8(packed, words.Word(low), words.Word(high), sign)
+        got = torch.from_numpy(np.stack([word.bits for word in found], axis=1).view(np.uint8))
+        nibbles = numerics.unpack_nibbles(torch.from_numpy(packed.bits[:, None].view(np.uint8)))
+        want = -numerics.from_e2m1(nibbles).double() * 2.0 ** (6 - entry)
+        assert torch.equal(got.view(torch.float8_e4m3fn).double(), want)
+
+
+def test_no_other_power_of_two_makes_all_e2m1_numbers_e4m3_numbers() -> None:
+    magnitudes = numerics.from_e2m1(torch.arange(8, dtype=torch.uint8))
+    exact = [
+        e
+        for e in range(-20, 20)
+        if torch.equal((magnitudes * 2.0**e).to(torch.float8_e4m3fn).float(), magnitudes * 2.0**e)
+    ]
+    assert exact == list(range(-8, 7))
+
+
 def four(codes: np.ndarray, count: int) -> words.Word:
     """Codes, `count` in a word, the first one lowest."""
     shifts = np.arange(count, dtype=np.uint32) * (32 // count)

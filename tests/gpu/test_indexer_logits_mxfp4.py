@@ -1,5 +1,5 @@
-"""The scores of MXFP4 queries and keys on a GPU, against float64. What does not depend on the format is in
-test_indexer_logits.py."""
+"""The portable kernel's scores of MXFP4 queries and keys on a GPU, against float64. What does not depend on the format
+is in test_indexer_logits.py, and what Hopper's own kernel computes in test_indexer_logits_mxfp4_sm90.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cute_kernels import formats
+from cute_kernels.indexer import logits_choice
 from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from tests.gpu.test_indexer_logits import (
@@ -42,8 +43,9 @@ WIDE = (97, 138)
 
 
 @pytest.fixture(autouse=True)
-def without_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def portable_without_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    monkeypatch.setattr(logits_choice, "ARCH", "")
 
 
 def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from cute_kernels.indexer import logits, logits_choice, paged_logits, portable_l
 from cute_kernels.indexer import ops as _registered  # noqa: F401
 from cute_kernels.indexer.logits_portable import PortableLogitsKey
 from cute_kernels.indexer.logits_sm90 import LogitsKey
+from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
 
 SMS = 132
 KEYS_AND_WINDOWS = (
@@ -26,6 +27,7 @@ QUERIES = "weights", "out", "q", "q_request", "q_row", "q_head"
 Q_SCALES = "q_scale", "q_scale_request", "q_scale_row", "q_scale_head"
 NAMES = {
     LogitsKey: (*QUERIES, "requests", "row_count", *KEYS_AND_WINDOWS),
+    Mxfp4LogitsKey: (*QUERIES, "requests", "row_count", *KEYS_AND_WINDOWS[:-1], *Q_SCALES[:-1], KEYS_AND_WINDOWS[-1]),
     PortableLogitsKey: (*QUERIES, *Q_SCALES, "requests", "row_count", "heads", *KEYS_AND_WINDOWS),
 }
 Key = LogitsKey | PortableLogitsKey
@@ -207,6 +209,38 @@ def refused(module: Any, args: dict[str, Any], why: str) -> None:
     assert why.replace("\\", "") in reason
 
 
+# What Hopper's MXFP4 kernel runs
+
+
+def test_mxfp4_keys_have_64_bytes_and_queries_scales(gpu: Launches) -> None:
+    args = mxfp4(contiguous())
+    key, got = gpu.run("mqa_logits", args)
+    assert key == Mxfp4LogitsKey("sm_90a", 64, 2, False, 64)
+    assert (got["q_row"], got["q_head"], got["key_stride"]) == (64 * 64, 64, 64)
+    assert (got["keys"], got["scales"]) == (args["k"].data_ptr(), args["k_scale"].data_ptr())
+    assert (got["q_scale"], got["q_scale_request"], got["q_scale_row"]) == (args["q_scale"].data_ptr(), 0, 256)
+    args = mxfp4(paged())
+    args["q_scale"] = torch.zeros(3, 5, 71, dtype=torch.int32)[:, 1:3, 3:67]
+    key, got = gpu.run("paged_mqa_logits", args)
+    assert key == Mxfp4LogitsKey("sm_90a", 64, 2, True, 64)
+    strides = 5 * 71 * 4, 71 * 4
+    assert (got["q_scale"], got["q_scale_request"], got["q_scale_row"]) == (args["q_scale"].data_ptr(), *strides)
+
+
+@pytest.mark.parametrize("fmt", [formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE], ids=lambda fmt: fmt.id)
+def test_mxfp4_scales_follow_the_codes_in_both_sizes_of_rows(gpu: Launches, fmt: Any) -> None:
+    args = mxfp4(paged(), fmt.id)
+    _, got = gpu.run("paged_mqa_logits", args)
+    pool = args["kv_cache"]
+    assert (got["keys"], got["scales"], got["key_stride"]) == (pool.data_ptr(), pool.data_ptr() + 64 * 64, 64)
+    assert got["page_stride"] == pool.stride(0)
+
+
+@pytest.mark.parametrize(("next_n", "rows"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2)])
+def test_rows_of_a_group_of_mxfp4(gpu: Launches, next_n: int, rows: int) -> None:
+    assert gpu.run("paged_mqa_logits", mxfp4(paged(next_n=next_n)))[0].rows == rows
+
+
 # What the portable kernel runs
 
 
@@ -229,11 +263,13 @@ def mxfp4(args: dict[str, Any], kv_format: str = formats.INDEXER_MXFP4.id) -> di
         ("mqa_logits", contiguous(), False),
         ("mqa_logits", contiguous(heads=48), False),
         ("mqa_logits", contiguous(heads=24), True),
-        ("mqa_logits", mxfp4(contiguous()), True),
+        ("mqa_logits", mxfp4(contiguous()), False),
+        ("mqa_logits", mxfp4(contiguous(heads=24)), True),
         ("paged_mqa_logits", paged(page_rows=24), False),
         ("paged_mqa_logits", paged(page_rows=12), True),
         ("paged_mqa_logits", paged(heads=1), True),
-        ("paged_mqa_logits", mxfp4(paged()), True),
+        ("paged_mqa_logits", mxfp4(paged()), False),
+        ("paged_mqa_logits", mxfp4(paged(page_rows=12)), True),
     ],
 )
 def test_hoppers_kernel_runs_what_it_can(gpu: Launches, op: str, args: dict[str, Any], is_portable: bool) -> None:
@@ -277,7 +313,8 @@ def test_mxfp4_pages(gpu: Launches, fmt: Any) -> None:
     assert (got["q_scale_request"], got["q_scale_row"], got["q_scale_head"]) == (2 * 64 * 4, 64 * 4, 4)
 
 
-def test_mxfp4_views(gpu: Launches) -> None:
+def test_mxfp4_views(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits_choice, "ARCH", "")
     args = mxfp4(contiguous())
     args["q"] = torch.zeros(10, 66, 192, dtype=torch.uint8)[:, 1:-1, 64:128]
     args["q_scale"] = torch.zeros(10, 70, dtype=torch.int32)[:, 3:67]

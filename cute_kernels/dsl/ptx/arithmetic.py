@@ -22,6 +22,11 @@ def max_bf16x2(a: Any, b: Any) -> Any:
     return inline_ptx("max.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
+def max_u16x2(a: Any, b: Any) -> Any:
+    """sm_90 and up. Larger of each pair of unsigned 16-bit halves."""
+    return inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[Int32(a), Int32(b)])
+
+
 def max_f32(a: Any, b: Any) -> Any:
     """sm_70 and up. The larger one; a NaN loses against a number."""
     return inline_ptx(

@@ -69,6 +69,11 @@ def load_shared_u16(address: Any) -> Any:
     return inline_ptx("ld.shared.u16 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(address)])
 
 
+def load_shared_u8(address: Any) -> Any:
+    """sm_70 and up. A byte of shared memory, as a word; the address is one of the block's own."""
+    return inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(address)])
+
+
 def load_shared_f32x2(address: Any) -> tuple[Any, Any]:
     """sm_70 and up. Two fp32 of shared memory, 8-byte aligned; the address is one of the block's own, 32 bits wide."""
     return inline_ptx(
@@ -81,6 +86,11 @@ def load_shared_f32x2(address: Any) -> tuple[Any, Any]:
 def store_shared_s32(address: Any, word: Any) -> None:
     """sm_70 and up. An int32 to shared memory."""
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[Int32(address), Int32(word)])
+
+
+def store_shared_8(address: Any, word: Any) -> None:
+    """sm_70 and up. The low byte of a word to shared memory."""
+    inline_ptx("st.shared.b8 [{$r0}], {$r1};", read_only_args=[Int32(address), Int32(word)])
 
 
 def store_shared_64(address: Any, low: Any, high: Any, *, offset: int = 0) -> None:
