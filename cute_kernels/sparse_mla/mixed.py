@@ -1,4 +1,4 @@
-"""Which kernel sparse_mla_mixed runs: Hopper's over bf16 caches, and none elsewhere."""
+"""Which kernel sparse_mla_mixed runs: one of Hopper's over bf16 caches, by the number of heads, and none elsewhere."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_rows import COUNT_BITS, UNIT
 from cute_kernels.sparse_mla.prefill import ARCH, MOST_NUMBERS, misaligned, scale_log2
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
+from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
+from cute_kernels.sparse_mla.schedule import block_heads
 
 MOST_POOL_BYTES = UNIT << 31
 """From the first row of a pool to the end of the last one."""
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[MixedKey]:
-    """One kernel takes every call."""
-    return [_key(arch)] if arch == ARCH else []
+    """One kernel takes every call of a rank."""
+    return [_key(arch, config.num_attention_heads // tp)] if arch == ARCH else []
 
 
 @cache
-def _key(arch: str) -> MixedKey:
-    return MixedKey(arch)
+def _key(arch: str, heads: int) -> MixedKey:
+    return FewMixedKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else MixedKey(arch)
 
 
 class Call(NamedTuple):
@@ -84,7 +87,7 @@ def launch(*args: Any) -> None:
         return
     device_index = call.query.device.index
     launch_key(
-        _key(arch_of(device_index)),
+        _key(arch_of(device_index), call.query.shape[1]),
         device_index,
         call.query,
         call.swa_kv_cache,

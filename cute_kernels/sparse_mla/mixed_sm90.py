@@ -23,6 +23,9 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import Output
 class MixedKey(PrefillKey):
     """What distinguishes one compiled kernel from another: nothing but the architecture."""
 
+    def kernel(self) -> PrefillKernel:
+        return MixedKernel()
+
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def cache() -> Any:
             strides = (cute.sym_int64(divisibility=8), HEAD_DIM, 1)
@@ -34,7 +37,7 @@ class MixedKey(PrefillKey):
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Float32(0), Float32(0), Int32(1))
         tensors = (fake_rows(), cache(), cache(), indices, fake_rows(), fake_numbers())
-        return MixedKernel(), (*tensors, *scalars, stream)
+        return self.kernel(), (*tensors, *scalars, stream)
 
 
 class MixedKernel(PrefillKernel):

@@ -1,4 +1,4 @@
-"""Which kernel sparse_mla_prefill runs: Hopper's, and none elsewhere."""
+"""Which kernel sparse_mla_prefill runs: one of Hopper's, by the number of heads, and none elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 from cute_kernels.dsl import ptx
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
+from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from cute_kernels.sparse_mla.schedule import block_heads
 
 ARCH = "sm_90a"
 
@@ -35,13 +38,13 @@ def scale_log2(scale: float) -> float:
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[PrefillKey]:
-    """One kernel takes every call."""
-    return [_key(arch)] if arch == ARCH else []
+    """One kernel takes every call of a rank."""
+    return [_key(arch, config.num_attention_heads // tp)] if arch == ARCH else []
 
 
 @cache
-def _key(arch: str) -> PrefillKey:
-    return PrefillKey(arch)
+def _key(arch: str, heads: int) -> PrefillKey:
+    return FewPrefillKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else PrefillKey(arch)
 
 
 class Call(NamedTuple):
@@ -86,7 +89,7 @@ def launch(*args: Any) -> None:
         return
     device_index = call.q.device.index
     launch_key(
-        _key(arch_of(device_index)),
+        _key(arch_of(device_index), call.q.shape[1]),
         device_index,
         call.q,
         call.kv,
