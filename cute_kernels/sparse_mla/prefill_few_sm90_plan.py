@@ -1,8 +1,8 @@
 """What the warpgroups of Hopper's prefill kernel for few heads agree on: sizes, shared memory of a block.
 
 A work item is a query row with all its heads, up to 8, 16 or 32. Its keys come in tiles of 64 rows of kv, which are
-both K and V. They stand on the tensor cores' long side: S^T = K Q^T and O^T = V^T P, so that heads need no padding to 64.
-The 512 columns of a tile, or of an item's queries, are cut into slabs of 64 as in prefill_sm90_plan.
+both K and V. They stand on the tensor cores' long side: S^T = K Q^T and O^T = V^T P, so that heads need no
+padding to 64. The 512 columns of a tile, or of an item's queries, are cut into slabs of 64 as in prefill_sm90_plan.
 
 Tiles go through a ring of units, each the same slabs of all 64 rows: a unit is let go of when its part of O^T is done.
 """

@@ -14,15 +14,19 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.compile import Report, compile_report
 from cute_kernels.sparse_mla import mixed, prefill, prefill_sm90, prefill_sm90_plan
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 
 GROUPS = 2
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
 
 
-@pytest.fixture(scope="module", params=[PrefillKey, MixedKey])
+KEYS = PrefillKey("sm_90a"), MixedKey("sm_90a")
+
+
+@pytest.fixture(scope="module", params=KEYS, ids=["prefill", "mixed"])
 def report(request: pytest.FixtureRequest) -> Report:
-    return compile_report(request.param("sm_90a"))
+    return compile_report(request.param)
 
 
 def test_no_spills_and_products_in_flight(report: Report) -> None:
@@ -59,7 +63,9 @@ def test_indices_are_asked_for_no_later_than_a_stage_comes_round() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
-    assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [PrefillKey("sm_90a")]
-    assert mixed.deployment_keys(MODELS[model], tp, "sm_90a") == [MixedKey("sm_90a")]
+    heads = MODELS[model].num_attention_heads // tp
+    one, other = (FewPrefillKey("sm_90a", heads), FewMixedKey("sm_90a", heads)) if heads <= 32 else KEYS
+    assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [one]
+    assert mixed.deployment_keys(MODELS[model], tp, "sm_90a") == [other]
     assert prefill.deployment_keys(MODELS[model], tp, "sm_100a") == []
     assert mixed.deployment_keys(MODELS[model], tp, "sm_100a") == []

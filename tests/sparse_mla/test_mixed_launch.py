@@ -12,6 +12,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import mixed
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (
@@ -58,7 +59,7 @@ def run(**changes: Any) -> dict[str, Any]:
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:
     args = run()
     ((key, given),) = launched
-    assert key == MixedKey("sm_90a")
+    assert key == FewMixedKey("sm_90a", 8)
     for name in NAMES[:6]:
         assert given[name] is args[name]
     for name, argument in {
@@ -67,6 +68,18 @@ def test_arguments_go_as_they_are(launched: list[Any]) -> None:
         assert given[name] == args[argument].data_ptr()
     assert (given["requests"], given["window_size"], given["scale"], given["blocks"]) == (2, 8, 0.75, SMS)
     assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "key"),
+    [(8, FewMixedKey("sm_90a", 8)), (16, FewMixedKey("sm_90a", 16)), (32, FewMixedKey("sm_90a", 32))]
+    + [(n, MixedKey("sm_90a")) for n in (33, 64, 128)],
+)
+def test_kernels_by_heads(launched: list[Any], heads: int, key: MixedKey) -> None:
+    query = torch.zeros(3, heads, 512, dtype=BF16)
+    run(query=query, sinks=None, out=torch.zeros_like(query), lse=torch.zeros(3, heads))
+    ((launched_key, _),) = launched
+    assert launched_key == key
 
 
 def test_what_is_not_given(launched: list[Any]) -> None:
