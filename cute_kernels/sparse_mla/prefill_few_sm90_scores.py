@@ -80,7 +80,8 @@ class FewScores:
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
         part_of = qk[0].get_slice(thread)
-        scores = cute.make_rmem_tensor(part_of.partition_shape_C((KEYS, self.plan.heads)), Float32)
+        shape = part_of.partition_shape_C((KEYS, self.plan.heads))
+        products, scores = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
 
         scale = ptx.abs_f32(scale_log2)
         tile, number = Int32(0), Int32(0)
@@ -94,77 +95,137 @@ class FewScores:
             cute.arch.fence_view_async_shared()
             self.meet()
             held = number % self.plan.query_buffers
+            q_tile = uniform_tile(at.queries + held * self.plan.query_bytes, query_layout)
+            queries = qk[0].make_fragment_B(part_of.partition_B(q_tile))
             tops = [Float32(LEAST) for _ in self.own]
             most = [Float32(-Float32.inf) for _ in self.own]
             sums = [Float32(0.0) for _ in self.own]
-            mark = Int32(0)
-            while mark & LAST == 0:
-                q_tile = uniform_tile(at.queries + held * self.plan.query_bytes, query_layout)
-                queries = qk[0].make_fragment_B(part_of.partition_B(q_tile))
-                units = []
-                for _ in range_constexpr(PARTS):
-                    ready.units.wait_full(unit, phase)
-                    units.append(unit)
-                    unit, phase = barriers.advance(unit, phase, self.plan.units)
-                self.multiply(qk, part_of, scores, units, queries, unit_layout, at)
-                heading = at.heading + (tile & HEADINGS - 1) * HEADING
-                there = ptx.load_shared_64(heading + warp * 8)
-                mark = ptx.load_shared_s32(heading + MARK_AT)
-                logit = Int32(0)
-                if (mark & LAST != 0) & (sink != 0):
-                    logit = ptx.load_global_s32_where(thread < q.heads, sink + Int64(thread) * 4)
-                warpgroup.wait_group(0)
 
-                if scale_log2 < Float32(0.0):
-                    for i in range_constexpr(cute.size(scores)):
-                        scores[i] = -scores[i]
-                if (there[0] & there[1]) != ALL_KEYS:
-                    for i in range_constexpr(cute.size(scores)):
-                        bit = there[i // 2 % 2] >> (lane >> 2)
-                        scores[i] = scores[i] if bit & 1 != 0 else Float32(-Float32.inf)
-                largest = [ptx.max_f32(scores[_index(j, 0)], scores[_index(j, 1)]) * scale for j in self.own]
-                most = [ptx.max_f32(most[j], largest[j]) for j in self.own]
-                growth = [largest[j] - tops[j] for j in self.own]
-                has_grown = Int32(1) if pairwise(growth, ptx.max_f32) > Float32(GROWTH) else Int32(0)
-                has_factors = ptx.any_of_group(SCORES_BARRIER, 128, has_grown)
-                if mark & LAST != 0:
-                    # all warps are done with the products of this item's queries
-                    behind = item + self.plan.query_buffers * work.step
-                    self.ask_for_queries(behind, held, lane, warp, work, q, at)
+            unit, phase = self.start(qk, part_of, products, unit, phase, queries, unit_layout, ready, at)
+            warpgroup.wait_group(0)
+            mark = self.take(products, scores, scale_log2, tile, lane, warp, at)
+            while mark & LAST == 0:
                 buffer = tile % P_BUFFERS
                 ready.weights.wait_empty(buffer, tile // P_BUFFERS & 1)
-                factors = [Float32(1.0) for _ in self.own]
-                if has_factors != 0:
-                    found = self.exchange(largest, lane, warp, at)
-                    for j in range_constexpr(len(self.own)):
-                        moved = found[j] if found[j] - tops[j] > Float32(GROWTH) else tops[j]
-                        # there is nothing before an item's first tile
-                        is_new = tops[j] == Float32(LEAST)
-                        factors[j] = Float32(1.0) if is_new else ptx.exp2(tops[j] - moved)
-                        tops[j] = moved
-                    if thread < 4:
-                        self.store_pairs(at.factors + buffer * self.plan.note_bytes, factors, lane)
-                for i in range_constexpr(cute.size(scores)):
-                    scores[i] = ptx.exp2(ptx.fma_rn(scores[i], scale, -tops[i // 4 * 2 + i % 2]))
-                for j in range_constexpr(len(self.own)):
-                    sums[j] = sums[j] * factors[j] + (scores[_index(j, 0)] + scores[_index(j, 1)])
-                self.store_weights(scores, at.p + buffer * self.plan.p_bytes, lane, warp)
-                if thread == 0:
-                    ptx.store_shared_64(at.label + buffer * LABEL, mark, has_factors)
-                if mark & LAST != 0:
-                    self.gather(sums, most, tops, lane, warp, at)
-                    if thread < self.plan.heads:
-                        own_share = self.finish(thread, item, logit, sink, q, out, at)
-                        ptx.store_shared_f32(at.shares + buffer * self.plan.note_bytes + thread * 4, own_share)
-                # tensor cores read the weights
-                cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(ready.weights.full(buffer))
+                # softmax goes on while tensor cores multiply the next tile
+                unit, phase = self.start(qk, part_of, products, unit, phase, queries, unit_layout, ready, at)
+                tops, most, sums = self.softmax(scores, scale, tops, most, sums, mark, buffer, lane, warp, at)
+                self.publish(buffer, lane, ready)
+                warpgroup.wait_group(0)
                 tile = tile + 1
+                mark = self.take(products, scores, scale_log2, tile, lane, warp, at)
+
+            buffer = tile % P_BUFFERS
+            logit = Int32(0)
+            if sink != 0:
+                logit = ptx.load_global_s32_where(thread < q.heads, sink + Int64(thread) * 4)
+            ready.weights.wait_empty(buffer, tile // P_BUFFERS & 1)
+            tops, most, sums = self.softmax(scores, scale, tops, most, sums, mark, buffer, lane, warp, at)
+            # all warps are done with the products of this item's queries
+            behind = item + self.plan.query_buffers * work.step
+            self.ask_for_queries(behind, held, lane, warp, work, q, at)
+            self.gather(sums, most, tops, lane, warp, at)
+            if thread < self.plan.heads:
+                own_share = self.finish(thread, item, logit, sink, q, out, at)
+                ptx.store_shared_f32(at.shares + buffer * self.plan.note_bytes + thread * 4, own_share)
+            self.publish(buffer, lane, ready)
+            tile = tile + 1
             item, number = item + work.step, number + 1
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def start(
+        self,
+        qk: tuple[cute.TiledMma, cute.TiledMma],
+        part_of: Any,
+        products: Any,
+        unit: Any,
+        phase: Any,
+        queries: Any,
+        unit_layout: cute.ComposedLayout,
+        ready: Barriers,
+        at: Places,
+    ) -> tuple[Any, Any]:
+        """Start products = K Q^T of the tile that begins at a unit, once it is there. Returns where the next begins."""
+        keys = []
+        for _ in range_constexpr(PARTS):
+            ready.units.wait_full(unit, phase)
+            rows = uniform_tile(at.units + unit * UNIT_BYTES, unit_layout)
+            keys.append(qk[0].make_fragment_A(part_of.partition_A(rows)))
+            unit, phase = barriers.advance(unit, phase, self.plan.units)
+        # no proxy fence for what cp.async has brought, see prefill_sm90_scores
+        warpgroup.fence()
+        steps = UNIT_COLUMNS // STEP
+        for i in range_constexpr(PARTS * steps):
+            chosen = qk[0] if const_expr(i == 0) else qk[1]
+            cute.gemm(chosen, products, keys[i // steps][None, None, i % steps], queries[None, None, i], products)
+        warpgroup.commit_group()
+        return unit, phase
+
+    @cute.jit
+    def take(self, products: Any, scores: Any, scale_log2: Any, tile: Any, lane: Any, warp: Any, at: Places) -> Any:
+        """scores = products, -inf where a key is not there, with the sign of the scale. Returns the tile's marks."""
+        heading = at.heading + (tile & HEADINGS - 1) * HEADING
+        there = ptx.load_shared_64(heading + warp * 8)
+        for i in range_constexpr(cute.size(scores)):
+            scores[i] = products[i]
+        if scale_log2 < Float32(0.0):
+            for i in range_constexpr(cute.size(scores)):
+                scores[i] = -scores[i]
+        if (there[0] & there[1]) != ALL_KEYS:
+            for i in range_constexpr(cute.size(scores)):
+                bit = there[i // 2 % 2] >> (lane >> 2)
+                scores[i] = scores[i] if bit & 1 != 0 else Float32(-Float32.inf)
+        return ptx.load_shared_s32(heading + MARK_AT)
+
+    @cute.jit
+    def softmax(
+        self,
+        scores: Any,
+        scale: Any,
+        tops: Any,
+        most: Any,
+        sums: Any,
+        mark: Any,
+        buffer: Any,
+        lane: Any,
+        warp: Any,
+        at: Places,
+    ) -> tuple[Any, Any, Any]:
+        """Store a tile's weights, and what the back has to know. Returns the item's maxima, largest logits and sums."""
+        largest = [ptx.max_f32(scores[_index(j, 0)], scores[_index(j, 1)]) * scale for j in self.own]
+        most = [ptx.max_f32(most[j], largest[j]) for j in self.own]
+        growth = [largest[j] - tops[j] for j in self.own]
+        has_grown = Int32(1) if pairwise(growth, ptx.max_f32) > Float32(GROWTH) else Int32(0)
+        has_factors = ptx.any_of_group(SCORES_BARRIER, 128, has_grown)
+        factors = [Float32(1.0) for _ in self.own]
+        if has_factors != 0:
+            found = self.exchange(largest, lane, warp, at)
+            for j in range_constexpr(len(self.own)):
+                moved = found[j] if found[j] - tops[j] > Float32(GROWTH) else tops[j]
+                # there is nothing before an item's first tile
+                is_new = tops[j] == Float32(LEAST)
+                factors[j] = Float32(1.0) if is_new else ptx.exp2(tops[j] - moved)
+                tops[j] = moved
+            if (warp == 0) & (lane < 4):
+                self.store_pairs(at.factors + buffer * self.plan.note_bytes, factors, lane)
+        for i in range_constexpr(cute.size(scores)):
+            scores[i] = ptx.exp2(ptx.fma_rn(scores[i], scale, -tops[i // 4 * 2 + i % 2]))
+        sums = [sums[j] * factors[j] + (scores[_index(j, 0)] + scores[_index(j, 1)]) for j in self.own]
+        self.store_weights(scores, at.p + buffer * self.plan.p_bytes, lane, warp)
+        if (warp == 0) & (lane == 0):
+            ptx.store_shared_64(at.label + buffer * LABEL, mark, has_factors)
+        return tops, most, sums
+
+    @cute.jit
+    def publish(self, buffer: Any, lane: Any, ready: Barriers) -> None:
+        """Let the back have a tile's weights."""
+        # tensor cores read them
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(ready.weights.full(buffer))
 
     def meet(self) -> None:
         cute.arch.barrier(barrier_id=SCORES_BARRIER, number_of_threads=128)
@@ -187,30 +248,6 @@ class FewScores:
                         to + slab * (self.plan.heads * ROW_BYTES), row + Int64(slab * ROW_BYTES), 16, read
                     )
         cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def multiply(
-        self,
-        qk: tuple[cute.TiledMma, cute.TiledMma],
-        part_of: Any,
-        scores: Any,
-        units: Any,
-        queries: Any,
-        unit_layout: cute.ComposedLayout,
-        at: Places,
-    ) -> None:
-        """Start scores = K Q^T."""
-        keys = []
-        for i in range_constexpr(PARTS):
-            rows = uniform_tile(at.units + units[i] * UNIT_BYTES, unit_layout)
-            keys.append(qk[0].make_fragment_A(part_of.partition_A(rows)))
-        # no proxy fence for what cp.async has brought, see prefill_sm90_scores
-        warpgroup.fence()
-        steps = UNIT_COLUMNS // STEP
-        for i in range_constexpr(PARTS * steps):
-            chosen = qk[0] if const_expr(i == 0) else qk[1]
-            cute.gemm(chosen, scores, keys[i // steps][None, None, i % steps], queries[None, None, i], scores)
-        warpgroup.commit_group()
 
     @cute.jit
     def store_pairs(self, address: Any, numbers: Any, lane: Any) -> None:
