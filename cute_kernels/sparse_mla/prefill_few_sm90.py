@@ -178,7 +178,7 @@ class FewPrefillKernel(PrefillKernel):
         own = thread % wgmma.WARPGROUP
         if group < BACK:
             cute.arch.setmaxregister_increase(SCORES_REGISTERS)
-            self.few_scores.run(own, work, q, out, sink, scale_log2, ready, products[:2], layouts[0], layouts[1], at)
+            self.few_scores.run(own, work, q, out, sink, scale_log2, ready, products[:2], layouts[:2], at)
         elif group < ROWS_GROUP:
             cute.arch.setmaxregister_increase(BACK_REGISTERS)
             self.few_back.run(own, work, q, out, ready, products[2], layouts[2], layouts[0], at)

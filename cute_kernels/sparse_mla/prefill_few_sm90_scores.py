@@ -69,13 +69,13 @@ class FewScores:
         scale_log2: Any,
         ready: Barriers,
         qk: tuple[cute.TiledMma, cute.TiledMma],
-        unit_layout: cute.ComposedLayout,
-        query_layout: cute.ComposedLayout,
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
         at: Places,
     ) -> None:
         """Give away the weights of all tiles. By a warpgroup.
 
-        qk   the first product of a tile, and the others
+        qk        the first product of a tile, and the others
+        layouts   of a unit and of queries
         """
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
@@ -95,20 +95,19 @@ class FewScores:
             cute.arch.fence_view_async_shared()
             self.meet()
             held = number % self.plan.query_buffers
-            q_tile = uniform_tile(at.queries + held * self.plan.query_bytes, query_layout)
-            queries = qk[0].make_fragment_B(part_of.partition_B(q_tile))
+            queries_at = at.queries + held * self.plan.query_bytes
             tops = [Float32(LEAST) for _ in self.own]
             most = [Float32(-Float32.inf) for _ in self.own]
             sums = [Float32(0.0) for _ in self.own]
 
-            unit, phase = self.start(qk, part_of, products, unit, phase, queries, unit_layout, ready, at)
+            unit, phase = self.start(qk, part_of, products, unit, phase, queries_at, layouts, ready, at)
             warpgroup.wait_group(0)
             mark = self.take(products, scores, scale_log2, tile, lane, warp, at)
             while mark & LAST == 0:
                 buffer = tile % P_BUFFERS
                 ready.weights.wait_empty(buffer, tile // P_BUFFERS & 1)
                 # softmax goes on while tensor cores multiply the next tile
-                unit, phase = self.start(qk, part_of, products, unit, phase, queries, unit_layout, ready, at)
+                unit, phase = self.start(qk, part_of, products, unit, phase, queries_at, layouts, ready, at)
                 tops, most, sums = self.softmax(scores, scale, tops, most, sums, mark, buffer, lane, warp, at)
                 self.publish(buffer, lane, ready)
                 warpgroup.wait_group(0)
@@ -142,16 +141,18 @@ class FewScores:
         products: Any,
         unit: Any,
         phase: Any,
-        queries: Any,
-        unit_layout: cute.ComposedLayout,
+        queries_at: Any,
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
         ready: Barriers,
         at: Places,
     ) -> tuple[Any, Any]:
         """Start products = K Q^T of the tile that begins at a unit, once it is there. Returns where the next begins."""
+        # made anew: held in registers, descriptors would have to be moved to uniform ones, between two products
+        queries = qk[0].make_fragment_B(part_of.partition_B(uniform_tile(ptx.again(queries_at), layouts[1])))
         keys = []
         for _ in range_constexpr(PARTS):
             ready.units.wait_full(unit, phase)
-            rows = uniform_tile(at.units + unit * UNIT_BYTES, unit_layout)
+            rows = uniform_tile(at.units + unit * UNIT_BYTES, layouts[0])
             keys.append(qk[0].make_fragment_A(part_of.partition_A(rows)))
             unit, phase = barriers.advance(unit, phase, self.plan.units)
         # no proxy fence for what cp.async has brought, see prefill_sm90_scores
