@@ -77,6 +77,8 @@ class FewBack:
                     transposed = cute.composition(rows, cute.make_layout((UNIT_COLUMNS, KEYS), stride=(KEYS, 1)))
                     values.append(pv.make_fragment_A(part_of.partition_A(transposed)))
                     unit, phase = barriers.advance(unit, phase, self.plan.units)
+                # of weights stored in the ordinary way; where they are stored, it would wait for the stores
+                cute.arch.fence_view_async_shared()
                 warpgroup.fence()
                 for i in range_constexpr(PARTS):
                     for step in range_constexpr(STEPS):

@@ -28,10 +28,10 @@ UNIT_BYTES = KEYS * UNIT_COLUMNS * 2
 PARTS = SLABS // UNIT_SLABS
 """Units of a tile."""
 
-UNITS = {8: 12, 16: 11, 32: 11}
+UNITS = {8: 12, 16: 12, 32: 11}
 """Of the ring, by heads: what shared memory has room for."""
 
-QUERY_BUFFERS = {8: 2, 16: 2, 32: 1}
+QUERY_BUFFERS = {8: 2, 16: 1, 32: 1}
 """Items whose queries are in shared memory."""
 
 P_BUFFERS = 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, range_constexpr
+from cutlass import Int32, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.sparse_mla.mixed_sm90_rows import MixedRows
@@ -64,11 +64,10 @@ class FewRows(Rows):
             for part in range_constexpr(PARTS):
                 ready.units.wait_empty(unit, phase)
                 self.ask_for_part(chosen, part, at.units + unit * UNIT_BYTES + place)
-                if const_expr(part == PARTS - 1):
-                    self.ask_for_indices(work, sources, at)
-                    cute.arch.cp_async_commit_group()
                 self.announce(unit, ready)
                 unit, phase = barriers.advance(unit, phase, self.plan.units)
+            self.ask_for_indices(work, sources, at)
+            cute.arch.cp_async_commit_group()
             tile = tile + 1
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)

@@ -100,19 +100,32 @@ class FewScores:
             most = [Float32(-Float32.inf) for _ in self.own]
             sums = [Float32(0.0) for _ in self.own]
 
-            unit, phase = self.start(qk, part_of, products, unit, phase, queries_at, layouts, ready, at)
+            unit, phase, there, mark = self.start(
+                qk, part_of, products, tile, unit, phase, queries_at, layouts, ready, at
+            )
             warpgroup.wait_group(0)
-            mark = self.take(products, scores, scale_log2, tile, lane, warp, at)
+            self.take(products, scores, scale_log2, there, lane)
             while mark & LAST == 0:
                 buffer = tile % P_BUFFERS
                 ready.weights.wait_empty(buffer, tile // P_BUFFERS & 1)
-                # softmax goes on while tensor cores multiply the next tile
-                unit, phase = self.start(qk, part_of, products, unit, phase, queries_at, layouts, ready, at)
-                tops, most, sums = self.softmax(scores, scale, tops, most, sums, mark, buffer, lane, warp, at)
-                self.publish(buffer, lane, ready)
-                warpgroup.wait_group(0)
+                own_mark = mark
+                if self.is_late(unit, phase, ready):
+                    tops, most, sums = self.softmax(scores, scale, tops, most, sums, own_mark, buffer, lane, warp, at)
+                    self.publish(buffer, lane, ready)
+                    unit, phase, there, mark = self.start(
+                        qk, part_of, products, tile + 1, unit, phase, queries_at, layouts, ready, at
+                    )
+                    warpgroup.wait_group(0)
+                else:
+                    # softmax goes on while tensor cores multiply the next tile
+                    unit, phase, there, mark = self.start(
+                        qk, part_of, products, tile + 1, unit, phase, queries_at, layouts, ready, at
+                    )
+                    tops, most, sums = self.softmax(scores, scale, tops, most, sums, own_mark, buffer, lane, warp, at)
+                    self.publish(buffer, lane, ready)
+                    warpgroup.wait_group(0)
                 tile = tile + 1
-                mark = self.take(products, scores, scale_log2, tile, lane, warp, at)
+                self.take(products, scores, scale_log2, there, lane)
 
             buffer = tile % P_BUFFERS
             logit = Int32(0)
@@ -139,14 +152,16 @@ class FewScores:
         qk: tuple[cute.TiledMma, cute.TiledMma],
         part_of: Any,
         products: Any,
+        tile: Any,
         unit: Any,
         phase: Any,
         queries_at: Any,
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
         ready: Barriers,
         at: Places,
-    ) -> tuple[Any, Any]:
-        """Start products = K Q^T of the tile that begins at a unit, once it is there. Returns where the next begins."""
+    ) -> tuple[Any, Any, Any, Any]:
+        """Start products = K Q^T of the tile that begins at a unit, once it is there. Returns where the next begins,
+        which of the warp's keys are there, and the tile's marks."""
         # made anew: held in registers, descriptors would have to be moved to uniform ones, between two products
         queries = qk[0].make_fragment_B(part_of.partition_B(uniform_tile(ptx.again(queries_at), layouts[1])))
         keys = []
@@ -162,13 +177,22 @@ class FewScores:
             chosen = qk[0] if const_expr(i == 0) else qk[1]
             cute.gemm(chosen, products, keys[i // steps][None, None, i % steps], queries[None, None, i], products)
         warpgroup.commit_group()
-        return unit, phase
+        heading = at.heading + (tile & HEADINGS - 1) * HEADING
+        there = ptx.load_shared_64(heading + (ptx.thread_again() >> 5) * 8)
+        return unit, phase, there, ptx.load_shared_s32(heading + MARK_AT)
 
     @cute.jit
-    def take(self, products: Any, scores: Any, scale_log2: Any, tile: Any, lane: Any, warp: Any, at: Places) -> Any:
-        """scores = products, -inf where a key is not there, with the sign of the scale. Returns the tile's marks."""
-        heading = at.heading + (tile & HEADINGS - 1) * HEADING
-        there = ptx.load_shared_64(heading + warp * 8)
+    def is_late(self, unit: Any, phase: Any, ready: Barriers) -> Any:
+        """Whether the tile that begins at a unit is not there for all warps."""
+        missing = Int32(0)
+        for _ in range_constexpr(PARTS):
+            missing = missing | (ready.units.is_full(unit, phase) ^ 1)
+            unit, phase = barriers.advance(unit, phase, self.plan.units)
+        return ptx.any_of_group(SCORES_BARRIER, 128, missing) != 0
+
+    @cute.jit
+    def take(self, products: Any, scores: Any, scale_log2: Any, there: Any, lane: Any) -> None:
+        """scores = products, with the sign of the scale, -inf where a key is not there."""
         for i in range_constexpr(cute.size(scores)):
             scores[i] = products[i]
         if scale_log2 < Float32(0.0):
@@ -178,7 +202,6 @@ class FewScores:
             for i in range_constexpr(cute.size(scores)):
                 bit = there[i // 2 % 2] >> (lane >> 2)
                 scores[i] = scores[i] if bit & 1 != 0 else Float32(-Float32.inf)
-        return ptx.load_shared_s32(heading + MARK_AT)
 
     @cute.jit
     def softmax(
@@ -222,8 +245,6 @@ class FewScores:
     @cute.jit
     def publish(self, buffer: Any, lane: Any, ready: Barriers) -> None:
         """Let the back have a tile's weights."""
-        # tensor cores read them
-        cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(ready.weights.full(buffer))

@@ -15,6 +15,9 @@ from cute_kernels.sparse_mla import prefill_few_sm90, prefill_few_sm90_plan, pre
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS, HEADINGS, PARTS, UNITS, Plan
 
+SCORES = 3
+"""Where Q K^T stands: an item's first tile, and the others, if they are late and if they are not."""
+
 
 @pytest.mark.parametrize("key", [FewPrefillKey("sm_90a", 8), FewMixedKey("sm_90a", 32)], ids=["prefill8", "mixed32"])
 def test_no_spills_and_products_in_flight(key: FewPrefillKey | FewMixedKey) -> None:
@@ -22,12 +25,12 @@ def test_no_spills_and_products_in_flight(key: FewPrefillKey | FewMixedKey) -> N
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem == key.smem_bytes <= SMEM_BYTES["sm_90a"]
     assert set(key.instructions) <= set(report.instructions)
-    assert report.instructions["wgmma"] == 512 // 16 + 512 // 64 * (64 // 16)
+    assert report.instructions["wgmma"] == SCORES * (512 // 16) + 512 // 64 * (64 // 16)
     if report.sass:
         products = re.findall(r"HGMMA.*", report.sass)
         # Q K^T, and P V of each part of a tile
-        assert len([line for line in products if "gsb0" in line]) == 1 + PARTS
-        assert len([line for line in products if "tnspA" in line]) == len(products) // 2
+        assert len([line for line in products if "gsb0" in line]) == SCORES + PARTS
+        assert len([line for line in products if "tnspA" in line]) == 512 // 64 * (64 // 16)
 
 
 def test_registers_are_those_of_the_launch() -> None:
