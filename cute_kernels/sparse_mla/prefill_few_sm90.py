@@ -1,4 +1,4 @@
-"""sparse_mla_prefill and sparse_mla_mixed on Hopper for up to 32 heads: keys on the tensor cores' long side.
+"""sparse_mla_prefill and sparse_mla_mixed on Hopper for up to 16 heads: keys on the tensor cores' long side.
 
 A block walks over query rows. Its four warpgroups share the work:
 
@@ -52,7 +52,7 @@ INSTRUCTIONS = ("wgmma", "cp.async", "stmatrix", "mbarrier", "setmaxnreg", "st.g
 class FewPrefillKey(PrefillKey):
     """What distinguishes one compiled kernel from another.
 
-    heads   8, 16 or 32: how many there are at most
+    heads   8 or 16: how many there are at most
     """
 
     heads: int
@@ -92,7 +92,7 @@ class FewPrefillKernel(PrefillKernel):
 
     def __init__(self, heads: int) -> None:
         self.plan = Plan(heads)
-        self.few_rows: FewRows = FewRows(self.plan)
+        self.few_rows = FewRows()
         self.few_scores, self.few_back = FewScores(self.plan), FewBack(self.plan)
         self.name = f"sparse_mla_prefill_{heads}"
 
@@ -165,7 +165,7 @@ class FewPrefillKernel(PrefillKernel):
             place = smem.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
             places.append(place.iterator.toint())
         at = Places(*places)
-        ready = Barriers.allocate(smem, self.plan)
+        ready = Barriers.allocate(smem)
         if thread == 0:
             ready.initialize()
         cute.arch.sync_threads()
@@ -192,5 +192,5 @@ class FewMixedKernel(FewPrefillKernel, MixedKernel):
 
     def __init__(self, heads: int) -> None:
         FewPrefillKernel.__init__(self, heads)
-        self.few_rows = FewMixedRows(self.plan)
+        self.few_rows: FewRows = FewMixedRows()
         self.name = f"sparse_mla_mixed_{heads}"

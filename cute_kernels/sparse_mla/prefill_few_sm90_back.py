@@ -1,6 +1,6 @@
 """The warpgroup of Hopper's prefill kernel for few heads that sums up results: O^T += V^T P.
 
-Tensor cores read V^T from the rows as they lie, columns on their long side. A thread has columns of two to eight heads.
+Tensor cores read V^T from the rows as they lie, columns on their long side. A thread has columns of two or four heads.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from cute_kernels.sparse_mla.prefill_few_sm90_plan import (
     PARTS,
     UNIT_BYTES,
     UNIT_COLUMNS,
+    UNITS,
     Barriers,
     Places,
     Plan,
@@ -76,7 +77,7 @@ class FewBack:
                     rows = uniform_tile(at.units + unit * UNIT_BYTES, unit_layout)
                     transposed = cute.composition(rows, cute.make_layout((UNIT_COLUMNS, KEYS), stride=(KEYS, 1)))
                     values.append(pv.make_fragment_A(part_of.partition_A(transposed)))
-                    unit, phase = barriers.advance(unit, phase, self.plan.units)
+                    unit, phase = barriers.advance(unit, phase, UNITS)
                 # of weights stored in the ordinary way; where they are stored, it would wait for the stores
                 cute.arch.fence_view_async_shared()
                 warpgroup.fence()

@@ -22,9 +22,9 @@ from cute_kernels.sparse_mla.prefill_few_sm90_plan import (
     ROWS_WARPS,
     UNIT_BYTES,
     UNIT_SLABS,
+    UNITS,
     Barriers,
     Places,
-    Plan,
 )
 from cute_kernels.sparse_mla.prefill_sm90_plan import AHEAD, END, SLAB_BYTES, Query, Work
 from cute_kernels.sparse_mla.prefill_sm90_rows import AT_ONCE, ROW_BYTES, Rows, own_lane
@@ -34,9 +34,6 @@ class FewRows(Rows):
     """As `Rows`, but no queries."""
 
     warps = ROWS_WARPS
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
 
     @cute.jit
     def run(self, work: Work, q: Query, sources: Any, ready: Any, at: Any) -> None:
@@ -65,7 +62,7 @@ class FewRows(Rows):
                 ready.units.wait_empty(unit, phase)
                 self.ask_for_part(chosen, part, at.units + unit * UNIT_BYTES + place)
                 self.announce(unit, ready)
-                unit, phase = barriers.advance(unit, phase, self.plan.units)
+                unit, phase = barriers.advance(unit, phase, UNITS)
             self.ask_for_indices(work, sources, at)
             cute.arch.cp_async_commit_group()
             tile = tile + 1

@@ -1,6 +1,6 @@
 """The warpgroup of Hopper's prefill kernel for few heads that finds weights: S^T = K Q^T of a tile, and softmax.
 
-A warp has 16 keys of all heads, as tensor cores give them: a thread has two keys of two to eight heads. Maxima move
+A warp has 16 keys of all heads, as tensor cores give them: a thread has two keys of two or four heads. Maxima move
 only when a head's outgrow theirs by 2^8: sums and O are relative to them, and until they move no warp asks what the
 others' are.
 """
@@ -28,6 +28,7 @@ from cute_kernels.sparse_mla.prefill_few_sm90_plan import (
     SCORES_BARRIER,
     UNIT_BYTES,
     UNIT_COLUMNS,
+    UNITS,
     Barriers,
     Places,
     Plan,
@@ -169,7 +170,7 @@ class FewScores:
             ready.units.wait_full(unit, phase)
             rows = uniform_tile(at.units + unit * UNIT_BYTES, layouts[0])
             keys.append(qk[0].make_fragment_A(part_of.partition_A(rows)))
-            unit, phase = barriers.advance(unit, phase, self.plan.units)
+            unit, phase = barriers.advance(unit, phase, UNITS)
         # no proxy fence for what cp.async has brought, see prefill_sm90_scores
         warpgroup.fence()
         steps = UNIT_COLUMNS // STEP
@@ -187,7 +188,7 @@ class FewScores:
         missing = Int32(0)
         for _ in range_constexpr(PARTS):
             missing = missing | (ready.units.is_full(unit, phase) ^ 1)
-            unit, phase = barriers.advance(unit, phase, self.plan.units)
+            unit, phase = barriers.advance(unit, phase, UNITS)
         return ptx.any_of_group(SCORES_BARRIER, 128, missing) != 0
 
     @cute.jit

@@ -64,7 +64,7 @@ def test_indices_are_asked_for_no_later_than_a_stage_comes_round() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
     heads = MODELS[model].num_attention_heads // tp
-    one, other = (FewPrefillKey("sm_90a", heads), FewMixedKey("sm_90a", heads)) if heads <= 32 else KEYS
+    one, other = (FewPrefillKey("sm_90a", heads), FewMixedKey("sm_90a", heads)) if heads <= 16 else KEYS
     assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [one]
     assert mixed.deployment_keys(MODELS[model], tp, "sm_90a") == [other]
     assert prefill.deployment_keys(MODELS[model], tp, "sm_100a") == []

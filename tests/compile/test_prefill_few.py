@@ -19,7 +19,7 @@ SCORES = 3
 """Where Q K^T stands: an item's first tile, and the others, if they are late and if they are not."""
 
 
-@pytest.mark.parametrize("key", [FewPrefillKey("sm_90a", 8), FewMixedKey("sm_90a", 32)], ids=["prefill8", "mixed32"])
+@pytest.mark.parametrize("key", [FewPrefillKey("sm_90a", 8), FewMixedKey("sm_90a", 16)], ids=["prefill8", "mixed16"])
 def test_no_spills_and_products_in_flight(key: FewPrefillKey | FewMixedKey) -> None:
     report = compile_report(key)
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
@@ -47,9 +47,8 @@ def test_tiles_begin_where_swizzles_do_and_all_fits(heads: int) -> None:
     assert plan.smem_bytes <= SMEM_BYTES["sm_90a"]
 
 
-@pytest.mark.parametrize("units", UNITS.values())
-def test_no_tile_overtakes_a_heading_or_the_copies_before_it(units: int) -> None:
+def test_no_tile_overtakes_a_heading_or_the_copies_before_it() -> None:
     """A heading is written when the last unit of the tile before has been asked for, so that the unit it took the place
     of is empty. Whoever asks for a tile's rows waits for all copies but those of the AHEAD - 1 tiles before."""
-    assert units <= (HEADINGS - 1) * PARTS
-    assert prefill_sm90_plan.AHEAD * PARTS >= units > PARTS
+    assert UNITS <= (HEADINGS - 1) * PARTS
+    assert prefill_sm90_plan.AHEAD * PARTS >= UNITS > 2 * PARTS
