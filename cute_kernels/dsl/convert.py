@@ -140,3 +140,45 @@ def excess_pair(low: Any, high: Any) -> Any:
 def _excess(byte: Any) -> Any:
     exponent = (cutlass.max(byte - LARGEST_SINGLE_SCALE, Int32(0)) + 127) << 7
     return Int32(0x7FC0) if byte == 255 else exponent
+
+
+SIGNS = 0x80008000 - (1 << 32)
+"""The sign bits of both halves of a word."""
+
+
+def f16x2_of_e4m3x4_by_bits(word: Any) -> tuple[Any, Any]:
+    """Four e4m3 codes as f16, times 2^-8: those of bytes 0 and 2, and of bytes 1 and 3. Exact; NaN stays NaN. For GPUs
+    that do not convert e4m3.
+
+    The bits S EEEE MMM become S 0 EEEE MMM 0000000, with 1 in place of that 0 for NaN: adding 1 to the magnitude of a
+    NaN, and of nothing else, carries into its sign.
+    """
+    is_nan = (word & 0x7F7F7F7F) + 0x01010101
+    pairs = []
+    for left in (8, 0):
+        code = word << left
+        pairs.append((code & SIGNS) | ((code >> 1) & 0x3F803F80) | (((is_nan << left) >> 1) & 0x40004000))
+    return pairs[0], pairs[1]
+
+
+def bf16x2_of_e2m1x8(word: Any) -> list[Any]:
+    """Eight e2m1 codes as bf16 pairs, times 2^-126: those of nibbles i and i + 4 for i = 0 to 3. Exact: the bits S EE M
+    become S 000000 EE M 000000."""
+    # nibble i to the top of its half; without the sign, its lowest bit to bit 6
+    codes = [word << 12, word << 8, word << 4, word]
+    magnitudes = [word << 6, word << 2, word >> 2, word >> 6]
+    return [(c & SIGNS) | (m & 0x01C001C0) for c, m in zip(codes, magnitudes, strict=True)]
+
+
+LARGEST_SINGLE_E2M1_SCALE = 130
+"""The largest ue8m0 byte whose scale takes one factor in e2m1_scale_pairs."""
+
+
+@cute.jit
+def e2m1_scale_pairs(byte: Any) -> tuple[Any, Any]:
+    """Two factors, as bf16 pairs, that turn what bf16x2_of_e2m1x8 gives into a quarter of values with that ue8m0 byte:
+    2^(byte - 3) in all. The quarter lets bf16 hold every one exactly, from 0.5 x 2^-127 to 6 x 2^127. NaN of 255."""
+    first = cutlass.min(byte, Int32(LARGEST_SINGLE_E2M1_SCALE)) + 124
+    second = cutlass.max(byte - LARGEST_SINGLE_E2M1_SCALE, Int32(0)) + 127
+    factor = Int32(0x7FC0) if byte == 255 else second << 7
+    return (first << 7) * 0x00010001, factor * 0x00010001

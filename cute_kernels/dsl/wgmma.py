@@ -15,7 +15,6 @@ instruction instead (its remark C7514).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -25,6 +24,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.dsl import ptx
+from cute_kernels.dsl.reduce import exchange_in_quad
 
 ROW_BYTES = 128
 WARPGROUP = 128
@@ -103,7 +103,7 @@ def store_bf16(
         at = column + block * 32
         for half in range_constexpr(2):
             first = [16 * block + 4 * i + 2 * half for i in range(4)]
-            words = _exchange(lane, [ptx.bf16x2(values[i], values[i + 1]) for i in first])
+            words = exchange_in_quad(lane, [ptx.bf16x2(values[i], values[i + 1]) for i in first])
             address = target + row_bytes * (8 * half) + at * 2
             ptx.store_global_128(address, words, 8 * half < rows and at < columns)
 
@@ -123,23 +123,7 @@ def store_bf16_transposed(
         for block in range_constexpr(columns // 8):
             first = [(2 * pair + i // 2) * own + 4 * block + 2 * (i % 2) for i in range(4)]
             words = [ptx.transpose_matrix(ptx.bf16x2(values[i], values[i + 1])) for i in first]
-            words = _exchange(lane, words)
+            words = exchange_in_quad(lane, words)
             at = (2 * pair + lane % 4 // 2) * ROWS + warp * 16 + lane % 2 * 8
             row = block * 8 + lane // 4
             ptx.store_global_128(target + row_bytes * row + at * 2, words, row < rows)
-
-
-@cute.jit
-def _exchange(lane: Any, words: Sequence[Any]) -> Any:
-    """Word j of lane i of four becomes word i of lane j."""
-    words = list(words)
-    for bit in range_constexpr(2):
-        distance = 1 << bit
-        is_upper = lane & distance != 0
-        for low in range_constexpr(4):
-            if cutlass.const_expr(low & distance == 0):
-                high = low + distance
-                sent = words[low] if is_upper else words[high]
-                got = cute.arch.shuffle_sync_bfly(sent, offset=distance)
-                words[low], words[high] = (got if is_upper else words[low]), (words[high] if is_upper else got)
-    return tuple(words)

@@ -8,7 +8,6 @@ from typing import Any
 from cute_kernels.formats import INDEX_DIM
 from cute_kernels.indexer.logits_plan import KEYS
 from cute_kernels.indexer.logits_sm90 import LogitsKey
-from cute_kernels.runtime.arch import arch_of
 
 ARCH = "sm_90a"
 MOST_HEADS, HEAD_STEP = 64, 16
@@ -27,23 +26,22 @@ def key_for(heads: int, rows: int, paged: bool, box: int = KEYS) -> LogitsKey:
     return LogitsKey(ARCH, heads, rows, paged, box)
 
 
-def heads_of(config: Any, arch: str) -> int | None:
-    """Index heads of a model whose kernels run on `arch`, if there are any."""
-    if arch != ARCH or 4 not in config.compress_ratios:
-        return None
+def heads_of(config: Any) -> int | None:
+    """Index heads of a model that has an indexer, if there are kernels for so many."""
     heads = int(config.index_n_heads)
-    return heads if heads <= MOST_HEADS and heads % HEAD_STEP == 0 else None
+    return heads if 4 in config.compress_ratios and 0 < heads <= MOST_HEADS else None
 
 
-def why_not(q: Any, q_scale: Any, keys: Any, what: str, out: Any) -> str:
+def is_hoppers(arch: str, heads: int, mxfp4: bool) -> bool:
+    """Whether Hopper's kernel takes queries and keys like these, as far as they are not in pages."""
+    return arch == ARCH and not mxfp4 and heads % HEAD_STEP == 0
+
+
+def why_not(q: Any, keys: Any, what: str, out: Any) -> str:
     """Why no kernel can take a call's (checked) queries, keys (named `what`) and scores; empty if one can."""
-    arch, heads = arch_of(out.device.index), q.shape[-2]
-    if arch != ARCH:
-        return f"the kernel is for {ARCH}, got {arch}"
-    if q_scale is not None:
-        return "the kernel takes FP8 queries and keys, got MXFP4"
-    if heads % HEAD_STEP or not 0 < heads <= MOST_HEADS:
-        return f"HI must be a multiple of {HEAD_STEP} and at most {MOST_HEADS}, got {heads}"
+    heads = q.shape[-2]
+    if not 0 < heads <= MOST_HEADS:
+        return f"HI must be at least 1 and at most {MOST_HEADS}, got {heads}"
     for name, tensor, axes in (("q", q, range(q.dim() - 1)), (what, keys, range(0, keys.dim() - 1, keys.dim() - 1))):
         strides = [tensor.stride(axis) for axis in axes if tensor.shape[axis] > 1]
         if tensor.data_ptr() % 16 or any(stride % 16 or not 0 <= stride < 2**40 for stride in strides):
@@ -61,7 +59,7 @@ def stride(tensor: Any, axis: int) -> int:
     return int(tensor.stride(axis)) if tensor.shape[axis] > 1 else max(1, int(tensor.numel())) * INDEX_DIM
 
 
-def blocks(key: LogitsKey, requests: int, rows: int, columns: int, multiprocessors: int) -> int:
+def blocks(key: Any, requests: int, rows: int, columns: int, multiprocessors: int) -> int:
     """One for every multiprocessor, if there are that many tiles."""
     tiles = requests * -(-rows // key.rows) * -(-columns // KEYS)
     return max(1, min(multiprocessors, tiles))

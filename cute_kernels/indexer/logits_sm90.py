@@ -244,7 +244,8 @@ class LogitsKernel:
                 query_part = self.partition(query_copy, query_source, q, query_tiles, plan.heads)
                 self.walk.run(role, groups, windows, keys, weights, weights_stride, key_part, query_part, rings, at)
             elif (warp == fill_warp) & (clean != 0):
-                self.fill.run(groups, windows, out, out_stride)
+                number, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+                self.fill.run(number, warps, groups, windows, out, out_stride)
         else:
             if const_expr(self.has_many_columns):
                 cute.arch.setmaxregister_increase(self.registers[1])

@@ -1,4 +1,7 @@
-"""Which kernel sparse_mla_decode runs: Hopper's own for fp8_ds_mla caches, the portable one for everything else."""
+"""Which kernel sparse_mla_decode runs.
+
+For fp8_ds_mla caches Hopper's own, or for few heads that of teams of warps; for everything else the portable one.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,15 @@ from cute_kernels.sparse_mla import decode_args, merge
 from cute_kernels.sparse_mla.decode_args import Call, ItemKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
 from cute_kernels.sparse_mla.schedule import block_heads
+from cute_kernels.sparse_mla.teams_plan import ARCHS as TEAMS_ARCHS
+from cute_kernels.sparse_mla.teams_plan import HEADS
 
 HOPPER = "sm_90a"
+
+TEAMS_HEADS: tuple[int, ...] = HEADS
+"""Heads of a block that the kernel of teams is for."""
 
 
 def key_for(arch: str, heads: int, second: str, out_fp32: bool, format0: str, format1: str) -> ItemKey:
@@ -22,7 +31,10 @@ def key_for(arch: str, heads: int, second: str, out_fp32: bool, format0: str, fo
 
     format1   format0 if there is no second list
     """
-    if arch == HOPPER and format0 == format1 == FP8_DS_MLA.id:
+    is_fp8 = format0 == format1 == FP8_DS_MLA.id
+    if is_fp8 and arch in TEAMS_ARCHS and block_heads(heads) in TEAMS_HEADS:
+        return TeamsDecodeKey(arch, block_heads(heads), second, out_fp32)
+    if is_fp8 and arch == HOPPER:
         return DecodeKey(arch, block_heads(heads), second, out_fp32)
     return PortableDecodeKey(arch, block_heads(heads), format0, second, format1, out_fp32)
 

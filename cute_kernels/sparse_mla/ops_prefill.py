@@ -210,6 +210,7 @@ _prefill_paged = define_op(
     check=_check_paged,
     reference=reference.sparse_mla_prefill_paged,
     cost=_cost_paged,
+    kernel="cute_kernels.sparse_mla.paged",
     validate=_validate_paged,
 )
 

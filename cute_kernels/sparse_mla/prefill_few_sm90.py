@@ -91,9 +91,9 @@ class FewPrefillKernel(PrefillKernel):
     """Entry point: as PrefillKernel's."""
 
     def __init__(self, heads: int) -> None:
-        self.plan = Plan(heads)
+        self.few_plan = Plan(heads)
         self.few_rows = FewRows()
-        self.few_scores, self.few_back = FewScores(self.plan), FewBack(self.plan)
+        self.few_scores, self.few_back = FewScores(self.few_plan), FewBack(self.few_plan)
         self.name = f"sparse_mla_prefill_{heads}"
 
     @cute.jit
@@ -131,7 +131,7 @@ class FewPrefillKernel(PrefillKernel):
         keys, dims = OperandMajorMode.K, OperandMajorMode.MN
 
         def make(major: Any) -> Any:
-            shape = (wgmma.ROWS, self.plan.heads)
+            shape = (wgmma.ROWS, self.few_plan.heads)
             return hopper_helpers.make_trivial_tiled_mma(BFloat16, BFloat16, major, keys, Float32, (1, 1, 1), shape)
 
         return make(keys), make(keys), make(dims)
@@ -139,7 +139,7 @@ class FewPrefillKernel(PrefillKernel):
     def few_layouts(self) -> tuple[Any, Any, Any]:
         """Of a unit, of an item's queries, and of weights."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        shapes = (KEYS, UNIT_COLUMNS), (self.plan.heads, HEAD_DIM), (self.plan.heads, KEYS)
+        shapes = (KEYS, UNIT_COLUMNS), (self.few_plan.heads, HEAD_DIM), (self.few_plan.heads, KEYS)
         unit, queries, weights = (cute.tile_to_shape(atom, shape, (0, 1)) for shape in shapes)
         return unit, queries, weights
 
@@ -160,7 +160,7 @@ class FewPrefillKernel(PrefillKernel):
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         smem = SmemAllocator()
         places = []
-        for name, size in self.plan.parts().items():
+        for name, size in self.few_plan.parts().items():
             align = 1024 if name in TILES else 16
             place = smem.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
             places.append(place.iterator.toint())
@@ -192,5 +192,5 @@ class FewMixedKernel(FewPrefillKernel, MixedKernel):
 
     def __init__(self, heads: int) -> None:
         FewPrefillKernel.__init__(self, heads)
-        self.few_rows: FewRows = FewMixedRows()
+        self.few_rows: FewRows = FewMixedRows(BFloat16)
         self.name = f"sparse_mla_mixed_{heads}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.dsl import barriers, ptx, wgmma
@@ -67,14 +67,14 @@ class FewBack:
                 mark, has_factors = ptx.load_shared_64(at.label + buffer * LABEL)
                 if has_factors != 0:
                     self.multiply(totals, self.of_heads(at.factors + buffer * self.plan.note_bytes, lane))
-                p_tile = uniform_tile(at.p + buffer * self.plan.p_bytes, p_layout)
+                p_tile = uniform_tile(at.p + buffer * self.plan.p_bytes, p_layout, BFloat16)
                 weights = pv.make_fragment_B(part_of.partition_B(p_tile))
                 units, values = [], []
                 for _ in range_constexpr(PARTS):
                     # full since the scores waited for it; this orders the reads behind what filled it
                     ready.units.wait_full(unit, phase)
                     units.append(unit)
-                    rows = uniform_tile(at.units + unit * UNIT_BYTES, unit_layout)
+                    rows = uniform_tile(at.units + unit * UNIT_BYTES, unit_layout, BFloat16)
                     transposed = cute.composition(rows, cute.make_layout((UNIT_COLUMNS, KEYS), stride=(KEYS, 1)))
                     values.append(pv.make_fragment_A(part_of.partition_A(transposed)))
                     unit, phase = barriers.advance(unit, phase, UNITS)

@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.dsl import barriers, ptx
@@ -164,11 +164,11 @@ class FewScores:
         """Start products = K Q^T of the tile that begins at a unit, once it is there. Returns where the next begins,
         which of the warp's keys are there, and the tile's marks."""
         # made anew: held in registers, descriptors would have to be moved to uniform ones, between two products
-        queries = qk[0].make_fragment_B(part_of.partition_B(uniform_tile(ptx.again(queries_at), layouts[1])))
+        queries = qk[0].make_fragment_B(part_of.partition_B(uniform_tile(ptx.again(queries_at), layouts[1], BFloat16)))
         keys = []
         for _ in range_constexpr(PARTS):
             ready.units.wait_full(unit, phase)
-            rows = uniform_tile(at.units + unit * UNIT_BYTES, layouts[0])
+            rows = uniform_tile(at.units + unit * UNIT_BYTES, layouts[0], BFloat16)
             keys.append(qk[0].make_fragment_A(part_of.partition_A(rows)))
             unit, phase = barriers.advance(unit, phase, UNITS)
         # no proxy fence for what cp.async has brought, see prefill_sm90_scores

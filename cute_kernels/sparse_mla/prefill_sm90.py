@@ -31,27 +31,23 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla.prefill_sm90_back import Back
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     BACK,
-    KEPT,
+    BACK_REGISTERS,
+    BF16,
     KEYS,
     ROWS,
     ROWS_GROUP,
     SIDE,
     THREADS,
     TILES,
-    Barriers,
     Output,
     Places,
+    Plan,
     Query,
     Sources,
     Work,
-    smem_bytes,
-    smem_parts,
 )
 from cute_kernels.sparse_mla.prefill_sm90_rows import Rows
 from cute_kernels.sparse_mla.prefill_sm90_scores import Scores
-
-SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS = 160, 160, 32
-"""Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class PrefillKey(KernelKey):
 
     @property
     def smem_bytes(self) -> int:
-        return smem_bytes()
+        return BF16.smem_bytes
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -79,10 +75,10 @@ class PrefillKey(KernelKey):
         return self.kernel(), (fake_rows(), fake_rows(), indices, *results, *scalars, stream)
 
 
-def fake_rows() -> Any:
-    """bf16 [any, any, 512], strides multiples of 16 bytes."""
-    strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-    return make_fake_tensor(BFloat16, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=strides, assumed_align=16)
+def fake_rows(dtype: Any = BFloat16) -> Any:
+    """[any, any, 512], strides multiples of 16 bytes."""
+    row, head = (cute.sym_int64(divisibility=128 // dtype.width) for _ in range(2))
+    return make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=(row, head, 1), assumed_align=16)
 
 
 def fake_numbers() -> Any:
@@ -102,9 +98,9 @@ class PrefillKernel:
     stream
     """
 
-    def __init__(self) -> None:
-        self.rows, self.scores, self.back = Rows(), Scores(), Back()
-        self.name = "sparse_mla_prefill"
+    def __init__(self, name: str = "sparse_mla_prefill", rows: Any = None, plan: Plan = BF16) -> None:
+        self.name, self.rows, self.plan = name, rows or Rows(), plan
+        self.scores, self.back = Scores(plan), Back(plan.dtype)
 
     @cute.jit
     def __call__(
@@ -172,20 +168,20 @@ class PrefillKernel:
         """S = Q K^T of queries in registers, twice, as one will accumulate, and of those in shared memory; O = P V, by
         128 columns, as an instruction with more would need more registers than a thread has before setmaxnreg."""
         keys, dims = OperandMajorMode.K, OperandMajorMode.MN
-        registers = warpgroup.OperandSource.RMEM
+        registers, dtype = warpgroup.OperandSource.RMEM, self.plan.dtype
 
         def make(major: Any, columns: int, **source: Any) -> Any:
             return hopper_helpers.make_trivial_tiled_mma(
-                BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, 1, 1), (ROWS, columns), **source
+                dtype, dtype, OperandMajorMode.K, major, Float32, (1, 1, 1), (ROWS, columns), **source
             )
 
         held = [make(keys, KEYS, a_source=registers) for _ in range(2)]
         return *held, make(keys, KEYS), make(dims, SIDE // 2)
 
     def layouts(self) -> tuple[Any, Any, Any, Any]:
-        """Of a tile, of half its columns, of the queries that stay in shared memory, and of weights."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        shapes = (KEYS, HEAD_DIM), (KEYS, SIDE), (ROWS, KEPT), (ROWS, KEYS)
+        """Of a part of a tile, of half a tile's columns, of the queries that stay in shared memory, and of weights."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.plan.dtype)
+        shapes = (KEYS, HEAD_DIM // self.plan.parts), (KEYS, SIDE), (ROWS, HEAD_DIM - self.plan.held), (ROWS, KEYS)
         tile, side, kept, weights = (cute.tile_to_shape(atom, shape, (0, 1)) for shape in shapes)
         return tile, side, kept, weights
 
@@ -206,13 +202,13 @@ class PrefillKernel:
         blocks, _, _ = cute.arch.grid_dim()
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         smem = SmemAllocator()
-        places = []
-        for name, size in smem_parts().items():
+        places = {}
+        for name, size in self.plan.memory.items():
             align = 1024 if name in TILES else 16
             place = smem.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
-            places.append(place.iterator.toint())
-        at = Places(*places)
-        ready = Barriers.allocate(smem)
+            places[name] = place.iterator.toint()
+        at = Places(**places)
+        ready = self.plan.barriers.allocate(smem)
         if thread == 0:
             ready.initialize()
         cute.arch.sync_threads()
@@ -224,12 +220,12 @@ class PrefillKernel:
         work = Work(ptx.block_again(), items, blocks, blocks_bits)
         own = thread % wgmma.WARPGROUP
         if group < BACK:
-            cute.arch.setmaxregister_increase(SCORES_REGISTERS)
+            cute.arch.setmaxregister_increase(self.plan.scores_registers)
             self.scores.run(own, work, q, out, sink, scale_log2, ready, products[:3], layouts[0], layouts[2], at)
         elif group < ROWS_GROUP:
             cute.arch.setmaxregister_increase(BACK_REGISTERS)
             side = cute.arch.make_warp_uniform(group - BACK)
             self.back.run(own, side, work, q, out, ready, products[3], layouts[3], layouts[1], at)
         else:
-            cute.arch.setmaxregister_decrease(ROWS_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.plan.rows_registers)
             self.rows.run(Work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)

@@ -104,10 +104,10 @@ class Rows:
         cute.arch.cp_async_wait_group(0)
 
     @cute.jit
-    def look_up(self, sources: Any, at: Places) -> tuple[Any, Any]:
-        """Of the tile AHEAD before the walk: where a row of the warp's is, -1 if there is no such row, and the mark."""
+    def look_up(self, sources: Any, at: Places, before: cutlass.Constexpr = AHEAD) -> tuple[Any, Any]:
+        """Of the tile `before` the walk: where a row of the warp's is, -1 if there is no such row, and the mark."""
         slot = ptx.load_shared_s32(self.walk_at(at) + 8)
-        list_at = self.list_at((slot + LISTS - AHEAD) & LISTS - 1, at)
+        list_at = self.list_at((slot + LISTS - before) & LISTS - 1, at)
         index = ptx.load_shared_s32(list_at + self.own_row() * 4)
         mark = ptx.load_shared_s32(list_at + KEYS * 4 + self.own_warp() * 4)
         return self.find(index, mark, sources), mark
@@ -115,7 +115,11 @@ class Rows:
     @cute.jit
     def tell(self, index: Any, mark: Any, stage: Any, at: Places) -> None:
         """Write the warp's part of a stage's heading."""
-        there = cute.arch.vote_ballot_sync(index >= 0)
+        self.tell_mask(cute.arch.vote_ballot_sync(index >= 0), mark, stage, at)
+
+    @cute.jit
+    def tell_mask(self, there: Any, mark: Any, stage: Any, at: Places) -> None:
+        """`tell`, with the warp's rows that are there in the low 16 bits of a mask."""
         if own_lane() == 0:
             heading = at.heading + stage * HEADING
             ptx.store_shared_s32(heading + self.own_warp() * 4, there & 0xFFFF)

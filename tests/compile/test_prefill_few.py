@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import compile_report
 from cute_kernels.sparse_mla import prefill_few_sm90, prefill_few_sm90_plan, prefill_sm90_plan
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS, HEADINGS, PARTS, UNITS, Plan
+from tests.compile.reports import compile_report
 
 SCORES = 3
 """Where Q K^T stands: an item's first tile, and the others, if they are late and if they are not."""

@@ -7,13 +7,13 @@ import re
 import pytest
 
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import compile_report
 from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, deployment_keys, groups_for, key_for, keys_of, share_for
 from cute_kernels.models import MODELS
+from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_89", "sm_120a")
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
-LARGEST = 0.375
+KERNELS: dict[str, dict[str, Any]] = {"hopper": {}, "portable": {"HOPPER": ""}}
+"""Kernels to run the tests with -> what to change where one is chosen. "hopper": those that calls on Hopper run,
+whatever their heads and caches."""
+
+LARGEST = 0.35
 """No value of kv is larger. Rounding P to bf16 moves an output by 2^-9 of the mean magnitude of what it sums up at
 most, so that the tolerances allow what it does, also where sums cancel."""
 
@@ -18,11 +24,21 @@ SUM_RTOL = 2.0**-22
 """Of |q| |k| scale: what fp32 sums of products may be off by, also where they cancel."""
 
 
-def only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reference stands in for the kernels, which are Hopper's."""
+def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
+    """Have calls run the kernel of that name, of those in the modules of some ops, and no reference."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    if arch_of(0) != "sm_90a":
-        pytest.skip("the kernel is Hopper's")
+    if name == "hopper" and arch_of(0) != "sm_90a":
+        pytest.skip("the kernels are Hopper's")
+    for module in modules:
+        choose(monkeypatch, module, **KERNELS[name])
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, module: Any, **changes: Any) -> None:
+    """Have an op choose its kernels by other names of its module."""
+    for name, value in changes.items():
+        monkeypatch.setattr(module, name, value, raising=False)
+    # what has been chosen is kept
+    monkeypatch.setattr(module, "_key", module.key_for)
 
 
 def assert_results(

@@ -1,4 +1,4 @@
-"""The kernel of sparse_mla_prefill on a GPU, against float64. Rows of kv that no query row selects are NaN."""
+"""The kernels of sparse_mla_prefill on a GPU, against float64. Rows of kv that no query row selects are NaN."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cute_kernels.runtime.record import record_calls
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill
 from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, inside, int32, random_sink
 from tests.gpu.decode_checks import attention, same_bits
-from tests.gpu.prefill_checks import LARGEST, assert_results, only_on_hopper
+from tests.gpu.prefill_checks import KERNELS, LARGEST, assert_results, use_kernel
 from tests.helpers import POISON_BYTE, bits, raw_bytes
 
 pytestmark = [
@@ -27,9 +27,11 @@ ROWS_AT_ONCE = 1 << 17
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    only_on_hopper(monkeypatch)
+@pytest.fixture(autouse=True, params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_kernels.sparse_mla import prefill
+
+    use_kernel(request.param, monkeypatch, prefill)
 
 
 @dataclasses.dataclass

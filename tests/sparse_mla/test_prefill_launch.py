@@ -14,6 +14,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import prefill
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
+from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -100,6 +101,14 @@ def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, A
     assert reason.startswith(why)
 
 
-def test_other_architectures_have_no_kernel(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("heads", "of_item"), [(1, 16), (16, 16), (17, 32), (33, 64), (128, 64)])
+def test_other_architectures_have_the_portable_kernel(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, heads: int, of_item: int
+) -> None:
     monkeypatch.setattr(prefill, "arch_of", lambda index: "sm_100a")
-    assert prefill.supports(*arguments().values()) == (False, "the kernel is for sm_90a, got sm_100a")
+    rows = torch.zeros(3, heads, 512, dtype=torch.bfloat16)
+    numbers = {"attn_sink": torch.zeros(heads), "max_logits": torch.zeros(3, heads), "lse": torch.zeros(3, heads)}
+    args = run(q=rows, out=rows.clone(), **numbers)
+    ((key, given),) = launched
+    assert key == PortablePrefillKey("sm_100a", of_item)
+    assert all(given[name] is args[name] for name in NAMES[:6])

@@ -35,10 +35,13 @@ def load_shared_f32(address: Any) -> Any:
     return inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[Int32(address)])
 
 
-def load_shared_128(address: Any) -> tuple[Any, Any, Any, Any]:
-    """sm_70 and up. 16 bytes of shared memory, 16-byte aligned; the address is one of the block's own, 32 bits wide."""
+def load_shared_128(address: Any, offset: int = 0) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. 16 bytes of shared memory, 16-byte aligned; the address is one of the block's own, 32 bits wide.
+
+    offset   added to it by the instruction: addresses that differ by it then share a register
+    """
     return inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        f"ld.shared.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}{_plus(offset)}];",
         write_only_types=[Int32, Int32, Int32, Int32],
         read_only_args=[Int32(address)],
     )
@@ -80,9 +83,12 @@ def store_shared_s32(address: Any, word: Any) -> None:
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[Int32(address), Int32(word)])
 
 
-def store_shared_64(address: Any, low: Any, high: Any) -> None:
-    """sm_70 and up. Two words to shared memory, 8-byte aligned."""
-    inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[Int32(address), Int32(low), Int32(high)])
+def store_shared_64(address: Any, low: Any, high: Any, *, offset: int = 0) -> None:
+    """sm_70 and up. Two words to shared memory, 8-byte aligned; offset: as of load_shared_128."""
+    inline_ptx(
+        f"st.shared.v2.b32 [{{$r0}}{_plus(offset)}], {{{{$r1}}, {{$r2}}}};",
+        read_only_args=[Int32(address), Int32(low), Int32(high)],
+    )
 
 
 def map_shared(address: Any, rank: Any) -> Any:
@@ -187,11 +193,16 @@ def load_matrices(address: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
-def load_matrices_transposed(address: Any) -> tuple[Any, Any, Any, Any]:
+def load_matrices_transposed(address: Any, offset: int = 0) -> tuple[Any, Any, Any, Any]:
     """sm_75 and up. As load_matrices, transposed: lane i gets elements [2 (i % 4), i // 4] and [2 (i % 4) + 1, i // 4]
-    of each matrix."""
+    of each matrix. offset: as of load_shared_128."""
     return inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
+        f"{{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}{_plus(offset)}];",
         write_only_types=[Int32, Int32, Int32, Int32],
         read_only_args=[Int32(address)],
     )
+
+
+def _plus(offset: int) -> str:
+    return f"+{offset}" if offset else ""

@@ -1,0 +1,120 @@
+"""Which kernel sparse_mla_prefill_paged runs: the portable one."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
+from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
+from cute_kernels.sparse_mla.prefill import MOST_NUMBERS, misaligned, scale_log2
+
+
+def key_for(arch: str, heads: int, compressed: str, format0: str, format1: str) -> KernelKey:
+    """The kernel for so many heads and caches of these formats.
+
+    compressed   which compressed entries count: "none", "all" that a row sees, or "listed"
+    format1      format0 if there are none
+    """
+    return PortablePagedKey(arch, item_heads(heads), compressed, format0, format1)
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """The layers' prefill steps: the window alone, or with entries as the compress ratio says."""
+    kinds = {4: "listed", 128: "all"}
+    chosen = dict.fromkeys(kinds.get(ratio, "none") for ratio in config.compress_ratios)
+    heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
+    return [key_for(arch, heads, compressed, fmt, fmt) for compressed in chosen]
+
+
+@cache
+def _key(*args: Any) -> KernelKey:
+    return key_for(*args)
+
+
+class Call(NamedTuple):
+    """The op's arguments, in the schema's order, checked."""
+
+    q: Any
+    swa_cache: Any
+    swa_block_table: Any
+    query_start_loc: Any
+    seq_lens: Any
+    sm_scale: float
+    window_size: int
+    compressed_cache: Any
+    compressed_block_table: Any
+    compress_ratio: int
+    topk_indices: Any
+    attn_sink: Any
+    kv_format: str
+    compressed_kv_format: str
+    out: Any
+    max_logits: Any
+    lse: Any
+
+    @property
+    def compressed(self) -> str:
+        if self.compressed_cache is None:
+            return "none"
+        return "all" if self.topk_indices is None else "listed"
+
+
+def supports(*args: Any) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
+    call = Call(*args)
+    caches = {"swa_cache": call.swa_cache, "compressed_cache": call.compressed_cache}
+    pools = {name: pool for name, pool in caches.items() if pool is not None}
+    for name, tensor, axes in (
+        ("heads of q", call.q, (0, 1)),
+        ("heads of out", call.out, (0, 1)),
+        *((f"pages of {name}", pool, (0,)) for name, pool in pools.items()),
+    ):
+        why = misaligned(name, tensor, axes)
+        if why:
+            return False, why
+    tables = {"swa_block_table": call.swa_block_table, "compressed_block_table": call.compressed_block_table}
+    counts = {"rows of q": 2 * call.q.shape[0], "seq_lens": call.seq_lens.shape[0]}
+    counts |= {f"pages of {name}": pool.shape[0] for name, pool in pools.items()}
+    counts |= {f"columns of {name}": table.shape[1] for name, table in tables.items() if table is not None}
+    if call.topk_indices is not None:
+        counts["columns of topk_indices"] = call.topk_indices.shape[1]
+    for name, count in counts.items():
+        if count >= MOST_NUMBERS:
+            return False, f"{name}: expected fewer than 2^30, got {count}"
+    return True, ""
+
+
+def launch(*args: Any) -> None:
+    """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
+    call = Call(*args)
+    if call.out.numel() == 0:
+        return
+    device_index = call.q.device.index
+    is_single = call.compressed_cache is None
+    formats = call.kv_format, call.kv_format if is_single else call.compressed_kv_format
+    launch_key(
+        _key(arch_of(device_index), call.q.shape[1], call.compressed, *formats),
+        device_index,
+        call.q,
+        call.swa_cache,
+        call.swa_block_table,
+        call.swa_cache if is_single else call.compressed_cache,
+        call.swa_block_table if is_single else call.compressed_block_table,
+        call.swa_block_table if call.topk_indices is None else call.topk_indices,
+        call.out,
+        call.max_logits,
+        call.lse,
+        call.query_start_loc.data_ptr(),
+        call.seq_lens.data_ptr(),
+        call.seq_lens.shape[0],
+        min(call.window_size, MOST_NUMBERS),
+        1 if is_single else min(call.compress_ratio, MOST_NUMBERS * 2 - 1),
+        0 if call.attn_sink is None else call.attn_sink.data_ptr(),
+        scale_log2(call.sm_scale),
+        multiprocessors(device_index),
+    )
