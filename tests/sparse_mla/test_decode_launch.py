@@ -189,12 +189,37 @@ def test_hoppers_kernel_takes_no_other_caches_and_architectures(monkeypatch: pyt
 
 
 def test_many_heads_are_for_hoppers_kernel(gpu: Launches) -> None:
-    for heads, kind in ((16, TeamsDecodeKey), (17, DecodeKey), (65, DecodeKey)):
-        q = torch.zeros(2, 1, heads, 512, dtype=torch.bfloat16)
-        gpu.run(q=q, attn_sink=None, out=torch.zeros_like(q), lse=torch.zeros(2, heads, 1))
+    for heads, kind in ((8, TeamsDecodeKey), (9, DecodeKey), (17, DecodeKey), (65, DecodeKey)):
+        gpu.run(**of_rows(2, heads))
         key, given = gpu.decodes[-1]
         assert isinstance(key, kind)
         assert given["ctas"] == SMS * key.blocks_per_sm
+
+
+def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> None:
+    few, room = SMS // 2, torch.zeros(2**22, dtype=torch.uint8)
+    for splits, few_kind in (
+        ({}, DecodeKey),
+        ({"num_splits": 1}, TeamsDecodeKey),
+        ({"split_tokens": 64, "workspace": room}, TeamsDecodeKey),
+    ):
+        for rows, kind in ((few, few_kind), (few + 1, TeamsDecodeKey)):
+            gpu.run(**of_rows(rows, 16), **splits)
+            assert isinstance(gpu.decodes[-1][0], kind)
+
+
+def of_rows(rows: int, heads: int) -> dict[str, Any]:
+    """Changes to a call: so many rows, one list."""
+    q = torch.zeros(rows, 1, heads, 512, dtype=torch.bfloat16)
+    return {
+        "q": q,
+        "indices": torch.zeros(rows, 1, 7, dtype=torch.int32),
+        "topk_length": None,
+        "attn_sink": None,
+        **NO_EXTRA,
+        "out": torch.zeros_like(q),
+        "lse": torch.zeros(rows, heads, 1),
+    }
 
 
 @pytest.mark.parametrize(("b", "s_q"), [(2, 0), (0, 1)])
