@@ -81,8 +81,8 @@ class PortableLogitsKernel:
     addresses of key 0 and its scale, strides of keys and pages in bytes; keys of a page, pages; address of the block
     table, its stride in bytes and its columns;
     addresses of starts and ends, stride of the ends by request in bytes; number of keys, whether a row's columns begin
-    at its start (-1) or not (0), of how many keys a row must see more to be scored, whether to write -inf where there
-    are no scores, blocks; stream).
+    at its start (-1) or not (0), keys up to which a row is not scored, whether to write -inf where there are no scores,
+    blocks; stream).
     """
 
     def __init__(self, key: PortableLogitsKey) -> None:

@@ -18,14 +18,14 @@ def score_top_k_workspace_size(
     requests: int, columns: int, k: int, *, next_n: int = 1, most: int = chunks.WORKSPACE_BYTES
 ) -> int:
     """Bytes of workspace for `score_top_k_prefill` or `score_top_k_decode`: enough for every call with at most so many
-    rows, columns and rows of a request.
+    requests, columns and rows of a request.
 
-    requests  B of a decode call, rows M of a prefill
-    columns   N or max_seqlen_k of a prefill, max_model_len of a decode call
-    k         picks per row: no workspace is needed where columns <= k
-    next_n    rows of a request, which are scored together; 1 for a prefill
-    most      bytes not to exceed, unless a single request needs more: 1 KiB for every 256 columns of its rows. Rows are
-              then scored in several chunks, one after the other. A size between the two is as right, with more chunks
+    requests   B of a decode call, rows M of a prefill
+    columns    N or max_seqlen_k of a prefill, max_model_len of a decode call
+    k          picks per row, as in the call: no workspace is needed where columns <= k
+    next_n     rows of a request, which are scored together; 1 for a prefill
+    most       bytes not to exceed, unless a single request needs more: each of its rows takes 4 bytes a column, up to a
+               multiple of 256 columns. Where this is less than all scores, they are made in chunks, one after the other
 
     Picks do not depend on the size.
     """
@@ -41,6 +41,7 @@ def _check_results(
     c.tensor("workspace", workspace, (torch.uint8, torch.float32), (None,), optional=True, contiguous=True)
     have, needed = nbytes(workspace), chunks.least_bytes(requests, columns, next_n, out.shape[1])
     c.require(have >= needed, "workspace", f"at least {needed} bytes (score_top_k_workspace_size)", f"{have} bytes")
+    c.require(have % 4 == 0, "workspace", "a multiple of 4 bytes", f"{have} bytes")
     if workspace is not None:
         offset = workspace.storage_offset() * workspace.element_size()
         c.require(offset % 16 == 0, "workspace", "a multiple of 16 as its place in memory", f"{offset}")

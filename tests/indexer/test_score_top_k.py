@@ -267,6 +267,7 @@ def test_bad_arguments() -> None:
         ({"workspace": torch.zeros(8192, dtype=torch.float64)}, TypeError, "workspace"),
         ({"workspace": torch.zeros(8193)[1:]}, ValueError, "workspace"),
         ({"workspace": torch.zeros(16384)[::2]}, ValueError, "workspace"),
+        ({"workspace": torch.zeros(8193, dtype=torch.uint8)}, ValueError, "workspace"),
     ]
     special: dict[Any, list[tuple[dict[str, Any], type[Exception], str]]] = {
         score_top_k_prefill: [

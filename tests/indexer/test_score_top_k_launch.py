@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels import formats
-from cute_kernels.models import MODELS
+from cute_kernels.models import MODELS, ModelShape
 from cute_kernels.runtime.ops import OPS
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -17,6 +17,7 @@ from cute_kernels.indexer import (
     chunks,
     logits,
     paged_logits,
+    portable_launch,
     score_top_k_decode,
     score_top_k_prefill,
     topk,
@@ -35,9 +36,9 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kept: list[tuple[str, Any, dict[str, Any]]] = []
-        for module in (logits, paged_logits, topk):
+        for module in (logits, paged_logits, portable_launch, topk):
             monkeypatch.setattr(module, "arch_of", lambda index: "sm_90a")
-        for score in (logits, paged_logits):
+        for score in (logits, paged_logits, portable_launch):
             monkeypatch.setattr(score, "multiprocessors", lambda index: SMS)
             monkeypatch.setattr(score, "launch_key", lambda key, index, *args: self.keep("scores", key, args))
         monkeypatch.setattr(topk, "launch_key", lambda key, index, *args: self.keep("picks", key, args))
@@ -145,6 +146,16 @@ def test_more_memory_makes_fewer_chunks(gpu: Launches) -> None:
     assert len(gpu.run("score_top_k_prefill", prefill(4096, fit=1000))) == 5
 
 
+def test_the_portable_kernels_do_as_well(gpu: Launches) -> None:
+    """Of MXFP4 here, and of pages whose rows are no multiple of 8."""
+    q, scale = torch.zeros(10, 64, 64, dtype=torch.uint8), torch.zeros(10, 64, dtype=INT)
+    keys = {"k": torch.zeros(900, 64, dtype=torch.uint8), "k_scale": torch.zeros(900, dtype=INT)}
+    found = gpu.run("score_top_k_prefill", {**prefill(q=q, q_scale=scale), **keys})
+    assert [scores["q_scale"] - scale.data_ptr() for scores, _ in found] == [0, 4 * 256, 8 * 256]
+    found += gpu.run("score_top_k_decode", decode(kv_cache=formats.INDEXER_FP8.allocate(9, 12)))
+    assert [scores["skip"] for scores, _ in found] == [512] * 6
+
+
 def test_nothing_is_scored_where_all_fits(gpu: Launches) -> None:
     for op, args in (
         ("score_top_k_prefill", prefill(keys=512, workspace=None)),
@@ -186,3 +197,4 @@ def test_keys_of_a_deployment_are_those_of_the_pairs(arch: str) -> None:
         keys = {*module.deployment_keys(MODELS["v4-flash"], 1, arch)}
         scores = score.deployment_keys(MODELS["v4-flash"], 1, arch)
         assert keys == {*scores, *topk.deployment_keys(MODELS["v4-flash"], 1, arch)}
+        assert module.deployment_keys(ModelShape(compress_ratios=(1, 128)), 1, arch) == []
