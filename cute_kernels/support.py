@@ -39,15 +39,17 @@ KERNEL_ARCHS = {
     "fused_q_kv_rmsnorm": ARCHS,
     "get_compressed_slot_mapping": ARCHS,
     "merge_attention_states": ARCHS,
-    "mqa_logits": ("sm_90a",),
+    "mqa_logits": ARCHS,
     "mtp_shared_head_rmsnorm": ARCHS,
-    "paged_mqa_logits": ("sm_90a",),
+    "paged_mqa_logits": ARCHS,
     "quantize_and_insert_k_cache": _E4M3_ARCHS,
     "save_partial_states": ARCHS,
+    "score_top_k_decode": ARCHS,
+    "score_top_k_prefill": ARCHS,
     "sparse_mla_decode": ARCHS,
-    "sparse_mla_mixed": ("sm_90a",),
-    "sparse_mla_prefill": ("sm_90a",),
-    "sparse_mla_prefill_paged": ("sm_90a",),
+    "sparse_mla_mixed": ARCHS,
+    "sparse_mla_prefill": ARCHS,
+    "sparse_mla_prefill_paged": ARCHS,
     "top_k_per_row_decode": ARCHS,
     "top_k_per_row_prefill": ARCHS,
 }
@@ -55,10 +57,9 @@ KERNEL_ARCHS = {
 
 PARTLY = frozenset(
     (op, arch) for op in ("compress_norm_rope_store", "fused_compress_norm_rope_store") for arch in ("sm_89", "sm_120a")
-) | {("sparse_mla_mixed", "sm_90a"), ("sparse_mla_prefill_paged", "sm_90a")}
+)
 """(op, arch) of the compressor where only ratio 4 has a kernel: entries of 128 tokens need clusters of blocks with more
-than 200 KB of shared memory each; sparse_mla_mixed, whose kernel takes bf16 caches; and sparse_mla_prefill_paged, whose
-kernel takes fp8_ds_mla ones."""
+than 200 KB of shared memory each."""
 
 MEASURED = (
     "build_c128a_topk_metadata",
@@ -84,6 +85,7 @@ MEASURED = (
     "merge_attention_states",
     "mqa_logits",
     "mtp_shared_head_rmsnorm",
+    "paged_mqa_logits",
     "quantize_and_insert_k_cache",
     "save_partial_states",
     "sparse_mla_decode",
@@ -119,12 +121,13 @@ def support(op: str, arch: str) -> Support:
 
 
 def markdown(ops: list[str]) -> str:
-    """The README's support table for the registered `ops`: a row per op with a kernel, one for all the others."""
+    """The README's support table for the registered `ops`: a row per op with a kernel, one for all others there are."""
     lines = ["| op | CPU | " + " | ".join(ARCHS) + " |", "|---|---|" + "---|" * len(ARCHS)]
     for op in sorted(KERNEL_ARCHS):
         cells = " | ".join(support(op, arch).status for arch in ARCHS)
         lines.append(f"| `{op}` | reference | {cells} |")
     others = [op for op in ops if op not in KERNEL_ARCHS]
-    name = f"`{others[0]}`" if len(others) == 1 else f"the other {len(others)} ops"
-    lines.append(f"| {name} | reference | " + " | ".join(["reference"] * len(ARCHS)) + " |")
+    if others:
+        name = f"`{others[0]}`" if len(others) == 1 else f"the other {len(others)} ops"
+        lines.append(f"| {name} | reference | " + " | ".join(["reference"] * len(ARCHS)) + " |")
     return "\n".join(lines)

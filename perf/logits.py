@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import INDEX_DIM, INDEXER_FP8, round_up
+from cute_kernels import numerics
+from cute_kernels.formats import INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, round_up
 from cute_kernels.indexer.ops_logits import ROW_ALIGNMENT
 from cute_kernels.runtime.ops import OPS
 from perf.measure import Call, compare, number_of_sets
@@ -37,6 +38,10 @@ DECODES = (
 )
 """(requests, rows of each, keys of each)."""
 
+MXFP4_PREFILLS = ((4096, 4096, False), (4096, 16384, False), (4096, 65536, False))
+MXFP4_DECODES = ((1, 1, 32768), (64, 1, 8192), (64, 1, 32768), (256, 1, 32768), (64, 2, 8192), (64, 4, 8192))
+"""The same of MXFP4 queries and keys."""
+
 MOST_SETS = 48
 """Input sets of a paged call: more of the smallest would only take time to make."""
 
@@ -51,8 +56,20 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator(device="cuda").manual_seed(seed)
 
 
-def _codes(g: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", generator=g).to(torch.float8_e4m3fn)
+def _codes(g: torch.Generator, mxfp4: bool, *lead: int) -> torch.Tensor:
+    """Of queries or keys."""
+    if mxfp4:
+        return torch.randint(0, 256, (*lead, INDEX_DIM // 2), device="cuda", generator=g, dtype=torch.uint8)
+    return torch.randn(*lead, INDEX_DIM, device="cuda", generator=g).to(torch.float8_e4m3fn)
+
+
+def _scales(g: torch.Generator, mxfp4: bool, *lead: int) -> torch.Tensor:
+    """Of keys or, of MXFP4, queries."""
+    if mxfp4:
+        return torch.randint(118, 128, (*lead, 4), device="cuda", generator=g, dtype=torch.uint8).view(torch.int32)[
+            ..., 0
+        ]
+    return torch.rand(lead, device="cuda", generator=g) + 0.5
 
 
 def _scores(rows: int, columns: int) -> torch.Tensor:
@@ -60,8 +77,22 @@ def _scores(rows: int, columns: int) -> torch.Tensor:
     return torch.empty(rows, round_up(columns, ROW_ALIGNMENT), device="cuda")[:, :columns]
 
 
-def is_near(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether the scores [keys] of one query [HEADS, 128] are near the float64 ones."""
+def is_near(
+    got: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: torch.Tensor,
+    weights: torch.Tensor,
+    q_scale: torch.Tensor | None = None,
+) -> bool:
+    """Whether the scores [keys] of one query [HEADS, 128] are near the float64 ones. With q_scale [HEADS], they are of
+    MXFP4 codes [.., 64] and words of scales."""
+    if q_scale is not None:
+        q, k = (
+            numerics.dequantize_e2m1(codes, words[..., None].contiguous().view(torch.uint8))
+            for codes, words in ((q, q_scale), (k, scale))
+        )
+        scale = torch.ones_like(got)
     q, k, weights, scale = (t.double() for t in (q, k, weights, scale))
     exact = ((q @ k.T).relu() * weights[:, None]).sum(0) * scale
     magnitude = ((q.abs() @ k.abs().T) * weights.abs()[:, None]).sum(0) * scale.abs()
@@ -99,19 +130,19 @@ class LogitsSet:
         return self.check(self.args[-1] if got is None else got)
 
 
-def prefill_name(rows: int, keys: int, clean: bool) -> str:
-    return f"sq{rows} sk{keys}" + " clean" * clean
+def prefill_name(rows: int, keys: int, clean: bool, mxfp4: bool = False) -> str:
+    return f"sq{rows} sk{keys}" + " clean" * clean + " mxfp4" * mxfp4
 
 
-def decode_name(batch: int, next_n: int, keys: int) -> str:
-    return f"b{batch} ctx{keys}" + f" next_n={next_n}" * (next_n > 1)
+def decode_name(batch: int, next_n: int, keys: int, mxfp4: bool = False) -> str:
+    return f"b{batch} ctx{keys}" + f" next_n={next_n}" * (next_n > 1) + " mxfp4" * mxfp4
 
 
-def prefill(rows: int, keys: int, clean: bool, seed: int) -> LogitsSet:
+def prefill(rows: int, keys: int, clean: bool, mxfp4: bool, seed: int) -> LogitsSet:
     """A chunk at the end of one request."""
     g = _generator(seed)
-    q, k = _codes(g, rows, HEADS, INDEX_DIM), _codes(g, keys, INDEX_DIM)
-    scale = torch.rand(keys, device="cuda", generator=g) + 0.5
+    q, k, scale = _codes(g, mxfp4, rows, HEADS), _codes(g, mxfp4, keys), _scales(g, mxfp4, keys)
+    q_scale = _scales(g, True, rows, HEADS) if mxfp4 else None
     weights = torch.randn(rows, HEADS, device="cuda", generator=g)
     end = keys - rows // RATIO + torch.arange(rows, device="cuda") // RATIO + 1
     start, end = torch.zeros(rows, dtype=torch.int32, device="cuda"), end.clamp(max=keys).int()
@@ -119,40 +150,44 @@ def prefill(rows: int, keys: int, clean: bool, seed: int) -> LogitsSet:
     def check(got: torch.Tensor) -> bool:
         for m in torch.linspace(0, rows - 1, CHECKED_ROWS).long().tolist():
             last = int(end[m])
-            if not is_near(got[m, :last], q[m], k[:last], scale[:last], weights[m]):
+            own_scale = None if q_scale is None else q_scale[m]
+            if not is_near(got[m, :last], q[m], k[:last], scale[:last], weights[m], own_scale):
                 return False
             if clean and not bool((got[m, last:keys] == -torch.inf).all()):
                 return False
         return True
 
-    return LogitsSet(CONTIGUOUS, (q, None, k, scale, weights, start, end, clean, 0, _scores(rows, keys)), check)
+    return LogitsSet(CONTIGUOUS, (q, q_scale, k, scale, weights, start, end, clean, 0, _scores(rows, keys)), check)
 
 
-def decode(batch: int, next_n: int, keys: int, seed: int) -> LogitsSet:
+def decode(batch: int, next_n: int, keys: int, mxfp4: bool, seed: int) -> LogitsSet:
     """Requests of equal lengths, pages in random order."""
     g = _generator(seed)
-    width = keys // BLOCK_SIZE
-    pool = INDEXER_FP8.allocate(batch * width, BLOCK_SIZE, "cuda")
-    pages, codes = INDEXER_FP8.pages(pool, BLOCK_SIZE), BLOCK_SIZE * INDEX_DIM
+    width, fmt = keys // BLOCK_SIZE, INDEXER_MXFP4 if mxfp4 else INDEXER_FP8
+    pool = fmt.allocate(batch * width, BLOCK_SIZE, "cuda")
+    pages, codes = fmt.pages(pool, BLOCK_SIZE), fmt.fields(BLOCK_SIZE)[1][0]
     for part in pages.split(CODES_AT_ONCE // codes):
-        part[:, :codes] = _codes(g, part.shape[0], codes).view(torch.uint8)
-        part[:, codes:] = (torch.rand(part.shape[0], BLOCK_SIZE, device="cuda", generator=g) + 0.5).view(torch.uint8)
-    q = _codes(g, batch, next_n, HEADS, INDEX_DIM)
+        part[:, :codes] = _codes(g, mxfp4, part.shape[0], BLOCK_SIZE).view(torch.uint8).flatten(1)
+        part[:, codes:] = _scales(g, mxfp4, part.shape[0], BLOCK_SIZE).view(torch.uint8)
+    q = _codes(g, mxfp4, batch, next_n, HEADS)
+    q_scale = _scales(g, True, batch, next_n, HEADS) if mxfp4 else None
     weights = torch.randn(batch * next_n, HEADS, device="cuda", generator=g)
     lens = torch.full((batch, next_n), keys, dtype=torch.int32, device="cuda")
     table = torch.randperm(batch * width, device="cuda", generator=g).view(batch, width).int()
 
     def check(got: torch.Tensor) -> bool:
         for row in torch.linspace(0, batch * next_n - 1, CHECKED_ROWS).long().tolist():
-            own = pages[table[row // next_n].long()]
-            k = own[:, :codes].contiguous().view(torch.float8_e4m3fn).view(-1, INDEX_DIM)
-            scale = own[:, codes:].contiguous().view(torch.float32).view(-1)
-            if not is_near(got[row, :keys], q[row // next_n, row % next_n], k, scale, weights[row]):
+            request, number = divmod(row, next_n)
+            own = pages[table[request].long()]
+            k = own[:, :codes].contiguous().view(q.dtype).view(keys, -1)
+            scale = own[:, codes:].contiguous().view(torch.int32 if mxfp4 else torch.float32).view(-1)
+            own_scale = None if q_scale is None else q_scale[request, number]
+            if not is_near(got[row, :keys], q[request, number], k, scale, weights[row], own_scale):
                 return False
         return True
 
     out = _scores(batch * next_n, keys)
-    args = (q, None, pool, weights, lens, table, keys, False, INDEXER_FP8.id, out)
+    args = (q, q_scale, pool, weights, lens, table, keys, False, fmt.id, out)
     return LogitsSet(PAGED, args, check)
 
 
@@ -192,6 +227,24 @@ def _peer(op: str) -> Callable[[LogitsSet], Any] | str:
     return run_paged
 
 
+def _portable(s: LogitsSet) -> None:
+    """The call by the portable kernel."""
+    choice: Any = importlib.import_module("cute_kernels.indexer.logits_choice")
+    hopper = choice.ARCH
+    choice.ARCH = ""
+    try:
+        s.ours()
+    finally:
+        choice.ARCH = hopper
+
+
+def _candidates(op: str, mxfp4: bool, peers: bool, variants: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"ours portable": _portable} if variants else {}
+    if peers:
+        found["deepgemm"] = "has no MXFP4 scores on Hopper" if mxfp4 else _peer(op)
+    return found
+
+
 def _records(
     op: str, shape: dict[str, Any], make: Callable[[int], LogitsSet], candidates: dict[str, Any], replays: int
 ) -> dict[str, Any]:
@@ -208,13 +261,15 @@ def sweep_prefill(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of mqa_logits per number of rows and keys."""
-    chosen = [shape for shape in PREFILLS if rows is None or shape[0] in rows]
-    prefill(4, 64, True, 0).ours()  # compiled before other projects change the DSL
-    candidates = {"deepgemm": _peer(CONTIGUOUS)} if peers else {}
+    chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, PREFILLS), (True, MXFP4_PREFILLS)) for shape in shapes]
+    chosen = [shape for shape in chosen if rows is None or shape[0] in rows]
+    for mxfp4 in (False, True):
+        prefill(4, 64, True, mxfp4, 0).ours()  # compiled before other projects change the DSL
     found = []
-    for m, n, clean in chosen:
-        shape = {"case": prefill_name(m, n, clean), "T": m, "keys": n, "heads": HEADS}
-        found.append(_records(CONTIGUOUS, shape, partial(prefill, m, n, clean), candidates, replays))
+    for m, n, clean, mxfp4 in chosen:
+        shape = {"case": prefill_name(m, n, clean, mxfp4), "T": m, "keys": n, "heads": HEADS}
+        candidates = _candidates(CONTIGUOUS, mxfp4, peers, variants)
+        found.append(_records(CONTIGUOUS, shape, partial(prefill, m, n, clean, mxfp4), candidates, replays))
     return found
 
 
@@ -222,14 +277,16 @@ def sweep_paged(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of paged_mqa_logits per number of requests, rows of each and keys of each."""
-    chosen = [shape for shape in DECODES if rows is None or shape[0] in rows]
-    for next_n in {next_n for _, next_n, _ in chosen}:
-        decode(1, next_n, BLOCK_SIZE, 0).ours()
-    candidates = {"deepgemm": _peer(PAGED)} if peers else {}
+    chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, DECODES), (True, MXFP4_DECODES)) for shape in shapes]
+    chosen = [shape for shape in chosen if rows is None or shape[0] in rows]
+    for next_n, mxfp4 in {(next_n, mxfp4) for _, next_n, _, mxfp4 in chosen}:
+        decode(1, next_n, BLOCK_SIZE, mxfp4, 0).ours()
     found = []
-    for batch, next_n, keys in chosen:
-        shape = {"case": decode_name(batch, next_n, keys), "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS}
-        found.append(_records(PAGED, shape, partial(decode, batch, next_n, keys), candidates, replays))
+    for batch, next_n, keys, mxfp4 in chosen:
+        case = decode_name(batch, next_n, keys, mxfp4)
+        shape = {"case": case, "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS}
+        candidates = _candidates(PAGED, mxfp4, peers, variants)
+        found.append(_records(PAGED, shape, partial(decode, batch, next_n, keys, mxfp4), candidates, replays))
     return found
 
 

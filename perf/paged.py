@@ -18,7 +18,7 @@ from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill, sparse_mla_prefill_paged
 from perf.decode_inputs import _pool as random_pool
 from perf.measure import Call, compare, number_of_sets
-from perf.prefill import CHECKED_ROWS, PEER_HEADS, RESULTS, in_order, near
+from perf.prefill import CHECKED_ROWS, PEER_HEADS, PORTABLE, RESULTS, in_order, near, portable
 
 OP = "sparse_mla_prefill_paged"
 GATHERED = "ours gathered"
@@ -192,8 +192,9 @@ def peak_bytes(call: Call) -> int:
 def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
-    """Records of sparse_mla_prefill_paged, all shapes or those with that many new tokens; as a variant this project's
-    gather, combination and prefill. The bytes of the workspace that these need are among a record's facts."""
+    """Records of sparse_mla_prefill_paged, all shapes or those with that many new tokens; as variants this
+    project's gather, combination and prefill, and the portable kernel. The bytes of the workspace that the former need
+    are among a record's facts."""
     chosen = [shape for shape in SHAPES if rows is None or shape.rows in rows]
     for ratio in PAGE_ROWS:
         PagedSet.make(Shape(1, 4096, 64, ratio), 0).ours()  # compiled before other projects change the DSL
@@ -209,6 +210,7 @@ def sweep(
             candidates[PEER] = _flashmla()
         if variants:
             candidates[GATHERED] = partial(PagedSet.gathered, attend=sparse_mla_prefill)
+            candidates[PORTABLE] = lambda s: portable("paged", s.ours)
         facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads}
         records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
     return records

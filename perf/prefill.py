@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -18,6 +19,9 @@ from perf.measure import Call, compare, number_of_sets
 OP = "sparse_mla_prefill"
 PEER_HEADS = (64, 128)
 """Head counts that FlashMLA has kernels for."""
+
+PORTABLE = "ours portable"
+"""Name of the kernel for every architecture, where another one is the choice."""
 
 RESULTS = ("out", "max_logits", "lse")
 
@@ -124,6 +128,13 @@ PER_ROW = ("q", "indices", "topk_length", "out", "max_logits", "lse")
 """Arguments with a row per query row."""
 
 
+def portable(module: str, call: Call) -> None:
+    """A call that runs the portable kernel of those in a module, whatever the architecture."""
+    kernels = importlib.import_module(f"cute_kernels.sparse_mla.{module}")
+    with mock.patch.multiple(kernels, HOPPER="", _key=kernels.key_for):
+        call()
+
+
 def _flashmla() -> Callable[[PrefillSet], Any] | str:
     """FlashMLA's prefill as vLLM ships it, or the reason why there is none."""
     try:
@@ -148,6 +159,8 @@ def sweep(
         work = cost(*first.arguments())
         sets = [first, *(PrefillSet.make(shape, seed) for seed in range(1, number_of_sets(work.bytes)))]
         candidates = {"flashmla": _flashmla()} if peers and shape.heads in PEER_HEADS else {}
+        if variants:
+            candidates[PORTABLE] = lambda s: portable("prefill", s.ours)
         facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads}
         records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
     return records

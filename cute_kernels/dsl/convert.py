@@ -83,6 +83,13 @@ def bf16x4_from_e4m3(codes: Any, factor: Any) -> tuple[Any, Any]:
     return ptx.bf16x2(a * factor, b * factor), ptx.bf16x2(c * factor, d * factor)
 
 
+def _e4m3_code(value: float) -> int:
+    """Of a number >= 0 that has one."""
+    units = int(value * 2**9)
+    exponent = max(units.bit_length() - 4, 0)
+    return units if units < 8 else 8 * (exponent + 1) + (units >> exponent) - 8
+
+
 E2M1_UNIT = 2.0**-14
 """The smallest normal f16. Counted in it, e2m1 numbers are built as f16 numbers are, those below 1 subnormal: bits 9 to
 11 of the f16 are the code rounded towards zero. f16 holds every bf16 times a power of two exactly from 0.125 to 6
@@ -120,6 +127,32 @@ def e2m1_from_bf16x8(words: Any, factor: Any, rounding: str) -> Any:
     return codes | (signs & ~0x77777777)
 
 
+E2M1_IN_E4M3 = tuple(
+    tuple(_e4m3_code(value * 2.0**exponent) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+    for exponent in range(6, -9, -1)
+)
+"""e4m3 codes of the e2m1 magnitudes times 2^6, 2^5, ... 2^-8: those powers of two with which all are exact."""
+
+
+E2M1_SIGN = 0x40404040
+
+
+def e4m3_from_e2m1x8(word: Any, low: Any, high: Any, sign: Any) -> tuple[Any, Any]:
+    """Eight e2m1 codes of a word, the first in the lowest nibble, as e4m3 codes in two words, with the opposite sign.
+
+    low, high   codes of the magnitudes, eight bytes: a row of E2M1_IN_E4M3
+    sign        E2M1_SIGN
+
+    A selector with its high bit set asks for eight times the highest bit of the byte it selects, here 0.
+    """
+    magnitudes = word & 0x77777777
+    found = []
+    for shift in (0, 16):
+        half_sign = ptx.permute_bytes(sign, sign, word >> shift)
+        found.append(ptx.permute_bytes(low, high, magnitudes >> shift) + half_sign * 2)
+    return found[0], found[1]
+
+
 # e4m3 codes of the same key or row, as bf16: ptx.bf16x2_of_codes, multiplied with pairs of their scales.
 
 LARGEST_SINGLE_SCALE = 254 - ptx.E4M3_AS_BF16
@@ -140,3 +173,45 @@ def excess_pair(low: Any, high: Any) -> Any:
 def _excess(byte: Any) -> Any:
     exponent = (cutlass.max(byte - LARGEST_SINGLE_SCALE, Int32(0)) + 127) << 7
     return Int32(0x7FC0) if byte == 255 else exponent
+
+
+SIGNS = 0x80008000 - (1 << 32)
+"""The sign bits of both halves of a word."""
+
+
+def f16x2_of_e4m3x4_by_bits(word: Any) -> tuple[Any, Any]:
+    """Four e4m3 codes as f16, times 2^-8: those of bytes 0 and 2, and of bytes 1 and 3. Exact; NaN stays NaN. For GPUs
+    that do not convert e4m3.
+
+    The bits S EEEE MMM become S 0 EEEE MMM 0000000, with 1 in place of that 0 for NaN: adding 1 to the magnitude of a
+    NaN, and of nothing else, carries into its sign.
+    """
+    is_nan = (word & 0x7F7F7F7F) + 0x01010101
+    pairs = []
+    for left in (8, 0):
+        code = word << left
+        pairs.append((code & SIGNS) | ((code >> 1) & 0x3F803F80) | (((is_nan << left) >> 1) & 0x40004000))
+    return pairs[0], pairs[1]
+
+
+def bf16x2_of_e2m1x8(word: Any) -> list[Any]:
+    """Eight e2m1 codes as bf16 pairs, times 2^-126: those of nibbles i and i + 4 for i = 0 to 3. Exact: the bits S EE M
+    become S 000000 EE M 000000."""
+    # nibble i to the top of its half; without the sign, its lowest bit to bit 6
+    codes = [word << 12, word << 8, word << 4, word]
+    magnitudes = [word << 6, word << 2, word >> 2, word >> 6]
+    return [(c & SIGNS) | (m & 0x01C001C0) for c, m in zip(codes, magnitudes, strict=True)]
+
+
+LARGEST_SINGLE_E2M1_SCALE = 130
+"""The largest ue8m0 byte whose scale takes one factor in e2m1_scale_pairs."""
+
+
+@cute.jit
+def e2m1_scale_pairs(byte: Any) -> tuple[Any, Any]:
+    """Two factors, as bf16 pairs, that turn what bf16x2_of_e2m1x8 gives into a quarter of values with that ue8m0 byte:
+    2^(byte - 3) in all. The quarter lets bf16 hold every one exactly, from 0.5 x 2^-127 to 6 x 2^127. NaN of 255."""
+    first = cutlass.min(byte, Int32(LARGEST_SINGLE_E2M1_SCALE)) + 124
+    second = cutlass.max(byte - LARGEST_SINGLE_E2M1_SCALE, Int32(0)) + 127
+    factor = Int32(0x7FC0) if byte == 255 else second << 7
+    return (first << 7) * 0x00010001, factor * 0x00010001

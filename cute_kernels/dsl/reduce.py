@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 
@@ -32,6 +32,22 @@ def over_quad(value: Any, combine: Callable[[Any, Any], Any]) -> Any:
     for offset in (1, 2):
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
     return value
+
+
+@cute.jit
+def exchange_in_quad(lane: Any, words: Sequence[Any]) -> Any:
+    """Word j of lane i of four neighbours becomes word i of lane j."""
+    words = list(words)
+    for bit in range_constexpr(2):
+        distance = 1 << bit
+        is_upper = lane & distance != 0
+        for low in range_constexpr(4):
+            if const_expr(low & distance == 0):
+                high = low + distance
+                sent = words[low] if is_upper else words[high]
+                got = cute.arch.shuffle_sync_bfly(sent, offset=distance)
+                words[low], words[high] = (got if is_upper else words[low]), (words[high] if is_upper else got)
+    return tuple(words)
 
 
 def lanes_sum(value: Any, lanes: int = 32) -> Any:

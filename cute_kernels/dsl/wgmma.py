@@ -15,16 +15,16 @@ instruction instead (its remark C7514).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, range_constexpr
+from cutlass import Float32, Int32, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.dsl import ptx
+from cute_kernels.dsl.reduce import exchange_in_quad
 
 ROW_BYTES = 128
 WARPGROUP = 128
@@ -40,17 +40,24 @@ def swizzled_tiles(dtype: Any, rows: int, stages: int) -> Any:
     return cute.tile_to_shape(atom, (rows, ROW_BYTES * 8 // dtype.width, stages), (0, 1, 2))
 
 
-def make_mma(dtype: Any, warpgroups: int, columns: int) -> Any:
-    """The product of `warpgroups` times 64 rows with `columns` columns, each warpgroup doing its rows; fp32 sums."""
+def make_mma(dtype: Any, warpgroups: int, columns: int, **source: Any) -> Any:
+    """The product of `warpgroups` times 64 rows with `columns` columns, each warpgroup doing its rows; fp32 sums.
+    a_source: registers, if that is where rows are."""
     major = OperandMajorMode.K
     return hopper_helpers.make_trivial_tiled_mma(
-        dtype, dtype, major, major, Float32, (warpgroups, 1, 1), (ROWS, columns)
+        dtype, dtype, major, major, Float32, (warpgroups, 1, 1), (ROWS, columns), **source
     )
 
 
 def accumulate(mma: Any) -> None:
     """Have `mma` add to what the accumulators hold. In a kernel, before any branch; a new one overwrites."""
     mma.set(warpgroup.Field.ACCUMULATE, True)
+
+
+def overwrite(mma: Any) -> None:
+    """Have `mma` overwrite what the accumulators hold, which a new one does too: but only here, in a kernel and before
+    any branch, does the compiler learn of it, and keeps no registers for them where they hold nothing."""
+    mma.set(warpgroup.Field.ACCUMULATE, False)
 
 
 def accumulators(mma: Any, rows: int, columns: int) -> Any:
@@ -87,6 +94,32 @@ def multiply(
     warpgroup.commit_group()
 
 
+def make_mma_of_registers(dtype: Any, columns: int) -> Any:
+    """The product of a warpgroup's 64 rows, which are in its registers, with `columns` columns."""
+    return make_mma(dtype, 1, columns, a_source=warpgroup.OperandSource.RMEM)
+
+
+def row_registers(mma: Any, dtype: Any) -> tuple[Any, Any]:
+    """Registers for a thread's share of the 64 rows of `mma`, and the same as words. Bytes 4c .. 4c + 3 and 4c + 16 ..
+    4c + 19 of every 32 are those of a thread with t % 4 = c: of each 32 the words (row r, 4c), (r + 8, 4c),
+    (r, 4c + 16), (r + 8, 4c + 16)."""
+    held = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((ROWS, ROW_BYTES * 8 // dtype.width)), dtype)
+    return held, cute.recast_tensor(held, Int32)
+
+
+@cute.jit
+def multiply_registers(
+    mma: cute.TiledMma, mma_more: cute.TiledMma, products: cute.Tensor, held: cute.Tensor, b: cute.Tensor, b_stage: Any
+) -> None:
+    """As `multiply`, with rows in registers. The warp goes on when they have been read."""
+    b_parts = mma.make_fragment_B(mma.get_slice(0).partition_B(b))
+    warpgroup.fence()
+    for k in range_constexpr(cute.size(held, mode=[2])):
+        chosen = mma if cutlass.const_expr(k == 0) else mma_more
+        cute.gemm(chosen, products, held[None, None, k], b_parts[None, None, k, b_stage], products)
+    warpgroup.commit_group()
+
+
 @cute.jit
 def store_bf16(
     values: cute.Tensor, lane: Any, target: Any, row_bytes: Any, rows: Any, columns: Any, count: cutlass.Constexpr
@@ -103,22 +136,27 @@ def store_bf16(
         at = column + block * 32
         for half in range_constexpr(2):
             first = [16 * block + 4 * i + 2 * half for i in range(4)]
-            words = _exchange(lane, [ptx.bf16x2(values[i], values[i + 1]) for i in first])
+            words = exchange_in_quad(lane, [ptx.bf16x2(values[i], values[i + 1]) for i in first])
             address = target + row_bytes * (8 * half) + at * 2
             ptx.store_global_128(address, words, 8 * half < rows and at < columns)
 
 
 @cute.jit
-def _exchange(lane: Any, words: Sequence[Any]) -> Any:
-    """Word j of lane i of four becomes word i of lane j."""
-    words = list(words)
-    for bit in range_constexpr(2):
-        distance = 1 << bit
-        is_upper = lane & distance != 0
-        for low in range_constexpr(4):
-            if cutlass.const_expr(low & distance == 0):
-                high = low + distance
-                sent = words[low] if is_upper else words[high]
-                got = cute.arch.shuffle_sync_bfly(sent, offset=distance)
-                words[low], words[high] = (got if is_upper else words[low]), (words[high] if is_upper else got)
-    return tuple(words)
+def store_bf16_transposed(
+    values: cute.Tensor, lane: Any, warp: Any, target: Any, row_bytes: Any, rows: Any, columns: cutlass.Constexpr
+) -> None:
+    """Write the first `rows` of `columns` columns of a thread's products as rows of bf16, with whole sectors.
+
+    values   of an even number of times 64 rows, which become columns
+    warp     the thread's, of its warpgroup
+    target   address of what row 0 of the products becomes, 16-byte aligned like row_bytes
+    """
+    own = columns // 2
+    for pair in range_constexpr(cute.size(values) // own // 2):
+        for block in range_constexpr(columns // 8):
+            first = [(2 * pair + i // 2) * own + 4 * block + 2 * (i % 2) for i in range(4)]
+            words = [ptx.transpose_matrix(ptx.bf16x2(values[i], values[i + 1])) for i in first]
+            words = exchange_in_quad(lane, words)
+            at = (2 * pair + lane % 4 // 2) * ROWS + warp * 16 + lane % 2 * 8
+            row = block * 8 + lane // 4
+            ptx.store_global_128(target + row_bytes * row + at * 2, words, row < rows)

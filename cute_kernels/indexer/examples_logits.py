@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import INDEX_DIM, INDEXER_FP8
+from cute_kernels import numerics
+from cute_kernels.formats import FORMATS, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE
 from cute_kernels.paging import entries_to_slots
 from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory
 
@@ -17,15 +18,45 @@ SHARE = 2.0**-12
 """Of what a score is made of, the sum of its products' magnitudes times weights and scale, that it may differ by:
 Hopper's tensor cores keep about 14 bits of a sum of e4m3 products."""
 
-_CONTIGUOUS = ((1, 64, 200, 0), (70, 64, 1300, 0), (33, 32, 515, 0), (30, 64, 700, 260))
-"""(rows, heads, keys, columns of the compressed form)"""
+_CONTIGUOUS = (
+    (1, 64, 200, 0, False),
+    (70, 64, 1300, 0, False),
+    (33, 32, 515, 0, False),
+    (30, 64, 700, 260, False),
+    (21, 24, 333, 0, False),
+    (70, 64, 1300, 0, True),
+    (30, 16, 700, 260, True),
+)
+"""(rows, heads, keys, columns of the compressed form, whether it is MXFP4)"""
 
-_PAGED = ((1, 1, 64, 64), (5, 1, 64, 64), (3, 2, 64, 128), (4, 3, 48, 16), (2, 4, 64, 64), (3, 7, 16, 8))
-"""(requests, rows of each, heads, keys of a page)"""
+_FP8, _MXFP4, _WIDE = (fmt.id for fmt in (INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE))
+_PAGED = (
+    (1, 1, 64, 64, _FP8),
+    (5, 1, 64, 64, _FP8),
+    (3, 2, 64, 128, _FP8),
+    (4, 3, 48, 16, _FP8),
+    (2, 4, 64, 64, _FP8),
+    (3, 7, 16, 8, _FP8),
+    (4, 2, 64, 12, _FP8),
+    (5, 1, 64, 64, _MXFP4),
+    (3, 4, 64, 64, _MXFP4),
+    (4, 2, 32, 20, _WIDE),
+)
+"""(requests, rows of each, heads, keys of a page, format)"""
 
 
-def _codes(g: torch.Generator, *shape: int) -> torch.Tensor:
-    return (torch.randn(shape, generator=g) * 30).clamp(-448, 448).to(torch.float8_e4m3fn)
+def _codes(g: torch.Generator, mxfp4: bool, *shape: int) -> torch.Tensor:
+    """Of queries or keys."""
+    if mxfp4:
+        return torch.randint(0, 256, (*shape, INDEX_DIM // 2), generator=g, dtype=torch.uint8)
+    return (torch.randn(*shape, INDEX_DIM, generator=g) * 30).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _scales(g: torch.Generator, mxfp4: bool, *shape: int) -> torch.Tensor:
+    """Of keys or, of MXFP4, queries."""
+    if mxfp4:
+        return torch.randint(105, 135, (*shape, 4), generator=g, dtype=torch.uint8).view(torch.int32)[..., 0]
+    return torch.exp2(torch.randint(-9, 9, shape, generator=g).float())
 
 
 def _poisoned(rows: int, columns: int) -> torch.Tensor:
@@ -36,17 +67,17 @@ def _poisoned(rows: int, columns: int) -> torch.Tensor:
 
 def contiguous() -> Iterator[Example]:
     """mqa_logits(q, q_scale, k, k_scale, weights, start, end, clean_logits, max_seqlen_k, out)"""
-    for rows, heads, keys, columns in _CONTIGUOUS:
+    for rows, heads, keys, columns, mxfp4 in _CONTIGUOUS:
         for clean in (False, True):
             g = torch.Generator().manual_seed(rows + keys)
-            scale = torch.exp2(torch.randint(-9, 9, (keys,), generator=g).float())
             start = torch.randint(-9, keys + 9, (rows,), generator=g)
             end = start + torch.randint(-9, keys + 9, (rows,), generator=g)
             start[0], end[0] = 0, keys
             windows = start.int(), end.int()
-            inputs = _codes(g, rows, heads, INDEX_DIM), None, _codes(g, keys, INDEX_DIM), scale
+            q, q_scale = _codes(g, mxfp4, rows, heads), _scales(g, True, rows, heads) if mxfp4 else None
+            inputs = q, q_scale, _codes(g, mxfp4, keys), _scales(g, mxfp4, keys)
             out = _poisoned(rows, columns or keys)
-            name = f"{rows} rows, {heads} heads, {keys} keys, {columns} columns" + ", clean" * clean
+            name = f"{rows} rows, {heads} heads, {keys} keys, {columns} columns" + ", MXFP4" * mxfp4 + ", clean" * clean
             arguments = (*inputs, torch.randn(rows, heads, generator=g), *windows, clean, columns, out)
             yield Example(name, arguments, _agree_contiguous)
 
@@ -54,27 +85,30 @@ def contiguous() -> Iterator[Example]:
 def paged() -> Iterator[Example]:
     """paged_mqa_logits(q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, clean_logits,
     kv_format, out)"""
-    for requests, next_n, heads, page_rows in _PAGED:
+    for requests, next_n, heads, page_rows, kv_format in _PAGED:
+        fmt, mxfp4 = FORMATS[kv_format], kv_format != INDEXER_FP8.id
         for clean in (False, True):
             g = torch.Generator().manual_seed(requests + next_n)
             pages, columns = 40, 700
-            pool = INDEXER_FP8.allocate(pages, page_rows)
+            pool = fmt.allocate(pages, page_rows)
             slots = torch.arange(pages * page_rows)
-            scale = torch.exp2(torch.randint(-9, 9, (len(slots), 1), generator=g).float()).view(torch.uint8)
-            INDEXER_FP8.write_fields(pool, page_rows, slots, _codes(g, len(slots), INDEX_DIM).view(torch.uint8), scale)
+            scale = _scales(g, mxfp4, len(slots))[:, None].view(torch.uint8)
+            fmt.write_fields(pool, page_rows, slots, _codes(g, mxfp4, len(slots)).view(torch.uint8), scale)
             table = torch.randint(-2, pages + 2, (requests, 600 // page_rows), generator=g).int()
             lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
             lens[0, 0] = 640
-            q = _codes(g, requests, next_n, heads, INDEX_DIM)
+            q = _codes(g, mxfp4, requests, next_n, heads)
+            q_scale = _scales(g, True, requests, next_n, heads) if mxfp4 else None
             weights = torch.randn(requests * next_n, heads, generator=g)
-            name = f"{requests} requests of {next_n} rows, {heads} heads, pages of {page_rows}" + ", clean" * clean
-            inputs = q, None, pool, weights, lens, table, columns, clean, INDEXER_FP8.id
-            yield Example(name, (*inputs, _poisoned(requests * next_n, columns)), _agree_paged)
+            name = f"{requests} requests of {next_n} rows, {heads} heads, pages of {page_rows}, {kv_format}"
+            inputs = q, q_scale, pool, weights, lens, table, columns, clean, kv_format
+            arguments = (*inputs, _poisoned(requests * next_n, columns))
+            yield Example(name + ", clean" * clean, arguments, _agree_paged)
 
 
 def _agree_contiguous(got: Sequence[Any], want: Sequence[Any]) -> str:
-    q, _, k, scale, weights, start = want[:6]
-    magnitude = _magnitude(q, k, scale, weights)
+    q, q_scale, k, scale, weights, start = want[:6]
+    magnitude = _magnitude(q, q_scale, k, scale, weights)
     if want[8]:
         key = start.long()[:, None] + torch.arange(want[9].shape[1])
         magnitude = magnitude.gather(1, key.clamp(0, k.shape[0] - 1))
@@ -82,24 +116,36 @@ def _agree_contiguous(got: Sequence[Any], want: Sequence[Any]) -> str:
 
 
 def _agree_paged(got: Sequence[Any], want: Sequence[Any]) -> str:
-    q, _, pool, weights, _, table, columns = want[:7]
+    q, q_scale, pool, weights, _, table, columns, _, kv_format = want[:9]
     page_rows, next_n = pool.shape[1], q.shape[1]
     magnitude = torch.zeros(weights.shape[0], columns, dtype=torch.float64)
     for r in range(q.shape[0]):
         entries = torch.arange(columns)
         slots = entries_to_slots(entries, torch.full_like(entries, r), table, page_rows)
         slots = slots.clamp(0, pool.shape[0] * page_rows - 1)
-        codes, scale = INDEXER_FP8.read_fields(pool, page_rows, slots)
+        codes, scale = (t.contiguous() for t in FORMATS[kv_format].read_fields(pool, page_rows, slots))
         own = slice(r * next_n, (r + 1) * next_n)
-        keys = codes.contiguous().view(torch.float8_e4m3fn)
-        magnitude[own] = _magnitude(q[r], keys, scale.contiguous().view(torch.float32)[:, 0], weights[own])
+        if q_scale is None:
+            keys, scale = codes.view(torch.float8_e4m3fn), scale.view(torch.float32)[:, 0]
+            magnitude[own] = _magnitude(q[r], None, keys, scale, weights[own])
+        else:
+            magnitude[own] = _magnitude(q[r], q_scale[r], codes, scale.view(torch.int32)[:, 0], weights[own])
     return _agree(got, want, magnitude)
 
 
-def _magnitude(q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _magnitude(
+    q: torch.Tensor, q_scale: torch.Tensor | None, k: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """float64 [rows, keys]: what scores are made of, all signs positive."""
-    dots = q.double().abs() @ k.double().abs().T
-    return (dots * weights.double().abs()[:, :, None]).sum(1) * scale.double().abs()
+    if q_scale is None:
+        dots = q.double().abs() @ k.double().abs().T * scale.double().abs()
+    else:
+        values = (
+            numerics.dequantize_e2m1(codes, words[..., None].contiguous().view(torch.uint8)).abs()
+            for codes, words in ((q, q_scale), (k, scale))
+        )
+        dots = next(values) @ next(values).T
+    return (dots * weights.double().abs()[:, :, None]).sum(1)
 
 
 def _agree(got: Sequence[Any], want: Sequence[Any], magnitude: torch.Tensor) -> str:

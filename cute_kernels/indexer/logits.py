@@ -1,4 +1,4 @@
-"""Which kernel mqa_logits runs: that of Hopper, for FP8."""
+"""Which kernel mqa_logits runs: one of Hopper's own, for FP8 or MXFP4, or the portable one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from cute_kernels.indexer import logits_choice as choice
-from cute_kernels.indexer.logits_sm90 import LogitsKey
-from cute_kernels.runtime.arch import multiprocessors
+from cute_kernels.indexer import portable_launch
+from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
 _key = cache(choice.key_for)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[LogitsKey]:
-    """One: a prefill may have any number of rows. Every rank has all index heads."""
-    heads = choice.heads_of(config, arch)
-    return [] if heads is None else [choice.key_for(heads, choice.MOST_ROWS, False)]
+def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """One for each format: a prefill may have any number of rows. Every rank has all index heads."""
+    heads = choice.heads_of(config)
+    if heads is None or not choice.is_hoppers(arch, heads):
+        return [*portable_launch.deployment_keys(config, arch, False)]
+    return [choice.key_for(heads, choice.most_rows(mxfp4), False, mxfp4=mxfp4) for mxfp4 in (False, True)]
 
 
 class Call(NamedTuple):
@@ -37,14 +40,15 @@ class Call(NamedTuple):
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     call = Call(*args)
-    why = choice.why_not(call.q, call.q_scale, call.k, "kv[0]", call.out)
+    why = choice.why_not(call.q, call.k, "kv[0]", call.out)
     if not why and call.k.shape[0] > 2**31 - 256:
         why = f"there must be fewer than 2^31 - 256 keys, got {call.k.shape[0]}"
     return not why, why
 
 
-def launch(*args: Any) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+def launch(*args: Any, skip: int = 0) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported. Rows
+    that see no more than `skip` keys are not scored."""
     call = Call(*args)
     if call.out.numel() == 0:
         return
@@ -53,15 +57,20 @@ def launch(*args: Any) -> None:
             call.out.fill_(float("-inf"))
         return
     device_index = call.out.device.index
-    key = _key(call.q.shape[1], choice.MOST_ROWS, False)
     rows, columns = call.out.shape
-    launch_key(key, device_index, *arguments(call), choice.blocks(key, 1, rows, columns, multiprocessors(device_index)))
+    if not choice.is_hoppers(arch_of(device_index), call.q.shape[1]):
+        portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call, skip), 1, rows, False)
+        return
+    mxfp4 = call.q_scale is not None
+    key = _key(call.q.shape[1], choice.most_rows(mxfp4), False, mxfp4=mxfp4)
+    blocks = choice.blocks(key, 1, rows, columns, multiprocessors(device_index))
+    launch_key(key, device_index, *arguments(call, skip), blocks)
 
 
-def arguments(call: Call) -> tuple[Any, ...]:
-    """What the kernel's entry point takes but the number of blocks: all rows are one request's, all keys one page's."""
-    q, k = call.q, call.k
-    rows, keys = q.shape[0], k.shape[0]
+def arguments(call: Call, skip: int) -> tuple[Any, ...]:
+    """What the entry point of Hopper's kernel takes but the number of blocks: all rows are one request's."""
+    q = call.q
+    rows = q.shape[0]
     return (
         call.weights,
         call.out,
@@ -71,19 +80,22 @@ def arguments(call: Call) -> tuple[Any, ...]:
         choice.stride(q, 1),
         1,
         rows,
-        k.data_ptr(),
-        call.k_scale.data_ptr(),
-        choice.stride(k, 0),
-        choice.stride(k, 0) * keys,
-        keys,
-        1,
-        0,
-        0,
-        0,
-        call.cu_seq_len_k_start.data_ptr(),
-        call.cu_seq_len_k_end.data_ptr(),
-        0,
-        keys,
-        -1 if call.max_seqlen_k > 0 else 0,
+        *arguments_of_keys(call),
+        *arguments_of_windows(call, skip),
         int(call.clean_logits),
+        *choice.scale_arguments(call.q_scale),
     )
+
+
+def arguments_of_keys(call: Call) -> tuple[Any, ...]:
+    """Those of them that say where keys are: all of them are one page's, and there is no table."""
+    k = call.k
+    keys = k.shape[0]
+    stride = choice.stride(k, 0)
+    return (k.data_ptr(), call.k_scale.data_ptr(), stride, stride * keys, keys, 1, 0, 0, 0)
+
+
+def arguments_of_windows(call: Call, skip: int) -> tuple[Any, ...]:
+    """Those of them that say which keys a row sees."""
+    starts, ends = call.cu_seq_len_k_start.data_ptr(), call.cu_seq_len_k_end.data_ptr()
+    return (starts, ends, 0, call.k.shape[0], -1 if call.max_seqlen_k > 0 else 0, skip)

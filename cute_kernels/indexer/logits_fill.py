@@ -1,4 +1,4 @@
-"""The warp of every block that writes -inf where a row sees no key, beside those that compute scores."""
+"""Warps that write -inf where a row sees no key, beside those that compute scores or before they do."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ NEGATIVE_INFINITY = 0xFF800000 - (1 << 32)
 
 
 class Fill:
-    """The part of one warp of every block."""
+    """The part of one warp."""
 
     def __init__(self, paged: bool) -> None:
         self.paged = paged
 
     @cute.jit
-    def run(self, groups: Any, windows: Any, out: Any, out_stride: Any) -> None:
-        """Write the columns outside the rows' windows. Every 32nd piece of a warp's is a lane's, which finds out what
-        the row sees; then all lanes write each of the 32 in turn."""
+    def run(self, number: Any, warps: Any, groups: Any, windows: Any, out: Any, out_stride: Any) -> None:
+        """Write the columns outside the rows' windows, as number `number` of so many warps. Every 32nd piece of a
+        warp's is a lane's, which finds out what the row sees; then all lanes write each of the 32 in turn."""
         lane = cute.arch.lane_idx()
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
         per_row = cute.ceil_div(windows.columns, PIECE)
         pieces = Int64(groups.requests * groups.count) * Int64(per_row)
-        step, first = Int64(blocks), Int64(block)
+        step, first = Int64(warps), Int64(number)
         while first < pieces:
             own = first + Int64(lane) * step
             is_piece = own < pieces

@@ -193,9 +193,22 @@ class Scores:
         lane: Any,
     ) -> None:
         """Add up a part of a tile's products and store the scores."""
+        self.store(part, self.add(products, weights, part * (self.columns // 4), lane), seen, tile, scale, own)
+
+    @cute.jit
+    def store(
+        self,
+        part: cutlass.Constexpr,
+        totals: Any,
+        seen: Any,
+        tile: Any,
+        scale: Any,
+        own: Any,
+        is_wanted: Any = None,
+    ) -> None:
+        """Write the scores of a part's rows, `held` of each thread's, if they are wanted."""
         firsts, stops, targets = seen
         key = (tile.place & -KEYS) + own
-        totals = self.add(products, weights, part * (self.columns // 4), lane)
         for i in range_constexpr(self.held):
             row = part * self.held + i
             score = totals[i] * scale
@@ -203,6 +216,8 @@ class Scores:
                 is_there = tile.boxes & (1 << (own // self.plan.box)) != 0
                 score = score if is_there else Float32(-Float32.inf)
             is_seen = (key >= firsts[row]) & (key < stops[row])
+            if const_expr(is_wanted is not None):
+                is_seen = is_seen & is_wanted[i]
             ptx.store_global_f32(targets[row] + Int64(key) * 4, score, is_seen)
 
     @cute.jit
@@ -221,6 +236,11 @@ class Scores:
                         sums[row][half] = ptx.mul_rn(product, weight)
                     else:
                         sums[row][half] = ptx.fma_rn(product, weight, sums[row][half])
+        return self.across(sums, lane)
+
+    @cute.jit
+    def across(self, sums: Any, lane: Any) -> Any:
+        """Sums over four lanes of what each has of every row's two keys."""
         is_upper, is_odd = lane & 2 != 0, lane & 1 != 0
         rows = []
         for row in range_constexpr(self.rows):

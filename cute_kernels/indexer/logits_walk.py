@@ -1,8 +1,8 @@
 """The warps that bring the score kernel its keys and queries, and tell the others what they are.
 
-If there are many groups, all warps of a block count the tiles first. Then one warp per warpgroup goes through the
-block's share, and brings that one its tiles, each with a note, and the queries, weights and windows of the groups.
-Codes come by bulk tensor copies, what is not aligned for them by asynchronous ones.
+One warp per warpgroup goes through the block's share (logits_shares.py), and brings that one its tiles, each with a
+note, and the queries, weights and windows of the groups. Codes come by bulk tensor copies, what is not aligned for them
+by asynchronous ones.
 
 Keys lie in pages, one after the other, a page's scales behind them or elsewhere. Contiguous keys are those of a single
 page. What is to be known of another record format is in here and in how the products are formed.
@@ -17,8 +17,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
-from cute_kernels.formats import INDEX_DIM
-from cute_kernels.indexer.logits_plan import CHUNKS, CLOSING, END, KEYS, NOTE, QUERIES, WARP, Plan
+from cute_kernels.indexer.logits_plan import END, KEYS, NOTE, QUERIES, WARP, Plan
+from cute_kernels.indexer.logits_shares import Part, Shares
 
 LINE = 128
 """Bytes that L2 fetches."""
@@ -39,83 +39,12 @@ class Keys(NamedTuple):
     table_columns: Any
 
 
-class Part(NamedTuple):
-    """The tiles that a block takes of a group: the group's number, its request and first row, the first key, the end of
-    the group's keys, and how many tiles there are; of those a warpgroup takes number `own` and every `step`th after it.
-    """
-
-    group: Any
-    request: Any
-    first_row: Any
-    first_key: Any
-    stop: Any
-    count: Any
-    own: Any
-    step: int
-
-    @cute.jit
-    def mark(self, tile: Any) -> Any:
-        """Second word of a tile's note."""
-        return self.first_key + tile * KEYS + (Int32(CLOSING) if tile >= self.count - self.step else Int32(0))
-
-
-class Walk:
+class Walk(Shares):
     """The producers' part."""
 
     def __init__(self, plan: Plan, paged: bool) -> None:
-        self.plan, self.paged, self.warps = plan, paged, plan.threads // WARP
-
-    @cute.jit
-    def count(self, warp: Any, groups: Any, windows: Any, sums: Any) -> None:
-        """Tiles of every chunk of groups, into shared memory. By all warps of the block, which then synchronize."""
-        lane = cute.arch.lane_idx()
-        width = self.chunk_width(groups)
-        chunks = cute.ceil_div(groups.total(), width * WARP)
-        for chunk in cutlass.range(warp, chunks, self.warps, unroll=1):
-            tiles = Int32(0)
-            for i in cutlass.range(width, unroll=1):
-                group = (chunk * width + i) * WARP + lane
-                tiles += windows.span(groups, group, self.plan.rows, self.paged)[2]
-            tiles = cute.arch.warp_redux_sync(tiles, "add")
-            if lane == 0:
-                ptx.store_shared_s32(sums + chunk * 4, tiles)
-
-    def chunk_width(self, groups: Any) -> Any:
-        """Groups of a chunk, in 32s."""
-        return cute.ceil_div(groups.total(), WARP * CHUNKS)
-
-    @cute.jit
-    def share(self, groups: Any, sums: Any) -> tuple[Any, Any, Any]:
-        """The chunk that the block's share begins in, tiles of it that belong to others, and tiles of the share."""
-        lane = cute.arch.lane_idx()
-        chunks = cute.ceil_div(groups.total(), self.chunk_width(groups) * WARP)
-        total = Int32(0)
-        for begin in cutlass.range(0, chunks, WARP, unroll=1):
-            tiles = ptx.load_shared_s32(sums + (begin + lane) * 4)
-            total += tiles if begin + lane < chunks else Int32(0)
-        skipped, count = self.portion(groups, cute.arch.warp_redux_sync(total, "add"))
-        first, goes_on = Int32(0), count > 0
-        while goes_on:
-            tiles = ptx.load_shared_s32(sums + (first + lane) * 4)
-            tiles = tiles if first + lane < chunks else Int32(0)
-            until = self.sum_up_to_lane(tiles)
-            here = cute.arch.shuffle_sync(until, WARP - 1)
-            goes_on = skipped >= here
-            if goes_on:
-                skipped -= here
-                first += WARP
-            else:
-                number = cute.arch.popc(cute.arch.vote_ballot_sync(until <= skipped))
-                skipped -= cute.arch.shuffle_sync(until - tiles, number)
-                first += number
-        return first, skipped, count
-
-    @cute.jit
-    def portion(self, groups: Any, total: Any) -> tuple[Any, Any]:
-        """Of so many tiles, how many are those of blocks before this one, and how many are this block's."""
-        block, _, _ = cute.arch.block_idx()
-        each, rest = divmod(total, groups.blocks)
-        return block * each + cutlass.min(block, rest), each + (Int32(1) if block < rest else Int32(0))
+        super().__init__(plan.rows, plan.threads // WARP, paged)
+        self.plan = plan
 
     @cute.jit
     def run(
@@ -136,52 +65,21 @@ class Walk:
         key_copy     (address of the keys' descriptor, address of their stages)
         query_copy   (atom, source, target)
         """
-        plan = self.plan
-        step = plan.warpgroups
         lane = cute.arch.lane_idx()
-        base, skipped, remaining = Int32(0), Int32(0), Int32(0)
-        is_counted = groups.total() > WARP
-        if is_counted:
-            chunk, skipped, remaining = self.share(groups, at.sums)
-            base = chunk * self.chunk_width(groups) * WARP
-        stage, phase, turn, done, goes_on = role, Int32(0), Int32(0), Int32(0), is_counted | True
-        while goes_on:
-            low, high, tiles = windows.span(groups, base + lane, plan.rows, self.paged)
-            until = self.sum_up_to_lane(tiles)
-            here = cute.arch.shuffle_sync(until, WARP - 1)
-            if not is_counted:
-                skipped, remaining = self.portion(groups, here)
-            if skipped >= here:
-                skipped -= here
-            elif remaining > 0:
-                number = cute.arch.popc(cute.arch.vote_ballot_sync(until <= skipped))
-                skipped -= cute.arch.shuffle_sync(until - tiles, number)
-                while (number < WARP) & (remaining > 0):
-                    count = cutlass.min(cute.arch.shuffle_sync(tiles, number) - skipped, remaining)
-                    own = (role + step - done % step) % step
-                    if own < count:
-                        request, first_row = groups.place(base + number, plan.rows)
-                        first_key = cute.arch.shuffle_sync(low, number) + skipped * KEYS
-                        stop = cute.arch.shuffle_sync(high, number)
-                        part = Part(base + number, request, first_row, first_key, stop, count, own, step)
-                        pages, boxes = self.look_up(keys, part, Int32(0))
-                        buffer, use = role * QUERIES + turn % QUERIES, turn // QUERIES & 1
-                        self.bring_queries(
-                            windows, groups, weights, weights_stride, query_copy, rings[1], at, part, buffer, use
-                        )
-                        if const_expr(self.paged):
-                            stage, phase = self.bring_pages(
-                                keys, key_copy, rings[0], at, part, pages, boxes, stage, phase
-                            )
-                        else:
-                            stage, phase = self.bring_keys(keys, key_copy, rings[0], at, part, stage, phase)
-                        turn += 1
-                    done += count
-                    remaining -= count
-                    skipped = Int32(0)
-                    number += 1
-            base += WARP
-            goes_on = remaining > 0
+
+        def bring(part: Part, state: Any) -> Any:
+            stage, phase, turn = state
+            pages, boxes = self.look_up(keys, part, Int32(0))
+            buffer, use = role * QUERIES + turn % QUERIES, turn // QUERIES & 1
+            self.bring_queries(windows, groups, weights, weights_stride, query_copy, rings[1], at, part, buffer, use)
+            if self.paged:
+                stage, phase = self.bring_pages(keys, key_copy, rings[0], at, part, pages, boxes, stage, phase)
+            else:
+                stage, phase = self.bring_keys(keys, key_copy, rings[0], at, part, stage, phase)
+            return stage, phase, turn + 1
+
+        start = role, Int32(0), Int32(0)
+        stage, phase, _ = self.each_part(role, self.plan.warpgroups, groups, windows, at.sums, bring, start)
         rings[0].wait_empty(stage, phase)
         if lane == 0:
             self.announce(rings[0].full(stage), at, stage, END, 0, 0, 0)
@@ -190,14 +88,6 @@ class Walk:
         # no lane ends with copies under way
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
-
-    @cute.jit
-    def sum_up_to_lane(self, number: Any) -> Any:
-        lane = cute.arch.lane_idx()
-        for i in range_constexpr(5):
-            below = cute.arch.shuffle_sync(number, cutlass.max(lane - (1 << i), 0))
-            number += below if lane >= (1 << i) else Int32(0)
-        return number
 
     @cute.jit
     def advance(self, stage: Any, phase: Any) -> Any:
@@ -230,11 +120,11 @@ class Walk:
         lane = cute.arch.lane_idx()
         request, first_row = part.request, part.first_row
         rows = cutlass.min(Int32(plan.rows), groups.count - first_row)
-        copy, source, target = query_copy
+        copy, source, target = query_copy[:3]
         full = ring.full(buffer)
         ring.wait_empty(buffer, phase)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, rows * (plan.heads * INDEX_DIM))
+            cute.arch.mbarrier_arrive_and_expect_tx(full, rows * (plan.heads * plan.row_bytes))
         for i in range_constexpr(plan.rows):
             if i < rows:
                 place = target[None, buffer * plan.rows + i]
@@ -246,6 +136,7 @@ class Walk:
             if row < rows:
                 place = at.weights + (buffer * plan.columns + number) * 4
                 ptx.copy_async_32(place, weights + Int64(row0 + row) * weights_stride + Int64(head) * 4)
+        self.bring_scales(query_copy, at, request, first_row, rows, buffer)
         if lane < rows:
             place = at.windows + (buffer * 2 * plan.rows + lane) * 4
             ptx.copy_async_32(place + plan.rows * 4, windows.end_address(request, first_row + lane))
@@ -253,10 +144,14 @@ class Walk:
                 ptx.copy_async_32(place, windows.start_address(first_row + lane))
         cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
+    def bring_scales(self, query_copy: Any, at: Any, request: Any, first_row: Any, rows: Any, buffer: Any) -> None:
+        """Of the queries: FP8 ones have them in their weights."""
+
     @cute.jit
     def bring_keys(self, keys: Any, key_copy: Any, ring: Any, at: Any, part: Any, stage: Any, phase: Any) -> Any:
         """The warpgroup's tiles of a part of contiguous keys, which are those of one page; scales may lie anywhere.
         Returns its next stage and phase."""
+        plan = self.plan
         lane = cute.arch.lane_idx()
         copy, target = key_copy
         key = part.first_key + part.own * KEYS
@@ -265,8 +160,8 @@ class Walk:
             ring.wait_empty(stage, phase)
             full = ring.full(stage)
             if lane == 0:
-                self.announce(full, at, stage, part.group, part.mark(tile), 1, KEYS * INDEX_DIM)
-                ptx.copy_bulk_3d(target + stage * (KEYS * INDEX_DIM), copy, (0, key, 0), full.toint())
+                self.announce(full, at, stage, part.group, part.mark(tile), 1, KEYS * plan.row_bytes)
+                ptx.copy_bulk_3d(target + stage * (KEYS * plan.row_bytes), copy, (0, key, 0), full.toint())
             place = at.scales + (stage * KEYS + lane) * 4
             ptx.copy_async_32(place, scale, key + lane < keys.count)
             ptx.copy_async_32(place + WARP * 4, scale + WARP * 4, key + lane + WARP < keys.count)
@@ -298,15 +193,18 @@ class Walk:
                 if lane == 0:
                     mask = are_there >> lead & ((1 << plan.boxes) - 1)
                     ring.wait_empty(stage, phase)
-                    size = cute.arch.popc(mask) * (plan.box * (INDEX_DIM + 4))
+                    size = cute.arch.popc(mask) * (plan.box * (plan.row_bytes + 4))
                     self.announce(full, at, stage, part.group, part.mark(tile), mask, size)
                 for j in range_constexpr(plan.boxes):
                     page, box = (cute.arch.shuffle_sync(held, lead + j) for held in (pages, boxes))
                     if (lane == 0) & (page >= 0):
                         number = stage * plan.boxes + j
-                        codes, scales = target + number * (plan.box * INDEX_DIM), at.scales + number * (plan.box * 4)
+                        codes, scales = (
+                            target + number * (plan.box * plan.row_bytes),
+                            at.scales + number * (plan.box * 4),
+                        )
                         source = keys.scales + Int64(page) * keys.page_stride + Int64(box) * (plan.box * 4)
-                        ptx.copy_bulk_3d(codes, copy, (0, box * plan.box, page), full.toint())
+                        ptx.copy_bulk_3d(codes, copy, (0, box * plan.box, page), full.toint(), is_read_once=True)
                         ptx.copy_bulk(scales, source, plan.box * 4, full.toint())
                 stage, phase = self.advance(stage, phase)
         return stage, phase

@@ -1,15 +1,16 @@
-"""Which kernel paged_mqa_logits runs: that of Hopper, for FP8 pages whose rows are a multiple of 8."""
+"""Which kernel paged_mqa_logits runs: one of Hopper's own for pages whose rows are a multiple of 8, the portable one
+for everything else."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any, NamedTuple
 
-from cute_kernels.formats import INDEX_DIM, INDEXER_FP8
 from cute_kernels.indexer import logits_choice as choice
+from cute_kernels.indexer import portable_launch
 from cute_kernels.indexer.logits_plan import KEYS
-from cute_kernels.indexer.logits_sm90 import LogitsKey
-from cute_kernels.runtime.arch import multiprocessors
+from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
 SMALL_BOX = 8
@@ -18,12 +19,13 @@ SMALL_BOX = 8
 _key = cache(choice.key_for)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[LogitsKey]:
-    """One for every size of a group, on pages of 64 keys. Every rank has all index heads."""
-    heads = choice.heads_of(config, arch)
-    if heads is None:
-        return []
-    return [choice.key_for(heads, rows, True) for rows in range(1, choice.MOST_ROWS + 1)]
+def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """One of each format for every size of a group, on pages of 64 keys. Every rank has all index heads."""
+    heads = choice.heads_of(config)
+    if heads is None or not choice.is_hoppers(arch, heads):
+        return [*portable_launch.deployment_keys(config, arch, True)]
+    forms = [(mxfp4, rows + 1) for mxfp4 in (False, True) for rows in range(choice.most_rows(mxfp4))]
+    return [choice.key_for(heads, rows, True, mxfp4=mxfp4) for mxfp4, rows in forms]
 
 
 def box_of(page_rows: int) -> int:
@@ -48,19 +50,16 @@ class Call(NamedTuple):
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     call = Call(*args)
-    if call.kv_format != INDEXER_FP8.id:
-        return False, f"the kernel is for {INDEXER_FP8.id}, got {call.kv_format}"
-    why = choice.why_not(call.q, call.q_scale, call.kv_cache, "kv_cache", call.out)
+    why = choice.why_not(call.q, call.kv_cache, "kv_cache", call.out)
     page_rows = call.kv_cache.shape[1]
-    if not why and page_rows % SMALL_BOX:
-        why = f"pages must have a multiple of {SMALL_BOX} rows, got {page_rows}"
     if not why and max(call.max_model_len, page_rows) > 2**31 - 256:
         why = f"there must be fewer than 2^31 - 256 keys, got {call.max_model_len}, and {page_rows} in a page"
     return not why, why
 
 
-def launch(*args: Any) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+def launch(*args: Any, skip: int = 0) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported. Rows
+    that see no more than `skip` keys are not scored."""
     call = Call(*args)
     if call.out.numel() == 0:
         return
@@ -68,17 +67,19 @@ def launch(*args: Any) -> None:
         call.out.fill_(float("-inf"))
         return
     device_index = call.out.device.index
-    requests, rows = call.q.shape[:2]
-    key = _key(call.q.shape[2], choice.rows_of_group(rows), True, box_of(call.kv_cache.shape[1]))
+    requests, rows, heads = call.q.shape[:3]
+    if not choice.is_hoppers(arch_of(device_index), heads) or call.kv_cache.shape[1] % SMALL_BOX:
+        portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call, skip), requests, rows, True)
+        return
+    mxfp4 = call.q_scale is not None
+    key = _key(heads, choice.rows_of_group(rows, mxfp4), True, box_of(call.kv_cache.shape[1]), mxfp4)
     blocks = choice.blocks(key, requests, rows, call.max_model_len, multiprocessors(device_index))
-    launch_key(key, device_index, *arguments(call), blocks)
+    launch_key(key, device_index, *arguments(call, skip), blocks)
 
 
-def arguments(call: Call) -> tuple[Any, ...]:
-    """What the kernel's entry point takes but the number of blocks."""
-    q, kv_cache, block_tables = call.q, call.kv_cache, call.block_tables
-    pages, page_rows = kv_cache.shape[:2]
-    pool = kv_cache.data_ptr()
+def arguments(call: Call, skip: int) -> tuple[Any, ...]:
+    """What the entry point of Hopper's kernel takes but the number of blocks."""
+    q = call.q
     return (
         call.weights,
         call.out,
@@ -88,19 +89,22 @@ def arguments(call: Call) -> tuple[Any, ...]:
         choice.stride(q, 2),
         q.shape[0],
         q.shape[1],
-        pool,
-        pool + page_rows * INDEX_DIM,
-        INDEX_DIM,
-        choice.stride(kv_cache, 0),
-        page_rows,
-        pages,
-        block_tables.data_ptr(),
-        block_tables.stride(0) * 4,
-        block_tables.shape[1],
-        0,
-        call.context_lens.data_ptr(),
-        call.context_lens.stride(0) * 4,
-        call.out.shape[1],
-        0,
+        *arguments_of_keys(call),
+        *arguments_of_windows(call, skip),
         int(call.clean_logits),
+        *choice.scale_arguments(call.q_scale),
     )
+
+
+def arguments_of_keys(call: Call) -> tuple[Any, ...]:
+    """Those of them that say where keys are: a page has all codes, then all scales."""
+    pool, table, size = call.kv_cache, call.block_tables, portable_launch.code_bytes(call)
+    pages, page_rows = pool.shape[:2]
+    codes = pool.data_ptr()
+    in_pages = (codes, codes + page_rows * size, size, choice.stride(pool, 0), page_rows, pages)
+    return (*in_pages, table.data_ptr(), table.stride(0) * 4, table.shape[1])
+
+
+def arguments_of_windows(call: Call, skip: int) -> tuple[Any, ...]:
+    """Those of them that say which keys a row sees."""
+    return (0, call.context_lens.data_ptr(), call.context_lens.stride(0) * 4, call.out.shape[1], 0, skip)

@@ -4,7 +4,7 @@
    The worst of these scores is reached by at least k elements: a bound from below that leaves little more than k
    candidates. Every warp has columns from all over the row, so clusters of good columns do not matter.
 2. Warps list their candidates. A histogram of them, between the bound and the best element, leaves those that share the
-   k-th one's bin. While these are too many, they get a histogram of their own, 256 times as fine.
+   k-th one's bin. While these are too many, they get a histogram of their own, 512 times as fine.
 3. They are ranked by score and place; or, if they are many with the same score, they are picked by place.
 
 A warp with more candidates than its list holds goes through all of its columns again instead.
@@ -148,7 +148,8 @@ class RowPicks:
                 for i in range_constexpr(level, 2 * level):
                     orders[i] = ptx.descending_order(scores[i])
         first = Uint32(cute.arch.warp_redux_sync(first, "min"))
-        last = Uint32(cute.arch.warp_redux_sync(cutlass.select_(last == Uint32(NAN_ORDER), Uint32(0), last), "max"))
+        # orders of negative numbers have the highest bit set, and what select_ returns counts as signed
+        last = Uint32(cute.arch.warp_redux_sync(cutlass.select_(last == Uint32(NAN_ORDER), Uint32(0), last), "umax"))
         low, high = first, last
         reached = self.reach(orders, groups, high)
         is_short = reached < share

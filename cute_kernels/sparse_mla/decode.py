@@ -1,38 +1,61 @@
-"""Which kernel sparse_mla_decode runs: Hopper's own for fp8_ds_mla caches, the portable one for everything else."""
+"""Which kernel sparse_mla_decode runs.
+
+For fp8_ds_mla caches Hopper's own, or for few heads that of teams of warps; for everything else the portable one. With
+9 to 16 heads Hopper's is faster as long as it has all rows at once, and that of teams with more of them; which of the
+two depends on the number of rows where the split does, too, and nowhere else.
+"""
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
 from cute_kernels.formats import FP8_DS_MLA
-from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import decode_args, merge
 from cute_kernels.sparse_mla.decode_args import Call, ItemKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
 from cute_kernels.sparse_mla.schedule import block_heads
+from cute_kernels.sparse_mla.teams_plan import ARCHS as TEAMS_ARCHS
+from cute_kernels.sparse_mla.teams_plan import HEADS
 
 HOPPER = "sm_90a"
 
+TEAMS_HEADS: tuple[int, ...] = HEADS
+"""Heads of a block that the kernel of teams is for."""
 
-def key_for(arch: str, heads: int, second: str, out_fp32: bool, format0: str, format1: str) -> ItemKey:
+FEW_ROWS_HEADS = (16,)
+"""Those of which Hopper's kernel takes calls with few rows."""
+
+
+def key_for(
+    arch: str, heads: int, second: str, out_fp32: bool, format0: str, format1: str, has_few_rows: bool = False
+) -> ItemKey:
     """The kernel for so many heads, caches of these formats and a second list of that kind ("none", "listed", "dense").
 
-    format1   format0 if there is no second list
+    format1        format0 if there is no second list
+    has_few_rows   whether the call leaves the split to the op, and has no more rows than Hopper's kernel takes at once
     """
-    if arch == HOPPER and format0 == format1 == FP8_DS_MLA.id:
+    is_fp8 = format0 == format1 == FP8_DS_MLA.id
+    is_hoppers = has_few_rows and arch == HOPPER and block_heads(heads) in FEW_ROWS_HEADS
+    if is_fp8 and arch in TEAMS_ARCHS and block_heads(heads) in TEAMS_HEADS and not is_hoppers:
+        return TeamsDecodeKey(arch, block_heads(heads), second, out_fp32)
+    if is_fp8 and arch == HOPPER:
         return DecodeKey(arch, block_heads(heads), second, out_fp32)
     return PortableDecodeKey(arch, block_heads(heads), format0, second, format1, out_fp32)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """The layers' decode steps: one or two lists as the compress ratio says, in one part or several."""
-    kinds = {4: ("listed",), 128: ("dense", "listed")}
-    seconds = {second: None for ratio in config.compress_ratios for second in kinds.get(ratio, ("none",))}
+    lists = {4: ("listed",), 128: ("dense", "listed")}
+    seconds = {second: None for ratio in config.compress_ratios for second in lists.get(ratio, ("none",))}
     heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
-    decode = [key_for(arch, heads, second, out_fp32, fmt, fmt) for second in seconds for out_fp32 in (False, True)]
+    kinds = itertools.product(seconds, (False, True), (False, True))
+    decode = {key_for(arch, heads, second, fp32, fmt, fmt, few): None for second, fp32, few in kinds}
     return [*decode, *merge.deployment_keys(config, tp, arch)]
 
 
@@ -42,7 +65,10 @@ def _key(device_index: int, *rest: Any) -> ItemKey:
 
 
 def _key_of_call(call: Call, out_fp32: bool) -> ItemKey:
-    return _key(call.q.device.index, call.q.shape[2], call.second, out_fp32, *call.formats)
+    index = call.q.device.index
+    is_split_fixed = call.num_splits != 0 or call.split_tokens != 0
+    has_few_rows = not is_split_fixed and call.rows * DecodeKey.blocks_per_item <= multiprocessors(index)
+    return _key(index, call.q.shape[2], call.second, out_fp32, *call.formats, has_few_rows)
 
 
 def supports(*args: Any) -> tuple[bool, str]:

@@ -50,6 +50,9 @@ class ItemKey(KernelKey):
     blocks_per_item: ClassVar[int] = 1
     """Blocks that share one."""
 
+    blocks_per_sm: ClassVar[int] = 1
+    """Blocks that a multiprocessor has at a time."""
+
 
 def fake_arguments(out_fp32: bool, format0: str = FP8_DS_MLA.id, format1: str = FP8_DS_MLA.id) -> tuple[Any, ...]:
     """What a kernel is compiled for: any sizes and strides that `supports` lets through."""
@@ -185,7 +188,9 @@ def launch(key_of: Callable[[Call, bool], ItemKey], call: Call) -> None:
         return
     device_index = call.q.device.index
     sms = multiprocessors(device_index)
-    parts, part_tiles = call.parts(sms // key_of(call, False).blocks_per_item)
+    key = key_of(call, False)
+    ctas = sms * key.blocks_per_sm
+    parts, part_tiles = call.parts(ctas // key.blocks_per_item)
     is_merged = schedule.goes_through_workspace(parts, part_tiles)
     out, lse = call.partials(parts) if is_merged else (call.out[None], call.lse[None])
     sink = 0 if is_merged or call.attn_sink is None else call.attn_sink.data_ptr()
@@ -206,7 +211,7 @@ def launch(key_of: Callable[[Call, bool], ItemKey], call: Call) -> None:
         call.softmax_scale * ptx.LOG2_E,
         parts,
         part_tiles,
-        sms,
+        ctas,
     )
     if is_merged:
         merge.launch(out, lse, call.attn_sink, call.out, call.lse, use_pdl=True)

@@ -284,7 +284,7 @@ class PortableDecodeKernel:
         if warp < plan.groups:
             products.weigh(
                 shares + warp * plan.group_bytes + lane * 8,
-                weights + (warp >> 1) * (plan.keys // 16 * LANES * 16) + (warp & 1) * 8 + lane * 16,
+                weights + (warp >> 1) * (plan.keys // 16 * LANES * 16) + (warp & 1) * 4 + lane * 16,
                 base + plan.masks_at + (stage * plan.keys + (lane & 3) * 2) * 4,
                 factors + (warp * 8 + (lane >> 2)) * 4,
                 base + plan.flags_at + warp * 4,
@@ -294,16 +294,8 @@ class PortableDecodeKernel:
                 plan,
             )
         cute.arch.sync_threads()
-        if products.any_grows(base + plan.flags_at, plan) != 0:
-            self.rescale(o, factors, lane)
+        if products.any_grows(base + plan.flags_at, plan.groups) != 0:
+            products.rescale(o, factors, lane, self.tiles)
         of_its_kind(
             lambda kind: products.accumulate(o, weights + lane * 16, columns, kind, warp, lane, plan), columns, plan
         )
-
-    @cute.jit
-    def rescale(self, o: Any, factors: Any, lane: Any) -> None:
-        """Multiply the rows of O with their factors."""
-        for m in range_constexpr(self.tiles):
-            for side in range_constexpr(2):
-                factor = ptx.load_shared_f32(factors + (16 * m + 8 * side + (lane >> 2)) * 4)
-                o.scale([m * 32 + i // 2 * 4 + 2 * side + i % 2 for i in range(16)], factor)

@@ -1,4 +1,5 @@
-"""Which kernel sparse_mla_mixed runs: Hopper's over bf16 caches, and none elsewhere."""
+"""Which kernel sparse_mla_mixed runs: Hopper's own for each cache format, over bf16 caches by the number of heads; the
+portable one elsewhere."""
 
 from __future__ import annotations
 
@@ -7,23 +8,40 @@ from typing import Any, NamedTuple
 
 from cute_kernels import formats
 from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
+from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm90_rows import COUNT_BITS, UNIT
-from cute_kernels.sparse_mla.prefill import ARCH, MOST_NUMBERS, misaligned, scale_log2
+from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
+from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
+from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
+from cute_kernels.sparse_mla.schedule import block_heads
 
 MOST_POOL_BYTES = UNIT << 31
 """From the first row of a pool to the end of the last one."""
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[MixedKey]:
-    """One kernel takes every call."""
-    return [_key(arch)] if arch == ARCH else []
+def key_for(arch: str, heads: int, kv_format: str) -> KernelKey:
+    """The kernel for so many heads and caches of that format."""
+    if arch != HOPPER:
+        return PortableMixedKey(arch, item_heads(heads), kv_format)
+    if kv_format == formats.PLAIN_FP8.id:
+        return MixedFp8Key(arch)
+    return FewMixedKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else MixedKey(arch)
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """One kernel for each format takes every call of a rank."""
+    heads = config.num_attention_heads // tp
+    return [key_for(arch, heads, fmt.id) for fmt in (formats.PLAIN_BF16, formats.PLAIN_FP8)]
 
 
 @cache
-def _key(arch: str) -> MixedKey:
-    return MixedKey(arch)
+def _key(*args: Any) -> KernelKey:
+    return key_for(*args)
 
 
 class Call(NamedTuple):
@@ -48,11 +66,6 @@ class Call(NamedTuple):
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
     call = Call(*args)
-    arch = arch_of(call.query.device.index)
-    if arch != ARCH:
-        return False, f"the kernel is for {ARCH}, got {arch}"
-    if call.kv_format != formats.PLAIN_BF16.id:
-        return False, f"kv_format: the kernel is for {formats.PLAIN_BF16.id}, got {call.kv_format}"
     caches = {"swa_kv_cache": call.swa_kv_cache, "compressed_kv_cache": call.compressed_kv_cache}
     pools = {name: pool for name, pool in caches.items() if pool is not None}
     for name, tensor, axes in (
@@ -84,7 +97,7 @@ def launch(*args: Any) -> None:
         return
     device_index = call.query.device.index
     launch_key(
-        _key(arch_of(device_index)),
+        _key(arch_of(device_index), call.query.shape[1], call.kv_format),
         device_index,
         call.query,
         call.swa_kv_cache,

@@ -16,25 +16,32 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.mixed_sm90_rows import MixedRows, MixedSources, pool
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_numbers, fake_rows
-from cute_kernels.sparse_mla.prefill_sm90_plan import Output
+from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Output, Plan
 
 
 @dataclass(frozen=True)
 class MixedKey(PrefillKey):
     """What distinguishes one compiled kernel from another: nothing but the architecture."""
 
-    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        def cache() -> Any:
-            strides = (cute.sym_int64(divisibility=8), HEAD_DIM, 1)
-            return make_fake_tensor(
-                BFloat16, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=strides, assumed_align=16
-            )
+    def kernel(self) -> PrefillKernel:
+        return MixedKernel()
 
-        indices = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Float32(0), Float32(0), Int32(1))
-        tensors = (fake_rows(), cache(), cache(), indices, fake_rows(), fake_numbers())
-        return MixedKernel(), (*tensors, *scalars, stream)
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return self.kernel(), fake_arguments(BFloat16)
+
+
+def fake_arguments(dtype: Any) -> tuple[Any, ...]:
+    """Of the entry point; dtype: of queries and caches."""
+
+    def cache() -> Any:
+        strides = (cute.sym_int64(divisibility=128 // dtype.width), HEAD_DIM, 1)
+        return make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=strides, assumed_align=16)
+
+    indices = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Float32(0), Float32(0), Int32(1))
+    tensors = (fake_rows(dtype), cache(), cache(), indices, fake_rows(), fake_numbers())
+    return *tensors, *scalars, stream
 
 
 class MixedKernel(PrefillKernel):
@@ -55,10 +62,8 @@ class MixedKernel(PrefillKernel):
     stream
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = MixedRows()
-        self.name = "sparse_mla_mixed"
+    def __init__(self, name: str = "sparse_mla_mixed", rows: Any = None, plan: Plan = BF16) -> None:
+        super().__init__(name, rows or MixedRows(BFloat16), plan)
 
     @cute.jit
     def __call__(

@@ -17,15 +17,17 @@ from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.prefill_sm90_plan import MARK_BITS, Work
-from cute_kernels.sparse_mla.prefill_sm90_rows import OWN_ROWS, Rows, own_lane, own_warp
+from cute_kernels.sparse_mla.prefill_sm90_rows import Rows
 
 UNIT = 16
 """Bytes in which places in a pool are counted: as many as int32 has numbers for are 32 GiB."""
 
-ROW_UNITS = HEAD_DIM * 2 // UNIT
-
 COUNT_BITS = 16
 """Of each of the two numbers that are packed into one."""
+
+
+def row_units(dtype: Any) -> int:
+    return HEAD_DIM * dtype.width // 8 // UNIT
 
 
 class Pool(NamedTuple):
@@ -38,16 +40,16 @@ class Pool(NamedTuple):
     gap: Any
 
     @cute.jit
-    def place(self, slot: Any) -> Any:
+    def place(self, slot: Any, row_units: cutlass.Constexpr) -> Any:
         """Units from the base on to the row of a slot, -1 if the pool has no such row."""
-        place = slot * ROW_UNITS + (slot // self.page_rows) * self.gap
+        place = slot * row_units + (slot // self.page_rows) * self.gap
         return place if (slot >= 0) & (slot < self.rows) else Int32(-1)
 
 
 def pool(cache: cute.Tensor) -> Pool:
-    """A cache bf16 [pages, rows of a page, 512] with dense pages."""
+    """A cache [pages, rows of a page, 512] with dense pages."""
     page_rows = length(cache, 1)
-    gap = Int32(stride_bytes(cache, 0) // UNIT) - page_rows * ROW_UNITS
+    gap = Int32(stride_bytes(cache, 0) // UNIT) - page_rows * row_units(cache.element_type)
     divisor = cute.fast_divmod_create_divisor_v2(page_rows)
     return Pool(address(cache), length(cache, 0) * page_rows, divisor, gap)
 
@@ -67,6 +69,11 @@ class MixedSources(NamedTuple):
 
 
 class MixedRows(Rows):
+    """dtype: of the caches."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.row_units = row_units(dtype)
+
     @cute.jit
     def count(self, item: Any, work: Work, sources: Any) -> Any:
         """As two numbers in one: the window's columns, and the compressed ones."""
@@ -76,8 +83,11 @@ class MixedRows(Rows):
         position = sources.batch.position(query, sources.batch.search(query, is_item))
         window = cutlass.min(sources.window_size, position + 1)
         compressed = cutlass.max(found, sources.window_size) - sources.window_size
-        compressed = cutlass.min(compressed, sources.columns - sources.window_size)
+        compressed = cutlass.min(compressed, self.compressed_columns(sources))
         return window | (compressed << COUNT_BITS) if position >= 0 else Int32(0)
+
+    def compressed_columns(self, sources: Any) -> Any:
+        return sources.columns - sources.window_size
 
     def window(self, count: Any) -> Any:
         """The window's columns among those of `count`."""
@@ -98,12 +108,11 @@ class MixedRows(Rows):
     @cute.jit
     def find(self, index: Any, mark: Any, sources: Any) -> Any:
         """Units from its pool's base on."""
-        row = own_warp() * OWN_ROWS + (own_lane() & OWN_ROWS - 1)
         place = Int32(-1)
-        if row < mark >> MARK_BITS:
-            place = sources.window.place(index)
+        if self.own_row() < mark >> MARK_BITS:
+            place = sources.window.place(index, self.row_units)
         else:
-            place = sources.compressed.place(index)
+            place = sources.compressed.place(index, self.row_units)
         return place
 
     @cute.jit

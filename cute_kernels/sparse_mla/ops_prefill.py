@@ -210,8 +210,8 @@ _prefill_paged = define_op(
     check=_check_paged,
     reference=reference.sparse_mla_prefill_paged,
     cost=_cost_paged,
-    validate=_validate_paged,
     kernel="cute_kernels.sparse_mla.paged",
+    validate=_validate_paged,
 )
 
 

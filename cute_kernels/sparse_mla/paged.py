@@ -1,36 +1,51 @@
-"""Which kernel sparse_mla_prefill_paged runs: Hopper's over fp8_ds_mla caches, and none elsewhere."""
+"""Which kernel sparse_mla_prefill_paged runs: Hopper's own over fp8_ds_mla caches, the portable one elsewhere."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any, NamedTuple
 
-from cute_kernels import formats
+from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
-from cute_kernels.sparse_mla.prefill import ARCH, MOST_NUMBERS, misaligned, scale_log2
+from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
+from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
 from cute_kernels.sparse_mla.prefill_sm90_plan import ROWS
 
 MOST_KEYS = 2**29
-"""Entries and positions that a query row's tables have room for, of each cache."""
+"""Entries and positions that Hopper's kernel takes of a query row: what its tables have room for, of each cache."""
 
 MOST_PAGE_BYTES = 2**31
+"""Of a page, for Hopper's kernel."""
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[PagedKey]:
-    """One kernel takes every call with many heads; with few ones that attend to all entries have another."""
-    if arch != ARCH:
-        return []
-    ways = [False, True] if 128 in config.compress_ratios else [False]
-    return list(dict.fromkeys(_key(arch, config.num_attention_heads // tp, is_dense) for is_dense in ways))
+def key_for(arch: str, heads: int, compressed: str, format0: str, format1: str) -> KernelKey:
+    """The kernel for so many heads and caches of these formats.
+
+    compressed   which compressed entries count: "none", "all" that a row sees, or "listed"
+    format1      format0 if there are none
+    """
+    if arch != HOPPER or {format0, format1} != {FP8_DS_MLA.id}:
+        return PortablePagedKey(arch, item_heads(heads), compressed, format0, format1)
+    if heads > ROWS:
+        return PagedKey(arch, "heads")
+    return PagedKey(arch, "rows" if compressed == "all" else "nothing")
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """The layers' prefill steps: the window alone, or with entries as the compress ratio says."""
+    kinds = {4: "listed", 128: "all"}
+    chosen = dict.fromkeys(kinds.get(ratio, "none") for ratio in config.compress_ratios)
+    heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
+    return list(dict.fromkeys(key_for(arch, heads, compressed, fmt, fmt) for compressed in chosen))
 
 
 @cache
-def _key(arch: str, heads: int, is_dense: bool) -> PagedKey:
-    if heads > ROWS:
-        return PagedKey(arch, "heads")
-    return PagedKey(arch, "rows" if is_dense else "nothing")
+def _key(*args: Any) -> KernelKey:
+    return key_for(*args)
 
 
 class Call(NamedTuple):
@@ -55,6 +70,23 @@ class Call(NamedTuple):
     lse: Any
 
     @property
+    def compressed(self) -> str:
+        if self.compressed_cache is None:
+            return "none"
+        return "all" if self.topk_indices is None else "listed"
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        return self.kv_format, self.kv_format if self.compressed_cache is None else self.compressed_kv_format
+
+    @property
+    def pools(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Both caches and their block tables, the window's again if there is no other."""
+        window = self.swa_cache, self.swa_block_table
+        is_single = self.compressed_cache is None
+        return window, window if is_single else (self.compressed_cache, self.compressed_block_table)
+
+    @property
     def columns(self) -> int:
         """Most compressed entries that a query row attends to."""
         if self.compressed_cache is None:
@@ -67,33 +99,22 @@ class Call(NamedTuple):
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
     call = Call(*args)
-    arch = arch_of(call.q.device.index)
-    if arch != ARCH:
-        return False, f"the kernel is for {ARCH}, got {arch}"
-    kinds = {"kv_format": call.kv_format}
-    caches = {"swa": (call.swa_cache, call.swa_block_table)}
-    if call.compressed_cache is not None:
-        kinds["compressed_kv_format"] = call.compressed_kv_format
-        caches["compressed"] = call.compressed_cache, call.compressed_block_table
-    for name, kind in kinds.items():
-        if kind != formats.FP8_DS_MLA.id:
-            return False, f"{name}: the kernel is for {formats.FP8_DS_MLA.id}, got {kind}"
+    caches = {"swa_cache": call.swa_cache, "compressed_cache": call.compressed_cache}
+    pools = {name: pool for name, pool in caches.items() if pool is not None}
     for name, tensor, axes in (
         ("heads of q", call.q, (0, 1)),
         ("heads of out", call.out, (0, 1)),
-        *((f"pages of {name}_cache", pages, (0,)) for name, (pages, _) in caches.items()),
+        *((f"pages of {name}", pool, (0,)) for name, pool in pools.items()),
     ):
         why = misaligned(name, tensor, axes)
         if why:
             return False, why
-    for name, (pages, table) in caches.items():
-        rows = pages.shape[1]
-        if rows * formats.FP8_DS_MLA.row_elements >= MOST_PAGE_BYTES:
-            return False, f"{name}_cache: expected pages of less than 2^31 bytes, got shape {tuple(pages.shape)}"
-        if table.shape[1] * rows >= MOST_KEYS:
-            shape = tuple(table.shape)
-            return False, f"{name}_block_table: expected pages of fewer than 2^29 rows in all, got shape {shape}"
-    counts = {"rows of q": 2 * call.q.shape[0], "seq_lens": call.seq_lens.shape[0], "topk_indices": 2 * call.columns}
+    tables = {"swa_block_table": call.swa_block_table, "compressed_block_table": call.compressed_block_table}
+    counts = {"rows of q": 2 * call.q.shape[0], "seq_lens": call.seq_lens.shape[0]}
+    counts |= {f"pages of {name}": pool.shape[0] for name, pool in pools.items()}
+    counts |= {f"columns of {name}": table.shape[1] for name, table in tables.items() if table is not None}
+    if call.topk_indices is not None:
+        counts["columns of topk_indices"] = call.topk_indices.shape[1]
     for name, count in counts.items():
         if count >= MOST_NUMBERS:
             return False, f"{name}: expected fewer than 2^30, got {count}"
@@ -106,29 +127,61 @@ def launch(*args: Any) -> None:
     if call.out.numel() == 0:
         return
     device_index = call.q.device.index
-    has_other = call.compressed_cache is not None
+    arch = arch_of(device_index)
+    key = _key(arch, call.q.shape[1], call.compressed, *call.formats)
+    if isinstance(key, PagedKey) and not _is_small(call):
+        # the portable kernel takes it
+        key = PortablePagedKey(arch, item_heads(call.q.shape[1]), call.compressed, *call.formats)
+    arguments = _hopper_arguments if isinstance(key, PagedKey) else _portable_arguments
+    launch_key(key, device_index, *arguments(call), multiprocessors(device_index))
+
+
+def _is_small(call: Call) -> bool:
+    """Whether Hopper's kernel can count what the call has."""
+    return 2 * call.columns < MOST_NUMBERS and all(
+        pool.shape[1] * FP8_DS_MLA.row_elements < MOST_PAGE_BYTES and table.shape[1] * pool.shape[1] < MOST_KEYS
+        for pool, table in call.pools
+    )
+
+
+def _hopper_arguments(call: Call) -> tuple[Any, ...]:
+    """Those of PagedKernel, but for the grid's blocks."""
     listed = call.topk_indices if call.columns else None
-    is_dense = has_other and call.topk_indices is None
-    launch_key(
-        _key(arch_of(device_index), call.q.shape[1], is_dense),
-        device_index,
+    return (
         call.q,
-        call.swa_cache,
-        call.swa_block_table,
-        call.compressed_cache if has_other else call.swa_cache,
-        call.compressed_block_table if has_other else call.swa_block_table,
+        *call.pools[0],
+        *call.pools[1],
         call.out,
         call.max_logits,
         call.lse,
         0 if listed is None else listed.data_ptr(),
         0 if listed is None else listed.stride(0) * listed.element_size(),
         call.columns,
-        min(call.compress_ratio, MOST_NUMBERS) if has_other else 1,
-        call.query_start_loc.data_ptr(),
-        call.seq_lens.data_ptr(),
-        call.seq_lens.shape[0],
+        1 if call.compressed_cache is None else min(call.compress_ratio, MOST_NUMBERS),
+        *_batch_arguments(call),
         min(call.window_size, MOST_NUMBERS),
         0 if call.attn_sink is None else call.attn_sink.data_ptr(),
         scale_log2(call.sm_scale),
-        multiprocessors(device_index),
     )
+
+
+def _portable_arguments(call: Call) -> tuple[Any, ...]:
+    """Those of PortablePaged, but for the grid's blocks."""
+    return (
+        call.q,
+        *call.pools[0],
+        *call.pools[1],
+        call.swa_block_table if call.topk_indices is None else call.topk_indices,
+        call.out,
+        call.max_logits,
+        call.lse,
+        *_batch_arguments(call),
+        min(call.window_size, MOST_NUMBERS),
+        1 if call.compressed_cache is None else min(call.compress_ratio, MOST_NUMBERS * 2 - 1),
+        0 if call.attn_sink is None else call.attn_sink.data_ptr(),
+        scale_log2(call.sm_scale),
+    )
+
+
+def _batch_arguments(call: Call) -> tuple[Any, ...]:
+    return call.query_start_loc.data_ptr(), call.seq_lens.data_ptr(), call.seq_lens.shape[0]

@@ -20,24 +20,11 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
-from cute_kernels.sparse_mla.paged_sm90_plan import (
-    Barriers,
-    Cache,
-    Places,
-    RowWork,
-    Sources,
-    flow,
-    smem_bytes,
-    smem_parts,
-)
+from cute_kernels.sparse_mla.paged_sm90_plan import Cache, RowWork, Sources, plan
 from cute_kernels.sparse_mla.paged_sm90_rows import PagedRows
 from cute_kernels.sparse_mla.paged_sm90_scores import PagedScores
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_numbers, fake_rows
-from cute_kernels.sparse_mla.prefill_sm90_back import Back
 from cute_kernels.sparse_mla.prefill_sm90_plan import Output, Work
-
-SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS = 128, 160, 64
-"""Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +39,7 @@ class PagedKey(PrefillKey):
 
     @property
     def smem_bytes(self) -> int:
-        return smem_bytes()
+        return plan(self.shared).smem_bytes
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -93,15 +80,10 @@ class PagedKernel(PrefillKernel):
     stream
     """
 
-    registers = SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS
-    places: Any = Places
-    barriers: Any = Barriers
-
     def __init__(self, shared: str) -> None:
-        self.flow, self.parts = flow(shared), smem_parts()
-        self.rows, self.scores, self.back = PagedRows(shared), PagedScores(self.flow), Back(self.flow)
+        super().__init__(f"sparse_mla_prefill_paged_{shared}", PagedRows(shared), plan(shared))
+        self.scores = PagedScores(self.plan)
         self.work = RowWork if shared == "rows" else Work
-        self.name = f"sparse_mla_prefill_paged_{shared}"
 
     @cute.jit
     def __call__(

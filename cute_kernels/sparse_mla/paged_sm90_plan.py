@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import BFloat16, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import barriers
+from cute_kernels.dsl import barriers, ptx
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
@@ -26,14 +26,15 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     P_BYTES,
     ROWS,
     STAGE_BYTES,
-    Flow,
+    Plan,
+    Tiles,
 )
 
 STAGES = 2
 HELD = 256
 
 OWN_ROWS = 16
-"""Of a tile, by a warp."""
+"""Of a tile, or of an item's heads, by a warp."""
 
 GROUP = 8
 """Rows that a warp converts at a time: four lanes have one."""
@@ -66,15 +67,6 @@ WALK = 16 + WALK_ITEMS * RECORD + 2 * OWN_ROWS * 8
 last, where each row and its scales are."""
 
 
-SHARES = ("nothing", "heads", "rows")
-"""What two blocks share: no work, a query row's keys, or those of neighbouring query rows."""
-
-
-def flow(shared: str) -> Flow:
-    blocks = 1 if shared == "nothing" else 2
-    return Flow(STAGES, HELD, queries_in_ring=False, is_stored=True, blocks=blocks, by_rows=shared == "rows")
-
-
 class RowWork(NamedTuple):
     """The items of a block that are query rows, up to 64 heads of each: numbers first, first + step ... below `end`, of
     which the last one may be one more than there are rows. Then two blocks do the last row, alike."""
@@ -90,7 +82,15 @@ class RowWork(NamedTuple):
 
 
 def smem_parts() -> dict[str, int]:
-    """Bytes of everything in shared memory but the barriers, in order."""
+    """Bytes of everything in shared memory but the barriers, in order; what is not as in prefill's Places:
+
+    stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
+    kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
+    raw       [4 warps][2 groups][8 rows] as the caches have them
+    scale     [4 warps][2 groups][8 rows] 8 scale bytes
+    list      [4 warps][4] lists
+    walk      [4 warps] where they are
+    """
     return {
         "stages": STAGES * STAGE_BYTES,
         "kept": ROWS * (HEAD_DIM - HELD) * 2,
@@ -108,36 +108,6 @@ def smem_parts() -> dict[str, int]:
 BARRIERS = 2 * (STAGES + P_BUFFERS) + WARPS * GROUPS
 
 
-def smem_bytes() -> int:
-    return sum(smem_parts().values()) + BARRIERS * 8
-
-
-class Places(NamedTuple):
-    """Addresses in shared memory, 32 bits wide.
-
-    stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
-    kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
-    p         [2 buffers][64 heads][64 keys] bf16: weights
-    raw       [4 warps][2 groups][8 rows] as the caches have them
-    scale     [4 warps][2 groups][8 rows] 8 scale bytes
-    list      [4 warps][4] lists
-    walk      [4 warps] where they are
-    heading, note, label
-              as prefill's
-    """
-
-    stages: Any
-    kept: Any
-    p: Any
-    raw: Any
-    scale: Any
-    list: Any
-    walk: Any
-    heading: Any
-    note: Any
-    label: Any
-
-
 @dataclass(frozen=True)
 class Barriers:
     """mbarriers of a block, and what completes their phases.
@@ -148,14 +118,14 @@ class Barriers:
     raws      of each warp's groups of rows: rows and scales are there
     """
 
-    stages: barriers.Ring
+    stages: Tiles
     weights: barriers.Ring
     raws: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
-        stages, weights = (barriers.Ring.allocate(smem, count) for count in (STAGES, P_BUFFERS))
-        return cls(stages, weights, smem.allocate_array(Int64, WARPS * GROUPS))
+        stages = Tiles(smem.allocate_array(Int64, 2 * STAGES), STAGES)
+        return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, WARPS * GROUPS))
 
     def initialize(self, blocks: int) -> None:
         """By one thread; the block, or the cluster, synchronizes afterwards."""
@@ -165,6 +135,27 @@ class Barriers:
             # one lane for the rows, and each that has a row's scales copied
             cute.arch.mbarrier_init(self.raws + i, 1 + GROUP)
         cute.arch.mbarrier_init_fence()
+
+
+SCORES_REGISTERS, ROWS_REGISTERS = 128, 64
+"""As prefill's: this kernel's warpgroup of rows needs more registers."""
+
+
+def plan(shared: str) -> Plan:
+    return Plan(
+        BFloat16,
+        1,
+        smem_parts(),
+        Barriers,
+        BARRIERS,
+        HELD,
+        SCORES_REGISTERS,
+        ROWS_REGISTERS,
+        queries_in_ring=False,
+        readers_fence=True,
+        blocks=1 if shared == "nothing" else 2,
+        by_rows=shared == "rows",
+    )
 
 
 class Cache(NamedTuple):
@@ -192,3 +183,8 @@ class Sources(NamedTuple):
     columns: Any
     ratio: Any
     batch: Batch
+
+
+def own_warp() -> Any:
+    """The warp's number in its warpgroup, computed anew as own_lane."""
+    return (ptx.thread_again() & 127) >> 5

@@ -27,9 +27,9 @@ from cute_kernels.sparse_mla.paged_sm90_plan import (
     SCALES,
     STAGES,
     Barriers,
-    Places,
     Sources,
-    flow,
+    own_warp,
+    plan,
 )
 from cute_kernels.sparse_mla.paged_sm90_walk import Walk
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
@@ -39,10 +39,11 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     SLAB_BYTES,
     SLABS,
     STAGE_BYTES,
+    Places,
     Query,
     Work,
 )
-from cute_kernels.sparse_mla.prefill_sm90_rows import own_lane, own_warp
+from cute_kernels.sparse_mla.prefill_sm90_rows import own_lane
 
 CHUNKS = SLABS + 1
 """16-byte loads of a lane per row: one of each fp8 slab, two of the rotary one."""
@@ -62,7 +63,7 @@ ROW_SIZE = SLABS * SLAB * 2
 
 class PagedRows:
     def __init__(self, shared: str) -> None:
-        self.blocks = flow(shared).blocks
+        self.blocks = plan(shared).blocks
         self.groups = range(GROUPS // self.blocks)
         self.walk = PairWalk if shared == "rows" else Walk
 

@@ -14,9 +14,9 @@ from cutlass import Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.sparse_mla.paged_sm90_plan import HELD, Barriers, Places
-from cute_kernels.sparse_mla.prefill_sm90_plan import LAST, SLAB, SLAB_BYTES, Query, Work
-from cute_kernels.sparse_mla.prefill_sm90_rows import AT_ONCE, OWN_ROWS, ROW_BYTES
+from cute_kernels.sparse_mla.paged_sm90_plan import HELD, OWN_ROWS, Barriers
+from cute_kernels.sparse_mla.prefill_sm90_plan import LAST, SLAB, SLAB_BYTES, Places, Query, Work
+from cute_kernels.sparse_mla.prefill_sm90_rows import AT_ONCE, ROW_BYTES
 from cute_kernels.sparse_mla.prefill_sm90_scores import Scores, own_number
 
 QUERIES_BARRIER = 1
@@ -34,7 +34,7 @@ class PagedScores(Scores):
         item = item + work.step
         # a warp's products have the heads that it has copied
         self.settle()
-        self.load(held, at.kept)
+        self.load(held, [at.kept])
         cute.arch.sync_warp()
         self.ask(item, range(HELD // SLAB, HEAD_DIM // SLAB), work, q, at)
         self.settle()

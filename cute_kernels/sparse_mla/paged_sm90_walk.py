@@ -24,11 +24,11 @@ from cute_kernels.sparse_mla.paged_sm90_plan import (
     SCALES,
     WALK,
     WALK_ITEMS,
-    Places,
     Sources,
+    own_warp,
 )
-from cute_kernels.sparse_mla.prefill_sm90_plan import END, KEYS, LAST, Work
-from cute_kernels.sparse_mla.prefill_sm90_rows import own_lane, own_warp
+from cute_kernels.sparse_mla.prefill_sm90_plan import END, KEYS, LAST, Places, Work
+from cute_kernels.sparse_mla.prefill_sm90_rows import own_lane
 
 
 @dataclass(frozen=True)

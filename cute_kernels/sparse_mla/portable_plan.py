@@ -11,7 +11,7 @@ Shared memory, in this order:
       fp8       [keys][448] e4m3, [keys][64] bf16 rotated columns, [keys][8] scale bytes
       plain     [8][keys][64] bf16, by warp
     shares    [8][row groups][keys / 8][32 lanes] two fp32: shares of Q K^T by warp; a row group is 8 heads
-    weights   [rows / 16][keys / 16][4][32 lanes] words: P as operand of the second product
+    weights   [rows / 16][keys / 16][32 lanes][4] words: P as operand of the second product
     masks     [stages][keys] int32: 0 for a key that does not count
     factors   [2][rows] fp32: by head, what O is multiplied with in this step, and at the end
     flags     [8] int32: by row group, whether one of the former is not 1
@@ -84,6 +84,11 @@ class Plan:
     def groups(self) -> int:
         """Row groups: a warp for each does their softmax."""
         return self.rows // 8
+
+    @property
+    def shares(self) -> int:
+        """Of Q K^T: one of each warp."""
+        return WARPS
 
     @property
     def keys(self) -> int:

@@ -22,7 +22,7 @@ from cute_kernels.dsl import mma_sync, ptx
 from cute_kernels.dsl.reduce import pairwise
 from cute_kernels.sparse_mla import portable_operands as operands
 from cute_kernels.sparse_mla.portable_operands import Columns
-from cute_kernels.sparse_mla.portable_plan import LANES, WARPS
+from cute_kernels.sparse_mla.portable_plan import LANES
 from cute_kernels.sparse_mla.softmax import GROWTH
 
 
@@ -94,8 +94,7 @@ def accumulate(
             operands.put(words, operands.load_values(at, kind))
             for i in range_constexpr(4):
                 for m in range_constexpr(tiles):
-                    four = a[m][0], a[m][2], a[m][1], a[m][3]
-                    mma_sync.accumulate(o.four((m * 8 + half * 4 + i) * 4), four, (b[2 * i], b[2 * i + 1]))
+                    mma_sync.accumulate(o.four((m * 8 + half * 4 + i) * 4), a[m], (b[2 * i], b[2 * i + 1]))
         weights += LANES * 16
 
 
@@ -110,6 +109,7 @@ def weigh(
     state: Any,
     lane: Any,
     plan: cutlass.Constexpr,
+    top: Any = None,
 ) -> None:
     """Softmax of the warp's row group: P of a step from all warps' shares.
 
@@ -119,11 +119,13 @@ def weigh(
     factor    where it stores what its row of O is multiplied with
     flag      where the warp stores whether a maximum has moved, and such a factor is not 1
     state     address of the lane's row: its maximum, and the sum of the weights that the lane has stored
+    top       address of the lane's row: its largest score, as maxima do not always move; None: nobody asks
     """
+    known = ptx.load_shared_f32(top) if const_expr(top is not None) else None
     scores = []
     for n in range_constexpr(plan.keys // 8):
         low, high = ptx.load_shared_f32x2(shares + n * (LANES * 8))
-        for other in range_constexpr(1, WARPS):
+        for other in range_constexpr(1, plan.shares):
             one = ptx.load_shared_f32x2(shares + other * plan.share_bytes + n * (LANES * 8))
             low, high = low + one[0], high + one[1]
         # not added: the score of a masked key is NaN if the query is
@@ -147,16 +149,29 @@ def weigh(
     ptx.store_shared_64(state, after.bitcast(Int32), total.bitcast(Int32))
     for p in range_constexpr(plan.keys // 16):
         words = [ptx.bf16x2(scores[4 * p + 2 * i], scores[4 * p + 2 * i + 1]) for i in range(2)]
-        ptx.store_shared_64(weights + p * (LANES * 16), *words)
+        for i in range_constexpr(2):
+            ptx.store_shared_s32(weights + p * (LANES * 16) + 8 * i, words[i])
     ptx.store_shared_f32(factor, rescale, lane & 3 == 0)
     any_grows = Int32(cute.arch.vote_any_sync(grows))
     if lane == 0:
         ptx.store_shared_s32(flag, any_grows)
+    if const_expr(top is not None):
+        ptx.store_shared_f32(top, ptx.max_f32(known, largest))
 
 
-def any_grows(flags: Any, plan: Any) -> Any:
-    """0 if no row group's maximum has moved."""
+@cute.jit
+def rescale(o: Any, factors: Any, lane: Any, tiles: cutlass.Constexpr) -> None:
+    """Multiply the rows of O with their factors. tiles: of 16 rows."""
+    own = const_expr(o.count // tiles)
+    for m in range_constexpr(tiles):
+        for side in range_constexpr(2):
+            factor = ptx.load_shared_f32(factors + (16 * m + 8 * side + (lane >> 2)) * 4)
+            o.scale([m * own + i // 2 * 4 + 2 * side + i % 2 for i in range(own // 2)], factor)
+
+
+def any_grows(flags: Any, groups: int) -> Any:
+    """0 if the maximum of no row group has moved."""
     result = Int32(0)
-    for i in range(plan.groups):
+    for i in range(groups):
         result = result | ptx.load_shared_s32(flags + 4 * i)
     return result

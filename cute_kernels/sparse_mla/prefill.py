@@ -1,4 +1,4 @@
-"""Which kernel sparse_mla_prefill runs: Hopper's, and none elsewhere."""
+"""Which kernel sparse_mla_prefill runs: one of Hopper's own by the number of heads, the portable one elsewhere."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from typing import Any, NamedTuple
 
 from cute_kernels.dsl import ptx
 from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
+from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
+from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from cute_kernels.sparse_mla.schedule import block_heads
 
-ARCH = "sm_90a"
+HOPPER = "sm_90a"
 
 MOST_NUMBERS = 2**30
 """Rows, columns and work items are counted in int32, with room for what is added to the last of them."""
@@ -34,14 +40,21 @@ def scale_log2(scale: float) -> float:
     return scale * ptx.LOG2_E or LEAST_SCALE
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[PrefillKey]:
-    """One kernel takes every call."""
-    return [_key(arch)] if arch == ARCH else []
+def key_for(arch: str, heads: int) -> KernelKey:
+    """The kernel for so many heads."""
+    if arch != HOPPER:
+        return PortablePrefillKey(arch, item_heads(heads))
+    return FewPrefillKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else PrefillKey(arch)
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """One kernel takes every call of a rank."""
+    return [key_for(arch, config.num_attention_heads // tp)]
 
 
 @cache
-def _key(arch: str) -> PrefillKey:
-    return PrefillKey(arch)
+def _key(*args: Any) -> KernelKey:
+    return key_for(*args)
 
 
 class Call(NamedTuple):
@@ -61,9 +74,6 @@ class Call(NamedTuple):
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
     call = Call(*args)
-    arch = arch_of(call.q.device.index)
-    if arch != ARCH:
-        return False, f"the kernel is for {ARCH}, got {arch}"
     for name, tensor, axes in (
         ("heads of q", call.q, (0, 1)),
         ("rows of kv", call.kv, (0,)),
@@ -86,7 +96,7 @@ def launch(*args: Any) -> None:
         return
     device_index = call.q.device.index
     launch_key(
-        _key(arch_of(device_index)),
+        _key(arch_of(device_index), call.q.shape[1]),
         device_index,
         call.q,
         call.kv,

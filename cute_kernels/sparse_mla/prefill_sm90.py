@@ -31,29 +31,24 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla.prefill_sm90_back import Back
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     BACK,
+    BACK_REGISTERS,
+    BF16,
     KEYS,
+    LAUNCHED,
     ROWS,
     ROWS_GROUP,
     SIDE,
     THREADS,
     TILES,
-    Barriers,
-    Flow,
     Output,
     Places,
+    Plan,
     Query,
     Sources,
     Work,
-    smem_bytes,
-    smem_parts,
 )
 from cute_kernels.sparse_mla.prefill_sm90_rows import Rows
 from cute_kernels.sparse_mla.prefill_sm90_scores import Scores
-
-SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS = 160, 160, 32
-"""Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
-
-LAUNCHED = 65536 // THREADS
 
 
 @dataclass(frozen=True)
@@ -62,11 +57,14 @@ class PrefillKey(KernelKey):
 
     @property
     def smem_bytes(self) -> int:
-        return smem_bytes()
+        return BF16.smem_bytes
 
     @property
     def instructions(self) -> tuple[str, ...]:
         return "wgmma", "cp.async", "ldmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
+
+    def kernel(self) -> PrefillKernel:
+        return PrefillKernel()
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         indices = make_fake_tensor(
@@ -75,13 +73,13 @@ class PrefillKey(KernelKey):
         results = (fake_rows(), fake_numbers(), fake_numbers())
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         scalars = (Int64(0), Int64(0), Float32(0), Int32(1))
-        return PrefillKernel(), (fake_rows(), fake_rows(), indices, *results, *scalars, stream)
+        return self.kernel(), (fake_rows(), fake_rows(), indices, *results, *scalars, stream)
 
 
-def fake_rows() -> Any:
-    """bf16 [any, any, 512], strides multiples of 16 bytes."""
-    strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-    return make_fake_tensor(BFloat16, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=strides, assumed_align=16)
+def fake_rows(dtype: Any = BFloat16) -> Any:
+    """[any, any, 512], strides multiples of 16 bytes."""
+    row, head = (cute.sym_int64(divisibility=128 // dtype.width) for _ in range(2))
+    return make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=(row, head, 1), assumed_align=16)
 
 
 def fake_numbers() -> Any:
@@ -101,17 +99,11 @@ class PrefillKernel:
     stream
     """
 
-    registers = SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS
-    places: Any = Places
-    barriers: Any = Barriers
     work: Any = Work
 
-    def __init__(self) -> None:
-        self.flow = Flow()
-        self.parts = smem_parts()
-        self.rows: Any = Rows()
-        self.scores, self.back = Scores(self.flow), Back(self.flow)
-        self.name = "sparse_mla_prefill"
+    def __init__(self, name: str = "sparse_mla_prefill", rows: Any = None, plan: Plan = BF16) -> None:
+        self.name, self.rows, self.plan = name, rows or Rows(), plan
+        self.scores, self.back = Scores(plan), Back(plan)
 
     @cute.jit
     def __call__(
@@ -157,7 +149,7 @@ class PrefillKernel:
         heads = length(q, 1)
         blocks_bits = Int32(1) if heads > ROWS else Int32(0)
         items = length(q, 0) << blocks_bits
-        if const_expr(self.flow.by_rows):
+        if const_expr(self.plan.by_rows):
             blocks_bits, items = items - 1, (items + 1) // 2 * 2
         kernel = self.kernel(
             Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads),
@@ -170,12 +162,12 @@ class PrefillKernel:
             self.products(),
             self.layouts(),
         )
-        if const_expr(self.flow.blocks > 1):
-            blocks = blocks // self.flow.blocks * self.flow.blocks
+        if const_expr(self.plan.blocks > 1):
+            blocks = blocks // self.plan.blocks * self.plan.blocks
         kernel.launch(
             grid=[cutlass.min(blocks, items), 1, 1],
             block=[THREADS, 1, 1],
-            cluster=[self.flow.blocks, 1, 1] if const_expr(self.flow.blocks > 1) else None,
+            cluster=[self.plan.blocks, 1, 1] if const_expr(self.plan.blocks > 1) else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -184,20 +176,20 @@ class PrefillKernel:
         """S = Q K^T of queries in registers, twice, as one will accumulate, and of those in shared memory; O = P V, by
         128 columns, as an instruction with more would need more registers than a thread has before setmaxnreg."""
         keys, dims = OperandMajorMode.K, OperandMajorMode.MN
-        registers = warpgroup.OperandSource.RMEM
+        registers, dtype = warpgroup.OperandSource.RMEM, self.plan.dtype
 
         def make(major: Any, columns: int, **source: Any) -> Any:
             return hopper_helpers.make_trivial_tiled_mma(
-                BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, 1, 1), (ROWS, columns), **source
+                dtype, dtype, OperandMajorMode.K, major, Float32, (1, 1, 1), (ROWS, columns), **source
             )
 
         held = [make(keys, KEYS, a_source=registers) for _ in range(2)]
         return *held, make(keys, KEYS), make(dims, SIDE // 2)
 
     def layouts(self) -> tuple[Any, Any, Any, Any]:
-        """Of a tile, of half its columns, of the queries that stay in shared memory, and of weights."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        shapes = (KEYS, HEAD_DIM), (KEYS, SIDE), (ROWS, HEAD_DIM - self.flow.held), (ROWS, KEYS)
+        """Of a part of a tile, of half a tile's columns, of the queries that stay in shared memory, and of weights."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.plan.dtype)
+        shapes = (KEYS, HEAD_DIM // self.plan.parts), (KEYS, SIDE), (ROWS, HEAD_DIM - self.plan.held), (ROWS, KEYS)
         tile, side, kept, weights = (cute.tile_to_shape(atom, shape, (0, 1)) for shape in shapes)
         return tile, side, kept, weights
 
@@ -218,15 +210,15 @@ class PrefillKernel:
         blocks, _, _ = cute.arch.grid_dim()
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         smem = SmemAllocator()
-        places = []
-        for name, size in self.parts.items():
+        places = {}
+        for name, size in self.plan.memory.items():
             align = 1024 if name in TILES else 16
             place = smem.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
-            places.append(place.iterator.toint())
-        at = self.places(*places)
-        ready = self.barriers.allocate(smem)
+            places[name] = place.iterator.toint()
+        at = Places(**places)
+        ready = self.plan.barriers.allocate(smem)
         if thread == 0:
-            ready.initialize(self.flow.blocks)
+            ready.initialize(self.plan.blocks)
         self.meet()
         cute.arch.griddepcontrol_wait()
 
@@ -236,24 +228,24 @@ class PrefillKernel:
         work = self.work(ptx.block_again(), items, blocks, blocks_bits)
         own = thread % wgmma.WARPGROUP
         if group < BACK:
-            if const_expr(self.registers[0] > LAUNCHED):
-                cute.arch.setmaxregister_increase(self.registers[0])
+            if const_expr(self.plan.scores_registers > LAUNCHED):
+                cute.arch.setmaxregister_increase(self.plan.scores_registers)
             self.scores.run(own, work, q, out, sink, scale_log2, ready, products[:3], layouts[0], layouts[2], at)
         elif group < ROWS_GROUP:
-            cute.arch.setmaxregister_increase(self.registers[1])
+            cute.arch.setmaxregister_increase(BACK_REGISTERS)
             side = cute.arch.make_warp_uniform(group - BACK)
             self.back.run(own, side, work, q, out, ready, products[3], layouts[3], layouts[1], at)
         else:
-            cute.arch.setmaxregister_decrease(self.registers[2])
+            cute.arch.setmaxregister_decrease(self.plan.rows_registers)
             self.rows.run(self.work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)
-        if const_expr(self.flow.blocks > 1):
+        if const_expr(self.plan.blocks > 1):
             # nobody leaves while the other block may still reach for its memory
             self.meet()
 
     @cute.jit
     def meet(self) -> None:
         """Wait for all threads of the block, or of its cluster."""
-        if const_expr(self.flow.blocks > 1):
+        if const_expr(self.plan.blocks > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:

@@ -20,11 +20,10 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     P_BYTES,
     ROWS,
     SIDE,
-    STAGE_BYTES,
     Barriers,
-    Flow,
     Output,
     Places,
+    Plan,
     Query,
     Work,
     uniform_tile,
@@ -34,8 +33,8 @@ STEPS = KEYS // 16
 
 
 class Back:
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
 
     @cute.jit
     def run(
@@ -62,36 +61,37 @@ class Back:
         stage, phase = barriers.start()
         mark = Int32(0)
         while mark & END == 0:
-            if const_expr(self.flow.queries_in_ring):
+            if const_expr(self.plan.queries_in_ring):
                 # the first stage has the queries
-                stage, phase = barriers.advance(stage, phase, self.flow.stages)
+                stage, phase = ready.stages.advance(stage, phase)
             total.fill(0.0)
             shares = [Float32(0.0), Float32(0.0)]
             mark, item = Int32(0), Int32(0)
             while mark & LAST == 0:
                 buffer = tile & P_BUFFERS - 1
                 ready.weights.wait_full(buffer, tile >> P_BITS & 1)
-                ready.stages.wait_full(stage, phase)
+                values_at, full, full_phase = ready.stages.side(stage, phase, side, at.stages)
+                ready.stages.wait_full(full, full_phase)
                 mark, item = ptx.load_shared_64(at.label + buffer * LABEL)
                 note_at = at.note + (buffer * ROWS + own_row) * NOTE
                 notes = [ptx.load_shared_f32x2(note_at + half * (8 * NOTE)) for half in range(2)]
                 factors, shares = [note[0] for note in notes], [note[1] for note in notes]
                 if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
                     self.multiply(total, factors)
-                v_tile = uniform_tile(at.stages + stage * STAGE_BYTES + side * (STAGE_BYTES // 2), v_layout)
+                v_tile = uniform_tile(values_at, v_layout, self.plan.dtype)
                 transposed = cute.composition(v_tile, cute.make_layout((SIDE, KEYS), stride=(KEYS, 1)))
                 values = pv.make_fragment_B(part.partition_B(transposed))
-                p_tile = uniform_tile(at.p + buffer * P_BYTES, p_layout)
+                p_tile = uniform_tile(at.p + buffer * P_BYTES, p_layout, self.plan.dtype)
                 weights = pv.make_fragment_A(part.partition_A(p_tile))
-                if const_expr(self.flow.is_stored):
+                if const_expr(self.plan.readers_fence):
                     cute.arch.fence_view_async_shared()
                 warpgroup.fence()
                 for step in range_constexpr(STEPS):
                     cute.gemm(pv, total, weights[None, None, step], values[None, None, step], total)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                self.let_go(ready.weights.empty(buffer), ready.stages.empty(stage), lane)
-                stage, phase = barriers.advance(stage, phase, self.flow.stages)
+                self.let_go(ready.weights.empty(buffer), ready.stages.empty(full), lane)
+                stage, phase = ready.stages.advance(stage, phase)
                 tile = tile + 1
             if const_expr(out.scale is not None):
                 shares = [share * out.scale for share in shares]
@@ -110,8 +110,8 @@ class Back:
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(weights)
-            if const_expr(self.flow.blocks == 1):
+            if const_expr(self.plan.blocks == 1):
                 cute.arch.mbarrier_arrive(stage)
             else:
-                for block in range_constexpr(self.flow.blocks):
+                for block in range_constexpr(self.plan.blocks):
                     cute.arch.mbarrier_arrive(stage, block)

@@ -51,7 +51,7 @@ AHEAD = 3
 stages before is there."""
 
 LISTS = AHEAD + 1
-LIST = KEYS * 4 + 16
+LIST = KEYS * 4 + 4 * 4
 """Bytes of a tile's list: its indices, and its marks for each of the four warps that ask for rows."""
 
 HEADING = 32
@@ -78,6 +78,11 @@ BACK, ROWS_GROUP, GROUPS = 1, 3, 4
 
 THREADS = GROUPS * 128
 
+LAUNCHED = 65536 // THREADS
+"""Registers per thread before warpgroups ask for more or fewer."""
+
+SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS = 160, 160, 32
+"""Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
 
 TILES = ("stages", "kept", "p")
 """Parts of shared memory that tensor cores read: 1024-byte aligned."""
@@ -100,30 +105,6 @@ def smem_parts() -> dict[str, int]:
 BARRIERS = 2 * (STAGES + P_BUFFERS) + 1
 
 
-@dataclass(frozen=True)
-class Flow:
-    """How queries and rows reach the warpgroups that multiply them.
-
-    stages              of the ring
-    held                columns of the queries in registers
-    queries_in_ring     what begins an item is a stage of queries; else the scores' warpgroup copies them itself
-    is_stored           a stage is filled by ordinary stores, which tensor cores see behind a fence
-    blocks              of a cluster that fill each other's stages
-    by_rows             such blocks have neighbouring query rows, else blocks of heads of one
-    """
-
-    stages: int = STAGES
-    held: int = HELD
-    queries_in_ring: bool = True
-    is_stored: bool = False
-    blocks: int = 1
-    by_rows: bool = False
-
-
-def smem_bytes() -> int:
-    return sum(smem_parts().values()) + BARRIERS * 8
-
-
 class Places(NamedTuple):
     """Addresses in shared memory, 32 bits wide.
 
@@ -135,6 +116,8 @@ class Places(NamedTuple):
     walk      [4 warps that ask for rows] where they are
     note      [2 buffers][64 heads] notes
     label     [2 buffers] labels
+    raw, scale
+              what a kernel over rows of another kind converts
     """
 
     stages: Any
@@ -145,6 +128,40 @@ class Places(NamedTuple):
     walk: Any
     note: Any
     label: Any
+    raw: Any = None
+    scale: Any = None
+
+
+@dataclass(frozen=True)
+class Tiles(barriers.Ring):
+    """The ring of stages as those see it that multiply: where a tile lies, and what says whether it is there.
+
+    A tile is where a walk along the ring is, a (stage, phase) as in barriers.
+    """
+
+    def advance(self, stage: Any, phase: Any) -> tuple[Any, Any]:
+        """The next tile."""
+        return barriers.advance(stage, phase, self.stages)
+
+    def wait_tile(self, stage: Any, phase: Any) -> None:
+        """Until all of a tile is there."""
+        self.wait_full(stage, phase)
+
+    def has_tile(self, stage: Any, phase: Any) -> Any:
+        """1 if `wait_tile` would not wait, else 0."""
+        return self.is_full(stage, phase)
+
+    def parts(self, stage: Any, base: Any) -> list[Any]:
+        """Addresses of the parts that a tile lies in, as many columns each; base: that of the ring."""
+        return [base + stage * STAGE_BYTES]
+
+    def let_go_of_queries(self, stage: Any) -> None:
+        """By a thread of each of the scores' warps."""
+        cute.arch.mbarrier_arrive(self.empty(stage), arrive_count=2)
+
+    def side(self, stage: Any, phase: Any, side: Any, base: Any) -> tuple[Any, Any, Any]:
+        """Of the columns that one back has: their address, and the stage and phase to wait for."""
+        return base + stage * STAGE_BYTES + side * (STAGE_BYTES // 2), stage, phase
 
 
 @dataclass(frozen=True)
@@ -157,30 +174,73 @@ class Barriers:
     kept      the scores' warps are done with the item's queries in shared memory
     """
 
-    stages: barriers.Ring
+    stages: Tiles
     weights: barriers.Ring
     kept: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
-        stages, weights = (barriers.Ring.allocate(smem, count) for count in (STAGES, P_BUFFERS))
-        return cls(stages, weights, smem.allocate_array(Int64, 1))
+        stages = Tiles(smem.allocate_array(Int64, 2 * STAGES), STAGES)
+        return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, 1))
 
     def initialize(self, blocks: int) -> None:
         """By one thread; the block synchronizes afterwards. It is alone, that is, blocks = 1."""
         # every thread that asks for rows, and one of each of its warps for the heading
         self.stages.initialize(128 + 4, 2 * 4)
+        self.initialize_others()
+
+    def initialize_others(self) -> None:
         self.weights.initialize(4, 2 * 4)
         cute.arch.mbarrier_init(self.kept, 4)
         cute.arch.mbarrier_init_fence()
 
 
-def uniform_tile(address: Any, layout: Any) -> Any:
+@dataclass(frozen=True)
+class Plan:
+    """What is not the same in kernels over rows of another kind.
+
+    dtype      of what tensor cores multiply
+    parts      that a tile lies in
+    memory     as smem_parts(); the names are those of Places
+    barriers   type of the barriers, and how many mbarriers those are
+    held       as HELD
+    scores_registers, rows_registers
+               per thread of those warpgroups
+    queries_in_ring
+               what begins an item is a stage of queries; else the scores' warpgroup copies them itself
+    readers_fence
+               whoever multiplies makes sure that tensor cores see what has been stored in a stage
+    blocks     of a cluster that fill each other's stages
+    by_rows    such blocks have neighbouring query rows, else blocks of heads of one
+    """
+
+    dtype: Any
+    parts: int
+    memory: dict[str, int]
+    barriers: Any
+    mbarriers: int
+    held: int
+    scores_registers: int
+    rows_registers: int
+    queries_in_ring: bool = True
+    readers_fence: bool = False
+    blocks: int = 1
+    by_rows: bool = False
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(self.memory.values()) + self.mbarriers * 8
+
+
+BF16 = Plan(BFloat16, 1, smem_parts(), Barriers, BARRIERS, HELD, SCORES_REGISTERS, ROWS_REGISTERS)
+
+
+def uniform_tile(address: Any, layout: Any, dtype: Any) -> Any:
     """The tile of that layout at an address in shared memory that all lanes of a warp have. The reduction over lanes
     leaves it in a register of the whole warp, where descriptors for tensor cores are made of it with no more ado; from
     a register per lane each of them would be moved there, between two products."""
     place = cute.arch.warp_redux_sync(address, "or")
-    pointer = cute.make_ptr(BFloat16, place, cutlass.AddressSpace.smem, assumed_align=1024, swizzle_=layout.inner)
+    pointer = cute.make_ptr(dtype, place, cutlass.AddressSpace.smem, assumed_align=1024, swizzle_=layout.inner)
     return cute.make_tensor(pointer, layout.outer)
 
 

@@ -30,11 +30,11 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     ROWS,
     SLAB,
     SLAB_BYTES,
-    STAGE_BYTES,
+    SLABS,
     Barriers,
-    Flow,
     Output,
     Places,
+    Plan,
     Query,
     Work,
     uniform_tile,
@@ -48,8 +48,9 @@ OWN_SCORES = ROWS * KEYS // 128
 
 
 class Scores:
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.dtype, self.held = plan, plan.dtype, plan.held
+        self.pair = ptx.bf16x2 if plan.dtype is BFloat16 else ptx.f16x2
 
     @cute.jit
     def run(
@@ -71,7 +72,7 @@ class Scores:
         qk   the products of queries in registers, the first and the others, and of those in shared memory
         """
         part = qk[2].get_slice(thread)
-        held = cute.make_rmem_tensor(qk[0].get_slice(thread).partition_shape_A((ROWS, self.flow.held)), BFloat16)
+        held = cute.make_rmem_tensor(qk[0].get_slice(thread).partition_shape_A((ROWS, self.held)), self.dtype)
         scores = cute.make_rmem_tensor(part.partition_shape_C((ROWS, KEYS)), Float32)
 
         scale = ptx.abs_f32(scale_log2)
@@ -89,14 +90,15 @@ class Scores:
             mark = Int32(0)
             is_first, is_public = True, Int32(1)
             while mark & LAST == 0:
-                if (is_public == 0) & (ready.stages.is_full(stage, phase) == 0):
+                if (is_public == 0) & (ready.stages.has_tile(stage, phase) == 0):
                     self.publish(tile - 1, ready)
                     is_public = Int32(1)
-                ready.stages.wait_full(stage, phase)
-                if const_expr(self.flow.is_stored):
+                ready.stages.wait_tile(stage, phase)
+                if const_expr(self.plan.readers_fence):
                     cute.arch.fence_view_async_shared()
-                keys = qk[2].make_fragment_B(part.partition_B(uniform_tile(at.stages + stage * STAGE_BYTES, k_layout)))
-                kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout)))
+                tiles = [uniform_tile(place, k_layout, self.dtype) for place in ready.stages.parts(stage, at.stages)]
+                keys = [qk[2].make_fragment_B(part.partition_B(tile_part)) for tile_part in tiles]
+                kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
                 self.multiply(qk, scores, held, kept, keys)
                 if is_public == 0:
                     self.publish(tile - 1, ready)
@@ -138,7 +140,7 @@ class Scores:
                 lane, warp = own_number() & 31, own_number() >> 5
                 p_at = at.p + buffer * P_BYTES + (warp * 16 + (lane & 15)) * (KEYS * 2)
                 for i in range_constexpr(KEYS // STEP):
-                    words = [ptx.bf16x2(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]) for j in range(4)]
+                    words = [self.pair(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]) for j in range(4)]
                     ptx.store_matrices(p_at + ((2 * i + (lane >> 4)) ^ (lane & 7)) * 16, words)
                 shares = [Float32(0.0), Float32(0.0)]
                 if mark & LAST != 0:
@@ -151,7 +153,7 @@ class Scores:
                         ptx.store_shared_64(note_at, factors[half].bitcast(Int32), shares[half].bitcast(Int32))
                 if own_number() == 0:
                     ptx.store_shared_64(at.label + buffer * LABEL, mark, item)
-                stage, phase = barriers.advance(stage, phase, self.flow.stages)
+                stage, phase = ready.stages.advance(stage, phase)
                 tile = tile + 1
 
             self.publish(tile - 1, ready)
@@ -169,10 +171,10 @@ class Scores:
         self, held: Any, item: Any, stage: Any, phase: Any, work: Work, q: Query, ready: Barriers, at: Places
     ) -> tuple[Any, Any, Any]:
         """Have the queries of the item behind `item`, and its number; what stage and phase are then."""
-        ready.stages.wait_full(stage, phase)
-        self.load(held, at.stages + stage * STAGE_BYTES)
+        ready.stages.wait_tile(stage, phase)
+        self.load(held, ready.stages.parts(stage, at.stages))
         item = ptx.load_shared_s32(at.heading + stage * HEADING)
-        stage, phase = barriers.advance(stage, phase, self.flow.stages)
+        stage, phase = ready.stages.advance(stage, phase)
         return item, stage, phase
 
     @cute.jit
@@ -183,7 +185,7 @@ class Scores:
         if own_number() & 31 == 0:
             if is_first:
                 # its queries are in registers, since they have been multiplied
-                cute.arch.mbarrier_arrive(ready.stages.empty(before), arrive_count=2)
+                ready.stages.let_go_of_queries(before)
             if mark & LAST != 0:
                 cute.arch.mbarrier_arrive(ready.kept)
 
@@ -233,14 +235,17 @@ class Scores:
         return found
 
     @cute.jit
-    def load(self, held: cute.Tensor, queries_at: Any) -> None:
-        """An item's queries: lane i gives the address of row i % 8 of matrix i // 8."""
+    def load(self, held: cute.Tensor, parts: Any) -> None:
+        """An item's queries, in as many parts as a tile: lane i gives the address of row i % 8 of matrix i // 8."""
         lane = own_number() & 31
-        row_at = queries_at + ((own_number() >> 5) * 16 + (lane & 15)) * (SLAB * 2)
+        row_in_slab = ((own_number() >> 5) * 16 + (lane & 15)) * (SLAB * 2)
+        rows_at = [place + row_in_slab for place in parts]
+        slabs = SLABS // len(parts)
         words = cute.recast_tensor(held, Int32)
-        for step in range_constexpr(self.flow.held // STEP):
+        for step in range_constexpr(self.held // STEP):
             chunk = (2 * (step % 4) + (lane >> 4)) ^ (lane & 7)
-            four = ptx.load_matrices(row_at + step // 4 * SLAB_BYTES + chunk * 16)
+            row_at = rows_at[step // 4 // slabs] + step // 4 % slabs * SLAB_BYTES
+            four = ptx.load_matrices(row_at + chunk * 16)
             for i in range_constexpr(4):
                 words[4 * step + i] = four[i]
 
@@ -253,16 +258,18 @@ class Scores:
         kept: Any,
         keys: Any,
     ) -> None:
-        """Start scores = Q K^T."""
+        """Start scores = Q K^T; keys: a fragment of each part of the tile."""
         # no proxy fence for what cp.async has brought, here and in the backs: other kernels that multiply such rows
         # have none either, and tests that repeat calls stand guard; fences cost 2%
+        steps = HEAD_DIM // STEP // len(keys)
         warpgroup.fence()
-        for step in range_constexpr(self.flow.held // STEP):
+        for step in range_constexpr(self.held // STEP):
             chosen = qk[0] if const_expr(step == 0) else qk[1]
-            cute.gemm(chosen, scores, held[None, None, step], keys[None, None, step], scores)
-        for step in range_constexpr(self.flow.held // STEP, HEAD_DIM // STEP):
-            own = kept[None, None, step - self.flow.held // STEP]
-            cute.gemm(qk[2], scores, own, keys[None, None, step], scores)
+            cute.gemm(chosen, scores, held[None, None, step], keys[step // steps][None, None, step % steps], scores)
+        for step in range_constexpr((HEAD_DIM - self.held) // STEP):
+            behind = self.held // STEP + step
+            some = keys[behind // steps][None, None, behind % steps]
+            cute.gemm(qk[2], scores, kept[None, None, step], some, scores)
         warpgroup.commit_group()
 
     def reduce(self, scores: Any, half: int, combine: Any) -> Any:

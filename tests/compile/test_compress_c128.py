@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import Report, compile_report
+from cute_kernels.runtime.compile import Report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -21,6 +21,7 @@ from cute_kernels.compressor.c128_kernel import WARPS
 from cute_kernels.compressor.entry_c128 import CLUSTERS, C128Key, blocks_per_entry, deployment_keys, tokens_per_cluster
 from cute_kernels.formats import round_up
 from cute_kernels.models import MODELS
+from tests.compile.reports import compile_report
 
 KERNELS = [
     *(("sm_90a", fused, cluster) for fused in (False, True) for cluster in CLUSTERS),

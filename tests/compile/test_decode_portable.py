@@ -10,12 +10,12 @@ import pytest
 
 from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM, PLAIN_BF16
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from cute_kernels.sparse_mla.portable_plan import HEADS, SECONDS, Plan, fp8_chunk, wide_chunk
+from tests.compile.reports import compile_report
 
 FP8, BF16 = FP8_DS_MLA.id, PLAIN_BF16.id
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import compile_report
 from cute_kernels.sparse_mla import decode_sm90, decode_sm90_plan
 from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+from tests.compile.reports import compile_report
 
 GROUPS = 2
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""

@@ -1,23 +1,13 @@
-"""Every kernel that a deployment needs, cross-compiled: no spills, shared memory that fits, the right instructions.
-
-Compiled kernels are kept by fingerprint, in CUTE_KERNELS_CACHE_DIR or the cache of pytest: a second run of the same
-sources compiles nothing.
-"""
+"""Every kernel that a deployment needs, cross-compiled: no spills, shared memory that fits, the right instructions."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
 from cute_kernels import support
 from cute_kernels.models import MODELS
-from cute_kernels.runtime import cache
-from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.registry import deployment_keys
@@ -25,27 +15,10 @@ from cute_kernels.runtime.report import INSTRUCTIONS, Facts, find_instructions, 
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.indexer.logits_portable import PortableLogitsKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
-
-KEEP_SECONDS = 7 * 86400.0
-
-
-@pytest.fixture(scope="session")
-def kept(pytestconfig: pytest.Config) -> Path:
-    """A folder that outlives the run, without what is older than a week."""
-    assert pytestconfig.cache is not None
-    root = pytestconfig.cache.mkdir("cute_kernels")
-    for folder in root.glob("v*/*/*/"):
-        if folder.stat().st_mtime < time.time() - KEEP_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
-    return root
-
-
-@pytest.fixture(autouse=True)
-def folder(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not os.environ.get(cache.DIRECTORY_VARIABLE):
-        monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(kept))
-    monkeypatch.delenv(compile_.JIT_VARIABLE, raising=False)
+from cute_kernels.sparse_mla.prefill_portable import PortableKey
+from tests.compile.reports import compile_report
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -54,12 +27,17 @@ def folder(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_of_a_deployment(arch: str, model: str, tp: int) -> None:
     keys = [key for key in deployment_keys(MODELS[model], tp, arch) if not is_left_out(key)]
     assert keys
-    wrong = {key.identity: found for key in keys if (found := problems(key, compile_.prepare(key)))}
+    wrong = {key.identity: found for key in keys if (found := problems(key, compile_report(key)))}
     assert wrong == {}
 
 
 def is_left_out(key: KernelKey) -> bool:
-    """Of the portable decode kernel, whose keys take longest, test_decode_portable.py has a sample."""
+    """Of the portable kernels, whose keys take longest, test_decode_portable.py, test_logits_portable.py and
+    test_prefill_portable.py have samples."""
+    if isinstance(key, PortableKey):
+        return True
+    if isinstance(key, PortableLogitsKey):
+        return key.paged
     return isinstance(key, PortableDecodeKey) and (key.second, key.out_fp32) != ("listed", False)
 
 

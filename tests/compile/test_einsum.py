@@ -9,12 +9,12 @@ import pytest
 
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.output import einsum
 from cute_kernels.output.einsum_sm90 import EinsumKey
+from tests.compile.reports import compile_report
 
 KEYS = [key for key, _ in einsum.TILES]
 

@@ -10,12 +10,13 @@ import torch
 
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import Report, compile_report
+from cute_kernels.runtime.compile import Report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.kv_cache.gather import BULK_ROWS, GatherKey, blocks_per_request, deployment_keys, key_for, wants_bulk
 from cute_kernels.kv_cache.gather_bulk import GatherBulkKey
+from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
 BULK_ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")

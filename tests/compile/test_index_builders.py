@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
-from cute_kernels.runtime.compile import KernelKey, Report, compile_report
+from cute_kernels.runtime.compile import KernelKey
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -18,6 +19,7 @@ from cute_kernels.indices.launching import group_width, page_argument, pages_fit
 from cute_kernels.indices.mixed import MixedKey
 from cute_kernels.indices.translate import TranslateKey
 from cute_kernels.indices.window import WindowKey
+from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 KEYS = (
@@ -46,24 +48,10 @@ def named(key: KernelKey) -> str:
     return repr(key).replace("arch='', ", "")
 
 
-@pytest.fixture(scope="module")
-def reports() -> dict[KernelKey, Report]:
-    return {}
-
-
-def report_of(key: KernelKey, arch: str, reports: dict[KernelKey, Report]) -> Report:
-    from dataclasses import replace
-
-    key = replace(key, arch=arch)
-    if key not in reports:
-        reports[key] = compile_report(key)
-    return reports[key]
-
-
 @pytest.mark.parametrize("key", KEYS, ids=named)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_compiles(arch: str, key: KernelKey, reports: dict[KernelKey, Report]) -> None:
-    report = report_of(key, arch, reports)
+def test_compiles(arch: str, key: KernelKey) -> None:
+    report = compile_report(replace(key, arch=arch))
     assert report.cubin[:4] == b"\x7fELF"
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem == key.smem_bytes <= 64
@@ -77,9 +65,9 @@ def test_compiles(arch: str, key: KernelKey, reports: dict[KernelKey, Report]) -
 @pytest.mark.parametrize(
     "key", [k for k in KEYS if isinstance(k, (TranslateKey, CombineKey)) and k.width == 4], ids=named
 )
-def test_picks_are_on_their_way_before_anything_waits(key: KernelKey, reports: dict[KernelKey, Report]) -> None:
+def test_picks_are_on_their_way_before_anything_waits(key: KernelKey) -> None:
     """All 16-byte loads of a pass come before the ones that name the row's request, and so before whatever waits."""
-    report = report_of(key, "sm_90a", reports)
+    report = compile_report(replace(key, arch="sm_90a"))
     if report.sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
     code = [line for line in report.sass.splitlines() if ";" in line]

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.runtime.compile import compile_report
-
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.formats import INDEXER_FP8, INDEXER_MXFP4
 from cute_kernels.indexer.gather import SIZES, deployment_keys, key_for, size_of
 from cute_kernels.models import MODELS
+from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_89", "sm_120a")
 

@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
 from cute_kernels.models import MODELS, ModelShape
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import Report, compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer import logits, logits_choice, logits_plan, paged_logits
 from cute_kernels.indexer.logits_plan import MANY_COLUMNS
 from cute_kernels.indexer.logits_sm90 import REGISTERS, REGISTERS_BESIDE_MORE, LogitsKey
+from tests.compile.reports import compile_report
 
-DEPLOYED = [
-    declare(MODELS["v4-flash"], 1, "sm_90a") for declare in (logits.deployment_keys, paged_logits.deployment_keys)
-]
-KEYS = [key for keys in DEPLOYED for key in keys]
+
+def deployed(model: Any, tp: int = 1) -> list[LogitsKey]:
+    """Keys of Hopper's kernel."""
+    found = [*logits.deployment_keys(model, tp, "sm_90a"), *paged_logits.deployment_keys(model, tp, "sm_90a")]
+    return [key for key in found if type(key) is LogitsKey]
+
+
+KEYS = deployed(MODELS["v4-flash"])
 OTHERS = [
     logits_choice.key_for(heads, rows, paged, box)
     for heads, rows, paged, box in ((16, 4, False, 64), (48, 4, False, 64), (48, 3, True, 64), (32, 1, True, 8))
 ] + [logits_choice.key_for(heads, 4, True, 8) for heads in (48, 64)]
 
-_reports: dict[LogitsKey, Report] = {}
-
-
-def report_of(key: LogitsKey) -> Report:
-    if key not in _reports:
-        _reports[key] = compile_report(key)
-    return _reports[key]
-
 
 @pytest.mark.parametrize("key", [*KEYS, *OTHERS], ids=str)
 def test_compiles(key: LogitsKey) -> None:
-    report = report_of(key)
+    report = compile_report(key)
     assert report.cubin[:4] == b"\x7fELF"
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem <= SMEM_BYTES[key.arch]
@@ -58,7 +55,7 @@ def test_compiles(key: LogitsKey) -> None:
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_products_and_sums(key: LogitsKey) -> None:
     """The assembler waits for no product on its own, and sums cost two instructions a product."""
-    report = report_of(key)
+    report = compile_report(key)
     if report.sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
     order = re.findall(r"QGMMA|WARPGROUP\.DEPBAR", report.sass)
@@ -90,15 +87,8 @@ def test_shared_memory(heads: int, rows: int, box: int) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_deployments(model: str, tp: int) -> None:
-    found = [
-        *logits.deployment_keys(MODELS[model], tp, "sm_90a"),
-        *paged_logits.deployment_keys(MODELS[model], tp, "sm_90a"),
-    ]
-    assert found == KEYS
-    assert logits.deployment_keys(MODELS[model], tp, "sm_100a") == []
-    assert paged_logits.deployment_keys(MODELS[model], tp, "sm_80") == []
-    without = ModelShape(compress_ratios=(1, 128))
-    assert logits.deployment_keys(without, tp, "sm_90a") == []
+    assert deployed(MODELS[model], tp) == KEYS
+    assert deployed(ModelShape(compress_ratios=(1, 128)), tp) == []
 
 
 def test_groups_of_rows() -> None:

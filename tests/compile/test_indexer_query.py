@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cute_kernels.runtime.compile import Report, compile_report
+from cute_kernels.runtime.compile import Report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -14,6 +14,7 @@ from cute_kernels.indexer import query_fp8, query_launch, query_mxfp4
 from cute_kernels.indexer.query import QueryKey
 from cute_kernels.models import MODELS
 from cute_kernels.numerics import E2M1_ROUNDINGS
+from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
 

@@ -7,13 +7,14 @@ import re
 import pytest
 
 from cute_kernels.models import MODELS
-from cute_kernels.runtime.compile import Report, compile_report
+from cute_kernels.runtime.compile import Report
 from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.output import inv_rope, inv_rope_quant
 from cute_kernels.output.inv_rope_quant import FEW_ROWS, MANY_ROWS, InvRopeKey, key_for
+from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
 

@@ -7,13 +7,14 @@ import re
 import pytest
 
 from cute_kernels.models import MODELS
-from cute_kernels.runtime.compile import Report, compile_report
+from cute_kernels.runtime.compile import Report
 from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import merge
 from cute_kernels.sparse_mla.merge import MergeKey, key_for
+from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_120a")
 COUNTS = (1, 4, 5, 8, 9, 16, 17, 1000)

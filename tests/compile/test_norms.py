@@ -7,7 +7,7 @@ import re
 import pytest
 
 from cute_kernels.models import MODELS
-from cute_kernels.runtime.compile import Report, compile_report
+from cute_kernels.runtime.compile import Report
 from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -15,6 +15,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.norm import mtp_input, q_kv, shared_head
 from cute_kernels.norm.rms import RmsNormKey
 from cute_kernels.norm.row import Row, warps_for
+from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_120a")
 

@@ -1,5 +1,5 @@
-"""What ptxas makes of Hopper's prefill kernel, and of mixed's, which is made of it: no spills, and products that run by
-themselves."""
+"""What ptxas makes of Hopper's prefill kernel, and of mixed's, which are made of it: no spills, and products that run
+by themselves."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import Report, compile_report
-from cute_kernels.sparse_mla import mixed, prefill, prefill_sm90, prefill_sm90_plan
+from cute_kernels.runtime.compile import Report
+from cute_kernels.sparse_mla import mixed, prefill, prefill_sm90_plan
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
+from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
+from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import FP8, HALVES, Halves
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Plan
+from tests.compile.reports import compile_report
 
 GROUPS = 2
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
 
 
-@pytest.fixture(scope="module", params=[PrefillKey, MixedKey])
+@pytest.fixture(scope="module", params=[PrefillKey, MixedKey, MixedFp8Key])
 def report(request: pytest.FixtureRequest) -> Report:
     return compile_report(request.param("sm_90a"))
 
@@ -35,16 +40,37 @@ def test_no_spills_and_products_in_flight(report: Report) -> None:
         assert len([line for line in products if "gsb0" in line]) == GROUPS < len(products)
 
 
-def test_registers_are_those_of_the_launch() -> None:
-    used = prefill_sm90.SCORES_REGISTERS + 2 * prefill_sm90.BACK_REGISTERS + prefill_sm90.ROWS_REGISTERS
+@pytest.mark.parametrize("plan", [BF16, FP8])
+def test_registers_are_those_of_the_launch(plan: Plan) -> None:
+    used = plan.scores_registers + 2 * prefill_sm90_plan.BACK_REGISTERS + plan.rows_registers
     assert used == prefill_sm90_plan.GROUPS * (65536 // prefill_sm90_plan.THREADS // 8 * 8)
 
 
-def test_tiles_begin_where_swizzles_do() -> None:
+@pytest.mark.parametrize("plan", [BF16, FP8])
+def test_tiles_begin_where_swizzles_do(plan: Plan) -> None:
     place = 0
-    for name, size in list(prefill_sm90_plan.smem_parts().items()):
-        assert place % (1024 if name in ("stages", "kept", "p") else 16) == 0, name
+    for name, size in plan.memory.items():
+        # 128 bytes where rows of codes change places by bits of their addresses
+        assert place % (1024 if name in prefill_sm90_plan.TILES else 128 if name == "raw" else 16) == 0, name
         place += size
+
+
+@pytest.mark.parametrize("plan", [BF16, FP8])
+def test_queries_and_ring_fit_the_columns(plan: Plan) -> None:
+    kept = plan.memory["kept"] // (prefill_sm90_plan.ROWS * 2)
+    assert plan.held + kept == prefill_sm90_plan.SLABS * prefill_sm90_plan.SLAB
+    assert plan.memory["stages"] % (prefill_sm90_plan.STAGE_BYTES // plan.parts) == 0
+
+
+def test_the_walk_round_the_halves() -> None:
+    """Every tile takes two halves of its own, in the order in which they are filled."""
+    filled = [(number % HALVES, number // HALVES & 1) for number in range(40)]
+    half, tiles = Halves.half.__wrapped__, []
+    stage = phase = 0
+    for _ in range(20):
+        tiles += [half(None, stage, phase, further) for further in (0, 1)]
+        stage, phase = half(None, stage, phase, 2)
+    assert tiles == filled
 
 
 def test_indices_are_asked_for_no_later_than_a_stage_comes_round() -> None:
@@ -59,7 +85,8 @@ def test_indices_are_asked_for_no_later_than_a_stage_comes_round() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
-    assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [PrefillKey("sm_90a")]
-    assert mixed.deployment_keys(MODELS[model], tp, "sm_90a") == [MixedKey("sm_90a")]
-    assert prefill.deployment_keys(MODELS[model], tp, "sm_100a") == []
-    assert mixed.deployment_keys(MODELS[model], tp, "sm_100a") == []
+    heads = MODELS[model].num_attention_heads // tp
+    few = FewPrefillKey("sm_90a", heads), FewMixedKey("sm_90a", heads)
+    one, other = few if heads <= 16 else (PrefillKey("sm_90a"), MixedKey("sm_90a"))
+    assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [one]
+    assert mixed.deployment_keys(MODELS[model], tp, "sm_90a") == [other, MixedFp8Key("sm_90a")]

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from cute_kernels.runtime.compile import Report, compile_report
+from cute_kernels.runtime.compile import Report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -15,6 +15,7 @@ from cute_kernels.formats import FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.kv_cache import qnorm_bf16, qnorm_fp8, qnorm_launch, qnorm_quant
 from cute_kernels.kv_cache.qnorm import QnormKey
 from cute_kernels.kv_cache.qnorm_launch import key_for
+from tests.compile.reports import compile_report
 
 FORMS = {"mla": FP8_DS_MLA.id, "bf16": PLAIN_BF16.id, "fp8": PLAIN_FP8.id}
 MODULES = {"mla": qnorm_quant, "bf16": qnorm_bf16, "fp8": qnorm_fp8}

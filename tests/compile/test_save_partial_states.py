@@ -7,11 +7,12 @@ import re
 import pytest
 import torch
 
-from cute_kernels.runtime.compile import Report, compile_report
+from cute_kernels.runtime.compile import Report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.compressor.save import MANY_COLUMNS, SaveKey, key_for, supports
+from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_120a")
 WIDTHS = (1024, 512, 256, 128)

@@ -23,6 +23,9 @@ class Word:
     def __add__(self, other: Any) -> Word:
         return Word(self.bits.astype(np.int64) + _bits(other))
 
+    def __mul__(self, factor: int) -> Word:
+        return Word(self.bits.astype(np.int64) * factor)
+
     def __lshift__(self, count: int) -> Word:
         return Word(self.bits << np.uint32(count))
 
@@ -56,11 +59,17 @@ def _magnitude(pair: Word, other: int, takes_other: Any) -> Word:
     return Word(halves[0] | halves[1] << np.uint32(16))
 
 
-def permute_bytes(a: Word, b: Word, selector: int) -> Word:
+def permute_bytes(a: Word, b: Word, selector: Any) -> Word:
     """prmt.b32"""
-    source = [word.bits >> np.uint32(8 * i) & np.uint32(0xFF) for word in (a, b) for i in range(4)]
-    picked = [source[selector >> 4 * i & 7] << np.uint32(8 * i) for i in range(4)]
-    return Word(picked[0] | picked[1] | picked[2] | picked[3])
+    a, b, selectors = np.broadcast_arrays(a.bits, b.bits, _bits(selector))
+    source = np.stack([word >> np.uint32(8 * i) & np.uint32(0xFF) for word in (a, b) for i in range(4)])
+    result = np.zeros_like(a)
+    for i in range(4):
+        nibble = selectors >> np.uint32(4 * i) & np.uint32(15)
+        picked = np.take_along_axis(source, (nibble & np.uint32(7)).astype(np.int64)[None], axis=0)[0]
+        sign = (picked >> np.uint32(7)) * np.uint32(0xFF)
+        result = result | np.where(nibble > 7, sign, picked) << np.uint32(8 * i)
+    return Word(result)
 
 
 def fma_rn(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from tests.helpers import bits
 
 FP8, BF16 = "fp8_ds_mla/1", "plain_bf16/1"
-KERNELS: dict[str, str | None] = {"chosen": None, "portable": ""}
-"""Kernels to run the tests with -> the architecture to take for Hopper, so that another kernel is the choice; None: the
-true one."""
+KERNELS: dict[str, dict[str, Any]] = {
+    "chosen": {},
+    "teams": {"FEW_ROWS_HEADS": ()},
+    "portable": {"HOPPER": "", "TEAMS_HEADS": ()},
+}
+"""Kernels to run the tests with -> what to change where one is chosen."""
 
 
 MOST_ASIDE = 1.1e-5
@@ -80,8 +84,9 @@ def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels.sparse_mla import decode
 
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    if KERNELS[name] is not None:
-        monkeypatch.setattr(decode, "HOPPER", KERNELS[name])
+    for attribute, value in KERNELS[name].items():
+        monkeypatch.setattr(decode, attribute, value)
+    if KERNELS[name]:
         monkeypatch.setattr(decode, "_key", lambda index, *rest: decode.key_for(arch_of(index), *rest))
     compile_ahead(name)
 

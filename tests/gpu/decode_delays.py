@@ -13,7 +13,7 @@ import torch
 
 from tests.gpu.decode_cases import Call, make, run
 
-HEADS = (64, 24, 8, 128)
+HEADS = (64, 24, 8, 16, 128)
 
 
 def calls() -> list[Call]:
@@ -28,16 +28,26 @@ def add_pauses() -> None:
 
     from cute_kernels.dsl import ptx
 
-    wait = ptx.wait_mbarrier
-
-    def pause_and_wait(address: Any, phase: Any) -> None:
+    def pause() -> None:
         now = Int32(cute.arch.clock64())
         # of the clock's bits the ones that hash best, and which warp it is
         number = (now ^ (Int32(cute.arch.thread_idx()[0]) // 32 * 40503)) * -1640531527
         cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[(number >> 16) & 2047])
-        wait(address, phase)
 
-    ptx.wait_mbarrier = pause_and_wait
+    def pause_before(place: Any, name: str) -> None:
+        wait = getattr(place, name)
+
+        def pause_and_wait(*args: Any, **named: Any) -> Any:
+            pause()
+            return wait(*args, **named)
+
+        setattr(place, name, pause_and_wait)
+
+    pause_before(ptx, "wait_mbarrier")
+    # of teams of warps
+    pause_before(cute.arch, "barrier")
+    pause_before(cute.arch, "sync_threads")
+    pause_before(cute.arch, "cp_async_wait_group")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hopper's decode kernel with pauses before its waits gives the same bits: nothing depends on who comes first."""
+"""Hopper's decode kernels with pauses before their waits give the same bits: nothing depends on who comes first."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A decode step of every layer kind, captured once in CUDA graphs and replayed with other numbers, against eager calls.
-
-Where all of its ops have kernels the step is one graph. Otherwise the first graph ends with all caches written and, in
-C4A layers, with the indexer's queries quantized; the second is attention and the output projection. What has no kernel
-yet runs between them: selection by MXFP4 scores, and attention over plain FP8 caches.
-"""
+"""A decode step of every layer kind, captured in a CUDA graph and replayed with other numbers, against eager steps."""
 
 from __future__ import annotations
 
@@ -41,9 +36,7 @@ class Decoder:
         self.engine.step([], [(r, hidden_rows(n, seed=n)) for r, n in zip(self.requests, LENGTHS, strict=True)])
         self.hidden = torch.zeros(ROWS, self.engine.layer.config.hidden_size, dtype=torch.bfloat16, device="cuda")
         self.tables: dict[str, torch.Tensor] = {}
-        self.captures_attention = options.get("kv_cache") != "fp8"
-        self.captures_selection = ratio != 4 or options.get("index_cache") != "mxfp4"
-        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.graph = torch.cuda.CUDAGraph()
 
     def prepare(self, active: list[int], seed: int) -> DeepseekV4Metadata:
         """Metadata and inputs of a step of some requests; the other rows are padding."""
@@ -72,56 +65,13 @@ class Decoder:
     def eager(self, m: DeepseekV4Metadata) -> torch.Tensor:
         return self.engine.layer(m.positions, self.hidden, m, self.engine.caches)
 
-    def _front(self, m: DeepseekV4Metadata, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """(query, what the selection takes, kv)"""
-        layer = self.engine.layer
-        with monkeypatch.context() as patch:
-            if layer.indexer is not None:
-                patch.setattr(layer.indexer.indexer_op, "forward", lambda q, weights, cache, metadata: (q, weights))
-            return layer.attention_front(*layer.attn_gemm_parallel_execute(self.hidden), m, self.engine.caches)
+    def capture(self, m: DeepseekV4Metadata) -> None:
+        with torch.cuda.graph(self.graph):
+            self.hidden_out = self.eager(m)
 
-    def capture(self, m: DeepseekV4Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
-        layer = self.engine.layer
-        if self.captures_attention and self.captures_selection:
-            self.hidden_out = self._record(lambda: self.eager(m))
-            return
-        self.q, self.selected, _ = self._record(lambda: self._front(m, monkeypatch))
-        self.out = torch.empty(self.q.shape, dtype=torch.bfloat16, device="cuda")
-        self.lse = torch.empty(self.q.shape[:2], device="cuda")
-        self.topk = None if layer.indexer is None else layer.indexer.indexer_op.topk_indices_buffer[:ROWS]
-        self.hidden_out = self._record(lambda: self._back(m))
-
-    def _attend(self, m: DeepseekV4Metadata) -> None:
-        self.engine.layer.mla_attn(self.q, self.engine.caches, m, self.topk, self.out, self.lse)
-
-    def _back(self, m: DeepseekV4Metadata) -> torch.Tensor:
-        if self.captures_attention:
-            self._attend(m)
-        layer = self.engine.layer
-        return layer.o_proj(self.out, m.positions, layer.rotary_emb.cos_sin_cache)
-
-    def _record(self, body: Any) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = body()
-        self.graphs.append(graph)
-        return result
-
-    def replay(self, m: DeepseekV4Metadata) -> torch.Tensor:
-        if len(self.graphs) == 1:
-            self.hidden_out.fill_(math.nan)
-            self.graphs[0].replay()
-            return self.hidden_out
-        front, back = self.graphs
-        layer, caches = self.engine.layer, self.engine.caches
-        for result in (self.out, self.lse):
-            result.fill_(math.nan)
-        front.replay()
-        if layer.indexer is not None:
-            layer.indexer.indexer_op(*self.selected, caches.indexer, m)
-        if not self.captures_attention:
-            self._attend(m)
-        back.replay()
+    def replay(self) -> torch.Tensor:
+        self.hidden_out.fill_(math.nan)
+        self.graph.replay()
         return self.hidden_out
 
     def pools(self) -> list[torch.Tensor]:
@@ -137,18 +87,17 @@ STEPS = ([0, 1, 2, 3, 4, 5], [0, 3], [5, 4, 1], [2], [3, 1, 0, 4, 2, 5], [1, 0, 
     [{}, {"kv_cache": "bf16"}, {"kv_cache": "fp8"}, {"index_cache": "mxfp4", "index_hadamard": True}],
     ids=["fp8_ds_mla", "bf16", "fp8", "mxfp4"],
 )
-def test_a_replayed_step_is_the_eager_step(
-    ratio: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replayed_step_is_the_eager_step(ratio: int, options: dict[str, Any]) -> None:
     graphed, eager = Decoder(ratio, **options), Decoder(ratio, **options)
     for decoder in (graphed, eager):  # whatever compiles or plans does so before the capture
         decoder.eager(decoder.prepare(STEPS[0], 1))
     captured = graphed.prepare(STEPS[1], 2)
-    graphed.capture(captured, monkeypatch)
-    graphed.replay(captured)
+    graphed.capture(captured)
+    graphed.replay()
     eager.eager(eager.prepare(STEPS[1], 2))
     for number, active in enumerate(STEPS):
-        got = graphed.replay(graphed.prepare(active, 10 + number))
+        graphed.prepare(active, 10 + number)
+        got = graphed.replay()
         want = eager.eager(eager.prepare(active, 10 + number))
         assert torch.equal(got, want), f"step {number}"
         for mine, theirs in zip(graphed.pools(), eager.pools(), strict=True):
@@ -156,10 +105,13 @@ def test_a_replayed_step_is_the_eager_step(
 
 
 @pytest.mark.parametrize("ratio", KINDS)
-def test_a_step_is_made_of_kernels(ratio: int) -> None:
-    decoder = Decoder(ratio)
-    m = decoder.prepare(STEPS[0], 1)
+@pytest.mark.parametrize(
+    "options", [{"kv_cache": "bf16"}, {"kv_cache": "fp8"}, {"index_cache": "fp8"}, {"index_cache": "mxfp4"}], ids=str
+)
+def test_steps_are_made_of_kernels(ratio: int, options: dict[str, Any]) -> None:
+    """The requests' first ones, too."""
     with record_calls() as recording:
-        decoder.eager(m)
+        decoder = Decoder(ratio, **options)
+        decoder.eager(decoder.prepare(STEPS[0], 1))
     ran = {call.op: call.implementation for call in recording.calls if not call.op.startswith("linear")}
     assert {op for op, implementation in ran.items() if implementation != "kernel"} == set()

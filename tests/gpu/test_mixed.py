@@ -1,10 +1,11 @@
-"""The kernel of sparse_mla_mixed on a GPU, against float64, and bit for bit against sparse_mla_prefill over the same
-rows. Whatever no query row selects is NaN, between the pages too."""
+"""The kernels of sparse_mla_mixed on a GPU, against float64, over caches of either format; over bf16 caches bit for bit
+against sparse_mla_prefill over the same rows, too. Whatever no query row selects is NaN, between the pages too."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from cute_kernels.runtime.record import record_calls
 from cute_kernels.sparse_mla.ops import sparse_mla_mixed, sparse_mla_prefill
 from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, inside, int32, random_sink
 from tests.gpu.decode_checks import attention, same_bits
-from tests.gpu.prefill_checks import LARGEST, assert_results, only_on_hopper
+from tests.gpu.prefill_checks import KERNELS, LARGEST, LOG_RTOL, assert_results, use_kernel
 from tests.helpers import POISON_BYTE, bits, raw_bytes
 
 pytestmark = [
@@ -28,9 +29,27 @@ ROWS_AT_ONCE = 1 << 17
 Results = tuple[torch.Tensor, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    only_on_hopper(monkeypatch)
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+made_of = BF16
+"""What `make` makes queries and caches of."""
+
+
+@pytest.fixture(autouse=True, params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_kernels.sparse_mla import mixed, prefill
+
+    use_kernel(request.param, monkeypatch, mixed, prefill)
+
+
+@pytest.fixture(autouse=True, params=[BF16, FP8], ids=["bf16", "fp8"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    monkeypatch.setattr(sys.modules[__name__], "made_of", request.param)
+    return request.param
+
+
+def codes(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, which can be indexed and filled whatever the values' type."""
+    return values.view(torch.int16 if values.dtype == BF16 else torch.int8)
 
 
 @dataclasses.dataclass
@@ -87,13 +106,13 @@ class Call:
         return inside & ((column < seen) | is_compressed)
 
     def gathered(self, rows: slice, named: torch.Tensor) -> torch.Tensor:
-        """bf16 [n, columns, 512], zero where nothing is named."""
-        k = torch.zeros(*named.shape, 512, dtype=torch.bfloat16, device=DEVICE)
+        """The caches' type [n, columns, 512], zero where nothing is named."""
+        k = torch.zeros(*named.shape, 512, device=DEVICE).to(self.window.dtype)
         for pool, columns in self.pools():
             chosen = named[:, columns]
             slots = self.indices[rows, columns].long()[chosen]
-            part = k[:, columns]
-            part[chosen] = pool[slots // pool.shape[1], slots % pool.shape[1]]
+            part = codes(k)[:, columns]
+            part[chosen] = codes(pool)[slots // pool.shape[1], slots % pool.shape[1]]
         return k
 
     def expected(self) -> Results:
@@ -102,8 +121,8 @@ class Call:
         parts = []
         for first in range(0, len(self.query), step):
             rows = slice(first, first + step)
-            k = self.gathered(rows, named[rows]).double()
-            parts.append(attention(self.query[rows].double(), k, named[rows], self.scale, self.sink))
+            k = self.gathered(rows, named[rows]).float().double()
+            parts.append(attention(self.query[rows].float().double(), k, named[rows], self.scale, self.sink))
         out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
         return out * self.out_scale, lse
 
@@ -115,8 +134,8 @@ class Call:
         order = torch.where(named, column, column + named.shape[1]).argsort(dim=1)
         number = torch.arange(len(named), device=DEVICE)[:, None] * named.shape[1] + order
         return {
-            "q": self.query,
-            "kv": kv,
+            "q": self.query.bfloat16(),
+            "kv": kv.bfloat16(),
             "indices": number.int()[:, None],
             "sm_scale": self.scale,
             "attn_sink": self.sink,
@@ -125,21 +144,21 @@ class Call:
 
 
 def make_pool(pages: int, rows: int, more_stride: int = 0) -> torch.Tensor:
-    """bf16 [pages, rows, 512], all NaN, more_stride elements between pages."""
+    """[pages, rows, 512], all NaN, more_stride elements between pages."""
     size = rows * 512 + more_stride
-    whole = torch.full((pages * size + 8,), math.nan, dtype=torch.bfloat16, device=DEVICE)
-    return whole.as_strided((pages, rows, 512), (size, 512, 1), 8)
+    whole = torch.full(((pages * size + 16) * made_of.itemsize,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    return whole.view(made_of).as_strided((pages, rows, 512), (size, 512, 1), 16)
 
 
 def fill(call: Call, seed: int = 0) -> Call:
     """Give every row that the call selects a value; all others are NaN."""
     named = call.named()
     for number, (pool, columns) in enumerate(call.pools()):
-        pool.fill_(math.nan)
+        codes(pool).fill_(-1)
         slots = torch.unique(call.indices[:, columns][named[:, columns]].long())
         values = torch.randn(len(slots), 512, device=DEVICE, generator=generator(seed + number))
         rows = pool.shape[1]
-        pool[slots // rows, slots % rows] = (values.clamp_(-4, 4) * (LARGEST / 4)).bfloat16()
+        codes(pool)[slots // rows, slots % rows] = codes((values.clamp_(-4, 4) * (LARGEST / 4)).to(pool.dtype))
     return call
 
 
@@ -182,7 +201,7 @@ def make(
     some = torch.rand(tokens, device=DEVICE, generator=g) < 0.3
     lengths = odd[torch.randint(0, len(odd), (tokens,), device=DEVICE, generator=g)].where(some, lengths)
     call = Call(
-        query.bfloat16(),
+        query.to(made_of),
         pools[0],
         None if width is None else pools[1],
         torch.cat(parts, dim=1),
@@ -210,7 +229,7 @@ def run(call: Call, **more: Any) -> Results:
 
 def check(call: Call, **more: Any) -> Results:
     got = run(call, **more)
-    assert_results(got, call.expected(), call.query, call.scale, call.out_scale)
+    assert_results(got, call.expected(), call.query.float(), call.scale, call.out_scale)
     return got
 
 
@@ -224,14 +243,16 @@ def test_heads(heads: int, width: int | None) -> None:
 @pytest.mark.parametrize("second", [1, 2, 7, 53, 64, 256])
 def test_page_sizes(first: int, second: int) -> None:
     check(make(rows=(first, second), seed=first))
-    check(make(rows=(first, second), more_stride=(8, 512), heads=128, seed=second))
+    for heads in (8, 128):
+        check(make(rows=(first, second), more_stride=(16, 512), heads=heads, seed=second))
 
 
 @pytest.mark.parametrize("width", [0, 1, 63, 64, 65, 129, 512])
 @pytest.mark.parametrize("window_size", [1, 7, 64, 65, 128, 200])
 def test_columns_around_tiles(window_size: int, width: int) -> None:
     seq_lens = (300, window_size + 2, 1, 9, window_size)
-    check(make(seq_lens=seq_lens, window_size=window_size, width=width, seed=width))
+    for heads in (16, 64):
+        check(make(seq_lens=seq_lens, heads=heads, window_size=window_size, width=width, seed=width))
 
 
 def test_prefill_rows_of_one_request() -> None:
@@ -241,7 +262,7 @@ def test_prefill_rows_of_one_request() -> None:
     check(fill(call))
 
 
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("requests", [1, 31, 33, 700])
 def test_more_rows_than_multiprocessors(heads: int, requests: int) -> None:
     """Requests of one row, of many and of none, in turn: decode and prefill rows side by side."""
@@ -250,8 +271,9 @@ def test_more_rows_than_multiprocessors(heads: int, requests: int) -> None:
     check(make(query_lens, seq_lens, heads=heads, width=90, padding=5, capacity=(5000, 4000), seed=requests))
 
 
-def test_blocks_with_more_items_than_they_look_ahead() -> None:
-    check(make((1,) * 5000, tuple(range(-2, 4998)), heads=128, window_size=3, width=5, padding=9))
+@pytest.mark.parametrize("heads", [8, 32, 128])
+def test_blocks_with_more_items_than_they_look_ahead(heads: int) -> None:
+    check(make((1,) * 5000, tuple(range(-2, 4998)), heads=heads, window_size=3, width=5, padding=9))
 
 
 def test_starts_that_do_not_begin_at_zero() -> None:
@@ -321,13 +343,19 @@ def test_scales(scale: float, out_scale: float) -> None:
     check(dataclasses.replace(make(sink="finite"), scale=scale, out_scale=out_scale))
 
 
-@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("out_scale", [1.0, -0.5])
-def test_bits_of_prefill(heads: int, out_scale: float) -> None:
-    """The same as prefill over copies of the rows: in one tile they come in the same order."""
+def test_bits_of_prefill(heads: int, out_scale: float, dtype: torch.dtype) -> None:
+    """The same as prefill over copies of the rows: in one tile they come in the same order. Over e4m3 caches nearly the
+    same: weights may be f16, tiles others, and few heads padded."""
     call = make((1, 300, 1, 50), (900, 300, 5, 1000), heads=heads, width=300, bad=0.0, rows=(53, 2))
     out, lse = run(dataclasses.replace(call, out_scale=out_scale))
     want, _, want_lse = sparse_mla_prefill(**call.as_prefill())
+    if dtype == FP8:
+        # fp32 sums of large products cancel
+        torch.testing.assert_close(lse, want_lse, rtol=LOG_RTOL, atol=2e-4)
+        assert ((out.float() - want.float() * out_scale).abs() <= LARGEST / 128).all()
+        return
     assert same_bits((lse,), (want_lse,))
     if out_scale == 1.0:
         assert same_bits((out,), (want,))
@@ -340,7 +368,7 @@ def test_strides_and_what_lies_around() -> None:
     want = check(call)
     tokens = len(call.query)
 
-    call.query = inside(call.query, (1, 3, 8), (2, 1, 40))
+    call.query = inside(call.query, (1, 3, 16), (2, 1, 48))
     call.indices = inside(call.indices, (1, 3), (1, 2))
     call.lengths = inside(call.lengths, (3,), (2,))
     call.window = inside(call.window, (2, 0, 0), (1, 0, 0))
@@ -362,24 +390,27 @@ def test_strides_and_what_lies_around() -> None:
         assert torch.equal(bits(memory), bits(untouched))
 
 
-@pytest.mark.parametrize("rows", [64, 53])
-def test_large_caches(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "heads"), [(64, 64), (53, 64), (53, 8)])
+def test_large_caches(rows: int, heads: int) -> None:
     """Rows that lie 2^31, 2^33 and 2^34 bytes behind the first."""
-    call = make(bad=0.0)
+    call = make(heads=heads, bad=0.0)
     gib = 1 << 30
-    pages = 17 * gib // (rows * 1024)
-    pool = torch.empty(pages, rows, 512, dtype=torch.bfloat16, device=DEVICE)
-    ends = [0, 2 * gib // 1024, 4 * gib // 1024, 8 * gib // 1024, 16 * gib // 1024, pages * rows]
+    row = 512 * made_of.itemsize
+    pages = 17 * gib // (rows * row)
+    pool = torch.empty(pages, rows, 512, dtype=made_of, device=DEVICE)
+    ends = [0, 2 * gib // row, 4 * gib // row, 8 * gib // row, 16 * gib // row, pages * rows]
     far = torch.tensor([end + i for end in ends for i in range(-20, 20) if 0 <= end + i < pages * rows], device=DEVICE)
     for columns in (slice(0, 128), slice(128, None)):
         picks = torch.randint(0, len(far), call.indices[:, columns].shape, device=DEVICE, generator=generator(1))
         call.indices[:, columns] = far[picks].int()
-    pool.view(-1, 512)[far] = (torch.rand(len(far), 512, device=DEVICE, generator=generator(2)) * LARGEST).bfloat16()
+    values = torch.rand(len(far), 512, device=DEVICE, generator=generator(2)) * LARGEST
+    codes(pool).view(-1, 512)[far] = codes(values.to(made_of))
     check(dataclasses.replace(call, window=pool, compressed=pool))
 
 
-def test_bits_repeat_and_do_not_depend_on_the_batch() -> None:
-    call = make((1,) * 100 + (200, 99), (700,) * 50 + (5,) * 50 + (200, 500), heads=128, width=205, padding=0)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_bits_repeat_and_do_not_depend_on_the_batch(heads: int) -> None:
+    call = make((1,) * 100 + (200, 99), (700,) * 50 + (5,) * 50 + (200, 500), heads=heads, width=205, padding=0)
     want = check(call)
     for _ in range(20):
         assert same_bits(run(call), want)

@@ -15,7 +15,7 @@ from cute_kernels.sparse_mla.ops import sparse_mla_prefill_paged
 from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, inside, int32
 from tests.gpu.decode_checks import same_bits
 from tests.gpu.paged_cases import Call, check, fill, make, run
-from tests.gpu.prefill_checks import only_on_hopper
+from tests.gpu.prefill_checks import use_kernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,9 @@ DEVICE = "cuda"
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    only_on_hopper(monkeypatch)
+    from cute_kernels.sparse_mla import paged
+
+    use_kernel("hopper", monkeypatch, paged)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 13, 16, 32, 63, 64, 65, 100, 128])

@@ -12,33 +12,42 @@ from cute_kernels.runtime.ops import OPS
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import logits, logits_choice, paged_logits
+from cute_kernels.indexer import logits, logits_choice, paged_logits, portable_launch
 from cute_kernels.indexer import ops as _registered  # noqa: F401
+from cute_kernels.indexer.logits_portable import PortableLogitsKey
 from cute_kernels.indexer.logits_sm90 import LogitsKey
+from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
 
 SMS = 132
-NAMES = (
-    "weights", "out", "q", "q_request", "q_row", "q_head", "requests", "row_count", "keys", "scales", "key_stride",
-    "page_stride", "page_rows", "pages", "table", "table_stride", "table_columns", "starts", "ends", "end_request",
-    "limit", "shifts", "clean", "blocks",
+KEYS_AND_WINDOWS = (
+    "keys", "scales", "key_stride", "page_stride", "page_rows", "pages", "table", "table_stride", "table_columns",
+    "starts", "ends", "end_request", "limit", "shifts", "skip", "clean", "blocks",
 )  # fmt: skip
+QUERIES = "weights", "out", "q", "q_request", "q_row", "q_head"
+Q_SCALES = "q_scale", "q_scale_request", "q_scale_row", "q_scale_head"
+NAMES = {
+    LogitsKey: (*QUERIES, "requests", "row_count", *KEYS_AND_WINDOWS),
+    Mxfp4LogitsKey: (*QUERIES, "requests", "row_count", *KEYS_AND_WINDOWS[:-1], *Q_SCALES[:-1], KEYS_AND_WINDOWS[-1]),
+    PortableLogitsKey: (*QUERIES, *Q_SCALES, "requests", "row_count", "heads", *KEYS_AND_WINDOWS),
+}
+Key = LogitsKey | PortableLogitsKey
 FP8 = torch.float8_e4m3fn
 
 
 class Launches:
-    """Stands for a Hopper GPU: keeps what would have been launched."""
+    """Stands for a GPU, Hopper's if not said otherwise: keeps what would have been launched."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
-        self.kept: list[tuple[LogitsKey, dict[str, Any]]] = []
-        monkeypatch.setattr(logits_choice, "arch_of", lambda index: arch)
-        for module in (logits, paged_logits):
+        self.kept: list[tuple[Any, dict[str, Any]]] = []
+        for module in (logits, paged_logits, portable_launch):
+            monkeypatch.setattr(module, "arch_of", lambda index: arch)
             monkeypatch.setattr(module, "multiprocessors", lambda index: SMS)
             monkeypatch.setattr(module, "launch_key", self.keep)
 
-    def keep(self, key: LogitsKey, device_index: Any, *args: Any) -> None:
-        self.kept.append((key, dict(zip(NAMES, args, strict=True))))
+    def keep(self, key: Key, device_index: Any, *args: Any) -> None:
+        self.kept.append((key, dict(zip(NAMES[type(key)], args, strict=True))))
 
-    def run(self, op: str, args: dict[str, Any]) -> tuple[LogitsKey, dict[str, Any]]:
+    def run(self, op: str, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The only launch of a call."""
         OPS[op].check(*args.values())
         module = OPS[op].load_kernel()
@@ -173,8 +182,8 @@ def test_calls_without_keys_launch_nothing(gpu: Launches) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"heads": 8}, "HI must be a multiple of 16 and at most 64, got 8"),
-        ({"heads": 80}, "HI must be a multiple of 16 and at most 64, got 80"),
+        ({"heads": 0}, "HI must be at least 1 and at most 64, got 0"),
+        ({"heads": 80}, "HI must be at least 1 and at most 64, got 80"),
         ({"k": codes(300, 136)[:, :128]}, "kv\\[0\\] must be 16-byte aligned row by row"),
         ({"q": codes(10, 64, 144)[..., 8:136]}, "q must be 16-byte aligned row by row"),
     ],
@@ -186,10 +195,8 @@ def test_contiguous_calls_that_are_refused(gpu: Launches, change: dict[str, Any]
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"page_rows": 12}, "pages must have a multiple of 8 rows, got 12"),
-        ({"heads": 24}, "HI must be a multiple of 16 and at most 64, got 24"),
+        ({"heads": 65}, "HI must be at least 1 and at most 64, got 65"),
         ({"kv_cache": formats.INDEXER_FP8.allocate(4, 64, page_stride=8641)}, "kv_cache must be 16-byte aligned"),
-        ({"kv_format": formats.INDEXER_MXFP4.id}, "the kernel is for indexer_fp8/1, got indexer_mxfp4/1"),
     ],
 )
 def test_paged_calls_that_are_refused(gpu: Launches, change: dict[str, Any], why: str) -> None:
@@ -202,10 +209,117 @@ def refused(module: Any, args: dict[str, Any], why: str) -> None:
     assert why.replace("\\", "") in reason
 
 
-def test_other_architectures_and_mxfp4_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    Launches(monkeypatch, "sm_100a")
-    refused(logits, contiguous(), "the kernel is for sm_90a, got sm_100a")
-    refused(paged_logits, paged(), "the kernel is for sm_90a, got sm_100a")
-    Launches(monkeypatch)
-    scaled = contiguous(q_scale=torch.zeros(10, 64, dtype=torch.int32))
-    refused(logits, scaled, "the kernel takes FP8 queries and keys, got MXFP4")
+# What Hopper's MXFP4 kernel runs
+
+
+def test_mxfp4_keys_have_64_bytes_and_queries_scales(gpu: Launches) -> None:
+    args = mxfp4(contiguous())
+    key, got = gpu.run("mqa_logits", args)
+    assert key == Mxfp4LogitsKey("sm_90a", 64, 2, False, 64)
+    assert (got["q_row"], got["q_head"], got["key_stride"]) == (64 * 64, 64, 64)
+    assert (got["keys"], got["scales"]) == (args["k"].data_ptr(), args["k_scale"].data_ptr())
+    assert (got["q_scale"], got["q_scale_request"], got["q_scale_row"]) == (args["q_scale"].data_ptr(), 0, 256)
+    args = mxfp4(paged())
+    args["q_scale"] = torch.zeros(3, 5, 71, dtype=torch.int32)[:, 1:3, 3:67]
+    key, got = gpu.run("paged_mqa_logits", args)
+    assert key == Mxfp4LogitsKey("sm_90a", 64, 2, True, 64)
+    strides = 5 * 71 * 4, 71 * 4
+    assert (got["q_scale"], got["q_scale_request"], got["q_scale_row"]) == (args["q_scale"].data_ptr(), *strides)
+
+
+@pytest.mark.parametrize("fmt", [formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE], ids=lambda fmt: fmt.id)
+def test_mxfp4_scales_follow_the_codes_in_both_sizes_of_rows(gpu: Launches, fmt: Any) -> None:
+    args = mxfp4(paged(), fmt.id)
+    _, got = gpu.run("paged_mqa_logits", args)
+    pool = args["kv_cache"]
+    assert (got["keys"], got["scales"], got["key_stride"]) == (pool.data_ptr(), pool.data_ptr() + 64 * 64, 64)
+    assert got["page_stride"] == pool.stride(0)
+
+
+@pytest.mark.parametrize(("next_n", "rows"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2)])
+def test_rows_of_a_group_of_mxfp4(gpu: Launches, next_n: int, rows: int) -> None:
+    assert gpu.run("paged_mqa_logits", mxfp4(paged(next_n=next_n)))[0].rows == rows
+
+
+# What the portable kernel runs
+
+
+def mxfp4(args: dict[str, Any], kv_format: str = formats.INDEXER_MXFP4.id) -> dict[str, Any]:
+    """The call with MXFP4 queries and keys."""
+    q = torch.zeros(*args["q"].shape[:-1], 64, dtype=torch.uint8)
+    changes: dict[str, Any] = {"q": q, "q_scale": torch.zeros(q.shape[:-1], dtype=torch.int32)}
+    if "k" in args:
+        keys = args["k"].shape[0]
+        changes |= {"k": torch.zeros(keys, 64, dtype=torch.uint8), "k_scale": torch.zeros(keys, dtype=torch.int32)}
+    else:
+        changes["kv_format"] = kv_format
+        changes["kv_cache"] = formats.FORMATS[kv_format].allocate(20, args["kv_cache"].shape[1])
+    return {**args, **changes}
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "is_portable"),
+    [
+        ("mqa_logits", contiguous(), False),
+        ("mqa_logits", contiguous(heads=48), False),
+        ("mqa_logits", contiguous(heads=24), True),
+        ("mqa_logits", mxfp4(contiguous()), False),
+        ("mqa_logits", mxfp4(contiguous(heads=24)), True),
+        ("paged_mqa_logits", paged(page_rows=24), False),
+        ("paged_mqa_logits", paged(page_rows=12), True),
+        ("paged_mqa_logits", paged(heads=1), True),
+        ("paged_mqa_logits", mxfp4(paged()), False),
+        ("paged_mqa_logits", mxfp4(paged(page_rows=12)), True),
+    ],
+)
+def test_hoppers_kernel_runs_what_it_can(gpu: Launches, op: str, args: dict[str, Any], is_portable: bool) -> None:
+    key, got = gpu.run(op, args)
+    assert isinstance(key, PortableLogitsKey) == is_portable
+    if is_portable:
+        heads = args["q"].shape[-2]
+        assert got["heads"] == heads
+        assert key.heads == formats.round_up(heads, 16)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_103a", "sm_120a"])
+def test_other_architectures_run_the_portable_kernel(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    gpu = Launches(monkeypatch, arch)
+    key, _ = gpu.run("mqa_logits", contiguous())
+    assert key == PortableLogitsKey(arch, 64, 4, False, False)
+    key, _ = gpu.run("paged_mqa_logits", mxfp4(paged()))
+    assert key == PortableLogitsKey(arch, 64, 2, True, True)
+
+
+def test_switch_to_the_portable_kernel(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits_choice, "ARCH", "")
+    assert isinstance(gpu.run("mqa_logits", contiguous())[0], PortableLogitsKey)
+    assert isinstance(gpu.run("paged_mqa_logits", paged())[0], PortableLogitsKey)
+
+
+@pytest.mark.parametrize(("next_n", "rows"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 2), (6, 2), (7, 4), (8, 4), (50, 2)])
+def test_rows_of_a_portable_group(gpu: Launches, next_n: int, rows: int) -> None:
+    key, got = gpu.run("paged_mqa_logits", paged(1, next_n, page_rows=12))
+    assert (key.rows, got["row_count"]) == (rows, next_n)
+
+
+@pytest.mark.parametrize("fmt", [formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE])
+def test_mxfp4_pages(gpu: Launches, fmt: Any) -> None:
+    args = mxfp4(paged(page_rows=12), fmt.id)
+    _, got = gpu.run("paged_mqa_logits", args)
+    pool = args["kv_cache"]
+    assert (got["keys"], got["scales"]) == (pool.data_ptr(), pool.data_ptr() + 12 * 64)
+    assert (got["key_stride"], got["page_stride"]) == (64, fmt.page_stride(12))
+    assert (got["q_request"], got["q_row"], got["q_head"]) == (2 * 64 * 64, 64 * 64, 64)
+    assert (got["q_scale_request"], got["q_scale_row"], got["q_scale_head"]) == (2 * 64 * 4, 64 * 4, 4)
+
+
+def test_mxfp4_views(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits_choice, "ARCH", "")
+    args = mxfp4(contiguous())
+    args["q"] = torch.zeros(10, 66, 192, dtype=torch.uint8)[:, 1:-1, 64:128]
+    args["q_scale"] = torch.zeros(10, 70, dtype=torch.int32)[:, 3:67]
+    args["k"] = torch.zeros(300, 272, dtype=torch.int8)[:, 16:80]
+    _, got = gpu.run("mqa_logits", args)
+    assert (got["q"], got["q_row"], got["q_head"]) == (args["q"].data_ptr(), 66 * 192, 192)
+    assert (got["q_scale"], got["q_scale_row"], got["q_scale_head"]) == (args["q_scale"].data_ptr(), 280, 4)
+    assert (got["key_stride"], got["requests"], got["row_count"]) == (272, 1, 10)

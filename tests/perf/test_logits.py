@@ -20,8 +20,10 @@ def test_shapes_are_what_the_peers_are_known_by() -> None:
 
 def test_targets_are_of_shapes_that_are_measured() -> None:
     known = {
-        logits.CONTIGUOUS: {logits.prefill_name(*shape) for shape in logits.PREFILLS},
-        logits.PAGED: {logits.decode_name(*shape) for shape in logits.DECODES},
+        logits.CONTIGUOUS: {logits.prefill_name(*shape) for shape in logits.PREFILLS}
+        | {logits.prefill_name(*shape, mxfp4=True) for shape in logits.MXFP4_PREFILLS},
+        logits.PAGED: {logits.decode_name(*shape) for shape in logits.DECODES}
+        | {logits.decode_name(*shape, mxfp4=True) for shape in logits.MXFP4_DECODES},
     }
     for op, names in known.items():
         targets = {case for _, named, case in TARGETS_US if named == op}

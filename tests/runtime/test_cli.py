@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -279,42 +276,6 @@ def test_a_pool_that_breaks_early_fails_each_kernel(monkeypatch: pytest.MonkeyPa
     assert len(submitted) == 1
     assert {outcome.key for outcome in outcomes} == set(keys)
     assert {(outcome.status, outcome.problems) for outcome in outcomes} == {("failed", ("the compiling process died",))}
-
-
-def test_a_bundle_serves_a_process_without_a_compiler(tmp_path: Path) -> None:
-    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    shutil.copytree(ROOT / "cute_kernels", tmp_path / "cute_kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    variables = {"HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    environment = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", cache.DIRECTORY_VARIABLE)}
-
-    def python(*arguments: str, **more: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path, env={**environment, **variables, **more}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
-        return done.stdout
-
-    command = ["-m", "cute_kernels", "precompile", "--arch", "sm_90a", "--model", "v4-pro", "--tp", "8", "--json"]
-    made = json.loads(python(*command, "--out", "bundle"))
-    assert {kernel["status"] for kernel in made["kernels"]} == {"compiled"}
-    for kernel in made["kernels"]:
-        assert kernel["problems"] == []
-        assert kernel["facts"]["registers"] > 0
-        assert kernel["facts"]["instructions"]
-    code = (
-        "import cute_kernels\n"
-        "from cute_kernels.models import MODELS\n"
-        "from cute_kernels.runtime import compile as c, registry\n"
-        "keys = registry.deployment_keys(MODELS['v4-pro'], 8, 'sm_90a')\n"
-        "for key in keys: c.function(key)\n"
-        "print(len(keys), c.compilations(), c.disk_loads())\n"
-    )
-    count = len(made["kernels"])
-    out = python("-c", code, CUTE_KERNELS_CACHE_DIR=str(tmp_path / "bundle"), CUTE_KERNELS_JIT="forbid")
-    assert out == f"{count} 0 {count}\n"
-    assert not (tmp_path / "home").exists(), "nothing goes into the user's own cache"
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------

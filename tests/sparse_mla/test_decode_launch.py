@@ -18,6 +18,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.models import MODELS
 from cute_kernels.sparse_mla import decode, decode_args, merge
 from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
 
 SMS = 132
 NAMES = (
@@ -66,7 +67,7 @@ DENSE = {"extra_indices": None, "extra_topk_length": None}
 def test_one_part_goes_straight_to_the_callers_results(gpu: Launches) -> None:
     args = gpu.run()
     ((key, given),) = gpu.decodes
-    assert isinstance(key, DecodeKey)
+    assert isinstance(key, TeamsDecodeKey)
     assert (key.arch, key.second, key.out_fp32) == ("sm_90a", "listed", False)
     assert gpu.merges == []
     assert [given[n] is args[m] for n, m in (("q", "q"), ("cache0", "k_cache"), ("list0", "indices"))] == [True] * 3
@@ -81,7 +82,7 @@ def test_one_part_goes_straight_to_the_callers_results(gpu: Launches) -> None:
     assert (given["len1"], given["len1_batch"], given["len1_token"]) == (extra.data_ptr(), 1, 1)
     assert given["sink"] == args["attn_sink"].data_ptr()
     assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
-    assert (given["parts"], given["part_tiles"], given["ctas"]) == (1, 0, SMS)
+    assert (given["parts"], given["part_tiles"], given["ctas"]) == (1, 0, 2 * SMS), "two blocks of a multiprocessor"
 
 
 def test_no_second_list(gpu: Launches) -> None:
@@ -187,6 +188,40 @@ def test_hoppers_kernel_takes_no_other_caches_and_architectures(monkeypatch: pyt
             assert not isinstance(launches.decodes[0][0], DecodeKey)
 
 
+def test_many_heads_are_for_hoppers_kernel(gpu: Launches) -> None:
+    for heads, kind in ((8, TeamsDecodeKey), (9, DecodeKey), (17, DecodeKey), (65, DecodeKey)):
+        gpu.run(**of_rows(2, heads))
+        key, given = gpu.decodes[-1]
+        assert isinstance(key, kind)
+        assert given["ctas"] == SMS * key.blocks_per_sm
+
+
+def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> None:
+    few, room = SMS // 2, torch.zeros(2**22, dtype=torch.uint8)
+    for splits, few_kind in (
+        ({}, DecodeKey),
+        ({"num_splits": 1}, TeamsDecodeKey),
+        ({"split_tokens": 64, "workspace": room}, TeamsDecodeKey),
+    ):
+        for rows, kind in ((few, few_kind), (few + 1, TeamsDecodeKey)):
+            gpu.run(**of_rows(rows, 16), **splits)
+            assert isinstance(gpu.decodes[-1][0], kind)
+
+
+def of_rows(rows: int, heads: int) -> dict[str, Any]:
+    """Changes to a call: so many rows, one list."""
+    q = torch.zeros(rows, 1, heads, 512, dtype=torch.bfloat16)
+    return {
+        "q": q,
+        "indices": torch.zeros(rows, 1, 7, dtype=torch.int32),
+        "topk_length": None,
+        "attn_sink": None,
+        **NO_EXTRA,
+        "out": torch.zeros_like(q),
+        "lse": torch.zeros(rows, heads, 1),
+    }
+
+
 @pytest.mark.parametrize(("b", "s_q"), [(2, 0), (0, 1)])
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 2}, {"split_tokens": 64}])
 @pytest.mark.parametrize("room", [None, 0, 4096])
@@ -235,6 +270,6 @@ def test_what_is_not_supported_says_so(gpu: Launches, changes: dict[str, Any], w
 def test_deployments(model: str, tp: int) -> None:
     keys = decode.deployment_keys(MODELS[model], tp, "sm_90a")
     assert len(set(keys)) == len(keys)
-    kinds = {(key.second, key.out_fp32) for key in keys if isinstance(key, DecodeKey)}
+    kinds = {(key.second, key.out_fp32) for key in keys if isinstance(key, (DecodeKey, TeamsDecodeKey))}
     assert kinds == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
     assert set(merge.deployment_keys(MODELS[model], tp, "sm_90a")) <= set(keys)

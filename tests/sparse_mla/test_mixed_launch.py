@@ -11,7 +11,10 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import mixed
+from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
+from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (
@@ -41,9 +44,18 @@ def arguments(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def distant(pages: int, rows: int, stride: int) -> torch.Tensor:
+CODES = {
+    "kv_format": "plain_fp8/1",
+    "query": torch.zeros(3, 4, 512).to(FP8),
+    "swa_kv_cache": torch.zeros(5, 64, 512).to(FP8),
+    "compressed_kv_cache": torch.zeros(7, 2, 512).to(FP8),
+}
+"""What a call over e4m3 caches has that the one above has not."""
+
+
+def distant(pages: int, rows: int, stride: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     """A pool that takes no memory."""
-    return torch.empty(0, dtype=BF16, device="meta").as_strided((pages, rows, 512), (stride, 512, 1))
+    return torch.empty(0, dtype=dtype, device="meta").as_strided((pages, rows, 512), (stride, 512, 1))
 
 
 @pytest.fixture
@@ -55,10 +67,13 @@ def run(**changes: Any) -> dict[str, Any]:
     return launch("sparse_mla_mixed", mixed, arguments(**changes))
 
 
-def test_arguments_go_as_they_are(launched: list[Any]) -> None:
-    args = run()
+@pytest.mark.parametrize(
+    ("changes", "expected"), [({}, FewMixedKey("sm_90a", 8)), (CODES, MixedFp8Key("sm_90a"))], ids=["bf16", "fp8"]
+)
+def test_arguments_go_as_they_are(launched: list[Any], changes: dict[str, Any], expected: MixedKey) -> None:
+    args = run(**changes)
     ((key, given),) = launched
-    assert key == MixedKey("sm_90a")
+    assert key == expected
     for name in NAMES[:6]:
         assert given[name] is args[name]
     for name, argument in {
@@ -67,6 +82,18 @@ def test_arguments_go_as_they_are(launched: list[Any]) -> None:
         assert given[name] == args[argument].data_ptr()
     assert (given["requests"], given["window_size"], given["scale"], given["blocks"]) == (2, 8, 0.75, SMS)
     assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "key"),
+    [(8, FewMixedKey("sm_90a", 8)), (16, FewMixedKey("sm_90a", 16))] + [(n, MixedKey("sm_90a")) for n in (17, 64, 128)],
+)
+def test_kernels_by_heads(launched: list[Any], heads: int, key: MixedKey) -> None:
+    query = torch.zeros(3, heads, 512, dtype=BF16)
+    changes = {"query": query, "sinks": None, "out": torch.zeros_like(query), "lse": torch.zeros(3, heads)}
+    run(**changes)
+    run(**CODES | changes | {"query": query.to(FP8)})
+    assert [launched_key for launched_key, _ in launched] == [key, MixedFp8Key("sm_90a")]
 
 
 def test_what_is_not_given(launched: list[Any]) -> None:
@@ -129,8 +156,12 @@ def test_odd_calls_are_the_kernels_business(launched: list[Any], changes: dict[s
             "compressed_kv_cache: expected at most 34359738368 bytes from the first row on, got 68719478784",
         ),
         (
-            {"kv_format": "plain_fp8/1", "query": torch.zeros(3, 4, 512).to(FP8)},
-            "kv_format: the kernel is for plain_bf16/1, got plain_fp8/1",
+            CODES | {"query": torch.zeros(3, 4, 520).to(FP8)[..., :512]},
+            "heads of query must be 16-byte aligned",
+        ),
+        (
+            CODES | {"swa_kv_cache": distant(2**20 + 1, 64, 64 * 512, FP8)},
+            "swa_kv_cache: expected at most 34359738368 bytes from the first row on, got 34359771136",
         ),
     ],
 )
@@ -142,8 +173,16 @@ def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, A
 
 def test_the_largest_pool(launched: list[Any]) -> None:
     assert mixed.supports(*arguments(swa_kv_cache=distant(2**19, 64, 64 * 512)).values()) == (True, "")
+    largest = CODES | {"swa_kv_cache": distant(2**20, 64, 64 * 512, FP8)}
+    assert mixed.supports(*arguments(**largest).values()) == (True, "")
 
 
-def test_other_architectures_have_no_kernel(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changes", [{}, CODES], ids=["bf16", "fp8"])
+def test_other_architectures_have_the_portable_kernel(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
     monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_100a")
-    assert mixed.supports(*arguments().values()) == (False, "the kernel is for sm_90a, got sm_100a")
+    args = run(**changes)
+    ((key, given),) = launched
+    assert key == PortableMixedKey("sm_100a", 16, args["kv_format"])
+    assert all(given[name] is args[name] for name in NAMES[:6])

@@ -13,6 +13,8 @@ from tests.sparse_mla.test_prefill import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import prefill
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
+from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -33,13 +35,27 @@ def run(**changes: Any) -> dict[str, Any]:
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:
     args = run()
     ((key, given),) = launched
-    assert key == PrefillKey("sm_90a")
+    assert key == FewPrefillKey("sm_90a", 8)
     for name in NAMES[:6]:
         assert given[name] is args[name]
     assert given["lengths"] == args["topk_length"].data_ptr()
     assert given["sink"] == args["attn_sink"].data_ptr()
     assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
     assert given["blocks"] == SMS
+
+
+@pytest.mark.parametrize(
+    ("heads", "key"),
+    [(n, FewPrefillKey("sm_90a", 8)) for n in (1, 7, 8)]
+    + [(n, FewPrefillKey("sm_90a", 16)) for n in (9, 16)]
+    + [(n, PrefillKey("sm_90a")) for n in (17, 32, 64, 65, 128)],
+)
+def test_kernels_by_heads(launched: list[Any], heads: int, key: PrefillKey) -> None:
+    q = torch.zeros(3, heads, 512, dtype=torch.bfloat16)
+    numbers = {name: torch.zeros(3, heads) for name in ("max_logits", "lse")}
+    run(q=q, attn_sink=None, out=torch.zeros_like(q), **numbers)
+    ((launched_key, _),) = launched
+    assert launched_key == key
 
 
 def test_what_is_not_given_is_zero(launched: list[Any]) -> None:
@@ -85,6 +101,14 @@ def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, A
     assert reason.startswith(why)
 
 
-def test_other_architectures_have_no_kernel(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("heads", "of_item"), [(1, 16), (16, 16), (17, 32), (33, 64), (128, 64)])
+def test_other_architectures_have_the_portable_kernel(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, heads: int, of_item: int
+) -> None:
     monkeypatch.setattr(prefill, "arch_of", lambda index: "sm_100a")
-    assert prefill.supports(*arguments().values()) == (False, "the kernel is for sm_90a, got sm_100a")
+    rows = torch.zeros(3, heads, 512, dtype=torch.bfloat16)
+    numbers = {"attn_sink": torch.zeros(heads), "max_logits": torch.zeros(3, heads), "lse": torch.zeros(3, heads)}
+    args = run(q=rows, out=rows.clone(), **numbers)
+    ((key, given),) = launched
+    assert key == PortablePrefillKey("sm_100a", of_item)
+    assert all(given[name] is args[name] for name in NAMES[:6])

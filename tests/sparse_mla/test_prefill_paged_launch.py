@@ -1,4 +1,5 @@
-"""What sparse_mla_prefill_paged hands to its kernel. Needs CuTe DSL and no GPU: nothing is launched."""
+"""What sparse_mla_prefill_paged hands to Hopper's kernel, and which calls it leaves to the portable one. Needs CuTe DSL
+and no GPU: nothing is launched."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels import formats
 from cute_kernels.sparse_mla import paged
+from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -20,7 +22,11 @@ NAMES = (
     "lists", "list_row", "columns", "compress_ratio", "starts", "seq_lens", "requests", "window_size", "sink",
     "scale_log2", "blocks",
 )  # fmt: skip
-FMT = formats.FP8_DS_MLA
+PORTABLE_NAMES = (
+    "q", "swa_cache", "swa_block_table", "compressed_cache", "compressed_block_table", "topk_indices", "out",
+    "max_logits", "lse", "starts", "seq_lens", "requests", "window_size", "ratio", "sink", "scale_log2", "blocks",
+)  # fmt: skip
+FMT, BF16_ID = formats.FP8_DS_MLA, formats.PLAIN_BF16.id
 BF16 = torch.bfloat16
 
 
@@ -142,19 +148,6 @@ def test_a_call_without_rows_launches_nothing(launched: list[Any]) -> None:
             {"swa_cache": torch.zeros(5 * 37440 + 8, dtype=torch.uint8)[8:].as_strided((5, 64, 584), (37440, 584, 1))},
             "pages of swa_cache must be 16-byte aligned",
         ),
-        (
-            {"kv_format": "plain_bf16/1", "swa_cache": torch.zeros(5, 64, 512, dtype=BF16)},
-            "kv_format: the kernel is for fp8_ds_mla/1, got plain_bf16/1",
-        ),
-        (
-            {"compressed_kv_format": "plain_bf16/1", "compressed_cache": torch.zeros(5, 64, 512, dtype=BF16)},
-            "compressed_kv_format: the kernel is for fp8_ds_mla/1, got plain_bf16/1",
-        ),
-        ({"swa_cache": distant(2**22)}, "swa_cache: expected pages of less than 2^31 bytes, got shape (3, 4194304"),
-        (
-            {"compressed_cache": distant(2**21), "compressed_block_table": torch.zeros(2, 256, dtype=torch.int32)},
-            "compressed_block_table: expected pages of fewer than 2^29 rows in all, got shape (2, 256)",
-        ),
     ],
 )
 def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, Any], why: str) -> None:
@@ -163,6 +156,35 @@ def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, A
     assert reason.startswith(why)
 
 
-def test_other_architectures_have_no_kernel(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "formats_of_key"),
+    [
+        ({"kv_format": BF16_ID, "swa_cache": torch.zeros(5, 64, 512, dtype=BF16)}, (BF16_ID, FMT.id)),
+        ({"compressed_kv_format": BF16_ID, "compressed_cache": torch.zeros(7, 2, 512, dtype=BF16)}, (FMT.id, BF16_ID)),
+        ({"swa_cache": distant(2**22)}, (FMT.id, FMT.id)),
+        (
+            {"compressed_cache": distant(2**21), "compressed_block_table": torch.zeros(2, 256, dtype=torch.int32)},
+            (FMT.id, FMT.id),
+        ),
+        ({"topk_indices": torch.zeros(1, dtype=torch.int32).expand(5, 2**29)}, (FMT.id, FMT.id)),
+    ],
+)
+def test_what_the_portable_kernel_runs(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], formats_of_key: tuple[str, str]
+) -> None:
+    launched = keep_launches(monkeypatch, paged, PORTABLE_NAMES)
+    # some of these pools lie on no device that the op would take
+    args = arguments(**changes)
+    assert paged.supports(*args.values()) == (True, "")
+    paged.launch(*args.values())
+    ((key, given),) = launched
+    assert key == PortablePagedKey("sm_90a", 16, "listed", *formats_of_key)
+    assert given["topk_indices"] is args["topk_indices"]
+
+
+def test_other_architectures_have_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = keep_launches(monkeypatch, paged, PORTABLE_NAMES)
     monkeypatch.setattr(paged, "arch_of", lambda index: "sm_100a")
-    assert paged.supports(*arguments().values()) == (False, "the kernel is for sm_90a, got sm_100a")
+    run()
+    ((key, _),) = launched
+    assert key == PortablePagedKey("sm_100a", 16, "listed", FMT.id, FMT.id)

@@ -22,6 +22,11 @@ def max_bf16x2(a: Any, b: Any) -> Any:
     return inline_ptx("max.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
+def max_u16x2(a: Any, b: Any) -> Any:
+    """sm_90 and up. Larger of each pair of unsigned 16-bit halves."""
+    return inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[Int32(a), Int32(b)])
+
+
 def max_f32(a: Any, b: Any) -> Any:
     """sm_70 and up. The larger one; a NaN loses against a number."""
     return inline_ptx(
@@ -173,6 +178,15 @@ def floats_of_e4m3x4(codes: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
+def f16x2_of_e4m3x4(codes: Any) -> tuple[Any, Any]:
+    """sm_89 and up. The four e4m3 codes of a word as two pairs of f16, exact, the lowest bytes first; NaN stays NaN."""
+    return inline_ptx(
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, lo; cvt.rn.f16x2.e4m3x2 {$w1}, hi; }",
+        write_only_types=[Int32, Int32],
+        read_only_args=[Int32(codes)],
+    )
+
+
 def bf16x2(low: Any, high: Any) -> Any:
     """sm_80 and up. Two fp32 as a pair of bf16, nearest even."""
     return inline_ptx(
@@ -254,6 +268,13 @@ def multiply_bf16x2(a: Any, b: Any) -> Any:
         "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 {$w0}, {$r0}, {$r1}, zero; }",
         write_only_types=[Int32],
         read_only_args=[Int32(a), Int32(b)],
+    )
+
+
+def multiply_f16x2(a: Any, b: Any) -> Any:
+    """sm_70 and up. Products of both halves, nearest even; subnormal numbers count."""
+    return inline_ptx(
+        "mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[Int32(a), Int32(b)]
     )
 
 

@@ -23,6 +23,14 @@ def halves(number: Any) -> tuple[Any, Any]:
     return inline_ptx("mov.b64 {{$w0}, {$w1}}, {$r0};", write_only_types=[Int32, Int32], read_only_args=[Int64(number)])
 
 
+def transpose_matrix(word: Any) -> Any:
+    """sm_75 and up. Lane i gives elements 2 (i % 4) and the next of row i // 4 of an 8 x 8 matrix of 16-bit elements,
+    and gets those of the transposed matrix. All lanes must call."""
+    return inline_ptx(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(word)]
+    )
+
+
 def again(number: Any) -> Any:
     """sm_70 and up. The number. What is computed from it is computed here, and not once and for all before a loop,
     where it would take registers."""

@@ -35,10 +35,13 @@ def load_shared_f32(address: Any) -> Any:
     return inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[Int32(address)])
 
 
-def load_shared_128(address: Any) -> tuple[Any, Any, Any, Any]:
-    """sm_70 and up. 16 bytes of shared memory, 16-byte aligned; the address is one of the block's own, 32 bits wide."""
+def load_shared_128(address: Any, offset: int = 0) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. 16 bytes of shared memory, 16-byte aligned; the address is one of the block's own, 32 bits wide.
+
+    offset   added to it by the instruction: addresses that differ by it then share a register
+    """
     return inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        f"ld.shared.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}{_plus(offset)}];",
         write_only_types=[Int32, Int32, Int32, Int32],
         read_only_args=[Int32(address)],
     )
@@ -75,6 +78,11 @@ def load_shared_u16(address: Any) -> Any:
     return inline_ptx("ld.shared.u16 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(address)])
 
 
+def load_shared_u8(address: Any) -> Any:
+    """sm_70 and up. A byte of shared memory, as a word; the address is one of the block's own."""
+    return inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(address)])
+
+
 def load_shared_f32x2(address: Any) -> tuple[Any, Any]:
     """sm_70 and up. Two fp32 of shared memory, 8-byte aligned; the address is one of the block's own, 32 bits wide."""
     return inline_ptx(
@@ -89,9 +97,17 @@ def store_shared_s32(address: Any, word: Any) -> None:
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[Int32(address), Int32(word)])
 
 
-def store_shared_64(address: Any, low: Any, high: Any) -> None:
-    """sm_70 and up. Two words to shared memory, 8-byte aligned."""
-    inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[Int32(address), Int32(low), Int32(high)])
+def store_shared_8(address: Any, word: Any) -> None:
+    """sm_70 and up. The low byte of a word to shared memory."""
+    inline_ptx("st.shared.b8 [{$r0}], {$r1};", read_only_args=[Int32(address), Int32(word)])
+
+
+def store_shared_64(address: Any, low: Any, high: Any, *, offset: int = 0) -> None:
+    """sm_70 and up. Two words to shared memory, 8-byte aligned; offset: as of load_shared_128."""
+    inline_ptx(
+        f"st.shared.v2.b32 [{{$r0}}{_plus(offset)}], {{{{$r1}}, {{$r2}}}};",
+        read_only_args=[Int32(address), Int32(low), Int32(high)],
+    )
 
 
 def map_shared(address: Any, rank: Any) -> Any:
@@ -176,6 +192,16 @@ def store_matrices(address: Any, words: Any) -> None:
     )
 
 
+def store_matrices_transposed(address: Any, words: Any) -> None:
+    """sm_90 and up. As store_matrices, two or four of them: lane i holds elements [2 (i % 4), i // 4] and
+    [2 (i % 4) + 1, i // 4] of each matrix. Of two, lanes from 16 on give addresses that mean nothing."""
+    registers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(words)))
+    inline_ptx(
+        f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16 [{{$r0}}], {{{registers}}};",
+        read_only_args=[Int32(address), *(Int32(word) for word in words)],
+    )
+
+
 def load_matrices(address: Any) -> tuple[Any, Any, Any, Any]:
     """sm_75 and up. Four 8 x 8 matrices of 16-bit elements of shared memory: lane i gets two neighbours in row i // 4
     of each, and gives the address of row i % 8 of matrix i // 8."""
@@ -186,11 +212,16 @@ def load_matrices(address: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
-def load_matrices_transposed(address: Any) -> tuple[Any, Any, Any, Any]:
+def load_matrices_transposed(address: Any, offset: int = 0) -> tuple[Any, Any, Any, Any]:
     """sm_75 and up. As load_matrices, transposed: lane i gets elements [2 (i % 4), i // 4] and [2 (i % 4) + 1, i // 4]
-    of each matrix."""
+    of each matrix. offset: as of load_shared_128."""
     return inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
+        f"{{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}{_plus(offset)}];",
         write_only_types=[Int32, Int32, Int32, Int32],
         read_only_args=[Int32(address)],
     )
+
+
+def _plus(offset: int) -> str:
+    return f"+{offset}" if offset else ""

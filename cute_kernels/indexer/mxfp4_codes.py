@@ -1,0 +1,101 @@
+"""MXFP4 rows as e4m3 codes for Hopper's tensor cores.
+
+An e2m1 number times 2^6 to 2^-8 is an e4m3 number. So a row, which is a key or a query head, becomes e4m3 codes times
+one power of two, if its blocks' scales are at most 14 binary orders below the largest: that one's codes are taken times
+2^6, and the row counts 2^-6 times its scale. Rows with smaller scales ("far" ones) have all their codes taken times
+2^6; how far each block is below the largest remains to be applied to its products.
+
+Signs are opposite in all of it, keys and queries alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, range_constexpr
+
+from cute_kernels.dsl import convert, ptx
+from cute_kernels.indexer.mxfp4_plan import RAISED
+
+BLOCKS = 4
+"""Of a row, with a scale each; lane i of every four has block i % 4."""
+
+_ONE = 0x00010001
+_MANY = 0x01F001F0
+"""Bits of a number of at most 256 that is at least 16, in both halves of a word."""
+
+
+class Rows(NamedTuple):
+    """What a lane knows of rows r and r + 8 of a warp's 16, r = lane // 4, the former in the low half of each word:
+
+    largest   ue8m0 byte of the largest scale
+    far       all bits set if a block is too far below
+    below     if so, how far the lane's block is, else 0
+    """
+
+    largest: Any
+    far: Any
+    below: Any
+
+
+@cute.jit
+def decode(words: Any, codes: Any, scales: Any, table: Any, sign: Any) -> Rows:
+    """Decode 16 rows of packed codes at an address of shared memory, with their scales at another. By one warp.
+
+    sign    sign_of(table)
+    words   16 registers: of pieces 0 to 3, eight columns of the lane's block each, the words (row r, columns 0 to 3),
+            (row r + 8, the same), (row r, columns 4 to 7), (row r + 8, the same)
+    """
+    lane = cute.arch.lane_idx()
+    packed = ptx.load_shared_128(codes + lane * 16), ptx.load_shared_128(codes + 512 + lane * 16)
+    own = ptx.load_shared_u8(scales + lane) | (ptx.load_shared_u8(scales + 32 + lane) << 16)
+    largest = own
+    for distance in (1, 2):
+        largest = ptx.max_u16x2(largest, cute.arch.shuffle_sync_bfly(largest, distance))
+    below = largest - own
+    far, rest = Int32(0), Int32(0)
+    is_many = (below + _ONE) & _MANY
+    if cute.arch.vote_any_sync(is_many != 0):
+        for distance in (1, 2):
+            is_many |= cute.arch.shuffle_sync_bfly(is_many, distance)
+        far = (Int32(0x0000FFFF) if is_many & 0xFFFF != 0 else Int32(0)) | (
+            Int32(-0x10000) if is_many & -0x10000 != 0 else Int32(0)
+        )
+        rest, below = below & far, below & ~far
+    entries = table + (below & 0xFFFF) * 8, table + (below >> 16) * 8
+    for row in range_constexpr(2):
+        low, high = ptx.load_shared_64(entries[row])
+        for piece in range_constexpr(4):
+            first, second = convert.e4m3_from_e2m1x8(packed[row][piece], low, high, sign)
+            words[piece * 4 + row], words[piece * 4 + 2 + row] = first, second
+    return Rows(largest, far, rest)
+
+
+def half(word: Any, shift: Any) -> Any:
+    """The 16 bits of a word that belong to row r (shift 0) or r + 8 (shift 16)."""
+    return (word >> shift) & 0xFFFF
+
+
+def row_scale(largest: Any) -> Any:
+    """What a row's e4m3 codes count: fp32."""
+    return convert.ue8m0_value(largest) * Float32(RAISED)
+
+
+def power_below(exponent: Any) -> Any:
+    """fp32 2^-exponent, 0 from 127 on."""
+    return (cutlass.max(Int32(127) - exponent, Int32(0)) << 23).bitcast(Float32)
+
+
+def sign_of(table: Any) -> Any:
+    """E2M1_SIGN, in a register: the compiler would make sixteen of a number that it knows."""
+    return ptx.load_shared_s32(table + 2 * len(convert.E2M1_IN_E4M3) * 4)
+
+
+def fill_table(table: Any) -> None:
+    """Write the e4m3 codes, and E2M1_SIGN behind them, to shared memory. By one thread."""
+    numbers = [int.from_bytes(bytes(row[i : i + 4]), "little") for row in convert.E2M1_IN_E4M3 for i in (0, 4)]
+    numbers += [convert.E2M1_SIGN] * (-len(numbers) % 4)
+    for i in range(0, len(numbers), 4):
+        ptx.store_shared_128(table + i * 4, numbers[i : i + 4])

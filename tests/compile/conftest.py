@@ -1,0 +1,23 @@
+"""Where the tests of this folder keep what they compile."""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+import pytest
+
+from tests.compile import reports
+
+KEEP_SECONDS = 7 * 86400.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept(pytestconfig: pytest.Config) -> None:
+    """A folder that outlives the run, without what is older than a week."""
+    assert pytestconfig.cache is not None
+    root = pytestconfig.cache.mkdir("cute_kernels")
+    for folder in root.glob("v*/*/*/"):
+        if folder.stat().st_mtime < time.time() - KEEP_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+    reports.folder = root

@@ -1,0 +1,36 @@
+"""Reports of compiled kernels that all tests share: what one test has compiled no other compiles again, in this run or
+the next, as long as the sources stay the same. They lie beside the objects, in the cache of pytest."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import zlib
+from pathlib import Path
+
+from cute_kernels.runtime import cache
+from cute_kernels.runtime.compile import compile_object
+from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.report import Report
+
+folder = Path()
+"""Where they are: conftest.py sets it."""
+
+
+@functools.lru_cache(maxsize=64)
+def compile_report(key: KernelKey) -> Report:
+    """As cute_kernels.runtime.compile.compile_report."""
+    store = cache.Store(folder)
+    path = store.object_path(key).with_suffix(".report")
+    lock = store.acquire(key)
+    assert lock is not None, f"{folder}: expected a folder that can be written"
+    try:
+        if path.exists():
+            report: Report = pickle.loads(zlib.decompress(path.read_bytes()))
+            return report
+        data, report = compile_object(key)
+        store.write(key, data, report.facts)
+        path.write_bytes(zlib.compress(pickle.dumps(report), 1))
+        return report
+    finally:
+        lock.release()

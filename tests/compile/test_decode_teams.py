@@ -1,0 +1,142 @@
+"""The decode kernel of teams: what ptxas makes of it, and its plan. Needs CuTe DSL, no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
+from cute_kernels.runtime.arch import SMEM_BYTES
+from tests.compile.reports import compile_report
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.sparse_mla import decode
+from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
+from cute_kernels.sparse_mla.teams_plan import (
+    ARCHS,
+    BLOCK,
+    BLOCKS_PER_SM,
+    HEADS,
+    KEYS,
+    LANES,
+    WARPS,
+    Plan,
+    code_place,
+    first_column,
+    rope_place,
+)
+
+FP8 = FP8_DS_MLA.id
+KEYS_TO_COMPILE = [
+    TeamsDecodeKey("sm_90a", 8, "dense", True),
+    TeamsDecodeKey("sm_90a", 16, "listed", False),
+    TeamsDecodeKey("sm_90a", 16, "dense", True),
+    TeamsDecodeKey("sm_100a", 8, "listed", False),
+    TeamsDecodeKey("sm_103a", 16, "none", False),
+]
+
+
+@pytest.mark.parametrize("key", KEYS_TO_COMPILE, ids=str)
+def test_compiles(key: TeamsDecodeKey) -> None:
+    report = compile_report(key)
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.smem == key.smem_bytes <= SMEM_BYTES[key.arch]
+    assert set(key.instructions) <= set(report.instructions)
+    assert not re.search(r"st\.local|ld\.local", report.ptx)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_plan(arch: str, heads: int) -> None:
+    plan = Plan(arch, heads)
+    assert BLOCKS_PER_SM * (plan.smem_bytes + 1024) <= SMEM_BYTES[arch] + 1024, "the system takes 1 KB for each block"
+    assert 2 <= plan.stages <= 4
+    assert plan.team * plan.columns == HEAD_DIM
+    assert plan.teams * plan.shares == plan.blocks, "each team converts as many blocks of Q"
+    assert plan.columns % plan.width == 0, "results go out in equal passes"
+    # places follow one another
+    places = [
+        (plan.partials_at, 2 * WARPS * plan.partial_bytes if plan.team > 1 else 0),
+        (plan.queries_at, heads * HEAD_DIM * 2),
+        (plan.peaks_at, WARPS * plan.peak_bytes),
+        (plan.results_at, WARPS * plan.result_bytes),
+        (plan.maxima_at, plan.teams * heads * 8),
+        (plan.walks_at, WARPS * 64),
+    ]
+    assert places[0][0] == WARPS * plan.stages * plan.stage_bytes
+    assert [place for place, _ in places[1:]] == [place + size for place, size in places[:-1]]
+    assert sum(places[-1]) == plan.smem_bytes
+    # chunks are told apart by low bits of their addresses
+    assert all(place % 128 == 0 for place in (plan.stage_bytes, plan.rope_at, plan.ring_bytes))
+    assert all(place % 16 == 0 for place, _ in places)
+    # the last warp has one block of codes less, and rotated columns twice as wide
+    assert plan.stage_bytes == KEYS * (plan.codes * BLOCK + 2 * BLOCK + 8)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_each_sum_has_a_register(heads: int) -> None:
+    plan = Plan("sm_90a", heads)
+    triples = list(itertools.product(range(plan.blocks), range(4), range(plan.groups)))
+    assert sorted(plan.sums(*triple) for triple in triples) == list(range(0, 128, 4))
+    assert sorted(plan.query(*triple) for triple in triples) == list(range(0, 64, 2))
+
+
+def banks(addresses: list[int], size: int) -> set[int]:
+    """The 4-byte banks that so many bytes at each address lie in."""
+    return {address // 4 % 32 + i for address in addresses for i in range(size // 4)}
+
+
+def test_no_two_lanes_reach_for_the_same_bank() -> None:
+    for first in range(0, 32, 8):
+        lanes = [(lane // 4, lane % 4) for lane in range(first, first + 8)]
+        # scores: 16 bytes of two keys each
+        assert len(banks([code_place(r, c) for r, c in lanes], 16)) == 32
+        for second in range(2):
+            assert len(banks([rope_place(r, 2 * c) ^ 16 * second for r, c in lanes], 16)) == 32
+    # values: the eight rows of a matrix
+    for chunk in range(4):
+        assert len(banks([code_place(key, chunk) for key in range(8)], 16)) == 32
+    for chunk in range(8):
+        assert len(banks([rope_place(key, chunk) for key in range(8)], 16)) == 32
+    # results: 8 bytes of half of the lanes, or 4 of all
+    for heads in HEADS:
+        pitch = Plan("sm_90a", heads).pitch
+        for lanes_ in (range(16), range(16, 32)):
+            places = [2 * (lane % 4) * pitch + first_column(False, lane // 4)[0] * 4 for lane in lanes_]
+            assert len(banks(places, 8)) == 32
+        for column in range(2):
+            places = [2 * (lane % 4) * pitch + first_column(True, lane // 4)[column] * 4 for lane in range(LANES)]
+            assert len(banks(places, 4)) == 32
+
+
+def test_columns_of_a_chunk_are_all_there() -> None:
+    for is_rope in (False, True):
+        assert sorted(column for r in range(8) for column in first_column(is_rope, r)) == list(range(16))
+
+
+def test_keys() -> None:
+    with pytest.raises(ValueError, match=r"second: expected one of .*'dense'.*, got 'some'"):
+        TeamsDecodeKey("sm_90a", second="some")
+    with pytest.raises(ValueError, match=r"heads: expected one of \(8, 16\), got 64"):
+        _ = TeamsDecodeKey("sm_90a", heads=64).plan
+    with pytest.raises(ValueError, match=r"arch: expected one of sm_90a, .*, got 'sm_80'"):
+        _ = TeamsDecodeKey("sm_80").plan
+
+
+def test_it_is_chosen_by_heads_formats_and_architecture() -> None:
+    for arch, heads, other, is_teams in (
+        ("sm_90a", 5, FP8, True),
+        ("sm_90a", 16, FP8, True),
+        ("sm_100a", 9, FP8, True),
+        ("sm_90a", 17, FP8, False),
+        ("sm_90a", 8, "plain_bf16/1", False),
+        ("sm_80", 8, FP8, False),
+    ):
+        key = decode.key_for(arch, heads, "listed", False, FP8, other)
+        assert isinstance(key, TeamsDecodeKey) == is_teams
+    for arch, heads, is_teams in (("sm_90a", 8, True), ("sm_90a", 9, False), ("sm_100a", 9, True)):
+        key = decode.key_for(arch, heads, "listed", False, FP8, FP8, True)
+        assert isinstance(key, TeamsDecodeKey) == is_teams

@@ -1,0 +1,127 @@
+"""The portable kernels of prefill, compiled for every architecture, and their plan. Needs CuTe DSL, no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from cute_kernels.formats import FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.runtime.arch import SMEM_BYTES
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.sparse_mla import mixed, paged, prefill
+from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
+from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
+from cute_kernels.sparse_mla.portable_plan import wide_chunk
+from cute_kernels.sparse_mla.portable_prefill_plan import FORMATS, HEADS, SLAB_ROW, WALK_BYTES, Plan, item_heads
+from cute_kernels.sparse_mla.prefill_portable import PortableKey, PortablePrefillKey
+from tests.compile.reports import compile_report
+from tests.compile.test_decode_portable import banks
+
+FP8, BF16, E4M3 = FP8_DS_MLA.id, PLAIN_BF16.id, PLAIN_FP8.id
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+
+# 64 heads take most registers; each way to name rows and each format somewhere
+KEYS: list[PortableKey] = [
+    *(PortablePrefillKey(arch) for arch in ("sm_80", "sm_89", "sm_90a", "sm_100a")),
+    PortablePrefillKey("sm_90a", 16),
+    PortablePrefillKey("sm_120a", 32),
+    PortableMixedKey("sm_120a", 64, BF16),
+    PortableMixedKey("sm_89", 64, E4M3),
+    PortableMixedKey("sm_103a", 64, E4M3),
+    *(PortablePagedKey(arch) for arch in ("sm_80", "sm_90a", "sm_103a")),
+    PortablePagedKey("sm_100a", 64, "all", FP8, BF16),
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_compiles(key: PortableKey) -> None:
+    report = compile_report(key)
+    assert f".target {key.arch}" in report.ptx
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.smem <= SMEM_BYTES[key.arch]
+    assert set(key.instructions) <= set(report.instructions)
+    # of 16 keys, Q K^T and P V have as many; both loops over these are unrolled once
+    plan = key.plan
+    assert report.instructions["mma.sync"] == 2 * plan.slabs * 8 * plan.tiles * min(2, plan.keys // 16)
+    assert ("griddepcontrol" in report.instructions) == (key.arch not in ("sm_80", "sm_89"))
+    assert not re.search(r"st\.local|ld\.local|cvt\.\S*e4m3", report.ptx)
+
+
+@pytest.mark.parametrize("arch", SMEM_BYTES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("formats", [*itertools.product(FORMATS, FORMATS), (BF16,)])
+def test_plan(arch: str, heads: int, formats: tuple[str, ...]) -> None:
+    plan = Plan(arch, heads, formats)
+    assert plan.smem_bytes <= SMEM_BYTES[arch]
+    assert plan.keys in (16, 32, 64)
+    assert 2 <= plan.stages <= 4
+    assert plan.head_groups * plan.shares == 8
+    assert plan.head_groups * plan.warp_rows == plan.rows == 8 * plan.groups
+    assert plan.shares * plan.slabs == 8
+    # a warp does the softmax of a row group of its own heads
+    assert all(group // plan.group_flags == group // plan.shares for group in range(plan.groups))
+    places = {
+        "tile": (plan.tile_at, plan.stages * plan.stage_bytes, 128),
+        "shares": (plan.shares_at, 0 if plan.is_direct else plan.keys * 1024, 128),
+        "weights": (plan.weights_at, 8 * plan.warp_rows * plan.keys * 4, 16),
+        "masks": (plan.masks_at, plan.rows * plan.keys * 2, 16),
+        "labels": (plan.labels_at, plan.stages * plan.keys * 4, 16),
+        "factors": (plan.factors_at, 4 * 4, 16),
+        "flags": (plan.flags_at, 2 * plan.rows * 4, 16),
+        "rows": (plan.rows_at, 8 * 4, 16),
+        "tops": (plan.tops_at, plan.groups * 32 * 8, 16),
+        "sinks": (plan.sinks_at, plan.groups * 32 * 4, 16),
+        "walks": (plan.walks_at, 128 * 4, 16),
+    }
+    place = 0
+    for name, (begin, before, alignment) in places.items():
+        place += before
+        assert begin == place, name
+        assert begin % alignment == 0, name
+    assert place + 8 * WALK_BYTES == plan.smem_bytes
+    assert plan.stage_bytes % 128 == plan.slab_bytes % 128 == 0
+    assert plan.scales_at % 8 == 0
+    assert plan.share_bytes == plan.warp_rows // 8 * plan.group_bytes
+
+
+def test_most_keys_that_fit_are_taken() -> None:
+    assert [Plan(arch, 64, (BF16,)).keys for arch in ARCHS] == [32, 16, 64, 64, 64, 16]
+    assert [Plan(arch, 64, (FP8, FP8)).keys for arch in ARCHS] == [32, 16, 64, 64, 64, 16]
+
+
+def test_no_two_lanes_read_or_write_the_same_bank() -> None:
+    for key in range(0, 64, 8):
+        for quarter in range(4):
+            # scores, and rows that become bf16: 8 lanes at a time have 16 bytes of two keys
+            lanes = [(key + lane // 4, lane % 4) for lane in range(8 * quarter, 8 * quarter + 8)]
+            for second in range(2):
+                assert len(banks([wide_chunk(k, 2 * c) ^ 16 * second for k, c in lanes], 16)) == 32
+            # values: a row of a matrix from each of 8 lanes
+            for chunk in range(8):
+                assert len(banks([wide_chunk(key + row, chunk) for row in range(8)], 16)) == 32
+            # codes of raw rows
+            for formats in ((FP8,), (E4M3,), (FP8, BF16)):
+                raw = Plan("sm_90a", 64, formats).raw_row
+                assert len(banks([k * raw + c * 16 for k, c in lanes], 16)) == 32
+
+
+def test_every_chunk_of_a_slab_has_its_place() -> None:
+    places = {wide_chunk(key, chunk) for key, chunk in itertools.product(range(64), range(8))}
+    assert places == set(range(0, 64 * SLAB_ROW, 16))
+
+
+def test_keys() -> None:
+    assert [item_heads(heads) for heads in (1, 16, 17, 32, 33, 64, 128)] == [16, 16, 32, 32, 64, 64, 64]
+    assert prefill.key_for("sm_80", 128) == PortablePrefillKey("sm_80", 64)
+    assert mixed.key_for("sm_100a", 8, E4M3) == PortableMixedKey("sm_100a", 16, E4M3)
+    assert paged.key_for("sm_120a", 32, "all", FP8, BF16) == PortablePagedKey("sm_120a", 32, "all", FP8, BF16)
+    with pytest.raises(ValueError, match=r"heads: expected one of \(16, 32, 64\), got 24"):
+        _ = PortablePrefillKey("sm_80", 24).plan
+    with pytest.raises(ValueError, match=r"compressed: expected one of .*'listed'.*, got 'some'"):
+        PortablePagedKey("sm_80", 64, "some")
+    with pytest.raises(ValueError, match=r"format: expected one of .*, got 'x/1'"):
+        _ = PortableMixedKey("sm_80", 64, "x/1").plan
