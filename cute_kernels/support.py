@@ -44,6 +44,8 @@ KERNEL_ARCHS = {
     "paged_mqa_logits": ARCHS,
     "quantize_and_insert_k_cache": _E4M3_ARCHS,
     "save_partial_states": ARCHS,
+    "score_top_k_decode": ARCHS,
+    "score_top_k_prefill": ARCHS,
     "sparse_mla_decode": ARCHS,
     "sparse_mla_mixed": ARCHS,
     "sparse_mla_prefill": ARCHS,

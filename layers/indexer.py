@@ -11,10 +11,9 @@ from cute_kernels import numerics
 from cute_kernels.indexer.ops import (
     cp_gather_indexer_k_quant_cache,
     fused_indexer_q_rope_quant,
-    mqa_logits,
-    paged_mqa_logits,
-    top_k_per_row_decode,
-    top_k_per_row_prefill,
+    score_top_k_decode,
+    score_top_k_prefill,
+    score_top_k_workspace_size,
 )
 from cute_kernels.runtime.checks import Checker
 from layers.caches import CompressorStateCache, DeepseekV4IndexerCache
@@ -22,6 +21,10 @@ from layers.compressor import DeepseekCompressor
 from layers.config import DeepseekV4Config
 from layers.linear import Linear
 from layers.metadata import DeepseekV4Metadata
+
+SCORE_BYTES = 256_000_000
+"""Of scores in memory at a time. Calls with more are scored in chunks, each of which costs about 20 microseconds on an
+H200 (perf/notes/indexer_topk.md): 2% of a chunk's time."""
 
 Quantized = Any
 """e4m3 [T, heads, 128], or (packed e2m1 uint8 [T, heads, 64], ue8m0 int32 [T, heads])."""
@@ -36,7 +39,7 @@ def _rows(q: Quantized, start: int, stop: int, shape: tuple[int, ...] | None = N
 
 
 class SparseAttnIndexer(nn.Module):
-    """Logits and top-k: writes each row's best entries, request-local, into `topk_indices_buffer`.
+    """Scores and top-k: writes each row's best entries, request-local, into `topk_indices_buffer`.
 
     topk_tokens           entries kept per row
     compress_ratio        source tokens per entry
@@ -99,17 +102,19 @@ class SparseAttnIndexer(nn.Module):
         assert m.compressed_block_table is not None
         rows, shape = m.num_decode_tokens, m.decode_batch()
         lengths = visible.view(shape)
-        logits = paged_mqa_logits(
+        columns = max(m.max_seq_len // self.compress_ratio, 1)
+        score_top_k_decode(
             _rows(q, 0, rows, shape),
             cache.data,
             weights[:rows],
             lengths,
             m.decode_table(m.compressed_block_table),
-            None,
-            max(m.max_seq_len // self.compress_ratio, 1),
+            columns,
+            self.topk_tokens,
             kv_format=cache.kv_format.id,
+            out=out[:rows],
+            workspace=self._workspace(shape[0], columns, shape[1], out.device),
         )
-        top_k_per_row_decode(logits, shape[1], lengths, out, rows, logits.stride(0), logits.stride(1), self.topk_tokens)
 
     def _prefill(
         self,
@@ -140,19 +145,23 @@ class SparseAttnIndexer(nn.Module):
             kv = (keys.view(torch.float8_e4m3fn), scales.view(torch.float32).squeeze(-1))
         row_starts = starts[(m.token_to_req_indices[rows] - first).long()]
         row_ends = row_starts + visible[rows]
-        logits = mqa_logits(
-            _rows(q, rows.start, rows.stop), kv, weights[rows], row_starts, row_ends, clean_logits=False
-        )
-        top_k_per_row_prefill(
-            logits,
+        most = max(length // self.compress_ratio for length in m.seq_lens_cpu[first:last])
+        score_top_k_prefill(
+            _rows(q, rows.start, rows.stop),
+            kv,
+            weights[rows],
             row_starts,
             row_ends,
-            out[rows],
-            rows.stop - rows.start,
-            logits.stride(0),
-            logits.stride(1),
             self.topk_tokens,
+            max_seqlen_k=most,
+            out=out[rows],
+            workspace=self._workspace(rows.stop - rows.start, most, 1, device),
         )
+
+    def _workspace(self, requests: int, columns: int, next_n: int, device: torch.device) -> torch.Tensor | None:
+        """For scores of so many requests of `next_n` rows."""
+        size = score_top_k_workspace_size(requests, columns, self.topk_tokens, next_n=next_n, most=SCORE_BYTES)
+        return torch.empty(size // 4, device=device) if size else None
 
 
 class DeepseekV4Indexer(nn.Module):

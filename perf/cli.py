@@ -57,6 +57,8 @@ ROOMS = {
     "paged_mqa_logits": "perf.logits",
     "quantize_and_insert_k_cache": "perf.kv_cache",
     "save_partial_states": "perf.compressor",
+    "score_top_k_decode": "perf.score_top_k",
+    "score_top_k_prefill": "perf.score_top_k",
     "sparse_mla_decode": "perf.decode",
     "sparse_mla_mixed": "perf.mixed",
     "sparse_mla_prefill": "perf.prefill",

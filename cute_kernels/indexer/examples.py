@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from cute_kernels.indexer import examples_logits, examples_query, examples_topk
+from cute_kernels.indexer import examples_logits, examples_query, examples_score_top_k, examples_topk
 
-EXAMPLES = {**examples_query.EXAMPLES, **examples_topk.EXAMPLES, **examples_logits.EXAMPLES}
+EXAMPLES = {
+    **examples_query.EXAMPLES,
+    **examples_topk.EXAMPLES,
+    **examples_logits.EXAMPLES,
+    **examples_score_top_k.EXAMPLES,
+}

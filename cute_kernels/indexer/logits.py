@@ -46,8 +46,9 @@ def supports(*args: Any) -> tuple[bool, str]:
     return not why, why
 
 
-def launch(*args: Any) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+def launch(*args: Any, skip: int = 0) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported. Rows
+    that see no more than `skip` keys are not scored."""
     call = Call(*args)
     if call.out.numel() == 0:
         return
@@ -58,14 +59,15 @@ def launch(*args: Any) -> None:
     device_index = call.out.device.index
     rows, columns = call.out.shape
     if not choice.is_hoppers(arch_of(device_index), call.q.shape[1]):
-        portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call), 1, rows, False)
+        portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call, skip), 1, rows, False)
         return
     mxfp4 = call.q_scale is not None
     key = _key(call.q.shape[1], choice.most_rows(mxfp4), False, mxfp4=mxfp4)
-    launch_key(key, device_index, *arguments(call), choice.blocks(key, 1, rows, columns, multiprocessors(device_index)))
+    blocks = choice.blocks(key, 1, rows, columns, multiprocessors(device_index))
+    launch_key(key, device_index, *arguments(call, skip), blocks)
 
 
-def arguments(call: Call) -> tuple[Any, ...]:
+def arguments(call: Call, skip: int) -> tuple[Any, ...]:
     """What the entry point of Hopper's kernel takes but the number of blocks: all rows are one request's."""
     q = call.q
     rows = q.shape[0]
@@ -79,7 +81,7 @@ def arguments(call: Call) -> tuple[Any, ...]:
         1,
         rows,
         *arguments_of_keys(call),
-        *arguments_of_windows(call),
+        *arguments_of_windows(call, skip),
         int(call.clean_logits),
         *choice.scale_arguments(call.q_scale),
     )
@@ -93,7 +95,7 @@ def arguments_of_keys(call: Call) -> tuple[Any, ...]:
     return (k.data_ptr(), call.k_scale.data_ptr(), stride, stride * keys, keys, 1, 0, 0, 0)
 
 
-def arguments_of_windows(call: Call) -> tuple[Any, ...]:
+def arguments_of_windows(call: Call, skip: int) -> tuple[Any, ...]:
     """Those of them that say which keys a row sees."""
     starts, ends = call.cu_seq_len_k_start.data_ptr(), call.cu_seq_len_k_end.data_ptr()
-    return (starts, ends, 0, call.k.shape[0], -1 if call.max_seqlen_k > 0 else 0)
+    return (starts, ends, 0, call.k.shape[0], -1 if call.max_seqlen_k > 0 else 0, skip)

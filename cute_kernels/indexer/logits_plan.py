@@ -137,6 +137,7 @@ class Windows(NamedTuple):
     limit     number of keys there are
     columns   of the scores
     shifts    -1 if a row's first column is that of its start, 0 if it is that of key 0
+    skip      a row that sees no more keys than these is not scored: it counts as one that sees none
     """
 
     starts: Any
@@ -145,6 +146,7 @@ class Windows(NamedTuple):
     limit: Any
     columns: Any
     shifts: Any
+    skip: Any
 
     def start_address(self, row: Any) -> Any:
         return self.starts + Int64(row) * 4
@@ -158,7 +160,7 @@ class Windows(NamedTuple):
         shift = start & self.shifts
         first = cutlass.max(start, 0)
         stop = Int32(ptx.min_s64(Int64(shift) + Int64(self.columns), Int64(cutlass.min(end, self.limit))))
-        is_any = first < stop
+        is_any = (first < stop) & (stop - first > self.skip)
         return (first if is_any else Int32(0)), (stop if is_any else Int32(0)), shift
 
     @cute.jit

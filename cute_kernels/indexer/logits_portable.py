@@ -63,7 +63,7 @@ class PortableLogitsKey(KernelKey):
 
         queries = [Int64(0)] * 8 + [Int32(1)] * 3
         keys = [Int64(0)] * 4 + [Int32(1)] * 2 + [Int64(0)] * 2 + [Int32(0)]
-        windows = [Int64(0)] * 3 + [Int32(0)] * 3 + [Int32(1)]
+        windows = [Int64(0)] * 3 + [Int32(0)] * 4 + [Int32(1)]
         return PortableLogitsKernel(self), (
             matrix(),
             matrix(),
@@ -81,7 +81,8 @@ class PortableLogitsKernel:
     addresses of key 0 and its scale, strides of keys and pages in bytes; keys of a page, pages; address of the block
     table, its stride in bytes and its columns;
     addresses of starts and ends, stride of the ends by request in bytes; number of keys, whether a row's columns begin
-    at its start (-1) or not (0), whether to write -inf where there are no scores, blocks; stream).
+    at its start (-1) or not (0), keys up to which a row is not scored, whether to write -inf where there are no scores,
+    blocks; stream).
     """
 
     def __init__(self, key: PortableLogitsKey) -> None:
@@ -122,6 +123,7 @@ class PortableLogitsKernel:
         end_request: Int64,
         limit: Int32,
         shifts: Int32,
+        skip: Int32,
         clean: Int32,
         blocks: Int32,
         stream: cuda.CUstream,
@@ -130,7 +132,7 @@ class PortableLogitsKernel:
         divisor = cute.fast_divmod_create_divisor_v2
         kernel = self.kernel(
             Groups(requests, row_count, divisor(cute.ceil_div(row_count, self.plan.rows)), divisor(blocks)),
-            Windows(starts, ends, end_request, limit, length(out, 1), shifts),
+            Windows(starts, ends, end_request, limit, length(out, 1), shifts, skip),
             Queries(
                 (q, q_request, q_row, q_head),
                 (q_scale, q_scale_request, q_scale_row, q_scale_head),

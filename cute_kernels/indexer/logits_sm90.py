@@ -70,7 +70,7 @@ class LogitsKey(KernelKey):
 
         numbers = [Int64(0)] * 4 + [Int32(1)] * 2
         numbers += [Int64(0)] * 4 + [Int32(1)] * 2 + [Int64(0)] * 2 + [Int32(0)]
-        numbers += [Int64(0)] * 3 + [Int32(0)] * 3 + [Int32(1)]
+        numbers += [Int64(0)] * 3 + [Int32(0)] * 4 + [Int32(1)]
         return LogitsKernel(self), (matrix(), matrix(), *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
@@ -90,7 +90,8 @@ class LogitsKernel:
     addresses of key 0 and its scale, strides of keys and pages in bytes; keys of a page, pages; address of the block
     table, its stride in bytes and its columns;
     addresses of starts and ends, stride of the ends by request in bytes; number of keys, whether a row's columns begin
-    at its start (-1) or not (0), whether to write -inf where there are no scores, blocks; stream).
+    at its start (-1) or not (0), keys up to which a row is not scored, whether to write -inf where there are no scores,
+    blocks; stream).
     """
 
     def __init__(self, key: LogitsKey) -> None:
@@ -127,6 +128,7 @@ class LogitsKernel:
         end_request: Int64,
         limit: Int32,
         shifts: Int32,
+        skip: Int32,
         clean: Int32,
         blocks: Int32,
         stream: cuda.CUstream,
@@ -161,7 +163,7 @@ class LogitsKernel:
                 cute.fast_divmod_create_divisor_v2(cute.ceil_div(row_count, plan.rows)),
                 cute.fast_divmod_create_divisor_v2(blocks),
             ),
-            Windows(starts, ends, end_request, limit, length(out, 1), shifts),
+            Windows(starts, ends, end_request, limit, length(out, 1), shifts, skip),
             Keys(
                 scales,
                 page_stride,

@@ -204,7 +204,7 @@ class Walk(Shares):
                             at.scales + number * (plan.box * 4),
                         )
                         source = keys.scales + Int64(page) * keys.page_stride + Int64(box) * (plan.box * 4)
-                        ptx.copy_bulk_3d(codes, copy, (0, box * plan.box, page), full.toint())
+                        ptx.copy_bulk_3d(codes, copy, (0, box * plan.box, page), full.toint(), is_read_once=True)
                         ptx.copy_bulk(scales, source, plan.box * 4, full.toint())
                 stage, phase = self.advance(stage, phase)
         return stage, phase

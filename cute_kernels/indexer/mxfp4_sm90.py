@@ -98,6 +98,7 @@ class Mxfp4LogitsKernel(LogitsKernel):
         end_request: Int64,
         limit: Int32,
         shifts: Int32,
+        skip: Int32,
         clean: Int32,
         head_scales: Int64,
         head_scales_request: Int64,
@@ -135,7 +136,7 @@ class Mxfp4LogitsKernel(LogitsKernel):
                 cute.fast_divmod_create_divisor_v2(cute.ceil_div(row_count, plan.rows)),
                 cute.fast_divmod_create_divisor_v2(blocks),
             ),
-            Windows(starts, ends, end_request, limit, length(out, 1), shifts),
+            Windows(starts, ends, end_request, limit, length(out, 1), shifts, skip),
             Keys(
                 scales,
                 page_stride,

@@ -1,4 +1,4 @@
-"""The indexer: quantized queries, gathered keys, scores and the picks of each row.
+"""The indexer: quantized queries, gathered keys, scores and the picks of each row, one after the other or in one op.
 
 A score is logit[m, n] = k_scale[n] * sum over heads h of max(0, <q[m, h], k[n]>) * weights[m, h].
 """
@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from cute_kernels.indexer.ops_logits import cp_gather_indexer_k_quant_cache, mqa_logits, paged_mqa_logits
 from cute_kernels.indexer.ops_query import fused_indexer_q_rope_quant
+from cute_kernels.indexer.ops_score_top_k import (
+    score_top_k_decode,
+    score_top_k_prefill,
+    score_top_k_workspace_size,
+)
 from cute_kernels.indexer.ops_topk import top_k_per_row_decode, top_k_per_row_prefill
 
 __all__ = [
@@ -14,6 +19,9 @@ __all__ = [
     "fused_indexer_q_rope_quant",
     "mqa_logits",
     "paged_mqa_logits",
+    "score_top_k_decode",
+    "score_top_k_prefill",
+    "score_top_k_workspace_size",
     "top_k_per_row_decode",
     "top_k_per_row_prefill",
 ]

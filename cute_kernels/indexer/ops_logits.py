@@ -7,34 +7,13 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.indexer import reference
+from cute_kernels.indexer import arguments, reference
+from cute_kernels.indexer.chunks import ROW_ALIGNMENT
 from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
 __all__ = ["cp_gather_indexer_k_quant_cache", "mqa_logits", "paged_mqa_logits"]
-
-_DIM = formats.INDEX_DIM
-_FORMATS = (formats.INDEXER_FP8, formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE)
-_BYTES = (torch.uint8, torch.int8)
-ROW_ALIGNMENT = 256
-"""Rows of scores are allocated this many fp32 elements, 1024 bytes, apart, or a multiple of it."""
-
-
-def _flat_pages(op: str, kv_cache: Any) -> Any:
-    """[num_blocks, block_size, 1, row] -> [num_blocks, block_size, row]; any other shape passes through."""
-    if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 4:
-        Checker(op).require(kv_cache.shape[2] == 1, "kv_cache", "one head", f"shape {list(kv_cache.shape)}")
-        return kv_cache.squeeze(2)
-    return kv_cache
-
-
-def _check_cache(c: Checker, kv_cache: torch.Tensor, kv_format: str) -> bool:
-    """Check a paged cache of keys; whether it is MXFP4."""
-    fmt = formats.get_format(c, "kv_format", kv_format, *_FORMATS)
-    fmt.check(c, "kv_cache", kv_cache)
-    c.require(kv_cache.shape[1] > 0, "kv_cache", "at least one row per page", f"shape {list(kv_cache.shape)}")
-    return kv_format != formats.INDEXER_FP8.id
 
 
 def _empty_logits(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -50,10 +29,10 @@ def _check_gather(
     kv_format: str,
 ) -> None:
     c = Checker("cp_gather_indexer_k_quant_cache")
-    if _check_cache(c, kv_cache, kv_format):
-        c.tensor("dst_k", dst_k, _BYTES, ("total", _DIM // 2))
+    if arguments.check_cache(c, kv_cache, kv_format):
+        c.tensor("dst_k", dst_k, arguments.BYTES, ("total", arguments.DIM // 2))
     else:
-        c.tensor("dst_k", dst_k, (torch.uint8, torch.float8_e4m3fn), ("total", _DIM))
+        c.tensor("dst_k", dst_k, (torch.uint8, torch.float8_e4m3fn), ("total", arguments.DIM))
     c.tensor("dst_scale", dst_scale, torch.uint8, ("total", 4))
     c.tensor("block_table", block_table, torch.int32, (None, None))
     c.tensor("cu_seq_lens", cu_seq_lens, torch.int32, (None,))
@@ -118,7 +97,7 @@ def cp_gather_indexer_k_quant_cache(
 
     Raises ValueError or TypeError on arguments that do not fit.
     """
-    pages = _flat_pages("cp_gather_indexer_k_quant_cache", kv_cache)
+    pages = arguments.flat_pages("cp_gather_indexer_k_quant_cache", kv_cache)
     _gather(pages, dst_k, dst_scale, block_table, cu_seq_lens, kv_format)
 
 
@@ -135,21 +114,10 @@ def _check_logits(
     out: torch.Tensor,
 ) -> None:
     c = Checker("mqa_logits")
-    if q_scale is None:
-        c.tensor("q", q, torch.float8_e4m3fn, ("M", "HI", _DIM))
-        c.tensor("kv[0]", k, torch.float8_e4m3fn, ("N", _DIM))
-        c.tensor("kv[1]", k_scale, torch.float32, ("N",))
-    else:
-        c.tensor("q[0]", q, _BYTES, ("M", "HI", _DIM // 2))
-        c.tensor("q[1]", q_scale, torch.int32, ("M", "HI"))
-        c.tensor("kv[0]", k, _BYTES, ("N", _DIM // 2))
-        c.tensor("kv[1]", k_scale, torch.int32, ("N",))
-    c.tensor("weights", weights, torch.float32, ("M", "HI"))
-    c.tensor("cu_seq_len_k_start", cu_seq_len_k_start, torch.int32, ("M",))
-    c.tensor("cu_seq_len_k_end", cu_seq_len_k_end, torch.int32, ("M",))
-    c.require(max_seqlen_k >= 0, "max_seqlen_k", "a number >= 0", max_seqlen_k)
+    columns = arguments.check_contiguous(
+        c, q, q_scale, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k
+    )
     c.tensor("out", out, torch.float32, ("M", None))
-    columns = max_seqlen_k if max_seqlen_k > 0 else k.shape[0]
     c.require(out.shape[1] == columns, "out", f"{columns} columns", f"shape {list(out.shape)}")
 
 
@@ -178,7 +146,7 @@ def _cost_logits(
     keys = int((touched.cumsum(0) > 0).sum())
     written = out.numel() if clean_logits else scores
     data = nbytes(q, q_scale, weights, start, end) + keys * (k.shape[1] + 4) + 4 * written
-    return Cost(bytes=data, flops=2 * _DIM * q.shape[1] * scores)
+    return Cost(bytes=data, flops=2 * arguments.DIM * q.shape[1] * scores)
 
 
 _logits = define_op(
@@ -221,13 +189,7 @@ def mqa_logits(
     own column only, one in a query or a weight its own row. Raises ValueError or TypeError on arguments that do not
     fit.
     """
-    c = Checker("mqa_logits")
-    q_scale = None
-    if isinstance(q, (tuple, list)):
-        q, q_scale = c.pair("q", q, "codes, scales")
-    k, k_scale = c.pair("kv", kv, "codes, scales")
-    c.tensor("q", q, (torch.float8_e4m3fn, *_BYTES), (None, None, None))
-    c.tensor("kv[0]", k, (torch.float8_e4m3fn, *_BYTES), (None, None))
+    q, q_scale, k, k_scale = arguments.split_contiguous("mqa_logits", q, kv)
     if out is None:
         out = _empty_logits(q, q.shape[0], max_seqlen_k if max_seqlen_k > 0 else k.shape[0])
     _logits(q, q_scale, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, out)
@@ -247,19 +209,7 @@ def _check_paged(
     out: torch.Tensor,
 ) -> None:
     c = Checker("paged_mqa_logits")
-    if _check_cache(c, kv_cache, kv_format):
-        c.tensor("q[0]", q, _BYTES, ("B", "next_n", "HI", _DIM // 2))
-        c.tensor("q[1]", q_scale, torch.int32, ("B", "next_n", "HI"))
-    else:
-        c.require(q_scale is None, "q", f"one tensor for {kv_format}", "a pair")
-        c.tensor("q", q, torch.float8_e4m3fn, ("B", "next_n", "HI", _DIM))
-    c.require(q.shape[1] > 0, "q", "next_n >= 1", f"shape {list(q.shape)}")
-    rows = q.shape[0] * q.shape[1]
-    c.tensor("weights", weights, torch.float32, (None, "HI"))
-    c.require(weights.shape[0] == rows, "weights", f"B * next_n = {rows} rows", f"shape {list(weights.shape)}")
-    c.tensor("context_lens", context_lens, torch.int32, ("B", "next_n"))
-    c.tensor("block_tables", block_tables, torch.int32, ("B", None))
-    c.require(max_model_len >= 0, "max_model_len", "a number >= 0", max_model_len)
+    rows = arguments.check_paged(c, q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format)
     c.tensor("out", out, torch.float32, (None, None))
     c.require(
         out.shape[0] == rows and out.shape[1] == max_model_len,
@@ -286,7 +236,7 @@ def _cost_paged(
     keys = int(lengths.amax(dim=1).sum()) if lengths.numel() else 0
     written = out.numel() if clean_logits else scores
     data = nbytes(q, q_scale, weights, context_lens) + keys * (q.shape[3] + 4) + 4 * written
-    return Cost(bytes=data, flops=2 * _DIM * q.shape[2] * scores)
+    return Cost(bytes=data, flops=2 * arguments.DIM * q.shape[2] * scores)
 
 
 _paged = define_op(
@@ -333,21 +283,7 @@ def paged_mqa_logits(
     Returns fp32 [B * next_n, max_model_len] whose row stride is a multiple of 1024 bytes. Raises ValueError or
     TypeError on arguments that do not fit.
     """
-    c = Checker("paged_mqa_logits")
-    q_scale = None
-    if isinstance(q, (tuple, list)):
-        q, q_scale = c.pair("q", q, "codes, scales")
-    c.tensor("q", q, (torch.float8_e4m3fn, *_BYTES), (None, None, None, None))
-    c.tensor("context_lens", context_lens, torch.int32)
-    if context_lens.dim() == 1:
-        c.require(
-            q.shape[1] == 1,
-            "context_lens",
-            f"one length per row, shape [B, next_n = {q.shape[1]}]",
-            f"shape {list(context_lens.shape)}",
-        )
-        context_lens = context_lens[:, None]
-    pages = _flat_pages("paged_mqa_logits", kv_cache)
+    q, q_scale, pages, context_lens = arguments.split_paged("paged_mqa_logits", q, kv_cache, context_lens)
     if out is None:
         out = _empty_logits(q, q.shape[0] * q.shape[1], max_model_len)
     _paged(q, q_scale, pages, weights, context_lens, block_tables, max_model_len, clean_logits, kv_format, out)

@@ -57,8 +57,9 @@ def supports(*args: Any) -> tuple[bool, str]:
     return not why, why
 
 
-def launch(*args: Any) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+def launch(*args: Any, skip: int = 0) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported. Rows
+    that see no more than `skip` keys are not scored."""
     call = Call(*args)
     if call.out.numel() == 0:
         return
@@ -68,15 +69,15 @@ def launch(*args: Any) -> None:
     device_index = call.out.device.index
     requests, rows, heads = call.q.shape[:3]
     if not choice.is_hoppers(arch_of(device_index), heads) or call.kv_cache.shape[1] % SMALL_BOX:
-        portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call), requests, rows, True)
+        portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call, skip), requests, rows, True)
         return
     mxfp4 = call.q_scale is not None
     key = _key(heads, choice.rows_of_group(rows, mxfp4), True, box_of(call.kv_cache.shape[1]), mxfp4)
     blocks = choice.blocks(key, requests, rows, call.max_model_len, multiprocessors(device_index))
-    launch_key(key, device_index, *arguments(call), blocks)
+    launch_key(key, device_index, *arguments(call, skip), blocks)
 
 
-def arguments(call: Call) -> tuple[Any, ...]:
+def arguments(call: Call, skip: int) -> tuple[Any, ...]:
     """What the entry point of Hopper's kernel takes but the number of blocks."""
     q = call.q
     return (
@@ -89,7 +90,7 @@ def arguments(call: Call) -> tuple[Any, ...]:
         q.shape[0],
         q.shape[1],
         *arguments_of_keys(call),
-        *arguments_of_windows(call),
+        *arguments_of_windows(call, skip),
         int(call.clean_logits),
         *choice.scale_arguments(call.q_scale),
     )
@@ -104,6 +105,6 @@ def arguments_of_keys(call: Call) -> tuple[Any, ...]:
     return (*in_pages, table.data_ptr(), table.stride(0) * 4, table.shape[1])
 
 
-def arguments_of_windows(call: Call) -> tuple[Any, ...]:
+def arguments_of_windows(call: Call, skip: int) -> tuple[Any, ...]:
     """Those of them that say which keys a row sees."""
-    return (0, call.context_lens.data_ptr(), call.context_lens.stride(0) * 4, call.out.shape[1], 0)
+    return (0, call.context_lens.data_ptr(), call.context_lens.stride(0) * 4, call.out.shape[1], 0, skip)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels import formats, numerics
+from cute_kernels.indexer import chunks
 from cute_kernels.paging import entries_to_slots
 
 KEY_TILE = 1024
@@ -259,3 +260,53 @@ def _rank(scores: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> 
     column = torch.arange(scores.shape[1], device=scores.device)
     inside = (column >= starts) & (column < starts + lengths)
     return ((order << 31) - column).where(inside, torch.full_like(order, torch.iinfo(torch.int64).min))
+
+
+def score_top_k_prefill(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    max_seqlen_k: int,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+) -> None:
+    """Scores of a chunk of rows in the workspace, then its picks."""
+    starts, ends = cu_seq_len_k_start, cu_seq_len_k_end.long().clamp(max=k.shape[0])
+    columns = max_seqlen_k if max_seqlen_k > 0 else k.shape[0]
+    for first, last, logits, is_scored in chunks.walk(workspace, q.shape[0], columns, 1, out, torch.float32):
+        rows = slice(first, last)
+        if is_scored:
+            scale = None if q_scale is None else q_scale[rows]
+            bounds = starts[rows], cu_seq_len_k_end[rows]
+            mqa_logits(q[rows], scale, k, k_scale, weights[rows], *bounds, False, max_seqlen_k, logits)
+        start = starts[rows].long()
+        column_zero = start if max_seqlen_k > 0 else torch.zeros_like(start)
+        _top_k(logits, start.clamp(min=0) - column_zero, ends[rows] - column_zero, out[rows])
+
+
+def score_top_k_decode(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_model_len: int,
+    kv_format: str,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+) -> None:
+    """Scores of a chunk of requests in the workspace, then their picks."""
+    requests, next_n = q.shape[:2]
+    for first, last, logits, is_scored in chunks.walk(workspace, requests, max_model_len, next_n, out, torch.float32):
+        own, rows = slice(first, last), slice(first * next_n, last * next_n)
+        lens = context_lens[own]
+        if is_scored:
+            scale = None if q_scale is None else q_scale[own]
+            pages = weights[rows], lens, block_tables[own], max_model_len
+            paged_mqa_logits(q[own], scale, kv_cache, *pages, False, kv_format, logits)
+        top_k_per_row_decode(logits, lens, out[rows], logits.shape[0], out.shape[1])

@@ -83,14 +83,15 @@ class TopKKey(KernelKey):
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         scores, starts, ends = (Int64(0), Int64(4), Int32(1)), (Int64(0), Int64(4)), (Int64(0), Int64(4), Int64(4))
         out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
-        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(6)))
+        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(8)))
         return TopKKernel(self), (out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
 class TopKKernel:
     """Entry point: (result; address of the scores, stride of their rows in bytes, their columns; address of the starts
-    or 0, their stride; address of the ends, strides of requests and of their tokens, tokens of a request; rows, k,
-    a warp's share of k, groups of a thread whose maxima bound it, 128-byte lines of a row to fetch early; stream)."""
+    or 0, their stride; address of the ends, strides of requests and of their tokens, tokens of a request; what no end
+    exceeds, whether a row's first column is that of its start (-1) or not (0); rows, k, a warp's share of k, groups of
+    a thread whose maxima bound it, 128-byte lines of a row to fetch early; stream)."""
 
     def __init__(self, key: TopKKey) -> None:
         self.plan = key.plan
@@ -112,6 +113,8 @@ class TopKKernel:
         ends_request: Int64,
         ends_token: Int64,
         tokens: Int32,
+        limit: Int32,
+        shifts: Int32,
         rows: Int32,
         k: Int32,
         share: Int32,
@@ -130,6 +133,8 @@ class TopKKernel:
             ends_request,
             ends_token,
             cute.fast_divmod_create_divisor_v2(tokens),
+            limit,
+            shifts,
             address(out),
             stride_bytes(out, 0),
             k,
@@ -156,6 +161,8 @@ class TopKKernel:
         ends_request: Int64,
         ends_token: Int64,
         tokens: cute.FastDivmodDivisorV2,
+        limit: Int32,
+        shifts: Int32,
         out: Int64,
         out_stride: Int64,
         k: Int32,
@@ -185,14 +192,16 @@ class TopKKernel:
             ends + Int64(request) * ends_request + Int64(token) * ends_token, is_shared=True
         )
         self.row.clear(here)
-        start, end = cutlass.max(start, Int32(0)), cutlass.min(end, columns)
+        shift = start & shifts
+        start = cutlass.max(start, Int32(0))
+        end = Int32(ptx.min_s64(Int64(shift) + Int64(columns), Int64(cutlass.min(end, limit))))
         size = end - start if end > start else Int32(0)
         if size <= k:
             target = out + Int64(row) * out_stride
             for i in cutlass.range(rank * self.threads + thread, k, self.cluster * self.threads, unroll=1):
                 ptx.store_global_s32(target + Int64(i) * 4, i if i < size else Int32(-1))
         else:
-            source = scores + Int64(row) * scores_stride + Int64(start) * 4
+            source = scores + Int64(row) * scores_stride + Int64(start - shift) * 4
             head = Int32(source & 15) >> 2
             stop = head + size
             width, tiles = stop, Int32(1)
@@ -223,7 +232,7 @@ def key_for(arch: str, rows: int, width: int) -> TopKKey:
     return next((key for key in keys if width <= key.capacity), keys[-1])
 
 
-def groups_for(key: TopKKey, k: int) -> int:
+def groups_for(key: Any, k: int) -> int:
     """Maxima of a thread: twice as many of all threads as there are picks leave 1.4 k candidates of a random row."""
     groups = 1
     while groups < GROUPS and groups * 32 * key.warps * key.cluster < 2 * k:
@@ -231,7 +240,7 @@ def groups_for(key: TopKKey, k: int) -> int:
     return groups
 
 
-def share_for(key: TopKKey, k: int) -> int:
+def share_for(key: Any, k: int) -> int:
     """Of k, a warp's."""
     return -(-k // (key.warps * key.cluster))
 
@@ -266,38 +275,51 @@ def check(logits: Any, num_rows: int, k: int) -> tuple[bool, str]:
     return True, ""
 
 
-def run(logits: Any, starts: tuple[int, int], ends: tuple[int, int, int, int], out: Any, rows: int, k: int) -> None:
-    """Launch on the current stream of out's device.
-
-    starts   address of the first start, or 0 if all are 0, and stride in bytes
-    ends     address of the first end, strides of requests and of their tokens in bytes, and tokens of a request
-    """
-    if rows == 0:
-        return
-    device_index = out.device.index
-    # more rows than of the largest calls with kernels of their own make no difference
-    key, share, groups = choose(device_index, min(rows, SHARED[-1][0]), width_of(logits), k)
-    launch_key(key, device_index, *arguments(logits, starts, ends, out, rows, k, share, groups))
-
-
-def arguments(
+def run(
     logits: Any,
     starts: tuple[int, int],
     ends: tuple[int, int, int, int],
     out: Any,
     rows: int,
     k: int,
+    limit: int | None = None,
+    shifts: int = 0,
+) -> None:
+    """Launch on the current stream of out's device.
+
+    starts   address of the first start, or 0 if all are 0, and stride in bytes
+    ends     address of the first end, strides of requests and of their tokens in bytes, and tokens of a request
+    limit    what no end exceeds; None: the columns
+    shifts   -1 if a row's first column is that of its start, 0 if it is that of key 0
+    """
+    if rows == 0:
+        return
+    device_index = out.device.index
+    # more rows than of the largest calls with kernels of their own make no difference
+    key, share, groups = choose(device_index, min(rows, SHARED[-1][0]), width_of(logits), k)
+    bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts)
+    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, share, groups))
+
+
+def arguments(
+    logits: Any,
+    bounds: tuple[tuple[int, ...], ...],
+    out: Any,
+    rows: int,
+    k: int,
     share: int,
     groups: int,
 ) -> tuple[Any, ...]:
-    """What the kernel's entry point takes."""
+    """What the kernel's entry point takes. bounds: starts, ends, (limit, shifts) as `run` takes them."""
     columns = logits.shape[1]
     scores = logits.data_ptr(), logits.stride(0) * 4, columns
     early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
-    return out, *scores, *starts, *ends, rows, k, share, groups, early_lines
+    numbers = (number for part in bounds for number in part)
+    return out, *scores, *numbers, rows, k, share, groups, early_lines
 
 
 def launch_with(key: TopKKey, logits: Any, starts: Any, ends: Any, out: Any, rows: int, k: int) -> None:
     """`run` with a kernel of the caller's choice, wide enough for the rows: for tests and benchmarks."""
     shares = share_for(key, k), groups_for(key, k)
-    launch_key(key, out.device.index, *arguments(logits, starts, ends, out, rows, k, *shares))
+    bounds = starts, ends, (logits.shape[1], 0)
+    launch_key(key, out.device.index, *arguments(logits, bounds, out, rows, k, *shares))

@@ -148,7 +148,8 @@ class RowPicks:
                 for i in range_constexpr(level, 2 * level):
                     orders[i] = ptx.descending_order(scores[i])
         first = Uint32(cute.arch.warp_redux_sync(first, "min"))
-        last = Uint32(cute.arch.warp_redux_sync(cutlass.select_(last == Uint32(NAN_ORDER), Uint32(0), last), "max"))
+        # orders of negative numbers have the highest bit set, and what select_ returns counts as signed
+        last = Uint32(cute.arch.warp_redux_sync(cutlass.select_(last == Uint32(NAN_ORDER), Uint32(0), last), "umax"))
         low, high = first, last
         reached = self.reach(orders, groups, high)
         is_short = reached < share

@@ -28,6 +28,8 @@ def test_compiles(arch: str) -> None:
         assert (report.stack, report.smem) == (0, key.smem_bytes)
         assert f".reqntid {32 * key.warps}" in report.ptx
         assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local", report.ptx)
+        # orders are unsigned: those of negative numbers have the highest bit set
+        assert not re.search(r"redux\.sync\.(min|max)\.s32", report.ptx)
         assert ("barrier.cluster" in report.ptx) == (key.cluster > 1)
         assert ("griddepcontrol.wait" in report.ptx) == (arch not in ("sm_80", "sm_89"))
         # registers for 32 warps, or 16 where a block shares its row

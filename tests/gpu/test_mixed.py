@@ -15,7 +15,7 @@ from cute_kernels.runtime.record import record_calls
 from cute_kernels.sparse_mla.ops import sparse_mla_mixed, sparse_mla_prefill
 from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, inside, int32, random_sink
 from tests.gpu.decode_checks import KERNELS, attention, same_bits
-from tests.gpu.prefill_checks import LARGEST, assert_results, use_kernel
+from tests.gpu.prefill_checks import LARGEST, LOG_RTOL, assert_results, use_kernel
 from tests.helpers import POISON_BYTE, bits, raw_bytes
 
 pytestmark = [
@@ -343,15 +343,17 @@ def test_scales(scale: float, out_scale: float) -> None:
 @pytest.mark.parametrize("heads", [8, 64, 128])
 @pytest.mark.parametrize("out_scale", [1.0, -0.5])
 def test_bits_of_prefill(heads: int, out_scale: float, dtype: torch.dtype) -> None:
-    """The same as prefill over copies of the rows: in one tile they come in the same order. Over e4m3 caches weights
-    are f16: scores are the same then, and results only nearly so."""
+    """The same as prefill over copies of the rows: in one tile they come in the same order. Over e4m3 caches nearly the
+    same: weights may be f16, and tiles others."""
     call = make((1, 300, 1, 50), (900, 300, 5, 1000), heads=heads, width=300, bad=0.0, rows=(53, 2))
     out, lse = run(dataclasses.replace(call, out_scale=out_scale))
     want, _, want_lse = sparse_mla_prefill(**call.as_prefill())
-    assert same_bits((lse,), (want_lse,))
     if dtype == FP8:
+        # fp32 sums of large products cancel
+        torch.testing.assert_close(lse, want_lse, rtol=LOG_RTOL, atol=2e-4)
         assert ((out.float() - want.float() * out_scale).abs() <= LARGEST / 128).all()
         return
+    assert same_bits((lse,), (want_lse,))
     if out_scale == 1.0:
         assert same_bits((out,), (want,))
     assert ((out.float() - want.float() * out_scale).abs() <= want.float().abs() / 128).all()

@@ -21,7 +21,7 @@ from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
 SMS = 132
 KEYS_AND_WINDOWS = (
     "keys", "scales", "key_stride", "page_stride", "page_rows", "pages", "table", "table_stride", "table_columns",
-    "starts", "ends", "end_request", "limit", "shifts", "clean", "blocks",
+    "starts", "ends", "end_request", "limit", "shifts", "skip", "clean", "blocks",
 )  # fmt: skip
 QUERIES = "weights", "out", "q", "q_request", "q_row", "q_head"
 Q_SCALES = "q_scale", "q_scale_request", "q_scale_row", "q_scale_head"

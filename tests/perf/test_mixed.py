@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perf.measure import kind_of
-from perf.mixed import GATHERED, PAGE_ROWS, REQUESTS, WINDOW
+from perf.mixed import FORMATS, GATHERED, OVER_BF16, PAGE_ROWS, REQUESTS, WINDOW
 from perf.prefill import SHAPES
 
 
@@ -15,5 +15,9 @@ def test_shapes_can_be_cut() -> None:
         assert shape.topk >= WINDOW
 
 
-def test_the_other_side_is_ours() -> None:
-    assert kind_of(GATHERED) == "variant"
+def test_the_other_sides_are_ours() -> None:
+    assert {kind_of(GATHERED), kind_of(OVER_BF16)} == {"variant"}
+
+
+def test_cases_of_both_formats_have_names_of_their_own() -> None:
+    assert len(set(FORMATS.values())) == len(FORMATS) == 2

@@ -53,7 +53,7 @@ def test_default_run_from_anywhere(tmp_path: Path) -> None:
         assert all(op in done.stdout for op in ops)
         # hidden 512, 2 groups of rank 256: the flops of wo_b say that every row ran exactly once.
         assert ops["linear wo_b"]["flops"] == 2 * sum(lengths) * 512 * 512
-    assert {"mqa_logits", "paged_mqa_logits", "top_k_per_row_decode"} <= {op["op"] for op in c4a["ops"]}
+    assert {"score_top_k_prefill", "score_top_k_decode"} <= {op["op"] for op in c4a["ops"]}
 
 
 def test_bad_input_in_a_process_of_its_own(tmp_path: Path) -> None:

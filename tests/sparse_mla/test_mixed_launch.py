@@ -162,8 +162,12 @@ def test_the_largest_pool(launched: list[Any]) -> None:
     assert mixed.supports(*arguments(**largest).values()) == (True, "")
 
 
-def test_other_architectures_have_the_portable_kernel(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changes", [{}, CODES])
+def test_other_architectures_have_the_portable_kernel(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
     monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_100a")
-    run()
-    ((key, _),) = launched
-    assert key == PortableMixedKey("sm_100a", 16, "plain_bf16/1")
+    args = run(**changes)
+    ((key, given),) = launched
+    assert key == PortableMixedKey("sm_100a", 16, args["kv_format"])
+    assert all(given[name] is args[name] for name in NAMES[:6])

@@ -46,6 +46,10 @@ def copy_async_128_once(shared: Any, source: Any, predicate: Any = None) -> None
     )
 
 
+READ_ONCE = 0x12F0000000000000
+"""Policy of L2 for data that nobody reads again: other data stays."""
+
+
 def copy_bulk(shared: Any, source: Any, size: Any, barrier: Any) -> None:
     """sm_90 and up. One thread has `size` bytes copied from global to shared memory; the mbarrier at the shared address
     `barrier` counts them when they are there. Addresses and size are multiples of 16."""
@@ -61,13 +65,22 @@ def tensor_map(copy: Any) -> Any:
     return cute_nvgpu.get_tma_desc_addr(pointer, cute_nvgpu.atom_make_exec_tma(copy._trait.value)).toint()
 
 
-def copy_bulk_3d(shared: Any, tensor_map: Any, at: tuple[Any, Any, Any], barrier: Any) -> None:
+def copy_bulk_3d(
+    shared: Any, tensor_map: Any, at: tuple[Any, Any, Any], barrier: Any, is_read_once: bool = False
+) -> None:
     """sm_90 and up. As copy_bulk, for the box at the given coordinates, the densest dimension first, of the tensor that
     a descriptor tells of. By one thread, unlike the DSL's own copy, which the whole warp has to reach."""
+    hint, policy = (".L2::cache_hint", ", {$r6}") if is_read_once else ("", "")
     inline_ptx(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}}], [{$r5}];",
-        read_only_args=[Int32(shared), Int64(tensor_map), *(Int32(i) for i in at), Int32(barrier)],
+        f"cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{hint} "
+        f"[{{$r0}}], [{{$r1}}, {{{{$r2}}, {{$r3}}, {{$r4}}}}], [{{$r5}}]{policy};",
+        read_only_args=[
+            Int32(shared),
+            Int64(tensor_map),
+            *(Int32(i) for i in at),
+            Int32(barrier),
+            *([Int64(READ_ONCE)] if is_read_once else []),
+        ],
     )
 
 

@@ -1,0 +1,66 @@
+"""How the rows of a call are cut into chunks whose scores fit into a workspace.
+
+A chunk is made of whole requests, `next_n` rows each (of a prefill: single rows). Its scores lie in the workspace as
+those of `mqa_logits` do, rows a multiple of 1024 bytes apart, and the next chunk's overwrite them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from cute_kernels.formats import round_up
+
+ROW_ALIGNMENT = 256
+"""Rows of scores are allocated this many fp32 elements, 1024 bytes, apart, or a multiple of it."""
+
+WORKSPACE_BYTES = 64_000_000
+"""Of scores at a time, unless a single request has more."""
+
+ROWS = 4
+"""A chunk of more rows has a multiple of these: score kernels take so many at a time."""
+
+
+def row_bytes(columns: int) -> int:
+    """Of the scores of a row."""
+    return 4 * round_up(columns, ROW_ALIGNMENT)
+
+
+def least_bytes(requests: int, columns: int, next_n: int, k: int) -> int:
+    """Workspace that a call cannot do without: no scores are computed where no row can have more than k columns."""
+    return next_n * row_bytes(columns) if requests > 0 and columns > k else 0
+
+
+def workspace_bytes(requests: int, columns: int, next_n: int, k: int, most: int) -> int:
+    """For a call in chunks of at most `most` bytes or, if that is not enough, of one request."""
+    least = least_bytes(requests, columns, next_n, k)
+    return 0 if least == 0 else least * max(1, min(requests, most // least))
+
+
+@lru_cache(maxsize=1024)
+def bounds(requests: int, columns: int, next_n: int, size: int) -> tuple[tuple[int, int], ...]:
+    """(first, last) request of every chunk, as even as can be, for a workspace of so many bytes."""
+    most = max(1, min(requests, size // (next_n * row_bytes(columns))))
+    each = -(-requests // -(-requests // most)) if requests else 1
+    even = round_up(each, ROWS)
+    if each > ROWS and even <= most:
+        each = even
+    return tuple((first, min(first + each, requests)) for first in range(0, requests, each))
+
+
+def walk(
+    workspace: Any, requests: int, columns: int, next_n: int, out: Any, dtype: Any
+) -> Iterator[tuple[int, int, Any, bool]]:
+    """Chunks as (first request, last request, fp32 scores [rows, columns] to write into, whether there is anything to
+    score). Where no row can have more than k columns there is one chunk without scores, whatever its tensor holds."""
+    k = out.shape[1]
+    if columns <= k:
+        if requests:
+            yield 0, requests, out.view(dtype)[:, :columns], False
+        return
+    step = row_bytes(columns) // 4
+    size = 0 if workspace is None else workspace.numel() * workspace.element_size()
+    for first, last in bounds(requests, columns, next_n, size):
+        shape = ((last - first) * next_n, columns)
+        yield first, last, workspace.view(dtype).as_strided(shape, (step, 1)), True

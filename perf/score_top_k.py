@@ -1,0 +1,221 @@
+"""Benchmark of scores and picks in one op, beside the pair of ops that it replaces and DeepGEMM with vLLM's top-k.
+
+The record's shapes say what a call allocates at most: `peak` of the op, `peak_unfused` of the pair, in bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from cute_kernels.indexer import chunks
+from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits, score_top_k_decode, score_top_k_prefill
+from cute_kernels.runtime.ops import OPS
+from perf import logits
+from perf.logits import CONTIGUOUS, HEADS, LogitsSet
+from perf.measure import Call, compare, number_of_sets
+from perf.topk import WORKSPACE, same_picks
+
+PREFILL, DECODE = "score_top_k_prefill", "score_top_k_decode"
+UNFUSED = "ours unfused"
+
+PREFILLS = (
+    (4096, 4096, 512),
+    (4096, 16384, 512),
+    (4096, 65536, 512),
+    (1024, 32768, 512),
+    (1024, 32768, 1024),
+    (4096, 262144, 512),
+)
+"""(rows, keys, k)"""
+
+DECODES = (
+    *((batch, 1, keys, 512) for keys in (8192, 32768) for batch in (1, 8, 64, 256)),
+    (64, 1, 8192, 1024),
+    (64, 1, 32768, 1024),
+    (64, 2, 8192, 512),
+    (1, 1, 262144, 512),
+)
+"""(requests, rows of each, keys of each, k)"""
+
+
+def peak(call: Call) -> int:
+    """Bytes that a call has allocated at most, its result included."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+@dataclass(frozen=True)
+class PickSet:
+    """Arguments of a call in the schema's order, and the scores that the pair of ops makes of them on the way."""
+
+    op: str
+    scored: LogitsSet
+    args: tuple[Any, ...]
+    k: int
+
+    @classmethod
+    def of(cls, scored: LogitsSet, k: int) -> PickSet:
+        is_prefill = scored.op == CONTIGUOUS
+        q, out = scored.args[0], scored.args[-1]
+        picks = torch.empty(out.shape[0], k, dtype=torch.int32, device="cuda")
+        size = chunks.workspace_bytes(
+            q.shape[0], out.shape[1], 1 if is_prefill else q.shape[1], k, chunks.WORKSPACE_BYTES
+        )
+        workspace = torch.empty(size // 4, device="cuda")
+        _clean, last = scored.args[7:9]
+        return cls(PREFILL if is_prefill else DECODE, scored, (*scored.args[:7], last, picks, workspace), k)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.args
+
+    def ours(self) -> None:
+        OPS[self.op].overload(*self.args)
+
+    def unfused(self) -> None:
+        self.scored.ours()
+        self.pick()
+
+    def pick(self) -> None:
+        """From the scores that are there."""
+        out, picks = self.scored.args[-1], self.args[-2]
+        if self.op == PREFILL:
+            OPS["top_k_per_row_prefill"].overload(out, *self.args[5:7], picks, len(picks), self.k)
+        else:
+            OPS["top_k_per_row_decode"].overload(out, self.args[4], picks, len(picks), self.k)
+
+    def right(self, call: Call) -> bool:
+        """Whether `call` writes the picks of the pair of ops; a peer, which returns something, nearly those."""
+        picks = self.args[-2]
+        self.unfused()
+        want = picks.clone()
+        picks.fill_(-7)
+        is_peer = call() is not None
+        return same_picks([picks], [want]) if is_peer else torch.equal(picks, want)
+
+    def peaks(self) -> dict[str, int]:
+        """Of the public functions, which allocate what they need."""
+        fused: Call
+        scores: Call
+        if self.op == PREFILL:
+            q, _, k, scale, weights, start, end = self.args[:7]
+            rows = q, (k, scale), weights, start, end
+            fused, scores = partial(score_top_k_prefill, *rows, self.k), partial(mqa_logits, *rows, False)
+        else:
+            q, _, pool, weights, lens, table, columns = self.args[:7]
+            pages = q, pool, weights, lens, table
+            fused = partial(score_top_k_decode, *pages, columns, self.k)
+            scores = partial(paged_mqa_logits, *pages, None, columns)
+        return {"peak": peak(fused), "peak_unfused": peak(lambda: (scores(), torch.empty_like(self.args[-2])))}
+
+
+def prefill(rows: int, keys: int, k: int, seed: int) -> PickSet:
+    return PickSet.of(logits.prefill(rows, keys, False, False, seed), k)
+
+
+def decode(batch: int, next_n: int, keys: int, k: int, seed: int) -> PickSet:
+    return PickSet.of(logits.decode(batch, next_n, keys, False, seed), k)
+
+
+def _peer(op: str, name: str) -> Callable[[PickSet], Any] | str:
+    """DeepGEMM's scores and vLLM's picks, or the reason why there are none."""
+    scores = logits._peer(logits.CONTIGUOUS if op == PREFILL else logits.PAGED)
+    if isinstance(scores, str):
+        return scores
+    try:
+        importlib.import_module("vllm._C_stable_libtorch")
+        kernel = getattr(torch.ops._C, name)
+    except Exception as error:  # an installation that is not whole fails in many ways
+        return f"{type(error).__name__}: {error}"
+    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
+
+    def run(s: PickSet) -> Any:
+        found, picks = scores(s.scored), s.args[-2]
+        if op == PREFILL:
+            kernel(found, *s.args[5:7], picks, len(picks), *found.stride(), s.k)
+        elif name == "top_k_per_row_decode":
+            lens = s.args[4]
+            kernel(found, lens.shape[1], lens, picks, len(picks), *found.stride(), s.k)
+        else:
+            kernel(found, s.args[4].view(-1), picks, workspace, s.k, found.shape[1])
+        return found
+
+    return run
+
+
+PEERS = {
+    PREFILL: {"deepgemm + vllm-per-row": "top_k_per_row_prefill"},
+    DECODE: {"deepgemm + vllm-cooperative": "cooperative_topk", "deepgemm + vllm-persistent": "persistent_topk"},
+}
+
+
+def _records(
+    op: str, shape: dict[str, Any], make: Callable[[int], PickSet], peers: bool, replays: int
+) -> dict[str, Any]:
+    first = make(0)
+    cost = OPS[op].cost
+    assert cost is not None
+    work = cost(*first.args)
+    sets = [first, *(make(seed) for seed in range(1, min(logits.MOST_SETS, number_of_sets(work.bytes))))]
+    candidates: dict[str, Any] = {UNFUSED: PickSet.unfused}
+    if peers:
+        candidates |= {name: _peer(op, kernel) for name, kernel in PEERS[op].items()}
+    return compare(op, {**shape, **first.peaks()}, sets, work, candidates, replays, products="e4m3")
+
+
+def prefill_name(rows: int, keys: int, k: int) -> str:
+    return f"{logits.prefill_name(rows, keys, False)} k={k}"
+
+
+def decode_name(batch: int, next_n: int, keys: int, k: int) -> str:
+    return f"{logits.decode_name(batch, next_n, keys)} k={k}"
+
+
+def sweep_prefill(
+    rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
+) -> list[dict[str, Any]]:
+    """Records of score_top_k_prefill per number of rows and keys."""
+    chosen = [shape for shape in PREFILLS if rows is None or shape[0] in rows]
+    for m, n, k in chosen:  # compiled before other projects change the DSL
+        _warm(PickSet.of(logits.prefill(m, n, False, False, 0), k))
+    found = []
+    for m, n, k in chosen:
+        shape = {"case": prefill_name(m, n, k), "T": m, "keys": n, "heads": HEADS, "k": k}
+        found.append(_records(PREFILL, shape, partial(prefill, m, n, k), peers, replays))
+    return found
+
+
+def sweep_decode(
+    rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
+) -> list[dict[str, Any]]:
+    """Records of score_top_k_decode per number of requests, rows of each and keys of each."""
+    chosen = [shape for shape in DECODES if rows is None or shape[0] in rows]
+    for shape in chosen:
+        _warm(decode(*shape, 0))
+    found = []
+    for batch, next_n, keys, k in chosen:
+        case = decode_name(batch, next_n, keys, k)
+        facts = {"case": case, "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS, "k": k}
+        found.append(_records(DECODE, facts, partial(decode, batch, next_n, keys, k), peers, replays))
+    return found
+
+
+def _warm(s: PickSet) -> None:
+    s.ours()
+    s.unfused()
+
+
+SWEEPS = {PREFILL: sweep_prefill, DECODE: sweep_decode}
+QUICK = {PREFILL: (1024,), DECODE: (1, 64)}
+"""Numbers of rows, or of requests, of a quick look."""

@@ -1,0 +1,47 @@
+"""The indexer's layer picks the same whatever scores have room for, and allocates no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from layers import indexer
+from tests.layers.engine import Engine, Request, hidden_rows, make_layer
+
+
+def run(index_cache: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[torch.Tensor]]:
+    """Sizes of the workspaces and picks of a prefill and a decode step."""
+    layer = make_layer(4, index_cache=index_cache)
+    engine, requests = Engine(layer, seed=1), [Request(), Request()]
+    assert layer.indexer is not None
+    op, sizes, picks = layer.indexer.indexer_op, [], []
+
+    def keep(module: Any, given: Any, result: torch.Tensor) -> None:
+        picks.append(result.clone())
+
+    op.register_forward_hook(keep)
+    make = op._workspace
+
+    def workspace(*args: Any) -> torch.Tensor | None:
+        found = make(*args)
+        sizes.append(0 if found is None else found.nbytes)
+        return found
+
+    monkeypatch.setattr(op, "_workspace", workspace)
+    engine.step([], [(requests[0], hidden_rows(420, seed=2)), (requests[1], hidden_rows(70, seed=3))])
+    engine.step([(request, hidden_rows(1, seed=4 + i)) for i, request in enumerate(requests)])
+    assert layer.config.index_topk < 420 // 4
+    return sizes, picks
+
+
+@pytest.mark.parametrize("index_cache", ["fp8", "mxfp4"])
+def test_picks_do_not_depend_on_the_workspace(index_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, picks = run(index_cache, monkeypatch)
+    # rows of up to 105 entries
+    assert sizes == [490 * 1024, 2 * 1024]
+    monkeypatch.setattr(indexer, "SCORE_BYTES", 100_000)
+    small, same = run(index_cache, monkeypatch)
+    assert small == [97 * 1024, 2 * 1024]
+    assert all(torch.equal(one, two) for one, two in zip(picks, same, strict=True))
