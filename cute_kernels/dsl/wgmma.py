@@ -139,3 +139,24 @@ def store_bf16(
             words = exchange_in_quad(lane, [ptx.bf16x2(values[i], values[i + 1]) for i in first])
             address = target + row_bytes * (8 * half) + at * 2
             ptx.store_global_128(address, words, 8 * half < rows and at < columns)
+
+
+@cute.jit
+def store_bf16_transposed(
+    values: cute.Tensor, lane: Any, warp: Any, target: Any, row_bytes: Any, rows: Any, columns: cutlass.Constexpr
+) -> None:
+    """Write the first `rows` of `columns` columns of a thread's products as rows of bf16, with whole sectors.
+
+    values   of an even number of times 64 rows, which become columns
+    warp     the thread's, of its warpgroup
+    target   address of what row 0 of the products becomes, 16-byte aligned like row_bytes
+    """
+    own = columns // 2
+    for pair in range_constexpr(cute.size(values) // own // 2):
+        for block in range_constexpr(columns // 8):
+            first = [(2 * pair + i // 2) * own + 4 * block + 2 * (i % 2) for i in range(4)]
+            words = [ptx.transpose_matrix(ptx.bf16x2(values[i], values[i + 1])) for i in first]
+            words = exchange_in_quad(lane, words)
+            at = (2 * pair + lane % 4 // 2) * ROWS + warp * 16 + lane % 2 * 8
+            row = block * 8 + lane // 4
+            ptx.store_global_128(target + row_bytes * row + at * 2, words, row < rows)

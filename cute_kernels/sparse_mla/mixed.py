@@ -1,4 +1,5 @@
-"""Which kernel sparse_mla_mixed runs: Hopper's own for each cache format, the portable one elsewhere."""
+"""Which kernel sparse_mla_mixed runs: Hopper's own for each cache format, over bf16 caches by the number of heads; the
+portable one elsewhere."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm90_rows import COUNT_BITS, UNIT
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
-
-KEYS = {formats.PLAIN_BF16.id: MixedKey, formats.PLAIN_FP8.id: MixedFp8Key}
-"""By kv_format."""
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
+from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
+from cute_kernels.sparse_mla.schedule import block_heads
 
 MOST_POOL_BYTES = UNIT << 31
 """From the first row of a pool to the end of the last one."""
@@ -25,13 +26,15 @@ MOST_POOL_BYTES = UNIT << 31
 
 def key_for(arch: str, heads: int, kv_format: str) -> KernelKey:
     """The kernel for so many heads and caches of that format."""
-    if arch == HOPPER:
-        return KEYS[kv_format](arch)
-    return PortableMixedKey(arch, item_heads(heads), kv_format)
+    if arch != HOPPER:
+        return PortableMixedKey(arch, item_heads(heads), kv_format)
+    if kv_format == formats.PLAIN_FP8.id:
+        return MixedFp8Key(arch)
+    return FewMixedKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else MixedKey(arch)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
-    """One kernel for each format."""
+    """One kernel for each format takes every call of a rank."""
     heads = config.num_attention_heads // tp
     return [key_for(arch, heads, fmt.id) for fmt in (formats.PLAIN_BF16, formats.PLAIN_FP8)]
 

@@ -11,6 +11,7 @@ from cutlass import Float8E4M3FN
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKernel, MixedKey, fake_arguments
 from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import FP8
 from cute_kernels.sparse_mla.mixed_sm90_fp8_rows import CodeRows
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel
 
 
 @dataclass(frozen=True)
@@ -21,5 +22,8 @@ class MixedFp8Key(MixedKey):
     def smem_bytes(self) -> int:
         return FP8.smem_bytes
 
+    def kernel(self) -> PrefillKernel:
+        return MixedKernel("sparse_mla_mixed_fp8", CodeRows(Float8E4M3FN), FP8)
+
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedKernel("sparse_mla_mixed_fp8", CodeRows(Float8E4M3FN), FP8), fake_arguments(Float8E4M3FN)
+        return self.kernel(), fake_arguments(Float8E4M3FN)

@@ -24,7 +24,7 @@ from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import (
 )
 from cute_kernels.sparse_mla.mixed_sm90_rows import MixedRows
 from cute_kernels.sparse_mla.prefill_sm90_plan import AHEAD, END, HEADING, LAST, SLAB, SLAB_BYTES, Places, Query, Work
-from cute_kernels.sparse_mla.prefill_sm90_rows import AT_ONCE, OWN_ROWS, own_lane, own_warp
+from cute_kernels.sparse_mla.prefill_sm90_rows import AT_ONCE, own_lane
 
 SLAB_ROW = SLAB * 2
 
@@ -42,7 +42,7 @@ class CodeRows(MixedRows):
             self.ask_for_indices(work, sources, at)
         self.set_item(work.first, Int32(1), at)
         # where the lane's next chunks are, of rows of the tile or queries that are asked for, and which rows are there
-        chunks = cute.make_rmem_tensor((OWN_ROWS // AT_ONCE,), Int64)
+        chunks = cute.make_rmem_tensor((self.own_rows // AT_ONCE,), Int64)
         there, asked_mark = self.aim_at_queries(chunks, work, q, at), Int32(0)
         for quarter in range_constexpr(RAW_QUARTERS):
             self.ask(chunks, there, Int32(quarter), at)
@@ -62,7 +62,7 @@ class CodeRows(MixedRows):
                     if is_query == 0:
                         mark = asked_mark
                         self.tell_mask(there, mark, half, at)
-                    elif (own_warp() == 0) & (own_lane() == 0):
+                    elif (self.own_warp() == 0) & (own_lane() == 0):
                         ptx.store_shared_s32(at.heading + half * HEADING, self.own_item(at))
                 first = at.stages + half * HALF_BYTES + (quarter & 1) * (2 * SLAB_BYTES)
                 second = first + SLAB_BYTES
@@ -104,9 +104,9 @@ class CodeRows(MixedRows):
         """Find the warp's rows of the tile AHEAD before the walk: which are there, a bit each, and the tile's mark."""
         index, mark = self.look_up(sources, at)
         row = own_lane() >> 3
-        for i in range_constexpr(OWN_ROWS // AT_ONCE):
+        for i in range_constexpr(self.own_rows // AT_ONCE):
             own = cute.arch.shuffle_sync(index, AT_ONCE * i + row)
-            source = self.address(own, own_warp() * OWN_ROWS + AT_ONCE * i + row, mark, sources)
+            source = self.address(own, self.own_warp() * self.own_rows + AT_ONCE * i + row, mark, sources)
             chunks[i] = source + (own_lane() & 7) * 16
         return cute.arch.vote_ballot_sync(index >= 0), mark
 
@@ -114,22 +114,22 @@ class CodeRows(MixedRows):
     def aim_at_queries(self, chunks: cute.Tensor, work: Work, q: Query, at: Places) -> Any:
         """Find the warp's share of the next item's queries: which heads are there, a bit each."""
         query, first = work.place(self.own_item(at))
-        row = own_warp() * OWN_ROWS + (own_lane() >> 3)
+        row = self.own_warp() * self.own_rows + (own_lane() >> 3)
         source = q.base + Int64(query) * q.row + Int64(first + row) * q.head + (own_lane() & 7) * 16
-        for i in range_constexpr(OWN_ROWS // AT_ONCE):
+        for i in range_constexpr(self.own_rows // AT_ONCE):
             chunks[i] = source
             source = source + AT_ONCE * q.head
-        rest = q.heads - (first + own_warp() * OWN_ROWS)
-        return (Int32(1) << cutlass.min(cutlass.max(rest, 0), OWN_ROWS)) - 1
+        rest = q.heads - (first + self.own_warp() * self.own_rows)
+        return (Int32(1) << cutlass.min(cutlass.max(rest, 0), self.own_rows)) - 1
 
     @cute.jit
     def ask(self, chunks: cute.Tensor, there: Any, raw: Any, at: Places) -> None:
         """Start to copy a quarter of the warp's rows, zeros where there is none, and aim at the next quarter."""
         row = own_lane() >> 3
         swapped = (own_lane() & 7) ^ ((row & 1) << 2)
-        target = at.raw + raw * RAW_QUARTER + (own_warp() * OWN_ROWS + row) * LINE + swapped * 16
+        target = at.raw + raw * RAW_QUARTER + (self.own_warp() * self.own_rows + row) * LINE + swapped * 16
         own = there >> row
-        for i in range_constexpr(OWN_ROWS // AT_ONCE):
+        for i in range_constexpr(self.own_rows // AT_ONCE):
             read = Int32(16) if own & (1 << AT_ONCE * i) != 0 else Int32(0)
             ptx.copy_async_or_zero(target + i * (AT_ONCE * LINE), chunks[i], 16, read)
             chunks[i] += Int64(LINE)
@@ -138,9 +138,10 @@ class CodeRows(MixedRows):
     def convert(self, raw: Any, first: Any, second: Any, at: Places) -> None:
         """Store a quarter of the warp's rows as f16, a slab at `first` and one at `second`."""
         row, chunk = own_lane() >> 2, own_lane() & 3
-        source = at.raw + raw * RAW_QUARTER + (own_warp() * OWN_ROWS + row) * LINE + (((row & 1) << 2) ^ chunk) * 16
-        place = (own_warp() * OWN_ROWS + row) * SLAB_ROW + ((2 * chunk) ^ row) * 16
-        places = [(slab, i) for slab in range(2) for i in range(OWN_ROWS // CONVERTED_ROWS)]
+        own = self.own_warp() * self.own_rows + row
+        source = at.raw + raw * RAW_QUARTER + own * LINE + (((row & 1) << 2) ^ chunk) * 16
+        place = own * SLAB_ROW + ((2 * chunk) ^ row) * 16
+        places = [(slab, i) for slab in range(2) for i in range(self.own_rows // CONVERTED_ROWS)]
         found = [ptx.load_shared_128((source ^ (64 * slab)) + i * (CONVERTED_ROWS * LINE)) for slab, i in places]
         targets = first + place, second + place
         for number in range_constexpr(len(places)):

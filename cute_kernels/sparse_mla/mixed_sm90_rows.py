@@ -17,7 +17,7 @@ from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.prefill_sm90_plan import MARK_BITS, Work
-from cute_kernels.sparse_mla.prefill_sm90_rows import OWN_ROWS, Rows, own_lane, own_warp
+from cute_kernels.sparse_mla.prefill_sm90_rows import Rows
 
 UNIT = 16
 """Bytes in which places in a pool are counted: as many as int32 has numbers for are 32 GiB."""
@@ -108,9 +108,8 @@ class MixedRows(Rows):
     @cute.jit
     def find(self, index: Any, mark: Any, sources: Any) -> Any:
         """Units from its pool's base on."""
-        row = own_warp() * OWN_ROWS + (own_lane() & OWN_ROWS - 1)
         place = Int32(-1)
-        if row < mark >> MARK_BITS:
+        if self.own_row() < mark >> MARK_BITS:
             place = sources.window.place(index, self.row_units)
         else:
             place = sources.compressed.place(index, self.row_units)

@@ -1,4 +1,4 @@
-"""Which kernel sparse_mla_prefill runs: Hopper's own, the portable one elsewhere."""
+"""Which kernel sparse_mla_prefill runs: one of Hopper's own by the number of heads, the portable one elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
+from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
 from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from cute_kernels.sparse_mla.schedule import block_heads
 
 HOPPER = "sm_90a"
 
@@ -39,11 +42,13 @@ def scale_log2(scale: float) -> float:
 
 def key_for(arch: str, heads: int) -> KernelKey:
     """The kernel for so many heads."""
-    return PrefillKey(arch) if arch == HOPPER else PortablePrefillKey(arch, item_heads(heads))
+    if arch != HOPPER:
+        return PortablePrefillKey(arch, item_heads(heads))
+    return FewPrefillKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else PrefillKey(arch)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
-    """One kernel takes every call."""
+    """One kernel takes every call of a rank."""
     return [key_for(arch, config.num_attention_heads // tp)]
 
 

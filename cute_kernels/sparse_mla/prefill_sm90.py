@@ -62,6 +62,9 @@ class PrefillKey(KernelKey):
     def instructions(self) -> tuple[str, ...]:
         return "wgmma", "cp.async", "ldmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
 
+    def kernel(self) -> PrefillKernel:
+        return PrefillKernel()
+
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         indices = make_fake_tensor(
             Int32, (cute.sym_int(), 1, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)
@@ -69,7 +72,7 @@ class PrefillKey(KernelKey):
         results = (fake_rows(), fake_numbers(), fake_numbers())
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         scalars = (Int64(0), Int64(0), Float32(0), Int32(1))
-        return PrefillKernel(), (fake_rows(), fake_rows(), indices, *results, *scalars, stream)
+        return self.kernel(), (fake_rows(), fake_rows(), indices, *results, *scalars, stream)
 
 
 def fake_rows(dtype: Any = BFloat16) -> Any:

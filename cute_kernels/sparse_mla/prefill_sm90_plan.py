@@ -51,7 +51,7 @@ AHEAD = 3
 stages before is there."""
 
 LISTS = AHEAD + 1
-LIST = KEYS * 4 + 16
+LIST = KEYS * 4 + 4 * 4
 """Bytes of a tile's list: its indices, and its marks for each of the four warps that ask for rows."""
 
 HEADING = 32

@@ -20,7 +20,6 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     HELD,
     KEYS,
     LAST,
-    LIST,
     LISTS,
     SLAB,
     SLAB_BYTES,
@@ -35,9 +34,6 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     Work,
 )
 
-OWN_ROWS = 16
-"""Of a stage, by a warp."""
-
 AT_ONCE = 4
 """Rows of a copy of all lanes."""
 
@@ -47,6 +43,26 @@ ROW_BYTES = SLAB * 2
 
 class Rows:
     """Rows of one buffer, by their numbers. What another way to name them needs is in the methods from `count` on."""
+
+    warps = 4
+    """That ask for rows; their threads are the block's last ones."""
+
+    @property
+    def own_rows(self) -> int:
+        """Of a stage, by a warp."""
+        return KEYS // self.warps
+
+    def own_warp(self) -> Any:
+        """The warp's number among them, computed anew, as `own_lane`."""
+        return (ptx.thread_again() & self.warps * 32 - 1) >> 5
+
+    def own_row(self) -> Any:
+        """The row of a tile whose index the lane has."""
+        return self.own_warp() * self.own_rows + (own_lane() & self.own_rows - 1)
+
+    def list_at(self, slot: Any, at: Places) -> Any:
+        """Indices of a tile, then its mark, once for each warp."""
+        return at.list + slot * (KEYS * 4 + self.warps * 4)
 
     @cute.jit
     def run(self, work: Work, q: Query, sources: Any, ready: Barriers, at: Places) -> None:
@@ -68,7 +84,7 @@ class Rows:
             ptx.wait_mbarrier(ready.kept.toint(), ptx.load_shared_s32(self.walk_at(at) + 20))
             self.ask_for_queries(at.kept, range(HELD // SLAB, SLABS), work, q, at)
             item, turn = ptx.load_shared_64(self.walk_at(at) + 16)
-            if (own_warp() == 0) & (own_lane() == 0):
+            if (self.own_warp() == 0) & (own_lane() == 0):
                 ptx.store_shared_s32(at.heading + stage * HEADING, item)
             self.announce(stage, ready)
             self.set_item(item + work.step, turn ^ 1, at)
@@ -91,9 +107,9 @@ class Rows:
     def look_up(self, sources: Any, at: Places, before: cutlass.Constexpr = AHEAD) -> tuple[Any, Any]:
         """Of the tile `before` the walk: where a row of the warp's is, -1 if there is no such row, and the mark."""
         slot = ptx.load_shared_s32(self.walk_at(at) + 8)
-        list_at = at.list + ((slot + LISTS - before) & LISTS - 1) * LIST
-        index = ptx.load_shared_s32(list_at + (own_warp() * OWN_ROWS + (own_lane() & OWN_ROWS - 1)) * 4)
-        mark = ptx.load_shared_s32(list_at + KEYS * 4 + own_warp() * 4)
+        list_at = self.list_at((slot + LISTS - before) & LISTS - 1, at)
+        index = ptx.load_shared_s32(list_at + self.own_row() * 4)
+        mark = ptx.load_shared_s32(list_at + KEYS * 4 + self.own_warp() * 4)
         return self.find(index, mark, sources), mark
 
     @cute.jit
@@ -106,8 +122,8 @@ class Rows:
         """`tell`, with the warp's rows that are there in the low 16 bits of a mask."""
         if own_lane() == 0:
             heading = at.heading + stage * HEADING
-            ptx.store_shared_s32(heading + own_warp() * 4, there & 0xFFFF)
-            if own_warp() == 0:
+            ptx.store_shared_s32(heading + self.own_warp() * 4, there & 0xFFFF)
+            if self.own_warp() == 0:
                 ptx.store_shared_s32(heading + 16, mark)
 
     @cute.jit
@@ -122,7 +138,7 @@ class Rows:
     def place(self) -> tuple[Any, Any]:
         """The row of the lane's first chunk of a stage, and where it lies. 4 rows further another bit of the swizzle is
         set, 8 further the same."""
-        row = own_warp() * OWN_ROWS + (own_lane() >> 3)
+        row = self.own_warp() * self.own_rows + (own_lane() >> 3)
         return row, row * ROW_BYTES + ((own_lane() & 7) ^ (own_lane() >> 3)) * 16
 
     @cute.jit
@@ -130,7 +146,7 @@ class Rows:
         """Start to copy the warp's rows of a tile."""
         row, place = self.place()
         target = at.stages + stage * STAGE_BYTES + place
-        for i in range_constexpr(OWN_ROWS // AT_ONCE):
+        for i in range_constexpr(self.own_rows // AT_ONCE):
             own = cute.arch.shuffle_sync(index, AT_ONCE * i + (own_lane() >> 3))
             source = self.address(own, row + AT_ONCE * i, mark, sources) + (own_lane() & 7) * 16
             read = Int32(16) if own >= 0 else Int32(0)
@@ -146,7 +162,7 @@ class Rows:
         row, place = self.place()
         source = source + Int64(first + row) * q.head + (own_lane() & 7) * 16
         rest = q.heads - (first + row)
-        for i in range_constexpr(OWN_ROWS // AT_ONCE):
+        for i in range_constexpr(self.own_rows // AT_ONCE):
             # nothing is read of heads that are not there
             read = Int32(16) if AT_ONCE * i < rest else Int32(0)
             to = target + (place ^ (i % 2 * 64)) + i * (AT_ONCE * ROW_BYTES)
@@ -159,9 +175,9 @@ class Rows:
         """Start to copy the indices of the warp's rows of the tile where the walk is, and walk on."""
         item, column, slot, number = ptx.load_shared_128(self.walk_at(at))
         count = ptx.load_shared_s32(self.counts_at(at) + number * 4)
-        if own_lane() < OWN_ROWS:
-            index_at = at.list + slot * LIST + (own_warp() * OWN_ROWS + own_lane()) * 4
-            own = column + own_warp() * OWN_ROWS + own_lane()
+        if own_lane() < self.own_rows:
+            index_at = self.list_at(slot, at) + (self.own_warp() * self.own_rows + own_lane()) * 4
+            own = column + self.own_warp() * self.own_rows + own_lane()
             if (item < work.end) & (own < self.total(count)):
                 query, _ = work.place(item)
                 own = self.column(own, count, sources)
@@ -181,11 +197,11 @@ class Rows:
                 number = Int32(0)
         cute.arch.sync_warp()
         if own_lane() == 0:
-            ptx.store_shared_s32(at.list + slot * LIST + KEYS * 4 + own_warp() * 4, mark)
+            ptx.store_shared_s32(self.list_at(slot, at) + KEYS * 4 + self.own_warp() * 4, mark)
         self.set_walk(item, column, (slot + 1) & LISTS - 1, number, at)
 
     def walk_at(self, at: Places) -> Any:
-        return at.walk + own_warp() * WALK
+        return at.walk + self.own_warp() * WALK
 
     def counts_at(self, at: Places) -> Any:
         """Of the columns that count of 32 items, from the one on that number 0 of the walk belongs to."""
@@ -252,12 +268,6 @@ class Rows:
         return sources.kv + Int64(cutlass.max(place, 0)) * sources.kv_row
 
 
-# computed anew: the loop over tiles has no registers to spare
-
-
 def own_lane() -> Any:
+    """Computed anew: the loop over tiles has no registers to spare."""
     return ptx.thread_again() & 31
-
-
-def own_warp() -> Any:
-    return (ptx.thread_again() & 127) >> 5

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
-from tests.gpu.decode_checks import KERNELS
+
+KERNELS: dict[str, dict[str, Any]] = {"hopper": {}, "portable": {"HOPPER": ""}}
+"""Kernels to run the tests with -> what to change where one is chosen. "hopper": those that calls on Hopper run,
+whatever their heads and caches."""
 
 LARGEST = 0.35
 """No value of kv is larger. Rounding P to bf16 moves an output by 2^-9 of the mean magnitude of what it sums up at
@@ -23,10 +27,13 @@ SUM_RTOL = 2.0**-22
 def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
     """Have calls run the kernel of that name, of those in the modules of some ops, and no reference."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    if name == "hopper" and arch_of(0) != "sm_90a":
+        pytest.skip("the kernels are Hopper's")
     for module in modules:
-        if KERNELS[name] is not None:
-            monkeypatch.setattr(module, "HOPPER", KERNELS[name], raising=False)
-            monkeypatch.setattr(module, "_key", module.key_for)
+        for attribute, value in KERNELS[name].items():
+            monkeypatch.setattr(module, attribute, value, raising=False)
+        # what has been chosen is kept
+        monkeypatch.setattr(module, "_key", module.key_for)
 
 
 def assert_results(

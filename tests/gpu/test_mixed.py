@@ -14,8 +14,8 @@ import torch
 from cute_kernels.runtime.record import record_calls
 from cute_kernels.sparse_mla.ops import sparse_mla_mixed, sparse_mla_prefill
 from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, inside, int32, random_sink
-from tests.gpu.decode_checks import KERNELS, attention, same_bits
-from tests.gpu.prefill_checks import LARGEST, LOG_RTOL, assert_results, use_kernel
+from tests.gpu.decode_checks import attention, same_bits
+from tests.gpu.prefill_checks import KERNELS, LARGEST, LOG_RTOL, assert_results, use_kernel
 from tests.helpers import POISON_BYTE, bits, raw_bytes
 
 pytestmark = [
@@ -243,14 +243,16 @@ def test_heads(heads: int, width: int | None) -> None:
 @pytest.mark.parametrize("second", [1, 2, 7, 53, 64, 256])
 def test_page_sizes(first: int, second: int) -> None:
     check(make(rows=(first, second), seed=first))
-    check(make(rows=(first, second), more_stride=(16, 512), heads=128, seed=second))
+    for heads in (8, 128):
+        check(make(rows=(first, second), more_stride=(16, 512), heads=heads, seed=second))
 
 
 @pytest.mark.parametrize("width", [0, 1, 63, 64, 65, 129, 512])
 @pytest.mark.parametrize("window_size", [1, 7, 64, 65, 128, 200])
 def test_columns_around_tiles(window_size: int, width: int) -> None:
     seq_lens = (300, window_size + 2, 1, 9, window_size)
-    check(make(seq_lens=seq_lens, window_size=window_size, width=width, seed=width))
+    for heads in (16, 64):
+        check(make(seq_lens=seq_lens, heads=heads, window_size=window_size, width=width, seed=width))
 
 
 def test_prefill_rows_of_one_request() -> None:
@@ -260,7 +262,7 @@ def test_prefill_rows_of_one_request() -> None:
     check(fill(call))
 
 
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("requests", [1, 31, 33, 700])
 def test_more_rows_than_multiprocessors(heads: int, requests: int) -> None:
     """Requests of one row, of many and of none, in turn: decode and prefill rows side by side."""
@@ -269,8 +271,9 @@ def test_more_rows_than_multiprocessors(heads: int, requests: int) -> None:
     check(make(query_lens, seq_lens, heads=heads, width=90, padding=5, capacity=(5000, 4000), seed=requests))
 
 
-def test_blocks_with_more_items_than_they_look_ahead() -> None:
-    check(make((1,) * 5000, tuple(range(-2, 4998)), heads=128, window_size=3, width=5, padding=9))
+@pytest.mark.parametrize("heads", [8, 32, 128])
+def test_blocks_with_more_items_than_they_look_ahead(heads: int) -> None:
+    check(make((1,) * 5000, tuple(range(-2, 4998)), heads=heads, window_size=3, width=5, padding=9))
 
 
 def test_starts_that_do_not_begin_at_zero() -> None:
@@ -340,11 +343,11 @@ def test_scales(scale: float, out_scale: float) -> None:
     check(dataclasses.replace(make(sink="finite"), scale=scale, out_scale=out_scale))
 
 
-@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("out_scale", [1.0, -0.5])
 def test_bits_of_prefill(heads: int, out_scale: float, dtype: torch.dtype) -> None:
     """The same as prefill over copies of the rows: in one tile they come in the same order. Over e4m3 caches nearly the
-    same: weights may be f16, and tiles others."""
+    same: weights may be f16, tiles others, and few heads padded."""
     call = make((1, 300, 1, 50), (900, 300, 5, 1000), heads=heads, width=300, bad=0.0, rows=(53, 2))
     out, lse = run(dataclasses.replace(call, out_scale=out_scale))
     want, _, want_lse = sparse_mla_prefill(**call.as_prefill())
@@ -387,10 +390,10 @@ def test_strides_and_what_lies_around() -> None:
         assert torch.equal(bits(memory), bits(untouched))
 
 
-@pytest.mark.parametrize("rows", [64, 53])
-def test_large_caches(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "heads"), [(64, 64), (53, 64), (53, 8)])
+def test_large_caches(rows: int, heads: int) -> None:
     """Rows that lie 2^31, 2^33 and 2^34 bytes behind the first."""
-    call = make(bad=0.0)
+    call = make(heads=heads, bad=0.0)
     gib = 1 << 30
     row = 512 * made_of.itemsize
     pages = 17 * gib // (rows * row)
@@ -405,8 +408,9 @@ def test_large_caches(rows: int) -> None:
     check(dataclasses.replace(call, window=pool, compressed=pool))
 
 
-def test_bits_repeat_and_do_not_depend_on_the_batch() -> None:
-    call = make((1,) * 100 + (200, 99), (700,) * 50 + (5,) * 50 + (200, 500), heads=128, width=205, padding=0)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_bits_repeat_and_do_not_depend_on_the_batch(heads: int) -> None:
+    call = make((1,) * 100 + (200, 99), (700,) * 50 + (5,) * 50 + (200, 500), heads=heads, width=205, padding=0)
     want = check(call)
     for _ in range(20):
         assert same_bits(run(call), want)

@@ -12,8 +12,8 @@ import torch
 from cute_kernels.runtime.record import record_calls
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill
 from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, inside, int32, random_sink
-from tests.gpu.decode_checks import KERNELS, attention, same_bits
-from tests.gpu.prefill_checks import LARGEST, assert_results, use_kernel
+from tests.gpu.decode_checks import attention, same_bits
+from tests.gpu.prefill_checks import KERNELS, LARGEST, assert_results, use_kernel
 from tests.helpers import POISON_BYTE, bits, raw_bytes
 
 pytestmark = [
@@ -151,20 +151,22 @@ def test_heads(heads: int, lengths: str) -> None:
 @pytest.mark.parametrize("topk", [0, 1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 640])
 def test_columns_around_tiles(topk: int) -> None:
     check(make(s_q=9, topk=topk, bad=0.0, seed=topk))
-    check(make(s_q=9, topk=topk, lengths="some", heads=128, seed=topk + 1))
+    for heads in (8, 16, 32, 128):
+        check(make(s_q=9, topk=topk, lengths="some", heads=heads, seed=topk + heads))
 
 
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("topk", [40, 130, 300])
 def test_more_rows_than_multiprocessors(heads: int, topk: int) -> None:
     """Blocks walk over several items, of one tile, of more than the ring has, and of none."""
     check(make(s_q=701, heads=heads, topk=topk, s_kv=5000, lengths="some", seed=topk))
 
 
+@pytest.mark.parametrize("heads", [13, 64])
 @pytest.mark.parametrize("sink", ["none", "minus", "finite", "plus", "mixed"])
-def test_sinks(sink: str) -> None:
-    out, top, lse = check(make(sink=sink, lengths="some"))
-    without = run(make(sink="none", lengths="some"))
+def test_sinks(sink: str, heads: int) -> None:
+    out, top, lse = check(make(sink=sink, heads=heads, lengths="some"))
+    without = run(make(sink="none", heads=heads, lengths="some"))
     assert same_bits((top, lse), without[1:])
     if sink == "plus":
         assert (out == 0).all()
@@ -172,9 +174,10 @@ def test_sinks(sink: str) -> None:
         assert same_bits((out,), without[:1])
 
 
+@pytest.mark.parametrize("heads", [8, 32, 64])
 @pytest.mark.parametrize("bad", [0.5, 0.9, 1.0])
-def test_indices_that_are_none(bad: float) -> None:
-    got = check(make(s_q=140, topk=260, bad=bad))
+def test_indices_that_are_none(bad: float, heads: int) -> None:
+    got = check(make(s_q=140, heads=heads, topk=260, bad=bad))
     if bad == 1.0:
         assert (got[0] == 0).all()
         assert (got[1] == -math.inf).all()
@@ -187,9 +190,10 @@ def test_repeated_indices_count_each_time() -> None:
     check(fill(call))
 
 
+@pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("head", [1, 64, 100])
-def test_lists_of_which_only_the_head_is_valid(head: int) -> None:
-    call = make(s_q=140, topk=640, bad=0.0)
+def test_lists_of_which_only_the_head_is_valid(head: int, heads: int) -> None:
+    call = make(s_q=140, heads=heads, topk=640, bad=0.0)
     call.indices[:, :, head:] = -1
     want = check(fill(call))
     call.length = torch.full((140,), head, dtype=torch.int32, device=DEVICE)
@@ -200,9 +204,10 @@ def test_lists_of_which_only_the_head_is_valid(head: int) -> None:
     check(fill(call))
 
 
-def test_all_rows_are_empty() -> None:
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+def test_all_rows_are_empty(heads: int) -> None:
     for length in (0, -5, INT_MIN):
-        call = make(s_q=300, heads=128, topk=70)
+        call = make(s_q=300, heads=heads, topk=70)
         call.length = torch.full((300,), length, dtype=torch.int32, device=DEVICE)
         out, top, lse = run(fill(call))
         assert (out == 0).all()
@@ -210,17 +215,18 @@ def test_all_rows_are_empty() -> None:
         assert (lse == math.inf).all()
 
 
+@pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize(("s_q", "topk", "s_kv"), [(0, 4, 3), (3, 0, 3), (3, 70, 0), (200, 0, 0)])
-def test_nothing_to_do(s_q: int, topk: int, s_kv: int) -> None:
-    call = make(s_q=s_q, topk=topk, s_kv=s_kv)
+def test_nothing_to_do(s_q: int, topk: int, s_kv: int, heads: int) -> None:
+    call = make(s_q=s_q, heads=heads, topk=topk, s_kv=s_kv)
     out, top, lse = run(call) if s_q == 0 else check(call)
-    assert out.shape == (s_q, 64, 512)
-    assert top.shape == lse.shape == (s_q, 64)
+    assert out.shape == (s_q, heads, 512)
+    assert top.shape == lse.shape == (s_q, heads)
 
 
 def test_maxima_that_move() -> None:
     """Scores that grow from tile to tile, by more and by less than what the kernel waits for; and that fall."""
-    for heads, step in ((64, 3.0), (128, 0.2), (64, -2.0)):
+    for heads, step in ((64, 3.0), (128, 0.2), (64, -2.0), (8, 3.0), (16, 0.2), (32, 3.0), (13, -2.0)):
         call = make(s_q=6, heads=heads, topk=640, s_kv=640, bad=0.0)
         call.indices[:] = torch.arange(640, device=DEVICE).int()
         fill(call)
@@ -231,25 +237,28 @@ def test_maxima_that_move() -> None:
         check(call)
 
 
+@pytest.mark.parametrize("heads", [8, 32, 64])
 @pytest.mark.parametrize("scale", [0.0, -SCALE, 1e-4, 0.3])
-def test_scales(scale: float) -> None:
-    check(dataclasses.replace(make(sink="finite"), scale=scale))
+def test_scales(scale: float, heads: int) -> None:
+    check(dataclasses.replace(make(sink="finite", heads=heads), scale=scale))
 
 
-def test_strides_and_what_lies_around() -> None:
+@pytest.mark.parametrize("heads", [5, 13, 27, 61])
+def test_strides_and_what_lies_around(heads: int) -> None:
     """Slices of larger tensors on all sides; not a byte between and around the elements of the outputs changes."""
-    call = make(s_q=7, heads=13, topk=77, lengths="some")
+    call = make(s_q=7, heads=heads, topk=77, lengths="some")
     want = check(call)
     call.q = inside(call.q, (1, 3, 8), (2, 1, 40))
     call.kv = inside(call.kv, (1, 1, 16), (1, 2, 24))
     call.indices = inside(call.indices, (1, 0, 3), (1, 1, 2))
     assert call.length is not None
     call.length = inside(call.length, (3,), (2,))
-    whole = torch.empty(9, 17, 536, dtype=torch.bfloat16, device=DEVICE)
-    columns = torch.empty(2, 700, device=DEVICE)
+    whole = torch.empty(9, heads + 4, 536, dtype=torch.bfloat16, device=DEVICE)
+    columns = torch.empty(2, 900, device=DEVICE)
     for memory in (whole, columns):
         raw_bytes(memory).fill_(POISON_BYTE)
-    out, (top, lse) = whole[1:8, 2:15, 16:528], (column[301 : 301 + 91].view(7, 13) for column in columns)
+    own, size = (slice(1, 8), slice(2, 2 + heads), slice(16, 528)), 7 * heads
+    out, (top, lse) = whole[own], (column[301 : 301 + size].view(7, heads) for column in columns)
     got = run(call, out=out, max_logits=top, lse=lse)
     assert same_bits(got, want)
     for memory, results in ((whole, (out,)), (columns, (top, lse))):
@@ -258,16 +267,17 @@ def test_strides_and_what_lies_around() -> None:
         untouched = memory.clone()
         raw_bytes(untouched).fill_(POISON_BYTE)
         if memory is whole:
-            untouched[1:8, 2:15, 16:528] = 0
+            untouched[own] = 0
         else:
-            untouched[:, 301 : 301 + 91] = 0
+            untouched[:, 301 : 301 + size] = 0
         assert torch.equal(bits(memory), bits(untouched))
 
 
-def test_large_buffers() -> None:
+@pytest.mark.parametrize("heads", [8, 64])
+def test_large_buffers(heads: int) -> None:
     """Rows that lie 2^31 and more bytes behind the first."""
     rows = 4_300_000
-    call = make(s_q=4, topk=100, s_kv=50, bad=0.0)
+    call = make(s_q=4, heads=heads, topk=100, s_kv=50, bad=0.0)
     kv = torch.empty(rows, 1, 512, dtype=torch.bfloat16, device=DEVICE)
     far = torch.cat([torch.arange(50), torch.arange(2**21 - 25, 2**21 + 25), torch.arange(rows - 50, rows)]).to(DEVICE)
     picks = torch.randint(0, len(far), call.indices.shape, device=DEVICE, generator=generator(1))
@@ -279,8 +289,9 @@ def test_large_buffers() -> None:
     check(call)
 
 
-def test_bits_repeat_and_do_not_depend_on_the_batch() -> None:
-    call = make(s_q=400, heads=128, topk=333, s_kv=3000, lengths="some")
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+def test_bits_repeat_and_do_not_depend_on_the_batch(heads: int) -> None:
+    call = make(s_q=400, heads=heads, topk=333, s_kv=3000, lengths="some")
     want = check(call)
     for _ in range(20):
         assert same_bits(run(call), want)
@@ -288,8 +299,9 @@ def test_bits_repeat_and_do_not_depend_on_the_batch() -> None:
         assert same_bits(run(call.take(rows)), tuple(part[rows] for part in want))
 
 
-def test_graph() -> None:
-    call = make(s_q=300, topk=300, lengths="some")
+@pytest.mark.parametrize("heads", [16, 64])
+def test_graph(heads: int) -> None:
+    call = make(s_q=300, heads=heads, topk=300, lengths="some")
     want = check(call)
     results = tuple(torch.empty_like(part) for part in want)
     stream = torch.cuda.Stream()
@@ -302,7 +314,7 @@ def test_graph() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert same_bits(results, want)
-    other = make(s_q=300, topk=300, lengths="some", seed=5)
+    other = make(s_q=300, heads=heads, topk=300, lengths="some", seed=5)
     for mine, new in ((call.q, other.q), (call.kv, other.kv), (call.indices, other.indices)):
         mine.copy_(new)
     assert call.length is not None

@@ -14,6 +14,7 @@ from cute_kernels.sparse_mla import mixed
 from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (
@@ -66,11 +67,13 @@ def run(**changes: Any) -> dict[str, Any]:
     return launch("sparse_mla_mixed", mixed, arguments(**changes))
 
 
-@pytest.mark.parametrize(("changes", "kind"), [({}, MixedKey), (CODES, MixedFp8Key)])
-def test_arguments_go_as_they_are(launched: list[Any], changes: dict[str, Any], kind: type) -> None:
+@pytest.mark.parametrize(
+    ("changes", "expected"), [({}, FewMixedKey("sm_90a", 8)), (CODES, MixedFp8Key("sm_90a"))], ids=["bf16", "fp8"]
+)
+def test_arguments_go_as_they_are(launched: list[Any], changes: dict[str, Any], expected: MixedKey) -> None:
     args = run(**changes)
     ((key, given),) = launched
-    assert key == kind("sm_90a")
+    assert key == expected
     for name in NAMES[:6]:
         assert given[name] is args[name]
     for name, argument in {
@@ -79,6 +82,18 @@ def test_arguments_go_as_they_are(launched: list[Any], changes: dict[str, Any], 
         assert given[name] == args[argument].data_ptr()
     assert (given["requests"], given["window_size"], given["scale"], given["blocks"]) == (2, 8, 0.75, SMS)
     assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "key"),
+    [(8, FewMixedKey("sm_90a", 8)), (16, FewMixedKey("sm_90a", 16))] + [(n, MixedKey("sm_90a")) for n in (17, 64, 128)],
+)
+def test_kernels_by_heads(launched: list[Any], heads: int, key: MixedKey) -> None:
+    query = torch.zeros(3, heads, 512, dtype=BF16)
+    changes = {"query": query, "sinks": None, "out": torch.zeros_like(query), "lse": torch.zeros(3, heads)}
+    run(**changes)
+    run(**CODES | changes | {"query": query.to(FP8)})
+    assert [launched_key for launched_key, _ in launched] == [key, MixedFp8Key("sm_90a")]
 
 
 def test_what_is_not_given(launched: list[Any]) -> None:
@@ -162,7 +177,7 @@ def test_the_largest_pool(launched: list[Any]) -> None:
     assert mixed.supports(*arguments(**largest).values()) == (True, "")
 
 
-@pytest.mark.parametrize("changes", [{}, CODES])
+@pytest.mark.parametrize("changes", [{}, CODES], ids=["bf16", "fp8"])
 def test_other_architectures_have_the_portable_kernel(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:

@@ -13,6 +13,7 @@ from tests.sparse_mla.test_prefill import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import prefill
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
 from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
@@ -34,13 +35,27 @@ def run(**changes: Any) -> dict[str, Any]:
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:
     args = run()
     ((key, given),) = launched
-    assert key == PrefillKey("sm_90a")
+    assert key == FewPrefillKey("sm_90a", 8)
     for name in NAMES[:6]:
         assert given[name] is args[name]
     assert given["lengths"] == args["topk_length"].data_ptr()
     assert given["sink"] == args["attn_sink"].data_ptr()
     assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
     assert given["blocks"] == SMS
+
+
+@pytest.mark.parametrize(
+    ("heads", "key"),
+    [(n, FewPrefillKey("sm_90a", 8)) for n in (1, 7, 8)]
+    + [(n, FewPrefillKey("sm_90a", 16)) for n in (9, 16)]
+    + [(n, PrefillKey("sm_90a")) for n in (17, 32, 64, 65, 128)],
+)
+def test_kernels_by_heads(launched: list[Any], heads: int, key: PrefillKey) -> None:
+    q = torch.zeros(3, heads, 512, dtype=torch.bfloat16)
+    numbers = {name: torch.zeros(3, heads) for name in ("max_logits", "lse")}
+    run(q=q, attn_sink=None, out=torch.zeros_like(q), **numbers)
+    ((launched_key, _),) = launched
+    assert launched_key == key
 
 
 def test_what_is_not_given_is_zero(launched: list[Any]) -> None:

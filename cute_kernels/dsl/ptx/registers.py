@@ -25,7 +25,7 @@ def halves(number: Any) -> tuple[Any, Any]:
 
 def transpose_matrix(word: Any) -> Any:
     """sm_75 and up. Lane i gives elements 2 (i % 4) and the next of row i // 4 of an 8 x 8 matrix of 16-bit elements,
-    and gets those of the transposed matrix."""
+    and gets those of the transposed matrix. All lanes must call."""
     return inline_ptx(
         "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(word)]
     )

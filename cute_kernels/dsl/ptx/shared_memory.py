@@ -183,6 +183,16 @@ def store_matrices(address: Any, words: Any) -> None:
     )
 
 
+def store_matrices_transposed(address: Any, words: Any) -> None:
+    """sm_90 and up. As store_matrices, two or four of them: lane i holds elements [2 (i % 4), i // 4] and
+    [2 (i % 4) + 1, i // 4] of each matrix. Of two, lanes from 16 on give addresses that mean nothing."""
+    registers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(words)))
+    inline_ptx(
+        f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16 [{{$r0}}], {{{registers}}};",
+        read_only_args=[Int32(address), *(Int32(word) for word in words)],
+    )
+
+
 def load_matrices(address: Any) -> tuple[Any, Any, Any, Any]:
     """sm_75 and up. Four 8 x 8 matrices of 16-bit elements of shared memory: lane i gets two neighbours in row i // 4
     of each, and gives the address of row i % 8 of matrix i // 8."""
