@@ -7,31 +7,23 @@ import re
 import pytest
 
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.compile import Report, compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer import logits_choice
 from cute_kernels.indexer.logits_sm90 import LogitsKey
 from cute_kernels.indexer.mxfp4_plan import Mxfp4Plan
+from tests.compile.reports import compile_report
 
 KEYS = [
     logits_choice.key_for(heads, rows, paged, box, mxfp4=True)
     for heads, rows, paged, box in ((64, 1, True, 64), (64, 2, False, 64), (48, 2, True, 8))
 ]
 
-_reports: dict[LogitsKey, Report] = {}
-
-
-def report_of(key: LogitsKey) -> Report:
-    if key not in _reports:
-        _reports[key] = compile_report(key)
-    return _reports[key]
-
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_compiles(key: LogitsKey) -> None:
-    report = report_of(key)
+    report = compile_report(key)
     assert report.cubin[:4] == b"\x7fELF"
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem <= SMEM_BYTES[key.arch]
@@ -52,7 +44,7 @@ def test_compiles(key: LogitsKey) -> None:
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_products_and_conversions(key: LogitsKey) -> None:
     """The assembler waits for no product on its own, and a code costs little more than half a byte permute."""
-    report = report_of(key)
+    report = compile_report(key)
     if report.sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
     assert re.findall(r"QGMMA|WARPGROUP\.DEPBAR", report.sass) == ["QGMMA"] * 4 + ["WARPGROUP.DEPBAR"]
