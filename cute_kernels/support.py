@@ -91,6 +91,7 @@ MEASURED = (
     "sparse_mla_decode",
     "sparse_mla_mixed",
     "sparse_mla_prefill",
+    "sparse_mla_prefill_paged",
     "top_k_per_row_decode",
     "top_k_per_row_prefill",
 )
