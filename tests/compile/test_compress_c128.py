@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.compile import Report
 
@@ -73,7 +74,7 @@ def test_the_key_knows_what_the_kernel_allocates(fused: bool, monkeypatch: pytes
 
     monkeypatch.setattr(c128_kernel, "SmemAllocator", Allocator)
     key = C128Key("sm_90a", "fp8_ds_mla/1", False, fused, 2)
-    compile_report(key)
+    compile_.compile_report(key)
     assert sum(allocated) == key.smem_bytes
 
 
