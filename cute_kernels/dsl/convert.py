@@ -28,6 +28,21 @@ def bf16_floats(words: Any) -> list[Any]:
     return [half(word) for word in words for half in (bf16_low, bf16_high)]
 
 
+def bf16_pairs_of_e4m3(words: Any, factors: Any) -> list[Any]:
+    """Pairs of bf16 of e4m3 codes, four in a word, in their order: 2^-120 of their values times each of the bf16 pairs
+    in `factors`."""
+    pairs = []
+    for codes in words:
+        # neighbours two bytes apart
+        apart = ptx.permute_bytes(codes, codes, 0x3120)
+        for left in (8, 0):
+            pair = ptx.bf16x2_of_codes(apart, left)
+            for factor in factors:
+                pair = ptx.multiply_bf16x2(pair, factor)
+            pairs.append(pair)
+    return pairs
+
+
 def bf16_words(values: Any) -> list[Any]:
     """fp32 values as bf16 pairs, each rounded to nearest even: the inverse of bf16_floats."""
     return [ptx.bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]

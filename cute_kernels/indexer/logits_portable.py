@@ -129,9 +129,9 @@ class PortableLogitsKernel:
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        divisor = cute.fast_divmod_create_divisor_v2
+        rows = cute.fast_divmod_create_divisor_v2(page_rows)
         kernel = self.kernel(
-            Groups(requests, row_count, divisor(cute.ceil_div(row_count, self.plan.rows)), divisor(blocks)),
+            Groups.of(requests, row_count, self.plan.rows, blocks),
             Windows(starts, ends, end_request, limit, length(out, 1), shifts, skip),
             Queries(
                 (q, q_request, q_row, q_head),
@@ -140,7 +140,7 @@ class PortableLogitsKernel:
                 stride_bytes(weights, 0),
                 heads,
             ),
-            Keys(keys, scales, key_stride, page_stride, divisor(page_rows), pages, table, table_stride, table_columns),
+            Keys(keys, scales, key_stride, page_stride, rows, pages, table, table_stride, table_columns),
             address(out),
             stride_bytes(out, 0),
             clean,

@@ -136,14 +136,9 @@ class LogitsKernel:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         plan = self.plan
         columns = plan.columns // plan.parts
-        query_strides = [cute.assume(stride, divby=16) for stride in (q_head, q_row, q_request)]
-        key_strides = [cute.assume(stride, divby=16) for stride in (key_stride, page_stride)]
-        query_view = self.view(
-            q,
-            (Int32(plan.heads), INDEX_DIM, row_count, requests),
-            (query_strides[0], 1, query_strides[1], query_strides[2]),
-        )
-        key_view = self.view(keys, (page_rows, INDEX_DIM, pages), (key_strides[0], 1, key_strides[1]))
+        query_view = self.view(q, (Int32(plan.heads), row_count, requests), (q_head, q_row, q_request))
+        key_view = self.view(keys, (page_rows, pages), (key_stride, page_stride))
+        boxes = cute.fast_divmod_create_divisor_v2(cute.ceil_div(page_rows, plan.box))
         load = cpasync.CopyBulkTensorTileG2SOp()
         query_tiles = wgmma.swizzled_tiles(Float8E4M3FN, plan.heads, plan.buffers * plan.rows)
         key_tiles = wgmma.swizzled_tiles(Float8E4M3FN, plan.box, plan.stages * plan.boxes)
@@ -157,23 +152,9 @@ class LogitsKernel:
             wgmma.swizzled_tiles(Float8E4M3FN, columns, plan.buffers * plan.parts),
             wgmma.swizzled_tiles(Float8E4M3FN, KEYS, plan.stages),
             *(wgmma.make_mma(Float8E4M3FN, 1, columns) for _ in range(2)),
-            Groups(
-                requests,
-                row_count,
-                cute.fast_divmod_create_divisor_v2(cute.ceil_div(row_count, plan.rows)),
-                cute.fast_divmod_create_divisor_v2(blocks),
-            ),
+            Groups.of(requests, row_count, plan.rows, blocks),
             Windows(starts, ends, end_request, limit, length(out, 1), shifts, skip),
-            Keys(
-                scales,
-                page_stride,
-                cute.fast_divmod_create_divisor_v2(cute.ceil_div(page_rows, plan.box)),
-                pages,
-                limit,
-                table,
-                table_stride,
-                table_columns,
-            ),
+            Keys(scales, page_stride, boxes, pages, limit, table, table_stride, table_columns),
             address(weights),
             stride_bytes(weights, 0),
             address(out),
@@ -182,10 +163,12 @@ class LogitsKernel:
         )
         kernel.launch(grid=[blocks, 1, 1], block=[plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
 
-    def view(self, where: Any, shape: Any, strides: Any) -> Any:
-        """Codes in memory."""
+    def view(self, where: Any, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> Any:
+        """Rows of codes in memory; the codes of a row are the second axis."""
         pointer = cute.make_ptr(Float8E4M3FN, where, cutlass.AddressSpace.gmem, assumed_align=16)
-        return cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
+        first, *others = (cute.assume(stride, divby=16) for stride in strides)
+        layout = cute.make_layout((shape[0], self.plan.row_bytes, *shape[1:]), stride=(first, 1, *others))
+        return cute.make_tensor(pointer, layout)
 
     @cute.kernel
     def kernel(

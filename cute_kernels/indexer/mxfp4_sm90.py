@@ -108,14 +108,9 @@ class Mxfp4LogitsKernel(LogitsKernel):
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         plan, width = self.plan, self.plan.row_bytes
-        query_strides = [cute.assume(stride, divby=16) for stride in (q_head, q_row, q_request)]
-        key_strides = [cute.assume(stride, divby=16) for stride in (key_stride, page_stride)]
-        query_view = self.view(
-            q,
-            (Int32(plan.heads), width, row_count, requests),
-            (query_strides[0], 1, query_strides[1], query_strides[2]),
-        )
-        key_view = self.view(keys, (page_rows, width, pages), (key_strides[0], 1, key_strides[1]))
+        query_view = self.view(q, (Int32(plan.heads), row_count, requests), (q_head, q_row, q_request))
+        key_view = self.view(keys, (page_rows, pages), (key_stride, page_stride))
+        boxes = cute.fast_divmod_create_divisor_v2(cute.ceil_div(page_rows, plan.box))
         load = cpasync.CopyBulkTensorTileG2SOp()
         query_tiles, key_tiles = (
             cute.make_layout((rows, width, count), stride=(width, 1, rows * width))
@@ -130,23 +125,9 @@ class Mxfp4LogitsKernel(LogitsKernel):
             query_tiles,
             wgmma.swizzled_tiles(Float8E4M3FN, plan.columns, plan.warpgroups),
             *(wgmma.make_mma_of_registers(Float8E4M3FN, plan.columns) for _ in range(2)),
-            Groups(
-                requests,
-                row_count,
-                cute.fast_divmod_create_divisor_v2(cute.ceil_div(row_count, plan.rows)),
-                cute.fast_divmod_create_divisor_v2(blocks),
-            ),
+            Groups.of(requests, row_count, plan.rows, blocks),
             Windows(starts, ends, end_request, limit, length(out, 1), shifts, skip),
-            Keys(
-                scales,
-                page_stride,
-                cute.fast_divmod_create_divisor_v2(cute.ceil_div(page_rows, plan.box)),
-                pages,
-                limit,
-                table,
-                table_stride,
-                table_columns,
-            ),
+            Keys(scales, page_stride, boxes, pages, limit, table, table_stride, table_columns),
             address(weights),
             stride_bytes(weights, 0),
             (head_scales, head_scales_request, head_scales_row),

@@ -122,12 +122,7 @@ class PortableDecodeKernel:
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
-        heads = length(q, 2)
-        blocks = (heads + (self.heads - 1)) // self.heads
-        rows = length(q, 0) * length(q, 1)
-        divisor = cute.fast_divmod_create_divisor_v2
-        split = divisor(blocks), divisor(parts), divisor(length(q, 1))
-        items = Items(Int32(0), rows * parts * blocks, ctas, split[0], split[1], split[2], part_tiles)
+        items = portable_source.items_of(q, self.heads, parts, part_tiles, ctas)
         kernel = self.kernel(
             address(q),
             tuple(stride_bytes(q, axis) for axis in range(3)),

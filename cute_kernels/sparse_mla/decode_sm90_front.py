@@ -14,7 +14,8 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.ptx import bf16x2_of_codes, multiply_bf16x2
+from cute_kernels.dsl.convert import bf16_pairs_of_e4m3
+from cute_kernels.dsl.ptx import multiply_bf16x2
 from cute_kernels.sparse_mla.decode_sm90_plan import (
     END,
     HEADING,
@@ -134,7 +135,7 @@ class Front:
             factor = ptx.bf16x2_of_ue8m0(scales[half], slab)
             for chunk in range_constexpr(2):
                 first = 4 * (CHUNKS * half + slab) + 2 * chunk
-                words = bf16_of_codes([raw[first + word] for word in range(2)], factor)
+                words = bf16_pairs_of_e4m3([raw[first + word] for word in range(2)], [factor])
                 ptx.store_shared_128((target ^ (16 * chunk)) + half * HALF_BYTES, words)
 
     @cute.jit
@@ -160,13 +161,3 @@ class Front:
                     place = ((target + slab * SLAB_BYTES) ^ (16 * chunk)) + half * HALF_BYTES
                     words = ptx.load_shared_128(place)
                     ptx.store_shared_128(place, [multiply_bf16x2(word, factor) for word in words])
-
-
-def bf16_of_codes(words: Any, factor: Any) -> list[Any]:
-    """Pairs of bf16 of e4m3 codes, four in a word, times the halves of `factor` and 2^-120."""
-    pairs = []
-    for codes in words:
-        # neighbours two bytes apart
-        apart = ptx.permute_bytes(codes, codes, 0x3120)
-        pairs += [multiply_bf16x2(bf16x2_of_codes(apart, left), factor) for left in (8, 0)]
-    return pairs

@@ -110,14 +110,9 @@ class TeamsDecodeKernel:
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
-        heads = length(q, 2)
-        blocks = (heads + (self.plan.heads - 1)) // self.plan.heads
-        rows = length(q, 0) * length(q, 1)
-        divisor = cute.fast_divmod_create_divisor_v2
-        split = divisor(blocks), divisor(parts), divisor(length(q, 1))
-        items = Items(Int32(0), rows * parts * blocks, ctas, split[0], split[1], split[2], part_tiles)
+        items = portable_source.items_of(q, self.plan.heads, parts, part_tiles, ctas)
         kernel = self.kernel(
-            Queries(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), heads),
+            Queries(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), length(q, 2)),
             (portable_source.cache_of(cache0), portable_source.cache_of(cache1)),
             (
                 portable_source.lists_of(list0, (len0, len0_batch, len0_token), 1),

@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
+from cute_kernels.dsl.convert import bf16_pairs_of_e4m3
 from cute_kernels.dsl.ptx import multiply_bf16x2
-from cute_kernels.sparse_mla.decode_sm90_front import bf16_of_codes
 from cute_kernels.sparse_mla.paged_sm90_pairs import PairWalk
 from cute_kernels.sparse_mla.paged_sm90_plan import (
     AHEAD,
@@ -197,7 +197,7 @@ class PagedRows:
             for slab in range_constexpr(LAST_SLAB):
                 factor = ptx.bf16x2_of_ue8m0(low if slab < 4 else high, slab % 4)
                 for chunk in range_constexpr(2):
-                    words = bf16_of_codes(raw[slab][2 * chunk : 2 * chunk + 2], factor)
+                    words = bf16_pairs_of_e4m3(raw[slab][2 * chunk : 2 * chunk + 2], [factor])
                     self.store((fp8_at + slab * SLAB_BYTES) ^ (16 * chunk), words, target)
 
     @cute.jit
@@ -216,7 +216,7 @@ class PagedRows:
             more = Int32(NAN) if byte == 255 else more
             four = ptx.load_shared_128(raw_at + slab * SLAB)
             for chunk in range_constexpr(2):
-                words = bf16_of_codes(four[2 * chunk : 2 * chunk + 2], factor)
+                words = bf16_pairs_of_e4m3(four[2 * chunk : 2 * chunk + 2], [factor])
                 words = [multiply_bf16x2(word, more) for word in words]
                 self.store((fp8_at + slab * SLAB_BYTES) ^ (16 * chunk), words, target, masks)
 

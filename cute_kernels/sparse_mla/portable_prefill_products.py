@@ -26,22 +26,6 @@ from cute_kernels.sparse_mla.portable_prefill_plan import SLAB, SLAB_ROW, SLABS
 NO_SCALE = 127
 """The ue8m0 byte of 1."""
 
-CODES_IN_PAIRS = 0x3120
-"""Bytes 0, 2, 1, 3 of a word: bytes 0 and 2 of these, as well as 1 and 3, are neighbours."""
-
-
-def values_of(words: Any, factors: list[Any]) -> list[Any]:
-    """e4m3 codes, four in a word, times each of the bf16 pairs and 2^-120, as bf16 pairs in the same order."""
-    pairs = []
-    for word in words:
-        ordered = ptx.permute_bytes(word, word, CODES_IN_PAIRS)
-        for left in (8, 0):
-            pair = ptx.bf16x2_of_codes(ordered, left)
-            for factor in factors:
-                pair = ptx.multiply_bf16x2(pair, factor)
-            pairs.append(pair)
-    return pairs
-
 
 def one_scale() -> Any:
     """The factor of codes that have no scale, in a register, as instructions take no immediate pair."""
@@ -64,7 +48,7 @@ def load_query(q: Any, start: Any, row_bytes: Any, rows: Any, lane: Any, is_fp8:
                 at = start + row_bytes * row + slab * (SLAB * size)
                 words = list(ptx.load_global_128_where(exists, at))
                 if const_expr(is_fp8):
-                    words = values_of(words, [one_scale()])
+                    words = convert.bf16_pairs_of_e4m3(words, [one_scale()])
                 else:
                     words += ptx.load_global_128_where(exists, at + CHUNK)
                 for i in range_constexpr(8):
@@ -156,7 +140,7 @@ def slabs_to_tile(
     elif const_expr(kv_format == PLAIN_FP8.id):
         codes = raw + slab * SLAB + part * CHUNK
         for _ in cutlass.range(count, unroll=2):
-            store_values(target, values_of(ptx.load_shared_128(codes), [one_scale()]))
+            store_values(target, convert.bf16_pairs_of_e4m3(ptx.load_shared_128(codes), [one_scale()]))
             codes += SLAB
             target += plan.slab_bytes
     else:
@@ -167,7 +151,7 @@ def slabs_to_tile(
             number = slab + i
             byte = (low if number < 4 else high) >> ((number & 3) * 8) & 0xFF
             least = cutlass.min(byte, Int32(convert.LARGEST_SINGLE_SCALE))
-            values = values_of(ptx.load_shared_128(codes), [convert.scale_pair(least, least)])
+            values = convert.bf16_pairs_of_e4m3(ptx.load_shared_128(codes), [convert.scale_pair(least, least)])
             if byte > convert.LARGEST_SINGLE_SCALE:
                 values = [ptx.multiply_bf16x2(value, convert.excess_pair(byte, byte)) for value in values]
             store_values(target, values)

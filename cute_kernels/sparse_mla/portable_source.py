@@ -112,6 +112,14 @@ def tiles_of(columns: Any) -> Any:
     return (columns + (TILE - 1)) >> (TILE.bit_length() - 1)
 
 
+def items_of(q: cute.Tensor, own_heads: int, parts: Any, part_tiles: Any, ctas: Any) -> Items:
+    """All items of a call whose blocks have `own_heads` heads each. On the host's side of the launch."""
+    divisor = cute.fast_divmod_create_divisor_v2
+    head_blocks, tokens = (length(q, 2) + (own_heads - 1)) // own_heads, length(q, 1)
+    end = length(q, 0) * tokens * parts * head_blocks
+    return Items(Int32(0), end, ctas, divisor(head_blocks), divisor(parts), divisor(tokens), part_tiles)
+
+
 def cache_of(tensor: cute.Tensor) -> Cache:
     """A cache argument. On the host's side of the launch."""
     rows = cute.fast_divmod_create_divisor_v2(length(tensor, 1))

@@ -45,7 +45,6 @@ SCALES_BYTES = KEYS * FP8_DS_MLA.scale_bytes
 CHUNK = 16
 WALK_BYTES = 64
 MOST_STAGES = 4
-QUERY_BYTES = GROUP * HEAD_DIM * 2
 HEADS = (8, 16)
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 """They convert e4m3 to f16, and have the shared memory."""
