@@ -61,8 +61,8 @@ def test_the_indexer_is_made_of_kernels(index_cache: str) -> None:
     with record_calls() as recording:
         run("cuda", 4, index_cache=index_cache)
     ran = {call.op: call.implementation for call in recording.calls}
-    used = {"mqa_logits", "paged_mqa_logits", "top_k_per_row_prefill", "top_k_per_row_decode"}
-    used |= {"cp_gather_indexer_k_quant_cache", f"fused_indexer_q_rope_quant_{index_cache}"}
+    used = {"score_top_k_prefill", "score_top_k_decode", "cp_gather_indexer_k_quant_cache"}
+    used.add(f"fused_indexer_q_rope_quant_{index_cache}")
     assert {op: ran.get(op) for op in used} == dict.fromkeys(used, "kernel")
 
 
