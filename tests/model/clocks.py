@@ -83,9 +83,10 @@ class Clocks:
                 if bad.any():
                     wrong = f"{name} not after the write of {self.trace.name(int(writer[bad][0]))}"
         if len(writes):
-            early = self.read[:, writes] > known_of_reads[:, None]
+            readers = self.trace.readers[writes]
+            early = self.read[readers, writes[:, None]] > known_of_reads[readers]
             if early.any():
-                wrong = f"write not after the read of {self.trace.name(int(np.nonzero(early)[0][0]))}"
+                wrong = f"write not after the read of {self.trace.name(int(readers[early][0]))}"
             if not is_initial and (self.is_unread[writes] & self.trace.operand[writes]).any():
                 wrong = wrong or "bytes of an operand written twice"
             self.writer[writes], self.written[writes] = agent, clock

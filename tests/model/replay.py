@@ -36,8 +36,10 @@ class Replay:
         laziness: float = 0.5,
         is_exact: bool = True,
         accesses: bool = True,
+        most: int = MOST_PROBLEMS,
     ) -> None:
         self.trace, self.laziness, self.is_exact, self.accesses = trace, laziness, is_exact, accesses
+        self.most = most
         self.steps = trace.steps if steps is None else steps
         self.random = random.Random(seed)
         self.clocks = Clocks(trace)
@@ -59,7 +61,7 @@ class Replay:
         position = [0] * len(self.steps)
         blocked = [False] * len(self.steps)
         live = [i for i, steps in enumerate(self.steps) if steps]
-        while live and len(self.problems) < MOST_PROBLEMS:
+        while live and len(self.problems) < self.most:
             ready = [i for i in live if not blocked[i]]
             if self.queues and (not ready or self.random.random() > self.laziness):
                 queue = self.random.choice(self.queues)
@@ -84,7 +86,7 @@ class Replay:
                 if position[warp] == len(self.steps[warp]):
                     live.remove(warp)
                     break
-        while self.queues and len(self.problems) < MOST_PROBLEMS:
+        while self.queues and len(self.problems) < self.most:
             self.queues[-1].popleft()()
             self.queues = [queue for queue in self.queues if queue]
         return list(self.problems)
@@ -122,9 +124,12 @@ class Replay:
         for agent, reads, writes in step.touches:
             mine = known[agent].copy()
             mine[agents] = EVER
-            wrong = self.clocks.touch(agent, int(known[agent, agent]), mine, mine, reads, writes, False)
+            of_reads = self.clocks.of_reads(agent)
+            wrong = self.clocks.touch(agent, int(known[agent, agent]), mine, of_reads, reads, writes, False)
             if wrong:
                 self.report(wrong, step)
+        for agent, _, writes in step.touches:  # each one's write has to be over before another's may follow
+            self.clocks.read[agent, writes] = known[agent, agent]
         for agent in agents:
             known[agent, agents] = np.maximum(known[agent, agents], before[range(len(agents)), agents])
 

@@ -47,6 +47,8 @@ class Trace:
     classes: int = 0
     sizes: Any = None
     operand: Any = None
+    readers: Any = None
+    """[classes, most] agents that read them, or write them together with others; the first agent where there are less."""
     numbers: dict[Any, int] = field(default_factory=dict)
 
     def agent(self, key: Any, is_async: bool) -> int:
@@ -111,12 +113,19 @@ class _Sets:
         classes = [np.unique(numbers[units]) for units in self.units]
         trace.classes, trace.sizes = len(counts), counts * self.unit
         trace.operand = np.zeros(trace.classes, np.bool_)
+        is_reader = np.zeros((trace.classes, len(trace.agents)), np.bool_)
         for steps in trace.steps:
             for step in steps:
                 step.touches = tuple((a, classes[r], classes[w]) for a, r, w in step.touches)
-                if step.kind in ("product", "tensor"):
-                    for _, reads, _ in step.touches:
+                for agent, reads, writes in step.touches:
+                    is_reader[reads, agent] = True
+                    if step.kind == "same_write":
+                        is_reader[writes, agent] = True
+                    if step.kind in ("product", "tensor"):
                         trace.operand[reads] = True
+        most = max(1, int(is_reader.sum(axis=1).max(initial=0)))
+        order = np.argsort(~is_reader, axis=1, kind="stable")[:, :most]
+        trace.readers = np.where(np.take_along_axis(is_reader, order, axis=1), order, 0)
 
 
 def _groups(events: list[Event]) -> list[int]:
