@@ -15,7 +15,7 @@ from cute_kernels.runtime import ops, record
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE, Op
 from cute_kernels.runtime.verify import clone_arguments
 from layers.linear import Linear
-from tests.gpu.prefill_checks import ATOL, LOG_ATOL, LOG_RTOL, RTOL
+from tests.gpu.prefill_checks import ATOL, LARGEST, LOG_ATOL, LOG_RTOL, RTOL
 from tests.layers.engine import KINDS, Engine, Request, hidden_rows, make_layer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -78,11 +78,14 @@ def test_attention_of_a_layer_is_the_references(
         op.overload(*args)
         results, expected = op.mutated(args), op.mutated(after)
         for name in results.keys() - {"workspace"}:
-            # weights over plain fp8 caches are f16 there and exact here
-            atol, rtol = (1e-2, 0.0) if kv == "fp8" else (ATOL, RTOL + 2.0**-9)
+            x, y = results[name].cpu().double(), expected[name].double()
             if name != "out":
                 atol, rtol = LOG_ATOL, LOG_RTOL
-            x, y = results[name].cpu().double(), expected[name].double()
+            else:
+                # what rounding weights does grows with the values, and ATOL is that of values up to LARGEST
+                atol, rtol = ATOL * max(1.0, float(y.abs().max()) / LARGEST), RTOL + 2.0**-9
+                # over plain fp8 caches weights are f16
+                atol = max(atol, 1e-2) if kv == "fp8" else atol
             wrong = ~((x == y) | ((x - y).abs() <= (rtol * y.abs()).clamp(min=atol)))
             assert not wrong.any(), (
                 f"{op.name}: {name}: {int(wrong.sum())} of {wrong.numel()} elements, first at "
@@ -102,7 +105,8 @@ def test_end_to_end(ratio: int, kv: str, fp8_product: bool, monkeypatch: pytest.
         got, got_picked = run("cuda", ratio, kv_cache=kv)
     assert "reference" not in {call.implementation for call in recording.calls}
     off = (got - want).double().norm(dim=1) / want.double().norm(dim=1)
-    assert off.median() < 3e-2
+    # FP8 tensor cores sum with 14 bits; over fp8 caches that moves codes of one more quantization
+    assert off.median() < (3.5e-2 if fp8_product and kv == "fp8" else 3e-2)
     assert len(want_picked) == len(got_picked) == (0 if ratio != 4 else len(want_picked))
     same = total = 0
     for x, y in zip(got_picked, want_picked, strict=True):
