@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
 from cute_kernels.dsl import ptx
+from cute_kernels.dsl.convert import bf16_pairs_of_e4m3x4
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.sparse_mla.decode_sm100_plan import (
     END,
@@ -74,5 +75,5 @@ class Front:
         # rows that are 32 apart, and slabs, have their chunks in the same order
         place = target + stage_offset(0, slab, half * ROWS_APART, 0)
         for chunk in range_constexpr(2):
-            pairs = [pair for word in words[2 * chunk : 2 * chunk + 2] for pair in ptx.bf16x2_of_e4m3x4(word)]
+            pairs = [pair for word in words[2 * chunk : 2 * chunk + 2] for pair in bf16_pairs_of_e4m3x4(word)]
             ptx.store_shared_128(place ^ (16 * chunk), [ptx.multiply_bf16x2(pair, factor) for pair in pairs])
