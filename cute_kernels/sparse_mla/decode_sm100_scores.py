@@ -178,10 +178,10 @@ class Scores:
     @cute.jit
     def others(self, value: Any, which: int, thread: Any, at: Places) -> Any:
         """The value of the thread that has the other keys of this one's head."""
-        own_at = at.exchange + which * (2 * HEADS * 4) + thread * 4
-        ptx.store_shared_f32(own_at, value)
+        values_at = at.exchange + which * (2 * HEADS * 4)
+        ptx.store_shared_f32(values_at + thread * 4, value)
         cute.arch.barrier(barrier_id=PAIR_BARRIER + thread // 32 % 2, number_of_threads=PAIR_THREADS)
-        return ptx.load_shared_f32(own_at ^ (HEADS * 4))
+        return ptx.load_shared_f32(values_at + (thread ^ HEADS) * 4)
 
     @cute.jit
     def wait_values(self, tile: Any, ready: Barriers) -> None:
