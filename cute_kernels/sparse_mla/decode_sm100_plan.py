@@ -22,6 +22,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, umma
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
+from cute_kernels.runtime.work import Shape, Work
 from cute_kernels.sparse_mla.decode_sm90_plan import END, FIRST, KEYS, LAST, SLAB, SLAB_BYTES
 from cute_kernels.sparse_mla.schedule import BLOCK_HEADS
 
@@ -273,3 +274,39 @@ HEADING_READERS = WARPS - 1
 CODES_BYTES = KEYS * NOPE_DIM
 ROPE_BYTES = KEYS * SLAB * 2
 """What the barriers of a tile's copies expect."""
+
+
+# ---- what a tile takes -------------------------------------------------------------------------------------------------
+
+CALLS = ((64, 64), (64, 256), (128, 256))
+"""(heads, rows) of calls with 128 and 512 columns that are reckoned up."""
+
+
+def work() -> tuple[Work, ...]:
+    """Of a tile, whatever its heads: 64 of them are computed. 128 heads are two items."""
+    row = FP8_DS_MLA.row_elements
+    products = 2 * 2 * HEADS * KEYS * HEAD_DIM
+    shapes = []
+    for heads, rows in CALLS:
+        tiles = rows * (heads // HEADS) * (128 + 512) // KEYS
+        moved = rows * (640 * row + 2 * heads * HEAD_DIM * 2)
+        shapes.append(Shape(f"b{rows} h{heads} 128+512", tiles, moved))
+    return (
+        Work(
+            op="sparse_mla_decode",
+            kernel="64 heads",
+            tile=f"{KEYS} keys, {HEADS} heads",
+            blocks=1,
+            hbm=KEYS * row,
+            mma={"bf16": products},
+            smem={
+                "codes in and out": 2 * RAW_BYTES,
+                "bf16 in": STAGE_BYTES,
+                "Q K^T": STAGE_BYTES + (SLABS - Q_SLABS) * SLAB_BYTES,
+                "P": 3 * SLAB_BYTES,
+                "P V": STAGE_BYTES,
+            },
+            flops=products,
+            shapes=tuple(shapes),
+        ),
+    )

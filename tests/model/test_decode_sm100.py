@@ -123,4 +123,6 @@ def with_lengths(call: decode_cases.Call, first: Any, second: Any) -> decode_cas
         call.extra_length = torch.tensor(second, dtype=torch.int32)
     if call.table is not None:
         call.visible = torch.tensor(second, dtype=torch.int32)[:, None]
+    with on_host():
+        decode_cases.fill(call)
     return call
