@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import pairwise
@@ -32,7 +32,6 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
     S_COLUMN,
     S_COLUMNS,
     SLAB_BYTES,
-    SLABS,
     SLOTS,
     Barriers,
     Places,
