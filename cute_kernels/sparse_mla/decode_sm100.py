@@ -55,6 +55,9 @@ from cute_kernels.sparse_mla.teams_source import Queries
 
 WORD = 4
 
+SCORES_REGISTERS, FRONT_REGISTERS, OTHER_REGISTERS = 184, 184, 136
+"""Per thread, in steps of 8; all three groups of four warps together have 504, what they are launched with."""
+
 
 @dataclass(frozen=True)
 class BlackwellDecodeKey(ItemKey):
@@ -177,14 +180,15 @@ class DecodeKernel:
             self.scores.run(thread, items, queries, out, scale_log2, ready, at)
         elif warp < PRODUCTS_WARP:
             self.front.run(thread - FRONT_WARP * 32, ready, at)
-        elif warp == PRODUCTS_WARP:
-            self.products.run(ready, at)
-        elif warp == CODES_WARP:
-            self.codes.run(tuple(ptx.tensor_map(copy) for copy in codes_copies), ready, at)
-        elif warp == ROPE_WARP:
-            self.rope.run(tuple(ptx.tensor_map(copy) for copy in rope_copies), ready, at)
         else:
-            Scout(self.second, items, caches, pitches, lists, queries).run(lane, ready, at)
+            if warp == PRODUCTS_WARP:
+                self.products.run(ready, at)
+            elif warp == CODES_WARP:
+                self.codes.run(tuple(ptx.tensor_map(copy) for copy in codes_copies), ready, at)
+            elif warp == ROPE_WARP:
+                self.rope.run(tuple(ptx.tensor_map(copy) for copy in rope_copies), ready, at)
+            else:
+                Scout(self.second, items, caches, pitches, lists, queries).run(lane, ready, at)
         ptx.fence_tensor_before()
         cute.arch.sync_threads()
         if warp == PRODUCTS_WARP:

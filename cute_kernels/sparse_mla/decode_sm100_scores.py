@@ -213,26 +213,24 @@ class Scores:
             # found out again: during tiles there is no register for them
             thread, at = ptx.thread_again(), places(ptx.again(at.v))
             batch, token, _, head_block = items.place(item)
-            side, line = thread // HEADS, thread % 32 // CHUNKS
-            heads = [thread % HEADS // 32 * 32 + 4 * i + line for i in range(CHUNKS)]
-            rows = []
-            for i in range_constexpr(CHUNKS):
-                head = cutlass.min(head_block * HEADS + heads[i], queries.heads - 1)
-                rows.append(queries.row(batch, token, head) + Int64(side * (SLAB * 2) + thread % CHUNKS * 16))
-            ahead = [ptx.load_global_128_again(row) for row in rows]
-            for slab in range_constexpr(0, SLABS, 2):
+            pair, side = thread % HEADS // 32 * 32, thread // HEADS
+            first = head_block * HEADS + pair
+            row = queries.row(batch, token, first) + Int64(side * (SLAB * 2) + thread % CHUNKS * 16)
+            last = queries.heads - 1 - first
+            # of every eight rows of a slab, the chunks of two lie differently
+            lines = [chunk_offset(pair + 4 * i + thread % 32 // CHUNKS, thread % CHUNKS) for i in range(2)]
+            ahead = cute.make_rmem_tensor((4 * CHUNKS,), Int32)
+            self.load_slab(ahead, row, thread, last, queries)
+            for slab in cutlass.range(0, SLABS, 2, unroll=1):
                 for i in range_constexpr(CHUNKS):
-                    place = at.q + side * SLAB_BYTES + chunk_offset(heads[i], thread % CHUNKS)
-                    ptx.store_shared_128(place, ahead[i])
-                if const_expr(slab < Q_SLABS):
+                    place = at.q + side * SLAB_BYTES + lines[i % 2] + i // 2 * (8 * SLAB * 2)
+                    ptx.store_shared_128(place, [ahead[4 * i + word] for word in range(4)])
+                if slab < Q_SLABS:
+                    row = row + 2 * (SLAB * 2)
+                    self.load_slab(ahead, row, thread, last, queries)
                     self.meet(thread)
                     for i in range_constexpr(2):
-                        own_at = at.q + i * SLAB_BYTES
-                        chunks = [chunk_offset(thread % HEADS, chunk) for chunk in range(CHUNKS)]
-                        words = [word for chunk in chunks for word in ptx.load_shared_128(own_at + chunk)]
-                        ptx.store_tensor_memory(lanes + Q_COLUMN + (slab + i) * Q_COLUMNS, words)
-                        if const_expr(i == 0):
-                            ahead = [ptx.load_global_128_again(row + (slab + 2) * (SLAB * 2)) for row in rows]
+                        self.move_slab(at.q + i * SLAB_BYTES, thread, lanes + Q_COLUMN + (slab + i) * Q_COLUMNS)
                     self.meet(thread)
             ptx.wait_tensor_stores()
             cute.arch.fence_view_async_shared()
@@ -240,6 +238,21 @@ class Scores:
             cute.arch.sync_warp()
             if thread % 32 == 0:
                 cute.arch.mbarrier_arrive(ready.queries)
+
+    def load_slab(self, words: Any, row: Any, thread: Any, last: Any, queries: Queries) -> None:
+        """Chunks of a slab of 32 heads: every fourth head's, of those up to `last`. row: the first one's chunk."""
+        for i in range(CHUNKS):
+            head = cutlass.min(4 * i + thread % 32 // CHUNKS, last)
+            for word, found in enumerate(ptx.load_global_128_again(row + Int64(head) * queries.head)):
+                words[4 * i + word] = found
+
+    def move_slab(self, slab_at: Any, thread: Any, column: Any) -> None:
+        """The thread's head's row of a slab to tensor memory, 16 columns at a time, as registers are scarce."""
+        for half in range(2):
+            row_at = slab_at + ptx.again(chunk_offset(thread % HEADS, 0))
+            chunks = [row_at ^ (16 * chunk) for chunk in range(4 * half, 4 * half + 4)]
+            words = [word for chunk_at in chunks for word in ptx.load_shared_128_in_order(chunk_at)]
+            ptx.store_tensor_memory(column + Q_COLUMNS // 2 * half, words)
 
     def meet(self, thread: Any) -> None:
         """Wait for the other warp that has the thread's head."""
