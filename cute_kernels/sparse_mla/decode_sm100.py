@@ -213,5 +213,5 @@ def codes_copy(cache: cute.Tensor) -> Any:
 
 def rope_copy(cache: cute.Tensor) -> Any:
     """Of the rotary columns, as tensor cores want them."""
-    first = cache.iterator + NOPE_DIM
-    return tensor_maps.gathered_rows(first, BFloat16, rows_of(cache), SLAB, ROW_BYTES // 2, swizzle=128)
+    start: Any = cache.iterator
+    return tensor_maps.gathered_rows(start + NOPE_DIM, BFloat16, rows_of(cache), SLAB, ROW_BYTES // 2, swizzle=128)

@@ -14,9 +14,6 @@ from cute_kernels.sparse_mla.decode_sm100_plan import O_BLOCK, O_COLUMN, O_COLUM
 from cute_kernels.sparse_mla.portable_output import Output
 from cute_kernels.sparse_mla.softmax import share
 
-RESCALED = 16
-"""Columns of O that a thread rescales at a time, while it has the scores of a tile: with 32 it has too few registers."""
-
 LINE = 128
 """Bytes that a row has in shared memory on its way out."""
 
@@ -32,9 +29,9 @@ class Back:
     @cute.jit
     def rescale(self, lanes: Any, factor: Any) -> None:
         """Have O follow a maximum that moved."""
-        for first in cutlass.range(0, O_COLUMNS, RESCALED, unroll=1):
-            place = lanes + O_COLUMN + first
-            values = ptx.load_tensor_memory(place, RESCALED)
+        for block in cutlass.range(O_COLUMNS // O_BLOCK, unroll=1):
+            place = lanes + O_COLUMN + block * O_BLOCK
+            values = ptx.load_tensor_memory(place, O_BLOCK)
             ptx.store_tensor_memory(place, [value * factor for value in values])
         ptx.wait_tensor_stores()
 

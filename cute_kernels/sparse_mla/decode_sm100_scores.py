@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import pairwise
@@ -183,8 +183,8 @@ class Scores:
         self.wait_values(tile, ready)
         # of both buffers of P, which have served, the rows that no other warps write
         rows_at = at.p + half * SLAB_BYTES + thread % HEADS // 32 * (SLAB_BYTES // 2)
+        # before products overwrite O, this warp says that it has stored weights, and fences
         self.back.store((part, batch, token, first), factor, lane, half, lanes, rows_at, out)
-        ptx.fence_tensor_before()
 
     @cute.jit
     def others(self, value: Any, which: int, thread: Any, at: Places) -> Any:
