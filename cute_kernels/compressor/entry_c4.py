@@ -65,7 +65,7 @@ class C4Key(KernelKey):
         state = table, Int64(0), Int64(0), Int32(0), Int32(1)
         step = Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int32(0)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        store = entry.EntryStore(self.kv_format, self.fp32_weight, self.e2m1_rounding, self.index_hadamard)
+        store = entry.EntryStore(self.kv_format, self.fp32_weight, self.e2m1_rounding, self.index_hadamard, self.arch)
         kernel = C4Kernel(
             self.name, self.fused, self.through_l1, store, arch_number(self.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         )

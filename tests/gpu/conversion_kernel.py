@@ -54,7 +54,7 @@ class Conversion:
         number = Int64(block * THREADS + thread)
         if const_expr(self.rounding):
             words = ptx.load_global_128(source + number * 16)
-            ptx.store_global_s32(target + number * 4, convert.e2m1_from_bf16x8(words, factor, self.rounding))
+            ptx.store_global_s32(target + number * 4, convert.e2m1_from_bf16s(words, factor, self.rounding))
         else:
             start = source + number * (self.held * 4)
             words = [word for i in range(self.held // 4) for word in ptx.load_global_128(start + i * 16)]
