@@ -62,7 +62,8 @@ class TransferKernel:
         transfer = self.transfer
         self.kernel.set_name_prefix(f"fact_{transfer.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
         dtype, columns, swizzle = DTYPES[transfer.width], transfer.columns, transfer.swizzle
-        start, stride = source.iterator + transfer.first, ROW_BYTES // transfer.width
+        memory: Any = source.iterator
+        start, stride = memory + transfer.first, ROW_BYTES // transfer.width
         if const_expr(transfer.is_gathered):
             copy = tensor_maps.gathered_rows(start, dtype, count, columns, stride, swizzle)
         else:
