@@ -13,7 +13,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.compressor import entry
 from cute_kernels.compressor.c4_kernel import C4Kernel
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import convert, ptx
 from cute_kernels.formats import FORMATS, FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.numerics import E2M1_ROUNDINGS
 from cute_kernels.runtime.arch import arch_number, arch_of
@@ -56,6 +56,8 @@ class C4Key(KernelKey):
     def instructions(self) -> tuple[str, ...]:
         saving = ("st.global.128",) if self.fused else ()
         converting = ("cvt.e4m3",) if self.kv_format in entry.E4M3 else ()
+        if self.e2m1_rounding:
+            converting = convert.e2m1_instructions(self.arch)
         return ("ld.global.128", *saving, *converting)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:

@@ -155,7 +155,7 @@ E2M1_HALF_STEP = 0x00FF00FF
 
 
 def e2m1_from_bf16s(words: Any, factor: Any, rounding: str, arch: str = "") -> Any:
-    """e2m1 codes of two or four bf16 words, each number times the power of two `factor`; the lowest nibble is the first.
+    """e2m1 codes of two or four bf16 words, each number times the power of two `factor`; the lowest nibble comes first.
 
     rounding   one of numerics.E2M1_ROUNDINGS
     """
@@ -180,6 +180,11 @@ def e2m1_from_bf16s(words: Any, factor: Any, rounding: str, arch: str = "") -> A
     if rounding == "ties_to_lower":  # no negative zero
         signs &= codes + 0x77777777
     return codes | (signs & ~0x77777777)
+
+
+def e2m1_instructions(arch: str) -> tuple[str, ...]:
+    """What runtime.report.INSTRUCTIONS calls the instructions of e2m1_from_bf16s."""
+    return ("cvt.e2m1",) if arch in BLACKWELL else ()
 
 
 E2M1_NUDGE = 1.0 - 2.0**-12

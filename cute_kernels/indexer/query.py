@@ -66,7 +66,9 @@ class QueryKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return ("ld.global.128",) if self.rounding else ("ld.global.128", "cvt.e4m3", "st.global.64")
+        if self.rounding:
+            return "ld.global.128", *convert.e2m1_instructions(self.arch)
+        return "ld.global.128", "cvt.e4m3", "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         positions = make_fake_tensor(Int64, (cute.sym_int(),), stride=(cute.sym_int64(),))
