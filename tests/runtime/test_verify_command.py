@@ -236,6 +236,8 @@ def test_both_kernels_are_verified_and_the_verdict_kept(
     assert set(no_compiler) == set(blackwell.ran) == {Own("sm_100a"), Portable("sm_100a")}
     assert no_compiler[0] == Own("sm_100a"), "what takes longest comes first"
     assert blackwell.trusts()
+    assert json.loads(run(capsys, "info", "--json")[1])["gpus"][0]["verdicts"] == {OP: "pass"}
+    assert f"{OP}: sm_100a's own kernel: pass" in run(capsys, "info")[1]
 
 
 @pytest.mark.parametrize("wrong", [Own, Portable])

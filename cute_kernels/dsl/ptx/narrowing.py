@@ -23,7 +23,7 @@ def e2m1_codes(values: Sequence[Any]) -> Any:
     if len(values) == 8:
         pack = "mov.b32 {$w0}, {b0, b1, b2, b3};"
     return inline_ptx(
-        f"{{ .reg .b8 b<4>; .reg .b16 low, none; {parts}{pack} }}",
+        f"{{ .reg .b8 b<{len(pairs)}>; .reg .b16 low, none; {parts}{pack} }}",
         write_only_types=[Int32],
         read_only_args=list(values),
     )
