@@ -22,8 +22,8 @@ BOUNDS = (
     f"Clocks of a tile on each resource if that one never waits, with NVIDIA's figures for a {B200.name}: "
     f"{B200.multiprocessors} multiprocessors at {B200.clock / 1e9:g} GHz, {B200.hbm / 1e12:g} TB/s of memory, "
     f"{B200.mma['bf16']} bf16 operations and {B200.smem} bytes of shared memory per clock and multiprocessor. The "
-    "largest binds. What these leave out (latencies, L2, the issue of gathered copies, launches) only adds to a time: "
-    "they are bounds, not predictions."
+    "largest binds; nothing stands where rows come from L2, or threads have little to do. What these leave out "
+    "(latencies, L2, the issue of gathered copies, launches) only adds to a time: they are bounds, not predictions."
 )
 
 
@@ -66,10 +66,10 @@ def _tiles(work: Sequence[Work]) -> list[str]:
     rows = []
     for w in work:
         found = bound(w)
-        clocks = [f"{value:.0f}" for value in (found.hbm, found.mma, found.smem)]
+        clocks = [f"{value:.0f}" if value else "" for value in (found.hbm, found.mma, found.smem, found.threads)]
         rows.append([w.op, w.kernel, w.tile, *clocks, found.binding, f"{tflops(w):.0f}"])
-    header = ("op", "kernel", "tile", "memory", "tensor cores", "shared memory", "binds", "TFLOPS at best")
-    return table(header, rows, (3, 4, 5, 7))
+    header = ("op", "kernel", "tile", "memory", "tensor cores", "shared memory", "threads", "binds", "TFLOPS at best")
+    return table(header, rows, (3, 4, 5, 6, 8))
 
 
 def _calls(work: Sequence[Work]) -> list[str]:

@@ -61,7 +61,7 @@ def test_the_report_keeps_them_apart_from_measurements() -> None:
     assert "Nothing below is a measurement" in text.split(report_compiled.TITLE)[1]
     (line,) = [line for line in text.splitlines() if "DecodeKey" in line]
     assert "| sm_100a, sm_103a | 158 | 0 | 225504 | 512 | 40 tcgen05.mma |" in line
-    assert "| 64 keys, 64 heads | 1279 | 1024 | 2304 | shared memory | 997 |" in text
+    assert "| 64 keys, 64 heads | 1279 | 1024 | 2304 |  | shared memory | 997 |" in text
     assert "| b256 h64 128+512 | 2560 | 21.5 | 16.1 |" in text
     assert report_compiled.TITLE not in report.render_report(Book((), ()))
     assert "None." in "\n".join(report_compiled.render(Compiled(FOUND.versions, (), ())))
