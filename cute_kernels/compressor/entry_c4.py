@@ -55,10 +55,9 @@ class C4Key(KernelKey):
     @property
     def instructions(self) -> tuple[str, ...]:
         saving = ("st.global.128",) if self.fused else ()
-        converting = ("cvt.e4m3",) if self.kv_format in entry.E4M3 else ()
-        if self.e2m1_rounding:
-            converting = convert.e2m1_instructions(self.arch)
-        return ("ld.global.128", *saving, *converting)
+        e4m3 = ("cvt.e4m3",) if self.kv_format in entry.E4M3 else ()
+        e2m1 = convert.e2m1_instructions(self.arch) if self.e2m1_rounding else ()
+        return ("ld.global.128", *saving, *e4m3, *e2m1)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         slots = make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,))
