@@ -18,8 +18,7 @@ from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from tests.compile.reports import compile_report
 from tests.gpu import decode_cases
 from tests.gpu.decode_checks import assert_near
-from tests.model import problems, replay, trace
-from tests.model.events import Record
+from tests.model import orders, problems
 from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
 from tests.model.problems import lengths, on_host, put
@@ -190,15 +189,8 @@ def test_in_any_order() -> None:
     else writes them. No access to shared memory has bank conflicts."""
     call = make(b=2, topk=250, rows=7, second="listed", extra_topk=100, extra_rows=5)
     decode = Decode(with_lengths(call, [250, 0], [100, 64]), HEADS, ctas=1)
-    records: list[Record] = []
-
-    def record(_: int) -> Record:
-        records.append(Record(program("listed", False)))
-        return records[-1]
-
-    decode.run(seed=3, events=record)
+    records, make_record = orders.recorder(program("listed", False))
+    decode.run(seed=3, events=make_record)
     decode.check()
-    found = trace.make(records[0])
-    for seed, laziness in enumerate((0.05, 0.5, 0.5, 0.95)):
-        assert replay.Replay(found, seed=seed, laziness=laziness).run() == []
+    orders.check(records[0])
     assert not [op for op, (_, _, most) in records[0].bank_conflicts().items() if most]
