@@ -1,0 +1,216 @@
+"""sparse_mla_prefill on Blackwell: prefill_sm90's structure with products in tensor memory and rows gathered by TMA.
+
+A block walks over work items (query row, block of 64 heads). Its warps share the work:
+
+    scores     4: softmax of a tile of 64 keys
+    back       4: results
+    products   a thread: S = Q K^T, O += P V
+    lists      which rows a tile is made of
+    rows       a thread of each of 2: queries' and rows' way into shared memory
+
+Compiled and run in a model of the instructions, never on a GPU: perf/notes/blackwell.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu.cpasync.copy import CopyBulkTensor2DGather4G2SOp
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.dsl import ptx
+from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.sparse_mla.prefill_sm90 import fake_numbers, fake_rows
+from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS, ROWS, SLAB, Output, Query, Sources, Work
+from cute_kernels.sparse_mla.prefill_sm100_back import Back
+from cute_kernels.sparse_mla.prefill_sm100_plan import (
+    BACK,
+    BF16,
+    LISTS_WARP,
+    PRODUCTS,
+    ROWS_WARP,
+    TENSOR_COLUMNS,
+    THREADS,
+    TILES,
+    Places,
+    Plan,
+)
+from cute_kernels.sparse_mla.prefill_sm100_products import Products
+from cute_kernels.sparse_mla.prefill_sm100_rows import Lists, Rows
+from cute_kernels.sparse_mla.prefill_sm100_scores import Scores
+
+
+@dataclass(frozen=True)
+class PrefillKey(KernelKey):
+    """What distinguishes one compiled kernel from another: nothing but the architecture."""
+
+    @property
+    def smem_bytes(self) -> int:
+        return BF16.smem_bytes
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        used = ("tcgen05.mma", "tcgen05.cp", "tcgen05.ld", "tma.gather4", "tma.load")
+        return *used, "mbarrier", "st.global.128", "griddepcontrol"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        indices = make_fake_tensor(
+            Int32, (cute.sym_int(), 1, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)
+        )
+        results = (fake_rows(), fake_numbers(), fake_numbers())
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        scalars = (Int64(0), Int64(0), Float32(0), Int32(1))
+        return PrefillKernel(), (fake_rows(), fake_rows(), indices, *results, *scalars, stream)
+
+
+class PrefillKernel:
+    """Entry point: as prefill_sm90's. Strides of q and of kv are multiples of 16 bytes even where they mean nothing,
+    and kv has rows."""
+
+    def __init__(self, name: str = "sparse_mla_prefill", lists: Any = None, plan: Plan = BF16) -> None:
+        self.name, self.plan = name, plan
+        self.lists, self.rows, self.products = lists or Lists(), Rows(), Products()
+        self.scores, self.back = Scores(), Back()
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv: cute.Tensor,
+        indices: cute.Tensor,
+        out: cute.Tensor,
+        max_logits: cute.Tensor,
+        lse: cute.Tensor,
+        lengths: Int64,
+        sink: Int64,
+        scale_log2: Float32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        sources = Sources(
+            address(kv),
+            stride_bytes(kv, 0),
+            length(kv, 0),
+            address(indices),
+            stride_bytes(indices, 0),
+            length(indices, 2),
+            lengths,
+        )
+        results = Output(
+            address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse), None
+        )
+        maps = (self.rows_map(kv.iterator, length(kv, 0), kv.stride[0]),)
+        self.launch(q, maps, sources, results, sink, scale_log2, blocks, stream)
+
+    def rows_map(self, first: Any, rows: Any, stride: Any) -> Any:
+        """Atom of a copy that gathers four rows' part of a slab; stride: in elements."""
+        view = cute.make_tensor(first, cute.make_layout((rows, HEAD_DIM), stride=(stride, 1)))
+        # says no more than that rows are gathered
+        coordinates = cute.make_tensor(first, cute.make_layout((KEYS, HEAD_DIM), stride=(1, 0)))
+        return cpasync.make_tiled_tma_atom(
+            CopyBulkTensor2DGather4G2SOp(), view, self.slab(), (KEYS, SLAB), gmem_coord_tensor=coordinates
+        )[0]
+
+    def queries_map(self, q: cute.Tensor) -> Any:
+        """Atom of a copy of a slab of 64 heads' queries: zeros for heads that are not there."""
+        layout = cute.make_layout((length(q, 1), HEAD_DIM, length(q, 0)), stride=(q.stride[1], 1, q.stride[0]))
+        view = cute.make_tensor(q.iterator, layout)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, self.slab(), (ROWS, SLAB))[0]
+
+    def slab(self) -> Any:
+        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, BFloat16)
+        return cute.tile_to_shape(atom, (KEYS, SLAB), (0, 1))
+
+    @cute.jit
+    def launch(
+        self,
+        q: cute.Tensor,
+        maps: Any,
+        sources: Any,
+        out: Output,
+        sink: Int64,
+        scale_log2: Float32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        heads = length(q, 1)
+        blocks_bits = Int32(1) if heads > ROWS else Int32(0)
+        items = length(q, 0) << blocks_bits
+        kernel = self.kernel(
+            (self.queries_map(q), *maps),
+            Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads),
+            sources,
+            out,
+            sink,
+            scale_log2,
+            items,
+            blocks_bits,
+        )
+        grid = [cutlass.min(blocks, items), 1, 1]
+        kernel.launch(grid=grid, block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        copies: Any,
+        q: Query,
+        sources: Any,
+        out: Output,
+        sink: Int64,
+        scale_log2: Float32,
+        items: Int32,
+        blocks_bits: Int32,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        smem = SmemAllocator()
+        places = {}
+        for name, size in self.plan.memory.items():
+            align = 1024 if name in TILES else 8
+            place = smem.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
+            places[name] = place.iterator.toint()
+        at = Places(**places)
+        ready = self.plan.barriers.allocate(smem)
+        if thread == 0:
+            ready.initialize()
+        if warp == BACK:
+            # the address goes where nobody needs it
+            ptx.allocate_tensor_memory(at.exchange, TENSOR_COLUMNS)
+            ptx.relinquish_tensor_memory()
+        ptx.fence_tensor_before()
+        cute.arch.sync_threads()
+        ptx.fence_tensor_after()
+        cute.arch.griddepcontrol_wait()
+
+        work = Work(block, items, blocks, blocks_bits)
+        if warp < BACK:
+            self.scores.run(thread, work, q, out, sink, scale_log2, ready, at)
+        elif warp < PRODUCTS:
+            self.back.run(thread - BACK * 32, work, q, out, ready, at)
+        elif warp == PRODUCTS:
+            with cute.arch.elect_one():
+                self.products.run(ready, at)
+        elif warp == LISTS_WARP:
+            self.lists.run(work, sources, ready, at)
+        else:
+            with cute.arch.elect_one():
+                maps = [ptx.tensor_map(copy) for copy in copies]
+                self.rows.run(warp - ROWS_WARP, work, maps, ready, at)
+        cute.arch.sync_warp()
+        ptx.fence_tensor_before()
+        cute.arch.sync_threads()
+        if warp == BACK:
+            ptx.free_tensor_memory(0, TENSOR_COLUMNS)

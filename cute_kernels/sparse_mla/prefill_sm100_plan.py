@@ -1,0 +1,261 @@
+"""What the warps of Blackwell's prefill kernel agree on: sizes, shared and tensor memory of a block, its products.
+
+Items, tiles, slabs and the ring of stages are those of prefill_sm90_plan: what begins an item is a stage of its
+queries. Of those, HELD columns are copied to tensor memory, and the stage is let go of; the others stay in shared
+memory while the item lasts.
+
+Products are of 64 rows (heads) in the weight-stationary form: rows 0 to 63 of a result lie in lanes 0 to 63 for the
+first half of its columns, and in lanes 64 to 127 for the second. So a lane h + 64 * half belongs to head h: of scores
+it has 32 keys, of O the columns that `columns_of` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int64
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.dsl import barriers, umma
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.sparse_mla.prefill_sm90_plan import (
+    HELD,
+    KEPT,
+    KEYS,
+    P_BUFFERS,
+    P_BYTES,
+    ROWS,
+    SLAB,
+    SLAB_BYTES,
+    SLABS,
+    STAGE_BYTES,
+    STAGES,
+)
+
+WARPS = 12
+SCORES_WARPS = BACK_WARPS = 4
+BACK, PRODUCTS, LISTS_WARP, ROWS_WARP, ROWS_WARPS = 4, 8, 9, 10, 2
+"""First warps of the roles, the scores' being 0; how many ask for rows, half of a stage each."""
+
+THREADS = WARPS * 32
+
+LISTS = 4
+LIST = KEYS * 4 + 16
+"""Bytes of a tile's list: where its rows are, -1 for one that is not there; which are there, 32 a word; marks."""
+
+THERE_AT, MARK_AT = KEYS * 4, KEYS * 4 + 8
+"""Where in a list those are."""
+
+SECOND = 4
+"""Mark of a tile, beside LAST and END: its rows are those of the second source."""
+
+GROUP = 4
+"""Rows that one instruction gathers."""
+
+GROUP_BYTES = GROUP * SLAB * 2
+
+HALF_KEYS = KEYS // 2
+"""Keys of which a lane has scores."""
+
+O_COLUMNS, HELD_COLUMNS, S_COLUMNS = HEAD_DIM // 2, HELD // 2, KEYS // 2
+O_AT, HELD_AT, S_AT = 0, O_COLUMNS, O_COLUMNS + HELD_COLUMNS
+"""Columns of tensor memory: O, then queries, two bf16 a word, then two buffers of scores. They are all that there are,
+so that the memory begins at address 0."""
+
+TENSOR_COLUMNS = S_AT + P_BUFFERS * S_COLUMNS
+
+LANE = 1 << 16
+"""From a lane to the next in an address of tensor memory."""
+
+PAIR_BARRIER = 1
+"""The first of two named barriers, each of the two scores' warps that have the same 32 heads."""
+
+PAIR = 64
+
+SUM = 16
+"""Keys or columns that one product sums over."""
+
+LOADED = 32
+"""Columns of tensor memory that a thread loads at a time."""
+
+TILES = ("stages", "kept", "p")
+"""Parts of shared memory that tensor cores read: 1024-byte aligned."""
+
+
+def smem_parts() -> dict[str, int]:
+    """Bytes of everything in shared memory but the barriers, in order."""
+    return {
+        "stages": STAGES * STAGE_BYTES,
+        "kept": ROWS * KEPT * 2,
+        "p": P_BUFFERS * P_BYTES,
+        "lists": LISTS * LIST,
+        "exchange": 2 * ROWS * 4,
+        "note": ROWS * 4,
+        "label": 8,
+    }
+
+
+class Places(NamedTuple):
+    """Addresses in shared memory, 32 bits wide.
+
+    stages, kept, p
+              as in prefill_sm90_plan
+    lists     [4] lists
+    exchange  fp32 [2 halves][64 heads]: what threads of the same head tell each other
+    note      fp32 [64 heads]: what to multiply an item's O with
+    label     marks of the item's last tile
+    """
+
+    stages: Any
+    kept: Any
+    p: Any
+    lists: Any
+    exchange: Any
+    note: Any
+    label: Any
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """mbarriers of a block, and what completes their phases.
+
+    stages    full: all bytes of a tile, or of an item's queries, are there. empty: P V of the tile is done, or the copy
+              of the queries
+    scores    [2 buffers] Q K^T of a tile is done
+    weights   full: the scores' warps have stored a tile's weights; they have loaded its scores. empty: P V is done
+    lists     full: a tile's list is written. empty: all who read it have
+    total     full: an item's P V is done, and its note is there. empty: the back's warps have loaded O
+    kept      Q K^T of an item's last tile is done
+    """
+
+    stages: barriers.Ring
+    scores: Any
+    weights: barriers.Ring
+    lists: barriers.Ring
+    total: barriers.Ring
+    kept: Any
+
+    @classmethod
+    def allocate(cls, smem: SmemAllocator) -> Barriers:
+        ring = barriers.Ring.allocate
+        return cls(
+            ring(smem, STAGES),
+            smem.allocate_array(Int64, P_BUFFERS),
+            ring(smem, P_BUFFERS),
+            ring(smem, LISTS),
+            ring(smem, 1),
+            smem.allocate_array(Int64, 1),
+        )
+
+    def initialize(self) -> None:
+        """By one thread; the block synchronizes afterwards."""
+        self.stages.initialize(ROWS_WARPS, 1)
+        for buffer in range(P_BUFFERS):
+            cute.arch.mbarrier_init(self.scores + buffer, 1)
+        self.weights.initialize(SCORES_WARPS, 1)
+        # the products, and each warp of the others
+        self.lists.initialize(1, 1 + ROWS_WARPS + SCORES_WARPS)
+        self.total.initialize(1 + SCORES_WARPS, BACK_WARPS)
+        cute.arch.mbarrier_init(self.kept, 1)
+        cute.arch.mbarrier_init_fence()
+
+
+MBARRIERS = 2 * (STAGES + P_BUFFERS + LISTS + 1) + P_BUFFERS + 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is not the same in kernels over rows of another kind.
+
+    memory     as smem_parts(); the names are those of Places
+    barriers   type of the barriers
+    mbarriers  how many those are
+    """
+
+    memory: dict[str, int]
+    barriers: Any = Barriers
+    mbarriers: int = MBARRIERS
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(self.memory.values()) + self.mbarriers * 8
+
+
+BF16 = Plan(smem_parts())
+
+ROW_MAJOR = umma.Operand(16, stride=8 * SLAB * 2)
+"""A slab of queries or keys, or the weights: rows by what is summed."""
+
+COLUMN_MAJOR = umma.Operand(16, is_mn_major=True, leading=SLAB_BYTES, stride=8 * SLAB * 2)
+"""A tile as values: what is summed, that is, keys, by columns."""
+
+
+class QueryCopy(NamedTuple):
+    """A copy of 16 bytes of all heads' queries from a stage to tensor memory."""
+
+    column: int
+    offset: int
+
+
+def query_copies() -> Iterator[QueryCopy]:
+    for chunk in range(HELD // 8):
+        slab, within = divmod(chunk, SLAB // 8)
+        yield QueryCopy(HELD_AT + chunk * 4, slab * SLAB_BYTES + within * 16)
+
+
+class ScoresStep(NamedTuple):
+    """A product of Q K^T. held: queries are in tensor memory, at that column, else in `kept`, at that byte; keys: byte
+    in the stage."""
+
+    held: bool
+    queries: int
+    keys: int
+
+
+def scores_steps() -> Iterator[ScoresStep]:
+    for step in range(HEAD_DIM // SUM):
+        slab, within = divmod(step * SUM, SLAB)
+        held = slab < HELD // SLAB
+        kept = (slab - HELD // SLAB) * SLAB_BYTES + ROW_MAJOR.step(within)
+        yield ScoresStep(
+            held, HELD_AT + step * SUM // 2 if held else kept, slab * SLAB_BYTES + ROW_MAJOR.step(within)
+        )
+
+
+class TotalStep(NamedTuple):
+    """A product of P V. column: of O; weights: byte in a buffer; values: byte in the stage; is_first: of its columns."""
+
+    column: int
+    weights: int
+    values: int
+    is_first: bool
+
+
+TOTAL_COLUMNS = 256
+"""Of O, by one product."""
+
+
+def total_steps() -> Iterator[TotalStep]:
+    for part in range(HEAD_DIM // TOTAL_COLUMNS):
+        for key in range(0, KEYS, SUM):
+            values = part * (TOTAL_COLUMNS // SLAB) * SLAB_BYTES + COLUMN_MAJOR.step(key)
+            yield TotalStep(O_AT + part * TOTAL_COLUMNS // 2, ROW_MAJOR.step(key), values, key == 0)
+
+
+def columns_of(half: Any, number: Any) -> Any:
+    """First of the LOADED columns of the results that a lane of that half has in columns number * LOADED and on of O."""
+    loads = TOTAL_COLUMNS // 2 // LOADED
+    return number // loads * TOTAL_COLUMNS + half * (TOTAL_COLUMNS // 2) + number % loads * LOADED
+
+
+def weight_chunk(head: Any, chunk: Any) -> Any:
+    """Byte of 8 keys' weights of a head in a buffer."""
+    return head * (KEYS * 2) + ((chunk ^ (head & 7)) << 4)
+
+
+def group_place(group: int, slab: int) -> int:
+    """Byte of a slab's part of four rows in a stage; where in it their chunks lie is the copy's business."""
+    return slab * SLAB_BYTES + group * GROUP_BYTES
