@@ -48,6 +48,9 @@ LANES = 32
 class Lists:
     """Rows of one buffer, by their numbers. What another way to name them needs is in the methods from `count` on."""
 
+    named: Any = HopperRows()
+    """How Hopper's kernel names the same rows."""
+
     @cute.jit
     def run(self, work: Work, sources: Any, ready: Barriers, at: Places) -> None:
         """Write the lists of all tiles. By a warp."""
@@ -87,10 +90,9 @@ class Lists:
             if lane == 0:
                 ptx.store_shared_s32(list_at + THERE_AT + half * 4, there)
 
-    @cute.jit
-    def count(self, item: Any, work: Work, sources: Sources) -> Any:
+    def count(self, item: Any, work: Work, sources: Any) -> Any:
         """Of an item's columns that count; of what is no item, anything."""
-        return HopperRows.count(self, item, work, sources)
+        return self.named.count(item, work, sources)
 
     def tiles(self, count: Any) -> Any:
         """Of an item, at least one."""
