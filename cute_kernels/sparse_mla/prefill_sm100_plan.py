@@ -186,10 +186,10 @@ class Plan:
 
 BF16 = Plan(smem_parts())
 
-ROW_MAJOR = umma.Operand(16, stride=8 * SLAB * 2)
+ROW_MAJOR = umma.k_major(16)
 """A slab of queries or keys, or the weights: rows by what is summed."""
 
-COLUMN_MAJOR = umma.Operand(16, is_mn_major=True, leading=SLAB_BYTES, stride=8 * SLAB * 2)
+COLUMN_MAJOR = umma.mn_major(16, SLAB_BYTES)
 """A tile as values: what is summed, that is, keys, by columns."""
 
 
