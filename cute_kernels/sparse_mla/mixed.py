@@ -15,6 +15,7 @@ from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm90_rows import COUNT_BITS, UNIT
 from cute_kernels.sparse_mla.mixed_sm100 import MixedKey as BlackwellMixedKey
+from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key as BlackwellMixedFp8Key
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
@@ -28,8 +29,8 @@ MOST_POOL_BYTES = UNIT << 31
 
 def key_for(arch: str, heads: int, kv_format: str) -> KernelKey:
     """The kernel for so many heads and caches of that format: the architecture's own one, if it has one."""
-    if arch in BLACKWELL and kv_format == formats.PLAIN_BF16.id:
-        return BlackwellMixedKey(arch)
+    if arch in BLACKWELL:
+        return BlackwellMixedKey(arch) if kv_format == formats.PLAIN_BF16.id else BlackwellMixedFp8Key(arch)
     if arch != HOPPER:
         return portable_key(arch, heads, kv_format)
     if kv_format == formats.PLAIN_FP8.id:
@@ -138,7 +139,5 @@ def launch(*args: Any) -> None:
 def _why_not_own(call: Call) -> str:
     """Why Blackwell's own kernel does not take a call, or nothing."""
     caches = {"swa_kv_cache": call.swa_kv_cache, "compressed_kv_cache": call.compressed_kv_cache}
-    if call.kv_format != formats.PLAIN_BF16.id:
-        return "kv_format: there is a kernel for bf16 caches only"
     found = [ungathered(name, pool, formats.HEAD_DIM) for name, pool in caches.items() if pool is not None]
     return next(filter(None, found), unmapped("query", call.query, (0, 1)))

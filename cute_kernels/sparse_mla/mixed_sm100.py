@@ -18,6 +18,7 @@ from cute_kernels.sparse_mla.mixed_sm90_rows import MixedSources
 from cute_kernels.sparse_mla.mixed_sm100_rows import MixedLists, row_pool, rows_of
 from cute_kernels.sparse_mla.prefill_sm90_plan import Output
 from cute_kernels.sparse_mla.prefill_sm100 import PrefillKernel, PrefillKey
+from cute_kernels.sparse_mla.prefill_sm100_plan import BF16, Plan
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class MixedKey(PrefillKey):
 class MixedKernel(PrefillKernel):
     """Entry point: as mixed_sm90's. Strides of q and of pages are what prefill_sm100_choice says."""
 
-    def __init__(self) -> None:
-        super().__init__("sparse_mla_mixed", MixedLists())
+    def __init__(self, name: str = "sparse_mla_mixed", plan: Plan = BF16) -> None:
+        super().__init__(name, MixedLists(), plan)
 
     @cute.jit
     def __call__(

@@ -36,11 +36,11 @@ from cute_kernels.sparse_mla.prefill_sm100_back import Back
 from cute_kernels.sparse_mla.prefill_sm100_plan import (
     BACK,
     BF16,
+    FRONT,
     LISTS_WARP,
     PRODUCTS,
     ROWS_WARP,
     TENSOR_COLUMNS,
-    THREADS,
     TILES,
     Places,
     Plan,
@@ -77,10 +77,13 @@ class PrefillKernel:
     """Entry point: as prefill_sm90's. Strides of q and of kv are multiples of 16 bytes even where they mean nothing,
     and kv has rows."""
 
+    dtype: Any = BFloat16
+    """Of queries and rows."""
+
     def __init__(self, name: str = "sparse_mla_prefill", lists: Any = None, plan: Plan = BF16) -> None:
         self.name, self.plan = name, plan
-        self.lists, self.rows, self.products = lists or Lists(), Rows(), Products()
-        self.scores, self.back = Scores(), Back()
+        self.lists, self.rows, self.products = lists or Lists(), Rows(), Products(plan)
+        self.scores, self.back, self.front = Scores(plan), Back(), None
 
     @cute.jit
     def __call__(
@@ -117,19 +120,22 @@ class PrefillKernel:
         view = cute.make_tensor(first, cute.make_layout((rows, HEAD_DIM), stride=(stride, 1)))
         # says no more than that rows are gathered
         coordinates = cute.make_tensor(first, cute.make_layout((KEYS, HEAD_DIM), stride=(1, 0)))
-        return cpasync.make_tiled_tma_atom(
-            CopyBulkTensor2DGather4G2SOp(), view, self.slab(), (KEYS, SLAB), gmem_coord_tensor=coordinates
-        )[0]
+        gather = CopyBulkTensor2DGather4G2SOp()
+        return cpasync.make_tiled_tma_atom(gather, view, self.slab(), self.box(), gmem_coord_tensor=coordinates)[0]
 
     def queries_map(self, q: cute.Tensor) -> Any:
         """Atom of a copy of a slab of 64 heads' queries: zeros for heads that are not there."""
         layout = cute.make_layout((length(q, 1), HEAD_DIM, length(q, 0)), stride=(q.stride[1], 1, q.stride[0]))
-        view = cute.make_tensor(q.iterator, layout)
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, self.slab(), (ROWS, SLAB))[0]
+        view, load = cute.make_tensor(q.iterator, layout), cpasync.CopyBulkTensorTileG2SOp()
+        return cpasync.make_tiled_tma_atom(load, view, self.slab(), self.box())[0]
+
+    def box(self) -> tuple[int, int]:
+        """Heads, or keys, and columns of a slab."""
+        return KEYS, SLAB * 16 // self.dtype.width
 
     def slab(self) -> Any:
-        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, BFloat16)
-        return cute.tile_to_shape(atom, (KEYS, SLAB), (0, 1))
+        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, self.dtype)
+        return cute.tile_to_shape(atom, self.box(), (0, 1))
 
     @cute.jit
     def launch(
@@ -158,7 +164,7 @@ class PrefillKernel:
             blocks_bits,
         )
         grid = [cutlass.min(blocks, items), 1, 1]
-        kernel.launch(grid=grid, block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+        kernel.launch(grid=grid, block=[self.plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
 
     @cute.kernel
     def kernel(
@@ -205,10 +211,13 @@ class PrefillKernel:
                 self.products.run(ready, at)
         elif warp == LISTS_WARP:
             self.lists.run(work, sources, ready, at)
-        else:
+        elif warp < FRONT:
             with cute.arch.elect_one():
                 maps = [ptx.tensor_map(copy) for copy in copies]
                 self.rows.run(warp - ROWS_WARP, work, maps, ready, at)
+        else:
+            if const_expr(self.front is not None):
+                self.front.run(thread - FRONT * 32, work, ready, at)
         cute.arch.sync_warp()
         ptx.fence_tensor_before()
         cute.arch.sync_threads()

@@ -35,12 +35,10 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     STAGES,
 )
 
-WARPS = 12
-SCORES_WARPS = BACK_WARPS = 4
-BACK, PRODUCTS, LISTS_WARP, ROWS_WARP, ROWS_WARPS = 4, 8, 9, 10, 2
-"""First warps of the roles, the scores' being 0; how many ask for rows, half of a stage each."""
-
-THREADS = WARPS * 32
+SCORES_WARPS = BACK_WARPS = FRONT_WARPS = 4
+BACK, PRODUCTS, LISTS_WARP, ROWS_WARP, ROWS_WARPS, FRONT = 4, 8, 9, 10, 2, 12
+"""First warps of the roles, the scores' being 0; how many ask for rows, half of a stage each. Where rows have to be
+converted a front does that."""
 
 LISTS = 4
 LIST = KEYS * 4 + 16
@@ -81,8 +79,8 @@ SUM = 16
 LOADED = 32
 """Columns of tensor memory that a thread loads at a time."""
 
-TILES = ("stages", "kept", "p")
-"""Parts of shared memory that tensor cores read: 1024-byte aligned."""
+TILES = ("stages", "raw", "kept", "p")
+"""Parts of shared memory with swizzled rows: 1024-byte aligned."""
 
 
 def smem_parts() -> dict[str, int]:
@@ -107,6 +105,8 @@ class Places(NamedTuple):
     exchange  fp32 [2 halves][64 heads]: what threads of the same head tell each other
     note      fp32 [64 heads]: what to multiply an item's O with
     label     marks of the item's last tile
+    raw, scales
+              what a kernel over rows of another kind converts
     """
 
     stages: Any
@@ -116,6 +116,8 @@ class Places(NamedTuple):
     exchange: Any
     note: Any
     label: Any
+    raw: Any = None
+    scales: Any = None
 
 
 @dataclass(frozen=True)
@@ -140,24 +142,31 @@ class Barriers:
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
+        return cls(**cls.parts(smem, STAGES))
+
+    @staticmethod
+    def parts(smem: SmemAllocator, stages: int) -> dict[str, Any]:
         ring = barriers.Ring.allocate
-        return cls(
-            ring(smem, STAGES),
-            smem.allocate_array(Int64, P_BUFFERS),
-            ring(smem, P_BUFFERS),
-            ring(smem, LISTS),
-            ring(smem, 1),
-            smem.allocate_array(Int64, 1),
-        )
+        return {
+            "stages": ring(smem, stages),
+            "scores": smem.allocate_array(Int64, P_BUFFERS),
+            "weights": ring(smem, P_BUFFERS),
+            "lists": ring(smem, LISTS),
+            "total": ring(smem, 1),
+            "kept": smem.allocate_array(Int64, 1),
+        }
 
     def initialize(self) -> None:
         """By one thread; the block synchronizes afterwards."""
         self.stages.initialize(ROWS_WARPS, 1)
+        # the products, and each warp of the others
+        self.lists.initialize(1, 1 + ROWS_WARPS + SCORES_WARPS)
+        self.initialize_others()
+
+    def initialize_others(self) -> None:
         for buffer in range(P_BUFFERS):
             cute.arch.mbarrier_init(self.scores + buffer, 1)
         self.weights.initialize(SCORES_WARPS, 1)
-        # the products, and each warp of the others
-        self.lists.initialize(1, 1 + ROWS_WARPS + SCORES_WARPS)
         self.total.initialize(1 + SCORES_WARPS, BACK_WARPS)
         cute.arch.mbarrier_init(self.kept, 1)
         cute.arch.mbarrier_init_fence()
@@ -170,21 +179,31 @@ MBARRIERS = 2 * (STAGES + P_BUFFERS + LISTS + 1) + P_BUFFERS + 1
 class Plan:
     """What is not the same in kernels over rows of another kind.
 
+    dtype      of what tensor cores multiply: "bf16" or "f16"
+    stages     of the ring
     memory     as smem_parts(); the names are those of Places
     barriers   type of the barriers
     mbarriers  how many those are
+    has_front  there are warps that convert rows
     """
 
+    dtype: str
+    stages: int
     memory: dict[str, int]
     barriers: Any = Barriers
     mbarriers: int = MBARRIERS
+    has_front: bool = False
+
+    @property
+    def threads(self) -> int:
+        return (FRONT + (FRONT_WARPS if self.has_front else 0)) * 32
 
     @property
     def smem_bytes(self) -> int:
         return sum(self.memory.values()) + self.mbarriers * 8
 
 
-BF16 = Plan(smem_parts())
+BF16 = Plan("bf16", STAGES, smem_parts())
 
 ROW_MAJOR = umma.k_major(16)
 """A slab of queries or keys, or the weights: rows by what is summed."""

@@ -17,7 +17,6 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     P_BYTES,
     ROWS,
     STAGE_BYTES,
-    STAGES,
 )
 from cute_kernels.sparse_mla.prefill_sm100_plan import (
     COLUMN_MAJOR,
@@ -30,16 +29,18 @@ from cute_kernels.sparse_mla.prefill_sm100_plan import (
     TOTAL_COLUMNS,
     Barriers,
     Places,
+    Plan,
     query_copies,
     scores_steps,
     total_steps,
 )
 
-SCORES = umma.instruction("f16", "bf16", "bf16", ROWS, KEYS)
-TOTAL = umma.instruction("f16", "bf16", "bf16", ROWS, TOTAL_COLUMNS, b_is_mn_major=True)
-
-
 class Products:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.scores = umma.instruction("f16", plan.dtype, plan.dtype, ROWS, KEYS)
+        self.total = umma.instruction("f16", plan.dtype, plan.dtype, ROWS, TOTAL_COLUMNS, b_is_mn_major=True)
+
     @cute.jit
     def run(self, ready: Barriers, at: Places) -> None:
         """Multiply all tiles. By a thread.
@@ -53,25 +54,24 @@ class Products:
         scored, added = Int32(0), Int32(0)
         mark, mark_before = Int32(LAST), Int32(0)
         last, before = Int32(0), Int32(0)
-        is_first, parity, goes_on = Int32(1), Int32(0), Int32(1)
+        is_due, is_first, parity, goes_on = Int32(1), Int32(1), Int32(0), Int32(1)
         while goes_on != 0:
             ahead = scored - added
             if (ahead < P_BUFFERS) & (mark & END == 0):
-                place, its_phase = stage, phase
-                if mark & LAST != 0:
-                    # of the next item's queries
-                    place, its_phase = barriers.advance(stage, phase, STAGES)
-                if ready.stages.is_full(place, its_phase) != 0:
-                    if mark & LAST != 0:
+                if ready.stages.is_full(stage, phase) != 0:
+                    if is_due != 0:
                         # products read the last item's queries until its last scores are there
                         tile = scored - 1
                         ptx.wait_mbarrier((ready.scores + (tile & P_BUFFERS - 1)).toint(), tile >> P_BITS & 1)
-                        self.take_queries(stage, phase, ready, at)
-                    mark_before, before, last = mark, last, place
-                    mark = self.start_scores(scored, place, slot, turn, ready, at)
-                    stage, phase = barriers.advance(place, its_phase, STAGES)
-                    slot, turn = barriers.advance(slot, turn, LISTS)
-                    scored = scored + 1
+                        self.take_queries(stage, ready, at)
+                        is_due = Int32(0)
+                    else:
+                        mark_before, before, last = mark, last, stage
+                        mark = self.start_scores(scored, stage, slot, turn, ready, at)
+                        slot, turn = barriers.advance(slot, turn, LISTS)
+                        scored = scored + 1
+                        is_due = mark & LAST
+                    stage, phase = barriers.advance(stage, phase, self.plan.stages)
             ahead = scored - added
             if (ahead > 0) & (ready.weights.is_full(added & P_BUFFERS - 1, added >> P_BITS & 1) != 0):
                 its_mark, place = (mark, last) if ahead == 1 else (mark_before, before)
@@ -83,9 +83,8 @@ class Products:
                     goes_on = Int32(0)
 
     @cute.jit
-    def take_queries(self, stage: Any, phase: Any, ready: Barriers, at: Places) -> None:
+    def take_queries(self, stage: Any, ready: Barriers, at: Places) -> None:
         """Copy the queries in a stage to tensor memory; products come after it by themselves."""
-        ready.stages.wait_full(stage, phase)
         ptx.fence_tensor_after()
         source = ROW_MAJOR.at(Int64(at.stages + stage * STAGE_BYTES))
         copies = list(query_copies())
@@ -112,7 +111,7 @@ class Products:
                 scores,
                 step.queries if step.held else kept + step.queries // 16,
                 keys + step.keys // 16,
-                SCORES,
+                self.scores,
                 int(i > 0),
                 a_in_tensor_memory=step.held,
                 weight_stationary=True,
@@ -138,7 +137,7 @@ class Products:
                 step.column,
                 weights + step.weights // 16,
                 values + step.values // 16,
-                TOTAL,
+                self.total,
                 1 - is_first if step.is_first else 1,
                 weight_stationary=True,
             )

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
@@ -114,25 +114,35 @@ class Lists:
 class Rows:
     """maps: addresses of the descriptors of q and of the sources of rows."""
 
+    stages, stage_bytes, slabs, columns = STAGES, STAGE_BYTES, SLABS, SLAB
+    """Of the ring that is filled; columns: of a slab."""
+
+    def ring(self, ready: Any, at: Places) -> tuple[barriers.Ring, Any]:
+        """Its barriers and its address."""
+        return ready.stages, at.stages
+
     @cute.jit
-    def run(self, part: Any, work: Work, maps: Any, ready: Barriers, at: Places) -> None:
+    def run(self, part: Any, work: Work, maps: Any, ready: Any, at: Places) -> None:
         """Fill the ring: half of each stage. By a thread of each of ROWS_WARPS warps; part: its number."""
+        ring, ring_at = self.ring(ready, at)
         stage, phase = barriers.start()
         slot, turn = barriers.start()
         item, before, mark = Int32(work.first), Int32(1), Int32(0)
         while mark & END == 0:
-            self.ask_for_queries(part, item, before, stage, phase, work, maps[0], ready, at)
+            ring.wait_empty(stage, phase)
+            stage_at, full = ring_at + stage * self.stage_bytes, ring.full(stage)
+            self.ask_for_queries(part, item, before, stage_at, full, work, maps[0], ready, at)
             item, before = item + work.step, before ^ 1
-            stage, phase = barriers.advance(stage, phase, STAGES)
+            stage, phase = barriers.advance(stage, phase, self.stages)
             mark = Int32(0)
             while mark & LAST == 0:
                 ready.lists.wait_full(slot, turn)
                 list_at = at.lists + slot * LIST
                 mark = ptx.load_shared_s32(list_at + MARK_AT)
-                ready.stages.wait_empty(stage, phase)
-                self.ask_for_rows(part, mark, list_at, at.stages + stage * STAGE_BYTES, maps, ready.stages.full(stage))
+                ring.wait_empty(stage, phase)
+                self.ask_for_rows(part, mark, list_at, ring_at + stage * self.stage_bytes, maps, ring.full(stage))
                 cute.arch.mbarrier_arrive(ready.lists.empty(slot))
-                stage, phase = barriers.advance(stage, phase, STAGES)
+                stage, phase = barriers.advance(stage, phase, self.stages)
                 slot, turn = barriers.advance(slot, turn, LISTS)
 
     @cute.jit
@@ -141,23 +151,20 @@ class Rows:
         part: Any,
         item: Any,
         before: Any,
-        stage: Any,
-        phase: Any,
+        stage_at: Any,
+        full: Any,
         work: Work,
         queries: Any,
-        ready: Barriers,
+        ready: Any,
         at: Places,
     ) -> None:
         """Start to copy half of an item's queries; before: parity of the phase of `kept` that has to be complete."""
         query, first = work.place(item)
-        ready.stages.wait_empty(stage, phase)
-        full = ready.stages.full(stage)
         cute.arch.mbarrier_arrive_and_expect_tx(full, SLABS // ROWS_WARPS * SLAB_BYTES)
         held, kept = HELD // SLAB // ROWS_WARPS, (SLABS - HELD // SLAB) // ROWS_WARPS
         for i in range_constexpr(held):
             slab = part * held + i
-            place = at.stages + stage * STAGE_BYTES + slab * SLAB_BYTES
-            ptx.copy_bulk_tensor(place, queries, (slab * SLAB, first, query), full.toint())
+            ptx.copy_bulk_tensor(stage_at + slab * SLAB_BYTES, queries, (slab * SLAB, first, query), full.toint())
         # the item before is done with what it kept
         ptx.wait_mbarrier(ready.kept.toint(), before)
         for i in range_constexpr(kept):
@@ -169,12 +176,13 @@ class Rows:
     def ask_for_rows(self, part: Any, mark: Any, list_at: Any, stage_at: Any, maps: Any, full: Any) -> None:
         """Start to gather half of a tile's rows."""
         source = maps[1]
-        if cutlass.const_expr(len(maps) > 2):
+        if const_expr(len(maps) > 2):
             source = maps[2] if mark & SECOND != 0 else maps[1]
         own_rows = KEYS // ROWS_WARPS
-        cute.arch.mbarrier_arrive_and_expect_tx(full, own_rows * SLABS * SLAB * 2)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, self.slabs * SLAB_BYTES // ROWS_WARPS)
         own_at = stage_at + part * group_place(own_rows // GROUP, 0)
         for group in range_constexpr(own_rows // GROUP):
             rows = ptx.load_shared_128(list_at + part * (own_rows * 4) + group * (GROUP * 4))
-            for slab in range_constexpr(SLABS):
-                ptx.gather_rows(own_at + group_place(group, slab), source, slab * SLAB, rows, full.toint())
+            for slab in range_constexpr(self.slabs):
+                place = own_at + group_place(group, slab)
+                ptx.gather_rows(place, source, slab * self.columns, rows, full.toint())

@@ -42,6 +42,7 @@ from cute_kernels.sparse_mla.prefill_sm100_plan import (
     THERE_AT,
     Barriers,
     Places,
+    Plan,
     weight_chunk,
 )
 from cute_kernels.sparse_mla.softmax import GROWTH, LEAST, share
@@ -54,6 +55,9 @@ ALL = -1
 
 
 class Scores:
+    def __init__(self, plan: Plan) -> None:
+        self.pair = ptx.bf16x2 if plan.dtype == "bf16" else ptx.f16x2
+
     @cute.jit
     def run(
         self,
@@ -109,7 +113,7 @@ class Scores:
                 amount = amount + pairwise(weights, operator.add)
                 for chunk in range_constexpr(HALF_KEYS // CHUNK):
                     own = weights[CHUNK * chunk : CHUNK * (chunk + 1)]
-                    words = [ptx.bf16x2(own[2 * i], own[2 * i + 1]) for i in range(CHUNK // 2)]
+                    words = [self.pair(own[2 * i], own[2 * i + 1]) for i in range(CHUNK // 2)]
                     place = weight_chunk(head, half * (HALF_KEYS // CHUNK) + chunk)
                     ptx.store_shared_128(at.p + buffer * P_BYTES + place, words)
                 # tensor cores read the weights, and the next scores come where these were
