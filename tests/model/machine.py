@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.model import alu, asynchronous, convert, hopper, mbarriers, moves, warps  # noqa: F401
+from tests.model import alu, asynchronous, blackwell, convert, hopper, mbarriers, moves, warps  # noqa: F401
 from tests.model.memory import GlobalMemory, SharedMemory
 from tests.model.ptx import LANES, Op, Program, is_branch
 from tests.model.tasks import Task
