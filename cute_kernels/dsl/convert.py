@@ -53,6 +53,19 @@ def bf16_pairs_of_scaled_e4m3(words: Any, scales: Any, number: int) -> list[Any]
     return [ptx.multiply_bf16x2(pair, factor) for codes in words for pair in ptx.bf16x2_of_e4m3x4(codes)]
 
 
+AS_BF16 = (127 + ptx.E4M3_AS_BF16) * 0x00800080
+"""2^120 in both halves of a word, as bf16."""
+
+
+def bf16_pairs_of_e4m3x4(codes: Any) -> tuple[Any, Any]:
+    """The four e4m3 codes of a word as two pairs of bf16, exact. By the instruction for it where the assembler has it;
+    it makes NaN of 0x7F and 0xFF, which else count as 480 and -480."""
+    if ptx.HAS_BF16_OF_E4M3:
+        return ptx.bf16x2_of_e4m3x4(codes)
+    first, second = bf16_pairs_of_e4m3([codes], [ptx.again(AS_BF16)])  # an immediate number will not do
+    return first, second
+
+
 def bf16_words(values: Any) -> list[Any]:
     """fp32 values as bf16 pairs, each rounded to nearest even: the inverse of bf16_floats."""
     return [ptx.bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
