@@ -16,7 +16,7 @@ from cute_kernels.facts import meaning
 from tests.model import mbarriers
 from tests.model.asynchronous import _poison
 from tests.model.moves import addresses, chosen
-from tests.model.ptx import LANES, PARAMETERS, Op, Run, instruction, split
+from tests.model.ptx import LANES, Op, Run, instruction, split
 from tests.model.tasks import Task
 from tests.model.values import U32
 from tests.model.warps import together
@@ -250,7 +250,7 @@ def _copy_box(op: Op) -> Run:
     def copy(warp: Any, lanes: Any) -> None:
         for lane in range(LANES) if lanes is None else np.flatnonzero(lanes):
             own = np.arange(LANES) == lane
-            map_ = warp.cluster.tensor_maps[int(warp.r[source][lane]) - PARAMETERS]
+            map_ = warp.cluster.tensor_maps[int(warp.r[source][lane])]
             where = [int(warp.r[slot][lane].astype(U32).view(np.int32)) for slot in at]
             memory = warp.memory.bytes
             size = int(np.prod(map_.box)) * map_.width * (4 if is_gathered else 1)

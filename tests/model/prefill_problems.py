@@ -18,7 +18,7 @@ from tests.gpu.prefill_checks import assert_results
 from tests.model.launch import pack, run_grid
 from tests.model.memory import GlobalMemory
 from tests.model.problems import put
-from tests.model.ptx import Program
+from tests.model.ptx import PARAMETERS, Program
 
 
 @contextmanager
@@ -77,18 +77,25 @@ class Prefill:
         results = Results(memory, (rows, heads), 2)
         q, kv = put(memory, call.q), put(memory, call.kv)
         strides = bytes_between(call.q, 0), bytes_between(call.q, 1)
-        maps = {
-            0: map_of(memory, q, (512, heads, rows), strides[::-1], (64, 64, 1)),
-            128: map_of(memory, kv, (512, len(call.kv)), (bytes_between(call.kv, 0),), (64, 1)),
-        }
+        maps = [
+            map_of(memory, q, (512, heads, rows), strides[::-1], (64, 64, 1)),
+            map_of(memory, kv, (512, len(call.kv)), (bytes_between(call.kv, 0),), (64, 1)),
+        ]
         bits = int(heads > 64)
         values = [bytes(128), bytes(128), q, *strides, heads, kv, bytes_between(call.kv, 0), len(call.kv)]
         values += [put(memory, call.indices), bytes_between(call.indices, 0), columns, put(memory, call.length)]
         values += [results.out, results.row, results.head, *results.places, put(memory, call.sink)]
         values += [call.scale * LOG2_E, count << bits, bits]
         grid = min(blocks, count << bits)
+        places = (PARAMETERS + parameter.offset for parameter in program.parameters)
         run_grid(
-            program, pack(program, values), memory, blocks=grid, size=self.size, tensor_maps=maps, **options
+            program,
+            pack(program, values),
+            memory,
+            blocks=grid,
+            size=self.size,
+            tensor_maps=dict(zip(places, maps, strict=False)),
+            **options,
         )
         results.assert_written_once()
         return results.get()
