@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64
+from cutlass import BFloat16, Int32
 
-from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.mixed_sm90_rows import COUNT_BITS, MixedRows, MixedSources, Pool
@@ -42,33 +40,37 @@ class MixedLists(Lists):
 
     def split(self, count: Any) -> tuple[Any, Any]:
         """The window's columns that count, and the compressed ones."""
-        return self.named.window(count), count >> COUNT_BITS & (1 << COUNT_BITS) - 1
+        return self.named.window(count[0]), count[0] >> COUNT_BITS & (1 << COUNT_BITS) - 1
 
     def window_tiles(self, count: Any) -> Any:
         return (self.split(count)[0] + (KEYS - 1)) // KEYS
 
     def tiles(self, count: Any) -> Any:
-        compressed = (self.split(count)[1] + (KEYS - 1)) // KEYS
-        return cutlass.max(self.window_tiles(count) + compressed, 1)
+        return self.window_tiles(count) + (self.split(count)[1] + (KEYS - 1)) // KEYS
 
     @cute.jit
     def mark(self, tile: Any, count: Any) -> Any:
         return Int32(SECOND) if tile >= self.window_tiles(count) else Int32(0)
 
     @cute.jit
-    def row(self, query: Any, tile: Any, number: cutlass.Constexpr, count: Any, sources: MixedSources) -> Any:
-        """Which row of its cache a tile's row of that number is, -1 if none."""
+    def place(self, tile: Any, number: Any, count: Any, sources: MixedSources) -> tuple[Any, Any, Any]:
+        """As of Lists, and whether the row is a compressed one."""
         window, compressed = self.split(count)
         behind = tile - self.window_tiles(count)
         is_second = behind >= 0
         own = (behind if is_second else tile) * KEYS + number
         is_named = own < (compressed if is_second else window)
-        column = own + (sources.window_size if is_second else 0)
-        place = sources.lists + Int64(query) * sources.list_row + Int64(column) * 4
-        slot = ptx.load_global_s32_where(is_named, place)
+        return own + (sources.window_size if is_second else 0), is_named, is_second
+
+    def entry(self, query: Any, place: Any, sources: MixedSources) -> Any:
+        return super().entry(query, place[:2], sources)
+
+    @cute.jit
+    def row(self, place: Any, entry: Any, sources: MixedSources) -> Any:
+        _, _, is_second = place
         found = Int32(-1)
         if is_second:
-            found = sources.compressed.place(slot, 1)
+            found = sources.compressed.place(entry, 1)
         else:
-            found = sources.window.place(slot, 1)
+            found = sources.window.place(entry, 1)
         return found

@@ -24,7 +24,6 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     SLABS,
     STAGE_BYTES,
     STAGES,
-    Sources,
     Work,
 )
 from cute_kernels.sparse_mla.prefill_sm90_rows import Rows as HopperRows
@@ -43,6 +42,7 @@ from cute_kernels.sparse_mla.prefill_sm100_plan import (
 )
 
 LANES = 32
+HALVES = KEYS // HALF_KEYS
 
 
 class Lists:
@@ -51,21 +51,24 @@ class Lists:
     named: Any = HopperRows()
     """How Hopper's kernel names the same rows."""
 
+    numbers = 1
+    """That `count` knows of an item."""
+
     @cute.jit
     def run(self, work: Work, sources: Any, ready: Barriers, at: Places) -> None:
         """Write the lists of all tiles. By a warp."""
         slot, phase = barriers.start()
-        item, number, counts = Int32(work.first), Int32(0), Int32(0)
+        item, number, counts = Int32(work.first), Int32(0), (Int32(0),) * self.numbers
         while item < work.end:
             if number == 0:
                 # asking for each item's count in its time would take a long wait each time
                 counts = self.count(item + cute.arch.lane_idx() * work.step, work, sources)
-            count = cute.arch.shuffle_sync(counts, number)
-            tiles = self.tiles(count)
+            count = tuple(cute.arch.shuffle_sync(one, number) for one in counts)
+            tiles = cutlass.max(self.tiles(count), 1)
             tile = Int32(0)
             while tile < tiles:
                 ready.lists.wait_empty(slot, phase)
-                self.write(item, tile, count, work, sources, at.lists + slot * LIST)
+                self.write(item, tile, count, slot, work, sources, ready, at)
                 if cute.arch.lane_idx() == 0:
                     mark = self.mark(tile, count)
                     if tile + 1 == tiles:
@@ -79,43 +82,70 @@ class Lists:
             item, number = item + work.step, (number + 1) & LANES - 1
 
     @cute.jit
-    def write(self, item: Any, tile: Any, count: Any, work: Work, sources: Any, list_at: Any) -> None:
-        """Where a tile's rows are, and which are there."""
+    def write(
+        self, item: Any, tile: Any, count: Any, slot: Any, work: Work, sources: Any, ready: Barriers, at: Places
+    ) -> None:
+        """Where a tile's rows are, and which are there. Of a lane's two rows, all loads are under way at once."""
         query, _ = work.place(item)
-        lane = cute.arch.lane_idx()
-        rows = [self.row(query, tile, half * HALF_KEYS + lane, count, sources) for half in range(KEYS // LANES)]
-        for half in range_constexpr(KEYS // LANES):
+        places = [self.place(tile, half * HALF_KEYS + cute.arch.lane_idx(), count, sources) for half in range(HALVES)]
+        found = [self.entry(query, place, sources) for place in places]
+        rows = [self.row(place, entry, sources) for place, entry in zip(places, found, strict=True)]
+        self.store(rows, at.lists + slot * LIST)
+
+    @cute.jit
+    def store(self, rows: Any, list_at: Any) -> None:
+        for half in range_constexpr(HALVES):
+            lane = cute.arch.lane_idx()
             ptx.store_shared_s32(list_at + (half * HALF_KEYS + lane) * 4, rows[half])
             there = cute.arch.vote_ballot_sync(rows[half] >= 0)
             if lane == 0:
                 ptx.store_shared_s32(list_at + THERE_AT + half * 4, there)
 
-    def count(self, item: Any, work: Work, sources: Any) -> Any:
-        """Of an item's columns that count; of what is no item, anything."""
-        return self.named.count(item, work, sources)
+    @cute.jit
+    def count(self, item: Any, work: Work, sources: Any) -> tuple[Any, ...]:
+        """What there is to know of an item; of what is no item, anything."""
+        return (self.named.count(item, work, sources),)
 
     def tiles(self, count: Any) -> Any:
-        """Of an item, at least one."""
-        return cutlass.max((count + (KEYS - 1)) // KEYS, 1)
+        """Of an item. One that has none gets one without rows."""
+        return (count[0] + (KEYS - 1)) // KEYS
 
     def mark(self, tile: Any, count: Any) -> Any:
         """What to remember of a tile, beside LAST and END."""
         return Int32(0)
 
     @cute.jit
-    def row(self, query: Any, tile: Any, number: cutlass.Constexpr, count: Any, sources: Sources) -> Any:
-        """Which row of kv a tile's row of that number is, -1 if none."""
+    def place(self, tile: Any, number: Any, count: Any, sources: Any) -> tuple[Any, Any]:
+        """Where a tile's row of that number is named: column, and whether it counts."""
         column = tile * KEYS + number
-        place = sources.lists + Int64(query) * sources.list_row + Int64(column) * 4
-        index = ptx.load_global_s32_where(column < count, place)
-        return index if (index >= 0) & (index < sources.kv_rows) else Int32(-1)
+        return column, column < count[0]
+
+    @cute.jit
+    def entry(self, query: Any, place: Any, sources: Any) -> Any:
+        """What is named there, -1 if nothing is."""
+        column, is_named = place
+        return ptx.load_global_s32_where(is_named, sources.lists + Int64(query) * sources.list_row + Int64(column) * 4)
+
+    @cute.jit
+    def row(self, place: Any, entry: Any, sources: Any) -> Any:
+        """Which row of its source that is, -1 if none."""
+        return entry if (entry >= 0) & (entry < sources.kv_rows) else Int32(-1)
+
+
+@cute.jit
+def choose(maps: Any, mark: Any) -> Any:
+    """The descriptor of the source that a tile's rows come from, of one or two."""
+    source = maps[0]
+    if const_expr(len(maps) > 1):
+        source = maps[1] if mark & SECOND != 0 else maps[0]
+    return source
 
 
 class Rows:
     """maps: addresses of the descriptors of q and of the sources of rows."""
 
-    stages, stage_bytes, slabs, columns = STAGES, STAGE_BYTES, SLABS, SLAB
-    """Of the ring that is filled; columns: of a slab."""
+    stages, stage_bytes, slabs, columns, parts = STAGES, STAGE_BYTES, SLABS, SLAB, ROWS_WARPS
+    """Of the ring that is filled; columns: of a slab; parts: of a stage, by a thread each."""
 
     def ring(self, ready: Any, at: Places) -> tuple[barriers.Ring, Any]:
         """Its barriers and its address."""
@@ -123,7 +153,7 @@ class Rows:
 
     @cute.jit
     def run(self, part: Any, work: Work, maps: Any, ready: Any, at: Places) -> None:
-        """Fill the ring: half of each stage. By a thread of each of ROWS_WARPS warps; part: its number."""
+        """Fill the ring, a part of each stage. By a thread of each of ROWS_WARPS warps; part: its number."""
         ring, ring_at = self.ring(ready, at)
         stage, phase = barriers.start()
         slot, turn = barriers.start()
@@ -158,10 +188,10 @@ class Rows:
         ready: Any,
         at: Places,
     ) -> None:
-        """Start to copy half of an item's queries; before: parity of the phase of `kept` that has to be complete."""
+        """Start to copy a part of an item's queries; before: parity of the phase of `kept` that has to be complete."""
         query, first = work.place(item)
-        cute.arch.mbarrier_arrive_and_expect_tx(full, SLABS // ROWS_WARPS * SLAB_BYTES)
-        held, kept = HELD // SLAB // ROWS_WARPS, (SLABS - HELD // SLAB) // ROWS_WARPS
+        cute.arch.mbarrier_arrive_and_expect_tx(full, SLABS // self.parts * SLAB_BYTES)
+        held, kept = HELD // SLAB // self.parts, (SLABS - HELD // SLAB) // self.parts
         for i in range_constexpr(held):
             slab = part * held + i
             ptx.copy_bulk_tensor(stage_at + slab * SLAB_BYTES, queries, (slab * SLAB, first, query), full.toint())
@@ -174,12 +204,10 @@ class Rows:
 
     @cute.jit
     def ask_for_rows(self, part: Any, mark: Any, list_at: Any, stage_at: Any, maps: Any, full: Any) -> None:
-        """Start to gather half of a tile's rows."""
-        source = maps[1]
-        if const_expr(len(maps) > 2):
-            source = maps[2] if mark & SECOND != 0 else maps[1]
-        own_rows = KEYS // ROWS_WARPS
-        cute.arch.mbarrier_arrive_and_expect_tx(full, self.slabs * SLAB_BYTES // ROWS_WARPS)
+        """Start to gather a part of a tile's rows."""
+        source = choose(maps[1:], mark)
+        own_rows = KEYS // self.parts
+        cute.arch.mbarrier_arrive_and_expect_tx(full, self.slabs * SLAB_BYTES // self.parts)
         own_at = stage_at + part * group_place(own_rows // GROUP, 0)
         for group in range_constexpr(own_rows // GROUP):
             rows = ptx.load_shared_128(list_at + part * (own_rows * 4) + group * (GROUP * 4))
