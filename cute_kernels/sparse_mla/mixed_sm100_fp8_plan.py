@@ -1,8 +1,8 @@
 """What Blackwell's mixed kernel over e4m3 caches has that the one over bf16 caches has not: see prefill_sm100_plan.
 
-e4m3 rows and queries become f16 on their way to tensor cores, as on Hopper: f16 holds every e4m3 number, so all products
-are exact, and weights keep 11 bits (products of 8-bit numbers would take them with 4). Codes come through a ring of
-their own; a front of four warps makes them stages.
+e4m3 rows and queries become f16 on their way to tensor cores, as on Hopper: f16 holds every e4m3 number, so all
+products are exact, and weights keep 11 bits (products of 8-bit numbers would take them with 4). Codes come through a
+ring of their own; a front of four warps makes them stages.
 
 A slab of codes is [64 rows, 128 bytes], too, but of 128 columns: two slabs of a stage.
 """
@@ -43,8 +43,8 @@ class FrontBarriers(Barriers):
 
     stages    full: the front's warps have stored a tile, or an item's queries
     lists     empty: the front's warps have read a tile's list as well
-    raws      full: all bytes of a tile's codes, or of an item's queries, are there. empty: the front's warps have loaded
-              them
+    raws      full: all bytes of a tile's codes, or of an item's queries, are there. empty: the front's warps have
+              loaded them
     """
 
     raws: Any = None

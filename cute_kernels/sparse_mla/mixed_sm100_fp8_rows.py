@@ -95,9 +95,7 @@ class Front:
                 stage, phase = barriers.advance(stage, phase, STAGES)
 
     @cute.jit
-    def convert(
-        self, thread: Any, raw_at: Any, target: Any, slab: cutlass.Constexpr, place: cutlass.Constexpr
-    ) -> None:
+    def convert(self, thread: Any, raw_at: Any, target: Any, slab: cutlass.Constexpr, place: cutlass.Constexpr) -> None:
         """Store the thread's share of a slab, as slab `place` of what begins at the target."""
         row = (thread >> 5) * OWN_ROWS + lane_row(thread & 31)
         member = thread & 3

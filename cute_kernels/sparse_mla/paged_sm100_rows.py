@@ -17,6 +17,7 @@ from cute_kernels.sparse_mla.decode_sm100_front import ROWS_APART
 from cute_kernels.sparse_mla.decode_sm100_front import Front as DecodeFront
 from cute_kernels.sparse_mla.decode_sm100_plan import (
     CODES_BYTES,
+    GATHERED,
     LAST_SLAB,
     RAWS,
     ROPE_BYTES,
@@ -29,8 +30,8 @@ from cute_kernels.sparse_mla.paged_sm90_plan import RAW_ROW
 from cute_kernels.sparse_mla.paged_sm90_walk import selected
 from cute_kernels.sparse_mla.paged_sm100_plan import SCALES, PagedBarriers, Sources
 from cute_kernels.sparse_mla.prefill_sm90_plan import END, KEYS, LAST, Work
-from cute_kernels.sparse_mla.prefill_sm100_plan import GROUP, HALF_KEYS, LIST, LISTS, MARK_AT, SECOND, Places
-from cute_kernels.sparse_mla.prefill_sm100_rows import HALVES, Lists, Rows, choose
+from cute_kernels.sparse_mla.prefill_sm100_plan import LIST, LISTS, MARK_AT, SECOND, Places
+from cute_kernels.sparse_mla.prefill_sm100_rows import HALVES, LANES, Lists, Rows, choose
 
 
 class PagedLists(Lists):
@@ -54,19 +55,27 @@ class PagedLists(Lists):
 
     @cute.jit
     def write(
-        self, item: Any, tile: Any, count: Any, slot: Any, work: Work, sources: Sources, ready: PagedBarriers, at: Places
+        self,
+        item: Any,
+        tile: Any,
+        count: Any,
+        slot: Any,
+        work: Work,
+        sources: Sources,
+        ready: PagedBarriers,
+        at: Places,
     ) -> None:
         """Where a tile's rows are, which are there, and their scales."""
         query, _ = work.place(item)
         behind = tile - self.window_tiles(count)
         is_second = behind >= 0
         first = (behind if is_second else tile) * KEYS + cute.arch.lane_idx()
-        entries = [self.entry(query, first + half * HALF_KEYS, is_second, count, sources.named) for half in range(HALVES)]
+        entries = [self.entry(query, first + half * LANES, is_second, count, sources.named) for half in range(HALVES)]
         found = [self.look_up(entry, is_second, count, sources.named) for entry in entries]
         rows = [self.row(is_second, one, sources) for one in found]
         self.store(rows, at.lists + slot * LIST)
         for half in range_constexpr(HALVES):
-            scales_at = at.scales + (slot * KEYS + half * HALF_KEYS + cute.arch.lane_idx()) * SCALES
+            scales_at = at.scales + (slot * KEYS + half * LANES + cute.arch.lane_idx()) * SCALES
             source = self.scales(rows[half], is_second, found[half], sources.named)
             ptx.copy_async_or_zero(scales_at, source, SCALES, Int32(SCALES) if rows[half] >= 0 else Int32(0))
         cute.arch.cp_async_mbarrier_arrive_noinc(ready.scales + slot)
@@ -158,7 +167,7 @@ class PagedRows(Rows):
 
     @cute.jit
     def gather(self, list_at: Any, source: Any, full: Any, target: Any, offset: cutlass.Constexpr) -> None:
-        for row in range_constexpr(0, KEYS, GROUP):
+        for row in range_constexpr(0, KEYS, GATHERED):
             rows = ptx.load_shared_128(list_at + row * 4)
             ptx.gather_rows(target + offset(0, row), source, 0, rows, full.toint())
 

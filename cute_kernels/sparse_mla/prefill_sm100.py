@@ -40,7 +40,6 @@ from cute_kernels.sparse_mla.prefill_sm100_plan import (
     LISTS_WARP,
     PRODUCTS,
     ROWS_WARP,
-    TENSOR_COLUMNS,
     TILES,
     Places,
     Plan,
@@ -193,8 +192,8 @@ class PrefillKernel:
         if thread == 0:
             ready.initialize()
         if warp == BACK:
-            # the address goes where nobody needs it
-            ptx.allocate_tensor_memory(at.exchange, TENSOR_COLUMNS)
+            # all of it, so it begins at address 0; nobody needs to be told
+            ptx.allocate_tensor_memory(at.exchange, ptx.COLUMNS)
             ptx.relinquish_tensor_memory()
         ptx.fence_tensor_before()
         cute.arch.sync_threads()
@@ -222,4 +221,4 @@ class PrefillKernel:
         ptx.fence_tensor_before()
         cute.arch.sync_threads()
         if warp == BACK:
-            ptx.free_tensor_memory(0, TENSOR_COLUMNS)
+            ptx.free_tensor_memory(0, ptx.COLUMNS)

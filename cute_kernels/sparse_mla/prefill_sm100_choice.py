@@ -34,10 +34,10 @@ def unmapped(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
 
 
 def ungathered(name: str, pool: Any, row_elements: int) -> str:
-    """Why rows of `row_elements` elements cannot be gathered from a pool [pages, rows, ...], or nothing: all pages have to
-    be one tensor of rows, so that a page begins where a row of the page before could."""
+    """Why rows of `row_elements` elements cannot be gathered from a pool [pages, rows, ...], or nothing: all pages have
+    to be one tensor of rows, so that a page begins where a row of the page before could."""
     step = pool.stride(0)
-    if pool.numel() and (step % row_elements or not 0 < step):
+    if pool.numel() and (step % row_elements or not step > 0):
         return f"{name}: pages must be multiples of {row_elements} elements apart, got {step}"
     if pool.numel() and pool.shape[0] * (step // row_elements) >= MAP_ROWS:
         return f"{name}: expected fewer than 2^31 rows, got {pool.shape[0] * (step // row_elements)}"

@@ -4,9 +4,8 @@ Items, tiles, slabs and the ring of stages are those of prefill_sm90_plan: what 
 queries. Of those, HELD columns are copied to tensor memory, and the stage is let go of; the others stay in shared
 memory while the item lasts.
 
-Products are of 64 rows (heads) in the weight-stationary form: rows 0 to 63 of a result lie in lanes 0 to 63 for the
-first half of its columns, and in lanes 64 to 127 for the second. So a lane h + 64 * half belongs to head h: of scores
-it has 32 keys, of O the columns that `columns_of` says.
+Products and tensor memory are those of decode_sm100_plan: lanes h and h + 64 belong to head h, of scores they have 32
+keys each, of O the columns that `o_dim` says.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import cutlass.cute as cute
 from cutlass import Int64
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import barriers, umma
-from cute_kernels.formats import HEAD_DIM
+from cute_kernels.dsl import barriers
+from cute_kernels.sparse_mla.decode_sm100_plan import GATHERED, Q_COLUMN
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     HELD,
     KEPT,
@@ -30,7 +29,6 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     ROWS,
     SLAB,
     SLAB_BYTES,
-    SLABS,
     STAGE_BYTES,
     STAGES,
 )
@@ -50,34 +48,11 @@ THERE_AT, MARK_AT = KEYS * 4, KEYS * 4 + 8
 SECOND = 4
 """Mark of a tile, beside LAST and END: its rows are those of the second source."""
 
-GROUP = 4
-"""Rows that one instruction gathers."""
-
-GROUP_BYTES = GROUP * SLAB * 2
-
-HALF_KEYS = KEYS // 2
-"""Keys of which a lane has scores."""
-
-O_COLUMNS, HELD_COLUMNS, S_COLUMNS = HEAD_DIM // 2, HELD // 2, KEYS // 2
-O_AT, HELD_AT, S_AT = 0, O_COLUMNS, O_COLUMNS + HELD_COLUMNS
-"""Columns of tensor memory: O, then queries, two bf16 a word, then two buffers of scores. They are all that there are,
-so that the memory begins at address 0."""
-
-TENSOR_COLUMNS = S_AT + P_BUFFERS * S_COLUMNS
+GROUP_BYTES = GATHERED * SLAB * 2
+"""Of four rows that one instruction gathers, in a slab."""
 
 LANE = 1 << 16
 """From a lane to the next in an address of tensor memory."""
-
-PAIR_BARRIER = 1
-"""The first of two named barriers, each of the two scores' warps that have the same 32 heads."""
-
-PAIR = 64
-
-SUM = 16
-"""Keys or columns that one product sums over."""
-
-LOADED = 32
-"""Columns of tensor memory that a thread loads at a time."""
 
 TILES = ("stages", "raw", "kept", "p")
 """Parts of shared memory with swizzled rows: 1024-byte aligned."""
@@ -205,12 +180,6 @@ class Plan:
 
 BF16 = Plan("bf16", STAGES, smem_parts())
 
-ROW_MAJOR = umma.k_major(16)
-"""A slab of queries or keys, or the weights: rows by what is summed."""
-
-COLUMN_MAJOR = umma.mn_major(16, SLAB_BYTES)
-"""A tile as values: what is summed, that is, keys, by columns."""
-
 
 class QueryCopy(NamedTuple):
     """A copy of 16 bytes of all heads' queries from a stage to tensor memory."""
@@ -222,57 +191,7 @@ class QueryCopy(NamedTuple):
 def query_copies() -> Iterator[QueryCopy]:
     for chunk in range(HELD // 8):
         slab, within = divmod(chunk, SLAB // 8)
-        yield QueryCopy(HELD_AT + chunk * 4, slab * SLAB_BYTES + within * 16)
-
-
-class ScoresStep(NamedTuple):
-    """A product of Q K^T. held: queries are in tensor memory, at that column, else in `kept`, at that byte; keys: byte
-    in the stage."""
-
-    held: bool
-    queries: int
-    keys: int
-
-
-def scores_steps() -> Iterator[ScoresStep]:
-    for step in range(HEAD_DIM // SUM):
-        slab, within = divmod(step * SUM, SLAB)
-        held = slab < HELD // SLAB
-        kept = (slab - HELD // SLAB) * SLAB_BYTES + ROW_MAJOR.step(within)
-        yield ScoresStep(
-            held, HELD_AT + step * SUM // 2 if held else kept, slab * SLAB_BYTES + ROW_MAJOR.step(within)
-        )
-
-
-class TotalStep(NamedTuple):
-    """A product of P V. column: of O; weights: byte in a buffer; values: byte in the stage; is_first: of its columns."""
-
-    column: int
-    weights: int
-    values: int
-    is_first: bool
-
-
-TOTAL_COLUMNS = 256
-"""Of O, by one product."""
-
-
-def total_steps() -> Iterator[TotalStep]:
-    for part in range(HEAD_DIM // TOTAL_COLUMNS):
-        for key in range(0, KEYS, SUM):
-            values = part * (TOTAL_COLUMNS // SLAB) * SLAB_BYTES + COLUMN_MAJOR.step(key)
-            yield TotalStep(O_AT + part * TOTAL_COLUMNS // 2, ROW_MAJOR.step(key), values, key == 0)
-
-
-def columns_of(half: Any, number: Any) -> Any:
-    """First of the LOADED columns of the results that a lane of that half has in columns number * LOADED and on of O."""
-    loads = TOTAL_COLUMNS // 2 // LOADED
-    return number // loads * TOTAL_COLUMNS + half * (TOTAL_COLUMNS // 2) + number % loads * LOADED
-
-
-def weight_chunk(head: Any, chunk: Any) -> Any:
-    """Byte of 8 keys' weights of a head in a buffer."""
-    return head * (KEYS * 2) + ((chunk ^ (head & 7)) << 4)
+        yield QueryCopy(Q_COLUMN + chunk * 4, slab * SLAB_BYTES + within * 16)
 
 
 def group_place(group: int, slab: int) -> int:

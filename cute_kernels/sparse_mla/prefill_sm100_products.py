@@ -8,6 +8,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx, umma
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.sparse_mla.decode_sm100_plan import KEY_ROWS, S_COLUMNS, VALUE_ROWS, scores_steps, values_steps
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     END,
     KEYS,
@@ -19,27 +21,21 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     STAGE_BYTES,
 )
 from cute_kernels.sparse_mla.prefill_sm100_plan import (
-    COLUMN_MAJOR,
     LIST,
     LISTS,
     MARK_AT,
-    ROW_MAJOR,
-    S_AT,
-    S_COLUMNS,
-    TOTAL_COLUMNS,
     Barriers,
     Places,
     Plan,
     query_copies,
-    scores_steps,
-    total_steps,
 )
+
 
 class Products:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.scores = umma.instruction("f16", plan.dtype, plan.dtype, ROWS, KEYS)
-        self.total = umma.instruction("f16", plan.dtype, plan.dtype, ROWS, TOTAL_COLUMNS, b_is_mn_major=True)
+        self.values = umma.instruction("f16", plan.dtype, plan.dtype, ROWS, HEAD_DIM // 2, b_is_mn_major=True)
 
     @cute.jit
     def run(self, ready: Barriers, at: Places) -> None:
@@ -57,21 +53,20 @@ class Products:
         is_due, is_first, parity, goes_on = Int32(1), Int32(1), Int32(0), Int32(1)
         while goes_on != 0:
             ahead = scored - added
-            if (ahead < P_BUFFERS) & (mark & END == 0):
-                if ready.stages.is_full(stage, phase) != 0:
-                    if is_due != 0:
-                        # products read the last item's queries until its last scores are there
-                        tile = scored - 1
-                        ptx.wait_mbarrier((ready.scores + (tile & P_BUFFERS - 1)).toint(), tile >> P_BITS & 1)
-                        self.take_queries(stage, ready, at)
-                        is_due = Int32(0)
-                    else:
-                        mark_before, before, last = mark, last, stage
-                        mark = self.start_scores(scored, stage, slot, turn, ready, at)
-                        slot, turn = barriers.advance(slot, turn, LISTS)
-                        scored = scored + 1
-                        is_due = mark & LAST
-                    stage, phase = barriers.advance(stage, phase, self.plan.stages)
+            if (ahead < P_BUFFERS) & (mark & END == 0) and ready.stages.is_full(stage, phase) != 0:
+                if is_due != 0:
+                    # products read the last item's queries until its last scores are there
+                    tile = scored - 1
+                    ptx.wait_mbarrier((ready.scores + (tile & P_BUFFERS - 1)).toint(), tile >> P_BITS & 1)
+                    self.take_queries(stage, ready, at)
+                    is_due = Int32(0)
+                else:
+                    mark_before, before, last = mark, last, stage
+                    mark = self.start_scores(scored, stage, slot, turn, ready, at)
+                    slot, turn = barriers.advance(slot, turn, LISTS)
+                    scored = scored + 1
+                    is_due = mark & LAST
+                stage, phase = barriers.advance(stage, phase, self.plan.stages)
             ahead = scored - added
             if (ahead > 0) & (ready.weights.is_full(added & P_BUFFERS - 1, added >> P_BITS & 1) != 0):
                 its_mark, place = (mark, last) if ahead == 1 else (mark_before, before)
@@ -86,7 +81,7 @@ class Products:
     def take_queries(self, stage: Any, ready: Barriers, at: Places) -> None:
         """Copy the queries in a stage to tensor memory; products come after it by themselves."""
         ptx.fence_tensor_after()
-        source = ROW_MAJOR.at(Int64(at.stages + stage * STAGE_BYTES))
+        source = KEY_ROWS.at(Int64(at.stages + stage * STAGE_BYTES))
         copies = list(query_copies())
         for i in range_constexpr(len(copies)):
             ptx.copy_to_tensor_memory(copies[i].column, source + copies[i].offset // 16, "64x128b.warpx2::02_13")
@@ -94,26 +89,24 @@ class Products:
 
     @cute.jit
     def start_scores(self, tile: Any, stage: Any, slot: Any, turn: Any, ready: Barriers, at: Places) -> Any:
-        """S = Q K^T of a tile that is there, and whose mark is returned. Its buffer is free: P V of the tile that had it
-        has started."""
+        """S = Q K^T of a tile that is there, and whose mark is returned. Its buffer is free: P V of the tile that had
+        it has started."""
         ready.lists.wait_full(slot, turn)
         mark = ptx.load_shared_s32(at.lists + slot * LIST + MARK_AT)
         cute.arch.mbarrier_arrive(ready.lists.empty(slot))
         ptx.fence_tensor_after()
         buffer = tile & P_BUFFERS - 1
-        scores = S_AT + buffer * S_COLUMNS
-        kept = ROW_MAJOR.at(Int64(at.kept))
-        keys = ROW_MAJOR.at(Int64(at.stages + stage * STAGE_BYTES))
+        kept, keys = KEY_ROWS.at(Int64(at.kept)), KEY_ROWS.at(Int64(at.stages + stage * STAGE_BYTES))
         steps = list(scores_steps())
         for i in range_constexpr(len(steps)):
             step = steps[i]
             ptx.tensor_mma(
-                scores,
-                step.queries if step.held else kept + step.queries // 16,
-                keys + step.keys // 16,
+                buffer * S_COLUMNS + step.d,
+                step.a if step.is_resident else kept + step.a // 16,
+                keys + step.b // 16,
                 self.scores,
-                int(i > 0),
-                a_in_tensor_memory=step.held,
+                int(not step.is_first),
+                a_in_tensor_memory=step.is_resident,
                 weight_stationary=True,
             )
         ptx.commit_tensor((ready.scores + buffer).toint())
@@ -128,16 +121,16 @@ class Products:
             ready.total.wait_empty(0, parity)
         ptx.fence_tensor_after()
         buffer = tile & P_BUFFERS - 1
-        weights = ROW_MAJOR.at(Int64(at.p + buffer * P_BYTES))
-        values = COLUMN_MAJOR.at(Int64(at.stages + stage * STAGE_BYTES))
-        steps = list(total_steps())
+        weights = KEY_ROWS.at(Int64(at.p + buffer * P_BYTES))
+        values = VALUE_ROWS.at(Int64(at.stages + stage * STAGE_BYTES))
+        steps = list(values_steps())
         for i in range_constexpr(len(steps)):
             step = steps[i]
             ptx.tensor_mma(
-                step.column,
-                weights + step.weights // 16,
-                values + step.values // 16,
-                self.total,
+                step.d,
+                weights + step.a // 16,
+                values + step.b // 16,
+                self.values,
                 1 - is_first if step.is_first else 1,
                 weight_stationary=True,
             )

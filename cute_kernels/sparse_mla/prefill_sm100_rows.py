@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
+from cute_kernels.sparse_mla.decode_sm100_plan import GATHERED
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     END,
     HELD,
@@ -28,8 +29,6 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
 )
 from cute_kernels.sparse_mla.prefill_sm90_rows import Rows as HopperRows
 from cute_kernels.sparse_mla.prefill_sm100_plan import (
-    GROUP,
-    HALF_KEYS,
     LIST,
     LISTS,
     MARK_AT,
@@ -42,7 +41,7 @@ from cute_kernels.sparse_mla.prefill_sm100_plan import (
 )
 
 LANES = 32
-HALVES = KEYS // HALF_KEYS
+HALVES = KEYS // LANES
 
 
 class Lists:
@@ -87,7 +86,7 @@ class Lists:
     ) -> None:
         """Where a tile's rows are, and which are there. Of a lane's two rows, all loads are under way at once."""
         query, _ = work.place(item)
-        places = [self.place(tile, half * HALF_KEYS + cute.arch.lane_idx(), count, sources) for half in range(HALVES)]
+        places = [self.place(tile, half * LANES + cute.arch.lane_idx(), count, sources) for half in range(HALVES)]
         found = [self.entry(query, place, sources) for place in places]
         rows = [self.row(place, entry, sources) for place, entry in zip(places, found, strict=True)]
         self.store(rows, at.lists + slot * LIST)
@@ -96,7 +95,7 @@ class Lists:
     def store(self, rows: Any, list_at: Any) -> None:
         for half in range_constexpr(HALVES):
             lane = cute.arch.lane_idx()
-            ptx.store_shared_s32(list_at + (half * HALF_KEYS + lane) * 4, rows[half])
+            ptx.store_shared_s32(list_at + (half * LANES + lane) * 4, rows[half])
             there = cute.arch.vote_ballot_sync(rows[half] >= 0)
             if lane == 0:
                 ptx.store_shared_s32(list_at + THERE_AT + half * 4, there)
@@ -208,9 +207,9 @@ class Rows:
         source = choose(maps[1:], mark)
         own_rows = KEYS // self.parts
         cute.arch.mbarrier_arrive_and_expect_tx(full, self.slabs * SLAB_BYTES // self.parts)
-        own_at = stage_at + part * group_place(own_rows // GROUP, 0)
-        for group in range_constexpr(own_rows // GROUP):
-            rows = ptx.load_shared_128(list_at + part * (own_rows * 4) + group * (GROUP * 4))
+        own_at = stage_at + part * group_place(own_rows // GATHERED, 0)
+        for group in range_constexpr(own_rows // GATHERED):
+            rows = ptx.load_shared_128(list_at + part * (own_rows * 4) + group * (GATHERED * 4))
             for slab in range_constexpr(self.slabs):
                 place = own_at + group_place(group, slab)
                 ptx.gather_rows(place, source, slab * self.columns, rows, full.toint())

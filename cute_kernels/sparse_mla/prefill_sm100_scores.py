@@ -15,6 +15,16 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.dsl.reduce import pairwise
+from cute_kernels.sparse_mla.decode_sm100_plan import (
+    O_BLOCK,
+    O_COLUMN,
+    O_COLUMNS,
+    PAIR_BARRIER,
+    PAIR_THREADS,
+    S_COLUMN,
+    S_COLUMNS,
+    chunk_offset,
+)
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     END,
     LAST,
@@ -27,23 +37,14 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     Work,
 )
 from cute_kernels.sparse_mla.prefill_sm100_plan import (
-    HALF_KEYS,
     LANE,
     LIST,
     LISTS,
-    LOADED,
     MARK_AT,
-    O_AT,
-    O_COLUMNS,
-    PAIR,
-    PAIR_BARRIER,
-    S_AT,
-    S_COLUMNS,
     THERE_AT,
     Barriers,
     Places,
     Plan,
-    weight_chunk,
 )
 from cute_kernels.sparse_mla.softmax import GROWTH, LEAST, share
 
@@ -89,7 +90,7 @@ class Scores:
                 mark = ptx.load_shared_s32(at.lists + slot * LIST + MARK_AT)
                 ptx.wait_mbarrier((ready.scores + buffer).toint(), its_phase)
                 ptx.fence_tensor_after()
-                scores = list(ptx.load_tensor_memory(lanes + S_AT + buffer * S_COLUMNS, HALF_KEYS))
+                scores = list(ptx.load_tensor_memory(lanes + S_COLUMN + buffer * S_COLUMNS, S_COLUMNS))
                 cute.arch.sync_warp()
                 if thread & 31 == 0:
                     cute.arch.mbarrier_arrive(ready.lists.empty(slot))
@@ -100,7 +101,7 @@ class Scores:
                 # P V of the tile before last, which had this buffer
                 ready.weights.wait_empty(buffer, its_phase)
                 is_grown = largest - top > Float32(GROWTH)
-                if ptx.any_of_group(PAIR_BARRIER + (head >> 5), PAIR, is_grown) != 0:
+                if ptx.any_of_group(PAIR_BARRIER + (head >> 5), PAIR_THREADS, is_grown) != 0:
                     found = self.of_both(largest, thread, ptx.max_f32, at)
                     moved = found if found - top > Float32(GROWTH) else top
                     # there is nothing before an item's first tile
@@ -111,10 +112,10 @@ class Scores:
                         self.multiply(lanes, factor)
                 weights = [ptx.exp2(ptx.fma_rn(score, scale, -top)) for score in scores]
                 amount = amount + pairwise(weights, operator.add)
-                for chunk in range_constexpr(HALF_KEYS // CHUNK):
+                for chunk in range_constexpr(S_COLUMNS // CHUNK):
                     own = weights[CHUNK * chunk : CHUNK * (chunk + 1)]
                     words = [self.pair(own[2 * i], own[2 * i + 1]) for i in range(CHUNK // 2)]
-                    place = weight_chunk(head, half * (HALF_KEYS // CHUNK) + chunk)
+                    place = chunk_offset(head, half * (S_COLUMNS // CHUNK) + chunk)
                     ptx.store_shared_128(at.p + buffer * P_BYTES + place, words)
                 # tensor cores read the weights, and the next scores come where these were
                 cute.arch.fence_view_async_shared()
@@ -144,7 +145,7 @@ class Scores:
         if scale_log2 < Float32(0.0):
             found = [-score for score in found]
         if there != ALL:
-            found = [found[i] if there >> i & 1 != 0 else Float32(-Float32.inf) for i in range(HALF_KEYS)]
+            found = [found[i] if there >> i & 1 != 0 else Float32(-Float32.inf) for i in range(S_COLUMNS)]
         return found
 
     def largest(self, scores: Any) -> Any:
@@ -159,9 +160,9 @@ class Scores:
         """A head's two threads' values, combined, in both. By the warps that have its 32 heads."""
         barrier = PAIR_BARRIER + (thread % ROWS >> 5)
         # what was exchanged before has been read
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=PAIR)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=PAIR_THREADS)
         ptx.store_shared_f32(at.exchange + thread * 4, value)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=PAIR)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=PAIR_THREADS)
         other = ptx.load_shared_f32(at.exchange + (thread ^ ROWS) * 4)
         return combine(value, other)
 
@@ -169,9 +170,9 @@ class Scores:
     def multiply(self, lanes: Any, factor: Any) -> None:
         """O of the thread's lane. P V of the tile before is done."""
         ptx.fence_tensor_after()
-        for number in cutlass.range(O_COLUMNS // LOADED, unroll=1):
-            place = lanes + O_AT + number * LOADED
-            found = ptx.load_tensor_memory(place, LOADED)
+        for number in cutlass.range(O_COLUMNS // O_BLOCK, unroll=1):
+            place = lanes + O_COLUMN + number * O_BLOCK
+            found = ptx.load_tensor_memory(place, O_BLOCK)
             ptx.store_tensor_memory(place, [one * factor for one in found])
         ptx.wait_tensor_stores()
 

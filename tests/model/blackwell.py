@@ -252,7 +252,6 @@ def _copy_box(op: Op) -> Run:
             own = np.arange(LANES) == lane
             map_ = warp.cluster.tensor_maps[int(warp.r[source][lane])]
             where = [int(warp.r[slot][lane].astype(U32).view(np.int32)) for slot in at]
-            memory = warp.memory.bytes
             size = int(np.prod(map_.box)) * map_.width * (4 if is_gathered else 1)
             target = chosen(own, addresses(warp, *to))
             if int(target[0]) % 128:
@@ -265,14 +264,19 @@ def _copy_box(op: Op) -> Run:
             if warp.events:
                 warp.events.bulk(op.number, int(lane), [(int(first[0]), size)], place)
 
-            def land(
-                map_: Any = map_, where: Any = where, barrier: Any = barrier, address: int = address, size: int = size
-            ) -> None:
-                rows = meaning.rows_of(map_, memory, where[0], where[1:]) if is_gathered else None
-                found = meaning.box_of(map_, memory, where) if rows is None else rows
-                meaning.place_box(block.shared, address, found, map_.swizzle)
-                barrier.complete(size)
-
-            warp.cluster.add(Task(land))
+            warp.cluster.add(Task(_landing(map_, where, warp.memory.bytes, block, address, barrier, size)))
 
     return copy
+
+
+def _landing(map_: Any, where: Any, memory: Any, block: Any, address: int, barrier: Any, size: int) -> Any:
+    """What a tensor copy does when its time comes; where: coordinates, of gathered rows a column and four rows."""
+
+    def land() -> None:
+        is_gathered = len(where) > len(map_.box)
+        rows = meaning.rows_of(map_, memory, where[0], where[1:]) if is_gathered else None
+        found = meaning.box_of(map_, memory, where) if rows is None else rows
+        meaning.place_box(block.shared, address, found, map_.swizzle)
+        barrier.complete(size)
+
+    return land

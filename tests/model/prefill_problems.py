@@ -96,7 +96,7 @@ class Problem:
         return self.call.q
 
     def sources(self, memory: GlobalMemory) -> tuple[list[TensorMap], list[Any], list[Any]]:
-        """Tensor maps of what rows are gathered from; where rows are; what comes behind the results, but for the sink."""
+        """Tensor maps of what rows are gathered from; where rows are; what comes behind the results."""
         raise NotImplementedError
 
     def run(self, blocks: int, **options: Any) -> tuple[torch.Tensor, ...]:
