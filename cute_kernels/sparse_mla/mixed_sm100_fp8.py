@@ -10,8 +10,8 @@ from cutlass import Float8E4M3FN
 
 from cute_kernels.sparse_mla.mixed_sm90 import fake_arguments
 from cute_kernels.sparse_mla.mixed_sm100 import MixedKernel, MixedKey
-from cute_kernels.sparse_mla.mixed_sm100_fp8_plan import FP8
 from cute_kernels.sparse_mla.mixed_sm100_fp8_rows import CodeRows, Front
+from cute_kernels.sparse_mla.mixed_sm100_plan import FP8
 
 
 @dataclass(frozen=True)

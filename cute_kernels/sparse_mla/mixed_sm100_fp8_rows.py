@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
-from cute_kernels.sparse_mla.mixed_sm100_fp8_plan import (
+from cute_kernels.sparse_mla.mixed_sm100_plan import (
     CODE_SLAB,
     CODE_SLABS,
     LANES_ROWS,

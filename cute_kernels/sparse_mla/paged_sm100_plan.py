@@ -15,16 +15,20 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers
 from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.runtime.work import Work
 from cute_kernels.sparse_mla import paged_sm90_plan
 from cute_kernels.sparse_mla.decode_sm100_plan import RAW_BYTES, RAWS, STAGES
 from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS, P_BUFFERS, STAGE_BYTES
 from cute_kernels.sparse_mla.prefill_sm100_plan import (
     FRONT_WARPS,
     LISTS,
+    QUERY_ROWS,
     ROWS_WARPS,
     SCORES_WARPS,
     Barriers,
     Plan,
+    of_tile,
+    shape,
     smem_parts,
 )
 
@@ -82,3 +86,17 @@ class Sources(NamedTuple):
     named: paged_sm90_plan.Sources
     window_step: Any
     compressed_step: Any
+
+
+CONTEXT = 16384
+
+
+def work() -> tuple[Work, ...]:
+    """128 heads are two items."""
+    rows = {"codes in and out": 2.0 * RAW_BYTES, "bf16 in": float(STAGE_BYTES)}
+    shapes = []
+    for heads in (64, 128):
+        for name, keys in (("swa", 128), ("c4", 640)):
+            moved = CONTEXT * FP8_DS_MLA.row_elements * (1.25 if name == "c4" else 1)
+            shapes.append(shape(f"{name} new{QUERY_ROWS} ctx{CONTEXT} h{heads}", heads, keys, moved))
+    return (of_tile("sparse_mla_prefill_paged", "64 heads", rows, shapes=tuple(shapes)),)

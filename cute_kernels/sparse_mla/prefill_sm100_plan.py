@@ -19,7 +19,9 @@ from cutlass import Int64
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers
-from cute_kernels.sparse_mla.decode_sm100_plan import GATHERED, Q_COLUMN
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.runtime.work import Shape, Work
+from cute_kernels.sparse_mla.decode_sm100_plan import GATHERED, O_COLUMNS, Q_COLUMN
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     HELD,
     KEPT,
@@ -197,3 +199,47 @@ def query_copies() -> Iterator[QueryCopy]:
 def group_place(group: int, slab: int) -> int:
     """Byte of a slab's part of four rows in a stage; where in it their chunks lie is the copy's business."""
     return slab * SLAB_BYTES + group * GROUP_BYTES
+
+
+# ---- what perf/roofline.py makes times of ----------------------------------------------------------------------------
+
+PREFILLS = ((64, 640), (128, 640), (64, 1152), (128, 1152), (64, 2176), (128, 2176), (8, 640))
+"""Heads and columns of calls with 4096 query rows over 16384 rows of kv."""
+
+QUERY_ROWS, KV_ROWS = 4096, 16384
+
+
+def of_tile(op: str, kernel: str, rows: dict[str, float], heads: int = ROWS, shapes: tuple[Shape, ...] = ()) -> Work:
+    """Work of a tile.
+
+    rows    bytes through shared memory until the tile is there
+    heads   of an item, of the 64 that are computed
+    """
+    flops = 2 * 2 * KEYS * HEAD_DIM
+    smem = {
+        "Q K^T": STAGE_BYTES + KEPT * ROWS * 2,
+        "P in and out": P_BYTES + HEAD_DIM // O_COLUMNS * P_BYTES,
+        "P V": STAGE_BYTES,
+    }
+    # rows are read over and over: they come from L2, whose rate is not known
+    mma = {"bf16": float(flops * ROWS)}
+    return Work(op, kernel, f"{KEYS} keys, {ROWS} heads", 1, 0, mma, rows | smem, flops * heads, shapes)
+
+
+def shape(name: str, heads: int, keys: int, kv_bytes: float) -> Shape:
+    """Of a call with QUERY_ROWS rows that attend to so many keys each."""
+    tiles = QUERY_ROWS * -(-heads // ROWS) * -(-keys // KEYS)
+    return Shape(name, tiles, QUERY_ROWS * heads * HEAD_DIM * 2 * 2 + kv_bytes)
+
+
+def work() -> tuple[Work, ...]:
+    """128 heads are two items. Fewer than 64 take as long as 64."""
+    shapes = {}
+    for heads, topk in PREFILLS:
+        name = f"sq{QUERY_ROWS} h{heads} topk{topk} skv{KV_ROWS}"
+        own = shape(name, heads, topk, KV_ROWS * HEAD_DIM * 2 + QUERY_ROWS * topk * 4)
+        shapes.setdefault(min(heads, ROWS), []).append(own)
+    rows = {"rows in": float(STAGE_BYTES)}
+    return tuple(
+        of_tile("sparse_mla_prefill", f"{heads} heads", rows, heads, tuple(own)) for heads, own in shapes.items()
+    )

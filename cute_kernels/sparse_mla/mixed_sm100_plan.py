@@ -1,8 +1,8 @@
-"""What Blackwell's mixed kernel over e4m3 caches has that the one over bf16 caches has not: see prefill_sm100_plan.
+"""What Blackwell's mixed kernels have that prefill's has not, see prefill_sm100_plan: over bf16 caches nothing.
 
-e4m3 rows and queries become f16 on their way to tensor cores, as on Hopper: f16 holds every e4m3 number, so all
-products are exact, and weights keep 11 bits (products of 8-bit numbers would take them with 4). Codes come through a
-ring of their own; a front of four warps makes them stages.
+Over e4m3 caches, rows and queries become f16 on their way to tensor cores, as on Hopper: f16 holds every e4m3 number,
+so all products are exact, and weights keep 11 bits (products of 8-bit numbers would take them with 4). Codes come
+through a ring of their own; a front of four warps makes them stages.
 
 A slab of codes is [64 rows, 128 bytes], too, but of 128 columns: two slabs of a stage.
 """
@@ -16,14 +16,19 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers
 from cute_kernels.formats import HEAD_DIM
+from cute_kernels.runtime.work import Work
 from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS, P_BUFFERS, SLAB, SLAB_BYTES, STAGE_BYTES
 from cute_kernels.sparse_mla.prefill_sm100_plan import (
     FRONT_WARPS,
+    KV_ROWS,
     LISTS,
+    QUERY_ROWS,
     ROWS_WARPS,
     SCORES_WARPS,
     Barriers,
     Plan,
+    of_tile,
+    shape,
     smem_parts,
 )
 
@@ -97,3 +102,15 @@ def stage_place(row: Any, slab: int, member: Any, chunk: int) -> Any:
 
 OWN_ROWS = KEYS // FRONT_WARPS
 """Of a tile, by a warp of the front."""
+
+
+def work() -> tuple[Work, ...]:
+    """Of both formats; the calls are those of prefill, as perf's are."""
+    bf16 = {"rows in": float(STAGE_BYTES)}
+    codes = {"codes in and out": 2.0 * RAW_BYTES, "f16 in": float(STAGE_BYTES)}
+    found = []
+    for name, rows, size in (("bf16", bf16, 2), ("e4m3", codes, 1)):
+        kv_bytes = KV_ROWS * HEAD_DIM * size
+        shapes = tuple(shape(f"{name} sq{QUERY_ROWS} h64 {keys} keys", 64, keys, kv_bytes) for keys in (640, 1152))
+        found.append(of_tile("sparse_mla_mixed", f"{name}, 64 heads", rows, shapes=shapes))
+    return tuple(found)
