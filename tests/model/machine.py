@@ -9,6 +9,7 @@ there is no task, the kernel hangs, and the model says who waits for what.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from tests.model import alu, asynchronous, blackwell, convert, hopper, mbarriers, moves, warps  # noqa: F401
+from tests.model import (  # noqa: F401
+    alu,
+    asynchronous,
+    blackwell,
+    convert,
+    fields,
+    hopper,
+    mbarriers,
+    moves,
+    tensor_copies,
+    warps,
+)
 from tests.model.memory import GlobalMemory, SharedMemory
 from tests.model.ptx import LANES, Op, Program, is_branch
 from tests.model.tasks import Task
@@ -53,6 +65,8 @@ class Block:
     number: int
     barriers: dict[int, list[int]] = field(default_factory=dict)
     """Named barriers: threads that have arrived, how often it has opened, results of a reduction."""
+    columns: dict[int, int] = field(default_factory=dict)
+    """Of tensor memory, that have been asked for: first -> how many."""
 
 
 class Warp:
@@ -63,13 +77,17 @@ class Warp:
         self.shared, self.memory = cluster.shared, cluster.memory
         self.r: list[Any] = []
         self.parts = [Part(0, None)]
-        self.events = cluster.events and cluster.events.of_warp(self)
+        self.events = cluster.events.of_warp(self) if cluster.events else None
         self.pending: dict[int, Any] = {}
         """Slot -> registers that a product will write, behind the newest of `products`."""
         self.products: list[list[Task]] = [[]]
         self.copies: list[list[Task]] = [[]]
         self.bulk_copies: list[list[Task]] = [[]]
         self.queues: dict[str, deque[Task]] = {}
+        self.tensor_loads: list[tuple[Task, dict[int, Any]]] = []
+        self.tensor_stores: list[Task] = []
+        self.tensor_work: list[Task] = []
+        """Products and copies of tcgen05 that may be under way."""
 
     @property
     def name(self) -> str:
@@ -117,6 +135,8 @@ class Cluster:
         self.tensor_maps = tensor_maps or {}
         self.mbarriers: dict[int, mbarriers.Barrier] = {}
         self.tensor_memory: dict[int, Any] = {}
+        self.columns: dict[int, int] = {}
+        """Where so many columns of tensor memory are, for who asks for them."""
         self.queues: list[deque[Task]] = []
         self.arrived = [0, 0]
         """At the cluster's barrier: threads, and how often it has opened."""
@@ -241,7 +261,7 @@ class Cluster:
             part = parts[0]
             return part if part.waits is None or part.waits() else None
         parts.sort(key=lambda part: part.at)
-        for one, two in zip(parts, parts[1:], strict=False):
+        for one, two in itertools.pairwise(parts):
             if one.at == two.at:
                 mask = one.mask | two.mask
                 parts.remove(two)

@@ -24,6 +24,17 @@ def together(run: Run) -> Run:
     return checked
 
 
+def exchange(op: Op, run: Run) -> Run:
+    """One that lets threads see each other's registers."""
+
+    def noted(warp: Any, lanes: Any) -> None:
+        run(warp, lanes)
+        if warp.events:
+            warp.events.exchange(op.number, lanes)
+
+    return together(noted)
+
+
 @instruction("shfl.sync")
 def _shuffle(op: Op) -> Run:
     mode = op.parts[2]
@@ -48,7 +59,7 @@ def _shuffle(op: Op) -> Run:
         if inside is not None:
             put(warp, inside, lanes, _of(lanes, is_inside))
 
-    return together(shuffle)
+    return exchange(op, shuffle)
 
 
 def _of(lanes: Any, vector: Any) -> Any:
@@ -72,7 +83,7 @@ def _vote(op: Op) -> Run:
             result = {"any": given.any(), "all": given.all(), "uni": given.all() or not given.any()}[mode]
         put(warp, target, lanes, np.full(len(given), result))
 
-    return together(vote)
+    return exchange(op, vote)
 
 
 @instruction("redux.sync")
@@ -92,7 +103,7 @@ def _reduce(op: Op) -> Run:
         values = _of(lanes, warp.r[source]).view(view)
         put(warp, target, lanes, np.full(len(values), function.reduce(values), view).view(U32))
 
-    return together(reduce)
+    return exchange(op, reduce)
 
 
 @instruction("elect.sync")
@@ -137,7 +148,7 @@ def _load_matrix(op: Op) -> Run:
         position = warp.shared.position(addresses(warp, *address)[: 8 * count], 16)
         rows = warp.shared.load(position, 16, 8).reshape(count, 8, 8).astype(U32)
         if warp.events:
-            warp.events.read(op.number, LANE < 8 * count, position, 16)
+            warp.events.read(op.number, 8 * count > LANE, position, 16)
         for matrix, target in zip(rows, targets, strict=True):
             matrix = matrix.T if is_transposed else matrix
             warp.r[target] = matrix[ROW, 2 * COLUMN] | (matrix[ROW, 2 * COLUMN + 1] << U32(16))
@@ -160,7 +171,7 @@ def _store_matrix(op: Op) -> Run:
             rows = rows.transpose(0, 2, 1)
         warp.shared.store(position, rows.reshape(8 * count, 8), 16)
         if warp.events:
-            warp.events.write(op.number, LANE < 8 * count, position, 16)
+            warp.events.write(op.number, 8 * count > LANE, position, 16)
 
     return together(store)
 
@@ -191,7 +202,7 @@ def _sync_warp(op: Op) -> Run:
 
 @instruction("bar", "barrier")
 def _barrier(op: Op) -> Run:
-    """bar.sync, bar.arrive, bar.red, and their other names barrier.cta.* and barrier.*; of a cluster, arrive and wait."""
+    """bar.sync, bar.arrive, bar.red, and their other names barrier.cta and barrier; barrier.cluster."""
     parts = [part for part in op.parts[1:] if part != "cta"]
     if parts[0] == "cluster":
         return _arrive_cluster(op) if parts[1] == "arrive" else _wait_cluster(op)
