@@ -18,7 +18,7 @@ from cute_kernels.sparse_mla.prefill_sm100_plan import SECOND
 from cute_kernels.sparse_mla.prefill_sm100_rows import Lists
 
 
-def page_step(cache: cute.Tensor) -> Any:
+def page_step(cache: Any) -> Any:
     """Rows from a page of a cache [pages, rows of a page, 512] to the next, those between pages included."""
     return Int32(cache.stride[0] // HEAD_DIM)
 

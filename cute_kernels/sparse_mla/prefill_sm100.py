@@ -20,7 +20,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.nvgpu.cpasync.copy import CopyBulkTensor2DGather4G2SOp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -82,7 +82,8 @@ class PrefillKernel:
     def __init__(self, name: str = "sparse_mla_prefill", lists: Any = None, plan: Plan = BF16) -> None:
         self.name, self.plan = name, plan
         self.lists, self.rows, self.products = lists or Lists(), Rows(), Products(plan)
-        self.scores, self.back, self.front = Scores(plan), Back(), None
+        self.scores, self.back = Scores(plan), Back()
+        self.front: Any = None
 
     @cute.jit
     def __call__(
@@ -111,18 +112,22 @@ class PrefillKernel:
         results = Output(
             address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse), None
         )
-        maps = (self.rows_map(kv.iterator, length(kv, 0), kv.stride[0]),)
+        maps = (self.rows_map(kv),)
         self.launch(q, maps, sources, results, sink, scale_log2, blocks, stream)
 
-    def rows_map(self, first: Any, rows: Any, stride: Any) -> Any:
-        """Atom of a copy that gathers four rows' part of a slab; stride: in elements."""
-        view = cute.make_tensor(first, cute.make_layout((rows, HEAD_DIM), stride=(stride, 1)))
+    def rows_map(self, source: Any, rows: Any = None) -> Any:
+        """Atom of a copy that gathers four rows' part of a slab.
+
+        rows   None: the source's first axis. Else it has pages, and so many rows follow each other without a gap
+        """
+        count, step = (length(source, 0), source.stride[0]) if rows is None else (rows, HEAD_DIM)
+        view = cute.make_tensor(source.iterator, cute.make_layout((count, HEAD_DIM), stride=(step, 1)))
         # says no more than that rows are gathered
-        coordinates = cute.make_tensor(first, cute.make_layout((KEYS, HEAD_DIM), stride=(1, 0)))
+        coordinates = cute.make_tensor(source.iterator, cute.make_layout((KEYS, HEAD_DIM), stride=(1, 0)))
         gather = CopyBulkTensor2DGather4G2SOp()
         return cpasync.make_tiled_tma_atom(gather, view, self.slab(), self.box(), gmem_coord_tensor=coordinates)[0]
 
-    def queries_map(self, q: cute.Tensor) -> Any:
+    def queries_map(self, q: Any) -> Any:
         """Atom of a copy of a slab of 64 heads' queries: zeros for heads that are not there."""
         layout = cute.make_layout((length(q, 1), HEAD_DIM, length(q, 0)), stride=(q.stride[1], 1, q.stride[0]))
         view, load = cute.make_tensor(q.iterator, layout), cpasync.CopyBulkTensorTileG2SOp()
@@ -213,6 +218,8 @@ class PrefillKernel:
         elif warp < FRONT:
             with cute.arch.elect_one():
                 maps = [ptx.tensor_map(copy) for copy in copies]
+                for i in range_constexpr(len(maps)):
+                    ptx.prefetch_tensor_map(maps[i])
                 self.rows.run(warp - ROWS_WARP, work, maps, ready, at)
         else:
             if const_expr(self.front is not None):

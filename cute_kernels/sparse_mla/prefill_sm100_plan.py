@@ -234,7 +234,7 @@ def shape(name: str, heads: int, keys: int, kv_bytes: float) -> Shape:
 
 def work() -> tuple[Work, ...]:
     """128 heads are two items. Fewer than 64 take as long as 64."""
-    shapes = {}
+    shapes: dict[int, list[Shape]] = {}
     for heads, topk in PREFILLS:
         name = f"sq{QUERY_ROWS} h{heads} topk{topk} skv{KV_ROWS}"
         own = shape(name, heads, topk, KV_ROWS * HEAD_DIM * 2 + QUERY_ROWS * topk * 4)

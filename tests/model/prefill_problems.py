@@ -176,7 +176,8 @@ class Paged(Problem):
             steps.append(pool.stride // RECORD)
         columns = 0 if call.compressed is None else call.compressed_table.shape[1] * call.compressed.rows
         lists = [0, 0, columns]
-        if call.topk is not None and call.topk.shape[1]:
-            lists = [put(memory, call.topk), bytes_between(call.topk, 0), call.topk.shape[1]]
+        if call.topk is not None:
+            count = call.topk.shape[1]
+            lists = [put(memory, call.topk), bytes_between(call.topk, 0), count] if count else [0, 0, 0]
         values += [call.window_size, *lists, *divisor(call.ratio or 1), put(memory, given["query_start_loc"])]
         return [*codes, *rope], [*values, put(memory, given["seq_lens"]), len(call.seq_lens), *steps], []
