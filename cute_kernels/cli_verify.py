@@ -1,6 +1,7 @@
 """`python -m cute_kernels verify`: every kernel against its reference on the GPU at hand, and the verdicts kept.
 
-First what all ops need is found out, by calling everything but the kernels, and compiled in many processes. Ops with
+First what all ops need is found out, by calling everything but the kernels, and compiled in many processes. On a
+Blackwell, what its kernels take for granted about instructions is tried then, one by one (cute_kernels.facts). Ops with
 one kernel are then verified side by side. Where a kernel of the architecture's own, which may never have run, has a
 portable one beside it, both are verified, alone on the GPU. Layers come last, with the kernels that are trusted then.
 """
@@ -53,13 +54,15 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _verify(ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> tuple[list[Any], str]:
-    """Verdicts of the ops and the layers, and why they could not be kept, or ""."""
+    """Verdicts of the facts, the ops and the layers, and why they could not be kept, or ""."""
+    from cute_kernels.facts import check
     from cute_kernels.runtime.verify import PORTABLE, Needs, needs_by_name, verify_by_name
 
     processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
     needs = [found for found in _run("finding kernels", ops, needs_by_name, processes) if isinstance(found, Needs)]
     keys = [key for need in needs for key in need.keys]
-    _compile(keys if layers is None else [*keys, *layers.keys(arch)], workers)
+    _compile([*check.keys(arch), *keys, *(() if layers is None else layers.keys(arch))], workers)
+    facts = _run("verifying facts", check.NAMES, check.verify_fact, processes) if arch in check.ARCHS else []
     with_choice = [need.name for need in needs if need.has_choice]
     verdicts = _run("verifying ops", [op for op in ops if op not in with_choice], verify_by_name, processes)
     both = [op + kernel for op in with_choice for kernel in ("", PORTABLE)]
@@ -68,7 +71,7 @@ def _verify(ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> 
     problem = _keep(verdict for verdict in verdicts if not verdict.name.endswith(PORTABLE))
     if layers is not None:
         verdicts += _run("verifying layers", list(layers.KINDS), layers.verify_layer, processes)
-    return verdicts, problem
+    return facts + verdicts, problem
 
 
 def _run(what: str, names: Sequence[str], function: Callable[[str], Any], workers: int = 1) -> list[Any]:

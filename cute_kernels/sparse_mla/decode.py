@@ -1,8 +1,9 @@
 """Which kernel sparse_mla_decode runs.
 
-For fp8_ds_mla caches Hopper's own, or for few heads that of teams of warps where TEAMS_HEADS has them; or Blackwell's
-own, where it can address the caches and is trusted; for everything else the portable one. With 9 to 16 heads Hopper's is faster as long as it has all rows at once, and that of teams with
-more of them; which of the two depends on the number of rows where the split does, too, and nowhere else.
+For fp8_ds_mla caches Hopper's own, or for few heads that of teams of warps; or Blackwell's own, where it can address
+the caches and is trusted; for everything else the portable one. With 9 to 16 heads Hopper's is faster as long as it has
+all rows at once, and that of teams with more of them; which of the two depends on the number of rows where the split
+does, too, and nowhere else.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from cute_kernels.sparse_mla.teams_plan import ARCHS as TEAMS_ARCHS
 HOPPER = "sm_90a"
 BLACKWELL = ("sm_100a", "sm_103a")
 
-TEAMS_HEADS: tuple[int, ...] = ()
-"""Heads of a block that the kernel of teams runs with, of those it is for (8 and 16): none until all of
-tests/gpu/test_decode.py has passed with it."""
+TEAMS_HEADS = (8, 16)
+"""Heads of a block that the kernel of teams runs with."""
 
 FEW_ROWS_HEADS = (16,)
 """Those of which Hopper's kernel takes calls with few rows."""
@@ -64,8 +64,8 @@ def key_for(
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
-    """The layers' decode steps: one or two lists as the compress ratio says, in one part or several. Of Blackwell its own
-    kernels, and those that run before they are trusted."""
+    """The layers' decode steps: one or two lists as the compress ratio says, in one part or several. Of Blackwell its
+    own kernels, and those that run before they are trusted."""
     lists = {4: ("listed",), 128: ("dense", "listed")}
     seconds = {second: None for ratio in config.compress_ratios for second in lists.get(ratio, ("none",))}
     heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
