@@ -23,6 +23,9 @@ from rich.markup import escape
 
 from cute_kernels.cli import PROGRAM, STYLES, Refusal, print_json, with_progress
 
+OWN_SECONDS = 120.0
+"""After this a kernel that may never have run before hangs: what it needs is compiled by then."""
+
 MOST_PROCESSES = 4
 """That use the GPU at a time: each holds a context of some hundred MB, and its references want cores."""
 
@@ -66,7 +69,7 @@ def _verify(ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> 
     with_choice = [need.name for need in needs if need.has_choice]
     verdicts = _run("verifying ops", [op for op in ops if op not in with_choice], verify_by_name, processes)
     both = [op + kernel for op in with_choice for kernel in ("", PORTABLE)]
-    verdicts += _run(f"verifying kernels for {arch}", both, verify_by_name)
+    verdicts += _run(f"verifying kernels for {arch}", both, verify_by_name, timeout=OWN_SECONDS)
     verdicts.sort(key=lambda verdict: verdict.name)
     problem = _keep(verdict for verdict in verdicts if not verdict.name.endswith(PORTABLE))
     if layers is not None:
@@ -74,11 +77,14 @@ def _verify(ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> 
     return facts + verdicts, problem
 
 
-def _run(what: str, names: Sequence[str], function: Callable[[str], Any], workers: int = 1) -> list[Any]:
+def _run(
+    what: str, names: Sequence[str], function: Callable[[str], Any], workers: int = 1, timeout: float | None = None
+) -> list[Any]:
     """Results of function(name) in the order of the names."""
-    from cute_kernels.runtime.isolated import run_isolated
+    from cute_kernels.runtime.isolated import TIMEOUT_SECONDS, run_isolated
 
-    found = list(with_progress(run_isolated(names, function, workers=workers), len(names), what))
+    results = run_isolated(names, function, TIMEOUT_SECONDS if timeout is None else timeout, workers)
+    found = list(with_progress(results, len(names), what))
     return sorted(found, key=lambda result: names.index(result.name))
 
 

@@ -23,11 +23,9 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
-from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.cute.nvgpu.cpasync.copy import CopyBulkTensor2DGather4G2SOp
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import ptx, tensor_maps
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import NOPE_DIM
 from cute_kernels.sparse_mla import portable_source
@@ -37,11 +35,9 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
     CODES_WARP,
     FRONT_WARP,
     HEADS,
-    KEYS,
     PRODUCTS_WARP,
     ROPE_WARP,
     ROW_BYTES,
-    SCOUT_WARP,
     SLAB,
     THREADS,
     Barriers,
@@ -58,6 +54,9 @@ from cute_kernels.sparse_mla.portable_source import Items
 from cute_kernels.sparse_mla.teams_source import Queries
 
 WORD = 4
+
+SCORES_REGISTERS, FRONT_REGISTERS, OTHER_REGISTERS = 184, 184, 136
+"""Per thread, in steps of 8; all three groups of four warps together have 504, what they are launched with."""
 
 
 @dataclass(frozen=True)
@@ -181,14 +180,15 @@ class DecodeKernel:
             self.scores.run(thread, items, queries, out, scale_log2, ready, at)
         elif warp < PRODUCTS_WARP:
             self.front.run(thread - FRONT_WARP * 32, ready, at)
-        elif warp == PRODUCTS_WARP:
-            self.products.run(ready, at)
-        elif warp == CODES_WARP:
-            self.codes.run(tuple(ptx.tensor_map(copy) for copy in codes_copies), ready, at)
-        elif warp == ROPE_WARP:
-            self.rope.run(tuple(ptx.tensor_map(copy) for copy in rope_copies), ready, at)
         else:
-            Scout(self.second, items, caches, pitches, lists, queries).run(lane, ready, at)
+            if warp == PRODUCTS_WARP:
+                self.products.run(ready, at)
+            elif warp == CODES_WARP:
+                self.codes.run(tuple(ptx.tensor_map(copy) for copy in codes_copies), ready, at)
+            elif warp == ROPE_WARP:
+                self.rope.run(tuple(ptx.tensor_map(copy) for copy in rope_copies), ready, at)
+            else:
+                Scout(self.second, items, caches, pitches, lists, queries).run(lane, ready, at)
         ptx.fence_tensor_before()
         cute.arch.sync_threads()
         if warp == PRODUCTS_WARP:
@@ -205,32 +205,13 @@ def rows_of(cache: cute.Tensor) -> Any:
     return length(cache, 0) * pitch_of(cache)
 
 
-def gather(source: cute.Tensor, layout: Any, columns: int) -> Any:
-    """A gathering copy of 64 rows to such a layout, four at a time."""
-    rows = cute.make_tensor(  # means nothing: the kernel names rows itself
-        cute.make_ptr(Int32, 0, cutlass.AddressSpace.gmem, assumed_align=4), cute.make_layout((KEYS, columns), stride=(1, 0))
-    )
-    copy, _ = cpasync.make_tiled_tma_atom(
-        CopyBulkTensor2DGather4G2SOp(), source, layout, (KEYS, columns), gmem_coord_tensor=rows
-    )
-    return copy
-
-
 def codes_copy(cache: cute.Tensor) -> Any:
-    """Of the codes: 448 bytes, as words, one row after the other."""
-    columns = NOPE_DIM // WORD
-    source = cute.make_tensor(
-        cute.recast_ptr(cache.iterator, dtype=Int32),
-        cute.make_layout((rows_of(cache), columns), stride=(ROW_BYTES // WORD, 1)),
-    )
-    return gather(source, cute.make_layout((KEYS, columns), stride=(columns, 1)), columns)
+    """Of the codes, as words, one row after the other."""
+    columns, stride = NOPE_DIM // WORD, ROW_BYTES // WORD
+    return tensor_maps.gathered_rows(cache.iterator, Int32, rows_of(cache), columns, stride)
 
 
 def rope_copy(cache: cute.Tensor) -> Any:
     """Of the rotary columns, as tensor cores want them."""
-    source = cute.make_tensor(
-        cute.recast_ptr(cache.iterator + NOPE_DIM, dtype=BFloat16),
-        cute.make_layout((rows_of(cache), SLAB), stride=(ROW_BYTES // 2, 1)),
-    )
-    atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, BFloat16)
-    return gather(source, cute.tile_to_shape(atom, (KEYS, SLAB), (0, 1)), SLAB)
+    start: Any = cache.iterator
+    return tensor_maps.gathered_rows(start + NOPE_DIM, BFloat16, rows_of(cache), SLAB, ROW_BYTES // 2, swizzle=128)

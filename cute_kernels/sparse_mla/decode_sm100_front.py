@@ -65,9 +65,7 @@ class Front:
             tile = tile + 1
 
     @cute.jit
-    def convert(
-        self, source: Any, target: Any, scales: Any, half: cutlass.Constexpr, slab: cutlass.Constexpr
-    ) -> None:
+    def convert(self, source: Any, target: Any, scales: Any, half: cutlass.Constexpr, slab: cutlass.Constexpr) -> None:
         """Store the thread's columns of a slab of one of its rows."""
         pair = ptx.bf16x2_of_ue8m0x2(scales[slab // 4], slab % 4 // 2)
         factor = ptx.permute_bytes(pair, pair, 0x3232 if slab % 2 else 0x1010)

@@ -22,10 +22,15 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, umma
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
-from cute_kernels.sparse_mla.decode_sm90_plan import END, FIRST, KEYS, LAST, SLAB, SLAB_BYTES
+from cute_kernels.runtime.work import Shape, Work
+from cute_kernels.sparse_mla import decode_sm90_plan
 from cute_kernels.sparse_mla.schedule import BLOCK_HEADS
 
-__all__ = ["END", "FIRST", "KEYS", "LAST", "SLAB", "SLAB_BYTES"]  # and everything below: what Hopper's plan has, too
+KEYS, SLAB, SLAB_BYTES = decode_sm90_plan.KEYS, decode_sm90_plan.SLAB, decode_sm90_plan.SLAB_BYTES
+
+FIRST, LAST, END = decode_sm90_plan.FIRST, decode_sm90_plan.LAST, decode_sm90_plan.END
+SECOND = 8
+"""Marks of a tile. Those of Hopper's; and its rows are of the second cache."""
 
 HEADS = BLOCK_HEADS[-1]
 """Of a block: what products take. Rows of heads that nobody has are computed and not stored."""
@@ -48,20 +53,14 @@ BUFFERS = 2
 SLOTS = 4
 """Tiles that the scout may be ahead of the scores."""
 
-SECOND = 8
-"""A mark of a tile, beside Hopper's: its rows are of the second cache."""
-
 ROW_BYTES = FP8_DS_MLA.data_bytes
 """Of a row of the tensors that copies gather from: pages lie multiples of it apart."""
 
 GATHERED = 4
 """Rows of a gathering copy."""
 
-MAX_ROWS = 2**31
-"""Row numbers of those copies are int32."""
-
-SCORES_WARP, FRONT_WARP, PRODUCTS_WARP, CODES_WARP, ROPE_WARP, SCOUT_WARP, WARPS = 0, 4, 8, 9, 10, 11, 12
-"""The first of each role."""
+FRONT_WARP, PRODUCTS_WARP, CODES_WARP, ROPE_WARP, WARPS = 4, 8, 9, 10, 12
+"""The first of each role. The scores begin, the scout is the last."""
 
 THREADS = WARPS * 32
 
@@ -149,7 +148,7 @@ def places(base: Any) -> Places:
     return Places(*found)
 
 
-# ---- plain functions of numbers: the kernel traces them, tests evaluate them ------------------------------------------
+# ---- plain functions of numbers: the kernel traces them, tests evaluate them -----------------------------------------
 
 
 def chunk_offset(row: Any, chunk: Any) -> Any:
@@ -273,3 +272,39 @@ HEADING_READERS = WARPS - 1
 CODES_BYTES = KEYS * NOPE_DIM
 ROPE_BYTES = KEYS * SLAB * 2
 """What the barriers of a tile's copies expect."""
+
+
+# ---- what a tile takes -----------------------------------------------------------------------------------------------
+
+CALLS = ((64, 64), (64, 256), (128, 256))
+"""(heads, rows) of calls with 128 and 512 columns that are reckoned up."""
+
+
+def work() -> tuple[Work, ...]:
+    """Of a tile, whatever its heads: 64 of them are computed. 128 heads are two items."""
+    row = FP8_DS_MLA.row_elements
+    products = 2 * 2 * HEADS * KEYS * HEAD_DIM
+    shapes = []
+    for heads, rows in CALLS:
+        tiles = rows * (heads // HEADS) * (128 + 512) // KEYS
+        moved = rows * (640 * row + 2 * heads * HEAD_DIM * 2)
+        shapes.append(Shape(f"b{rows} h{heads} 128+512", tiles, moved))
+    return (
+        Work(
+            op="sparse_mla_decode",
+            kernel="64 heads",
+            tile=f"{KEYS} keys, {HEADS} heads",
+            blocks=1,
+            hbm=KEYS * row,
+            mma={"bf16": products},
+            smem={
+                "codes in and out": 2 * RAW_BYTES,
+                "bf16 in": STAGE_BYTES,
+                "Q K^T": STAGE_BYTES + (SLABS - Q_SLABS) * SLAB_BYTES,
+                "P": 3 * SLAB_BYTES,
+                "P V": STAGE_BYTES,
+            },
+            flops=products,
+            shapes=tuple(shapes),
+        ),
+    )

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.dsl import ptx
+from cute_kernels.dsl.umma import Operand
 from cute_kernels.sparse_mla.decode_sm100_plan import (
     BUFFERS,
     END,
@@ -69,7 +70,7 @@ class Products:
 
     def multiply_keys(self, column: Any, q: Any, stage: Any) -> None:
         """S = Q K^T."""
-        queries, keys = KEY_ROWS.at(Int64(q)), KEY_ROWS.at(Int64(stage))
+        queries, keys = descriptor(KEY_ROWS, q), descriptor(KEY_ROWS, stage)
         for step in scores_steps():
             ptx.tensor_mma(
                 column + step.d,
@@ -83,7 +84,7 @@ class Products:
 
     def multiply_values(self, p: Any, stage: Any, adds: Any) -> None:
         """O += P V, or O = P V."""
-        weights, values = KEY_ROWS.at(Int64(p)), VALUE_ROWS.at(Int64(stage))
+        weights, values = descriptor(KEY_ROWS, p), descriptor(VALUE_ROWS, stage)
         for step in values_steps():
             ptx.tensor_mma(
                 step.d,
@@ -93,3 +94,9 @@ class Products:
                 adds if step.is_first else 1,
                 weight_stationary=True,
             )
+
+
+def descriptor(operand: Operand, address: Any) -> Any:
+    """In a register."""
+    wide: Any = Int64(address)
+    return operand.at(wide)

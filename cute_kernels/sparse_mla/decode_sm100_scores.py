@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import pairwise
@@ -31,23 +31,31 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
     Q_SLABS,
     S_COLUMN,
     S_COLUMNS,
+    SLAB,
     SLAB_BYTES,
     SLABS,
     SLOTS,
     Barriers,
     Places,
     chunk_offset,
+    places,
 )
 from cute_kernels.sparse_mla.portable_output import Output
 from cute_kernels.sparse_mla.portable_source import Items
 from cute_kernels.sparse_mla.softmax import GROWTH, LEAST
 from cute_kernels.sparse_mla.teams_source import Queries
 
+
+def maximum(values: list[Any]) -> Any:
+    """Of numbers, three at a time."""
+    while len(values) > 2:
+        rest = len(values) // 3 * 3
+        values = [ptx.max3_f32(*values[i : i + 3]) for i in range(0, rest, 3)] + values[rest:]
+    return ptx.max_f32(*values)
+
+
 CHUNKS = 8
 """16-byte chunks of a slab's row."""
-
-SLABS_AT_ONCE = 2
-"""Of Q, in a thread's registers."""
 
 
 class Scores:
@@ -123,7 +131,7 @@ class Scores:
         at: Places,
     ) -> tuple[Any, Any]:
         """The running maximum of the thread's head, and its running sum relative to it."""
-        largest = pairwise([scores[i] for i in range(S_COLUMNS)], ptx.max_f32)
+        largest = maximum([scores[i] for i in range(S_COLUMNS)])
         pair = PAIR_BARRIER + thread // 32 % 2
         if ptx.any_of_group(pair, PAIR_THREADS, largest - top > Float32(GROWTH)) != 0:
             largest = ptx.max_f32(largest, self.others(largest, 0, thread, at))
@@ -144,11 +152,11 @@ class Scores:
         """
         for i in range_constexpr(S_COLUMNS):
             scores[i] = ptx.exp2(scores[i] - top)
-        row_at = at.p + buffer * SLAB_BYTES
-        first = thread // HEADS * (CHUNKS // 2)
+        # of the four chunks the first: the others differ from it in two bits of their number
+        first_at = at.p + buffer * SLAB_BYTES + chunk_offset(thread % HEADS, thread // HEADS * (CHUNKS // 2))
         for chunk in range_constexpr(CHUNKS // 2):
             words = [ptx.bf16x2(scores[i], scores[i + 1]) for i in range(8 * chunk, 8 * chunk + 8, 2)]
-            ptx.store_shared_128(row_at + chunk_offset(thread % HEADS, first + chunk), words)
+            ptx.store_shared_128(first_at ^ (16 * chunk), words)
         return pairwise([scores[i] for i in range(S_COLUMNS)], operator.add)
 
     @cute.jit
@@ -167,20 +175,23 @@ class Scores:
     ) -> None:
         """Store an item's results."""
         whole = amount + self.others(amount, 1, thread, at)
+        thread = ptx.thread_again()
         batch, token, part, head_block = items.place(item)
-        head = head_block * HEADS + thread % HEADS
-        place = part, batch, token, head
-        factor = self.back.close(place, thread < HEADS, top, whole, out)
+        first = head_block * HEADS + thread % HEADS // 32 * 32
+        lane, half = thread % 32, thread // HEADS
+        factor = self.back.close((part, batch, token, first + lane), half == 0, top, whole, out)
         self.wait_values(tile, ready)
-        self.back.store(place, factor, thread // HEADS, lanes, out)
-        ptx.fence_tensor_before()
+        # of both buffers of P, which have served, the rows that no other warps write
+        rows_at = at.p + half * SLAB_BYTES + thread % HEADS // 32 * (SLAB_BYTES // 2)
+        # before products overwrite O, this warp says that it has stored weights, and fences
+        self.back.store((part, batch, token, first), factor, lane, half, lanes, rows_at, out)
 
     @cute.jit
     def others(self, value: Any, which: int, thread: Any, at: Places) -> Any:
         """The value of the thread that has the other keys of this one's head."""
         values_at = at.exchange + which * (2 * HEADS * 4)
         ptx.store_shared_f32(values_at + thread * 4, value)
-        cute.arch.barrier(barrier_id=PAIR_BARRIER + thread // 32 % 2, number_of_threads=PAIR_THREADS)
+        self.meet(thread)
         return ptx.load_shared_f32(values_at + (thread ^ HEADS) * 4)
 
     @cute.jit
@@ -193,22 +204,34 @@ class Scores:
     def load_queries(
         self, item: Any, thread: Any, lanes: Any, items: Items, queries: Queries, ready: Barriers, at: Places
     ) -> None:
-        """Store an item's Q: its first slabs in the thread's lane of tensor memory, one of the others in shared memory.
-        Of heads beyond the last, the last one's."""
+        """Store an item's Q: its first slabs in the thread's lane of tensor memory, the last two in shared memory, and
+        on the way there whole lines of all. Of heads beyond the last, the last one's.
+
+        The two warps that share heads load a slab each.
+        """
         if item < items.end:
+            # found out again: during tiles there is no register for them
+            thread, at = ptx.thread_again(), places(ptx.again(at.v))
             batch, token, _, head_block = items.place(item)
-            head = cutlass.min(head_block * HEADS + thread % HEADS, queries.heads - 1)
-            row = queries.row(batch, token, head)
-            for slab in range_constexpr(0, Q_SLABS, SLABS_AT_ONCE):
-                words = self.load_slabs(row, slab, SLABS_AT_ONCE)
-                for i in range_constexpr(SLABS_AT_ONCE):
-                    own = words[Q_COLUMNS * i : Q_COLUMNS * (i + 1)]
-                    ptx.store_tensor_memory(lanes + Q_COLUMN + (slab + i) * Q_COLUMNS, own)
-            own_slab = thread // HEADS
-            words = self.load_slabs(row + own_slab * (CHUNKS * 16), Q_SLABS, 1)
-            for chunk in range_constexpr(CHUNKS):
-                place = at.q + own_slab * SLAB_BYTES + chunk_offset(thread % HEADS, chunk)
-                ptx.store_shared_128(place, words[4 * chunk : 4 * chunk + 4])
+            pair, side = thread % HEADS // 32 * 32, thread // HEADS
+            first = head_block * HEADS + pair
+            row = queries.row(batch, token, first) + Int64(side * (SLAB * 2) + thread % CHUNKS * 16)
+            last = queries.heads - 1 - first
+            # of every eight rows of a slab, the chunks of two lie differently
+            lines = [chunk_offset(pair + 4 * i + thread % 32 // CHUNKS, thread % CHUNKS) for i in range(2)]
+            ahead = cute.make_rmem_tensor((4 * CHUNKS,), Int32)
+            self.load_slab(ahead, row, thread, last, queries)
+            for slab in cutlass.range(0, SLABS, 2, unroll=1):
+                for i in range_constexpr(CHUNKS):
+                    place = at.q + side * SLAB_BYTES + lines[i % 2] + i // 2 * (8 * SLAB * 2)
+                    ptx.store_shared_128(place, [ahead[4 * i + word] for word in range(4)])
+                if slab < Q_SLABS:
+                    row = row + 2 * (SLAB * 2)
+                    self.load_slab(ahead, row, thread, last, queries)
+                    self.meet(thread)
+                    for i in range_constexpr(2):
+                        self.move_slab(at.q + i * SLAB_BYTES, thread, lanes + Q_COLUMN + (slab + i) * Q_COLUMNS)
+                    self.meet(thread)
             ptx.wait_tensor_stores()
             cute.arch.fence_view_async_shared()
             ptx.fence_tensor_before()
@@ -216,7 +239,21 @@ class Scores:
             if thread % 32 == 0:
                 cute.arch.mbarrier_arrive(ready.queries)
 
-    def load_slabs(self, row: Any, first: int, count: int) -> list[Any]:
-        """Words of neighbouring slabs of a head."""
-        chunks = range(first * CHUNKS, (first + count) * CHUNKS)
-        return [word for chunk in chunks for word in ptx.load_global_128_again(row + chunk * 16)]
+    def load_slab(self, words: Any, row: Any, thread: Any, last: Any, queries: Queries) -> None:
+        """Chunks of a slab of 32 heads: every fourth head's, of those up to `last`. row: the first one's chunk."""
+        for i in range(CHUNKS):
+            head = cutlass.min(4 * i + thread % 32 // CHUNKS, last)
+            for word, found in enumerate(ptx.load_global_128_again(row + Int64(head) * queries.head)):
+                words[4 * i + word] = found
+
+    def move_slab(self, slab_at: Any, thread: Any, column: Any) -> None:
+        """The thread's head's row of a slab to tensor memory, 16 columns at a time, as registers are scarce."""
+        for half in range(2):
+            row_at = slab_at + ptx.again(chunk_offset(thread % HEADS, 0))
+            chunks = [row_at ^ (16 * chunk) for chunk in range(4 * half, 4 * half + 4)]
+            words = [word for chunk_at in chunks for word in ptx.load_shared_128_in_order(chunk_at)]
+            ptx.store_tensor_memory(column + Q_COLUMNS // 2 * half, words)
+
+    def meet(self, thread: Any) -> None:
+        """Wait for the other warp that has the thread's head."""
+        cute.arch.barrier(barrier_id=PAIR_BARRIER + thread // 32 % 2, number_of_threads=PAIR_THREADS)

@@ -18,6 +18,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.logits_portable import PortableLogitsKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
+from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
 from cute_kernels.sparse_mla.prefill_portable import PortableKey
 from tests.compile.reports import compile_report
@@ -41,9 +42,10 @@ def test_kernels_of_a_deployment(arch: str, model: str, tp: int) -> None:
 
 
 def is_left_out(key: KernelKey) -> bool:
-    """The portable kernels and that of teams, whose keys take longest: test_decode_portable.py, test_decode_teams.py,
-    test_logits_portable.py and test_prefill_portable.py have samples of them."""
-    if isinstance(key, PortableKey):
+    """The portable kernels, that of teams and Blackwell's own, whose keys take longest: test_decode_portable.py,
+    test_decode_teams.py, test_decode_sm100.py, test_logits_portable.py and test_prefill_portable.py have samples of
+    them."""
+    if isinstance(key, PortableKey | BlackwellDecodeKey):
         return True
     if isinstance(key, PortableLogitsKey):
         return key.paged

@@ -44,10 +44,11 @@ class Decode(problems.Decode):
         self.items = batch * tokens * blocks * self.parts
         pools = [call.pool] if call.extra is None else [call.pool, call.extra]
         bases = [put(memory, pool.bytes) for pool in pools]
-        self.maps = [self.map(memory, *each, is_rope) for is_rope in (False, True) for each in zip(pools, bases, strict=True)]
+        both = [*zip(pools, bases, strict=True)]
+        self.maps = [self.map(memory, *each, is_rope) for is_rope in (False, True) for each in both]
         values: list[Any] = [bytes(128)] * len(self.maps)
         values += [put(memory, call.q), *(stride * 2 for stride in call.q.stride()[:3]), heads]
-        for pool, base in zip(pools, bases, strict=True):
+        for pool, base in both:
             values += [base, pool.stride, pool.pages, *divisor(pool.rows)]
         values += [pool.stride // ROW for pool in pools]
         values += self.list(memory, call.indices, 1, call.length)
@@ -123,4 +124,59 @@ def with_lengths(call: decode_cases.Call, first: Any, second: Any) -> decode_cas
         call.extra_length = torch.tensor(second, dtype=torch.int32)
     if call.table is not None:
         call.visible = torch.tensor(second, dtype=torch.int32)[:, None]
+    with on_host():
+        decode_cases.fill(call)
     return call
+
+
+MOST = 2**31 - 1
+CALLS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
+    "one list, no lengths, pages of 2": ({"b": 2, "heads": 5, "topk": 65, "rows": 2, "sink": "none"}, None, {}),
+    "rows without keys, padded pages": (
+        {"b": 3, "topk": 130, "rows": 7, "second": "listed", "extra_topk": 100, "extra_rows": 5, "more_stride": 576},
+        ([130, 1, 0], [70, -3, 0]),
+        {},
+    ),
+    "lists in turn, most indices bad": (
+        {"b": 3, "heads": 16, "topk": 64, "second": "listed", "extra_topk": 64, "extra_rows": 2, "bad": 0.6},
+        ([64, 0, -5], [0, 64, MOST]),
+        {},
+    ),
+    "two blocks of heads, parts of 2 tiles": (
+        {"b": 1, "heads": 70, "topk": 70, "rows": 64, "second": "dense", "extra_topk": 130, "extra_rows": 2},
+        ([70], [129]),
+        {"parts": 3, "part_tiles": 2, "out_fp32": True},
+    ),
+    "more parts than tiles, two tokens": (
+        {"b": 1, "s_q": 2, "heads": 16, "topk": 66, "rows": 3, "second": "dense", "extra_topk": 40, "lengths": "bs"},
+        None,
+        {"parts": 3, "out_fp32": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results(name: str) -> None:
+    how, chosen, parts = CALLS[name]
+    call = make(**how)
+    if chosen:
+        call = with_lengths(call, *chosen)
+    decode = Decode(call, HEADS, **parts)
+    decode.run(seed=len(name), laziness=len(name) % 10 / 10)
+    decode.check()
+
+
+def test_scales_of_any_size() -> None:
+    """Far beyond those of caches that this project writes, and products are exact."""
+    call = make(b=1, heads=8, topk=64, rows=64, sink="none", bad=0.0)
+    call.q.zero_()  # all keys weigh the same
+    page, row = call.indices[0, 0].long() // 64, call.indices[0, 0].long() % 64
+    call.pool.data[page, row, :448] = 0x38  # 1.0
+    scales = torch.tensor([10, 100, 127, 134, 135, 150, 240, 255], dtype=torch.uint8)
+    call.pool.scales[page, row] = scales
+    decode = Decode(call, HEADS)
+    decode.run(seed=3)
+    out, _ = decode.results()
+    for block in range(7):
+        want = torch.tensor(2.0 ** (int(scales[block]) - 127)).bfloat16()
+        assert (out[0, 0, 0, :, 64 * block : 64 * block + 64] == want).all()

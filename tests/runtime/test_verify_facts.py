@@ -30,7 +30,7 @@ def test_facts_come_first_where_they_are_taken_for_granted(
     gpu.capability = capability
     asked: list[str] = []
 
-    def isolated(names: Iterable[str], function: Any, workers: int) -> Any:
+    def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Any:
         asked.append(function.__name__)
         if function is verify_.needs_by_name:
             return [verify_.Needs(name, (), False) for name in names]

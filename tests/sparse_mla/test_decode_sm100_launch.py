@@ -14,7 +14,6 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.models import MODELS
 from cute_kernels.sparse_mla import decode, merge, schedule
 from cute_kernels.sparse_mla.decode_args import Call
-from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from cute_kernels.sparse_mla.gathered import ungathered
 from tests.sparse_mla.test_decode_launch import DENSE, NO_EXTRA, SMS, Launches, of_rows
@@ -33,9 +32,8 @@ def test_it_runs_where_it_is_trusted(gpu: Launches, own: bool) -> None:
         for changes in ({}, NO_EXTRA, DENSE | {"extra_block_table": torch.zeros(2, 5, dtype=torch.int32),
                                                "extra_length": torch.zeros(2, 1, dtype=torch.int32)}):  # fmt: skip
             gpu.run(**changes)
-    kinds = [(type(key), key.second) for key, _ in gpu.decodes]
-    kind = BlackwellDecodeKey if own else PortableDecodeKey
-    assert kinds == [(kind, second) for second in ("listed", "none", "dense")]
+    assert [isinstance(key, BlackwellDecodeKey) for key, _ in gpu.decodes] == [own] * 3
+    assert [key.second for key, _ in gpu.decodes] == ["listed", "none", "dense"]
     assert asked == {"sparse_mla_decode"}
 
 
@@ -88,7 +86,7 @@ def test_what_cannot_be_gathered(cache: torch.Tensor, why: str) -> None:
     assert bool(found) == bool(why)
 
 
-def test_calls_it_does_not_take_are_the_portable_kernels(gpu: Launches) -> None:
+def test_calls_it_does_not_take_are_for_others(gpu: Launches) -> None:
     plain, one_page = arguments()["extra_k_cache"], pool(1, 72, 42624)
     records = arguments(kv_format=FP8)["k_cache"]
     for changes, why in (
@@ -101,7 +99,7 @@ def test_calls_it_does_not_take_are_the_portable_kernels(gpu: Launches) -> None:
         assert decode.why_not_own(Call(*args.values())).startswith(why)
         with trust.choose(own=True) as asked:
             decode.launch(*args.values())
-        assert isinstance(gpu.decodes.pop()[0], PortableDecodeKey)
+        assert not isinstance(gpu.decodes.pop()[0], BlackwellDecodeKey)
         assert not asked, "a warning would speak of a kernel that could not have run"
 
 
@@ -111,8 +109,10 @@ def test_deployments_have_both_kernels(arch: str, tp: int) -> None:
     keys = decode.deployment_keys(MODELS["v4-flash"], tp, arch)
     assert len(set(keys)) == len(keys)
     every = {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
-    for kind in (BlackwellDecodeKey, PortableDecodeKey):
-        assert {(key.second, key.out_fp32) for key in keys if isinstance(key, kind)} == every
+    decodes = [key for key in keys if not isinstance(key, merge.MergeKey)]
+    for is_own in (True, False):
+        kinds = {(k.second, k.out_fp32) for k in decodes if isinstance(k, BlackwellDecodeKey) == is_own}
+        assert kinds == every
 
 
 def test_keys() -> None:
