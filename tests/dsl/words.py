@@ -104,16 +104,16 @@ def e2m1_codes(values: Any) -> Word:
     return Word(sum(e2m1_code(value) << np.uint32(4 * i) for i, value in enumerate(values)))
 
 
+def ue8m0_byte(values: np.ndarray) -> np.ndarray:
+    """cvt.rp.satfinite.ue8m0x2.f32 of one number: the exponent of the next power of two, at least 0 and at most 254."""
+    fraction, exponent = np.frexp(np.abs(values.astype(np.float64)))
+    power = exponent - (fraction == 0.5)
+    bounded = np.where(np.isinf(values), 254, np.clip(np.where(values == 0, -127, power) + 127, 0, 254))
+    return np.where(np.isnan(values), 255, bounded).astype(np.uint32)
+
+
 def ue8m0x2(low: np.ndarray, high: np.ndarray) -> Word:
-    """cvt.rp.satfinite.ue8m0x2.f32: the exponent of the next power of two, at least 0 and at most 254."""
-
-    def byte(values: np.ndarray) -> np.ndarray:
-        fraction, exponent = np.frexp(np.abs(values.astype(np.float64)))
-        power = exponent - (fraction == 0.5)
-        bounded = np.where(np.isinf(values), 254, np.clip(np.where(values == 0, -127, power) + 127, 0, 254))
-        return np.where(np.isnan(values), 255, bounded).astype(np.uint32)
-
-    return Word(byte(low) | byte(high) << np.uint32(8))
+    return Word(ue8m0_byte(low) | ue8m0_byte(high) << np.uint32(8))
 
 
 def e4m3_codes(values: np.ndarray) -> np.ndarray:
