@@ -111,7 +111,7 @@ class Plan:
         """What shared memory holds besides operands and barriers, in words."""
         return {
             "notes": self.stages * NOTE,
-            "scales": self.stages * KEYS,
+            "scales": self.stages * self.keys,
             "weights": self.buffers * self.columns,
             "windows": self.buffers * 2 * self.rows,
             "sums": CHUNKS,

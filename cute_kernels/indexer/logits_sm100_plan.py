@@ -1,0 +1,163 @@
+"""What the score kernel on Blackwell is made of: its sizes, its shared memory, its tensor memory, and the operands of its
+products.
+
+A tile's products are [128 keys, heads of a group's rows]: keys on the side that has 128 lanes of tensor memory, so that
+a thread has all heads of its key, and heads are added up without another thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.dsl import barriers, umma
+from cute_kernels.formats import INDEX_DIM, round_up
+from cute_kernels.indexer.logits_plan import QUERIES, Plan
+
+TILE = 128
+"""Keys of a tile: lanes of tensor memory."""
+
+PAGE_BOX = 64
+"""Keys of pages that a copy brings: pages have a multiple of it."""
+
+STAGE_BYTES = 128 * 1024
+"""Of the ring of keys, without scales. 48 to 72 KB on their way are what a Hopper multiprocessor has use for, and two or
+three stages are with those who use them."""
+
+SUMMERS = 2
+"""Warpgroups that add up."""
+
+BUFFERS = 2
+"""Of a tile's products in tensor memory."""
+
+SCALE_COLUMNS = 4
+"""Of tensor memory, for the scales of 128 rows of an operand."""
+
+MANY_WEIGHTS = 64
+"""Of a thread, beyond which it needs more registers than its share of a multiprocessor's."""
+
+
+@dataclass(frozen=True)
+class BlackwellPlan(Plan):
+    """Sizes of one kernel: as Plan, whose `box` is PAGE_BOX or, of contiguous keys, TILE; and whether codes are MXFP4."""
+
+    mxfp4: bool = False
+
+    @property
+    def keys(self) -> int:
+        return TILE
+
+    @property
+    def row_bytes(self) -> int:
+        return INDEX_DIM // 2 if self.mxfp4 else INDEX_DIM
+
+    @property
+    def parts(self) -> int:
+        """That a tile's rows are added up in, one by each warpgroup. One: then each adds up every second tile."""
+        return 2 if self.rows > 2 else 1
+
+    @property
+    def held(self) -> int:
+        """Rows whose weights a thread has in registers."""
+        return -(-self.rows // self.parts)
+
+    def rows_of_part(self, part: int) -> int:
+        return min(self.held, self.rows - part * self.held)
+
+    @property
+    def warpgroups(self) -> int:
+        return SUMMERS
+
+    @property
+    def walkers(self) -> int:
+        """One for all: what it brings, both warpgroups use."""
+        return 1
+
+    @property
+    def helpers(self) -> int:
+        """Warps beside: one brings keys, one starts products, one puts scales where these take them (of e4m3 codes it
+        has nothing to do), one writes -inf."""
+        return 4
+
+    @property
+    def stages(self) -> int:
+        return STAGE_BYTES // (TILE * self.row_bytes)
+
+    @property
+    def buffers(self) -> int:
+        """For queries."""
+        return QUERIES
+
+    @property
+    def scale_blocks(self) -> int:
+        """Of 128 heads, whose scales come together."""
+        return -(-self.columns // TILE)
+
+    @property
+    def scale_rows(self) -> int:
+        return self.scale_blocks * TILE
+
+    @property
+    def words(self) -> dict[str, int]:
+        """As of Plan, and the address of the tensor memory. MXFP4: the scales of a tile's keys, and of the heads of 128
+        rows, come in their order and are put in that of umma.scale_offset."""
+        head_scales = {"head_scales": self.buffers * self.scale_rows} if self.mxfp4 else {}
+        return {**super().words, "tensor": 4, **head_scales}
+
+    @property
+    def barriers(self) -> int:
+        """mbarriers: of three rings, and where scales have been put in order."""
+        return 2 * (self.stages + self.buffers + BUFFERS) + (self.stages if self.mxfp4 else 0)
+
+    @property
+    def smem_bytes(self) -> int:
+        small = self.barriers * barriers.BYTES_PER_STAGE // 2
+        small += sum(round_up(count * 4, 16) for count in self.words.values())
+        return round_up(small, 1024) + (self.stages * TILE + self.buffers * self.columns) * self.row_bytes
+
+    # ---- tensor memory, in columns: products of every buffer, scales of keys for each, scales of queries for two groups
+
+    @property
+    def key_scales_at(self) -> int:
+        return BUFFERS * self.columns
+
+    @property
+    def head_scales_at(self) -> int:
+        return self.key_scales_at + BUFFERS * SCALE_COLUMNS
+
+    @property
+    def used_columns(self) -> int:
+        if not self.mxfp4:
+            return self.key_scales_at
+        return self.head_scales_at + QUERIES * self.scale_blocks * SCALE_COLUMNS
+
+    @property
+    def tensor_columns(self) -> int:
+        """That the kernel asks for: a power of two."""
+        return max(32, 1 << (self.used_columns - 1).bit_length())
+
+    # ---- products
+
+    @property
+    def operand(self) -> umma.Operand:
+        """Keys or heads, a row of codes each, as tensor copies leave them."""
+        return umma.k_major(4, 64) if self.mxfp4 else umma.k_major(8, 128)
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """Of a tile's product: bytes to add to the start of both operands, and the descriptor of the instruction."""
+        bits = self.operand.bits
+        firsts = range(0, INDEX_DIM, umma.K_BYTES * 8 // bits)
+        return [(self.operand.step(k), self.instruction_at(k)) for k in firsts]
+
+    def instruction_at(self, k: int) -> int:
+        if not self.mxfp4:
+            return umma.instruction("f8f6f4", "e4m3", "e4m3", TILE, self.columns)
+        block = k // 32
+        return umma.scaled_instruction("mxf4", "e2m1", "e2m1", TILE, self.columns, block, block)
+
+
+def most_rows(heads: int, mxfp4: bool) -> int:
+    """Of a group: at most 256 columns of products, and of MXFP4 so many that scales have room in tensor memory."""
+    return min(4, (192 if mxfp4 else 256) // heads)
+
+
