@@ -97,6 +97,8 @@ class Places(NamedTuple):
 class BlackwellLogitsKernel(LogitsKernel):
     """Entry point: as Mxfp4LogitsKernel. Queries that are FP8 have no scales."""
 
+    plan: BlackwellPlan
+
     def __init__(self, key: BlackwellLogitsKey) -> None:
         self.plan, self.paged = key.plan, key.paged
         self.walk, self.fill = (Mxfp4Walk if key.mxfp4 else Walk)(key.plan, key.paged), Fill(key.paged)
@@ -195,7 +197,7 @@ class BlackwellLogitsKernel(LogitsKernel):
         warp = cute.arch.make_warp_uniform(thread // WARP)
         smem = SmemAllocator()
         rings = [barriers.Ring.allocate(smem, count) for count in (plan.stages, plan.buffers, BUFFERS)]
-        ordered = smem.allocate_array(Int64, plan.stages) if const_expr(plan.mxfp4) else None
+        ordered: Any = smem.allocate_array(Int64, plan.stages) if const_expr(plan.mxfp4) else None
         words = {
             name: smem.allocate_tensor(Int32, cute.make_layout(count), byte_alignment=16)
             for name, count in plan.words.items()

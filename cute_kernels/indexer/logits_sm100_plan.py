@@ -1,5 +1,4 @@
-"""What the score kernel on Blackwell is made of: its sizes, its shared memory, its tensor memory, and the operands of its
-products.
+"""What the score kernel on Blackwell is made of: its sizes, its shared and its tensor memory, and its products.
 
 A tile's products are [128 keys, heads of a group's rows]: keys on the side that has 128 lanes of tensor memory, so that
 a thread has all heads of its key, and heads are added up without another thread.
@@ -20,8 +19,8 @@ PAGE_BOX = 64
 """Keys of pages that a copy brings: pages have a multiple of it."""
 
 STAGE_BYTES = 128 * 1024
-"""Of the ring of keys, without scales. 48 to 72 KB on their way are what a Hopper multiprocessor has use for, and two or
-three stages are with those who use them."""
+"""Of the ring of keys, without scales. A multiprocessor of Hopper has use for 48 to 72 KB on their way, and two or three
+stages are with those who use them."""
 
 SUMMERS = 2
 """Warpgroups that add up."""
@@ -38,7 +37,8 @@ MANY_WEIGHTS = 64
 
 @dataclass(frozen=True)
 class BlackwellPlan(Plan):
-    """Sizes of one kernel: as Plan, whose `box` is PAGE_BOX or, of contiguous keys, TILE; and whether codes are MXFP4."""
+    """Sizes of one kernel: as Plan, with a `box` of PAGE_BOX or, of contiguous keys, TILE; and whether codes are MXFP4.
+    """
 
     mxfp4: bool = False
 
@@ -114,7 +114,7 @@ class BlackwellPlan(Plan):
         small += sum(round_up(count * 4, 16) for count in self.words.values())
         return round_up(small, 1024) + (self.stages * TILE + self.buffers * self.columns) * self.row_bytes
 
-    # ---- tensor memory, in columns: products of every buffer, scales of keys for each, scales of queries for two groups
+    # ---- tensor memory, in columns: products of every buffer, scales of keys for each, scales of two groups' queries
 
     @property
     def key_scales_at(self) -> int:
@@ -159,5 +159,3 @@ class BlackwellPlan(Plan):
 def most_rows(heads: int, mxfp4: bool) -> int:
     """Of a group: at most 256 columns of products, and of MXFP4 so many that scales have room in tensor memory."""
     return min(4, (192 if mxfp4 else 256) // heads)
-
-

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
-from cute_kernels.dsl import barriers, ptx, wgmma
+from cute_kernels.dsl import barriers, ptx
 from cute_kernels.indexer.logits_plan import QUERIES, WARP
 from cute_kernels.indexer.logits_scores import Scores, await_tile
 from cute_kernels.indexer.logits_sm100_plan import BUFFERS, SUMMERS, TILE, BlackwellPlan
