@@ -43,6 +43,16 @@ def bf16_pairs_of_e4m3(words: Any, factors: Any) -> list[Any]:
     return pairs
 
 
+def bf16_pairs_of_scaled_e4m3(words: Any, scales: Any, number: int) -> list[Any]:
+    """Pairs of bf16 of e4m3 codes, four in a word, in their order, times the ue8m0 scale in byte `number` of `scales`,
+    at most 134. Blackwell's: with its own conversion, if the assembler knows it. Exact; codes 0x7F and 0xFF give NaN or
+    480 times the scale."""
+    if not ptx.HAS_BF16_OF_E4M3:
+        return bf16_pairs_of_e4m3(words, [ptx.bf16x2_of_ue8m0(scales, number)])
+    factor = ptx.bf16x2_of_scale(scales, number)
+    return [ptx.multiply_bf16x2(pair, factor) for codes in words for pair in ptx.bf16x2_of_e4m3x4(codes)]
+
+
 def bf16_words(values: Any) -> list[Any]:
     """fp32 values as bf16 pairs, each rounded to nearest even: the inverse of bf16_floats."""
     return [ptx.bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]

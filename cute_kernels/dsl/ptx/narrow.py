@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Int32
+from cutlass import CUDA_VERSION, Int32
 
 from cute_kernels.dsl.ptx.inline import inline_ptx
 
+HAS_BF16_OF_E4M3 = CUDA_VERSION.major >= 13
+"""Whether the DSL's assembler knows the instruction of bf16x2_of_e4m3x4: that of CUDA 12 does not."""
+
 
 def bf16x2_of_e4m3x4(codes: Any) -> tuple[Any, Any]:
-    """sm_100a and up. The four e4m3 codes of a word as two pairs of bf16, exact, the lowest bytes first; 0x7F and 0xFF
-    give NaN."""
+    """sm_100a and up, where HAS_BF16_OF_E4M3. The four e4m3 codes of a word as two pairs of bf16, exact, the lowest
+    bytes first; 0x7F and 0xFF give NaN."""
     return inline_ptx(
         "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; "
         "cvt.rn.bf16x2.e4m3x2 {$w0}, lo; cvt.rn.bf16x2.e4m3x2 {$w1}, hi; }",
