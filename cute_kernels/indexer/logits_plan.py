@@ -67,6 +67,11 @@ class Plan:
         return self.heads * self.rows
 
     @property
+    def scale_rows(self) -> int:
+        """Of MXFP4: words that the scales of a buffer's heads take."""
+        return self.columns
+
+    @property
     def parts(self) -> int:
         """That a tile's products are computed and added up in, so that one is multiplied while the other is added."""
         return 2 if self.rows == 4 else 1

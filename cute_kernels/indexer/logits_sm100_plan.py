@@ -19,7 +19,7 @@ PAGE_BOX = 64
 """Keys of pages that a copy brings: pages have a multiple of it."""
 
 STAGE_BYTES = 128 * 1024
-"""Of the ring of keys, without scales. A multiprocessor of Hopper has use for 48 to 72 KB on their way, and two or three
+"""Of the ring of keys, without scales. A Hopper multiprocessor has use for 48 to 72 KB on their way, and two or three
 stages are with those who use them."""
 
 SUMMERS = 2
@@ -37,8 +37,7 @@ MANY_WEIGHTS = 64
 
 @dataclass(frozen=True)
 class BlackwellPlan(Plan):
-    """Sizes of one kernel: as Plan, with a `box` of PAGE_BOX or, of contiguous keys, TILE; and whether codes are MXFP4.
-    """
+    """Sizes of one kernel: as Plan, `box` being PAGE_BOX or, of contiguous keys, TILE; and whether codes are MXFP4."""
 
     mxfp4: bool = False
 

@@ -1,8 +1,8 @@
 """The warps that bring the score kernel its keys and queries, and tell the others what they are.
 
 One warp goes through the block's share (logits_shares.py), and brings its tiles, each with a note, and the queries,
-weights and windows of the groups; on Hopper there is one for each warpgroup, which brings that one its tiles. Codes come
-by bulk tensor copies, what is not aligned for them by asynchronous ones.
+weights and windows of the groups. On Hopper every warpgroup has one, which brings it its own tiles. Codes come by bulk
+tensor copies, what is not aligned for them by asynchronous ones.
 
 Keys lie in pages, one after the other, a page's scales behind them or elsewhere. Contiguous keys are those of a single
 page. What is to be known of another record format is in here and in how the products are formed.

@@ -54,11 +54,6 @@ class Mxfp4Plan(Plan):
         return REGISTERS[self.rows]
 
     @property
-    def scale_rows(self) -> int:
-        """Words that the scales of a buffer's heads take."""
-        return self.columns
-
-    @property
     def words(self) -> dict[str, int]:
         """The scales of keys and of query heads are four bytes each; those of heads are replaced by what is not in the
         e4m3 codes. The table has the e4m3 codes."""
