@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cute_kernels.dsl import barriers, umma
 from cute_kernels.formats import INDEX_DIM, round_up
 from cute_kernels.indexer.logits_plan import QUERIES, Plan
+from cute_kernels.runtime.work import Shape, Work
 
 TILE = 128
 """Keys of a tile: lanes of tensor memory."""
@@ -158,3 +159,51 @@ class BlackwellPlan(Plan):
 def most_rows(heads: int, mxfp4: bool) -> int:
     """Of a group: at most 256 columns of products, and of MXFP4 so many that scales have room in tensor memory."""
     return min(4, (192 if mxfp4 else 256) // heads)
+
+
+def work() -> tuple[Work, ...]:
+    """What perf/roofline.py makes times of. Left out: what adding up takes, see perf/notes/blackwell.md."""
+    decodes = [_work(rows, True, mxfp4) for mxfp4, most in ((False, 4), (True, 3)) for rows in range(1, most + 1)]
+    return (*decodes, _work(most_rows(HEADS, False), False, False), _work(most_rows(HEADS, True), False, True))
+
+
+HEADS = 64
+DECODES = (64, 8192), (256, 32768)
+"""Requests of a call, and keys of each."""
+
+PREFILLS = (4096, 4096), (4096, 16384), (4096, 65536)
+"""Rows of a call, and keys: the last row sees all, the one before that by RATIO one less."""
+
+RATIO = 4
+
+
+def _work(rows: int, paged: bool, mxfp4: bool) -> Work:
+    plan = BlackwellPlan(HEADS, rows, PAGE_BOX if paged else TILE, mxfp4)
+    keys, scales, scores = TILE * plan.row_bytes, TILE * 4, TILE * rows * 4
+    products = 2 * TILE * plan.columns * INDEX_DIM
+    smem = {"copies": keys + scales, "operands": keys + plan.columns * plan.row_bytes, "scales": scales}
+    if mxfp4:
+        smem["scales"] = 3 * scales
+    shapes = []
+    name = " mxfp4" * mxfp4
+    if paged:
+        for requests, length in DECODES:
+            tiles = requests * length / TILE
+            more = f" next_n={rows}" * (rows > 1)
+            shapes.append(Shape(f"b{requests} ctx{length}{more}{name}", tiles, tiles * (keys + scales + scores)))
+    else:
+        for count, length in PREFILLS:
+            pairs = count * (length - (count - 1) / (2 * RATIO))
+            moved = pairs * 4 + length * (plan.row_bytes + 4) + count * HEADS * (plan.row_bytes + 4)
+            shapes.append(Shape(f"sq{count} sk{length}{name}", pairs / rows / TILE, moved))
+    return Work(
+        op="paged_mqa_logits" if paged else "mqa_logits",
+        kernel=("MXFP4" if mxfp4 else "FP8") + f", {rows} row{'s' * (rows > 1)}",
+        tile=f"{TILE} keys, {HEADS} heads of {rows} row{'s' * (rows > 1)}",
+        blocks=1,
+        hbm=(keys + scales if paged else 0) + scores,
+        mma={"e2m1" if mxfp4 else "e4m3": products},
+        smem=smem,
+        flops=products,
+        shapes=tuple(shapes),
+    )
