@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -163,6 +164,12 @@ def _shift(op: Op) -> Run:
     a, amount = op.source(1), op.program.slot(op.args[2], op.scope, 32)
     kind = SIGNED[bits] if op.kind.startswith("s") else TYPES[bits]
 
+    if op.args[2].isdigit() and int(op.args[2]) < bits:
+        by = kind(int(op.args[2]))
+        if is_left:
+            return apply(op, lambda x: x << by.astype(x.dtype), a)
+        return apply(op, lambda x: (x.view(kind) >> by).view(x.dtype), a)
+
     def shift(x: Any, by: Any) -> Any:
         if is_left:
             return np.where(by < bits, x << np.minimum(by, bits - 1).astype(x.dtype), 0).astype(x.dtype)
@@ -270,6 +277,16 @@ def _move(op: Op) -> Run:
 def _permute(op: Op) -> Run:
     if op.parts[1:] != ["b32"]:
         raise NotImplementedError
+
+    constant = op.args[3]
+    if re.fullmatch(r"0x[0-9a-fA-F]+|[0-9]+", constant) and not int(constant, 0) & 0x8888:
+        order = [int(constant, 0) >> 4 * i & 7 for i in range(4)]
+
+        def choose(low: Any, high: Any) -> Any:
+            both = np.stack([low, high], axis=1).view(np.uint8)
+            return np.ascontiguousarray(both[:, order]).view(U32)[:, 0]
+
+        return apply(op, choose, op.source(1), op.source(2))
 
     def permute(low: Any, high: Any, selectors: Any) -> Any:
         both = low.astype(U64) | (high.astype(U64) << U64(32))

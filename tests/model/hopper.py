@@ -83,6 +83,8 @@ def _multiply(op: Op) -> Run:
     b_major = majors[-1] if majors else False
     if signs != [1, 1] or a_major:
         raise NotImplementedError
+    place = places(columns)
+    held_place = held_places(len(held), BYTES[of[0]], depth) if in_registers else None
 
     def multiply(warp: Any, lanes: Any) -> None:
         b_at = operand(int(warp.r[right][0]), 0, columns, depth, BYTES[of[1]], b_major)
@@ -97,15 +99,15 @@ def _multiply(op: Op) -> Run:
         outcome: dict[int, Any] = {}
 
         def do() -> None:
-            a = _of_registers(words, of[0], depth) if in_registers else elements(warp, a_at, of[0])
+            a = _of_registers(words, of[0], held_place, depth) if in_registers else elements(warp, a_at, of[0])
             b = elements(warp, b_at, of[1])
             total = a.astype(np.float64) @ b.T.astype(np.float64)
             if adds:
                 old = given if given is not None else [entry[slot] for entry, slot in zip(before, results, strict=True)]
-                total = total + _tile(old, columns)
-            total = total.astype(F32)
-            for i, slot in enumerate(results):
-                outcome[slot] = total[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2].view(U32)
+                found = np.empty((ROWS, columns), F32)
+                found[place] = np.stack(old).view(F32)
+                total = total + found
+            outcome.update(zip(results, total.astype(F32)[place].view(U32), strict=True))
 
         task = warp.cluster.add(Task(do), warp.queues.setdefault("wgmma", deque()))
         warp.products[-1].append((task, outcome))
@@ -116,22 +118,28 @@ def _multiply(op: Op) -> Run:
     return together(multiply)
 
 
-def _of_registers(words: list[Any], name: str, depth: int) -> Any:
-    """[16, depth] elements of the four registers of each thread."""
-    per_word = 4 // BYTES[name]
-    found = np.zeros((ROWS, depth), F32)
-    for i, word in enumerate(words):
-        for j in range(per_word):
-            bits = (word >> U32(8 * BYTES[name] * j)) & U32((1 << (8 * BYTES[name])) - 1)
-            found[ROW + 8 * (i % 2), depth // 2 * (i // 2) + per_word * COLUMN + j] = from_format(bits, name)
-    return found
+@functools.cache
+def places(columns: int) -> tuple[Any, Any]:
+    """Row and column of what each accumulator holds in each thread: [columns / 2, 32]."""
+    i = np.arange(columns // 2)[:, None]
+    return ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2
 
 
-def _tile(registers: list[Any], columns: int) -> Any:
-    """[16, columns] of the accumulators of each thread."""
-    found = np.zeros((ROWS, columns), F32)
-    for i, word in enumerate(registers):
-        found[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2] = word.view(F32)
+@functools.cache
+def held_places(words: int, size: int, depth: int) -> tuple[Any, Any]:
+    """Row and column of each element of each of a thread's registers of the left operand: [words, elements, 32]."""
+    i, j = np.arange(words)[:, None, None], np.arange(4 // size)[None, :, None]
+    row, column = ROW + 8 * (i % 2), depth // 2 * (i // 2) + 4 // size * COLUMN + j
+    return np.broadcast_arrays(row, column)
+
+
+def _of_registers(words: list[Any], name: str, place: Any, depth: int) -> Any:
+    """[16, depth] elements of the registers of each thread."""
+    size = BYTES[name]
+    shifts = np.arange(0, 32, 8 * size, dtype=U32)[None, :, None]
+    bits = (np.stack(words)[:, None, :] >> shifts) & U32((1 << (8 * size)) - 1)
+    found = np.empty((ROWS, depth), F32)
+    found[place] = from_format(bits, name)
     return found
 
 

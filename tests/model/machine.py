@@ -76,7 +76,10 @@ class Warp:
         return f"block {self.block.number} warp {self.number}"
 
     def can_run(self) -> bool:
-        return any(part.waits is None or part.waits() for part in self.parts)
+        parts = self.parts
+        if len(parts) == 1:
+            return parts[0].waits is None or parts[0].waits()
+        return any(part.waits is None or part.waits() for part in parts)
 
 
 class Cluster:
@@ -120,8 +123,13 @@ class Cluster:
         self.counts = np.zeros(len(program.ops), np.int64)
         self.blocks = [Block(rank, first + rank) for rank in range(blocks)]
         self.warps = [Warp(self, block, i) for block in self.blocks for i in range(program.threads // LANES)]
+        self._orders = [self.random.sample(range(len(self.warps)), len(self.warps)) for _ in range(16)]
+        self._branches = [is_branch(op) for op in program.ops]
+        own = [slot for slot, value in enumerate(program.initial) if isinstance(value, str | int)]
         for warp in self.warps:
-            warp.r = [self._initial(value, warp) for value in program.initial]
+            warp.r = list(program.initial)
+            for slot in own:
+                warp.r[slot] = self._initial(program.initial[slot], warp)
 
     @property
     def threads(self) -> int:
@@ -130,8 +138,6 @@ class Cluster:
     def _initial(self, value: Any, warp: Warp) -> Any:
         if isinstance(value, int):
             return np.full(LANES, value, np.uint64)
-        if not isinstance(value, str):
-            return value
         values: dict[str, Any] = {
             "%tid.x": warp.number * LANES + LANE,
             "%ctaid.x": warp.block.number,
@@ -162,16 +168,37 @@ class Cluster:
         """To the end. Raises Hang, or what an instruction raised, with the instruction."""
         with np.errstate(all="ignore"):
             while True:
-                ready = [warp for warp in self.warps if warp.can_run()]
-                tasks = [queue for queue in self.queues if all(task.is_done for task in queue[0].after)]
-                if tasks and (not ready or self.random.random() > self.laziness):
-                    self._do(self.random.choice(tasks))
-                elif ready:
-                    self._run(self.random.choice(ready), self.random.choice(RUNS))
+                queue = self._ready_queue()
+                warp = None
+                if queue is None or self.random.random() < self.laziness:
+                    warp = self._ready_warp()
+                if warp is not None:
+                    self._run(warp, self.random.choice(RUNS))
+                elif queue is not None:
+                    self._do(queue)
                 elif any(warp.parts for warp in self.warps):
                     raise Hang(self._who_waits())
                 else:
                     return
+
+    def _ready_warp(self) -> Warp | None:
+        """Any that can run."""
+        first = self.random.randrange(len(self.warps))
+        for i in self._orders[self.random.randrange(len(self._orders))]:
+            warp = self.warps[i - first]
+            if warp.can_run():
+                return warp
+        return None
+
+    def _ready_queue(self) -> deque[Task] | None:
+        """Any whose first task may be done."""
+        if not self.queues:
+            return None
+        first = self.random.randrange(len(self.queues))
+        for queue in self.queues[first:] + self.queues[:first]:
+            if all(task.is_done for task in queue[0].after):
+                return queue
+        return None
 
     def add(self, task: Task, queue: deque[Task] | None = None) -> Task:
         """To be done some time: behind those of a queue, or whenever."""
@@ -190,7 +217,7 @@ class Cluster:
             self.queues = [other for other in self.queues if other is not queue]
 
     def _run(self, warp: Warp, count: int) -> None:
-        ops, runs = self.program.ops, self.program.runs
+        ops, runs, branches = self.program.ops, self.program.runs, self._branches
         for _ in range(count):
             part = self._next_part(warp)
             if part is None:
@@ -198,7 +225,7 @@ class Cluster:
             at = part.at
             self.counts[at] += 1
             try:
-                if is_branch(ops[at]):
+                if branches[at]:
                     self._branch(warp, part, ops[at])
                     continue
                 warp.part = part
