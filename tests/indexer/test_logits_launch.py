@@ -41,24 +41,24 @@ FP8 = torch.float8_e4m3fn
 class Launches:
     """Stands for a GPU, Hopper's if not said otherwise: keeps what would have been launched."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a", processors: int = SMS) -> None:
         self.kept: list[tuple[Any, dict[str, Any]]] = []
         for module in (logits, paged_logits, portable_launch):
             monkeypatch.setattr(module, "arch_of", lambda index: arch)
-            monkeypatch.setattr(module, "multiprocessors", lambda index: SMS)
+            monkeypatch.setattr(module, "multiprocessors", lambda index: processors)
             monkeypatch.setattr(module, "launch_key", self.keep)
 
     def keep(self, key: Key, device_index: Any, *args: Any) -> None:
         self.kept.append((key, dict(zip(NAMES[type(key)], args, strict=True))))
 
-    def run(self, op: str, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def run(self, op: str, args: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Any]]:
         """The only launch of a call."""
         OPS[op].check(*args.values())
         module = OPS[op].load_kernel()
         supported, why = module.supports(*args.values())
         assert supported, why
         before = len(self.kept)
-        module.launch(*args.values())
+        module.launch(*args.values(), **options)
         assert len(self.kept) == before + 1
         return self.kept[-1]
 
