@@ -41,7 +41,7 @@ def is_left_out(key: KernelKey) -> bool:
     if isinstance(key, PortableLogitsKey):
         return key.paged
     if isinstance(key, BlackwellLogitsKey):
-        return key.arch != "sm_100a" or key.rows == 2
+        return key.arch != "sm_100a" or key.rows in (2, 3)
     return isinstance(key, PortableDecodeKey) and (key.second, key.out_fp32) != ("listed", False)
 
 

@@ -73,6 +73,8 @@ FLOATS: dict[str, Callable[..., Any]] = {
     "mul": np.multiply,
     "max": lambda *x: np.fmax(np.fmax(x[0], x[1]), x[-1]),
     "min": lambda *x: np.fmin(np.fmin(x[0], x[1]), x[-1]),
+    "max.NaN": lambda *x: np.maximum(np.maximum(x[0], x[1]), x[-1]),
+    "min.NaN": lambda *x: np.minimum(np.minimum(x[0], x[1]), x[-1]),
     "fma": _fma,
     "neg": np.negative,
     "abs": np.abs,
@@ -87,7 +89,8 @@ FLOATS: dict[str, Callable[..., Any]] = {
 
 @instruction("ex2", "lg2", "rcp", "sqrt", "rsqrt", "fma.rn.f32", "fma.rn.ftz.f32", "fma.rz.f32", "div.full", "div.rn")
 def _float(op: Op) -> Run:
-    return apply(op, floats(flushed(op, FLOATS[op.parts[0]])), *(op.source(i) for i in range(1, len(op.args))))
+    name = op.parts[0] + (".NaN" if "NaN" in op.parts else "")
+    return apply(op, floats(flushed(op, FLOATS[name])), *(op.source(i) for i in range(1, len(op.args))))
 
 
 @instruction("add", "sub", "max", "min", "neg", "abs", "and", "or", "xor", "not")

@@ -114,4 +114,3 @@ class Scores:
         assert (written == written[..., :1]).all()
         assert not written[:, columns:].any()
         return scores[:, :columns], written[:, :columns, 0]
-

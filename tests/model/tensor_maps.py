@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from cute_kernels.dsl import umma
-from tests.model import mbarriers
 from tests.model.asynchronous import bulk_copy
 from tests.model.moves import addresses
 from tests.model.ptx import LANES, PARAMETERS, Op, Program, Run, instruction

@@ -282,4 +282,3 @@ def scale_factors(memory: TensorMemory, column: int, rows: int, part: int, depth
     value = np.where(byte == 255, np.nan, np.exp2(byte.astype(np.float64) - 127))
     value = np.where((byte == byte[:1]).all(0), value[0], np.nan)
     return np.repeat(value, 32, axis=1)
-
