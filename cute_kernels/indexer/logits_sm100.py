@@ -28,7 +28,7 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.indexer.logits_fill import Fill
 from cute_kernels.indexer.logits_plan import WARP, Groups, Windows
 from cute_kernels.indexer.logits_sm90 import LogitsKernel
-from cute_kernels.indexer.logits_sm100_plan import BUFFERS, MANY_WEIGHTS, PAGE_BOX, TILE, BlackwellPlan
+from cute_kernels.indexer.logits_sm100_plan import ALIGNMENT, BUFFERS, MANY_WEIGHTS, PAGE_BOX, TILE, BlackwellPlan
 from cute_kernels.indexer.logits_sm100_products import Products
 from cute_kernels.indexer.logits_sm100_scores import BlackwellScores
 from cute_kernels.indexer.logits_walk import Keys, Walk
@@ -199,7 +199,7 @@ class BlackwellLogitsKernel(LogitsKernel):
         rings = [barriers.Ring.allocate(smem, count) for count in (plan.stages, plan.buffers, BUFFERS)]
         ordered: Any = smem.allocate_array(Int64, plan.stages) if const_expr(plan.mxfp4) else None
         words = {
-            name: smem.allocate_tensor(Int32, cute.make_layout(count), byte_alignment=16)
+            name: smem.allocate_tensor(Int32, cute.make_layout(count), byte_alignment=ALIGNMENT)
             for name, count in plan.words.items()
         }
         at = Places(**{name: tensor.iterator.toint() for name, tensor in words.items()})
@@ -247,6 +247,7 @@ class BlackwellLogitsKernel(LogitsKernel):
             elif warp == start_warp:
                 self.products.start(rings, ordered, at, k.iterator.toint(), q.iterator.toint(), tensor)
                 cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)
+                ptx.fence_tensor_after()
                 ptx.free_tensor_memory(tensor, plan.tensor_columns)
             elif warp == order_warp:
                 if const_expr(plan.mxfp4):

@@ -32,6 +32,9 @@ BUFFERS = 2
 SCALE_COLUMNS = 4
 """Of tensor memory, for the scales of 128 rows of an operand."""
 
+ALIGNMENT = 128
+"""Of everything in shared memory but barriers and operands, which have less and more, in bytes."""
+
 MANY_WEIGHTS = 64
 """Of a thread, beyond which it needs more registers than its share of a multiprocessor's."""
 
@@ -111,7 +114,7 @@ class BlackwellPlan(Plan):
     @property
     def smem_bytes(self) -> int:
         small = self.barriers * barriers.BYTES_PER_STAGE // 2
-        small += sum(round_up(count * 4, 16) for count in self.words.values())
+        small = round_up(small, ALIGNMENT) + sum(round_up(count * 4, ALIGNMENT) for count in self.words.values())
         return round_up(small, 1024) + (self.stages * TILE + self.buffers * self.columns) * self.row_bytes
 
     # ---- tensor memory, in columns: products of every buffer, scales of keys for each, scales of two groups' queries
