@@ -63,7 +63,7 @@ class Warp:
         self.shared, self.memory = cluster.shared, cluster.memory
         self.r: list[Any] = []
         self.parts = [Part(0, None)]
-        self.events = cluster.events and cluster.events.of_warp(self)
+        self.events = cluster.events.of_warp(self) if cluster.events else None
         self.pending: dict[int, Any] = {}
         """Slot -> registers that a product will write, behind the newest of `products`."""
         self.products: list[list[Task]] = [[]]

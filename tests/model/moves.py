@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.model.ptx import LANES, PARAMETERS, TYPES, Op, Run, bits_of, instruction
+from tests.model.ptx import LANES, PARAMETERS, TYPES, Op, Run, bits_of, instruction, split
 
 SKIPPED = ("prefetch", "prefetchu", "griddepcontrol", "setmaxnreg", "nanosleep", "membar", "discard", "applypriority")
 
@@ -57,6 +57,8 @@ def _load(op: Op) -> Run:
     address = op.address(1, 64 if where == "global" else 32)
     width = bits // 8 * count
     is_signed = op.kind.startswith("s")
+    names = split(op.args[0].strip("{} "))
+    used = [i for i, name in enumerate(names) if op.program.is_used(name)]
 
     def load(warp: Any, lanes: Any) -> None:
         at = chosen(lanes, addresses(warp, *address))
@@ -66,8 +68,11 @@ def _load(op: Op) -> Run:
         else:
             position = warp.shared.position(at, width)
             values = warp.shared.load(position, bits, count)
-            if warp.events:
+            if warp.events and len(used) == count:
                 warp.events.read(op.number, lanes, position, width)
+            elif warp.events:  # a word that nobody looks at may be anything
+                for i in used:
+                    warp.events.read(op.number, lanes, position + i * (bits // 8), bits // 8)
         for i, (slot, kind) in enumerate(zip(targets, kinds, strict=True)):
             value = values[:, i]
             if value.dtype != kind:

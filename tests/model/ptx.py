@@ -7,6 +7,7 @@ what a warp reads of itself (%tid.x ...), have slots like registers.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,7 @@ class Program:
     labels: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
     shared_symbols: list[str] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
+    mentions: Counter[str] = field(default_factory=Counter)
 
     def slot(self, name: str, scope: tuple[int, ...], bits: int) -> int:
         """Of a register, a constant, a special register or the name of a variable."""
@@ -155,6 +157,12 @@ class Program:
         while (op.args[index], scope) not in self.labels:
             scope = scope[:-1]
         return self.labels[op.args[index], scope]
+
+    def is_used(self, name: str) -> bool:
+        """Whether a register that an instruction writes is named by another one, too."""
+        if not self.mentions:
+            self.mentions.update(re.findall(r"[%\w]+", " ".join(op.text for op in self.ops)))
+        return self.mentions[name] > 1
 
     def find(self, pattern: str) -> list[Op]:
         """Instructions whose text matches."""

@@ -24,6 +24,17 @@ def together(run: Run) -> Run:
     return checked
 
 
+def exchange(op: Op, run: Run) -> Run:
+    """One that lets threads see each other's registers."""
+
+    def noted(warp: Any, lanes: Any) -> None:
+        run(warp, lanes)
+        if warp.events:
+            warp.events.exchange(op.number, lanes)
+
+    return together(noted)
+
+
 @instruction("shfl.sync")
 def _shuffle(op: Op) -> Run:
     mode = op.parts[2]
@@ -48,7 +59,7 @@ def _shuffle(op: Op) -> Run:
         if inside is not None:
             put(warp, inside, lanes, _of(lanes, is_inside))
 
-    return together(shuffle)
+    return exchange(op, shuffle)
 
 
 def _of(lanes: Any, vector: Any) -> Any:
@@ -72,7 +83,7 @@ def _vote(op: Op) -> Run:
             result = {"any": given.any(), "all": given.all(), "uni": given.all() or not given.any()}[mode]
         put(warp, target, lanes, np.full(len(given), result))
 
-    return together(vote)
+    return exchange(op, vote)
 
 
 @instruction("redux.sync")
@@ -92,7 +103,7 @@ def _reduce(op: Op) -> Run:
         values = _of(lanes, warp.r[source]).view(view)
         put(warp, target, lanes, np.full(len(values), function.reduce(values), view).view(U32))
 
-    return together(reduce)
+    return exchange(op, reduce)
 
 
 @instruction("elect.sync")
