@@ -54,14 +54,15 @@ class Bound:
     hbm: float
     mma: float
     smem: float
+    threads: float = 0.0
 
     @property
     def clocks(self) -> float:
-        return max(self.hbm, self.mma, self.smem)
+        return max(self.hbm, self.mma, self.smem, self.threads)
 
     @property
     def binding(self) -> str:
-        found = {"memory": self.hbm, "tensor cores": self.mma, "shared memory": self.smem}
+        found = {"memory": self.hbm, "tensor cores": self.mma, "shared memory": self.smem, "threads": self.threads}
         return max(found, key=lambda name: found[name])
 
 
@@ -71,6 +72,7 @@ def bound(work: Work, machine: Machine = B200) -> Bound:
         hbm=work.hbm / machine.hbm_per_clock,
         mma=sum(flops / machine.mma[kind] for kind, flops in work.mma.items()),
         smem=sum(work.smem.values()) / machine.smem,
+        threads=sum(work.threads.values()),
     )
 
 

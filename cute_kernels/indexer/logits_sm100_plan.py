@@ -165,7 +165,7 @@ def most_rows(heads: int, mxfp4: bool) -> int:
 
 
 def work() -> tuple[Work, ...]:
-    """What perf/roofline.py makes times of. Left out: what adding up takes, see perf/notes/blackwell.md."""
+    """What perf/roofline.py makes times of."""
     decodes = [_work(rows, True, mxfp4) for mxfp4, most in ((False, 4), (True, 3)) for rows in range(1, most + 1)]
     return (*decodes, _work(most_rows(HEADS, False), False, False), _work(most_rows(HEADS, True), False, True))
 
@@ -178,6 +178,9 @@ PREFILLS = (4096, 4096), (4096, 16384), (4096, 65536)
 """Rows of a call, and keys: the last row sees all, the one before that by RATIO one less."""
 
 RATIO = 4
+
+HALF_RATE = 64
+"""Maxima of a multiprocessor in a clock, if that is as on Hopper."""
 
 
 def _work(rows: int, paged: bool, mxfp4: bool) -> Work:
@@ -209,4 +212,5 @@ def _work(rows: int, paged: bool, mxfp4: bool) -> Work:
         smem=smem,
         flops=products,
         shapes=tuple(shapes),
+        threads={"maxima": TILE * plan.columns / HALF_RATE},
     )

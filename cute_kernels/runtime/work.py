@@ -11,7 +11,7 @@ and its tests use: tile sizes, stages and formats come from the constants of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MMA_KINDS = ("bf16", "e4m3", "e2m1")
 """Kinds of tensor-core instructions by rate."""
@@ -46,6 +46,7 @@ class Work:
              store, operands of tensor cores (once per instruction)
     flops    floating-point operations that the op asks for, padding left out
     shapes   of whole calls
+    threads  what -> clocks that it keeps threads' busiest pipe busy, all warps together, where that may bind
     """
 
     op: str
@@ -57,6 +58,7 @@ class Work:
     smem: Mapping[str, float]
     flops: float
     shapes: tuple[Shape, ...] = ()
+    threads: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.mma) - set(MMA_KINDS))
