@@ -26,8 +26,11 @@ _CONTIGUOUS = (
     (21, 24, 333, 0, False),
     (70, 64, 1300, 0, True),
     (30, 16, 700, 260, True),
+    (600, 16, 1300, 0, False),
+    (1000, 16, 1300, 0, True),
 )
-"""(rows, heads, keys, columns of the compressed form, whether it is MXFP4)"""
+"""(rows, heads, keys, columns of the compressed form, whether it is MXFP4). Of the last two, blocks have more tiles than
+stages."""
 
 _FP8, _MXFP4, _WIDE = (fmt.id for fmt in (INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE))
 _PAGED = (
