@@ -29,7 +29,7 @@ class Clocks:
         self.seen: dict[int, Any] = {}
         """By agent: what reads of others it knows to be over, as it has seen what became of them."""
         self.is_async = np.array(trace.is_async)
-        self.is_tensor = np.array([name.startswith(("('tcgen05'", "('tensor_")) for name in trace.agents])
+        self.is_tensor = np.array([name.startswith("('tensor") for name in trace.agents])
         self.writer = np.full(trace.classes, -1)
         self.written = np.zeros(trace.classes, np.int32)
         self.versions = np.zeros(trace.classes, np.int32)
@@ -98,7 +98,9 @@ class Clocks:
         return wrong
 
     def operand_is_whole(self, reads: Any) -> str:
-        """What is wrong with bytes that a product reads as one operand: they have to be of one version."""
+        """What is wrong with bytes of shared memory that a product reads as one operand: they have to be of one
+        version."""
+        reads = reads[self.trace.operand[reads]]
         if (self.writer[reads] < 0).any():
             return "bytes of an operand that nobody has written"
         if len(reads) and np.ptp(self.versions[reads]):

@@ -18,6 +18,8 @@ ALL = (1 << LANES) - 1
 TENSOR = 1 << 22
 """Position of the first block's tensor memory."""
 
+TENSOR_LANES, TENSOR_COLUMNS = 128, 512
+
 BANKS, BANK_BYTES = 32, 4
 
 
@@ -39,6 +41,13 @@ class Event:
     width: int = 0
     is_by_lane: bool = False
     args: tuple[Any, ...] = ()
+
+
+def tensor_positions(rank: int, lanes: Any, first: int, columns: int) -> Any:
+    """Of words of a block's tensor memory: all of these lanes (a slice, or their numbers) and columns."""
+    numbers = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
+    words = numbers[:, None] * TENSOR_COLUMNS + np.arange(first, first + columns)
+    return TENSOR + (rank * TENSOR_LANES * TENSOR_COLUMNS + words.ravel()) * 4
 
 
 def bits(lanes: Any) -> int:
@@ -142,6 +151,28 @@ class WarpEvents:
         self._add("product_wait", op, None, None, 0, newest)
 
     block_base: int = 0
+
+    # ---- tcgen05
+
+    def tensor(self, op: int, lanes: Any, touched: list[tuple[bool, Any, int]], is_copy: bool = False) -> None:
+        """A product, or a copy to tensor memory. touched: (is written, positions, bytes of each)."""
+        self._add("tensor_copy" if is_copy else "tensor", op, lanes, None, 0, touched)
+
+    def tensor_commit(self, op: int, lanes: Any, places: list[int]) -> None:
+        for place in places:
+            self._add("tensor_commit", op, lanes, None, 0, place)
+
+    def tensor_load(self, op: int, at: Any) -> None:
+        self._add("tensor_load", op, None, at, 4)
+
+    def tensor_store(self, op: int, at: Any) -> None:
+        self._add("tensor_store", op, None, at, 4)
+
+    def tensor_wait(self, op: int, what: str) -> None:
+        self._add("tensor_wait", op, None, None, 0, what)
+
+    def tensor_free(self, op: int, at: Any) -> None:
+        self._add("tensor_free", op, None, at, 4)
 
 
 @dataclass(eq=False)

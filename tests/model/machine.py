@@ -17,7 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from tests.model import alu, asynchronous, convert, hopper, mbarriers, moves, warps  # noqa: F401
+from tests.model import (  # noqa: F401
+    alu,
+    asynchronous,
+    blackwell,
+    convert,
+    hopper,
+    mbarriers,
+    moves,
+    tensor_copies,
+    warps,
+)
 from tests.model.memory import GlobalMemory, SharedMemory
 from tests.model.ptx import LANES, Op, Program, is_branch
 from tests.model.tasks import Task
@@ -53,6 +63,8 @@ class Block:
     number: int
     barriers: dict[int, list[int]] = field(default_factory=dict)
     """Named barriers: threads that have arrived, how often it has opened, results of a reduction."""
+    columns: dict[int, int] = field(default_factory=dict)
+    """Of tensor memory, that have been asked for: first -> how many."""
 
 
 class Warp:
@@ -70,6 +82,10 @@ class Warp:
         self.copies: list[list[Task]] = [[]]
         self.bulk_copies: list[list[Task]] = [[]]
         self.queues: dict[str, deque[Task]] = {}
+        self.tensor_loads: list[tuple[Task, dict[int, Any]]] = []
+        self.tensor_stores: list[Task] = []
+        self.tensor_work: list[Task] = []
+        """Products and copies of tcgen05 that may be under way."""
 
     @property
     def name(self) -> str:
@@ -117,6 +133,8 @@ class Cluster:
         self.tensor_maps = tensor_maps or {}
         self.mbarriers: dict[int, mbarriers.Barrier] = {}
         self.tensor_memory: dict[int, Any] = {}
+        self.columns: dict[int, int] = {}
+        """Where so many columns of tensor memory are, for who asks for them."""
         self.queues: list[deque[Task]] = []
         self.arrived = [0, 0]
         """At the cluster's barrier: threads, and how often it has opened."""

@@ -49,7 +49,7 @@ class Replay:
         self.named: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
         self.entered: dict[tuple[int, Any], int] = {}
         self.queues: list[deque[Callable[[], None]]] = []
-        self.ordered: dict[int, deque[Callable[[], None]]] = defaultdict(deque)
+        self.ordered: dict[Any, deque[Callable[[], None]]] = defaultdict(deque)
         self.sequence: dict[int, int] = defaultdict(int)
         self.committed: dict[int, list[int]] = defaultdict(list)
         self.has_waited: set[int] = set()
@@ -155,7 +155,7 @@ class Replay:
         if wrong:
             self.report(wrong, step)
 
-    def _later(self, task: Callable[[], None], key: int | None = None) -> None:
+    def _later(self, task: Callable[[], None], key: Any = None) -> None:
         queue = deque() if key is None else self.ordered[key]
         if not queue:
             self.queues.append(queue)
@@ -359,3 +359,72 @@ class Replay:
 
     def _bulk_wait(self, warp: int, step: Step) -> None:
         self._wait_group("bulk store", warp, step)
+
+    # ---- tcgen05
+
+    def _tensor(self, warp: int, step: Step) -> None:
+        self._tensor_work(warp, step, ("tensor", "tensor_copy"))
+
+    def _tensor_copy(self, warp: int, step: Step) -> None:
+        self._tensor_work(warp, step, ("tensor_copy",))
+
+    def _tensor_work(self, warp: int, step: Step, behind: tuple[str, ...]) -> None:
+        """A product or a copy, behind these that the thread has started before."""
+        clocks, issuer = self.clocks, step.agents[0]
+        agent = step.touches[0][0]
+        self.sequence[agent] += 1
+        if not self.accesses:
+            return
+        known = clocks.of_issuer(issuer)
+        of_reads = np.where(clocks.is_tensor, clocks.tensor[issuer], clocks.known[issuer])
+        for name in behind:
+            before = self.trace.numbers.get((name, warp))
+            if before is not None:
+                known[before] = of_reads[before] = EVER
+        for _, reads, writes in step.touches:
+            wrong = clocks.touch(agent, self.sequence[agent], known, of_reads, reads, writes, False)
+            wrong = wrong or clocks.operand_is_whole(reads)
+            if wrong:
+                self.report(wrong, step)
+
+    def _tensor_commit(self, warp: int, step: Step) -> None:
+        (place,) = step.args
+        if self._find(place, step) is None:
+            return
+        issuer = step.agents[0]
+        agents = [self.trace.numbers.get((name, warp)) for name in ("tensor", "tensor_copy")]
+        done = [(agent, self.sequence[agent]) for agent in agents if agent is not None]
+        known = np.maximum(self.clocks.known[issuer], self.clocks.waited[issuer])
+        fenced = self.clocks.fenced[issuer].copy()
+
+        def land() -> None:
+            for agent, clock in done:
+                self.meetings[place].add(agent, clock, known, fenced, issuer)
+            self._turn(place, step, lambda barrier: barrier.arrive())
+
+        self._later(land, ("commit", warp))
+
+    def _tensor_load(self, warp: int, step: Step) -> None:
+        self._tensor_access(step)
+
+    def _tensor_store(self, warp: int, step: Step) -> None:
+        self._tensor_access(step)
+
+    def _tensor_access(self, step: Step) -> None:
+        agent, reads, writes = step.touches[0]
+        self.sequence[agent] += 1
+        if not self.accesses:
+            return
+        known = self.clocks.tensor[list(step.agents)].min(axis=0)
+        wrong = self.clocks.touch(agent, self.sequence[agent], known, known, reads, writes, False)
+        if wrong:
+            self.report(wrong, step)
+
+    def _tensor_wait(self, warp: int, step: Step) -> None:
+        done = self.trace.numbers.get((step.args[0], warp))
+        if done is not None:
+            for agent in step.agents:
+                self.clocks.tensor[agent, done] = self.clocks.waited[agent, done] = self.sequence[done]
+
+    def _tensor_free(self, warp: int, step: Step) -> None:
+        self._access(warp, step)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.model.events import ALL, Event, Record
+from tests.model.events import ALL, TENSOR, TENSOR_COLUMNS, TENSOR_LANES, Event, Record
 
-SYNCHRONIZES = ("wait", "arrive", "copy_arrive", "bulk", "init", "tensor_commit", "tensor", "warp", "fence")
+SYNCHRONIZES = ("wait", "arrive", "copy_arrive", "bulk", "init", "warp", "fence", "tensor", "tensor_copy")
 """Kinds of events whose threads have to be told apart from others of their warp."""
 
 PLAIN = ("read", "write")
@@ -89,7 +89,7 @@ class _Sets:
 
     def __init__(self, unit: int, record: Record) -> None:
         self.unit = unit
-        top = max((int(e.at.max()) + e.width for w in record.warps for e in w.events if e.at is not None), default=0)
+        top = TENSOR + record.blocks * TENSOR_LANES * TENSOR_COLUMNS * 4
         self.marks = np.zeros(top // unit + 1, np.uint64)
         self.random = np.random.default_rng(0)
         self.units: list[Any] = []
@@ -111,6 +111,8 @@ class _Sets:
         numbers = np.full(len(self.marks), -1)
         numbers[used] = inverse
         classes = [np.unique(numbers[units]) for units in self.units]
+        is_shared = np.zeros(len(counts), np.bool_)
+        is_shared[numbers[: TENSOR // self.unit][used[: TENSOR // self.unit]]] = True
         trace.classes, trace.sizes = len(counts), counts * self.unit
         trace.operand = np.zeros(trace.classes, np.bool_)
         is_reader = np.zeros((trace.classes, len(trace.agents)), np.bool_)
@@ -122,7 +124,7 @@ class _Sets:
                     if step.kind == "same_write":
                         is_reader[writes, agent] = True
                     if step.kind in ("product", "tensor"):
-                        trace.operand[reads] = True
+                        trace.operand[reads[is_shared[reads]]] = True
         most = max(1, int(is_reader.sum(axis=1).max(initial=0)))
         order = np.argsort(~is_reader, axis=1, kind="stable")[:, :most]
         trace.readers = np.where(np.take_along_axis(is_reader, order, axis=1), order, 0)
@@ -205,11 +207,13 @@ def _touches(
             operand = event.at[first : first + count]
             yield trace.agent(("wgmma", number), True), sets.add([(operand, event.width)]), sets.add([])
             first += count
-    elif event.kind == "tensor":
-        queue = trace.agent(("tcgen05", number), True)
+    elif event.kind in ("tensor", "tensor_copy"):
+        agent = trace.agent((event.kind, number), True)
         for is_written, at, width in event.args[0]:
-            touched = sets.add([(at, width)])
-            yield (queue, sets.add([]), touched) if is_written else (queue, touched, sets.add([]))
+            touched, nothing = sets.add([(at, width)]), sets.add([])
+            yield (agent, nothing, touched) if is_written else (agent, touched, nothing)
     elif event.kind in ("tensor_load", "tensor_store"):
-        agent, touched = trace.agent((event.kind, number), True), sets.add([(event.at, event.width)])
-        yield (agent, sets.add([]), touched) if event.kind == "tensor_store" else (agent, touched, sets.add([]))
+        agent, touched, nothing = trace.agent((event.kind, number), True), sets.add([(event.at, 4)]), sets.add([])
+        yield (agent, nothing, touched) if event.kind == "tensor_store" else (agent, touched, nothing)
+    elif event.kind == "tensor_free":
+        yield agents[0], sets.add([]), sets.add([(event.at, event.width)])
