@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.facts.meaning import TensorMap
 from cute_kernels.indexer.logits_sm100 import BlackwellLogitsKey
 from cute_kernels.runtime import trust
 from tests.indexer.test_logits_launch import Launches
-from tests.model import tensor_memory  # noqa: F401
 from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
-from tests.model.ptx import Program, parse
-from tests.model.tensor_maps import TensorMap, at_parameter, check
+from tests.model.ptx import PARAMETERS, Program, parse
 
 QUERY_MAP, KEY_MAP = 0, 2
 """Parameters of the kernel that are tensor maps."""
@@ -73,21 +72,21 @@ class Scores:
         plan, got, at = self.key.plan, self.got, self.placed.at
         swizzle = plan.operand.swizzle
         query_map = TensorMap(
-            at(got["q"]),
+            at(got["q"]) - GlobalMemory.BASE,
             (plan.row_bytes, plan.heads, got["row_count"], got["requests"]),
             (got["q_head"], got["q_row"], got["q_request"]),
-            (plan.row_bytes, plan.heads),
+            (plan.row_bytes, plan.heads, 1, 1),
+            1,
             swizzle,
         )
         key_map = TensorMap(
-            at(got["keys"]),
+            at(got["keys"]) - GlobalMemory.BASE,
             (plan.row_bytes, got["page_rows"], got["pages"]),
             (got["key_stride"], got["page_stride"]),
-            (plan.row_bytes, plan.box),
+            (plan.row_bytes, plan.box, 1),
+            1,
             swizzle,
         )
-        for one in (query_map, key_map):
-            check(one)
         values: list[Any] = [bytes(128), bytes(12), bytes(128), got["requests"], got["row_count"]]
         values += [*divisor(-(-got["row_count"] // plan.rows)), *divisor(got["blocks"])]
         values += [at(got["starts"]), at(got["ends"]), got["end_request"], got["limit"], got["out"].shape[1]]
@@ -97,8 +96,8 @@ class Scores:
         values += [at(got["weights"].data_ptr()), got["weights"].stride(0) * 4]
         values += [at(got["q_scale"]), got["q_scale_request"], got["q_scale_row"]]
         values += [self.out, self.stride * 4, got["clean"]]
-        maps = at_parameter(program, QUERY_MAP, query_map) | at_parameter(program, KEY_MAP, key_map)
-        return pack(program, values), maps
+        maps = {QUERY_MAP: query_map, KEY_MAP: key_map}
+        return pack(program, values), {PARAMETERS + program.parameters[i].offset: map_ for i, map_ in maps.items()}
 
     def run(self, ptx: str | Program, **options: Any) -> tuple[Any, Any]:
         """fp32 scores [rows, columns], poison where nothing was written, and how often each was written."""
