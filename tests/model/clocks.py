@@ -26,8 +26,8 @@ class Clocks:
         self.tensor = np.zeros((agents, agents), np.int32)
         self.waited = np.zeros((agents, agents), np.int32)
         """Loads and stores of tensor memory that an agent has waited for, and no fence has handed on."""
-        self.seen: dict[int, Any] = {}
-        """By agent: what reads of others it knows to be over, as it has seen what became of them."""
+        self.seen = np.zeros((agents, agents), np.int32)
+        """As `known`, of reads that are over as something came of them, and of nothing else."""
         self.is_async = np.array(trace.is_async)
         self.is_tensor = np.array([name.startswith("('tensor") for name in trace.agents])
         self.writer = np.full(trace.classes, -1)
@@ -42,7 +42,7 @@ class Clocks:
     def join(self, agents: tuple[int, ...]) -> None:
         """All of them meet."""
         chosen = list(agents)
-        for table in (self.known, self.fenced):
+        for table in (self.known, self.fenced, self.seen):
             table[chosen] = table[chosen].max(axis=0)
         for agent in chosen:
             self.tick(agent)
@@ -52,19 +52,17 @@ class Clocks:
         order writes."""
         latest = self.known[list(agents)].max(axis=0)
         for agent in agents:
-            self.seen[agent] = latest
+            np.maximum(self.seen[agent], latest, out=self.seen[agent])
             self.tick(agent)
 
     def of_reads(self, agent: int) -> Any:
         """Of others' reads, what is before the agent's next access."""
-        seen = self.seen.get(agent)
-        return self.known[agent] if seen is None else np.maximum(self.known[agent], seen)
+        return np.maximum(self.known[agent], self.seen[agent])
 
     def of_issuer(self, agent: int) -> Any:
-        """What something asynchronous comes after that a thread starts: of other threads' writes those that a fence
-        lies behind, of tcgen05's what the thread's fence let it see."""
-        generic = np.where(self.is_async, self.known[agent], self.fenced[agent])
-        return np.where(self.is_tensor, self.tensor[agent], generic)
+        """What something asynchronous comes after that a thread starts: of threads' writes those that a fence lies
+        behind."""
+        return np.where(self.is_async, self.known[agent], self.fenced[agent])
 
     def touch(
         self, agent: int, clock: int, known: Any, known_of_reads: Any, reads: Any, writes: Any, is_initial: bool
@@ -109,23 +107,24 @@ class Clocks:
 
 
 class Meeting:
-    """What a barrier hands from those who arrive to those who wait."""
+    """What a barrier hands from those who arrive to those who wait: what they know, have fenced and have seen."""
 
     def __init__(self, agents: int) -> None:
-        self.coming = np.zeros((2, agents), np.int32)
-        self.over = np.zeros((2, agents), np.int32)
+        self.coming = np.zeros((3, agents), np.int32)
+        self.over = np.zeros((3, agents), np.int32)
 
     def arrive(self, clocks: Clocks, agent: int, order: str = "") -> None:
-        given = np.stack([clocks.known[agent], clocks.fenced[agent]])
+        given = np.stack([clocks.known[agent], clocks.fenced[agent], clocks.seen[agent]])
         if order == "relaxed":
-            given = np.where(clocks.is_tensor, given, 0)
+            given[:, ~clocks.is_tensor] = 0
         np.maximum(self.coming, given, out=self.coming)
         clocks.tick(agent)
 
     def add(self, agent: int, clock: int, known: Any, fenced: Any, issuer: int) -> None:
-        """Something asynchronous is done, and with it all before it but what the issuer did itself."""
-        given = np.stack([known, fenced])
-        given[:, issuer] = 0
+        """Something asynchronous is done, and with it all before it. Of what its issuer did itself only the reads are:
+        it has used what it read."""
+        given = np.stack([known, fenced, known])
+        given[:2, issuer] = 0
         given[:, agent] = np.maximum(given[:, agent], clock)
         np.maximum(self.coming, given, out=self.coming)
 
@@ -133,5 +132,5 @@ class Meeting:
         np.maximum(self.over, self.coming, out=self.over)
 
     def wait(self, clocks: Clocks, agent: int) -> None:
-        np.maximum(clocks.known[agent], self.over[0], out=clocks.known[agent])
-        np.maximum(clocks.fenced[agent], self.over[1], out=clocks.fenced[agent])
+        for table, over in zip((clocks.known, clocks.fenced, clocks.seen), self.over, strict=True):
+            np.maximum(table[agent], over, out=table[agent])

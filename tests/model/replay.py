@@ -148,7 +148,7 @@ class Replay:
             return
         clocks, issuer = self.clocks, step.agents[0] if issuer is None else issuer
         known = clocks.of_issuer(issuer) if clocks.is_async[agent] else clocks.known[issuer].copy()
-        of_reads = np.where(clocks.is_tensor, known, clocks.known[issuer])
+        of_reads = clocks.of_reads(issuer)
         if is_ordered:
             known[agent] = of_reads[agent] = EVER
         wrong = clocks.touch(agent, clock, known, of_reads, reads, writes, False)
@@ -375,8 +375,8 @@ class Replay:
         self.sequence[agent] += 1
         if not self.accesses:
             return
-        known = clocks.of_issuer(issuer)
-        of_reads = np.where(clocks.is_tensor, clocks.tensor[issuer], clocks.known[issuer])
+        known = np.where(clocks.is_tensor, clocks.tensor[issuer], clocks.of_issuer(issuer))
+        of_reads = np.where(clocks.is_tensor, clocks.tensor[issuer], clocks.of_reads(issuer))
         for name in behind:
             before = self.trace.numbers.get((name, warp))
             if before is not None:
@@ -396,6 +396,7 @@ class Replay:
         done = [(agent, self.sequence[agent]) for agent in agents if agent is not None]
         known = np.maximum(self.clocks.known[issuer], self.clocks.waited[issuer])
         fenced = self.clocks.fenced[issuer].copy()
+        self.clocks.tick(issuer)
 
         def land() -> None:
             for agent, clock in done:
