@@ -216,8 +216,9 @@ class BlackwellLogitsKernel(LogitsKernel):
             ptx.allocate_tensor_memory(at.tensor, plan.tensor_columns)
             ptx.relinquish_tensor_memory()
         if thread == fill_warp * WARP:
-            # one arrival announces bytes, one per lane what lanes copy; every warp that adds up lets go of a stage
-            rings[0].initialize(1 if self.paged else 1 + WARP, plan.warpgroups * 4)
+            # one arrival announces bytes, one per lane what lanes copy; every warp that adds up lets go of a stage, and
+            # the one that starts products lets go of its note
+            rings[0].initialize(1 if self.paged else 1 + WARP, plan.warpgroups * 4 + 1)
             rings[1].initialize(1 + WARP, plan.warpgroups * 4)
             rings[2].initialize(1, plan.parts * 4)
             if const_expr(plan.mxfp4):

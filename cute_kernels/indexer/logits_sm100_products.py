@@ -46,6 +46,10 @@ class Products:
             if tile.group < 0:
                 is_running = Int32(0)
             else:
+                # products only let go of what they read themselves
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.mbarrier_arrive(ring.empty(stage))
                 is_new = tile.group != current
                 if is_new:
                     current, turn = tile.group, turn + 1
