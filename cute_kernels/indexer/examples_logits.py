@@ -26,11 +26,8 @@ _CONTIGUOUS = (
     (21, 24, 333, 0, False),
     (70, 64, 1300, 0, True),
     (30, 16, 700, 260, True),
-    (600, 16, 1300, 0, False),
-    (1000, 16, 1300, 0, True),
 )
-"""(rows, heads, keys, columns of the compressed form, whether it is MXFP4). Of the last two, blocks have more tiles than
-stages."""
+"""(rows, heads, keys, columns of the compressed form, whether it is MXFP4)"""
 
 _FP8, _MXFP4, _WIDE = (fmt.id for fmt in (INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE))
 _PAGED = (
@@ -46,6 +43,9 @@ _PAGED = (
     (4, 2, 32, 20, _WIDE),
 )
 """(requests, rows of each, heads, keys of a page, format)"""
+
+_MANY = ((2000, 1, 16, 64, _FP8), (3600, 1, 16, 64, _MXFP4))
+"""The same, with few keys each, and so many that blocks have more tiles than stages."""
 
 
 def _codes(g: torch.Generator, mxfp4: bool, *shape: int) -> torch.Tensor:
@@ -88,16 +88,17 @@ def contiguous() -> Iterator[Example]:
 def paged() -> Iterator[Example]:
     """paged_mqa_logits(q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, clean_logits,
     kv_format, out)"""
-    for requests, next_n, heads, page_rows, kv_format in _PAGED:
+    for requests, next_n, heads, page_rows, kv_format in _PAGED + _MANY:
         fmt, mxfp4 = FORMATS[kv_format], kv_format != INDEXER_FP8.id
-        for clean in (False, True):
+        are_many = requests >= _MANY[0][0]
+        for clean in (False,) if are_many else (False, True):
             g = torch.Generator().manual_seed(requests + next_n)
-            pages, columns = 40, 700
+            pages, columns, width = (40, 20, 1) if are_many else (40, 700, 600 // page_rows)
             pool = fmt.allocate(pages, page_rows)
             slots = torch.arange(pages * page_rows)
             scale = _scales(g, mxfp4, len(slots))[:, None].view(torch.uint8)
             fmt.write_fields(pool, page_rows, slots, _codes(g, mxfp4, len(slots)).view(torch.uint8), scale)
-            table = torch.randint(-2, pages + 2, (requests, 600 // page_rows), generator=g).int()
+            table = torch.randint(-2, pages + 2, (requests, width), generator=g).int()
             lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
             lens[0, 0] = 640
             q = _codes(g, mxfp4, requests, next_n, heads)
