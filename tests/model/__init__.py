@@ -1,1 +1,1 @@
-"""A model of a multiprocessor, or of a cluster of them, that runs the PTX of our kernels on the host: see machine.py."""
+"""A model of multiprocessors that runs the PTX of our kernels on the host: see machine.py."""

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from tests.model import mbarriers
-from tests.model.tasks import Task
 from tests.model.memory import POISON
 from tests.model.moves import addresses, chosen, count_of
 from tests.model.ptx import LANES, Op, Run, instruction
+from tests.model.tasks import Task
 
 
 @instruction("cp.async.ca", "cp.async.cg")
@@ -133,7 +133,9 @@ def _bulk(op: Op) -> Run:
             size = int(warp.r[amount][lane])
             target, source = addresses(warp, *to)[lane : lane + 1], addresses(warp, *of)[lane : lane + 1]
             if size % 16 or int(target[0]) % 16 or int(source[0]) % 16:
-                raise IndexError(f"bulk copy of {size} bytes from {int(source[0]):#x} to {int(target[0]):#x}: misaligned")
+                raise IndexError(
+                    f"bulk copy of {size} bytes from {int(source[0]):#x} to {int(target[0]):#x}: misaligned"
+                )
             if not size:
                 continue
             start = _extent(warp, target, size)

@@ -36,7 +36,9 @@ def _convert(op: Op) -> Run:
         source = op.source(1, 64)
         return store(op.target(), lambda r: r[source])
     kinds = [part for part in op.parts[1:] if part.rstrip("0123456789x") or part[0] in "sufb"]
-    kinds = [part for part in kinds if part not in ("rn", "rz", "rm", "rp", "rni", "rzi", "ftz", "sat", "satfinite", "relu")]
+    kinds = [
+        part for part in kinds if part not in ("rn", "rz", "rm", "rp", "rni", "rzi", "ftz", "sat", "satfinite", "relu")
+    ]
     to, of = kinds[0], kinds[1]
     packed = _packed(op, to, of)
     if packed is not None:

@@ -91,7 +91,9 @@ def _multiply(op: Op) -> Run:
         first = warp.number % 4 * ROWS
         a_at = None if in_registers else operand(int(warp.r[left][0]), first, ROWS, depth, BYTES[of[0]], False)
         if warp.events:
-            warp.events.product(op.number, [at for at in (a_at, b_at) if at is not None], [BYTES[of[0]], BYTES[of[1]]][-1])
+            warp.events.product(
+                op.number, [at for at in (a_at, b_at) if at is not None], [BYTES[of[0]], BYTES[of[1]]][-1]
+            )
         adds = bool(warp.r[accumulates][0])
         before = [warp.pending.get(slot) for slot in results] if adds else []
         words = [warp.r[slot] for slot in held]

@@ -9,6 +9,7 @@ there is no task, the kernel hangs, and the model says who waits for what.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from tests.model import (  # noqa: F401
     asynchronous,
     blackwell,
     convert,
+    fields,
     hopper,
     mbarriers,
     moves,
@@ -259,7 +261,7 @@ class Cluster:
             part = parts[0]
             return part if part.waits is None or part.waits() else None
         parts.sort(key=lambda part: part.at)
-        for one, two in zip(parts, parts[1:], strict=False):
+        for one, two in itertools.pairwise(parts):
             if one.at == two.at:
                 mask = one.mask | two.mask
                 parts.remove(two)

@@ -1,4 +1,4 @@
-"""Memory of the model: what is not an input holds 0xFF, NaN in every format, and nobody reaches beyond what there is."""
+"""Memory of the model: what is not input holds 0xFF, NaN in every format, and nobody reaches beyond what there is."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ class GlobalMemory(Bytes):
         if not inside.all() or not (allowed[at] & allowed[at + width - 1]).all():
             raise IndexError(f"global {'write' if is_write else 'read'} of {width} bytes at {_first(address, inside)}")
         if (at % min(width, 16)).any():
-            raise IndexError(f"global access of {width} bytes at {_first(address, at % min(width, 16) == 0)}: misaligned")
+            raise IndexError(
+                f"global access of {width} bytes at {_first(address, at % min(width, 16) == 0)}: misaligned"
+            )
         return at
 
     def note_written(self, at: Any, width: int) -> None:

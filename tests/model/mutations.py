@@ -26,6 +26,7 @@ DROPPED = {
     "tensor_wait": "no wait for tensor memory",
     "bulk_wait": "no wait for bulk stores",
 }
+SKIPPED = ("access", "same_write", "exchange", "exit")
 ORDERS = ("proxy.async", "tcgen05")
 """Fences that anything depends on; what else there is orders the making of mbarriers."""
 
@@ -42,7 +43,7 @@ class Mutant:
         return [[new for new in map(self._of, steps) if new is not None] for steps in trace.steps]
 
     def _of(self, step: Step) -> Step | None:
-        return self.change(step) if step.ops == (self.op,) and step.kind != "access" else step
+        return self.change(step) if step.ops == (self.op,) and step.kind not in SKIPPED else step
 
 
 def _with(step: Step, index: int, value: Any) -> Step:
@@ -51,16 +52,17 @@ def _with(step: Step, index: int, value: Any) -> Step:
 
 def mutants(trace: Trace) -> Iterator[Mutant]:
     """All of them."""
-    seen: set[int] = set()
-    places = {step.args[0] for steps in trace.steps for step in steps if step.kind == "init"}
+    by_op: dict[int, list[Step]] = {}
     for step in (step for steps in trace.steps for step in steps):
-        if step.kind in ("access", "same_write", "exchange") or step.ops[0] in seen:
-            continue
-        seen.add(step.ops[0])
-        yield from _of_step(step.ops[0], step, places)
+        if step.kind not in SKIPPED:
+            by_op.setdefault(step.ops[0], []).append(step)
+    places = {step.args[0] for steps in by_op.values() for step in steps if step.kind == "init"}
+    for op, steps in by_op.items():
+        yield from _of_step(op, steps, places)
 
 
-def _of_step(op: int, step: Step, places: set[Any]) -> Iterator[Mutant]:
+def _of_step(op: int, steps: list[Step], places: set[Any]) -> Iterator[Mutant]:
+    step = steps[0]
     kind = step.kind.split("_")[0] if step.kind.startswith("barrier") else step.kind
     if kind in DROPPED and (kind != "fence" or step.args[0].startswith(ORDERS)):
         yield Mutant(op, DROPPED[kind], lambda step: None)
@@ -72,7 +74,7 @@ def _of_step(op: int, step: Step, places: set[Any]) -> Iterator[Mutant]:
         yield Mutant(op, "the other parity", lambda s: _with(s, 1, s.args[1] ^ 1))
     if kind in ("wait", "arrive", "tensor_commit", "copy_arrive"):
         for by in (8, -8):
-            if any(place + by in places for place in places):
+            if any(step.args[0] + by in places for step in steps):
                 yield Mutant(op, f"the mbarrier {by:+} bytes away", lambda s, by=by: _moved(s, by, places))
     if kind == "arrive" and step.args[2]:
         for more in (16, -16):
@@ -94,7 +96,9 @@ def problems(trace: Trace, mutant: Mutant, schedules: Iterable[int] = range(4), 
         if found:
             return found
     for seed in range(more):
-        replay = Replay(trace, seed, steps, laziness=(0.5, 0.95, 0.05)[seed % 3], is_exact=False, accesses=False, most=1)
+        replay = Replay(
+            trace, seed, steps, laziness=(0.5, 0.95, 0.05)[seed % 3], is_exact=False, accesses=False, most=1
+        )
         found = replay.run() or _left(replay)
         if found:
             return found

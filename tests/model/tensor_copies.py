@@ -88,4 +88,3 @@ def _start(
         barrier.complete(size)
 
     warp.cluster.add(Task(land))
-

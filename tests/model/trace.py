@@ -48,7 +48,7 @@ class Trace:
     sizes: Any = None
     operand: Any = None
     readers: Any = None
-    """[classes, most] agents that read them, or write them together with others; the first agent where there are less."""
+    """[classes, most] agents that read them, or write them together with others; agent 0 where there are less."""
     numbers: dict[Any, int] = field(default_factory=dict)
 
     def agent(self, key: Any, is_async: bool) -> int:
@@ -93,14 +93,18 @@ class _Sets:
         self.marks = np.zeros(top // unit + 1, np.uint64)
         self.random = np.random.default_rng(0)
         self.units: list[Any] = []
+        self.known: dict[bytes, int] = {}
 
     def add(self, events: list[tuple[Any, int]]) -> int:
         """Number of the set of all positions, `width` bytes each."""
-        parts = [(at[:, None] // self.unit + np.arange(max(1, width // self.unit))).ravel() for at, width in events]
-        units = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
-        self.marks[units] ^= self.random.integers(1, 1 << 63, dtype=np.uint64)
-        self.units.append(units)
-        return len(self.units) - 1
+        key = b"".join(at.tobytes() + bytes([width]) for at, width in events)
+        if key not in self.known:
+            parts = [(at[:, None] // self.unit + np.arange(max(1, width // self.unit))).ravel() for at, width in events]
+            units = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+            self.marks[units] ^= self.random.integers(1, 1 << 63, dtype=np.uint64)
+            self.known[key] = len(self.units)
+            self.units.append(units)
+        return self.known[key]
 
     def resolve(self, trace: Trace) -> None:
         """Replace numbers of sets by classes, in all steps."""
@@ -148,7 +152,9 @@ def _steps(trace: Trace, sets: _Sets, number: int, events: list[Event]) -> Itera
         if not pending:
             return
         touched = {agent for agent, _ in pending}
-        touches = [(a, sets.add(pending.get((a, "read"), [])), sets.add(pending.get((a, "write"), []))) for a in touched]
+        touches = [
+            (a, sets.add(pending.get((a, "read"), [])), sets.add(pending.get((a, "write"), []))) for a in touched
+        ]
         yield Step("access", tuple(dict.fromkeys(ops)), tuple(touched), (), (), tuple(touches))
         pending.clear()
         ops.clear()
@@ -156,8 +162,9 @@ def _steps(trace: Trace, sets: _Sets, number: int, events: list[Event]) -> Itera
     for event in events:
         if event.kind == "write" and len(groups) > 1 and len(np.unique(event.at)) < len(event.at):
             yield from flush()
+            writer = trace.agent(("together, warp", number), False)
             touches = [(a, sets.add([]), sets.add([(at, event.width)])) for a, at in _by_group(event, groups, agents)]
-            yield Step("same_write", (event.op,), tuple(a for a, _, _ in touches), (), (), tuple(touches))
+            yield Step("same_write", (event.op,), tuple(a for a, _, _ in touches), (), (writer,), tuple(touches))
             continue
         if event.kind in PLAIN:
             for agent, at in _by_group(event, groups, agents):
@@ -173,6 +180,7 @@ def _steps(trace: Trace, sets: _Sets, number: int, events: list[Event]) -> Itera
         step.touches = tuple(_touches(trace, sets, number, event, groups, agents))
         yield step
     yield from flush()
+    yield Step("exit", (events[-1].op,) if events else (), tuple(agents), (), (trace.record.warps[number].block,))
 
 
 def _by_group(event: Event, groups: list[int], agents: list[int]) -> Iterator[tuple[int, Any]]:

@@ -148,7 +148,7 @@ def _load_matrix(op: Op) -> Run:
         position = warp.shared.position(addresses(warp, *address)[: 8 * count], 16)
         rows = warp.shared.load(position, 16, 8).reshape(count, 8, 8).astype(U32)
         if warp.events:
-            warp.events.read(op.number, LANE < 8 * count, position, 16)
+            warp.events.read(op.number, 8 * count > LANE, position, 16)
         for matrix, target in zip(rows, targets, strict=True):
             matrix = matrix.T if is_transposed else matrix
             warp.r[target] = matrix[ROW, 2 * COLUMN] | (matrix[ROW, 2 * COLUMN + 1] << U32(16))
@@ -171,7 +171,7 @@ def _store_matrix(op: Op) -> Run:
             rows = rows.transpose(0, 2, 1)
         warp.shared.store(position, rows.reshape(8 * count, 8), 16)
         if warp.events:
-            warp.events.write(op.number, LANE < 8 * count, position, 16)
+            warp.events.write(op.number, 8 * count > LANE, position, 16)
 
     return together(store)
 
@@ -202,7 +202,7 @@ def _sync_warp(op: Op) -> Run:
 
 @instruction("bar", "barrier")
 def _barrier(op: Op) -> Run:
-    """bar.sync, bar.arrive, bar.red, and their other names barrier.cta.* and barrier.*; of a cluster, arrive and wait."""
+    """bar.sync, bar.arrive, bar.red, and their other names barrier.cta and barrier; barrier.cluster."""
     parts = [part for part in op.parts[1:] if part != "cta"]
     if parts[0] == "cluster":
         return _arrive_cluster(op) if parts[1] == "arrive" else _wait_cluster(op)
