@@ -123,17 +123,18 @@ def gather_info() -> dict[str, Any]:
     import torch
 
     from cute_kernels import support
-    from cute_kernels.runtime import cache
+    from cute_kernels.runtime import cache, trust
     from cute_kernels.runtime.arch import arch_of
     from cute_kernels.runtime.registry import all_ops
 
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         try:
-            arch, reason = arch_of(index), None
+            arch, reason, verdicts = arch_of(index), None, trust.verdicts(index)
         except ValueError as error:
-            arch, reason = None, str(error)
-        gpus.append({"name": torch.cuda.get_device_name(index), "arch": arch, "unsupported": reason})
+            arch, reason, verdicts = None, str(error), {}
+        name = torch.cuda.get_device_name(index)
+        gpus.append({"name": name, "arch": arch, "unsupported": reason, "verdicts": verdicts})
     store = cache.current()
     ops = {}
     for name in sorted(all_ops()):
@@ -170,6 +171,8 @@ def info(options: argparse.Namespace) -> int:
         plain.add_row(name, str(value) if value else "not installed")
     for number, gpu in enumerate(found["gpus"]):
         plain.add_row(f"cuda:{number}", f"{gpu['name']}, {gpu['arch'] or gpu['unsupported']}")
+        for op, status in gpu["verdicts"].items():
+            plain.add_row("", f"{op}: {gpu['arch']}'s own kernel: {status} (verify)")
     if not found["gpus"]:
         target = found["arch"]
         plain.add_row("gpu", f"none; target {target} (CUTE_DSL_ARCH)" if target else "none")

@@ -1,6 +1,7 @@
 """`python -m cute_kernels verify`: every kernel against its reference on the GPU at hand, and the verdicts kept.
 
-First what all ops need is found out, by calling everything but the kernels, and compiled in many processes. Ops with
+First what all ops need is found out, by calling everything but the kernels, and compiled in many processes. On a
+Blackwell, what its kernels take for granted about instructions is tried then, one by one (cute_kernels.facts). Ops with
 one kernel are then verified side by side. Where a kernel of the architecture's own, which may never have run, has a
 portable one beside it, both are verified, alone on the GPU. Layers come last, with the kernels that are trusted then.
 """
@@ -21,6 +22,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from cute_kernels.cli import PROGRAM, STYLES, Refusal, print_json, with_progress
+
+OWN_SECONDS = 120.0
+"""After this a kernel that may never have run before hangs: what it needs is compiled by then."""
 
 MOST_PROCESSES = 4
 """That use the GPU at a time: each holds a context of some hundred MB, and its references want cores."""
@@ -53,29 +57,34 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _verify(ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> tuple[list[Any], str]:
-    """Verdicts of the ops and the layers, and why they could not be kept, or ""."""
+    """Verdicts of the facts, the ops and the layers, and why they could not be kept, or ""."""
+    from cute_kernels.facts import check
     from cute_kernels.runtime.verify import PORTABLE, Needs, needs_by_name, verify_by_name
 
     processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
     needs = [found for found in _run("finding kernels", ops, needs_by_name, processes) if isinstance(found, Needs)]
     keys = [key for need in needs for key in need.keys]
-    _compile(keys if layers is None else [*keys, *layers.keys(arch)], workers)
+    _compile([*check.keys(arch), *keys, *(() if layers is None else layers.keys(arch))], workers)
+    facts = _run("verifying facts", check.NAMES, check.verify_fact, processes) if arch in check.ARCHS else []
     with_choice = [need.name for need in needs if need.has_choice]
     verdicts = _run("verifying ops", [op for op in ops if op not in with_choice], verify_by_name, processes)
     both = [op + kernel for op in with_choice for kernel in ("", PORTABLE)]
-    verdicts += _run(f"verifying kernels for {arch}", both, verify_by_name)
+    verdicts += _run(f"verifying kernels for {arch}", both, verify_by_name, timeout=OWN_SECONDS)
     verdicts.sort(key=lambda verdict: verdict.name)
     problem = _keep(verdict for verdict in verdicts if not verdict.name.endswith(PORTABLE))
     if layers is not None:
         verdicts += _run("verifying layers", list(layers.KINDS), layers.verify_layer, processes)
-    return verdicts, problem
+    return facts + verdicts, problem
 
 
-def _run(what: str, names: Sequence[str], function: Callable[[str], Any], workers: int = 1) -> list[Any]:
+def _run(
+    what: str, names: Sequence[str], function: Callable[[str], Any], workers: int = 1, timeout: float | None = None
+) -> list[Any]:
     """Results of function(name) in the order of the names."""
-    from cute_kernels.runtime.isolated import run_isolated
+    from cute_kernels.runtime.isolated import TIMEOUT_SECONDS, run_isolated
 
-    found = list(with_progress(run_isolated(names, function, workers=workers), len(names), what))
+    results = run_isolated(names, function, TIMEOUT_SECONDS if timeout is None else timeout, workers)
+    found = list(with_progress(results, len(names), what))
     return sorted(found, key=lambda result: names.index(result.name))
 
 

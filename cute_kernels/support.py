@@ -101,6 +101,10 @@ MEASURED = (
 RECORDS = {(op, "sm_90a"): f"h200/{op}.json" for op in MEASURED}
 """(op, arch) -> record of a measurement, below perf/results."""
 
+PORTABLE_RECORDS: frozenset[tuple[str, str]] = frozenset()
+"""(op, arch) whose record is of the portable kernel although the architecture has one of its own: such a record says
+nothing for that one (runtime/trust.py)."""
+
 
 @dataclass(frozen=True)
 class Support:

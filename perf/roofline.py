@@ -1,5 +1,5 @@
-"""The least time that a kernel can take on a GPU that nobody measured: clocks per tile on memory, tensor cores and shared
-memory, and which of them binds.
+"""The least time that a kernel can take on a GPU that nobody measured: clocks per tile on memory, tensor cores and
+shared memory, and which of them binds.
 
 A kernel states what a tile costs in its plan file: `work()` of `cute_kernels/<room>/<kernel>_sm100_plan.py` returns
 `cute_kernels.runtime.work.Work`s (bytes from memory, operations of the MMA instructions, bytes through shared memory,
@@ -7,8 +7,8 @@ useful operations, the tiles of standard shapes). Whatever plan file has the fun
 registered elsewhere. `python -m perf compiled` keeps the figures, `python -m perf report` shows them, apart from
 everything measured.
 
-The rates are NVIDIA's for a B200, not measurements. Left out, because nobody here knows them: the path from L2, the rate
-at which gather4 is issued, latencies, what a launch costs. So a time is a bound from below, never a prediction.
+The rates are NVIDIA's for a B200, not measurements. Left out, because nobody here knows them: the path from L2, the
+rate at which gather4 is issued, latencies, what a launch costs. So a time is a bound from below, never a prediction.
 """
 
 from __future__ import annotations

@@ -85,10 +85,7 @@ class TransferKernel:
         image = smem.allocate(size, 1024).toint()
         done = smem.allocate_array(Int64, 1)
         if thread == 0:
-            cute.arch.mbarrier_init(done, 1)
-            # bytes of both blocks may be there before the even one expects them: it does now
-            if block == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(done, size * transfer.blocks)
+            cute.arch.mbarrier_init(done, transfer.blocks)
         cute.arch.mbarrier_init_fence()
         for line in range_constexpr(size // (THREADS * 16)):
             ptx.store_shared_128(image + line * (THREADS * 16) + thread * 16, [Int32(-1)] * 4)
@@ -101,7 +98,12 @@ class TransferKernel:
         if thread == 0:
             map_ = ptx.tensor_map(copy)
             ptx.prefetch_tensor_map(map_)
-            barrier = ptx.pair_leader(done.toint()) if const_expr(is_pair) else done.toint()
+            barrier = done.toint()
+            if const_expr(is_pair):
+                barrier = ptx.pair_leader(barrier)
+                ptx.expect_cluster(barrier, size)
+            else:
+                cute.arch.mbarrier_arrive_and_expect_tx(done, size)
             if const_expr(transfer.is_gathered):
                 for group in cutlass.range(TILE // 4, unroll=1):
                     rows = ptx.load_global_128(numbers + Int64(block) * (TILE * 4) + Int64(group * 16))
@@ -113,11 +115,13 @@ class TransferKernel:
                 for number in range_constexpr(2):
                     at = 0, places[2 * number], places[2 * number + 1]
                     ptx.copy_bulk_tensor(image + number * (TILE * transfer.line), map_, at, barrier)
-        if block == 0:
-            ptx.wait_mbarrier(done.toint(), 0)
         if const_expr(is_pair):
+            if block == 0:
+                ptx.wait_mbarrier_cluster(done.toint(), 0)
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+        else:
+            ptx.wait_mbarrier(done.toint(), 0)
         for line in range_constexpr(size // (THREADS * 16)):
             at = line * (THREADS * 16) + thread * 16
             ptx.store_global_128(out + Int64(block) * size + Int64(at), ptx.load_shared_128(image + at))

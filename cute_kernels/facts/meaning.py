@@ -120,6 +120,7 @@ def elements(shared: Any, descriptor: int, rows: int, depth: int, name: str, bit
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
+@np.errstate(all="ignore")
 def multiply(
     blocks: Sequence[Block],
     d: int,
@@ -141,6 +142,9 @@ def multiply(
     shape, bits = shape_of(instruction, kind), BITS[kind]
     form = ("pair" if len(blocks) == 2 else "ws" if weight_stationary and shape.m < 128 else "m") + str(shape.m)
     check(form in umma.FORMS, f"{shape.m} rows, weight-stationary: {weight_stationary}, {len(blocks)} blocks")
+    check(shape.n in (64, 128, 256) or not weight_stationary, f"{shape.n} columns, weight-stationary")
+    check(a_scales is None or form == "m128", f"scales of {form}")
+    check(shape.n % 16 == 0 or form == "m64" or a_scales is not None, f"{shape.n} columns for {form}")
     check("e2m1" not in shape.formats or bits == 4, "e2m1 a byte an element")
     check(d >> 16 == 0 and d + umma.result_columns(form, shape.n) <= COLUMNS, f"results at {d:#x}")
     check(not a_in_tensor_memory or not (form == "m64" or shape.is_mn_major[0]), "such rows in tensor memory")

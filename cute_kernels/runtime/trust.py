@@ -9,7 +9,7 @@ GPU. Such a kernel has a portable one beside it, which runs until
 
   one file per op and GPU (name, compute capability, driver). The environment has the hash of all sources: a verdict is
   of these sources and versions or it does not count. What cannot be read is no verdict;
-* or a record in perf/results says how fast the op is on this architecture. A verdict that is "fail" outweighs it.
+* or a record in perf/results says how fast it is on this architecture. A verdict that is "fail" outweighs it.
 
 The portable kernel is chosen by the launch path: it asks `is_trusted` where the own kernel could take the call.
 """
@@ -70,8 +70,9 @@ def choose(own: bool) -> Iterator[set[str]]:
 def _decide(op: str, device_index: int) -> bool:
     verdict = read(op, device_index)
     status = None if verdict is None else verdict["status"]
-    has_record = (op, arch_of(device_index)) in support.RECORDS
-    trusted = status == "pass" or (status is None and has_record)
+    cell = op, arch_of(device_index)
+    is_measured = cell in support.RECORDS and cell not in support.PORTABLE_RECORDS
+    trusted = status == "pass" or (status is None and is_measured)
     if not trusted:
         _warn(op, device_index, verdict)
     _known[op, device_index] = trusted
@@ -144,6 +145,15 @@ def read(op: str, device_index: int) -> dict[str, Any] | None:
         return None
     is_ours = all(raw.get(name) == want for name, want in _expected(op, device_index).items())
     return raw if is_ours else None
+
+
+def verdicts(device_index: int) -> dict[str, str]:
+    """Op -> "pass" or "fail", for the own kernels that have a verdict of these sources on this GPU."""
+    store = cache.current()
+    files = () if store is None else store.folder(arch_of(device_index)).glob("verdict-*.json")
+    ops = sorted({path.stem.removeprefix("verdict-").rpartition("-")[0] for path in files})
+    found = {op: read(op, device_index) for op in ops}
+    return {op: verdict["status"] for op, verdict in found.items() if verdict is not None}
 
 
 def keep(op: str, device_index: int, status: str, cases: int, detail: str) -> str:

@@ -1,4 +1,7 @@
-"""Kernels that multiply by CuTe DSL's own atoms: what descriptors do they make?"""
+"""Kernels that multiply by CuTe DSL's own atoms: what descriptors do they make?
+
+And where, by their layouts, do operands and results lie? Tracing a kernel raises where dsl.umma says something else.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils import blackwell_helpers
+from cutlass.utils.blockscaled_layout import BlockScaledBasicChunk
 
+from cute_kernels.dsl import umma
 from cute_kernels.dsl.tensor_maps import tile
 from cute_kernels.runtime.key import KernelKey
 
@@ -86,9 +91,43 @@ class Atoms:
         own = mma.get_slice(0)
         a_parts, b_parts = mma.make_fragment_A(own.partition_A(a)), mma.make_fragment_B(own.partition_B(b))
         results = mma.make_fragment_C(own.partition_shape_C((key.rows, key.columns)))
+        self.check_results(results.layout)
+        self.check_operands(left, right)
         if const_expr(key.is_scaled):
+            self.check_scales()
             for field, column in ((tcgen05.Field.SFA, 504), (tcgen05.Field.SFB, 508)):
                 mma.set(field, cute.make_ptr(Float8E8M0FNU, Int32(column), AddressSpace.tmem, assumed_align=16))
         for k in range_constexpr(cute.size(a_parts, mode=[2])):
             mma.set(tcgen05.Field.ACCUMULATE, k != 0)
             cute.gemm(mma, results, a_parts[None, None, k], b_parts[None, None, k], results)
+
+    def check_results(self, layout: Any) -> None:
+        """Some of the results of the first block."""
+        form = f"{'pair' if self.key.blocks == 2 else 'm'}{self.key.rows}"
+        for row in (0, 1, 15, 16, 31, 32, 33, 63, self.key.rows // self.key.blocks - 1):
+            for column in (0, 1, 31, 32, self.key.columns // 2, self.key.columns - 1):
+                block, lane, place = umma.result_place(form, self.key.columns, row, column)
+                equal(block << 32 | lane << 16 | place, cute.crd2idx(((row, column), 0, 0), layout))
+
+    def check_operands(self, left: Any, right: Any) -> None:
+        """Some elements of the first block's: where they are unswizzled, and how that is swizzled."""
+        key, bits = self.key, DTYPES[self.key.name].width
+        rows = umma.k_major(bits, key.swizzle)
+        columns = umma.mn_major(bits, key.depth * 128) if key.b_is_mn else rows
+        for operand, layout in ((rows, left), (columns, right)):
+            equal(f"S<{operand.swizzle.bit_length() - 5},4,3>", str(layout.inner))
+            for row in (0, 1, 2, 7, 8, 9, 31, 32, 63, 64, 65):
+                for k in (0, 1, 7, 8, 9, 15, 16, 31):
+                    if row < cute.size(layout.outer, mode=[0]):
+                        equal(operand.plain(row, k) * 8 + k * bits % 8, layout.outer((row, k)) * bits)
+
+    def check_scales(self) -> None:
+        layout = BlockScaledBasicChunk(32).layout
+        for row in range(128):
+            for block in range(4):
+                equal(umma.scale_offset(row, block), cute.crd2idx((row, 32 * block), layout))
+
+
+def equal(ours: Any, theirs: Any) -> None:
+    if ours != theirs:
+        raise AssertionError(f"expected {theirs}, dsl.umma says {ours}")

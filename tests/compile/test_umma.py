@@ -15,7 +15,7 @@ from tests.compile.atoms_kernel import AtomKey
 from tests.compile.reports import compile_report
 
 CASES = [
-    (AtomKey("sm_100a"), "f16", umma.k_major(16)),
+    (AtomKey("sm_100a", rows=64), "f16", umma.k_major(16)),
     (AtomKey("sm_100a", swizzle=64, depth=32), "f16", umma.k_major(16, 64)),
     (AtomKey("sm_100a", columns=256, b_is_mn=True), "f16", umma.mn_major(16, 64 * 128)),
     (AtomKey("sm_100a", "e4m3", columns=256, depth=64, swizzle=64, b_is_mn=True), "f8f6f4", umma.mn_major(8, 64 * 128)),

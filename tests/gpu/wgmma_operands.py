@@ -72,9 +72,7 @@ class Operands:
         cute.arch.sync_threads()
         row = thread // 32 * 16 + thread % 32 // 4
         for number in cutlass.range(count, unroll=1):
-            a, b = (
-                ptx.load_global_s64(given + Int64(number * 16 + 8 * i)) + Int64(base >> 4) for i in range(2)
-            )
+            a, b = (ptx.load_global_s64(given + Int64(number * 16 + 8 * i)) + Int64(base >> 4) for i in range(2))
             results = self.multiply(a, b)
             target = out + (Int64(number) * ROWS + Int64(row)) * (columns * 4) + Int64(thread % 4 * 8)
             for block in range_constexpr(columns // 8):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.dsl.words import e2m1_code, ue8m0_byte
 from tests.model.alu import FLOATS, SIGNED, apply, floats, store
 from tests.model.ptx import TYPES, Op, Run, instruction
 from tests.model.values import (
@@ -105,6 +106,13 @@ def _packed(op: Op, to: str, of: str) -> Run | None:
             return pack(to_half(pair[0]), to_half(pair[1]))
 
         return store(target, decode)
+    if of == "f32" and to in ("e2m1x2", "ue8m0x2"):
+        code, shift, bits = (e2m1_code, 4, 8) if to == "e2m1x2" else (ue8m0_byte, 8, 16)
+        upper, lower, target = op.source(1, 32), op.source(2, 32), op.program.slot(op.args[0], op.scope, bits)
+        return store(
+            target,
+            lambda r: (code(r[lower].view(F32)) | code(r[upper].view(F32)) << U32(shift)).astype(TYPES[bits]),
+        )
     if to == "e4m3x2" and of in ("f32", *FROM):
         target = op.program.slot(op.args[0], op.scope, 16)
         if of == "f32":
@@ -133,6 +141,22 @@ def _pairs(op: Op) -> Run:
         return pack(to(function(*(of(low(w)) for w in words))), to(function(*(of(high(w)) for w in words))))
 
     return apply(op, both, *(op.source(i, 32) for i in range(1, len(op.args))))
+
+
+@instruction("max.xorsign.abs.bf16x2", "max.xorsign.abs.f16x2", "min.xorsign.abs.bf16x2", "min.xorsign.abs.f16x2")
+def _magnitudes(op: Op) -> Run:
+    """The larger or smaller magnitude, NaN losing, with the product of the signs."""
+    choose = np.fmax if op.parts[0] == "max" else np.fmin
+    of, to = FROM[op.kind], TO[op.kind]
+
+    def half(x: Any, y: Any) -> Any:
+        magnitude = to(choose(np.abs(of(x)), np.abs(of(y))))
+        return magnitude | ((x ^ y) & U32(0x8000))
+
+    def both(x: Any, y: Any) -> Any:
+        return pack(half(low(x), low(y)), half(high(x), high(y)))
+
+    return apply(op, both, op.source(1, 32), op.source(2, 32))
 
 
 def _pairs_f32(op: Op) -> Run:

@@ -83,7 +83,7 @@ def test_info_as_json(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_info_on_gpus(capsys: Capture, gpu: SimpleNamespace) -> None:
     found = json.loads(run(capsys, "info", "--json")[1])
-    assert found["gpus"] == [{"name": "A GPU", "arch": "sm_90a", "unsupported": None}]
+    assert found["gpus"] == [{"name": "A GPU", "arch": "sm_90a", "unsupported": None, "verdicts": {}}]
     assert found["arch"] == "sm_90a"
     arch_.arch_of.cache_clear()
     gpu.capability = (7, 5)

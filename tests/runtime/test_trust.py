@@ -141,6 +141,10 @@ def test_a_record_counts_unless_verify_failed_here(gpu: SimpleNamespace, monkeyp
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert trust.is_trusted(OP, 0)
+    monkeypatch.setattr(support, "PORTABLE_RECORDS", frozenset({(OP, "sm_100a")}))
+    assert not answer(gpu)
+    monkeypatch.setattr(support, "PORTABLE_RECORDS", frozenset())
+    assert answer(gpu)
     trust.keep(OP, 0, "fail", 0, "hangs")
     assert not answer(gpu)
 

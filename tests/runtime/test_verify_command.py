@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from cute_kernels import cli_verify
+from cute_kernels.facts import check
 from cute_kernels.runtime import cache, registry, trust
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import isolated as isolated_
@@ -70,7 +71,7 @@ def test_verify_reports_a_verdict_per_op(
     if bad:
         found["mqa_logits"] = Verdict("mqa_logits", bad, 1, "out: 3 of 9 bytes differ")
 
-    def isolated(names: Iterable[str], function: Any, workers: int) -> Any:
+    def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Any:
         if function is verify_.needs_by_name:
             return [verify_.Needs(name, (), False) for name in names]
         assert function is verify_.verify_by_name
@@ -101,7 +102,7 @@ def test_verify_runs_layers_when_asked(
 
     asked: list[str] = []
 
-    def isolated(names: Iterable[str], function: Any, workers: int) -> Any:
+    def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Any:
         asked.append(f"{function.__module__}.{function.__name__}")
         if function is verify_.needs_by_name:
             return [verify_.Needs(name, (), False) for name in names]
@@ -171,6 +172,7 @@ class Blackwell:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace) -> None:
         gpu.capability = (10, 0)
+        monkeypatch.setattr(check, "ARCHS", ())  # no facts: test_verify_facts.py
         self.monkeypatch = monkeypatch
         self.ran: list[KernelKey] = []
         self.wrong: set[type] = set()
@@ -190,7 +192,7 @@ class Blackwell:
         monkeypatch.setattr(compile_, "_functions", {})
         monkeypatch.setattr(compile_, "_relaxed_capture", contextlib.nullcontext)
 
-        def in_this_process(names: Iterable[str], function: Any, workers: int) -> Iterator[Any]:
+        def in_this_process(names: Iterable[str], function: Any, timeout: float, workers: int) -> Iterator[Any]:
             return map(function, reversed(list(names)))
 
         monkeypatch.setattr(isolated_, "run_isolated", in_this_process)
@@ -234,6 +236,8 @@ def test_both_kernels_are_verified_and_the_verdict_kept(
     assert set(no_compiler) == set(blackwell.ran) == {Own("sm_100a"), Portable("sm_100a")}
     assert no_compiler[0] == Own("sm_100a"), "what takes longest comes first"
     assert blackwell.trusts()
+    assert json.loads(run(capsys, "info", "--json")[1])["gpus"][0]["verdicts"] == {OP: "pass"}
+    assert f"{OP}: sm_100a's own kernel: pass" in run(capsys, "info")[1]
 
 
 @pytest.mark.parametrize("wrong", [Own, Portable])
@@ -266,7 +270,7 @@ def test_a_process_that_dies_is_a_failure_of_the_kernel(
     run(capsys, "verify")
     assert blackwell.trusts()
 
-    def isolated(names: Iterable[str], function: Any, workers: int) -> Iterator[Any]:
+    def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Iterator[Any]:
         for name in names:
             hangs = name == OP and function is verify_.verify_by_name
             yield Verdict(name, "fail", detail="hung") if hangs else function(name)

@@ -119,8 +119,9 @@ def fence_tensor_after() -> None:
 
 
 def descriptor_at(operand: Any, address: Any) -> Any:
-    """Any architecture. Int64 descriptor of a dsl.umma.Operand at a shared address; adding `bytes // 16` moves it."""
-    return Int64(operand.descriptor) + Int64(Int32(address) >> 4)
+    """Any architecture. Int64 descriptor of a dsl.umma.Operand at a shared address, whose upper bits, the number of the
+    block in its cluster, do not count; adding `bytes // 16` moves it."""
+    return Int64(operand.descriptor) + Int64((Int32(address) & 0x3FFFF) >> 4)
 
 
 def tensor_mma(
