@@ -35,7 +35,7 @@ INT = torch.int32
 
 
 class Launches:
-    """Stands for a GPU, Hopper's if not said otherwise: keeps what would have been launched, scores and picks in turn."""
+    """Stands for a GPU, Hopper's if not said otherwise: keeps what would be launched, scores and picks in turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
         self.kept: list[tuple[str, Any, dict[str, Any]]] = []
