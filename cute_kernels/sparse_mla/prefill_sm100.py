@@ -21,17 +21,15 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.cute.nvgpu.cpasync.copy import CopyBulkTensor2DGather4G2SOp
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import ptx, tensor_maps
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla.prefill_sm90 import fake_numbers, fake_rows
-from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS, ROWS, SLAB, Output, Query, Sources, Work
+from cute_kernels.sparse_mla.prefill_sm90_plan import ROWS, SLAB, Output, Query, Sources, Work
 from cute_kernels.sparse_mla.prefill_sm100_back import Back
 from cute_kernels.sparse_mla.prefill_sm100_plan import (
     BACK,
@@ -115,31 +113,23 @@ class PrefillKernel:
         maps = (self.rows_map(kv),)
         self.launch(q, maps, sources, results, sink, scale_log2, blocks, stream)
 
+    @property
+    def columns(self) -> int:
+        """Of a slab."""
+        return SLAB * 16 // self.dtype.width
+
     def rows_map(self, source: Any, rows: Any = None) -> Any:
         """Atom of a copy that gathers four rows' part of a slab.
 
         rows   None: the source's first axis. Else it has pages, and so many rows follow each other without a gap
         """
         count, step = (length(source, 0), source.stride[0]) if rows is None else (rows, HEAD_DIM)
-        view = cute.make_tensor(source.iterator, cute.make_layout((count, HEAD_DIM), stride=(step, 1)))
-        # says no more than that rows are gathered
-        coordinates = cute.make_tensor(source.iterator, cute.make_layout((KEYS, HEAD_DIM), stride=(1, 0)))
-        gather = CopyBulkTensor2DGather4G2SOp()
-        return cpasync.make_tiled_tma_atom(gather, view, self.slab(), self.box(), gmem_coord_tensor=coordinates)[0]
+        return tensor_maps.gathered_rows(source.iterator, self.dtype, count, self.columns, step, 128, HEAD_DIM)
 
     def queries_map(self, q: Any) -> Any:
         """Atom of a copy of a slab of 64 heads' queries: zeros for heads that are not there."""
         layout = cute.make_layout((length(q, 1), HEAD_DIM, length(q, 0)), stride=(q.stride[1], 1, q.stride[0]))
-        view, load = cute.make_tensor(q.iterator, layout), cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(load, view, self.slab(), self.box())[0]
-
-    def box(self) -> tuple[int, int]:
-        """Heads, or keys, and columns of a slab."""
-        return KEYS, SLAB * 16 // self.dtype.width
-
-    def slab(self) -> Any:
-        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, self.dtype)
-        return cute.tile_to_shape(atom, self.box(), (0, 1))
+        return tensor_maps.boxes(cute.make_tensor(q.iterator, layout), ROWS, self.columns, 128)
 
     @cute.jit
     def launch(
