@@ -160,8 +160,8 @@ def bulk_copy(warp: Any, op: Op, lane: int, parts: list[tuple[int, int, int]], p
     barrier = mbarriers.find(warp, place)
     if warp.events:
         warp.events.bulk(op.number, lane, [(start, size) for start, _, size in parts], place)
+    shared, memory = warp.shared.bytes, warp.memory.bytes
     for start, first, size in parts:
-        shared, memory = warp.shared.bytes, warp.memory.bytes
         shared[start : start + size] = POISON
 
         def land(start: int = start, first: int = first, size: int = size) -> None:

@@ -29,6 +29,7 @@ class Clocks:
         self.seen = np.zeros((agents, agents), np.int32)
         """As `known`, of reads that are over as something came of them, and of nothing else."""
         self.is_async = np.array(trace.is_async)
+        """Agents whose writes the asynchronous proxy sees without a fence."""
         self.is_tensor = np.array([name.startswith("('tensor") for name in trace.agents])
         self.writer = np.full(trace.classes, -1)
         self.written = np.zeros(trace.classes, np.int32)
@@ -125,7 +126,7 @@ class Meeting:
         it has used what it read."""
         given = np.stack([known, fenced, known])
         given[:2, issuer] = 0
-        given[:, agent] = np.maximum(given[:, agent], clock)
+        given[[0, 2], agent] = np.maximum(given[[0, 2], agent], clock)
         np.maximum(self.coming, given, out=self.coming)
 
     def turn(self) -> None:

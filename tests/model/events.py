@@ -78,7 +78,7 @@ class WarpEvents:
         self._add("warp", op, lanes)
 
     def exchange(self, op: int, lanes: Any) -> None:
-        if self.events and self.events[-1].kind != "exchange":
+        if self.events and self.events[-1].kind not in ("exchange", "product"):
             self._add("exchange", op, lanes)
 
     def init(self, op: int, lanes: Any, place: int, expected: int) -> None:

@@ -90,6 +90,8 @@ def _multiply(op: Op) -> Run:
         b_at = operand(int(warp.r[right][0]), 0, columns, depth, BYTES[of[1]], b_major)
         first = warp.number % 4 * ROWS
         a_at = None if in_registers else operand(int(warp.r[left][0]), first, ROWS, depth, BYTES[of[0]], False)
+        if warp.events and in_registers:
+            warp.events.exchange(op.number, lanes)  # what registers were loaded from has been read
         if warp.events:
             warp.events.product(
                 op.number, [at for at in (a_at, b_at) if at is not None], [BYTES[of[0]], BYTES[of[1]]][-1]

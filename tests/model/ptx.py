@@ -185,8 +185,11 @@ def split(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def parse(text: str) -> Program:
-    """The first entry point of a PTX text, compiled. ValueError names all opcodes that the model does not know."""
+def parse(text: str, edit: Callable[[Program], None] | None = None) -> Program:
+    """The first entry point of a PTX text, compiled. ValueError names all opcodes that the model does not know.
+
+    edit   changes instructions before they are compiled
+    """
     text = re.sub(r"//[^\n]*", "", text)
     head, body = text[text.index(".entry") :].split("{", 1)
     name = head.split("(")[0].split()[1]
@@ -210,6 +213,8 @@ def parse(text: str) -> Program:
             depth += (piece == "{") - (piece == "}")
             statement += piece
             statement = _labels(program, statement, scope)
+    if edit is not None:
+        edit(program)
     _compile(program)
     return program
 

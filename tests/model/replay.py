@@ -17,6 +17,10 @@ from tests.model.schedule import Schedule
 from tests.model.trace import Step
 
 
+GENERIC = ("copy", "store_async")
+"""What is asynchronous and yet of the proxy of threads."""
+
+
 class Replay(Schedule):
     """With what is asynchronous: copies, products, tensor memory."""
 
@@ -34,7 +38,7 @@ class Replay(Schedule):
         if not self.accesses:
             return
         clocks, issuer = self.clocks, step.agents[0] if issuer is None else issuer
-        known = clocks.of_issuer(issuer) if clocks.is_async[agent] else clocks.known[issuer].copy()
+        known = clocks.known[issuer].copy() if step.kind in GENERIC else clocks.of_issuer(issuer)
         of_reads = clocks.of_reads(issuer)
         if is_ordered:
             known[agent] = of_reads[agent] = EVER

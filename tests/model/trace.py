@@ -41,6 +41,7 @@ class Trace:
     """steps: of each warp; agents: names of all; classes: how many; operand: those that products read."""
 
     record: Record
+    copies_are_fenced: bool = True
     steps: list[list[Step]] = field(default_factory=list)
     agents: list[str] = field(default_factory=list)
     is_async: list[bool] = field(default_factory=list)
@@ -74,8 +75,10 @@ class Trace:
         return "; ".join(f"{op}: {self.record.program.ops[op].text[:90]}" for op in ops[:3])
 
 
-def make(record: Record) -> Trace:
-    trace = Trace(record)
+def make(record: Record, copies_are_fenced: bool = True) -> Trace:
+    """copies_are_fenced: whether tensor cores see what cp.async has written only behind a proxy fence, as the PTX ISA
+    says, or without."""
+    trace = Trace(record, copies_are_fenced)
     unit = min((event.width for warp in record.warps for event in warp.events if event.width), default=4)
     sets = _Sets(min(unit, 16), record)
     for number, warp in enumerate(record.warps):
@@ -147,6 +150,7 @@ def _steps(trace: Trace, sets: _Sets, number: int, events: list[Event]) -> Itera
     agents = [trace.agent(("warp", number, f"{group:x}"), False) for group in groups]
     pending: dict[tuple[int, str], list[tuple[Any, int]]] = defaultdict(list)
     ops: list[int] = []
+    has_read = False
 
     def flush() -> Iterator[Step]:
         if not pending:
@@ -170,9 +174,12 @@ def _steps(trace: Trace, sets: _Sets, number: int, events: list[Event]) -> Itera
             for agent, at in _by_group(event, groups, agents):
                 pending[agent, event.kind].append((at, event.width))
             ops.append(event.op)
+            has_read = True
             continue
-        if event.kind == "exchange" and (len(groups) == 1 or not pending):
-            continue
+        if event.kind == "exchange":
+            if len(groups) == 1 or not has_read:
+                continue
+            has_read = False
         yield from flush()
         own = [(a, (event.lanes & g).bit_count()) for a, g in zip(agents, groups, strict=True) if event.lanes & g]
         step = Step(event.kind, (event.op,), tuple(a for a, _ in own), tuple(c for _, c in own), event.args)
@@ -200,7 +207,7 @@ def _touches(
     """What something asynchronous reads and writes, by the agent that does it."""
     if event.kind == "copy":
         for agent, at in _by_group(event, groups, agents):
-            yield trace.agent(("copy", agent), False), sets.add([]), sets.add([(at, event.width)])
+            yield trace.agent(("copy", agent), not trace.copies_are_fenced), sets.add([]), sets.add([(at, event.width)])
     elif event.kind == "store_async":
         for place in np.unique(event.args[0]):
             at = event.at[event.args[0] == place]
