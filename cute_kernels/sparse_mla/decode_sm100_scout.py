@@ -231,6 +231,8 @@ class Gather:
         maps   tensor maps of both caches
         """
         ring, depth, base, offset, size = self.target(ready, at)
+        for source in maps:
+            ptx.prefetch_tensor_map(source)
         tile, mark = Int32(0), Int32(0)
         while mark & END == 0:
             slot, stage = tile % SLOTS, tile % depth

@@ -17,7 +17,14 @@ CHANGES = {
     "another stride": lambda number: number ^ 1 << 38,
     "no swizzle": lambda number: number & ~(7 << 61),
     "another chunk": lambda number: number ^ 16,
+    "8 on": lambda number: number + 8,
 }
+
+FOUND = (AssertionError, IndexError, NotImplementedError, ValueError)
+"""What a bug is found by."""
+
+DEPTH = 5
+"""How many instructions back a number may be."""
 
 
 @dataclass(frozen=True)
@@ -48,36 +55,42 @@ def edits(program: Program) -> Iterator[Edit]:
     seen: set[int] = set()
     for pattern, names in ((PRODUCTS, ("32 bytes on", "1024 bytes on")), (STORES, ("another chunk",))):
         for op in program.find(pattern):
-            addresses = [arg for arg in op.args[: 3 if pattern == PRODUCTS else 1] if not arg.startswith("{")]
-            for number, argument, value in _numbers(program, writers, addresses, 5):
+            addresses = [arg for arg in op.args[: 4 if pattern == PRODUCTS else 1] if not arg.startswith("{")]
+            for number, argument, value in _numbers(program, writers, op.scope, addresses, DEPTH):
                 if number in seen:
                     continue
                 seen.add(number)
-                is_descriptor = value >= 1 << 32
-                for name in ("another stride", "no swizzle") if is_descriptor else names:
+                if program.ops[number].parts[0] == "mov":
+                    chosen: tuple[str, ...] = ("8 on",)  # columns of tensor memory, or what an instruction is like
+                else:
+                    chosen = (*names, "another stride", "no swizzle") if value >= 1 << 32 else names
+                for name in chosen:
                     if name == "1024 bytes on" and program.ops[number].parts[0] == "or":
                         continue  # that bit may be set already
                     yield Edit(number, name, argument, CHANGES[name](value))
 
 
-def _writers(program: Program) -> dict[str, list[Op]]:
-    found: dict[str, list[Op]] = {}
+def _writers(program: Program) -> dict[int, list[Op]]:
+    """Slot -> instructions that write it."""
+    found: dict[int, list[Op]] = {}
     for op in program.ops:
         for name in split(op.args[0].strip("{}[] ")) if op.args else ():
-            found.setdefault(name, []).append(op)
+            slot = program.known(name, op.scope)
+            if slot is not None:
+                found.setdefault(slot, []).append(op)
     return found
 
 
 def _numbers(
-    program: Program, writers: dict[str, list[Op]], operands: list[str], depth: int
+    program: Program, writers: dict[int, list[Op]], scope: tuple[int, ...], operands: list[str], depth: int
 ) -> Iterator[tuple[int, int, int]]:
     """(instruction, argument, value) of the numbers that registers are made with."""
-    for name in re.findall(r"%r[d]?\d+", " ".join(operands)):
-        made = writers.get(name, [])
+    for name in re.findall(r"[%A-Za-z_]\w*", " ".join(operands)):
+        made = writers.get(program.known(name, scope), [])
         for op in made if len(made) == 1 else ():
             if op.parts[0] not in ("add", "or", "xor", "mov", "cvt") or depth == 0:
                 continue
             for i, arg in enumerate(op.args[1:], 1):
-                if re.fullmatch(r"-?\d+", arg) and op.parts[0] != "mov":
+                if re.fullmatch(r"-?\d+", arg) and (op.parts[0] != "mov" or depth == DEPTH):
                     yield op.number, i, int(arg) & (1 << 64) - 1
-            yield from _numbers(program, writers, op.args[1:], depth - 1)
+            yield from _numbers(program, writers, op.scope, op.args[1:], depth - 1)

@@ -119,13 +119,9 @@ class Program:
 
     def slot(self, name: str, scope: tuple[int, ...], bits: int) -> int:
         """Of a register, a constant, a special register or the name of a variable."""
-        inner = scope
-        while True:
-            if (name, inner) in self.names:
-                return self.names[name, inner]
-            if not inner:
-                break
-            inner = inner[:-1]
+        known = self.known(name, scope)
+        if known is not None:
+            return known
         if name == "_":
             return self._add(f"_{bits}", (), np.zeros(LANES, TYPES[bits]))
         if name.startswith("%") or name in self.shared_symbols:
@@ -135,6 +131,12 @@ class Program:
             return self._add(name, (), PARAMETERS + parameter.offset)
         value = self._constant(name, bits)
         return self._add(f"{value}:{bits}", (), np.full(LANES, value, np.uint64).astype(TYPES[bits]))
+
+    def known(self, name: str, scope: tuple[int, ...]) -> int | None:
+        """Slot of a name that has one, as a scope sees it."""
+        while (name, scope) not in self.names and scope:
+            scope = scope[:-1]
+        return self.names.get((name, scope))
 
     def _constant(self, text: str, bits: int) -> int:
         found = re.fullmatch(r"0[fFdD]([0-9a-fA-F]+)", text)

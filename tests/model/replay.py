@@ -16,7 +16,6 @@ from tests.model.clocks import EVER
 from tests.model.schedule import Schedule
 from tests.model.trace import Step
 
-
 GENERIC = ("copy", "store_async")
 """What is asynchronous and yet of the proxy of threads."""
 
