@@ -93,9 +93,7 @@ def _multiply(op: Op) -> Run:
         if warp.events and in_registers:
             warp.events.exchange(op.number, lanes)  # what registers were loaded from has been read
         if warp.events:
-            warp.events.product(
-                op.number, [at for at in (a_at, b_at) if at is not None], [BYTES[of[0]], BYTES[of[1]]][-1]
-            )
+            warp.events.product(op.number, a_at, b_at)
         adds = bool(warp.r[accumulates][0])
         before = [warp.pending.get(slot) for slot in results] if adds else []
         words = [warp.r[slot] for slot in held]

@@ -134,10 +134,15 @@ class Schedule:
             return
         clocks, (writer,) = self.clocks, step.args
         self.sequence[writer] += 1
-        for agent, reads, writes in step.touches:
-            known = clocks.known[agent].copy()
+        together: dict[int, list[int]] = {}
+        for agent, _, writes in step.touches:
+            together.setdefault(id(writes), []).append(agent)
+        for agents in together.values():
+            known = clocks.known[agents].min(axis=0)
             known[writer] = EVER
-            wrong = clocks.touch(writer, self.sequence[writer], known, clocks.of_reads(agent), reads, writes, False)
+            of_reads = np.maximum(clocks.known[agents], clocks.seen[agents]).min(axis=0)
+            _, reads, writes = next(touch for touch in step.touches if touch[0] == agents[0])
+            wrong = clocks.touch(writer, self.sequence[writer], known, of_reads, reads, writes, False)
             if wrong:
                 self.report(wrong, step)
         for agent, _, writes in step.touches:
