@@ -88,12 +88,19 @@ def _moved(step: Step, by: int, places: set[Any]) -> Step:
     return _with(step, 0, step.args[0] + by) if step.args[0] + by in places else step
 
 
-def problems(trace: Trace, mutant: Mutant, schedules: int = 2, more: int = 6) -> list[str]:
-    """What replays find: in so many schedules with accesses, in `more` without, first in one of these."""
+def problems(
+    trace: Trace, mutant: Mutant, schedules: int = 2, more: int = 6, ignores: tuple[str, ...] = ()
+) -> list[str]:
+    """What replays find: in so many schedules with accesses, in `more` without, first in one of these.
+
+    ignores   see Schedule
+    """
     steps = mutant.steps(trace)
     for seed, accesses in [(0, False), *((i, True) for i in range(schedules)), *((i, False) for i in range(1, more))]:
         laziness = (0.5, 0.95, 0.05)[seed % 3]
-        replay = Replay(trace, seed, steps, laziness=laziness, is_exact=False, accesses=accesses, most=1)
+        replay = Replay(
+            trace, seed, steps, laziness=laziness, is_exact=False, accesses=accesses, most=1, ignores=ignores
+        )
         found = replay.run() or _left(replay)
         if found:
             return found
