@@ -94,7 +94,10 @@ def _keep(verdicts: Iterable[Any]) -> str:
     from cute_kernels.runtime import trust
 
     device = torch.cuda.current_device()
-    problems = [trust.keep(v.name, device, v.status, v.own, v.detail) for v in verdicts if v.status != "no kernel"]
+    try:
+        problems = [trust.keep(v.name, device, v.status, v.own, v.detail) for v in verdicts if v.status != "no kernel"]
+    except ImportError as error:
+        return str(error)
     return next(filter(None, problems), "")
 
 

@@ -193,17 +193,16 @@ class Needs:
 
 
 def needs_of(op: Op, device: torch.device, examples: Callable[[], Iterable[Example]] | None = None) -> Needs:
-    """What verify_op will run on `device`, found by calling everything but the kernels."""
+    """What verify_op will run on `device`, found by calling everything but the kernels. What fails here fails there."""
     examples = examples_of(op) if examples is None else examples
     if op.kernel is None or examples is None:
         return Needs(op.name, (), False)
-    kernel = op.load_kernel()
     keys: dict[KernelKey, None] = {}
     has_choice = False
     for example in examples():
         for own in (True, False):
             with collect() as found, trust.choose(own) as asked, contextlib.suppress(Exception):
-                args = clone_arguments(example.args, device)
+                kernel, args = op.load_kernel(), clone_arguments(example.args, device)
                 op.check(*args)
                 if kernel.supports(*args)[0]:
                     kernel.launch(*args)
