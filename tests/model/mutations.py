@@ -31,13 +31,17 @@ ORDERS = ("proxy.async", "tcgen05")
 """Fences that anything depends on; what else there is orders the making of mbarriers."""
 
 
+Change = Callable[[Step], Step | None]
+"""From a step to what it becomes, or None if it goes."""
+
+
 @dataclass(frozen=True)
 class Mutant:
-    """op: instruction; name: what is wrong with it; change: a step of it to what it becomes, or None."""
+    """op: instruction; name: what is wrong with it; change: of its steps."""
 
     op: int
     name: str
-    change: Callable[[Step], Step | None]
+    change: Change
 
     def steps(self, trace: Trace) -> list[list[Step]]:
         return [[new for new in map(self._of, steps) if new is not None] for steps in trace.steps]
@@ -69,23 +73,27 @@ def _of_step(op: int, steps: list[Step], places: set[Any], ways: tuple[int, ...]
     if kind == "init":
         for more in ways:
             if step.args[1] + more > 0:
-                yield Mutant(op, f"expects {more:+} arrivals", lambda s, more=more: _with(s, 1, s.args[1] + more))
+                yield Mutant(op, f"expects {more:+} arrivals", _more(1, more))
     if kind == "wait":
-        yield Mutant(op, "the other parity", lambda s: _with(s, 1, s.args[1] ^ 1))
+        yield Mutant(op, "the other parity", lambda step: _with(step, 1, step.args[1] ^ 1))
     if kind in ("wait", "arrive", "tensor_commit", "copy_arrive"):
         # a later stage is full or empty when this one is, too
         for by in (-8,) if kind == "wait" else [8 * way for way in ways]:
             if any(step.args[0] + by in places for step in steps):
-                yield Mutant(op, f"the mbarrier {by:+} bytes away", lambda s, by=by: _moved(s, by, places))
+                yield Mutant(op, f"the mbarrier {by:+} bytes away", _moved(by, places))
     if kind == "arrive" and step.args[2]:
         for more in (16 * way for way in ways):
-            name = f"announces {more:+} bytes"
-            yield Mutant(op, name, lambda s, more=more: _with(s, 2, s.args[2] + more) if s.args[2] else s)
+            yield Mutant(op, f"announces {more:+} bytes", _more(2, more))
 
 
-def _moved(step: Step, by: int, places: set[Any]) -> Step:
+def _more(index: int, by: int) -> Change:
+    """With another number, where there is one."""
+    return lambda step: _with(step, index, step.args[index] + by) if step.args[index] else step
+
+
+def _moved(by: int, places: set[Any]) -> Change:
     """With the next mbarrier instead; the last one with itself."""
-    return _with(step, 0, step.args[0] + by) if step.args[0] + by in places else step
+    return lambda step: _with(step, 0, step.args[0] + by) if step.args[0] + by in places else step
 
 
 def problems(
