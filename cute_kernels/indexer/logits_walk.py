@@ -227,12 +227,15 @@ class Walk(Shares):
         return page, place
 
     @cute.jit
-    def warm(self, warp: Any, keys: Any, requests: Any) -> None:
-        """Have L2 fetch the block table while the lengths are on their way: of a call with few requests, all of it. By
-        all warps, of which the last asks for a line per lane."""
+    def warm(self, warp: Any, groups: Any, windows: Any, keys: Any) -> None:
+        """Have L2 fetch lengths and, of a call with few requests, the block table, so that nobody has to wait for memory
+        twice. What a kernel before this one may still write is not read by that. The last warp asks for a length and
+        a line of the table per lane."""
         block, _, _ = cute.arch.block_idx()
         per_row = cute.ceil_div(keys.table_columns, LINE // 4)
         number = block * WARP + cute.arch.lane_idx()
         row, line = number // per_row, number % per_row
         address = keys.table + Int64(row) * keys.table_stride + Int64(line) * LINE
-        ptx.prefetch_l2(address, (row < requests) & (warp == self.warps - 1))
+        is_last = warp == self.warps - 1
+        ptx.prefetch_l2(windows.end_address(number, 0), (number < groups.requests) & is_last)
+        ptx.prefetch_l2(address, (row < groups.requests) & is_last)

@@ -19,6 +19,7 @@ from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from cute_kernels.indexer import mxx as X
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.indexer import mxfp4_codes
@@ -135,7 +136,9 @@ class Mxfp4LogitsKernel(LogitsKernel):
             stride_bytes(out, 0),
             clean,
         )
-        kernel.launch(grid=[blocks, 1, 1], block=[plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+        kernel.launch(
+            grid=[blocks, 1, 1], block=[plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=X.PDL>0
+        )
 
     @cute.kernel
     def kernel(
@@ -180,10 +183,14 @@ class Mxfp4LogitsKernel(LogitsKernel):
             rings[0].initialize(1 if self.paged else 1 + WARP, 4)
             rings[1].initialize(1 + WARP, 4)
             mxfp4_codes.fill_table(at.table)
+        if const_expr(self.paged and X.WARM):
+            self.walk.warm(warp, groups, windows, keys)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
-        if const_expr(self.paged):
-            self.walk.warm(warp, keys, groups.requests)
+        if const_expr(X.PDL > 1):
+            cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.paged and not X.WARM):
+            self.walk.warm(warp, groups, windows, keys)
         if groups.total() > WARP:
             self.walk.count(warp, groups, windows, at.sums)
             cute.arch.sync_threads()

@@ -1,0 +1,2 @@
+"""Experiment."""
+PDL, WARM = 2, True
