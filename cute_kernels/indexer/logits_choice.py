@@ -12,7 +12,7 @@ from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
 
 ARCH = "sm_90a"
 MOST_HEADS, HEAD_STEP = 64, 16
-MOST_ROWS, MOST_MXFP4_ROWS = 4, 2
+MOST_ROWS, MOST_MXFP4_ROWS = 4, 4
 """Of a group. MXFP4 keys take registers that e4m3 ones do not."""
 
 

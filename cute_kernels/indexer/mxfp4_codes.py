@@ -50,6 +50,20 @@ def decode(words: Any, codes: Any, scales: Any, table: Any, sign: Any) -> Rows:
     """
     lane = cute.arch.lane_idx()
     packed = ptx.load_shared_128(codes + lane * 16), ptx.load_shared_128(codes + 512 + lane * 16)
+    rows, entries = look_at(scales, table)
+    for row in range_constexpr(2):
+        low, high = ptx.load_shared_64(entries[row])
+        for piece in range_constexpr(4):
+            first, second = convert.e4m3_from_e2m1x8(packed[row][piece], low, high, sign)
+            words[piece * 4 + row], words[piece * 4 + 2 + row] = first, second
+    return rows
+
+
+@cute.jit
+def look_at(scales: Any, table: Any) -> tuple[Rows, tuple[Any, Any]]:
+    """What the scales of 16 rows say, at an address of shared memory, and addresses of the codes that the lane's blocks
+    of rows r and r + 8 take. By one warp."""
+    lane = cute.arch.lane_idx()
     own = ptx.load_shared_u8(scales + lane) | (ptx.load_shared_u8(scales + 32 + lane) << 16)
     largest = own
     for distance in (1, 2):
@@ -64,13 +78,31 @@ def decode(words: Any, codes: Any, scales: Any, table: Any, sign: Any) -> Rows:
             Int32(-0x10000) if is_many & -0x10000 != 0 else Int32(0)
         )
         rest, below = below & far, below & ~far
-    entries = table + (below & 0xFFFF) * 8, table + (below >> 16) * 8
+    return Rows(largest, far, rest), (table + (below & 0xFFFF) * 8, table + (below >> 16) * 8)
+
+
+@cute.jit
+def decode_into(line: Any, codes: Any, scales: Any, table: Any, sign: Any) -> Rows:
+    """As `decode`, into rows of 128 bytes of shared memory, where the swizzle of the products' operands has them.
+
+    line   address of row r: of the 16, a multiple of 8 rows after a multiple of 1024 bytes
+    """
+    lane = cute.arch.lane_idx()
+    rows, entries = look_at(scales, table)
     for row in range_constexpr(2):
+        packed = ptx.load_shared_128(codes + row * 512 + lane * 16)
         low, high = ptx.load_shared_64(entries[row])
-        for piece in range_constexpr(4):
-            first, second = convert.e4m3_from_e2m1x8(packed[row][piece], low, high, sign)
-            words[piece * 4 + row], words[piece * 4 + 2 + row] = first, second
-    return Rows(largest, far, rest)
+        for i in range_constexpr(2):
+            words = []
+            for piece in range_constexpr(2):
+                words.extend(convert.e4m3_from_e2m1x8(packed[i * 2 + piece], low, high, sign))
+            ptx.store_shared_128(line + row * 1024 + block_place(lane, lane % 4, i), words)
+    return rows
+
+
+def block_place(lane: Any, block: Any, half: Any) -> Any:
+    """Where half a block is in row lane // 4 of 8, as decode_into places it."""
+    return (block * 2 + half ^ lane // 4) * 16
 
 
 def half(word: Any, shift: Any) -> Any:
