@@ -92,17 +92,16 @@ def decode_into(line: Any, codes: Any, scales: Any, table: Any, sign: Any) -> Ro
     for row in range_constexpr(2):
         packed = ptx.load_shared_128(codes + row * 512 + lane * 16)
         low, high = ptx.load_shared_64(entries[row])
-        for i in range_constexpr(2):
-            words = []
-            for piece in range_constexpr(2):
-                words.extend(convert.e4m3_from_e2m1x8(packed[i * 2 + piece], low, high, sign))
-            ptx.store_shared_128(line + row * 1024 + block_place(lane, lane % 4, i), words)
+        for piece in range_constexpr(4):
+            found = convert.e4m3_from_e2m1x8(packed[piece], low, high, sign)
+            for i in range_constexpr(2):
+                ptx.store_shared_s32(line + row * 1024 + place(lane, piece, i) + lane % 4 * 4, found[i])
     return rows
 
 
-def block_place(lane: Any, block: Any, half: Any) -> Any:
-    """Where half a block is in row lane // 4 of 8, as decode_into places it."""
-    return (block * 2 + half ^ lane // 4) * 16
+def place(lane: Any, piece: Any, i: Any) -> Any:
+    """Where four columns of each block are, in row lane // 4 of 8: words `i` of piece `piece`, as of `decode`."""
+    return (piece * 2 + i ^ lane // 4) * 16
 
 
 def half(word: Any, shift: Any) -> Any:

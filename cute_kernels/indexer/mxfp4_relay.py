@@ -262,15 +262,15 @@ class Relay:
         plan = self.plan
         lane = cute.arch.lane_idx()
         low, high = Float32(0.0), Float32(0.0)
-        key_line = at.decoded_keys + (first + lane // 4) * DECODED + lane % 4 * 4
+        key_line = at.decoded_keys + (first + lane // 4) * DECODED
         for eight in cutlass.range(plan.heads // 8, unroll=1):
             head = buffer * plan.columns + row * plan.heads + eight * 8
-            line = at.decoded_queries + (head + lane // 4) * DECODED + lane % 4 * 4
+            line = at.decoded_queries + (head + lane // 4) * DECODED
             own = head + lane % 4 * 2
             total = cute.make_rmem_tensor((4,), Float32)
             total.fill(0.0)
             for block in cutlass.range(BLOCKS, unroll=1):
-                places = [mxfp4_codes.block_place(lane, block, i) for i in range(2)]
+                places = [mxfp4_codes.place(lane, lane % 4, i) + block * 4 for i in range(2)]
                 keys = [ptx.load_shared_s32(key_line + places[i // 2] + i % 2 * 1024) for i in range(4)]
                 heads = [ptx.load_shared_s32(line + place) for place in places]
                 part = mma_sync.multiply_e4m3(keys, heads, [Float32(0.0)] * 4)
