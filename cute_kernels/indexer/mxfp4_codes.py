@@ -82,12 +82,13 @@ def look_at(scales: Any, table: Any) -> tuple[Rows, tuple[Any, Any]]:
 
 
 @cute.jit
-def decode_into(line: Any, codes: Any, scales: Any, table: Any, sign: Any) -> Rows:
+def decode_into(line: Any, codes: Any, scales: Any, table: Any) -> Rows:
     """As `decode`, into rows of 128 bytes of shared memory, where the swizzle of the products' operands has them.
 
     line   address of row r: of the 16, a multiple of 8 rows after a multiple of 1024 bytes
     """
     lane = cute.arch.lane_idx()
+    sign = sign_of(table)
     rows, entries = look_at(scales, table)
     for row in range_constexpr(2):
         packed = ptx.load_shared_128(codes + row * 512 + lane * 16)

@@ -1,8 +1,8 @@
 """Warps that decode MXFP4 keys and queries for the warpgroups that multiply, as e4m3 ones are, in groups of three and
 four rows.
 
-Those that bring packed keys decode their warpgroup's queries. Others wait for packed keys, decode them, each a strip of
-a tile, and pass the tile's note on. Scores of far keys and of rows with far heads (mxfp4_codes) come from the latter,
+They wait for packed keys, decode them, each a strip of a tile, and pass the tile's note on; before the first tile of a
+group they bring and decode its queries. Scores of far keys and of rows with far heads (mxfp4_codes) come from them,
 by products of single warps, whose blocks are summed apart and scaled one by one; the warpgroups leave them out. Which
 way a score comes depends on its row and its key alone.
 """
@@ -17,12 +17,12 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import mma_sync, ptx
 from cute_kernels.indexer import mxfp4_codes
-from cute_kernels.indexer.logits_plan import KEYS, NOTE, QUERIES, WARP
+from cute_kernels.indexer.logits_plan import CLOSING, KEYS, NOTE, QUERIES, WARP
 from cute_kernels.indexer.logits_scores import Scores, Tile
 from cute_kernels.indexer.logits_walk import Walk
 from cute_kernels.indexer.mxfp4_codes import BLOCKS
 from cute_kernels.indexer.mxfp4_plan import DECODED, STRIP
-from cute_kernels.indexer.mxfp4_relay_plan import FAR, RelayPlan
+from cute_kernels.indexer.mxfp4_relay_plan import FAR, RELAY_WARPS, RelayPlan
 
 
 class Queries(NamedTuple):
@@ -38,88 +38,10 @@ class Queries(NamedTuple):
 
 
 class RelayWalk(Walk):
-    """The part of the warps that bring keys, as e4m3 ones, and decode queries. `query_copy` is Queries."""
+    """The part of the warps that bring keys, as e4m3 ones; others bring queries."""
 
-    @cute.jit
-    def bring_queries(
-        self,
-        windows: Any,
-        groups: Any,
-        weights: Any,
-        weights_stride: Any,
-        query_copy: Any,
-        ring: Any,
-        at: Any,
-        part: Any,
-        buffer: Any,
-        phase: Any,
-    ) -> None:
-        plan = self.plan
-        lane = cute.arch.lane_idx()
-        request, first_row = part.request, part.first_row
-        rows = cutlass.min(Int32(plan.rows), groups.count - first_row)
-        role = buffer // QUERIES
-        packed = at.queries + role * (plan.heads * plan.row_bytes)
-        scales = at.head_scales + role * (plan.heads * 4)
-        ring.wait_empty(buffer, phase)
-        if lane < rows:
-            place = at.windows + (buffer * 2 * plan.rows + lane) * 4
-            ptx.copy_async_32(place + plan.rows * 4, windows.end_address(request, first_row + lane))
-            if const_expr(not self.paged):
-                ptx.copy_async_32(place, windows.start_address(first_row + lane))
-        far = Int32(0)
-        for row in cutlass.range(rows, unroll=1):
-            number = first_row + row
-            codes = query_copy.codes + Int64(request) * query_copy.by_request + Int64(number) * query_copy.by_row
-            words = (
-                query_copy.scales
-                + Int64(request) * query_copy.scales_by_request
-                + Int64(number) * query_copy.scales_by_row
-            )
-            own_weights = weights + Int64(request * groups.count + number) * weights_stride
-            first = buffer * plan.columns + row * plan.heads
-            for i in range_constexpr(plan.heads * BLOCKS // WARP):
-                piece = i * WARP + lane
-                source = codes + Int64(piece // BLOCKS) * query_copy.by_head + piece % BLOCKS * 16
-                ptx.copy_async_128_once(packed + piece * 16, source)
-            for i in range_constexpr(-(-plan.heads // WARP)):
-                head = i * WARP + lane
-                # the compiler takes no predicate that it knows to hold
-                is_head = None if (i + 1) * WARP <= plan.heads else head < plan.heads
-                ptx.copy_async_32(scales + head * 4, words + Int64(head) * 4, is_head)
-                ptx.copy_async_32(at.weights + (first + head) * 4, own_weights + Int64(head) * 4, is_head)
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_warp()
-            is_far = Int32(0)
-            for strip in cutlass.range(plan.heads // STRIP, unroll=1):
-                is_far |= self.decode_heads(at, packed, scales, strip, first + strip * STRIP)
-            far |= is_far << row
-            # all lanes have read what the next row overwrites
-            cute.arch.sync_warp()
-        if lane == 0:
-            ptx.store_shared_s32(at.far + buffer * 4, far)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(ring.full(buffer))
-
-    @cute.jit
-    def decode_heads(self, at: Any, packed: Any, scales: Any, strip: Any, first: Any) -> Any:
-        """A strip of a row's heads, the first of them number `first` of all buffers; their weights get their scales.
-        1 if one is far, else 0."""
-        lane = cute.arch.lane_idx()
-        line = at.decoded_queries + (first + lane // 4) * DECODED
-        sign = mxfp4_codes.sign_of(at.table)
-        strip_bytes = STRIP * self.plan.row_bytes
-        rows = mxfp4_codes.decode_into(line, packed + strip * strip_bytes, scales + strip * STRIP * 4, at.table, sign)
-        for row in range_constexpr(2):
-            ptx.store_shared_8(at.below + (first + row * 8) * 4 + lane, rows.below >> (16 * row))
-            if lane % 4 == 0:
-                weight = at.weights + (first + row * 8 + lane // 4) * 4
-                scale = mxfp4_codes.row_scale(mxfp4_codes.half(rows.largest, 16 * row))
-                ptx.store_shared_f32(weight, ptx.load_shared_f32(weight) * scale)
-        return Int32(1) if cute.arch.vote_any_sync(rows.far != 0) else Int32(0)
+    def bring_queries(self, *_: Any) -> None:
+        pass
 
 
 class RelayScores(Scores):
@@ -141,7 +63,7 @@ class RelayScores(Scores):
     ) -> None:
         Scores.load(self, weights, seen, groups, windows, group, at, buffer, lane, out, out_stride)
         firsts, stops, _ = seen
-        far = ptx.load_shared_s32(at.far + buffer * 4)
+        far = far_rows(at, buffer)
         for i in range_constexpr(self.held * self.plan.parts):
             stops[i] = stops[i] if far >> (2 * i + (lane & 1)) & 1 == 0 else firsts[i]
 
@@ -152,61 +74,68 @@ class RelayScores(Scores):
         Scores.store(self, part, totals, seen, tile, scale, own, [is_near] * self.held)
 
 
-class Relay:
-    """The part of the warps that decode keys."""
+def far_rows(at: Any, buffer: Any) -> Any:
+    """A bit for each row of a group that has a far head."""
+    found = ptx.load_shared_128(at.far + buffer * (RELAY_WARPS * 4))
+    return found[0] | found[1] | found[2] | found[3]
 
-    def __init__(self, plan: RelayPlan, paged: bool, walk: Any) -> None:
-        self.plan, self.paged, self.walk = plan, paged, walk
+
+class Relay:
+    """The part of the warps that decode. They know, in a byte of one word for each warpgroup, whether it has tiles, how
+    many groups of its they have seen, modulo 2 QUERIES, and whether its next tile is of a new one."""
+
+    RUNS, NEW, TURN = 8, 4, 2 * QUERIES - 1
+
+    def __init__(self, plan: RelayPlan, paged: bool) -> None:
+        self.plan, self.paged = plan, paged
 
     @cute.jit
-    def run(self, warp: Any, groups: Any, windows: Any, rings: Any, ready: Any, at: Any, out: Any, out_stride: Any) -> None:
+    def run(
+        self,
+        warp: Any,
+        groups: Any,
+        windows: Any,
+        weights: Any,
+        weights_stride: Any,
+        queries: Queries,
+        rings: Any,
+        ready: Any,
+        at: Any,
+        out: Any,
+        out_stride: Any,
+    ) -> None:
         """Decode strip number `warp` of all tiles. rings: of packed keys, and of queries; ready: of decoded keys."""
         plan = self.plan
         lane = cute.arch.lane_idx()
-        sign = mxfp4_codes.sign_of(at.table)
         stage, phase = Int32(0), Int32(0)
-        # of each warpgroup, as far as it is not a warp's own stage: whether it has tiles, its group and turn
-        running = Int32((1 << plan.warpgroups) - 1)
-        current, turn = (cute.make_rmem_tensor((plan.warpgroups,), Int32) for _ in range(2))
-        current.fill(-1)
-        turn.fill(-1)
-        while running != 0:
+        state = Int32(sum((self.RUNS | self.NEW | self.TURN) << (8 * i) for i in range(plan.warpgroups)))
+        while state != 0:
             role = stage % plan.warpgroups
-            if running >> role & 1 != 0:
+            own = state >> (8 * role) & 0xFF
+            if own != 0:
                 rings[0].wait_full(stage, phase)
                 group, place, boxes, _ = ptx.load_shared_128(at.notes + stage * (NOTE * 4))
                 group = cute.arch.make_warp_uniform(group)
+                tile = Tile(stage, group, place, boxes)
                 ready.wait_empty(stage, phase)
                 if (warp == 0) & (lane == 0):
                     note = [Int32(group), Int32(place), Int32(boxes), Int32(0)]
                     ptx.store_shared_128(at.ready_notes + stage * (NOTE * 4), note)
-                if group < 0:
-                    running ^= Int32(1) << role
-                else:
-                    buffer = Int32(0)
-                    for i in range_constexpr(plan.warpgroups):
-                        if role == i:
-                            if group != current[i]:
-                                current[i], turn[i] = group, turn[i] + 1
-                                rings[1].wait_full(i * QUERIES + turn[i] % QUERIES, turn[i] // QUERIES & 1)
-                            buffer = i * QUERIES + turn[i] % QUERIES
-                    first = stage * KEYS + warp * STRIP
-                    line = at.decoded_keys + (first + lane // 4) * DECODED
-                    codes, scales = at.keys + first * plan.row_bytes, at.scales + first * 4
-                    rows = mxfp4_codes.decode_into(line, codes, scales, at.table, sign)
-                    shift = (lane & 1) * 16
-                    is_far = mxfp4_codes.half(rows.far, shift) != 0
-                    scale = mxfp4_codes.row_scale(mxfp4_codes.half(rows.largest, shift))
-                    if lane & 2 == 0:
-                        target = at.ready_scales + (first + lane // 4 + (lane & 1) * 8) * 4
-                        ptx.store_shared_s32(target, Int32(FAR) if is_far else scale.bitcast(Int32))
-                    far_rows = ptx.load_shared_s32(at.far + buffer * 4)
-                    if cute.arch.vote_any_sync(rows.far != 0) | (far_rows != 0):
-                        cute.arch.sync_warp()
-                        tile = Tile(stage, group, place, boxes)
-                        self.score_far(
-                            rows, is_far, far_rows, scale, tile, warp, buffer, groups, windows, at, out, out_stride
+                after = Int32(0)
+                if group >= 0:
+                    turn = (own + (own >> 2 & 1)) & self.TURN
+                    buffer = role * QUERIES + turn % QUERIES
+                    if own & self.NEW != 0:
+                        rings[1].wait_empty(buffer, turn // QUERIES)
+                        self.bring_queries(
+                            warp, groups, windows, weights, weights_stride, queries, at, group, buffer
                         )
+                        if lane == 0:
+                            cute.arch.mbarrier_arrive(rings[1].full(buffer))
+                        rings[1].wait_full(buffer, turn // QUERIES)
+                    after = Int32(self.RUNS) | turn | (Int32(self.NEW) if place & CLOSING != 0 else Int32(0))
+                    self.decode(warp, tile, buffer, groups, windows, at, out, out_stride)
+                state ^= (own ^ after) << (8 * role)
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 if lane == 0:
@@ -218,11 +147,113 @@ class Relay:
                 stage, phase = Int32(0), phase ^ 1
 
     @cute.jit
+    def bring_queries(
+        self,
+        warp: Any,
+        groups: Any,
+        windows: Any,
+        weights: Any,
+        weights_stride: Any,
+        queries: Queries,
+        at: Any,
+        group: Any,
+        buffer: Any,
+    ) -> None:
+        """Every fourth strip of a group's queries, two at a time, and by warp 0 its windows, into a buffer."""
+        plan = self.plan
+        lane = cute.arch.lane_idx()
+        request, first_row = groups.place(group, plan.rows)
+        rows = cutlass.min(Int32(plan.rows), groups.count - first_row)
+        if (warp == 0) & (lane < rows):
+            place = at.windows + (buffer * 2 * plan.rows + lane) * 4
+            ptx.copy_async_32(place + plan.rows * 4, windows.end_address(request, first_row + lane))
+            if const_expr(not self.paged):
+                ptx.copy_async_32(place, windows.start_address(first_row + lane))
+        codes = queries.codes + Int64(request) * queries.by_request + Int64(first_row) * queries.by_row
+        scales = queries.scales
+        scales += Int64(request) * queries.scales_by_request + Int64(first_row) * queries.scales_by_row
+        weights += Int64(request * groups.count + first_row) * weights_stride
+        per_row = plan.heads // STRIP
+        strips = rows * per_row
+        far = Int32(0)
+        for pair in cutlass.range(warp, strips, 2 * RELAY_WARPS, unroll=1):
+            for i in range_constexpr(2):
+                strip = pair + i * RELAY_WARPS
+                if strip < strips:
+                    row, head = strip // per_row, strip % per_row * STRIP
+                    packed, words = self.staging(at, warp, i)
+                    for j in range_constexpr(2):
+                        own = j * 8 + lane // 4
+                        source = codes + Int64(row) * queries.by_row + Int64(head + own) * queries.by_head
+                        ptx.copy_async_128_once(packed + (j * WARP + lane) * 16, source + lane % 4 * 16)
+                    if lane < STRIP:
+                        offset = Int64(head + lane) * 4
+                        ptx.copy_async_32(words + lane * 4, scales + Int64(row) * queries.scales_by_row + offset)
+                        target = at.weights + (buffer * plan.columns + strip * STRIP + lane) * 4
+                        ptx.copy_async_32(target, weights + Int64(row) * weights_stride + offset)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_warp()
+            for i in range_constexpr(2):
+                strip = pair + i * RELAY_WARPS
+                if strip < strips:
+                    is_far = self.decode_heads(at, warp, i, buffer * plan.columns + strip * STRIP)
+                    far |= is_far << (strip // per_row)
+            # all lanes have read what the next strips overwrite
+            cute.arch.sync_warp()
+        if lane == 0:
+            ptx.store_shared_s32(at.far + (buffer * RELAY_WARPS + warp) * 4, far)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+
+    def staging(self, at: Any, warp: Any, i: int) -> tuple[Any, Any]:
+        """Where a warp has codes and scales of a strip of heads on their way."""
+        number = warp * 2 + i
+        return at.queries + number * (STRIP * self.plan.row_bytes), at.head_scales + number * (STRIP * 4)
+
+    @cute.jit
+    def decode_heads(self, at: Any, warp: Any, i: cutlass.Constexpr, first: Any) -> Any:
+        """A strip of heads, the first of them number `first` of all buffers; their weights get their scales. 1 if one is
+        far, else 0."""
+        lane = cute.arch.lane_idx()
+        line = at.decoded_queries + (first + lane // 4) * DECODED
+        rows = mxfp4_codes.decode_into(line, *self.staging(at, warp, i), at.table)
+        for row in range_constexpr(2):
+            ptx.store_shared_8(at.below + (first + row * 8) * 4 + lane, rows.below >> (16 * row))
+            if lane % 4 == 0:
+                weight = at.weights + (first + row * 8 + lane // 4) * 4
+                scale = mxfp4_codes.row_scale(mxfp4_codes.half(rows.largest, 16 * row))
+                ptx.store_shared_f32(weight, ptx.load_shared_f32(weight) * scale)
+        return Int32(1) if cute.arch.vote_any_sync(rows.far != 0) else Int32(0)
+
+    @cute.jit
+    def decode(
+        self, warp: Any, tile: Tile, buffer: Any, groups: Any, windows: Any, at: Any, out: Any, out_stride: Any
+    ) -> None:
+        """The warp's strip of a tile's keys."""
+        lane = cute.arch.lane_idx()
+        first = tile.stage * KEYS + warp * STRIP
+        line = at.decoded_keys + (first + lane // 4) * DECODED
+        rows = mxfp4_codes.decode_into(line, at.keys + first * self.plan.row_bytes, at.scales + first * 4, at.table)
+        shift = (lane & 1) * 16
+        is_far = mxfp4_codes.half(rows.far, shift) != 0
+        scale = mxfp4_codes.row_scale(mxfp4_codes.half(rows.largest, shift))
+        if lane & 2 == 0:
+            target = at.ready_scales + (first + lane // 4 + (lane & 1) * 8) * 4
+            ptx.store_shared_s32(target, Int32(FAR) if is_far else scale.bitcast(Int32))
+        far = far_rows(at, buffer)
+        if cute.arch.vote_any_sync(rows.far != 0) | (far != 0):
+            cute.arch.sync_warp()
+            self.score_far(rows, is_far, far, scale, tile, warp, buffer, groups, windows, at, out, out_stride)
+
+    @cute.jit
     def score_far(
         self,
         rows: Any,
         is_far: Any,
-        far_rows: Any,
+        far: Any,
         scale: Any,
         tile: Any,
         warp: Any,
@@ -253,7 +284,7 @@ class Relay:
             number = Int64(request) * Int64(groups.count) + Int64(first_row + row)
             target = out + number * out_stride + (Int64(key) - Int64(shift)) * 4
             is_seen = (key >= first) & (key < stop) & (lane & 2 == 0)
-            ptx.store_global_f32(target, score, is_seen & (is_far | (far_rows >> row & 1 != 0)))
+            ptx.store_global_f32(target, score, is_seen & (is_far | (far >> row & 1 != 0)))
 
     @cute.jit
     def add_far(self, below: Any, first: Any, row: Any, buffer: Any, at: Any) -> tuple[Any, Any]:

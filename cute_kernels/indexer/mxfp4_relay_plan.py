@@ -8,7 +8,7 @@ from cute_kernels.dsl import barriers
 from cute_kernels.dsl.convert import E2M1_IN_E4M3
 from cute_kernels.formats import INDEX_DIM, round_up
 from cute_kernels.indexer.logits_plan import KEYS, NOTE, Plan
-from cute_kernels.indexer.mxfp4_plan import DECODED
+from cute_kernels.indexer.mxfp4_plan import DECODED, STRIP
 
 RELAY_STAGES = 6
 """Of packed keys, and of decoded ones."""
@@ -24,8 +24,9 @@ FAR = -1
 
 
 class RelayPlan(Plan):
-    """Sizes of one kernel. Keys go from packed stages through the warps that decode them to stages as e4m3 ones have;
-    those that bring keys decode the queries."""
+    """Sizes of one kernel. Keys go from packed stages through the warps that decode them to stages as e4m3 ones have; the
+    warps that
+    decode bring queries, too."""
 
     @property
     def row_bytes(self) -> int:
@@ -41,10 +42,15 @@ class RelayPlan(Plan):
         return 4 + RELAY_WARPS
 
     @property
+    def staged(self) -> int:
+        """Heads whose packed codes may be on their way."""
+        return RELAY_WARPS * 2 * STRIP
+
+    @property
     def words(self) -> dict[str, int]:
         """`notes` and `scales` are those of packed stages, `ready_notes` and `ready_scales` those of decoded ones.
-        `below` is what the e4m3 codes of a far row's heads lack, a byte for each block; `far` has a bit for each row of
-        a group that has one; `head_scales` is a place for a row's scales on their way."""
+        `below` is what the e4m3 codes of a far row's heads lack, a byte for each block; `far` has, from
+        each warp that decodes, a bit for each row of a group that has one; `head_scales` are those of heads on their way."""
         return {
             "notes": self.stages * NOTE,
             "scales": self.stages * KEYS,
@@ -54,8 +60,8 @@ class RelayPlan(Plan):
             "weights": self.buffers * self.columns,
             "windows": self.buffers * 2 * self.rows,
             "below": self.buffers * self.columns,
-            "far": self.buffers,
-            "head_scales": self.warpgroups * self.heads,
+            "far": self.buffers * RELAY_WARPS,
+            "head_scales": self.staged,
             "table": round_up(2 * len(E2M1_IN_E4M3) + 1, 4),
         }
 
@@ -64,7 +70,7 @@ class RelayPlan(Plan):
         small = (2 * self.stages + self.buffers) * barriers.BYTES_PER_STAGE
         small += sum(round_up(count * 4, 16) for count in self.words.values())
         decoded = (self.stages * KEYS + self.buffers * self.columns) * DECODED
-        return round_up(small, 1024) + decoded + (self.stages * KEYS + self.warpgroups * self.heads) * self.row_bytes
+        return round_up(small, 1024) + decoded + (self.stages * KEYS + self.staged) * self.row_bytes
 
 
 class Places(NamedTuple):

@@ -4,10 +4,10 @@ for all of them.
 A block's warps, in order:
 
     8   two warpgroups that multiply, add up and store, each its own tiles, as e4m3 ones (logits_scores)
-    2   bring them keys and queries, one warp per warpgroup, and decode the queries (mxfp4_relay)
+    2   bring packed keys, one warp per warpgroup (logits_walk)
     1   writes -inf where a row sees no key, if that is wanted (logits_fill)
     1   idle
-    4   decode keys (mxfp4_relay)
+    4   decode keys and queries (mxfp4_relay)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Mxfp4RelayKernel(Mxfp4LogitsKernel):
         self.plan, self.paged = key.plan, key.paged
         self.walk, self.fill = RelayWalk(key.plan, key.paged), Fill(key.paged)
         self.scores = RelayScores(key.plan, key.paged, self.walk)
-        self.relay = Relay(key.plan, key.paged, self.walk)
+        self.relay = Relay(key.plan, key.paged)
         kind = f"paged_mqa_logits_mxfp4_b{key.box}" if key.paged else "mqa_logits_mxfp4"
         self.name = f"{kind}_h{key.heads}r{key.rows}"
 
@@ -84,7 +84,7 @@ class Mxfp4RelayKernel(Mxfp4LogitsKernel):
         )
         packed_keys, packed_queries = (
             smem.allocate_tensor(Float8E4M3FN, cute.make_layout(rows * plan.row_bytes), byte_alignment=128)
-            for rows in (plan.stages * KEYS, plan.warpgroups * plan.heads)
+            for rows in (plan.stages * KEYS, plan.staged)
         )
         at = Places(*(tensor.iterator.toint() for tensor in (*words, k, q, packed_keys, packed_queries)))
         walk_warp, relay_warp = plan.warpgroups * 4, plan.warpgroups * 4 + 4
@@ -94,7 +94,7 @@ class Mxfp4RelayKernel(Mxfp4LogitsKernel):
         if thread == fill_warp * WARP:
             # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage lets go of it
             rings[0].initialize(1 if self.paged else 1 + WARP, RELAY_WARPS)
-            rings[1].initialize(1, 4)
+            rings[1].initialize(RELAY_WARPS, 4)
             ready.initialize(RELAY_WARPS, 4)
             mxfp4_codes.fill_table(at.table)
         if const_expr(self.paged and X.WARM):
@@ -112,11 +112,11 @@ class Mxfp4RelayKernel(Mxfp4LogitsKernel):
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp >= relay_warp:
                 number = cute.arch.make_warp_uniform(warp - relay_warp)
-                self.relay.run(number, groups, windows, rings, ready, at, *out)
+                self.relay.run(number, groups, windows, *weights, queries, rings, ready, at, *out)
             elif warp < fill_warp:
                 role = cute.arch.make_warp_uniform(warp - walk_warp)
                 key_part = ptx.tensor_map(key_copy), at.keys
-                self.walk.run(role, groups, windows, keys, *weights, key_part, queries, rings, at)
+                self.walk.run(role, groups, windows, keys, *weights, key_part, None, rings, at)
             elif (warp == fill_warp) & (clean != 0):
                 number, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
                 self.fill.run(number, warps, groups, windows, *out)
