@@ -17,6 +17,7 @@ from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.formats import INDEX_DIM, round_up
+from cute_kernels.indexer import mxx as X
 
 WARP = 32
 KEYS = 64
@@ -91,6 +92,12 @@ class Plan:
         return KEYS // self.box
 
     @property
+    def batch(self) -> int:
+        """Tiles whose scores a warpgroup collects in shared memory, to write whole lines of them, as many as it has
+        threads for; 1 where there are so many rows that it writes a tile's as they come."""
+        return 8 // self.rows if self.rows <= 2 and X.GATHER else 1
+
+    @property
     def buffers(self) -> int:
         """For queries, of all warpgroups."""
         return self.warpgroups * QUERIES
@@ -104,6 +111,7 @@ class Plan:
             "weights": self.buffers * self.columns,
             "windows": self.buffers * 2 * self.rows,
             "sums": CHUNKS,
+            "scores": max(4, self.warpgroups * 2 * self.batch * self.rows * KEYS if self.batch > 1 else 0),
         }
 
     @property

@@ -83,6 +83,7 @@ class Places(NamedTuple):
     weights: Any
     windows: Any
     sums: Any
+    scores: Any
 
 
 class LogitsKernel:

@@ -147,6 +147,9 @@ class Walk(Shares):
     def bring_scales(self, query_copy: Any, at: Any, request: Any, first_row: Any, rows: Any, buffer: Any) -> None:
         """Of the queries: FP8 ones have them in their weights."""
 
+    def follow(self) -> None:
+        """What else there is to do after each tile."""
+
     @cute.jit
     def bring_keys(self, keys: Any, key_copy: Any, ring: Any, at: Any, part: Any, stage: Any, phase: Any) -> Any:
         """The warpgroup's tiles of a part of contiguous keys, which are those of one page; scales may lie anywhere.
@@ -168,6 +171,7 @@ class Walk(Shares):
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
             key, scale = key + part.step * KEYS, scale + part.step * KEYS * 4
             stage, phase = self.advance(stage, phase)
+            self.follow()
         return stage, phase
 
     @cute.jit
@@ -207,6 +211,7 @@ class Walk(Shares):
                         ptx.copy_bulk_3d(codes, copy, (0, box * plan.box, page), full.toint(), is_read_once=True)
                         ptx.copy_bulk(scales, source, plan.box * 4, full.toint())
                 stage, phase = self.advance(stage, phase)
+                self.follow()
         return stage, phase
 
     @cute.jit

@@ -1,8 +1,8 @@
 """Warps that decode MXFP4 keys and queries for the warpgroups that multiply, as e4m3 ones are, in groups of three and
 four rows.
 
-They wait for packed keys, decode them, each a strip of a tile, and pass the tile's note on; before the first tile of a
-group they bring and decode its queries. Scores of far keys and of rows with far heads (mxfp4_codes) come from them,
+A warpgroup has two such warps. One brings packed keys, too. They decode half of each tile and pass its note on; before
+the first tile of a group they bring and decode its queries. Scores of far keys and of rows with far heads (mxfp4_codes) come from them,
 by products of single warps, whose blocks are summed apart and scaled one by one; the warpgroups leave them out. Which
 way a score comes depends on its row and its key alone.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import mma_sync, ptx
 from cute_kernels.indexer import mxfp4_codes
@@ -22,7 +22,7 @@ from cute_kernels.indexer.logits_scores import Scores, Tile
 from cute_kernels.indexer.logits_walk import Walk
 from cute_kernels.indexer.mxfp4_codes import BLOCKS
 from cute_kernels.indexer.mxfp4_plan import DECODED, STRIP
-from cute_kernels.indexer.mxfp4_relay_plan import FAR, RELAY_WARPS, RelayPlan
+from cute_kernels.indexer.mxfp4_relay_plan import BEHIND, FAR, SHARERS, STRIPS, RelayPlan
 
 
 class Queries(NamedTuple):
@@ -37,11 +37,17 @@ class Queries(NamedTuple):
     scales_by_row: Any
 
 
-class RelayWalk(Walk):
-    """The part of the warps that bring keys, as e4m3 ones; others bring queries."""
+class Call(NamedTuple):
+    """What a warp that decodes knows of the call. rings: of packed keys, of queries, of decoded keys; weights and out:
+    address and stride in bytes."""
 
-    def bring_queries(self, *_: Any) -> None:
-        pass
+    groups: Any
+    windows: Any
+    weights: Any
+    queries: Queries
+    rings: Any
+    at: Any
+    out: Any
 
 
 class RelayScores(Scores):
@@ -67,118 +73,102 @@ class RelayScores(Scores):
         for i in range_constexpr(self.held * self.plan.parts):
             stops[i] = stops[i] if far >> (2 * i + (lane & 1)) & 1 == 0 else firsts[i]
 
-    def store(
-        self, part: int, totals: Any, seen: Any, tile: Any, scale: Any, own: Any, is_wanted: Any = None
-    ) -> None:
+    def store(self, part: int, totals: Any, seen: Any, tile: Any, scale: Any, own: Any, *_: Any) -> None:
         is_near = scale.bitcast(Int32) != FAR
         Scores.store(self, part, totals, seen, tile, scale, own, [is_near] * self.held)
 
 
 def far_rows(at: Any, buffer: Any) -> Any:
     """A bit for each row of a group that has a far head."""
-    found = ptx.load_shared_128(at.far + buffer * (RELAY_WARPS * 4))
-    return found[0] | found[1] | found[2] | found[3]
+    one, two = ptx.load_shared_64(at.far + buffer * (SHARERS * 4))
+    return one | two
 
 
 class Relay:
-    """The part of the warps that decode. They know, in a byte of one word for each warpgroup, whether it has tiles, how
-    many groups of its they have seen, modulo 2 QUERIES, and whether its next tile is of a new one."""
+    """What a warp that decodes does for its warpgroup. How far it is, it has in a word: the stage of its next tile, the
+    ring's phase there, and of the tile's group, modulo 2 QUERIES, the number, after a new one's minus one.
 
-    RUNS, NEW, TURN = 8, 4, 2 * QUERIES - 1
+    number   which of the warpgroup's SHARERS
+    """
 
-    def __init__(self, plan: RelayPlan, paged: bool) -> None:
-        self.plan, self.paged = plan, paged
+    PHASE, TURN, NEW, END = 8, 9, 1 << 11, -1
+
+    def __init__(self, plan: RelayPlan) -> None:
+        self.plan = plan
+
+    def start(self, role: Any) -> Any:
+        return role | ((2 * QUERIES - 1) << self.TURN | self.NEW)
 
     @cute.jit
-    def run(
-        self,
-        warp: Any,
-        groups: Any,
-        windows: Any,
-        weights: Any,
-        weights_stride: Any,
-        queries: Queries,
-        rings: Any,
-        ready: Any,
-        at: Any,
-        out: Any,
-        out_stride: Any,
-    ) -> None:
-        """Decode strip number `warp` of all tiles. rings: of packed keys, and of queries; ready: of decoded keys."""
-        plan = self.plan
+    def step(self, state: Any, role: Any, number: Any, call: Any) -> Any:
+        """Decode what the warp has to of the next tile, when it is there, and pass it on. Returns the next state, END
+        after the last tile. call: Call."""
+        plan, at = self.plan, call.at
+        packed, of_queries, ready = call.rings
         lane = cute.arch.lane_idx()
-        stage, phase = Int32(0), Int32(0)
-        state = Int32(sum((self.RUNS | self.NEW | self.TURN) << (8 * i) for i in range(plan.warpgroups)))
-        while state != 0:
-            role = stage % plan.warpgroups
-            own = state >> (8 * role) & 0xFF
-            if own != 0:
-                rings[0].wait_full(stage, phase)
-                group, place, boxes, _ = ptx.load_shared_128(at.notes + stage * (NOTE * 4))
-                group = cute.arch.make_warp_uniform(group)
-                tile = Tile(stage, group, place, boxes)
-                ready.wait_empty(stage, phase)
-                if (warp == 0) & (lane == 0):
-                    note = [Int32(group), Int32(place), Int32(boxes), Int32(0)]
-                    ptx.store_shared_128(at.ready_notes + stage * (NOTE * 4), note)
-                after = Int32(0)
-                if group >= 0:
-                    turn = (own + (own >> 2 & 1)) & self.TURN
-                    buffer = role * QUERIES + turn % QUERIES
-                    if own & self.NEW != 0:
-                        rings[1].wait_empty(buffer, turn // QUERIES)
-                        self.bring_queries(
-                            warp, groups, windows, weights, weights_stride, queries, at, group, buffer
-                        )
-                        if lane == 0:
-                            cute.arch.mbarrier_arrive(rings[1].full(buffer))
-                        rings[1].wait_full(buffer, turn // QUERIES)
-                    after = Int32(self.RUNS) | turn | (Int32(self.NEW) if place & CLOSING != 0 else Int32(0))
-                    self.decode(warp, tile, buffer, groups, windows, at, out, out_stride)
-                state ^= (own ^ after) << (8 * role)
-                cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
+        stage, phase = state & ((1 << self.PHASE) - 1), state >> self.PHASE & 1
+        packed.wait_full(stage, phase)
+        group, place, boxes, _ = ptx.load_shared_128(at.notes + stage * (NOTE * 4))
+        group = cute.arch.make_warp_uniform(group)
+        ready.wait_empty(stage, phase)
+        if (number == 0) & (lane == 0):
+            note = [Int32(group), Int32(place), Int32(boxes), Int32(0)]
+            ptx.store_shared_128(at.ready_notes + stage * (NOTE * 4), note)
+        after = Int32(self.END)
+        if group >= 0:
+            is_new = state & self.NEW != 0
+            turn = (state >> self.TURN) + (Int32(1) if is_new else Int32(0)) & (2 * QUERIES - 1)
+            buffer = role * QUERIES + turn % QUERIES
+            if is_new:
+                of_queries.wait_empty(buffer, turn // QUERIES)
+                self.bring_queries(role, number, call, group, buffer)
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(ready.full(stage))
-                    if group >= 0:
-                        cute.arch.mbarrier_arrive(rings[0].empty(stage))
-            stage += 1
-            if stage == plan.stages:
-                stage, phase = Int32(0), phase ^ 1
+                    cute.arch.mbarrier_arrive(of_queries.full(buffer))
+                of_queries.wait_full(buffer, turn // QUERIES)
+            for i in cutlass.range(STRIPS, unroll=1):
+                self.decode(number * STRIPS + i, Tile(stage, group, place, boxes), buffer, call)
+            following = stage + plan.warpgroups
+            is_end = following >= plan.stages
+            after = following - (Int32(plan.stages) if is_end else Int32(0))
+            after |= (phase ^ (Int32(1) if is_end else Int32(0))) << self.PHASE | turn << self.TURN
+            after |= Int32(self.NEW) if place & CLOSING != 0 else Int32(0)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(ready.full(stage))
+            if group >= 0:
+                cute.arch.mbarrier_arrive(packed.empty(stage))
+        return after
 
     @cute.jit
-    def bring_queries(
-        self,
-        warp: Any,
-        groups: Any,
-        windows: Any,
-        weights: Any,
-        weights_stride: Any,
-        queries: Queries,
-        at: Any,
-        group: Any,
-        buffer: Any,
-    ) -> None:
-        """Every fourth strip of a group's queries, two at a time, and by warp 0 its windows, into a buffer."""
-        plan = self.plan
+    def finish(self, state: Any, role: Any, number: Any, call: Any) -> None:
+        """All tiles that there are left."""
+        while state != self.END:
+            state = self.step(state, role, number, call)
+
+    @cute.jit
+    def bring_queries(self, role: Any, number: Any, call: Any, group: Any, buffer: Any) -> None:
+        """Every second strip of a group's queries, two at a time, and by warp 0 its windows, into a buffer."""
+        plan, at, queries, groups, windows = self.plan, call.at, call.queries, call.groups, call.windows
         lane = cute.arch.lane_idx()
         request, first_row = groups.place(group, plan.rows)
         rows = cutlass.min(Int32(plan.rows), groups.count - first_row)
-        if (warp == 0) & (lane < rows):
+        if (number == 0) & (lane < rows):
             place = at.windows + (buffer * 2 * plan.rows + lane) * 4
             ptx.copy_async_32(place + plan.rows * 4, windows.end_address(request, first_row + lane))
-            if const_expr(not self.paged):
-                ptx.copy_async_32(place, windows.start_address(first_row + lane))
+            ptx.copy_async_32(place, windows.start_address(first_row + lane))
         codes = queries.codes + Int64(request) * queries.by_request + Int64(first_row) * queries.by_row
         scales = queries.scales
         scales += Int64(request) * queries.scales_by_request + Int64(first_row) * queries.scales_by_row
+        weights, weights_stride = call.weights
         weights += Int64(request * groups.count + first_row) * weights_stride
+        warp = role * SHARERS + number
         per_row = plan.heads // STRIP
         strips = rows * per_row
         far = Int32(0)
-        for pair in cutlass.range(warp, strips, 2 * RELAY_WARPS, unroll=1):
+        for pair in cutlass.range(number, strips, 2 * SHARERS, unroll=1):
             for i in range_constexpr(2):
-                strip = pair + i * RELAY_WARPS
+                strip = pair + i * SHARERS
                 if strip < strips:
                     row, head = strip // per_row, strip % per_row * STRIP
                     packed, words = self.staging(at, warp, i)
@@ -195,14 +185,14 @@ class Relay:
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
             for i in range_constexpr(2):
-                strip = pair + i * RELAY_WARPS
+                strip = pair + i * SHARERS
                 if strip < strips:
                     is_far = self.decode_heads(at, warp, i, buffer * plan.columns + strip * STRIP)
                     far |= is_far << (strip // per_row)
             # all lanes have read what the next strips overwrite
             cute.arch.sync_warp()
         if lane == 0:
-            ptx.store_shared_s32(at.far + (buffer * RELAY_WARPS + warp) * 4, far)
+            ptx.store_shared_s32(at.far + (buffer * SHARERS + number) * 4, far)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
@@ -229,12 +219,11 @@ class Relay:
         return Int32(1) if cute.arch.vote_any_sync(rows.far != 0) else Int32(0)
 
     @cute.jit
-    def decode(
-        self, warp: Any, tile: Tile, buffer: Any, groups: Any, windows: Any, at: Any, out: Any, out_stride: Any
-    ) -> None:
-        """The warp's strip of a tile's keys."""
+    def decode(self, strip: Any, tile: Tile, buffer: Any, call: Any) -> None:
+        """A strip of a tile's keys."""
+        at = call.at
         lane = cute.arch.lane_idx()
-        first = tile.stage * KEYS + warp * STRIP
+        first = tile.stage * KEYS + strip * STRIP
         line = at.decoded_keys + (first + lane // 4) * DECODED
         rows = mxfp4_codes.decode_into(line, at.keys + first * self.plan.row_bytes, at.scales + first * 4, at.table)
         shift = (lane & 1) * 16
@@ -246,41 +235,26 @@ class Relay:
         far = far_rows(at, buffer)
         if cute.arch.vote_any_sync(rows.far != 0) | (far != 0):
             cute.arch.sync_warp()
-            self.score_far(rows, is_far, far, scale, tile, warp, buffer, groups, windows, at, out, out_stride)
+            self.score_far(rows, is_far, far, scale, tile, strip, buffer, call)
 
     @cute.jit
     def score_far(
-        self,
-        rows: Any,
-        is_far: Any,
-        far: Any,
-        scale: Any,
-        tile: Any,
-        warp: Any,
-        buffer: Any,
-        groups: Any,
-        windows: Any,
-        at: Any,
-        out: Any,
-        out_stride: Any,
+        self, rows: Any, is_far: Any, far: Any, scale: Any, tile: Any, strip: Any, buffer: Any, call: Any
     ) -> None:
         """Scores of a strip's far keys, and of all its keys in far rows, with all blocks' scales applied to their
         products. Lanes 0 and 1 of four store those of their two keys."""
-        plan = self.plan
+        plan, at, groups = self.plan, call.at, call.groups
+        out, out_stride = call.out
         lane = cute.arch.lane_idx()
         request, first_row = groups.place(tile.group, plan.rows)
-        own = warp * STRIP + lane // 4 + (lane & 1) * 8
+        own = strip * STRIP + lane // 4 + (lane & 1) * 8
         key = (tile.place & -KEYS) + own
         for row in cutlass.range(cutlass.min(groups.count - first_row, plan.rows), unroll=1):
-            low, high = self.add_far(rows.below, tile.stage * KEYS + warp * STRIP, row, buffer, at)
+            low, high = self.add_far(rows.below, tile.stage * KEYS + strip * STRIP, row, buffer, at)
             score = (high if lane & 1 != 0 else low) * scale
             place = at.windows + (buffer * 2 * plan.rows + row) * 4
-            start = Int32(0)
-            if const_expr(not self.paged):
-                start = ptx.load_shared_s32(place)
-            else:
-                score = score if tile.boxes & (1 << (own // plan.box)) != 0 else Float32(-Float32.inf)
-            first, stop, shift = windows.clip(start, ptx.load_shared_s32(place + plan.rows * 4))
+            ends = ptx.load_shared_s32(place), ptx.load_shared_s32(place + plan.rows * 4)
+            first, stop, shift = call.windows.clip(*ends)
             number = Int64(request) * Int64(groups.count) + Int64(first_row + row)
             target = out + number * out_stride + (Int64(key) - Int64(shift)) * 4
             is_seen = (key >= first) & (key < stop) & (lane & 2 == 0)
@@ -318,3 +292,41 @@ class Relay:
             low = ptx.add_rn(low, cute.arch.shuffle_sync_bfly(low, distance))
             high = ptx.add_rn(high, cute.arch.shuffle_sync_bfly(high, distance))
         return low, high
+
+
+class RelayWalk(Walk):
+    """The part of the warps that bring packed keys and, some tiles behind, decode them. How far they are is in shared
+    memory, so that the loops of the walk need not know: the number of tiles that they are behind, and Relay's word."""
+
+    def __init__(self, plan: RelayPlan, relay: Relay) -> None:
+        super().__init__(plan, False)
+        self.relay = relay
+
+    @cute.jit
+    def run_and_decode(self, role: Any, keys: Any, key_copy: Any, call: Call) -> Any:
+        """Go through the block's share, for warpgroup number `role`. By one warp. Returns what Relay is to go on with."""
+        self.context = role, call
+        place = call.at.walks + role * 8
+        if cute.arch.lane_idx() == 0:
+            ptx.store_shared_64(place, Int32(0), self.relay.start(role))
+        cute.arch.sync_warp()
+        rings = call.rings[:2]
+        self.run(role, call.groups, call.windows, keys, *call.weights, key_copy, None, rings, call.at)
+        return ptx.load_shared_64(place)[1]
+
+    def bring_queries(self, *_: Any) -> None:
+        """Relay does."""
+
+    @cute.jit
+    def follow(self) -> None:
+        role, call = self.context
+        place = call.at.walks + role * 8
+        behind, state = ptx.load_shared_64(place)
+        if behind < BEHIND:
+            behind += 1
+        else:
+            state = self.relay.step(state, role, Int32(0), call)
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            ptx.store_shared_64(place, behind, state)
+        cute.arch.sync_warp()

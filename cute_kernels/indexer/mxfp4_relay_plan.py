@@ -13,11 +13,17 @@ from cute_kernels.indexer.mxfp4_plan import DECODED, STRIP
 RELAY_STAGES = 6
 """Of packed keys, and of decoded ones."""
 
-RELAY_WARPS = 4
-"""That decode keys, each every fourth strip."""
+SHARERS = 2
+"""Warps that decode for a warpgroup."""
 
-REGISTERS = 40, 216
-"""Per thread, of the warps beside and of those that multiply. Together what they are launched with."""
+STRIPS = KEYS // STRIP // SHARERS
+"""Of a tile, that each of them decodes."""
+
+BEHIND = RELAY_STAGES // 2 - 1
+"""Tiles that the one that brings keys has asked for before it decodes the first: a warpgroup's stages but one."""
+
+REGISTERS = 56, 224
+"""Per thread, of the warps beside and of those that multiply. Together no more than what they are launched with."""
 
 FAR = -1
 """Bits of the scale of a far key: a NaN that no scale is."""
@@ -38,19 +44,20 @@ class RelayPlan(Plan):
 
     @property
     def helpers(self) -> int:
-        """Warps beside: four of them bring keys or write -inf or are there for their registers, the others decode."""
-        return 4 + RELAY_WARPS
+        """Warps beside."""
+        return self.warpgroups * SHARERS
 
     @property
     def staged(self) -> int:
         """Heads whose packed codes may be on their way."""
-        return RELAY_WARPS * 2 * STRIP
+        return self.helpers * 2 * STRIP
 
     @property
     def words(self) -> dict[str, int]:
         """`notes` and `scales` are those of packed stages, `ready_notes` and `ready_scales` those of decoded ones.
         `below` is what the e4m3 codes of a far row's heads lack, a byte for each block; `far` has, from
-        each warp that decodes, a bit for each row of a group that has one; `head_scales` are those of heads on their way."""
+        each warp that decodes, a bit for each row of a group that has one; `walks` is where
+        RelayWalk is; `head_scales` are those of heads on their way."""
         return {
             "notes": self.stages * NOTE,
             "scales": self.stages * KEYS,
@@ -60,7 +67,8 @@ class RelayPlan(Plan):
             "weights": self.buffers * self.columns,
             "windows": self.buffers * 2 * self.rows,
             "below": self.buffers * self.columns,
-            "far": self.buffers * RELAY_WARPS,
+            "far": self.buffers * SHARERS,
+            "walks": self.warpgroups * 2,
             "head_scales": self.staged,
             "table": round_up(2 * len(E2M1_IN_E4M3) + 1, 4),
         }
@@ -85,6 +93,7 @@ class Places(NamedTuple):
     windows: Any
     below: Any
     far: Any
+    walks: Any
     head_scales: Any
     table: Any
     decoded_keys: Any

@@ -4,10 +4,10 @@ for all of them.
 A block's warps, in order:
 
     8   two warpgroups that multiply, add up and store, each its own tiles, as e4m3 ones (logits_scores)
-    2   bring packed keys, one warp per warpgroup (logits_walk)
-    1   writes -inf where a row sees no key, if that is wanted (logits_fill)
-    1   idle
-    4   decode keys and queries (mxfp4_relay)
+    2   bring them packed keys, one warp per warpgroup, and decode keys and queries (mxfp4_relay)
+    2   decode with them
+
+The latter four write -inf where a row sees no key, if that is wanted, when they are done (logits_fill).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from cute_kernels.indexer import mxfp4_codes
 from cute_kernels.indexer.logits_fill import Fill
 from cute_kernels.indexer.logits_plan import KEYS, WARP, Groups, Windows
 from cute_kernels.indexer.logits_walk import Keys
-from cute_kernels.indexer.mxfp4_relay import Queries, Relay, RelayScores, RelayWalk
-from cute_kernels.indexer.mxfp4_relay_plan import REGISTERS, RELAY_WARPS, Places
+from cute_kernels.indexer.mxfp4_relay import Call, Queries, Relay, RelayScores, RelayWalk
+from cute_kernels.indexer.mxfp4_relay_plan import REGISTERS, SHARERS, Places
 from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKernel
 
 
@@ -35,11 +35,10 @@ class Mxfp4RelayKernel(Mxfp4LogitsKernel):
 
     def __init__(self, key: Any) -> None:
         self.plan, self.paged = key.plan, key.paged
-        self.walk, self.fill = RelayWalk(key.plan, key.paged), Fill(key.paged)
+        self.relay, self.fill = Relay(key.plan), Fill(key.paged)
+        self.walk = RelayWalk(key.plan, self.relay)
         self.scores = RelayScores(key.plan, key.paged, self.walk)
-        self.relay = Relay(key.plan, key.paged)
-        kind = f"paged_mqa_logits_mxfp4_b{key.box}" if key.paged else "mqa_logits_mxfp4"
-        self.name = f"{kind}_h{key.heads}r{key.rows}"
+        self.name = f"mqa_logits_mxfp4_h{key.heads}r{key.rows}"
 
     def bound(self, key_copy: Any, queries: Any, *others: Any) -> Any:
         plan = self.plan
@@ -87,18 +86,15 @@ class Mxfp4RelayKernel(Mxfp4LogitsKernel):
             for rows in (plan.stages * KEYS, plan.staged)
         )
         at = Places(*(tensor.iterator.toint() for tensor in (*words, k, q, packed_keys, packed_queries)))
-        walk_warp, relay_warp = plan.warpgroups * 4, plan.warpgroups * 4 + 4
-        fill_warp = walk_warp + plan.warpgroups
+        walk_warp, relay_warp = plan.warpgroups * 4, plan.warpgroups * 5
         if warp == walk_warp:
             cpasync.prefetch_descriptor(key_copy)
-        if thread == fill_warp * WARP:
+        if thread == relay_warp * WARP:
             # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage lets go of it
-            rings[0].initialize(1 if self.paged else 1 + WARP, RELAY_WARPS)
-            rings[1].initialize(RELAY_WARPS, 4)
-            ready.initialize(RELAY_WARPS, 4)
+            rings[0].initialize(1 + WARP, SHARERS)
+            rings[1].initialize(SHARERS, 4)
+            ready.initialize(SHARERS, 4)
             mxfp4_codes.fill_table(at.table)
-        if const_expr(self.paged and X.WARM):
-            self.walk.warm(warp, groups, windows, keys)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         if const_expr(X.PDL > 1):
@@ -110,16 +106,16 @@ class Mxfp4RelayKernel(Mxfp4LogitsKernel):
         wgmma.accumulate(mma_more)
         if warp >= walk_warp:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
-            if warp >= relay_warp:
-                number = cute.arch.make_warp_uniform(warp - relay_warp)
-                self.relay.run(number, groups, windows, *weights, queries, rings, ready, at, *out)
-            elif warp < fill_warp:
-                role = cute.arch.make_warp_uniform(warp - walk_warp)
-                key_part = ptx.tensor_map(key_copy), at.keys
-                self.walk.run(role, groups, windows, keys, *weights, key_part, None, rings, at)
-            elif (warp == fill_warp) & (clean != 0):
-                number, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-                self.fill.run(number, warps, groups, windows, *out)
+            call = Call(groups, windows, weights, queries, (*rings, ready), at, out)
+            number = cute.arch.make_warp_uniform((warp - walk_warp) // plan.warpgroups)
+            role = cute.arch.make_warp_uniform((warp - walk_warp) % plan.warpgroups)
+            state = self.relay.start(role)
+            if number == 0:
+                state = self.walk.run_and_decode(role, keys, (ptx.tensor_map(key_copy), at.keys), call)
+            self.relay.finish(state, role, number, call)
+            if clean != 0:
+                number = cute.arch.block_idx()[0] * plan.helpers + warp - walk_warp
+                self.fill.run(number, cute.arch.grid_dim()[0] * plan.helpers, groups, windows, *out)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             self.scores.run(thread, groups, windows, (ready, rings[1]), at.ready(), (mma, mma_more), k, q, *out)

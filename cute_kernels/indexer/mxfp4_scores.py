@@ -19,12 +19,9 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, range_constexpr
 from cute_kernels.dsl import mma_sync, ptx, wgmma
 from cute_kernels.indexer import mxfp4_codes
 from cute_kernels.indexer.logits_plan import CLOSING, KEYS, QUERIES, WARP
-from cute_kernels.indexer.logits_scores import Scores
+from cute_kernels.indexer.logits_scores import BARRIER, Scores
 from cute_kernels.indexer.mxfp4_codes import BLOCKS, Rows
 from cute_kernels.indexer.mxfp4_plan import DECODED, STRIP
-
-BARRIER = 1
-"""Of the first warpgroup, and so on."""
 
 
 class Mxfp4Scores(Scores):
@@ -59,7 +56,7 @@ class Mxfp4Scores(Scores):
         own = warp * STRIP + lane // 4 + (lane & 2) * 4
         decoded = q.iterator.toint() + warpgroup * (plan.columns * DECODED)
         stage, phase, current, turn = warpgroup, Int32(0), Int32(-1), Int32(-1)
-        is_running, far_rows = Int32(1), Int32(0)
+        is_running, far_rows, place = Int32(1), Int32(0), Int32(0)
         while is_running != 0:
             tile = self.await_tile(rings[0], at, stage, phase)
             if tile.group < 0:
@@ -82,18 +79,20 @@ class Mxfp4Scores(Scores):
                 is_near = [mxfp4_codes.half(rows.far, shift) == 0] * self.held
                 for i in range_constexpr(self.held):
                     is_near[i] = is_near[i] & (far_rows >> (2 * i + (lane & 1)) & 1 == 0)
+                target = self.collected(at, warpgroup, place, own, lane)
                 if cute.arch.vote_any_sync(rows.far != 0) | (far_rows != 0):
                     totals = self.add_far(words, rows, at, buffer, decoded, lane)
-                    self.store(0, totals, seen, tile, scale, own, [~is_one for is_one in is_near])
+                    self.store(0, totals, seen, tile, scale, own, [~is_one for is_one in is_near], target)
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(rings[0].empty(stage))
                 wgmma.multiply_registers(*mma, products, keys, q, warpgroup)
                 wgmma.wait(0)
-                self.store(0, self.add(products, weights, 0, lane), seen, tile, scale, own, is_near)
+                self.store(0, self.add(products, weights, 0, lane), seen, tile, scale, own, is_near, target)
                 if (lane == 0) & (tile.place & CLOSING != 0):
                     cute.arch.mbarrier_arrive(rings[1].empty(buffer))
                 stage, phase = self.walk.advance(stage, phase)
+                place = self.write(seen, tile, at, warpgroup, place, thread)
 
     @cute.jit
     def decode_queries(self, warpgroup: Any, warp: Any, buffer: Any, decoded: Any, at: Any, sign: Any) -> Any:

@@ -66,6 +66,7 @@ class Places(NamedTuple):
     weights: Any
     windows: Any
     sums: Any
+    scores: Any
     head_scales: Any
     table: Any
     keys: Any

@@ -1,2 +1,2 @@
 """Experiment."""
-PDL, WARM = 2, True
+PDL, WARM, GATHER = 2, True, True

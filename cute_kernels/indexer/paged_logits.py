@@ -24,7 +24,7 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     heads = choice.heads_of(config)
     if heads is None or not choice.is_hoppers(arch, heads):
         return [*portable_launch.deployment_keys(config, arch, True)]
-    forms = [(mxfp4, rows + 1) for mxfp4 in (False, True) for rows in range(choice.most_rows(mxfp4))]
+    forms = [(mxfp4, rows + 1) for mxfp4 in (False, True) for rows in range(choice.most_rows(mxfp4, True))]
     return [choice.key_for(heads, rows, True, mxfp4=mxfp4) for mxfp4, rows in forms]
 
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from cute_kernels import formats
-from cute_kernels.indexer import logits_choice
+from cute_kernels.indexer import logits_choice, paged_logits, portable_launch
 from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
+from tests.gpu.ahead import compile_ahead
 from tests.helpers import POISON_BYTE, bits, poisoned_pool, raw_bytes
 from tests.indexer import meaning
 from tests.indexer.meaning import HIGH, INT, LOW
@@ -38,6 +39,40 @@ GARBAGE = (-1, -7, -1_000_000, HIGH, LOW)
 KERNELS: dict[str, str | None] = {"chosen": None, "portable": ""}
 """Kernels to run the tests with -> the architecture to take for Hopper, so that another kernel is the choice; None: the
 true one."""
+
+
+HEADS = [1, 8, 16, 24, 32, 48, 63, 64]
+PAGES = [8, 16, 64, 128, 192, 24, 1, 2, 7, 100]
+"""Rows of a page."""
+
+GROUPS = [(16, 13), (32, 1), (48, 5), (64, 4), (64, 7)]
+"""Heads and rows of a request."""
+
+
+def chosen_keys(arch: str, mxfp4: bool, heads: list[int], groups: list[tuple[int, int]]) -> list[Any]:
+    """Hopper's kernels of tests with such heads and groups, and with 64 heads and up to 4 rows of a request."""
+    most = logits_choice.most_rows(mxfp4, False)
+    keys = [logits_choice.key_for(n, most, False, mxfp4=mxfp4) for n in heads if logits_choice.is_hoppers(arch, n)]
+    shapes = [(64, next_n, rows) for next_n in (1, 2, 3, 4) for rows in (8, 64)]
+    shapes += [(n, next_n, 64) for n, next_n in groups if logits_choice.is_hoppers(arch, n)]
+    for n, next_n, page_rows in shapes:
+        rows = logits_choice.rows_of_group(next_n, mxfp4)
+        keys.append(logits_choice.key_for(n, rows, True, paged_logits.box_of(page_rows), mxfp4))
+    return keys
+
+
+def portable_keys(arch: str, mxfp4: bool, heads: list[int], groups: list[tuple[int, int]]) -> list[Any]:
+    """The portable ones."""
+    shapes = [(n, 4, False) for n in heads] + [(n, next_n, True) for n, next_n in groups]
+    shapes += [(64, next_n, True) for next_n in (1, 2, 3, 4)]
+    return [portable_launch.key_for(arch, *shape, mxfp4) for shape in shapes]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """All kernels of these tests, in the disk cache."""
+    shapes = arch_of(0), False, HEADS, GROUPS
+    compile_ahead([*chosen_keys(*shapes), *portable_keys(*shapes)])
 
 
 @pytest.fixture(autouse=True, params=KERNELS)
@@ -180,7 +215,7 @@ def test_whole_ranges(rows: int, keys: int, spread: bool) -> None:
     check(data, *whole_range(rows, keys))
 
 
-@pytest.mark.parametrize("heads", [1, 8, 16, 24, 32, 48, 63, 64])
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("clean", [False, True])
 def test_ranges_of_all_kinds(heads: int, clean: bool) -> None:
     for rows, keys in ((13, 37), (65, 700), (200, 3001)):
@@ -356,7 +391,7 @@ def check_paged(
     return out
 
 
-@pytest.mark.parametrize("page_rows", [8, 16, 64, 128, 192, 24, 1, 2, 7, 100])
+@pytest.mark.parametrize("page_rows", PAGES)
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_paged(page_rows: int, next_n: int) -> None:
     keys = [1, 64, 65, 0, 200, 1037, 63, 500]
@@ -366,8 +401,7 @@ def test_paged(page_rows: int, next_n: int) -> None:
     check_paged(data, keys, lens.cuda(), page_rows, clean=True, columns=900)
 
 
-@pytest.mark.parametrize("heads", [16, 32, 48, 64])
-@pytest.mark.parametrize("next_n", [1, 4, 5, 7, 13])
+@pytest.mark.parametrize(("heads", "next_n"), GROUPS)
 def test_paged_groups_of_rows(heads: int, next_n: int) -> None:
     keys = [300, 1, 129]
     data = Data.make(3 * next_n, heads, sum(keys), seed=next_n, spread=True)
