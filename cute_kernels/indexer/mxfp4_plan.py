@@ -13,12 +13,15 @@ MXFP4_STAGES = 16
 WARPGROUPS = {1: 3, 2: 3}
 """That decode and multiply, each every third tile, by the rows of a group."""
 
-REGISTERS: dict[int, tuple[int, ...]] = {1: (), 2: (40, 152)}
+REGISTERS: dict[int, tuple[int, ...]] = {1: (), 2: (56, 152)}
 """Per thread, of the warps beside and of those that decode and multiply, by the rows of a group, where they have
 different ones: then the block has whole warpgroups, and together they have what they were launched with."""
 
 STRIP = 16
 """Keys or query heads that a warp decodes together: its rows of a warpgroup's products."""
+
+BEHIND = 3
+"""Tiles that a warp has asked for before it looks at the scales of the first: fewer than a warpgroup has stages."""
 
 DECODED = INDEX_DIM
 """Bytes of a key's or a head's e4m3 codes."""
@@ -57,12 +60,17 @@ class Mxfp4Plan(Plan):
     def words(self) -> dict[str, int]:
         """The scales of keys and of query heads are four bytes each; those of heads are replaced by what is not in the
         e4m3 codes. The table has the e4m3 codes."""
-        more = {"head_scales": self.buffers * self.columns, "table": round_up(2 * len(E2M1_IN_E4M3) + 1, 4)}
+        more = {
+            "ready_scales": self.stages * KEYS * 2,
+            "walks": self.warpgroups * 2,
+            "head_scales": self.buffers * self.columns,
+            "table": round_up(2 * len(E2M1_IN_E4M3) + 1, 4),
+        }
         return {**super().words, **more}
 
     @property
     def smem_bytes(self) -> int:
-        small = (self.stages + self.buffers) * barriers.BYTES_PER_STAGE
+        small = (2 * self.stages + self.buffers) * barriers.BYTES_PER_STAGE
         small += sum(round_up(count * 4, 16) for count in self.words.values())
         packed = (self.stages * KEYS + self.buffers * self.columns) * self.row_bytes
         return round_up(small, 1024) + packed + self.warpgroups * self.columns * DECODED

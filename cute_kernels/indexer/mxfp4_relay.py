@@ -19,11 +19,11 @@ from cute_kernels.dsl import mma_sync, ptx
 from cute_kernels.indexer import mxfp4_codes
 from cute_kernels.indexer.logits_plan import CLOSING, KEYS, NOTE, QUERIES, WARP
 from cute_kernels.indexer.logits_scores import Scores, Tile
-from cute_kernels.indexer.logits_walk import Walk
 from cute_kernels.indexer.mxfp4_codes import BLOCKS
 from cute_kernels.indexer.mxfp4_plan import DECODED, STRIP
 from cute_kernels.indexer.mxfp4_relay_plan import BEHIND, FAR, SHARERS, STRIPS, RelayPlan
 
+from cute_kernels.indexer.mxfp4_walk import BehindWalk
 
 class Queries(NamedTuple):
     """Addresses of the first row's codes and scales, and strides in bytes."""
@@ -187,7 +187,10 @@ class Relay:
             for i in range_constexpr(2):
                 strip = pair + i * SHARERS
                 if strip < strips:
-                    is_far = self.decode_heads(at, warp, i, buffer * plan.columns + strip * STRIP)
+                    first = buffer * plan.columns + strip * STRIP
+                    line = at.decoded_queries + (first + lane // 4) * DECODED
+                    places = at.below + first * 4, at.weights + first * 4, at.table
+                    is_far = mxfp4_codes.decode_heads(line, *self.staging(at, warp, i), *places)
                     far |= is_far << (strip // per_row)
             # all lanes have read what the next strips overwrite
             cute.arch.sync_warp()
@@ -202,21 +205,6 @@ class Relay:
         """Where a warp has codes and scales of a strip of heads on their way."""
         number = warp * 2 + i
         return at.queries + number * (STRIP * self.plan.row_bytes), at.head_scales + number * (STRIP * 4)
-
-    @cute.jit
-    def decode_heads(self, at: Any, warp: Any, i: cutlass.Constexpr, first: Any) -> Any:
-        """A strip of heads, the first of them number `first` of all buffers; their weights get their scales. 1 if one is
-        far, else 0."""
-        lane = cute.arch.lane_idx()
-        line = at.decoded_queries + (first + lane // 4) * DECODED
-        rows = mxfp4_codes.decode_into(line, *self.staging(at, warp, i), at.table)
-        for row in range_constexpr(2):
-            ptx.store_shared_8(at.below + (first + row * 8) * 4 + lane, rows.below >> (16 * row))
-            if lane % 4 == 0:
-                weight = at.weights + (first + row * 8 + lane // 4) * 4
-                scale = mxfp4_codes.row_scale(mxfp4_codes.half(rows.largest, 16 * row))
-                ptx.store_shared_f32(weight, ptx.load_shared_f32(weight) * scale)
-        return Int32(1) if cute.arch.vote_any_sync(rows.far != 0) else Int32(0)
 
     @cute.jit
     def decode(self, strip: Any, tile: Tile, buffer: Any, call: Any) -> None:
@@ -294,39 +282,25 @@ class Relay:
         return low, high
 
 
-class RelayWalk(Walk):
-    """The part of the warps that bring packed keys and, some tiles behind, decode them. How far they are is in shared
-    memory, so that the loops of the walk need not know: the number of tiles that they are behind, and Relay's word."""
+class RelayWalk(BehindWalk):
+    """The part of the warps that bring packed keys and, some tiles behind, decode them."""
 
     def __init__(self, plan: RelayPlan, relay: Relay) -> None:
-        super().__init__(plan, False)
+        super().__init__(plan, BEHIND, False)
         self.relay = relay
 
     @cute.jit
     def run_and_decode(self, role: Any, keys: Any, key_copy: Any, call: Call) -> Any:
         """Go through the block's share, for warpgroup number `role`. By one warp. Returns what Relay is to go on with."""
         self.context = role, call
-        place = call.at.walks + role * 8
-        if cute.arch.lane_idx() == 0:
-            ptx.store_shared_64(place, Int32(0), self.relay.start(role))
-        cute.arch.sync_warp()
+        self.start(call.at.walks + role * 8, self.relay.start(role))
         rings = call.rings[:2]
         self.run(role, call.groups, call.windows, keys, *call.weights, key_copy, None, rings, call.at)
-        return ptx.load_shared_64(place)[1]
+        return self.state()
 
     def bring_queries(self, *_: Any) -> None:
         """Relay does."""
 
-    @cute.jit
-    def follow(self) -> None:
+    def step(self, state: Any) -> Any:
         role, call = self.context
-        place = call.at.walks + role * 8
-        behind, state = ptx.load_shared_64(place)
-        if behind < BEHIND:
-            behind += 1
-        else:
-            state = self.relay.step(state, role, Int32(0), call)
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            ptx.store_shared_64(place, behind, state)
-        cute.arch.sync_warp()
+        return self.relay.step(state, role, Int32(0), call)

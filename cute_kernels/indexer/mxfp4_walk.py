@@ -1,20 +1,97 @@
-"""The warps that bring the MXFP4 score kernel its keys and queries: as those of the e4m3 one, and scales of queries."""
+"""The warps that bring the MXFP4 score kernel its keys and queries: as those of the e4m3 one, and scales of queries. When
+keys have come, they look at their scales for the warpgroups that decode them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import ptx
-from cute_kernels.indexer.logits_plan import WARP
+from cute_kernels.indexer import mxfp4_codes
+from cute_kernels.indexer.logits_plan import KEYS, NOTE, WARP, Plan
 from cute_kernels.indexer.logits_walk import Walk
 
 
-class Mxfp4Walk(Walk):
+class BehindWalk(Walk):
+    """A walk whose warps do something with each tile when it has come, `behind` tiles after they have asked for it. How
+    far they are is in shared memory, so that the loops of the walk need not know: how many tiles they are behind, and
+    a word that `step` knows the meaning of."""
+
+    def __init__(self, plan: Plan, behind: int, paged: bool) -> None:
+        super().__init__(plan, paged)
+        self.behind = behind
+
+    @cute.jit
+    def start(self, place: Any, state: Any) -> None:
+        """place: address of two words for this warp"""
+        self.place = place
+        if cute.arch.lane_idx() == 0:
+            ptx.store_shared_64(place, Int32(0), state)
+        cute.arch.sync_warp()
+
+    def state(self) -> Any:
+        return ptx.load_shared_64(self.place)[1]
+
+    @cute.jit
+    def follow(self) -> None:
+        behind, state = ptx.load_shared_64(self.place)
+        if behind < self.behind:
+            behind += 1
+        else:
+            state = self.step(state)
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            ptx.store_shared_64(self.place, behind, state)
+        cute.arch.sync_warp()
+
+    def step(self, state: Any) -> Any:
+        """Wait for a tile and do what there is to do with it. Returns the word for the next one."""
+        raise NotImplementedError
+
+
+class Mxfp4Walk(BehindWalk):
     """The producers' part. The fourth element of what they know about queries: address of the scales of the first head,
-    and strides in bytes, by request and row."""
+    and strides in bytes, by request and row. `step`'s word: the stage, and the ring's phase in bit 8; END after the last
+    tile."""
+
+    END = -1
+
+    @cute.jit
+    def run_all(self, role: Any, ready: Any, rings: Any, at: Any, others: Any) -> None:
+        """As `run`. ready: ring of tiles whose scales have been looked at."""
+        self.context = rings[0], ready, at
+        self.start(at.walks + role * 8, role)
+        self.run(role, *others, rings, at)
+        state = self.state()
+        while state != self.END:
+            state = self.step(state)
+
+    @cute.jit
+    def step(self, state: Any) -> Any:
+        ring, ready, at = self.context
+        lane = cute.arch.lane_idx()
+        stage, phase = state & 0xFF, state >> 8
+        ring.wait_full(stage, phase)
+        note = at.notes + stage * (NOTE * 4)
+        after = Int32(self.END)
+        if ptx.load_shared_s32(note) >= 0:
+            is_any_far = Int32(0)
+            for i in range_constexpr(KEYS // WARP):
+                key = stage * KEYS + i * WARP + lane
+                places, scale, is_far = mxfp4_codes.ready_row(ptx.load_shared_s32(at.scales + key * 4))
+                ptx.store_shared_64(at.ready_scales + key * 8, places, scale.bitcast(Int32))
+                is_any_far = Int32(1) if is_far else is_any_far
+            is_any_far = Int32(1) if cute.arch.vote_any_sync(is_any_far != 0) else Int32(0)
+            if lane == 0:
+                ptx.store_shared_s32(note + (NOTE - 1) * 4, is_any_far)
+            following, phase = self.advance(stage, phase)
+            after = following | phase << 8
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(ready.full(stage))
+        return after
 
     def bring_scales(self, query_copy: Any, at: Any, request: Any, first_row: Any, rows: Any, buffer: Any) -> None:
         plan = self.plan
