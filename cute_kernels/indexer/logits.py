@@ -19,7 +19,7 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     heads = choice.heads_of(config)
     if heads is None or not choice.is_hoppers(arch, heads):
         return [*portable_launch.deployment_keys(config, arch, False)]
-    return [choice.key_for(heads, choice.most_rows(mxfp4, False), False, mxfp4=mxfp4) for mxfp4 in (False, True)]
+    return [choice.key_for(heads, choice.MOST_ROWS, False, mxfp4=mxfp4) for mxfp4 in (False, True)]
 
 
 class Call(NamedTuple):
@@ -62,7 +62,7 @@ def launch(*args: Any, skip: int = 0) -> None:
         portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call, skip), 1, rows, False)
         return
     mxfp4 = call.q_scale is not None
-    key = _key(call.q.shape[1], choice.most_rows(mxfp4, False), False, mxfp4=mxfp4)
+    key = _key(call.q.shape[1], choice.MOST_ROWS, False, mxfp4=mxfp4)
     blocks = choice.blocks(key, 1, rows, columns, multiprocessors(device_index))
     launch_key(key, device_index, *arguments(call, skip), blocks)
 

@@ -12,19 +12,14 @@ from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
 
 ARCH = "sm_90a"
 MOST_HEADS, HEAD_STEP = 64, 16
-MOST_ROWS, MOST_PAGED_MXFP4_ROWS = 4, 2
-"""Of a group. Of MXFP4 keys in pages, kernels decode into registers."""
-
-
-def most_rows(mxfp4: bool, paged: bool) -> int:
-    """Of a group."""
-    return MOST_PAGED_MXFP4_ROWS if mxfp4 and paged else MOST_ROWS
+MOST_ROWS = 4
+"""Of a group."""
 
 
 @lru_cache(maxsize=256)
-def rows_of_group(rows: int, mxfp4: bool = False) -> int:
-    """The most even division of a request's rows into as few groups as possible, for keys in pages."""
-    return -(-rows // -(-rows // most_rows(mxfp4, True)))
+def rows_of_group(rows: int) -> int:
+    """The most even division of a request's rows into as few groups as possible."""
+    return -(-rows // -(-rows // MOST_ROWS))
 
 
 def key_for(heads: int, rows: int, paged: bool, box: int = KEYS, mxfp4: bool = False) -> LogitsKey:

@@ -17,7 +17,6 @@ from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.formats import INDEX_DIM, round_up
-from cute_kernels.indexer import mxx as X
 
 WARP = 32
 KEYS = 64
@@ -29,9 +28,9 @@ QUERIES = 2
 CHUNKS = 256
 """That the groups are counted in: each is a multiple of 32 groups."""
 
-STAGES = 8
-"""Of the ring of keys, or a few more, so that a stage is always of the same warpgroup. Twice as many make calls of 8 to
-64 requests 1 to 2 us slower: perf/notes/indexer.md."""
+STAGES = {1: 12, 2: 8, 3: 8, 4: 8}
+"""Of the ring of keys, by the rows of a group, or a few more, so that a stage is always of the same warpgroup. What more
+of them cost or save: perf/notes/indexer.md."""
 
 NOTE = 4
 """int32 that say what a stage holds: the group, or END where a warpgroup has no more tiles; the first key, a multiple
@@ -74,7 +73,7 @@ class Plan:
     @property
     def stages(self) -> int:
         """Of the ring of keys."""
-        return round_up(STAGES, self.warpgroups)
+        return round_up(STAGES[self.rows], self.warpgroups)
 
     @property
     def helpers(self) -> int:
@@ -92,12 +91,6 @@ class Plan:
         return KEYS // self.box
 
     @property
-    def batch(self) -> int:
-        """Tiles whose scores a warpgroup collects in shared memory, to write whole lines of them, as many as it has
-        threads for; 1 where there are so many rows that it writes a tile's as they come."""
-        return 8 // self.rows if self.rows <= 2 and X.GATHER else 1
-
-    @property
     def buffers(self) -> int:
         """For queries, of all warpgroups."""
         return self.warpgroups * QUERIES
@@ -111,7 +104,6 @@ class Plan:
             "weights": self.buffers * self.columns,
             "windows": self.buffers * 2 * self.rows,
             "sums": CHUNKS,
-            "scores": max(4, self.warpgroups * 2 * self.batch * self.rows * KEYS if self.batch > 1 else 0),
         }
 
     @property

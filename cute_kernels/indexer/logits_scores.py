@@ -19,9 +19,6 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cute_kernels.dsl import ptx, wgmma
 from cute_kernels.indexer.logits_plan import CLOSING, KEYS, NOTE, QUERIES, WARP, Plan
 
-BARRIER = 1
-"""Of the first warpgroup, and so on."""
-
 
 class Tile(NamedTuple):
     """A tile in the ring: its stage, and what its note says."""
@@ -74,7 +71,7 @@ class Scores:
         seen = (firsts, stops, targets)
         own = thread % wgmma.WARPGROUP // WARP * 16 + lane // 4 + (lane & 2) * 4
         stage, phase, current, turn = warpgroup, Int32(0), Int32(-1), Int32(-1)
-        is_running, place = Int32(1), Int32(0)
+        is_running = Int32(1)
         while is_running != 0:
             tile = self.await_tile(rings[0], at, stage, phase)
             if tile.group < 0:
@@ -89,12 +86,9 @@ class Scores:
                     scale = ptx.load_shared_f32(at.scales + (stage * KEYS + own) * 4)
                     wgmma.multiply(*mma, products[0], 0, k, q, stage, buffer)
                     wgmma.wait(0)
-                    target = self.collected(at, warpgroup, place, own, lane)
-                    totals = self.add(products[0], weights, 0, lane)
-                    self.store(0, totals, seen, tile, scale, own, None, target)
+                    self.finish(0, products[0], weights, seen, tile, scale, own, lane)
                     self.let_go(rings, tile, buffer, lane)
                     stage, phase = self.walk.advance(stage, phase)
-                    place = self.write(seen, tile, at, warpgroup, place, thread)
                 else:
                     scale = ptx.load_shared_f32(at.scales + (stage * KEYS + own) * 4)
                     for part in range_constexpr(2):
@@ -174,7 +168,7 @@ class Scores:
         firsts, stops, targets = seen
         request, first_row = groups.place(group, plan.rows)
         for i in range_constexpr(self.held * plan.parts):
-            row = 2 * i + (lane & 1 if plan.rows > 1 or plan.batch == 1 else Int32(0))
+            row = 2 * i + (lane & 1)
             is_row = (row < plan.rows) & (first_row + row < groups.count)
             place = at.windows + (buffer * 2 * plan.rows + (row if is_row else Int32(0))) * 4
             start = Int32(0)
@@ -211,9 +205,8 @@ class Scores:
         scale: Any,
         own: Any,
         is_wanted: Any = None,
-        collected: Any = None,
     ) -> None:
-        """Write the scores of a part's rows, `held` of each thread's, if they are wanted, or collect them there."""
+        """Write the scores of a part's rows, `held` of each thread's, if they are wanted."""
         firsts, stops, targets = seen
         key = (tile.place & -KEYS) + own
         for i in range_constexpr(self.held):
@@ -222,54 +215,10 @@ class Scores:
             if const_expr(self.paged):
                 is_there = tile.boxes & (1 << (own // self.plan.box)) != 0
                 score = score if is_there else Float32(-Float32.inf)
-            if const_expr(self.plan.batch > 1):
-                # of one row, every second lane has no score of its own
-                is_stored = cute.arch.lane_idx() & 1 == 0 if self.plan.rows == 1 else None
-                if const_expr(is_wanted is not None):
-                    is_stored = is_wanted[i] if is_stored is None else is_stored & is_wanted[i]
-                ptx.store_shared_f32(collected, score, is_stored)
-            else:
-                is_seen = (key >= firsts[row]) & (key < stops[row])
-                if const_expr(is_wanted is not None):
-                    is_seen = is_seen & is_wanted[i]
-                ptx.store_global_f32(targets[row] + Int64(key) * 4, score, is_seen)
-
-    def collected(self, at: Any, warpgroup: Any, place: Any, own: Any, lane: Any) -> Any:
-        """Where in shared memory a thread puts its score of a tile that is at `place` of the warpgroup's 2 batches."""
-        plan = self.plan
-        if plan.batch == 1:
-            return None
-        row = lane & 1 if plan.rows > 1 else 0
-        return at.scores + (((warpgroup * 2 * plan.batch + place) * plan.rows + row) * KEYS + own) * 4
-
-    @cute.jit
-    def write(self, seen: Any, tile: Tile, at: Any, warpgroup: Any, place: Any, thread: Any) -> Any:
-        """Write a batch of collected scores if the tile, the last collected, makes it full or is the last of its group:
-        16 bytes a thread. Returns the place of the next tile. Two batches take turns, so that nobody overwrites what
-        others still read."""
-        plan = self.plan
-        if const_expr(plan.batch > 1):
-            number = place % plan.batch
-            place += 1
-            if (number == plan.batch - 1) | (tile.place & CLOSING != 0):
-                cute.arch.barrier(barrier_id=warpgroup + BARRIER, number_of_threads=wgmma.WARPGROUP)
-                firsts, stops, targets = seen
-                quad = thread % wgmma.WARPGROUP // plan.rows
-                own = quad // (KEYS // 4)
-                if own <= number:
-                    begin = place - 1 - number + own
-                    column = quad % (KEYS // 4) * 4
-                    words = ptx.load_shared_128(self.collected(at, warpgroup, begin, column, thread))
-                    key = (tile.place & -KEYS) + (own - number) * (plan.warpgroups * KEYS) + column
-                    target = targets[0] + Int64(key) * 4
-                    first, stop = firsts[0], stops[0]
-                    is_whole = (key >= first) & (key + 4 <= stop) & (target & 15 == 0)
-                    ptx.store_global_128(target, words, is_whole)
-                    if not is_whole:
-                        for i in range_constexpr(4):
-                            ptx.store_global_s32(target + i * 4, words[i], (key + i >= first) & (key + i < stop))
-                place = (place + plan.batch - 1 - number) % (2 * plan.batch)
-        return place
+            is_seen = (key >= firsts[row]) & (key < stops[row])
+            if const_expr(is_wanted is not None):
+                is_seen = is_seen & is_wanted[i]
+            ptx.store_global_f32(targets[row] + Int64(key) * 4, score, is_seen)
 
     @cute.jit
     def add(self, products: cute.Tensor, weights: cute.Tensor, first: cutlass.Constexpr, lane: Any) -> Any:

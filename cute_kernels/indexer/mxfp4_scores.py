@@ -19,9 +19,12 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, range_constexpr
 from cute_kernels.dsl import mma_sync, ptx, wgmma
 from cute_kernels.indexer import mxfp4_codes
 from cute_kernels.indexer.logits_plan import CLOSING, KEYS, NOTE, QUERIES, WARP
-from cute_kernels.indexer.logits_scores import BARRIER, Scores, Tile
+from cute_kernels.indexer.logits_scores import Scores, Tile
 from cute_kernels.indexer.mxfp4_codes import BLOCKS, Rows
 from cute_kernels.indexer.mxfp4_plan import DECODED, STRIP
+
+BARRIER = 1
+"""Of the first warpgroup, and so on."""
 
 
 class Mxfp4Scores(Scores):
@@ -56,7 +59,7 @@ class Mxfp4Scores(Scores):
         own = warp * STRIP + lane // 4 + (lane & 2) * 4
         decoded = q.iterator.toint() + warpgroup * (plan.columns * DECODED)
         stage, phase, current, turn = warpgroup, Int32(0), Int32(-1), Int32(-1)
-        is_running, far_rows, place = Int32(1), Int32(0), Int32(0)
+        is_running, far_rows = Int32(1), Int32(0)
         while is_running != 0:
             ready.wait_full(stage, phase)
             group, key, boxes, is_any_far = ptx.load_shared_128(at.notes + stage * (NOTE * 4))
@@ -79,24 +82,23 @@ class Mxfp4Scores(Scores):
                 places = scales + lane // 4 * 8 + lane % 4
                 entries = [at.table + ptx.load_shared_u8(places + 64 * i) for i in range(2)]
                 mxfp4_codes.decode(words, at.keys + strip * plan.row_bytes, entries, sign)
-                target = self.collected(at, warpgroup, place, own, lane)
                 far = Int32(0)
                 if (is_any_far != 0) | (far_rows != 0):
                     rows, _ = mxfp4_codes.look_at(at.scales + strip * 4, at.table)
                     is_far_key = mxfp4_codes.half(rows.far, (lane & 2) * 8) != 0
                     far = Int32(-1) if is_far_key else far_rows >> (lane & 1)
                     totals = self.add_far(words, rows, at, buffer, decoded, lane)
-                    self.store(0, totals, seen, tile, scale, own, [far & 1 != 0], target)
+                    self.store(0, totals, seen, tile, scale, own, [far >> 2 * i & 1 != 0 for i in range(self.held)])
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(rings[0].empty(stage))
                 wgmma.multiply_registers(*mma, products, keys, q, warpgroup)
                 wgmma.wait(0)
-                self.store(0, self.add(products, weights, 0, lane), seen, tile, scale, own, [far & 1 == 0], target)
+                is_near = [far >> 2 * i & 1 == 0 for i in range(self.held)]
+                self.store(0, self.add(products, weights, 0, lane), seen, tile, scale, own, is_near)
                 if (lane == 0) & (tile.place & CLOSING != 0):
                     cute.arch.mbarrier_arrive(rings[1].empty(buffer))
                 stage, phase = self.walk.advance(stage, phase)
-                place = self.write(seen, tile, at, warpgroup, place, thread)
 
     @cute.jit
     def decode_queries(self, warpgroup: Any, warp: Any, buffer: Any, decoded: Any, at: Any) -> Any:

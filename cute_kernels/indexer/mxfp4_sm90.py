@@ -19,22 +19,16 @@ from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.indexer import mxx as X
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.indexer import mxfp4_codes
 from cute_kernels.indexer.logits_fill import Fill
-from cute_kernels.indexer.logits_plan import KEYS, WARP, Groups, Plan, Windows
+from cute_kernels.indexer.logits_plan import KEYS, WARP, Groups, Windows
 from cute_kernels.indexer.logits_sm90 import LogitsKernel, LogitsKey
 from cute_kernels.indexer.logits_walk import Keys
 from cute_kernels.indexer.mxfp4_plan import BEHIND, Mxfp4Plan
-from cute_kernels.indexer.mxfp4_relay_plan import RelayPlan
 from cute_kernels.indexer.mxfp4_scores import Mxfp4Scores
 from cute_kernels.indexer.mxfp4_walk import Mxfp4Walk
-
-
-MOST_ROWS_IN_REGISTERS = 2
-"""Of a group whose keys are decoded into registers."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +36,8 @@ class Mxfp4LogitsKey(LogitsKey):
     """As LogitsKey."""
 
     @property
-    def plan(self) -> Plan:
-        return (RelayPlan if self.rows > MOST_ROWS_IN_REGISTERS else Mxfp4Plan)(self.heads, self.rows, self.box)
+    def plan(self) -> Mxfp4Plan:
+        return Mxfp4Plan(self.heads, self.rows, self.box)
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -51,11 +45,7 @@ class Mxfp4LogitsKey(LogitsKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         _, (weights, out, *numbers, stream) = super().build()
-        if self.rows > MOST_ROWS_IN_REGISTERS:
-            from cute_kernels.indexer.mxfp4_relay_sm90 import Mxfp4RelayKernel as Kernel
-        else:
-            Kernel = Mxfp4LogitsKernel
-        return Kernel(self), (weights, out, *numbers[:-1], *[Int64(0)] * 3, numbers[-1], stream)
+        return Mxfp4LogitsKernel(self), (weights, out, *numbers[:-1], *[Int64(0)] * 3, numbers[-1], stream)
 
 
 class Places(NamedTuple):
@@ -66,7 +56,6 @@ class Places(NamedTuple):
     weights: Any
     windows: Any
     sums: Any
-    scores: Any
     ready_scales: Any
     walks: Any
     head_scales: Any
@@ -120,46 +109,35 @@ class Mxfp4LogitsKernel(LogitsKernel):
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        plan = self.plan
+        plan, width = self.plan, self.plan.row_bytes
+        query_view = self.view(q, (Int32(plan.heads), row_count, requests), (q_head, q_row, q_request))
         key_view = self.view(keys, (page_rows, pages), (key_stride, page_stride))
         boxes = cute.fast_divmod_create_divisor_v2(cute.ceil_div(page_rows, plan.box))
-        kernel = self.bound(
-            self.packed_copy(key_view, plan.box, plan.stages * plan.boxes)[0],
-            ((q, q_request, q_row, q_head), (head_scales, head_scales_request, head_scales_row)),
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        query_tiles, key_tiles = (
+            cute.make_layout((rows, width, count), stride=(width, 1, rows * width))
+            for rows, count in ((plan.heads, plan.buffers * plan.rows), (plan.box, plan.stages * plan.boxes))
+        )
+        query_copy, query_source = cpasync.make_tiled_tma_atom(load, query_view, query_tiles, (plan.heads, width))
+        key_copy, _ = cpasync.make_tiled_tma_atom(load, key_view, key_tiles, (plan.box, width))
+        kernel = self.kernel(
+            query_copy,
+            query_source,
+            key_copy,
+            query_tiles,
+            wgmma.swizzled_tiles(Float8E4M3FN, plan.columns, plan.warpgroups),
+            *(wgmma.make_mma_of_registers(Float8E4M3FN, plan.columns) for _ in range(2)),
             Groups.of(requests, row_count, plan.rows, blocks),
             Windows(starts, ends, end_request, limit, length(out, 1), shifts, skip),
             Keys(scales, page_stride, boxes, pages, limit, table, table_stride, table_columns),
-            (address(weights), stride_bytes(weights, 0)),
-            (address(out), stride_bytes(out, 0)),
+            address(weights),
+            stride_bytes(weights, 0),
+            (head_scales, head_scales_request, head_scales_row),
+            address(out),
+            stride_bytes(out, 0),
             clean,
         )
-        kernel.launch(
-            grid=[blocks, 1, 1], block=[plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=X.PDL > 0
-        )
-
-    def packed_copy(self, view: Any, rows: int, count: int) -> tuple[Any, Any]:
-        """Bulk tensor copy of so many rows of packed codes to one of `count` places that follow each other, and its
-        source."""
-        width = self.plan.row_bytes
-        places = cute.make_layout((rows, width, count), stride=(width, 1, rows * width))
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, places, (rows, width))
-
-    def bound(self, key_copy: Any, queries: Any, groups: Groups, *others: Any) -> Any:
-        """The kernel with its arguments; queries: their address and strides in bytes, and those of their scales."""
-        plan, width = self.plan, self.plan.row_bytes
-        (q, *strides), head_scales = queries
-        view = self.view(q, (Int32(plan.heads), groups.count, groups.requests), (strides[2], strides[1], strides[0]))
-        count = plan.buffers * plan.rows
-        return self.kernel(
-            *self.packed_copy(view, plan.heads, count),
-            key_copy,
-            cute.make_layout((plan.heads, width, count), stride=(width, 1, plan.heads * width)),
-            wgmma.swizzled_tiles(Float8E4M3FN, plan.columns, plan.warpgroups),
-            *(wgmma.make_mma_of_registers(Float8E4M3FN, plan.columns) for _ in range(2)),
-            head_scales,
-            groups,
-            *others,
-        )
+        kernel.launch(grid=[blocks, 1, 1], block=[plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -171,12 +149,14 @@ class Mxfp4LogitsKernel(LogitsKernel):
         query_layout: cute.ComposedLayout,
         mma: cute.TiledMma,
         mma_more: cute.TiledMma,
-        head_scales: tuple[Int64, Int64, Int64],
         groups: Groups,
         windows: Windows,
         keys: Keys,
-        weights: tuple[Int64, Int64],
-        out: tuple[Int64, Int64],
+        weights: Int64,
+        weights_stride: Int64,
+        head_scales: tuple[Int64, Int64, Int64],
+        out: Int64,
+        out_stride: Int64,
         clean: Int32,
     ) -> None:
         plan = self.plan
@@ -204,14 +184,11 @@ class Mxfp4LogitsKernel(LogitsKernel):
             rings[1].initialize(1 + WARP, 4)
             ready.initialize(1, 4)
             mxfp4_codes.fill_table(at.table)
-        if const_expr(self.paged and X.WARM):
+        if const_expr(self.paged):
             self.walk.warm(warp, groups, windows, keys)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
-        if const_expr(X.PDL > 1):
-            cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(self.paged and not X.WARM):
-            self.walk.warm(warp, groups, windows, keys)
+        cute.arch.griddepcontrol_launch_dependents()
         if groups.total() > WARP:
             self.walk.count(warp, groups, windows, at.sums)
             cute.arch.sync_threads()
@@ -226,11 +203,12 @@ class Mxfp4LogitsKernel(LogitsKernel):
                 key_part = ptx.tensor_map(key_copy), at.keys
                 query_part = self.partition(query_copy, query_source, packed_queries, query_tiles, plan.heads)
                 queries = (*query_part, head_scales)
-                self.walk.run_all(role, ready, rings, at, (groups, windows, keys, *weights, key_part, queries))
+                others = groups, windows, keys, weights, weights_stride, key_part, queries
+                self.walk.run_all(role, ready, rings, at, others)
             elif (warp == fill_warp) & (clean != 0):
                 number, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-                self.fill.run(number, warps, groups, windows, *out)
+                self.fill.run(number, warps, groups, windows, out, out_stride)
         else:
             if const_expr(len(self.shares) > 0):
                 cute.arch.setmaxregister_increase(self.shares[1])
-            self.scores.run(thread, groups, windows, rings, ready, at, (mma, mma_more), q, *out)
+            self.scores.run(thread, groups, windows, rings, ready, at, (mma, mma_more), q, out, out_stride)

@@ -24,7 +24,7 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     heads = choice.heads_of(config)
     if heads is None or not choice.is_hoppers(arch, heads):
         return [*portable_launch.deployment_keys(config, arch, True)]
-    forms = [(mxfp4, rows + 1) for mxfp4 in (False, True) for rows in range(choice.most_rows(mxfp4, True))]
+    forms = [(mxfp4, rows + 1) for mxfp4 in (False, True) for rows in range(choice.MOST_ROWS)]
     return [choice.key_for(heads, rows, True, mxfp4=mxfp4) for mxfp4, rows in forms]
 
 
@@ -72,7 +72,7 @@ def launch(*args: Any, skip: int = 0) -> None:
         portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call, skip), requests, rows, True)
         return
     mxfp4 = call.q_scale is not None
-    key = _key(heads, choice.rows_of_group(rows, mxfp4), True, box_of(call.kv_cache.shape[1]), mxfp4)
+    key = _key(heads, choice.rows_of_group(rows), True, box_of(call.kv_cache.shape[1]), mxfp4)
     blocks = choice.blocks(key, requests, rows, call.max_model_len, multiprocessors(device_index))
     launch_key(key, device_index, *arguments(call, skip), blocks)
 

@@ -51,12 +51,12 @@ GROUPS = [(16, 13), (32, 1), (48, 5), (64, 4), (64, 7)]
 
 def chosen_keys(arch: str, mxfp4: bool, heads: list[int], groups: list[tuple[int, int]]) -> list[Any]:
     """Hopper's kernels of tests with such heads and groups, and with 64 heads and up to 4 rows of a request."""
-    most = logits_choice.most_rows(mxfp4, False)
+    most = logits_choice.MOST_ROWS
     keys = [logits_choice.key_for(n, most, False, mxfp4=mxfp4) for n in heads if logits_choice.is_hoppers(arch, n)]
     shapes = [(64, next_n, rows) for next_n in (1, 2, 3, 4) for rows in (8, 64)]
     shapes += [(n, next_n, 64) for n, next_n in groups if logits_choice.is_hoppers(arch, n)]
     for n, next_n, page_rows in shapes:
-        rows = logits_choice.rows_of_group(next_n, mxfp4)
+        rows = logits_choice.rows_of_group(next_n)
         keys.append(logits_choice.key_for(n, rows, True, paged_logits.box_of(page_rows), mxfp4))
     return keys
 
@@ -134,12 +134,13 @@ class Data:
         """float64 scores [rows, keys], and how far off they may be."""
         q, k = self.q.double(), self.k.double()
         w, scale = self.w.double(), self.scale.double()
-        scores = torch.empty(q.shape[0], k.shape[0], dtype=torch.float64, device="cuda")
-        bounds = torch.empty_like(scores)
-        for m in range(q.shape[0]):
-            scores[m] = ((q[m] @ k.T).relu() * w[m][:, None]).sum(0) * scale
-            bounds[m] = ((q[m].abs() @ k.abs().T) * w[m].abs()[:, None]).sum(0) * scale.abs() * share()
-        return scores, bounds
+        at_once = max(1, 2**25 // (q.shape[1] * max(1, k.shape[0])))
+        scores, bounds = [], []
+        for part, weights in zip(q.split(at_once), w.split(at_once), strict=True):
+            scores.append(((part @ k.T).relu() * weights[..., None]).sum(1) * scale)
+            magnitudes = ((part.abs() @ k.abs().T) * weights.abs()[..., None]).sum(1)
+            bounds.append(magnitudes * scale.abs() * share())
+        return torch.cat(scores), torch.cat(bounds)
 
 
 def poisoned(rows: int, columns: int, extra: int = 5) -> tuple[torch.Tensor, torch.Tensor]:

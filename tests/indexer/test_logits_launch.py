@@ -212,10 +212,10 @@ def refused(module: Any, args: dict[str, Any], why: str) -> None:
 # What Hopper's MXFP4 kernel runs
 
 
-def test_mxfp4_keys_have_64_bytes_and_queries_scales(gpu: Launches) -> None:
+def test_mxfp4_sm90s_have_64_bytes_and_queries_scales(gpu: Launches) -> None:
     args = mxfp4(contiguous())
     key, got = gpu.run("mqa_logits", args)
-    assert key == Mxfp4LogitsKey("sm_90a", 64, 2, False, 64)
+    assert key == Mxfp4LogitsKey("sm_90a", 64, 4, False, 64)
     assert (got["q_row"], got["q_head"], got["key_stride"]) == (64 * 64, 64, 64)
     assert (got["keys"], got["scales"]) == (args["k"].data_ptr(), args["k_scale"].data_ptr())
     assert (got["q_scale"], got["q_scale_request"], got["q_scale_row"]) == (args["q_scale"].data_ptr(), 0, 256)

@@ -1,2 +1,0 @@
-"""Experiment."""
-PDL, WARM, GATHER = 2, True, True
