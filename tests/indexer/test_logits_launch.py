@@ -236,7 +236,7 @@ def test_mxfp4_scales_follow_the_codes_in_both_sizes_of_rows(gpu: Launches, fmt:
     assert got["page_stride"] == pool.stride(0)
 
 
-@pytest.mark.parametrize(("next_n", "rows"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2)])
+@pytest.mark.parametrize(("next_n", "rows"), [(1, 1), (4, 4), (5, 3)])
 def test_rows_of_a_group_of_mxfp4(gpu: Launches, next_n: int, rows: int) -> None:
     assert gpu.run("paged_mqa_logits", mxfp4(paged(next_n=next_n)))[0].rows == rows
 
