@@ -70,7 +70,8 @@ class Mxfp4LogitsKernel(LogitsKernel):
 
     def __init__(self, key: Mxfp4LogitsKey) -> None:
         self.plan, self.paged, self.shares = key.plan, key.paged, key.plan.registers
-        self.walk, self.fill = Mxfp4Walk(key.plan, BEHIND, key.paged), Fill(key.paged)
+        self.walk = self.bringer = Mxfp4Walk(key.plan, BEHIND, key.paged)
+        self.fill = Fill(key.paged)
         self.scores = Mxfp4Scores(key.plan, key.paged, self.walk)
         kind = f"paged_mqa_logits_mxfp4_b{key.box}" if key.paged else "mqa_logits_mxfp4"
         self.name = f"{kind}_h{key.heads}r{key.rows}"
@@ -204,7 +205,7 @@ class Mxfp4LogitsKernel(LogitsKernel):
                 query_part = self.partition(query_copy, query_source, packed_queries, query_tiles, plan.heads)
                 queries = (*query_part, head_scales)
                 others = groups, windows, keys, weights, weights_stride, key_part, queries
-                self.walk.run_all(role, ready, rings, at, others)
+                self.bringer.run_all(role, ready, rings, at, others)
             elif (warp == fill_warp) & (clean != 0):
                 number, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
                 self.fill.run(number, warps, groups, windows, out, out_stride)
