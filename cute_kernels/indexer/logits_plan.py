@@ -29,8 +29,8 @@ CHUNKS = 256
 """That the groups are counted in: each is a multiple of 32 groups."""
 
 STAGES = {1: 12, 2: 8, 3: 8, 4: 8}
-"""Of the ring of keys, by the rows of a group, or a few more, so that a stage is always of the same warpgroup. What more
-of them cost or save: perf/notes/indexer.md."""
+"""Of the ring of keys, by the rows of a group, or a few more, so that a stage is always of the same warpgroup. Why so
+many: perf/notes/indexer.md."""
 
 NOTE = 4
 """int32 that say what a stage holds: the group, or END where a warpgroup has no more tiles; the first key, a multiple

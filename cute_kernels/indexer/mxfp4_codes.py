@@ -83,8 +83,8 @@ def look_at(scales: Any, table: Any) -> tuple[Rows, tuple[Any, Any]]:
 
 @cute.jit
 def ready_row(word: Any) -> tuple[Any, Any, Any]:
-    """Of a row's four scales: for each block a byte, how far its codes are in the table; what the row's e4m3 codes count;
-    and whether the row is far."""
+    """Of a row's four scales: for each block a byte, how far from the table's begin its codes are; what the row's e4m3
+    codes count; and whether the row is far."""
     pairs = word & _BYTES, (word >> 8) & _BYTES
     largest = ptx.max_u16x2(*pairs)
     largest = cutlass.max(largest & 0xFFFF, largest >> 16)

@@ -1,5 +1,5 @@
-"""The warps that bring the MXFP4 score kernel its keys and queries: as those of the e4m3 one, and scales of queries. When
-keys have come, they look at their scales for the warpgroups that decode them."""
+"""The warps that bring the MXFP4 score kernel its keys and queries: as those of the e4m3 one, and scales of queries.
+When keys have come, they look at their scales for the warpgroups that decode them."""
 
 from __future__ import annotations
 
@@ -46,6 +46,18 @@ class BehindWalk(Walk):
             ptx.store_shared_64(self.place, behind, state)
         cute.arch.sync_warp()
 
+    @cute.jit
+    def catch_up(self) -> None:
+        """Be no tile behind."""
+        behind, state = ptx.load_shared_64(self.place)
+        while behind > 0:
+            state = self.step(state)
+            behind -= 1
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            ptx.store_shared_64(self.place, behind, state)
+        cute.arch.sync_warp()
+
     def step(self, state: Any) -> Any:
         """Wait for a tile and do what there is to do with it. Returns the word for the next one."""
         raise NotImplementedError
@@ -53,8 +65,8 @@ class BehindWalk(Walk):
 
 class Mxfp4Walk(BehindWalk):
     """The producers' part. The fourth element of what they know about queries: address of the scales of the first head,
-    and strides in bytes, by request and row. `step`'s word: the stage, and the ring's phase in bit 8; END after the last
-    tile."""
+    and strides in bytes, by request and row. The word of `step` is the stage and, in bit 8, the ring's phase there; END
+    after the last tile."""
 
     END = -1
 
@@ -92,6 +104,25 @@ class Mxfp4Walk(BehindWalk):
         if lane == 0:
             cute.arch.mbarrier_arrive(ready.full(stage))
         return after
+
+    @cute.jit
+    def bring_queries(
+        self,
+        windows: Any,
+        groups: Any,
+        weights: Any,
+        weights_stride: Any,
+        query_copy: Any,
+        ring: Any,
+        at: Any,
+        part: Any,
+        buffer: Any,
+        phase: Any,
+    ) -> None:
+        # the buffer may be in use by a group whose tiles wait for this warp
+        if cute.arch.vote_any_sync(ring.is_empty(buffer, phase) == 0):
+            self.catch_up()
+        Walk.bring_queries(self, windows, groups, weights, weights_stride, query_copy, ring, at, part, buffer, phase)
 
     def bring_scales(self, query_copy: Any, at: Any, request: Any, first_row: Any, rows: Any, buffer: Any) -> None:
         plan = self.plan

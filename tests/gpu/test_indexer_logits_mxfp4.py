@@ -203,6 +203,11 @@ def test_every_code_and_scale_is_exact(kernel: str) -> None:
         assert torch.equal(each.score(*whole_range(*want.shape)).double()[fits], want[fits])
 
 
+def test_many_groups_of_few_keys() -> None:
+    """Several of them in a row are one block's."""
+    check(Data.make(2500, 16, 70, of_k="some"), *whole_range(2500, 70))
+
+
 def test_a_large_scale_over_codes_that_are_zero() -> None:
     """What remains of a row is small, and exact all the same."""
     for of_q, of_k in ((True, False), (False, True), (True, True)):
