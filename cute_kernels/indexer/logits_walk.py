@@ -233,9 +233,9 @@ class Walk(Shares):
 
     @cute.jit
     def warm(self, warp: Any, groups: Any, windows: Any, keys: Any) -> None:
-        """Have L2 fetch lengths and, of a call with few requests, the block table. That reads nothing, so that the kernel
-        before may still be writing them. By all warps, of which the last asks for a length and a line of the table per
-        lane."""
+        """Have L2 fetch lengths and, of a call with few requests, the block table. That reads nothing, so the kernel
+        before may still be writing them. By all warps, of which the last asks for a length and a line of the table
+        per lane."""
         block, _, _ = cute.arch.block_idx()
         per_row = cute.ceil_div(keys.table_columns, LINE // 4)
         number = block * WARP + cute.arch.lane_idx()
