@@ -88,6 +88,7 @@ MEASURED = (
     "paged_mqa_logits",
     "quantize_and_insert_k_cache",
     "save_partial_states",
+    "score_top_k_decode",
     "sparse_mla_decode",
     "sparse_mla_mixed",
     "sparse_mla_prefill",

@@ -1,7 +1,7 @@
 """Which kernel sparse_mla_decode runs.
 
-For fp8_ds_mla caches Hopper's own, or for few heads that of teams of warps where TEAMS_HEADS has them; for everything
-else the portable one. With 9 to 16 heads Hopper's is faster as long as it has all rows at once, and that of teams with
+For fp8_ds_mla caches Hopper's own, or for few heads that of teams of warps; for everything else the portable one. With
+9 to 16 heads Hopper's is faster as long as it has all rows at once, and that of teams with
 more of them; which of the two depends on the number of rows where the split does, too, and nowhere else.
 """
 
@@ -24,9 +24,8 @@ from cute_kernels.sparse_mla.teams_plan import ARCHS as TEAMS_ARCHS
 
 HOPPER = "sm_90a"
 
-TEAMS_HEADS: tuple[int, ...] = ()
-"""Heads of a block that the kernel of teams runs with, of those it is for (8 and 16): none until all of
-tests/gpu/test_decode.py has passed with it."""
+TEAMS_HEADS = (8, 16)
+"""Heads of a block that the kernel of teams runs with."""
 
 FEW_ROWS_HEADS = (16,)
 """Those of which Hopper's kernel takes calls with few rows."""

@@ -126,9 +126,7 @@ def test_keys() -> None:
         _ = TeamsDecodeKey("sm_80").plan
 
 
-def test_it_is_chosen_by_heads_formats_and_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decode.TEAMS_HEADS == ()
-    monkeypatch.setattr(decode, "TEAMS_HEADS", (8, 16))
+def test_it_is_chosen_by_heads_formats_and_architecture() -> None:
     for arch, heads, other, is_teams in (
         ("sm_90a", 5, FP8, True),
         ("sm_90a", 16, FP8, True),

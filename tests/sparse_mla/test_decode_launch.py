@@ -55,7 +55,6 @@ class Launches:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    monkeypatch.setattr(decode, "TEAMS_HEADS", (8, 16))
     yield Launches(monkeypatch)
     decode._key.cache_clear()
     merge._key.cache_clear()
