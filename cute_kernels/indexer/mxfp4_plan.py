@@ -63,7 +63,7 @@ class Mxfp4Plan(Plan):
         more = {
             "ready_scales": self.stages * KEYS * 2,
             "walks": self.warpgroups * 2,
-            "head_scales": self.buffers * self.columns,
+            "head_scales": self.buffers * self.scale_rows,
             "table": round_up(2 * len(E2M1_IN_E4M3) + 1, 4),
         }
         return {**super().words, **more}

@@ -132,5 +132,5 @@ class Mxfp4Walk(BehindWalk):
         for i in range(-(-plan.columns // WARP)):
             number = i * WARP + lane
             row, head = number // plan.heads, number % plan.heads
-            place = at.head_scales + (buffer * plan.columns + number) * 4
+            place = at.head_scales + (buffer * plan.scale_rows + number) * 4
             ptx.copy_async_32(place, source + Int64(row) * by_row + Int64(head) * 4, row < rows)

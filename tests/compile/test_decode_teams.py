@@ -130,7 +130,6 @@ def test_it_is_chosen_by_heads_formats_and_architecture() -> None:
     for arch, heads, other, is_teams in (
         ("sm_90a", 5, FP8, True),
         ("sm_90a", 16, FP8, True),
-        ("sm_100a", 9, FP8, True),
         ("sm_90a", 17, FP8, False),
         ("sm_90a", 8, "plain_bf16/1", False),
         ("sm_80", 8, FP8, False),
@@ -138,5 +137,5 @@ def test_it_is_chosen_by_heads_formats_and_architecture() -> None:
         key = decode.key_for(arch, heads, "listed", False, FP8, other)
         assert isinstance(key, TeamsDecodeKey) == is_teams
     for arch, heads, is_teams in (("sm_90a", 8, True), ("sm_90a", 9, False), ("sm_100a", 9, True)):
-        key = decode.key_for(arch, heads, "listed", False, FP8, FP8, True)
+        key = decode.key_for(arch, heads, "listed", False, FP8, FP8, True, takes_own=False)
         assert isinstance(key, TeamsDecodeKey) == is_teams

@@ -4,11 +4,12 @@ A score may differ from the exact one by a share of what it is made of: the sum 
 the products' magnitudes, times the key's scale. Hopper's tensor cores keep about 14 bits of a sum of e4m3 products, so
 that share is 2^-12; of f16 products, as in the portable kernel, they keep as many as fp32 has, and it is 2^-16.
 
-All tests run with the kernel that the op chooses, and again with the portable one for every call.
+All tests run with the architecture's own kernel where it takes the call, and again with the portable one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,10 @@ import pytest
 import torch
 
 from cute_kernels import formats
-from cute_kernels.indexer import logits_choice, paged_logits, portable_launch
+from cute_kernels.indexer import logits_choice, portable_launch
 from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits
 from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
@@ -36,9 +38,6 @@ FMT = formats.INDEXER_FP8
 SHARE = 2.0**-12
 PORTABLE_SHARE = 2.0**-16
 GARBAGE = (-1, -7, -1_000_000, HIGH, LOW)
-KERNELS: dict[str, str | None] = {"chosen": None, "portable": ""}
-"""Kernels to run the tests with -> the architecture to take for Hopper, so that another kernel is the choice; None: the
-true one."""
 
 
 HEADS = [1, 8, 16, 24, 32, 48, 63, 64]
@@ -49,47 +48,37 @@ GROUPS = [(16, 13), (32, 1), (48, 5), (64, 4), (64, 7)]
 """Heads and rows of a request."""
 
 
-def chosen_keys(arch: str, mxfp4: bool, heads: list[int], groups: list[tuple[int, int]]) -> list[Any]:
-    """Hopper's kernels of tests with such heads and groups, and with 64 heads and up to 4 rows of a request."""
-    most = logits_choice.MOST_ROWS
-    keys = [logits_choice.key_for(n, most, False, mxfp4=mxfp4) for n in heads if logits_choice.is_hoppers(arch, n)]
-    shapes = [(64, next_n, rows) for next_n in (1, 2, 3, 4) for rows in (8, 64)]
-    shapes += [(n, next_n, 64) for n, next_n in groups if logits_choice.is_hoppers(arch, n)]
-    for n, next_n, page_rows in shapes:
-        rows = logits_choice.rows_of_group(next_n)
-        keys.append(logits_choice.key_for(n, rows, True, paged_logits.box_of(page_rows), mxfp4))
-    return keys
-
-
-def portable_keys(arch: str, mxfp4: bool, heads: list[int], groups: list[tuple[int, int]]) -> list[Any]:
-    """The portable ones."""
-    shapes = [(n, 4, False) for n in heads] + [(n, next_n, True) for n, next_n in groups]
-    shapes += [(64, next_n, True) for next_n in (1, 2, 3, 4)]
-    return [portable_launch.key_for(arch, *shape, mxfp4) for shape in shapes]
+def keys_of_tests(mxfp4: bool, heads: list[int], groups: list[tuple[int, int]]) -> list[Any]:
+    """Own and portable kernels of tests with such heads and groups, and with 64 heads and up to 4 rows of a request."""
+    arch = arch_of(0)
+    shapes = [(n, 4, False, 64) for n in heads] + [(n, next_n, True, 64) for n, next_n in groups]
+    shapes += [(64, next_n, True, page_rows) for next_n in (1, 2, 3, 4) for page_rows in (8, 64)]
+    own = [shape for shape in shapes if logits_choice.has_own(arch, shape[0], shape[3])]
+    keys: list[Any] = [logits_choice.key_for(arch, *shape, mxfp4) for shape in own]
+    return [*keys, *(portable_launch.key_for(arch, *shape[:3], mxfp4) for shape in shapes)]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
     """All kernels of these tests, in the disk cache."""
-    shapes = arch_of(0), False, HEADS, GROUPS
-    compile_ahead([*chosen_keys(*shapes), *portable_keys(*shapes)])
+    compile_ahead(keys_of_tests(False, HEADS, GROUPS))
 
 
-@pytest.fixture(autouse=True, params=KERNELS)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Name of the kernel, without fallback."""
+@pytest.fixture(autouse=True, params=["own", "portable"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Name of the kernel, without fallback: the architecture's own, trusted or not, or the portable one."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    hopper = KERNELS[request.param]
-    if hopper is not None:
-        monkeypatch.setattr(logits_choice, "ARCH", hopper)
-    elif arch_of(0) != logits_choice.ARCH:
-        pytest.skip("the portable kernel is the choice")
-    return str(request.param)
+    if request.param == "portable":
+        monkeypatch.setattr(logits_choice, "has_own", lambda *args: False)
+    elif not logits_choice.has_own(arch_of(0), 64):
+        pytest.skip("there is only the portable kernel")
+    with trust.choose(own=True):
+        yield str(request.param)
 
 
 def share() -> float:
     """That scores of the kernel under test may differ by."""
-    return SHARE if logits_choice.ARCH else PORTABLE_SHARE
+    return SHARE if logits_choice.has_own(arch_of(0), 64) else PORTABLE_SHARE
 
 
 def gen(seed: int) -> torch.Generator:
@@ -310,7 +299,7 @@ def test_large_products_beside_small_ones(kernel: str) -> None:
     out = mqa_logits(data.q, (data.k, data.scale), data.w, *whole_range(8, 256))
     scores, bounds = data.exact()
     off = (out.double() - scores).abs() / (bounds / share())
-    assert off[scores > 0].max() < (2.0**-6 if kernel == "chosen" else PORTABLE_SHARE)
+    assert off[scores > 0].max() < (2.0**-6 if kernel == "own" else PORTABLE_SHARE)
     assert kernel == "portable" or (out.double() <= scores).all()
 
 

@@ -1,7 +1,7 @@
 """The scores of MXFP4 queries and keys on a GPU, against float64, and what else the two ops promise of them.
 
-All tests run with the kernel that the op chooses, and again with the portable one for every call. Bounds are those of
-FP8 scores (test_indexer_logits.py), whatever the scales in a row.
+All tests run with the architecture's own kernel where it takes the call, and again with the portable one. Bounds are
+those of FP8 scores (test_indexer_logits.py), whatever the scales in a row.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ import torch
 
 from cute_kernels import formats, numerics
 from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits
-from cute_kernels.runtime.arch import arch_of
 from tests.gpu.ahead import compile_ahead
 from tests.gpu.test_indexer_logits import (
     GARBAGE,
     by_kernel,
-    chosen_keys,
     compare,
     gen,
     int32,
     kernel,
+    keys_of_tests,
     poisoned,
-    portable_keys,
     ranges,
     seen_columns,
     share,
@@ -43,7 +41,7 @@ pytestmark = [
 assert kernel  # the fixture, for all tests here
 
 HEADS = [16, 32, 48, 64, 1, 24]
-"""Of the tests that try several: with the last two, the portable kernel is the choice."""
+"""Of the tests that try several: with the last two, the portable kernel is the only one."""
 
 PAGES = [8, 16, 64, 128, 192, 24, 1, 7]
 """Rows of a page, likewise."""
@@ -55,8 +53,7 @@ GROUPS = [(16, 13), (32, 1), (48, 5), (64, 2), (64, 7), (24, 4)]
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
     """All kernels of these tests, in the disk cache."""
-    shapes = arch_of(0), True, HEADS, GROUPS
-    compile_ahead([*chosen_keys(*shapes), *portable_keys(*shapes)])
+    compile_ahead(keys_of_tests(True, HEADS, GROUPS))
 
 
 FORMATS = [formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE]

@@ -26,10 +26,10 @@ DEVICE = "cuda"
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels.sparse_mla import paged
 
-    use_kernel("hopper", monkeypatch, paged)
+    use_kernel("own", monkeypatch, paged)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 13, 16, 32, 63, 64, 65, 100, 128])

@@ -34,6 +34,15 @@ def max_f32(a: Any, b: Any) -> Any:
     )
 
 
+def max3_f32(a: Any, b: Any, c: Any) -> Any:
+    """sm_100a and up. The largest one; a NaN loses against a number."""
+    return inline_ptx(
+        "max.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(a), Float32(b), Float32(c)],
+    )
+
+
 def min_f32(a: Any, b: Any) -> Any:
     """sm_70 and up. The smaller one; a NaN loses against a number."""
     return inline_ptx(
@@ -106,6 +115,16 @@ def fma_rn(a: Any, b: Any, c: Any) -> Any:
         "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Float32],
         read_only_args=[Float32(a), Float32(b), Float32(c)],
+    )
+
+
+def fma_f32x2(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
+    """sm_100a and up. fma_rn of two pairs of numbers, and a third one."""
+    return inline_ptx(
+        "{ .reg .b64 a, b, c; mov.b64 a, {{$r0}, {$r1}}; mov.b64 b, {{$r2}, {$r3}}; mov.b64 c, {{$r4}, {$r5}}; "
+        "fma.rn.f32x2 c, a, b, c; mov.b64 {{$w0}, {$w1}}, c; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[Float32(number) for pair in (a, b, c) for number in pair],
     )
 
 
