@@ -31,8 +31,7 @@ from cute_kernels.indexer.logits_sm90 import LogitsKernel
 from cute_kernels.indexer.logits_sm100_plan import ALIGNMENT, BUFFERS, MANY_WEIGHTS, PAGE_BOX, TILE, BlackwellPlan
 from cute_kernels.indexer.logits_sm100_products import Products
 from cute_kernels.indexer.logits_sm100_scores import BlackwellScores
-from cute_kernels.indexer.logits_walk import Keys, Walk
-from cute_kernels.indexer.mxfp4_walk import Mxfp4Walk
+from cute_kernels.indexer.logits_walk import Keys, ScaledWalk, Walk
 from cute_kernels.runtime.compile import KernelKey
 
 REGISTERS = 56, 224
@@ -101,7 +100,7 @@ class BlackwellLogitsKernel(LogitsKernel):
 
     def __init__(self, key: BlackwellLogitsKey) -> None:
         self.plan, self.paged = key.plan, key.paged
-        self.walk, self.fill = (Mxfp4Walk if key.mxfp4 else Walk)(key.plan, key.paged), Fill(key.paged)
+        self.walk, self.fill = (ScaledWalk if key.mxfp4 else Walk)(key.plan, key.paged), Fill(key.paged)
         self.products, self.scores = Products(key.plan), BlackwellScores(key.plan, key.paged)
         self.has_many_weights = self.plan.held * self.plan.heads > MANY_WEIGHTS
         kind = ("paged_" if key.paged else "") + "mqa_logits_sm100" + ("_mxfp4" if key.mxfp4 else "")
@@ -231,7 +230,7 @@ class BlackwellLogitsKernel(LogitsKernel):
         cute.arch.griddepcontrol_wait()
         tensor = ptx.load_shared_s32(at.tensor)
         if const_expr(self.paged):
-            self.walk.warm(warp, keys, groups.requests)
+            self.walk.warm(warp, groups, windows, keys)
         if groups.total() > WARP:
             self.walk.count(warp, groups, windows, at.sums)
             cute.arch.sync_threads()

@@ -244,3 +244,19 @@ class Walk(Shares):
         is_last = warp == self.warps - 1
         ptx.prefetch_l2(windows.end_address(number, 0), (number < groups.requests) & is_last)
         ptx.prefetch_l2(address, (row < groups.requests) & is_last)
+
+
+class ScaledWalk(Walk):
+    """A walk that brings scales of queries, too, a word each, of MXFP4. The fourth element of what it knows about
+    queries: address of the scales of the first head, and strides in bytes, by request and row."""
+
+    def bring_scales(self, query_copy: Any, at: Any, request: Any, first_row: Any, rows: Any, buffer: Any) -> None:
+        plan = self.plan
+        source, by_request, by_row = query_copy[3]
+        source = source + Int64(request) * by_request + Int64(first_row) * by_row
+        lane = cute.arch.lane_idx()
+        for i in range(-(-plan.columns // WARP)):
+            number = i * WARP + lane
+            row, head = number // plan.heads, number % plan.heads
+            place = at.head_scales + (buffer * plan.scale_rows + number) * 4
+            ptx.copy_async_32(place, source + Int64(row) * by_row + Int64(head) * 4, row < rows)

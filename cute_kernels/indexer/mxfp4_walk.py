@@ -6,67 +6,19 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Int32, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.indexer import mxfp4_codes
-from cute_kernels.indexer.logits_plan import KEYS, NOTE, WARP, Plan
-from cute_kernels.indexer.logits_walk import Walk
+from cute_kernels.indexer.logits_plan import KEYS, NOTE, WARP
+from cute_kernels.indexer.logits_walk import ScaledWalk, Walk
+from cute_kernels.indexer.mxfp4_plan import BEHIND
 
 
-class BehindWalk(Walk):
-    """A walk whose warps do something with each tile when it has come, `behind` tiles after they have asked for it. How
-    far they are is in shared memory, so that the loops of the walk need not know: how many tiles they are behind, and
-    a word that `step` knows the meaning of."""
-
-    def __init__(self, plan: Plan, behind: int, paged: bool) -> None:
-        super().__init__(plan, paged)
-        self.behind = behind
-
-    @cute.jit
-    def start(self, place: Any, state: Any) -> None:
-        """place: address of two words for this warp"""
-        self.place = place
-        if cute.arch.lane_idx() == 0:
-            ptx.store_shared_64(place, Int32(0), state)
-        cute.arch.sync_warp()
-
-    def state(self) -> Any:
-        return ptx.load_shared_64(self.place)[1]
-
-    @cute.jit
-    def follow(self) -> None:
-        behind, state = ptx.load_shared_64(self.place)
-        if behind < self.behind:
-            behind += 1
-        else:
-            state = self.step(state)
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            ptx.store_shared_64(self.place, behind, state)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def catch_up(self) -> None:
-        """Be no tile behind."""
-        behind, state = ptx.load_shared_64(self.place)
-        while behind > 0:
-            state = self.step(state)
-            behind -= 1
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            ptx.store_shared_64(self.place, behind, state)
-        cute.arch.sync_warp()
-
-    def step(self, state: Any) -> Any:
-        """Wait for a tile and do what there is to do with it. Returns the word for the next one."""
-        raise NotImplementedError
-
-
-class Mxfp4Walk(BehindWalk):
-    """The producers' part. The fourth element of what they know about queries: address of the scales of the first head,
-    and strides in bytes, by request and row. The word of `step` is the stage and, in bit 8, the ring's phase there; END
-    after the last tile."""
+class Mxfp4Walk(ScaledWalk):
+    """The producers' part. BEHIND tiles after they have asked for one, they wait for it and look at its scales. How far
+    they are is in shared memory, so that the loops of the walk need not know: how many tiles they are behind, and of
+    the next one the stage and, in bit 8, the ring's phase there; END after the last tile."""
 
     END = -1
 
@@ -82,6 +34,7 @@ class Mxfp4Walk(BehindWalk):
 
     @cute.jit
     def step(self, state: Any) -> Any:
+        """Wait for a tile and look at its scales. Returns the state of the next one."""
         ring, ready, at = self.context
         lane = cute.arch.lane_idx()
         stage, phase = state & 0xFF, state >> 8
@@ -124,13 +77,38 @@ class Mxfp4Walk(BehindWalk):
             self.catch_up()
         Walk.bring_queries(self, windows, groups, weights, weights_stride, query_copy, ring, at, part, buffer, phase)
 
-    def bring_scales(self, query_copy: Any, at: Any, request: Any, first_row: Any, rows: Any, buffer: Any) -> None:
-        plan = self.plan
-        source, by_request, by_row = query_copy[3]
-        source = source + Int64(request) * by_request + Int64(first_row) * by_row
-        lane = cute.arch.lane_idx()
-        for i in range(-(-plan.columns // WARP)):
-            number = i * WARP + lane
-            row, head = number // plan.heads, number % plan.heads
-            place = at.head_scales + (buffer * plan.scale_rows + number) * 4
-            ptx.copy_async_32(place, source + Int64(row) * by_row + Int64(head) * 4, row < rows)
+    @cute.jit
+    def start(self, place: Any, state: Any) -> None:
+        """place: address of two words of shared memory, the warp's own"""
+        self.place = place
+        if cute.arch.lane_idx() == 0:
+            ptx.store_shared_64(place, Int32(0), state)
+        cute.arch.sync_warp()
+
+    def state(self) -> Any:
+        """Of the next tile."""
+        return ptx.load_shared_64(self.place)[1]
+
+    @cute.jit
+    def follow(self) -> None:
+        behind, state = ptx.load_shared_64(self.place)
+        if behind < BEHIND:
+            behind += 1
+        else:
+            state = self.step(state)
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            ptx.store_shared_64(self.place, behind, state)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def catch_up(self) -> None:
+        """Be no tile behind."""
+        behind, state = ptx.load_shared_64(self.place)
+        while behind > 0:
+            state = self.step(state)
+            behind -= 1
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            ptx.store_shared_64(self.place, behind, state)
+        cute.arch.sync_warp()

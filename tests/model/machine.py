@@ -79,7 +79,10 @@ class Warp:
         self.cluster, self.block, self.number = cluster, block, number
         self.shared, self.memory = cluster.shared, cluster.memory
         self.r: list[Any] = []
-        self.parts = [Part(0, None)]
+        self.part = Part(0, None)
+        """That runs."""
+        self.parts = [self.part]
+        self.cluster_phase = 0
         self.asks = False
         """It has asked whether a phase is over, and it is not."""
         self.events = cluster.events.of_warp(self) if cluster.events else None
