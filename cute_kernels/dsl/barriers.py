@@ -50,6 +50,10 @@ class Ring:
         """1 if `wait_full` would not wait, else 0."""
         return ptx.test_mbarrier(self.full(stage).toint(), phase)
 
+    def is_empty(self, stage: Any, phase: Any) -> Any:
+        """1 if `wait_empty` would not wait, else 0."""
+        return ptx.test_mbarrier(self.empty(stage).toint(), phase ^ 1)
+
     def wait_full(self, stage: Any, phase: Any) -> None:
         _wait(self.full(stage), phase)
 

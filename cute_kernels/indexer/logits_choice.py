@@ -20,15 +20,15 @@ MOST_HEADS, HEAD_STEP = 64, 16
 SMALL_BOX = 8
 """Keys that a copy brings out of pages that are no multiple of a tile, on Hopper: rows of one swizzle pattern."""
 
-MOST_ROWS, MOST_MXFP4_ROWS = 4, 2
-"""Of a group, on Hopper. MXFP4 keys take registers that e4m3 ones do not."""
+MOST_ROWS = 4
+"""Of a group, on Hopper."""
 
 
 def most_rows(arch: str, heads: int, mxfp4: bool) -> int:
     """Of a group."""
     if arch in BLACKWELL:
         return blackwells_most_rows(heads, mxfp4)
-    return MOST_MXFP4_ROWS if mxfp4 else MOST_ROWS
+    return MOST_ROWS
 
 
 @lru_cache(maxsize=256)

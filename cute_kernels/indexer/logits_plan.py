@@ -29,9 +29,9 @@ QUERIES = 2
 CHUNKS = 256
 """That the groups are counted in: each is a multiple of 32 groups."""
 
-STAGES = 8
-"""Of the ring of keys, or a few more, so that a stage is always of the same warpgroup. Twice as many make calls of 8 to
-64 requests 1 to 2 us slower: perf/notes/indexer.md."""
+STAGES = {1: 12, 2: 8, 3: 8, 4: 8}
+"""Of the ring of keys, by the rows of a group, or a few more, so that a stage is always of the same warpgroup. Why so
+many: perf/notes/indexer.md."""
 
 NOTE = 4
 """int32 that say what a stage holds: the group, or END where a warpgroup has no more tiles; the first key, a multiple
@@ -89,7 +89,7 @@ class Plan:
     @property
     def stages(self) -> int:
         """Of the ring of keys."""
-        return round_up(STAGES, self.warpgroups)
+        return round_up(STAGES[self.rows], self.warpgroups)
 
     @property
     def helpers(self) -> int:

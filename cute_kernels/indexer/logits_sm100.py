@@ -230,7 +230,7 @@ class BlackwellLogitsKernel(LogitsKernel):
         cute.arch.griddepcontrol_wait()
         tensor = ptx.load_shared_s32(at.tensor)
         if const_expr(self.paged):
-            self.walk.warm(warp, keys, groups.requests)
+            self.walk.warm(warp, groups, windows, keys)
         if groups.total() > WARP:
             self.walk.count(warp, groups, windows, at.sums)
             cute.arch.sync_threads()

@@ -161,7 +161,7 @@ class LogitsKernel:
             stride_bytes(out, 0),
             clean,
         )
-        kernel.launch(grid=[blocks, 1, 1], block=[plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+        kernel.launch(grid=[blocks, 1, 1], block=[plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True)
 
     def view(self, where: Any, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> Any:
         """Rows of codes in memory; the codes of a row are the second axis."""
@@ -211,10 +211,11 @@ class LogitsKernel:
             # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage lets go of it
             rings[0].initialize(1 if self.paged else 1 + WARP, 4)
             rings[1].initialize(1 + WARP, 4)
+        if const_expr(self.paged):
+            self.walk.warm(warp, groups, windows, keys)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
-        if const_expr(self.paged):
-            self.walk.warm(warp, keys, groups.requests)
+        cute.arch.griddepcontrol_launch_dependents()
         if groups.total() > WARP:
             self.walk.count(warp, groups, windows, at.sums)
             cute.arch.sync_threads()

@@ -147,6 +147,9 @@ class Walk(Shares):
     def bring_scales(self, query_copy: Any, at: Any, request: Any, first_row: Any, rows: Any, buffer: Any) -> None:
         """Of the queries: FP8 ones have them in their weights."""
 
+    def follow(self) -> None:
+        """What else there is to do after each tile."""
+
     @cute.jit
     def bring_keys(self, keys: Any, key_copy: Any, ring: Any, at: Any, part: Any, stage: Any, phase: Any) -> Any:
         """The warpgroup's tiles of a part of contiguous keys, which are those of one page; scales may lie anywhere.
@@ -168,6 +171,7 @@ class Walk(Shares):
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
             key, scale = key + part.step * plan.keys, scale + part.step * plan.keys * 4
             stage, phase = self.advance(stage, phase)
+            self.follow()
         return stage, phase
 
     @cute.jit
@@ -207,6 +211,7 @@ class Walk(Shares):
                         ptx.copy_bulk_3d(codes, copy, (0, box * plan.box, page), full.toint(), is_read_once=True)
                         ptx.copy_bulk(scales, source, plan.box * 4, full.toint())
                 stage, phase = self.advance(stage, phase)
+                self.follow()
         return stage, phase
 
     @cute.jit
@@ -227,15 +232,18 @@ class Walk(Shares):
         return page, place
 
     @cute.jit
-    def warm(self, warp: Any, keys: Any, requests: Any) -> None:
-        """Have L2 fetch the block table while the lengths are on their way: of a call with few requests, all of it. By
-        all warps, of which the last asks for a line per lane."""
+    def warm(self, warp: Any, groups: Any, windows: Any, keys: Any) -> None:
+        """Have L2 fetch lengths and, of a call with few requests, the block table. That reads nothing, so the kernel
+        before may still be writing them. By all warps, of which the last asks for a length and a line of the table
+        per lane."""
         block, _, _ = cute.arch.block_idx()
         per_row = cute.ceil_div(keys.table_columns, LINE // 4)
         number = block * WARP + cute.arch.lane_idx()
         row, line = number // per_row, number % per_row
         address = keys.table + Int64(row) * keys.table_stride + Int64(line) * LINE
-        ptx.prefetch_l2(address, (row < requests) & (warp == self.warps - 1))
+        is_last = warp == self.warps - 1
+        ptx.prefetch_l2(windows.end_address(number, 0), (number < groups.requests) & is_last)
+        ptx.prefetch_l2(address, (row < groups.requests) & is_last)
 
 
 class ScaledWalk(Walk):

@@ -22,6 +22,7 @@ from cute_kernels.indexer.mxfp4_plan import RAISED
 BLOCKS = 4
 """Of a row, with a scale each; lane i of every four has block i % 4."""
 
+_BYTES = 0x00FF00FF
 _ONE = 0x00010001
 _MANY = 0x01F001F0
 """Bits of a number of at most 256 that is at least 16, in both halves of a word."""
@@ -41,15 +42,28 @@ class Rows(NamedTuple):
 
 
 @cute.jit
-def decode(words: Any, codes: Any, scales: Any, table: Any, sign: Any) -> Rows:
-    """Decode 16 rows of packed codes at an address of shared memory, with their scales at another. By one warp.
+def decode(words: Any, codes: Any, entries: tuple[Any, Any], sign: Any) -> None:
+    """Decode 16 rows of packed codes at an address of shared memory. By one warp.
 
-    sign    sign_of(table)
-    words   16 registers: of pieces 0 to 3, eight columns of the lane's block each, the words (row r, columns 0 to 3),
-            (row r + 8, the same), (row r, columns 4 to 7), (row r + 8, the same)
+    entries   addresses of the codes that the lane's blocks of rows r and r + 8 take
+    sign      sign_of(table)
+    words     16 registers: of pieces 0 to 3, eight columns of the lane's block each, the words (row r, columns 0 to 3),
+              (row r + 8, the same), (row r, columns 4 to 7), (row r + 8, the same)
     """
     lane = cute.arch.lane_idx()
-    packed = ptx.load_shared_128(codes + lane * 16), ptx.load_shared_128(codes + 512 + lane * 16)
+    for row in range_constexpr(2):
+        packed = ptx.load_shared_128(codes + row * 512 + lane * 16)
+        low, high = ptx.load_shared_64(entries[row])
+        for piece in range_constexpr(4):
+            first, second = convert.e4m3_from_e2m1x8(packed[piece], low, high, sign)
+            words[piece * 4 + row], words[piece * 4 + 2 + row] = first, second
+
+
+@cute.jit
+def look_at(scales: Any, table: Any) -> tuple[Rows, tuple[Any, Any]]:
+    """What the scales of 16 rows say, at an address of shared memory, and addresses of the codes that the lane's blocks
+    of rows r and r + 8 take. By one warp."""
+    lane = cute.arch.lane_idx()
     own = ptx.load_shared_u8(scales + lane) | (ptx.load_shared_u8(scales + 32 + lane) << 16)
     largest = own
     for distance in (1, 2):
@@ -64,13 +78,58 @@ def decode(words: Any, codes: Any, scales: Any, table: Any, sign: Any) -> Rows:
             Int32(-0x10000) if is_many & -0x10000 != 0 else Int32(0)
         )
         rest, below = below & far, below & ~far
-    entries = table + (below & 0xFFFF) * 8, table + (below >> 16) * 8
+    return Rows(largest, far, rest), (table + (below & 0xFFFF) * 8, table + (below >> 16) * 8)
+
+
+@cute.jit
+def ready_row(word: Any) -> tuple[Any, Any, Any]:
+    """Of a row's four scales: for each block a byte, how far from the table's begin its codes are; what the row's e4m3
+    codes count; and whether the row is far."""
+    pairs = word & _BYTES, (word >> 8) & _BYTES
+    largest = ptx.max_u16x2(*pairs)
+    largest = cutlass.max(largest & 0xFFFF, largest >> 16)
+    below = largest * 0x01010101 - word
+    is_far = ((below & _BYTES) + _ONE | (below >> 8 & _BYTES) + _ONE) & _MANY != 0
+    return (Int32(0) if is_far else below << 3), row_scale(largest), is_far
+
+
+@cute.jit
+def decode_into(line: Any, codes: Any, scales: Any, table: Any) -> Rows:
+    """As `decode`, into rows of 128 bytes of shared memory, where the swizzle of the products' operands has them.
+
+    line   address of row r: of the 16, a multiple of 8 rows after a multiple of 1024 bytes
+    """
+    lane = cute.arch.lane_idx()
+    sign = sign_of(table)
+    rows, entries = look_at(scales, table)
     for row in range_constexpr(2):
+        packed = ptx.load_shared_128(codes + row * 512 + lane * 16)
         low, high = ptx.load_shared_64(entries[row])
         for piece in range_constexpr(4):
-            first, second = convert.e4m3_from_e2m1x8(packed[row][piece], low, high, sign)
-            words[piece * 4 + row], words[piece * 4 + 2 + row] = first, second
-    return Rows(largest, far, rest)
+            found = convert.e4m3_from_e2m1x8(packed[piece], low, high, sign)
+            for i in range_constexpr(2):
+                ptx.store_shared_s32(line + row * 1024 + place(lane, piece, i) + lane % 4 * 4, found[i])
+    return rows
+
+
+def place(lane: Any, piece: Any, i: Any) -> Any:
+    """Where four columns of each block are, in row lane // 4 of 8: words `i` of piece `piece`, as of `decode`."""
+    return (piece * 2 + i ^ lane // 4) * 16
+
+
+@cute.jit
+def decode_heads(line: Any, codes: Any, scales: Any, below: Any, weights: Any, table: Any) -> Any:
+    """As decode_into, of heads, whose weights are at an address of shared memory, and get what the heads' codes count.
+    What these lack in far rows goes to another, a byte for each block. By one warp; 1 if a head is far, else 0."""
+    lane = cute.arch.lane_idx()
+    rows = decode_into(line, codes, scales, table)
+    for row in range_constexpr(2):
+        ptx.store_shared_8(below + row * 32 + lane, rows.below >> (16 * row))
+        if lane % 4 == 0:
+            weight = weights + (row * 8 + lane // 4) * 4
+            scale = row_scale(half(rows.largest, 16 * row))
+            ptx.store_shared_f32(weight, ptx.load_shared_f32(weight) * scale)
+    return Int32(1) if cute.arch.vote_any_sync(rows.far != 0) else Int32(0)
 
 
 def half(word: Any, shift: Any) -> Any:

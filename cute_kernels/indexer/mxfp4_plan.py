@@ -7,18 +7,21 @@ from cute_kernels.dsl.convert import E2M1_IN_E4M3
 from cute_kernels.formats import INDEX_DIM, round_up
 from cute_kernels.indexer.logits_plan import KEYS, Plan
 
-MXFP4_STAGES = 16
-"""Of the ring of keys, which are half as large as e4m3 ones, or a few less."""
+MXFP4_STAGES = {1: 24, 2: 24, 3: 12, 4: 12}
+"""Of the ring of keys, by the rows of a group; for more rows there is room for fewer, and they need fewer."""
 
-WARPGROUPS = {1: 3, 2: 3}
-"""That decode and multiply, each every third tile, by the rows of a group."""
+WARPGROUPS = {1: 3, 2: 3, 3: 2, 4: 2}
+"""That decode and multiply, each every third or second tile."""
 
-REGISTERS: dict[int, tuple[int, ...]] = {1: (), 2: (40, 152)}
-"""Per thread, of the warps beside and of those that decode and multiply, by the rows of a group, where they have
-different ones: then the block has whole warpgroups, and together they have what they were launched with."""
+REGISTERS: dict[int, tuple[int, ...]] = {1: (), 2: (56, 152), 3: (56, 224), 4: (56, 224)}
+"""Per thread, of the warps beside and of those that decode and multiply, where they have different ones: then the block
+has whole warpgroups, and together they have what they were launched with."""
 
 STRIP = 16
 """Keys or query heads that a warp decodes together: its rows of a warpgroup's products."""
+
+BEHIND = 2
+"""Tiles that a warp has asked for before it looks at the scales of the first: fewer than a warpgroup has stages."""
 
 DECODED = INDEX_DIM
 """Bytes of a key's or a head's e4m3 codes."""
@@ -47,7 +50,7 @@ class Mxfp4Plan(Plan):
 
     @property
     def stages(self) -> int:
-        return MXFP4_STAGES // self.warpgroups * self.warpgroups
+        return MXFP4_STAGES[self.rows]
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -57,12 +60,17 @@ class Mxfp4Plan(Plan):
     def words(self) -> dict[str, int]:
         """The scales of keys and of query heads are four bytes each; those of heads are replaced by what is not in the
         e4m3 codes. The table has the e4m3 codes."""
-        more = {"head_scales": self.buffers * self.scale_rows, "table": round_up(2 * len(E2M1_IN_E4M3) + 1, 4)}
+        more = {
+            "ready_scales": self.stages * KEYS * 2,
+            "walks": self.warpgroups * 2,
+            "head_scales": self.buffers * self.scale_rows,
+            "table": round_up(2 * len(E2M1_IN_E4M3) + 1, 4),
+        }
         return {**super().words, **more}
 
     @property
     def smem_bytes(self) -> int:
-        small = (self.stages + self.buffers) * barriers.BYTES_PER_STAGE
+        small = (2 * self.stages + self.buffers) * barriers.BYTES_PER_STAGE
         small += sum(round_up(count * 4, 16) for count in self.words.values())
         packed = (self.stages * KEYS + self.buffers * self.columns) * self.row_bytes
         return round_up(small, 1024) + packed + self.warpgroups * self.columns * DECODED

@@ -18,8 +18,8 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import mma_sync, ptx, wgmma
 from cute_kernels.indexer import mxfp4_codes
-from cute_kernels.indexer.logits_plan import CLOSING, KEYS, QUERIES, WARP
-from cute_kernels.indexer.logits_scores import Scores, await_tile
+from cute_kernels.indexer.logits_plan import CLOSING, KEYS, NOTE, QUERIES, WARP
+from cute_kernels.indexer.logits_scores import Scores, Tile
 from cute_kernels.indexer.mxfp4_codes import BLOCKS, Rows
 from cute_kernels.indexer.mxfp4_plan import DECODED, STRIP
 
@@ -37,6 +37,7 @@ class Mxfp4Scores(Scores):
         groups: Any,
         windows: Any,
         rings: Any,
+        ready: Any,
         at: Any,
         mma: Any,
         q: Any,
@@ -54,49 +55,54 @@ class Mxfp4Scores(Scores):
         weights = cute.make_rmem_tensor((plan.columns // 4,), Float32)
         firsts, stops = (cute.make_rmem_tensor((self.held,), Int32) for _ in range(2))
         seen = (firsts, stops, cute.make_rmem_tensor((self.held,), Int64))
-        shift = (lane & 2) * 8
         sign = mxfp4_codes.sign_of(at.table)
         own = warp * STRIP + lane // 4 + (lane & 2) * 4
         decoded = q.iterator.toint() + warpgroup * (plan.columns * DECODED)
         stage, phase, current, turn = warpgroup, Int32(0), Int32(-1), Int32(-1)
         is_running, far_rows = Int32(1), Int32(0)
         while is_running != 0:
-            tile = await_tile(rings[0], at, stage, phase)
+            ready.wait_full(stage, phase)
+            group, key, boxes, is_any_far = ptx.load_shared_128(at.notes + stage * (NOTE * 4))
+            tile = Tile(stage, cute.arch.make_warp_uniform(group), key, boxes)
             if tile.group < 0:
                 is_running = Int32(0)
             else:
                 if tile.group != current:
                     current, turn = tile.group, turn + 1
                     buffer = self.await_queries(rings[1], warpgroup, turn)
-                    far_rows = self.decode_queries(warpgroup, warp, buffer, decoded, at, sign)
+                    far_rows = self.decode_queries(warpgroup, warp, buffer, decoded, at)
                     _, first_row = groups.place(current, plan.rows)
                     # rows that are not there may be anything
                     far_rows &= (1 << cutlass.min(groups.count - first_row, plan.rows)) - 1
                     self.load(weights, seen, groups, windows, current, at, buffer, lane, out, out_stride)
                 buffer = warpgroup * QUERIES + turn % QUERIES
                 strip = stage * KEYS + warp * STRIP
-                rows = mxfp4_codes.decode(
-                    words, at.keys + strip * plan.row_bytes, at.scales + strip * 4, at.table, sign
-                )
-                scale = mxfp4_codes.row_scale(mxfp4_codes.half(rows.largest, shift))
-                is_near = [mxfp4_codes.half(rows.far, shift) == 0] * self.held
-                for i in range_constexpr(self.held):
-                    is_near[i] = is_near[i] & (far_rows >> (2 * i + (lane & 1)) & 1 == 0)
-                if cute.arch.vote_any_sync(rows.far != 0) | (far_rows != 0):
+                scales = at.ready_scales + strip * 8
+                scale = ptx.load_shared_f32(at.ready_scales + (stage * KEYS + own) * 8 + 4)
+                places = scales + lane // 4 * 8 + lane % 4
+                entries = [at.table + ptx.load_shared_u8(places + 64 * i) for i in range(2)]
+                mxfp4_codes.decode(words, at.keys + strip * plan.row_bytes, entries, sign)
+                far = Int32(0)
+                if (is_any_far != 0) | (far_rows != 0):
+                    rows, _ = mxfp4_codes.look_at(at.scales + strip * 4, at.table)
+                    is_far_key = mxfp4_codes.half(rows.far, (lane & 2) * 8) != 0
+                    far = Int32(-1) if is_far_key else far_rows >> (lane & 1)
                     totals = self.add_far(words, rows, at, buffer, decoded, lane)
-                    self.store(0, totals, seen, tile, scale, own, [~is_one for is_one in is_near])
+                    self.store(0, totals, seen, tile, scale, own, [far >> 2 * i & 1 != 0 for i in range(self.held)])
                 cute.arch.sync_warp()
-                if lane == 0:
+                # asking for the scale, which is never that NaN, makes the arrival wait until it has come
+                if (lane == 0) & (scale.bitcast(Int32) != -1):
                     cute.arch.mbarrier_arrive(rings[0].empty(stage))
                 wgmma.multiply_registers(*mma, products, keys, q, warpgroup)
                 wgmma.wait(0)
+                is_near = [far >> 2 * i & 1 == 0 for i in range(self.held)]
                 self.store(0, self.add(products, weights, 0, lane), seen, tile, scale, own, is_near)
                 if (lane == 0) & (tile.place & CLOSING != 0):
                     cute.arch.mbarrier_arrive(rings[1].empty(buffer))
                 stage, phase = self.walk.advance(stage, phase)
 
     @cute.jit
-    def decode_queries(self, warpgroup: Any, warp: Any, buffer: Any, decoded: Any, at: Any, sign: Any) -> Any:
+    def decode_queries(self, warpgroup: Any, warp: Any, buffer: Any, decoded: Any, at: Any) -> Any:
         """A group's queries, as the warpgroup's products take them; weights get the heads' scales. By the warpgroup.
         Returns which rows have a far head, a bit each."""
         plan = self.plan
@@ -107,23 +113,11 @@ class Mxfp4Scores(Scores):
         found = Int32(0)
         for strip in cutlass.range(warp, plan.columns // STRIP, wgmma.WARPGROUP // WARP, unroll=1):
             first = buffer * plan.columns + strip * STRIP
-            scales = at.head_scales + first * 4
-            words = cute.make_rmem_tensor((16,), Int32)
-            rows = mxfp4_codes.decode(words, at.queries + first * plan.row_bytes, scales, at.table, sign)
-            for row in range_constexpr(2):
-                # 16 bytes of a row are placed as the swizzle of the products' operands has them
-                line = decoded + (strip * STRIP + row * 8 + lane // 4) * DECODED + lane % 4 * 4
-                for piece in range_constexpr(4):
-                    for i in range_constexpr(2):
-                        place = line + ((piece * 32 + i * 16) ^ (lane // 4 * 16))
-                        ptx.store_shared_s32(place, words[piece * 4 + i * 2 + row])
-                ptx.store_shared_8(scales + row * 32 + lane, rows.below >> (16 * row))
-                if lane % 4 == 0:
-                    weight = at.weights + (first + row * 8 + lane // 4) * 4
-                    scale = mxfp4_codes.row_scale(mxfp4_codes.half(rows.largest, 16 * row))
-                    ptx.store_shared_f32(weight, ptx.load_shared_f32(weight) * scale)
-            if cute.arch.vote_any_sync(rows.far != 0):
-                found |= Int32(1) << (strip * STRIP // plan.heads)
+            line = decoded + (strip * STRIP + lane // 4) * DECODED
+            codes, scales = at.queries + first * plan.row_bytes, at.head_scales + first * 4
+            # what the scales lack replaces them
+            is_far = mxfp4_codes.decode_heads(line, codes, scales, scales, at.weights + first * 4, at.table)
+            found |= is_far << (strip * STRIP // plan.heads)
         cute.arch.fence_view_async_shared()
         far_rows = Int32(0)
         for row in range_constexpr(plan.rows):

@@ -25,14 +25,15 @@ from cute_kernels.indexer import mxfp4_codes
 from cute_kernels.indexer.logits_fill import Fill
 from cute_kernels.indexer.logits_plan import KEYS, WARP, Groups, Windows
 from cute_kernels.indexer.logits_sm90 import LogitsKernel, LogitsKey
-from cute_kernels.indexer.logits_walk import Keys, ScaledWalk
+from cute_kernels.indexer.logits_walk import Keys
 from cute_kernels.indexer.mxfp4_plan import Mxfp4Plan
 from cute_kernels.indexer.mxfp4_scores import Mxfp4Scores
+from cute_kernels.indexer.mxfp4_walk import Mxfp4Walk
 
 
 @dataclass(frozen=True)
 class Mxfp4LogitsKey(LogitsKey):
-    """As LogitsKey: `rows` is 1 or 2."""
+    """As LogitsKey."""
 
     @property
     def plan(self) -> Mxfp4Plan:
@@ -55,6 +56,8 @@ class Places(NamedTuple):
     weights: Any
     windows: Any
     sums: Any
+    ready_scales: Any
+    walks: Any
     head_scales: Any
     table: Any
     keys: Any
@@ -67,7 +70,8 @@ class Mxfp4LogitsKernel(LogitsKernel):
 
     def __init__(self, key: Mxfp4LogitsKey) -> None:
         self.plan, self.paged, self.shares = key.plan, key.paged, key.plan.registers
-        self.walk, self.fill = ScaledWalk(key.plan, key.paged), Fill(key.paged)
+        self.walk = self.bringer = Mxfp4Walk(key.plan, key.paged)
+        self.fill = Fill(key.paged)
         self.scores = Mxfp4Scores(key.plan, key.paged, self.walk)
         kind = f"paged_mqa_logits_mxfp4_b{key.box}" if key.paged else "mqa_logits_mxfp4"
         self.name = f"{kind}_h{key.heads}r{key.rows}"
@@ -134,7 +138,7 @@ class Mxfp4LogitsKernel(LogitsKernel):
             stride_bytes(out, 0),
             clean,
         )
-        kernel.launch(grid=[blocks, 1, 1], block=[plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+        kernel.launch(grid=[blocks, 1, 1], block=[plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -161,6 +165,7 @@ class Mxfp4LogitsKernel(LogitsKernel):
         warp = cute.arch.make_warp_uniform(thread // WARP)
         smem = SmemAllocator()
         rings = barriers.Ring.allocate(smem, plan.stages), barriers.Ring.allocate(smem, plan.buffers)
+        ready = barriers.Ring.allocate(smem, plan.stages)
         words = [
             smem.allocate_tensor(Int32, cute.make_layout(count), byte_alignment=16) for count in plan.words.values()
         ]
@@ -178,11 +183,13 @@ class Mxfp4LogitsKernel(LogitsKernel):
             # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage lets go of it
             rings[0].initialize(1 if self.paged else 1 + WARP, 4)
             rings[1].initialize(1 + WARP, 4)
+            ready.initialize(1, 4)
             mxfp4_codes.fill_table(at.table)
+        if const_expr(self.paged):
+            self.walk.warm(warp, groups, windows, keys)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
-        if const_expr(self.paged):
-            self.walk.warm(warp, keys, groups.requests)
+        cute.arch.griddepcontrol_launch_dependents()
         if groups.total() > WARP:
             self.walk.count(warp, groups, windows, at.sums)
             cute.arch.sync_threads()
@@ -197,11 +204,12 @@ class Mxfp4LogitsKernel(LogitsKernel):
                 key_part = ptx.tensor_map(key_copy), at.keys
                 query_part = self.partition(query_copy, query_source, packed_queries, query_tiles, plan.heads)
                 queries = (*query_part, head_scales)
-                self.walk.run(role, groups, windows, keys, weights, weights_stride, key_part, queries, rings, at)
+                others = groups, windows, keys, weights, weights_stride, key_part, queries
+                self.bringer.run_all(role, ready, rings, at, others)
             elif (warp == fill_warp) & (clean != 0):
                 number, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
                 self.fill.run(number, warps, groups, windows, out, out_stride)
         else:
             if const_expr(len(self.shares) > 0):
                 cute.arch.setmaxregister_increase(self.shares[1])
-            self.scores.run(thread, groups, windows, rings, at, (mma, mma_more), q, out, out_stride)
+            self.scores.run(thread, groups, windows, rings, ready, at, (mma, mma_more), q, out, out_stride)

@@ -147,6 +147,7 @@ class TopKKernel:
             block=[self.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
+            use_pdl=self.has_dependency,
         )
 
     @cute.kernel
@@ -180,18 +181,19 @@ class TopKKernel:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
             lead = ptx.map_shared(at, 0)
         here = Here(at, lead, thread, cute.arch.make_warp_uniform(thread // 32), thread % 32, rank)
-        if const_expr(self.has_dependency):
-            cute.arch.griddepcontrol_wait()
-
         # for calls of which little is under way at once: a row comes while its bounds do
         line = rank * self.threads + thread
         ptx.prefetch_l2(scores + Int64(row) * scores_stride + Int64(line) * 128, line < early_lines)
         request, token = divmod(row, tokens)
-        start = ptx.load_global_s32_where(starts != 0, starts + Int64(row) * starts_stride, is_shared=True)
-        end = ptx.load_global_s32_in_order(
-            ends + Int64(request) * ends_request + Int64(token) * ends_token, is_shared=True
-        )
+        place = ends + Int64(request) * ends_request + Int64(token) * ends_token
+        ptx.prefetch_l2(place, thread == 0)
         self.row.clear(here)
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+
+        start = ptx.load_global_s32_where(starts != 0, starts + Int64(row) * starts_stride, is_shared=True)
+        end = ptx.load_global_s32_in_order(place, is_shared=True)
         shift = start & shifts
         start = cutlass.max(start, Int32(0))
         end = Int32(ptx.min_s64(Int64(shift) + Int64(columns), Int64(cutlass.min(end, limit))))

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from cute_kernels import formats
-from cute_kernels.indexer import logits_choice
+from cute_kernels.indexer import logits_choice, portable_launch
 from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
+from tests.gpu.ahead import compile_ahead
 from tests.helpers import POISON_BYTE, bits, poisoned_pool, raw_bytes
 from tests.indexer import meaning
 from tests.indexer.meaning import HIGH, INT, LOW
@@ -37,6 +38,30 @@ FMT = formats.INDEXER_FP8
 SHARE = 2.0**-12
 PORTABLE_SHARE = 2.0**-16
 GARBAGE = (-1, -7, -1_000_000, HIGH, LOW)
+
+
+HEADS = [1, 8, 16, 24, 32, 48, 63, 64]
+PAGES = [8, 16, 64, 128, 192, 24, 1, 2, 7, 100]
+"""Rows of a page."""
+
+GROUPS = [(16, 13), (32, 1), (48, 5), (64, 4), (64, 7)]
+"""Heads and rows of a request."""
+
+
+def keys_of_tests(mxfp4: bool, heads: list[int], groups: list[tuple[int, int]]) -> list[Any]:
+    """Own and portable kernels of tests with such heads and groups, and with 64 heads and up to 4 rows of a request."""
+    arch = arch_of(0)
+    shapes = [(n, 4, False, 64) for n in heads] + [(n, next_n, True, 64) for n, next_n in groups]
+    shapes += [(64, next_n, True, page_rows) for next_n in (1, 2, 3, 4) for page_rows in (8, 64)]
+    own = [shape for shape in shapes if logits_choice.has_own(arch, shape[0], shape[3])]
+    keys: list[Any] = [logits_choice.key_for(arch, *shape, mxfp4) for shape in own]
+    return [*keys, *(portable_launch.key_for(arch, *shape[:3], mxfp4) for shape in shapes)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """All kernels of these tests, in the disk cache."""
+    compile_ahead(keys_of_tests(False, HEADS, GROUPS))
 
 
 @pytest.fixture(autouse=True, params=["own", "portable"])
@@ -98,12 +123,13 @@ class Data:
         """float64 scores [rows, keys], and how far off they may be."""
         q, k = self.q.double(), self.k.double()
         w, scale = self.w.double(), self.scale.double()
-        scores = torch.empty(q.shape[0], k.shape[0], dtype=torch.float64, device="cuda")
-        bounds = torch.empty_like(scores)
-        for m in range(q.shape[0]):
-            scores[m] = ((q[m] @ k.T).relu() * w[m][:, None]).sum(0) * scale
-            bounds[m] = ((q[m].abs() @ k.abs().T) * w[m].abs()[:, None]).sum(0) * scale.abs() * share()
-        return scores, bounds
+        at_once = max(1, 2**25 // (q.shape[1] * max(1, k.shape[0])))
+        scores, bounds = [], []
+        for part, weights in zip(q.split(at_once), w.split(at_once), strict=True):
+            scores.append(((part @ k.T).relu() * weights[..., None]).sum(1) * scale)
+            magnitudes = ((part.abs() @ k.abs().T) * weights.abs()[..., None]).sum(1)
+            bounds.append(magnitudes * scale.abs() * share())
+        return torch.cat(scores), torch.cat(bounds)
 
 
 def poisoned(rows: int, columns: int, extra: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,7 +205,7 @@ def test_whole_ranges(rows: int, keys: int, spread: bool) -> None:
     check(data, *whole_range(rows, keys))
 
 
-@pytest.mark.parametrize("heads", [1, 8, 16, 24, 32, 48, 63, 64])
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("clean", [False, True])
 def test_ranges_of_all_kinds(heads: int, clean: bool) -> None:
     for rows, keys in ((13, 37), (65, 700), (200, 3001)):
@@ -355,7 +381,7 @@ def check_paged(
     return out
 
 
-@pytest.mark.parametrize("page_rows", [8, 16, 64, 128, 192, 24, 1, 2, 7, 100])
+@pytest.mark.parametrize("page_rows", PAGES)
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_paged(page_rows: int, next_n: int) -> None:
     keys = [1, 64, 65, 0, 200, 1037, 63, 500]
@@ -365,8 +391,7 @@ def test_paged(page_rows: int, next_n: int) -> None:
     check_paged(data, keys, lens.cuda(), page_rows, clean=True, columns=900)
 
 
-@pytest.mark.parametrize("heads", [16, 32, 48, 64])
-@pytest.mark.parametrize("next_n", [1, 4, 5, 7, 13])
+@pytest.mark.parametrize(("heads", "next_n"), GROUPS)
 def test_paged_groups_of_rows(heads: int, next_n: int) -> None:
     keys = [300, 1, 129]
     data = Data.make(3 * next_n, heads, sum(keys), seed=next_n, spread=True)
