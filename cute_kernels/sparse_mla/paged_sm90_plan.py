@@ -87,7 +87,7 @@ def smem_parts() -> dict[str, int]:
     stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
     kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
     raw       [4 warps][2 groups][8 rows] as the caches have them
-    scale     [4 warps][2 groups][8 rows] 8 scale bytes
+    scale     [4 warps][2 groups][2 tiles][32 lanes] 8 scale bytes of the lane's row
     list      [4 warps][4] lists
     walk      [4 warps] where they are
     """
@@ -96,7 +96,7 @@ def smem_parts() -> dict[str, int]:
         "kept": ROWS * (HEAD_DIM - HELD) * 2,
         "p": P_BUFFERS * P_BYTES,
         "raw": WARPS * OWN_ROWS * RAW_ROW,
-        "scale": WARPS * OWN_ROWS * SCALES,
+        "scale": WARPS * GROUPS * 2 * 32 * SCALES,
         "list": WARPS * LISTS * LIST_WARP,
         "walk": WARPS * WALK,
         "heading": STAGES * HEADING,
@@ -105,7 +105,7 @@ def smem_parts() -> dict[str, int]:
     }
 
 
-BARRIERS = 2 * (STAGES + P_BUFFERS) + WARPS * GROUPS
+BARRIERS = 2 * (STAGES + P_BUFFERS)
 
 
 @dataclass(frozen=True)
@@ -115,26 +115,20 @@ class Barriers:
     stages    full: all warps that convert rows have stored theirs, and the heading; of a cluster, the other block's
               rows are there too. empty: the backs' warps are done with the tile, those of the whole cluster
     weights   as prefill's
-    raws      of each warp's groups of rows: rows and scales are there
     """
 
     stages: Tiles
     weights: barriers.Ring
-    raws: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
         stages = Tiles(smem.allocate_array(Int64, 2 * STAGES), STAGES)
-        return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, WARPS * GROUPS))
+        return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS))
 
     def initialize(self, blocks: int) -> None:
         """By one thread; the block, or the cluster, synchronizes afterwards."""
         self.stages.initialize(WARPS, 2 * 4 * blocks)
         self.weights.initialize(4, 2 * 4)
-        for i in range(WARPS * GROUPS):
-            # one lane for the rows, and each that has a row's scales copied
-            cute.arch.mbarrier_init(self.raws + i, 1 + GROUP)
-        cute.arch.mbarrier_init_fence()
 
 
 SCORES_REGISTERS, ROWS_REGISTERS = 128, 64

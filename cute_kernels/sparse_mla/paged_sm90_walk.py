@@ -165,16 +165,19 @@ class Walk:
             ptx.store_shared_s32(list_at + OWN_ROWS * 8 + 16, there)
         within = inside * RAW_ROW if own_lane() < OWN_ROWS else rows * RAW_ROW + inside * SCALES
         source = base + Int64(page) * stride + Int64(within)
-        ptx.store_shared_64(self.sources_at, *ptx.halves(source))
+        source = source if is_there else Int64(0)
+        ptx.store_shared_64(self.sources_at + own_lane() * 8, *ptx.halves(source))
         cute.arch.sync_warp()
 
     @property
     def sources_at(self) -> Any:
-        return self.home + 16 + WALK_ITEMS * RECORD + own_lane() * 8
+        return self.home + 16 + WALK_ITEMS * RECORD
 
-    def source(self) -> Any:
-        """Of the lane's row of the tile that was located last, the address of its record, or of its scales."""
-        return ptx.pair(*ptx.load_shared_64(self.sources_at))
+    def sources_of(self, row: Any) -> tuple[Any, Any]:
+        """Of a row of the warp's, of the tile that was located last, the addresses of its record and of its scales; 0
+        if it is not there."""
+        place = self.sources_at + row * 8
+        return ptx.pair(*ptx.load_shared_64(place)), ptx.pair(*ptx.load_shared_64(place + OWN_ROWS * 8))
 
     def mark(self, tile: Any) -> Any:
         return ptx.load_shared_s32(self.list_of(tile) + OWN_ROWS * 8)
