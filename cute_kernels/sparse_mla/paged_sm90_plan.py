@@ -30,7 +30,8 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     Tiles,
 )
 
-STAGES = 2
+STAGE_BITS = 1
+STAGES = 1 << STAGE_BITS
 HELD = 256
 
 OWN_ROWS = 16
@@ -46,15 +47,16 @@ RAW_ROW = FP8_DS_MLA.data_bytes
 SCALES = 8
 """Bytes of a row's scales, the unused one included."""
 
-AHEAD = 3
-"""Tiles between asking for the entries that a tile is made of and converting their rows; on the way, their pages are
-asked for, and then the rows themselves."""
+LISTS = 8
+"""Of tiles. A warp looks after every fourth tile: it asks for the entries that the tile is made of four tiles ahead, then
+for their pages, and two tiles ahead it tells all where the rows are. No warp is more than two tiles behind another."""
 
-LISTS = AHEAD + 1
-LIST_WARP = OWN_ROWS * 8 + 32
-"""Bytes of a warp's part of a tile's list: entries of its rows, then where in their pages they are; the pages; marks of
-the tile, how many rows from its first one on are compressed, the request, and how many entries are visible; which of
-the warp's rows are there; which of them each of two query rows attends to."""
+LIST = 816
+DELTAS, TILE, THERE, PAIR = 512, 768, 784, 800
+"""Bytes of a tile's list, and where in it are, behind 64-bit addresses of its rows (before, their pages), 0 where there is
+no such row: what to add for a row's scales (before, its entry, then which row of its page it is); marks of the tile, how
+many rows from its first one on are compressed, the request, and how many entries are visible; a bit for each row that is
+there; for each that the first of two query rows attends to, and the second."""
 
 WALK_ITEMS = 32
 RECORD = 32
@@ -62,9 +64,8 @@ RECORD = 32
 are in all; first position of the window. Of two rows: of each, request, visible entries, first position of the window,
 and the one behind its last."""
 
-WALK = 16 + WALK_ITEMS * RECORD + 2 * OWN_ROWS * 8
-"""Bytes of a warp's walk: item, first column of the tile, number of the item's record; records; of the tile located
-last, where each row and its scales are."""
+WALK = 16 + WALK_ITEMS * RECORD
+"""Bytes of a warp's walk: item, first column of its next tile, number of the item's record; records."""
 
 
 class RowWork(NamedTuple):
@@ -87,8 +88,8 @@ def smem_parts() -> dict[str, int]:
     stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
     kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
     raw       [4 warps][2 groups][8 rows] as the caches have them
-    scale     [4 warps][2 groups][2 tiles][32 lanes] 8 scale bytes of the lane's row
-    list      [4 warps][4] lists
+    scale     [4 warps][2 groups][32 lanes] 8 scale bytes of the lane's row
+    list      [8] lists
     walk      [4 warps] where they are
     """
     return {
@@ -96,8 +97,8 @@ def smem_parts() -> dict[str, int]:
         "kept": ROWS * (HEAD_DIM - HELD) * 2,
         "p": P_BUFFERS * P_BYTES,
         "raw": WARPS * OWN_ROWS * RAW_ROW,
-        "scale": WARPS * GROUPS * 2 * 32 * SCALES,
-        "list": WARPS * LISTS * LIST_WARP,
+        "scale": WARPS * GROUPS * 32 * SCALES,
+        "list": LISTS * LIST,
         "walk": WARPS * WALK,
         "heading": STAGES * HEADING,
         "note": P_BUFFERS * ROWS * NOTE,
@@ -105,7 +106,7 @@ def smem_parts() -> dict[str, int]:
     }
 
 
-BARRIERS = 2 * (STAGES + P_BUFFERS)
+BARRIERS = 2 * (STAGES + P_BUFFERS) + LISTS
 
 
 @dataclass(frozen=True)
@@ -115,20 +116,25 @@ class Barriers:
     stages    full: all warps that convert rows have stored theirs, and the heading; of a cluster, the other block's
               rows are there too. empty: the backs' warps are done with the tile, those of the whole cluster
     weights   as prefill's
+    lists     a tile's list says where its rows are
     """
 
     stages: Tiles
     weights: barriers.Ring
+    lists: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
         stages = Tiles(smem.allocate_array(Int64, 2 * STAGES), STAGES)
-        return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS))
+        return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, LISTS))
 
     def initialize(self, blocks: int) -> None:
         """By one thread; the block, or the cluster, synchronizes afterwards."""
         self.stages.initialize(WARPS, 2 * 4 * blocks)
         self.weights.initialize(4, 2 * 4)
+        for i in range(LISTS):
+            cute.arch.mbarrier_init(self.lists + i, 1)
+        cute.arch.mbarrier_init_fence()
 
 
 SCORES_REGISTERS, ROWS_REGISTERS = 128, 64

@@ -18,12 +18,12 @@ from cute_kernels.dsl import ptx
 from cute_kernels.dsl.convert import bf16_pairs_of_e4m3
 from cute_kernels.sparse_mla.paged_sm90_pairs import PairWalk
 from cute_kernels.sparse_mla.paged_sm90_plan import (
-    AHEAD,
     GROUP,
     GROUPS,
     OWN_ROWS,
     RAW_ROW,
     SCALES,
+    STAGE_BITS,
     STAGES,
     Barriers,
     Sources,
@@ -71,37 +71,29 @@ class PagedRows:
     @cute.jit
     def run(self, work: Work, q: Query, sources: Sources, ready: Barriers, at: Places) -> None:
         """Fill the ring. By a warpgroup."""
-        walk = self.walk(work, sources, at)
+        walk = self.walk(work, sources, ready, at)
         walk.begin()
-        for early in cutlass.range(AHEAD, unroll=1):
-            walk.ask_for_entries(early)
-        self.settle(0)
-        for early in cutlass.range(AHEAD - 1, unroll=1):
-            walk.ask_for_pages(early)
-        self.settle(0)
-        walk.locate(Int32(0))
+        walk.wait(Int32(0))
         for group in self.groups:
             self.ask_for_rows(group, Int32(0), walk)
             cute.arch.cp_async_commit_group()
 
         tile, mark = Int32(0), Int32(0)
         while mark & END == 0:
-            mark = walk.mark(tile)
             # the first group of rows, and what the walk has asked for before it
-            self.settle(len(self.groups) - 1)
-            walk.ask_for_pages(tile + (AHEAD - 1))
-            walk.ask_for_entries(tile + AHEAD)
-            walk.locate(tile + 1)
+            cute.arch.cp_async_wait_group(len(self.groups) - 1)
+            cute.arch.sync_warp()
+            walk.step(tile)
+            if walk.mark(tile) & END == 0:
+                walk.wait(tile + 1)
             if const_expr(self.blocks > 1):
-                self.ask_for_more(0, tile, mark, walk)
+                self.ask_for_more(0, tile, walk)
             for group in self.groups:
-                self.convert(group, tile, mark, walk, ready)
-            stage = tile % STAGES
-            heading = at.heading + stage * HEADING
-            if own_lane() == 0:
-                ptx.store_shared_s32(heading + own_warp() * 4, walk.wanted(tile)[0])
-                if own_warp() == 0:
-                    ptx.store_shared_s32(heading + 16, mark)
+                self.convert(group, tile, walk, ready)
+            mark = walk.mark(tile)
+            stage = tile & STAGES - 1
+            if (own_warp() == 0) & (own_lane() == 0):
+                self.tell(at.heading + stage * HEADING, mark, walk.wanted(tile)[0])
             cute.arch.sync_warp()
             if own_lane() == 0:
                 if const_expr(self.blocks > 1):
@@ -111,15 +103,14 @@ class PagedRows:
                     cute.arch.mbarrier_arrive(ready.stages.full(stage))
             tile = tile + 1
         # no lane ends with copies under way
-        self.settle(0)
+        cute.arch.cp_async_wait_group(0)
 
     @cute.jit
-    def settle(self, pending: cutlass.Constexpr) -> None:
-        """All that the warp has asked for is there, but for the last `pending` groups of copies."""
-        if const_expr(pending == 0):
-            cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(pending)
-        cute.arch.sync_warp()
+    def tell(self, heading: Any, mark: Any, wanted: Any) -> None:
+        """Write a stage's heading."""
+        masks = [word >> shift & 0xFFFF for word in wanted for shift in (0, 16)]
+        ptx.store_shared_128(heading, masks)
+        ptx.store_shared_s32(heading + 16, mark)
 
     def number(self, group: cutlass.Constexpr) -> Any:
         """Of the block's groups, the number among all."""
@@ -130,17 +121,13 @@ class PagedRows:
         two slots for it, for tiles in turn."""
         return own_warp() * GROUPS + (tile & 1 if self.blocks > 1 else group)
 
-    def scales_at(self, group: cutlass.Constexpr, tile: Any, at: Places) -> Any:
-        """Where the scales of the lane's row of a group are: those of two tiles in turn."""
-        return at.scale + (((own_warp() * GROUPS + group) * 2 + (tile & 1)) * 32 + own_lane()) * SCALES
-
     @cute.jit
     def ask_for_rows(self, group: cutlass.Constexpr, tile: Any, walk: Walk) -> None:
-        """Start to copy a group of rows of a tile, the one located last: each lane what it will convert, and zeros where
-        there is no row."""
+        """Start to copy a group of rows of a tile: each lane what it will convert, and zeros where there is no row."""
         at = walk.at
         slot = self.slot(group, tile)
-        source, scales = walk.sources_of(self.number(group) * GROUP + own_lane() // 4)
+        row = own_warp() * OWN_ROWS + self.number(group) * GROUP + own_lane() // 4
+        source, scales = walk.sources_of(tile, row)
         is_there = source != 0
         target = at.raw + (slot * GROUP + own_lane() // 4) * RAW_ROW + own_lane() % 4 * CHUNK
         source = source + own_lane() % 4 * CHUNK
@@ -148,45 +135,44 @@ class PagedRows:
         for chunk in range_constexpr(CHUNKS):
             ptx.copy_async_or_zero(target + chunk * SLAB, source + chunk * SLAB, CHUNK, read)
         read = Int32(SCALES) if is_there else Int32(0)
-        ptx.copy_async_or_zero(self.scales_at(group, tile, at), scales, SCALES, read)
+        ptx.copy_async_or_zero(at.scale + (slot * 32 + own_lane()) * SCALES, scales, SCALES, read)
 
     @cute.jit
     def convert(
         self,
         group: cutlass.Constexpr,
         tile: Any,
-        mark: Any,
         walk: Walk,
         ready: Barriers,
     ) -> None:
         """Store a group of a tile's rows as bf16, and ask for that group of the next tile, where there is one."""
         at = walk.at
-        number, slot, stage = self.number(group), self.slot(group, tile), tile % STAGES
+        number, slot, stage = self.number(group), self.slot(group, tile), tile & STAGES - 1
         quad, member = own_lane() // 4, own_lane() % 4
         if const_expr(group > 0):
             # all but the group of the next tile that has been asked for since
             cute.arch.cp_async_wait_group(1)
         raw_at = at.raw + (slot * GROUP + quad) * RAW_ROW + member * CHUNK
-        row = number * GROUP + quad
-        row_at = at.stages + stage * STAGE_BYTES + (own_warp() * OWN_ROWS + row) * (SLAB * 2)
+        row = own_warp() * OWN_ROWS + number * GROUP + quad
+        row_at = at.stages + stage * STAGE_BYTES + row * (SLAB * 2)
         # where the lane's first chunk lies, if it has 2 m and 2 m + 1, or m and m + 4
         fp8_at = row_at + ((2 * member ^ quad) << 4)
         rope_at = row_at + LAST_SLAB * SLAB_BYTES + ((member ^ quad) << 4)
         masks = None
         if const_expr(self.by_rows):
             # there may be NaN where the other block alone attends to a row
-            masks = [-(there >> row & 1) for there in walk.wanted(tile)]
+            masks = [-((high if row >= 32 else low) >> (row & 31) & 1) for low, high in walk.wanted(tile)]
         target = self.other(stage, ready, at)
+        low, high = ptx.load_shared_64(at.scale + (slot * 32 + own_lane()) * SCALES)
         raw = [ptx.load_shared_128_in_order(raw_at + chunk * SLAB) for chunk in range(CHUNKS)]
         if const_expr(group == 0):
-            ready.stages.wait_empty(stage, tile // STAGES & 1)
+            ready.stages.wait_empty(stage, tile >> STAGE_BITS & 1)
         # the rotary chunks first: once their words, which were loaded last, can be stored, all others are there too;
         # asking for what is to take their place does not wait for loads whose values nobody has used
         for chunk in range_constexpr(2):
             self.store(rope_at ^ (64 * chunk), raw[LAST_SLAB + chunk], target, masks)
         if const_expr(self.blocks == 1):
-            self.ask_for_more(group, tile, mark, walk)
-        low, high = ptx.load_shared_64(self.scales_at(group, tile, at))
+            self.ask_for_more(group, tile, walk)
         if cute.arch.vote_any_sync((low & LARGE[0]) | (high & LARGE[1]) != 0):
             for slab in range_constexpr(LAST_SLAB):
                 self.store_slab(raw[slab], self.large_factors(low, high, slab), fp8_at + slab * SLAB_BYTES, target, masks)
@@ -210,9 +196,9 @@ class PagedRows:
         return factor, (Int32(NAN) if byte == 255 else more)
 
     @cute.jit
-    def ask_for_more(self, group: cutlass.Constexpr, tile: Any, mark: Any, walk: Walk) -> None:
+    def ask_for_more(self, group: cutlass.Constexpr, tile: Any, walk: Walk) -> None:
         """Have room that has been read filled with rows of the next tile, if there is one."""
-        if mark & END == 0:
+        if walk.mark(tile) & END == 0:
             self.ask_for_rows(group, tile + 1, walk)
         cute.arch.cp_async_commit_group()
 
