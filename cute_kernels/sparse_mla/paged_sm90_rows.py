@@ -44,6 +44,7 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
 )
 from cute_kernels.sparse_mla.prefill_sm90_rows import own_lane
 
+ROLLED = False
 CHUNK = 16
 CHUNKS = SLABS + 1
 """Bytes of a lane's load, and how many there are of a row: one of each fp8 slab, two of the rotary one."""
@@ -81,15 +82,18 @@ class PagedRows:
         tile, mark = Int32(0), Int32(0)
         while mark & END == 0:
             # the first group of rows, and what the walk has asked for before it
-            cute.arch.cp_async_wait_group(len(self.groups) - 1)
-            cute.arch.sync_warp()
+            self.settle(len(self.groups) - 1)
             walk.step(tile)
             if walk.mark(tile) & END == 0:
                 walk.wait(tile + 1)
             if const_expr(self.blocks > 1):
                 self.ask_for_more(0, tile, walk)
-            for group in self.groups:
-                self.convert(group, tile, walk, ready)
+            if const_expr(ROLLED and self.blocks == 1):
+                for group in cutlass.range(GROUPS, unroll=1):
+                    self.convert(group, tile, walk, ready)
+            else:
+                for group in self.groups:
+                    self.convert(group, tile, walk, ready)
             mark = walk.mark(tile)
             stage = tile & STAGES - 1
             if (own_warp() == 0) & (own_lane() == 0):
@@ -105,6 +109,11 @@ class PagedRows:
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
 
+    def settle(self, pending: int) -> None:
+        """All that the warp has asked for is there, but for the last `pending` groups of copies."""
+        cute.arch.cp_async_wait_group(pending)
+        cute.arch.sync_warp()
+
     @cute.jit
     def tell(self, heading: Any, mark: Any, wanted: Any) -> None:
         """Write a stage's heading."""
@@ -112,17 +121,17 @@ class PagedRows:
         ptx.store_shared_128(heading, masks)
         ptx.store_shared_s32(heading + 16, mark)
 
-    def number(self, group: cutlass.Constexpr) -> Any:
+    def number(self, group: Any) -> Any:
         """Of the block's groups, the number among all."""
         return ptx.rank_again() if self.blocks > 1 else group
 
-    def slot(self, group: cutlass.Constexpr, tile: Any) -> Any:
+    def slot(self, group: Any, tile: Any) -> Any:
         """Where a group's rows wait to be converted, among the warps' slots. A block that does one group of a tile has
         two slots for it, for tiles in turn."""
         return own_warp() * GROUPS + (tile & 1 if self.blocks > 1 else group)
 
     @cute.jit
-    def ask_for_rows(self, group: cutlass.Constexpr, tile: Any, walk: Walk) -> None:
+    def ask_for_rows(self, group: Any, tile: Any, walk: Walk) -> None:
         """Start to copy a group of rows of a tile: each lane what it will convert, and zeros where there is no row."""
         at = walk.at
         slot = self.slot(group, tile)
@@ -140,7 +149,7 @@ class PagedRows:
     @cute.jit
     def convert(
         self,
-        group: cutlass.Constexpr,
+        group: Any,
         tile: Any,
         walk: Walk,
         ready: Barriers,
@@ -149,9 +158,9 @@ class PagedRows:
         at = walk.at
         number, slot, stage = self.number(group), self.slot(group, tile), tile & STAGES - 1
         quad, member = own_lane() // 4, own_lane() % 4
-        if const_expr(group > 0):
+        if const_expr(self.blocks == 1):
             # all but the group of the next tile that has been asked for since
-            cute.arch.cp_async_wait_group(1)
+            self.settle(1)
         raw_at = at.raw + (slot * GROUP + quad) * RAW_ROW + member * CHUNK
         row = own_warp() * OWN_ROWS + number * GROUP + quad
         row_at = at.stages + stage * STAGE_BYTES + row * (SLAB * 2)
@@ -165,7 +174,7 @@ class PagedRows:
         target = self.other(stage, ready, at)
         low, high = ptx.load_shared_64(at.scale + (slot * 32 + own_lane()) * SCALES)
         raw = [ptx.load_shared_128_in_order(raw_at + chunk * SLAB) for chunk in range(CHUNKS)]
-        if const_expr(group == 0):
+        if const_expr(not isinstance(group, int) or group == 0):
             ready.stages.wait_empty(stage, tile >> STAGE_BITS & 1)
         # the rotary chunks first: once their words, which were loaded last, can be stored, all others are there too;
         # asking for what is to take their place does not wait for loads whose values nobody has used
@@ -196,7 +205,7 @@ class PagedRows:
         return factor, (Int32(NAN) if byte == 255 else more)
 
     @cute.jit
-    def ask_for_more(self, group: cutlass.Constexpr, tile: Any, walk: Walk) -> None:
+    def ask_for_more(self, group: Any, tile: Any, walk: Walk) -> None:
         """Have room that has been read filled with rows of the next tile, if there is one."""
         if walk.mark(tile) & END == 0:
             self.ask_for_rows(group, tile + 1, walk)
