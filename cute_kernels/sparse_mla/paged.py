@@ -13,7 +13,6 @@ from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
-from cute_kernels.sparse_mla.prefill_sm90_plan import ROWS
 
 MOST_KEYS = 2**29
 """Entries and positions that Hopper's kernel takes of a query row: what its tables have room for, of each cache."""
@@ -30,9 +29,7 @@ def key_for(arch: str, heads: int, compressed: str, format0: str, format1: str) 
     """
     if arch != HOPPER or {format0, format1} != {FP8_DS_MLA.id}:
         return PortablePagedKey(arch, item_heads(heads), compressed, format0, format1)
-    if heads > ROWS:
-        return PagedKey(arch, "heads")
-    return PagedKey(arch, "rows" if compressed == "all" else "nothing")
+    return PagedKey(arch)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64
 from cutlass.memory import SmemAllocator
@@ -18,6 +17,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
+from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import HALF_BYTES, Halves
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     HEADING,
     LABEL,
@@ -25,13 +25,12 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     P_BUFFERS,
     P_BYTES,
     ROWS,
-    STAGE_BYTES,
     Plan,
-    Tiles,
 )
 
-STAGE_BITS = 1
-STAGES = 1 << STAGE_BITS
+HALVES = 4
+"""Of tiles, 256 columns each, in the ring: a back lets go of its own, and scores begin with the first ones."""
+
 HELD = 256
 
 OWN_ROWS = 16
@@ -51,86 +50,86 @@ LISTS = 8
 """Of tiles. A warp looks after every fourth tile: it asks for the entries that the tile is made of four tiles ahead, then
 for their pages, and two tiles ahead it tells all where the rows are. No warp is more than two tiles behind another."""
 
-LIST = 816
-DELTAS, TILE, THERE, PAIR = 512, 768, 784, 800
+LIST = 800
+DELTAS, TILE, THERE = 512, 768, 784
 """Bytes of a tile's list, and where in it are, behind 64-bit addresses of its rows (before, their pages), 0 where there is
 no such row: what to add for a row's scales (before, its entry, then which row of its page it is); marks of the tile, how
 many rows from its first one on are compressed, the request, and how many entries are visible; a bit for each row that is
-there; for each that the first of two query rows attends to, and the second."""
+there."""
 
 WALK_ITEMS = 32
 RECORD = 32
 """Bytes of what a warp knows of an item: request, visible entries, how many of its keys are compressed, how many there
-are in all; first position of the window. Of two rows: of each, request, visible entries, first position of the window,
-and the one behind its last."""
+are in all; first position of the window."""
 
 WALK = 16 + WALK_ITEMS * RECORD
 """Bytes of a warp's walk: item, first column of its next tile, number of the item's record; records."""
 
 
-class RowWork(NamedTuple):
-    """The items of a block that are query rows, up to 64 heads of each: numbers first, first + step ... below `end`, of
-    which the last one may be one more than there are rows. Then two blocks do the last row, alike."""
-
-    first: Any
-    end: Any
-    step: Any
-    last: Any
-
-    def place(self, item: Any) -> tuple[Any, Any]:
-        """(query row, first head) of a work item."""
-        return cutlass.min(item, self.last), Int32(0)
-
-
 def smem_parts() -> dict[str, int]:
     """Bytes of everything in shared memory but the barriers, in order; what is not as in prefill's Places:
 
-    stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
+    stages    [4 halves][4 slabs][64 rows][64] bf16: keys of two tiles
     kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
-    raw       [4 warps][2 groups][8 rows] as the caches have them
-    scale     [4 warps][2 groups][32 lanes] 8 scale bytes of the lane's row
+    raw       [64 rows] as the caches have them
+    scale     [4 warps][2 groups][2 halves][32 lanes] 4 scale bytes of the lane's row
     list      [8] lists
     walk      [4 warps] where they are
     """
     return {
-        "stages": STAGES * STAGE_BYTES,
+        "stages": HALVES * HALF_BYTES,
         "kept": ROWS * (HEAD_DIM - HELD) * 2,
         "p": P_BUFFERS * P_BYTES,
-        "raw": WARPS * OWN_ROWS * RAW_ROW,
+        "raw": ROWS * RAW_ROW,
         "scale": WARPS * GROUPS * 32 * SCALES,
         "list": LISTS * LIST,
         "walk": WARPS * WALK,
-        "heading": STAGES * HEADING,
+        "heading": HALVES * HEADING,
         "note": P_BUFFERS * ROWS * NOTE,
         "label": P_BUFFERS * LABEL,
     }
 
 
-BARRIERS = 2 * (STAGES + P_BUFFERS) + LISTS
+BARRIERS = 2 * (HALVES + P_BUFFERS) + LISTS
+
+
+@dataclass(frozen=True)
+class PagedTiles(Halves):
+    """The ring of halves. Who multiplies begins with a tile's first one."""
+
+    def wait_tile(self, stage: Any, phase: Any) -> None:
+        self.wait_full(stage, phase)
+
+    def wait_part(self, stage: Any, phase: Any, number: int) -> None:
+        """Until a part of a tile is there; the first is, after wait_tile."""
+        self.wait_full(*self.half(stage, phase, number))
+
+    def has_tile(self, stage: Any, phase: Any) -> Any:
+        return self.is_full(stage, phase)
 
 
 @dataclass(frozen=True)
 class Barriers:
     """mbarriers of a block, and what completes their phases.
 
-    stages    full: all warps that convert rows have stored theirs, and the heading; of a cluster, the other block's
-              rows are there too. empty: the backs' warps are done with the tile, those of the whole cluster
+    stages    full: all warps that convert rows have stored a half of theirs, and the heading. empty: the warps of the
+              back whose columns it has are done with it
     weights   as prefill's
     lists     a tile's list says where its rows are
     """
 
-    stages: Tiles
+    stages: PagedTiles
     weights: barriers.Ring
     lists: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
-        stages = Tiles(smem.allocate_array(Int64, 2 * STAGES), STAGES)
+        stages = PagedTiles(smem.allocate_array(Int64, 2 * HALVES), HALVES)
         return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, LISTS))
 
-    def initialize(self, blocks: int) -> None:
-        """By one thread; the block, or the cluster, synchronizes afterwards."""
-        self.stages.initialize(WARPS, 2 * 4 * blocks)
+    def initialize(self) -> None:
+        """By one thread; the block synchronizes afterwards."""
+        self.stages.initialize(WARPS, 4)
         self.weights.initialize(4, 2 * 4)
         for i in range(LISTS):
             cute.arch.mbarrier_init(self.lists + i, 1)
@@ -141,21 +140,19 @@ SCORES_REGISTERS, ROWS_REGISTERS = 128, 64
 """As prefill's: this kernel's warpgroup of rows needs more registers."""
 
 
-def plan(shared: str) -> Plan:
-    return Plan(
-        BFloat16,
-        1,
-        smem_parts(),
-        Barriers,
-        BARRIERS,
-        HELD,
-        SCORES_REGISTERS,
-        ROWS_REGISTERS,
-        queries_in_ring=False,
-        readers_fence=True,
-        blocks=1 if shared == "nothing" else 2,
-        by_rows=shared == "rows",
-    )
+PAGED = Plan(
+    BFloat16,
+    2,
+    smem_parts(),
+    Barriers,
+    BARRIERS,
+    HELD,
+    SCORES_REGISTERS,
+    ROWS_REGISTERS,
+    queries_in_ring=False,
+    readers_fence=True,
+    part_by_part=True,
+)
 
 
 class Cache(NamedTuple):

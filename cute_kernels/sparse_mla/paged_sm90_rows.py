@@ -1,9 +1,11 @@
 """The warpgroup of Hopper's paged prefill kernel that asks for rows, and makes them what tensor cores multiply.
 
 A warp does 16 rows of every tile, in two groups: four lanes have a row of a group, each 16 neighbouring fp8 columns of
-every slab, which become two chunks of 16 bytes, and two chunks of the rotary ones, which are bf16 already.
+every slab, which become two chunks of 16 bytes, and two chunks of the rotary ones, which are bf16 already. A tile's
+first 256 columns are there before the others.
 
-Of a pair of blocks that attend to the same rows each does one group, and stores it in both.
+Each lane copies what it will convert itself: nobody waits for another lane's copies, and it asks for the next tile's
+share as soon as its own registers have that of this one.
 """
 
 from __future__ import annotations
@@ -16,19 +18,15 @@ from cutlass import Int32, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.convert import bf16_pairs_of_e4m3
-from cute_kernels.sparse_mla.paged_sm90_pairs import PairWalk
+from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import HALF_BYTES
 from cute_kernels.sparse_mla.paged_sm90_plan import (
     GROUP,
     GROUPS,
     OWN_ROWS,
     RAW_ROW,
-    SCALES,
-    STAGE_BITS,
-    STAGES,
     Barriers,
     Sources,
     own_warp,
-    plan,
 )
 from cute_kernels.sparse_mla.paged_sm90_walk import Walk
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
@@ -37,193 +35,146 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     SLAB,
     SLAB_BYTES,
     SLABS,
-    STAGE_BYTES,
     Places,
     Query,
     Work,
 )
 from cute_kernels.sparse_mla.prefill_sm90_rows import own_lane
 
-ROLLED = False
-CHUNK = 16
-CHUNKS = SLABS + 1
-"""Bytes of a lane's load, and how many there are of a row: one of each fp8 slab, two of the rotary one."""
+HALF_SLABS = SLABS // 2
 
-LAST_SLAB = SLABS - 1
-"""The rotary columns."""
+CODES, ROPE = (4, 3), (0, 2)
+"""16-byte loads of a lane for each half of a row: one of each fp8 slab; two of the rotary one."""
+
+CHUNK = 16
 
 LARGE = (-0x7F7F7F80, 0x00808080)
-"""Of a row's scale bytes, the bits that make a scale 2 or more."""
+"""Of the scale bytes of half a row, the bits that make a scale 2 or more."""
 
 MOST_SCALE, NAN = 134, 0x7FC07FC0
 """The largest scale byte that one factor is made of; two bf16 that are none."""
 
-ROW_SIZE = SLABS * SLAB * 2
-"""Bytes of a converted row."""
-
 
 class PagedRows:
-    def __init__(self, shared: str) -> None:
-        self.blocks = plan(shared).blocks
-        self.groups = range(GROUPS // self.blocks)
-        self.by_rows = shared == "rows"
-        self.walk = PairWalk if shared == "rows" else Walk
-
     @cute.jit
     def run(self, work: Work, q: Query, sources: Sources, ready: Barriers, at: Places) -> None:
         """Fill the ring. By a warpgroup."""
-        walk = self.walk(work, sources, ready, at)
+        walk = Walk(work, sources, ready, at)
         walk.begin()
         walk.wait(Int32(0))
-        for group in self.groups:
-            self.ask_for_rows(group, Int32(0), walk)
-            cute.arch.cp_async_commit_group()
+        for half in range_constexpr(2):
+            for group in cutlass.range(GROUPS, unroll=1):
+                self.ask_for_rows(half, group, Int32(0), walk)
+                cute.arch.cp_async_commit_group()
 
         tile, mark = Int32(0), Int32(0)
         while mark & END == 0:
-            # the first group of rows, and what the walk has asked for before it
-            self.settle(len(self.groups) - 1)
+            # what the walk has asked for
+            self.settle()
             walk.step(tile)
             if walk.mark(tile) & END == 0:
                 walk.wait(tile + 1)
-            if const_expr(self.blocks > 1):
-                self.ask_for_more(0, tile, walk)
-            if const_expr(ROLLED and self.blocks == 1):
+            first = (tile & 1) * 2
+            for half in range_constexpr(2):
                 for group in cutlass.range(GROUPS, unroll=1):
-                    self.convert(group, tile, walk, ready)
-            else:
-                for group in self.groups:
-                    self.convert(group, tile, walk, ready)
+                    self.convert(half, group, tile, walk, ready)
+                if const_expr(half == 0):
+                    if (own_warp() == 0) & (own_lane() == 0):
+                        self.tell(at.heading + first * HEADING, walk.mark(tile), walk.there(tile))
+                cute.arch.sync_warp()
+                if own_lane() == 0:
+                    cute.arch.mbarrier_arrive(ready.stages.full(first + half))
             mark = walk.mark(tile)
-            stage = tile & STAGES - 1
-            if (own_warp() == 0) & (own_lane() == 0):
-                self.tell(at.heading + stage * HEADING, mark, walk.wanted(tile)[0])
-            cute.arch.sync_warp()
-            if own_lane() == 0:
-                if const_expr(self.blocks > 1):
-                    # the other block stores as many rows here
-                    cute.arch.mbarrier_arrive_and_expect_tx(ready.stages.full(stage), GROUP * ROW_SIZE)
-                else:
-                    cute.arch.mbarrier_arrive(ready.stages.full(stage))
             tile = tile + 1
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
 
-    def settle(self, pending: int) -> None:
-        """All that the warp has asked for is there, but for the last `pending` groups of copies."""
-        cute.arch.cp_async_wait_group(pending)
+    def settle(self) -> None:
+        """All that the warp has asked for is there, but for what it asked for behind the half of a group of rows that
+        is next to be converted."""
+        cute.arch.cp_async_wait_group(2 * GROUPS - 1)
         cute.arch.sync_warp()
 
-    @cute.jit
-    def tell(self, heading: Any, mark: Any, wanted: Any) -> None:
-        """Write a stage's heading."""
-        masks = [word >> shift & 0xFFFF for word in wanted for shift in (0, 16)]
-        ptx.store_shared_128(heading, masks)
+    def tell(self, heading: Any, mark: Any, there: Any) -> None:
+        """Write a tile's heading."""
+        ptx.store_shared_128(heading, [word >> shift & 0xFFFF for word in there for shift in (0, 16)])
         ptx.store_shared_s32(heading + 16, mark)
 
-    def number(self, group: Any) -> Any:
-        """Of the block's groups, the number among all."""
-        return ptx.rank_again() if self.blocks > 1 else group
+    def row(self, group: Any) -> Any:
+        """The lane's, of a group, in a tile."""
+        return own_warp() * OWN_ROWS + group * GROUP + own_lane() // 4
 
-    def slot(self, group: Any, tile: Any) -> Any:
-        """Where a group's rows wait to be converted, among the warps' slots. A block that does one group of a tile has
-        two slots for it, for tiles in turn."""
-        return own_warp() * GROUPS + (tile & 1 if self.blocks > 1 else group)
+    def raw(self, half: int, group: Any, at: Places) -> tuple[Any, Any]:
+        """Where the lane's first chunk of half a row waits to be converted, and its scales."""
+        chunk = self.row(group) * RAW_ROW + half * HALF_SLABS * SLAB + own_lane() % 4 * CHUNK
+        return at.raw + chunk, at.scale + (((own_warp() * GROUPS + group) * 2 + half) * 32 + own_lane()) * 4
 
     @cute.jit
-    def ask_for_rows(self, group: Any, tile: Any, walk: Walk) -> None:
-        """Start to copy a group of rows of a tile: each lane what it will convert, and zeros where there is no row."""
-        at = walk.at
-        slot = self.slot(group, tile)
-        row = own_warp() * OWN_ROWS + self.number(group) * GROUP + own_lane() // 4
-        source, scales = walk.sources_of(tile, row)
+    def ask_for_rows(self, half: cutlass.Constexpr, group: Any, tile: Any, walk: Walk) -> None:
+        """Start to copy half a group of a tile's rows: each lane what it will convert, and zeros where there is no
+        row."""
+        source, scales = walk.sources_of(tile, self.row(group))
         is_there = source != 0
-        target = at.raw + (slot * GROUP + own_lane() // 4) * RAW_ROW + own_lane() % 4 * CHUNK
-        source = source + own_lane() % 4 * CHUNK
+        target, target_scales = self.raw(half, group, walk.at)
+        source = source + (own_lane() % 4 * CHUNK + half * HALF_SLABS * SLAB)
         read = Int32(CHUNK) if is_there else Int32(0)
-        for chunk in range_constexpr(CHUNKS):
+        for chunk in range_constexpr(CODES[half] + ROPE[half]):
             ptx.copy_async_or_zero(target + chunk * SLAB, source + chunk * SLAB, CHUNK, read)
-        read = Int32(SCALES) if is_there else Int32(0)
-        ptx.copy_async_or_zero(at.scale + (slot * 32 + own_lane()) * SCALES, scales, SCALES, read)
+        read = Int32(4) if is_there else Int32(0)
+        ptx.copy_async_or_zero(target_scales, scales + 4 * half, 4, read)
 
     @cute.jit
-    def convert(
-        self,
-        group: Any,
-        tile: Any,
-        walk: Walk,
-        ready: Barriers,
-    ) -> None:
-        """Store a group of a tile's rows as bf16, and ask for that group of the next tile, where there is one."""
+    def convert(self, half: cutlass.Constexpr, group: Any, tile: Any, walk: Walk, ready: Barriers) -> None:
+        """Store half a group of a tile's rows as bf16, and ask for that of the next tile, where there is one."""
         at = walk.at
-        number, slot, stage = self.number(group), self.slot(group, tile), tile & STAGES - 1
-        quad, member = own_lane() // 4, own_lane() % 4
-        if const_expr(self.blocks == 1):
-            # all but the group of the next tile that has been asked for since
-            self.settle(1)
-        raw_at = at.raw + (slot * GROUP + quad) * RAW_ROW + member * CHUNK
-        row = own_warp() * OWN_ROWS + number * GROUP + quad
-        row_at = at.stages + stage * STAGE_BYTES + row * (SLAB * 2)
-        # where the lane's first chunk lies, if it has 2 m and 2 m + 1, or m and m + 4
-        fp8_at = row_at + ((2 * member ^ quad) << 4)
-        rope_at = row_at + LAST_SLAB * SLAB_BYTES + ((member ^ quad) << 4)
-        masks = None
-        if const_expr(self.by_rows):
-            # there may be NaN where the other block alone attends to a row
-            masks = [-((high if row >= 32 else low) >> (row & 31) & 1) for low, high in walk.wanted(tile)]
-        target = self.other(stage, ready, at)
-        low, high = ptx.load_shared_64(at.scale + (slot * 32 + own_lane()) * SCALES)
-        raw = [ptx.load_shared_128_in_order(raw_at + chunk * SLAB) for chunk in range(CHUNKS)]
-        if const_expr(not isinstance(group, int) or group == 0):
-            ready.stages.wait_empty(stage, tile >> STAGE_BITS & 1)
-        # the rotary chunks first: once their words, which were loaded last, can be stored, all others are there too;
-        # asking for what is to take their place does not wait for loads whose values nobody has used
-        for chunk in range_constexpr(2):
-            self.store(rope_at ^ (64 * chunk), raw[LAST_SLAB + chunk], target, masks)
-        if const_expr(self.blocks == 1):
-            self.ask_for_more(group, tile, walk)
-        if cute.arch.vote_any_sync((low & LARGE[0]) | (high & LARGE[1]) != 0):
-            for slab in range_constexpr(LAST_SLAB):
-                self.store_slab(raw[slab], self.large_factors(low, high, slab), fp8_at + slab * SLAB_BYTES, target, masks)
+        self.settle()
+        raw_at, scales_at = self.raw(half, group, at)
+        scales = ptx.load_shared_s32(scales_at)
+        raw = [ptx.load_shared_128_in_order(raw_at + i * SLAB) for i in range(CODES[half])]
+        words = cute.make_rmem_tensor((CODES[half] * 8,), Int32)
+        if cute.arch.vote_any_sync(scales & LARGE[half] != 0):
+            for slab in range_constexpr(CODES[half]):
+                self.fill(words, slab, raw[slab], self.large_factors(scales, slab))
         else:
-            for slab in range_constexpr(LAST_SLAB):
-                factor = ptx.bf16x2_of_ue8m0(low if slab < 4 else high, slab % 4)
-                self.store_slab(raw[slab], [factor], fp8_at + slab * SLAB_BYTES, target)
+            for slab in range_constexpr(CODES[half]):
+                self.fill(words, slab, raw[slab], [ptx.bf16x2_of_ue8m0(scales, slab)])
+        if const_expr(half == 0):
+            self.ask_for_more(half, group, tile, walk)
 
-    def store_slab(self, four: Any, factors: Any, place: Any, target: tuple[Any, Any], masks: Any = None) -> None:
-        """Store 16 fp8 columns as bf16."""
-        for chunk in range(2):
-            words = bf16_pairs_of_e4m3(four[2 * chunk : 2 * chunk + 2], factors)
-            self.store(place ^ (16 * chunk), words, target, masks)
+        number, quad, member = (tile & 1) * 2 + half, own_lane() // 4, own_lane() % 4
+        ready.stages.wait_empty(number, tile >> 1 & 1)
+        row_at = at.stages + number * HALF_BYTES + self.row(group) * (SLAB * 2)
+        for slab in range_constexpr(CODES[half]):
+            place = row_at + slab * SLAB_BYTES + ((2 * member ^ quad) << 4)
+            for chunk in range_constexpr(2):
+                self.put(place ^ (CHUNK * chunk), [words[8 * slab + 4 * chunk + i] for i in range(4)])
+        if const_expr(half == 1):
+            rope = [ptx.load_shared_128_in_order(raw_at + (CODES[half] + i) * SLAB) for i in range(ROPE[half])]
+            for chunk in range_constexpr(ROPE[half]):
+                place = row_at + CODES[half] * SLAB_BYTES + ((member ^ quad) << 4)
+                ptx.store_shared_128(place ^ (4 * CHUNK * chunk), rope[chunk])
+            self.ask_for_more(half, group, tile, walk)
 
     @cute.jit
-    def large_factors(self, low: Any, high: Any, slab: cutlass.Constexpr) -> tuple[Any, Any]:
+    def ask_for_more(self, half: cutlass.Constexpr, group: Any, tile: Any, walk: Walk) -> None:
+        """Have room whose words are in registers filled with the next tile's, if there is one."""
+        if walk.mark(tile) & END == 0:
+            self.ask_for_rows(half, group, tile + 1, walk)
+        cute.arch.cp_async_commit_group()
+
+    def put(self, place: Any, words: Any) -> None:
+        ptx.store_shared_128(place, words)
+
+    def fill(self, words: Any, slab: int, four: Any, factors: Any) -> None:
+        """16 fp8 columns as bf16."""
+        found = bf16_pairs_of_e4m3(four, factors)
+        for i in range(8):
+            words[8 * slab + i] = found[i]
+
+    @cute.jit
+    def large_factors(self, scales: Any, slab: cutlass.Constexpr) -> tuple[Any, Any]:
         """A slab's scale as two factors, since it may be too large for one product in bf16."""
-        byte = ((low if slab < 4 else high) >> (slab % 4 * 8)) & 0xFF
+        byte = (scales >> (slab * 8)) & 0xFF
         factor = ptx.bf16x2_of_ue8m0(cutlass.min(byte, Int32(MOST_SCALE)), 0)
         more = cutlass.max(byte - (MOST_SCALE - 127), Int32(127)) * 0x00800080
         return factor, (Int32(NAN) if byte == 255 else more)
-
-    @cute.jit
-    def ask_for_more(self, group: Any, tile: Any, walk: Walk) -> None:
-        """Have room that has been read filled with rows of the next tile, if there is one."""
-        if walk.mark(tile) & END == 0:
-            self.ask_for_rows(group, tile + 1, walk)
-        cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def other(self, stage: Any, ready: Barriers, at: Places) -> tuple[Any, Any]:
-        """What to add to a place in a stage for that of the other block's, and the mbarrier that counts what comes."""
-        away, counter = Int32(0), Int32(0)
-        if const_expr(self.blocks > 1):
-            rank = ptx.rank_again() ^ 1
-            away = ptx.map_shared(at.stages, rank) - at.stages
-            counter = ptx.map_shared(ready.stages.full(stage).toint(), rank)
-        return away, counter
-
-    def store(self, place: Any, words: Any, target: tuple[Any, Any], masks: Any = None) -> None:
-        own, others = ([word & mask for word in words] for mask in masks) if masks else (words, words)
-        ptx.store_shared_128(place, own)
-        if self.blocks > 1:
-            away, counter = target
-            ptx.store_remote_128(place + away, others, counter)

@@ -55,7 +55,8 @@ class Walk:
         return self.at.walk + own_warp() * WALK
 
     def list_of(self, tile: Any) -> Any:
-        return self.at.list + (tile & LISTS - 1) * LIST
+        # the address computed anew: there is no register to keep it in
+        return ptx.again(self.at.list) + (tile & LISTS - 1) * LIST
 
     @cute.jit
     def begin(self) -> None:
@@ -246,7 +247,6 @@ class Walk:
     def mark(self, tile: Any) -> Any:
         return ptx.load_shared_s32(self.list_of(tile) + TILE)
 
-    def wanted(self, tile: Any) -> tuple[Any, Any]:
-        """Which of a tile's rows this block attends to, as bits in two words, and which the other one."""
-        there = ptx.load_shared_64(self.list_of(tile) + THERE)
-        return there, there
+    def there(self, tile: Any) -> tuple[Any, Any]:
+        """Which of a tile's rows are there, as bits in two words."""
+        return ptx.load_shared_64(self.list_of(tile) + THERE)

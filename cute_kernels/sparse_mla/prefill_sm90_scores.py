@@ -79,7 +79,7 @@ class Scores:
         tile = Int32(0)
         stage, phase = barriers.start()
         mark, item = Int32(0), work.first - work.step
-        self.begin(work, q, at)
+        self.begin(held, work, q, at)
         while mark & END == 0:
             before = stage
             item, stage, phase = self.take(held, item, stage, phase, work, q, ready, at)
@@ -96,10 +96,7 @@ class Scores:
                 ready.stages.wait_tile(stage, phase)
                 if const_expr(self.plan.readers_fence):
                     cute.arch.fence_view_async_shared()
-                tiles = [uniform_tile(place, k_layout, self.dtype) for place in ready.stages.parts(stage, at.stages)]
-                keys = [qk[2].make_fragment_B(part.partition_B(tile_part)) for tile_part in tiles]
-                kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
-                self.multiply(qk, scores, held, kept, keys)
+                self.multiply(qk, part, scores, held, stage, phase, ready, k_layout, kept_layout, at)
                 if is_public == 0:
                     self.publish(tile - 1, ready)
                 heading = at.heading + stage * HEADING
@@ -109,7 +106,7 @@ class Scores:
                 if mark & LAST != 0:
                     logits = [self.logit(sink, self.head(item, half, work), q) for half in range(2)]
                 warpgroup.wait_group(0)
-                self.let_go(is_first, before, mark, item, work, q, ready, at)
+                self.let_go(held, is_first, before, mark, item, work, q, ready, at)
                 is_first, is_public = False, Int32(0)
                 if scale_log2 < Float32(0.0):
                     for i in range_constexpr(OWN_SCORES):
@@ -163,7 +160,7 @@ class Scores:
     # How the queries come. Here they go through the ring.
 
     @cute.jit
-    def begin(self, work: Work, q: Query, at: Places) -> None:
+    def begin(self, held: Any, work: Work, q: Query, at: Places) -> None:
         """Before the first item."""
 
     @cute.jit
@@ -179,7 +176,16 @@ class Scores:
 
     @cute.jit
     def let_go(
-        self, is_first: Any, before: Any, mark: Any, item: Any, work: Work, q: Query, ready: Barriers, at: Places
+        self,
+        held: Any,
+        is_first: Any,
+        before: Any,
+        mark: Any,
+        item: Any,
+        work: Work,
+        q: Query,
+        ready: Barriers,
+        at: Places,
     ) -> None:
         """Once a tile is multiplied, an item's first or another; before: the stage before the item's tiles."""
         if own_number() & 31 == 0:
@@ -253,24 +259,48 @@ class Scores:
     def multiply(
         self,
         qk: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
+        part: Any,
         scores: Any,
         held: Any,
-        kept: Any,
-        keys: Any,
+        stage: Any,
+        phase: Any,
+        ready: Barriers,
+        k_layout: cute.ComposedLayout,
+        kept_layout: cute.ComposedLayout,
+        at: Places,
     ) -> None:
-        """Start scores = Q K^T; keys: a fragment of each part of the tile."""
+        """Start scores = Q K^T of a tile."""
         # no proxy fence for what cp.async has brought, here and in the backs: other kernels that multiply such rows
         # have none either, and tests that repeat calls stand guard; fences cost 2%
-        steps = HEAD_DIM // STEP // len(keys)
+        places = ready.stages.parts(stage, at.stages)
+        steps = HEAD_DIM // STEP // len(places)
+        first = 1 if self.plan.part_by_part else len(places)
+        keys = [self.keys(qk, part, place, k_layout) for place in places[:first]]
+        kept = self.kept(qk, part, kept_layout, at)
         warpgroup.fence()
-        for step in range_constexpr(self.held // STEP):
-            chosen = qk[0] if const_expr(step == 0) else qk[1]
-            cute.gemm(chosen, scores, held[None, None, step], keys[step // steps][None, None, step % steps], scores)
-        for step in range_constexpr((HEAD_DIM - self.held) // STEP):
-            behind = self.held // STEP + step
-            some = keys[behind // steps][None, None, behind % steps]
-            cute.gemm(qk[2], scores, kept[None, None, step], some, scores)
+        for step in range_constexpr(HEAD_DIM // STEP):
+            if const_expr(step // steps == len(keys)):
+                ready.stages.wait_part(stage, phase, len(keys))
+                if const_expr(self.plan.readers_fence):
+                    cute.arch.fence_view_async_shared()
+                # computed anew: what was computed before the wait is no more in registers of the whole warp
+                keys.append(self.keys(qk, part, places[len(keys)], k_layout))
+                kept = self.kept(qk, part, kept_layout, at)
+            some = keys[step // steps][None, None, step % steps]
+            if const_expr(step < self.held // STEP):
+                chosen = qk[0] if const_expr(step == 0) else qk[1]
+                cute.gemm(chosen, scores, held[None, None, step], some, scores)
+            else:
+                cute.gemm(qk[2], scores, kept[None, None, step - self.held // STEP], some, scores)
         warpgroup.commit_group()
+
+    def keys(self, qk: Any, part: Any, place: Any, k_layout: Any) -> Any:
+        """A part of a tile, as tensor cores take it."""
+        return qk[2].make_fragment_B(part.partition_B(uniform_tile(place, k_layout, self.dtype)))
+
+    def kept(self, qk: Any, part: Any, kept_layout: Any, at: Places) -> Any:
+        """The queries in shared memory."""
+        return qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
 
     def reduce(self, scores: Any, half: int, combine: Any) -> Any:
         """Of the thread's scores of one of its heads."""
