@@ -1,8 +1,8 @@
 """What the warpgroups of Hopper's paged prefill kernel agree on beyond prefill's plan: sizes and shared memory.
 
-Tiles are prefill's. Their rows come from the caches as they are there, 576 bytes each, and a warp of the warpgroup that
-asks for rows converts those 16 of every tile that it has asked for. So nobody else waits for raw rows, and there is a
-warp's tile of them and no more: as soon as 8 of them are in registers, their room is asked to be filled anew.
+Tiles are prefill's, in halves of 256 columns. Their rows come from the caches as they are there, 576 bytes each, and a
+lane of the warpgroup that asks for rows converts what it has asked for. So nobody else waits for raw rows, and there is
+a tile of them and no more: what is in registers is asked to be replaced at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64
+from cutlass import BFloat16, Int64
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx
@@ -47,15 +47,16 @@ SCALES = 8
 """Bytes of a row's scales, the unused one included."""
 
 LISTS = 8
-"""Of tiles. A warp looks after every fourth tile: it asks for the entries that the tile is made of four tiles ahead, then
-for their pages, and two tiles ahead it tells all where the rows are. No warp is more than two tiles behind another."""
+"""Of tiles. A warp looks after every fourth tile: it asks for the entries that the tile is made of four tiles ahead,
+then for their pages, and two tiles ahead it tells all where the rows are. No warp is more than two tiles behind
+another."""
 
 LIST = 800
 DELTAS, TILE, THERE = 512, 768, 784
-"""Bytes of a tile's list, and where in it are, behind 64-bit addresses of its rows (before, their pages), 0 where there is
-no such row: what to add for a row's scales (before, its entry, then which row of its page it is); marks of the tile, how
-many rows from its first one on are compressed, the request, and how many entries are visible; a bit for each row that is
-there."""
+"""Bytes of a tile's list, and where in it are, behind 64-bit addresses of its rows (before, their pages), 0 where there
+is no such row: what to add for a row's scales (before, its entry, then which row of its page it is); marks of the tile,
+how many rows from its first one on are compressed, the request, and how many entries are visible; a bit for each row
+that is there."""
 
 WALK_ITEMS = 32
 RECORD = 32

@@ -79,8 +79,7 @@ class PagedRows:
                 for group in cutlass.range(GROUPS, unroll=1):
                     self.convert(half, group, tile, walk, ready)
                 if const_expr(half == 0):
-                    if (own_warp() == 0) & (own_lane() == 0):
-                        self.tell(at.heading + first * HEADING, walk.mark(tile), walk.there(tile))
+                    self.tell(at.heading + first * HEADING, walk.mark(tile), walk.there(tile))
                 cute.arch.sync_warp()
                 if own_lane() == 0:
                     cute.arch.mbarrier_arrive(ready.stages.full(first + half))
@@ -95,10 +94,12 @@ class PagedRows:
         cute.arch.cp_async_wait_group(2 * GROUPS - 1)
         cute.arch.sync_warp()
 
+    @cute.jit
     def tell(self, heading: Any, mark: Any, there: Any) -> None:
-        """Write a tile's heading."""
-        ptx.store_shared_128(heading, [word >> shift & 0xFFFF for word in there for shift in (0, 16)])
-        ptx.store_shared_s32(heading + 16, mark)
+        """Write a tile's heading. One lane does."""
+        if (own_warp() == 0) & (own_lane() == 0):
+            ptx.store_shared_128(heading, [word >> shift & 0xFFFF for word in there for shift in (0, 16)])
+            ptx.store_shared_s32(heading + 16, mark)
 
     def row(self, group: Any) -> Any:
         """The lane's, of a group, in a tile."""

@@ -17,8 +17,8 @@ from cute_kernels.sparse_mla.paged_sm90 import PagedKey
 from tests.compile.reports import compile_report
 
 GROUPS = 3
-"""Of products: Q K^T of both parts of a tile, and P V. The assembler ends each instruction with a wait of its own where it
-loses track."""
+"""Of products: Q K^T of both parts of a tile, and P V. The assembler ends each instruction with a wait of its own where
+it loses track."""
 
 
 @pytest.fixture(scope="module")
