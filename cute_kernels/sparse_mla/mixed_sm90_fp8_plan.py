@@ -78,8 +78,8 @@ class Halves(Tiles):
     def half(self, stage: Any, phase: Any, further: Any) -> tuple[Any, Any]:
         """The half that many (0 to 2) further on."""
         following = stage + further
-        is_round = following >= self.stages
-        return (following - self.stages if is_round else following), (phase ^ 1 if is_round else phase)
+        is_round = following >= HALVES
+        return (following - HALVES if is_round else following), (phase ^ 1 if is_round else phase)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What the warpgroups of Hopper's paged prefill kernel agree on beyond prefill's plan: sizes and shared memory.
 
-Tiles are prefill's, in halves of 256 columns. Their rows come from the caches as they are there, 576 bytes each, and a
+Tiles are prefill's. Their rows come from the caches as they are there, 576 bytes each, and a
 lane of the warpgroup that asks for rows converts what it has asked for. So nobody else waits for raw rows, and there is
 a tile of them and no more: what is in registers is asked to be replaced at once.
 """
@@ -17,7 +17,6 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
-from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import HALF_BYTES, Halves
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     HEADING,
     LABEL,
@@ -25,12 +24,13 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     P_BUFFERS,
     P_BYTES,
     ROWS,
+    STAGE_BYTES,
     Plan,
+    Tiles,
 )
 
-HALVES = 4
-"""Of tiles, 256 columns each, in the ring: a back lets go of its own, and scores begin with the first ones."""
-
+STAGE_BITS = 1
+STAGES = 1 << STAGE_BITS
 HELD = 256
 
 OWN_ROWS = 16
@@ -70,67 +70,52 @@ WALK = 16 + WALK_ITEMS * RECORD
 def smem_parts() -> dict[str, int]:
     """Bytes of everything in shared memory but the barriers, in order; what is not as in prefill's Places:
 
-    stages    [4 halves][4 slabs][64 rows][64] bf16: keys of two tiles
+    stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
     kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
     raw       [64 rows] as the caches have them
-    scale     [4 warps][2 groups][2 halves][32 lanes] 4 scale bytes of the lane's row
+    scale     [4 warps][2 groups][32 lanes] 8 scale bytes of the lane's row
     list      [8] lists
     walk      [4 warps] where they are
     """
     return {
-        "stages": HALVES * HALF_BYTES,
+        "stages": STAGES * STAGE_BYTES,
         "kept": ROWS * (HEAD_DIM - HELD) * 2,
         "p": P_BUFFERS * P_BYTES,
         "raw": ROWS * RAW_ROW,
         "scale": WARPS * GROUPS * 32 * SCALES,
         "list": LISTS * LIST,
         "walk": WARPS * WALK,
-        "heading": HALVES * HEADING,
+        "heading": STAGES * HEADING,
         "note": P_BUFFERS * ROWS * NOTE,
         "label": P_BUFFERS * LABEL,
     }
 
 
-BARRIERS = 2 * (HALVES + P_BUFFERS) + LISTS
-
-
-@dataclass(frozen=True)
-class PagedTiles(Halves):
-    """The ring of halves. Who multiplies begins with a tile's first one."""
-
-    def wait_tile(self, stage: Any, phase: Any) -> None:
-        self.wait_full(stage, phase)
-
-    def wait_part(self, stage: Any, phase: Any, number: int) -> None:
-        """Until a part of a tile is there; the first is, after wait_tile."""
-        self.wait_full(*self.half(stage, phase, number))
-
-    def has_tile(self, stage: Any, phase: Any) -> Any:
-        return self.is_full(stage, phase)
+BARRIERS = 2 * (STAGES + P_BUFFERS) + LISTS
 
 
 @dataclass(frozen=True)
 class Barriers:
     """mbarriers of a block, and what completes their phases.
 
-    stages    full: all warps that convert rows have stored a half of theirs, and the heading. empty: the warps of the
-              back whose columns it has are done with it
+    stages    full: all warps that convert rows have stored theirs, and the heading. empty: the backs' warps are done
+              with the tile
     weights   as prefill's
     lists     a tile's list says where its rows are
     """
 
-    stages: PagedTiles
+    stages: Tiles
     weights: barriers.Ring
     lists: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
-        stages = PagedTiles(smem.allocate_array(Int64, 2 * HALVES), HALVES)
+        stages = Tiles(smem.allocate_array(Int64, 2 * STAGES), STAGES)
         return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, LISTS))
 
     def initialize(self) -> None:
         """By one thread; the block synchronizes afterwards."""
-        self.stages.initialize(WARPS, 4)
+        self.stages.initialize(WARPS, 2 * 4)
         self.weights.initialize(4, 2 * 4)
         for i in range(LISTS):
             cute.arch.mbarrier_init(self.lists + i, 1)
@@ -143,7 +128,7 @@ SCORES_REGISTERS, ROWS_REGISTERS = 128, 64
 
 PAGED = Plan(
     BFloat16,
-    2,
+    1,
     smem_parts(),
     Barriers,
     BARRIERS,
@@ -152,7 +137,6 @@ PAGED = Plan(
     ROWS_REGISTERS,
     queries_in_ring=False,
     readers_fence=True,
-    part_by_part=True,
 )
 
 

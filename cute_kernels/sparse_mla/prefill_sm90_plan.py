@@ -210,8 +210,6 @@ class Plan:
                what begins an item is a stage of queries; else the scores' warpgroup copies them itself
     readers_fence
                whoever multiplies makes sure that tensor cores see what has been stored in a stage
-    part_by_part
-               whoever multiplies begins with a tile's first part when that is there
     """
 
     dtype: Any
@@ -224,7 +222,6 @@ class Plan:
     rows_registers: int
     queries_in_ring: bool = True
     readers_fence: bool = False
-    part_by_part: bool = False
 
     @property
     def smem_bytes(self) -> int:

@@ -96,7 +96,10 @@ class Scores:
                 ready.stages.wait_tile(stage, phase)
                 if const_expr(self.plan.readers_fence):
                     cute.arch.fence_view_async_shared()
-                self.multiply(qk, part, scores, held, stage, phase, ready, k_layout, kept_layout, at)
+                tiles = [uniform_tile(place, k_layout, self.dtype) for place in ready.stages.parts(stage, at.stages)]
+                keys = [qk[2].make_fragment_B(part.partition_B(tile_part)) for tile_part in tiles]
+                kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
+                self.multiply(qk, scores, held, kept, keys)
                 if is_public == 0:
                     self.publish(tile - 1, ready)
                 heading = at.heading + stage * HEADING
@@ -259,48 +262,24 @@ class Scores:
     def multiply(
         self,
         qk: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
-        part: Any,
         scores: Any,
         held: Any,
-        stage: Any,
-        phase: Any,
-        ready: Barriers,
-        k_layout: cute.ComposedLayout,
-        kept_layout: cute.ComposedLayout,
-        at: Places,
+        kept: Any,
+        keys: Any,
     ) -> None:
-        """Start scores = Q K^T of a tile."""
+        """Start scores = Q K^T; keys: a fragment of each part of the tile."""
         # no proxy fence for what cp.async has brought, here and in the backs: other kernels that multiply such rows
         # have none either, and tests that repeat calls stand guard; fences cost 2%
-        places = ready.stages.parts(stage, at.stages)
-        steps = HEAD_DIM // STEP // len(places)
-        first = 1 if self.plan.part_by_part else len(places)
-        keys = [self.keys(qk, part, place, k_layout) for place in places[:first]]
-        kept = self.kept(qk, part, kept_layout, at)
+        steps = HEAD_DIM // STEP // len(keys)
         warpgroup.fence()
-        for step in range_constexpr(HEAD_DIM // STEP):
-            if const_expr(step // steps == len(keys)):
-                ready.stages.wait_part(stage, phase, len(keys))
-                if const_expr(self.plan.readers_fence):
-                    cute.arch.fence_view_async_shared()
-                # computed anew: what was computed before the wait is no more in registers of the whole warp
-                keys.append(self.keys(qk, part, places[len(keys)], k_layout))
-                kept = self.kept(qk, part, kept_layout, at)
-            some = keys[step // steps][None, None, step % steps]
-            if const_expr(step < self.held // STEP):
-                chosen = qk[0] if const_expr(step == 0) else qk[1]
-                cute.gemm(chosen, scores, held[None, None, step], some, scores)
-            else:
-                cute.gemm(qk[2], scores, kept[None, None, step - self.held // STEP], some, scores)
+        for step in range_constexpr(self.held // STEP):
+            chosen = qk[0] if const_expr(step == 0) else qk[1]
+            cute.gemm(chosen, scores, held[None, None, step], keys[step // steps][None, None, step % steps], scores)
+        for step in range_constexpr((HEAD_DIM - self.held) // STEP):
+            behind = self.held // STEP + step
+            some = keys[behind // steps][None, None, behind % steps]
+            cute.gemm(qk[2], scores, kept[None, None, step], some, scores)
         warpgroup.commit_group()
-
-    def keys(self, qk: Any, part: Any, place: Any, k_layout: Any) -> Any:
-        """A part of a tile, as tensor cores take it."""
-        return qk[2].make_fragment_B(part.partition_B(uniform_tile(place, k_layout, self.dtype)))
-
-    def kept(self, qk: Any, part: Any, kept_layout: Any, at: Places) -> Any:
-        """The queries in shared memory."""
-        return qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
 
     def reduce(self, scores: Any, half: int, combine: Any) -> Any:
         """Of the thread's scores of one of its heads."""
