@@ -63,8 +63,7 @@ RECORD = 32
 """Bytes of what a warp knows of an item: request, visible entries, how many of its keys are compressed, how many there
 are in all; first position of the window."""
 
-WALK = 16 + WALK_ITEMS * RECORD
-"""Bytes of a warp's walk: item, first column of its next tile, number of the item's record; records."""
+WALK = WALK_ITEMS * RECORD
 
 
 def smem_parts() -> dict[str, int]:
@@ -75,7 +74,7 @@ def smem_parts() -> dict[str, int]:
     raw       [64 rows] as the caches have them
     scale     [4 warps][2 groups][32 lanes] 8 scale bytes of the lane's row
     list      [8] lists
-    walk      [4 warps] where they are
+    walk      [4 warps][32] records of items
     """
     return {
         "stages": STAGES * STAGE_BYTES,

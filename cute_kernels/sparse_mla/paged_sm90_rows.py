@@ -70,7 +70,7 @@ class PagedRows:
     def run(self, work: Work, q: Query, sources: Sources, ready: Barriers, at: Places) -> None:
         """Fill the ring. By a warpgroup."""
         walk = Walk(work, sources, ready, at)
-        walk.begin()
+        item, column, number = walk.begin()
         walk.wait(Int32(0))
         for group in cutlass.range(GROUPS, unroll=1):
             source, scales, read = self.aim(group, Int32(0), Int32(0), walk)
@@ -83,7 +83,7 @@ class PagedRows:
         while mark & END == 0:
             # what the walk has asked for
             self.settle()
-            walk.step(tile)
+            item, column, number = walk.step(tile, item, column, number)
             mark = walk.mark(tile)
             if mark & END == 0:
                 walk.wait(tile + 1)
