@@ -91,9 +91,7 @@ class PagedRows:
                 self.convert(group, tile, mark, walk, ready)
             stage = tile & STAGES - 1
             self.tell(at.heading + stage * HEADING, mark, walk.there(tile))
-            cute.arch.sync_warp()
-            if own_lane() == 0:
-                cute.arch.mbarrier_arrive(ready.stages.full(stage))
+            self.announce(ready.stages.full(stage))
             tile = tile + 1
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
@@ -102,6 +100,13 @@ class PagedRows:
         """All that the warp has asked for is there, but for the group of rows that it asked for last."""
         cute.arch.cp_async_wait_group(GROUPS - 1)
         cute.arch.sync_warp()
+
+    @cute.jit
+    def announce(self, full: Any) -> None:
+        """The warp's rows of a tile are there."""
+        cute.arch.sync_warp()
+        if own_lane() == 0:
+            cute.arch.mbarrier_arrive(full)
 
     @cute.jit
     def tell(self, heading: Any, mark: Any, there: Any) -> None:
