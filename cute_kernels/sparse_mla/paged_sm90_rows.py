@@ -3,8 +3,8 @@
 A warp does 16 rows of every tile, in two groups: four lanes have a row of a group, each 16 neighbouring fp8 columns of
 every slab, which become two chunks of 16 bytes, and two chunks of the rotary ones, which are bf16 already.
 
-Each lane copies what it will convert itself: nobody waits for another lane's copies, and it asks for a chunk of the next
-tile as soon as it has converted that of this one.
+Each lane copies what it will convert itself: nobody waits for another lane's copies, and it asks for a chunk of the
+next tile soon after it has converted that of this one.
 """
 
 from __future__ import annotations
