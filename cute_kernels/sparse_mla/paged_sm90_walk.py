@@ -64,7 +64,7 @@ class Walk:
         if own_lane() == 0:
             ptx.store_shared_s32(self.list_of(own_warp() - WARPS) + TILE, Int32(NO_TILE))
         cute.arch.sync_warp()
-        for tile in cutlass.range(-WARPS, 0, unroll=1):
+        for tile in cutlass.range(-WARPS, 0, 1, unroll=1):
             item, column, number = self.step(tile, item, column, number)
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
