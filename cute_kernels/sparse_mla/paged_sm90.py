@@ -36,7 +36,7 @@ class PagedKey(PrefillKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "wgmma", "cp.async", "stmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
+        return "wgmma", "cp.async", "ldmatrix", "stmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def cache() -> Any:

@@ -1,7 +1,7 @@
 """The warpgroup of Hopper's paged prefill kernel that finds weights: prefill's, but for how the queries come.
 
-It loads them itself, some columns into registers and the others into memory of their own, while the last tile's softmax
-of the item before goes on.
+It copies them itself, a half of the columns after the other, into the same memory: those that come first go on into
+registers. Copies of an item's first ones are under way while the last tile's softmax of the item before goes on.
 """
 
 from __future__ import annotations
@@ -21,60 +21,69 @@ from cute_kernels.sparse_mla.prefill_sm90_scores import Scores, own_number
 
 QUERIES_BARRIER = 1
 
+LINE = 128
+"""Bytes that come to L2 at a time."""
+
 
 class PagedScores(Scores):
     @cute.jit
-    def begin(self, held: Any, work: Work, q: Query, at: Places) -> None:
-        self.ask(held, work.first, work, q, at)
+    def begin(self, work: Work, q: Query, at: Places) -> None:
+        self.ask(work.first, range(HELD // SLAB), work, q, at)
+        self.announce(work.first, work, q)
 
     @cute.jit
     def take(
         self, held: Any, item: Any, stage: Any, phase: Any, work: Work, q: Query, ready: Barriers, at: Places
     ) -> tuple[Any, Any, Any]:
-        cute.arch.cp_async_wait_group(0)
+        item = item + work.step
+        # a warp's products have the heads that it has copied
+        self.settle()
+        self.load(held, [at.kept])
+        cute.arch.sync_warp()
+        self.ask(item, range(HELD // SLAB, HEAD_DIM // SLAB), work, q, at)
+        self.settle()
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
-        return item + work.step, stage, phase
+        return item, stage, phase
 
     @cute.jit
     def let_go(
-        self,
-        held: Any,
-        is_first: Any,
-        before: Any,
-        mark: Any,
-        item: Any,
-        work: Work,
-        q: Query,
-        ready: Barriers,
-        at: Places,
+        self, is_first: Any, before: Any, mark: Any, item: Any, work: Work, q: Query, ready: Barriers, at: Places
     ) -> None:
         if mark & LAST != 0:
             # all products with the queries are done
             cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
             if item + work.step < work.end:
-                self.ask(held, item + work.step, work, q, at)
+                self.ask(item + work.step, range(HELD // SLAB), work, q, at)
+                self.announce(item + work.step, work, q)
 
     @cute.jit
-    def ask(self, held: Any, item: Any, work: Work, q: Query, at: Places) -> None:
-        """Start to copy an item's queries. In place of heads that are not there registers have the last one's."""
+    def announce(self, item: Any, work: Work, q: Query) -> None:
+        """Have the columns that are asked for later on their way to L2, from which they come sooner."""
+        query, first = work.place(item)
+        for i in cutlass.range(OWN_ROWS // 8, unroll=1):
+            row = first + (own_number() >> 5) * OWN_ROWS + (own_number() >> 2 & 7) + 8 * i
+            source = q.base + Int64(query) * q.row + Int64(row) * q.head
+            ptx.prefetch_l2(source + (HELD * 2 + (own_number() & 3) * LINE), row < q.heads)
+
+    @cute.jit
+    def settle(self) -> None:
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def ask(self, item: Any, slabs: cutlass.Constexpr, work: Work, q: Query, at: Places) -> None:
+        """Start to copy some slabs of the warp's heads of an item's queries."""
         query, first = work.place(item)
         lane = own_number() & 31
-        head = (own_number() >> 5) * OWN_ROWS + (lane >> 2)
-        words = cute.recast_tensor(held, Int32)
-        for half in range_constexpr(2):
-            own = cutlass.min(first + head + 8 * half, q.heads - 1)
-            source = q.base + Int64(query) * q.row + Int64(own) * q.head + (lane & 3) * 4
-            for i in range_constexpr(HELD // 8):
-                words[2 * i + half] = ptx.load_global_s32_again(source + 16 * i)
-
         row = (own_number() >> 5) * OWN_ROWS + (lane >> 3)
-        source = q.base + Int64(query) * q.row + Int64(first + row) * q.head + (HELD * 2 + (lane & 7) * 16)
+        source = q.base + Int64(query) * q.row + Int64(first + row) * q.head + (lane & 7) * 16
         for i in range_constexpr(OWN_ROWS // AT_ONCE):
             # nothing is read of heads that are not there
             read = Int32(16) if first + row + AT_ONCE * i < q.heads else Int32(0)
             place = (row + AT_ONCE * i) * ROW_BYTES + ((lane & 7) ^ (row + AT_ONCE * i & 7)) * 16
-            for slab in range_constexpr((HEAD_DIM - HELD) // SLAB):
-                ptx.copy_async_or_zero(at.kept + slab * SLAB_BYTES + place, source + slab * ROW_BYTES, 16, read)
+            for slab in slabs:
+                to = at.kept + (slab - slabs[0]) * SLAB_BYTES + place
+                ptx.copy_async_or_zero(to, source + slab * ROW_BYTES, 16, read)
             source = source + AT_ONCE * q.head
-        cute.arch.cp_async_commit_group()

@@ -79,7 +79,7 @@ class Scores:
         tile = Int32(0)
         stage, phase = barriers.start()
         mark, item = Int32(0), work.first - work.step
-        self.begin(held, work, q, at)
+        self.begin(work, q, at)
         while mark & END == 0:
             before = stage
             item, stage, phase = self.take(held, item, stage, phase, work, q, ready, at)
@@ -109,7 +109,7 @@ class Scores:
                 if mark & LAST != 0:
                     logits = [self.logit(sink, self.head(item, half, work), q) for half in range(2)]
                 warpgroup.wait_group(0)
-                self.let_go(held, is_first, before, mark, item, work, q, ready, at)
+                self.let_go(is_first, before, mark, item, work, q, ready, at)
                 is_first, is_public = False, Int32(0)
                 if scale_log2 < Float32(0.0):
                     for i in range_constexpr(OWN_SCORES):
@@ -163,7 +163,7 @@ class Scores:
     # How the queries come. Here they go through the ring.
 
     @cute.jit
-    def begin(self, held: Any, work: Work, q: Query, at: Places) -> None:
+    def begin(self, work: Work, q: Query, at: Places) -> None:
         """Before the first item."""
 
     @cute.jit
@@ -179,16 +179,7 @@ class Scores:
 
     @cute.jit
     def let_go(
-        self,
-        held: Any,
-        is_first: Any,
-        before: Any,
-        mark: Any,
-        item: Any,
-        work: Work,
-        q: Query,
-        ready: Barriers,
-        at: Places,
+        self, is_first: Any, before: Any, mark: Any, item: Any, work: Work, q: Query, ready: Barriers, at: Places
     ) -> None:
         """Once a tile is multiplied, an item's first or another; before: the stage before the item's tiles."""
         if own_number() & 31 == 0:

@@ -16,9 +16,8 @@ from cute_kernels.sparse_mla import paged, paged_sm90_plan, paged_sm90_rows, pre
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
 from tests.compile.reports import compile_report
 
-GROUPS = 3
-"""Of products: Q K^T of both parts of a tile, and P V. The assembler ends each instruction with a wait of its own where
-it loses track."""
+GROUPS = 2
+"""Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +33,6 @@ def test_no_spills_and_products_in_flight(report: Report) -> None:
     if report.sass:
         products = re.findall(r"HGMMA.*", report.sass)
         assert len([line for line in products if "gsb0" in line]) == GROUPS < len(products)
-        # nobody waits between the parts of Q K^T
-        assert report.sass.count("WARPGROUP.DEPBAR") == GROUPS - 1
 
 
 def test_raw_rows_are_read_before_their_room_is_filled_anew(report: Report) -> None:
@@ -55,7 +52,8 @@ def test_raw_rows_are_read_before_their_room_is_filled_anew(report: Report) -> N
         load = re.search(r"LDS\.128 R(\d+), \[\w+\+(\w+)\]", line)
         if load:
             waiting[load[2]] = [f"R{int(load[1]) + i}" for i in range(4)]
-    assert len(copied) == len(set(copied)) == sum(paged_sm90_rows.CODES + paged_sm90_rows.ROPE)
+    # for rows with large scales, and for others
+    assert len(copied) == 2 * len(set(copied)) == 2 * paged_sm90_rows.CHUNKS
 
 
 def test_registers_are_those_of_the_launch() -> None:
