@@ -6,9 +6,7 @@ Exit status: 0 all is well, 1 a kernel failed, 2 the request cannot be met (bad 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -30,7 +28,7 @@ VARIABLES = (
     "CUTE_DSL_ARCH", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 TP_SIZES = (1, 2, 4, 8)
-_STYLES = {"pass": "green", "fail": "bold red", "failed": "bold red", "measured": "green", "compiled": "cyan"}
+STYLES = {"pass": "green", "fail": "bold red", "failed": "bold red", "measured": "green", "compiled": "cyan"}
 
 
 class Refusal(Exception):
@@ -82,9 +80,12 @@ def make_parser() -> argparse.ArgumentParser:
     verify = commands.add_parser(
         "verify",
         help="run every kernel against its reference on the GPU at hand",
-        description="Run every op that has a kernel, and its reference on the CPU, on edge cases; compare all bytes.",
+        description="Run every op that has a kernel, and its reference on the CPU, on edge cases; compare all bytes. "
+        "The verdicts are kept in the kernel cache: an architecture's own kernel that nobody has measured there runs "
+        "only where it has passed.",
     )
     verify.add_argument("--op", action="append", metavar="NAME", help="this op only; may be repeated (all)")
+    verify.add_argument("--workers", type=_positive, metavar="N", help="processes that compile (one per core)")
     verify.add_argument("--layers", action="store_true", help="then whole layers against the CPU (package layers)")
     verify.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -92,9 +93,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
-    run = {"info": info, "precompile": precompile, "verify": verify}[options.command]
     try:
-        return run(options)
+        if options.command == "verify":
+            from cute_kernels.cli_verify import verify
+
+            return verify(options)
+        return {"info": info, "precompile": precompile}[options.command](options)
     except Refusal as error:
         print(f"{PROGRAM} {options.command}: error: {error}", file=sys.stderr)
         return 2
@@ -119,17 +123,18 @@ def gather_info() -> dict[str, Any]:
     import torch
 
     from cute_kernels import support
-    from cute_kernels.runtime import cache
+    from cute_kernels.runtime import cache, trust
     from cute_kernels.runtime.arch import arch_of
     from cute_kernels.runtime.registry import all_ops
 
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         try:
-            arch, reason = arch_of(index), None
+            arch, reason, verdicts = arch_of(index), None, trust.verdicts(index)
         except ValueError as error:
-            arch, reason = None, str(error)
-        gpus.append({"name": torch.cuda.get_device_name(index), "arch": arch, "unsupported": reason})
+            arch, reason, verdicts = None, str(error), {}
+        name = torch.cuda.get_device_name(index)
+        gpus.append({"name": name, "arch": arch, "unsupported": reason, "verdicts": verdicts})
     store = cache.current()
     ops = {}
     for name in sorted(all_ops()):
@@ -166,6 +171,8 @@ def info(options: argparse.Namespace) -> int:
         plain.add_row(name, str(value) if value else "not installed")
     for number, gpu in enumerate(found["gpus"]):
         plain.add_row(f"cuda:{number}", f"{gpu['name']}, {gpu['arch'] or gpu['unsupported']}")
+        for op, status in gpu["verdicts"].items():
+            plain.add_row("", f"{op}: {gpu['arch']}'s own kernel: {status} (verify)")
     if not found["gpus"]:
         target = found["arch"]
         plain.add_row("gpu", f"none; target {target} (CUTE_DSL_ARCH)" if target else "none")
@@ -184,7 +191,7 @@ def info(options: argparse.Namespace) -> int:
         if list(groups) == ["reference"]:
             without.append(name)
             continue
-        parts = [f"[{_STYLES.get(status, 'dim')}]{status}[/] {' '.join(archs)}" for status, archs in groups.items()]
+        parts = [f"[{STYLES.get(status, 'dim')}]{status}[/] {' '.join(archs)}" for status, archs in groups.items()]
         console.print(f"  {name}\n    " + ", ".join(parts))
     console.print("without a kernel (CUTE_KERNELS_FALLBACK=reference runs their references)")
     for name in without:
@@ -248,7 +255,7 @@ def precompile(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise Refusal(str(error)) from error
     keys = list(dict.fromkeys(keys))
-    outcomes = list(_with_progress(run(keys, folder.resolve(), options.workers), len(keys), "compiling"))
+    outcomes = list(with_progress(run(keys, folder.resolve(), options.workers), len(keys), "compiling"))
     outcomes.sort(key=lambda outcome: keys.index(outcome.key))
     served = {name for names in kernel_modules().values() for name in names}
     if options.json:
@@ -298,7 +305,7 @@ def _print_outcomes(outcomes: Sequence[Any], folder: Path) -> None:
         console.print(f"use them with CUTE_KERNELS_CACHE_DIR={escape(str(folder))} CUTE_KERNELS_JIT=forbid")
 
 
-def _with_progress(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
+def with_progress(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
     """The items, with a progress bar on standard error while they come, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -307,55 +314,3 @@ def _with_progress(items: Iterable[Any], total: int, what: str) -> Iterator[Any]
         for item in items:
             progress.advance(task)
             yield item
-
-
-# ---- verify ----------------------------------------------------------------------------------------------------------
-
-
-def verify(options: argparse.Namespace) -> int:
-    import torch
-
-    from cute_kernels.runtime.arch import arch_of
-    from cute_kernels.runtime.registry import all_ops
-    from cute_kernels.runtime.verify import run_isolated, verify_by_name
-
-    names = sorted(all_ops())
-    unknown = sorted(set(options.op or ()) - set(names))
-    if unknown:
-        raise Refusal(f"--op: expected names among {', '.join(names)}, got {', '.join(unknown)}")
-    if not torch.cuda.is_available():
-        raise Refusal("there is no CUDA device here: nothing was verified")
-    try:
-        arch = arch_of(torch.cuda.current_device())
-    except ValueError as error:
-        raise Refusal(str(error)) from error
-    chosen = [name for name in names if not options.op or name in options.op]
-    verdicts = list(_with_progress(run_isolated(chosen, verify_by_name), len(chosen), "verifying ops"))
-    if options.layers:
-        if importlib.util.find_spec("layers") is None:
-            raise Refusal("--layers: the package 'layers' is not installed")
-        # the layers are built on this package: they are looked up by name, and only here
-        layers = importlib.import_module("layers.verify")
-        kinds = list(layers.KINDS)
-        verdicts += _with_progress(run_isolated(kinds, layers.verify_layer), len(kinds), "verifying layers")
-    return report_verdicts(verdicts, torch.cuda.get_device_name(), arch, options.json)
-
-
-def report_verdicts(verdicts: Sequence[Any], gpu: str, arch: str, as_json: bool) -> int:
-    """Print the verdicts; 1 if any is a failure, or an op with a kernel has no examples."""
-    bad = [v for v in verdicts if v.status in ("fail", "no examples")]
-    if as_json:
-        print_json(
-            {"gpu": gpu, "arch": arch, "verdicts": [{**vars(v), "seconds": round(v.seconds, 3)} for v in verdicts]}
-        )
-        return 1 if bad else 0
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{gpu}, {arch}")
-    for v in verdicts:
-        cases = f", {v.cases} examples in {v.seconds:.1f} s" if v.cases else ""
-        console.print(f"  [{_STYLES.get(v.status, 'dim')}]{v.status:11}[/] {v.name}{cases}")
-        if v.detail:
-            console.print(f"              [dim]{escape(v.detail)}[/]")
-    counts = {status: sum(v.status == status for v in verdicts) for status in dict.fromkeys(v.status for v in verdicts)}
-    console.print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    return 1 if bad else 0

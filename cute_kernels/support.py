@@ -2,7 +2,8 @@
 
 measured    the kernel ran on that GPU, and a record in perf/results says how fast
 compiled    the kernel is cross-compiled and inspected by the tests (right instructions, no spills, shared memory
-            within the limit); nobody ran it there
+            within the limit); nobody ran it there. An architecture's own tensor-core kernel in this state runs only
+            where `python -m cute_kernels verify` has passed it (runtime/trust.py), a portable one until then
 partly      as compiled, for some of the op's calls only
 reference   there is no kernel yet: with CUTE_KERNELS_FALLBACK=reference the reference runs, slowly
 no          the op has a kernel, and it does not run there
@@ -88,6 +89,7 @@ MEASURED = (
     "paged_mqa_logits",
     "quantize_and_insert_k_cache",
     "save_partial_states",
+    "score_top_k_decode",
     "sparse_mla_decode",
     "sparse_mla_mixed",
     "sparse_mla_prefill",
@@ -99,6 +101,10 @@ MEASURED = (
 
 RECORDS = {(op, "sm_90a"): f"h200/{op}.json" for op in MEASURED}
 """(op, arch) -> record of a measurement, below perf/results."""
+
+PORTABLE_RECORDS: frozenset[tuple[str, str]] = frozenset()
+"""(op, arch) whose record is of the portable kernel although the architecture has one of its own: such a record says
+nothing for that one (runtime/trust.py)."""
 
 
 @dataclass(frozen=True)

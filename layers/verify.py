@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import torch
 
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
+from cute_kernels.runtime.registry import deployment_keys
 from cute_kernels.runtime.verify import Verdict
 from layers.attention import AttentionOptions
 from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches
 from layers.checkpoint import build_layer, random_layer_tensors
-from layers.config import PRESETS
+from layers.config import PRESETS, DeepseekV4Config
 from layers.metadata import BlockTables, DeepseekV4MetadataBuilder
 
 KINDS = {"layer SWA": 1, "layer C4A": 4, "layer C128A": 128}
@@ -23,6 +25,15 @@ STEPS = (90, 90, 20, 1, 1, 1)
 TOLERANCE = {1: 0.05, 4: 0.1, 128: 0.05}
 """Relative error against the CPU by compress ratio: FP8 GEMMs on a GPU sum with few bits, which moves codes that are
 quantized later and, with an indexer, a few selections."""
+
+
+def keys(arch: str) -> list[Any]:
+    """Kernels that verify_layer runs on an architecture."""
+    return deployment_keys(_config(), 1, arch)
+
+
+def _config() -> DeepseekV4Config:
+    return PRESETS["v4-flash"].reduced()
 
 
 def verify_layer(name: str, device: str = "cuda") -> Verdict:
@@ -54,7 +65,7 @@ def verify_layer(name: str, device: str = "cuda") -> Verdict:
 
 def _run(ratio: int, device: str) -> torch.Tensor:
     """Outputs of one request, on the CPU."""
-    config = PRESETS["v4-flash"].reduced()
+    config = _config()
     index = config.layer_of_kind(ratio)
     total = sum(STEPS)
     options = AttentionOptions(max_model_len=512, max_num_tokens=256)

@@ -1,4 +1,4 @@
-"""python -m perf sweep | report | compare"""
+"""python -m perf sweep | report | compiled | compare"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cute_kernels.cli import Parser, Refusal
-from perf import plots, report
+from perf import compiled, plots, report
 from perf.compare import Change, compare
 from perf.records import LEAST_REPLAYS, Record, RecordError, collect, parse, usable
 from perf.targets import losses
@@ -116,6 +116,14 @@ def make_parser() -> argparse.ArgumentParser:
     written.add_argument("--no-plots", action="store_true", help="leave the pictures as they are")
     written.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything is out of date")
 
+    made = commands.add_parser(
+        "compiled",
+        help="compile the kernels for GPUs that nobody here has, for the report; no GPU needed",
+        description=f"Compile Blackwell's own kernels and write what came out to {compiled.FILE}.",
+    )
+    made.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository to work on (this one)")
+    made.add_argument("--workers", type=int, metavar="N", help="processes (one per core)")
+
     compared = commands.add_parser("compare", help="how our times changed from one set of records to another")
     compared.add_argument("before", type=Path, metavar="A", help="record file, or folder of records")
     compared.add_argument("after", type=Path, metavar="B", help="record file, or folder of records")
@@ -128,11 +136,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = {"sweep": sweep, "report": write_report, "compare": show_comparison}[
-        options.command
-    ]
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "sweep": sweep,
+        "report": write_report,
+        "compiled": write_compiled,
+        "compare": show_comparison,
+    }
     try:
-        return run(options)
+        return commands[options.command](options)
     except (Refusal, RecordError) as error:
         print(f"{PROGRAM} {options.command}: error: {error}", file=sys.stderr)
         return 2
@@ -308,6 +319,18 @@ def write_report(options: argparse.Namespace) -> int:
     _print_losing(book.gpus())
     _complain(book.rejected)
     return 1 if book.rejected else 0
+
+
+def write_compiled(options: argparse.Namespace) -> int:
+    try:
+        found = compiled.make(options.workers)
+        path = options.root / compiled.FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(compiled.to_json(found))
+    except (ValueError, OSError) as error:
+        raise Refusal(str(error)) from error
+    print(f"{compiled.FILE}: {len(found.kernels)} kernels. Now: {PROGRAM} report")
+    return 0
 
 
 def _print_losing(gpus: Any) -> None:

@@ -17,10 +17,14 @@ PACKAGES = {
 """Peer -> what its kernel depends on: module or distribution names, its own project first. A peer that is not named
 here is its project's name before the first "-"."""
 
+AND = " + "
+"""Between the names of peers that are timed as one."""
+
 
 def versions(peer: str) -> dict[str, str | None]:
     """Package -> version, of an imported peer."""
-    return {package: _version(package) for package in PACKAGES.get(peer, (peer.partition("-")[0],))}
+    packages = [PACKAGES.get(part, (part.partition("-")[0],)) for part in peer.split(AND)]
+    return {package: _version(package) for several in packages for package in several}
 
 
 def _version(package: str) -> str | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from perf import plots
+from perf import compiled, plots, report_compiled
+from perf.compiled import Compiled
 from perf.records import Book, Cell, Record, Row
+from perf.tables import table
 from perf.targets import host_limit_us, host_loss, limit_us, losses
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
@@ -42,13 +44,6 @@ def fmt_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> list[str]:
-    """A markdown table; the columns `numbers` are aligned to the right."""
-    right = set(numbers)
-    rule = ["---:" if i in right else "---" for i in range(len(header))]
-    return ["| " + " | ".join(line) + " |" for line in (header, rule, *rows)]
-
-
 def _wrap(text: str) -> list[str]:
     return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
@@ -72,8 +67,8 @@ def _percent(cell: Cell) -> str:
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
-def render_report(book: Book) -> str:
-    """The text of perf/REPORT.md."""
+def render_report(book: Book, kernels: Compiled | None = None) -> str:
+    """The text of perf/REPORT.md. kernels: those that nobody has run."""
     lines = [
         "# Measurements",
         "",
@@ -89,6 +84,8 @@ def render_report(book: Book) -> str:
         lines += ["", "### Host time of an eager call", "", *_host(records)]
         for record in records:
             lines += ["", f"### {record.op}", "", *_op(gpu, record)]
+    if kernels is not None:
+        lines += ["", *report_compiled.render(kernels)]
     if book.rejected:
         lines += ["", "## Rejected", "", *(f"* {line}" for line in book.rejected)]
     return "\n".join(lines) + "\n"
@@ -352,7 +349,7 @@ def stale(root: Path, book: Book) -> list[str]:
     """What under `root` differs from what `python -m perf report` would write, in words."""
     found = []
     report, readme = root / "perf/REPORT.md", (root / "README.md").read_text()
-    if not report.is_file() or report.read_text() != render_report(book):
+    if not report.is_file() or report.read_text() != render_report(book, compiled.read(root)):
         found.append("perf/REPORT.md")
     if insert_numbers(readme, render_numbers(book)) != readme:
         found.append("README.md")
@@ -371,6 +368,6 @@ def write(root: Path, book: Book, *, pictures: bool = True) -> list[Path]:
     if pictures:
         wanted = [figure for gpu, records in book.gpus() for figure in plots.figures(gpu, records)]
         written = plots.draw(wanted, root / "perf/plots")
-    report.write_text(render_report(book))
+    report.write_text(render_report(book, compiled.read(root)))
     readme.write_text(text)
     return [report, readme, *written]

@@ -37,7 +37,7 @@ E4M3_ARCH = 89
 """First architecture that converts to e4m3 in hardware."""
 
 E2M1_ARCH = 86
-"""First one with what convert.e2m1_from_bf16x8 uses."""
+"""First one with what convert.e2m1_from_bf16s uses."""
 
 MXFP4 = (INDEXER_MXFP4.id, INDEXER_MXFP4_WIDE.id)
 E4M3 = (FP8_DS_MLA.id, PLAIN_FP8.id, INDEXER_FP8.id)
@@ -110,15 +110,17 @@ class EntryStore:
     fp32_weight      whether the norm's weight is fp32 and not bf16
     e2m1_rounding    for MXFP4
     index_hadamard   for formats of 128 columns
+    arch             compile target
     """
 
-    def __init__(self, kv_format: str, fp32_weight: bool, e2m1_rounding: str, index_hadamard: bool) -> None:
+    def __init__(self, kv_format: str, fp32_weight: bool, e2m1_rounding: str, index_hadamard: bool, arch: str) -> None:
         fmt = FORMATS[kv_format]
         self.kv_format = kv_format
         self.dim = fmt.dim
         self.fp32_weight = fp32_weight
         self.e2m1_rounding = e2m1_rounding
         self.index_hadamard = index_hadamard
+        self.arch = arch
         self.data_bytes = fmt.fields(1)[0][1]
         self.scale_bytes = fmt.fields(1)[1][1] if len(fmt.fields(1)) > 1 else 0
 
@@ -168,13 +170,12 @@ class EntryStore:
             ptx.store_global_s32(data + Int64(column), convert.e4m3_from_bf16x4(low, high, inverse), is_inside)
         elif const_expr(self.kv_format == INDEXER_FP8.id):
             byte = self._scale_byte(low, high, E4M3_MAX)
-            codes = convert.e4m3_from_bf16x4(low, high, convert.ue8m0_inverse(byte))
+            codes = convert.e4m3_from_bf16x4(low, high, convert.ue8m0_inverse(byte), self.arch)
             ptx.store_global_s32(data + Int64(column), codes, is_inside)
             ptx.store_global_s32(scale, byte << 23, is_inside & (column == 0))
         else:
             byte = self._scale_byte(low, high, E2M1_MAX)
-            words = low, high, Int32(0), Int32(0)
-            codes = convert.e2m1_from_bf16x8(words, convert.ue8m0_inverse(byte), self.e2m1_rounding)
+            codes = convert.e2m1_from_bf16s((low, high), convert.ue8m0_inverse(byte), self.e2m1_rounding, self.arch)
             ptx.store_global_16(data + Int64(column // 2), codes, is_inside)
             ptx.store_global_8(scale + Int64(column // 32), byte, is_inside & (column % 32 == 0))
 
@@ -203,7 +204,7 @@ class EntryStore:
     @cute.jit
     def _store_ds_mla(self, data: Any, scale: Any, column: Any, low: Any, high: Any, is_inside: Any) -> None:
         byte = self._scale_byte(low, high, E4M3_MAX)
-        codes = convert.e4m3_from_bf16x4(low, high, convert.ue8m0_inverse(byte))
+        codes = convert.e4m3_from_bf16x4(low, high, convert.ue8m0_inverse(byte), self.arch)
         first_rope = self.dim - ROPE_DIM
         is_rope = column >= first_rope
         ptx.store_global_s32(data + Int64(column), codes, is_inside & ~is_rope)

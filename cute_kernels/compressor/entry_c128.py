@@ -67,7 +67,7 @@ class C128Key(KernelKey):
         op = "fused_compress" if self.fused else "compress"
         weight = "_fp32_weight" if self.fp32_weight else ""
         name = f"{op}_norm_rope_store_c128x{self.cluster}_{self.kv_format.split('/')[0]}{weight}"
-        store = entry.EntryStore(self.kv_format, self.fp32_weight, e2m1_rounding="", index_hadamard=False)
+        store = entry.EntryStore(self.kv_format, self.fp32_weight, "", False, self.arch)
         return C128Kernel(name, self.fused, self.cluster, store)
 
 

@@ -13,7 +13,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.compressor import entry
 from cute_kernels.compressor.c4_kernel import C4Kernel
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import convert, ptx
 from cute_kernels.formats import FORMATS, FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.numerics import E2M1_ROUNDINGS
 from cute_kernels.runtime.arch import arch_number, arch_of
@@ -55,8 +55,9 @@ class C4Key(KernelKey):
     @property
     def instructions(self) -> tuple[str, ...]:
         saving = ("st.global.128",) if self.fused else ()
-        converting = ("cvt.e4m3",) if self.kv_format in entry.E4M3 else ()
-        return ("ld.global.128", *saving, *converting)
+        e4m3 = ("cvt.e4m3",) if self.kv_format in entry.E4M3 else ()
+        e2m1 = convert.e2m1_instructions(self.arch) if self.e2m1_rounding else ()
+        return ("ld.global.128", *saving, *e4m3, *e2m1)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         slots = make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,))
@@ -65,7 +66,7 @@ class C4Key(KernelKey):
         state = table, Int64(0), Int64(0), Int32(0), Int32(1)
         step = Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int32(0)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        store = entry.EntryStore(self.kv_format, self.fp32_weight, self.e2m1_rounding, self.index_hadamard)
+        store = entry.EntryStore(self.kv_format, self.fp32_weight, self.e2m1_rounding, self.index_hadamard, self.arch)
         kernel = C4Kernel(
             self.name, self.fused, self.through_l1, store, arch_number(self.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         )

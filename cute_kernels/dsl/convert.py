@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import cutlass
@@ -11,6 +12,9 @@ from cutlass import Float32, Int32
 from cute_kernels.dsl import ptx
 
 FP32_MAX = 3.4028234663852886e38
+
+BLACKWELL = ("sm_100a", "sm_103a")
+"""Architectures whose own instructions the functions with an argument `arch` use, where these give the same bits."""
 
 
 def bf16_low(pair: Any) -> Any:
@@ -43,6 +47,29 @@ def bf16_pairs_of_e4m3(words: Any, factors: Any) -> list[Any]:
     return pairs
 
 
+def bf16_pairs_of_scaled_e4m3(words: Any, scales: Any, number: int) -> list[Any]:
+    """Pairs of bf16 of e4m3 codes, four in a word, in their order, times the ue8m0 scale in byte `number` of `scales`,
+    at most 134. Blackwell's: with its own conversion, if the assembler knows it. Exact; codes 0x7F and 0xFF give NaN or
+    480 times the scale."""
+    if not ptx.HAS_BF16_OF_E4M3:
+        return bf16_pairs_of_e4m3(words, [ptx.bf16x2_of_ue8m0(scales, number)])
+    factor = ptx.bf16x2_of_scale(scales, number)
+    return [ptx.multiply_bf16x2(pair, factor) for codes in words for pair in ptx.bf16x2_of_e4m3x4(codes)]
+
+
+AS_BF16 = (127 + ptx.E4M3_AS_BF16) * 0x00800080
+"""2^120 in both halves of a word, as bf16."""
+
+
+def bf16_pairs_of_e4m3x4(codes: Any) -> tuple[Any, Any]:
+    """The four e4m3 codes of a word as two pairs of bf16, exact. By the instruction for it where the assembler has it;
+    it makes NaN of 0x7F and 0xFF, which else count as 480 and -480."""
+    if ptx.HAS_BF16_OF_E4M3:
+        return ptx.bf16x2_of_e4m3x4(codes)
+    first, second = bf16_pairs_of_e4m3([codes], [ptx.again(AS_BF16)])  # an immediate number will not do
+    return first, second
+
+
 def bf16_words(values: Any) -> list[Any]:
     """fp32 values as bf16 pairs, each rounded to nearest even: the inverse of bf16_floats."""
     return [ptx.bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
@@ -70,16 +97,36 @@ def ue8m0_from_absmax(absmax: Any, largest: float, floor: float) -> Any:
     return ((bounded * Float32(1.0 / largest)).bitcast(Int32) + 0x007FFFFF) >> 23
 
 
+def ue8m0_from_absmax_each(pair: Iterable[Any], largest: float, floor: float, arch: str) -> Iterator[Any]:
+    """ue8m0_from_absmax of two numbers; where it takes an instruction for each, when it is asked for."""
+    if arch not in BLACKWELL:
+        yield from (ue8m0_from_absmax(absmax, largest, floor) for absmax in pair)
+        return
+    bounded = [ptx.min_f32(ptx.max_f32(absmax, Float32(floor)), Float32(FP32_MAX)) for absmax in pair]
+    both = ptx.ue8m0x2(*(value * Float32(1.0 / largest) for value in bounded))
+    yield from (both & 0xFF, both >> 8)
+
+
 def ue8m0_inverse(byte: Any) -> Any:
     """fp32 value 2^(127 - byte) of a ue8m0 byte below 254."""
     return ((Int32(254) - byte) << 23).bitcast(Float32)
 
 
-def e4m3_from_bf16x4(low: Any, high: Any, factor: Any) -> Any:
+def _twice(factor: Any) -> Any:
+    """A power of two, fp32, as a pair of bf16."""
+    bits = factor.bitcast(Int32)
+    return ptx.permute_bytes(bits, bits, 0x3232)
+
+
+def e4m3_from_bf16x4(low: Any, high: Any, factor: Any, arch: str = "") -> Any:
     """Four e4m3 codes of the bf16 words (low, high), each multiplied by the power of two `factor` first.
 
-    The product of a NaN is the positive NaN on every GPU, so a NaN of either sign gets the code 0x7F.
+    The product of a NaN is the positive NaN on every GPU, so a NaN of either sign gets the code 0x7F. A product that
+    bf16 has to round is far below the smallest code.
     """
+    if arch in BLACKWELL and ptx.HAS_E4M3_OF_BF16:
+        pair = _twice(factor)
+        return ptx.e4m3x4_of_bf16(ptx.multiply_bf16x2(low, pair), ptx.multiply_bf16x2(high, pair))
     return ptx.e4m3x4(
         bf16_low(low) * factor, bf16_high(low) * factor, bf16_low(high) * factor, bf16_high(high) * factor
     )
@@ -92,8 +139,11 @@ def ue8m0_value(byte: Any) -> Any:
     return (Int32(0x7FC00000) if byte == 255 else bits).bitcast(Float32)
 
 
-def bf16x4_from_e4m3(codes: Any, factor: Any) -> tuple[Any, Any]:
+def bf16x4_from_e4m3(codes: Any, factor: Any, arch: str = "") -> tuple[Any, Any]:
     """Four e4m3 codes times the power of two `factor`, as two bf16 pairs. Exact wherever bf16 can hold the product."""
+    if arch in BLACKWELL and ptx.HAS_BF16_OF_E4M3:
+        pair, (low, high) = _twice(factor), ptx.bf16x2_of_e4m3x4(codes)
+        return ptx.multiply_bf16x2(low, pair), ptx.multiply_bf16x2(high, pair)
     a, b, c, d = ptx.floats_of_e4m3x4(codes)
     return ptx.bf16x2(a * factor, b * factor), ptx.bf16x2(c * factor, d * factor)
 
@@ -117,11 +167,14 @@ E2M1_HALF_STEP = 0x00FF00FF
 """A little less than half of what separates two codes, in both halves: adding it rounds, and ties go down."""
 
 
-def e2m1_from_bf16x8(words: Any, factor: Any, rounding: str) -> Any:
-    """Eight e2m1 codes of four bf16 words, each number times the power of two `factor`; the first in the lowest nibble.
+def e2m1_from_bf16s(words: Any, factor: Any, rounding: str, arch: str = "") -> Any:
+    """e2m1 codes of two or four bf16 words, each number times the power of two `factor`; the lowest nibble comes first.
 
     rounding   one of numerics.E2M1_ROUNDINGS
     """
+    if arch in BLACKWELL:
+        return _e2m1_by_instruction(words, factor, rounding)
+    words = [*words, *[Int32(0)] * (4 - len(words))]
     scaled = factor * Float32(E2M1_UNIT)
     rounded = []
     for word in words:
@@ -140,6 +193,30 @@ def e2m1_from_bf16x8(words: Any, factor: Any, rounding: str) -> Any:
     if rounding == "ties_to_lower":  # no negative zero
         signs &= codes + 0x77777777
     return codes | (signs & ~0x77777777)
+
+
+def e2m1_instructions(arch: str) -> tuple[str, ...]:
+    """What runtime.report.INSTRUCTIONS calls the instructions of e2m1_from_bf16s."""
+    return ("cvt.e2m1",) if arch in BLACKWELL else ()
+
+
+E2M1_NUDGE = 1.0 - 2.0**-12
+"""What takes a tie between two e2m1 codes below it. Neighbours of a tie among numbers of 8 bits are 2^-8 of it away,
+and the product with a bf16 times a power of two is exact."""
+
+
+def _e2m1_by_instruction(words: Any, factor: Any, rounding: str) -> Any:
+    """As e2m1_from_bf16s. The instruction sends ties to the even code, keeps the sign of zero and makes 6 of NaN."""
+    if rounding == "ties_to_even":
+        # a NaN of either sign is the positive one after the product, and +0 then
+        scaled = [ptx.number_or_zero_bf16x2(ptx.multiply_bf16x2(word, _twice(factor))) for word in words]
+        return ptx.e2m1_codes(bf16_floats(scaled))
+    nudged = factor * Float32(E2M1_NUDGE)
+    codes = ptx.e2m1_codes(
+        [value * nudged for value in bf16_floats([ptx.number_or_zero_bf16x2(word) for word in words])]
+    )
+    # bit 3 of each nibble stays where the others are not 0: there is no negative zero
+    return codes & (((codes & 0x77777777) + 0x77777777) | 0x77777777)
 
 
 E2M1_IN_E4M3 = tuple(

@@ -30,7 +30,7 @@ from cute_kernels.runtime.arch import arch_number
 from cute_kernels.runtime.compile import KernelKey
 
 E4M3_ARCH, E2M1_ARCH = 89, 86
-"""First architecture that converts to e4m3 in hardware, and first with what convert.e2m1_from_bf16x8 uses."""
+"""First architecture that converts to e4m3 in hardware, and first with what convert.e2m1_from_bf16s uses."""
 
 HEADS_AT_ONCE = 4
 """Heads that a warp holds one of in each of its lanes' groups of eight."""
@@ -66,7 +66,9 @@ class QueryKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return ("ld.global.128",) if self.rounding else ("ld.global.128", "cvt.e4m3", "st.global.64")
+        if self.rounding:
+            return "ld.global.128", *convert.e2m1_instructions(self.arch)
+        return "ld.global.128", "cvt.e4m3", "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         positions = make_fake_tensor(Int64, (cute.sym_int(),), stride=(cute.sym_int64(),))
@@ -84,6 +86,7 @@ class QueryKernel:
     does not have; address and row stride of the scaled weights; stream)."""
 
     def __init__(self, key: QueryKey) -> None:
+        self.arch = key.arch
         self.rounding = key.rounding
         self.transformed = key.transformed
         self.table_bf16 = key.table_bf16
@@ -271,8 +274,8 @@ class QueryKernel:
         for words, offset in ((low, 0), (high, INDEX_DIM // 2)):
             ptx.store_global_64(
                 target + Int64(c * 8 + offset),
-                convert.e4m3_from_bf16x4(words[0], words[1], factor),
-                convert.e4m3_from_bf16x4(words[2], words[3], factor),
+                convert.e4m3_from_bf16x4(words[0], words[1], factor, self.arch),
+                convert.e4m3_from_bf16x4(words[2], words[3], factor, self.arch),
                 predicate,
             )
         return byte
@@ -283,10 +286,11 @@ class QueryKernel:
         # one word per lane: maximum of its lower block below, of the higher one above
         largest = ptx.max_bf16x2(ptx.permute_bytes(a, b, 0x5410), ptx.permute_bytes(a, b, 0x7632))
         largest = reduce.lanes_max_bf16x2(largest, 4)
+        halves = (half(largest) for half in (convert.bf16_low, convert.bf16_high))
+        scales = convert.ue8m0_from_absmax_each(halves, E2M1_MAX, CACHE_FLOOR, self.arch)
         bytes_ = []
-        for words, half, offset in ((low, convert.bf16_low, 0), (high, convert.bf16_high, INDEX_DIM // 4)):
-            byte = convert.ue8m0_from_absmax(half(largest), E2M1_MAX, CACHE_FLOOR)
-            codes = convert.e2m1_from_bf16x8(words, convert.ue8m0_inverse(byte), self.rounding)
+        for byte, words, offset in zip(scales, (low, high), (0, INDEX_DIM // 4), strict=True):
+            codes = convert.e2m1_from_bf16s(words, convert.ue8m0_inverse(byte), self.rounding, self.arch)
             ptx.store_global_s32(target + Int64(c * 4 + offset), codes, predicate)
             bytes_.append(byte)
         pair = bytes_[0] | (bytes_[1] << 16)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
 
@@ -20,16 +21,17 @@ from cute_kernels.numerics import CACHE_FLOOR, E4M3_MAX
 
 
 @cute.jit
-def encoded(lane: Any, first: Any, second: Any, rope: Any) -> Any:
+def encoded(lane: Any, first: Any, second: Any, rope: Any, arch: cutlass.Constexpr) -> Any:
     """What a lane stores of a row whose words it has: its codes of both halves, its rope pieces, the scale bytes.
 
     first, second    words of both halves; a rope lane's second ones mean nothing
     rope             a rope lane's words of the second half
+    arch             compile target
     """
-    byte_first, byte_second = _scale_bytes(first, second)
+    byte_first, byte_second = _scale_bytes(first, second, arch)
     scales = _collected(byte_first | (Int32(0) if lane >= record.ROPE_LANE else byte_second) << 16)
-    codes = _codes(first, byte_first)
-    codes_second = _codes(second, byte_second)
+    codes = _codes(first, byte_first, arch)
+    codes_second = _codes(second, byte_second, arch)
     return codes, codes_second, record.rope_pieces(lane, rope), scales
 
 
@@ -55,7 +57,7 @@ def store(lane: Any, start: Any, row: Any, block_size: Any, pieces: Any) -> None
 
 
 @cute.jit
-def _scale_bytes(first: Any, second: Any) -> Any:
+def _scale_bytes(first: Any, second: Any, arch: cutlass.Constexpr) -> Any:
     """ue8m0 bytes of the two blocks a lane has columns of."""
     a = convert.absmax_bf16x2(*first)
     b = convert.absmax_bf16x2(*second)
@@ -63,10 +65,9 @@ def _scale_bytes(first: Any, second: Any) -> Any:
     both = ptx.max_bf16x2(ptx.permute_bytes(a, b, 0x5410), ptx.permute_bytes(a, b, 0x7632))
     for step in range_constexpr(3):
         both = ptx.max_bf16x2(both, cute.arch.shuffle_sync_bfly(both, 1 << step))
-    return (
-        convert.ue8m0_from_absmax(convert.bf16_low(both), E4M3_MAX, CACHE_FLOOR),
-        convert.ue8m0_from_absmax(convert.bf16_high(both), E4M3_MAX, CACHE_FLOOR),
-    )
+    halves = (half(both) for half in (convert.bf16_low, convert.bf16_high))
+    low, high = convert.ue8m0_from_absmax_each(halves, E4M3_MAX, CACHE_FLOOR, arch)
+    return low, high
 
 
 @cute.jit
@@ -77,10 +78,10 @@ def _collected(pair: Any) -> Any:
     return ptx.permute_bytes(pair, other, 0x5410), ptx.permute_bytes(pair, other, 0x7632)
 
 
-def _codes(words: Any, byte: Any) -> Any:
+def _codes(words: Any, byte: Any, arch: str) -> Any:
     """A lane's eight codes, as two words."""
     factor = convert.ue8m0_inverse(byte)
     return (
-        convert.e4m3_from_bf16x4(words[0], words[1], factor),
-        convert.e4m3_from_bf16x4(words[2], words[3], factor),
+        convert.e4m3_from_bf16x4(words[0], words[1], factor, arch),
+        convert.e4m3_from_bf16x4(words[2], words[3], factor, arch),
     )

@@ -91,6 +91,7 @@ class GatherKernel:
     pages of the pool, rows of a page, first row of out to write, blocks per request, stream)."""
 
     def __init__(self, key: GatherKey) -> None:
+        self.arch = key.arch
         self.gathered = key.gathered
         self.warps = key.warps
         self.rows = key.rows
@@ -204,7 +205,7 @@ class GatherKernel:
                 # lanes with rope have no scales: they need those of block 3 for their first columns
                 low = cute.arch.shuffle_sync(third[0], lane % record.ROPE_LANE)
                 row_target = target + Int64(start + i) * out_row
-                decode.store_decoded(row_target, lane, codes, second, rope, (low, third[1]), row_page >= 0)
+                decode.store_decoded(row_target, lane, codes, second, rope, (low, third[1]), row_page >= 0, self.arch)
             start += step
 
     def load_entry(self, load: Any, position: Any, table: Any, width: Any, page_rows: Any) -> Any:

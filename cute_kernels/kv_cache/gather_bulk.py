@@ -91,6 +91,7 @@ class GatherBulkKernel:
     """Entry point: as that of gather.GatherKernel."""
 
     def __init__(self, key: GatherBulkKey) -> None:
+        self.arch = key.arch
         self.gathered = key.gathered
         self.warps = key.warps
         self.rows = key.rows
@@ -275,4 +276,4 @@ class GatherBulkKernel:
         second = ptx.load_shared_64(rope if is_rope else start + record.HALF_CODES + lane * 8)
         scales = ptx.load_shared_64(stage + self.data_bytes + i * FP8_DS_MLA.scale_bytes)
         rope_words = second + ptx.load_shared_64(rope + 8)
-        decode.store_decoded(target, lane, codes, second, rope_words, scales, predicate)
+        decode.store_decoded(target, lane, codes, second, rope_words, scales, predicate, self.arch)

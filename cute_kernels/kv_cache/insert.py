@@ -68,6 +68,7 @@ class InsertKernel:
     """Entry point: (k, slots, cache address, page stride in bytes, rows of the pool, rows of a page, stream)."""
 
     def __init__(self, key: InsertKey) -> None:
+        self.arch = key.arch
         self.warps = key.warps
         self.rows = key.rows
         self.through_l1 = key.through_l1
@@ -127,7 +128,7 @@ class InsertKernel:
 
         for i in range_constexpr(self.rows):
             slot, first, second = loaded[i]
-            pieces = encode.encoded(lane, first, second, second)
+            pieces = encode.encoded(lane, first, second, second, self.arch)
             if slot >= 0 and slot < Int64(capacity):
                 page, row = divmod(Int32(slot), page_rows)
                 encode.store(lane, pool + Int64(page) * page_stride, row, block_size, pieces)

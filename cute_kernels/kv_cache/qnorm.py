@@ -79,6 +79,7 @@ class QnormKernel:
     stride in bytes, rows of the pool, rows of a page, eps, use_pdl, stream)."""
 
     def __init__(self, key: QnormKey) -> None:
+        self.arch = key.arch
         self.form = key.kv_format
         self.norm = key.norm
         self.rows = key.rows
@@ -209,7 +210,7 @@ class QnormKernel:
             page_start = pool + Int64(page) * page_stride
             if const_expr(self.form == FP8_DS_MLA.id):
                 # the codes need no angles, and are made while these are on their way
-                pieces = encode.encoded(lane, words[:4], words[4:], convert.bf16_words(values[8:]))
+                pieces = encode.encoded(lane, words[:4], words[4:], convert.bf16_words(values[8:]), self.arch)
                 if is_inside:
                     encode.store(lane, page_start, row, block_size, pieces)
             elif const_expr(self.form == PLAIN_BF16.id):

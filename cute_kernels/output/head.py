@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, range_constexpr
 
@@ -55,23 +56,22 @@ def rounded(lane: Any, words: Any, turned: Any) -> Any:
 
 
 @cute.jit
-def scale_pair(first: Any, turned: Any) -> Any:
+def scale_pair(first: Any, turned: Any, arch: cutlass.Constexpr) -> Any:
     """Scales of the two chunks that a lane has columns of, as bf16: that of its first run in the low half."""
     pairs = convert.absmax_bf16x2(*first)
     largest = ptx.max_f32(convert.bf16_low(pairs), convert.bf16_high(pairs))
     largest_turned = ptx.abs_f32(turned[0])
     for value in turned[1:]:
         largest_turned = ptx.max_f32(largest_turned, ptx.abs_f32(value))
-    low = convert.ue8m0_from_absmax(largest, E4M3_MAX, OUTPUT_FLOOR)
-    high = convert.ue8m0_from_absmax(largest_turned, E4M3_MAX, OUTPUT_FLOOR)
+    low, high = convert.ue8m0_from_absmax_each((largest, largest_turned), E4M3_MAX, OUTPUT_FLOOR, arch)
     return lanes_max_bf16x2(low << 7 | high << 23, lanes=16)
 
 
-def store_codes(start: Any, first: Any, turned: Any, pair: Any, is_stored: Any) -> None:
+def store_codes(start: Any, first: Any, turned: Any, pair: Any, is_stored: Any, arch: str) -> None:
     """Store a lane's codes; `start` is where its first eight belong."""
     factor = convert.ue8m0_inverse(pair >> 7 & 0xFF)
-    low = convert.e4m3_from_bf16x4(first[0], first[1], factor)
-    high = convert.e4m3_from_bf16x4(first[2], first[3], factor)
+    low = convert.e4m3_from_bf16x4(first[0], first[1], factor, arch)
+    high = convert.e4m3_from_bf16x4(first[2], first[3], factor, arch)
     ptx.store_global_64(start, low, high, is_stored)
     factor = convert.ue8m0_inverse(pair >> 23)
     scaled = [value * factor for value in turned]

@@ -95,6 +95,7 @@ class InvRopeKernel:
     launch as a dependent of the kernel before, stream)."""
 
     def __init__(self, key: InvRopeKey) -> None:
+        self.arch = key.arch
         self.heads = key.heads
         self.words = key.words
         self.is_quantized = key.scales != "none"
@@ -235,8 +236,9 @@ class InvRopeKernel:
         first, second = loaded
         turned = head.turn_back(lane, second, cos, sin)
         if const_expr(self.is_quantized):
-            pair = head.scale_pair(first, turned)
-            head.store_codes(target + Int64(offset) * HEAD_DIM + Int64(lane * 8), first, turned, pair, is_stored)
+            pair = head.scale_pair(first, turned, self.arch)
+            start = target + Int64(offset) * HEAD_DIM + Int64(lane * 8)
+            head.store_codes(start, first, turned, pair, is_stored, self.arch)
             word = head.scale_word(lane, pair)
         else:
             start = target + Int64(offset) * (HEAD_DIM * 2) + Int64(lane * 16)

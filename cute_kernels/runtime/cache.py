@@ -223,8 +223,8 @@ class Store:
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, data)
-            _replace(path.with_suffix(".json"), (json.dumps(sidecar, indent=1) + "\n").encode())
+            replace_file(path, data)
+            replace_file(path.with_suffix(".json"), (json.dumps(sidecar, indent=1) + "\n").encode())
         except OSError as error:
             _warn(self.root, error)
 
@@ -292,7 +292,7 @@ def _read_sidecar(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Write a file as a whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     try:

@@ -28,6 +28,7 @@ __all__ = [
     "Facts",
     "KernelKey",
     "Report",
+    "collect",
     "compilations",
     "compile_object",
     "compile_report",
@@ -44,6 +45,9 @@ JIT_VARIABLE = "CUTE_KERNELS_JIT"
 _linked: dict[KernelKey, Callable[..., None]] = {}
 _functions: dict[int, dict[KernelKey, Callable[..., None]]] = {}
 """By device: the driver loads code for each of them by itself."""
+
+_collected: dict[KernelKey, None] | None = None
+"""Keys that were asked for inside `collect`, or None outside."""
 
 _lock = threading.RLock()  # CuTe DSL compiles one kernel at a time
 _compilations = 0
@@ -84,6 +88,23 @@ def launch(key: KernelKey, device_index: int, *args: Any) -> None:
         return
     with torch.cuda.device(device_index):
         function(key, device_index)(*args)
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[dict[KernelKey, None]]:
+    """Inside, launches do nothing but note the keys of their kernels, in the mapping that is yielded: so the kernels of
+    calls can be compiled ahead, without running them. Not thread-safe."""
+    global _functions, _collected
+    before = _functions, _collected
+    _functions, _collected = {}, {}
+    try:
+        yield _collected
+    finally:
+        _functions, _collected = before
+
+
+def _do_nothing(*args: Any) -> None:
+    """In place of a kernel inside `collect`."""
 
 
 def jit_forbidden() -> bool:
@@ -139,6 +160,9 @@ def _capturing() -> bool:
 
 def _obtain(key: KernelKey, device_index: int) -> Callable[..., None]:
     with _lock:
+        if _collected is not None:
+            _collected[key] = None
+            return _do_nothing
         of_device = _functions.setdefault(device_index, {})
         if key not in of_device:
             of_device[key] = _FirstLaunch(key, device_index, _link_once(key))

@@ -35,7 +35,7 @@ INSTRUCTIONS = {
     "st.global.128": r"\bst\.(?:\w+\.)*global\.(?:\S*\.)?(?:v4\.[bufs]32|v2\.[bufs]64)",
     "st.global.64": r"\bst\.(?:\w+\.)*global\.(?:\S*\.)?v2\.[bufs]32",
     "st.async": r"\bst\.async\.",
-    "cvt.e4m3": r"\bcvt\.\S*e4m3x2\.f(?:16|32)|\bcvt\.\S*f16x2\.e4m3x2",
+    "cvt.e4m3": r"\bcvt\.\S*e4m3x2\.b?f(?:16|32)|\bcvt\.\S*f16x2\.e4m3x2",
     "cvt.e2m1": r"\bcvt\.\S*e2m1x2",
     "ex2": r"\bex2\.approx",
     "atomic": r"\b(?:atom|red)\.",

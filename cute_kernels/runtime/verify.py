@@ -1,31 +1,31 @@
 """Does a kernel do on this GPU what its reference says? Runs both on the examples of a room and compares every byte.
 
 A room offers examples in its module `examples`: EXAMPLES maps the name of an op to a function that yields `Example`s.
-Ops are verified in a process of their own: a kernel that hangs, crashes or spoils the GPU's context fails alone.
+Where an op asks runtime.trust whether the architecture's own kernel may run, both are verified: the own kernel whatever
+is known of it, and the portable one, as "<op> (portable)".
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-import multiprocessing
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from cute_kernels.runtime import trust
+from cute_kernels.runtime.compile import collect
+from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import Op
 from cute_kernels.runtime.registry import all_ops
 
-TIMEOUT_SECONDS = 300.0
-"""After this a verification has hung. The first call of an op compiles its kernels."""
-
-START_SECONDS = 120.0
-"""How long a new process may take to import what it needs."""
+PORTABLE = " (portable)"
+"""Behind the name of an op: its portable kernel, where the architecture has one of its own as well."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out for one op (or layer).
+    """What came out for one op (or layer, or fact).
 
     status   "pass", "fail", "unsupported" (the kernel takes none of the examples here), "no kernel", "no examples"
     cases    examples that ran
     detail   why, in one line
+    own      of these examples, how many asked whether the architecture's own kernel may run
     """
 
     name: str
@@ -55,6 +56,7 @@ class Verdict:
     cases: int = 0
     detail: str = ""
     seconds: float = 0.0
+    own: int = 0
 
 
 def examples_of(op: Op) -> Callable[[], Iterable[Example]] | None:
@@ -66,28 +68,37 @@ def examples_of(op: Op) -> Callable[[], Iterable[Example]] | None:
     return found
 
 
-def verify_op(op: Op, device: torch.device, examples: Callable[[], Iterable[Example]] | None = None) -> Verdict:
-    """Run an op's kernel on `device` and its reference on the CPU, on every example; each kernel call twice."""
+def verify_op(
+    op: Op, device: torch.device, examples: Callable[[], Iterable[Example]] | None = None, own: bool = True
+) -> Verdict:
+    """Run an op's kernel on `device` and its reference on the CPU, on every example; each kernel call twice.
+
+    own   run the architecture's own kernel where there is a choice, or else the portable one; only the examples with a
+          choice are counted then
+    """
     start = time.perf_counter()
+    name = op.name if own else op.name + PORTABLE
     if op.kernel is None:
-        return Verdict(op.name, "no kernel")
+        return Verdict(name, "no kernel")
     examples = examples_of(op) if examples is None else examples
     if examples is None:
-        return Verdict(op.name, "no examples", detail=f"{op.kernel} has nothing to be verified with")
-    cases, refusals = 0, []
+        return Verdict(name, "no examples", detail=f"{op.kernel} has nothing to be verified with")
+    cases, choices, refusals = 0, 0, []
     try:
         for example in examples():
-            why = _run_example(op, example, device)
+            with trust.choose(own) as asked:
+                why = _run_example(op, example, device)
             if why is None:
-                cases += 1
+                choices += op.name in asked
+                cases += own or op.name in asked
             else:
                 refusals.append(f"{example.name}: {why}")
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         kind = "" if isinstance(error, Mismatch) else f"{type(error).__name__}: "
-        return Verdict(op.name, "fail", cases, kind + lines[0], time.perf_counter() - start)
+        return Verdict(name, "fail", cases, kind + lines[0], time.perf_counter() - start, choices)
     detail = f"{len(refusals)} not supported here, {refusals[0]}" if refusals else ""
-    return Verdict(op.name, "pass" if cases else "unsupported", cases, detail, time.perf_counter() - start)
+    return Verdict(name, "pass" if cases else "unsupported", cases, detail, time.perf_counter() - start, choices)
 
 
 class Mismatch(Exception):
@@ -169,83 +180,52 @@ def compare_arguments(names: Sequence[str], got: Sequence[Any], want: Sequence[A
     return ""
 
 
-# ---- in a process of their own ---------------------------------------------------------------------------------------
+# ---- what a verification will compile --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the verification of an op runs: its kernels' keys, and whether there is a choice between two kernels."""
+
+    name: str
+    keys: tuple[KernelKey, ...]
+    has_choice: bool
+
+
+def needs_of(op: Op, device: torch.device, examples: Callable[[], Iterable[Example]] | None = None) -> Needs:
+    """What verify_op will run on `device`, found by calling everything but the kernels. What fails here fails there."""
+    examples = examples_of(op) if examples is None else examples
+    if op.kernel is None or examples is None:
+        return Needs(op.name, (), False)
+    keys: dict[KernelKey, None] = {}
+    has_choice = False
+    for example in examples():
+        for own in (True, False):
+            with collect() as found, trust.choose(own) as asked, contextlib.suppress(Exception):
+                kernel, args = op.load_kernel(), clone_arguments(example.args, device)
+                op.check(*args)
+                if kernel.supports(*args)[0]:
+                    kernel.launch(*args)
+            keys.update(found)
+            if op.name not in asked:
+                break
+            has_choice = True
+    return Needs(op.name, tuple(keys), has_choice)
+
+
+# ---- by name, in a process that has nothing else to do ---------------------------------------------------------------
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def verify_by_name(name: str) -> Verdict:
-    """Verdict of the op `name` on the current CUDA device."""
-    return verify_op(all_ops()[name], torch.device("cuda", torch.cuda.current_device()))
+    """Verdict of an op on the current CUDA device; of its portable kernel, if the name ends with PORTABLE."""
+    own = not name.endswith(PORTABLE)
+    return verify_op(all_ops()[name.removesuffix(PORTABLE)], _device(), own=own)
 
 
-def run_isolated(
-    names: Iterable[str], function: Callable[[str], Verdict], timeout: float = TIMEOUT_SECONDS
-) -> Iterator[Verdict]:
-    """Verdicts of function(name), which must be importable, from a process that is replaced when it breaks."""
-    context = multiprocessing.get_context("spawn")
-    worker: _Worker | None = None
-    try:
-        for name in names:
-            if worker is None or not worker.process.is_alive():
-                worker = _Worker(context, function)
-            verdict = worker.ask(name, timeout)
-            yield verdict
-    finally:
-        if worker is not None:
-            worker.stop()
-
-
-class _Worker:
-    def __init__(self, context: Any, function: Callable[[str], Verdict]) -> None:
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, function), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.ready = False
-
-    def ask(self, name: str, timeout: float) -> Verdict:
-        try:
-            if not self.ready:
-                if not self.connection.poll(START_SECONDS):
-                    self.stop()
-                    return Verdict(name, "fail", detail=f"the process did not start within {START_SECONDS:g} s")
-                self.ready = self.connection.recv()
-            self.connection.send(name)
-            if not self.connection.poll(timeout):
-                self.stop()
-                return Verdict(name, "fail", detail=f"no answer within {timeout:g} s: stopped")
-            verdict: Verdict = self.connection.recv()
-            if not self.connection.recv():
-                self.process.join()
-            return verdict
-        except (EOFError, OSError):
-            self.process.join()
-            return Verdict(name, "fail", detail=f"the process died with exit code {self.process.exitcode}")
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
-def _serve(connection: Any, function: Callable[[str], Verdict]) -> None:
-    connection.send(True)
-    while True:
-        try:
-            name = connection.recv()
-        except EOFError:
-            return
-        connection.send(function(name))
-        sound = _device_is_sound()
-        connection.send(sound)
-        if not sound:
-            os._exit(1)
-
-
-def _device_is_sound() -> bool:
-    """Whether the GPU still answers this process: after an illegal access it does not."""
-    if not torch.cuda.is_initialized():
-        return True
-    try:
-        torch.cuda.synchronize()
-        return True
-    except Exception:
-        return False
+def needs_by_name(name: str) -> Needs:
+    """What the verification of the op `name` runs on the current CUDA device."""
+    return needs_of(all_ops()[name], _device())

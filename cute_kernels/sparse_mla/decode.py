@@ -1,8 +1,9 @@
 """Which kernel sparse_mla_decode runs.
 
-For fp8_ds_mla caches Hopper's own, or for few heads that of teams of warps where TEAMS_HEADS has them; for everything
-else the portable one. With 9 to 16 heads Hopper's is faster as long as it has all rows at once, and that of teams with
-more of them; which of the two depends on the number of rows where the split does, too, and nowhere else.
+For fp8_ds_mla caches Hopper's own, or for few heads that of teams of warps; or Blackwell's own, where it can address
+the caches and is trusted; for everything else the portable one. With 9 to 16 heads Hopper's is faster as long as it has
+all rows at once, and that of teams with more of them; which of the two depends on the number of rows where the split
+does, too, and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,35 +13,48 @@ from functools import cache
 from typing import Any
 
 from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import decode_args, merge
 from cute_kernels.sparse_mla.decode_args import Call, ItemKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
+from cute_kernels.sparse_mla.gathered import ungathered
 from cute_kernels.sparse_mla.schedule import block_heads
 from cute_kernels.sparse_mla.teams_plan import ARCHS as TEAMS_ARCHS
 
 HOPPER = "sm_90a"
+BLACKWELL = ("sm_100a", "sm_103a")
 
-TEAMS_HEADS: tuple[int, ...] = ()
-"""Heads of a block that the kernel of teams runs with, of those it is for (8 and 16): none until all of
-tests/gpu/test_decode.py has passed with it."""
+TEAMS_HEADS = (8, 16)
+"""Heads of a block that the kernel of teams runs with."""
 
 FEW_ROWS_HEADS = (16,)
 """Those of which Hopper's kernel takes calls with few rows."""
 
 
 def key_for(
-    arch: str, heads: int, second: str, out_fp32: bool, format0: str, format1: str, has_few_rows: bool = False
+    arch: str,
+    heads: int,
+    second: str,
+    out_fp32: bool,
+    format0: str,
+    format1: str,
+    has_few_rows: bool = False,
+    takes_own: bool = True,
 ) -> ItemKey:
     """The kernel for so many heads, caches of these formats and a second list of that kind ("none", "listed", "dense").
 
     format1        format0 if there is no second list
     has_few_rows   whether the call leaves the split to the op, and has no more rows than Hopper's kernel takes at once
+    takes_own      whether Blackwell's own kernel may run
     """
     is_fp8 = format0 == format1 == FP8_DS_MLA.id
+    if is_fp8 and arch in BLACKWELL and takes_own:
+        return BlackwellDecodeKey(arch, second, out_fp32)
     is_hoppers = has_few_rows and arch == HOPPER and block_heads(heads) in FEW_ROWS_HEADS
     if is_fp8 and arch in TEAMS_ARCHS and block_heads(heads) in TEAMS_HEADS and not is_hoppers:
         return TeamsDecodeKey(arch, block_heads(heads), second, out_fp32)
@@ -50,12 +64,13 @@ def key_for(
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
-    """The layers' decode steps: one or two lists as the compress ratio says, in one part or several."""
+    """The layers' decode steps: one or two lists as the compress ratio says, in one part or several. Of Blackwell its
+    own kernels, and those that run before they are trusted."""
     lists = {4: ("listed",), 128: ("dense", "listed")}
     seconds = {second: None for ratio in config.compress_ratios for second in lists.get(ratio, ("none",))}
     heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
-    kinds = itertools.product(seconds, (False, True), (False, True))
-    decode = {key_for(arch, heads, second, fp32, fmt, fmt, few): None for second, fp32, few in kinds}
+    kinds = itertools.product(seconds, (False, True), (False, True), (True, False))
+    decode = {key_for(arch, heads, second, fp32, fmt, fmt, few, own): None for second, fp32, few, own in kinds}
     return [*decode, *merge.deployment_keys(config, tp, arch)]
 
 
@@ -68,7 +83,20 @@ def _key_of_call(call: Call, out_fp32: bool) -> ItemKey:
     index = call.q.device.index
     is_split_fixed = call.num_splits != 0 or call.split_tokens != 0
     has_few_rows = not is_split_fixed and call.rows * DecodeKey.blocks_per_item <= multiprocessors(index)
-    return _key(index, call.q.shape[2], call.second, out_fp32, *call.formats, has_few_rows)
+    takes_own = arch_of(index) in BLACKWELL and not why_not_own(call) and trust.is_trusted("sparse_mla_decode", index)
+    return _key(index, call.q.shape[2], call.second, out_fp32, *call.formats, has_few_rows, takes_own)
+
+
+def why_not_own(call: Call) -> str:
+    """Why Blackwell's own kernel does not take a call, which is left to the portable one then; or nothing."""
+    pools = {"k_cache": call.k_cache, "extra_k_cache": call.extra_k_cache}
+    for (name, pool), kv_format in zip(pools.items(), call.formats, strict=True):
+        if kv_format != FP8_DS_MLA.id:
+            return f"{name}: expected records of {FP8_DS_MLA.id}, got {kv_format}"
+        why = "" if pool is None else ungathered(name, pool, FP8_DS_MLA.data_bytes)
+        if why:
+            return why
+    return ""
 
 
 def supports(*args: Any) -> tuple[bool, str]:

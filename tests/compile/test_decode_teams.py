@@ -126,13 +126,10 @@ def test_keys() -> None:
         _ = TeamsDecodeKey("sm_80").plan
 
 
-def test_it_is_chosen_by_heads_formats_and_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decode.TEAMS_HEADS == ()
-    monkeypatch.setattr(decode, "TEAMS_HEADS", (8, 16))
+def test_it_is_chosen_by_heads_formats_and_architecture() -> None:
     for arch, heads, other, is_teams in (
         ("sm_90a", 5, FP8, True),
         ("sm_90a", 16, FP8, True),
-        ("sm_100a", 9, FP8, True),
         ("sm_90a", 17, FP8, False),
         ("sm_90a", 8, "plain_bf16/1", False),
         ("sm_80", 8, FP8, False),
@@ -140,5 +137,5 @@ def test_it_is_chosen_by_heads_formats_and_architecture(monkeypatch: pytest.Monk
         key = decode.key_for(arch, heads, "listed", False, FP8, other)
         assert isinstance(key, TeamsDecodeKey) == is_teams
     for arch, heads, is_teams in (("sm_90a", 8, True), ("sm_90a", 9, False), ("sm_100a", 9, True)):
-        key = decode.key_for(arch, heads, "listed", False, FP8, FP8, True)
+        key = decode.key_for(arch, heads, "listed", False, FP8, FP8, True, takes_own=False)
         assert isinstance(key, TeamsDecodeKey) == is_teams

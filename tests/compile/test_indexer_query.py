@@ -10,6 +10,7 @@ from cute_kernels.runtime.compile import Report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.dsl import convert
 from cute_kernels.indexer import query_fp8, query_launch, query_mxfp4
 from cute_kernels.indexer.query import QueryKey
 from cute_kernels.models import MODELS
@@ -43,8 +44,11 @@ def test_compiles(arch: str, rounding: str) -> None:
     # nothing of the rotation is fused
     assert count(r"\bmul\.rn\.f32", report) == 16 * groups + (2 if rounding else 3)
     assert count(r"\bsub\.rn\.f32", report) == count(r"\badd\.rn\.f32", report) == 4 * groups
-    assert count(r"cvt\.rn\.satfinite\.e4m3x2\.f32", report) == (0 if rounding else 8 * groups)
-    assert count(r"xorsign\.abs\.f16x2", report) == (16 * groups if rounding else 0)
+    assert count(r"cvt\.rn\.satfinite\.e4m3x2\.(?:f32|bf16x2)", report) == (0 if rounding else 8 * groups)
+    is_blackwells = arch in convert.BLACKWELL
+    assert count(r"xorsign\.abs\.f16x2", report) == (16 * groups if rounding and not is_blackwells else 0)
+    assert count(r"cvt\.rn\.satfinite\.e2m1x2\.f32", report) == (8 * groups if rounding and is_blackwells else 0)
+    assert count(r"cvt\.rp\.satfinite\.ue8m0x2\.f32", report) == (groups if rounding and is_blackwells else 0)
     assert count(r"shfl\.sync\.bfly", report) == 3 * groups
     assert ("griddepcontrol.wait" in report.ptx) == (arch != "sm_89")
 

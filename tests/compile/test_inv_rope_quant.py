@@ -47,7 +47,7 @@ def test_compiles(arch: str, scales: str, rows: int) -> None:
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * heads
         assert report.smem == 0
     else:
-        assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == 8 * heads
+        assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.(?:f32|bf16x2)", ptx)) == 8 * heads
         assert len(re.findall(r"st\.global\.v2\.b32", ptx)) == 2 * heads
         assert report.smem == 8 * 4 * key.words
     assert ("griddepcontrol.wait" in ptx) == ("griddepcontrol.launch_dependents" in ptx) == (arch != "sm_89")

@@ -21,28 +21,101 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "Int32", lambda value: value)
 
 
-def codes(values: torch.Tensor, factor: float, rounding: str) -> torch.Tensor:
+def pairs_of(values: torch.Tensor, count: int) -> list[words.Word]:
+    """bf16 numbers as `count` words each, the first number in the low half of the first one."""
+    pairs = values.view(torch.int16).numpy().view(np.uint16).reshape(-1, count, 2).astype(np.uint32)
+    return [words.Word(pairs[:, i, 0] | pairs[:, i, 1] << 16) for i in range(count)]
+
+
+def codes(values: torch.Tensor, factor: float, rounding: str, arch: str = "") -> torch.Tensor:
     """uint8 codes 0 .. 15 of the device's conversion, of a multiple of eight values."""
-    pairs = values.view(torch.int16).numpy().view(np.uint16).reshape(-1, 4, 2).astype(np.uint32)
-    packed = [words.Word(pairs[:, i, 0] | pairs[:, i, 1] << 16) for i in range(4)]
     with np.errstate(all="ignore"):
-        nibbles = convert.e2m1_from_bf16x8(packed, np.float32(factor), rounding).bits
+        nibbles = convert.e2m1_from_bf16s(pairs_of(values, 4), words.real(factor), rounding, arch).bits
     return numerics.unpack_nibbles(torch.from_numpy(nibbles.view(np.uint8)))
 
 
+FACTOR_BYTES = (1, 2, 13, 14, 15, 16, *range(17, 237, 20), 237, 238, 239, 240, 241, 252, 253)
+"""Scales whose inverses numbers are multiplied with: both ends, where products overflow or are tiny, and between."""
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("rounding", numerics.E2M1_ROUNDINGS)
-def test_e2m1_of_every_bf16(rounding: str) -> None:
-    for byte in (1, 2, 13, 14, 15, 16, *range(17, 237, 20), 237, 238, 239, 240, 241, 252, 253):
+def test_e2m1_of_every_bf16(rounding: str, arch: str) -> None:
+    for byte in FACTOR_BYTES:
         factor = numerics.ue8m0_inverse(torch.tensor(byte, dtype=torch.uint8))
         want = numerics.to_e2m1(EVERY_BF16.float() * factor, rounding)
-        assert torch.equal(codes(EVERY_BF16, factor.item(), rounding), want), byte
+        assert torch.equal(codes(EVERY_BF16, factor.item(), rounding, arch), want), byte
 
 
+def test_blackwells_instruction_alone_has_another_rule() -> None:
+    """It has the right bytes for neither: it sends ties to the even code, and makes 6 of NaN."""
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.5])
+    plain = words.e2m1_code(ties.numpy())
+    assert plain.tolist() == numerics.to_e2m1(ties, "ties_to_even").tolist() == [0, 2, 2, 4, 4, 6, 6, 7]
+    lower = numerics.to_e2m1(ties, "ties_to_lower").tolist()
+    assert [i for i in range(8) if lower[i] != plain[i]] == [1, 3, 5]
+    odd = np.array([np.nan, -0.0, -0.25], np.float32)
+    assert words.e2m1_code(odd).tolist() == [7, 8, 8]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_e4m3_of_every_bf16_that_a_block_can_have(arch: str) -> None:
+    """Every number with every scale that its own magnitude allows for a block, and beyond: all scales at both ends."""
+    largest = EVERY_BF16.float().abs().nan_to_num(0.0, posinf=0.0)
+    for byte in FACTOR_BYTES:
+        factor = numerics.ue8m0_inverse(torch.tensor(byte, dtype=torch.uint8))
+        fits = largest * factor <= 448
+        with np.errstate(all="ignore"):
+            found = convert.e4m3_from_bf16x4(*pairs_of(EVERY_BF16, 2), words.real(factor.item()), arch).bits
+        got = torch.from_numpy(found.view(np.uint8))
+        want = numerics.to_e4m3(EVERY_BF16.float() * factor)
+        assert torch.equal(got[fits], want[fits]), byte
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_every_e4m3_times_every_scale(arch: str) -> None:
+    each = four(np.tile(np.arange(256, dtype=np.uint8), 2), 4)
+    scales = numerics.ue8m0_scale(torch.arange(256, dtype=torch.int32).to(torch.uint8))
+    values = numerics.from_e4m3(torch.arange(512).to(torch.uint8)).double()
+    for byte in range(256):
+        with np.errstate(all="ignore"):
+            low, high = convert.bf16x4_from_e4m3(each, words.real(scales[byte].item()), arch)
+        got = halves([low, high]).reshape(-1).view(np.int16)
+        want = (values * scales[byte]).bfloat16().view(torch.int16).numpy()
+        numbers = ~np.isnan((values * scales[byte]).numpy())
+        assert np.array_equal(got[numbers], want[numbers]), byte
+        assert (got[~numbers] == 0x7FFF).all(), byte
+
+
+@pytest.mark.parametrize(
+    ("largest", "floor"), [(numerics.E4M3_MAX, 1e-4), (numerics.E4M3_MAX, 1e-10), (numerics.E2M1_MAX, 1e-4)]
+)
+def test_scale_of_every_bf16_by_both_ways(largest: float, floor: float) -> None:
+    absmax = EVERY_BF16[: 1 << 15].float()
+    fp32 = torch.randint(0, 0x7F800000, (1 << 16,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    near = (torch.arange(1, 255, dtype=torch.int32) << 23).view(torch.float32) * largest
+    steps = torch.tensor([-1, 0, 1], dtype=torch.int32)
+    around = (near.nan_to_num(posinf=1.0).view(torch.int32)[:, None] + steps).view(torch.float32).flatten()
+    absmax = torch.cat([absmax, fp32.view(torch.float32), around])
+    numbers = words.real(absmax.numpy())
+    with np.errstate(all="ignore"):
+        pair = numbers, numbers[::-1].copy()
+        plain, by_instruction = (
+            list(convert.ue8m0_from_absmax_each(pair, largest, floor, arch)) for arch in ("sm_90a", "sm_100a")
+        )
+    bounded = absmax.nan_to_num(0.0, posinf=torch.finfo(torch.float32).max)
+    want = numerics.ue8m0_from_absmax(bounded, largest, floor).numpy()
+    for found in (plain, by_instruction):
+        assert np.array_equal(found[0].bits, want)
+        assert np.array_equal(found[1].bits, want[::-1])
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("rounding", numerics.E2M1_ROUNDINGS)
-def test_e2m1_elements_do_not_touch_each_other(rounding: str) -> None:
+def test_e2m1_elements_do_not_touch_each_other(rounding: str, arch: str) -> None:
     numbers = torch.tensor([0.0, -0.0, 0.25, -0.25, 0.75, 1.75, -3.5, 5.0, 6.0, -6.0, torch.inf, -torch.inf, torch.nan])
     chosen = numbers[torch.randint(0, len(numbers), (1 << 16,), generator=torch.Generator().manual_seed(1))].bfloat16()
-    assert torch.equal(codes(chosen, 1.0, rounding), numerics.to_e2m1(chosen.float(), rounding))
+    assert torch.equal(codes(chosen, 1.0, rounding, arch), numerics.to_e2m1(chosen.float(), rounding))
 
 
 @pytest.mark.parametrize("entry", range(15))

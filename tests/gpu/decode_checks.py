@@ -17,8 +17,8 @@ from tests.helpers import bits
 FP8, BF16 = "fp8_ds_mla/1", "plain_bf16/1"
 KERNELS: dict[str, dict[str, Any]] = {
     "chosen": {},
-    "teams": {"TEAMS_HEADS": (8, 16), "FEW_ROWS_HEADS": ()},
-    "portable": {"HOPPER": "", "TEAMS_HEADS": ()},
+    "teams": {"BLACKWELL": (), "TEAMS_HEADS": (8, 16), "FEW_ROWS_HEADS": ()},
+    "portable": {"HOPPER": "", "BLACKWELL": (), "TEAMS_HEADS": ()},
 }
 """Kernels to run the tests with -> what to change where one is chosen."""
 
@@ -84,6 +84,7 @@ def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels.sparse_mla import decode
 
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    monkeypatch.setattr(decode.trust, "is_trusted", lambda op, index: True)
     for attribute, value in KERNELS[name].items():
         monkeypatch.setattr(decode, attribute, value)
     if KERNELS[name]:

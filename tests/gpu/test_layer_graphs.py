@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
 from layers import BlockTables
 from layers.metadata import DeepseekV4Metadata
@@ -23,8 +24,8 @@ LENGTHS = (127, 3, 200, 255, 383, 64)
 
 
 @pytest.fixture(autouse=True)
-def _fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_KERNELS_FALLBACK", "reference")
+def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
 
 
 class Decoder:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.runtime.isolated import run_isolated
 from cute_kernels.runtime.ops import Op
 from cute_kernels.runtime.registry import all_ops
-from cute_kernels.runtime.verify import Verdict, raw_memory, run_isolated, verify_op
+from cute_kernels.runtime.verify import Verdict, raw_memory, verify_op
 
 pytestmark = [
     pytest.mark.gpu,

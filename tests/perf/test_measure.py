@@ -253,6 +253,7 @@ def test_versions_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(peers.versions("vllm-cutedsl")) == {"vllm", "nvidia-cutlass-dsl"}
     assert peers.versions("torch-compiled") == {"torch": torch.__version__}
     assert peers.versions("nobody-knows") == {"nobody": None}
+    assert set(peers.versions("vllm-triton + torch-compiled")) == {"vllm", "triton", "torch"}
 
 
 def test_environment_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,8 @@ from cute_kernels.runtime import arch as arch_
 from cute_kernels.runtime import cache, registry
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import precompile as precompile_
-from cute_kernels.runtime import verify as verify_
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.report import Facts, Report
-from cute_kernels.runtime.verify import Verdict
-from tests.runtime.test_cache import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent.parent
 Capture = pytest.CaptureFixture[str]
@@ -38,26 +35,7 @@ class Key(KernelKey):
 FACTS = Facts(40, 0, 0, 0, 2048, {"wgmma": 32, "bulk.load": 4}, 1.5)
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "environment", lambda: dict(ENVIRONMENT))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("COLUMNS", "80")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A machine with one GPU, of a settable capability."""
-    state = SimpleNamespace(capability=(9, 0))
-    arch_.arch_of.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "A GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: state.capability)
-    yield state
-    arch_.arch_of.cache_clear()
+pytestmark = pytest.mark.usefixtures("machine")
 
 
 def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
@@ -105,7 +83,7 @@ def test_info_as_json(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_info_on_gpus(capsys: Capture, gpu: SimpleNamespace) -> None:
     found = json.loads(run(capsys, "info", "--json")[1])
-    assert found["gpus"] == [{"name": "A GPU", "arch": "sm_90a", "unsupported": None}]
+    assert found["gpus"] == [{"name": "A GPU", "arch": "sm_90a", "unsupported": None, "verdicts": {}}]
     assert found["arch"] == "sm_90a"
     arch_.arch_of.cache_clear()
     gpu.capability = (7, 5)
@@ -276,88 +254,3 @@ def test_a_pool_that_breaks_early_fails_each_kernel(monkeypatch: pytest.MonkeyPa
     assert len(submitted) == 1
     assert {outcome.key for outcome in outcomes} == set(keys)
     assert {(outcome.status, outcome.problems) for outcome in outcomes} == {("failed", ("the compiling process died",))}
-
-
-# ---- verify ----------------------------------------------------------------------------------------------------------
-
-
-def test_verify_without_a_gpu_verifies_nothing(capsys: Capture) -> None:
-    for arguments in ((), ("--json",), ("--layers",)):
-        status, out, err = run(capsys, "verify", *arguments)
-        assert (status, out) == (2, "")
-        assert "no CUDA device" in err
-    status, _, err = run(capsys, "verify", "--op", "sparse")
-    assert status == 2
-    assert "sparse_mla_decode" in err
-
-
-VERDICTS = {
-    "quantize_and_insert_k_cache": Verdict("quantize_and_insert_k_cache", "pass", 7, "", 3.25),
-    "save_partial_states": Verdict("save_partial_states", "unsupported", 0, "sm_75 [old]"),
-}
-
-
-@pytest.mark.parametrize("bad", [None, "fail", "no examples"])
-def test_verify_reports_a_verdict_per_op(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace, bad: str | None
-) -> None:
-    found = dict(VERDICTS)
-    if bad:
-        found["mqa_logits"] = Verdict("mqa_logits", bad, 1, "out: 3 of 9 bytes differ")
-
-    def isolated(names: Iterable[str], function: Any) -> Any:
-        assert function is verify_.verify_by_name
-        return [found.get(name, Verdict(name, "no kernel")) for name in names]
-
-    monkeypatch.setattr(verify_, "run_isolated", isolated)
-    status, out, _ = run(capsys, "verify")
-    assert status == (1 if bad else 0)
-    assert "A GPU, sm_90a" in out
-    assert "pass        quantize_and_insert_k_cache, 7 examples in 3.2 s" in out
-    assert "sm_75 [old]" in out
-    assert "no kernel   sparse_mla_decode" in out
-    assert ("out: 3 of 9 bytes differ" in out) is bool(bad)
-    status, out, _ = run(capsys, "verify", "--json")
-    assert status == (1 if bad else 0)
-    parsed = json.loads(out)
-    assert (parsed["gpu"], parsed["arch"]) == ("A GPU", "sm_90a")
-    assert {v["name"] for v in parsed["verdicts"]} == set(registry.all_ops())
-    only = json.loads(run(capsys, "verify", "--json", "--op", "save_partial_states")[1])
-    assert [v["name"] for v in only["verdicts"]] == ["save_partial_states"]
-
-
-def test_verify_runs_layers_when_asked(capsys: Capture, monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace) -> None:
-    asked: list[str] = []
-
-    def isolated(names: Iterable[str], function: Any) -> Any:
-        asked.append(f"{function.__module__}.{function.__name__}")
-        return [Verdict(name, "pass", 1) for name in names]
-
-    monkeypatch.setattr(verify_, "run_isolated", isolated)
-    status, out, _ = run(capsys, "verify", "--layers", "--json")
-    assert status == 0
-    assert asked == ["cute_kernels.runtime.verify.verify_by_name", "layers.verify.verify_layer"]
-    assert {"layer SWA", "layer C4A", "layer C128A"} <= {v["name"] for v in json.loads(out)["verdicts"]}
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
-    status, _, err = run(capsys, "verify", "--layers", "--op", "mqa_logits")
-    assert status == 2
-    assert "the package 'layers' is not installed" in err
-
-
-def test_layers_agree_with_themselves_and_a_wrong_op_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from layers import verify as layers_verify
-
-    verdict = layers_verify.verify_layer("layer SWA", "cpu")
-    assert (verdict.status, verdict.cases) == ("pass", len(layers_verify.STEPS))
-    assert "ops ran their references" in verdict.detail
-    assert "CUTE_KERNELS_FALLBACK" not in os.environ
-    right = layers_verify._run
-    factor = {"cpu": 1.0, "x": 1.1}
-    monkeypatch.setattr(layers_verify, "_run", lambda ratio, device: right(ratio, "cpu") * factor[device])
-    wrong = layers_verify.verify_layer("layer SWA", "x")
-    assert wrong.status == "fail"
-    assert "relative difference 0.1" in wrong.detail
-    monkeypatch.setattr(layers_verify, "_run", lambda ratio, device: right(7, device))
-    broken = layers_verify.verify_layer("layer SWA", "cpu")
-    assert broken.status == "fail"
-    assert "ConfigError" in broken.detail

@@ -281,6 +281,20 @@ def test_threads_that_want_the_same_key_compile_it_once(compiler: Compiler) -> N
     assert len(set(map(id, found))) == 1
 
 
+def test_collecting_notes_keys_and_runs_nothing(compiler: Compiler) -> None:
+    loaded, new = Key("sm_90a"), Key("sm_90a", 2)
+    compile_.function(loaded)("before")
+    with compile_.collect() as keys:
+        for key in (loaded, new, new):
+            compile_.function(key)("inside")
+            compile_.function(key, 1)("inside")
+    assert list(keys) == [loaded, new]
+    assert compiler.compiled == [loaded]
+    compile_.function(loaded)("after")
+    assert [args for _, args in compiler.calls] == [("before",), ("after",)]
+    assert not compile_.is_ready(new)
+
+
 def test_launch_makes_the_tensors_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"current": 0}
     seen: list[tuple[int, tuple[Any, ...]]] = []

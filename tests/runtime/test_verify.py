@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import sys
@@ -15,9 +16,10 @@ import torch
 
 from cute_kernels.kv_cache import ops as kv_ops
 from cute_kernels.runtime import verify
+from cute_kernels.runtime.isolated import run_isolated
 from cute_kernels.runtime.ops import OPS, Op
 from cute_kernels.runtime.registry import all_ops
-from cute_kernels.runtime.verify import Example, Verdict, clone_arguments, compare_arguments, run_isolated, verify_op
+from cute_kernels.runtime.verify import Example, Verdict, clone_arguments, compare_arguments, verify_op
 
 CPU = torch.device("cpu")
 INSERT = OPS["quantize_and_insert_k_cache"]
@@ -201,6 +203,15 @@ def test_what_breaks_breaks_alone() -> None:
     assert len({one.cases, three.cases, four.cases}) == 3
     assert dies.detail == "the process died with exit code 7"
     assert hangs.detail == "no answer within 1.5 s: stopped"
+
+
+def test_processes_side_by_side_and_none_left_behind() -> None:
+    results = run_isolated(["hangs", "one"], worker, timeout=600, workers=2)
+    verdict = next(results)
+    assert (verdict.name, verdict.status) == ("one", "pass"), "one that hangs holds up no other"
+    results.close()
+    assert not multiprocessing.active_children()
+    assert list(run_isolated([], worker, workers=2)) == []
 
 
 def test_examples_are_deterministic() -> None:

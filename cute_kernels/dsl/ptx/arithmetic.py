@@ -34,6 +34,15 @@ def max_f32(a: Any, b: Any) -> Any:
     )
 
 
+def max3_f32(a: Any, b: Any, c: Any) -> Any:
+    """sm_100a and up. The largest one; a NaN loses against a number."""
+    return inline_ptx(
+        "max.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(a), Float32(b), Float32(c)],
+    )
+
+
 def min_f32(a: Any, b: Any) -> Any:
     """sm_70 and up. The smaller one; a NaN loses against a number."""
     return inline_ptx(

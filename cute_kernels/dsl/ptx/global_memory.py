@@ -196,6 +196,15 @@ def store_global_128(address: Any, words: Any, predicate: Any = None) -> None:
     )
 
 
+def store_global_256(address: Any, words: Any, predicate: Any = None) -> None:
+    """sm_100a and up. Eight words, 32-byte aligned; where there is a predicate and it is false, nothing happens."""
+    inline_ptx(
+        "st.global.v8.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}, {$r5}, {$r6}, {$r7}, {$r8}};",
+        read_only_args=[Int64(address), *words],
+        predicate=predicate,
+    )
+
+
 def store_global_s32(address: Any, word: Any, predicate: Any = None) -> None:
     """sm_70 and up. An int32; where there is a predicate and it is false, nothing happens."""
     inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[Int64(address), Int32(word)], predicate=predicate)

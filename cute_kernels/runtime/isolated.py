@@ -1,0 +1,143 @@
+"""Work that may hang, crash or spoil the GPU's context, in processes of their own: what breaks there breaks alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from cute_kernels.runtime.verify import Verdict
+
+TIMEOUT_SECONDS = 300.0
+"""After this a verification has hung. The first call of an op may compile its kernels."""
+
+START_SECONDS = 120.0
+"""How long a new process may take to import what it needs."""
+
+
+def run_isolated(
+    names: Iterable[str], function: Callable[[str], Any], timeout: float = TIMEOUT_SECONDS, workers: int = 1
+) -> Iterator[Any]:
+    """What function(name), which must be importable, returns for each name, as results come: with one worker in the
+    order of the names. A name whose process breaks gets a Verdict that says how, and the process is replaced.
+
+    workers   processes at a time
+    """
+    names = list(names)
+    pool = _Pool(names, function, timeout)
+    threads = [threading.Thread(target=pool.serve, daemon=True) for _ in range(min(workers, len(names)))]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in names:
+            yield pool.done.get()
+    finally:
+        pool.stopped.set()
+        while True:
+            pool.stop()
+            if not any(thread.is_alive() for thread in threads):
+                break
+            time.sleep(0.05)
+        pool.stop()
+
+
+class _Pool:
+    """Names to be worked on, and the processes that do it, each served by a thread."""
+
+    def __init__(self, names: Iterable[str], function: Callable[[str], Any], timeout: float) -> None:
+        self.function = function
+        self.timeout = timeout
+        self.context = multiprocessing.get_context("spawn")
+        self.todo, self.done = queue.SimpleQueue[str](), queue.SimpleQueue[Any]()
+        for name in names:
+            self.todo.put(name)
+        self.workers: list[_Worker] = []
+        self.starting = threading.Lock()
+        self.stopped = threading.Event()
+
+    def serve(self) -> None:
+        worker: _Worker | None = None
+        while not self.stopped.is_set():
+            try:
+                name = self.todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                if worker is None or not worker.process.is_alive():
+                    worker = self.start()
+                self.done.put(worker.ask(name, self.timeout))
+            except Exception as error:
+                self.done.put(Verdict(name, "fail", detail=f"no process: {error!r}"))
+
+    def start(self) -> _Worker:
+        with self.starting:
+            self.workers.append(_Worker(self.context, self.function))
+            return self.workers[-1]
+
+    def stop(self) -> None:
+        with self.starting:
+            for worker in self.workers:
+                worker.stop()
+
+
+class _Worker:
+    def __init__(self, context: Any, function: Callable[[str], Any]) -> None:
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, function), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.ready = False
+
+    def ask(self, name: str, timeout: float) -> Any:
+        try:
+            if not self.ready:
+                if not self.connection.poll(START_SECONDS):
+                    self.stop()
+                    return Verdict(name, "fail", detail=f"the process did not start within {START_SECONDS:g} s")
+                self.ready = self.connection.recv()
+            self.connection.send(name)
+            if not self.connection.poll(timeout):
+                self.stop()
+                return Verdict(name, "fail", detail=f"no answer within {timeout:g} s: stopped")
+            result = self.connection.recv()
+            if not self.connection.recv():
+                self.process.join()
+            return result
+        except (EOFError, OSError):
+            self.process.join()
+            return Verdict(name, "fail", detail=f"the process died with exit code {self.process.exitcode}")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(connection: Any, function: Callable[[str], Any]) -> None:
+    connection.send(True)
+    while True:
+        try:
+            name = connection.recv()
+        except EOFError:
+            return
+        connection.send(function(name))
+        sound = _device_is_sound()
+        connection.send(sound)
+        if not sound:
+            os._exit(1)
+
+
+def _device_is_sound() -> bool:
+    """Whether the GPU still answers this process: after an illegal access it does not."""
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+        return True
+    except Exception:
+        return False

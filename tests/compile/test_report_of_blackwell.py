@@ -1,0 +1,23 @@
+"""Whether perf/compiled has what today's sources compile to, of the kernels that other tests have compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from perf import compiled
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from tests.compile import reports
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize("arch", compiled.ARCHS)
+def test_figures_are_of_these_sources(arch: str) -> None:
+    """Compiles nothing itself: the tests of each kernel have, or it is not looked at."""
+    found = {key: reports.known(key) for key in compiled.own_keys([arch])}
+    made = [compiled.kernel_of(key, ops, found[key]) for key, ops in compiled.own_keys([arch]).items() if found[key]]
+    assert compiled.differences(compiled.read(ROOT), made) == []

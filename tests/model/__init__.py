@@ -1,0 +1,1 @@
+"""A model of multiprocessors that runs the PTX of our kernels on the host: see machine.py."""

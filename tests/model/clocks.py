@@ -1,0 +1,137 @@
+"""Who knows of what: vector clocks, and for every class of bytes who wrote and read it last.
+
+Each agent counts what it does; `known[a, b]` is how much of what b did is before what a does next. Of what threads
+wrote, the asynchronous proxy (copies in bulk, tensor cores) sees only what a proxy fence lies behind: `fenced`. Of what
+tcgen05 does in tensor memory, `tensor` is what a's own tcgen05 instructions come after.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.model.trace import Trace
+
+EVER = np.int32(2**30)
+
+
+class Clocks:
+    def __init__(self, trace: Trace) -> None:
+        agents = len(trace.agents)
+        self.trace = trace
+        self.known = np.zeros((agents, agents), np.int32)
+        self.known[np.diag_indices(agents)] = 1
+        self.fenced = np.zeros((agents, agents), np.int32)
+        self.tensor = np.zeros((agents, agents), np.int32)
+        self.waited = np.zeros((agents, agents), np.int32)
+        """Loads and stores of tensor memory that an agent has waited for, and no fence has handed on."""
+        self.seen = np.zeros((agents, agents), np.int32)
+        """As `known`, of reads that are over as something came of them, and of nothing else."""
+        self.is_async = np.array(trace.is_async)
+        """Agents whose writes the asynchronous proxy sees without a fence."""
+        self.is_tensor = np.array([name.startswith("('tensor") for name in trace.agents])
+        self.writer = np.full(trace.classes, -1)
+        self.written = np.zeros(trace.classes, np.int32)
+        self.versions = np.zeros(trace.classes, np.int32)
+        self.is_unread = np.zeros(trace.classes, np.bool_)
+        self.read = np.zeros((agents, trace.classes), np.int32)
+
+    def tick(self, agent: int) -> None:
+        self.known[agent, agent] += 1
+
+    def join(self, agents: tuple[int, ...]) -> None:
+        """All of them meet."""
+        chosen = list(agents)
+        for table in (self.known, self.fenced, self.seen):
+            table[chosen] = table[chosen].max(axis=0)
+        for agent in chosen:
+            self.tick(agent)
+
+    def exchange(self, agents: tuple[int, ...]) -> None:
+        """Threads of a warp see each other's registers: what these were loaded from may be overwritten. It does not
+        order writes."""
+        latest = self.known[list(agents)].max(axis=0)
+        for agent in agents:
+            np.maximum(self.seen[agent], latest, out=self.seen[agent])
+            self.tick(agent)
+
+    def of_reads(self, agent: int) -> Any:
+        """Of others' reads, what is before the agent's next access."""
+        return np.maximum(self.known[agent], self.seen[agent])
+
+    def of_issuer(self, agent: int) -> Any:
+        """What something asynchronous comes after that a thread starts: of threads' writes those that a fence lies
+        behind."""
+        return np.where(self.is_async, self.known[agent], self.fenced[agent])
+
+    def touch(
+        self, agent: int, clock: int, known: Any, known_of_reads: Any, reads: Any, writes: Any, is_initial: bool
+    ) -> str:
+        """Note an access, and say what is wrong with it.
+
+        agent, clock     who does it, and when of its own time
+        known            what is before it: of others' writes; known_of_reads: of others' reads
+        is_initial       nobody has waited for anything yet
+        """
+        wrong = ""
+        for classes, name in ((reads, "read"), (writes, "write")):
+            if len(classes):
+                writer = self.writer[classes]
+                bad = (writer >= 0) & (self.written[classes] > known[writer])
+                if bad.any():
+                    wrong = f"{name} not after the write of {self.trace.name(int(writer[bad][0]))}"
+        if len(writes):
+            readers = self.trace.readers[writes]
+            early = self.read[readers, writes[:, None]] > known_of_reads[readers]
+            if early.any():
+                wrong = f"write not after the read of {self.trace.name(int(readers[early][0]))}"
+            if not is_initial and (self.is_unread[writes] & self.trace.operand[writes]).any():
+                wrong = wrong or "bytes of an operand written twice"
+            self.writer[writes], self.written[writes] = agent, clock
+            self.versions[writes] += not is_initial
+            self.is_unread[writes] = not is_initial
+        if len(reads):
+            self.read[agent, reads] = clock
+            self.is_unread[reads] = False
+        return wrong
+
+    def operand_is_whole(self, reads: Any) -> str:
+        """What is wrong with bytes of shared memory that a product reads as one operand: they have to be of one
+        version."""
+        reads = reads[self.trace.operand[reads]]
+        if (self.writer[reads] < 0).any():
+            return "bytes of an operand that nobody has written"
+        if len(reads) and np.ptp(self.versions[reads]):
+            return "bytes of an operand are of different versions"
+        return ""
+
+
+class Meeting:
+    """What a barrier hands from those who arrive to those who wait: what they know, have fenced and have seen."""
+
+    def __init__(self, agents: int) -> None:
+        self.coming = np.zeros((3, agents), np.int32)
+        self.over = np.zeros((3, agents), np.int32)
+
+    def arrive(self, clocks: Clocks, agent: int, order: str = "") -> None:
+        given = np.stack([clocks.known[agent], clocks.fenced[agent], clocks.seen[agent]])
+        if order == "relaxed":
+            given[:, ~clocks.is_tensor] = 0
+        np.maximum(self.coming, given, out=self.coming)
+        clocks.tick(agent)
+
+    def add(self, agent: int, clock: int, known: Any, fenced: Any, issuer: int) -> None:
+        """Something asynchronous is done, and with it all before it. Of what its issuer did itself only the reads are:
+        it has used what it read."""
+        given = np.stack([known, fenced, known])
+        given[:2, issuer] = 0
+        given[[0, 2], agent] = np.maximum(given[[0, 2], agent], clock)
+        np.maximum(self.coming, given, out=self.coming)
+
+    def turn(self) -> None:
+        np.maximum(self.over, self.coming, out=self.over)
+
+    def wait(self, clocks: Clocks, agent: int) -> None:
+        for table, over in zip((clocks.known, clocks.fenced, clocks.seen), self.over, strict=True):
+            np.maximum(table[agent], over, out=table[agent])

@@ -1,0 +1,46 @@
+"""Whether a kernel that ran once in the model is right in any order: its record, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.model import trace
+from tests.model.events import Record
+from tests.model.ptx import Program
+from tests.model.replay import Replay
+
+LAZINESS = (0.5, 0.95, 0.05)
+
+
+def recorder(program: Program) -> tuple[list[Record], Callable[[int], Record]]:
+    """Records of a grid's clusters, and what makes them: `events` of run_grid."""
+    records: list[Record] = []
+
+    def make(number: int) -> Record:
+        records.append(Record(program))
+        return records[-1]
+
+    return records, make
+
+
+def check(record: Record, schedules: int = 3, more: int = 12, copies_are_fenced: bool = True) -> trace.Trace:
+    """Raises AssertionError with all that is wrong in some schedules with what is accessed, and `more` without.
+
+    copies_are_fenced   see trace.make
+    """
+    steps = trace.make(record, copies_are_fenced)
+    left = None
+    for seed in range(schedules + more):
+        replay = Replay(steps, seed, laziness=LAZINESS[seed // 3 % 3], accesses=seed < schedules)
+        problems = replay.run()
+        assert not problems, "\n".join([f"schedule {seed}:", *problems])
+        assert left in (None, replay.left()), f"schedule {seed}: mbarriers are left in another state"
+        left = replay.left()
+    assert left is not None
+    halves = [
+        f"mbarrier {place:#x}: {pending} arrivals, {size} bytes"
+        for place, (_, pending, size) in left.items()
+        if pending != replay.barriers[place].expected or size
+    ]
+    assert not halves, "\n".join(["left in the middle of a phase:", *halves])
+    return steps

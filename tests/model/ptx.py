@@ -1,0 +1,302 @@
+"""PTX text as a list of instructions: registers and constants become slots of a warp's register file, labels numbers.
+
+A slot holds a numpy vector of 32 lanes: bool of predicates, uint16, uint32 or uint64 of everything else. Constants, and
+what a warp reads of itself (%tid.x ...), have slots like registers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+LANES = 32
+TYPES: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+"""Bits of a register -> its lanes; 1 is a predicate."""
+
+Run = Callable[[Any, Any], Any]
+"""What an instruction compiles to: (warp, lanes that run it: None is all 32, else bool [32]) -> whether it could run,
+where it may have to wait; else nothing."""
+
+_COMPILERS: dict[str, Callable[[Op], Run]] = {}
+
+
+def instruction(*names: str) -> Callable[[Callable[[Op], Run]], Callable[[Op], Run]]:
+    """Have a function compile the instructions whose opcodes begin with one of these names, the longest one counts."""
+
+    def register(compiler: Callable[[Op], Run]) -> Callable[[Op], Run]:
+        _COMPILERS.update(dict.fromkeys(names, compiler))
+        return compiler
+
+    return register
+
+
+def bits_of(kind: str) -> int:
+    """Of a type's name: 32 of "b32", 1 of "pred"."""
+    digits = re.search(r"(\d+)$", kind)
+    return int(digits.group(1)) if digits else 1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Of a kernel: where it lies among all of them, and its bytes."""
+
+    name: str
+    kind: str
+    offset: int
+    size: int
+
+
+@dataclass
+class Op:
+    """An instruction: `parts` of its opcode, operands as text, who it is among all of them."""
+
+    program: Program
+    number: int
+    text: str
+    opcode: str
+    args: list[str]
+    scope: tuple[int, ...]
+    predicate: tuple[str, bool] | None = None
+    """A predicate and whether it has to be false."""
+
+    @property
+    def parts(self) -> list[str]:
+        return self.opcode.split(".")
+
+    @property
+    def kind(self) -> str:
+        """The type it ends with."""
+        return self.parts[-1]
+
+    @property
+    def bits(self) -> int:
+        return bits_of(self.kind)
+
+    def source(self, index: int, bits: int = 0) -> int:
+        """Slot of an operand; of a constant with so many bits, those of the type if 0."""
+        return self.program.slot(self.args[index], self.scope, bits or self.bits)
+
+    def target(self, index: int = 0) -> int:
+        return self.program.slot(self.args[index], self.scope, self.bits)
+
+    def slots(self, index: int, bits: int = 0) -> list[int]:
+        """Of {a, b ...}, or of one operand."""
+        names = split(self.args[index].strip("{} "))
+        return [self.program.slot(name, self.scope, bits or self.bits) for name in names]
+
+    def address(self, index: int, bits: int) -> tuple[int, int]:
+        """[register + number]: slot and number."""
+        text = self.args[index].strip("[] ")
+        found = re.fullmatch(r"(.+?)\s*\+\s*(-?\w+)", text)
+        name, offset = (found.group(1), int(found.group(2), 0)) if found else (text, 0)
+        return self.program.slot(name, self.scope, bits), offset
+
+
+@dataclass
+class Program:
+    """Entry point `name` of a PTX text.
+
+    slots     of the register file: (name, scope) -> number; lanes, or what gives them for a warp, by number
+    ops       instructions, by number
+    labels    (name, scope) -> number of the instruction behind it
+    """
+
+    name: str
+    parameters: list[Parameter]
+    threads: int
+    names: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    initial: list[Any] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    labels: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    shared_symbols: list[str] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    mentions: Counter[str] = field(default_factory=Counter)
+
+    def slot(self, name: str, scope: tuple[int, ...], bits: int) -> int:
+        """Of a register, a constant, a special register or the name of a variable."""
+        known = self.known(name, scope)
+        if known is not None:
+            return known
+        if name == "_":
+            return self._add(f"_{bits}", (), np.zeros(LANES, TYPES[bits]))
+        if name.startswith("%") or name in self.shared_symbols:
+            return self._add(name, (), name)
+        parameter = next((p for p in self.parameters if p.name == name), None)
+        if parameter is not None:
+            return self._add(name, (), PARAMETERS + parameter.offset)
+        value = self._constant(name, bits)
+        return self._add(f"{value}:{bits}", (), np.full(LANES, value, np.uint64).astype(TYPES[bits]))
+
+    def known(self, name: str, scope: tuple[int, ...]) -> int | None:
+        """Slot of a name that has one, as a scope sees it."""
+        while (name, scope) not in self.names and scope:
+            scope = scope[:-1]
+        return self.names.get((name, scope))
+
+    def _constant(self, text: str, bits: int) -> int:
+        found = re.fullmatch(r"0[fFdD]([0-9a-fA-F]+)", text)
+        value = int(found.group(1), 16) if found else int(text.rstrip("U"), 0)
+        return value & ((1 << bits) - 1)
+
+    def _add(self, name: str, scope: tuple[int, ...], value: Any) -> int:
+        if (name, scope) not in self.names:
+            self.names[name, scope] = len(self.initial)
+            self.initial.append(value)
+        return self.names[name, scope]
+
+    def declare(self, name: str, scope: tuple[int, ...], bits: int) -> None:
+        self.names[name, scope] = len(self.initial)
+        self.initial.append(np.zeros(LANES, TYPES[bits]))
+
+    def target(self, op: Op, index: int = 0) -> int:
+        """Number of the instruction that a branch goes to."""
+        scope = op.scope
+        while (op.args[index], scope) not in self.labels:
+            scope = scope[:-1]
+        return self.labels[op.args[index], scope]
+
+    def is_used(self, name: str) -> bool:
+        """Whether a register that an instruction writes is named by another one, too."""
+        if not self.mentions:
+            self.mentions.update(re.findall(r"[%\w]+", " ".join(op.text for op in self.ops)))
+        return self.mentions[name] > 1
+
+    def find(self, pattern: str) -> list[Op]:
+        """Instructions whose text matches."""
+        return [op for op in self.ops if re.search(pattern, op.text)]
+
+
+PARAMETERS = 1 << 44
+"""Where a kernel's parameters lie."""
+
+
+def split(text: str) -> list[str]:
+    """At commas outside of brackets."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "{[(") - (c in "}])")
+        if c == "," and depth == 0:
+            parts.append(text[start:i].strip())
+            start = i + 1
+    parts.append(text[start:].strip())
+    return [part for part in parts if part]
+
+
+def parse(text: str, edit: Callable[[Program], None] | None = None) -> Program:
+    """The first entry point of a PTX text, compiled. ValueError names all opcodes that the model does not know.
+
+    edit   changes instructions before they are compiled
+    """
+    text = re.sub(r"//[^\n]*", "", text)
+    head, body = text[text.index(".entry") :].split("{", 1)
+    name = head.split("(")[0].split()[1]
+    threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", head)
+    program = Program(name, _parameters(head), int(threads.group(1)) if threads else 0)
+    program.shared_symbols = re.findall(r"\.shared\s[^;]*?(\w+)\[\]", text)
+    scope: tuple[int, ...] = ()
+    scopes, depth, statement = 0, 0, ""
+    for piece in re.findall(r"[{};]|[^{};]+", body):
+        if piece == "{" and not statement.strip():
+            scopes += 1
+            scope = (*scope, scopes)
+        elif piece == "}" and not depth:
+            if not scope:
+                break
+            scope = scope[:-1]
+        elif piece == ";" and not depth:
+            _statement(program, statement.strip(), scope)
+            statement = ""
+        else:
+            depth += (piece == "{") - (piece == "}")
+            statement += piece
+            statement = _labels(program, statement, scope)
+    if edit is not None:
+        edit(program)
+    _compile(program)
+    return program
+
+
+def _parameters(head: str) -> list[Parameter]:
+    parameters, offset = [], 0
+    for align, kind, name, count in re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(\w+)(?:\[(\d+)\])?", head):
+        size = bits_of(kind) // 8 * int(count or 1)
+        multiple = int(align or size)
+        offset = -(-offset // multiple) * multiple
+        parameters.append(Parameter(name, kind, offset, size))
+        offset += size
+    return parameters
+
+
+def _labels(program: Program, statement: str, scope: tuple[int, ...]) -> str:
+    """What follows the labels that a statement begins with."""
+    while found := re.match(r"\s*([\w$]+)\s*:(?!:)", statement):
+        program.labels[found.group(1), scope] = len(program.ops)
+        statement = statement[found.end() :]
+    return statement
+
+
+def _statement(program: Program, text: str, scope: tuple[int, ...]) -> None:
+    if not text:
+        return
+    if text.startswith("."):
+        found = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.DOTALL)
+        for name in split(found.group(2)) if found else ():
+            bits = bits_of(found.group(1))
+            many = re.fullmatch(r"(.+)<(\d+)>", name)
+            for one in [f"{many.group(1)}{i}" for i in range(int(many.group(2)))] if many else [name]:
+                program.declare(one, scope, bits)
+        return
+    found = re.match(r"(?:@(!?)([%\w]+)\s+)?([\w.:]+)\s*(.*)$", text, re.DOTALL)
+    negated, predicate, opcode, args = found.groups()
+    op = Op(program, len(program.ops), " ".join(text.split()), opcode, split(args), scope)
+    op.predicate = (predicate, bool(negated)) if predicate else None
+    program.ops.append(op)
+
+
+def _compile(program: Program) -> None:
+    unknown = set()
+    for op in program.ops:
+        if is_branch(op):
+            program.runs.append(_nothing)
+            continue
+        parts = op.parts
+        names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        compiler = next((_COMPILERS[name] for name in names if name in _COMPILERS), None)
+        try:
+            run = compiler(op) if compiler else unknown.add(op.opcode)
+        except NotImplementedError:
+            unknown.add(op.opcode)
+            continue
+        except Exception as error:
+            raise ValueError(f"{op.text!r}: {error!r}") from error
+        program.runs.append(_predicated(op, run) if op.predicate and run else run)
+    if unknown:
+        raise ValueError(f"{program.name}: expected instructions that the model knows, got {sorted(unknown)}")
+
+
+def _nothing(warp: Any, lanes: Any) -> None:
+    """Of a branch, which the machine takes by itself."""
+
+
+def is_branch(op: Op) -> bool:
+    return op.parts[0] in ("bra", "ret", "exit")
+
+
+def _predicated(op: Op, run: Run) -> Run:
+    slot = op.program.slot(op.predicate[0], op.scope, 1)
+    is_negated = op.predicate[1]
+
+    def guarded(warp: Any, lanes: Any) -> Any:
+        own = ~warp.r[slot] if is_negated else warp.r[slot]
+        if lanes is not None:
+            own = own & lanes
+        if own.all():
+            return run(warp, None)
+        return run(warp, own) if own.any() else True
+
+    return guarded

@@ -1,0 +1,233 @@
+"""A trace under another schedule, without arithmetic: does it hang, does anything meet that nothing keeps apart?
+
+Two accesses to the same bytes, one of them a write, must be in order whatever the schedule: clocks.py finds them in
+any. Hangs, phases that lap and arrivals too many show in some schedules only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.model.clocks import EVER
+from tests.model.schedule import Schedule
+from tests.model.trace import Step
+
+GENERIC = ("copy", "store_async")
+"""What is asynchronous and yet of the proxy of threads."""
+
+
+class Replay(Schedule):
+    """With what is asynchronous: copies, products, tensor memory."""
+
+    def _start(
+        self,
+        step: Step,
+        agent: int,
+        clock: int,
+        reads: Any,
+        writes: Any,
+        issuer: int | None = None,
+        is_ordered: bool = False,
+    ) -> None:
+        """Something asynchronous, by an agent of its own; is_ordered: after all that the agent did before."""
+        if not self.accesses:
+            return
+        clocks, issuer = self.clocks, step.agents[0] if issuer is None else issuer
+        known = clocks.known[issuer].copy() if step.kind in GENERIC else clocks.of_issuer(issuer)
+        of_reads = clocks.of_reads(issuer)
+        if is_ordered:
+            known[agent] = of_reads[agent] = EVER
+        wrong = clocks.touch(agent, clock, known, of_reads, reads, writes, False)
+        if wrong:
+            self.report(wrong, step)
+
+    def _later(self, task: Callable[[], None], key: Any = None) -> None:
+        queue = deque() if key is None else self.ordered[key]
+        if not queue:
+            self.queues.append(queue)
+        queue.append(task)
+
+    # ---- copies
+
+    def _copy(self, warp: int, step: Step) -> None:
+        for issuer, (agent, reads, writes) in zip(step.agents, step.touches, strict=True):
+            self.sequence[agent] += 1
+            self._start(step, agent, self.sequence[agent], reads, writes, issuer)
+
+    def _copies(self, step: Step) -> list[tuple[int, int]]:
+        """(threads, their copies) of a step."""
+        numbers = self.trace.numbers
+        return [(agent, numbers["copy", agent]) for agent in step.agents if ("copy", agent) in numbers]
+
+    def _copy_commit(self, warp: int, step: Step) -> None:
+        for _, copies in self._copies(step):
+            self.committed[copies].append(self.sequence[copies])
+
+    def _copy_wait(self, warp: int, step: Step) -> None:
+        for agent, copies in self._copies(step):
+            known = self.clocks.known[agent]
+            known[copies] = max(known[copies], self._done(copies, step.args[0]))
+
+    def _done(self, agent: int, newest: int | None) -> int:
+        """How much of what an agent has started is done when all groups but some are."""
+        if newest is None:
+            return self.sequence[agent]
+        groups = self.committed[agent]
+        return groups[-1 - newest] if len(groups) > newest else 0
+
+    def _copy_arrive(self, warp: int, step: Step) -> None:
+        place, arrivals = step.args
+        if self._find(place, step) is None:
+            return
+        tables = [
+            (a, c, self.sequence[c], self.clocks.known[a].copy(), self.clocks.fenced[a].copy())
+            for a, c in self._copies(step)
+        ]
+
+        def land() -> None:
+            for agent, copies, clock, known, fenced in tables:
+                self.meetings[place].add(copies, clock, known, fenced, agent)
+            self._turn(place, step, lambda barrier: barrier.arrive(arrivals))
+
+        self._later(land)
+
+    def _announced(self, step: Step, place: Any, size: int, touch: tuple[int, Any, Any]) -> None:
+        """Something that makes an mbarrier count its bytes when it is done."""
+        barrier = self._find(place, step)
+        if barrier is None:
+            return
+        agent, reads, writes = touch
+        clock, issuer = barrier.phase + 1, step.agents[0]
+        self._start(step, agent, clock, reads, writes)
+        known, fenced = self.clocks.known[issuer].copy(), self.clocks.fenced[issuer].copy()
+
+        def land() -> None:
+            self.meetings[place].add(agent, clock, known, fenced, issuer)
+            self._turn(place, step, lambda barrier: barrier.complete(size))
+
+        self._later(land)
+
+    def _bulk(self, warp: int, step: Step) -> None:
+        place, size = step.args
+        self._announced(step, place, size, step.touches[0])
+
+    def _store_async(self, warp: int, step: Step) -> None:
+        (places,) = step.args
+        for touch, place in zip(step.touches, np.unique(places), strict=True):
+            self._announced(step, int(place), int((places == place).sum()) * step.width, touch)
+
+    # ---- products and bulk stores: in order, done by groups
+
+    def _product(self, warp: int, step: Step) -> None:
+        for agent, reads, writes in step.touches:
+            self._start(step, agent, self.sequence[agent] + 1, reads, writes, is_ordered=True)
+            wrong = self.accesses and self.clocks.operand_is_whole(reads)
+            if wrong:
+                self.report(wrong, step)
+        self.sequence[step.touches[0][0]] += 1
+
+    def _group(self, name: str, warp: int) -> int | None:
+        return self.trace.numbers.get((name, warp))
+
+    def _commit(self, name: str, warp: int) -> None:
+        agent = self._group(name, warp)
+        if agent is not None:
+            self.committed[agent].append(self.sequence[agent])
+
+    def _wait_group(self, name: str, warp: int, step: Step) -> None:
+        agent = self._group(name, warp)
+        if agent is not None:
+            for own in step.agents:
+                known = self.clocks.known[own]
+                known[agent] = max(known[agent], self._done(agent, step.args[0]))
+
+    def _product_commit(self, warp: int, step: Step) -> None:
+        self._commit("wgmma", warp)
+
+    def _product_wait(self, warp: int, step: Step) -> None:
+        self._wait_group("wgmma", warp, step)
+
+    def _bulk_read(self, warp: int, step: Step) -> None:
+        agent, reads, writes = step.touches[0]
+        self.sequence[agent] += 1
+        self._start(step, agent, self.sequence[agent], reads, writes)
+
+    def _bulk_commit(self, warp: int, step: Step) -> None:
+        self._commit("bulk store", warp)
+
+    def _bulk_wait(self, warp: int, step: Step) -> None:
+        self._wait_group("bulk store", warp, step)
+
+    # ---- tcgen05
+
+    def _tensor(self, warp: int, step: Step) -> None:
+        self._tensor_work(warp, step, ("tensor", "tensor_copy"))
+
+    def _tensor_copy(self, warp: int, step: Step) -> None:
+        self._tensor_work(warp, step, ("tensor_copy",))
+
+    def _tensor_work(self, warp: int, step: Step, behind: tuple[str, ...]) -> None:
+        """A product or a copy, behind these that the thread has started before."""
+        clocks, issuer = self.clocks, step.agents[0]
+        agent = step.touches[0][0]
+        self.sequence[agent] += 1
+        if not self.accesses:
+            return
+        known = np.where(clocks.is_tensor, clocks.tensor[issuer], clocks.of_issuer(issuer))
+        of_reads = np.where(clocks.is_tensor, clocks.tensor[issuer], clocks.of_reads(issuer))
+        for name in behind:
+            before = self.trace.numbers.get((name, warp))
+            if before is not None:
+                known[before] = of_reads[before] = EVER
+        for _, reads, writes in step.touches:
+            wrong = clocks.touch(agent, self.sequence[agent], known, of_reads, reads, writes, False)
+            wrong = wrong or clocks.operand_is_whole(reads)
+            if wrong:
+                self.report(wrong, step)
+
+    def _tensor_commit(self, warp: int, step: Step) -> None:
+        (place,) = step.args
+        if self._find(place, step) is None:
+            return
+        issuer = step.agents[0]
+        agents = [self.trace.numbers.get((name, warp)) for name in ("tensor", "tensor_copy")]
+        done = [(agent, self.sequence[agent]) for agent in agents if agent is not None]
+        known = np.maximum(self.clocks.known[issuer], self.clocks.waited[issuer])
+        fenced = self.clocks.fenced[issuer].copy()
+        self.clocks.tick(issuer)
+
+        def land() -> None:
+            for agent, clock in done:
+                self.meetings[place].add(agent, clock, known, fenced, issuer)
+            self._turn(place, step, lambda barrier: barrier.arrive())
+
+        self._later(land, ("commit", warp))
+
+    def _tensor_load(self, warp: int, step: Step) -> None:
+        self._tensor_access(step)
+
+    def _tensor_store(self, warp: int, step: Step) -> None:
+        self._tensor_access(step)
+
+    def _tensor_access(self, step: Step) -> None:
+        agent, reads, writes = step.touches[0]
+        self.sequence[agent] += 1
+        if not self.accesses:
+            return
+        known = self.clocks.tensor[list(step.agents)].min(axis=0)
+        wrong = self.clocks.touch(agent, self.sequence[agent], known, known, reads, writes, False)
+        if wrong:
+            self.report(wrong, step)
+
+    def _tensor_wait(self, warp: int, step: Step) -> None:
+        done = self.trace.numbers.get((step.args[0], warp))
+        if done is not None:
+            for agent in step.agents:
+                self.clocks.tensor[agent, done] = self.clocks.waited[agent, done] = self.sequence[done]
+
+    def _tensor_free(self, warp: int, step: Step) -> None:
+        self._access(warp, step)

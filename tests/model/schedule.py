@@ -1,0 +1,242 @@
+"""Warps that do the steps of a trace, each in its order: which is next, and when what is asynchronous is done, is a
+matter of chance. Here is what threads do by themselves; replay.py has what is asynchronous.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.model.clocks import EVER, Clocks, Meeting
+from tests.model.mbarriers import Barrier
+from tests.model.trace import Step, Trace
+
+MOST_PROBLEMS = 20
+
+
+class Schedule:
+    """One schedule of `trace`.
+
+    steps      of its warps, if they have been changed
+    laziness   0 to 1: how much rather warps run than what is asynchronous is done
+    is_exact   whether waits have to find the phase over that they found when the trace was made
+    accesses   whether to look at what is read and written
+    most       problems to look for
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        seed: int = 0,
+        steps: list[list[Step]] | None = None,
+        laziness: float = 0.5,
+        is_exact: bool = True,
+        accesses: bool = True,
+        most: int = MOST_PROBLEMS,
+    ) -> None:
+        self.trace, self.laziness, self.is_exact, self.accesses = trace, laziness, is_exact, accesses
+        self.most = most
+        self.steps = trace.steps if steps is None else steps
+        self.random = random.Random(seed)
+        self.slow = self._slow_warps(seed % 3)
+        self.clocks = Clocks(trace)
+        self.barriers: dict[Any, Barrier] = {}
+        self.meetings: dict[Any, Meeting] = defaultdict(lambda: Meeting(len(trace.agents)))
+        self.made: dict[Any, tuple[int, int]] = {}
+        self.named: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
+        self.entered: dict[tuple[int, Any], int] = {}
+        self.queues: list[deque[Callable[[], None]]] = []
+        self.ordered: dict[Any, deque[Callable[[], None]]] = defaultdict(deque)
+        self.sequence: dict[int, int] = defaultdict(int)
+        self.committed: dict[int, list[int]] = defaultdict(list)
+        self.has_waited: set[int] = set()
+        self.running = [trace.per_block] * trace.record.blocks
+        """Warps of each block that have not left."""
+        self.problems: dict[str, None] = {}
+        self.threads = 32 * len(self.steps)
+
+    def run(self) -> list[str]:
+        """What is wrong, nothing if nothing is."""
+        position = [0] * len(self.steps)
+        blocked = [False] * len(self.steps)
+        live = [i for i, steps in enumerate(self.steps) if steps]
+        while live and len(self.problems) < self.most:
+            ready = [i for i in live if not blocked[i]]
+            if self.queues and (not ready or self.random.random() > self.laziness):
+                queue = self.random.choice(self.queues)
+                queue.popleft()()
+                if not queue:
+                    self.queues = [other for other in self.queues if other is not queue]
+                blocked = [False] * len(self.steps)
+                continue
+            if not ready:
+                for i in live:
+                    self.report("hangs", self.steps[i][position[i]])
+                break
+            warp = self.random.choice([i for i in ready if i not in self.slow] or ready)
+            for _ in range(self.random.choice((1, 4, 30))):
+                step = self.steps[warp][position[warp]]
+                if not self._do(warp, step):
+                    blocked[warp] = True
+                    break
+                position[warp] += 1
+                if step.kind not in ("access", "wait"):
+                    blocked = [False] * len(self.steps)
+                if position[warp] == len(self.steps[warp]):
+                    live.remove(warp)
+                    break
+        while self.queues and len(self.problems) < self.most:
+            self.queues[-1].popleft()()
+            self.queues = [queue for queue in self.queues if queue]
+        return list(self.problems)
+
+    def _slow_warps(self, way: int) -> set[int]:
+        """Those that run only if no other can: none, a block's, or any of them."""
+        count, blocks = len(self.steps), self.trace.record.blocks
+        if way == 0:
+            return set()
+        if way == 1 and blocks > 1:
+            block = self.random.randrange(blocks)
+            return {i for i in range(count) if i // self.trace.per_block == block}
+        return set(self.random.sample(range(count), self.random.randrange(1, count)))
+
+    def left(self) -> dict[Any, tuple[int, int, int]]:
+        """Of each mbarrier phases that are over, arrivals and bytes that the next still waits for."""
+        return {place: (b.phase, b.pending, b.bytes) for place, b in self.barriers.items()}
+
+    def report(self, what: str, step: Step) -> None:
+        self.problems.setdefault(f"{what}: {self.trace.text(step.ops)}")
+
+    def _do(self, warp: int, step: Step) -> bool:
+        """Whether the step could be done."""
+        return getattr(self, f"_{step.kind}")(warp, step) is not False
+
+    # ---- accesses
+
+    def _access(self, warp: int, step: Step) -> None:
+        if not self.accesses:
+            return
+        clocks = self.clocks
+        for agent, reads, writes in step.touches:
+            known, of_reads = clocks.known[agent], clocks.of_reads(agent)
+            is_initial = warp not in self.has_waited
+            wrong = clocks.touch(agent, int(known[agent]), known, of_reads, reads, writes, is_initial)
+            if wrong:
+                self.report(wrong, step)
+
+    def _same_write(self, warp: int, step: Step) -> None:
+        """Threads of a warp write the same to the same place at once: each of them has written it."""
+        if not self.accesses:
+            return
+        clocks, (writer,) = self.clocks, step.args
+        self.sequence[writer] += 1
+        for agent, reads, writes in step.touches:
+            known = clocks.known[agent].copy()
+            known[writer] = EVER
+            wrong = clocks.touch(writer, self.sequence[writer], known, clocks.of_reads(agent), reads, writes, False)
+            if wrong:
+                self.report(wrong, step)
+        for agent, _, writes in step.touches:
+            clocks.known[agent, writer] = self.sequence[writer]
+            # each one's write has to be over before others may follow
+            clocks.read[agent, writes] = clocks.known[agent, agent]
+
+    # ---- mbarriers
+
+    def _init(self, warp: int, step: Step) -> None:
+        place, expected = step.args
+        self.barriers[place] = Barrier.of(expected)
+        self.made[place] = step.agents[0], int(self.clocks.known[step.agents[0], step.agents[0]])
+
+    def _find(self, place: Any, step: Step) -> Barrier | None:
+        if place not in self.barriers:
+            self.report("nobody has made the mbarrier", step)
+            return None
+        agent, clock = self.made[place]
+        if self.clocks.known[step.agents[0], agent] < clock:
+            self.report("not after the mbarrier was made", step)
+        return self.barriers[place]
+
+    def _exit(self, warp: int, step: Step) -> None:
+        self.running[step.args[0]] -= 1
+
+    def _turn(self, place: Any, step: Step, change: Callable[[Barrier], bool]) -> None:
+        if not self.running[place // self.trace.record.span]:
+            self.report("the block whose mbarrier it is has left", step)
+        try:
+            if change(self.barriers[place]):
+                self.meetings[place].turn()
+        except AssertionError as error:
+            self.report(str(error), step)
+            self.barriers[place].pending = 0
+
+    def _arrive(self, warp: int, step: Step) -> None:
+        place, arrivals, announced, order = step.args
+        if self._find(place, step) is None:
+            return
+        for agent in step.agents:
+            self.meetings[place].arrive(self.clocks, agent, order)
+        if arrivals:
+            self._turn(place, step, lambda barrier: barrier.arrive(arrivals, announced))
+        else:
+            self._turn(place, step, lambda barrier: barrier.announce(announced))
+
+    def _wait(self, warp: int, step: Step) -> bool:
+        place, parity, phase = step.args
+        barrier = self._find(place, step)
+        if barrier is None:
+            return True
+        if not barrier.is_over(parity):
+            return False
+        if self.is_exact and barrier.phase - 1 != phase:
+            self.report(f"waits for phase {phase}, {barrier.phase - 1} is over", step)
+        for agent in step.agents:
+            self.meetings[place].wait(self.clocks, agent)
+        self.has_waited.add(warp)
+        return True
+
+    # ---- barriers of warps, blocks, clusters
+
+    def _warp(self, warp: int, step: Step) -> None:
+        self.clocks.join(step.agents)
+
+    def _exchange(self, warp: int, step: Step) -> None:
+        self.clocks.exchange(step.agents)
+
+    def _barrier_arrive(self, warp: int, step: Step) -> None:
+        key, expected = step.args
+        state = self.named[key]
+        for agent in step.agents:
+            self.meetings[key].arrive(self.clocks, agent)
+        self.entered[warp, key] = state[1]
+        state[0] += sum(step.counts)
+        expected = expected or self.threads
+        if state[0] > expected:
+            self.report("more threads than the barrier expects", step)
+        if state[0] >= expected:
+            self.named[key] = [0, state[1] + 1]
+            self.meetings[key].turn()
+
+    def _barrier_wait(self, warp: int, step: Step) -> bool:
+        (key,) = step.args
+        if self.named[key][1] <= self.entered.get((warp, key), -1):
+            return False
+        for agent in step.agents:
+            self.meetings[key].wait(self.clocks, agent)
+        self.has_waited.add(warp)
+        return True
+
+    def _fence(self, warp: int, step: Step) -> None:
+        kind, clocks = step.args[0], self.clocks
+        for agent in step.agents:
+            if kind.startswith("proxy.async"):
+                np.maximum(clocks.fenced[agent], clocks.known[agent], out=clocks.fenced[agent])
+                clocks.tick(agent)
+            elif kind == "tcgen05.after":
+                np.maximum(clocks.tensor[agent], clocks.known[agent], out=clocks.tensor[agent])
+            elif kind == "tcgen05.before":
+                np.maximum(clocks.known[agent], clocks.waited[agent], out=clocks.known[agent])

@@ -1,0 +1,168 @@
+"""The model itself: small programs that are right, and the same with a bug each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.model import orders, trace
+from tests.model.launch import pack, run_grid
+from tests.model.machine import Hang
+from tests.model.memory import GlobalMemory
+from tests.model.ptx import Program, parse
+from tests.model.replay import Replay
+
+HEAD = """
+.version 9.0
+.target sm_90a
+.extern .shared .align 1024 .b8 shared_memory[];
+.visible .entry small( .param .u64 small_param_0, .param .u64 small_param_1 )
+.reqntid 64, 1, 1
+{
+    .reg .pred %p<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>;
+    ld.param.b64 %rd1, [small_param_0];
+    ld.param.b64 %rd2, [small_param_1];
+    mov.b32 %r1, shared_memory;
+    mov.u32 %r2, %tid.x;
+    shl.b32 %r3, %r2, 2;
+    add.s32 %r4, %r1, %r3;
+    cvt.u64.u32 %rd3, %r3;
+    add.s64 %rd4, %rd1, %rd3;
+    add.s64 %rd5, %rd2, %rd3;
+    setp.ne.b32 %p1, %r2, 0;
+    setp.lt.u32 %p2, %r2, 32;
+"""
+
+TURNED = """
+    ld.global.b32 %r5, [%rd4];
+    st.shared.b32 [%r4], %r5;
+    bar.sync 0;
+    sub.s32 %r6, 252, %r3;
+    add.s32 %r7, %r1, %r6;
+    ld.shared.b32 %r8, [%r7];
+    st.global.b32 [%rd5], %r8;
+    ret;
+}
+"""
+"""Each thread has what another one has loaded."""
+
+HANDED = """
+    @%p1 bra made;
+    mbarrier.init.shared.b64 [%r1+512], 1;
+    made:
+    bar.sync 0;
+    @%p2 bra first;
+    { .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%r1+512], 0; @!done bra again; }
+    ld.shared.b32 %r8, [%r4+-128];
+    st.global.b32 [%rd5], %r8;
+    ret;
+    first:
+    ld.global.b32 %r5, [%rd4];
+    st.shared.b32 [%r4], %r5;
+    bar.warp.sync -1;
+    @%p1 bra over;
+    mbarrier.arrive.shared.b64 _, [%r1+512];
+    over:
+    st.global.b32 [%rd5], %r5;
+    ret;
+}
+"""
+"""The second warp has what the first has loaded."""
+
+COPIED = """
+    @%p1 bra made;
+    mbarrier.init.shared.b64 [%r1+512], 1;
+    made:
+    bar.sync 0;
+    st.shared.b32 [%r4], 0;
+    fence.proxy.async.shared::cta;
+    bar.sync 0;
+    @%p1 bra asked;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r1+512], 256;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1], 256, [%r1+512];
+    asked:
+    { .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%r1+512], 0; @!done bra again; }
+    ld.shared.b32 %r8, [%r4];
+    st.global.b32 [%rd5], %r8;
+    ret;
+}
+"""
+"""A copy over what threads have written."""
+
+SOURCE = np.arange(64, dtype=np.uint32) + 1000
+
+
+def without(body: str, line: str) -> str:
+    assert line in body
+    return body.replace(line, "", 1)
+
+
+def run(body: str, seed: int = 0, source: int = 64) -> tuple[Program, np.ndarray, list[str]]:
+    """The program, its results, and what is wrong with its order in any of some schedules."""
+    program, memory = parse(HEAD + body), GlobalMemory(1 << 16)
+    out = memory.reserve(256)
+    parameters = pack(program, [memory.put(SOURCE[:source]), out])
+    records, make = orders.recorder(program)
+    run_grid(program, parameters, memory, blocks=1, size=1024, seed=seed, events=make)
+    steps = trace.make(records[0])
+    found = {problem for schedule in range(4) for problem in Replay(steps, schedule).run()}
+    return program, memory.get(out, (64,), np.uint32), sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (TURNED, SOURCE[::-1]),
+        (HANDED, np.concatenate([SOURCE[:32], SOURCE[:32]])),
+        (COPIED, SOURCE),
+    ],
+)
+def test_right_programs(body: str, expected: np.ndarray) -> None:
+    for seed in range(3):
+        _, out, problems = run(body, seed)
+        assert (out == expected).all()
+        assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (without(TURNED, "bar.sync 0;"), "not after"),
+        (HANDED.replace("@!done bra again;", "", 1), "not after"),
+        (without(HANDED, "bar.warp.sync -1;"), "not after"),
+        (without(COPIED, "fence.proxy.async.shared::cta;"), "not after the write"),
+    ],
+)
+def test_accesses_that_nothing_orders(body: str, problem: str) -> None:
+    _, _, problems = run(body)
+    assert problems
+    assert all(problem in one for one in problems)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        (without(HANDED, "mbarrier.arrive.shared.b64 _, [%r1+512];"), Hang, "mbarrier"),
+        (COPIED.replace("[%r1+512], 256;", "[%r1+512], 272;"), Hang, "mbarrier"),
+        (HANDED.replace("@%p1 bra over;", "", 1), AssertionError, "more arrivals"),
+        (HANDED.replace("[%r1+512], 1;", "[%r1+512], 2;"), Hang, "mbarrier"),
+        (TURNED.replace("[%r4], %r5", "[%r4+2], %r5"), IndexError, "misaligned"),
+        (TURNED.replace("[%r4], %r5", "[%r4+900], %r5"), IndexError, "shared access"),
+        (TURNED.replace("[%rd5], %r8", "[%rd5+4], %r8"), IndexError, "global write"),
+        (TURNED.replace("[%rd5], %r8", "[%rd4], %r8"), IndexError, "global write"),
+        (TURNED.replace("bar.sync 0;", "@%p2 bar.sync 0;"), Hang, "barrier"),
+    ],
+)
+def test_errors(body: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run(body)
+
+
+def test_inputs_end_where_they_end() -> None:
+    with pytest.raises(IndexError, match="global read"):
+        run(TURNED, source=63)
+
+
+def test_unknown_instructions_are_named() -> None:
+    with pytest.raises(ValueError, match="unheard"):
+        parse(HEAD + TURNED.replace("ret;", "unheard.of.b32 %r1; ret;"))

@@ -1,0 +1,37 @@
+"""Machines that the tests of the command line run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cute_kernels.runtime import arch as arch_
+from cute_kernels.runtime import cache
+from tests.runtime.test_cache import ENVIRONMENT
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without a GPU, with a kernel cache of its own."""
+    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "environment", lambda: dict(ENVIRONMENT))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A machine with one GPU, of a settable capability."""
+    state = SimpleNamespace(capability=(9, 0))
+    arch_.arch_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "A GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: state.capability)
+    yield state
+    arch_.arch_of.cache_clear()

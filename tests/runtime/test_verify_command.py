@@ -1,0 +1,317 @@
+"""python -m cute_kernels verify: what it runs, what it says, and what it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import cli_verify
+from cute_kernels.facts import check
+from cute_kernels.runtime import cache, registry, trust
+from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime import isolated as isolated_
+from cute_kernels.runtime import precompile as precompile_
+from cute_kernels.runtime import verify as verify_
+from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.verify import PORTABLE, Verdict
+from tests.runtime.test_cli import Capture, run
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> list[KernelKey]:
+    """What is compiled ahead."""
+    compiled: list[KernelKey] = []
+
+    def precompile(keys: Iterable[KernelKey], folder: Path, workers: int | None) -> Iterator[None]:
+        for key in keys:
+            compiled.append(key)
+            yield None
+
+    monkeypatch.setattr(precompile_, "precompile", precompile)
+    monkeypatch.setattr(trust, "gpu_of", lambda index: {"name": "A GPU"})
+    monkeypatch.setattr(cache, "hash_sources", lambda: cache.SOURCES)
+    return compiled
+
+
+def test_verify_without_a_gpu_verifies_nothing(capsys: Capture) -> None:
+    for arguments in ((), ("--json",), ("--layers",)):
+        status, out, err = run(capsys, "verify", *arguments)
+        assert (status, out) == (2, "")
+        assert "no CUDA device" in err
+    status, _, err = run(capsys, "verify", "--op", "sparse")
+    assert status == 2
+    assert "sparse_mla_decode" in err
+
+
+VERDICTS = {
+    "quantize_and_insert_k_cache": Verdict("quantize_and_insert_k_cache", "pass", 7, "", 3.25),
+    "save_partial_states": Verdict("save_partial_states", "unsupported", 0, "sm_75 [old]"),
+}
+
+
+@pytest.mark.parametrize("bad", [None, "fail", "no examples"])
+def test_verify_reports_a_verdict_per_op(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace, bad: str | None
+) -> None:
+    found = dict(VERDICTS)
+    if bad:
+        found["mqa_logits"] = Verdict("mqa_logits", bad, 1, "out: 3 of 9 bytes differ")
+
+    def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Any:
+        if function is verify_.needs_by_name:
+            return [verify_.Needs(name, (), False) for name in names]
+        assert function is verify_.verify_by_name
+        return [found.get(name, Verdict(name, "no kernel")) for name in names]
+
+    monkeypatch.setattr(isolated_, "run_isolated", isolated)
+    status, out, _ = run(capsys, "verify")
+    assert status == (1 if bad else 0)
+    assert "A GPU, sm_90a" in out
+    assert "pass        quantize_and_insert_k_cache, 7 examples in 3.2 s" in out
+    assert "sm_75 [old]" in out
+    assert "no kernel   sparse_mla_decode" in out
+    assert ("out: 3 of 9 bytes differ" in out) is bool(bad)
+    status, out, _ = run(capsys, "verify", "--json")
+    assert status == (1 if bad else 0)
+    parsed = json.loads(out)
+    assert (parsed["gpu"], parsed["arch"]) == ("A GPU", "sm_90a")
+    assert {v["name"] for v in parsed["verdicts"]} == set(registry.all_ops())
+    only = json.loads(run(capsys, "verify", "--json", "--op", "save_partial_states")[1])
+    assert [v["name"] for v in only["verdicts"]] == ["save_partial_states"]
+
+
+def test_verify_runs_layers_when_asked(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace, no_compiler: list[KernelKey]
+) -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from layers import verify as layers_verify
+
+    asked: list[str] = []
+
+    def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Any:
+        asked.append(f"{function.__module__}.{function.__name__}")
+        if function is verify_.needs_by_name:
+            return [verify_.Needs(name, (), False) for name in names]
+        return [Verdict(name, "pass", 1) for name in names]
+
+    monkeypatch.setattr(isolated_, "run_isolated", isolated)
+    status, out, _ = run(capsys, "verify", "--layers", "--json")
+    assert status == 0
+    assert asked == [
+        "cute_kernels.runtime.verify.needs_by_name",
+        "cute_kernels.runtime.verify.verify_by_name",
+        "cute_kernels.runtime.verify.verify_by_name",
+        "layers.verify.verify_layer",
+    ]
+    assert set(no_compiler) == set(layers_verify.keys("sm_90a"))
+    assert {"layer SWA", "layer C4A", "layer C128A"} <= {v["name"] for v in json.loads(out)["verdicts"]}
+    monkeypatch.setattr(cli_verify.importlib.util, "find_spec", lambda name: None)
+    status, _, err = run(capsys, "verify", "--layers", "--op", "mqa_logits")
+    assert status == 2
+    assert "the package 'layers' is not installed" in err
+
+
+def test_layers_agree_with_themselves_and_a_wrong_op_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from layers import verify as layers_verify
+
+    verdict = layers_verify.verify_layer("layer SWA", "cpu")
+    assert (verdict.status, verdict.cases) == ("pass", len(layers_verify.STEPS))
+    assert "ops ran their references" in verdict.detail
+    assert "CUTE_KERNELS_FALLBACK" not in os.environ
+    right = layers_verify._run
+    factor = {"cpu": 1.0, "x": 1.1}
+    monkeypatch.setattr(layers_verify, "_run", lambda ratio, device: right(ratio, "cpu") * factor[device])
+    wrong = layers_verify.verify_layer("layer SWA", "x")
+    assert wrong.status == "fail"
+    assert "relative difference 0.1" in wrong.detail
+    monkeypatch.setattr(layers_verify, "_run", lambda ratio, device: right(7, device))
+    broken = layers_verify.verify_layer("layer SWA", "cpu")
+    assert broken.status == "fail"
+    assert "ConfigError" in broken.detail
+
+
+# ---- an architecture's own kernel beside a portable one --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Own(KernelKey):
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return ("tcgen05.mma",)
+
+
+@dataclass(frozen=True)
+class Portable(KernelKey):
+    pass
+
+
+OP = "quantize_and_insert_k_cache"
+
+
+class Blackwell:
+    """A machine where OP has two kernels, one of which may be wrong, all in this process and on the CPU.
+
+    ran        kernels that ran, by key
+    wrong      kernels that are
+    is_taken   which calls the own kernel is for
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace) -> None:
+        gpu.capability = (10, 0)
+        monkeypatch.setattr(check, "ARCHS", ())  # no facts: test_verify_facts.py
+        self.monkeypatch = monkeypatch
+        self.ran: list[KernelKey] = []
+        self.wrong: set[type] = set()
+        self.is_taken = lambda *args: True
+        op = registry.all_ops()[OP]
+        self.reference = op.reference
+        kernel: Any = types.ModuleType("cute_kernels_test_two_kernels")
+        kernel.supports, kernel.launch = lambda *args: (True, ""), self.launch
+        monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
+        ops = {OP: replace(op, kernel=kernel.__name__)}
+        for module in (registry, verify_):
+            monkeypatch.setattr(module, "all_ops", lambda: ops)
+        small = [example for example in (verify_.examples_of(op) or list)() if example.args[0].shape[0] < 20]
+        monkeypatch.setattr(verify_, "examples_of", lambda op: lambda: small)
+        monkeypatch.setattr(verify_, "_device", lambda: torch.device("cpu"))
+        monkeypatch.setattr(compile_, "_link_once", lambda key: lambda *args: self.ran.append(key))
+        monkeypatch.setattr(compile_, "_functions", {})
+        monkeypatch.setattr(compile_, "_relaxed_capture", contextlib.nullcontext)
+
+        def in_this_process(names: Iterable[str], function: Any, timeout: float, workers: int) -> Iterator[Any]:
+            return map(function, reversed(list(names)))
+
+        monkeypatch.setattr(isolated_, "run_isolated", in_this_process)
+        self.restart()
+
+    def launch(self, *args: Any) -> None:
+        own = self.is_taken(*args) and trust.is_trusted(OP, 0)
+        key = (Own if own else Portable)("sm_100a")
+        before = len(self.ran)
+        compile_.launch(key, 0)
+        if len(self.ran) > before:
+            self.reference(*args)
+            if type(key) in self.wrong:
+                verify_.raw_memory(args[1])[-1] ^= 1
+
+    def restart(self) -> None:
+        """A new process, which knows what is on disk."""
+        self.monkeypatch.setattr(trust, "_known", {})
+        self.monkeypatch.setattr(trust, "_warned", set())
+
+    def trusts(self) -> bool:
+        self.restart()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return trust.is_trusted(OP, 0)
+
+
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace) -> Blackwell:
+    return Blackwell(monkeypatch, gpu)
+
+
+def test_both_kernels_are_verified_and_the_verdict_kept(
+    capsys: Capture, blackwell: Blackwell, no_compiler: list[KernelKey]
+) -> None:
+    assert not blackwell.trusts()
+    status, out, err = run(capsys, "verify", "--json")
+    assert (status, err) == (0, "")
+    found = {v["name"]: (v["status"], v["own"] == v["cases"] > 2) for v in json.loads(out)["verdicts"]}
+    assert found == {OP: ("pass", True), OP + PORTABLE: ("pass", True)}
+    assert set(no_compiler) == set(blackwell.ran) == {Own("sm_100a"), Portable("sm_100a")}
+    assert no_compiler[0] == Own("sm_100a"), "what takes longest comes first"
+    assert blackwell.trusts()
+    assert json.loads(run(capsys, "info", "--json")[1])["gpus"][0]["verdicts"] == {OP: "pass"}
+    assert f"{OP}: sm_100a's own kernel: pass" in run(capsys, "info")[1]
+
+
+@pytest.mark.parametrize("wrong", [Own, Portable])
+def test_a_wrong_kernel_fails_alone(capsys: Capture, blackwell: Blackwell, wrong: type) -> None:
+    run(capsys, "verify")
+    blackwell.wrong = {wrong}
+    status, out, _ = run(capsys, "verify")
+    assert status == 1
+    name = OP if wrong is Own else OP + PORTABLE
+    assert f"fail        {name}\n" in out
+    assert out.count("bytes differ") == 1
+    assert blackwell.trusts() == (wrong is Portable)
+
+
+def test_only_calls_that_the_own_kernel_took_count(capsys: Capture, blackwell: Blackwell) -> None:
+    blackwell.is_taken = lambda k, *_: k.shape[0] > 1
+    found = json.loads(run(capsys, "verify", "--json")[1])["verdicts"]
+    all_cases, own_cases = found[0]["cases"], found[0]["own"]
+    assert 0 < own_cases < all_cases
+    assert found[1]["cases"] == own_cases
+    assert blackwell.trusts()
+    blackwell.is_taken = lambda *args: False
+    assert [v["own"] for v in json.loads(run(capsys, "verify", "--json")[1])["verdicts"]] == [0]
+    assert not blackwell.trusts(), "what never ran is not trusted, whatever passed"
+
+
+def test_a_process_that_dies_is_a_failure_of_the_kernel(
+    capsys: Capture, blackwell: Blackwell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(capsys, "verify")
+    assert blackwell.trusts()
+
+    def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Iterator[Any]:
+        for name in names:
+            hangs = name == OP and function is verify_.verify_by_name
+            yield Verdict(name, "fail", detail="hung") if hangs else function(name)
+
+    monkeypatch.setattr(isolated_, "run_isolated", isolated)
+    status, out, _ = run(capsys, "verify")
+    assert (status, "hung" in out) == (1, True)
+    assert not blackwell.trusts()
+
+
+def test_edited_sources_are_verified_again(
+    capsys: Capture, blackwell: Blackwell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(capsys, "verify")
+    here = cache.environment()
+    monkeypatch.setattr(cache, "environment", lambda: {**here, "sources": "edited"})
+    assert not blackwell.trusts()
+    run(capsys, "verify")
+    assert blackwell.trusts()
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_without_a_folder_to_write_to(
+    capsys: Capture, blackwell: Blackwell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_folder: bool
+) -> None:
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "cache") if has_folder else ""
+    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, folder)
+    status, out, err = run(capsys, "verify")
+    assert status == 0
+    assert f"pass        {OP}," in out
+    assert "the verdicts were not kept: " in err
+    assert ("Not a directory" if has_folder else "there is no kernel cache") in err
+    assert os.environ[cache.DIRECTORY_VARIABLE] == folder
+    assert not blackwell.trusts()
+
+
+def test_nothing_is_compiled_where_that_is_forbidden(
+    capsys: Capture, blackwell: Blackwell, monkeypatch: pytest.MonkeyPatch, no_compiler: list[KernelKey]
+) -> None:
+    monkeypatch.setenv(compile_.JIT_VARIABLE, "forbid")
+    assert run(capsys, "verify")[0] == 0
+    assert no_compiler == []
+    assert blackwell.trusts()

@@ -1,0 +1,120 @@
+"""Which calls of sparse_mla_decode Blackwell's own kernel takes. Needs CuTe DSL and no GPU: nothing is launched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.runtime import trust
+from tests.sparse_mla.model import BF16, FP8
+from tests.sparse_mla.test_decode import arguments
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.models import MODELS
+from cute_kernels.sparse_mla import decode, merge, schedule
+from cute_kernels.sparse_mla.decode_args import Call
+from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
+from cute_kernels.sparse_mla.gathered import ungathered
+from tests.sparse_mla.test_decode_launch import DENSE, NO_EXTRA, SMS, Launches, of_rows
+
+
+@pytest.fixture(params=decode.BLACKWELL)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    yield Launches(monkeypatch, request.param)
+    decode._key.cache_clear()
+    merge._key.cache_clear()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_it_runs_where_it_is_trusted(gpu: Launches, own: bool) -> None:
+    with trust.choose(own) as asked:
+        for changes in ({}, NO_EXTRA, DENSE | {"extra_block_table": torch.zeros(2, 5, dtype=torch.int32),
+                                               "extra_length": torch.zeros(2, 1, dtype=torch.int32)}):  # fmt: skip
+            gpu.run(**changes)
+    assert [isinstance(key, BlackwellDecodeKey) for key, _ in gpu.decodes] == [own] * 3
+    assert [key.second for key, _ in gpu.decodes] == ["listed", "none", "dense"]
+    assert asked == {"sparse_mla_decode"}
+
+
+def test_blocks_have_64_heads_and_each_works_for_itself(gpu: Launches) -> None:
+    room = torch.zeros(2**24, dtype=torch.uint8)
+    with trust.choose(own=True):
+        for heads in (1, 64, 65, 128):
+            gpu.run(**of_rows(2, heads) | {"indices": torch.zeros(2, 1, 640, dtype=torch.int32)}, workspace=room)
+            key, given = gpu.decodes[-1]
+            assert isinstance(key, BlackwellDecodeKey)
+            assert given["ctas"] == SMS
+            blocks = schedule.head_blocks(heads)
+            assert given["parts"] == schedule.choose_parts(2, blocks, 10, SMS, schedule.block_heads(heads))
+
+
+def test_parts_are_fp32_and_merged(gpu: Launches) -> None:
+    with trust.choose(own=True):
+        gpu.run(split_tokens=64, workspace=torch.zeros(2 * 8 * schedule.PART_BYTES, dtype=torch.uint8))
+    ((key, given),) = gpu.decodes
+    assert (key.out_fp32, given["parts"], given["part_tiles"], given["sink"]) == (True, 2, 1, 0)
+    assert len(gpu.merges) == 1
+
+
+def pool(pages: int, rows: int, stride: int, offset: int = 0) -> torch.Tensor:
+    """An fp8_ds_mla cache with any page stride."""
+    memory = torch.zeros(max(pages - 1, 0) * stride + rows * 584 + 16, dtype=torch.uint8)
+    return memory[offset:].as_strided((pages, rows, 584), (stride, 584, 1))
+
+
+@pytest.mark.parametrize(
+    ("cache", "why"),
+    [
+        (pool(3, 64, 65 * 576), ""),
+        (pool(1, 2, 3 * 576), ""),
+        (pool(3, 64, 100 * 576), ""),
+        (pool(0, 64, 65 * 576), "k_cache must have rows, got shape (0, 64, 584)"),
+        (pool(2, 2, 1200), "k_cache: expected a page stride that is a multiple of 576 and at least 1152, got 1200"),
+        (pool(1, 64, 576), "k_cache: expected a page stride that is a multiple of 576 and at least 36864, got 576"),
+        (pool(1, 64, 0), "k_cache: expected a page stride that is a multiple of 576 and at least 36864, got 0"),
+        (pool(2, 2, 3 * 576, offset=8), "k_cache must be 16-byte aligned"),
+        (
+            torch.empty_strided((2**20, 64, 584), (576 * 2048, 584, 1), dtype=torch.uint8, device="meta"),
+            "k_cache must be less than 2^31 rows of 576 long, got 2147483648",
+        ),
+    ],
+)
+def test_what_cannot_be_gathered(cache: torch.Tensor, why: str) -> None:
+    found = ungathered("k_cache", cache, 576)
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
+
+
+def test_calls_it_does_not_take_are_for_others(gpu: Launches) -> None:
+    plain, one_page = arguments()["extra_k_cache"], pool(1, 72, 42624)
+    records = arguments(kv_format=FP8)["k_cache"]
+    for changes, why in (
+        ({"extra_k_cache": plain, "extra_kv_format": BF16}, "extra_k_cache: expected records of fp8_ds_mla/1"),
+        ({"k_cache": plain, "kv_format": BF16, **NO_EXTRA}, "k_cache: expected records of fp8_ds_mla/1"),
+        ({"k_cache": one_page.as_strided((1, 72, 584), (8, 584, 1)), **NO_EXTRA}, "k_cache: expected a page stride"),
+        ({"extra_k_cache": records[:0], "extra_kv_format": FP8}, "extra_k_cache must have rows"),
+    ):
+        args = arguments(**changes)
+        assert decode.why_not_own(Call(*args.values())).startswith(why)
+        with trust.choose(own=True) as asked:
+            decode.launch(*args.values())
+        assert not isinstance(gpu.decodes.pop()[0], BlackwellDecodeKey)
+        assert not asked, "a warning would speak of a kernel that could not have run"
+
+
+@pytest.mark.parametrize("arch", decode.BLACKWELL)
+@pytest.mark.parametrize("tp", [1, 8])
+def test_deployments_have_both_kernels(arch: str, tp: int) -> None:
+    keys = decode.deployment_keys(MODELS["v4-flash"], tp, arch)
+    assert len(set(keys)) == len(keys)
+    every = {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
+    decodes = [key for key in keys if not isinstance(key, merge.MergeKey)]
+    for is_own in (True, False):
+        kinds = {(k.second, k.out_fp32) for k in decodes if isinstance(k, BlackwellDecodeKey) == is_own}
+        assert kinds == every
+
+
+def test_keys() -> None:
+    with pytest.raises(ValueError, match=r"second: expected one of .*'dense'.*, got 'some'"):
+        BlackwellDecodeKey("sm_100a", second="some")
