@@ -1,8 +1,8 @@
 """What the warpgroups of Hopper's paged prefill kernel agree on beyond prefill's plan: sizes and shared memory.
 
-Tiles are prefill's. Their rows come from the caches as they are there, 576 bytes each, and a
-lane of the warpgroup that asks for rows converts what it has asked for. So nobody else waits for raw rows, and there is
-a tile of them and no more: what is in registers is asked to be replaced at once.
+Tiles are prefill's. Their rows come from the caches as they are there, 576 bytes each, and a lane of the warpgroup that
+asks for rows converts what it has asked for. So nobody else waits for raw rows, and there is a tile of them, no more:
+what is in registers is asked to be replaced at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LISTS = 8
 then for their pages, and two tiles ahead it tells all where the rows are. No warp is more than two tiles behind
 another."""
 
-LIST = 800
+LIST = 816
 DELTAS, TILE, THERE = 512, 768, 784
 """Bytes of a tile's list, and where in it are, behind 64-bit addresses of its rows (before, their pages), 0 where there
 is no such row: what to add for a row's scales (before, its entry, then which row of its page it is); marks of the tile,
@@ -63,7 +63,8 @@ RECORD = 32
 """Bytes of what a warp knows of an item: request, visible entries, how many of its keys are compressed, how many there
 are in all; first position of the window."""
 
-WALK = WALK_ITEMS * RECORD
+WALK = 16 + WALK_ITEMS * RECORD
+"""Bytes of a warp's walk: item, first column of its next tile, number of the item's record; records."""
 
 
 def smem_parts() -> dict[str, int]:
@@ -71,16 +72,16 @@ def smem_parts() -> dict[str, int]:
 
     stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
     kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
-    raw       [64 rows] as the caches have them
+    raw       [4 warps][2 groups][8 rows] as the caches have them
     scale     [4 warps][2 groups][32 lanes] 8 scale bytes of the lane's row
     list      [8] lists
-    walk      [4 warps][32] records of items
+    walk      [4 warps] where they are
     """
     return {
         "stages": STAGES * STAGE_BYTES,
         "kept": ROWS * (HEAD_DIM - HELD) * 2,
         "p": P_BUFFERS * P_BYTES,
-        "raw": ROWS * RAW_ROW,
+        "raw": WARPS * OWN_ROWS * RAW_ROW,
         "scale": WARPS * GROUPS * 32 * SCALES,
         "list": LISTS * LIST,
         "walk": WARPS * WALK,

@@ -39,8 +39,6 @@ LANES = 32
 HALVES = KEYS // LANES
 """Rows of a lane: lane i has rows i and i + 32."""
 
-KEY_BITS = KEYS.bit_length() - 1
-
 NO_TILE = -1
 """Mark of a list behind the block's last tile."""
 
@@ -52,40 +50,38 @@ class Walk:
     ready: Barriers
     at: Places
 
+    @property
+    def home(self) -> Any:
+        return self.at.walk + own_warp() * WALK
+
     def list_of(self, tile: Any) -> Any:
-        # the address computed anew: there is no register to keep it in
-        return ptx.again(self.at.list) + (tile & LISTS - 1) * LIST
+        return self.at.list + (tile & LISTS - 1) * LIST
 
     @cute.jit
-    def begin(self) -> tuple[Any, Any, Any]:
-        """Have the first tiles' lists on their way. Where the walk is then, see `step`."""
+    def begin(self) -> None:
+        """Have the first tiles' lists on their way."""
         self.look_ahead(self.work.first)
-        item, column, number = self.go_on(self.work.first, Int32(0), Int32(0), self.total(Int32(0)), own_warp())
+        self.go_to(self.work.first, Int32(0), Int32(0))
+        self.go_on(own_warp())
         if own_lane() == 0:
             ptx.store_shared_s32(self.list_of(own_warp() - WARPS) + TILE, Int32(NO_TILE))
         cute.arch.sync_warp()
         for tile in cutlass.range(-WARPS, 0, 1, unroll=1):
-            item, column, number = self.step(tile, item, column, number)
+            self.step(tile)
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
-        return item, column, number
 
     @cute.jit
-    def step(self, tile: Any, item: Any, column: Any, number: Any) -> tuple[Any, Any, Any]:
-        """What the warp does while that tile is converted. What it asked for in its last step is there.
-
-        item, column, number
-              of the tile whose entries it asks for next: its item, first column, and number of the item's record
-        """
+    def step(self, tile: Any) -> None:
+        """What the warp does while that tile is converted. What it asked for in its last step is there."""
         turn = (tile - own_warp()) & WARPS - 1
         if turn == 0:
-            item, column, number = self.ask_for_entries(tile + 4, item, column, number)
+            self.ask_for_entries(tile + 4)
         elif turn == 1:
             self.ask_for_pages(tile + 3)
         elif turn == 2:
             self.locate(tile + 2)
-        return item, column, number
 
     @cute.jit
     def look_ahead(self, item: Any) -> None:
@@ -108,35 +104,46 @@ class Walk:
         cute.arch.sync_warp()
 
     def record(self, number: Any) -> Any:
-        return ptx.again(self.at.walk) + own_warp() * WALK + number * RECORD
-
-    def total(self, number: Any) -> Any:
-        """Keys of an item, by its record."""
-        return ptx.load_shared_s32(self.record(number) + 12)
+        return self.home + 16 + number * RECORD
 
     @cute.jit
-    def go_on(self, item: Any, column: Any, number: Any, total: Any, steps: Any) -> tuple[Any, Any, Any]:
-        """Walk over so many tiles; an item has one at least, and this one `total` keys."""
-        left = cutlass.max((total - column + (KEYS - 1)) >> KEY_BITS, 1)
+    def tiles(self, number: Any) -> Any:
+        """Of an item, by its record."""
+        return (ptx.load_shared_s32(self.record(number) + 12) + (KEYS - 1)) // KEYS
+
+    @cute.jit
+    def go_to(self, item: Any, column: Any, number: Any) -> None:
+        # all lanes have read where the walk is
+        cute.arch.sync_warp()
+        if own_lane() == 0:
+            ptx.store_shared_128(self.home, (item, column, number, Int32(0)))
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def go_on(self, steps: Any) -> None:
+        """Walk over so many tiles; an item has one at least."""
+        item, column, number, _ = ptx.load_shared_128(self.home)
+        left = cutlass.max(self.tiles(number) - column // KEYS, 1)
         while steps >= left:
             steps = steps - left
             item, column, number = item + self.work.step, Int32(0), number + 1
             if number == WALK_ITEMS:
                 self.look_ahead(item)
                 number = Int32(0)
-            left = cutlass.max((self.total(number) + (KEYS - 1)) >> KEY_BITS, 1)
-        return item, column + steps * KEYS, number
+            left = cutlass.max(self.tiles(number), 1)
+        self.go_to(item, column + steps * KEYS, number)
 
     @cute.jit
-    def ask_for_entries(self, tile: Any, item: Any, column: Any, number: Any) -> tuple[Any, Any, Any]:
+    def ask_for_entries(self, tile: Any) -> None:
         """Start to copy, or write, the entries of a tile, and walk on."""
+        item, column, number, _ = ptx.load_shared_128(self.home)
         list_at = self.list_of(tile)
-        mark, total = Int32(NO_TILE), self.total(number)
+        mark = Int32(NO_TILE)
         if item < self.work.end:
             mark = self.enter(list_at, item, column, number)
         if own_lane() == 0:
             ptx.store_shared_s32(list_at + TILE, mark)
-        return self.go_on(item, column, number, total, Int32(WARPS))
+        self.go_on(Int32(WARPS))
 
     @cute.jit
     def enter(self, list_at: Any, item: Any, column: Any, number: Any) -> Any:

@@ -36,24 +36,17 @@ def test_no_spills_and_products_in_flight(report: Report) -> None:
 
 
 def test_raw_rows_are_read_before_their_room_is_filled_anew(report: Report) -> None:
-    """Behind all loads of a share of a tile, and what makes use of the last one, come the copies of the next tile's."""
+    """Of a group, all loads come first, the rotary chunks' last; what is stored first is what was loaded last, and only
+    then come the copies of the next tile's."""
     if not report.sass:
         pytest.skip("nvdisasm is not there")
     _, rows = report.sass.rsplit("USETMAXREG", 1)
-    waiting: dict[str, list[str]] = {}
-    copied = []
-    for line in rows.splitlines():
-        used = re.findall(r"\bR\d+\b", line)
-        copy = re.search(r"LDGSTS\.E\.BYPASS\.128 \[\w+\+(\w+)\]", line)
-        if copy and copy[1] in waiting:
-            assert not waiting[copy[1]], line
-            copied.append(copy[1])
-        waiting = {place: [] if set(words) & set(used) else words for place, words in waiting.items()}
-        load = re.search(r"LDS\.128 R(\d+), \[\w+\+(\w+)\]", line)
-        if load:
-            waiting[load[2]] = [f"R{int(load[1]) + i}" for i in range(4)]
-    # for rows with large scales, and for others
-    assert len(copied) == 2 * len(set(copied)) == 2 * paged_sm90_rows.CHUNKS
+    found = re.findall(r"LDS\.128 \w+, \[\w+\+?(\w*)\]|(STS\.128)|(LDGSTS\.E\.BYPASS\.128)", rows)
+    places = [-1 if store else -2 if copy else int(address or "0", 16) for address, store, copy in found]
+    whole = [chunk * prefill_sm90_plan.SLAB for chunk in range(paged_sm90_rows.CHUNKS)]
+    starts = [i for i, first in enumerate(places) if [p - first for p in places[i : i + len(whole)]] == whole]
+    assert len(starts) == paged_sm90_plan.GROUPS
+    assert all(places[i + len(whole) :][:3] == [-1, -1, -2] for i in starts)
 
 
 def test_registers_are_those_of_the_launch() -> None:
