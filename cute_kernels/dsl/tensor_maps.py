@@ -19,18 +19,20 @@ ROWS = 64
 """Of the tile that gathered rows fill, which only the descriptor's making looks at."""
 
 
-def gathered_rows(start: Any, dtype: Any, rows: Any, columns: int, stride: Any, swizzle: int = 0) -> Any:
+def gathered_rows(
+    start: Any, dtype: Any, rows: Any, columns: int, stride: Any, swizzle: int = 0, width: int | None = None
+) -> Any:
     """sm_100a and up, not sm_120a. Copy atom for ptx.gather_rows: boxes of `columns` elements of a row.
 
     start     pointer to the first row's first column, 16-byte aligned
     rows      how many there are: others arrive as zeros
     stride    elements from row to row, a multiple of 16 bytes
     swizzle   bytes, as of dsl.umma.Operand; columns then fill so many bytes
+    width     columns of a row; None: those of a box
     """
     where = cute.make_tensor(cute.recast_ptr(start, dtype=Int32), cute.make_layout((ROWS, columns), stride=(1, 0)))
-    source = cute.make_tensor(
-        cute.recast_ptr(start, dtype=dtype), cute.make_layout((rows, columns), stride=(stride, 1))
-    )
+    whole = cute.make_layout((rows, columns if width is None else width), stride=(stride, 1))
+    source = cute.make_tensor(cute.recast_ptr(start, dtype=dtype), whole)
     layout = tile(dtype, ROWS, columns, swizzle)
     operation = CopyBulkTensor2DGather4G2SOp()
     return cpasync.make_tiled_tma_atom(operation, source, layout, (ROWS, columns), gmem_coord_tensor=where)[0]

@@ -62,7 +62,7 @@ class Operand:
         """That of an operand at address 0, as an int64; `at` adds the address, in a kernel ptx.descriptor_at does."""
         return _signed(self.leading >> 4 << 16 | self.stride >> 4 << 32 | VERSION | _SWIZZLES[self.swizzle] << 61)
 
-    def at(self, address: int) -> int:
+    def at(self, address: Any) -> Any:
         """Descriptor of the operand at a shared address below 2^18."""
         return self.descriptor + (address >> 4)
 

@@ -44,6 +44,9 @@ _PAGED = (
 )
 """(requests, rows of each, heads, keys of a page, format)"""
 
+_MANY = ((2000, 1, 16, 64, _FP8), (3600, 1, 16, 64, _MXFP4))
+"""The same, with few keys each, and so many that blocks have more tiles than stages."""
+
 
 def _codes(g: torch.Generator, mxfp4: bool, *shape: int) -> torch.Tensor:
     """Of queries or keys."""
@@ -85,16 +88,17 @@ def contiguous() -> Iterator[Example]:
 def paged() -> Iterator[Example]:
     """paged_mqa_logits(q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, clean_logits,
     kv_format, out)"""
-    for requests, next_n, heads, page_rows, kv_format in _PAGED:
+    for requests, next_n, heads, page_rows, kv_format in _PAGED + _MANY:
         fmt, mxfp4 = FORMATS[kv_format], kv_format != INDEXER_FP8.id
-        for clean in (False, True):
+        are_many = requests >= _MANY[0][0]
+        for clean in (False,) if are_many else (False, True):
             g = torch.Generator().manual_seed(requests + next_n)
-            pages, columns = 40, 700
+            pages, columns, width = (40, 20, 1) if are_many else (40, 700, 600 // page_rows)
             pool = fmt.allocate(pages, page_rows)
             slots = torch.arange(pages * page_rows)
             scale = _scales(g, mxfp4, len(slots))[:, None].view(torch.uint8)
             fmt.write_fields(pool, page_rows, slots, _codes(g, mxfp4, len(slots)).view(torch.uint8), scale)
-            table = torch.randint(-2, pages + 2, (requests, 600 // page_rows), generator=g).int()
+            table = torch.randint(-2, pages + 2, (requests, width), generator=g).int()
             lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
             lens[0, 0] = 640
             q = _codes(g, mxfp4, requests, next_n, heads)

@@ -1,4 +1,4 @@
-"""Which kernel mqa_logits runs: one of Hopper's own, for FP8 or MXFP4, or the portable one."""
+"""Which kernel mqa_logits runs: one of the architecture's own, for FP8 or MXFP4, or the portable one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ _key = cache(choice.key_for)
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """One for each format: a prefill may have any number of rows. Every rank has all index heads."""
-    heads = choice.heads_of(config)
-    if heads is None or not choice.is_hoppers(arch, heads):
-        return [*portable_launch.deployment_keys(config, arch, False)]
-    return [choice.key_for(heads, choice.most_rows(mxfp4), False, mxfp4=mxfp4) for mxfp4 in (False, True)]
+    return choice.deployment_keys(config, arch, False, portable_launch.deployment_keys(config, arch, False))
 
 
 class Call(NamedTuple):
@@ -46,9 +43,9 @@ def supports(*args: Any) -> tuple[bool, str]:
     return not why, why
 
 
-def launch(*args: Any, skip: int = 0) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported. Rows
-    that see no more than `skip` keys are not scored."""
+def launch(*args: Any, skip: int = 0, op: str = "mqa_logits") -> None:
+    """Run the kernel on the current stream of out's device, for an op. Arguments in the schema's order, checked,
+    supported. Rows that see no more than `skip` keys are not scored."""
     call = Call(*args)
     if call.out.numel() == 0:
         return
@@ -58,17 +55,17 @@ def launch(*args: Any, skip: int = 0) -> None:
         return
     device_index = call.out.device.index
     rows, columns = call.out.shape
-    if not choice.is_hoppers(arch_of(device_index), call.q.shape[1]):
+    arch, heads = arch_of(device_index), call.q.shape[1]
+    if not choice.has_own(arch, heads) or not choice.is_safe(op, arch, device_index):
         portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call, skip), 1, rows, False)
         return
-    mxfp4 = call.q_scale is not None
-    key = _key(call.q.shape[1], choice.most_rows(mxfp4), False, mxfp4=mxfp4)
+    key = _key(arch, heads, rows, False, mxfp4=call.q_scale is not None)
     blocks = choice.blocks(key, 1, rows, columns, multiprocessors(device_index))
-    launch_key(key, device_index, *arguments(call, skip), blocks)
+    launch_key(key, device_index, *arguments(key, call, skip), blocks)
 
 
-def arguments(call: Call, skip: int) -> tuple[Any, ...]:
-    """What the entry point of Hopper's kernel takes but the number of blocks: all rows are one request's."""
+def arguments(key: Any, call: Call, skip: int) -> tuple[Any, ...]:
+    """What the entry point of an own kernel takes but the number of blocks: all rows are one request's."""
     q = call.q
     rows = q.shape[0]
     return (
@@ -83,7 +80,7 @@ def arguments(call: Call, skip: int) -> tuple[Any, ...]:
         *arguments_of_keys(call),
         *arguments_of_windows(call, skip),
         int(call.clean_logits),
-        *choice.scale_arguments(call.q_scale),
+        *choice.scale_arguments(key, call.q_scale),
     )
 
 

@@ -1,7 +1,8 @@
-"""What the score kernel on Hopper is made of: its sizes, its shared memory, and which rows see which keys.
+"""What the score kernel on Hopper is made of: its sizes, its shared memory, and, of all score kernels, which rows see
+which keys.
 
 Query rows of one request that follow each other form a group, at most `rows` of them. A group walks over the keys that
-any of its rows sees, a tile of KEYS at a time. The tiles of all groups, one group after the other, are one long list;
+any of its rows sees, a tile of them at a time. The tiles of all groups, one group after the other, are one long list;
 every block takes an equal share of it, so that neither long requests nor few of them leave blocks idle. A score depends
 on its row and its key alone, not on the share that it falls into.
 """
@@ -51,6 +52,11 @@ class Plan:
     box: int
 
     @property
+    def keys(self) -> int:
+        """Of a tile."""
+        return KEYS
+
+    @property
     def row_bytes(self) -> int:
         """Of a key's codes, and of a query head's."""
         return INDEX_DIM
@@ -59,6 +65,11 @@ class Plan:
     def columns(self) -> int:
         """Of a tile's products."""
         return self.heads * self.rows
+
+    @property
+    def scale_rows(self) -> int:
+        """Of MXFP4: words that the scales of a buffer's heads take."""
+        return self.columns
 
     @property
     def parts(self) -> int:
@@ -71,14 +82,19 @@ class Plan:
         return {1: 4, 2: 3}.get(self.rows, 2)
 
     @property
+    def walkers(self) -> int:
+        """Warps that bring keys and queries, each every second (third, fourth) tile: one for each warpgroup."""
+        return self.warpgroups
+
+    @property
     def stages(self) -> int:
         """Of the ring of keys."""
         return round_up(STAGES, self.warpgroups)
 
     @property
     def helpers(self) -> int:
-        """Warps beside: one per warpgroup, and one that writes -inf."""
-        return self.warpgroups + 1
+        """Warps beside: those that bring keys, and one that writes -inf."""
+        return self.walkers + 1
 
     @property
     def threads(self) -> int:
@@ -88,7 +104,7 @@ class Plan:
     @property
     def boxes(self) -> int:
         """Of a tile."""
-        return KEYS // self.box
+        return self.keys // self.box
 
     @property
     def buffers(self) -> int:
@@ -100,7 +116,7 @@ class Plan:
         """What shared memory holds besides operands and barriers, in words."""
         return {
             "notes": self.stages * NOTE,
-            "scales": self.stages * KEYS,
+            "scales": self.stages * self.keys,
             "weights": self.buffers * self.columns,
             "windows": self.buffers * 2 * self.rows,
             "sums": CHUNKS,
@@ -179,8 +195,10 @@ class Windows(NamedTuple):
         return self.clip(start, end)
 
     @cute.jit
-    def span(self, groups: Any, group: Any, rows: cutlass.Constexpr, paged: cutlass.Constexpr) -> tuple[Any, Any, Any]:
-        """First key of a group's tiles, end of its keys and number of tiles."""
+    def span(
+        self, groups: Any, group: Any, rows: cutlass.Constexpr, paged: cutlass.Constexpr, keys: cutlass.Constexpr
+    ) -> tuple[Any, Any, Any]:
+        """First key of a group's tiles of so many keys, end of its keys and number of tiles."""
         is_group = group < groups.total()
         request, first_row = groups.place(group if is_group else Int32(0), rows)
         low, high = Int32(0x7FFFFFFF), Int32(0)
@@ -188,5 +206,5 @@ class Windows(NamedTuple):
             first, stop, _ = self.load(request, first_row + i, is_group & (first_row + i < groups.count), paged)
             low = cutlass.min(low, first) if first < stop else low
             high = cutlass.max(high, stop)
-        low = low & -KEYS if high > 0 else Int32(0)
-        return low, high, (high - low + (KEYS - 1)) // KEYS
+        low = low & -keys if high > 0 else Int32(0)
+        return low, high, (high - low + (keys - 1)) // keys

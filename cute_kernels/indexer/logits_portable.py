@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import mma_sync, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.indexer.logits_fill import Fill
-from cute_kernels.indexer.logits_plan import WARP, Groups, Windows
+from cute_kernels.indexer.logits_plan import KEYS, WARP, Groups, Windows
 from cute_kernels.indexer.logits_shares import Shares
 from cute_kernels.indexer.portable_operands import operands_of
 from cute_kernels.indexer.portable_plan import WARPS, PortablePlan
@@ -87,7 +87,7 @@ class PortableLogitsKernel:
 
     def __init__(self, key: PortableLogitsKey) -> None:
         self.plan, self.paged = key.plan, key.paged
-        self.shares, self.fill = Shares(key.rows, WARPS, key.paged), Fill(key.paged)
+        self.shares, self.fill = Shares(key.rows, WARPS, key.paged, KEYS), Fill(key.paged)
         self.team = Team(key.plan, operands_of(key.mxfp4, key.arch), self.shares, key.paged)
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         kind = ("paged_" if key.paged else "") + "mqa_logits_portable" + ("_mxfp4" if key.mxfp4 else "_fp8")

@@ -29,6 +29,14 @@ class Tile(NamedTuple):
     boxes: Any
 
 
+@cute.jit
+def await_tile(ring: Any, at: Any, stage: Any, phase: Any) -> Tile:
+    """What comes in a stage, when it is there."""
+    ring.wait_full(stage, phase)
+    group, place, boxes, _ = ptx.load_shared_128(at.notes + stage * (NOTE * 4))
+    return Tile(stage, cute.arch.make_warp_uniform(group), place, boxes)
+
+
 class Scores:
     """The consumers' part, by `plan.warpgroups` warpgroups. Those that run it have their registers in rmem tensors:
 
@@ -73,7 +81,7 @@ class Scores:
         stage, phase, current, turn = warpgroup, Int32(0), Int32(-1), Int32(-1)
         is_running = Int32(1)
         while is_running != 0:
-            tile = self.await_tile(rings[0], at, stage, phase)
+            tile = await_tile(rings[0], at, stage, phase)
             if tile.group < 0:
                 is_running = Int32(0)
             else:
@@ -94,7 +102,7 @@ class Scores:
                     for part in range_constexpr(2):
                         wgmma.multiply(*mma, products[part], 0, k, q, stage, buffer * 2 + part)
                     stage, phase = self.walk.advance(stage, phase)
-                    after = self.await_tile(rings[0], at, stage, phase)
+                    after = await_tile(rings[0], at, stage, phase)
                     if after.group < 0:
                         is_running = Int32(0)
                         for part in range_constexpr(2):
@@ -121,12 +129,6 @@ class Scores:
                             self.finish(part, products[part], weights, seen, after, next_scale, own, lane)
                         self.let_go(rings, after, next_buffer, lane)
                         stage, phase = self.walk.advance(stage, phase)
-
-    @cute.jit
-    def await_tile(self, ring: Any, at: Any, stage: Any, phase: Any) -> Tile:
-        ring.wait_full(stage, phase)
-        group, place, boxes, _ = ptx.load_shared_128(at.notes + stage * (NOTE * 4))
-        return Tile(stage, cute.arch.make_warp_uniform(group), place, boxes)
 
     @cute.jit
     def await_queries(self, ring: Any, warpgroup: Any, turn: Any) -> Any:
@@ -206,10 +208,10 @@ class Scores:
         own: Any,
         is_wanted: Any = None,
     ) -> None:
-        """Write the scores of a part's rows, `held` of each thread's, if they are wanted."""
+        """Write the scores of a part's rows that the thread has, if they are wanted."""
         firsts, stops, targets = seen
         key = (tile.place & -KEYS) + own
-        for i in range_constexpr(self.held):
+        for i in range_constexpr(len(totals)):
             row = part * self.held + i
             score = totals[i] * scale
             if const_expr(self.paged):

@@ -13,13 +13,13 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
 from cute_kernels.dsl import ptx
-from cute_kernels.indexer.logits_plan import CHUNKS, CLOSING, KEYS, WARP
+from cute_kernels.indexer.logits_plan import CHUNKS, CLOSING, WARP
 
 
 class Part(NamedTuple):
     """The tiles that a block takes of a group: the group's number, its request and first row, the first key, the end of
-    the group's keys, and how many tiles there are; of those a warpgroup or team takes number `own` and every `step`th
-    after it.
+    the group's keys, and how many tiles of `keys` there are; of those a warpgroup or team takes number `own` and every
+    `step`th after it.
     """
 
     group: Any
@@ -30,18 +30,19 @@ class Part(NamedTuple):
     count: Any
     own: Any
     step: int
+    keys: int
 
     @cute.jit
     def mark(self, tile: Any) -> Any:
         """Second word of a tile's note."""
-        return self.first_key + tile * KEYS + (Int32(CLOSING) if tile >= self.count - self.step else Int32(0))
+        return self.first_key + tile * self.keys + (Int32(CLOSING) if tile >= self.count - self.step else Int32(0))
 
 
 class Shares:
-    """rows: of a group; warps: of a block; paged: whether keys lie in pages."""
+    """rows: of a group; warps: of a block; paged: whether keys lie in pages; keys: of a tile."""
 
-    def __init__(self, rows: int, warps: int, paged: bool) -> None:
-        self.rows, self.warps, self.paged = rows, warps, paged
+    def __init__(self, rows: int, warps: int, paged: bool, keys: int) -> None:
+        self.rows, self.warps, self.paged, self.keys = rows, warps, paged, keys
 
     @cute.jit
     def count(self, warp: Any, groups: Any, windows: Any, sums: Any) -> None:
@@ -53,7 +54,7 @@ class Shares:
             tiles = Int32(0)
             for i in cutlass.range(width, unroll=1):
                 group = (chunk * width + i) * WARP + lane
-                tiles += windows.span(groups, group, self.rows, self.paged)[2]
+                tiles += windows.span(groups, group, self.rows, self.paged, self.keys)[2]
             tiles = cute.arch.warp_redux_sync(tiles, "add")
             if lane == 0:
                 ptx.store_shared_s32(sums + chunk * 4, tiles)
@@ -115,7 +116,7 @@ class Shares:
             base = chunk * self.chunk_width(groups) * WARP
         done, goes_on = Int32(0), is_counted | True
         while goes_on:
-            low, high, tiles = windows.span(groups, base + lane, self.rows, self.paged)
+            low, high, tiles = windows.span(groups, base + lane, self.rows, self.paged, self.keys)
             until = self.sum_up_to_lane(tiles)
             here = cute.arch.shuffle_sync(until, WARP - 1)
             if not is_counted:
@@ -130,9 +131,10 @@ class Shares:
                     own = (role + step - done % step) % step
                     if own < count:
                         request, first_row = groups.place(base + number, self.rows)
-                        first_key = cute.arch.shuffle_sync(low, number) + skipped * KEYS
+                        first_key = cute.arch.shuffle_sync(low, number) + skipped * self.keys
                         stop = cute.arch.shuffle_sync(high, number)
-                        state = work(Part(base + number, request, first_row, first_key, stop, count, own, step), state)
+                        part = Part(base + number, request, first_row, first_key, stop, count, own, step, self.keys)
+                        state = work(part, state)
                     done += count
                     remaining -= count
                     skipped = Int32(0)

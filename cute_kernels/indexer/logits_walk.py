@@ -1,8 +1,8 @@
 """The warps that bring the score kernel its keys and queries, and tell the others what they are.
 
-One warp per warpgroup goes through the block's share (logits_shares.py), and brings that one its tiles, each with a
-note, and the queries, weights and windows of the groups. Codes come by bulk tensor copies, what is not aligned for them
-by asynchronous ones.
+One warp goes through the block's share (logits_shares.py), and brings its tiles, each with a note, and the queries,
+weights and windows of the groups. On Hopper every warpgroup has one, which brings it its own tiles. Codes come by bulk
+tensor copies, what is not aligned for them by asynchronous ones.
 
 Keys lie in pages, one after the other, a page's scales behind them or elsewhere. Contiguous keys are those of a single
 page. What is to be known of another record format is in here and in how the products are formed.
@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
-from cute_kernels.indexer.logits_plan import END, KEYS, NOTE, QUERIES, WARP, Plan
+from cute_kernels.indexer.logits_plan import END, NOTE, QUERIES, WARP, Plan
 from cute_kernels.indexer.logits_shares import Part, Shares
 
 LINE = 128
@@ -43,7 +43,7 @@ class Walk(Shares):
     """The producers' part."""
 
     def __init__(self, plan: Plan, paged: bool) -> None:
-        super().__init__(plan.rows, plan.threads // WARP, paged)
+        super().__init__(plan.rows, plan.threads // WARP, paged, plan.keys)
         self.plan = plan
 
     @cute.jit
@@ -79,7 +79,7 @@ class Walk(Shares):
             return stage, phase, turn + 1
 
         start = role, Int32(0), Int32(0)
-        stage, phase, _ = self.each_part(role, self.plan.warpgroups, groups, windows, at.sums, bring, start)
+        stage, phase, _ = self.each_part(role, self.plan.walkers, groups, windows, at.sums, bring, start)
         rings[0].wait_empty(stage, phase)
         if lane == 0:
             self.announce(rings[0].full(stage), at, stage, END, 0, 0, 0)
@@ -92,7 +92,7 @@ class Walk(Shares):
     @cute.jit
     def advance(self, stage: Any, phase: Any) -> Any:
         """To the warpgroup's next stage."""
-        for _ in range_constexpr(self.plan.warpgroups):
+        for _ in range_constexpr(self.plan.walkers):
             stage, phase = barriers.advance(stage, phase, self.plan.stages)
         return stage, phase
 
@@ -154,19 +154,19 @@ class Walk(Shares):
         plan = self.plan
         lane = cute.arch.lane_idx()
         copy, target = key_copy
-        key = part.first_key + part.own * KEYS
+        key = part.first_key + part.own * plan.keys
         scale = keys.scales + Int64(key + lane) * 4
         for tile in cutlass.range(part.own, part.count, part.step, unroll=1):
             ring.wait_empty(stage, phase)
             full = ring.full(stage)
             if lane == 0:
-                self.announce(full, at, stage, part.group, part.mark(tile), 1, KEYS * plan.row_bytes)
-                ptx.copy_bulk_3d(target + stage * (KEYS * plan.row_bytes), copy, (0, key, 0), full.toint())
-            place = at.scales + (stage * KEYS + lane) * 4
-            ptx.copy_async_32(place, scale, key + lane < keys.count)
-            ptx.copy_async_32(place + WARP * 4, scale + WARP * 4, key + lane + WARP < keys.count)
+                self.announce(full, at, stage, part.group, part.mark(tile), 1, plan.keys * plan.row_bytes)
+                ptx.copy_bulk_3d(target + stage * (plan.keys * plan.row_bytes), copy, (0, key, 0), full.toint())
+            place = at.scales + (stage * plan.keys + lane) * 4
+            for i in range_constexpr(0, plan.keys, WARP):
+                ptx.copy_async_32(place + i * 4, scale + i * 4, key + lane + i < keys.count)
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
-            key, scale = key + part.step * KEYS, scale + part.step * KEYS * 4
+            key, scale = key + part.step * plan.keys, scale + part.step * plan.keys * 4
             stage, phase = self.advance(stage, phase)
         return stage, phase
 
@@ -236,3 +236,19 @@ class Walk(Shares):
         row, line = number // per_row, number % per_row
         address = keys.table + Int64(row) * keys.table_stride + Int64(line) * LINE
         ptx.prefetch_l2(address, (row < requests) & (warp == self.warps - 1))
+
+
+class ScaledWalk(Walk):
+    """A walk that brings scales of queries, too, a word each, of MXFP4. The fourth element of what it knows about
+    queries: address of the scales of the first head, and strides in bytes, by request and row."""
+
+    def bring_scales(self, query_copy: Any, at: Any, request: Any, first_row: Any, rows: Any, buffer: Any) -> None:
+        plan = self.plan
+        source, by_request, by_row = query_copy[3]
+        source = source + Int64(request) * by_request + Int64(first_row) * by_row
+        lane = cute.arch.lane_idx()
+        for i in range(-(-plan.columns // WARP)):
+            number = i * WARP + lane
+            row, head = number // plan.heads, number % plan.heads
+            place = at.head_scales + (buffer * plan.scale_rows + number) * 4
+            ptx.copy_async_32(place, source + Int64(row) * by_row + Int64(head) * 4, row < rows)

@@ -57,7 +57,7 @@ class Mxfp4Plan(Plan):
     def words(self) -> dict[str, int]:
         """The scales of keys and of query heads are four bytes each; those of heads are replaced by what is not in the
         e4m3 codes. The table has the e4m3 codes."""
-        more = {"head_scales": self.buffers * self.columns, "table": round_up(2 * len(E2M1_IN_E4M3) + 1, 4)}
+        more = {"head_scales": self.buffers * self.scale_rows, "table": round_up(2 * len(E2M1_IN_E4M3) + 1, 4)}
         return {**super().words, **more}
 
     @property

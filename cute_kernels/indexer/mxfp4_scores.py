@@ -19,7 +19,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, range_constexpr
 from cute_kernels.dsl import mma_sync, ptx, wgmma
 from cute_kernels.indexer import mxfp4_codes
 from cute_kernels.indexer.logits_plan import CLOSING, KEYS, QUERIES, WARP
-from cute_kernels.indexer.logits_scores import Scores
+from cute_kernels.indexer.logits_scores import Scores, await_tile
 from cute_kernels.indexer.mxfp4_codes import BLOCKS, Rows
 from cute_kernels.indexer.mxfp4_plan import DECODED, STRIP
 
@@ -61,7 +61,7 @@ class Mxfp4Scores(Scores):
         stage, phase, current, turn = warpgroup, Int32(0), Int32(-1), Int32(-1)
         is_running, far_rows = Int32(1), Int32(0)
         while is_running != 0:
-            tile = self.await_tile(rings[0], at, stage, phase)
+            tile = await_tile(rings[0], at, stage, phase)
             if tile.group < 0:
                 is_running = Int32(0)
             else:

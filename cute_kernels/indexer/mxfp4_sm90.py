@@ -3,7 +3,7 @@
 A block's warps, in order:
 
     12 or 16   warpgroups that decode, multiply, add up and store, each its own tiles (mxfp4_scores)
-    3 or 4     bring them keys and queries, one warp per warpgroup (mxfp4_walk)
+    3 or 4     bring them keys and queries, one warp per warpgroup (logits_walk)
     1          writes -inf where a row sees no key, if that is wanted (logits_fill)
 """
 
@@ -25,10 +25,9 @@ from cute_kernels.indexer import mxfp4_codes
 from cute_kernels.indexer.logits_fill import Fill
 from cute_kernels.indexer.logits_plan import KEYS, WARP, Groups, Windows
 from cute_kernels.indexer.logits_sm90 import LogitsKernel, LogitsKey
-from cute_kernels.indexer.logits_walk import Keys
+from cute_kernels.indexer.logits_walk import Keys, ScaledWalk
 from cute_kernels.indexer.mxfp4_plan import Mxfp4Plan
 from cute_kernels.indexer.mxfp4_scores import Mxfp4Scores
-from cute_kernels.indexer.mxfp4_walk import Mxfp4Walk
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Mxfp4LogitsKernel(LogitsKernel):
 
     def __init__(self, key: Mxfp4LogitsKey) -> None:
         self.plan, self.paged, self.shares = key.plan, key.paged, key.plan.registers
-        self.walk, self.fill = Mxfp4Walk(key.plan, key.paged), Fill(key.paged)
+        self.walk, self.fill = ScaledWalk(key.plan, key.paged), Fill(key.paged)
         self.scores = Mxfp4Scores(key.plan, key.paged, self.walk)
         kind = f"paged_mqa_logits_mxfp4_b{key.box}" if key.paged else "mqa_logits_mxfp4"
         self.name = f"{kind}_h{key.heads}r{key.rows}"

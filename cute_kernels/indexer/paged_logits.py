@@ -1,5 +1,5 @@
-"""Which kernel paged_mqa_logits runs: one of Hopper's own for pages whose rows are a multiple of 8, the portable one
-for everything else."""
+"""Which kernel paged_mqa_logits runs: one of the architecture's own for pages whose rows are a multiple of 8, of 64 on
+Blackwell, the portable one for everything else."""
 
 from __future__ import annotations
 
@@ -8,28 +8,16 @@ from typing import Any, NamedTuple
 
 from cute_kernels.indexer import logits_choice as choice
 from cute_kernels.indexer import portable_launch
-from cute_kernels.indexer.logits_plan import KEYS
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
-
-SMALL_BOX = 8
-"""Keys that a copy brings out of pages that are no multiple of a tile: rows of one swizzle pattern."""
 
 _key = cache(choice.key_for)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """One of each format for every size of a group, on pages of 64 keys. Every rank has all index heads."""
-    heads = choice.heads_of(config)
-    if heads is None or not choice.is_hoppers(arch, heads):
-        return [*portable_launch.deployment_keys(config, arch, True)]
-    forms = [(mxfp4, rows + 1) for mxfp4 in (False, True) for rows in range(choice.most_rows(mxfp4))]
-    return [choice.key_for(heads, rows, True, mxfp4=mxfp4) for mxfp4, rows in forms]
-
-
-def box_of(page_rows: int) -> int:
-    return SMALL_BOX if page_rows % KEYS else KEYS
+    return choice.deployment_keys(config, arch, True, portable_launch.deployment_keys(config, arch, True))
 
 
 class Call(NamedTuple):
@@ -57,9 +45,9 @@ def supports(*args: Any) -> tuple[bool, str]:
     return not why, why
 
 
-def launch(*args: Any, skip: int = 0) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported. Rows
-    that see no more than `skip` keys are not scored."""
+def launch(*args: Any, skip: int = 0, op: str = "paged_mqa_logits") -> None:
+    """Run the kernel on the current stream of out's device, for an op. Arguments in the schema's order, checked,
+    supported. Rows that see no more than `skip` keys are not scored."""
     call = Call(*args)
     if call.out.numel() == 0:
         return
@@ -68,17 +56,17 @@ def launch(*args: Any, skip: int = 0) -> None:
         return
     device_index = call.out.device.index
     requests, rows, heads = call.q.shape[:3]
-    if not choice.is_hoppers(arch_of(device_index), heads) or call.kv_cache.shape[1] % SMALL_BOX:
+    arch, page_rows = arch_of(device_index), call.kv_cache.shape[1]
+    if not choice.has_own(arch, heads, page_rows) or not choice.is_safe(op, arch, device_index):
         portable_launch.launch(call, arguments_of_keys(call), arguments_of_windows(call, skip), requests, rows, True)
         return
-    mxfp4 = call.q_scale is not None
-    key = _key(heads, choice.rows_of_group(rows, mxfp4), True, box_of(call.kv_cache.shape[1]), mxfp4)
+    key = _key(arch, heads, rows, True, page_rows, call.q_scale is not None)
     blocks = choice.blocks(key, requests, rows, call.max_model_len, multiprocessors(device_index))
-    launch_key(key, device_index, *arguments(call, skip), blocks)
+    launch_key(key, device_index, *arguments(key, call, skip), blocks)
 
 
-def arguments(call: Call, skip: int) -> tuple[Any, ...]:
-    """What the entry point of Hopper's kernel takes but the number of blocks."""
+def arguments(key: Any, call: Call, skip: int) -> tuple[Any, ...]:
+    """What the entry point of an own kernel takes but the number of blocks."""
     q = call.q
     return (
         call.weights,
@@ -92,7 +80,7 @@ def arguments(call: Call, skip: int) -> tuple[Any, ...]:
         *arguments_of_keys(call),
         *arguments_of_windows(call, skip),
         int(call.clean_logits),
-        *choice.scale_arguments(call.q_scale),
+        *choice.scale_arguments(key, call.q_scale),
     )
 
 

@@ -51,6 +51,11 @@ class PortablePlan:
             raise ValueError(f"rows: expected one of {ROWS}, got {self.rows}")
 
     @property
+    def keys(self) -> int:
+        """Of a tile, as shares are counted."""
+        return KEYS
+
+    @property
     def tiles(self) -> int:
         """Of heads, as the tensor cores take them."""
         return self.heads // HEAD_TILE

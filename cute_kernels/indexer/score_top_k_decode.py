@@ -63,6 +63,6 @@ def launch(*args: Any) -> None:
     for first, last, scores, is_scored in call.walk():
         part = call.requests(first, last)
         if is_scored:
-            paged_logits.launch(*part.scores(scores), skip=k)
+            paged_logits.launch(*part.scores(scores), skip=k, op="score_top_k_decode")
         starts, ends = bounds(part.context_lens)
         topk.run(scores, starts, ends, part.out, scores.shape[0], k)

@@ -68,6 +68,6 @@ def launch(*args: Any) -> None:
     for first, last, scores, is_scored in call.walk():
         part = call.rows(first, last)
         if is_scored:
-            logits.launch(*part.scores(scores), skip=k)
+            logits.launch(*part.scores(scores), skip=k, op="score_top_k_prefill")
         starts, ends = bounds(part.start, part.end)
         topk.run(scores, starts, ends, part.out, last - first, k, call.k.shape[0], shifts)

@@ -104,10 +104,12 @@ def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _pool(kv_format: str, pages: int, rows: int, g: torch.Generator) -> torch.Tensor:
-    """A cache with NaN between its pages, a NaN record at the end, and random records before."""
+    """A cache with NaN between its pages, a NaN record at the end, and random records before. As much as a row is
+    between pages, so that copies can gather rows; less with 7 rows in pages of plain formats."""
     fmt: Any = formats.FORMATS[kv_format]
-    multiple = 576 if kv_format == _FP8 else 64
-    cache = fmt.allocate(pages, rows, page_stride=fmt.page_stride(rows) + multiple)
+    row = 576 if kv_format == _FP8 else formats.HEAD_DIM * fmt.dtype.itemsize
+    between = 64 if rows == 7 and kv_format != _FP8 else row
+    cache = fmt.allocate(pages, rows, page_stride=fmt.page_stride(rows) + between)
     raw_memory(cache).fill_(0xFF)
     slots = torch.arange(pages * rows - 1)
     values = torch.randn(len(slots), formats.HEAD_DIM, generator=g) * (_LARGEST / 4)

@@ -1,5 +1,5 @@
-"""Which kernel sparse_mla_mixed runs: Hopper's own for each cache format, over bf16 caches by the number of heads; the
-portable one elsewhere."""
+"""Which kernel sparse_mla_mixed runs: Hopper's own for each cache format, over bf16 caches by the number of heads;
+Blackwell's own where it takes the call and is trusted; the portable one elsewhere."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm90_rows import COUNT_BITS, UNIT
+from cute_kernels.sparse_mla.mixed_sm100 import MixedKey as BlackwellMixedKey
+from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key as BlackwellMixedFp8Key
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
+from cute_kernels.sparse_mla.prefill_sm100_choice import BLACKWELL, is_own, ungathered, unmapped
 from cute_kernels.sparse_mla.schedule import block_heads
 
 MOST_POOL_BYTES = UNIT << 31
@@ -25,23 +28,36 @@ MOST_POOL_BYTES = UNIT << 31
 
 
 def key_for(arch: str, heads: int, kv_format: str) -> KernelKey:
-    """The kernel for so many heads and caches of that format."""
+    """The kernel for so many heads and caches of that format: the architecture's own one, if it has one."""
+    if arch in BLACKWELL:
+        return BlackwellMixedKey(arch) if kv_format == formats.PLAIN_BF16.id else BlackwellMixedFp8Key(arch)
     if arch != HOPPER:
-        return PortableMixedKey(arch, item_heads(heads), kv_format)
+        return portable_key(arch, heads, kv_format)
     if kv_format == formats.PLAIN_FP8.id:
         return MixedFp8Key(arch)
     return FewMixedKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else MixedKey(arch)
 
 
+def portable_key(arch: str, heads: int, kv_format: str) -> KernelKey:
+    return PortableMixedKey(arch, item_heads(heads), kv_format)
+
+
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
-    """One kernel for each format takes every call of a rank."""
-    heads = config.num_attention_heads // tp
-    return [key_for(arch, heads, fmt.id) for fmt in (formats.PLAIN_BF16, formats.PLAIN_FP8)]
+    """One kernel for each format takes every call of a rank; where it has to be trusted first, the portable one as
+    well."""
+    heads, chosen = config.num_attention_heads // tp, (formats.PLAIN_BF16.id, formats.PLAIN_FP8.id)
+    kinds = [key_for, *([portable_key] if arch in BLACKWELL else [])]
+    return list(dict.fromkeys(kind(arch, heads, fmt) for fmt in chosen for kind in kinds))
 
 
 @cache
 def _key(*args: Any) -> KernelKey:
     return key_for(*args)
+
+
+@cache
+def _portable_key(*args: Any) -> KernelKey:
+    return portable_key(*args)
 
 
 class Call(NamedTuple):
@@ -96,8 +112,11 @@ def launch(*args: Any) -> None:
     if call.out.numel() == 0:
         return
     device_index = call.query.device.index
+    arch, choose = arch_of(device_index), _key
+    if arch in BLACKWELL and not is_own("sparse_mla_mixed", arch, device_index, _why_not_own(call)):
+        choose = _portable_key
     launch_key(
-        _key(arch_of(device_index), call.query.shape[1], call.kv_format),
+        choose(arch, call.query.shape[1], call.kv_format),
         device_index,
         call.query,
         call.swa_kv_cache,
@@ -115,3 +134,10 @@ def launch(*args: Any) -> None:
         call.bmm2_scale,
         multiprocessors(device_index),
     )
+
+
+def _why_not_own(call: Call) -> str:
+    """Why Blackwell's own kernel does not take a call, or nothing."""
+    caches = {"swa_kv_cache": call.swa_kv_cache, "compressed_kv_cache": call.compressed_kv_cache}
+    found = [ungathered(name, pool, formats.HEAD_DIM) for name, pool in caches.items() if pool is not None]
+    return next(filter(None, found), unmapped("query", call.query, (0, 1)))

@@ -1,4 +1,5 @@
-"""Which kernel sparse_mla_prefill_paged runs: Hopper's own over fp8_ds_mla caches, the portable one elsewhere."""
+"""Which kernel sparse_mla_prefill_paged runs: over fp8_ds_mla caches Hopper's own, or Blackwell's where it takes the
+call and is trusted; the portable one elsewhere."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
+from cute_kernels.sparse_mla.paged_sm100 import PagedKey as BlackwellPagedKey
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
+from cute_kernels.sparse_mla.prefill_sm100_choice import BLACKWELL, is_own, ungathered, unmapped
 
 MOST_KEYS = 2**29
-"""Entries and positions that Hopper's kernel takes of a query row: what its tables have room for, of each cache."""
+"""Entries and positions that own kernels take of a query row: what their tables have room for, of each cache."""
 
 MOST_PAGE_BYTES = 2**31
-"""Of a page, for Hopper's kernel."""
+"""Of a page, for own kernels."""
 
 
 def key_for(arch: str, heads: int, compressed: str, format0: str, format1: str) -> KernelKey:
@@ -27,17 +30,23 @@ def key_for(arch: str, heads: int, compressed: str, format0: str, format1: str) 
     compressed   which compressed entries count: "none", "all" that a row sees, or "listed"
     format1      format0 if there are none
     """
-    if arch != HOPPER or {format0, format1} != {FP8_DS_MLA.id}:
-        return PortablePagedKey(arch, item_heads(heads), compressed, format0, format1)
-    return PagedKey(arch)
+    if arch not in (HOPPER, *BLACKWELL) or {format0, format1} != {FP8_DS_MLA.id}:
+        return portable_key(arch, heads, compressed, format0, format1)
+    return BlackwellPagedKey(arch) if arch in BLACKWELL else PagedKey(arch)
+
+
+def portable_key(arch: str, heads: int, compressed: str, format0: str, format1: str) -> KernelKey:
+    return PortablePagedKey(arch, item_heads(heads), compressed, format0, format1)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
-    """The layers' prefill steps: the window alone, or with entries as the compress ratio says."""
+    """The layers' prefill steps: the window alone, or with entries as the compress ratio says; where a kernel has to be
+    trusted first, the portable one as well."""
     kinds = {4: "listed", 128: "all"}
     chosen = dict.fromkeys(kinds.get(ratio, "none") for ratio in config.compress_ratios)
     heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
-    return list(dict.fromkeys(key_for(arch, heads, compressed, fmt, fmt) for compressed in chosen))
+    ways = [key_for, *([portable_key] if arch in BLACKWELL else [])]
+    return list(dict.fromkeys(way(arch, heads, compressed, fmt, fmt) for way in ways for compressed in chosen))
 
 
 @cache
@@ -126,23 +135,32 @@ def launch(*args: Any) -> None:
     device_index = call.q.device.index
     arch = arch_of(device_index)
     key = _key(arch, call.q.shape[1], call.compressed, *call.formats)
-    if isinstance(key, PagedKey) and not _is_small(call):
+    is_own_key = isinstance(key, PagedKey | BlackwellPagedKey)
+    if is_own_key and not (_is_small(call) and (arch == HOPPER or _is_blackwells(call, arch, device_index))):
         # the portable kernel takes it
-        key = PortablePagedKey(arch, item_heads(call.q.shape[1]), call.compressed, *call.formats)
-    arguments = _hopper_arguments if isinstance(key, PagedKey) else _portable_arguments
+        is_own_key, key = False, portable_key(arch, call.q.shape[1], call.compressed, *call.formats)
+    arguments = _own_arguments if is_own_key else _portable_arguments
     launch_key(key, device_index, *arguments(call), multiprocessors(device_index))
 
 
+def _is_blackwells(call: Call, arch: str, device_index: int) -> bool:
+    """Whether Blackwell's own kernel takes a call, and may."""
+    caches = {"swa_cache": call.swa_cache, "compressed_cache": call.compressed_cache}
+    found = [ungathered(name, pool, FP8_DS_MLA.data_bytes) for name, pool in caches.items() if pool is not None]
+    why_not = next(filter(None, found), unmapped("q", call.q, (0, 1)))
+    return is_own("sparse_mla_prefill_paged", arch, device_index, why_not)
+
+
 def _is_small(call: Call) -> bool:
-    """Whether Hopper's kernel can count what the call has."""
+    """Whether Hopper's kernel, and Blackwell's, can count what the call has."""
     return 2 * call.columns < MOST_NUMBERS and all(
         pool.shape[1] * FP8_DS_MLA.row_elements < MOST_PAGE_BYTES and table.shape[1] * pool.shape[1] < MOST_KEYS
         for pool, table in call.pools
     )
 
 
-def _hopper_arguments(call: Call) -> tuple[Any, ...]:
-    """Those of PagedKernel, but for the grid's blocks."""
+def _own_arguments(call: Call) -> tuple[Any, ...]:
+    """Those of either PagedKernel, but for the grid's blocks."""
     listed = call.topk_indices if call.columns else None
     return (
         call.q,

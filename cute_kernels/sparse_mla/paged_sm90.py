@@ -17,9 +17,9 @@ from cutlass import Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl.paging import Batch
-from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
-from cute_kernels.sparse_mla.paged_sm90_plan import PAGED, Cache, Sources
+from cute_kernels.sparse_mla.paged_sm90_plan import PAGED, Sources, cache_of
 from cute_kernels.sparse_mla.paged_sm90_rows import PagedRows
 from cute_kernels.sparse_mla.paged_sm90_scores import PagedScores
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_numbers, fake_rows
@@ -101,8 +101,8 @@ class PagedKernel(PrefillKernel):
         stream: cuda.CUstream,
     ) -> None:
         sources = Sources(
-            self.cache(swa_cache, swa_block_table),
-            self.cache(compressed_cache, compressed_block_table),
+            cache_of(swa_cache, swa_block_table),
+            cache_of(compressed_cache, compressed_block_table),
             window_size,
             lists,
             list_row,
@@ -114,8 +114,3 @@ class PagedKernel(PrefillKernel):
             address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse), None
         )
         self.launch(q, sources, results, sink, scale_log2, grid_blocks, stream)
-
-    def cache(self, pages: cute.Tensor, table: cute.Tensor) -> Cache:
-        rows = cute.fast_divmod_create_divisor_v2(length(pages, 1))
-        where = (address(table), stride_bytes(table, 0), length(table, 1))
-        return Cache(address(pages), stride_bytes(pages, 0), length(pages, 0), rows, *where)

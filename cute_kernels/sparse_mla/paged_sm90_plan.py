@@ -16,6 +16,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.dsl.paging import Batch
+from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     HEADING,
@@ -151,6 +152,13 @@ class Cache(NamedTuple):
     table: Any
     table_row: Any
     columns: Any
+
+
+def cache_of(pages: Any, table: Any) -> Cache:
+    """Of its tensors."""
+    rows = cute.fast_divmod_create_divisor_v2(length(pages, 1))
+    where = (address(table), stride_bytes(table, 0), length(table, 1))
+    return Cache(address(pages), stride_bytes(pages, 0), length(pages, 0), rows, *where)
 
 
 class Sources(NamedTuple):

@@ -43,6 +43,23 @@ NO_TILE = -1
 """Mark of a list behind the block's last tile."""
 
 
+@cute.jit
+def selected(item: Any, work: Work, sources: Sources) -> tuple[Any, Any, Any, Any, Any]:
+    """Of an item's query row: its request, visible entries, how many of them count, the first position of its window
+    and the end of it. What is no item has none."""
+    query, _ = work.place(item)
+    is_item = item < work.end
+    batch = sources.batch
+    request = batch.search(query, is_item)
+    position = batch.position(query, request) if is_item else Int32(-1)
+    visible = visible_entries(position, sources.ratio)
+    compressed = cutlass.min(visible, sources.columns)
+    table = sources.window
+    first = cutlass.max(position + 1 - sources.window_size, 0)
+    end = cutlass.min(position + 1, ptx.again(table.columns) * table.rows.divisor)
+    return request, visible, compressed, first, end
+
+
 @dataclass(frozen=True)
 class Walk:
     work: Work
@@ -87,16 +104,7 @@ class Walk:
     def look_ahead(self, item: Any) -> None:
         """Have the records of that item and the 31 behind it: each in its time would take a long wait each time."""
         own = item + own_lane() * self.work.step
-        query, _ = self.work.place(own)
-        is_item = own < self.work.end
-        batch = self.sources.batch
-        request = batch.search(query, is_item)
-        position = batch.position(query, request) if is_item else Int32(-1)
-        visible = visible_entries(position, self.sources.ratio)
-        compressed = cutlass.min(visible, self.sources.columns)
-        table = self.sources.window
-        first = cutlass.max(position + 1 - self.sources.window_size, 0)
-        end = cutlass.min(position + 1, ptx.again(table.columns) * table.rows.divisor)
+        request, visible, compressed, first, end = selected(own, self.work, self.sources)
         record_at = self.record(own_lane())
         cute.arch.sync_warp()
         ptx.store_shared_128(record_at, (request, visible, compressed, compressed + cutlass.max(end - first, 0)))

@@ -1,4 +1,5 @@
-"""Which kernel sparse_mla_prefill runs: one of Hopper's own by the number of heads, the portable one elsewhere."""
+"""Which kernel sparse_mla_prefill runs: one of Hopper's own by the number of heads, Blackwell's own where it takes the
+call and is trusted, the portable one elsewhere."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
 from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
+from cute_kernels.sparse_mla.prefill_sm100_choice import BLACKWELL, is_own, unmapped
 from cute_kernels.sparse_mla.schedule import block_heads
 
 HOPPER = "sm_90a"
@@ -41,20 +44,32 @@ def scale_log2(scale: float) -> float:
 
 
 def key_for(arch: str, heads: int) -> KernelKey:
-    """The kernel for so many heads."""
+    """The kernel for so many heads: the architecture's own one, if it has one."""
+    if arch in BLACKWELL:
+        return BlackwellPrefillKey(arch)
     if arch != HOPPER:
-        return PortablePrefillKey(arch, item_heads(heads))
+        return portable_key(arch, heads)
     return FewPrefillKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else PrefillKey(arch)
 
 
+def portable_key(arch: str, heads: int) -> KernelKey:
+    return PortablePrefillKey(arch, item_heads(heads))
+
+
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
-    """One kernel takes every call of a rank."""
-    return [key_for(arch, config.num_attention_heads // tp)]
+    """One kernel takes every call of a rank; where it has to be trusted first, the portable one as well."""
+    heads = config.num_attention_heads // tp
+    return [key_for(arch, heads), *([portable_key(arch, heads)] if arch in BLACKWELL else [])]
 
 
 @cache
 def _key(*args: Any) -> KernelKey:
     return key_for(*args)
+
+
+@cache
+def _portable_key(*args: Any) -> KernelKey:
+    return portable_key(*args)
 
 
 class Call(NamedTuple):
@@ -95,8 +110,11 @@ def launch(*args: Any) -> None:
     if call.out.numel() == 0:
         return
     device_index = call.q.device.index
+    arch, choose = arch_of(device_index), _key
+    if arch in BLACKWELL and not is_own("sparse_mla_prefill", arch, device_index, _why_not_own(call)):
+        choose = _portable_key
     launch_key(
-        _key(arch_of(device_index), call.q.shape[1]),
+        choose(arch, call.q.shape[1]),
         device_index,
         call.q,
         call.kv,
@@ -109,3 +127,8 @@ def launch(*args: Any) -> None:
         scale_log2(call.sm_scale),
         multiprocessors(device_index),
     )
+
+
+def _why_not_own(call: Call) -> str:
+    """Why Blackwell's own kernel does not take a call, or nothing."""
+    return unmapped("q", call.q, (0, 1)) or unmapped("kv", call.kv, (0,))

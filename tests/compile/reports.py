@@ -13,8 +13,8 @@ from cute_kernels.runtime.compile import compile_object
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.report import Report
 
-folder = Path()
-"""Where they are: conftest.py sets it."""
+folder: Path | None = None
+"""Where they are: a conftest.py sets it."""
 
 
 def known(key: KernelKey) -> Report | None:
@@ -26,6 +26,7 @@ def known(key: KernelKey) -> Report | None:
 @functools.lru_cache(maxsize=64)
 def compile_report(key: KernelKey) -> Report:
     """As cute_kernels.runtime.compile.compile_report."""
+    assert folder is not None, "expected a conftest.py that says where reports are"
     store = cache.Store(folder)
     path = store.object_path(key).with_suffix(".report")
     lock = store.acquire(key)

@@ -26,9 +26,9 @@ def deployed(model: Any, tp: int = 1) -> list[LogitsKey]:
 
 KEYS = deployed(MODELS["v4-flash"])
 OTHERS = [
-    logits_choice.key_for(heads, rows, paged, box)
-    for heads, rows, paged, box in ((16, 4, False, 64), (48, 4, False, 64), (48, 3, True, 64), (32, 1, True, 8))
-] + [logits_choice.key_for(heads, 4, True, 8) for heads in (48, 64)]
+    logits_choice.key_for("sm_90a", heads, rows, paged, page_rows)
+    for heads, rows, paged, page_rows in ((16, 4, False, 64), (48, 4, False, 64), (48, 3, True, 64), (32, 1, True, 8))
+] + [logits_choice.key_for("sm_90a", heads, 4, True, 8) for heads in (48, 64)]
 
 
 @pytest.mark.parametrize("key", [*KEYS, *OTHERS], ids=str)
@@ -92,6 +92,6 @@ def test_deployments(model: str, tp: int) -> None:
 
 
 def test_groups_of_rows() -> None:
-    assert [logits_choice.rows_of_group(n) for n in range(1, 14)] == [1, 2, 3, 4, 3, 3, 4, 4, 3, 4, 4, 4, 4]
+    assert [logits_choice.rows_of_group(n, 4) for n in range(1, 14)] == [1, 2, 3, 4, 3, 3, 4, 4, 3, 4, 4, 4, 4]
     deployed = {key.rows for key in KEYS if key.paged}
-    assert {logits_choice.rows_of_group(n) for n in range(1, 300)} == deployed
+    assert {logits_choice.rows_of_group(n, 4) for n in range(1, 300)} == deployed

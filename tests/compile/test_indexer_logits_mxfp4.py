@@ -16,8 +16,8 @@ from cute_kernels.indexer.mxfp4_plan import Mxfp4Plan
 from tests.compile.reports import compile_report
 
 KEYS = [
-    logits_choice.key_for(heads, rows, paged, box, mxfp4=True)
-    for heads, rows, paged, box in ((64, 1, True, 64), (64, 2, False, 64), (48, 2, True, 8))
+    logits_choice.key_for("sm_90a", heads, rows, paged, page_rows, mxfp4=True)
+    for heads, rows, paged, page_rows in ((64, 1, True, 64), (64, 2, False, 64), (48, 2, True, 8))
 ]
 
 

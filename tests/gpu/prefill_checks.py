@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
+from cute_kernels.sparse_mla.prefill_sm100_choice import BLACKWELL
 
-KERNELS: dict[str, dict[str, Any]] = {"hopper": {}, "portable": {"HOPPER": ""}}
-"""Kernels to run the tests with -> what to change where one is chosen. "hopper": those that calls on Hopper run,
-whatever their heads and caches."""
+KERNELS: dict[str, dict[str, Any]] = {"own": {}, "portable": {"HOPPER": ""}}
+"""Kernels to run the tests with -> what to change where one is chosen. "own": those that calls on Hopper run, or on
+Blackwell, trusted or not, whatever their heads and caches."""
 
 LARGEST = 0.35
 """No value of kv is larger. Rounding P to bf16 moves an output by 2^-9 of the mean magnitude of what it sums up at
@@ -27,8 +29,9 @@ SUM_RTOL = 2.0**-22
 def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
     """Have calls run the kernel of that name, of those in the modules of some ops, and no reference."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    if name == "hopper" and arch_of(0) != "sm_90a":
-        pytest.skip("the kernels are Hopper's")
+    if name == "own" and arch_of(0) not in ("sm_90a", *BLACKWELL):
+        pytest.skip("the kernels are Hopper's and Blackwell's")
+    monkeypatch.setattr(trust, "is_trusted", lambda op, index: name == "own")
     for module in modules:
         for attribute, value in KERNELS[name].items():
             monkeypatch.setattr(module, attribute, value)

@@ -4,11 +4,12 @@ A score may differ from the exact one by a share of what it is made of: the sum 
 the products' magnitudes, times the key's scale. Hopper's tensor cores keep about 14 bits of a sum of e4m3 products, so
 that share is 2^-12; of f16 products, as in the portable kernel, they keep as many as fp32 has, and it is 2^-16.
 
-All tests run with the kernel that the op chooses, and again with the portable one for every call.
+All tests run with the architecture's own kernel where it takes the call, and again with the portable one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from cute_kernels import formats
 from cute_kernels.indexer import logits_choice
 from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits
 from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
@@ -35,26 +37,23 @@ FMT = formats.INDEXER_FP8
 SHARE = 2.0**-12
 PORTABLE_SHARE = 2.0**-16
 GARBAGE = (-1, -7, -1_000_000, HIGH, LOW)
-KERNELS: dict[str, str | None] = {"chosen": None, "portable": ""}
-"""Kernels to run the tests with -> the architecture to take for Hopper, so that another kernel is the choice; None: the
-true one."""
 
 
-@pytest.fixture(autouse=True, params=KERNELS)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Name of the kernel, without fallback."""
+@pytest.fixture(autouse=True, params=["own", "portable"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Name of the kernel, without fallback: the architecture's own, trusted or not, or the portable one."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    hopper = KERNELS[request.param]
-    if hopper is not None:
-        monkeypatch.setattr(logits_choice, "ARCH", hopper)
-    elif arch_of(0) != logits_choice.ARCH:
-        pytest.skip("the portable kernel is the choice")
-    return str(request.param)
+    if request.param == "portable":
+        monkeypatch.setattr(logits_choice, "has_own", lambda *args: False)
+    elif not logits_choice.has_own(arch_of(0), 64):
+        pytest.skip("there is only the portable kernel")
+    with trust.choose(own=True):
+        yield str(request.param)
 
 
 def share() -> float:
     """That scores of the kernel under test may differ by."""
-    return SHARE if logits_choice.ARCH else PORTABLE_SHARE
+    return SHARE if logits_choice.has_own(arch_of(0), 64) else PORTABLE_SHARE
 
 
 def gen(seed: int) -> torch.Generator:
@@ -274,7 +273,7 @@ def test_large_products_beside_small_ones(kernel: str) -> None:
     out = mqa_logits(data.q, (data.k, data.scale), data.w, *whole_range(8, 256))
     scores, bounds = data.exact()
     off = (out.double() - scores).abs() / (bounds / share())
-    assert off[scores > 0].max() < (2.0**-6 if kernel == "chosen" else PORTABLE_SHARE)
+    assert off[scores > 0].max() < (2.0**-6 if kernel == "own" else PORTABLE_SHARE)
     assert kernel == "portable" or (out.double() <= scores).all()
 
 

@@ -1,10 +1,11 @@
-"""The scores of MXFP4 queries and keys by Hopper's own kernel, against float64, and whatever else the two ops promise.
+"""MXFP4 scores by the architecture's own kernel, against float64, and whatever else the two ops promise.
 
 The bound is that of FP8 scores, 2^-12 of what a score is made of, whatever the scales in a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from cute_kernels import formats, numerics
 from cute_kernels.indexer import logits_choice
 from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits
+from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from tests.gpu.test_indexer_logits import (
@@ -38,10 +40,12 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def on_hopper_without_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_without_fallback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    if arch_of(0) != logits_choice.ARCH:
-        pytest.skip("the portable kernel is the choice")
+    if not logits_choice.has_own(arch_of(0), 64):
+        pytest.skip("there is only the portable kernel")
+    with trust.choose(own=True):
+        yield
 
 
 FORMATS = [formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE]

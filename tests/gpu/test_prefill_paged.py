@@ -27,10 +27,10 @@ DEVICE = "cuda"
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from cute_kernels.sparse_mla import paged
 
-    use_kernel("hopper", monkeypatch, paged)
+    use_kernel("own", monkeypatch, paged)
     yield
     # for tests that run beside
     torch.cuda.empty_cache()

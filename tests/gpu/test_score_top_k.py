@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 from cute_kernels import formats
+from cute_kernels.indexer import logits_choice
 from cute_kernels.indexer.chunks import row_bytes
+from cute_kernels.runtime import trust
+from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from tests.indexer import meaning
 from tests.indexer.meaning import HIGH, INT, LOW
@@ -27,10 +31,12 @@ POISON = -77_777
 
 
 @pytest.fixture(autouse=True)
-def on_hopper_without_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_without_fallback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is for sm_90a")
+    if not logits_choice.has_own(arch_of(0), 64):
+        pytest.skip("scores have only the portable kernel")
+    with trust.choose(own=True):
+        yield
 
 
 def gen(seed: int) -> torch.Generator:

@@ -16,7 +16,9 @@ from cute_kernels.indexer import logits, logits_choice, paged_logits, portable_l
 from cute_kernels.indexer import ops as _registered  # noqa: F401
 from cute_kernels.indexer.logits_portable import PortableLogitsKey
 from cute_kernels.indexer.logits_sm90 import LogitsKey
+from cute_kernels.indexer.logits_sm100 import BlackwellLogitsKey
 from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
+from cute_kernels.runtime import trust
 
 SMS = 132
 KEYS_AND_WINDOWS = (
@@ -25,36 +27,38 @@ KEYS_AND_WINDOWS = (
 )  # fmt: skip
 QUERIES = "weights", "out", "q", "q_request", "q_row", "q_head"
 Q_SCALES = "q_scale", "q_scale_request", "q_scale_row", "q_scale_head"
+WITH_SCALES = (*QUERIES, "requests", "row_count", *KEYS_AND_WINDOWS[:-1], *Q_SCALES[:-1], KEYS_AND_WINDOWS[-1])
 NAMES = {
     LogitsKey: (*QUERIES, "requests", "row_count", *KEYS_AND_WINDOWS),
-    Mxfp4LogitsKey: (*QUERIES, "requests", "row_count", *KEYS_AND_WINDOWS[:-1], *Q_SCALES[:-1], KEYS_AND_WINDOWS[-1]),
+    Mxfp4LogitsKey: WITH_SCALES,
+    BlackwellLogitsKey: WITH_SCALES,
     PortableLogitsKey: (*QUERIES, *Q_SCALES, "requests", "row_count", "heads", *KEYS_AND_WINDOWS),
 }
-Key = LogitsKey | PortableLogitsKey
+Key = LogitsKey | BlackwellLogitsKey | PortableLogitsKey
 FP8 = torch.float8_e4m3fn
 
 
 class Launches:
     """Stands for a GPU, Hopper's if not said otherwise: keeps what would have been launched."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a", processors: int = SMS) -> None:
         self.kept: list[tuple[Any, dict[str, Any]]] = []
         for module in (logits, paged_logits, portable_launch):
             monkeypatch.setattr(module, "arch_of", lambda index: arch)
-            monkeypatch.setattr(module, "multiprocessors", lambda index: SMS)
+            monkeypatch.setattr(module, "multiprocessors", lambda index: processors)
             monkeypatch.setattr(module, "launch_key", self.keep)
 
     def keep(self, key: Key, device_index: Any, *args: Any) -> None:
         self.kept.append((key, dict(zip(NAMES[type(key)], args, strict=True))))
 
-    def run(self, op: str, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def run(self, op: str, args: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Any]]:
         """The only launch of a call."""
         OPS[op].check(*args.values())
         module = OPS[op].load_kernel()
         supported, why = module.supports(*args.values())
         assert supported, why
         before = len(self.kept)
-        module.launch(*args.values())
+        module.launch(*args.values(), **options)
         assert len(self.kept) == before + 1
         return self.kept[-1]
 
@@ -283,6 +287,8 @@ def test_hoppers_kernel_runs_what_it_can(gpu: Launches, op: str, args: dict[str,
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_103a", "sm_120a"])
 def test_other_architectures_run_the_portable_kernel(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """Blackwell as long as its own is not trusted."""
+    monkeypatch.setattr(trust, "is_trusted", lambda op, index: False)
     gpu = Launches(monkeypatch, arch)
     key, _ = gpu.run("mqa_logits", contiguous())
     assert key == PortableLogitsKey(arch, 64, 4, False, False)
@@ -323,3 +329,78 @@ def test_mxfp4_views(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (got["q"], got["q_row"], got["q_head"]) == (args["q"].data_ptr(), 66 * 192, 192)
     assert (got["q_scale"], got["q_scale_row"], got["q_scale_head"]) == (args["q_scale"].data_ptr(), 280, 4)
     assert (got["key_stride"], got["requests"], got["row_count"]) == (272, 1, 10)
+
+
+# What Blackwell's kernel runs
+
+
+@pytest.fixture(params=["sm_100a", "sm_103a"])
+def blackwell(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Launches:
+    monkeypatch.setattr(trust, "is_trusted", lambda op, index: True)
+    return Launches(monkeypatch, request.param)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "is_own"),
+    [
+        ("mqa_logits", contiguous(), True),
+        ("mqa_logits", contiguous(heads=48), True),
+        ("mqa_logits", contiguous(heads=24), False),
+        ("mqa_logits", mxfp4(contiguous()), True),
+        ("paged_mqa_logits", paged(page_rows=192), True),
+        ("paged_mqa_logits", paged(page_rows=96), False),
+        ("paged_mqa_logits", paged(page_rows=8), False),
+        ("paged_mqa_logits", paged(heads=1), False),
+        ("paged_mqa_logits", mxfp4(paged()), True),
+        ("paged_mqa_logits", mxfp4(paged(), formats.INDEXER_MXFP4_WIDE.id), True),
+        ("paged_mqa_logits", mxfp4(paged(page_rows=32)), False),
+    ],
+)
+def test_blackwells_kernel_runs_what_it_can(blackwell: Launches, op: str, args: dict[str, Any], is_own: bool) -> None:
+    key, _ = blackwell.run(op, args)
+    assert isinstance(key, BlackwellLogitsKey if is_own else PortableLogitsKey)
+
+
+def test_what_blackwells_kernel_gets(blackwell: Launches) -> None:
+    args = contiguous(keys=1000)
+    key, got = blackwell.run("mqa_logits", args)
+    assert key == BlackwellLogitsKey(key.arch, 64, 4, False, False)
+    assert (got["keys"], got["key_stride"], got["row_count"]) == (args["k"].data_ptr(), 128, 10)
+    assert [got[name] for name in Q_SCALES[:-1]] == [0, 0, 0]
+    # three groups of rows, eight tiles of 128 keys
+    assert got["blocks"] == 24
+    args = mxfp4(paged(3, 3))
+    key, got = blackwell.run("paged_mqa_logits", args)
+    assert key == BlackwellLogitsKey(key.arch, 64, 3, True, True)
+    strides = 3 * 64 * 4, 64 * 4
+    assert (got["q_scale"], got["q_scale_request"], got["q_scale_row"]) == (args["q_scale"].data_ptr(), *strides)
+    assert (got["key_stride"], got["page_rows"], got["blocks"]) == (64, 64, 12)
+
+
+@pytest.mark.parametrize(
+    ("heads", "next_n", "rows", "mxfp4_rows"),
+    [(64, 1, 1, 1), (64, 3, 3, 3), (64, 4, 4, 2), (64, 7, 4, 3), (48, 4, 4, 4), (16, 9, 3, 3)],
+)
+def test_rows_of_a_group_on_blackwell(blackwell: Launches, heads: int, next_n: int, rows: int, mxfp4_rows: int) -> None:
+    args = paged(1, next_n, heads=heads)
+    assert blackwell.run("paged_mqa_logits", args)[0].rows == rows
+    assert blackwell.run("paged_mqa_logits", mxfp4(args))[0].rows == mxfp4_rows
+
+
+def test_each_op_is_trusted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def is_trusted(op: str, index: int) -> bool:
+        asked.append(op)
+        return op != "paged_mqa_logits"
+
+    monkeypatch.setattr(trust, "is_trusted", is_trusted)
+    gpu = Launches(monkeypatch, "sm_100a")
+    assert isinstance(gpu.run("mqa_logits", contiguous())[0], BlackwellLogitsKey)
+    assert isinstance(gpu.run("paged_mqa_logits", paged())[0], PortableLogitsKey)
+    logits.launch(*contiguous().values(), op="score_top_k_prefill")
+    paged_logits.launch(*paged().values(), op="score_top_k_decode")
+    assert asked == ["mqa_logits", "paged_mqa_logits", "score_top_k_prefill", "score_top_k_decode"]
+    # where the portable kernel is the only one, nobody asks
+    gpu.run("paged_mqa_logits", paged(page_rows=12))
+    assert len(asked) == 4

@@ -23,6 +23,9 @@ from cute_kernels.indexer import (
     topk,
 )
 from cute_kernels.indexer import ops as _registered  # noqa: F401
+from cute_kernels.indexer.logits_portable import PortableLogitsKey
+from cute_kernels.indexer.logits_sm100 import BlackwellLogitsKey
+from cute_kernels.runtime import trust
 from tests.indexer.test_logits_launch import NAMES as SCORE_NAMES
 from tests.indexer.test_logits_launch import codes
 from tests.indexer.test_topk_launch import NAMES as PICK_NAMES
@@ -32,12 +35,12 @@ INT = torch.int32
 
 
 class Launches:
-    """Stands for a Hopper GPU: keeps what would have been launched, scores and picks in turn."""
+    """Stands for a GPU, Hopper's if not said otherwise: keeps what would be launched, scores and picks in turn."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
         self.kept: list[tuple[str, Any, dict[str, Any]]] = []
         for module in (logits, paged_logits, portable_launch, topk):
-            monkeypatch.setattr(module, "arch_of", lambda index: "sm_90a")
+            monkeypatch.setattr(module, "arch_of", lambda index: arch)
         for score in (logits, paged_logits, portable_launch):
             monkeypatch.setattr(score, "multiprocessors", lambda index: SMS)
             monkeypatch.setattr(score, "launch_key", lambda key, index, *args: self.keep("scores", key, args))
@@ -198,3 +201,13 @@ def test_keys_of_a_deployment_are_those_of_the_pairs(arch: str) -> None:
         scores = score.deployment_keys(MODELS["v4-flash"], 1, arch)
         assert keys == {*scores, *topk.deployment_keys(MODELS["v4-flash"], 1, arch)}
         assert module.deployment_keys(ModelShape(compress_ratios=(1, 128)), 1, arch) == []
+
+
+@pytest.mark.parametrize("trusted", ["score_top_k_prefill", "score_top_k_decode"])
+def test_blackwells_scores_run_where_the_op_is_trusted(monkeypatch: pytest.MonkeyPatch, trusted: str) -> None:
+    monkeypatch.setattr(trust, "is_trusted", lambda op, index: op == trusted)
+    gpu = Launches(monkeypatch, "sm_100a")
+    for op, args in (("score_top_k_prefill", prefill()), ("score_top_k_decode", decode())):
+        gpu.run(op, args)
+        kinds = {type(key) for kind, key, _ in gpu.kept if kind == "scores"}
+        assert kinds == {BlackwellLogitsKey if op == trusted else PortableLogitsKey}

@@ -86,7 +86,8 @@ def _numbers(
 ) -> Iterator[tuple[int, int, int]]:
     """(instruction, argument, value) of the numbers that registers are made with."""
     for name in re.findall(r"[%A-Za-z_]\w*", " ".join(operands)):
-        made = writers.get(program.known(name, scope), [])
+        slot = program.known(name, scope)
+        made = [] if slot is None else writers.get(slot, [])
         for op in made if len(made) == 1 else ():
             if op.parts[0] not in ("add", "or", "xor", "mov", "cvt") or depth == 0:
                 continue

@@ -138,11 +138,11 @@ class WarpEvents:
 
     # ---- products
 
-    def product(self, op: int, operands: list[Any], size: int) -> None:
-        """wgmma. operands: offsets of elements of `size` bytes in the block's shared memory."""
-        base = self.block_base
-        at = [np.unique((operand.ravel() + base) // 16) * 16 for operand in operands]
-        self.events.append(Event("product", op, ALL, np.concatenate(at), 16, False, (tuple(len(a) for a in at),)))
+    def product(self, op: int, left: Any, right: Any) -> None:
+        """wgmma: offsets of operands' elements in the block's shared memory, None of one in registers."""
+        sides = [("left", left), ("right", right)]
+        parts = [(side, np.unique((at.ravel() + self.block_base) // 16) * 16) for side, at in sides if at is not None]
+        self.events.append(Event("product", op, args=(parts,)))
 
     def product_commit(self, op: int) -> None:
         self._add("product_commit", op)

@@ -66,8 +66,7 @@ def elements(warp: Any, found: Any, name: str) -> Any:
 
 @instruction("wgmma.mma_async")
 def _multiply(op: Op) -> Run:
-    shape = re.fullmatch(r"m64n(\d+)k(\d+)", op.parts[4])
-    columns, depth = int(shape.group(1)), int(shape.group(2))
+    columns, depth = (int(number) for number in re.findall(r"[nk](\d+)", op.parts[4]))
     if op.parts[5] != "f32":
         raise NotImplementedError
     of = op.parts[6], op.parts[7]
@@ -93,9 +92,7 @@ def _multiply(op: Op) -> Run:
         if warp.events and in_registers:
             warp.events.exchange(op.number, lanes)  # what registers were loaded from has been read
         if warp.events:
-            warp.events.product(
-                op.number, [at for at in (a_at, b_at) if at is not None], [BYTES[of[0]], BYTES[of[1]]][-1]
-            )
+            warp.events.product(op.number, a_at, b_at)
         adds = bool(warp.r[accumulates][0])
         before = [warp.pending.get(slot) for slot in results] if adds else []
         words = [warp.r[slot] for slot in held]
@@ -130,11 +127,11 @@ def places(columns: int) -> tuple[Any, Any]:
 
 
 @functools.cache
-def held_places(words: int, size: int, depth: int) -> tuple[Any, Any]:
+def held_places(words: int, size: int, depth: int) -> tuple[Any, ...]:
     """Row and column of each element of each of a thread's registers of the left operand: [words, elements, 32]."""
     i, j = np.arange(words)[:, None, None], np.arange(4 // size)[None, :, None]
     row, column = ROW + 8 * (i % 2), depth // 2 * (i // 2) + 4 // size * COLUMN + j
-    return np.broadcast_arrays(row, column)
+    return tuple(np.broadcast_arrays(row, column))
 
 
 def _of_registers(words: list[Any], name: str, place: Any, depth: int) -> Any:

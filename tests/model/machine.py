@@ -34,6 +34,9 @@ from tests.model.memory import GlobalMemory, SharedMemory
 from tests.model.ptx import LANES, Op, Program, is_branch
 from tests.model.tasks import Task
 
+MOST_VAIN = 10000
+"""Questions in a row whether a phase is over, all in vain and without anything done meanwhile: nothing can go on."""
+
 RUNS = (1, 20, 300, 2000)
 """How many instructions a warp runs before another one may: one of these, by chance."""
 
@@ -76,7 +79,12 @@ class Warp:
         self.cluster, self.block, self.number = cluster, block, number
         self.shared, self.memory = cluster.shared, cluster.memory
         self.r: list[Any] = []
-        self.parts = [Part(0, None)]
+        self.part = Part(0, None)
+        """That runs."""
+        self.parts = [self.part]
+        self.cluster_phase = 0
+        self.asks = False
+        """It has asked whether a phase is over, and it is not."""
         self.events = cluster.events.of_warp(self) if cluster.events else None
         self.pending: dict[int, Any] = {}
         """Slot -> registers that a product will write, behind the newest of `products`."""
@@ -133,6 +141,7 @@ class Cluster:
         self.size, self.grid, self.laziness = size, grid, laziness
         self.random = random.Random(seed)
         self.tensor_maps = tensor_maps or {}
+        self.vain = 0
         self.mbarriers: dict[int, mbarriers.Barrier] = {}
         self.tensor_memory: dict[int, Any] = {}
         self.columns: dict[int, int] = {}
@@ -230,6 +239,7 @@ class Cluster:
 
     def _do(self, queue: deque[Task]) -> None:
         task = queue[0]
+        self.vain = 0
         task.do()
         task.is_done = True
         queue.popleft()
@@ -237,6 +247,7 @@ class Cluster:
             self.queues = [other for other in self.queues if other is not queue]
 
     def _run(self, warp: Warp, count: int) -> None:
+        """So many instructions, or fewer if it has to wait, or asked for something that is not there yet."""
         ops, runs, branches = self.program.ops, self.program.runs, self._branches
         for _ in range(count):
             part = self._next_part(warp)
@@ -251,6 +262,14 @@ class Cluster:
                 warp.part = part
                 if runs[at](warp, part.lanes) is not False:
                     part.at, part.waits = at + 1, None
+                if warp.asks:
+                    # in vain: others first
+                    warp.asks, self.vain = False, self.vain + 1
+                    if self.vain == MOST_VAIN:
+                        raise Hang(self._who_waits())
+                    return
+            except Hang:
+                raise
             except Exception as error:
                 raise type(error)(f"{warp.name}, instruction {at}: {ops[at].text}: {error}") from error
 

@@ -160,6 +160,7 @@ def _wait(op: Op) -> Run:
             return warp.cluster.wait(
                 warp, lambda: all(barrier.is_over(wanted) for _, _, barrier, wanted in targets), reason
             )
+        warp.asks = not over
         for place, own, barrier, wanted in targets:
             is_over = barrier.is_over(wanted)
             put(warp, done, own, np.full(count(own), is_over))

@@ -26,18 +26,26 @@ DROPPED = {
     "tensor_wait": "no wait for tensor memory",
     "bulk_wait": "no wait for bulk stores",
 }
+QUIET = ("warp", "fence", "copy_wait", "copy_commit", "product_wait", "tensor_wait", "bulk_wait")
+"""Nobody waits longer or shorter without these: only accesses tell."""
+
 SKIPPED = ("access", "same_write", "exchange", "exit")
 ORDERS = ("proxy.async", "tcgen05")
 """Fences that anything depends on; what else there is orders the making of mbarriers."""
 
 
+Change = Callable[[Step], Step | None]
+"""From a step to what it becomes, or None if it goes."""
+
+
 @dataclass(frozen=True)
 class Mutant:
-    """op: instruction; name: what is wrong with it; change: a step of it to what it becomes, or None."""
+    """op: instruction; name: what is wrong with it; change: of its steps; is_quiet: see QUIET."""
 
     op: int
     name: str
-    change: Callable[[Step], Step | None]
+    change: Change
+    is_quiet: bool = False
 
     def steps(self, trace: Trace) -> list[list[Step]]:
         return [[new for new in map(self._of, steps) if new is not None] for steps in trace.steps]
@@ -65,35 +73,47 @@ def _of_step(op: int, steps: list[Step], places: set[Any], ways: tuple[int, ...]
     step = steps[0]
     kind = step.kind.split("_")[0] if step.kind.startswith("barrier") else step.kind
     if kind in DROPPED and (kind != "fence" or step.args[0].startswith(ORDERS)):
-        yield Mutant(op, DROPPED[kind], lambda step: None)
+        yield Mutant(op, DROPPED[kind], lambda step: None, kind in QUIET)
     if kind == "init":
         for more in ways:
             if step.args[1] + more > 0:
-                yield Mutant(op, f"expects {more:+} arrivals", lambda s, more=more: _with(s, 1, s.args[1] + more))
+                yield Mutant(op, f"expects {more:+} arrivals", _more(1, more))
     if kind == "wait":
-        yield Mutant(op, "the other parity", lambda s: _with(s, 1, s.args[1] ^ 1))
+        yield Mutant(op, "the other parity", lambda step: _with(step, 1, step.args[1] ^ 1))
     if kind in ("wait", "arrive", "tensor_commit", "copy_arrive"):
         # a later stage is full or empty when this one is, too
         for by in (-8,) if kind == "wait" else [8 * way for way in ways]:
             if any(step.args[0] + by in places for step in steps):
-                yield Mutant(op, f"the mbarrier {by:+} bytes away", lambda s, by=by: _moved(s, by, places))
+                yield Mutant(op, f"the mbarrier {by:+} bytes away", _moved(by, places))
     if kind == "arrive" and step.args[2]:
         for more in (16 * way for way in ways):
-            name = f"announces {more:+} bytes"
-            yield Mutant(op, name, lambda s, more=more: _with(s, 2, s.args[2] + more) if s.args[2] else s)
+            yield Mutant(op, f"announces {more:+} bytes", _more(2, more))
 
 
-def _moved(step: Step, by: int, places: set[Any]) -> Step:
+def _more(index: int, by: int) -> Change:
+    """With another number, where there is one."""
+    return lambda step: _with(step, index, step.args[index] + by) if step.args[index] else step
+
+
+def _moved(by: int, places: set[Any]) -> Change:
     """With the next mbarrier instead; the last one with itself."""
-    return _with(step, 0, step.args[0] + by) if step.args[0] + by in places else step
+    return lambda step: _with(step, 0, step.args[0] + by) if step.args[0] + by in places else step
 
 
-def problems(trace: Trace, mutant: Mutant, schedules: int = 2, more: int = 6) -> list[str]:
-    """What replays find: in so many schedules with accesses, in `more` without, first in one of these."""
-    steps = mutant.steps(trace)
-    for seed, accesses in [(0, False), *((i, True) for i in range(schedules)), *((i, False) for i in range(1, more))]:
+def problems(
+    trace: Trace, mutant: Mutant, schedules: int = 2, more: int = 6, ignores: tuple[str, ...] = ()
+) -> list[str]:
+    """What replays find: in so many schedules with accesses, in `more` without, first in one of these.
+
+    ignores   see Schedule
+    """
+    steps, looking = mutant.steps(trace), [(seed, True) for seed in range(schedules)]
+    others = [] if mutant.is_quiet else [(seed, False) for seed in range(more)]
+    for seed, accesses in [*others[:1], *looking, *others[1:]]:
         laziness = (0.5, 0.95, 0.05)[seed % 3]
-        replay = Replay(trace, seed, steps, laziness=laziness, is_exact=False, accesses=accesses, most=1)
+        replay = Replay(
+            trace, seed, steps, laziness=laziness, is_exact=False, accesses=accesses, most=1, ignores=ignores
+        )
         found = replay.run() or _left(replay)
         if found:
             return found

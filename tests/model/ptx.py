@@ -245,13 +245,17 @@ def _statement(program: Program, text: str, scope: tuple[int, ...]) -> None:
         return
     if text.startswith("."):
         found = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.DOTALL)
-        for name in split(found.group(2)) if found else ():
-            bits = bits_of(found.group(1))
+        if found is None:
+            return
+        bits = bits_of(found.group(1))
+        for name in split(found.group(2)):
             many = re.fullmatch(r"(.+)<(\d+)>", name)
             for one in [f"{many.group(1)}{i}" for i in range(int(many.group(2)))] if many else [name]:
                 program.declare(one, scope, bits)
         return
     found = re.match(r"(?:@(!?)([%\w]+)\s+)?([\w.:]+)\s*(.*)$", text, re.DOTALL)
+    if found is None:
+        raise ValueError(f"expected an instruction, got {text!r}")
     negated, predicate, opcode, args = found.groups()
     op = Op(program, len(program.ops), " ".join(text.split()), opcode, split(args), scope)
     op.predicate = (predicate, bool(negated)) if predicate else None
@@ -266,15 +270,14 @@ def _compile(program: Program) -> None:
             continue
         parts = op.parts
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        compiler = next((_COMPILERS[name] for name in names if name in _COMPILERS), None)
         try:
-            run = compiler(op) if compiler else unknown.add(op.opcode)
+            run = next((_COMPILERS[name] for name in names if name in _COMPILERS), _refuse)(op)
         except NotImplementedError:
             unknown.add(op.opcode)
             continue
         except Exception as error:
             raise ValueError(f"{op.text!r}: {error!r}") from error
-        program.runs.append(_predicated(op, run) if op.predicate and run else run)
+        program.runs.append(run if op.predicate is None else _predicated(op, run, *op.predicate))
     if unknown:
         raise ValueError(f"{program.name}: expected instructions that the model knows, got {sorted(unknown)}")
 
@@ -287,9 +290,12 @@ def is_branch(op: Op) -> bool:
     return op.parts[0] in ("bra", "ret", "exit")
 
 
-def _predicated(op: Op, run: Run) -> Run:
-    slot = op.program.slot(op.predicate[0], op.scope, 1)
-    is_negated = op.predicate[1]
+def _refuse(op: Op) -> Run:
+    raise NotImplementedError
+
+
+def _predicated(op: Op, run: Run, name: str, is_negated: bool) -> Run:
+    slot = op.program.slot(name, op.scope, 1)
 
     def guarded(warp: Any, lanes: Any) -> Any:
         own = ~warp.r[slot] if is_negated else warp.r[slot]

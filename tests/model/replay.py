@@ -125,7 +125,8 @@ class Replay(Schedule):
     def _product(self, warp: int, step: Step) -> None:
         for agent, reads, writes in step.touches:
             self._start(step, agent, self.sequence[agent] + 1, reads, writes, is_ordered=True)
-            wrong = self.accesses and self.clocks.operand_is_whole(reads)
+        for operand in step.operands if self.accesses else ():
+            wrong = self.clocks.operand_is_whole(operand)
             if wrong:
                 self.report(wrong, step)
         self.sequence[step.touches[0][0]] += 1

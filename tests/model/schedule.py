@@ -26,6 +26,7 @@ class Schedule:
     is_exact   whether waits have to find the phase over that they found when the trace was made
     accesses   whether to look at what is read and written
     most       problems to look for
+    ignores    how problems begin that are none
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Schedule:
         is_exact: bool = True,
         accesses: bool = True,
         most: int = MOST_PROBLEMS,
+        ignores: tuple[str, ...] = (),
     ) -> None:
         self.trace, self.laziness, self.is_exact, self.accesses = trace, laziness, is_exact, accesses
-        self.most = most
+        self.most, self.ignores = most, ignores
         self.steps = trace.steps if steps is None else steps
         self.random = random.Random(seed)
         self.slow = self._slow_warps(seed % 3)
@@ -109,7 +111,8 @@ class Schedule:
         return {place: (b.phase, b.pending, b.bytes) for place, b in self.barriers.items()}
 
     def report(self, what: str, step: Step) -> None:
-        self.problems.setdefault(f"{what}: {self.trace.text(step.ops)}")
+        if not (self.ignores and what.startswith(self.ignores)):
+            self.problems.setdefault(f"{what}: {self.trace.text(step.ops)}")
 
     def _do(self, warp: int, step: Step) -> bool:
         """Whether the step could be done."""
@@ -134,10 +137,15 @@ class Schedule:
             return
         clocks, (writer,) = self.clocks, step.args
         self.sequence[writer] += 1
-        for agent, reads, writes in step.touches:
-            known = clocks.known[agent].copy()
+        together: dict[int, list[int]] = {}
+        for agent, _, writes in step.touches:
+            together.setdefault(id(writes), []).append(agent)
+        for agents in together.values():
+            known = clocks.known[agents].min(axis=0)
             known[writer] = EVER
-            wrong = clocks.touch(writer, self.sequence[writer], known, clocks.of_reads(agent), reads, writes, False)
+            of_reads = np.maximum(clocks.known[agents], clocks.seen[agents]).min(axis=0)
+            _, reads, writes = next(touch for touch in step.touches if touch[0] == agents[0])
+            wrong = clocks.touch(writer, self.sequence[writer], known, of_reads, reads, writes, False)
             if wrong:
                 self.report(wrong, step)
         for agent, _, writes in step.touches:

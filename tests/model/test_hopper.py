@@ -4,6 +4,7 @@ float64; other orders of what their warps do; and planted bugs, which the model 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def program(key: DecodeKey | PrefillKey) -> Program:
 
 def decode_call(lengths: list[int], extra: list[int]) -> decode_cases.Call:
     """Rows of two lists of slots, a tenth of them bad, in pages of 7 and 5 rows."""
-    many = {"rows": 7, "second": "listed", "extra_rows": 5, "lengths": "bs", "seed": 1}
+    many: dict[str, Any] = {"rows": 7, "second": "listed", "extra_rows": 5, "lengths": "bs", "seed": 1}
     with on_host():
         call = decode_cases.make(b=len(lengths), heads=64, topk=128, extra_topk=100, **many)
         call.length, call.extra_length = (torch.tensor(each).int()[:, None] for each in (lengths, extra))
@@ -87,7 +88,7 @@ class Prefill:
         self.lengths = torch.tensor([columns, 0, 65]).int()
         self.sink = torch.randn(heads, generator=g)
 
-    def run(self, own: Program, blocks: int, **options: object) -> None:
+    def run(self, own: Program, blocks: int, **options: Any) -> None:
         (rows, heads, _), columns = self.q.shape, self.indices.shape[2]
         memory = self.memory = GlobalMemory()
         self.places = [memory.reserve(rows * heads * size) for size in (1024, 4, 4)]

@@ -21,8 +21,13 @@ PLAIN = ("read", "write")
 
 @dataclass(eq=False)
 class Step:
-    """kind and args of an event; agents: groups of threads that take part; touches: (agent, read classes, written
-    classes) of each. ops: instructions that it stands for, count: threads."""
+    """kind, args and width of an event.
+
+    ops        instructions that it stands for
+    agents     groups of threads that take part; counts: threads of each
+    touches    (agent, classes that it reads, that it writes)
+    operands   of products: classes of each
+    """
 
     kind: str
     ops: tuple[int, ...]
@@ -31,6 +36,7 @@ class Step:
     args: tuple[Any, ...] = ()
     touches: tuple[tuple[int, Any, Any], ...] = ()
     width: int = 0
+    operands: tuple[Any, ...] = ()
 
     def changed(self, **what: Any) -> Step:
         return replace(self, **what)
@@ -126,6 +132,7 @@ class _Sets:
         for steps in trace.steps:
             for step in steps:
                 step.touches = tuple((a, classes[r], classes[w]) for a, r, w in step.touches)
+                step.operands = tuple(classes[number] for number in step.operands)
                 for agent, reads, writes in step.touches:
                     is_reader[reads, agent] = True
                     if step.kind == "same_write":
@@ -163,7 +170,26 @@ def _steps(trace: Trace, sets: _Sets, number: int, events: list[Event]) -> Itera
         pending.clear()
         ops.clear()
 
+    products: list[Event] = []
+
+    def multiply() -> Iterator[Step]:
+        """Products that were started one after the other."""
+        if products:
+            whole = Event("product", products[0].op)
+            whole.args = ([part for event in products for part in event.args[0]],)
+            touches = _touches(trace, sets, number, whole, groups, agents)
+            step = Step("product", (products[0].op,), tuple(agents), (), (), tuple(touches))
+            step.operands = tuple(sets.add([(at, 16)]) for _, at in whole.args[0])
+            yield step
+            products.clear()
+
     for event in events:
+        if event.kind == "product":
+            yield from flush()
+            products.append(event)
+            continue
+        if event.kind != "exchange" or (has_read and len(groups) > 1):
+            yield from multiply()
         if event.kind == "write" and len(groups) > 1 and len(np.unique(event.at)) < len(event.at):
             yield from flush()
             writer = trace.agent(("together, warp", number), False)
@@ -186,6 +212,7 @@ def _steps(trace: Trace, sets: _Sets, number: int, events: list[Event]) -> Itera
         step.width = event.width
         step.touches = tuple(_touches(trace, sets, number, event, groups, agents))
         yield step
+    yield from multiply()
     yield from flush()
     yield Step("exit", (events[-1].op,) if events else (), tuple(agents), (), (trace.record.warps[number].block,))
 
@@ -217,11 +244,9 @@ def _touches(
     elif event.kind == "bulk_read":
         yield trace.agent(("bulk store", number), True), sets.add([(event.at, event.width)]), sets.add([])
     elif event.kind == "product":
-        first = 0
-        for count in event.args[0]:
-            operand = event.at[first : first + count]
-            yield trace.agent(("wgmma", number), True), sets.add([(operand, event.width)]), sets.add([])
-            first += count
+        for side in dict.fromkeys(side for side, _ in event.args[0]):
+            operands = [(at, 16) for own, at in event.args[0] if own == side]
+            yield trace.agent(("wgmma", number), True), sets.add(operands), sets.add([])
     elif event.kind in ("tensor", "tensor_copy"):
         agent = trace.agent((event.kind, number), True)
         for is_written, at, width in event.args[0]:

@@ -10,10 +10,13 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import mixed
 from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
+from cute_kernels.sparse_mla.mixed_sm100 import MixedKey as BlackwellMixedKey
+from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key as BlackwellMixedFp8Key
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -181,8 +184,38 @@ def test_the_largest_pool(launched: list[Any]) -> None:
 def test_other_architectures_have_the_portable_kernel(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_100a")
+    monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_120a")
     args = run(**changes)
     ((key, given),) = launched
-    assert key == PortableMixedKey("sm_100a", 16, args["kv_format"])
+    assert key == PortableMixedKey("sm_120a", 16, args["kv_format"])
     assert all(given[name] is args[name] for name in NAMES[:6])
+
+
+@pytest.mark.parametrize(("changes", "own_key"), [({}, BlackwellMixedKey), (CODES, BlackwellMixedFp8Key)])
+def test_blackwells_own_kernels_run_if_they_are_trusted(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], own_key: Any
+) -> None:
+    monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_103a")
+    for own in (True, False):
+        with trust.choose(own) as asked:
+            args = run(**changes)
+        assert asked == {"sparse_mla_mixed"}
+        assert all(launched[-1][1][name] is args[name] for name in NAMES[:6])
+    assert [key for key, _ in launched] == [own_key("sm_103a"), PortableMixedKey("sm_103a", 16, args["kv_format"])]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"swa_kv_cache": torch.zeros(5, 64 * 512 + 8, dtype=BF16).as_strided((5, 64, 512), (64 * 512 + 8, 512, 1))},
+        {"compressed_kv_cache": torch.zeros(0, 2, 512, dtype=BF16)},
+    ],
+)
+def test_what_cannot_be_gathered_is_the_portable_kernels(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_100a")
+    with trust.choose(True) as asked:
+        run(**changes)
+    assert not asked
+    assert [key for key, _ in launched] == [PortableMixedKey("sm_100a", 16, "plain_bf16/1")]

@@ -25,7 +25,7 @@ ALONE = {"compressed_cache": None, "compressed_block_table": None, "topk_indices
 @pytest.fixture(autouse=True)
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an architecture without a kernel of its own."""
-    monkeypatch.setattr(paged, "_key", lambda arch, *rest: paged.key_for("sm_100a", *rest))
+    monkeypatch.setattr(paged, "_key", lambda arch, *rest: paged.key_for("sm_120a", *rest))
 
 
 def cache(pages: int, rows: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def run(**changes: Any) -> dict[str, Any]:
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:
     args = run()
     ((key, given),) = launched
-    assert key == PortablePagedKey("sm_100a", 16, "listed", FP8, FP8)
+    assert key == PortablePagedKey("sm_120a", 16, "listed", FP8, FP8)
     for name in NAMES[:9]:
         assert given[name] is args[name]
     for name, argument in {"starts": "query_start_loc", "seq_lens": "seq_lens", "sink": "attn_sink"}.items():
@@ -80,7 +80,7 @@ def test_arguments_go_as_they_are(launched: list[Any]) -> None:
 def test_the_window_alone(launched: list[Any]) -> None:
     args = run(**ALONE, attn_sink=None, compress_ratio=0)
     ((key, given),) = launched
-    assert key == PortablePagedKey("sm_100a", 16, "none", FP8, FP8)
+    assert key == PortablePagedKey("sm_120a", 16, "none", FP8, FP8)
     assert given["compressed_cache"] is args["swa_cache"]
     assert given["compressed_block_table"] is given["topk_indices"] is args["swa_block_table"]
     assert (given["ratio"], given["sink"]) == (1, 0)
@@ -89,7 +89,7 @@ def test_the_window_alone(launched: list[Any]) -> None:
 def test_all_entries_and_two_formats(launched: list[Any]) -> None:
     run(topk_indices=None, swa_cache=torch.zeros(5, 64, 512, dtype=torch.bfloat16), kv_format=BF16)
     ((key, given),) = launched
-    assert key == PortablePagedKey("sm_100a", 16, "all", BF16, FP8)
+    assert key == PortablePagedKey("sm_120a", 16, "all", BF16, FP8)
     assert given["topk_indices"].dtype == torch.int32
 
 

@@ -12,10 +12,12 @@ from tests.sparse_mla.test_prefill import arguments
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import prefill
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
 from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (
@@ -101,14 +103,47 @@ def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, A
     assert reason.startswith(why)
 
 
+def run_on(arch: str, monkeypatch: pytest.MonkeyPatch, heads: int = 4, **changes: Any) -> dict[str, Any]:
+    monkeypatch.setattr(prefill, "arch_of", lambda index: arch)
+    rows = torch.zeros(3, heads, 512, dtype=torch.bfloat16)
+    numbers = {"attn_sink": torch.zeros(heads), "max_logits": torch.zeros(3, heads), "lse": torch.zeros(3, heads)}
+    return run(**({"q": rows, "out": rows.clone()} | numbers | changes))
+
+
 @pytest.mark.parametrize(("heads", "of_item"), [(1, 16), (16, 16), (17, 32), (33, 64), (128, 64)])
 def test_other_architectures_have_the_portable_kernel(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch, heads: int, of_item: int
 ) -> None:
-    monkeypatch.setattr(prefill, "arch_of", lambda index: "sm_100a")
-    rows = torch.zeros(3, heads, 512, dtype=torch.bfloat16)
-    numbers = {"attn_sink": torch.zeros(heads), "max_logits": torch.zeros(3, heads), "lse": torch.zeros(3, heads)}
-    args = run(q=rows, out=rows.clone(), **numbers)
+    args = run_on("sm_120a", monkeypatch, heads)
     ((key, given),) = launched
-    assert key == PortablePrefillKey("sm_100a", of_item)
+    assert key == PortablePrefillKey("sm_120a", of_item)
     assert all(given[name] is args[name] for name in NAMES[:6])
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_blackwells_own_kernel_runs_if_it_is_trusted(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    for own in (True, False):
+        with trust.choose(own) as asked:
+            args = run_on(arch, monkeypatch, 64)
+        assert asked == {"sparse_mla_prefill"}
+        assert all(launched[-1][1][name] is args[name] for name in NAMES[:6])
+    assert [key for key, _ in launched] == [BlackwellPrefillKey(arch), PortablePrefillKey(arch, 64)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv": torch.zeros(0, 1, 512, dtype=torch.bfloat16)},
+        {"kv": torch.zeros(1, 1, 512, dtype=torch.bfloat16).as_strided((1, 1, 512), (3, 512, 1))},
+        {"q": torch.zeros(3, 4, 512, dtype=torch.bfloat16).as_strided((3, 4, 512), (0, 512, 1))},
+    ],
+)
+def test_what_no_descriptor_tells_of_is_the_portable_kernels(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    with trust.choose(True) as asked:
+        run_on("sm_100a", monkeypatch, **changes)
+    assert not asked
+    assert [key for key, _ in launched] == [PortablePrefillKey("sm_100a", 16)]

@@ -12,9 +12,11 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels import formats
+from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import paged
 from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
+from cute_kernels.sparse_mla.paged_sm100 import PagedKey as BlackwellPagedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (
@@ -174,7 +176,40 @@ def test_what_the_portable_kernel_runs(
 
 def test_other_architectures_have_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = keep_launches(monkeypatch, paged, PORTABLE_NAMES)
-    monkeypatch.setattr(paged, "arch_of", lambda index: "sm_100a")
+    monkeypatch.setattr(paged, "arch_of", lambda index: "sm_120a")
     run()
     ((key, _),) = launched
-    assert key == PortablePagedKey("sm_100a", 16, "listed", FMT.id, FMT.id)
+    assert key == PortablePagedKey("sm_120a", 16, "listed", FMT.id, FMT.id)
+
+
+def test_blackwells_own_kernel_runs_if_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for own, names in ((True, NAMES), (False, PORTABLE_NAMES)):
+        launched = keep_launches(monkeypatch, paged, names)
+        monkeypatch.setattr(paged, "arch_of", lambda index: "sm_100a")
+        with trust.choose(own) as asked:
+            args = run(heads=128)
+        assert asked == {"sparse_mla_prefill_paged"}
+        ((key, given),) = launched
+        portable = PortablePagedKey("sm_100a", 64, "listed", FMT.id, FMT.id)
+        assert key == (BlackwellPagedKey("sm_100a") if own else portable)
+        assert given["compressed_cache"] is args["compressed_cache"]
+        assert given["window_size"] == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"swa_cache": distant(2**22)},
+        {"swa_cache": torch.zeros(3, 64 * 584, dtype=torch.uint8).as_strided((2, 64, 584), (64 * 584 + 16, 584, 1))},
+        {"compressed_cache": FMT.allocate(0, 2)},
+    ],
+)
+def test_what_cannot_be_gathered_is_the_portable_kernels(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    launched = keep_launches(monkeypatch, paged, PORTABLE_NAMES)
+    monkeypatch.setattr(paged, "arch_of", lambda index: "sm_100a")
+    with trust.choose(True) as asked:
+        paged.launch(*arguments(**changes).values())
+    assert not asked
+    assert [key for key, _ in launched] == [PortablePagedKey("sm_100a", 16, "listed", FMT.id, FMT.id)]

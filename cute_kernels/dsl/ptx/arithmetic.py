@@ -118,6 +118,16 @@ def fma_rn(a: Any, b: Any, c: Any) -> Any:
     )
 
 
+def fma_f32x2(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
+    """sm_100a and up. fma_rn of two pairs of numbers, and a third one."""
+    return inline_ptx(
+        "{ .reg .b64 a, b, c; mov.b64 a, {{$r0}, {$r1}}; mov.b64 b, {{$r2}, {$r3}}; mov.b64 c, {{$r4}, {$r5}}; "
+        "fma.rn.f32x2 c, a, b, c; mov.b64 {{$w0}, {$w1}}, c; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[Float32(number) for pair in (a, b, c) for number in pair],
+    )
+
+
 def div_rn(a: Any, b: Any) -> Any:
     """sm_70 and up. a / b, nearest even: a dozen instructions."""
     return _binary_f32("div.rn", a, b)

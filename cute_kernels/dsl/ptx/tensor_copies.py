@@ -97,16 +97,6 @@ def _group(blocks: int) -> str:
     return ".cta_group::2" if blocks == 2 else ""
 
 
-def arrive_cluster(barrier: Any, order: str = "release.cluster") -> None:
-    """sm_90 and up. Arrive on an mbarrier of any block of the cluster, from map_shared or pair_leader.
-
-    order   "release.cluster": what this thread did before is seen by who waits with wait_mbarrier_cluster; the
-            assembler makes it wait for all its memory. "release.cta", "relaxed.cluster": it does not, and only what is
-            ordered in another way, as products are by fence_tensor_before, may be relied on
-    """
-    inline_ptx(f"mbarrier.arrive.{order}.shared::cluster.b64 _, [{{$r0}}];", read_only_args=[Int32(barrier)])
-
-
 def expect_cluster(barrier: Any, size: Any) -> None:
     """sm_90 and up. Arrive on an mbarrier of any block of the cluster and have its phase wait for `size` more bytes."""
     inline_ptx(

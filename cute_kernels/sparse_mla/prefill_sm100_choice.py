@@ -1,0 +1,44 @@
+"""When Blackwell's own kernels of prefill's ops take a call; the portable ones take the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_kernels.runtime import trust
+
+BLACKWELL = ("sm_100a", "sm_103a")
+
+MAP_STRIDE = 2**40
+"""Strides of a tensor that copies know by a descriptor are smaller, in bytes."""
+
+MAP_ROWS = 2**31
+"""Rows that copies gather from have int32 numbers."""
+
+
+def is_own(op: str, arch: str, device_index: int, why_not: str) -> bool:
+    """Whether the own kernel runs. why_not: what `unmapped` or `ungathered` say of the call's tensors."""
+    return arch in BLACKWELL and not why_not and trust.is_trusted(op, device_index)
+
+
+def unmapped(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
+    """Why no descriptor can tell of a tensor with dense rows and those other axes, or nothing."""
+    strides = [tensor.stride(axis) * tensor.element_size() for axis in axes]
+    if tensor.numel() == 0:
+        return f"{name} must have elements"
+    if tensor.data_ptr() % 16 or any(stride % 16 or not 0 < stride < MAP_STRIDE for stride in strides):
+        return (
+            f"{name} must be 16-byte aligned row by row, got address {tensor.data_ptr():#x} and strides "
+            f"{tuple(tensor.stride())}"
+        )
+    return ""
+
+
+def ungathered(name: str, pool: Any, row_elements: int) -> str:
+    """Why rows of `row_elements` elements cannot be gathered from a pool [pages, rows, ...], or nothing: all pages have
+    to be one tensor of rows, so that a page begins where a row of the page before could."""
+    step = pool.stride(0)
+    if pool.numel() and (step % row_elements or not step > 0):
+        return f"{name}: pages must be multiples of {row_elements} elements apart, got {step}"
+    if pool.numel() and pool.shape[0] * (step // row_elements) >= MAP_ROWS:
+        return f"{name}: expected fewer than 2^31 rows, got {pool.shape[0] * (step // row_elements)}"
+    return unmapped(name, pool, (0,))

@@ -1,0 +1,278 @@
+"""The score kernel of Blackwell, run by the model of the GPU as the op launches it, against float64."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels import formats
+from cute_kernels.indexer.logits_sm100 import BlackwellLogitsKey
+from tests import oracle
+from tests.compile.reports import compile_report
+from tests.helpers import poisoned_pool
+from tests.indexer import meaning
+from tests.indexer.meaning import HIGH, LOW
+from tests.model import trace
+from tests.model.events import Record
+from tests.model.logits_calls import Scores
+from tests.model.ptx import Program, parse
+from tests.model.replay import Replay
+
+SHARE = 2.0**-20
+"""Of the sum of its magnitudes, that a score may be off by: products of the model are exact, and sums are fp32."""
+
+WIDE = (97, 139)
+"""Scale bytes: 2^-30 to 2^11, side by side in one row."""
+
+
+STALE = "bytes of an operand are of different versions", "bytes of an operand that nobody has written"
+"""Rows of an operand whose box is not there keep what they had: scores made of them are not stored."""
+
+
+@functools.cache
+def program(key: BlackwellLogitsKey) -> Program:
+    return parse(compile_report(key).ptx)
+
+
+@dataclass
+class Rows:
+    """Codes and scales of queries or keys, bytes: of FP8 keys a scale is an fp32, of MXFP4 it is four ue8m0."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    mxfp4: bool
+
+    @classmethod
+    def make(cls, rng: np.random.Generator, mxfp4: bool, *lead: int) -> Rows:
+        if mxfp4:
+            codes = rng.integers(0, 256, (*lead, 64), dtype=np.uint8)
+            return cls(codes, rng.integers(*WIDE, (*lead, 4), dtype=np.uint8), True)
+        scales = (rng.uniform(1, 2, lead) * 2.0 ** rng.integers(-20, 10, lead)).astype(np.float32)
+        return cls(meaning.e4m3_codes(rng, *lead, 128), scales[..., None].view(np.uint8), False)
+
+    def values(self) -> np.ndarray:
+        """float64 [..., 128]; of FP8 without scales."""
+        if not self.mxfp4:
+            return oracle.E4M3[self.codes].astype(np.float64)
+        codes = meaning.E2M1_SIGNED[meaning.unpack(self.codes)].astype(np.float64)
+        return codes * np.repeat(np.exp2(self.scales.astype(np.float64) - 127), 32, axis=-1)
+
+    def words(self) -> torch.Tensor:
+        dtype = torch.int32 if self.mxfp4 else torch.float32
+        return torch.from_numpy(self.scales).contiguous().view(dtype)[..., 0]
+
+    def tensor(self) -> torch.Tensor:
+        found = torch.from_numpy(self.codes)
+        return found if self.mxfp4 else found.view(torch.float8_e4m3fn)
+
+
+def scores(q: Rows, k: Rows, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float64 scores [rows, keys], and what they are made of."""
+    one, two, w = q.values(), k.values(), weights.astype(np.float64)[..., None]
+    scale = np.ones(len(two)) if k.mxfp4 else k.scales.view(np.float32)[:, 0].astype(np.float64)
+    exact = (np.maximum(one @ two.T, 0) * w).sum(1) * scale
+    return exact, ((np.abs(one) @ np.abs(two).T) * np.abs(w)).sum(1) * scale
+
+
+def some_weights(rng: np.random.Generator, rows: int, heads: int) -> np.ndarray:
+    """Of both signs, with zeros."""
+    found = rng.standard_normal((rows, heads)).astype(np.float32)
+    found[:, rng.integers(0, heads, heads // 4)] = 0
+    return found
+
+
+def assert_near(got: np.ndarray, exact: np.ndarray, size: np.ndarray) -> None:
+    off = np.abs(got.astype(np.float64) - exact)
+    assert np.isfinite(got).all()
+    assert (off <= SHARE * size).all(), f"off by {np.max(off / np.maximum(size, 1e-300)):.2e} of the magnitudes"
+
+
+# ---- contiguous keys -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "width", "seed"),
+    [
+        (BlackwellLogitsKey("sm_100a", 64, 4, False, False), 0, 1),
+        (BlackwellLogitsKey("sm_100a", 64, 4, False, False), 70, 2),
+        (BlackwellLogitsKey("sm_103a", 64, 3, False, True), 0, 3),
+    ],
+    ids=str,
+)
+def test_contiguous(key: BlackwellLogitsKey, width: int, seed: int) -> None:
+    """Groups that are not full, ranges of all kinds, NaN in a key and in a query; every column is written once."""
+    rng = np.random.default_rng(seed)
+    rows, count = key.rows + 2, 300
+    q, k = (Rows.make(rng, key.mxfp4, *lead) for lead in ((rows, key.heads), (count,)))
+    weights = some_weights(rng, rows, key.heads)
+    bad_key, bad_row = 140, 1
+    exact, size = scores(q, k, weights)
+    (k.scales if key.mxfp4 else k.codes)[bad_key, 2] = 0xFF
+    (q.scales if key.mxfp4 else q.codes)[bad_row, 5, 1] = 0xFF
+    start, end = meaning.ranges(rows, count, seed)
+    start[2:4], end[2:4] = torch.tensor([60, 3]), torch.tensor([280, count])
+    out = torch.empty(rows, width or count)
+    args = {
+        "q": q.tensor(),
+        "q_scale": q.words() if key.mxfp4 else None,
+        "k": k.tensor(),
+        "k_scale": k.words(),
+        "weights": torch.from_numpy(weights),
+        "cu_seq_len_k_start": start,
+        "cu_seq_len_k_end": end,
+        "clean_logits": True,
+        "max_seqlen_k": width,
+        "out": out,
+    }
+    call = Scores.of("mqa_logits", args, 3, key.arch)
+    assert call.key == key
+    got, written = call.run(program(key), seed=seed)
+    assert (written == 1).all()
+    for row in range(rows):
+        shift = int(start[row]) if width else 0
+        seen = [n for n in range(max(0, int(start[row])), min(count, int(end[row]))) if n - shift < out.shape[1]]
+        columns = np.array(seen, np.int64) - shift
+        unseen = np.setdiff1d(np.arange(out.shape[1]), columns)
+        assert np.isneginf(got[row, unseen]).all()
+        if row == bad_row:
+            assert np.isnan(got[row, columns]).all()
+            continue
+        is_bad = np.array(seen) == bad_key
+        assert np.isnan(got[row, columns[is_bad]]).all()
+        keys = np.array(seen, np.int64)[~is_bad]
+        assert_near(got[row, columns[~is_bad]], exact[row, keys], size[row, keys])
+
+
+# ---- keys in pages ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Paged:
+    """A pool of poison with random keys in all its rows, and garbage in block tables past the lengths."""
+
+    pool: torch.Tensor
+    keys: Rows
+    table: np.ndarray
+    lens: np.ndarray
+    page_rows: int
+
+    @classmethod
+    def make(cls, rng: np.random.Generator, fmt: Any, page_rows: int, lens: np.ndarray, columns: int) -> Paged:
+        pages, width = 9, 64 if "mxfp4" in fmt.id else 128
+        pool = poisoned_pool(fmt, pages + 2, page_rows, extra_stride=fmt.alignment)
+        raw = pool.as_strided((pages + 2, page_rows * (width + 4)), (pool.stride(0), 1)).numpy()
+        keys = Rows.make(rng, width == 64, pages * page_rows)
+        raw[:pages, : page_rows * width] = keys.codes.reshape(pages, -1)
+        raw[:pages, page_rows * width :] = keys.scales.reshape(pages, -1)
+        table = np.full((len(lens), -(-columns // page_rows)), -1_000_000, np.int32)
+        for request, row in enumerate(lens):
+            count = min(-(-max(int(row.max()), 0) // page_rows), table.shape[1])
+            table[request, :count] = rng.integers(0, pages, count)
+            table[request, count:] = rng.choice([-1, -7, HIGH, LOW, pages + 2], table.shape[1] - count)
+        return cls(pool, keys, table, lens, page_rows)
+
+    def place(self, request: int, n: int) -> int:
+        """Number of the key that is column n of a request; negative if there is none."""
+        column = n // self.page_rows
+        page = int(self.table[request, column]) if column < self.table.shape[1] else -1
+        return page * self.page_rows + n % self.page_rows if 0 <= page < self.pool.shape[0] - 2 else -1
+
+
+def paged_call(rng: np.random.Generator, paged: Paged, fmt: Any, heads: int, columns: int, clean: bool) -> Any:
+    """(arguments, queries, weights)."""
+    requests, next_n = paged.lens.shape
+    q = Rows.make(rng, paged.keys.mxfp4, requests, next_n, heads)
+    weights = some_weights(rng, requests * next_n, heads)
+    args = {
+        "q": q.tensor(),
+        "q_scale": q.words() if q.mxfp4 else None,
+        "kv_cache": paged.pool,
+        "weights": torch.from_numpy(weights),
+        "context_lens": torch.from_numpy(paged.lens),
+        "block_tables": torch.from_numpy(paged.table),
+        "max_model_len": columns,
+        "clean_logits": clean,
+        "kv_format": fmt.id,
+        "out": torch.empty(requests * next_n, columns),
+    }
+    return args, q, weights
+
+
+def check_paged(got: np.ndarray, written: np.ndarray, paged: Paged, q: Rows, weights: np.ndarray, clean: bool) -> None:
+    next_n, columns = paged.lens.shape[1], got.shape[1]
+    flat = Rows(q.codes.reshape(len(got), -1, q.codes.shape[-1]), q.scales, q.mxfp4)
+    flat.scales = q.scales.reshape(len(got), -1, q.scales.shape[-1])
+    exact, size = scores(flat, paged.keys, weights)
+    for row in range(len(got)):
+        request = row // next_n
+        length = min(max(int(paged.lens[request, row % next_n]), 0), columns)
+        places = np.array([paged.place(request, n) for n in range(length)], np.int64)
+        assert (written[row, :length] == 1).all()
+        assert np.isneginf(got[row, :length][places < 0]).all()
+        assert_near(got[row, :length][places >= 0], exact[row, places[places >= 0]], size[row, places[places >= 0]])
+        assert (written[row, length:] == clean).all()
+        assert not clean or np.isneginf(got[row, length:]).all()
+
+
+@pytest.mark.parametrize(
+    ("key", "fmt", "page_rows", "clean", "seed"),
+    [
+        (BlackwellLogitsKey("sm_100a", 64, 1, True, True), formats.INDEXER_MXFP4, 64, True, 1),
+        (BlackwellLogitsKey("sm_100a", 64, 1, True, True), formats.INDEXER_MXFP4_WIDE, 192, False, 2),
+        (BlackwellLogitsKey("sm_100a", 48, 3, True, False), formats.INDEXER_FP8, 64, False, 3),
+        (BlackwellLogitsKey("sm_100a", 48, 3, True, False), formats.INDEXER_FP8, 128, True, 4),
+    ],
+    ids=str,
+)
+def test_pages(key: BlackwellLogitsKey, fmt: Any, page_rows: int, clean: bool, seed: int) -> None:
+    """Lengths that differ between rows, are none, negative, or longer than the table and the columns; pages that are
+    not there."""
+    rng = np.random.default_rng(seed)
+    columns = 450
+    longest = np.array([[333], [0], [HIGH], [-5], [129]], np.int32)
+    lens = np.concatenate([np.where(longest > 300, longest - i * 70, longest - i) for i in range(key.rows)], 1)
+    paged = Paged.make(rng, fmt, page_rows, lens.astype(np.int32), columns)
+    paged.table[0, 1] = -1
+    paged.table = paged.table[:, : -1 if page_rows == 64 else None].copy()
+    args, q, weights = paged_call(rng, paged, fmt, key.heads, columns, clean)
+    call = Scores.of("paged_mqa_logits", args, 4)
+    assert call.key == key
+    got, written = call.run(program(key), seed=seed)
+    check_paged(got, written, paged, q, weights, clean)
+
+
+@pytest.mark.parametrize(
+    ("key", "fmt"),
+    [
+        (BlackwellLogitsKey("sm_100a", 64, 1, True, True), formats.INDEXER_MXFP4),
+        (BlackwellLogitsKey("sm_100a", 48, 3, True, False), formats.INDEXER_FP8),
+    ],
+    ids=str,
+)
+def test_many_tiles_in_one_block(key: BlackwellLogitsKey, fmt: Any) -> None:
+    """All rings go round, with as many groups as have to be counted first; rows that see few keys are not scored. In
+    other orders, too, nothing hangs, and nothing meets that has to be kept apart."""
+    rng = np.random.default_rng(7)
+    skip, most = 20, (key.plan.stages + 3) * 128
+    lens = np.full((34 if key.rows == 1 else 5, key.rows), 20, np.int32)
+    lens[1], lens[4], lens[-1], lens[2] = 200, most, 130, 0
+    paged = Paged.make(rng, fmt, 64, lens, most)
+    args, q, weights = paged_call(rng, paged, fmt, key.heads, most, False)
+    call = Scores.of("paged_mqa_logits", args, 1, skip=skip)
+    assert call.key == key
+    record = Record(program(key))
+    got, written = call.run(program(key), seed=1, laziness=0.8, events=lambda cluster: record)
+    paged.lens = np.where(lens > skip, lens, 0)
+    check_paged(got, written, paged, q, weights, False)
+    assert record.bank_conflicts() == {op: (many, 0, 0) for op, (many, _, _) in record.bank_conflicts().items()}
+    steps = trace.make(record)
+    for seed in range(3):
+        found = Replay(steps, seed, laziness=(0.5, 0.95, 0.05)[seed]).run()
+        assert [one for one in found if not one.startswith(STALE)] == []
