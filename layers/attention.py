@@ -17,9 +17,10 @@ from layers.config import DeepseekV4Config
 from layers.indexer import DeepseekV4Indexer
 from layers.linear import Linear
 from layers.metadata import DeepseekV4Metadata
-from layers.mla import PREFILL_FORMS, DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
+from layers.mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
 from layers.output import OutputProjection
 from layers.parallel import TensorParallel
+from layers.prefill_form import PREFILL_FORMS
 from layers.rotary import RotaryEmbedding
 
 QUANTIZED_LINEARS = frozenset({"wqa_wkv", "wq_b", "wo_a", "wo_b", "indexer.wq_b"})
@@ -37,7 +38,7 @@ class AttentionOptions:
     index_cache          "fp8" or "mxfp4": format of indexer queries and keys
     index_hadamard       Hadamard rotation of indexer queries and keys
     e2m1_rounding        tie rule of MXFP4, "ties_to_lower" or "ties_to_even"
-    prefill              "gathered" or "paged" (fp8_ds_mla caches)
+    prefill              "gathered", "paged" or "auto", the faster one by measured times (fp8_ds_mla caches)
     persist, keep_every  which rows of the compressor state are kept (see DeepseekCompressor)
     tma_aligned_scales   packed scales for wo_a (the Blackwell recipe)
     max_model_len        longest sequence; sizes the rotary table and the profiling run's workspace

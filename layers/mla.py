@@ -18,6 +18,7 @@ from cute_kernels.kv_cache.ops import (
     fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert,
     fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
 )
+from cute_kernels.runtime.arch import arch_of
 from cute_kernels.sparse_mla.ops import (
     sparse_mla_decode,
     sparse_mla_decode_workspace_size,
@@ -28,10 +29,10 @@ from cute_kernels.sparse_mla.ops import (
 from layers.caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches
 from layers.config import DeepseekV4Config
 from layers.metadata import DeepseekV4Metadata
+from layers.prefill_form import PREFILL_FORMS, prefill_form
 
 PREFILL_CHUNK_SIZE = 4
 """Prefill requests gathered into the workspace at a time."""
-PREFILL_FORMS = ("gathered", "paged")
 
 
 class Workspace:
@@ -60,7 +61,9 @@ class DeepseekV4MLAAttention(nn.Module):
     """Attention over fp8_ds_mla caches: decode rows straight from the pages, prefill rows gathered or paged.
 
     num_heads   heads of this rank
-    prefill     "gathered": pages are dequantized into a bf16 workspace first; "paged": straight from the pages
+    prefill     "gathered": pages are dequantized into a bf16 workspace first; "paged": straight from the pages; "auto":
+                what is faster for a step by `prefill_form`, and as much workspace as "gathered". Bits differ between
+                forms
     attn_sink   fp32 [num_heads], a virtual logit per head
     """
 
@@ -91,7 +94,7 @@ class DeepseekV4MLAAttention(nn.Module):
     def reserve(self, device: torch.device) -> None:
         """Allocate the largest workspace a step can need (profiling run)."""
         self._decode_workspace(device)
-        if self.prefill == "gathered":
+        if self.prefill != "paged":
             entries = -(-self.max_model_len // self.compress_ratio) if self.compress_ratio > 1 else 0
             columns = entries + self.window - 1 + self.max_num_tokens
             self.workspace.get(PREFILL_CHUNK_SIZE, columns, self.config.head_dim, device)
@@ -143,8 +146,17 @@ class DeepseekV4MLAAttention(nn.Module):
         if rows:
             self._decode(q[:rows], caches, metadata, topk_indices, out[:rows], lse[:rows])
         if metadata.num_prefill_tokens:
-            form = self._prefill_gathered if self.prefill == "gathered" else self._prefill_paged
-            form(q, caches, metadata, topk_indices, out, lse)
+            form = self._form(q.device, metadata)
+            attend = self._prefill_gathered if form == "gathered" else self._prefill_paged
+            attend(q, caches, metadata, topk_indices, out, lse)
+
+    def _form(self, device: torch.device, m: DeepseekV4Metadata) -> str:
+        """Of a step's prefill rows."""
+        if self.prefill != "auto":
+            return self.prefill
+        arch = arch_of(device.index or 0) if device.type == "cuda" else ""
+        context = max(m.seq_lens_cpu[m.num_decodes : m.num_decodes + m.num_prefills])
+        return prefill_form(arch, self.compress_ratio, self.num_heads, m.num_prefill_tokens, context)
 
     def _decode(
         self,

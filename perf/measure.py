@@ -90,6 +90,18 @@ def require_kernel(call: Call) -> None:
             raise RuntimeError(f"require_kernel: {done.op} ran its {done.implementation} implementation, not a kernel")
 
 
+def peak(call: Call) -> int:
+    """Bytes that a call has allocated at most, its result included."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
 def time_graphs(
     candidates: Mapping[str, Sequence[Call]],
     bytes_per_set: float,

@@ -17,7 +17,7 @@ from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill, sparse_mla_prefill_paged
 from perf.decode_inputs import _pool as random_pool
-from perf.measure import Call, compare, number_of_sets
+from perf.measure import Call, compare, number_of_sets, peak
 from perf.prefill import CHECKED_ROWS, PEER_HEADS, PORTABLE, RESULTS, in_order, near, portable
 
 OP = "sparse_mla_prefill_paged"
@@ -147,6 +147,12 @@ class PagedSet:
         kept = {name: given[name] for name in ("q", "sm_scale", "attn_sink", "out")}
         return attend(kv=self.workspace.view(-1, 1, HEAD_DIM), indices=indices[:, None], topk_length=counts, **kept)
 
+    def peaks(self) -> dict[str, int]:
+        """Bytes that the call allocates at most beyond its results, and that those which take its place do, with their
+        workspace."""
+        rows = partial(self.gathered, attend=sparse_mla_prefill)
+        return {"peak": peak(self.ours), "peak_gathered": self.workspace.nbytes + peak(rows)}
+
     def right(self, call: Call) -> bool:
         """Whether `call` leaves or returns the reference's results in rows all over the batch, and NaN nowhere."""
         results = {name: self.given[name] for name in RESULTS}
@@ -179,22 +185,12 @@ def _flashmla() -> Callable[[PagedSet], Any] | str:
     return lambda s: s.gathered(flash_mla_interface.flash_mla_sparse_fwd)
 
 
-def peak_bytes(call: Call) -> int:
-    """The most memory that `call` has allocated at a time beyond what there is."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of sparse_mla_prefill_paged, all shapes or those with that many new tokens; as variants this
-    project's gather, combination and prefill, and the portable kernel. The bytes of the workspace that the former need
-    are among a record's facts."""
+    project's gather, combination and prefill, and the portable kernel. A record's facts say how many bytes either way
+    allocates, see PagedSet.peaks."""
     chosen = [shape for shape in SHAPES if rows is None or shape.rows in rows]
     for ratio in PAGE_ROWS:
         PagedSet.make(Shape(1, 4096, 64, ratio), 0).ours()  # compiled before other projects change the DSL
@@ -211,7 +207,7 @@ def sweep(
         if variants:
             candidates[GATHERED] = partial(PagedSet.gathered, attend=sparse_mla_prefill)
             candidates[PORTABLE] = lambda s: portable("paged", s.ours)
-        facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads}
+        facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads, **first.peaks()}
         records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
     return records
 

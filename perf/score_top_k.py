@@ -18,7 +18,7 @@ from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits, score_top_k_d
 from cute_kernels.runtime.ops import OPS
 from perf import logits
 from perf.logits import CONTIGUOUS, HEADS, LogitsSet
-from perf.measure import Call, compare, number_of_sets
+from perf.measure import Call, compare, number_of_sets, peak
 from perf.topk import WORKSPACE, same_picks
 
 PREFILL, DECODE = "score_top_k_prefill", "score_top_k_decode"
@@ -42,18 +42,6 @@ DECODES = (
     (1, 1, 262144, 512),
 )
 """(requests, rows of each, keys of each, k)"""
-
-
-def peak(call: Call) -> int:
-    """Bytes that a call has allocated at most, its result included."""
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = call()
-    torch.cuda.synchronize()
-    del result
-    return torch.cuda.max_memory_allocated() - before
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class HalfBarriers(Barriers):
         stages = Halves(smem.allocate_array(Int64, 2 * HALVES), HALVES)
         return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, 1))
 
-    def initialize(self, blocks: int) -> None:
+    def initialize(self) -> None:
         self.stages.initialize(4, 4)
         self.initialize_others()
 

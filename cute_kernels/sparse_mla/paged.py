@@ -15,7 +15,6 @@ from cute_kernels.sparse_mla.paged_sm90 import PagedKey
 from cute_kernels.sparse_mla.paged_sm100 import PagedKey as BlackwellPagedKey
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
-from cute_kernels.sparse_mla.prefill_sm90_plan import ROWS
 from cute_kernels.sparse_mla.prefill_sm100_choice import BLACKWELL, is_own, ungathered, unmapped
 
 MOST_KEYS = 2**29
@@ -33,11 +32,7 @@ def key_for(arch: str, heads: int, compressed: str, format0: str, format1: str) 
     """
     if arch not in (HOPPER, *BLACKWELL) or {format0, format1} != {FP8_DS_MLA.id}:
         return portable_key(arch, heads, compressed, format0, format1)
-    if arch in BLACKWELL:
-        return BlackwellPagedKey(arch)
-    if heads > ROWS:
-        return PagedKey(arch, "heads")
-    return PagedKey(arch, "rows" if compressed == "all" else "nothing")
+    return BlackwellPagedKey(arch) if arch in BLACKWELL else PagedKey(arch)
 
 
 def portable_key(arch: str, heads: int, compressed: str, format0: str, format1: str) -> KernelKey:

@@ -1,7 +1,6 @@
 """sparse_mla_prefill_paged on Hopper: prefill's kernel, with rows of two fp8_ds_mla caches.
 
-The warpgroup that asks for rows converts them too. For more than 64 heads a pair of blocks has a query row, 64 heads
-each: each block converts half of the rows, for both.
+The warpgroup that asks for rows converts them too.
 
 perf/notes/prefill.md has what was tried.
 """
@@ -20,31 +19,24 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
-from cute_kernels.sparse_mla.paged_sm90_plan import RowWork, Sources, cache_of, plan
+from cute_kernels.sparse_mla.paged_sm90_plan import PAGED, Sources, cache_of
 from cute_kernels.sparse_mla.paged_sm90_rows import PagedRows
 from cute_kernels.sparse_mla.paged_sm90_scores import PagedScores
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_numbers, fake_rows
-from cute_kernels.sparse_mla.prefill_sm90_plan import Output, Work
+from cute_kernels.sparse_mla.prefill_sm90_plan import Output
 
 
 @dataclass(frozen=True)
 class PagedKey(PrefillKey):
-    """What distinguishes one compiled kernel from another.
-
-    shared   by two blocks: "nothing"; "heads", of a query row that has more than 64; "rows", that is, the keys of two
-             query rows of up to 64 heads that attend to all visible entries
-    """
-
-    shared: str = "nothing"
+    """As PrefillKey."""
 
     @property
     def smem_bytes(self) -> int:
-        return plan(self.shared).smem_bytes
+        return PAGED.smem_bytes
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        used = ("wgmma", "cp.async", "bulk.load", "ldmatrix", "stmatrix", "mbarrier", "setmaxnreg", "st.global.128")
-        return used if self.shared == "nothing" else (*used, "st.async")
+        return "wgmma", "cp.async", "ldmatrix", "stmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def cache() -> Any:
@@ -58,7 +50,7 @@ class PagedKey(PrefillKey):
         tensors = (fake_rows(), cache(), numbers(), cache(), numbers(), fake_rows(), fake_numbers(), fake_numbers())
         scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(1))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return PagedKernel(self.shared), (*tensors, *scalars, Int64(0), Float32(0), Int32(1), stream)
+        return PagedKernel(), (*tensors, *scalars, Int64(0), Float32(0), Int32(1), stream)
 
 
 class PagedKernel(PrefillKernel):
@@ -80,10 +72,9 @@ class PagedKernel(PrefillKernel):
     stream
     """
 
-    def __init__(self, shared: str) -> None:
-        super().__init__(f"sparse_mla_prefill_paged_{shared}", PagedRows(shared), plan(shared))
-        self.scores = PagedScores(self.plan)
-        self.work = RowWork if shared == "rows" else Work
+    def __init__(self) -> None:
+        super().__init__("sparse_mla_prefill_paged", PagedRows(), PAGED)
+        self.scores = PagedScores(PAGED)
 
     @cute.jit
     def __call__(

@@ -1,8 +1,8 @@
 """What the warpgroups of Hopper's paged prefill kernel agree on beyond prefill's plan: sizes and shared memory.
 
-Tiles are prefill's. Their rows come from the caches as they are there, 576 bytes each, and a warp of the warpgroup that
-asks for rows converts those 16 of every tile that it has asked for. So nobody else waits for raw rows, and there is a
-warp's tile of them and no more: as soon as 8 of them are in registers, their room is asked to be filled anew.
+Tiles are prefill's. Their rows come from the caches as they are there, 576 bytes each, and a lane of the warpgroup that
+asks for rows converts what it has asked for. So nobody else waits for raw rows, and there is a tile of them, no more:
+what is in registers is asked to be replaced at once.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64
+from cutlass import BFloat16, Int64
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx
@@ -31,7 +30,8 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     Tiles,
 )
 
-STAGES = 2
+STAGE_BITS = 1
+STAGES = 1 << STAGE_BITS
 HELD = 256
 
 OWN_ROWS = 16
@@ -47,39 +47,25 @@ RAW_ROW = FP8_DS_MLA.data_bytes
 SCALES = 8
 """Bytes of a row's scales, the unused one included."""
 
-AHEAD = 3
-"""Tiles between asking for the entries that a tile is made of and converting their rows; on the way, their pages are
-asked for, and then the rows themselves."""
+LISTS = 8
+"""Of tiles. A warp looks after every fourth tile: it asks for the entries that the tile is made of four tiles ahead,
+then for their pages, and two tiles ahead it tells all where the rows are. No warp is more than two tiles behind
+another."""
 
-LISTS = AHEAD + 1
-LIST_WARP = OWN_ROWS * 8 + 32
-"""Bytes of a warp's part of a tile's list: entries of its rows, then where in their pages they are; the pages; marks of
-the tile, how many rows from its first one on are compressed, the request, and how many entries are visible; which of
-the warp's rows are there; which of them each of two query rows attends to."""
+LIST = 816
+DELTAS, TILE, THERE = 512, 768, 784
+"""Bytes of a tile's list, and where in it are, behind 64-bit addresses of its rows (before, their pages), 0 where there
+is no such row: what to add for a row's scales (before, its entry, then which row of its page it is); marks of the tile,
+how many rows from its first one on are compressed, the request, and how many entries are visible; a bit for each row
+that is there."""
 
 WALK_ITEMS = 32
 RECORD = 32
 """Bytes of what a warp knows of an item: request, visible entries, how many of its keys are compressed, how many there
-are in all; first position of the window. Of two rows: of each, request, visible entries, first position of the window,
-and the one behind its last."""
+are in all; first position of the window."""
 
-WALK = 16 + WALK_ITEMS * RECORD + 2 * OWN_ROWS * 8
-"""Bytes of a warp's walk: item, first column of the tile, number of the item's record; records; of the tile located
-last, where each row and its scales are."""
-
-
-class RowWork(NamedTuple):
-    """The items of a block that are query rows, up to 64 heads of each: numbers first, first + step ... below `end`, of
-    which the last one may be one more than there are rows. Then two blocks do the last row, alike."""
-
-    first: Any
-    end: Any
-    step: Any
-    last: Any
-
-    def place(self, item: Any) -> tuple[Any, Any]:
-        """(query row, first head) of a work item."""
-        return cutlass.min(item, self.last), Int32(0)
+WALK = 16 + WALK_ITEMS * RECORD
+"""Bytes of a warp's walk: item, first column of its next tile, number of the item's record; records."""
 
 
 def smem_parts() -> dict[str, int]:
@@ -88,8 +74,8 @@ def smem_parts() -> dict[str, int]:
     stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
     kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
     raw       [4 warps][2 groups][8 rows] as the caches have them
-    scale     [4 warps][2 groups][8 rows] 8 scale bytes
-    list      [4 warps][4] lists
+    scale     [4 warps][2 groups][32 lanes] 8 scale bytes of the lane's row
+    list      [8] lists
     walk      [4 warps] where they are
     """
     return {
@@ -97,8 +83,8 @@ def smem_parts() -> dict[str, int]:
         "kept": ROWS * (HEAD_DIM - HELD) * 2,
         "p": P_BUFFERS * P_BYTES,
         "raw": WARPS * OWN_ROWS * RAW_ROW,
-        "scale": WARPS * OWN_ROWS * SCALES,
-        "list": WARPS * LISTS * LIST_WARP,
+        "scale": WARPS * GROUPS * 32 * SCALES,
+        "list": LISTS * LIST,
         "walk": WARPS * WALK,
         "heading": STAGES * HEADING,
         "note": P_BUFFERS * ROWS * NOTE,
@@ -106,35 +92,34 @@ def smem_parts() -> dict[str, int]:
     }
 
 
-BARRIERS = 2 * (STAGES + P_BUFFERS) + WARPS * GROUPS
+BARRIERS = 2 * (STAGES + P_BUFFERS) + LISTS
 
 
 @dataclass(frozen=True)
 class Barriers:
     """mbarriers of a block, and what completes their phases.
 
-    stages    full: all warps that convert rows have stored theirs, and the heading; of a cluster, the other block's
-              rows are there too. empty: the backs' warps are done with the tile, those of the whole cluster
+    stages    full: all warps that convert rows have stored theirs, and the heading. empty: the backs' warps are done
+              with the tile
     weights   as prefill's
-    raws      of each warp's groups of rows: rows and scales are there
+    lists     a tile's list says where its rows are
     """
 
     stages: Tiles
     weights: barriers.Ring
-    raws: Any
+    lists: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
         stages = Tiles(smem.allocate_array(Int64, 2 * STAGES), STAGES)
-        return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, WARPS * GROUPS))
+        return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, LISTS))
 
-    def initialize(self, blocks: int) -> None:
-        """By one thread; the block, or the cluster, synchronizes afterwards."""
-        self.stages.initialize(WARPS, 2 * 4 * blocks)
+    def initialize(self) -> None:
+        """By one thread; the block synchronizes afterwards."""
+        self.stages.initialize(WARPS, 2 * 4)
         self.weights.initialize(4, 2 * 4)
-        for i in range(WARPS * GROUPS):
-            # one lane for the rows, and each that has a row's scales copied
-            cute.arch.mbarrier_init(self.raws + i, 1 + GROUP)
+        for i in range(LISTS):
+            cute.arch.mbarrier_init(self.lists + i, 1)
         cute.arch.mbarrier_init_fence()
 
 
@@ -142,21 +127,18 @@ SCORES_REGISTERS, ROWS_REGISTERS = 128, 64
 """As prefill's: this kernel's warpgroup of rows needs more registers."""
 
 
-def plan(shared: str) -> Plan:
-    return Plan(
-        BFloat16,
-        1,
-        smem_parts(),
-        Barriers,
-        BARRIERS,
-        HELD,
-        SCORES_REGISTERS,
-        ROWS_REGISTERS,
-        queries_in_ring=False,
-        readers_fence=True,
-        blocks=1 if shared == "nothing" else 2,
-        by_rows=shared == "rows",
-    )
+PAGED = Plan(
+    BFloat16,
+    1,
+    smem_parts(),
+    Barriers,
+    BARRIERS,
+    HELD,
+    SCORES_REGISTERS,
+    ROWS_REGISTERS,
+    queries_in_ring=False,
+    readers_fence=True,
+)
 
 
 class Cache(NamedTuple):

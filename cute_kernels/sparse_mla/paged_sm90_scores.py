@@ -21,11 +21,15 @@ from cute_kernels.sparse_mla.prefill_sm90_scores import Scores, own_number
 
 QUERIES_BARRIER = 1
 
+LINE = 128
+"""Bytes that come to L2 at a time."""
+
 
 class PagedScores(Scores):
     @cute.jit
     def begin(self, work: Work, q: Query, at: Places) -> None:
         self.ask(work.first, range(HELD // SLAB), work, q, at)
+        self.announce(work.first, work, q)
 
     @cute.jit
     def take(
@@ -51,6 +55,16 @@ class PagedScores(Scores):
             cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
             if item + work.step < work.end:
                 self.ask(item + work.step, range(HELD // SLAB), work, q, at)
+                self.announce(item + work.step, work, q)
+
+    @cute.jit
+    def announce(self, item: Any, work: Work, q: Query) -> None:
+        """Have the columns that are asked for later on their way to L2, from which they come sooner."""
+        query, first = work.place(item)
+        for i in cutlass.range(OWN_ROWS // 8, unroll=1):
+            row = first + (own_number() >> 5) * OWN_ROWS + (own_number() >> 2 & 7) + 8 * i
+            source = q.base + Int64(query) * q.row + Int64(row) * q.head
+            ptx.prefetch_l2(source + (HELD * 2 + (own_number() & 3) * LINE), row < q.heads)
 
     @cute.jit
     def settle(self) -> None:

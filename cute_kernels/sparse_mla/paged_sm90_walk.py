@@ -1,7 +1,8 @@
-"""Which rows Hopper's paged prefill kernel needs: a warp's walk over the tiles of its block's items.
+"""Which rows Hopper's paged prefill kernel needs: a walk over the tiles of its block's items, by four warps in turn.
 
 The keys of a query row are numbered: compressed entries first, then the window's positions. What a tile is made of
 becomes known in three steps, a tile's time apart, so that nobody waits for memory: entries, their pages, and places.
+A warp takes them for every fourth tile, two rows a lane, and tells the others by the tile's list.
 """
 
 from __future__ import annotations
@@ -11,24 +12,35 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import visible_entries
 from cute_kernels.sparse_mla.paged_sm90_plan import (
-    LIST_WARP,
+    DELTAS,
+    LIST,
     LISTS,
-    OWN_ROWS,
     RAW_ROW,
     RECORD,
     SCALES,
+    THERE,
+    TILE,
     WALK,
     WALK_ITEMS,
+    WARPS,
+    Barriers,
     Sources,
     own_warp,
 )
 from cute_kernels.sparse_mla.prefill_sm90_plan import END, KEYS, LAST, Places, Work
 from cute_kernels.sparse_mla.prefill_sm90_rows import own_lane
+
+LANES = 32
+HALVES = KEYS // LANES
+"""Rows of a lane: lane i has rows i and i + 32."""
+
+NO_TILE = -1
+"""Mark of a list behind the block's last tile."""
 
 
 @cute.jit
@@ -50,10 +62,9 @@ def selected(item: Any, work: Work, sources: Sources) -> tuple[Any, Any, Any, An
 
 @dataclass(frozen=True)
 class Walk:
-    """By a warp, each for itself. Lanes i and i + 16 have row i of the warp's: one its record, one its scales."""
-
     work: Work
     sources: Sources
+    ready: Barriers
     at: Places
 
     @property
@@ -61,28 +72,52 @@ class Walk:
         return self.at.walk + own_warp() * WALK
 
     def list_of(self, tile: Any) -> Any:
-        return self.at.list + (own_warp() * LISTS + (tile & LISTS - 1)) * LIST_WARP
-
-    @property
-    def row(self) -> Any:
-        """The lane's, in a tile."""
-        return own_warp() * OWN_ROWS + (own_lane() & OWN_ROWS - 1)
+        return self.at.list + (tile & LISTS - 1) * LIST
 
     @cute.jit
     def begin(self) -> None:
+        """Have the first tiles' lists on their way."""
         self.look_ahead(self.work.first)
         self.go_to(self.work.first, Int32(0), Int32(0))
+        self.go_on(own_warp())
+        if own_lane() == 0:
+            ptx.store_shared_s32(self.list_of(own_warp() - WARPS) + TILE, Int32(NO_TILE))
+        cute.arch.sync_warp()
+        for tile in cutlass.range(-WARPS, 0, 1, unroll=1):
+            self.step(tile)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def step(self, tile: Any) -> None:
+        """What the warp does while that tile is converted. What it asked for in its last step is there."""
+        turn = (tile - own_warp()) & WARPS - 1
+        if turn == 0:
+            self.ask_for_entries(tile + 4)
+        elif turn == 1:
+            self.ask_for_pages(tile + 3)
+        elif turn == 2:
+            self.locate(tile + 2)
 
     @cute.jit
     def look_ahead(self, item: Any) -> None:
         """Have the records of that item and the 31 behind it: each in its time would take a long wait each time."""
         own = item + own_lane() * self.work.step
         request, visible, compressed, first, end = selected(own, self.work, self.sources)
-        record_at = self.home + 16 + own_lane() * RECORD
+        record_at = self.record(own_lane())
         cute.arch.sync_warp()
         ptx.store_shared_128(record_at, (request, visible, compressed, compressed + cutlass.max(end - first, 0)))
         ptx.store_shared_s32(record_at + 16, first)
         cute.arch.sync_warp()
+
+    def record(self, number: Any) -> Any:
+        return self.home + 16 + number * RECORD
+
+    @cute.jit
+    def tiles(self, number: Any) -> Any:
+        """Of an item, by its record."""
+        return (ptx.load_shared_s32(self.record(number) + 12) + (KEYS - 1)) // KEYS
 
     @cute.jit
     def go_to(self, item: Any, column: Any, number: Any) -> None:
@@ -93,105 +128,132 @@ class Walk:
         cute.arch.sync_warp()
 
     @cute.jit
-    def ask_for_entries(self, tile: Any) -> None:
-        """Start to copy, or write, the entries of the warp's rows of a tile, and walk on."""
-        sources = self.sources
+    def go_on(self, steps: Any) -> None:
+        """Walk over so many tiles; an item has one at least."""
         item, column, number, _ = ptx.load_shared_128(self.home)
-        record_at = self.home + 16 + number * RECORD
+        left = cutlass.max(self.tiles(number) - column // KEYS, 1)
+        while steps >= left:
+            steps = steps - left
+            item, column, number = item + self.work.step, Int32(0), number + 1
+            if number == WALK_ITEMS:
+                self.look_ahead(item)
+                number = Int32(0)
+            left = cutlass.max(self.tiles(number), 1)
+        self.go_to(item, column + steps * KEYS, number)
+
+    @cute.jit
+    def ask_for_entries(self, tile: Any) -> None:
+        """Start to copy, or write, the entries of a tile, and walk on."""
+        item, column, number, _ = ptx.load_shared_128(self.home)
+        list_at = self.list_of(tile)
+        mark = Int32(NO_TILE)
+        if item < self.work.end:
+            mark = self.enter(list_at, item, column, number)
+        if own_lane() == 0:
+            ptx.store_shared_s32(list_at + TILE, mark)
+        self.go_on(Int32(WARPS))
+
+    @cute.jit
+    def enter(self, list_at: Any, item: Any, column: Any, number: Any) -> Any:
+        """The entries of an item's tile that begins with that column; its marks."""
+        sources, record_at = self.sources, self.record(number)
         request, visible, compressed, total = ptx.load_shared_128(record_at)
         first = ptx.load_shared_s32(record_at + 16)
-        list_at = self.list_of(tile)
-        own = column + self.row
-        if own_lane() < OWN_ROWS:
-            entry_at = list_at + own_lane() * 4
+        query, _ = self.work.place(item)
+        for half in range_constexpr(HALVES):
+            row = own_lane() + half * LANES
+            own, entry_at = column + row, list_at + DELTAS + row * 4
             if (own < compressed) & (sources.lists != 0):
-                query, _ = self.work.place(item)
                 ptx.copy_async_32(entry_at, sources.lists + Int64(query) * sources.list_row + Int64(own) * 4)
             else:
                 entry = own if own < compressed else own - compressed + first
                 ptx.store_shared_s32(entry_at, entry if own < total else Int32(-1))
-        rest = compressed - column
-        column, mark = column + KEYS, Int32(0)
-        if column >= total:
-            item, column, number = item + self.work.step, Int32(0), number + 1
-            mark = Int32(LAST) if item < self.work.end else Int32(LAST | END)
         if own_lane() == 0:
-            ptx.store_shared_128(list_at + OWN_ROWS * 8, (mark, rest, request, visible))
-        self.go_on(item, column, number)
+            ptx.store_shared_s32(list_at + TILE + 4, compressed - column)
+            ptx.store_shared_64(list_at + TILE + 8, request, visible)
+        return self.marks(item, column + KEYS >= total)
 
     @cute.jit
-    def go_on(self, item: Any, column: Any, number: Any) -> None:
-        if number == WALK_ITEMS:
-            self.look_ahead(item)
-            number = Int32(0)
-        self.go_to(item, column, number)
+    def marks(self, item: Any, is_last: Any) -> Any:
+        """Of an item's tile, which may be its last one."""
+        last = Int32(LAST) if item + self.work.step < self.work.end else Int32(LAST | END)
+        return last if is_last else Int32(0)
 
     @cute.jit
     def ask_for_pages(self, tile: Any) -> None:
-        """Start to copy the pages of a tile's entries, once these are there, and write where in them the rows are."""
+        """Start to copy the pages of a tile's entries, and write where in them the rows are."""
         list_at = self.list_of(tile)
-        _, rest, request, visible = ptx.load_shared_128(list_at + OWN_ROWS * 8)
-        own_at = list_at + (own_lane() & OWN_ROWS - 1) * 4
-        entry = ptx.load_shared_s32(own_at)
-        if own_lane() < OWN_ROWS:
+        mark, rest, request, visible = ptx.load_shared_128(list_at + TILE)
+        if mark >= 0:
             window, compressed = self.sources.window, self.sources.compressed
-            is_compressed = self.row < rest
-            known = cutlass.max(entry, Int32(0))
-            column, _ = divmod(known, window.rows)
-            other, _ = divmod(known, compressed.rows)
-            column = other if is_compressed else column
-            rows = compressed.rows.divisor if is_compressed else window.rows.divisor
-            ptx.store_shared_s32(own_at, known - column * rows)
-            columns = compressed.columns if is_compressed else window.columns
-            base = compressed.table if is_compressed else window.table
-            stride = compressed.table_row if is_compressed else window.table_row
-            is_named = (entry >= 0) & (column < columns)
-            if is_compressed:
-                is_named = is_named & (entry < visible)
-            if is_named:
-                ptx.copy_async_32(own_at + OWN_ROWS * 4, base + Int64(request) * stride + Int64(column) * 4)
-            else:
-                ptx.store_shared_s32(own_at + OWN_ROWS * 4, Int32(-1))
+            for half in range_constexpr(HALVES):
+                row = own_lane() + half * LANES
+                entry_at, page_at = list_at + DELTAS + row * 4, list_at + row * 4
+                entry = ptx.load_shared_s32(entry_at)
+                is_compressed = row < rest
+                known = cutlass.max(entry, Int32(0))
+                column, _ = divmod(known, window.rows)
+                other, _ = divmod(known, compressed.rows)
+                column = other if is_compressed else column
+                rows = compressed.rows.divisor if is_compressed else window.rows.divisor
+                ptx.store_shared_s32(entry_at, known - column * rows)
+                columns = compressed.columns if is_compressed else window.columns
+                base = compressed.table if is_compressed else window.table
+                stride = compressed.table_row if is_compressed else window.table_row
+                is_named = (entry >= 0) & (column < columns)
+                if is_compressed:
+                    is_named = is_named & (entry < visible)
+                if is_named:
+                    ptx.copy_async_32(page_at, base + Int64(request) * stride + Int64(column) * 4)
+                else:
+                    ptx.store_shared_s32(page_at, Int32(-1))
 
     @cute.jit
     def locate(self, tile: Any) -> None:
-        """Find out whether the lane's row of a tile is there, and where its record is, or its scales, once its page is
-        known. All of it is kept in memory, as few registers are left."""
+        """Write where a tile's rows are, and tell all."""
         list_at = self.list_of(tile)
-        rest = ptx.load_shared_s32(list_at + OWN_ROWS * 8 + 4)
-        own_at = list_at + (own_lane() & OWN_ROWS - 1) * 4
-        inside, page = ptx.load_shared_s32(own_at), ptx.load_shared_s32(own_at + OWN_ROWS * 4)
-        window, compressed = self.sources.window, self.sources.compressed
-        is_compressed = self.row < rest
-        rows = compressed.rows.divisor if is_compressed else window.rows.divisor
-        base = compressed.base if is_compressed else window.base
-        stride = compressed.page_stride if is_compressed else window.page_stride
-        pages = compressed.pages if is_compressed else window.pages
-        is_there = (page >= 0) & (page < pages)
-        there = cute.arch.vote_ballot_sync(is_there) & (1 << OWN_ROWS) - 1
-        if own_lane() == 0:
-            ptx.store_shared_s32(list_at + OWN_ROWS * 8 + 16, there)
-        within = inside * RAW_ROW if own_lane() < OWN_ROWS else rows * RAW_ROW + inside * SCALES
-        source = base + Int64(page) * stride + Int64(within)
-        ptx.store_shared_64(self.sources_at, *ptx.halves(source))
-        cute.arch.sync_warp()
+        mark, rest = ptx.load_shared_64(list_at + TILE)
+        if mark >= 0:
+            window, compressed = self.sources.window, self.sources.compressed
+            places = [list_at + (own_lane() + half * LANES) * 4 for half in range(HALVES)]
+            pages = [ptx.load_shared_s32(place) for place in places]
+            insides = [ptx.load_shared_s32(place + DELTAS) for place in places]
+            # pages lie where addresses will
+            cute.arch.sync_warp()
+            there = []
+            for half in range_constexpr(HALVES):
+                row, page, inside = own_lane() + half * LANES, pages[half], insides[half]
+                is_compressed = row < rest
+                rows = compressed.rows.divisor if is_compressed else window.rows.divisor
+                base = compressed.base if is_compressed else window.base
+                stride = compressed.page_stride if is_compressed else window.page_stride
+                count = compressed.pages if is_compressed else window.pages
+                is_there = (page >= 0) & (page < count)
+                there.append(cute.arch.vote_ballot_sync(is_there))
+                source = base + Int64(page) * stride + Int64(inside * RAW_ROW)
+                source = source if is_there else Int64(0)
+                ptx.store_shared_64(list_at + row * 8, *ptx.halves(source))
+                ptx.store_shared_s32(list_at + DELTAS + row * 4, rows * RAW_ROW + inside * (SCALES - RAW_ROW))
+            if own_lane() == 0:
+                ptx.store_shared_64(list_at + THERE, *there)
+            cute.arch.sync_warp()
+            if own_lane() == 0:
+                cute.arch.mbarrier_arrive(self.ready.lists + (tile & LISTS - 1))
 
-    @property
-    def sources_at(self) -> Any:
-        return self.home + 16 + WALK_ITEMS * RECORD + own_lane() * 8
+    def wait(self, tile: Any) -> None:
+        """Until a tile's list says where its rows are."""
+        ptx.wait_mbarrier((self.ready.lists + (tile & LISTS - 1)).toint(), tile // LISTS & 1)
 
-    def source(self) -> Any:
-        """Of the lane's row of the tile that was located last, the address of its record, or of its scales."""
-        return ptx.pair(*ptx.load_shared_64(self.sources_at))
+    def sources_of(self, tile: Any, row: Any) -> tuple[Any, Any]:
+        """Of a row of a tile, the addresses of its record and of its scales. That of its record is 0 if it is not
+        there."""
+        list_at = self.list_of(tile)
+        source = ptx.pair(*ptx.load_shared_64(list_at + row * 8))
+        return source, source + Int64(ptx.load_shared_s32(list_at + DELTAS + row * 4))
 
     def mark(self, tile: Any) -> Any:
-        return ptx.load_shared_s32(self.list_of(tile) + OWN_ROWS * 8)
+        return ptx.load_shared_s32(self.list_of(tile) + TILE)
 
-    def there(self, tile: Any) -> Any:
-        """Which of the warp's rows of a tile that has been located are there, as bits."""
-        return ptx.load_shared_s32(self.list_of(tile) + OWN_ROWS * 8 + 16)
-
-    def wanted(self, tile: Any) -> tuple[Any, Any]:
-        """Those of them that this block attends to, and the other one."""
-        there = self.there(tile)
-        return there, there
+    def there(self, tile: Any) -> tuple[Any, Any]:
+        """Which of a tile's rows are there, as bits in two words."""
+        return ptx.load_shared_64(self.list_of(tile) + THERE)

@@ -99,8 +99,6 @@ class PrefillKernel:
     stream
     """
 
-    work: Any = Work
-
     def __init__(self, name: str = "sparse_mla_prefill", rows: Any = None, plan: Plan = BF16) -> None:
         self.name, self.rows, self.plan = name, rows or Rows(), plan
         self.scores, self.back = Scores(plan), Back(plan)
@@ -149,8 +147,6 @@ class PrefillKernel:
         heads = length(q, 1)
         blocks_bits = Int32(1) if heads > ROWS else Int32(0)
         items = length(q, 0) << blocks_bits
-        if const_expr(self.plan.by_rows):
-            blocks_bits, items = items - 1, (items + 1) // 2 * 2
         kernel = self.kernel(
             Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads),
             sources,
@@ -162,12 +158,9 @@ class PrefillKernel:
             self.products(),
             self.layouts(),
         )
-        if const_expr(self.plan.blocks > 1):
-            blocks = blocks // self.plan.blocks * self.plan.blocks
         kernel.launch(
             grid=[cutlass.min(blocks, items), 1, 1],
             block=[THREADS, 1, 1],
-            cluster=[self.plan.blocks, 1, 1] if const_expr(self.plan.blocks > 1) else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -218,14 +211,14 @@ class PrefillKernel:
         at = Places(**places)
         ready = self.plan.barriers.allocate(smem)
         if thread == 0:
-            ready.initialize(self.plan.blocks)
-        self.meet()
+            ready.initialize()
+        cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
 
         for product in products[1:]:
             wgmma.accumulate(product)
         # its number is read by whoever needs it: before the branches a register could be spilled
-        work = self.work(ptx.block_again(), items, blocks, blocks_bits)
+        work = Work(ptx.block_again(), items, blocks, blocks_bits)
         own = thread % wgmma.WARPGROUP
         if group < BACK:
             if const_expr(self.plan.scores_registers > LAUNCHED):
@@ -237,16 +230,4 @@ class PrefillKernel:
             self.back.run(own, side, work, q, out, ready, products[3], layouts[3], layouts[1], at)
         else:
             cute.arch.setmaxregister_decrease(self.plan.rows_registers)
-            self.rows.run(self.work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)
-        if const_expr(self.plan.blocks > 1):
-            # nobody leaves while the other block may still reach for its memory
-            self.meet()
-
-    @cute.jit
-    def meet(self) -> None:
-        """Wait for all threads of the block, or of its cluster."""
-        if const_expr(self.plan.blocks > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+            self.rows.run(Work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)

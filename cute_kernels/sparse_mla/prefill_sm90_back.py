@@ -110,8 +110,4 @@ class Back:
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(weights)
-            if const_expr(self.plan.blocks == 1):
-                cute.arch.mbarrier_arrive(stage)
-            else:
-                for block in range_constexpr(self.plan.blocks):
-                    cute.arch.mbarrier_arrive(stage, block)
+            cute.arch.mbarrier_arrive(stage)

@@ -183,8 +183,8 @@ class Barriers:
         stages = Tiles(smem.allocate_array(Int64, 2 * STAGES), STAGES)
         return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, 1))
 
-    def initialize(self, blocks: int) -> None:
-        """By one thread; the block synchronizes afterwards. It is alone, that is, blocks = 1."""
+    def initialize(self) -> None:
+        """By one thread; the block synchronizes afterwards."""
         # every thread that asks for rows, and one of each of its warps for the heading
         self.stages.initialize(128 + 4, 2 * 4)
         self.initialize_others()
@@ -210,8 +210,6 @@ class Plan:
                what begins an item is a stage of queries; else the scores' warpgroup copies them itself
     readers_fence
                whoever multiplies makes sure that tensor cores see what has been stored in a stage
-    blocks     of a cluster that fill each other's stages
-    by_rows    such blocks have neighbouring query rows, else blocks of heads of one
     """
 
     dtype: Any
@@ -224,8 +222,6 @@ class Plan:
     rows_registers: int
     queries_in_ring: bool = True
     readers_fence: bool = False
-    blocks: int = 1
-    by_rows: bool = False
 
     @property
     def smem_bytes(self) -> int:

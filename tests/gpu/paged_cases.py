@@ -18,7 +18,8 @@ from tests.gpu.decode_cases import DEVICE, INT_MAX, INT_MIN, SCALE, Pool, genera
 from tests.gpu.decode_checks import FP8, attention
 from tests.gpu.prefill_checks import LARGEST, assert_results
 
-KEYS_AT_ONCE = 1 << 17
+KEYS_AT_ONCE = 1 << 15
+"""Of all query rows together; 128 MB in float64, of which there are some at a time."""
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -99,14 +100,11 @@ class Call:
         parts = []
         for first in range(0, max(1, len(self.q)), step):
             rows = slice(first, first + step)
-            k, named = [], []
-            for pool, whole in slots:
+            is_named, q = torch.cat([whole[rows] >= 0 for _, whole in slots], 1), self.q[rows].double()
+            key = torch.zeros(*is_named.shape, 512, dtype=torch.float64, device=DEVICE)
+            for (pool, whole), part in zip(slots, key.split([s.shape[1] for _, s in slots], 1), strict=True):
                 own = whole[rows]
-                values = torch.zeros(*own.shape, 512, dtype=torch.float64, device=DEVICE)
-                values[own >= 0] = pool.read(own[own >= 0])
-                k.append(values)
-                named.append(own >= 0)
-            key, is_named, q = torch.cat(k, 1), torch.cat(named, 1), self.q[rows].double()
+                part[own >= 0] = pool.read(own[own >= 0])
             scores = (q @ key.transpose(1, 2) * self.scale).masked_fill(~is_named[:, None, :], -math.inf)
             top = torch.nn.functional.pad(scores, (0, 1), value=-math.inf).amax(dim=-1)
             out, lse = attention(q, key, is_named, self.scale, self.sink)

@@ -36,7 +36,7 @@ def test_options_name_the_choices(name: str) -> None:
         (lambda: DeepseekCompressor(CONFIG, 8, 512, label="x"), r"compress_ratio: expected 4 or 128, got 8"),
         (
             lambda: DeepseekV4MLAAttention(CONFIG, 1, 16, max_model_len=8, max_num_tokens=8, prefill="x"),
-            r"prefill: expected one of \('gathered', 'paged'\), got 'x'",
+            r"prefill: expected one of \('auto', 'gathered', 'paged'\), got 'x'",
         ),
     ],
 )

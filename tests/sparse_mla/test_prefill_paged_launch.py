@@ -74,7 +74,7 @@ def run(**changes: Any) -> dict[str, Any]:
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:
     args = run()
     ((key, given),) = launched
-    assert key == PagedKey("sm_90a", "nothing")
+    assert key == PagedKey("sm_90a")
     for name in NAMES[:8]:
         assert given[name] is args[name]
     for name, argument in {
@@ -86,22 +86,12 @@ def test_arguments_go_as_they_are(launched: list[Any]) -> None:
     assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
 
 
-@pytest.mark.parametrize(("heads", "listed", "dense"), [(1, "nothing", "rows"), (64, "nothing", "rows")])
-def test_two_blocks_share_rows_that_attend_to_all_entries(
-    launched: list[Any], heads: int, listed: str, dense: str
-) -> None:
+@pytest.mark.parametrize("heads", [1, 64, 65, 128])
+def test_one_kernel_for_all_lists_and_heads(launched: list[Any], heads: int) -> None:
     run(heads=heads)
     run(heads=heads, topk_indices=None)
     run(heads=heads, topk_indices=None, compressed_cache=None, compressed_block_table=None)
-    assert [key.shared for key, _ in launched] == [listed, dense, listed]
-
-
-@pytest.mark.parametrize("heads", [65, 128])
-@pytest.mark.parametrize("topk", [None, torch.zeros(5, 7, dtype=torch.int32)])
-def test_two_blocks_share_a_row_of_many_heads(launched: list[Any], heads: int, topk: torch.Tensor | None) -> None:
-    run(heads=heads, topk_indices=topk)
-    ((key, _),) = launched
-    assert key.shared == "heads"
+    assert [key for key, _ in launched] == [PagedKey("sm_90a")] * 3
 
 
 def test_all_entries_are_as_many_as_the_table_has_room_for(launched: list[Any]) -> None:
