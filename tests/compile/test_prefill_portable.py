@@ -117,7 +117,7 @@ def test_every_chunk_of_a_slab_has_its_place() -> None:
 def test_keys() -> None:
     assert [item_heads(heads) for heads in (1, 16, 17, 32, 33, 64, 128)] == [16, 16, 32, 32, 64, 64, 64]
     assert prefill.key_for("sm_80", 128) == PortablePrefillKey("sm_80", 64)
-    assert mixed.key_for("sm_100a", 8, E4M3) == PortableMixedKey("sm_100a", 16, E4M3)
+    assert mixed.key_for("sm_120a", 8, E4M3) == PortableMixedKey("sm_120a", 16, E4M3)
     assert paged.key_for("sm_120a", 32, "all", FP8, BF16) == PortablePagedKey("sm_120a", 32, "all", FP8, BF16)
     with pytest.raises(ValueError, match=r"heads: expected one of \(16, 32, 64\), got 24"):
         _ = PortablePrefillKey("sm_80", 24).plan
