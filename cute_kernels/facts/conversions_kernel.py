@@ -54,8 +54,8 @@ class ConversionKernel:
                 ptx.store_global_s32(out + Int64(number) * (4 * self.words) + 4 * i, found[i])
 
     def convert(self, codes: Any, scales: Any) -> Any:
-        if const_expr(self.name == "e2m1"):
-            return ptx.f16x2_of_e2m1x8(codes)
         if const_expr(self.name == "ue8m0"):
             return [ptx.bf16x2_of_ue8m0x2(codes, half) for half in range(2)]
-        return convert.bf16_pairs_of_scaled_e4m3([codes], scales, 1)
+        pair = ptx.bf16x2_of_ue8m0x2(scales, 0)
+        factor = ptx.permute_bytes(pair, pair, 0x3232)
+        return [ptx.multiply_bf16x2(pair, factor) for pair in convert.bf16_pairs_of_e4m3x4(codes)]

@@ -18,16 +18,15 @@ from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float8E4M3FN, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.indexer.logits_fill import Fill
 from cute_kernels.indexer.logits_plan import WARP, Groups, Windows
-from cute_kernels.indexer.logits_sm90 import LogitsKernel
+from cute_kernels.indexer.logits_sm90 import LogitsKernel, fake_arguments
 from cute_kernels.indexer.logits_sm100_plan import ALIGNMENT, BUFFERS, MANY_WEIGHTS, PAGE_BOX, TILE, BlackwellPlan
 from cute_kernels.indexer.logits_sm100_products import Products
 from cute_kernels.indexer.logits_sm100_scores import BlackwellScores
@@ -71,14 +70,7 @@ class BlackwellLogitsKey(KernelKey):
         return (*used, *["bulk.load"] * self.paged, *["tcgen05.cp"] * self.mxfp4)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        def matrix() -> Any:
-            return make_fake_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
-
-        numbers = [Int64(0)] * 4 + [Int32(1)] * 2
-        numbers += [Int64(0)] * 4 + [Int32(1)] * 2 + [Int64(0)] * 2 + [Int32(0)]
-        numbers += [Int64(0)] * 3 + [Int32(0)] * 4 + [Int64(0)] * 3 + [Int32(1)]
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return BlackwellLogitsKernel(self), (matrix(), matrix(), *numbers, stream)
+        return BlackwellLogitsKernel(self), fake_arguments(has_head_scales=True)
 
 
 class Places(NamedTuple):

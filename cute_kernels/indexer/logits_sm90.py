@@ -65,13 +65,19 @@ class LogitsKey(KernelKey):
         return (*used, "bulk.load") if self.paged else used
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        def matrix() -> Any:
-            return make_fake_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
+        return LogitsKernel(self), fake_arguments()
 
-        numbers = [Int64(0)] * 4 + [Int32(1)] * 2
-        numbers += [Int64(0)] * 4 + [Int32(1)] * 2 + [Int64(0)] * 2 + [Int32(0)]
-        numbers += [Int64(0)] * 3 + [Int32(0)] * 4 + [Int32(1)]
-        return LogitsKernel(self), (matrix(), matrix(), *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+def fake_arguments(has_head_scales: bool = False) -> tuple[Any, ...]:
+    """To compile LogitsKernel with, or Mxfp4LogitsKernel, which takes the queries' scales, too."""
+
+    def matrix() -> Any:
+        return make_fake_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
+
+    numbers = [Int64(0)] * 4 + [Int32(1)] * 2
+    numbers += [Int64(0)] * 4 + [Int32(1)] * 2 + [Int64(0)] * 2 + [Int32(0)]
+    numbers += [Int64(0)] * 3 + [Int32(0)] * 4 + [Int64(0)] * (3 if has_head_scales else 0) + [Int32(1)]
+    return matrix(), matrix(), *numbers, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 class Places(NamedTuple):

@@ -24,7 +24,7 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.indexer import mxfp4_codes
 from cute_kernels.indexer.logits_fill import Fill
 from cute_kernels.indexer.logits_plan import KEYS, WARP, Groups, Windows
-from cute_kernels.indexer.logits_sm90 import LogitsKernel, LogitsKey
+from cute_kernels.indexer.logits_sm90 import LogitsKernel, LogitsKey, fake_arguments
 from cute_kernels.indexer.logits_walk import Keys
 from cute_kernels.indexer.mxfp4_plan import Mxfp4Plan
 from cute_kernels.indexer.mxfp4_scores import Mxfp4Scores
@@ -44,8 +44,7 @@ class Mxfp4LogitsKey(LogitsKey):
         return *super().instructions, "mma.sync"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        _, (weights, out, *numbers, stream) = super().build()
-        return Mxfp4LogitsKernel(self), (weights, out, *numbers[:-1], *[Int64(0)] * 3, numbers[-1], stream)
+        return Mxfp4LogitsKernel(self), fake_arguments(has_head_scales=True)
 
 
 class Places(NamedTuple):

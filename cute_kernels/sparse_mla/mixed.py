@@ -10,6 +10,7 @@ from cute_kernels import formats
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla.gathered import ungathered
 from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
@@ -20,7 +21,7 @@ from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
-from cute_kernels.sparse_mla.prefill_sm100_choice import BLACKWELL, is_own, ungathered, unmapped
+from cute_kernels.sparse_mla.prefill_sm100_choice import BLACKWELL, is_own, unmapped
 from cute_kernels.sparse_mla.schedule import block_heads
 
 MOST_POOL_BYTES = UNIT << 31

@@ -11,12 +11,9 @@ BLACKWELL = ("sm_100a", "sm_103a")
 MAP_STRIDE = 2**40
 """Strides of a tensor that copies know by a descriptor are smaller, in bytes."""
 
-MAP_ROWS = 2**31
-"""Rows that copies gather from have int32 numbers."""
-
 
 def is_own(op: str, arch: str, device_index: int, why_not: str) -> bool:
-    """Whether the own kernel runs. why_not: what `unmapped` or `ungathered` say of the call's tensors."""
+    """Whether the own kernel runs. why_not: what `unmapped` or `gathered.ungathered` say of the call's tensors."""
     return arch in BLACKWELL and not why_not and trust.is_trusted(op, device_index)
 
 
@@ -31,14 +28,3 @@ def unmapped(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
             f"{tuple(tensor.stride())}"
         )
     return ""
-
-
-def ungathered(name: str, pool: Any, row_elements: int) -> str:
-    """Why rows of `row_elements` elements cannot be gathered from a pool [pages, rows, ...], or nothing: all pages have
-    to be one tensor of rows, so that a page begins where a row of the page before could."""
-    step = pool.stride(0)
-    if pool.numel() and (step % row_elements or not step > 0):
-        return f"{name}: pages must be multiples of {row_elements} elements apart, got {step}"
-    if pool.numel() and pool.shape[0] * (step // row_elements) >= MAP_ROWS:
-        return f"{name}: expected fewer than 2^31 rows, got {pool.shape[0] * (step // row_elements)}"
-    return unmapped(name, pool, (0,))

@@ -7,7 +7,6 @@ from cute_kernels.dsl.ptx.asynchronous import *
 from cute_kernels.dsl.ptx.global_memory import *
 from cute_kernels.dsl.ptx.inline import *
 from cute_kernels.dsl.ptx.narrow import *
-from cute_kernels.dsl.ptx.narrowing import *
 from cute_kernels.dsl.ptx.registers import *
 from cute_kernels.dsl.ptx.shared_memory import *
 from cute_kernels.dsl.ptx.tensor_copies import *
