@@ -1,5 +1,7 @@
-"""Conversions from and to narrow formats that Blackwell has instructions for, two or more numbers at a time. What rounds,
-and to where, is NVIDIA's PTX manual's; tests/dsl/words.py has the same in numpy."""
+"""Conversions from and to narrow formats that Blackwell has instructions for, two or more numbers at a time.
+
+What rounds, and to where, is NVIDIA's PTX manual's; tests/dsl/words.py has the same in numpy.
+"""
 
 from __future__ import annotations
 
