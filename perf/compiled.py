@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cute_kernels.runtime.arch import BLACKWELL
 from cute_kernels.runtime.work import Shape, Work
 
 FILE = Path("perf/compiled/blackwell.json")
 """Below the root of the repository."""
 
-ARCHS = ("sm_100a", "sm_103a")
+ARCHS = BLACKWELL
 TP_SIZES = (1, 8)
 """Of every model: what tests/compile compiles."""
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from cute_kernels.facts import conversions, copies, products
-from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.arch import BLACKWELL, arch_of
 from cute_kernels.runtime.compile import launch
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.verify import Verdict
 
-ARCHS = ("sm_100a", "sm_103a")
+ARCHS = BLACKWELL
 """Whose facts they are."""
 
 PREFIX = "fact "

@@ -13,9 +13,9 @@ from cute_kernels.indexer.logits_sm100_plan import PAGE_BOX
 from cute_kernels.indexer.logits_sm100_plan import most_rows as blackwells_most_rows
 from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
 from cute_kernels.runtime import trust
+from cute_kernels.runtime.arch import BLACKWELL
 
 ARCH = "sm_90a"
-BLACKWELL = "sm_100a", "sm_103a"
 MOST_HEADS, HEAD_STEP = 64, 16
 SMALL_BOX = 8
 """Keys that a copy brings out of pages that are no multiple of a tile, on Hopper: rows of one swizzle pattern."""

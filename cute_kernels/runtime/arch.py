@@ -19,6 +19,9 @@ ARCH_OF_CAPABILITY = {
 }
 """Compute capability -> the target kernels are compiled for."""
 
+BLACKWELL = ("sm_100a", "sm_103a")
+"""Targets with tcgen05 instructions."""
+
 SMEM_BYTES = {
     "sm_80": 166912,
     "sm_86": 101376,

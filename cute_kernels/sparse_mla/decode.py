@@ -14,7 +14,7 @@ from typing import Any
 
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime import trust
-from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import decode_args, merge
 from cute_kernels.sparse_mla.decode_args import Call, ItemKey
@@ -27,7 +27,6 @@ from cute_kernels.sparse_mla.schedule import block_heads
 from cute_kernels.sparse_mla.teams_plan import ARCHS as TEAMS_ARCHS
 
 HOPPER = "sm_90a"
-BLACKWELL = ("sm_100a", "sm_103a")
 
 TEAMS_HEADS = (8, 16)
 """Heads of a block that the kernel of teams runs with."""

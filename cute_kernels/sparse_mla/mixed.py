@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from cute_kernels import formats
-from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.gathered import ungathered
@@ -21,7 +21,7 @@ from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
-from cute_kernels.sparse_mla.prefill_sm100_choice import BLACKWELL, is_own, unmapped
+from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 from cute_kernels.sparse_mla.schedule import block_heads
 
 MOST_POOL_BYTES = UNIT << 31

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from cute_kernels.formats import FP8_DS_MLA
-from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.gathered import ungathered
@@ -16,7 +16,7 @@ from cute_kernels.sparse_mla.paged_sm90 import PagedKey
 from cute_kernels.sparse_mla.paged_sm100 import PagedKey as BlackwellPagedKey
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
-from cute_kernels.sparse_mla.prefill_sm100_choice import BLACKWELL, is_own, unmapped
+from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 
 MOST_KEYS = 2**29
 """Entries and positions that own kernels take of a query row: what their tables have room for, of each cache."""

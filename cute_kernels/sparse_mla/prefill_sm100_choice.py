@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_kernels.runtime import trust
-
-BLACKWELL = ("sm_100a", "sm_103a")
+from cute_kernels.runtime.arch import BLACKWELL
 
 MAP_STRIDE = 2**40
 """Strides of a tensor that copies know by a descriptor are smaller, in bytes."""

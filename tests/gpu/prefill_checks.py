@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from cute_kernels.runtime import trust
-from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.arch import BLACKWELL, arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
-from cute_kernels.sparse_mla.prefill_sm100_choice import BLACKWELL
 
 KERNELS: dict[str, dict[str, Any]] = {"own": {}, "portable": {"HOPPER": ""}}
 """Kernels to run the tests with -> what to change where one is chosen. "own": those that calls on Hopper run, or on
