@@ -169,7 +169,6 @@ class DecodeKernel:
             # all of it, so it begins at address 0
             ptx.allocate_tensor_memory(at.tensor_memory, ptx.COLUMNS)
             ptx.relinquish_tensor_memory()
-        ptx.fence_tensor_before()
         cute.arch.sync_threads()
         ptx.fence_tensor_after()
         cute.arch.griddepcontrol_wait()

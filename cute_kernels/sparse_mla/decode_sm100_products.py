@@ -51,6 +51,8 @@ class Products:
                     self.start_scores(tile + 1, ready, at)
                 ptx.wait_mbarrier((ready.weights + buffer).toint(), tile // BUFFERS & 1)
                 ptx.fence_tensor_after()
+                # all threads have read the marks
+                cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     adds = Int32(0) if mark & FIRST != 0 else Int32(1)
                     self.multiply_values(at.p + buffer * SLAB_BYTES, at.v + stage * STAGE_BYTES, adds)

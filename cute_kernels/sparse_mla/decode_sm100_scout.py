@@ -239,6 +239,8 @@ class Gather:
             mark = marks(slot, tile, ready, at)
             if mark & END == 0:
                 ring.wait_empty(stage, tile // depth & 1)
+                # all threads have read the marks
+                cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     full = ring.full(stage)
                     cute.arch.mbarrier_arrive_and_expect_tx(full, size)
