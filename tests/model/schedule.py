@@ -62,6 +62,9 @@ class Schedule:
         self.has_waited: set[int] = set()
         self.are_apart: set[int] = set()
         """Warps of which some threads have waited for an mbarrier without the others, and have not met them since."""
+        self.mute = -1
+        """A wait that tells its threads nothing: is there anything then that they do not know when they go on?"""
+        self.untold: dict[int, list[tuple[Step, Any, bool]]] = defaultdict(list)
         self.running = [trace.per_block] * trace.record.blocks
         """Warps of each block that have not left."""
         self.problems: dict[str, None] = {}
@@ -122,9 +125,19 @@ class Schedule:
 
     def _do(self, warp: int, step: Step) -> bool:
         """Whether the step could be done."""
+        if step.kind != "wait" and self.untold[warp]:
+            self._know(warp)
         if step.kind in ALIGNED and warp in self.are_apart:
             self.report("threads of the warp have waited apart, and have not met", step)
         return getattr(self, f"_{step.kind}")(warp, step) is not False
+
+    def _know(self, warp: int) -> None:
+        clocks = self.clocks
+        for step, over, is_relaxed in self.untold.pop(warp):
+            for agent in step.agents:
+                known = clocks.known[agent], clocks.fenced[agent], clocks.of_reads(agent)
+                if is_relaxed or any((given > own).any() for given, own in zip(over, known, strict=True)):
+                    self.report("untold", step)
 
     # ---- accesses
 
@@ -218,8 +231,12 @@ class Schedule:
             return False
         if self.is_exact and barrier.phase - 1 != phase:
             self.report(f"waits for phase {phase}, {barrier.phase - 1} is over", step)
-        for agent in step.agents:
-            self.meetings[place].wait(self.clocks, agent)
+        meeting = self.meetings[place]
+        if step.ops == (self.mute,):
+            self.untold[warp].append((step, meeting.over.copy(), meeting.is_relaxed))
+        else:
+            for agent in step.agents:
+                meeting.wait(self.clocks, agent)
         self.has_waited.add(warp)
         if sum(step.counts) < LANES:
             self.are_apart.add(warp)

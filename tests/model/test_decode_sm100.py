@@ -84,10 +84,10 @@ class Decode(problems.Decode):
 
     ctas: int = 2
 
-    def run(self, **options: Any) -> Any:
+    def run(self, own: Program | None = None, **options: Any) -> Any:
         key = BlackwellDecodeKey("sm_100a", "none" if self.call.extra is None else "dense" if
                                  self.call.extra_indices is None else "listed", self.out_fp32)  # fmt: skip
-        own = program(key.second, key.out_fp32)
+        own = own or program(key.second, key.out_fp32)
         memory, parameters, items = self.place(own)
         maps = {PARAMETERS + own.parameters[i].offset: map_ for i, map_ in enumerate(self.maps)}
         blocks = min(self.ctas, items)
