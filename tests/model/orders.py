@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.model import trace
+from tests.model import lanes, trace
 from tests.model.events import Record
 from tests.model.ptx import Program
 from tests.model.replay import Replay
@@ -38,6 +38,8 @@ def check(
     counts_versions     whether all bytes of an operand have been written equally often: not where something else than
                         an operand has been in a part of its place
     """
+    among_threads = lanes.unordered(record, votes_order=votes_order)
+    assert not among_threads, "\n".join(["threads of a warp:", *among_threads])
     steps = trace.make(record, copies_are_fenced, votes_order)
     left = None
     for seed in range(schedules + more):
