@@ -82,8 +82,7 @@ class PairScores(Scores):
                 cute.arch.sync_warp()
                 self.move_slab(slab_at, lane, lanes + Q_COLUMN + slab * Q_COLUMNS)
                 cute.arch.sync_warp()
-            # both have done with their halves before scores come there
-            self.meet(thread)
+            # scores come to both halves only when all warps' queries are there
             ptx.wait_tensor_stores()
             ptx.fence_tensor_before()
             cute.arch.sync_warp()

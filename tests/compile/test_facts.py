@@ -19,7 +19,7 @@ SOME = (
     "mixed_kinds",
     "pair128_mn_major",
     "gather_pair",
-    "gather_dense",
+    "gather_part",
     "box_64",
     "e4m3_times_scale",
 )
