@@ -235,6 +235,6 @@ def work() -> tuple[Work, ...]:
                 for rows in ROWS
             ),
             # see decode_sm100_plan
-            threads={"codes to bf16": 450, "softmax": 340, "all else": 60},
+            threads={"codes to bf16": 530, "softmax": 340, "all else": 60},
         ),
     )

@@ -92,7 +92,7 @@ def test_bugs_in_the_order_are_found() -> None:
     found = [mutant for mutant in planted if not mutations.problems(decode_trace(), mutant)]
     assert {mutant.name for mutant in found} <= set(IMPLIED), [(mutant.op, mutant.name) for mutant in found]
     assert len(planted) > 70
-    assert len(found) <= 0.05 * len(planted), [(mutant.op, mutant.name) for mutant in found]
+    assert len(found) <= 4, [(mutant.op, mutant.name) for mutant in found]
 
 
 def places() -> list[edits.Edit]:

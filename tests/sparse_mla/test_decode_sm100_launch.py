@@ -12,7 +12,7 @@ from tests.sparse_mla.test_decode import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
-from cute_kernels.sparse_mla import decode, merge, schedule
+from cute_kernels.sparse_mla import decode, examples, merge, schedule
 from cute_kernels.sparse_mla.decode_args import Call
 from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
@@ -115,6 +115,18 @@ def test_deployments_have_both_kernels(arch: str, model: str, tp: int) -> None:
         kinds = {(k.second, k.out_fp32) for k in decodes if isinstance(k, BlackwellDecodeKey) == is_own}
         assert kinds == every
     assert all(isinstance(k, BlackwellPairDecodeKey) == (model == "v4-pro") for k in decodes if "sm100" in k.__module__)
+
+
+def test_verify_asks_for_all_kernels_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Launches(monkeypatch, "sm_100a")
+    with trust.choose(own=True):
+        for name, case in examples._DECODE.items():
+            if case.heads > 64:
+                decode.launch(*case.example(name).args)
+    decode._key.cache_clear()
+    merge._key.cache_clear()
+    asked = {(k.second, k.out_fp32) for k, _ in gpu.decodes if isinstance(k, BlackwellPairDecodeKey)}
+    assert asked == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
 
 
 def test_keys() -> None:
