@@ -81,8 +81,8 @@ def expect(transfer: Transfer) -> Any:
     found = np.zeros((transfer.blocks, transfer.shared_bytes), np.uint8)
     memory, columns, width = memory.reshape(-1), transfer.columns, transfer.width
     if transfer.is_gathered:
-        sizes = transfer.column + columns, KNOWN_ROWS
-        map_ = TensorMap(transfer.first, sizes, (ROW_BYTES,), (columns, 1), width, transfer.swizzle)
+        known = transfer.column + columns, KNOWN_ROWS
+        map_ = TensorMap(transfer.first, known, (ROW_BYTES,), (columns, 1), width, transfer.swizzle)
         for group, four in enumerate(numbers.reshape(-1, 4)):
             block, at = divmod(group * 4, TILE)
             rows = meaning.rows_of(map_, memory, transfer.column, four)

@@ -1,9 +1,9 @@
 """Which kernel sparse_mla_decode runs.
 
 For fp8_ds_mla caches Hopper's own, or for few heads that of teams of warps; or Blackwell's own, where it can address
-the caches and is trusted, with more than 64 heads that for pairs of blocks; for everything else the portable one. With 9 to 16 heads Hopper's is faster as long as it has
-all rows at once, and that of teams with more of them; which of the two depends on the number of rows where the split
-does, too, and nowhere else.
+the caches and is trusted, with more than 64 heads that for pairs of blocks; for everything else the portable one. With
+9 to 16 heads Hopper's is faster as long as it has all rows at once, and that of teams with more of them; which of the
+two depends on the number of rows where the split does, too, and nowhere else.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEW_ROWS_HEADS = (16,)
 """Those of which Hopper's kernel takes calls with few rows."""
 
 PAIR_ARCHS = BLACKWELL
-"""Where more than 64 heads take Blackwell's kernel for pairs of blocks. Elsewhere they are two items of its other one."""
+"""Where more than 64 heads take Blackwell's kernel for pairs of blocks; elsewhere they are two items of its other."""
 
 
 def key_for(

@@ -286,12 +286,8 @@ class Barriers:
         self.raws.initialize(1, 4)
         # the front's warps, and one thread that expects rotary columns
         self.stages.initialize(warps + 1, 1)
-        for first, count, arrivals in (
-            (self.scales, self.depths["headings"], 32),
-            (self.sums, BUFFERS, 1),
-            (self.weights, BUFFERS, warps),
-            (self.queries, 1, warps),
-        ):
+        rest = (self.scales, self.depths["headings"], 32), (self.sums, BUFFERS, 1)
+        for first, count, arrivals in (*rest, (self.weights, BUFFERS, warps), (self.queries, 1, warps)):
             for i in range(count):
                 cute.arch.mbarrier_init(first + i, arrivals)
         cute.arch.mbarrier_init_fence()
@@ -307,6 +303,7 @@ class Barriers:
     def commit(self, barrier: Any) -> None:
         """Arrive when the products that this thread has started are done."""
         ptx.commit_tensor(barrier.toint())
+
 
 CODES_BYTES = KEYS * NOPE_DIM
 ROPE_BYTES = KEYS * SLAB * 2
