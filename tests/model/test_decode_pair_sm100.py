@@ -15,6 +15,7 @@ from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
 from tests.compile.reports import compile_report
 from tests.model import edits, mutations, orders
 from tests.model import test_decode_sm100 as single
+from tests.model.test_blackwell import IMPLIED
 from tests.model.test_decode_sm100 import MOST, make, program, with_lengths
 from tests.model.trace import Trace
 
@@ -76,14 +77,6 @@ def test_in_any_order() -> None:
     steps = [op for op in program("listed", False, BlackwellPairDecodeKey).ops if op.number in conflicts]
     assert len(steps) == 2 * 2 * 3
     assert all(op.opcode.startswith(("ld.shared.v4", "st.shared.v4")) for op in steps)
-
-
-IMPLIED = {
-    "no fence": "nothing in tensor memory is before it, or the next one comes before anybody relies on it",
-    "no barrier of the warp": "another one comes before the arrival that it is for",
-    "no wait for tensor memory": "the next wait is for all loads; what registers hold before, edits show",
-}
-"""What a replay rightly does not find, as something else keeps the same order -> what does."""
 
 
 def test_bugs_in_the_order_are_found() -> None:
