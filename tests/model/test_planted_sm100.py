@@ -23,6 +23,7 @@ from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey
 from cute_kernels.sparse_mla.prefill_sm100_plan import BACK, FRONT, LISTS_WARP, PRODUCTS, ROWS_WARP
 from tests.compile.reports import compile_report
 from tests.gpu import test_mixed
+from tests.model import test_decode_pair_sm100 as pairs
 from tests.model.planted import IS_REPEATED, TELLS_NOTHING, Call, Kernel
 from tests.model.prefill_problems import Problem
 from tests.model.ptx import Program
@@ -145,6 +146,18 @@ def of_scores(name: str) -> Kernel:
 # ---- decode ----------------------------------------------------------------------------------------------------------
 
 
+FRONT_WARP, PRODUCTS_WARP = decode_sm100_plan.FRONT_WARP, decode_sm100_plan.PRODUCTS_WARP
+DECODE_ROLES = {
+    "scores": range(FRONT_WARP),
+    "front": range(FRONT_WARP, PRODUCTS_WARP),
+    "products": range(PRODUCTS_WARP, PRODUCTS_WARP + 1),
+}
+
+
+def of_pairs() -> Kernel:
+    return Kernel(compile_report(pairs.KEY).ptx, [pairs.run_all_rows], DECODE_ROLES)
+
+
 def of_decode() -> Kernel:
     key = BlackwellDecodeKey("sm_100a", "listed", False)
 
@@ -154,15 +167,14 @@ def of_decode() -> Kernel:
         decode.run(program, seed=3, events=events)
         decode.check()
 
-    front, products = decode_sm100_plan.FRONT_WARP, decode_sm100_plan.PRODUCTS_WARP
-    roles = {"scores": range(front), "front": range(front, products), "products": range(products, products + 1)}
-    return Kernel(compile_report(key).ptx, [call], roles)
+    return Kernel(compile_report(key).ptx, [call], DECODE_ROLES)
 
 
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 KERNELS: dict[str, tuple[Callable[[], Kernel], Left]] = {
     "decode": (of_decode, {}),
+    "decode in pairs": (of_pairs, {}),
     **{name: (functools.partial(of_prefill, name), PREFILL) for name in ("prefill", "mixed", "mixed e4m3", "paged")},
     **{name: (functools.partial(of_scores, name), left) for name, (_, _, left) in SCORES.items()},
 }
@@ -170,7 +182,15 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], Left]] = {
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("decode", 3), ("prefill", 4), ("mixed e4m3", 4), ("paged", 4), ("MXFP4, 1 row", 4), ("FP8, contiguous", 6)],
+    [
+        ("decode", 3),
+        ("decode in pairs", 4),
+        ("prefill", 4),
+        ("mixed e4m3", 4),
+        ("paged", 4),
+        ("MXFP4, 1 row", 4),
+        ("FP8, contiguous", 6),
+    ],
 )
 def test_bugs_are_found(name: str, every: int) -> None:
     """Of some of them; `python -m tests.model.all_bugs` plants all."""
