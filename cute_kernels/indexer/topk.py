@@ -83,7 +83,7 @@ class TopKKey(KernelKey):
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         scores, starts, ends = (Int64(0), Int64(4), Int32(1)), (Int64(0), Int64(4)), (Int64(0), Int64(4), Int64(4))
         out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
-        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(8)))
+        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(9)))
         return TopKKernel(self), (out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
@@ -91,7 +91,8 @@ class TopKKernel:
     """Entry point: (result; address of the scores, stride of their rows in bytes, their columns; address of the starts
     or 0, their stride; address of the ends, strides of requests and of their tokens, tokens of a request; what no end
     exceeds, whether a row's first column is that of its start (-1) or not (0); rows, k, a warp's share of k, groups of
-    a thread whose maxima bound it, 128-byte lines of a row to fetch early; stream)."""
+    a thread whose maxima bound it, 128-byte lines of a row to fetch early, how many rows later that one is which L2
+    fetches meanwhile; stream)."""
 
     def __init__(self, key: TopKKey) -> None:
         self.plan = key.plan
@@ -120,6 +121,7 @@ class TopKKernel:
         share: Int32,
         groups: Int32,
         early_lines: Int32,
+        ahead: Int32,
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -141,6 +143,7 @@ class TopKKernel:
             share,
             groups,
             early_lines,
+            ahead,
         )
         kernel.launch(
             grid=[rows * self.cluster, 1, 1],
@@ -170,6 +173,7 @@ class TopKKernel:
         share: Int32,
         groups: Int32,
         early_lines: Int32,
+        ahead: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -213,7 +217,11 @@ class TopKKernel:
                 tiles = (width + (self.plan.tile - 1)) // self.plan.tile
             skipped = rank * width
             stop = cutlass.min(stop - skipped, width)
-            part = Part(source + Int64(skipped - head) * 4, head - skipped, stop, tiles, skipped - head)
+            later, lines = source + Int64(ahead) * scores_stride, Int32(0)
+            if const_expr(self.cluster == 1):
+                is_there = (ahead > 0) & (row + ahead < cute.arch.grid_dim()[0])
+                lines = (Int32(later & 127) + size * 4 + 127) // 128 if is_there else Int32(0)
+            part = Part(source + Int64(skipped - head) * 4, head - skipped, stop, tiles, skipped - head, later, lines)
             self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride)
 
 
@@ -311,13 +319,14 @@ def arguments(
     k: int,
     share: int,
     groups: int,
+    ahead: int = 0,
 ) -> tuple[Any, ...]:
     """What the kernel's entry point takes. bounds: starts, ends, (limit, shifts) as `run` takes them."""
     columns = logits.shape[1]
     scores = logits.data_ptr(), logits.stride(0) * 4, columns
     early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
     numbers = (number for part in bounds for number in part)
-    return out, *scores, *numbers, rows, k, share, groups, early_lines
+    return out, *scores, *numbers, rows, k, share, groups, early_lines, ahead
 
 
 def launch_with(key: TopKKey, logits: Any, starts: Any, ends: Any, out: Any, rows: int, k: int) -> None:

@@ -57,6 +57,9 @@ class RowPicks:
         for tile in cutlass.range(part.tiles, unroll=1):
             self.load(here, part, tile, scores)
             self.update(best, scores)
+        if const_expr(self.plan.cluster == 1):
+            for line in cutlass.range(here.thread, part.lines, self.plan.threads, unroll=1):
+                ptx.prefetch_l2((part.later & -128) + Int64(line) * 128, line < part.lines)
         top, bound = self.bins.extremes(here, *self.bound(best, groups, share))
 
         last = part.tiles - 1

@@ -14,7 +14,7 @@ from cute_kernels.indexer import topk, topk_decode, topk_prefill
 
 NAMES = (
     "out", "scores", "scores_stride", "columns", "starts", "starts_stride", "ends", "ends_request", "ends_token",
-    "tokens", "limit", "shifts", "rows", "k", "share", "groups", "early_lines",
+    "tokens", "limit", "shifts", "rows", "k", "share", "groups", "early_lines", "ahead",
 )  # fmt: skip
 INT = torch.int32
 
