@@ -22,8 +22,8 @@ ROWS = 4
 """A chunk of more rows has a multiple of these: score kernels take so many at a time."""
 
 
-LENGTH, ENTRY = 2048, 8
-"""Entries of a list of sieve_plan, and bytes of one."""
+LENGTH, ENTRY, COUNT = 2048, 8, 8
+"""Entries of a list of sieve_plan, bytes of one, and of what is to be known of the list."""
 
 SIEVING_BLOCKS = 132
 """Multiprocessors for whose lists a workspace has room."""
@@ -31,7 +31,7 @@ SIEVING_BLOCKS = 132
 
 def sieved_bytes(rows: int, blocks: int) -> int:
     """Of the lists of so many rows, whose scores so many blocks compute."""
-    return (rows + blocks - 1) * (LENGTH * ENTRY + 4) + 2 * 4 * rows
+    return (rows + blocks - 1) * (LENGTH * ENTRY + COUNT) + 2 * 4 * rows
 
 
 def is_sieved(requests: int, columns: int, next_n: int, k: int) -> bool:

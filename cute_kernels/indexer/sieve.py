@@ -28,7 +28,10 @@ from cute_kernels.indexer.topk_plan import BIN_BITS, BINS
 KEPT = LENGTH - 8 * KEYS
 """Entries that may be left of a full list."""
 
-AT_ONCE = 4
+TILES = 2
+"""That are looked at together."""
+
+AT_ONCE = 8
 """Entries that a lane loads before it looks at one."""
 
 WORST = 0xFFFFFFFF
@@ -73,43 +76,64 @@ class Sieve:
         lists = Lists.at(memory, groups.total(), cute.arch.grid_dim()[0])
 
         def sift(part: Any, state: Any) -> Any:
-            listed, slot, phase = self.sift(part, windows.skip, *state)
-            self.write(part, lists, listed)
+            listed, worst, slot, phase = self.sift(part, windows.skip, *state)
+            self.write(part, lists, listed, worst)
             return slot, phase
 
         self.shares.each_part(Int32(0), 1, groups, windows, sums, sift, barriers.start())
 
     @cute.jit
-    def sift(self, part: Any, k: Any, slot: Any, phase: Any) -> tuple[Any, Any, Any]:
-        """List what may be among the k best of a segment. Returns how many there are; the next stage and phase."""
+    def sift(self, part: Any, k: Any, slot: Any, phase: Any) -> tuple[Any, Any, Any, Any]:
+        """List what may be among the k best of a segment. Returns how many there are; an order that k of them reach,
+        or that of NaN; the next stage and phase."""
         lane = cute.arch.lane_idx()
         listed, worst, key = Int32(0), Uint32(WORST), part.first_key + lane
-        for _ in cutlass.range(part.count, unroll=1):
-            if listed > LENGTH - KEYS:
-                listed, worst = self.keep_best(listed, k, worst)
-            self.ring.wait_full(slot, phase)
-            place = self.scores + (slot * KEYS + lane) * 4
-            found = [ptx.load_shared_f32(place + i * (WARP * 4)) for i in range(KEYS // WARP)]
-            for i in range_constexpr(KEYS // WARP):
-                order = ptx.descending_order(found[i])
-                is_listed = (order <= worst) & (key + i * WARP < part.stop)
-                listed = self.append(listed, is_listed, order, key + i * WARP)
+        # of what the lane has listed
+        first, last = Uint32(WORST), Uint32(0)
+        for tile in cutlass.range(0, part.count, TILES, unroll=1):
+            if listed > LENGTH - TILES * KEYS:
+                listed, worst = self.keep_best(listed, k, first, last)
+                last = Uint32(worst)
+            more = part.count - tile
+            slots, found = [], []
+            for i in range_constexpr(TILES):
+                if i < more:
+                    self.ring.wait_full(slot, phase)
+                slots.append(slot)
+                # where there is no such tile, it is some other's
+                place = self.scores + (slot * KEYS + lane) * 4
+                found += [ptx.load_shared_f32(place + j * (WARP * 4)) for j in range(KEYS // WARP)]
+                if i < more:
+                    slot, phase = barriers.advance(slot, phase, self.plan.stages)
+            orders = [ptx.descending_order(score) for score in found]
+            stop = cutlass.min(part.stop, part.first_key + part.count * KEYS)
+            chosen = []
+            for i in range_constexpr(len(orders)):
+                order = orders[i]
+                # those that are no better than k others lose against them
+                is_listed = ((order < worst) | (worst == Uint32(WORST))) & (key + i * WARP < stop)
+                first = Uint32(cutlass.min(first, order if is_listed else Uint32(WORST)))
+                last = Uint32(cutlass.max(last, order if is_listed else Uint32(0)))
+                chosen.append(is_listed)
+            listed = self.append(listed, chosen, orders, [key + i * WARP for i in range(len(orders))])
             cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(self.ring.empty(slot))
-            slot, phase = barriers.advance(slot, phase, self.plan.stages)
-            key += KEYS
+            for i in range_constexpr(TILES):
+                if (lane == 0) & (i < more):
+                    cute.arch.mbarrier_arrive(self.ring.empty(slots[i]))
+            key += TILES * KEYS
         cute.arch.sync_warp()
-        return listed, slot, phase
+        return listed, worst, slot, phase
 
     @cute.jit
-    def append(self, listed: Any, is_listed: Any, order: Any, key: Any) -> Any:
-        """Add the entries of the lanes that have one. Returns how many there are now."""
-        chosen = cute.arch.vote_ballot_sync(is_listed)
-        before = cute.arch.popc(chosen & ((1 << cute.arch.lane_idx()) - 1))
-        if is_listed:
-            ptx.store_shared_64(self.entries + (listed + before) * ENTRY, Int32(order), key)
-        return listed + cute.arch.popc(chosen)
+    def append(self, listed: Any, chosen: Any, orders: Any, keys: Any) -> Any:
+        """Add entries, the lanes' first ones, then their second ones. Returns how many there are now."""
+        below = (1 << cute.arch.lane_idx()) - 1
+        ballots = [cute.arch.vote_ballot_sync(is_chosen) for is_chosen in chosen]
+        for i in range_constexpr(len(chosen)):
+            place = self.entries + (listed + cute.arch.popc(ballots[i] & below)) * ENTRY
+            ptx.store_shared_64(place, Int32(orders[i]), keys[i], predicate=chosen[i])
+            listed += cute.arch.popc(ballots[i])
+        return listed
 
     def load(self, first: Any, listed: Any) -> list[Any]:
         """(whether there is such an entry, its order, its key): the lane's next ones of the list."""
@@ -121,15 +145,10 @@ class Sieve:
         return found
 
     @cute.jit
-    def keep_best(self, listed: Any, k: Any, worst: Any) -> tuple[Any, Any]:
-        """Keep the k best entries of more, or at most KEPT that include them, in their order. Returns how many there
-        are, and what later ones must reach."""
+    def keep_best(self, listed: Any, k: Any, first: Any, last: Any) -> tuple[Any, Any]:
+        """Keep the k best entries of more, or at most KEPT that include them, in their order. first, last: the lane's
+        share of orders between which all are. Returns how many there are, and the order that they reach."""
         lane = cute.arch.lane_idx()
-        cute.arch.sync_warp()
-        first, last = Uint32(WORST), Uint32(0)
-        for start in cutlass.range(lane, listed, WARP * AT_ONCE, unroll=1):
-            for _is_there, order, _key in self.load(start, listed):
-                first, last = cutlass.min(first, order), cutlass.max(last, order)
         first, last = over_lanes(first, last)
         low, shift = finest(first, last)
         wanted, before, ties, goes_on = k, Int32(0), Int32(LENGTH), Int32(1)
@@ -144,20 +163,39 @@ class Sieve:
                     shift, goes_on = cutlass.max(shift - BIN_BITS, Int32(0)), Int32(1)
                 else:
                     ties = wanted
-        width = (Uint32(1) << Uint32(shift)) - 1
-        kept, tied = Int32(0), Int32(0)
+        # the last order of the bin, or of all
+        most = low + ((Uint32(1) << Uint32(shift)) - 1)
+        most = Uint32(most) if most >= low else Uint32(WORST)
+        kept = Int32(0)
+        if ties == LENGTH:
+            kept = self.keep(listed, most)
+        else:
+            kept = self.keep_first(listed, low, ties)
+        cute.arch.sync_warp()
+        return kept, most
+
+    @cute.jit
+    def keep(self, listed: Any, most: Any) -> Any:
+        """Keep entries of these orders. Returns how many there are."""
+        kept, lane = Int32(0), cute.arch.lane_idx()
+        for start in cutlass.range(Int32(0), listed, WARP * AT_ONCE, unroll=1):
+            found = self.load(start + lane, listed)
+            chosen = [entry[0] & (entry[1] <= most) for entry in found]
+            kept = self.append(kept, chosen, [entry[1] for entry in found], [entry[2] for entry in found])
+        return kept
+
+    @cute.jit
+    def keep_first(self, listed: Any, low: Any, ties: Any) -> Any:
+        """Keep entries before an order, and the first of those that have it. Returns how many there are."""
+        kept, tied, lane = Int32(0), Int32(0), cute.arch.lane_idx()
+        below = (1 << lane) - 1
         for start in cutlass.range(Int32(0), listed, WARP * AT_ONCE, unroll=1):
             for is_there, order, key in self.load(start + lane, listed):
-                is_tied = is_there & (order >= low) & (order - low <= width)
-                chosen = cute.arch.vote_ballot_sync(is_tied)
-                number = tied + cute.arch.popc(chosen & ((1 << lane) - 1))
-                tied += cute.arch.popc(chosen)
-                kept = self.append(kept, is_there & ((order < low) | (is_tied & (number < ties))), order, key)
-        cute.arch.sync_warp()
-        # the last order of the bin, or of all
-        most = low + width
-        most = most if most >= low else Uint32(WORST)
-        return kept, cutlass.min(worst, Uint32(most) - 1)
+                ballot = cute.arch.vote_ballot_sync(is_there & (order == low))
+                is_first = (order == low) & (tied + cute.arch.popc(ballot & below) < ties)
+                tied += cute.arch.popc(ballot)
+                kept = self.append(kept, [is_there & ((order < low) | is_first)], [order], [key])
+        return kept
 
     @cute.jit
     def count(self, listed: Any, low: Any, shift: Any) -> None:
@@ -175,7 +213,7 @@ class Sieve:
         cute.arch.sync_warp()
 
     @cute.jit
-    def write(self, part: Any, lists: Any, listed: Any) -> None:
+    def write(self, part: Any, lists: Any, listed: Any, worst: Any) -> None:
         """A segment's list, and where it is."""
         lane, block = cute.arch.lane_idx(), cute.arch.block_idx()[0]
         number = block + part.group
@@ -187,7 +225,7 @@ class Sieve:
                 score = ptx.of_descending_order(order).bitcast(Int32)
                 ptx.store_global_64(target + Int64(start + i * WARP) * ENTRY, score, key, is_there)
         if lane == 0:
-            ptx.store_global_s32(lists.count_of(number), listed)
+            ptx.store_global_64(lists.count_of(number), listed, Int32(worst))
             if part.first_key == 0:
                 ptx.store_global_s32(lists.firsts + Int64(part.group) * 4, block)
             if part.first_key + part.count * KEYS >= part.stop:

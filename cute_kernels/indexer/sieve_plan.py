@@ -6,7 +6,7 @@ memory that both kernels share:
 
     lists    of every segment, LENGTH entries; that of block b and row r has number b + r, which no other has: from
              segment to segment either the block or the row changes, or both
-    counts   of entries of each list
+    counts   of entries of each list; an order (ptx.descending_order) that at least k of the row's scores reach
     firsts   of each row, the first block with a segment of it
     lasts    and the last one
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from cutlass import Int64
 
-from cute_kernels.indexer.chunks import ENTRY, LENGTH
+from cute_kernels.indexer.chunks import COUNT, ENTRY, LENGTH
 
 
 class Lists(NamedTuple):
@@ -33,11 +33,11 @@ class Lists(NamedTuple):
         """In memory from an address on."""
         number = Int64(rows + blocks - 1)
         counts = memory + number * (LENGTH * ENTRY)
-        firsts = counts + number * 4
+        firsts = counts + number * COUNT
         return cls(memory, counts, firsts, firsts + Int64(rows) * 4)
 
     def list_of(self, number: Any) -> Any:
         return self.lists + Int64(number) * (LENGTH * ENTRY)
 
     def count_of(self, number: Any) -> Any:
-        return self.counts + Int64(number) * 4
+        return self.counts + Int64(number) * COUNT

@@ -23,7 +23,7 @@ from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.indexer.topk_plan import GROUPS, Here, Part, Plan
 from cute_kernels.indexer.topk_row import RowPicks
-from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of
+from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
@@ -36,9 +36,19 @@ SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (32, 8, 1, 1), (32, 4, 1, 
 """(warps, vectors of a thread, cluster, tiles) of blocks that take whole rows: of up to 4096, 8192, 16384 and 32768
 columns, which their registers hold, and of up to 65536, 262144 and 524288, which they read twice."""
 
-SHARED = ((17, 16384, (8, 8, 4, 1)), (64, 32768, (32, 4, 8, 8)))
-"""(fewer rows than, more columns than, shape) of clusters, up to their capacity. On an H200 8 rows of 32768 columns
-take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us (perf/notes/indexer_topk.md)."""
+ALONE = "sm_90a", 512, 16384, (16, 16, 1, 1)
+"""(architecture, most picks, more columns than, shape) of blocks in place of those of 32 warps, up to their capacity.
+On an H200 256 rows of 32768 columns take 18.5 us instead of 19.5, but with 1024 picks 20.5 and 20.2 us."""
+
+SHARED = (
+    (17, 16384, (8, 8, 4, 1)),
+    (17, 32768, (32, 4, 8, 8)),
+    (64, 131072, (32, 4, 4, 16)),
+    (64, 32768, (32, 4, 8, 8)),
+)
+"""(fewer rows than, more columns than, shape) of clusters, up to their capacity, the first that fits. On an H200 8 rows
+of 32768 columns take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us; 60 rows of 262144
+columns 38 us with clusters of four, 49 with those of eight (perf/notes/indexer_topk.md)."""
 
 EARLY_BYTES = 4 << 20
 """Of scores in a call, up to which rows are asked for before their bounds are known."""
@@ -226,19 +236,24 @@ class TopKKernel:
 
 
 def keys_of(arch: str) -> list[TopKKey]:
-    """All kernels of an architecture, by capacity: those for which a block is enough, then those of clusters."""
-    shapes = [*SHAPES, *(shape for *_, shape in SHARED if arch in CLUSTER_ARCHS)]
+    """All kernels of an architecture: those for which a block is enough, by capacity, then others."""
+    alone = [ALONE[-1]] if arch == ALONE[0] else []
+    shapes = [*SHAPES, *alone, *dict.fromkeys(shape for *_, shape in SHARED if arch in CLUSTER_ARCHS)]
     keys = [TopKKey(arch, *shape) for shape in shapes]
     return [key for key in keys if key.smem_bytes <= SMEM_BYTES[arch]]
 
 
-def key_for(arch: str, rows: int, width: int) -> TopKKey:
-    """The kernel for so many rows of such a width; if none is wide enough, the widest."""
+def key_for(arch: str, rows: int, width: int, k: int = MOST_PICKS) -> TopKKey:
+    """The kernel for so many picks of so many rows of such a width; if none is wide enough, the widest."""
     keys = keys_of(arch)
     for fewer, more, shape in SHARED if arch in CLUSTER_ARCHS else ():
         key = TopKKey(arch, *shape)
         if rows < fewer and more < width <= key.capacity:
             return key
+    only, most, more, shape = ALONE
+    key = TopKKey(arch, *shape)
+    if arch == only and k <= most and more < width <= key.capacity:
+        return key
     return next((key for key in keys if width <= key.capacity), keys[-1])
 
 
@@ -256,10 +271,11 @@ def share_for(key: Any, k: int) -> int:
 
 
 @lru_cache(MOST_CHOICES)
-def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, int, int]:
-    """(kernel, a warp's share of k, groups of a thread)"""
-    key = key_for(arch_of(device_index), rows, width)
-    return key, share_for(key, k), groups_for(key, k)
+def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, int, int, int]:
+    """(kernel, a warp's share of k, groups of a thread, rows that are picked from at once if that is to be known)"""
+    key = key_for(arch_of(device_index), rows, width, k)
+    at_once = multiprocessors(device_index) if key == TopKKey(ALONE[0], *ALONE[-1]) else 0
+    return key, share_for(key, k), groups_for(key, k), at_once
 
 
 def width_of(logits: Any) -> int:
@@ -306,9 +322,9 @@ def run(
         return
     device_index = out.device.index
     # more rows than of the largest calls with kernels of their own make no difference
-    key, share, groups = choose(device_index, min(rows, SHARED[-1][0]), width_of(logits), k)
+    key, *shares = choose(device_index, min(rows, SHARED[-1][0]), width_of(logits), k)
     bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts)
-    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, share, groups))
+    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares))
 
 
 def arguments(

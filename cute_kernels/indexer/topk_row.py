@@ -30,11 +30,10 @@ from cute_kernels.indexer.topk_plan import BIN_BITS, GROUPS, LIST, RANKED, ZEROS
 AT_ONCE = 3
 """Listed elements that a thread loads before it looks at one."""
 
-REDUX = False
-
-GUESSES = 4
-"""Times that a bound is searched where it would be if scores were spread evenly, before the middle is taken: normal
-scores need 4 steps at most, not 11, others up to 4 more."""
+GUESSES, FAR = 4, 1 << 26
+"""Times that a bound is searched where it would be if scores were spread evenly, before the middle of their orders is
+taken, and the distance of these for which that is worth it, eight binary orders: normal scores of both signs need 4
+steps at most, not 11, some others 4 more."""
 
 
 class RowPicks:
@@ -174,7 +173,7 @@ class RowPicks:
         reached = self.reach(orders, groups, high)
         is_short = reached < share
         limit = share + share // 8
-        below, guesses = Int32(0), Int32(GUESSES)
+        below, guesses = Int32(0), (Int32(GUESSES) if high - low >= Uint32(FAR) else Int32(0))
         while reached > limit and low < high:
             middle = low + ((high - low) >> Uint32(1))
             if guesses > 0:
@@ -193,21 +192,12 @@ class RowPicks:
     @cute.jit
     def reach(self, orders: cute.Tensor, groups: Int32, order: Uint32) -> Int32:
         """How many maxima of a warp have at most this order."""
-        if const_expr(REDUX):
-            number = Int32(orders[0] <= order)
-            for level in (1, 2, 4):
-                if groups > level:
-                    for i in range_constexpr(level, 2 * level):
-                        number += Int32(orders[i] <= order)
-            number = Int32(cute.arch.warp_redux_sync(number, "add"))
-        else:
-            ballot, popc = cute.arch.vote_ballot_sync, cute.arch.popc
-            number = popc(ballot(orders[0] <= order))
-            for level in (1, 2, 4):
-                if groups > level:
-                    for i in range_constexpr(level, 2 * level):
-                        number += popc(ballot(orders[i] <= order))
-        return number
+        number = Int32(orders[0] <= order)
+        for level in (1, 2, 4):
+            if groups > level:
+                for i in range_constexpr(level, 2 * level):
+                    number += Int32(orders[i] <= order)
+        return Int32(cute.arch.warp_redux_sync(number, "add"))
 
     @cute.jit
     def collect(self, here: Here, tile: Int32, scores: cute.Tensor, bound: Uint32, listed: Int32) -> Int32:

@@ -149,32 +149,38 @@ class SievedPicks(RowPicks):
         """Write the k best of a row that has more columns."""
         # the worst number's order plus one, for which NaN has 0
         best, worst, listed = Uint32(NAN_ORDER), Uint32(0), Int32(0)
+        bound, below = Uint32(NAN_ORDER), (1 << here.lane) - 1
         for begin in cutlass.range(part.begin, part.end, LANES, unroll=1):
-            count, until = self.chunks(here, part, begin)
+            count, until, reached = self.chunks(here, part, begin)
+            bound = Uint32(cutlass.min(bound, reached))
             total = cute.arch.shuffle_sync(until, LANES - 1)
             for chunk in cutlass.range(here.warp, total, self.plan.warps * AT_ONCE, unroll=1):
                 found = self.ask(here, part, begin, count, until, chunk, total)
+                orders = [ptx.descending_order(entry[1]) for entry in found]
+                chosen = [found[i][0] & (orders[i] <= bound) for i in range(AT_ONCE)]
+                ballots = [cute.arch.vote_ballot_sync(is_chosen) for is_chosen in chosen]
                 for i in range_constexpr(AT_ONCE):
-                    is_there, score, place = found[i]
-                    order = ptx.descending_order(score)
-                    best = Uint32(cutlass.min(best, order))
-                    worst = Uint32(cutlass.max(worst, order + Uint32(1)))
-                    if is_there & (listed + here.lane < self.length):
-                        target = here.at + LIST + (here.warp * self.length + listed + here.lane) * ENTRY
-                        ptx.store_shared_64(target, score.bitcast(Int32), place)
-                    listed += cute.arch.popc(cute.arch.vote_ballot_sync(is_there))
+                    best = Uint32(cutlass.min(best, orders[i]))
+                    worst = Uint32(cutlass.max(worst, orders[i] + Uint32(1) if chosen[i] else Uint32(0)))
+                    number = listed + cute.arch.popc(ballots[i] & below)
+                    target = here.at + LIST + (here.warp * self.length + number) * ENTRY
+                    fits = chosen[i] & (number < self.length)
+                    ptx.store_shared_64(target, found[i][1].bitcast(Int32), found[i][2], predicate=fits)
+                    listed += cute.arch.popc(ballots[i])
         cute.arch.sync_warp()
         redux = cute.arch.warp_redux_sync
         best, worst = self.bins.extremes(here, Uint32(redux(best, "min")), Uint32(redux(worst, "max")))
         self.finish(here, part, k, listed, best, Uint32(worst - Uint32(1)), out)
 
     @cute.jit
-    def chunks(self, here: Here, part: Segments, begin: Int32) -> tuple[Any, Any]:
-        """Entries of list number begin + lane, and chunks of the lists from number `begin` up to and with that one."""
+    def chunks(self, here: Here, part: Segments, begin: Int32) -> tuple[Any, Any, Any]:
+        """Entries of list number begin + lane, and chunks of the lists from number `begin` up to and with that one; an
+        order that at least k scores of one of these lists reach."""
         number = begin + here.lane
-        place = part.lists.count_of(number)
-        count = ptx.load_global_s32_where(number < part.end, place, is_shared=True)
-        return count, lanes_prefix((count + (LANES - 1)) // LANES)
+        count, order = ptx.load_global_64_in_order(part.lists.count_of(cutlass.min(number, part.end - 1)))
+        count = count if number < part.end else Int32(0)
+        reached = Uint32(cute.arch.warp_redux_sync(Uint32(order), "min"))
+        return count, lanes_prefix((count + (LANES - 1)) // LANES), reached
 
     @cute.jit
     def ask(
@@ -200,7 +206,7 @@ class SievedPicks(RowPicks):
     @cute.jit
     def each_again(self, here: Here, part: Segments, work: cutlass.Constexpr) -> None:
         for begin in cutlass.range(part.begin, part.end, LANES, unroll=1):
-            count, until = self.chunks(here, part, begin)
+            count, until, _reached = self.chunks(here, part, begin)
             total = cute.arch.shuffle_sync(until, LANES - 1)
             for chunk in cutlass.range(here.warp, total, self.plan.warps * AT_ONCE, unroll=1):
                 for entry in self.ask(here, part, begin, count, until, chunk, total):

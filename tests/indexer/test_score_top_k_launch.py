@@ -52,8 +52,9 @@ class Launches:
         self.kept: list[tuple[str, Any, dict[str, Any]]] = []
         for module in (logits, paged_logits, portable_launch, topk, score_top_k_sieved):
             monkeypatch.setattr(module, "arch_of", lambda index: arch)
+        for module in (logits, paged_logits, portable_launch, score_top_k_sieved, topk):
+            monkeypatch.setattr(module, "multiprocessors", lambda index: SMS)
         for score in (logits, paged_logits, portable_launch, score_top_k_sieved):
-            monkeypatch.setattr(score, "multiprocessors", lambda index: SMS)
             monkeypatch.setattr(score, "launch_key", lambda key, index, *args: self.keep("scores", key, args))
         monkeypatch.setattr(topk, "launch_key", lambda key, index, *args: self.keep("picks", key, args))
         for chooser in (topk, score_top_k_sieved):
