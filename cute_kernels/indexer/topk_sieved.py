@@ -28,13 +28,21 @@ from cute_kernels.indexer.topk_row import RowPicks
 from cute_kernels.runtime.compile import KernelKey
 
 WARPS, VECTORS = 16, 8
-TILES = (2, 8, 32)
-"""Of 16384 columns: a row has as many as fit, of which a bit says whether it is picked."""
+TILES = (2, 16)
+"""Of 16384 columns that a row has at most. For each column there is a bit that says whether it is picked."""
 
 AT_ONCE = 8
 """Entries that a lane asks for before it looks at one."""
 
 LANES = 32
+
+
+class SievedPlan(Plan):
+    """Sizes: those of the picks' other kernel, with lists as long as they can be."""
+
+    @property
+    def length(self) -> int:
+        return 8192 // self.warps
 
 
 @dataclass(frozen=True)
@@ -47,9 +55,9 @@ class SievedKey(KernelKey):
     tiles: int = 2
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> SievedPlan:
         """What the kernel is cut by."""
-        return Plan(WARPS, VECTORS, 1, self.tiles)
+        return SievedPlan(WARPS, VECTORS, 1, self.tiles)
 
     @property
     def smem_bytes(self) -> int:
