@@ -22,24 +22,6 @@ ROWS = 4
 """A chunk of more rows has a multiple of these: score kernels take so many at a time."""
 
 
-LENGTH, ENTRY, COUNT = 2048, 8, 8
-"""Entries of a list of sieve_plan, bytes of one, and of what is to be known of the list."""
-
-SIEVING_BLOCKS = 132
-"""Multiprocessors for whose lists a workspace has room."""
-
-
-def sieved_bytes(rows: int, blocks: int) -> int:
-    """Of the lists of so many rows, whose scores so many blocks compute."""
-    return (rows + blocks - 1) * (LENGTH * ENTRY + COUNT) + 2 * 4 * rows
-
-
-def is_sieved(requests: int, columns: int, next_n: int, k: int) -> bool:
-    """Whether decode calls are rather made with such lists, if there are kernels: then segments are so long that much
-    of them can be left out, and the lists not much larger than the scores."""
-    return next_n == 1 and k <= LENGTH // 2 and columns >= 2 * LENGTH and SIEVING_BLOCKS // 4 <= requests <= 1024
-
-
 def row_bytes(columns: int) -> int:
     """Of the scores of a row."""
     return 4 * round_up(columns, ROW_ALIGNMENT)
@@ -51,13 +33,9 @@ def least_bytes(requests: int, columns: int, next_n: int, k: int) -> int:
 
 
 def workspace_bytes(requests: int, columns: int, next_n: int, k: int, most: int) -> int:
-    """For a call in chunks of at most `most` bytes or, if that is not enough, of one request; or for its lists."""
+    """For a call in chunks of at most `most` bytes or, if that is not enough, of one request."""
     least = least_bytes(requests, columns, next_n, k)
-    if least == 0:
-        return 0
-    size = least * max(1, min(requests, most // least))
-    lists = sieved_bytes(requests, SIEVING_BLOCKS)
-    return max(size, lists) if is_sieved(requests, columns, next_n, k) and lists <= most else size
+    return 0 if least == 0 else least * max(1, min(requests, most // least))
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import INDEX_DIM, INDEXER_FP8
-from cute_kernels.indexer.chunks import SIEVING_BLOCKS, row_bytes, sieved_bytes
+from cute_kernels.indexer.chunks import row_bytes
 from cute_kernels.runtime.verify import Example, raw_memory
 
 _POISON = -77_777
@@ -20,15 +20,8 @@ _POISON = -77_777
 _CONTIGUOUS = ((1, 64, 900, 0, 512, 1), (37, 64, 1300, 0, 512, 9), (30, 32, 700, 300, 7, 4), (9, 64, 400, 0, 512, 0))
 """(rows, heads, keys, columns of the compressed form, k, rows that fit into the workspace)"""
 
-_PAGED = (
-    (1, 1, 64, 64, 700, 64, 1),
-    (9, 1, 64, 64, 700, 100, 4),
-    (5, 2, 64, 128, 700, 512, 2),
-    (4, 3, 48, 16, 700, 1, 4),
-    (35, 1, 64, 64, 4300, 512, 0),
-)
-"""(requests, rows of each, heads, keys of a page, most keys, k, requests that fit into the workspace, or 0 for one of
-sieved calls)"""
+_PAGED = ((1, 1, 64, 64, 64, 1), (9, 1, 64, 64, 100, 4), (5, 2, 64, 128, 512, 2), (4, 3, 48, 16, 1, 4))
+"""(requests, rows of each, heads, keys of a page, k, requests that fit into the workspace)"""
 
 
 def _choice(g: torch.Generator, values: list[float], *shape: int) -> torch.Tensor:
@@ -62,21 +55,20 @@ def contiguous() -> Iterator[Example]:
 def paged() -> Iterator[Example]:
     """score_top_k_decode(q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format, out,
     workspace)"""
-    for requests, next_n, heads, page_rows, columns, k, fit in _PAGED:
+    for requests, next_n, heads, page_rows, k, fit in _PAGED:
         g = torch.Generator().manual_seed(requests + next_n)
-        pages = 40
+        pages, columns = 40, 700
         pool = INDEXER_FP8.allocate(pages, page_rows)
         slots = torch.arange(pages * page_rows)
         scale = _choice(g, [0.5, 1.0, 2.0], len(slots), 1).view(torch.uint8)
         INDEXER_FP8.write_fields(pool, page_rows, slots, _codes(g, len(slots), INDEX_DIM).view(torch.uint8), scale)
-        table = torch.randint(-2, pages + 2, (requests, (columns - 100) // page_rows), generator=g).int()
+        table = torch.randint(-2, pages + 2, (requests, 600 // page_rows), generator=g).int()
         lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
-        lens[0, 0] = columns - 60
+        lens[0, 0] = 640
         inputs = _codes(g, requests, next_n, heads, INDEX_DIM), None, pool
         weights = _choice(g, [0.0, 1.0, -1.0, 0.5], requests * next_n, heads)
-        size = fit * next_n * row_bytes(columns) or sieved_bytes(requests, SIEVING_BLOCKS)
-        results = _results(requests * next_n, k, size)
-        name = f"{requests} requests of {next_n} rows, {heads} heads, {k} of {columns} keys, pages of {page_rows}"
+        results = _results(requests * next_n, k, fit * next_n * row_bytes(columns))
+        name = f"{requests} requests of {next_n} rows, {heads} heads, {k} picks, pages of {page_rows}"
         yield Example(name, (*inputs, weights, lens, table, columns, INDEXER_FP8.id, *results), _agree)
 
 

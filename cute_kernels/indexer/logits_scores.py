@@ -21,10 +21,9 @@ from cute_kernels.indexer.logits_plan import CLOSING, KEYS, NOTE, QUERIES, WARP,
 
 
 class Tile(NamedTuple):
-    """A tile in the ring: its stage, the ring's phase there, and what its note says."""
+    """A tile in the ring: its stage, and what its note says."""
 
     stage: Any
-    phase: Any
     group: Any
     place: Any
     boxes: Any
@@ -35,7 +34,7 @@ def await_tile(ring: Any, at: Any, stage: Any, phase: Any) -> Tile:
     """What comes in a stage, when it is there."""
     ring.wait_full(stage, phase)
     group, place, boxes, _ = ptx.load_shared_128(at.notes + stage * (NOTE * 4))
-    return Tile(stage, phase, cute.arch.make_warp_uniform(group), place, boxes)
+    return Tile(stage, cute.arch.make_warp_uniform(group), place, boxes)
 
 
 class Scores:
@@ -146,10 +145,6 @@ class Scores:
             cute.arch.mbarrier_arrive(rings[0].empty(tile.stage))
             if tile.place & CLOSING != 0:
                 cute.arch.mbarrier_arrive(rings[1].empty(buffer))
-        self.hand_over(tile, lane)
-
-    def hand_over(self, tile: Any, lane: Any) -> None:
-        """Let others know that the warp has stored its scores of a tile: here nobody waits for them."""
 
     @cute.jit
     def load(
@@ -218,20 +213,14 @@ class Scores:
         key = (tile.place & -KEYS) + own
         for i in range_constexpr(len(totals)):
             row = part * self.held + i
-            score = self.scaled(totals[i], tile, scale, own)
+            score = totals[i] * scale
+            if const_expr(self.paged):
+                is_there = tile.boxes & (1 << (own // self.plan.box)) != 0
+                score = score if is_there else Float32(-Float32.inf)
             is_seen = (key >= firsts[row]) & (key < stops[row])
             if const_expr(is_wanted is not None):
                 is_seen = is_seen & is_wanted[i]
             ptx.store_global_f32(targets[row] + Int64(key) * 4, score, is_seen)
-
-    @cute.jit
-    def scaled(self, total: Any, tile: Any, scale: Any, own: Any) -> Any:
-        """The score of a key, by the sum over heads: -inf where there is no page."""
-        score = total * scale
-        if const_expr(self.paged):
-            is_there = tile.boxes & (1 << (own // self.plan.box)) != 0
-            score = score if is_there else Float32(-Float32.inf)
-        return score
 
     @cute.jit
     def add(self, products: cute.Tensor, weights: cute.Tensor, first: cutlass.Constexpr, lane: Any) -> Any:

@@ -209,7 +209,6 @@ class LogitsKernel:
             smem.allocate_tensor(Float8E4M3FN, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in (key_layout, query_layout)
         )
-        self.allocate_beside(smem)
         walk_warp, fill_warp = plan.warpgroups * 4, plan.warpgroups * 5
         if warp == walk_warp:
             for copy in (query_copy, key_copy):
@@ -218,7 +217,6 @@ class LogitsKernel:
             # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage lets go of it
             rings[0].initialize(1 if self.paged else 1 + WARP, 4)
             rings[1].initialize(1 + WARP, 4)
-            self.initialize_beside()
         if const_expr(self.paged):
             self.walk.warm(warp, groups, windows, keys)
         cute.arch.sync_threads()
@@ -237,27 +235,13 @@ class LogitsKernel:
                 key_part = ptx.tensor_map(key_copy), k.iterator.toint()
                 query_part = self.partition(query_copy, query_source, q, query_tiles.outer, plan.heads)
                 self.walk.run(role, groups, windows, keys, weights, weights_stride, key_part, query_part, rings, at)
-            elif (warp == fill_warp) & self.has_beside(clean):
-                self.run_beside(groups, windows, at, out, out_stride)
+            elif (warp == fill_warp) & (clean != 0):
+                number, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+                self.fill.run(number, warps, groups, windows, out, out_stride)
         else:
             if const_expr(self.has_many_columns):
                 cute.arch.setmaxregister_increase(self.registers[1])
             self.scores.run(thread, groups, windows, rings, at, (mma, mma_more), k, q, out, out_stride)
-
-    def allocate_beside(self, smem: Any) -> None:
-        """Shared memory of the last warp."""
-
-    def initialize_beside(self) -> None:
-        """The last warp's barriers. By one thread."""
-
-    def has_beside(self, clean: Any) -> Any:
-        """Whether the last warp has anything to do."""
-        return clean != 0
-
-    def run_beside(self, groups: Any, windows: Any, at: Any, out: Any, out_stride: Any) -> None:
-        """What the last warp does."""
-        number, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        self.fill.run(number, warps, groups, windows, out, out_stride)
 
     def partition(self, copy: Any, source: Any, tile: Any, tiles: Any, rows: int) -> Any:
         """(atom, what it reads, what it writes) of a bulk copy of so many rows."""

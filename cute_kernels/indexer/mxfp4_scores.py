@@ -63,7 +63,7 @@ class Mxfp4Scores(Scores):
         while is_running != 0:
             ready.wait_full(stage, phase)
             group, key, boxes, is_any_far = ptx.load_shared_128(at.notes + stage * (NOTE * 4))
-            tile = Tile(stage, phase, cute.arch.make_warp_uniform(group), key, boxes)
+            tile = Tile(stage, cute.arch.make_warp_uniform(group), key, boxes)
             if tile.group < 0:
                 is_running = Int32(0)
             else:
@@ -99,7 +99,6 @@ class Mxfp4Scores(Scores):
                 self.store(0, self.add(products, weights, 0, lane), seen, tile, scale, own, is_near)
                 if (lane == 0) & (tile.place & CLOSING != 0):
                     cute.arch.mbarrier_arrive(rings[1].empty(buffer))
-                self.hand_over(tile, lane)
                 stage, phase = self.walk.advance(stage, phase)
 
     @cute.jit

@@ -173,7 +173,6 @@ class Mxfp4LogitsKernel(LogitsKernel):
             Float8E4M3FN, cute.make_layout(plan.stages * KEYS * plan.row_bytes), byte_alignment=128
         )
         packed_queries = smem.allocate_tensor(Float8E4M3FN, query_tiles, byte_alignment=128)
-        self.allocate_beside(smem)
         at = Places(*(tensor.iterator.toint() for tensor in (*words, packed_keys, packed_queries)))
         walk_warp, fill_warp = plan.warpgroups * 4, plan.warpgroups * 5
         if warp == walk_warp:
@@ -184,7 +183,6 @@ class Mxfp4LogitsKernel(LogitsKernel):
             rings[0].initialize(1 if self.paged else 1 + WARP, 4)
             rings[1].initialize(1 + WARP, 4)
             ready.initialize(1, 4)
-            self.initialize_beside()
             mxfp4_codes.fill_table(at.table)
         if const_expr(self.paged):
             self.walk.warm(warp, groups, windows, keys)
@@ -207,8 +205,9 @@ class Mxfp4LogitsKernel(LogitsKernel):
                 queries = (*query_part, head_scales)
                 others = groups, windows, keys, weights, weights_stride, key_part, queries
                 self.bringer.run_all(role, ready, rings, at, others)
-            elif (warp == fill_warp) & self.has_beside(clean):
-                self.run_beside(groups, windows, at, out, out_stride)
+            elif (warp == fill_warp) & (clean != 0):
+                number, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+                self.fill.run(number, warps, groups, windows, out, out_stride)
         else:
             if const_expr(len(self.shares) > 0):
                 cute.arch.setmaxregister_increase(self.shares[1])

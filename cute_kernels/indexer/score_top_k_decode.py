@@ -1,19 +1,17 @@
-"""score_top_k_decode on a GPU: the kernels of score_top_k_sieved or, where there are none, chunk after chunk, that of
-paged_mqa_logits, then that of top_k_per_row_decode."""
+"""score_top_k_decode on a GPU: chunk after chunk, the kernel of paged_mqa_logits, then that of top_k_per_row_decode."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cute_kernels.indexer import chunks, paged_logits, score_top_k_sieved, topk
+from cute_kernels.indexer import chunks, paged_logits, topk
 from cute_kernels.indexer.topk_decode import bounds
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[Any]:
     """Those of scores and picks, where there are scores."""
     keys = paged_logits.deployment_keys(config, tp, arch)
-    more = score_top_k_sieved.deployment_keys(config, arch)
-    return [*keys, *topk.deployment_keys(config, tp, arch), *more] if keys else []
+    return [*keys, *topk.deployment_keys(config, tp, arch)] if keys else []
 
 
 class Call(NamedTuple):
@@ -61,8 +59,6 @@ def supports(*args: Any) -> tuple[bool, str]:
 def launch(*args: Any) -> None:
     """Run the kernels on the current stream of out's device. Arguments in the schema's order, checked, supported."""
     call = Call(*args)
-    if score_top_k_sieved.run(call):
-        return
     k = call.out.shape[1]
     for first, last, scores, is_scored in call.walk():
         part = call.requests(first, last)

@@ -41,38 +41,6 @@ def finest(first: Any, last: Any) -> Scale:
     return Scale(first, cutlass.max(width - BIN_BITS, Int32(0)))
 
 
-def over_lanes(first: Any, last: Any) -> tuple[Any, Any]:
-    """(smallest `first`, largest `last`) of the lanes."""
-    redux = cute.arch.warp_redux_sync
-    return Uint32(redux(first, "min")), Uint32(redux(last, "max"))
-
-
-@cute.jit
-def find_lane(own: Int32, wanted: Int32) -> tuple[Any, Any, Any]:
-    """What `Bins.find` returns, by the bins at the address of each lane. By a warp."""
-    sums, total = [], Int32(0)
-    for i in range_constexpr(OWN // 4):
-        for number in ptx.load_shared_128(own + 16 * i):
-            total += number
-            sums.append(total)
-    prefix = lanes_prefix(total)
-    rest = wanted - (prefix - total)
-    bin_, below, upto = Int32(0), Int32(0), total
-    for i in range_constexpr(OWN - 1):
-        is_below = sums[i] < rest
-        bin_ += Int32(is_below)
-        below = cutlass.select_(is_below, sums[i], below)
-        reverse = sums[OWN - 2 - i]
-        upto = cutlass.select_(reverse < rest, upto, reverse)
-    reached = cute.arch.vote_ballot_sync(prefix >= wanted)
-    # where no lane reaches it, `lane` is 0 and what it says is replaced
-    lane = cute.arch.popc((reached & -reached) - 1) & 31
-    shuffle = cute.arch.shuffle_sync
-    before, count = shuffle(prefix - total + below, lane), shuffle(upto - below, lane)
-    bin_, total = lane * OWN + shuffle(bin_, lane), shuffle(prefix, 31)
-    return bin_, (total if reached == 0 else before), (Int32(0) if reached == 0 else count)
-
-
 class Bins:
     """Of all blocks that share a row. What is done once for a block, its first warp does: issue slots are scarce."""
 
@@ -115,19 +83,24 @@ class Bins:
         if const_expr(self.cluster == 1):
             one, other = ptx.load_shared_64(own)
             first, last = Uint32(one), Uint32(other)
-            first, last = over_lanes(first, last)
+            first, last = self.over_lanes(first, last)
         else:
             if here.warp == 0:
                 pairs = [ptx.load_cluster_64(ptx.map_shared(own, rank)) for rank in range(self.cluster)]
                 for one, other in pairs:
                     first, last = cutlass.min(first, Uint32(one)), cutlass.max(last, Uint32(other))
-                first, last = over_lanes(first, last)
+                first, last = self.over_lanes(first, last)
                 if here.lane == 0:
                     ptx.store_shared_64(here.at + EXTREMES, Int32(first), Int32(last))
             cute.arch.sync_threads()
             one, other = ptx.load_shared_64(here.at + EXTREMES)
             first, last = Uint32(one), Uint32(other)
         return Uint32(first), Uint32(last)
+
+    def over_lanes(self, first: Any, last: Any) -> tuple[Any, Any]:
+        """(smallest `first`, largest `last`) of the lanes."""
+        redux = cute.arch.warp_redux_sync
+        return Uint32(redux(first, "min")), Uint32(redux(last, "max"))
 
     @cute.jit
     def find(self, here: Here, wanted: Int32) -> tuple[Any, Any, Any]:
@@ -144,9 +117,34 @@ class Bins:
             cute.arch.sync_threads()
             source = here.at + SUMS
         if here.warp == 0:
-            found = find_lane(source + here.lane * (4 * OWN), wanted)
+            found = self.find_lane(source + here.lane * (4 * OWN), wanted)
             if here.lane == 0:
                 ptx.store_shared_128(here.at + FOUND, [*found, Int32(0)])
         cute.arch.sync_threads()
         bin_, before, count, _nothing = ptx.load_shared_128(here.at + FOUND)
         return bin_, before, count
+
+    @cute.jit
+    def find_lane(self, own: Int32, wanted: Int32) -> tuple[Any, Any, Any]:
+        """What `find` returns, by the bins at the address of each lane."""
+        sums, total = [], Int32(0)
+        for i in range_constexpr(OWN // 4):
+            for number in ptx.load_shared_128(own + 16 * i):
+                total += number
+                sums.append(total)
+        prefix = lanes_prefix(total)
+        rest = wanted - (prefix - total)
+        bin_, below, upto = Int32(0), Int32(0), total
+        for i in range_constexpr(OWN - 1):
+            is_below = sums[i] < rest
+            bin_ += Int32(is_below)
+            below = cutlass.select_(is_below, sums[i], below)
+            reverse = sums[OWN - 2 - i]
+            upto = cutlass.select_(reverse < rest, upto, reverse)
+        reached = cute.arch.vote_ballot_sync(prefix >= wanted)
+        # where no lane reaches it, `lane` is 0 and what it says is replaced
+        lane = cute.arch.popc((reached & -reached) - 1) & 31
+        shuffle = cute.arch.shuffle_sync
+        before, count = shuffle(prefix - total + below, lane), shuffle(upto - below, lane)
+        bin_, total = lane * OWN + shuffle(bin_, lane), shuffle(prefix, 31)
+        return bin_, (total if reached == 0 else before), (Int32(0) if reached == 0 else count)

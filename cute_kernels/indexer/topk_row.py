@@ -39,13 +39,6 @@ steps at most, not 11, some others 4 more."""
 class RowPicks:
     """Of a row that a block or a cluster shares."""
 
-    lists_nan = False
-    """Whether NaN may be a candidate."""
-
-    @property
-    def at_once(self) -> int:
-        return AT_ONCE
-
     def __init__(self, plan: Plan) -> None:
         self.plan, self.bins = plan, Bins(plan)
         self.picks = Picks(plan, self.bins)
@@ -80,11 +73,7 @@ class RowPicks:
             self.load(here, part, last - i, scores)
             listed = self.collect(here, last - i, scores, bound, listed)
         cute.arch.sync_warp()
-        self.finish(here, part, k, listed, top, bound, out)
 
-    @cute.jit
-    def finish(self, here: Here, part: Any, k: Int32, listed: Int32, top: Uint32, bound: Uint32, out: Int64) -> None:
-        """The same, of candidates that warps have listed, with orders from `top` to `bound`."""
         scale = finest(top, bound)
         low, shift = scale.low, scale.shift
         self.count(here, part, listed, low, shift)
@@ -102,8 +91,8 @@ class RowPicks:
             low = Scale(low, shift).start(bin_)
 
         is_tied = is_nan or count > RANKED
-        if const_expr(not self.lists_nan):
-            listed = Int32(self.length + 1) if is_nan else Int32(listed)
+        # no NaN is a candidate
+        listed = Int32(self.length + 1) if is_nan else Int32(listed)
         self.pick(here, part, listed, low, shift, is_tied)
         self.bins.barrier()
         self.picks.write(here, part, count, wanted, is_tied, k, out)
@@ -213,7 +202,7 @@ class RowPicks:
             target = ptx.append_where_at_least(target, scores[i], least, place + (i // 4 * self.step + i % 4))
         return cute.arch.shuffle_sync(sums, 31)
 
-    def count(self, here: Here, part: Any, listed: Int32, low: Uint32, shift: Int32) -> None:
+    def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32) -> None:
         """Count the warp's candidates in bins."""
 
         def push(is_there: Any, score: Any, place: Any) -> None:
@@ -221,7 +210,7 @@ class RowPicks:
 
         self.each(here, part, listed, push)
 
-    def pick(self, here: Here, part: Any, listed: Int32, low: Uint32, shift: Int32, is_tied: Boolean) -> None:
+    def pick(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, is_tied: Boolean) -> None:
         """Pick the warp's elements before `low`; those of the 2^shift orders from there on may be picked later."""
 
         def add(is_there: Any, score: Any, place: Any) -> None:
@@ -230,36 +219,31 @@ class RowPicks:
         self.each(here, part, listed, add)
 
     @cute.jit
-    def each(self, here: Here, part: Any, listed: Int32, work: cutlass.Constexpr) -> None:
+    def each(self, here: Here, part: Part, listed: Int32, work: cutlass.Constexpr) -> None:
         """work(whether there is such an element, its score, its place) for what the warp lists or, if that were more
         than a list holds, for all of its elements."""
         if listed <= self.length:
-            for first in cutlass.range(Int32(0), listed, 32 * self.at_once, unroll=1):
+            for first in cutlass.range(Int32(0), listed, 32 * AT_ONCE, unroll=1):
                 found = self.load_list(here, first + here.lane, listed)
-                for i in range_constexpr(self.at_once):
+                for i in range_constexpr(AT_ONCE):
                     if first + 32 * i < listed:
                         work(*found[i])
         else:
-            self.each_again(here, part, work)
-
-    @cute.jit
-    def each_again(self, here: Here, part: Any, work: cutlass.Constexpr) -> None:
-        """The same for all of the warp's elements."""
-        for vector in cutlass.range(part.tiles * self.vectors, unroll=1):
-            for element in self.load_again(here, part, vector):
-                work(*element)
+            for vector in cutlass.range(part.tiles * self.vectors, unroll=1):
+                for element in self.load_again(here, part, vector):
+                    work(*element)
 
     def load_list(self, here: Here, first: Any, listed: Any) -> list[Any]:
         """(whether there is such an element, its score, its place) of a thread's next ones of its warp's list."""
         found = []
-        for i in range(self.at_once):
+        for i in range(AT_ONCE):
             number = first + i * 32
             where = here.at + LIST + (here.warp * self.length + cutlass.min(number, listed - 1)) * 8
             word, place = ptx.load_shared_64(where)
             found.append((number < listed, word.bitcast(Float32), place))
         return found
 
-    def load_again(self, here: Here, part: Any, vector: Any) -> list[Any]:
+    def load_again(self, here: Here, part: Part, vector: Any) -> list[Any]:
         """The same of one of the thread's vectors in the row."""
         found = []
         for j in range(4):

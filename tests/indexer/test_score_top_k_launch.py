@@ -20,28 +20,17 @@ from cute_kernels.indexer import (
     portable_launch,
     score_top_k_decode,
     score_top_k_prefill,
-    score_top_k_sieved,
     topk,
 )
 from cute_kernels.indexer import ops as _registered  # noqa: F401
 from cute_kernels.indexer.logits_portable import PortableLogitsKey
-from cute_kernels.indexer.logits_sm90 import LogitsKey
 from cute_kernels.indexer.logits_sm100 import BlackwellLogitsKey
-from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
-from cute_kernels.indexer.sieve_sm90 import Mxfp4SieveKey, SieveKey
-from cute_kernels.indexer.topk_sieved import SievedKey
 from cute_kernels.runtime import trust
 from tests.indexer.test_logits_launch import NAMES as SCORE_NAMES
 from tests.indexer.test_logits_launch import codes
 from tests.indexer.test_topk_launch import NAMES as PICK_NAMES
 
 SMS = 132
-NAMES = {
-    topk.TopKKey: ("picks", PICK_NAMES),
-    SievedKey: ("picks", ("out", "memory", "ends", "ends_stride", "limit", "rows", "blocks", "k")),
-    SieveKey: ("scores", SCORE_NAMES[LogitsKey]),
-    Mxfp4SieveKey: ("scores", SCORE_NAMES[Mxfp4LogitsKey]),
-}
 INT = torch.int32
 
 
@@ -50,21 +39,17 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
         self.kept: list[tuple[str, Any, dict[str, Any]]] = []
-        for module in (logits, paged_logits, portable_launch, topk, score_top_k_sieved):
+        for module in (logits, paged_logits, portable_launch, topk):
             monkeypatch.setattr(module, "arch_of", lambda index: arch)
-        for module in (logits, paged_logits, portable_launch, score_top_k_sieved, topk):
+        for module in (logits, paged_logits, portable_launch, topk):
             monkeypatch.setattr(module, "multiprocessors", lambda index: SMS)
-        for score in (logits, paged_logits, portable_launch, score_top_k_sieved):
+        for score in (logits, paged_logits, portable_launch):
             monkeypatch.setattr(score, "launch_key", lambda key, index, *args: self.keep("scores", key, args))
         monkeypatch.setattr(topk, "launch_key", lambda key, index, *args: self.keep("picks", key, args))
-        for chooser in (topk, score_top_k_sieved):
-            chooser.choose.cache_clear()
+        topk.choose.cache_clear()
 
     def keep(self, kind: str, key: Any, args: Any) -> None:
-        if type(key) in NAMES:
-            kind, names = NAMES[type(key)]
-        else:
-            names = SCORE_NAMES[type(key)]
+        names = SCORE_NAMES[type(key)] if kind == "scores" else PICK_NAMES
         self.kept.append((kind, key, dict(zip(names, args, strict=True))))
 
     def run(self, op: str, args: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -165,43 +150,6 @@ def test_more_memory_makes_fewer_chunks(gpu: Launches) -> None:
     assert len(gpu.run("score_top_k_prefill", prefill(4096, fit=1000))) == 5
 
 
-def test_many_requests_are_sieved(gpu: Launches) -> None:
-    """Where the workspace has room for the lists of all segments, and requests have one row."""
-    size = chunks.sieved_bytes(50, SMS)
-    memory = torch.zeros(size // 4)
-    args = decode(50, 1, 9000, workspace=memory)
-    ((scores, picks),) = gpu.run("score_top_k_decode", args)
-    assert [type(key) for _, key, _ in gpu.kept] == [SieveKey, SievedKey]
-    assert (scores["requests"], scores["row_count"], scores["skip"], scores["clean"], scores["blocks"]) == (
-        50,
-        1,
-        512,
-        0,
-        SMS,
-    )
-    assert (scores["out"].shape, scores["out"].data_ptr()) == ((50, 9000), memory.data_ptr())
-    assert scores["ends"] == picks["ends"] == args["context_lens"].data_ptr()
-    assert (picks["memory"], picks["ends_stride"], picks["limit"]) == (memory.data_ptr(), 8, 9000)
-    assert (picks["out"], picks["rows"], picks["blocks"], picks["k"]) == (args["out"], 50, SMS, 512)
-    for changes in (
-        {"workspace": memory[:-4]},
-        {"requests": 30},
-        {"k": 1025, "workspace": torch.zeros(1 << 20)},
-        {"next_n": 2, "workspace": torch.zeros(1 << 22)},
-        {"kv_cache": formats.INDEXER_FP8.allocate(20, 32)},
-        {"columns": 1 << 20, "workspace": torch.zeros(1 << 20)},
-    ):
-        gpu.run(
-            "score_top_k_decode",
-            decode(**{"requests": 50, "next_n": 1, "columns": 9000, "workspace": memory, **changes}),
-        )
-        assert {type(key) for _, key, _ in gpu.kept} == {LogitsKey, topk.TopKKey}, changes
-    q, scale = torch.zeros(50, 1, 64, 64, dtype=torch.uint8), torch.zeros(50, 1, 64, dtype=INT)
-    kv = {"kv_cache": formats.INDEXER_MXFP4.allocate(20, 64), "kv_format": formats.INDEXER_MXFP4.id}
-    gpu.run("score_top_k_decode", decode(50, 1, 9000, q=q, q_scale=scale, workspace=memory, **kv))
-    assert [type(key) for _, key, _ in gpu.kept] == [Mxfp4SieveKey, SievedKey]
-
-
 def test_the_portable_kernels_do_as_well(gpu: Launches) -> None:
     """Of MXFP4 here, and of pages whose rows are no multiple of 8."""
     q, scale = torch.zeros(10, 64, 64, dtype=torch.uint8), torch.zeros(10, 64, dtype=INT)
@@ -252,10 +200,7 @@ def test_keys_of_a_deployment_are_those_of_the_pairs(arch: str) -> None:
     for module, score in ((score_top_k_prefill, logits), (score_top_k_decode, paged_logits)):
         keys = {*module.deployment_keys(MODELS["v4-flash"], 1, arch)}
         scores = score.deployment_keys(MODELS["v4-flash"], 1, arch)
-        pair = {*scores, *topk.deployment_keys(MODELS["v4-flash"], 1, arch)}
-        sieved = score_top_k_sieved.deployment_keys(MODELS["v4-flash"], arch) if module is score_top_k_decode else []
-        assert keys == {*pair, *sieved}
-        assert bool(sieved) == (module is score_top_k_decode and arch == "sm_90a")
+        assert keys == {*scores, *topk.deployment_keys(MODELS["v4-flash"], 1, arch)}
         assert module.deployment_keys(ModelShape(compress_ratios=(1, 128)), 1, arch) == []
 
 

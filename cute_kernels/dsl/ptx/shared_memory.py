@@ -102,13 +102,11 @@ def store_shared_8(address: Any, word: Any) -> None:
     inline_ptx("st.shared.b8 [{$r0}], {$r1};", read_only_args=[Int32(address), Int32(word)])
 
 
-def store_shared_64(address: Any, low: Any, high: Any, *, offset: int = 0, predicate: Any = None) -> None:
-    """sm_70 and up. Two words to shared memory, 8-byte aligned; offset: as of load_shared_128. Where there is a
-    predicate and it is false, nothing happens."""
+def store_shared_64(address: Any, low: Any, high: Any, *, offset: int = 0) -> None:
+    """sm_70 and up. Two words to shared memory, 8-byte aligned; offset: as of load_shared_128."""
     inline_ptx(
         f"st.shared.v2.b32 [{{$r0}}{_plus(offset)}], {{{{$r1}}, {{$r2}}}};",
         read_only_args=[Int32(address), Int32(low), Int32(high)],
-        predicate=predicate,
     )
 
 
