@@ -168,7 +168,7 @@ def prefill_name(rows: int, keys: int, k: int) -> str:
     return f"{logits.prefill_name(rows, keys, False)} k={k}"
 
 
-def decode_name(batch: int, next_n: int, keys: int, k: int, mxfp4: bool) -> str:
+def decode_name(batch: int, next_n: int, keys: int, k: int, mxfp4: bool = False) -> str:
     return f"{logits.decode_name(batch, next_n, keys, mxfp4)} k={k}"
 
 
