@@ -72,9 +72,8 @@ def smem_parts() -> dict[str, int]:
     """Bytes of everything in shared memory but the barriers, in order; what is not as in prefill's Places:
 
     stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
-    kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
-    raw       [4 warps][2 groups][8 rows] as the caches have them
-    scale     [4 warps][2 groups][32 lanes] 8 scale bytes of the lane's row
+    kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries
+    coming    as kept: the first columns of the next item's queries
     list      [8] lists
     walk      [4 warps] where they are
     """
@@ -82,8 +81,7 @@ def smem_parts() -> dict[str, int]:
         "stages": STAGES * STAGE_BYTES,
         "kept": ROWS * (HEAD_DIM - HELD) * 2,
         "p": P_BUFFERS * P_BYTES,
-        "raw": WARPS * OWN_ROWS * RAW_ROW,
-        "scale": WARPS * GROUPS * 32 * SCALES,
+        "coming": ROWS * HELD * 2,
         "list": LISTS * LIST,
         "walk": WARPS * WALK,
         "heading": STAGES * HEADING,

@@ -21,6 +21,9 @@ from cute_kernels.sparse_mla.prefill_sm90_scores import Scores, own_number
 
 QUERIES_BARRIER = 1
 
+FIRST, LATER = range(HELD // SLAB), range(HELD // SLAB, HEAD_DIM // SLAB)
+"""Slabs of an item's queries: those that are held in registers, and the others."""
+
 LINE = 128
 """Bytes that come to L2 at a time."""
 
@@ -28,8 +31,8 @@ LINE = 128
 class PagedScores(Scores):
     @cute.jit
     def begin(self, work: Work, q: Query, at: Places) -> None:
-        self.ask(work.first, range(HELD // SLAB), work, q, at)
-        self.announce(work.first, work, q)
+        self.ask(at.coming, work.first, FIRST, work, q)
+        self.ask(at.kept, work.first, LATER, work, q)
 
     @cute.jit
     def take(
@@ -38,10 +41,10 @@ class PagedScores(Scores):
         item = item + work.step
         # a warp's products have the heads that it has copied
         self.settle()
-        self.load(held, [at.kept])
+        self.load(held, [at.coming])
         cute.arch.sync_warp()
-        self.ask(item, range(HELD // SLAB, HEAD_DIM // SLAB), work, q, at)
-        self.settle()
+        if item + work.step < work.end:
+            self.ask(at.coming, item + work.step, FIRST, work, q)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
         return item, stage, phase
@@ -50,16 +53,17 @@ class PagedScores(Scores):
     def let_go(
         self, is_first: Any, before: Any, mark: Any, item: Any, work: Work, q: Query, ready: Barriers, at: Places
     ) -> None:
+        if is_first & (item + work.step < work.end):
+            self.announce(item + work.step, work, q)
         if mark & LAST != 0:
             # all products with the queries are done
             cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
             if item + work.step < work.end:
-                self.ask(item + work.step, range(HELD // SLAB), work, q, at)
-                self.announce(item + work.step, work, q)
+                self.ask(at.kept, item + work.step, LATER, work, q)
 
     @cute.jit
     def announce(self, item: Any, work: Work, q: Query) -> None:
-        """Have the columns that are asked for later on their way to L2, from which they come sooner."""
+        """Have the columns that are asked for last on their way to L2, from which they come sooner."""
         query, first = work.place(item)
         for i in cutlass.range(OWN_ROWS // 8, unroll=1):
             row = first + (own_number() >> 5) * OWN_ROWS + (own_number() >> 2 & 7) + 8 * i
@@ -73,8 +77,8 @@ class PagedScores(Scores):
         cute.arch.sync_warp()
 
     @cute.jit
-    def ask(self, item: Any, slabs: cutlass.Constexpr, work: Work, q: Query, at: Places) -> None:
-        """Start to copy some slabs of the warp's heads of an item's queries."""
+    def ask(self, target: Any, item: Any, slabs: cutlass.Constexpr, work: Work, q: Query) -> None:
+        """Start to copy some slabs of the warp's heads of an item's queries; target: where the first one goes."""
         query, first = work.place(item)
         lane = own_number() & 31
         row = (own_number() >> 5) * OWN_ROWS + (lane >> 3)
@@ -84,6 +88,6 @@ class PagedScores(Scores):
             read = Int32(16) if first + row + AT_ONCE * i < q.heads else Int32(0)
             place = (row + AT_ONCE * i) * ROW_BYTES + ((lane & 7) ^ (row + AT_ONCE * i & 7)) * 16
             for slab in slabs:
-                to = at.kept + (slab - slabs[0]) * SLAB_BYTES + place
+                to = target + (slab - slabs[0]) * SLAB_BYTES + place
                 ptx.copy_async_or_zero(to, source + slab * ROW_BYTES, 16, read)
             source = source + AT_ONCE * q.head

@@ -118,6 +118,7 @@ class Places(NamedTuple):
     label     [2 buffers] labels
     raw, scale
               what a kernel over rows of another kind converts
+    coming    what a kernel whose queries do not go through the ring has of the next item's
     """
 
     stages: Any
@@ -130,6 +131,7 @@ class Places(NamedTuple):
     label: Any
     raw: Any = None
     scale: Any = None
+    coming: Any = None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,14 @@ def store_shared_128(address: Any, words: Any) -> None:
     )
 
 
+def store_shared_128_in_order(address: Any, words: Any) -> None:
+    """sm_70 and up. As store_shared_128."""
+    inline_ptx(
+        "st.relaxed.cta.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[Int32(address), *(Int32(word) for word in words)],
+    )
+
+
 def load_shared_f32(address: Any) -> Any:
     """sm_70 and up. An fp32 of shared memory; the address is one of the block's own, 32 bits wide."""
     return inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[Int32(address)])
