@@ -44,6 +44,7 @@ GROUPS = OWN_ROWS // GROUP
 WARPS = 4
 
 RAW_ROW = FP8_DS_MLA.data_bytes
+FP8_BYTES = 448
 SCALES = 8
 """Bytes of a row's scales, the unused one included."""
 
@@ -81,7 +82,8 @@ def smem_parts() -> dict[str, int]:
         "stages": STAGES * STAGE_BYTES,
         "kept": ROWS * (HEAD_DIM - HELD) * 2,
         "p": P_BUFFERS * P_BYTES,
-        "coming": ROWS * HELD * 2,
+        "raw": WARPS * OWN_ROWS * FP8_BYTES,
+        "scale": WARPS * GROUPS * 32 * SCALES,
         "list": LISTS * LIST,
         "walk": WARPS * WALK,
         "heading": STAGES * HEADING,
@@ -90,7 +92,24 @@ def smem_parts() -> dict[str, int]:
     }
 
 
-BARRIERS = 2 * (STAGES + P_BUFFERS) + LISTS
+BARRIERS = 3 * STAGES + 2 * P_BUFFERS + LISTS
+
+
+@dataclass(frozen=True)
+class PagedTiles(Tiles):
+    """Of a tile, what says that the first half of its columns is there, too."""
+
+    halves: Any
+
+    def half(self, stage: Any) -> Any:
+        return self.halves + stage
+
+    def wait_tile(self, stage: Any, phase: Any) -> None:
+        """Until the first half of its columns is there."""
+        ptx.wait_mbarrier(self.half(stage).toint(), phase)
+
+    def has_tile(self, stage: Any, phase: Any) -> Any:
+        return ptx.test_mbarrier(self.half(stage).toint(), phase)
 
 
 @dataclass(frozen=True)
@@ -109,13 +128,15 @@ class Barriers:
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
-        stages = Tiles(smem.allocate_array(Int64, 2 * STAGES), STAGES)
+        stages = PagedTiles(smem.allocate_array(Int64, 2 * STAGES), STAGES, smem.allocate_array(Int64, STAGES))
         return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, LISTS))
 
     def initialize(self) -> None:
         """By one thread; the block synchronizes afterwards."""
         self.stages.initialize(WARPS, 2 * 4)
-        self.weights.initialize(4, 2 * 4)
+        self.weights.initialize(128, 2 * 4)
+        for i in range(STAGES):
+            cute.arch.mbarrier_init(self.stages.half(i), WARPS * 32)
         for i in range(LISTS):
             cute.arch.mbarrier_init(self.lists + i, 1)
         cute.arch.mbarrier_init_fence()

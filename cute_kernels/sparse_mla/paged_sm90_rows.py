@@ -16,7 +16,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.convert import bf16_pairs_of_e4m3
 from cute_kernels.sparse_mla.paged_sm90_plan import (
     GROUP,
     GROUPS,
@@ -24,6 +23,8 @@ from cute_kernels.sparse_mla.paged_sm90_plan import (
     STAGE_BITS,
     STAGES,
     Barriers,
+    FP8_BYTES,
+    SCALES,
     Sources,
     own_warp,
 )
@@ -44,7 +45,8 @@ from cute_kernels.sparse_mla.prefill_sm90_rows import own_lane
 CHUNK = 16
 """Bytes of a lane's load."""
 
-AHEAD = 5
+LOOK = 2
+HALF_SLABS = SLABS // 2
 
 LAST_SLAB = SLABS - 1
 """The rotary columns."""
@@ -64,35 +66,39 @@ class PagedRows:
         walk.begin()
         walk.wait(Int32(0))
         tile, mark = Int32(0), Int32(0)
-        source, scales_at = self.aim(tile, 0, mark, walk)
-        raw = [word for slab in range(AHEAD) for word in self.ask(source, slab)]
-        low, high = self.ask_for_scales(scales_at)
+        sources = self.aim(tile, mark, walk)
+        for slab in range_constexpr(LAST_SLAB):
+            self.copy_slab(sources, slab, self.raw(at))
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_commit_group()
 
         while mark & END == 0:
-            walk.step(tile)
             mark = walk.mark(tile)
+            walk.step(tile)
             if mark & END == 0:
                 walk.wait(tile + 1)
+            # the first half of the tile's codes, and its scales
+            cute.arch.cp_async_wait_group(1)
+            scales = [word for group in range(GROUPS) for word in ptx.load_shared_64(self.scales(group, at))]
+            large = [scales[2 * group] & LARGE[0] | scales[2 * group + 1] & LARGE[1] for group in range(GROUPS)]
+            is_ordinary = (large[0] | large[1]) == 0
+            if not is_ordinary:
+                scales = [self.bounded(word) for word in scales]
+            self.convert(tile, scales, is_ordinary, mark, walk, ready)
             stage = tile & STAGES - 1
-            ready.stages.wait_empty(stage, tile >> STAGE_BITS & 1)
-            for group in range_constexpr(GROUPS):
-                self.copy_rotary(tile, group, walk)
-            # with what the walk has asked for
-            cute.arch.cp_async_commit_group()
-            has_large = Int32(0)
-            for group in range_constexpr(GROUPS):
-                has_large = has_large | (low & LARGE[0]) | (high & LARGE[1])
-                raw, low, high = self.convert(tile, group, raw, low, high, mark, walk)
-            if cute.arch.vote_any_sync(has_large != 0):
+            if not is_ordinary:
                 for group in range_constexpr(GROUPS):
                     self.enlarge(tile, group, walk)
+                cute.arch.mbarrier_arrive(ready.stages.half(stage))
             if (own_warp() == 0) & (own_lane() == 0):
                 self.tell(at.heading + stage * HEADING, mark, walk.there(tile))
-            cute.arch.cp_async_wait_group(0)
+            cute.arch.cp_async_wait_group(2)
             cute.arch.sync_warp()
             if own_lane() == 0:
                 cute.arch.mbarrier_arrive(ready.stages.full(stage))
             tile = tile + 1
+        # no lane ends with copies under way
+        cute.arch.cp_async_wait_group(0)
 
     @cute.jit
     def tell(self, heading: Any, mark: Any, there: Any) -> None:
@@ -106,20 +112,34 @@ class PagedRows:
         return own_warp() * OWN_ROWS + group * GROUP + own_lane() // 4
 
     @cute.jit
-    def aim(self, tile: Any, group: cutlass.Constexpr, mark: Any, walk: Walk) -> tuple[Any, Any]:
-        """Addresses of the lane's first codes of a unit, and of its row's scales; 0 if there is no such row, or no such
-        tile, as the mark of the one before says."""
-        source, scales = walk.sources_of(tile, self.row(group))
-        is_there = (source != 0) & (mark & END == 0)
-        source = source + own_lane() % 4 * CHUNK
-        return (source if is_there else Int64(0)), (scales if is_there else Int64(0))
+    def aim(self, tile: Any, mark: Any, walk: Walk) -> Any:
+        """Addresses of the lane's first codes of a tile's groups, and start to copy their scales; 0 if there is no such
+        row, or no such tile, as the mark of the one before says."""
+        found = [walk.sources_of(tile, self.row(group)) for group in range(GROUPS)]
+        sources = []
+        for group in range_constexpr(GROUPS):
+            source, scales_at = found[group]
+            is_there = (source != 0) & (mark & END == 0)
+            read = Int32(SCALES) if is_there else Int32(0)
+            ptx.copy_async_or_zero(self.scales(group, walk.at), scales_at, SCALES, read)
+            source = source + own_lane() % 4 * CHUNK
+            sources.append(source if is_there else Int64(0))
+        return sources
 
-    def ask(self, source: Any, slab: int) -> Any:
-        """Load the lane's codes of a slab."""
-        return ptx.load_global_or_zero(source, slab * SLAB, 4)
+    def raw(self, at: Places) -> Any:
+        """Where the lane's codes of the first slab and group wait."""
+        return at.raw + self.row(0) * FP8_BYTES + own_lane() % 4 * CHUNK
 
-    def ask_for_scales(self, scales_at: Any) -> Any:
-        return ptx.load_global_or_zero(scales_at, 0, 2)
+    def scales(self, group: int, at: Places) -> Any:
+        return at.scale + ((own_warp() * GROUPS + group) * 32 + own_lane()) * SCALES
+
+    @cute.jit
+    def copy_slab(self, sources: Any, slab: cutlass.Constexpr, raw_at: Any) -> None:
+        """Start to copy the lane's codes of a slab."""
+        for group in range_constexpr(GROUPS):
+            read = Int32(CHUNK) if sources[group] != 0 else Int32(0)
+            target = raw_at + (group * GROUP * FP8_BYTES + slab * SLAB)
+            ptx.copy_async_or_zero(target, sources[group] + slab * SLAB, CHUNK, read)
 
     def place(self, tile: Any, group: int, at: Places) -> Any:
         """Where the lane's row of a unit goes."""
@@ -130,9 +150,8 @@ class PagedRows:
         return self.place(tile, group, at) + ((2 * (own_lane() % 4) ^ own_lane() // 4) << 4)
 
     @cute.jit
-    def copy_rotary(self, tile: Any, group: cutlass.Constexpr, walk: Walk) -> None:
+    def copy_rotary(self, tile: Any, group: cutlass.Constexpr, source: Any, walk: Walk) -> None:
         """Start to copy two chunks of the rotary columns, m and m + 4, to where they are multiplied."""
-        source = walk.source_of(tile, self.row(group))
         read = Int32(CHUNK) if source != 0 else Int32(0)
         source = source + own_lane() % 4 * CHUNK + LAST_SLAB * SLAB
         place = self.place(tile, group, walk.at) + LAST_SLAB * SLAB_BYTES
@@ -141,37 +160,64 @@ class PagedRows:
             ptx.copy_async_or_zero(place ^ (64 * chunk), source + 64 * chunk, CHUNK, read)
 
     @cute.jit
-    def convert(
-        self, tile: Any, group: cutlass.Constexpr, raw: Any, low: Any, high: Any, mark: Any, walk: Walk
-    ) -> tuple[Any, Any, Any]:
-        """Store the fp8 columns of a group as bf16, slab by slab, and load what comes AHEAD slabs later in the place of
-        its codes; the same of the next group."""
-        place = self.fp8_place(tile, group, walk.at)
-        source, _ = self.aim(tile, group, Int32(0), walk)
-        scales, raw = None, list(raw)
+    def convert(self, tile: Any, scales: Any, is_ordinary: Any, mark: Any, walk: Walk, ready: Barriers) -> None:
+        """Store the fp8 columns of a tile as bf16, and have those of the next tile copied in the place of its codes."""
+        raw_at = self.raw(walk.at)
+        raw = []
+        for slab in range_constexpr(LOOK):
+            raw += self.load(raw_at, slab)
+        rows = [walk.source_of(tile, self.row(group)) for group in range(GROUPS)]
+        sources = self.aim(tile + 1, mark, walk)
+        place = self.fp8_place(tile, 0, walk.at)
+        places = place, place ^ CHUNK
+        words = [self.bf16(raw, scales, 0, group) for group in range(GROUPS)]
+        ready.stages.wait_empty(tile & STAGES - 1, tile >> STAGE_BITS & 1)
         for slab in range_constexpr(LAST_SLAB):
-            factor = ptx.bf16x2_of_ue8m0(cutlass.min(self.scale(low, high, slab), Int32(MOST_SCALE)), 0)
-            self.store_slab(raw[4 * slab : 4 * slab + 4], [factor], place + slab * SLAB_BYTES)
-            if const_expr(slab + AHEAD == LAST_SLAB):
-                if const_expr(group + 1 < GROUPS):
-                    source, scales_at = self.aim(tile, group + 1, Int32(0), walk)
-                else:
-                    source, scales_at = self.aim(tile + 1, 0, mark, walk)
-                scales = self.ask_for_scales(scales_at)
-            raw += self.ask(source, (slab + AHEAD) % LAST_SLAB)
-        return raw[4 * LAST_SLAB :], *scales
+            if const_expr(slab + LOOK == HALF_SLABS):
+                cute.arch.cp_async_wait_group(1)
+            if const_expr(slab + LOOK < LAST_SLAB):
+                raw += self.load(raw_at, slab + LOOK)
+            for group in range_constexpr(GROUPS):
+                chosen = words[group] if const_expr(slab == 0) else self.bf16(raw, scales, slab, group)
+                self.store(chosen, places, slab * SLAB_BYTES + group * (GROUP * SLAB * 2))
+            self.copy_slab(sources, slab, raw_at)
+            if const_expr(slab == 0):
+                for group in range_constexpr(GROUPS):
+                    self.copy_rotary(tile, group, rows[group], walk)
+                # with the scales, and what the walk has asked for
+                cute.arch.cp_async_commit_group()
+            if const_expr(slab + 1 == HALF_SLABS):
+                ptx.arrive(ready.stages.half(tile & STAGES - 1).toint(), is_ordinary)
+                cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_commit_group()
 
-    def store_slab(self, four: Any, factors: Any, place: Any) -> None:
-        """Store 16 fp8 columns as bf16."""
+    def load(self, raw_at: Any, slab: int) -> Any:
+        """The lane's codes of a slab."""
+        offsets = [group * GROUP * FP8_BYTES + slab * SLAB for group in range(GROUPS)]
+        return [word for offset in offsets for word in ptx.load_shared_128_in_order(raw_at, offset)]
+
+    def bounded(self, scales: Any) -> Any:
+        """Four scales, each MOST_SCALE at most."""
+        found = Int32(0)
+        for i in range(4):
+            found = found | cutlass.min((scales >> (8 * i)) & 0xFF, Int32(MOST_SCALE)) << (8 * i)
+        return found
+
+    def bf16(self, raw: Any, scales: Any, slab: int, group: int) -> Any:
+        """The lane's 16 columns of a slab."""
+        factor = ptx.bf16x2_of_ue8m0(scales[2 * group + slab // 4], slab % 4)
+        four = raw[4 * (GROUPS * slab + group) :][:4]
+        return [ptx.multiply_bf16x2(ptx.bf16x2_of_two_codes(word, pair), factor) for word in four for pair in range(2)]
+
+    def store(self, words: Any, places: Any, offset: int) -> None:
         for chunk in range(2):
-            words = bf16_pairs_of_e4m3(four[2 * chunk : 2 * chunk + 2], factors)
-            ptx.store_shared_128_in_order(place ^ (CHUNK * chunk), words)
+            ptx.store_shared_128_in_order(places[chunk], words[4 * chunk : 4 * chunk + 4], offset)
 
     @cute.jit
     def enlarge(self, tile: Any, group: cutlass.Constexpr, walk: Walk) -> None:
         """Multiply what `convert` has stored with what is left of scales too large for one product in bf16."""
-        _, scales_at = self.aim(tile, group, Int32(0), walk)
-        low, high = self.ask_for_scales(scales_at)
+        source, scales_at = walk.sources_of(tile, self.row(group))
+        low, high = ptx.load_global_or_zero(scales_at if source != 0 else Int64(0), 0, 2)
         place = self.fp8_place(tile, group, walk.at)
         for slab in range_constexpr(LAST_SLAB):
             byte = self.scale(low, high, slab)

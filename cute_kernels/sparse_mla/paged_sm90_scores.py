@@ -10,14 +10,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Int32, Int64, const_expr, range_constexpr
+
+from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.dsl import ptx
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.paged_sm90_plan import HELD, OWN_ROWS, Barriers
-from cute_kernels.sparse_mla.prefill_sm90_plan import LAST, SLAB, SLAB_BYTES, Places, Query, Work
+from cute_kernels.sparse_mla.prefill_sm90_plan import LAST, P_BUFFERS, SLAB, SLAB_BYTES, Places, Query, Work, uniform_tile
 from cute_kernels.sparse_mla.prefill_sm90_rows import AT_ONCE, ROW_BYTES
-from cute_kernels.sparse_mla.prefill_sm90_scores import Scores, own_number
+from cute_kernels.sparse_mla.prefill_sm90_scores import STEP, Scores, own_number
 
 QUERIES_BARRIER = 1
 
@@ -28,11 +30,15 @@ LINE = 128
 """Bytes that come to L2 at a time."""
 
 
+PUBLISHED, EARLY = 4, True
+LATER, ALL = (1,), (0, 1)
+
+
 class PagedScores(Scores):
     @cute.jit
     def begin(self, work: Work, q: Query, at: Places) -> None:
-        self.ask(at.coming, work.first, FIRST, work, q)
-        self.ask(at.kept, work.first, LATER, work, q)
+        self.ask(work.first, range(HELD // SLAB), work, q, at)
+        self.announce(work.first, work, q, LATER)
 
     @cute.jit
     def take(
@@ -41,34 +47,81 @@ class PagedScores(Scores):
         item = item + work.step
         # a warp's products have the heads that it has copied
         self.settle()
-        self.load(held, [at.coming])
+        self.load(held, [at.kept])
         cute.arch.sync_warp()
-        if item + work.step < work.end:
-            self.ask(at.coming, item + work.step, FIRST, work, q)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
+        self.ask(item, range(HELD // SLAB, HEAD_DIM // SLAB), work, q, at)
+        if const_expr(EARLY):
+            if item + work.step < work.end:
+                self.announce(item + work.step, work, q, ALL)
         return item, stage, phase
 
     @cute.jit
     def let_go(
         self, is_first: Any, before: Any, mark: Any, item: Any, work: Work, q: Query, ready: Barriers, at: Places
     ) -> None:
-        if is_first & (item + work.step < work.end):
-            self.announce(item + work.step, work, q)
         if mark & LAST != 0:
             # all products with the queries are done
             cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
             if item + work.step < work.end:
-                self.ask(at.kept, item + work.step, LATER, work, q)
+                self.ask(item + work.step, range(HELD // SLAB), work, q, at)
+                if const_expr(not EARLY):
+                    self.announce(item + work.step, work, q, LATER)
 
     @cute.jit
-    def announce(self, item: Any, work: Work, q: Query) -> None:
-        """Have the columns that are asked for last on their way to L2, from which they come sooner."""
+    def multiply(
+        self,
+        qk: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
+        part: Any,
+        scores: Any,
+        held: Any,
+        tile: tuple[Any, Any],
+        is_first: Any,
+        waiting: tuple[Any, Any],
+        ready: Barriers,
+        k_layout: cute.ComposedLayout,
+        kept_layout: cute.ComposedLayout,
+        at: Places,
+    ) -> None:
+        """As of Scores, once the first half of the columns is there; the second half when that is."""
+        keys = self.keys(qk, part, tile, ready, k_layout, at)
+        warpgroup.fence()
+        for step in range_constexpr(HELD // STEP):
+            chosen = qk[0] if const_expr(step == 0) else qk[1]
+            cute.gemm(chosen, scores, held[None, None, step], keys[None, None, step], scores)
+            if const_expr(step + 1 == PUBLISHED):
+                self.publish(waiting[0], ready, waiting[1] == 0)
+        warpgroup.commit_group()
+        ready.stages.wait_full(*tile)
+        if is_first:
+            self.settle()
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
+        cute.arch.fence_view_async_shared()
+        keys = self.keys(qk, part, tile, ready, k_layout, at)
+        kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
+        warpgroup.fence()
+        for step in range_constexpr((HEAD_DIM - HELD) // STEP):
+            cute.gemm(qk[2], scores, kept[None, None, step], keys[None, None, HELD // STEP + step], scores)
+        warpgroup.commit_group()
+
+    def publish(self, tile: Any, ready: Barriers, predicate: Any = None) -> None:
+        """By all lanes: nobody waits for others."""
+        cute.arch.fence_view_async_shared()
+        ptx.arrive(ready.weights.full(tile & P_BUFFERS - 1).toint(), predicate)
+
+    def keys(self, qk: Any, part: Any, tile: Any, ready: Barriers, k_layout: cute.ComposedLayout, at: Places) -> Any:
+        place = ready.stages.parts(tile[0], at.stages)[0]
+        return qk[2].make_fragment_B(part.partition_B(uniform_tile(place, k_layout, self.dtype)))
+
+    @cute.jit
+    def announce(self, item: Any, work: Work, q: Query, lines: cutlass.Constexpr) -> None:
+        """Have the columns that are asked for later on their way to L2, from which they come sooner."""
         query, first = work.place(item)
         for i in cutlass.range(OWN_ROWS // 8, unroll=1):
             row = first + (own_number() >> 5) * OWN_ROWS + (own_number() >> 2 & 7) + 8 * i
             source = q.base + Int64(query) * q.row + Int64(row) * q.head
-            ptx.prefetch_l2(source + (HELD * 2 + (own_number() & 3) * LINE), row < q.heads)
+            for line in lines:
+                ptx.prefetch_l2(source + (line * 4 * LINE + (own_number() & 3) * LINE), row < q.heads)
 
     @cute.jit
     def settle(self) -> None:
@@ -77,8 +130,8 @@ class PagedScores(Scores):
         cute.arch.sync_warp()
 
     @cute.jit
-    def ask(self, target: Any, item: Any, slabs: cutlass.Constexpr, work: Work, q: Query) -> None:
-        """Start to copy some slabs of the warp's heads of an item's queries; target: where the first one goes."""
+    def ask(self, item: Any, slabs: cutlass.Constexpr, work: Work, q: Query, at: Places) -> None:
+        """Start to copy some slabs of the warp's heads of an item's queries."""
         query, first = work.place(item)
         lane = own_number() & 31
         row = (own_number() >> 5) * OWN_ROWS + (lane >> 3)
@@ -88,6 +141,6 @@ class PagedScores(Scores):
             read = Int32(16) if first + row + AT_ONCE * i < q.heads else Int32(0)
             place = (row + AT_ONCE * i) * ROW_BYTES + ((lane & 7) ^ (row + AT_ONCE * i & 7)) * 16
             for slab in slabs:
-                to = target + (slab - slabs[0]) * SLAB_BYTES + place
+                to = at.kept + (slab - slabs[0]) * SLAB_BYTES + place
                 ptx.copy_async_or_zero(to, source + slab * ROW_BYTES, 16, read)
             source = source + AT_ONCE * q.head

@@ -102,6 +102,15 @@ def wait_mbarrier(address: Any, phase: Any) -> None:
     )
 
 
+def arrive(address: Any, predicate: Any) -> None:
+    """sm_80 and up. Arrive at an mbarrier where the predicate holds."""
+    inline_ptx(
+        "mbarrier.arrive.shared::cta.b64 _, [{$r0}];",
+        read_only_args=[Int32(address)],
+        predicate=predicate,
+    )
+
+
 def test_mbarrier(address: Any, phase: Any) -> Any:
     """sm_90 and up. 1 if the phase of that parity is complete, else 0."""
     return inline_ptx(
