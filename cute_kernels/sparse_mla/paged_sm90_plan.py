@@ -1,8 +1,8 @@
 """What the warpgroups of Hopper's paged prefill kernel agree on beyond prefill's plan: sizes and shared memory.
 
-Tiles are prefill's. Their rows come from the caches as they are there, 576 bytes each, and a lane of the warpgroup that
-asks for rows converts what it has asked for. So nobody else waits for raw rows, and there is a tile of them, no more:
-what is in registers is asked to be replaced at once.
+Tiles are prefill's. The fp8 columns of their rows come from the caches as they are there, and a lane of the warpgroup
+that asks for rows converts what it has asked for. So nobody else waits for codes, and there is a tile of them, no more:
+what is converted is asked to be replaced at once. Products begin when the first half of a tile's columns is there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     HEADING,
+    KEYS,
     LABEL,
     NOTE,
     P_BUFFERS,
     P_BYTES,
     ROWS,
+    SLAB,
+    SLABS,
     STAGE_BYTES,
     Plan,
     Tiles,
@@ -43,8 +46,13 @@ GROUP = 8
 GROUPS = OWN_ROWS // GROUP
 WARPS = 4
 
+HALF = SLABS // 2
+"""Slabs of the first half of a tile."""
+
 RAW_ROW = FP8_DS_MLA.data_bytes
-FP8_BYTES = 448
+CODES = (SLABS - 1) * SLAB
+"""Of those the e4m3 codes."""
+
 SCALES = 8
 """Bytes of a row's scales, the unused one included."""
 
@@ -73,8 +81,9 @@ def smem_parts() -> dict[str, int]:
     """Bytes of everything in shared memory but the barriers, in order; what is not as in prefill's Places:
 
     stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
-    kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries
-    coming    as kept: the first columns of the next item's queries
+    kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
+    raw       [64 rows][448] e4m3
+    scale     [4 warps][2 groups][32 lanes] 8 scale bytes of the lane's row
     list      [8] lists
     walk      [4 warps] where they are
     """
@@ -82,7 +91,7 @@ def smem_parts() -> dict[str, int]:
         "stages": STAGES * STAGE_BYTES,
         "kept": ROWS * (HEAD_DIM - HELD) * 2,
         "p": P_BUFFERS * P_BYTES,
-        "raw": WARPS * OWN_ROWS * FP8_BYTES,
+        "raw": KEYS * CODES,
         "scale": WARPS * GROUPS * 32 * SCALES,
         "list": LISTS * LIST,
         "walk": WARPS * WALK,
@@ -97,7 +106,7 @@ BARRIERS = 3 * STAGES + 2 * P_BUFFERS + LISTS
 
 @dataclass(frozen=True)
 class PagedTiles(Tiles):
-    """Of a tile, what says that the first half of its columns is there, too."""
+    """Products with a tile begin when the first half of its columns is there: a third mbarrier of each stage."""
 
     halves: Any
 
@@ -105,7 +114,6 @@ class PagedTiles(Tiles):
         return self.halves + stage
 
     def wait_tile(self, stage: Any, phase: Any) -> None:
-        """Until the first half of its columns is there."""
         ptx.wait_mbarrier(self.half(stage).toint(), phase)
 
     def has_tile(self, stage: Any, phase: Any) -> Any:
@@ -116,13 +124,13 @@ class PagedTiles(Tiles):
 class Barriers:
     """mbarriers of a block, and what completes their phases.
 
-    stages    full: all warps that convert rows have stored theirs, and the heading. empty: the backs' warps are done
-              with the tile
-    weights   as prefill's
+    stages    full: all warps that convert rows have stored theirs, and the heading. half: all lanes of them have stored
+              the first half of the columns. empty: the backs' warps are done with the tile
+    weights   full: all threads of the scores have stored a tile's weights. empty: as prefill's
     lists     a tile's list says where its rows are
     """
 
-    stages: Tiles
+    stages: PagedTiles
     weights: barriers.Ring
     lists: Any
 
@@ -134,7 +142,7 @@ class Barriers:
     def initialize(self) -> None:
         """By one thread; the block synchronizes afterwards."""
         self.stages.initialize(WARPS, 2 * 4)
-        self.weights.initialize(128, 2 * 4)
+        self.weights.initialize(WARPS * 32, 2 * 4)
         for i in range(STAGES):
             cute.arch.mbarrier_init(self.stages.half(i), WARPS * 32)
         for i in range(LISTS):

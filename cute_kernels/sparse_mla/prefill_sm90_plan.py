@@ -118,7 +118,6 @@ class Places(NamedTuple):
     label     [2 buffers] labels
     raw, scale
               what a kernel over rows of another kind converts
-    coming    what a kernel whose queries do not go through the ring has of the next item's
     """
 
     stages: Any
@@ -131,7 +130,6 @@ class Places(NamedTuple):
     label: Any
     raw: Any = None
     scale: Any = None
-    coming: Any = None
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,18 @@ class Scores:
                 ready.stages.wait_tile(stage, phase)
                 if const_expr(self.plan.readers_fence):
                     cute.arch.fence_view_async_shared()
-                waiting = (tile - 1, is_public)
-                self.multiply(qk, part, scores, held, (stage, phase), is_first, waiting, ready, k_layout, kept_layout, at)
+                self.multiply(
+                    qk,
+                    part,
+                    scores,
+                    held,
+                    (stage, phase),
+                    is_first,
+                    (tile - 1, is_public),
+                    ready,
+                    (k_layout, kept_layout),
+                    at,
+                )
                 heading = at.heading + stage * HEADING
                 there = ptx.load_shared_128(heading)
                 mark = ptx.load_shared_s32(heading + 16)
@@ -256,11 +266,18 @@ class Scores:
         is_first: Any,
         waiting: tuple[Any, Any],
         ready: Barriers,
-        k_layout: cute.ComposedLayout,
-        kept_layout: cute.ComposedLayout,
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
         at: Places,
     ) -> None:
-        """Start scores = Q K^T of a tile, a (stage, phase), and publish what is waiting, a (tile, is_public)."""
+        """Start scores = Q K^T of a tile, and publish what is waiting.
+
+        part      the thread's of the product of queries in shared memory
+        tile      (stage, phase)
+        is_first  whether it is the item's first
+        waiting   number of the tile before, and whether it is public
+        layouts   of a part of a tile, and of the queries that stay in shared memory
+        """
+        k_layout, kept_layout = layouts
         # no proxy fence for what cp.async has brought, here and in the backs: other kernels that multiply such rows
         # have none either, and tests that repeat calls stand guard; fences cost 2%
         tiles = [uniform_tile(place, k_layout, self.dtype) for place in ready.stages.parts(tile[0], at.stages)]

@@ -102,13 +102,9 @@ def wait_mbarrier(address: Any, phase: Any) -> None:
     )
 
 
-def arrive(address: Any, predicate: Any) -> None:
-    """sm_80 and up. Arrive at an mbarrier where the predicate holds."""
-    inline_ptx(
-        "mbarrier.arrive.shared::cta.b64 _, [{$r0}];",
-        read_only_args=[Int32(address)],
-        predicate=predicate,
-    )
+def arrive_mbarrier(address: Any, predicate: Any) -> None:
+    """sm_80 and up. Arrive where the predicate holds, or is None."""
+    inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[Int32(address)], predicate=predicate)
 
 
 def test_mbarrier(address: Any, phase: Any) -> Any:

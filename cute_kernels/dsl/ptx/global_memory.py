@@ -121,15 +121,12 @@ def load_global_128_cached_where(condition: Any, address: Any) -> tuple[Any, Any
     return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}", is_shared=True), condition, address, 4)
 
 
-def load_global_or_zero(address: Any, offset: int, words: int) -> Any:
-    """sm_70 and up. 2 or 4 words that are read once, `offset` bytes behind an address, aligned to as many bytes; zeros
-    if the address is 0."""
-    names = ", ".join(f"{{$w{i}}}" for i in range(words))
-    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(words))
+def load_global_64_or_zero(address: Any) -> tuple[Any, Any]:
+    """sm_70 and up. As load_global_64_in_order; zeros if the address is 0."""
     return inline_ptx(
-        f"{{ .reg .pred p; setp.ne.b64 p, {{$r0}}, 0; {zeros} "
-        f"@p ld.relaxed.gpu.global.L1::no_allocate.v{words}.b32 {{{names}}}, [{{$r0}}+{offset}]; }}",
-        write_only_types=[Int32] * words,
+        "{ .reg .pred p; setp.ne.b64 p, {$r0}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; "
+        f"@p {_in_order('v2.b32 {{$w0}, {$w1}}')} }}",
+        write_only_types=[Int32, Int32],
         read_only_args=[Int64(address)],
     )
 
