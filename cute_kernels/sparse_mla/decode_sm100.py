@@ -178,7 +178,6 @@ class DecodeKernel:
             # all of it, so it begins at address 0
             ptx.allocate_tensor_memory(at.tensor_memory, ptx.COLUMNS, self.plan.BLOCKS)
             ptx.relinquish_tensor_memory(self.plan.BLOCKS)
-        ptx.fence_tensor_before()
         self.synchronize()
         ptx.fence_tensor_after()
         cute.arch.griddepcontrol_wait()

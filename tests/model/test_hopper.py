@@ -56,7 +56,7 @@ def decode_trace() -> Trace:
     records, make = orders.recorder(program(DECODE))
     decode.run(program(DECODE), DECODE.smem_bytes, pairs=1, seed=1, events=make)
     decode.check()
-    return orders.check(records[0])
+    return orders.check(records[0], votes_order=True)
 
 
 def test_decode_in_any_order() -> None:
@@ -120,7 +120,7 @@ def prefill_trace() -> Trace:
     call.run(program(PREFILL), 1, seed=3, laziness=0.9, events=make)
     call.check()
     # it has no fences behind cp.async, see prefill_sm90_scores.py
-    return orders.check(records[0], copies_are_fenced=False)
+    return orders.check(records[0], copies_are_fenced=False, votes_order=True)
 
 
 def test_prefill_in_any_order() -> None:
