@@ -19,7 +19,6 @@ from cute_kernels.dsl import barriers
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     HEADING,
-    KEYS,
     P_BUFFERS,
     ROWS,
     STAGE_BYTES,
@@ -32,19 +31,8 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
 HALVES = 5
 HALF_BYTES = STAGE_BYTES // 2
 
-QUARTERS = 4
-"""Of a tile, or of an item's queries."""
-
-LINE = HEAD_DIM // QUARTERS
-"""Columns, and bytes as codes, of a row of a quarter."""
-
-RAW_QUARTERS = 3
-RAW_QUARTER = KEYS * LINE
-
-HELD = 320
-"""As prefill's: this kernel's warpgroup of scores has more to remember, and that of rows needs more registers."""
-
-SCORES_REGISTERS, ROWS_REGISTERS = 144, 48
+import os
+S, HELD, R = map(int, os.environ.get("REGS", "144,320,48").split(","))
 
 
 @dataclass(frozen=True)
@@ -105,12 +93,11 @@ def memory() -> dict[str, int]:
 
     stages    [5 halves][4 slabs][64 rows][64] f16
     kept      [3 slabs][64 heads][64] f16
-    raw       [3 quarters][64 rows][128] e4m3: of an odd row the second 64 columns lie before the first
     """
-    raw = {"stages": HALVES * HALF_BYTES, "raw": RAW_QUARTERS * RAW_QUARTER}
-    return raw | smem_parts() | raw | {"kept": ROWS * (HEAD_DIM - HELD) * 2, "heading": HALVES * HEADING}
+    halves = {"stages": HALVES * HALF_BYTES}
+    return halves | smem_parts() | halves | {"kept": ROWS * (HEAD_DIM - HELD) * 2, "heading": HALVES * HEADING}
 
 
 MBARRIERS = 2 * (HALVES + P_BUFFERS) + 1
 
-FP8 = Plan(Float16, 2, memory(), HalfBarriers, MBARRIERS, HELD, SCORES_REGISTERS, ROWS_REGISTERS)
+FP8 = Plan(Float16, 2, memory(), HalfBarriers, MBARRIERS, HELD, S, R, readers_fence=True)

@@ -222,6 +222,7 @@ class Plan:
     rows_registers: int
     queries_in_ring: bool = True
     readers_fence: bool = False
+    back_registers: int = BACK_REGISTERS
 
     @property
     def smem_bytes(self) -> int:
