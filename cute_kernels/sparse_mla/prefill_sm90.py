@@ -31,6 +31,7 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla.prefill_sm90_back import Back
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     BACK,
+    BACK_REGISTERS,
     BF16,
     KEYS,
     LAUNCHED,
@@ -224,7 +225,7 @@ class PrefillKernel:
                 cute.arch.setmaxregister_increase(self.plan.scores_registers)
             self.scores.run(own, work, q, out, sink, scale_log2, ready, products[:3], layouts[0], layouts[2], at)
         elif group < ROWS_GROUP:
-            cute.arch.setmaxregister_increase(self.plan.back_registers)
+            cute.arch.setmaxregister_increase(BACK_REGISTERS)
             side = cute.arch.make_warp_uniform(group - BACK)
             self.back.run(own, side, work, q, out, ready, products[3], layouts[3], layouts[1], at)
         else:

@@ -222,7 +222,6 @@ class Plan:
     rows_registers: int
     queries_in_ring: bool = True
     readers_fence: bool = False
-    back_registers: int = BACK_REGISTERS
 
     @property
     def smem_bytes(self) -> int:

@@ -116,11 +116,6 @@ def load_global_128_where(condition: Any, address: Any, through_l1: bool = False
     return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}", through_l1), condition, address, 4)
 
 
-def load_global_128_or_zero(condition: Any, address: Any) -> tuple[Any, Any, Any, Any]:
-    """sm_70 and up. As load_global_128_in_order; zeros where the condition fails."""
-    return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}"), condition, address, 4, otherwise=0)
-
-
 def load_global_128_cached_where(condition: Any, address: Any) -> tuple[Any, Any, Any, Any]:
     """sm_70 and up. As load_global_128_cached_in_order; four times -1 where the condition fails."""
     return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}", is_shared=True), condition, address, 4)
@@ -172,11 +167,11 @@ def value_below(index: Any, length: Any, value: Any) -> Any:
     )
 
 
-def _load_where(load: str, condition: Any, address: Any, words: int, otherwise: int = -1) -> Any:
+def _load_where(load: str, condition: Any, address: Any, words: int) -> Any:
     """`load` with a predicate: nothing is read where the condition fails."""
-    without = " ".join(f"mov.b32 {{$w{i}}}, {otherwise};" for i in range(words))
+    otherwise = " ".join(f"mov.b32 {{$w{i}}}, -1;" for i in range(words))
     return inline_ptx(
-        f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; {without} @p {load} }}",
+        f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; {otherwise} @p {load} }}",
         write_only_types=[Int32] * words,
         read_only_args=[Int64(address), Int32(condition)],
     )
