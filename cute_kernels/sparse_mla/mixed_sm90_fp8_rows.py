@@ -1,8 +1,8 @@
 """The warpgroup of Hopper's mixed kernel over e4m3 caches that asks for rows and makes them f16.
 
 A warp does 16 rows of every tile and of every item's queries, alone from the caches to the stages of the ring. It has
-all of their codes copied to the stage that they will fill, at once, and makes them f16 slab by slab as they come. A lane
-has two rows: it copies 16 of a slab's columns, which it converts itself.
+all of their codes copied to the stage that they will fill, at once, and makes them f16 slab by slab as they come. Of
+each slab a lane copies 16 columns of two rows, which it converts itself.
 """
 
 from __future__ import annotations
