@@ -1,8 +1,7 @@
 """The warpgroup of Hopper's mixed kernel over e4m3 caches that asks for rows and makes them f16.
 
 A warp does 16 rows of every tile and of every item's queries, alone from the caches to the stages of the ring. It has
-all of their codes copied to the stage that they will fill, at once, and makes them f16 slab by slab as they come. Of
-each slab a lane copies 16 columns of two rows, which it converts itself.
+all of their codes copied to the stage that they will fill, at once, and makes them f16 slab by slab as they come.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     Query,
     Work,
 )
-from cute_kernels.sparse_mla.prefill_sm90_rows import ROW_BYTES, own_lane
+from cute_kernels.sparse_mla.prefill_sm90_rows import AT_ONCE, ROW_BYTES, own_lane
 
 CHUNK = 16
 """Columns, and bytes, of a lane's copy: two chunks of 16 bytes as f16."""
 
-AT_ONCE = 8
-"""Rows of a copy of all lanes: even and odd ones are stored in different banks."""
-
-OWN = 2
-"""Rows that a lane has."""
-
 PAIR = 2
-"""Slabs whose codes lie where one slab will: a group of copies."""
+"""Slabs whose codes lie where one slab will, 128 bytes of each row."""
 
 PAIRS = SLABS // PAIR
 
+GROUP = 8
+"""Rows of a group of copies, and of what all lanes convert at a time, a lane 16 columns of a slab: even and odd rows lie
+in other banks before as behind."""
+
 HELD_SLABS = HELD // SLAB
+
+AHEAD_STEPS = int(__import__("os").environ.get("STEPS", "1"))
 
 
 class CodeRows(MixedRows):
@@ -66,14 +65,14 @@ class CodeRows(MixedRows):
         stage, phase = barriers.start()
         while mark & END == 0:
             ready.stages.wait_empty(stage, phase)
-            self.ask_for_heads(self.own_item(at), stage, work, q, at)
             if (self.own_warp() == 0) & (own_lane() == 0):
                 ptx.store_shared_s32(at.heading + stage * HEADING, self.own_item(at))
-            self.convert(stage, range(HELD_SLABS), at.stages + stage * STAGE_BYTES, 0, at)
+            self.ask_for_heads(self.own_item(at), stage, work, q, at)
+            self.convert(ptx.again(stage), range(HELD_SLABS), at.stages + ptx.again(stage) * STAGE_BYTES, 0, at)
             # the item before is done with what it kept
             ptx.wait_mbarrier(ready.kept.toint(), ptx.load_shared_s32(self.walk_at(at) + 20))
-            self.convert(stage, range(HELD_SLABS, SLABS), at.kept, 0, at)
-            self.announce(stage, ready)
+            self.convert(ptx.again(stage), range(HELD_SLABS, SLABS), at.kept, 0, at)
+            self.announce(ptx.again(stage), ready)
             stage, phase = barriers.advance(ptx.again(stage), ptx.again(phase), STAGES)
             item, turn = ptx.load_shared_64(self.walk_at(at) + 16)
             self.set_item(item + work.step, turn ^ 1, at)
@@ -81,89 +80,97 @@ class CodeRows(MixedRows):
             while mark & LAST == 0:
                 # what it has asked for behind rows two tiles before is there
                 cute.arch.sync_warp()
-                index, mark = self.look_up(sources, at)
+                where = self.where(at)
+                index, mark = self.look_up_in(where[2], AHEAD, sources, at)
                 ready.stages.wait_empty(stage, phase)
                 self.tell(index, mark, stage, at)
                 self.ask_for_rows(index, mark, stage, sources, at)
-                self.ask_for_indices(work, sources, at)
+                self.ask_for_indices_of(where, work, sources, at)
+                self.walk_on(where, work, sources, at)
                 cute.arch.cp_async_commit_group()
-                self.convert(stage, range(SLABS), at.stages + stage * STAGE_BYTES, 1, at)
-                self.announce(stage, ready)
-                stage, phase = barriers.advance(stage, phase, STAGES)
+                self.convert(ptx.again(stage), range(SLABS), at.stages + ptx.again(stage) * STAGE_BYTES, 1, at)
+                self.announce(ptx.again(stage), ready)
+                stage, phase = barriers.advance(ptx.again(stage), ptx.again(phase), STAGES)
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
 
     @cute.jit
     def ask_for_rows(self, index: Any, mark: Any, stage: Any, sources: Any, at: Places) -> None:
         """Start to copy the codes of the warp's rows of a tile."""
-        chunks, reads = [], []
-        for i in range_constexpr(OWN):
-            number = AT_ONCE * i + (own_lane() >> 2)
+        target = self.copied_at(stage, at)
+        for i in range_constexpr(self.own_rows // AT_ONCE):
+            number = AT_ONCE * i + (own_lane() >> 3)
             own = cute.arch.shuffle_sync(index, number)
             source = self.address(own, self.own_warp() * self.own_rows + number, mark, sources)
-            chunks.append(source + (own_lane() & 3) * CHUNK)
-            reads.append(Int32(CHUNK) if own >= 0 else Int32(0))
-        self.ask(chunks, reads, stage, at)
+            self.ask(i, source, own >= 0, target)
 
     @cute.jit
     def ask_for_heads(self, item: Any, stage: Any, work: Work, q: Query, at: Places) -> None:
         """Start to copy the codes of the warp's share of an item's queries."""
         query, first = work.place(item)
-        source = q.base + Int64(query) * q.row + (own_lane() & 3) * CHUNK
-        chunks, reads = [], []
-        for i in range_constexpr(OWN):
+        source = q.base + Int64(query) * q.row
+        target = self.copied_at(stage, at)
+        for i in range_constexpr(self.own_rows // AT_ONCE):
             # found for each row by itself: there is no register for what they have in common
-            head = ptx.again(first + self.own_warp() * self.own_rows + AT_ONCE * i + (own_lane() >> 2))
-            chunks.append(source + Int64(head) * q.head)
+            head = ptx.again(first + self.own_warp() * self.own_rows + AT_ONCE * i + (own_lane() >> 3))
             # nothing is read of heads that are not there
-            reads.append(Int32(CHUNK) if head < q.heads else Int32(0))
-        self.ask(chunks, reads, stage, at)
-
-    def ask(self, chunks: Sequence[Any], reads: Sequence[Any], stage: Any, at: Places) -> None:
-        """Start to copy the lane's codes, a group for each pair of slabs.
-
-        chunks  where those of the first slab are, of each row
-        reads   how much of them is read; all else are zeros
-        """
-        target = self.codes_at(stage, at)
-        for slab in range(SLABS):
-            for i in range(OWN):
-                ptx.copy_async_or_zero(target + self.offset(slab, i), chunks[i] + slab * SLAB, CHUNK, reads[i])
-            if slab % PAIR == PAIR - 1:
-                cute.arch.cp_async_commit_group()
-
-    def codes_at(self, stage: Any, at: Places) -> Any:
-        """Where the lane's codes lie: in the second half of the slabs that they become, each warp's where its rows
-        will be. The first half can be filled at once, and what another slab takes the place of has been read."""
-        own = self.own_warp() * (self.own_rows * ROW_BYTES) + own_lane() * CHUNK
-        return at.stages + stage * STAGE_BYTES + PAIRS * SLAB_BYTES + own
-
-    def offset(self, slab: int, i: int) -> int:
-        """Of the codes of one of the lane's rows."""
-        return slab // PAIR * SLAB_BYTES + (slab % PAIR * OWN + i) * (32 * CHUNK)
+            self.ask(i, source + Int64(head) * q.head, head < q.heads, target)
 
     @cute.jit
-    def convert(self, stage: Any, slabs: Constexpr, target: Any, behind: Constexpr, at: Places) -> None:
+    def ask(self, i: Constexpr, source: Any, is_there: Any, target: Any) -> None:
+        """Start to copy the codes of AT_ONCE rows, of which the lane has the one at `source`, or zeros."""
+        read = Int32(CHUNK) if is_there else Int32(0)
+        source = source + (own_lane() & 7) * CHUNK
+        for pair in range_constexpr(PAIRS):
+            to = target + pair * SLAB_BYTES + i * (AT_ONCE * ROW_BYTES)
+            ptx.copy_async_or_zero(to, source + pair * ROW_BYTES, CHUNK, read)
+        if const_expr((i + 1) * AT_ONCE % GROUP == 0):
+            cute.arch.cp_async_commit_group()
+
+    def codes_at(self, stage: Any, at: Places) -> Any:
+        """Where the warp's codes lie: in the second half of the slabs that they become, where its rows will be. The
+        first half can be filled at once, and what another slab takes the place of has been read. Odd rows have the
+        halves of their 128 bytes swapped."""
+        return at.stages + stage * STAGE_BYTES + PAIRS * SLAB_BYTES + self.own_warp() * (self.own_rows * ROW_BYTES)
+
+    def copied_at(self, stage: Any, at: Places) -> Any:
+        """Where the lane's first chunk goes."""
+        row, chunk = own_lane() >> 3, own_lane() & 7
+        return self.codes_at(stage, at) + row * ROW_BYTES + (chunk ^ ((row & 1) << 2)) * CHUNK
+
+    def convert(self, stage: Any, slabs: range, target: Any, behind: int, at: Places) -> None:
         """Make some slabs of the warp's rows f16.
 
+        slabs   a range
         target  where the first of them goes, in the stage itself or elsewhere
         behind  groups of copies that follow those of codes
         """
-        source = self.codes_at(stage, at)
         row, chunk = own_lane() >> 2, own_lane() & 3
+        source = self.codes_at(stage, at) + row * ROW_BYTES + (chunk ^ ((row & 1) << 2)) * CHUNK
         place = target + (self.own_warp() * self.own_rows + row) * ROW_BYTES + ((2 * chunk) ^ row) * 16
-        for slab in range_constexpr(slabs.start, slabs.stop):
-            if const_expr(slab % PAIR == 0):
-                cute.arch.cp_async_wait_group(behind + PAIRS - 1 - slab // PAIR)
-            found = [ptx.load_shared_128_in_order(source + self.offset(slab, i)) for i in range(OWN)]
-            if const_expr(slab >= PAIRS):
+        steps = [(first, slab) for first in range(0, self.own_rows, GROUP) for slab in slabs]
+        loaded = []
+        for number in range(len(steps)):
+            # some are on their way while others are converted
+            while len(loaded) < min(number + 1 + AHEAD_STEPS, len(steps)):
+                first, slab = steps[len(loaded)]
+                if slab == slabs.start:
+                    self.settle(behind + (self.own_rows - first) // GROUP - 1)
+                from_ = (source ^ (slab % PAIR * SLAB)) + slab // PAIR * SLAB_BYTES + first * ROW_BYTES
+                loaded.append(ptx.load_shared_128_in_order(from_))
+            first, slab = steps[number]
+            if slab >= PAIRS:
                 # all lanes have read what lies where this slab goes
                 cute.arch.sync_warp()
-            for i in range_constexpr(OWN):
-                words = [word for four in found[i] for word in ptx.f16x2_of_e4m3x4(four)]
-                offset = (slab - slabs.start) * SLAB_BYTES + i * (AT_ONCE * ROW_BYTES)
-                ptx.store_shared_128(place + offset, words[:4])
-                ptx.store_shared_128((place ^ 16) + offset, words[4:])
+            words = [word for four in loaded[number] for word in ptx.f16x2_of_e4m3x4(four)]
+            offset = (slab - slabs.start) * SLAB_BYTES + first * ROW_BYTES
+            ptx.store_shared_128(place + offset, words[:4])
+            ptx.store_shared_128((place ^ 16) + offset, words[4:])
+
+    def settle(self, behind: int) -> None:
+        """Until all copies of the warp but those of the last groups are there."""
+        cute.arch.cp_async_wait_group(behind)
+        cute.arch.sync_warp()
 
     @cute.jit
     def announce(self, stage: Any, ready: CodeBarriers) -> None:
