@@ -6,13 +6,12 @@ all of their codes copied to the stage that they will fill, at once, and makes t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32, Int64, const_expr, range_constexpr
 
-from cute_kernels.dsl import barriers, ptx
+from cute_kernels.dsl import ptx
 from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import CodeBarriers
 from cute_kernels.sparse_mla.mixed_sm90_rows import MixedRows
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
@@ -41,12 +40,13 @@ PAIR = 2
 PAIRS = SLABS // PAIR
 
 GROUP = 8
-"""Rows of a group of copies, and of what all lanes convert at a time, a lane 16 columns of a slab: even and odd rows lie
-in other banks before as behind."""
+"""Rows of a group of copies, and of what all lanes convert at a time, each lane 16 columns of a slab: even and odd rows
+lie in other banks before as behind."""
 
 HELD_SLABS = HELD // SLAB
 
-AHEAD_STEPS = int(__import__("os").environ.get("STEPS", "1"))
+READ_AHEAD = 1
+"""Steps of a conversion, a group's rows of a slab each, whose codes are read before one is stored; two spill."""
 
 
 class CodeRows(MixedRows):
@@ -62,37 +62,45 @@ class CodeRows(MixedRows):
 
         self.set_item(work.first, Int32(1), at)
         mark = Int32(0)
-        stage, phase = barriers.start()
+        turn = Int32(0)
         while mark & END == 0:
-            ready.stages.wait_empty(stage, phase)
+            stage = turn & 3
+            ready.stages.wait_empty(stage, turn >> 2)
+            self.ask_for_heads(self.own_item(at), stage, work, q, at)
             if (self.own_warp() == 0) & (own_lane() == 0):
                 ptx.store_shared_s32(at.heading + stage * HEADING, self.own_item(at))
-            self.ask_for_heads(self.own_item(at), stage, work, q, at)
-            self.convert(ptx.again(stage), range(HELD_SLABS), at.stages + ptx.again(stage) * STAGE_BYTES, 0, at)
+            self.convert(stage, range(HELD_SLABS), at.stages + stage * STAGE_BYTES, 0, at)
             # the item before is done with what it kept
             ptx.wait_mbarrier(ready.kept.toint(), ptx.load_shared_s32(self.walk_at(at) + 20))
-            self.convert(ptx.again(stage), range(HELD_SLABS, SLABS), at.kept, 0, at)
-            self.announce(ptx.again(stage), ready)
-            stage, phase = barriers.advance(ptx.again(stage), ptx.again(phase), STAGES)
-            item, turn = ptx.load_shared_64(self.walk_at(at) + 16)
-            self.set_item(item + work.step, turn ^ 1, at)
+            self.convert(stage, range(HELD_SLABS, SLABS), at.kept, 0, at)
+            self.announce(stage, ready)
+            turn = self.advance(turn)
+            item, parity = ptx.load_shared_64(self.walk_at(at) + 16)
+            self.set_item(item + work.step, parity ^ 1, at)
             mark = Int32(0)
             while mark & LAST == 0:
                 # what it has asked for behind rows two tiles before is there
                 cute.arch.sync_warp()
                 where = self.where(at)
-                index, mark = self.look_up_in(where[2], AHEAD, sources, at)
-                ready.stages.wait_empty(stage, phase)
+                index, mark = self.look_up_in(where.slot, AHEAD, sources, at)
+                stage = turn & 3
+                ready.stages.wait_empty(stage, turn >> 2)
                 self.tell(index, mark, stage, at)
                 self.ask_for_rows(index, mark, stage, sources, at)
                 self.ask_for_indices_of(where, work, sources, at)
                 self.walk_on(where, work, sources, at)
                 cute.arch.cp_async_commit_group()
-                self.convert(ptx.again(stage), range(SLABS), at.stages + ptx.again(stage) * STAGE_BYTES, 1, at)
-                self.announce(ptx.again(stage), ready)
-                stage, phase = barriers.advance(ptx.again(stage), ptx.again(phase), STAGES)
+                self.convert(stage, range(SLABS), at.stages + stage * STAGE_BYTES, 1, at)
+                self.announce(stage, ready)
+                turn = self.advance(turn)
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def advance(self, turn: Int32) -> Any:
+        """The next stage and its phase, in one number: there is no register for two."""
+        following = turn + 1
+        return following ^ 7 if following & 3 == STAGES else following
 
     @cute.jit
     def ask_for_rows(self, index: Any, mark: Any, stage: Any, sources: Any, at: Places) -> None:
@@ -141,7 +149,6 @@ class CodeRows(MixedRows):
     def convert(self, stage: Any, slabs: range, target: Any, behind: int, at: Places) -> None:
         """Make some slabs of the warp's rows f16.
 
-        slabs   a range
         target  where the first of them goes, in the stage itself or elsewhere
         behind  groups of copies that follow those of codes
         """
@@ -149,10 +156,10 @@ class CodeRows(MixedRows):
         source = self.codes_at(stage, at) + row * ROW_BYTES + (chunk ^ ((row & 1) << 2)) * CHUNK
         place = target + (self.own_warp() * self.own_rows + row) * ROW_BYTES + ((2 * chunk) ^ row) * 16
         steps = [(first, slab) for first in range(0, self.own_rows, GROUP) for slab in slabs]
-        loaded = []
+        loaded: list[Any] = []
         for number in range(len(steps)):
             # some are on their way while others are converted
-            while len(loaded) < min(number + 1 + AHEAD_STEPS, len(steps)):
+            while len(loaded) < min(number + 1 + READ_AHEAD, len(steps)):
                 first, slab = steps[len(loaded)]
                 if slab == slabs.start:
                     self.settle(behind + (self.own_rows - first) // GROUP - 1)
@@ -174,9 +181,7 @@ class CodeRows(MixedRows):
 
     @cute.jit
     def announce(self, stage: Any, ready: CodeBarriers) -> None:
-        """The warp has stored its rows of a stage."""
-        # tensor cores read what this thread has stored
-        cute.arch.fence_view_async_shared()
+        """The warp has stored its rows of a stage; who reads them makes sure that tensor cores see them."""
         cute.arch.sync_warp()
         if own_lane() == 0:
             cute.arch.mbarrier_arrive(ready.stages.full(stage))

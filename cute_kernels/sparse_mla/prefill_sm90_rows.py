@@ -6,7 +6,7 @@ other. Rows that nobody selects become zeros. It asks for the indices of its row
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -39,6 +39,17 @@ AT_ONCE = 4
 
 ROW_BYTES = SLAB * 2
 """Of a slab's row."""
+
+
+class Where(NamedTuple):
+    """Where a walk along tiles is: an item, its first column of the tile, the tile's list; number of the item's count,
+    and the count."""
+
+    item: Any
+    column: Any
+    slot: Any
+    number: Any
+    count: Any
 
 
 class Rows:
@@ -181,13 +192,13 @@ class Rows:
         # read anew, as few registers are left
         self.walk_on(self.where(at), work, sources, at)
 
-    def where(self, at: Places) -> Any:
-        """Where the walk is: item, first column, list, number of the item's count; and the count."""
+    def where(self, at: Places) -> Where:
+        """Where the walk is."""
         item, column, slot, number = ptx.load_shared_128(self.walk_at(at))
-        return item, column, slot, number, ptx.load_shared_s32(self.counts_at(at) + number * 4)
+        return Where(item, column, slot, number, ptx.load_shared_s32(self.counts_at(at) + number * 4))
 
     @cute.jit
-    def ask_for_indices_of(self, where: Any, work: Work, sources: Any, at: Places) -> None:
+    def ask_for_indices_of(self, where: Where, work: Work, sources: Any, at: Places) -> None:
         """Start to copy the indices of the warp's rows of the tile there."""
         item, column, slot, _, count = where
         if own_lane() < self.own_rows:
@@ -201,7 +212,7 @@ class Rows:
                 ptx.store_shared_s32(index_at, Int32(-1))
 
     @cute.jit
-    def walk_on(self, where: Any, work: Work, sources: Any, at: Places) -> None:
+    def walk_on(self, where: Where, work: Work, sources: Any, at: Places) -> None:
         """Write the mark of the tile there, and walk on from it."""
         item, column, slot, number, count = where
         mark = self.mark(column, count)
