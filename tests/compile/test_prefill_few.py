@@ -12,7 +12,16 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.sparse_mla import prefill_few_sm90, prefill_few_sm90_plan
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey
-from cute_kernels.sparse_mla.prefill_few_sm90_plan import AHEAD, FEW_HEADS, HEADINGS, LISTS, PARTS, UNDER_WAY, UNITS, Plan
+from cute_kernels.sparse_mla.prefill_few_sm90_plan import (
+    AHEAD,
+    FEW_HEADS,
+    HEADINGS,
+    LISTS,
+    PARTS,
+    UNDER_WAY,
+    UNITS,
+    Plan,
+)
 from tests.compile.reports import compile_report
 
 SCORES = 3
@@ -53,4 +62,5 @@ def test_no_tile_overtakes_a_heading_or_its_list() -> None:
     all copies but those of UNDER_WAY - 1 units have been waited for."""
     assert UNITS <= (HEADINGS - 1) * PARTS
     assert UNDER_WAY - 1 <= (AHEAD - 2) * PARTS
-    assert AHEAD < LISTS and LISTS & LISTS - 1 == 0
+    assert AHEAD < LISTS
+    assert LISTS & LISTS - 1 == 0
