@@ -17,7 +17,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS, LABEL, SLAB, SLABS, WALK
+from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS, LABEL, LISTS, SLAB, SLABS, WALK
 
 FEW_HEADS = (8, 16)
 """Heads of an item, by kernel. With 32 the ring is shorter, and padding to 64 rows takes 10% less time."""
@@ -35,16 +35,6 @@ QUERY_BUFFERS = {8: 2, 16: 1}
 """Items whose queries are in shared memory, by heads: two of 16 would leave room for 11 units."""
 
 P_BUFFERS = 2
-
-AHEAD = 4
-"""Tiles between asking for indices and asking for their rows."""
-
-LISTS = 8
-"""Of tiles: a power of two, more than AHEAD."""
-
-UNDER_WAY = 3
-"""Units whose rows a warp has asked for and not got, at most: of more than that the SM would hold back copies, and with
-them all other accesses to shared memory."""
 
 HEADINGS = 4
 """Those of the tiles in the ring, and of the next one."""
@@ -121,7 +111,7 @@ class Places(NamedTuple):
     units     [ring][2 slabs][64 rows][64] bf16: keys
     queries   [buffers][8 slabs][heads][64] bf16
     p         [2 buffers][heads][64 keys] bf16: weights
-    list      [8] lists: indices of a tile, and its mark for each of the warps that ask for rows
+    list      [4] lists: indices of a tile, and its mark for each of the warps that ask for rows
     heading   [4] headings
     walk      [8 warps that ask for rows] where they are
     factors   [2 buffers][heads] fp32: what to multiply O^T with before a tile
