@@ -282,12 +282,12 @@ class Sources(NamedTuple):
 
 
 STREAMED = 1 << 15
-"""Heads of all rows whose results, 1 KB each, L2 does not keep until somebody reads them, if it keeps kv."""
+"""Heads of all rows, 1 KB of results each: of more than that L2 has lost the first before anybody reads them."""
 
 
 @cute.jit
 def results_policy(heads: Any) -> Any:
-    """L2's policy for the results of so many heads of all rows."""
+    """L2's policy for the results of so many heads of all rows: what it would lose anyway shall not push out kv."""
     return Int64(ptx.READ_ONCE) if heads > STREAMED else Int64(ptx.READ_AGAIN)
 
 
