@@ -182,7 +182,8 @@ class Rows:
             read = Int32(16) if AT_ONCE * i < rest else Int32(0)
             to = target + (place ^ (i % 2 * 64)) + i * (AT_ONCE * ROW_BYTES)
             for slab in slabs:
-                ptx.copy_async_or_zero(to + (slab - slabs[0]) * SLAB_BYTES, source + slab * ROW_BYTES, 16, read)
+                slab_at = to + (slab - slabs[0]) * SLAB_BYTES
+                ptx.copy_async_or_zero(slab_at, source + slab * ROW_BYTES, 16, read, is_read_once=True)
             source = source + AT_ONCE * q.head
 
     @cute.jit
