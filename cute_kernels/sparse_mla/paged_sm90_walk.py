@@ -78,7 +78,7 @@ class Walk:
     def begin(self) -> None:
         """Have the first tiles' lists on their way."""
         self.look_ahead(self.work.first)
-        self.go_to(self.work.first, Int32(0), Int32(0))
+        self.go_to(self.work.first, self.first_column(), Int32(0))
         self.go_on(own_warp())
         if own_lane() == 0:
             ptx.store_shared_s32(self.list_of(own_warp() - WARPS) + TILE, Int32(NO_TILE))
@@ -88,6 +88,10 @@ class Walk:
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
+
+    def first_column(self) -> Any:
+        """Of the first item."""
+        return Int32(0)
 
     @cute.jit
     def step(self, tile: Any) -> None:

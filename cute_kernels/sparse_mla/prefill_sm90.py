@@ -159,11 +159,22 @@ class PrefillKernel:
             self.layouts(),
         )
         kernel.launch(
-            grid=[cutlass.min(blocks, items), 1, 1],
+            **self.grid(blocks, items),
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    # A block walks over items of its own. What parts of rows are made of differs in the next three.
+
+    def grid(self, blocks: Any, items: Any) -> dict[str, Any]:
+        return {"grid": [cutlass.min(blocks, items), 1, 1]}
+
+    def work(self, items: Any, blocks: Any, blocks_bits: Any) -> Work:
+        return Work(ptx.block_again(), items, blocks, blocks_bits)
+
+    def leave(self, group: Any) -> None:
+        """When a warpgroup has done its share."""
 
     def products(self) -> tuple[Any, Any, Any, Any]:
         """S = Q K^T of queries in registers, twice, as one will accumulate, and of those in shared memory; O = P V, by
@@ -218,7 +229,7 @@ class PrefillKernel:
         for product in products[1:]:
             wgmma.accumulate(product)
         # its number is read by whoever needs it: before the branches a register could be spilled
-        work = Work(ptx.block_again(), items, blocks, blocks_bits)
+        work = self.work(items, blocks, blocks_bits)
         own = thread % wgmma.WARPGROUP
         if group < BACK:
             if const_expr(self.plan.scores_registers > LAUNCHED):
@@ -230,4 +241,5 @@ class PrefillKernel:
             self.back.run(own, side, work, q, out, ready, products[3], layouts[3], layouts[1], at)
         else:
             cute.arch.setmaxregister_decrease(self.plan.rows_registers)
-            self.rows.run(Work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)
+            self.rows.run(self.work(items, blocks, blocks_bits), q, sources, ready, at)
+        self.leave(group)

@@ -283,7 +283,7 @@ class Sources(NamedTuple):
 
 class Output(NamedTuple):
     """out: address, strides in bytes of rows and heads; addresses of max_logits, or None, and of lse; what to multiply
-    out with, or None."""
+    out with, or None; where parts of rows are merged, the address of the sink, or 0."""
 
     base: Any
     row: Any
@@ -291,3 +291,4 @@ class Output(NamedTuple):
     max_logits: Any
     lse: Any
     scale: Any
+    sink: Any = None

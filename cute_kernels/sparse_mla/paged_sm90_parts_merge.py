@@ -1,0 +1,157 @@
+"""What Hopper's paged prefill kernel makes of parts of a row: the blocks of a cluster have one each, and merge them.
+
+Each block leaves its sums O, in fp32 and relative to its own maxima, where its ring of tiles was, and what its softmax
+came to where its queries were. Then each adds up some of the columns over all blocks, and stores them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, range_constexpr
+
+from cute_kernels.dsl import ptx, wgmma
+from cute_kernels.sparse_mla.paged_sm90_plan import PAGED
+from cute_kernels.sparse_mla.paged_sm90_scores import PagedScores
+from cute_kernels.sparse_mla.prefill_sm90_back import Back
+from cute_kernels.sparse_mla.prefill_sm90_plan import ROWS, SIDE, Output, Places, Query, Work
+from cute_kernels.sparse_mla.prefill_sm90_scores import own_number
+from cute_kernels.sparse_mla.softmax import share
+
+BACKS_BARRIER = 2
+
+UNIT = 32
+"""Columns that a block adds up at a time: of each 8 a thread has two neighbouring ones in two rows, one load."""
+
+UNITS = SIDE // UNIT
+LOADS = UNIT // 8
+LOAD_BYTES = 128 * 16
+"""What a side's threads load at once."""
+
+SIDE_BYTES = ROWS * SIDE * 4
+"""Of the results of one side."""
+
+SUMMARY = 16
+"""Bytes of what a head's softmax came to: maximum that sums are relative to, sum, largest logit."""
+
+AT_ONCE = 4
+"""Blocks whose results a thread has under way at a time."""
+
+assert 2 * SIDE_BYTES <= PAGED.memory["stages"]
+assert ROWS * SUMMARY <= PAGED.memory["kept"]
+
+
+@cute.jit
+def meet() -> None:
+    """Have all blocks of the cluster see what the others have stored before. All threads."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+class PartScores(PagedScores):
+    @cute.jit
+    def store(
+        self,
+        item: Any,
+        half: cutlass.Constexpr,
+        most: Any,
+        top: Any,
+        amount: Any,
+        work: Work,
+        q: Query,
+        out: Output,
+        at: Places,
+    ) -> None:
+        """Leave what a head's logits come to."""
+        head = (own_number() >> 5) * 16 + (own_number() >> 2 & 7) + 8 * half
+        if own_number() & 3 == 0:
+            words = top.bitcast(Int32), amount.bitcast(Int32), most.bitcast(Int32), Int32(0)
+            ptx.store_shared_128(at.kept + head * SUMMARY, words)
+
+
+class PartBack(Back):
+    """blocks   of a cluster"""
+
+    def __init__(self, plan: Any, blocks: int) -> None:
+        super().__init__(plan)
+        self.blocks = blocks
+
+    @cute.jit
+    def store(
+        self,
+        total: cute.Tensor,
+        shares: Any,
+        item: Any,
+        side: Any,
+        own_row: Any,
+        lane: Any,
+        work: Work,
+        q: Query,
+        out: Output,
+        at: Places,
+    ) -> None:
+        """Leave the block's sums, and store the cluster's share of an item's results that is the block's."""
+        row, first = work.place(item)
+        count = q.count(first) - own_row
+        logits = [self.logit(first + own_row + 8 * half, 8 * half < count, out) for half in range(2)]
+        # tiles are no more needed once all products are done
+        cute.arch.barrier(barrier_id=BACKS_BARRIER, number_of_threads=256)
+        own_at = at.stages + side * SIDE_BYTES + own_number() * 16
+        for i in range_constexpr(SIDE // 8):
+            four = [total[4 * i + j].bitcast(Int32) for j in range(4)]
+            ptx.store_shared_128(own_at + i * LOAD_BYTES, four)
+        meet()
+
+        places = [ptx.map_shared(own_at, rank) for rank in range(self.blocks)]
+        summaries = [ptx.map_shared(at.kept + own_row * SUMMARY, rank) for rank in range(self.blocks)]
+        head = (Int64(row) * q.heads + first + own_row) * 4
+        is_own = (side == 0) & (lane & 3 == 0) & (ptx.rank_again() == 0)
+        factors = []
+        for half in range_constexpr(2):
+            found = [ptx.load_cluster_128(place + half * (8 * SUMMARY)) for place in summaries]
+            tops, sums, mosts = ([four[i].bitcast(Float32) for four in found] for i in range(3))
+            top, most, amount = tops[0], mosts[0], Float32(0.0)
+            for i in range_constexpr(1, self.blocks):
+                top, most = ptx.max_f32(top, tops[i]), ptx.max_f32(most, mosts[i])
+            weights = [ptx.exp2(one - top) for one in tops]
+            for i in range_constexpr(self.blocks):
+                amount = ptx.fma_rn(weights[i], sums[i], amount)
+            whole = share(amount, top, logits[half], out.sink)
+            factors.append([weight * whole for weight in weights])
+            lse = (top + ptx.log2(amount)) * Float32(ptx.LN_2)
+            lse = Float32(Float32.inf) if amount == Float32(0.0) else lse
+            is_head = is_own & (8 * half < count)
+            place = head + 8 * half * 4
+            ptx.store_global_s32(out.max_logits + place, (most * Float32(ptx.LN_2)).bitcast(Int32), is_head)
+            ptx.store_global_s32(out.lse + place, lse.bitcast(Int32), is_head)
+
+        target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)
+        sums = cute.make_rmem_tensor((UNIT // 2,), Float32)
+        for i in range_constexpr(UNITS // self.blocks):
+            unit = ptx.rank_again() + i * self.blocks
+            self.add_up(sums, factors, places, unit * (LOADS * LOAD_BYTES))
+            wgmma.store_bf16(sums, lane, target + unit * (UNIT * 2), out.head, count, Int32(UNIT), UNIT)
+
+    @cute.jit
+    def add_up(self, sums: cute.Tensor, factors: Any, places: Any, offset: Any) -> None:
+        """A thread's columns of a unit, over all blocks in order."""
+        sums.fill(0.0)
+        for first in range_constexpr(0, self.blocks, AT_ONCE):
+            ranks = range(first, min(first + AT_ONCE, self.blocks))
+            found = [[ptx.load_cluster_128(places[r] + offset + i * LOAD_BYTES) for i in range(LOADS)] for r in ranks]
+            for n in range_constexpr(len(found)):
+                for i in range_constexpr(UNIT // 2):
+                    value, factor = found[n][i // 4][i % 4].bitcast(Float32), factors[i // 2 % 2][first + n]
+                    sums[i] = ptx.fma_rn(value, factor, sums[i])
+        for i in range_constexpr(UNIT // 2):
+            # -0 would become 0 by an empty part, and by none must do so as well
+            sums[i] = ptx.add_rn(sums[i], Float32(0.0))
+
+    @cute.jit
+    def logit(self, head: Any, is_there: Any, out: Output) -> Any:
+        found = Int32(0)
+        if out.sink != 0:
+            found = ptx.load_global_s32_again_where(is_there, out.sink + Int64(head) * 4)
+        return found
