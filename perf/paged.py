@@ -105,6 +105,8 @@ class PagedSet:
             "attn_sink": torch.randn(shape.heads, device="cuda", generator=g),
             "kv_format": FP8_DS_MLA.id,
             "compressed_kv_format": FP8_DS_MLA.id,
+            "num_splits": 0,
+            "split_tokens": 0,
             "out": torch.empty_like(q),
             "max_logits": torch.empty(rows, shape.heads, device="cuda"),
             "lse": torch.empty(rows, shape.heads, device="cuda"),

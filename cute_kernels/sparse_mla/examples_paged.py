@@ -65,7 +65,7 @@ def paged(
             f"{query_lens} x {h}, window {window}, {width} columns of ratio {ratio}, {fmts}, pages of {rows}",
             (
                 *(q, *cache(fmts[0], longest, rows[0]), starts, seq_lens, scale, window, *other, ratio),
-                *(picks, sink(h), *fmts),
+                *(picks, sink(h), *fmts, 0, 0),
                 poisoned((n, h, formats.HEAD_DIM), torch.bfloat16),
                 torch.full((n, h), -777.0),
                 torch.full((n, h), -777.0),

@@ -22,11 +22,6 @@ TILE_US, MERGE_US = 2.2, 2.0
 """What choose_parts reckons with on an H200: microseconds of a tile, and of a merge (perf/notes/prefill.md)."""
 
 
-def max_tiles(columns: int, window_size: int) -> int:
-    """Tiles of the longest row, of so many entries and positions."""
-    return schedule.num_tiles(columns + window_size)
-
-
 def cluster_of(parts: int) -> int:
     """Blocks of the cluster that merges so many parts."""
     return next(blocks for blocks in CLUSTERS if parts <= blocks)

@@ -39,8 +39,8 @@ SUMMARY = 16
 AT_ONCE = 4
 """Blocks whose results a thread has under way at a time."""
 
-assert 2 * SIDE_BYTES <= PAGED.memory["stages"]
-assert ROWS * SUMMARY <= PAGED.memory["kept"]
+assert PAGED.memory["stages"] >= 2 * SIDE_BYTES
+assert PAGED.memory["kept"] >= ROWS * SUMMARY
 
 
 @cute.jit

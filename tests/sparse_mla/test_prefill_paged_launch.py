@@ -50,6 +50,8 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "attn_sink": torch.zeros(heads),
         "kv_format": FMT.id,
         "compressed_kv_format": FMT.id,
+        "num_splits": 0,
+        "split_tokens": 0,
         "out": torch.zeros(5, heads, 512, dtype=BF16),
         "max_logits": torch.zeros(5, heads),
         "lse": torch.zeros(5, heads),
