@@ -118,5 +118,6 @@ class PagedPartsKernel(PagedKernel):
         # the backs have met the others
         if (group < BACK) | (group >= ROWS_GROUP):
             meet()
-        # nobody leaves while another block may still read its results
-        meet()
+        # nobody leaves while another block may still read its results; nobody waits for what is on its way to memory
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
