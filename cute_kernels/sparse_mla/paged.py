@@ -43,6 +43,7 @@ def key_for(
     return BlackwellPagedKey(arch) if arch in BLACKWELL else PagedKey(arch)
 
 
+@cache
 def portable_key(arch: str, heads: int, compressed: str, format0: str, format1: str) -> KernelKey:
     return PortablePagedKey(arch, item_heads(heads), compressed, format0, format1)
 
@@ -178,22 +179,23 @@ def launch(*args: Any) -> None:
         return
     device_index = call.q.device.index
     arch = arch_of(device_index)
-    parts, part_tiles = call.parts(multiprocessors(device_index)) if call.is_hoppers(arch) else (1, 0)
-    if schedule.goes_through_workspace(parts, part_tiles):
-        cut = _key(arch, call.q.shape[1], call.compressed, *call.formats, True, parts)
-        launch_key(cut, device_index, *_own_arguments(call), parts, part_tiles)
-        return
-    key = _key(arch, call.q.shape[1], call.compressed, *call.formats)
-    is_own_key = isinstance(key, PagedKey | BlackwellPagedKey)
-    if is_own_key and not (_is_small(call) and (arch == HOPPER or _is_blackwells(call, arch, device_index))):
-        # the portable kernel takes it
-        is_own_key, key = False, portable_key(arch, call.q.shape[1], call.compressed, *call.formats)
-    arguments = _own_arguments if is_own_key else _portable_arguments
-    launch_key(key, device_index, *arguments(call), multiprocessors(device_index))
+    sms = multiprocessors(device_index)
+    called = call.q.shape[1], call.compressed, *call.formats
+    if call.is_hoppers(arch):
+        parts, part_tiles = call.parts(sms)
+        is_cut = schedule.goes_through_workspace(parts, part_tiles)
+        more = (parts, part_tiles) if is_cut else (sms,)
+        launch_key(_key(arch, *called, is_cut, parts), device_index, *_own_arguments(call), *more)
+    elif _is_blackwells(call, arch, device_index):
+        launch_key(_key(arch, *called), device_index, *_own_arguments(call), sms)
+    else:
+        launch_key(portable_key(arch, *called), device_index, *_portable_arguments(call), sms)
 
 
 def _is_blackwells(call: Call, arch: str, device_index: int) -> bool:
     """Whether Blackwell's own kernel takes a call, and may."""
+    if arch not in BLACKWELL or set(call.formats) != {FP8_DS_MLA.id} or not _is_small(call):
+        return False
     caches = {"swa_cache": call.swa_cache, "compressed_cache": call.compressed_cache}
     found = [ungathered(name, pool, FP8_DS_MLA.data_bytes) for name, pool in caches.items() if pool is not None]
     why_not = next(filter(None, found), unmapped("q", call.q, (0, 1)))

@@ -1,5 +1,5 @@
-"""What ptxas makes of Hopper's paged prefill kernels: no spills, products that run by themselves, and shared memory that
-is read before it is filled anew."""
+"""What ptxas makes of Hopper's paged prefill kernels: no spills, products that run by themselves, and shared memory
+that is read before it is filled anew."""
 
 from __future__ import annotations
 
