@@ -18,15 +18,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.sparse_mla.paged_parts import CLUSTERS
 from cute_kernels.sparse_mla.paged_sm90 import PagedKernel, PagedKey, fake_arguments
 from cute_kernels.sparse_mla.paged_sm90_parts_merge import PartBack, PartScores, meet
-from cute_kernels.sparse_mla.paged_sm90_parts_rows import PartRows, PartSources
+from cute_kernels.sparse_mla.paged_sm90_parts_rows import PartRows, PartSources, PartWalk
 from cute_kernels.sparse_mla.paged_sm90_plan import PAGED, cache_of
-from cute_kernels.sparse_mla.prefill_sm90_plan import BACK, ROWS_GROUP, Output, Work
+from cute_kernels.sparse_mla.prefill_sm90_plan import BACK, ROWS_GROUP, Output, Places, Work
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,13 @@ class PagedPartsKernel(PagedKernel):
         self.launch(q, sources, results, Int64(0), scale_log2, Int32(0), stream)
 
     def grid(self, blocks: Any, items: Any) -> dict[str, Any]:
-        return {"grid": [items * self.blocks, 1, 1], "cluster": [self.blocks, 1, 1]}
+        # each block has one item, and there is none behind it
+        return {"grid": [items, self.blocks, 1], "cluster": [1, self.blocks, 1]}
 
-    def work(self, items: Any, blocks: Any, blocks_bits: Any) -> Work:
-        item = ptx.block_again() // self.blocks
-        return Work(item, item + 1, Int32(1), blocks_bits)
+    @cute.jit
+    def prepare(self, side: Any, work: Work, sources: Any, ready: Any, at: Places) -> None:
+        if side == 0:
+            PartWalk(work, sources, ready, at).prepare()
 
     @cute.jit
     def leave(self, group: Any) -> None:

@@ -10,21 +10,18 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import visible_entries
-from cute_kernels.sparse_mla.paged_sm90_plan import own_warp
+from cute_kernels.sparse_mla.paged_sm90_plan import TILE, WARPS, own_warp
 from cute_kernels.sparse_mla.paged_sm90_rows import PagedRows
-from cute_kernels.sparse_mla.paged_sm90_walk import Walk
+from cute_kernels.sparse_mla.paged_sm90_walk import HALVES, LANES, NO_TILE, Walk
 from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS
 from cute_kernels.sparse_mla.prefill_sm90_rows import own_lane
 
 LINE = 128
 """Bytes that L2 is asked for at a time."""
-
-FIRST_COLUMN = 20
-"""Where in a record of the walk is with which column the item begins."""
 
 
 class PartSources(NamedTuple):
@@ -43,10 +40,14 @@ class PartSources(NamedTuple):
 
 
 class PartWalk(Walk):
+    def begin(self) -> None:
+        """Another warpgroup prepares it."""
+
     @cute.jit
-    def look_ahead(self, item: Any) -> None:
-        """Have the record of the block's part, if that is the item, and of no tiles behind it."""
-        sources = self.sources
+    def prepare(self) -> None:
+        """Write the lists of the first tiles, one a warp, and where the walk of the warp of that number goes on. By a
+        warpgroup that has nothing else to do yet, and registers for it."""
+        item, sources = self.work.first, self.sources
         query, _ = self.work.place(item)
         self.ask_for_lists(query)
         request, position, _, _ = sources.batch.find(query, sources.batch.seq_lens)
@@ -56,17 +57,64 @@ class PartWalk(Walk):
         first = cutlass.max(position + 1 - sources.window_size, 0)
         end = cutlass.min(position + 1, sources.window.columns * sources.window.rows.divisor)
         total = compressed + cutlass.max(end - first, 0)
-        begin, stop = self.part((total + (KEYS - 1)) // KEYS)
-        is_own = (own_lane() == 0) & (item < self.work.end)
-        record_at = self.record(own_lane())
-        cute.arch.sync_warp()
-        known = cutlass.min(total, stop * KEYS) if is_own else Int32(0)
-        ptx.store_shared_128(record_at, (request, visible, compressed, known))
-        ptx.store_shared_64(record_at + 16, first, begin * KEYS if is_own else Int32(0))
-        cute.arch.sync_warp()
+        start, stop = self.part((total + (KEYS - 1)) // KEYS)
+        total = cutlass.min(total, stop * KEYS)
 
-    def first_column(self) -> Any:
-        return ptx.load_shared_s32(self.record(Int32(0)) + FIRST_COLUMN)
+        tile = own_warp()
+        column = (start + tile) * KEYS
+        is_tile = (tile == 0) | (column < total)
+        mark = self.marks(item, column + KEYS >= total) if is_tile else Int32(NO_TILE)
+        if own_lane() == 0:
+            ptx.store_shared_64(self.list_of(tile) + TILE, mark, compressed - column)
+        # behind the part there are no tiles
+        self.look_ahead(self.work.end)
+        if own_lane() == 0:
+            ptx.store_shared_128(self.record(Int32(0)), (request, visible, compressed, total))
+            ptx.store_shared_s32(self.record(Int32(0)) + 16, first)
+            after, is_item = column + WARPS * KEYS, column + WARPS * KEYS < total
+            goes_on = (item, after, Int32(0), Int32(0)) if is_item else (self.work.end, Int32(0), Int32(1), Int32(0))
+            ptx.store_shared_128(self.home, goes_on)
+        cute.arch.sync_warp()
+        if is_tile:
+            self.enter_tile(tile, column, query, request, visible, compressed, first, total)
+
+    @cute.jit
+    def enter_tile(
+        self, tile: Any, column: Any, query: Any, request: Any, visible: Any, compressed: Any, first: Any, total: Any
+    ) -> None:
+        """Write a tile's list at once, and tell all."""
+        sources, list_at = self.sources, self.list_of(tile)
+        owns = [column + own_lane() + half * LANES for half in range(HALVES)]
+        entries, pages, insides = [], [], []
+        for own in owns:
+            at = sources.lists + Int64(query) * sources.list_row + Int64(own) * 4
+            is_listed = (own < compressed) & (sources.lists != 0)
+            listed = ptx.load_global_s32_where(is_listed, at)
+            entry = own if own < compressed else own - compressed + first
+            entry = entry if own < total else Int32(-1)
+            entries.append(listed if is_listed else entry)
+        for own, entry in zip(owns, entries, strict=True):
+            is_named, inside, named_by = self.page_of(entry, own < compressed, visible)
+            pages.append(ptx.load_global_s32_where(is_named, named_by.place(request)))
+            insides.append(inside)
+        there = []
+        for half in range_constexpr(HALVES):
+            row = own_lane() + half * LANES
+            there.append(self.enter_row(list_at, row, pages[half], insides[half], compressed - column))
+        self.tell(tile, there)
+
+    @cute.jit
+    def step(self, tile: Any) -> None:
+        # before there is nothing left to do for the warp's first tile
+        if tile >= own_warp():
+            Walk.step(self, tile)
+
+    @cute.jit
+    def look_ahead(self, item: Any) -> None:
+        """Have records of 32 items without tiles."""
+        cute.arch.sync_warp()
+        ptx.store_shared_128(self.record(own_lane()), [Int32(0)] * 4)
+        cute.arch.sync_warp()
 
     @cute.jit
     def part(self, tiles: Any) -> tuple[Any, Any]:

@@ -165,13 +165,13 @@ class PrefillKernel:
             stream=stream,
         )
 
-    # A block walks over items of its own. What parts of rows are made of differs in the next three.
+    # A block walks over items of its own. Where blocks have parts of rows the next three differ.
 
     def grid(self, blocks: Any, items: Any) -> dict[str, Any]:
         return {"grid": [cutlass.min(blocks, items), 1, 1]}
 
-    def work(self, items: Any, blocks: Any, blocks_bits: Any) -> Work:
-        return Work(ptx.block_again(), items, blocks, blocks_bits)
+    def prepare(self, side: Any, work: Work, sources: Any, ready: Any, at: Places) -> None:
+        """By the backs, which have nothing else to do at first."""
 
     def leave(self, group: Any) -> None:
         """When a warpgroup has done its share."""
@@ -229,7 +229,7 @@ class PrefillKernel:
         for product in products[1:]:
             wgmma.accumulate(product)
         # its number is read by whoever needs it: before the branches a register could be spilled
-        work = self.work(items, blocks, blocks_bits)
+        work = Work(ptx.block_again(), items, blocks, blocks_bits)
         own = thread % wgmma.WARPGROUP
         if group < BACK:
             if const_expr(self.plan.scores_registers > LAUNCHED):
@@ -238,8 +238,9 @@ class PrefillKernel:
         elif group < ROWS_GROUP:
             cute.arch.setmaxregister_increase(BACK_REGISTERS)
             side = cute.arch.make_warp_uniform(group - BACK)
+            self.prepare(side, work, sources, ready, at)
             self.back.run(own, side, work, q, out, ready, products[3], layouts[3], layouts[1], at)
         else:
             cute.arch.setmaxregister_decrease(self.plan.rows_registers)
-            self.rows.run(self.work(items, blocks, blocks_bits), q, sources, ready, at)
+            self.rows.run(Work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)
         self.leave(group)
