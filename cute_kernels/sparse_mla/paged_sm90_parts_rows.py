@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Int32, Int64
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import visible_entries
@@ -83,25 +83,26 @@ class PartWalk(Walk):
         self, tile: Any, column: Any, query: Any, request: Any, visible: Any, compressed: Any, first: Any, total: Any
     ) -> None:
         """Write a tile's list at once, and tell all."""
-        sources, list_at = self.sources, self.list_of(tile)
-        owns = [column + own_lane() + half * LANES for half in range(HALVES)]
-        entries, pages, insides = [], [], []
-        for own in owns:
-            at = sources.lists + Int64(query) * sources.list_row + Int64(own) * 4
-            is_listed = (own < compressed) & (sources.lists != 0)
-            listed = ptx.load_global_s32_where(is_listed, at)
-            entry = own if own < compressed else own - compressed + first
-            entry = entry if own < total else Int32(-1)
-            entries.append(listed if is_listed else entry)
-        for own, entry in zip(owns, entries, strict=True):
-            is_named, inside, named_by = self.page_of(entry, own < compressed, visible)
-            pages.append(ptx.load_global_s32_where(is_named, named_by.place(request)))
-            insides.append(inside)
-        there = []
-        for half in range_constexpr(HALVES):
-            row = own_lane() + half * LANES
-            there.append(self.enter_row(list_at, row, pages[half], insides[half], compressed - column))
-        self.tell(tile, there)
+        list_at = self.list_of(tile)
+        rows = [own_lane() + half * LANES for half in range(HALVES)]
+        entries = [self.entry_of(column + row, query, compressed, first, total) for row in rows]
+        places = []
+        for row, entry in zip(rows, entries, strict=True):
+            is_named, inside, named_by = self.page_of(entry, row < compressed - column, visible)
+            places.append((ptx.load_global_s32_where(is_named, named_by.place(request)), inside))
+        found = zip(rows, places, strict=True)
+        self.tell(tile, [self.enter_row(list_at, row, *place, compressed - column) for row, place in found])
+
+    @cute.jit
+    def entry_of(self, own: Any, query: Any, compressed: Any, first: Any, total: Any) -> Any:
+        """Of a key of the row; -1 behind the part's last one."""
+        sources = self.sources
+        is_listed = (own < compressed) & (sources.lists != 0)
+        at = sources.lists + Int64(query) * sources.list_row + Int64(own) * 4
+        listed = ptx.load_global_s32_where(is_listed, at)
+        entry = own if own < compressed else own - compressed + first
+        entry = entry if own < total else Int32(-1)
+        return listed if is_listed else entry
 
     @cute.jit
     def step(self, tile: Any) -> None:

@@ -237,9 +237,8 @@ class Walk:
             insides = [ptx.load_shared_s32(place + DELTAS) for place in places]
             # pages lie where addresses will
             cute.arch.sync_warp()
-            there = []
-            for half in range_constexpr(HALVES):
-                there.append(self.enter_row(list_at, own_lane() + half * LANES, pages[half], insides[half], rest))
+            places = list(zip(pages, insides, strict=True))
+            there = [self.enter_row(list_at, own_lane() + i * LANES, *place, rest) for i, place in enumerate(places)]
             self.tell(tile, there)
 
     @cute.jit
