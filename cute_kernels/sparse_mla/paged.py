@@ -3,6 +3,7 @@ or Blackwell's where it takes the call and is trusted; the portable one elsewher
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     kinds = {4: "listed", 128: "all"}
     chosen = dict.fromkeys(kinds.get(ratio, "none") for ratio in config.compress_ratios)
     heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
-    ways = [key_for, *([portable_key] if arch in BLACKWELL else [])]
+    ways: list[Callable[..., KernelKey]] = [key_for, *([portable_key] if arch in BLACKWELL else [])]
     keys = [way(arch, heads, compressed, fmt, fmt) for way in ways for compressed in chosen]
     if arch == HOPPER:
         keys += [PagedPartsKey(arch, blocks) for blocks in paged_parts.CLUSTERS]

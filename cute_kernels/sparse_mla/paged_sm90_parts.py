@@ -23,8 +23,8 @@ from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.sparse_mla.paged_parts import CLUSTERS
 from cute_kernels.sparse_mla.paged_sm90 import PagedKernel, PagedKey, fake_arguments
 from cute_kernels.sparse_mla.paged_sm90_parts_merge import PartBack, PartScores, meet
-from cute_kernels.sparse_mla.paged_sm90_parts_rows import PartRows, PartSources, PartWalk
-from cute_kernels.sparse_mla.paged_sm90_plan import PAGED, cache_of
+from cute_kernels.sparse_mla.paged_sm90_parts_rows import PartRows, PartWalk
+from cute_kernels.sparse_mla.paged_sm90_plan import PAGED, Sources, cache_of
 from cute_kernels.sparse_mla.prefill_sm90_plan import BACK, ROWS_GROUP, Output, Places, Work
 
 
@@ -88,7 +88,7 @@ class PagedPartsKernel(PagedKernel):
         part_tiles: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        sources = PartSources(
+        sources = Sources(
             cache_of(swa_cache, swa_block_table),
             cache_of(compressed_cache, compressed_block_table),
             window_size,

@@ -81,7 +81,7 @@ class PartBack(Back):
     @cute.jit
     def store(
         self,
-        total: cute.Tensor,
+        total: Any,
         shares: Any,
         item: Any,
         side: Any,
@@ -135,7 +135,7 @@ class PartBack(Back):
             wgmma.store_bf16(sums, lane, target + unit * (UNIT * 2), out.head, count, Int32(UNIT), UNIT)
 
     @cute.jit
-    def add_up(self, sums: cute.Tensor, factors: Any, places: Any, offset: Any) -> None:
+    def add_up(self, sums: Any, factors: Any, places: Any, offset: Any) -> None:
         """A thread's columns of a unit, over all blocks in order."""
         sums.fill(0.0)
         for first in range_constexpr(0, self.blocks, AT_ONCE):

@@ -6,7 +6,7 @@ the whole row before it is known which of them the part needs.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -22,21 +22,6 @@ from cute_kernels.sparse_mla.prefill_sm90_rows import own_lane
 
 LINE = 128
 """Bytes that L2 is asked for at a time."""
-
-
-class PartSources(NamedTuple):
-    """As the plan's Sources; parts of a row; tiles in a part, or 0: see schedule.part_range."""
-
-    window: Any
-    compressed: Any
-    window_size: Any
-    lists: Any
-    list_row: Any
-    columns: Any
-    ratio: Any
-    batch: Any
-    parts: Any
-    part_tiles: Any
 
 
 class PartWalk(Walk):
