@@ -15,11 +15,14 @@ CLUSTERS = (2, 4, 8)
 
 MOST_PARTS = CLUSTERS[-1]
 
-GROUP = 16
-"""Multiprocessors come in groups of 16 or a few more, and a cluster runs in one of them."""
+PAIRS = 2
+SHARE = 7, 8
+"""Of a GPU's multiprocessors all can have blocks of pairs at a time. Larger clusters stay in a group of some 16
+multiprocessors, so that of 132 an H200 had 120 with clusters of 4 or 8: this share is what they are trusted with."""
 
-TILE_US, MERGE_US = 2.2, 2.0
-"""What choose_parts reckons with on an H200: microseconds of a tile, and of a merge (perf/notes/prefill.md)."""
+TILE_US, MERGE_US = 2.2, {1: 0.0, 2: 0.0, 4: 0.0, 8: 2.3}
+"""What choose_parts reckons with on an H200: microseconds of a tile, and what so many parts take besides, which begin
+sooner than whole rows and are merged in the end (perf/notes/prefill.md)."""
 
 
 def cluster_of(parts: int) -> int:
@@ -35,13 +38,16 @@ def choose_parts(rows: int, heads: int, tiles: int, sms: int) -> int:
     tiles   of the longest row that the widths of lists and tables allow
     sms     multiprocessors
 
-    Rows are cut only if all clusters run at a time, and where that takes less time, the one with the fewest parts of
-    several: ceil(tiles / parts) * TILE_US + (parts > 1) * MERGE_US.
+    Rows are cut only if all clusters run at a time. The cheapest number of parts, the smallest of several, where p parts
+    cost ceil(tiles / p) * TILE_US + MERGE_US[p].
     """
     items = rows * schedule.head_blocks(heads)
 
     def cost(parts: int) -> float:
-        return -(-tiles // parts) * TILE_US + (parts > 1) * MERGE_US
+        return -(-tiles // parts) * TILE_US + MERGE_US[parts]
 
-    fitting = [parts for parts in CLUSTERS if items * parts <= sms // GROUP * GROUP]
+    def room(parts: int) -> int:
+        return sms if parts == PAIRS else sms * SHARE[0] // SHARE[1]
+
+    fitting = [parts for parts in CLUSTERS if items * parts <= room(parts)]
     return min((1, *fitting), key=cost)

@@ -142,7 +142,7 @@ WIDE: dict[str, Any] = {"window_size": 192, "topk_indices": torch.zeros(5, 512, 
 @pytest.mark.parametrize(
     ("splits", "blocks", "parts", "part_tiles"),
     [
-        ({}, 8, 8, 0),
+        ({}, 4, 4, 0),
         ({"num_splits": 2}, 2, 2, 0),
         ({"num_splits": 3}, 4, 3, 0),
         ({"num_splits": 7}, 8, 7, 0),
