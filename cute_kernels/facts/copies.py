@@ -28,6 +28,7 @@ class Transfer:
 
     width     bytes of an element
     swizzle   bytes, as of dsl.umma.Operand
+    column    of gathered rows that begin at `first`: the first that comes
     """
 
     name: str
@@ -38,6 +39,7 @@ class Transfer:
     swizzle: int = 0
     blocks: int = 1
     is_gathered: bool = True
+    column: int = 0
 
     @property
     def line(self) -> int:
@@ -53,6 +55,7 @@ TRANSFERS = (
     Transfer("gather_swizzled", "gathered rows, swizzled by the bits of their address", 2, 64, 448, 128),
     Transfer("gather_codes", "gathered codes, swizzled", 1, 128, 128, 128),
     Transfer("gather_dense", "gathered rows one after the other", 4, 112),
+    Transfer("gather_part", "some columns of gathered rows, from one in the middle on", 4, 64, column=48),
     Transfer("gather_pair", "rows gathered by both blocks of a pair, counted by the even one", 1, 128, 64, 128, 2),
     Transfer("box_128", "a page's rows as a box, swizzled", 1, 128, 0, 128, is_gathered=False),
     Transfer("box_64", "a page's rows of 64 bytes as a box, swizzled", 1, 64, 64, 64, is_gathered=False),
@@ -78,12 +81,12 @@ def expect(transfer: Transfer) -> Any:
     found = np.zeros((transfer.blocks, transfer.shared_bytes), np.uint8)
     memory, columns, width = memory.reshape(-1), transfer.columns, transfer.width
     if transfer.is_gathered:
-        map_ = TensorMap(transfer.first, (columns, KNOWN_ROWS), (ROW_BYTES,), (columns, 1), width, transfer.swizzle)
+        known = transfer.column + columns, KNOWN_ROWS
+        map_ = TensorMap(transfer.first, known, (ROW_BYTES,), (columns, 1), width, transfer.swizzle)
         for group, four in enumerate(numbers.reshape(-1, 4)):
             block, at = divmod(group * 4, TILE)
-            meaning.place_box(
-                found[block], at * transfer.line, meaning.rows_of(map_, memory, 0, four), transfer.swizzle
-            )
+            rows = meaning.rows_of(map_, memory, transfer.column, four)
+            meaning.place_box(found[block], at * transfer.line, rows, transfer.swizzle)
         return found
     sizes, strides = (columns, TILE, KNOWN_PAGES), (ROW_BYTES, TILE * ROW_BYTES)
     map_ = TensorMap(transfer.first, sizes, strides, (columns, TILE, 1), width, transfer.swizzle)

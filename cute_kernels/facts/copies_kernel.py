@@ -65,7 +65,8 @@ class TransferKernel:
         memory: Any = source.iterator
         start, stride = memory + transfer.first, ROW_BYTES // transfer.width
         if const_expr(transfer.is_gathered):
-            copy = tensor_maps.gathered_rows(start, dtype, count, columns, stride, swizzle)
+            width = transfer.column + columns
+            copy = tensor_maps.gathered_rows(start, dtype, count, columns, stride, swizzle, width)
         else:
             layout = cute.make_layout((TILE, columns, count), stride=(stride, 1, TILE * stride))
             copy = tensor_maps.boxes(
@@ -107,9 +108,9 @@ class TransferKernel:
             if const_expr(transfer.is_gathered):
                 for group in cutlass.range(TILE // 4, unroll=1):
                     rows = ptx.load_global_128(numbers + Int64(block) * (TILE * 4) + Int64(group * 16))
-                    ptx.prefetch_rows_l2(map_, 0, rows)
+                    ptx.prefetch_rows_l2(map_, transfer.column, rows)
                     to = image + group * (4 * transfer.line)
-                    ptx.gather_rows(to, map_, 0, rows, barrier, blocks=transfer.blocks)
+                    ptx.gather_rows(to, map_, transfer.column, rows, barrier, blocks=transfer.blocks)
             else:
                 places = ptx.load_global_128(numbers)
                 for number in range_constexpr(2):

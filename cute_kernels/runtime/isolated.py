@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import threading
 import time
@@ -36,7 +37,7 @@ def run_isolated(
         for thread in threads:
             thread.start()
         for _ in names:
-            yield pool.done.get()
+            yield _read(*pool.done.get())
     finally:
         pool.stopped.set()
         while True:
@@ -47,6 +48,17 @@ def run_isolated(
         pool.stop()
 
 
+def _read(name: str, answer: bytes | Verdict) -> Any:
+    """What a process answered. Done by the caller's thread: to read it may import modules, which several threads at a
+    time could find half imported."""
+    if isinstance(answer, Verdict):
+        return answer
+    try:
+        return pickle.loads(answer)
+    except Exception as error:
+        return Verdict(name, "fail", detail=f"the answer cannot be read: {error!r}")
+
+
 class _Pool:
     """Names to be worked on, and the processes that do it, each served by a thread."""
 
@@ -54,7 +66,7 @@ class _Pool:
         self.function = function
         self.timeout = timeout
         self.context = multiprocessing.get_context("spawn")
-        self.todo, self.done = queue.SimpleQueue[str](), queue.SimpleQueue[Any]()
+        self.todo, self.done = queue.SimpleQueue[str](), queue.SimpleQueue[tuple[str, bytes | Verdict]]()
         for name in names:
             self.todo.put(name)
         self.workers: list[_Worker] = []
@@ -71,9 +83,9 @@ class _Pool:
             try:
                 if worker is None or not worker.process.is_alive():
                     worker = self.start()
-                self.done.put(worker.ask(name, self.timeout))
+                self.done.put((name, worker.ask(name, self.timeout)))
             except Exception as error:
-                self.done.put(Verdict(name, "fail", detail=f"no process: {error!r}"))
+                self.done.put((name, Verdict(name, "fail", detail=f"no process: {error!r}")))
 
     def start(self) -> _Worker:
         with self.starting:
@@ -94,7 +106,8 @@ class _Worker:
         theirs.close()
         self.ready = False
 
-    def ask(self, name: str, timeout: float) -> Any:
+    def ask(self, name: str, timeout: float) -> bytes | Verdict:
+        """What the process answers, pickled, or what is wrong with it."""
         try:
             if not self.ready:
                 if not self.connection.poll(START_SECONDS):
@@ -105,10 +118,10 @@ class _Worker:
             if not self.connection.poll(timeout):
                 self.stop()
                 return Verdict(name, "fail", detail=f"no answer within {timeout:g} s: stopped")
-            result = self.connection.recv()
+            answer = self.connection.recv_bytes()
             if not self.connection.recv():
                 self.process.join()
-            return result
+            return answer
         except (EOFError, OSError):
             self.process.join()
             return Verdict(name, "fail", detail=f"the process died with exit code {self.process.exitcode}")

@@ -1,9 +1,9 @@
 """Which kernel sparse_mla_decode runs.
 
 For fp8_ds_mla caches Hopper's own, or for few heads that of teams of warps; or Blackwell's own, where it can address
-the caches and is trusted; for everything else the portable one. With 9 to 16 heads Hopper's is faster as long as it has
-all rows at once, and that of teams with more of them; which of the two depends on the number of rows where the split
-does, too, and nowhere else.
+the caches and is trusted, with more than 64 heads that for pairs of blocks; for everything else the portable one. With
+9 to 16 heads Hopper's is faster as long as it has all rows at once, and that of teams with more of them; which of the
+two depends on the number of rows where the split does, too, and nowhere else.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import decode_args, merge
 from cute_kernels.sparse_mla.decode_args import Call, ItemKey
+from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
 from cute_kernels.sparse_mla.gathered import ungathered
-from cute_kernels.sparse_mla.schedule import block_heads
+from cute_kernels.sparse_mla.schedule import block_heads, head_blocks
 from cute_kernels.sparse_mla.teams_plan import ARCHS as TEAMS_ARCHS
 
 HOPPER = "sm_90a"
@@ -33,6 +34,9 @@ TEAMS_HEADS = (8, 16)
 
 FEW_ROWS_HEADS = (16,)
 """Those of which Hopper's kernel takes calls with few rows."""
+
+PAIR_ARCHS = BLACKWELL
+"""Where more than 64 heads take Blackwell's kernel for pairs of blocks; elsewhere they are two items of its other."""
 
 
 def key_for(
@@ -53,7 +57,8 @@ def key_for(
     """
     is_fp8 = format0 == format1 == FP8_DS_MLA.id
     if is_fp8 and arch in BLACKWELL and takes_own:
-        return BlackwellDecodeKey(arch, second, out_fp32)
+        is_pairs = arch in PAIR_ARCHS and head_blocks(heads) > 1
+        return (BlackwellPairDecodeKey if is_pairs else BlackwellDecodeKey)(arch, second, out_fp32)
     is_hoppers = has_few_rows and arch == HOPPER and block_heads(heads) in FEW_ROWS_HEADS
     if is_fp8 and arch in TEAMS_ARCHS and block_heads(heads) in TEAMS_HEADS and not is_hoppers:
         return TeamsDecodeKey(arch, block_heads(heads), second, out_fp32)

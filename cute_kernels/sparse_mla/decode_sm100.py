@@ -28,7 +28,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import ptx, tensor_maps
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import NOPE_DIM
-from cute_kernels.sparse_mla import portable_source
+from cute_kernels.sparse_mla import decode_sm100_plan, portable_source
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
 from cute_kernels.sparse_mla.decode_sm100_front import Front
 from cute_kernels.sparse_mla.decode_sm100_plan import (
@@ -41,9 +41,6 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
     SLAB,
     THREADS,
     Barriers,
-    places,
-    smem_bytes,
-    smem_parts,
 )
 from cute_kernels.sparse_mla.decode_sm100_products import Products
 from cute_kernels.sparse_mla.decode_sm100_scores import Scores
@@ -77,7 +74,7 @@ class BlackwellDecodeKey(ItemKey):
 
     @property
     def smem_bytes(self) -> int:
-        return smem_bytes()
+        return decode_sm100_plan.smem_bytes()
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -88,13 +85,23 @@ class BlackwellDecodeKey(ItemKey):
 
 
 class DecodeKernel:
-    """Entry point: see decode_args."""
+    """Entry point: see decode_args.
+
+    plan, barriers   which sizes and places its roles agree on: a module, and its barriers
+    roles            of all warps but the scout's
+    """
+
+    name = "sparse_mla_decode_blackwell"
+    plan: Any = decode_sm100_plan
+    barriers: type[Barriers] = Barriers
+    roles: Any = (Front, Products, Scores, Gather)
 
     def __init__(self, key: BlackwellDecodeKey) -> None:
         self.second = key.second
-        self.front, self.products, self.scores = Front(), Products(), Scores(key.out_fp32)
-        self.codes, self.rope = (Gather(is_rope, key.second) for is_rope in (False, True))
-        self.name = f"sparse_mla_decode_blackwell_{key.second}{'_fp32' if key.out_fp32 else ''}"
+        front, products, scores, gather = self.roles
+        self.front, self.products, self.scores = front(), products(), scores(key.out_fp32)
+        self.codes, self.rope = (gather(is_rope, key.second) for is_rope in (False, True))
+        self.name = f"{self.name}_{key.second}{'_fp32' if key.out_fp32 else ''}"
 
     @cute.jit
     def __call__(
@@ -121,10 +128,11 @@ class DecodeKernel:
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
-        items = portable_source.items_of(q, HEADS, parts, part_tiles, ctas)
+        blocks = const_expr(self.plan.BLOCKS)
+        items = portable_source.items_of(q, blocks * HEADS, parts, part_tiles, ctas // blocks)
         caches = (cache0,) if const_expr(self.second == "none") else (cache0, cache1)
         kernel = self.kernel(
-            tuple(codes_copy(cache) for cache in caches),
+            tuple(codes_copy(cache, self.plan.CODES) for cache in caches),
             tuple(rope_copy(cache) for cache in caches),
             Queries(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), length(q, 2)),
             tuple(portable_source.cache_of(cache) for cache in caches),
@@ -138,7 +146,11 @@ class DecodeKernel:
             items,
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, items.end), 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[cutlass.min(items.step, items.end) * blocks, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[blocks, 1, 1] if const_expr(blocks > 1) else None,
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
     @cute.kernel
@@ -159,23 +171,23 @@ class DecodeKernel:
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = SmemAllocator()
-        size = const_expr(sum(smem_parts().values()))
+        size = const_expr(sum(self.plan.smem_parts().values()))
         memory = smem.allocate_tensor(Uint8, cute.make_layout(size), byte_alignment=1024)
-        at = places(memory.iterator.toint())
-        ready = Barriers.allocate(smem)
+        at = self.plan.places(memory.iterator.toint())
+        ready = self.barriers.allocate(smem)
         if thread == 0:
             ready.initialize()
         if warp == PRODUCTS_WARP:
             # all of it, so it begins at address 0
-            ptx.allocate_tensor_memory(at.tensor_memory, ptx.COLUMNS)
-            ptx.relinquish_tensor_memory()
+            ptx.allocate_tensor_memory(at.tensor_memory, ptx.COLUMNS, self.plan.BLOCKS)
+            ptx.relinquish_tensor_memory(self.plan.BLOCKS)
         ptx.fence_tensor_before()
-        cute.arch.sync_threads()
+        self.synchronize()
         ptx.fence_tensor_after()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        items = items._replace(first=block)
+        items = self.own(items, block)
         if warp < FRONT_WARP:
             self.scores.run(thread, items, queries, out, scale_log2, ready, at)
         elif warp < PRODUCTS_WARP:
@@ -190,9 +202,17 @@ class DecodeKernel:
             else:
                 Scout(self.second, items, caches, pitches, lists, queries).run(lane, ready, at)
         ptx.fence_tensor_before()
-        cute.arch.sync_threads()
+        self.synchronize()
         if warp == PRODUCTS_WARP:
-            ptx.free_tensor_memory(ptx.load_shared_s32(at.tensor_memory), ptx.COLUMNS)
+            ptx.free_tensor_memory(ptx.load_shared_s32(at.tensor_memory), ptx.COLUMNS, self.plan.BLOCKS)
+
+    def own(self, items: Items, block: Any) -> Items:
+        """A block's items."""
+        return items._replace(first=block)
+
+    def synchronize(self) -> None:
+        """All threads that share items."""
+        cute.arch.sync_threads()
 
 
 def pitch_of(cache: cute.Tensor) -> Any:
@@ -205,10 +225,10 @@ def rows_of(cache: cute.Tensor) -> Any:
     return length(cache, 0) * pitch_of(cache)
 
 
-def codes_copy(cache: cute.Tensor) -> Any:
-    """Of the codes, as words, one row after the other."""
-    columns, stride = NOPE_DIM // WORD, ROW_BYTES // WORD
-    return tensor_maps.gathered_rows(cache.iterator, Int32, rows_of(cache), columns, stride)
+def codes_copy(cache: cute.Tensor, codes: int = NOPE_DIM) -> Any:
+    """Of so many of a row's codes, as words, one row after the other."""
+    stride, width = ROW_BYTES // WORD, NOPE_DIM // WORD
+    return tensor_maps.gathered_rows(cache.iterator, Int32, rows_of(cache), codes // WORD, stride, width=width)
 
 
 def rope_copy(cache: cute.Tensor) -> Any:

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
-from cute_kernels.sparse_mla.decode_sm100_plan import O_BLOCK, O_COLUMN, O_COLUMNS, chunk_offset, o_dim
+from cute_kernels.sparse_mla.decode_sm100_plan import O_BLOCK, O_COLUMN, O_COLUMNS, chunk_offset
 from cute_kernels.sparse_mla.portable_output import Output
 from cute_kernels.sparse_mla.softmax import share
 
@@ -23,8 +23,10 @@ LINES = 32 // CHUNKS
 
 
 class Back:
-    def __init__(self, out_fp32: bool) -> None:
-        self.out_fp32 = out_fp32
+    """plan: a module, that says which columns are where."""
+
+    def __init__(self, out_fp32: bool, plan: Any) -> None:
+        self.out_fp32, self.plan = out_fp32, plan
 
     @cute.jit
     def rescale(self, lanes: Any, factor: Any) -> None:
@@ -74,7 +76,7 @@ class Back:
             for chunk in range_constexpr(CHUNKS):
                 ptx.store_shared_128(rows_at + chunk_offset(lane, chunk), words[4 * chunk : 4 * chunk + 4])
             cute.arch.sync_warp()
-            target = row + Int64(o_dim(half, block) * size + lane % CHUNKS * 16)
+            target = row + Int64(self.plan.o_dim(half, block) * size + lane % CHUNKS * 16)
             for i in range_constexpr(32 // LINES):
                 head = LINES * i + lane // CHUNKS
                 four = ptx.load_shared_128(rows_at + chunk_offset(head, lane % CHUNKS))

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, range_constexpr
+from cutlass import Int32
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.convert import bf16_pairs_of_e4m3x4
@@ -20,10 +20,7 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
     END,
     KEYS,
     LAST_SLAB,
-    RAWS,
     SLAB,
-    SLOTS,
-    STAGES,
     Barriers,
     Places,
     raw_offset,
@@ -42,27 +39,35 @@ class Front:
         row, member = thread // 4, thread % 4
         tile, mark = Int32(0), Int32(0)
         while mark & END == 0:
-            slot, raw, stage = tile % SLOTS, tile % RAWS, tile % STAGES
+            slots, raws, stages = ready.headings.stages, ready.raws.stages, ready.stages.stages
+            slot, raw, stage = tile % slots, tile % raws, tile % stages
             mark = marks(slot, tile, ready, at)
             if mark & END == 0:
-                ptx.wait_mbarrier((ready.scales + slot).toint(), tile // SLOTS & 1)
-                scales_at = at.scales + (slot * KEYS + row) * SCALE_BYTES
-                scales = [ptx.load_shared_64(scales_at + half * ROWS_APART * SCALE_BYTES) for half in range(2)]
-                ready.raws.wait_full(raw, tile // RAWS & 1)
-                ready.stages.wait_empty(stage, tile // STAGES & 1)
-                source = at.raw + raw_offset(raw, row) + member * 16
-                target = at.v + stage_offset(stage, 0, row, 2 * member)
-                for half in range_constexpr(2):
-                    for slab in range_constexpr(LAST_SLAB):
-                        self.convert(source, target, scales[half], half, slab)
+                ptx.wait_mbarrier((ready.scales + slot).toint(), tile // slots & 1)
+                scales = self.load_scales(at.scales + (slot * KEYS + row) * SCALE_BYTES)
+                ready.raws.wait_full(raw, tile // raws & 1)
+                ready.stages.wait_empty(stage, tile // stages & 1)
+                self.convert_rows(raw, stage, row, member, scales, at)
                 # whoever lets tensor cores read what is stored fences; no loads from memory are in flight to wait for
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 if thread % 32 == 0:
-                    cute.arch.mbarrier_arrive(ready.stages.full(stage))
+                    ready.arrive(ready.stages.full(stage))
                     cute.arch.mbarrier_arrive(ready.raws.empty(raw))
                     cute.arch.mbarrier_arrive(ready.headings.empty(slot))
             tile = tile + 1
+
+    def load_scales(self, scales_at: Any) -> list[Any]:
+        """Those of the thread's rows."""
+        return [ptx.load_shared_64(scales_at + half * ROWS_APART * SCALE_BYTES) for half in range(2)]
+
+    def convert_rows(self, raw: Any, stage: Any, row: Any, member: Any, scales: list[Any], at: Places) -> None:
+        """Store the thread's columns of its rows, `row` and one more."""
+        source = at.raw + raw_offset(raw, row) + member * 16
+        target = at.v + stage_offset(stage, 0, row, 2 * member)
+        for half in range(2):
+            for slab in range(LAST_SLAB):
+                self.convert(source, target, scales[half], half, slab)
 
     @cute.jit
     def convert(self, source: Any, target: Any, scales: Any, half: cutlass.Constexpr, slab: cutlass.Constexpr) -> None:
@@ -72,6 +77,10 @@ class Front:
         words = ptx.load_shared_128(source, offset=raw_offset(0, half * ROWS_APART) + slab * SLAB)
         # rows that are 32 apart, and slabs, have their chunks in the same order
         place = target + stage_offset(0, slab, half * ROWS_APART, 0)
-        for chunk in range_constexpr(2):
+        self.store(place, words, factor)
+
+    def store(self, place: Any, words: Any, factor: Any) -> None:
+        """Store codes in four words as two neighbouring chunks, each times the factor."""
+        for chunk in range(2):
             pairs = [pair for word in words[2 * chunk : 2 * chunk + 2] for pair in bf16_pairs_of_e4m3x4(word)]
             ptx.store_shared_128(place ^ (16 * chunk), [ptx.multiply_bf16x2(pair, factor) for pair in pairs])

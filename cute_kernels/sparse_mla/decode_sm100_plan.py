@@ -1,6 +1,7 @@
 """What the warps of Blackwell's decode kernel agree on: sizes, the memories of a block, and what lies where in them.
 
-A block has a work item: 64 heads of a query row, or fewer, and a part of its tiles. A tile is 64 keys. Its 512 columns
+A block has a work item: 64 heads of a query row, or fewer, and a part of its tiles. (Of more heads a pair of blocks has
+an item: decode_pair_sm100_plan.py has what differs, under the same names.) A tile is 64 keys. Its 512 columns
 are cut into slabs of 64, as on Hopper: a slab is [64 keys, 128 bytes] of bf16 in the layout of the 128-byte swizzle,
 16-byte chunk c of row r at chunk c ^ (r % 8). A tile is the second operand of both products: of S = Q K^T with keys as
 rows, K-major, and of O += P V with columns as rows, MN-major, from the same bytes.
@@ -14,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int64
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import barriers, umma
+from cute_kernels.dsl import barriers, ptx, umma
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.work import Shape, Work
 from cute_kernels.sparse_mla import decode_sm90_plan
@@ -31,6 +32,9 @@ KEYS, SLAB, SLAB_BYTES = decode_sm90_plan.KEYS, decode_sm90_plan.SLAB, decode_sm
 FIRST, LAST, END = decode_sm90_plan.FIRST, decode_sm90_plan.LAST, decode_sm90_plan.END
 SECOND = 8
 """Marks of a tile. Those of Hopper's; and its rows are of the second cache."""
+
+BLOCKS = 1
+"""That share a work item."""
 
 HEADS = BLOCK_HEADS[-1]
 """Of a block: what products take. Rows of heads that nobody has are computed and not stored."""
@@ -59,6 +63,9 @@ ROW_BYTES = FP8_DS_MLA.data_bytes
 GATHERED = 4
 """Rows of a gathering copy."""
 
+CODES = NOPE_DIM
+"""Of a row that a block gathers, in one piece."""
+
 FRONT_WARP, PRODUCTS_WARP, CODES_WARP, ROPE_WARP, WARPS = 4, 8, 9, 10, 12
 """The first of each role. The scores begin, the scout is the last."""
 
@@ -77,6 +84,9 @@ S_COLUMNS = KEYS // 2
 O_COLUMNS = HEAD_DIM // 2
 Q_COLUMNS = SLAB // 2
 """Of a slab: two bf16 in a column."""
+
+FORM = {"weight_stationary": True}
+"""Of products, as ptx.tensor_mma takes it."""
 
 SCORES_INSTRUCTION = umma.instruction("f16", "bf16", "bf16", HEADS, KEYS)
 VALUES_INSTRUCTION = umma.instruction("f16", "bf16", "bf16", HEADS, HEAD_DIM // 2, b_is_mn_major=True)
@@ -107,7 +117,14 @@ HEADING = 16
 """Bytes of a heading: marks, item, and which of keys 0 to 31 and 32 to 63 are there."""
 
 RINGS = {"headings": SLOTS, "raws": RAWS, "stages": STAGES}
-BARRIERS = 2 * sum(RINGS.values()) + SLOTS + BUFFERS + BUFFERS + 1
+
+
+def barriers_of(rings: dict[str, int]) -> int:
+    """How many there are with rings of these depths."""
+    return 2 * sum(rings.values()) + rings["headings"] + BUFFERS + BUFFERS + 1
+
+
+BARRIERS = barriers_of(RINGS)
 
 
 def smem_bytes() -> int:
@@ -141,8 +158,13 @@ class Places(NamedTuple):
 
 def places(base: Any) -> Places:
     """In shared memory that begins at a 1024-byte aligned address."""
+    return in_order(base, smem_parts())
+
+
+def in_order(base: Any, parts: dict[str, int]) -> Places:
+    """Parts of so many bytes, one after the other."""
     found, offset = [], 0
-    for size in smem_parts().values():
+    for size in parts.values():
         found.append(base + offset)
         offset += size
     return Places(*found)
@@ -220,6 +242,10 @@ def o_dim(half: Any, block: Any) -> Any:
 # ---- barriers --------------------------------------------------------------------------------------------------------
 
 
+HEADING_READERS = WARPS - 1
+"""A thread of each warp but the scout."""
+
+
 @dataclass(frozen=True)
 class Barriers:
     """mbarriers, and what completes their phases.
@@ -244,30 +270,40 @@ class Barriers:
     weights: Any
     queries: Any
 
+    depths: ClassVar[dict[str, int]] = RINGS
+    blocks: ClassVar[int] = BLOCKS
+
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
-        rings = (barriers.Ring.allocate(smem, stages) for stages in RINGS.values())
-        return cls(*rings, *(smem.allocate_array(Int64, count) for count in (SLOTS, BUFFERS, BUFFERS, 1)))
+        rings = (barriers.Ring.allocate(smem, stages) for stages in cls.depths.values())
+        counts = cls.depths["headings"], BUFFERS, BUFFERS, 1
+        return cls(*rings, *(smem.allocate_array(Int64, count) for count in counts))
 
-    def initialize(self) -> None:
-        """By one thread; the block synchronizes afterwards."""
-        self.headings.initialize(1, HEADING_READERS)
+    def initialize(self, readers: Any = HEADING_READERS) -> None:
+        """By one thread; all blocks synchronize afterwards. readers: of headings"""
+        warps = 4 * self.blocks
+        self.headings.initialize(1, readers)
         self.raws.initialize(1, 4)
-        # four warps, and one thread that expects rotary columns
-        self.stages.initialize(4 + 1, 1)
-        for first, count, arrivals in (
-            (self.scales, SLOTS, 32),
-            (self.sums, BUFFERS, 1),
-            (self.weights, BUFFERS, 4),
-            (self.queries, 1, 4),
-        ):
+        # the front's warps, and one thread that expects rotary columns
+        self.stages.initialize(warps + 1, 1)
+        rest = (self.scales, self.depths["headings"], 32), (self.sums, BUFFERS, 1)
+        for first, count, arrivals in (*rest, (self.weights, BUFFERS, warps), (self.queries, 1, warps)):
             for i in range(count):
                 cute.arch.mbarrier_init(first + i, arrivals)
         cute.arch.mbarrier_init_fence()
 
+    def arrive(self, barrier: Any) -> None:
+        """At one of those that the products' warp waits for. By a thread."""
+        cute.arch.mbarrier_arrive(barrier)
 
-HEADING_READERS = WARPS - 1
-"""A thread of each warp but the scout."""
+    def wait(self, barrier: Any, phase: Any) -> None:
+        """For one of these."""
+        ptx.wait_mbarrier(barrier.toint(), phase)
+
+    def commit(self, barrier: Any) -> None:
+        """Arrive when the products that this thread has started are done."""
+        ptx.commit_tensor(barrier.toint())
+
 
 CODES_BYTES = KEYS * NOPE_DIM
 ROPE_BYTES = KEYS * SLAB * 2
@@ -276,12 +312,12 @@ ROPE_BYTES = KEYS * SLAB * 2
 
 # ---- what a tile takes -----------------------------------------------------------------------------------------------
 
-CALLS = ((64, 64), (64, 256), (128, 256))
+CALLS = ((64, 64), (64, 256))
 """(heads, rows) of calls with 128 and 512 columns that are reckoned up."""
 
 
 def work() -> tuple[Work, ...]:
-    """Of a tile, whatever its heads: 64 of them are computed. 128 heads are two items."""
+    """Of a tile, whatever its heads: 64 of them are computed."""
     row = FP8_DS_MLA.row_elements
     products = 2 * 2 * HEADS * KEYS * HEAD_DIM
     shapes = []

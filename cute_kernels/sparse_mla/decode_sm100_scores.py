@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import pairwise
+from cute_kernels.sparse_mla import decode_sm100_plan
 from cute_kernels.sparse_mla.decode_sm100_back import Back
 from cute_kernels.sparse_mla.decode_sm100_plan import (
     BUFFERS,
@@ -34,7 +35,6 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
     SLAB,
     SLAB_BYTES,
     SLABS,
-    SLOTS,
     Barriers,
     Places,
     chunk_offset,
@@ -59,8 +59,12 @@ CHUNKS = 8
 
 
 class Scores:
+    """plan: a module, of which results are where."""
+
+    plan: Any = decode_sm100_plan
+
     def __init__(self, out_fp32: bool) -> None:
-        self.back = Back(out_fp32)
+        self.back = Back(out_fp32, self.plan)
 
     @cute.jit
     def run(
@@ -84,7 +88,7 @@ class Scores:
             buffer = tile % BUFFERS
             ptx.wait_mbarrier((ready.sums + buffer).toint(), tile // BUFFERS & 1)
             ptx.fence_tensor_after()
-            found = ptx.load_tensor_memory(lanes + S_COLUMN + buffer * S_COLUMNS, S_COLUMNS)
+            found = self.load_scores(buffer, thread, lanes, at)
             for i in range_constexpr(S_COLUMNS):
                 scores[i] = found[i] * scale_log2
             if there != -1:
@@ -92,7 +96,7 @@ class Scores:
                     scores[i] = scores[i] if (there >> i) & 1 != 0 else Float32(-Float32.inf)
             cute.arch.sync_warp()
             if thread % 32 == 0:
-                cute.arch.mbarrier_arrive(ready.headings.empty(tile % SLOTS))
+                cute.arch.mbarrier_arrive(ready.headings.empty(tile % ready.headings.stages))
             if mark & FIRST != 0:
                 top, amount = Float32(LEAST), Float32(0.0)
             top, amount = self.follow(scores, top, amount, tile, mark, thread, lanes, ready, at)
@@ -101,7 +105,7 @@ class Scores:
             ptx.fence_tensor_before()
             cute.arch.sync_warp()
             if thread % 32 == 0:
-                cute.arch.mbarrier_arrive(ready.weights + buffer)
+                ready.arrive(ready.weights + buffer)
             if mark & LAST != 0:
                 # all products with the item's queries are done: the next one's come while P V is under way
                 self.load_queries(item + items.step, thread, lanes, items, queries, ready, at)
@@ -112,10 +116,15 @@ class Scores:
     @cute.jit
     def heading(self, tile: Any, thread: Any, ready: Barriers, at: Places) -> tuple[Any, Any, Any]:
         """A tile's marks, its item, and which of the thread's keys are there; once it has been told of."""
-        slot = tile % SLOTS
-        ready.headings.wait_full(slot, tile // SLOTS & 1)
+        slots = ready.headings.stages
+        slot = tile % slots
+        ready.headings.wait_full(slot, tile // slots & 1)
         mark, item, low, high = ptx.load_shared_128(at.heading + slot * HEADING)
         return mark, item, low if thread < HEADS else high
+
+    def load_scores(self, buffer: Any, thread: Any, lanes: Any, at: Places) -> tuple[Any, ...]:
+        """The thread's scores."""
+        return ptx.load_tensor_memory(lanes + S_COLUMN + buffer * S_COLUMNS, S_COLUMNS)
 
     @cute.jit
     def follow(
@@ -197,7 +206,8 @@ class Scores:
     @cute.jit
     def wait_values(self, tile: Any, ready: Barriers) -> None:
         """Until P V of a tile is done. Of no later one: that waits for this thread's weights."""
-        ptx.wait_mbarrier(ready.stages.empty(tile % BUFFERS).toint(), tile // BUFFERS & 1)
+        stages = ready.stages.stages
+        ptx.wait_mbarrier(ready.stages.empty(tile % stages).toint(), tile // stages & 1)
         ptx.fence_tensor_after()
 
     @cute.jit
@@ -237,7 +247,7 @@ class Scores:
             ptx.fence_tensor_before()
             cute.arch.sync_warp()
             if thread % 32 == 0:
-                cute.arch.mbarrier_arrive(ready.queries)
+                ready.arrive(ready.queries)
 
     def load_slab(self, words: Any, row: Any, thread: Any, last: Any, queries: Queries) -> None:
         """Chunks of a slab of 32 heads: every fourth head's, of those up to `last`. row: the first one's chunk."""

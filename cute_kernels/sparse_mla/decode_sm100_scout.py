@@ -3,6 +3,7 @@ them copied."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,9 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
     HEADS,
     KEYS,
     LAST,
-    RAWS,
     ROPE_BYTES,
     ROW_BYTES,
     SECOND,
-    SLOTS,
-    STAGES,
     Barriers,
     Places,
     raw_offset,
@@ -199,9 +197,10 @@ class Scout:
         at: Places,
     ) -> None:
         """Store a tile's heading and rows, and start to copy its scales."""
-        slot = tile % SLOTS
+        slots = ready.headings.stages
+        slot = tile % slots
         mark, item = heading
-        ready.headings.wait_empty(slot, tile // SLOTS & 1)
+        ready.headings.wait_empty(slot, tile // slots & 1)
         there = [cute.arch.vote_ballot_sync(is_there[half]) for half in range(2)]
         if lane == 0:
             ptx.store_shared_128(at.heading + slot * HEADING, (mark, item, *there))
@@ -230,36 +229,43 @@ class Gather:
 
         maps   tensor maps of both caches
         """
-        ring, depth, base, offset, size = self.target(ready, at)
+        ring = ready.stages if self.is_rope else ready.raws
         for source in maps:
             ptx.prefetch_tensor_map(source)
         tile, mark = Int32(0), Int32(0)
         while mark & END == 0:
-            slot, stage = tile % SLOTS, tile % depth
+            slot, stage = tile % ready.headings.stages, tile % ring.stages
             mark = marks(slot, tile, ready, at)
             if mark & END == 0:
-                ring.wait_empty(stage, tile // depth & 1)
+                ring.wait_empty(stage, tile // ring.stages & 1)
                 with cute.arch.elect_one():
-                    full = ring.full(stage)
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, size)
                     source = maps[0]
                     if const_expr(self.second != "none"):
                         source = maps[0] if mark & SECOND == 0 else maps[1]
-                    for row in range_constexpr(0, KEYS, GATHERED):
-                        four = ptx.load_shared_128(at.rows + slot * (KEYS * 4), offset=row * 4)
-                        ptx.gather_rows(base + offset(stage, row), source, 0, four, full.toint())
+                    self.ask(stage, source, at.rows + slot * (KEYS * 4), ring.full(stage), at)
                     cute.arch.mbarrier_arrive(ready.headings.empty(slot))
             tile = tile + 1
 
-    def target(self, ready: Barriers, at: Places) -> tuple[Any, ...]:
-        """Ring, its depth, where tiles lie, where rows lie in them, and bytes of a tile."""
-        if self.is_rope:
-            return ready.stages, STAGES, at.v, rope_offset, ROPE_BYTES
-        return ready.raws, RAWS, at.raw, raw_offset, CODES_BYTES
+    @cute.jit
+    def ask(self, stage: Any, source: Any, rows_at: Any, full: Any, at: Places) -> None:
+        """Start a tile's copies. By a thread."""
+        cute.arch.mbarrier_arrive_and_expect_tx(full, ROPE_BYTES if self.is_rope else CODES_BYTES)
+        if const_expr(self.is_rope):
+            self.gather(lambda row: at.v + rope_offset(stage, row), source, 0, rows_at, full.toint())
+        else:
+            self.gather(lambda row: at.raw + raw_offset(stage, row), source, 0, rows_at, full.toint())
+
+    def gather(
+        self, place: Callable[[int], Any], source: Any, column: Any, rows_at: Any, barrier: Any, blocks: int = 1
+    ) -> None:
+        """From a column on. place: of rows, four at a time."""
+        for row in range(0, KEYS, GATHERED):
+            four = ptx.load_shared_128(rows_at, offset=row * 4)
+            ptx.gather_rows(place(row), source, column, four, barrier, blocks=blocks)
 
 
 @cute.jit
 def marks(slot: Any, tile: Any, ready: Barriers, at: Places) -> Any:
     """A tile's marks, once it has been told of. By a warp."""
-    ready.headings.wait_full(slot, tile // SLOTS & 1)
+    ready.headings.wait_full(slot, tile // ready.headings.stages & 1)
     return cute.arch.make_warp_uniform(ptx.load_shared_s32(at.heading + slot * HEADING))

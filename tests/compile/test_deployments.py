@@ -45,9 +45,9 @@ def test_kernels_of_a_deployment(arch: str, model: str, tp: int) -> None:
 
 def is_left_out(key: KernelKey) -> bool:
     """The portable kernels, that of teams and Blackwell's own, whose keys take longest: test_decode_portable.py,
-    test_decode_teams.py, test_decode_sm100.py, test_logits_portable.py, test_prefill_portable.py and
-    test_prefill_sm100.py have samples of them. test_logits_sm100.py has samples of Blackwell's scores, which sm_103a
-    compiles as sm_100a does."""
+    test_decode_teams.py, test_decode_sm100.py, test_decode_pair_sm100.py, test_logits_portable.py,
+    test_prefill_portable.py and test_prefill_sm100.py have samples of them. test_logits_sm100.py has samples of
+    Blackwell's scores, which sm_103a compiles as sm_100a does."""
     if isinstance(key, PortableKey | BlackwellDecodeKey | BlackwellPrefillKey):
         return True
     if isinstance(key, PortableLogitsKey):

@@ -28,15 +28,18 @@ HEADS, ROW = 64, 576
 
 
 @functools.cache
-def program(second: str, out_fp32: bool) -> Program:
+def program(second: str, out_fp32: bool, kind: type[BlackwellDecodeKey] = BlackwellDecodeKey) -> Program:
     """Of a kernel that test_compiles has compiled; both architectures get the same."""
     arch = "sm_103a" if second == "none" else "sm_100a"
-    return parse(compile_report(BlackwellDecodeKey(arch, second, out_fp32)).ptx)
+    return parse(compile_report(kind(arch, second, out_fp32)).ptx)
 
 
 @dataclasses.dataclass
 class Decode(problems.Decode):
-    """A call in the model's memory, for Blackwell's kernel."""
+    """A call in the model's memory, for Blackwell's kernel with so many heads in an item: a block or a pair of them."""
+
+    kind = BlackwellDecodeKey
+    cluster, codes = 1, 448
 
     def place(self, program: Program) -> tuple[GlobalMemory, bytes, int]:
         """See DecodeKernel.__call__."""
@@ -67,7 +70,7 @@ class Decode(problems.Decode):
         self.lse = memory.reserve(self.parts * batch * heads * tokens * 4)
         sink = put(memory, None if self.out_fp32 else call.sink)
         values += [self.out, batch * tokens * row, tokens * row, row, 512 * size, self.lse, sink, batch, tokens, heads]
-        values += [call.scale * LOG2_E, 0, self.items, self.ctas]
+        values += [call.scale * LOG2_E, 0, self.items, self.ctas // self.cluster]
         for number in (blocks, self.parts, tokens):
             values += divisor(number)
         self.memory = memory
@@ -76,7 +79,8 @@ class Decode(problems.Decode):
     def map(self, memory: GlobalMemory, pool: decode_cases.Pool, base: int, is_rope: bool) -> TensorMap:
         rows = pool.pages * (pool.stride // ROW)
         first, columns, width, swizzle = (448, 64, 2, 128) if is_rope else (0, 112, 4, 0)
-        return TensorMap(base - memory.BASE + first, (columns, rows), (ROW,), (columns, 1), width, swizzle)
+        box = columns if is_rope else self.codes // 4
+        return TensorMap(base - memory.BASE + first, (columns, rows), (ROW,), (box, 1), width, swizzle)
 
     def list(self, memory: GlobalMemory, rows: torch.Tensor, width: int, live: torch.Tensor | None) -> list[Any]:
         strides = rows.stride(0) * 4, rows.stride(1) * 4
@@ -85,13 +89,15 @@ class Decode(problems.Decode):
     ctas: int = 2
 
     def run(self, **options: Any) -> Any:
-        key = BlackwellDecodeKey("sm_100a", "none" if self.call.extra is None else "dense" if
-                                 self.call.extra_indices is None else "listed", self.out_fp32)  # fmt: skip
-        own = program(key.second, key.out_fp32)
+        second = "none" if self.call.extra is None else "dense" if self.call.extra_indices is None else "listed"
+        own = program(second, self.out_fp32, self.kind)
         memory, parameters, items = self.place(own)
         maps = {PARAMETERS + own.parameters[i].offset: map_ for i, map_ in enumerate(self.maps)}
-        blocks = min(self.ctas, items)
-        return run_grid(own, parameters, memory, blocks=blocks, size=key.smem_bytes, tensor_maps=maps, **options)
+        blocks = min(self.ctas, items * self.cluster)
+        size = self.kind("sm_100a", second, self.out_fp32).smem_bytes
+        return run_grid(
+            own, parameters, memory, blocks=blocks, cluster=self.cluster, size=size, tensor_maps=maps, **options
+        )
 
     def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Parts put together, with the sink: float64."""

@@ -46,13 +46,13 @@ def test_products(name: str) -> None:
     assert check.compare(memory.get(out, want.shape, np.uint32), want) == ""
 
 
-@pytest.mark.parametrize("name", ["gather_pair", "box_64"])
+@pytest.mark.parametrize("name", ["gather_pair", "gather_part", "box_64"])
 def test_copies(name: str) -> None:
     transfer, memory = copies.NAMES[name], GlobalMemory()
     (rows, numbers), want = copies.source(transfer), copies.expect(transfer)
     kernel, size = program(name)
     base, index, out = memory.put(rows), memory.put(numbers), memory.reserve(want.nbytes)
-    sizes, strides = (transfer.columns, copies.KNOWN_ROWS), (copies.ROW_BYTES,)
+    sizes, strides = (transfer.column + transfer.columns, copies.KNOWN_ROWS), (copies.ROW_BYTES,)
     box: tuple[int, ...] = transfer.columns, 1
     if not transfer.is_gathered:
         sizes, strides = (transfer.columns, copies.TILE, copies.KNOWN_PAGES), (*strides, copies.TILE * copies.ROW_BYTES)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -203,6 +204,30 @@ def test_what_breaks_breaks_alone() -> None:
     assert len({one.cases, three.cases, four.cases}) == 3
     assert dies.detail == "the process died with exit code 7"
     assert hangs.detail == "no answer within 1.5 s: stopped"
+
+
+class Unreadable:
+    """An answer that only the process that made it, or a caller's main thread, can read."""
+
+    def __reduce__(self) -> Any:
+        return read_there, (os.getpid(),)
+
+
+def read_there(process: int) -> str:
+    if os.getpid() == process or threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("not here")
+    raise ImportError("half imported")
+
+
+def answer(name: str) -> Any:
+    return Unreadable() if name == "unreadable" else Verdict(name, "pass", os.getpid())
+
+
+def test_an_answer_that_cannot_be_read_spoils_no_other() -> None:
+    verdicts = list(run_isolated(["one", "unreadable", "two"], answer))
+    assert [(v.name, v.status) for v in verdicts] == [("one", "pass"), ("unreadable", "fail"), ("two", "pass")]
+    assert verdicts[1].detail == "the answer cannot be read: ImportError('half imported')"
+    assert verdicts[0].cases == verdicts[2].cases, "the process goes on"
 
 
 def test_processes_side_by_side_and_none_left_behind() -> None:

@@ -12,8 +12,9 @@ from tests.sparse_mla.test_decode import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
-from cute_kernels.sparse_mla import decode, merge, schedule
+from cute_kernels.sparse_mla import decode, examples, merge, schedule
 from cute_kernels.sparse_mla.decode_args import Call
+from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from cute_kernels.sparse_mla.gathered import ungathered
 from tests.sparse_mla.test_decode_launch import DENSE, NO_EXTRA, SMS, Launches, of_rows
@@ -37,13 +38,13 @@ def test_it_runs_where_it_is_trusted(gpu: Launches, own: bool) -> None:
     assert asked == {"sparse_mla_decode"}
 
 
-def test_blocks_have_64_heads_and_each_works_for_itself(gpu: Launches) -> None:
+def test_blocks_have_64_heads_and_pairs_of_them_128(gpu: Launches) -> None:
     room = torch.zeros(2**24, dtype=torch.uint8)
     with trust.choose(own=True):
         for heads in (1, 64, 65, 128):
             gpu.run(**of_rows(2, heads) | {"indices": torch.zeros(2, 1, 640, dtype=torch.int32)}, workspace=room)
             key, given = gpu.decodes[-1]
-            assert isinstance(key, BlackwellDecodeKey)
+            assert type(key) is (BlackwellDecodeKey if heads <= 64 else BlackwellPairDecodeKey)
             assert given["ctas"] == SMS
             blocks = schedule.head_blocks(heads)
             assert given["parts"] == schedule.choose_parts(2, blocks, 10, SMS, schedule.block_heads(heads))
@@ -104,15 +105,28 @@ def test_calls_it_does_not_take_are_for_others(gpu: Launches) -> None:
 
 
 @pytest.mark.parametrize("arch", decode.BLACKWELL)
-@pytest.mark.parametrize("tp", [1, 8])
-def test_deployments_have_both_kernels(arch: str, tp: int) -> None:
-    keys = decode.deployment_keys(MODELS["v4-flash"], tp, arch)
+@pytest.mark.parametrize(("model", "tp"), [("v4-flash", 1), ("v4-flash", 8), ("v4-pro", 1)])
+def test_deployments_have_both_kernels(arch: str, model: str, tp: int) -> None:
+    keys = decode.deployment_keys(MODELS[model], tp, arch)
     assert len(set(keys)) == len(keys)
     every = {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
     decodes = [key for key in keys if not isinstance(key, merge.MergeKey)]
     for is_own in (True, False):
         kinds = {(k.second, k.out_fp32) for k in decodes if isinstance(k, BlackwellDecodeKey) == is_own}
         assert kinds == every
+    assert all(isinstance(k, BlackwellPairDecodeKey) == (model == "v4-pro") for k in decodes if "sm100" in k.__module__)
+
+
+def test_verify_asks_for_all_kernels_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Launches(monkeypatch, "sm_100a")
+    with trust.choose(own=True):
+        for name, case in examples._DECODE.items():
+            if case.heads > 64:
+                decode.launch(*case.example(name).args)
+    decode._key.cache_clear()
+    merge._key.cache_clear()
+    asked = {(k.second, k.out_fp32) for k, _ in gpu.decodes if isinstance(k, BlackwellPairDecodeKey)}
+    assert asked == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
 
 
 def test_keys() -> None:

@@ -1,0 +1,114 @@
+"""Blackwell's decode kernel for pairs of blocks, as compiled, in the model of the GPU: results against float64, other
+orders of what its warps do, and planted bugs, which the model has to find."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.sparse_mla import decode_pair_sm100_plan as plan
+from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
+from tests.compile.reports import compile_report
+from tests.model import edits, mutations, orders
+from tests.model import test_decode_sm100 as single
+from tests.model.test_blackwell import IMPLIED
+from tests.model.test_decode_sm100 import MOST, make, program, with_lengths
+from tests.model.trace import Trace
+
+HEADS = 128
+KEY = BlackwellPairDecodeKey("sm_100a", "listed", False)
+
+
+class Decode(single.Decode):
+    """By so many blocks."""
+
+    kind = BlackwellPairDecodeKey
+    cluster, codes = plan.BLOCKS, plan.CODES
+    ctas = 4
+
+
+CALLS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
+    "65 heads, lists in turn, most indices bad": (
+        {"b": 3, "heads": 65, "topk": 64, "second": "listed", "extra_topk": 64, "extra_rows": 2, "bad": 0.6},
+        ([64, 0, -5], [0, 64, MOST]),
+        {},
+    ),
+    "more parts than tiles, two tokens, pages": (
+        {"b": 1, "s_q": 2, "heads": 128, "topk": 66, "rows": 3, "second": "dense", "extra_topk": 40, "lengths": "bs"},
+        None,
+        {"parts": 3, "out_fp32": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results(name: str) -> None:
+    how, chosen, parts = CALLS[name]
+    call = make(**how)
+    if chosen:
+        call = with_lengths(call, *chosen)
+    decode = Decode(call, HEADS, **parts)
+    decode.run(seed=len(name), laziness=len(name) % 10 / 10)
+    decode.check()
+
+
+@functools.cache
+def decode_trace() -> Trace:
+    """Of a pair that has all rows, one of them without keys, and more tiles than there are places for any of them.
+    Whatever the order of warps, copies and products: nothing hangs, and no bytes are read or written while something
+    else writes them."""
+    lists = {"topk": 250, "rows": 7, "second": "listed", "extra_topk": 100, "extra_rows": 5, "more_stride": 576}
+    call = with_lengths(make(b=3, heads=100, **lists), [250, 0, 129], [100, -3, 64])
+    decode = Decode(call, HEADS)
+    decode.ctas = plan.BLOCKS
+    records, make_record = orders.recorder(program("listed", False, BlackwellPairDecodeKey))
+    decode.run(seed=3, events=make_record)
+    decode.check()
+    return orders.check(records[0], schedules=3, more=6)
+
+
+def test_in_any_order() -> None:
+    conflicts = {op for op, (_, _, most) in decode_trace().record.bank_conflicts().items() if most}
+    # of the two slabs that every other row has in another order the second block has only one: half of the lanes wait
+    steps = [op for op in program("listed", False, BlackwellPairDecodeKey).ops if op.number in conflicts]
+    assert len(steps) == 2 * 2 * 3
+    assert all(op.opcode.startswith(("ld.shared.v4", "st.shared.v4")) for op in steps)
+
+
+def test_bugs_in_the_order_are_found() -> None:
+    """A third of all there are: of 220, 212 were found."""
+    planted = list(mutations.mutants(decode_trace()))[::3]
+    found = [mutant for mutant in planted if not mutations.problems(decode_trace(), mutant)]
+    assert {mutant.name for mutant in found} <= set(IMPLIED), [(mutant.op, mutant.name) for mutant in found]
+    assert len(planted) > 70
+    assert len(found) <= 4, [(mutant.op, mutant.name) for mutant in found]
+
+
+def places() -> list[edits.Edit]:
+    """Bugs in the places of operands in shared and tensor memory, and results that are not waited for."""
+    return list(edits.edits(program("listed", False, BlackwellPairDecodeKey)))
+
+
+def survives(edit: edits.Edit, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the results of a tile of each list are right all the same."""
+    changed = edit.program(compile_report(KEY).ptx)
+    monkeypatch.setattr(single, "program", lambda *_: changed)
+    lists = {"topk": 64, "rows": 7, "second": "listed", "extra_topk": 40, "extra_rows": 5}
+    decode = Decode(with_lengths(make(b=1, heads=128, **lists), [64], [40]), HEADS)
+    try:
+        decode.run(seed=3)
+        decode.check()
+    except edits.FOUND:
+        return False
+    return True
+
+
+def test_bugs_in_the_places_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sample of all there are."""
+    planted = places()
+    assert len(planted) > 150
+    assert [edit for edit in planted[:: len(planted) // 5] if survives(edit, monkeypatch)] == []
