@@ -38,8 +38,8 @@ def choose_parts(rows: int, heads: int, tiles: int, sms: int) -> int:
     tiles   of the longest row that the widths of lists and tables allow
     sms     multiprocessors
 
-    Rows are cut only if all clusters run at a time. The cheapest number of parts, the smallest of several, where p parts
-    cost ceil(tiles / p) * TILE_US + MERGE_US[p].
+    Rows are cut only if all clusters run at a time. The cheapest number of parts, the smallest of several, where p
+    parts cost ceil(tiles / p) * TILE_US + MERGE_US[p].
     """
     items = rows * schedule.head_blocks(heads)
 
