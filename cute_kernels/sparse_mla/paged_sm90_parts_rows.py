@@ -35,7 +35,9 @@ class PartWalk(Walk):
         item, sources = self.work.first, self.sources
         query, _ = self.work.place(item)
         self.ask_for_lists(query)
-        request, position, _, _ = sources.batch.find(query, sources.batch.seq_lens)
+        request, position, seq_len, _ = sources.batch.find(query, sources.batch.seq_lens)
+        # starts that do not ascend may lead to any other
+        position = position if (position >= 0) & (position < seq_len) else Int32(-1)
         self.ask_for_pages_of(request, position)
         visible = visible_entries(position, sources.ratio)
         compressed = cutlass.min(visible, sources.columns)
