@@ -274,9 +274,12 @@ class Walk:
     def sources_of(self, tile: Any, row: Any) -> tuple[Any, Any]:
         """Of a row of a tile, the addresses of its record and of its scales. That of its record is 0 if it is not
         there."""
-        list_at = self.list_of(tile)
-        source = ptx.pair(*ptx.load_shared_64(list_at + row * 8))
-        return source, source + Int64(ptx.load_shared_s32(list_at + DELTAS + row * 4))
+        source = self.source_of(tile, row)
+        return source, source + Int64(ptx.load_shared_s32(self.list_of(tile) + DELTAS + row * 4))
+
+    def source_of(self, tile: Any, row: Any) -> Any:
+        """Of a row of a tile, the address of its record, 0 if it is not there."""
+        return ptx.pair(*ptx.load_shared_64(self.list_of(tile) + row * 8))
 
     def mark(self, tile: Any) -> Any:
         return ptx.load_shared_s32(self.list_of(tile) + TILE)

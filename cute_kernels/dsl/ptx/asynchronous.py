@@ -102,6 +102,11 @@ def wait_mbarrier(address: Any, phase: Any) -> None:
     )
 
 
+def arrive_mbarrier(address: Any, predicate: Any) -> None:
+    """sm_80 and up. Arrive where the predicate holds, or is None."""
+    inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[Int32(address)], predicate=predicate)
+
+
 def test_mbarrier(address: Any, phase: Any) -> Any:
     """sm_90 and up. 1 if the phase of that parity is complete, else 0."""
     return inline_ptx(

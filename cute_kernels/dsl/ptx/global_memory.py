@@ -121,6 +121,16 @@ def load_global_128_cached_where(condition: Any, address: Any) -> tuple[Any, Any
     return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}", is_shared=True), condition, address, 4)
 
 
+def load_global_64_or_zero(address: Any) -> tuple[Any, Any]:
+    """sm_70 and up. As load_global_64_in_order; zeros if the address is 0."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.b64 p, {$r0}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; "
+        f"@p {_in_order('v2.b32 {{$w0}, {$w1}}')} }}",
+        write_only_types=[Int32, Int32],
+        read_only_args=[Int64(address)],
+    )
+
+
 def load_global_s32_where(condition: Any, address: Any, is_shared: bool = False) -> Any:
     """sm_70 and up. As load_global_s32_in_order; -1 where the condition fails."""
     return _load_where(_in_order("b32 {$w0}", is_shared=is_shared), condition, address, 1)
