@@ -293,7 +293,7 @@ def results_policy(heads: Any) -> Any:
 
 class Output(NamedTuple):
     """out: address, strides in bytes of rows and heads; addresses of max_logits, or None, and of lse; what to multiply
-    out with, or None; L2's policy for out, or None."""
+    out with, or None; L2's policy for out, or None; where parts of rows are merged, the address of the sink, or 0."""
 
     base: Any
     row: Any
@@ -302,3 +302,4 @@ class Output(NamedTuple):
     lse: Any
     scale: Any
     policy: Any = None
+    sink: Any = None
