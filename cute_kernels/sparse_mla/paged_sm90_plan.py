@@ -190,7 +190,8 @@ def cache_of(pages: Any, table: Any) -> Cache:
 
 class Sources(NamedTuple):
     """Both caches. The window's positions. Entries: address of the lists that name them, bytes from list to list; 0:
-    all visible ones in order. Most columns of them. Tokens of an entry, as a divisor. Where the query rows are."""
+    all visible ones in order. Most columns of them. Tokens of an entry, as a divisor. Where the query rows are. Where
+    they are cut into parts: how many, and tiles in a part, or 0 (schedule.part_range)."""
 
     window: Cache
     compressed: Cache
@@ -200,6 +201,8 @@ class Sources(NamedTuple):
     columns: Any
     ratio: Any
     batch: Batch
+    parts: Any = None
+    part_tiles: Any = None
 
 
 def own_warp() -> Any:

@@ -65,10 +65,12 @@ MOST_SCALE, NAN = 134, 0x7FC07FC0
 
 
 class PagedRows:
+    walk: type[Walk] = Walk
+
     @cute.jit
     def run(self, work: Work, q: Query, sources: Sources, ready: Barriers, at: Places) -> None:
         """Fill the ring. By a warpgroup."""
-        walk = Walk(work, sources, ready, at)
+        walk = self.walk(work, sources, ready, at)
         walk.begin()
         walk.wait(Int32(0))
         tile, mark = Int32(0), Int32(0)

@@ -164,7 +164,8 @@ class Scores:
 
             self.publish(tile - 1, ready)
             for half in range_constexpr(2):
-                self.store(item, half, over_quad(most[half], ptx.max_f32), tops[half], sums[half], work, q, out)
+                largest_of_all = over_quad(most[half], ptx.max_f32)
+                self.store(item, half, largest_of_all, tops[half], sums[half], work, q, out, at)
 
     # How the queries come. Here they go through the ring.
 
@@ -221,6 +222,7 @@ class Scores:
         work: Work,
         q: Query,
         out: Output,
+        at: Places,
     ) -> None:
         """Store what a head's logits come to."""
         row, _ = work.place(item)

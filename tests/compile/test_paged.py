@@ -1,5 +1,5 @@
-"""What ptxas makes of Hopper's paged prefill kernel: no spills, products that run by themselves, and shared memory that
-is read before it is filled anew."""
+"""What ptxas makes of Hopper's paged prefill kernels: no spills, products that run by themselves, and shared memory
+that is read before it is filled anew."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.report import Report
-from cute_kernels.sparse_mla import paged, paged_sm90_plan, prefill_sm90_plan
+from cute_kernels.sparse_mla import paged, paged_parts, paged_sm90_plan, prefill_sm90_plan
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
+from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
 from tests.compile.reports import compile_report
 
 GROUPS = 3
@@ -21,9 +22,12 @@ GROUPS = 3
 track."""
 
 
-@pytest.fixture(scope="module")
-def report() -> Report:
-    return compile_report(PagedKey("sm_90a"))
+KEYS = PagedKey("sm_90a"), *(PagedPartsKey("sm_90a", blocks) for blocks in paged_parts.CLUSTERS)
+
+
+@pytest.fixture(scope="module", params=KEYS, ids=["whole", *(f"parts{n}" for n in paged_parts.CLUSTERS)])
+def report(request: pytest.FixtureRequest) -> Report:
+    return compile_report(request.param)
 
 
 def test_no_spills_and_products_in_flight(report: Report) -> None:
@@ -87,4 +91,9 @@ def test_a_list_is_not_written_while_a_tile_needs_it() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_deployments(model: str, tp: int) -> None:
-    assert paged.deployment_keys(MODELS[model], tp, "sm_90a") == [PagedKey("sm_90a")]
+    assert paged.deployment_keys(MODELS[model], tp, "sm_90a") == list(KEYS)
+
+
+def test_a_cluster_of_another_size_is_none() -> None:
+    with pytest.raises(ValueError, match="blocks: expected one of"):
+        PagedPartsKey("sm_90a", 3)

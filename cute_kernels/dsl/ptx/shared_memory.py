@@ -167,6 +167,15 @@ def load_cluster_64(address: Any) -> tuple[Any, Any]:
     )
 
 
+def load_cluster_128(address: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_90 and up. As load_cluster_s32: four words, 16-byte aligned."""
+    return inline_ptx(
+        "ld.shared::cluster.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[Int32(address)],
+    )
+
+
 def store_cluster_64(address: Any, low: Any, high: Any) -> None:
     """sm_90 and up. Two words to the shared memory of any block of the cluster, 8-byte aligned, from map_shared."""
     inline_ptx(
