@@ -21,7 +21,7 @@ from perf.measure import Call, compare, number_of_sets, peak
 from perf.prefill import CHECKED_ROWS, PEER_HEADS, PORTABLE, RESULTS, in_order, near, portable
 
 OP = "sparse_mla_prefill_paged"
-GATHERED = "ours gathered"
+GATHERED, WHOLE = "ours gathered", "ours whole"
 PEER = "flashmla-gathered"
 """Names of the other sides. FlashMLA's gather and combination are this project's: the faster ones."""
 
@@ -30,6 +30,9 @@ PAGE_ROWS = {4: 64, 128: 2}
 """Positions of the window, rows of its cache's pages, and of those of the compressed cache by ratio."""
 
 TOPK = 512
+
+MOST_CUT_ROWS = 64
+"""That the op may cut into parts."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ SHAPES = (
     *(Shape(4096, context, h, 4) for context in (16384, 131072) for h in (64, 128)),
     *(Shape(4096, 131072, h, 128) for h in (64, 128)),
     *(Shape(rows, 131072, h, ratio) for ratio in (4, 128) for rows in (256, 64) for h in (64, 128)),
+    *(Shape(16, 131072, 64, ratio) for ratio in (4, 128)),
     *(Shape(4096, 16384, h, 4) for h in (8, 16, 32)),
     *(Shape(4096, 16384, h, 0) for h in (64, 128)),
 )
@@ -105,6 +109,8 @@ class PagedSet:
             "attn_sink": torch.randn(shape.heads, device="cuda", generator=g),
             "kv_format": FP8_DS_MLA.id,
             "compressed_kv_format": FP8_DS_MLA.id,
+            "num_splits": 0,
+            "split_tokens": 0,
             "out": torch.empty_like(q),
             "max_logits": torch.empty(rows, shape.heads, device="cuda"),
             "lse": torch.empty(rows, shape.heads, device="cuda"),
@@ -126,6 +132,10 @@ class PagedSet:
 
     def ours(self) -> None:
         sparse_mla_prefill_paged(**self.given)
+
+    def whole(self) -> None:
+        """No row cut into parts."""
+        sparse_mla_prefill_paged(**(self.given | {"num_splits": 1}))
 
     def arguments(self) -> tuple[Any, ...]:
         return in_order(OP, self.given)
@@ -189,7 +199,8 @@ def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of sparse_mla_prefill_paged, all shapes or those with that many new tokens; as variants this
-    project's gather, combination and prefill, and the portable kernel. A record's facts say how many bytes either way
+    project's gather, combination and prefill, rows that are not cut into parts where there are few, and the portable
+    kernel. A record's facts say how many bytes either way
     allocates, see PagedSet.peaks."""
     chosen = [shape for shape in SHAPES if rows is None or shape.rows in rows]
     for ratio in PAGE_ROWS:
@@ -206,6 +217,8 @@ def sweep(
             candidates[PEER] = _flashmla()
         if variants:
             candidates[GATHERED] = partial(PagedSet.gathered, attend=sparse_mla_prefill)
+            if shape.rows <= MOST_CUT_ROWS:
+                candidates[WHOLE] = PagedSet.whole
             candidates[PORTABLE] = lambda s: portable("paged", s.ours)
         facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads, **first.peaks()}
         records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))

@@ -75,6 +75,16 @@ def check_partial(c: Checker, out: torch.Tensor, attn_sink: torch.Tensor | None)
         c.require(attn_sink is None, "attn_sink", "None with an fp32 out (a partial result)", "a tensor")
 
 
+def check_splits(c: Checker, num_splits: int, split_tokens: int) -> None:
+    """How many parts a row is cut into, or their size; at most one of the two is not 0."""
+    c.require(num_splits >= 0, "num_splits", "a number >= 0", num_splits)
+    tile = schedule.TILE
+    c.require(
+        split_tokens >= 0 and split_tokens % tile == 0, "split_tokens", f"0 or a multiple of {tile}", split_tokens
+    )
+    c.require(num_splits == 0 or split_tokens == 0, "split_tokens", f"0 with num_splits = {num_splits}", split_tokens)
+
+
 def check_batch(c: Checker, argument: str, starts: Any, seq_lens: Any) -> None:
     """starts int32 [R + 1] and seq_lens int32 [R]."""
     c.tensor("seq_lens", seq_lens, torch.int32, ("R",))

@@ -59,7 +59,7 @@ CHUNKS = 8
 
 
 class Scores:
-    """plan: a module, of which results are where."""
+    """plan: a module, that says what is where in tensor memory."""
 
     plan: Any = decode_sm100_plan
 

@@ -27,7 +27,7 @@ def paged(
     pool       (format, pages, rows, generator) -> a cache whose last record is NaN
     poisoned   (shape, dtype) -> a result to be written
     """
-    for query_lens, more, h, window, ratio, width, rows, fmts in (
+    for query_lens, more, h, window, ratio, width, rows, fmts, *splits in (
         ((1, 1, 1), 300, 64, 128, 4, 200, (64, 64), (_FP8, _FP8)),
         ((1, 30, 0, 5, 1), 90, 8, 128, 4, 65, (53, 2), (_FP8, _FP8)),
         ((200,), 0, 128, 70, 128, None, (256, 2), (_FP8, _FP8)),
@@ -38,6 +38,9 @@ def paged(
         ((1, 2), 200, 13, 7, 4, 30, (2, 7), (_BF16, _FP8)),
         ((70,), 200, 64, 128, 0, None, (64, 64), (_BF16, _BF16)),
         ((), 0, 32, 64, 4, 5, (64, 64), (_FP8, _FP8)),
+        ((3, 60), 500, 64, 128, 4, 200, (64, 64), (_FP8, _FP8), 1, 0),
+        ((3, 60), 500, 128, 128, 4, 200, (64, 64), (_FP8, _FP8), 3, 0),
+        ((1, 2, 40), 300, 16, 128, 1, None, (64, 64), (_FP8, _FP8), 0, 128),
     ):
         g = torch.Generator().manual_seed(sum(query_lens) + h)
         n = sum(query_lens) + 2  # two rows are nobody's
@@ -62,10 +65,10 @@ def paged(
             if width is not None:
                 picks = torch.randint(-1, max(longest // ratio, 1) + 2, (n, width), generator=g, dtype=torch.int32)
         yield Example(
-            f"{query_lens} x {h}, window {window}, {width} columns of ratio {ratio}, {fmts}, pages of {rows}",
+            f"{query_lens} x {h}, window {window}, {width} columns of ratio {ratio}, {fmts}, pages of {rows}, {splits}",
             (
                 *(q, *cache(fmts[0], longest, rows[0]), starts, seq_lens, scale, window, *other, ratio),
-                *(picks, sink(h), *fmts),
+                *(picks, sink(h), *fmts, *(splits or (0, 0))),
                 poisoned((n, h, formats.HEAD_DIM), torch.bfloat16),
                 torch.full((n, h), -777.0),
                 torch.full((n, h), -777.0),

@@ -59,7 +59,7 @@ def _check(
             c.require(extra_block_table is not None, "extra_indices", "indices, or extra_block_table", "neither")
             c.tensor("extra_block_table", extra_block_table, torch.int32, ("b", None))
             c.tensor("extra_length", extra_length, torch.int32, ("b", "s_q"))
-    _check_splits(c, num_splits, split_tokens)
+    arguments.check_splits(c, num_splits, split_tokens)
     c.tensor("out", out, (torch.bfloat16, torch.float32), ("b", "s_q", "h", formats.HEAD_DIM))
     arguments.check_partial(c, out, attn_sink)
     c.tensor("lse", lse, torch.float32, ("b", "h", "s_q"), contiguous=True)
@@ -69,15 +69,6 @@ def _check(
         needed = schedule.workspace_bytes(q.shape[0] * q.shape[1], q.shape[2], tiles, num_splits, split_tokens, 0)
         have = nbytes(workspace)
         c.require(have >= needed, "workspace", f"at least {needed} bytes (sparse_mla_decode_workspace_size)", have)
-
-
-def _check_splits(c: Checker, num_splits: int, split_tokens: int) -> None:
-    c.require(num_splits >= 0, "num_splits", "a number >= 0", num_splits)
-    tile = schedule.TILE
-    c.require(
-        split_tokens >= 0 and split_tokens % tile == 0, "split_tokens", f"0 or a multiple of {tile}", split_tokens
-    )
-    c.require(num_splits == 0 or split_tokens == 0, "split_tokens", f"0 with num_splits = {num_splits}", split_tokens)
 
 
 def _cost(

@@ -136,6 +136,8 @@ def _check_paged(
     attn_sink: torch.Tensor | None,
     kv_format: str,
     compressed_kv_format: str,
+    num_splits: int,
+    split_tokens: int,
     out: torch.Tensor,
     max_logits: torch.Tensor,
     lse: torch.Tensor,
@@ -158,6 +160,7 @@ def _check_paged(
         c.require(compress_ratio >= 1, "compress_ratio", "a positive number", compress_ratio)
         c.tensor("topk_indices", topk_indices, torch.int32, ("T", None), optional=True)
     arguments.check_sink(c, "attn_sink", attn_sink)
+    arguments.check_splits(c, num_splits, split_tokens)
     _check_results(c, "T", out, max_logits, lse)
 
 
@@ -176,6 +179,8 @@ def _cost_paged(
     attn_sink: torch.Tensor | None,
     kv_format: str,
     compressed_kv_format: str,
+    num_splits: int,
+    split_tokens: int,
     out: torch.Tensor,
     *_: Any,
 ) -> Cost:
@@ -206,7 +211,7 @@ _prefill_paged = define_op(
     "sparse_mla_prefill_paged(Tensor q, Tensor swa_cache, Tensor swa_block_table, Tensor query_start_loc, "
     "Tensor seq_lens, float sm_scale, SymInt window_size, Tensor? compressed_cache, Tensor? compressed_block_table, "
     "SymInt compress_ratio, Tensor? topk_indices, Tensor? attn_sink, str kv_format, str compressed_kv_format, "
-    "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse) -> ()",
+    "SymInt num_splits, SymInt split_tokens, Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse) -> ()",
     check=_check_paged,
     reference=reference.sparse_mla_prefill_paged,
     cost=_cost_paged,
@@ -231,6 +236,8 @@ def sparse_mla_prefill_paged(
     attn_sink: torch.Tensor | None = None,
     kv_format: str = formats.FP8_DS_MLA.id,
     compressed_kv_format: str = formats.FP8_DS_MLA.id,
+    num_splits: int = 0,
+    split_tokens: int = 0,
     out: torch.Tensor | None = None,
     max_logits: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -261,6 +268,12 @@ def sparse_mla_prefill_paged(
     attn_sink                fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
     kv_format                record format id of swa_cache: fp8_ds_mla/1 or plain_bf16/1
     compressed_kv_format     record format id of compressed_cache, likewise
+    num_splits               how many parts a kernel cuts a row's keys into; 0: chosen from the shapes of the call, and
+                             1 unless there are few rows. Other numbers than 0 are kept in any batch
+    split_tokens             keys in a part, a multiple of 64, instead of num_splits: then a row's bits do not depend on
+                             the batch around it, nor on how wide lists and tables are. 0: not fixed. Neither can change
+                             the result by more than rounding. Hopper's kernel for fp8_ds_mla/1 has up to 8 parts of a
+                             row; elsewhere num_splits = 0 is 1, and more are not supported
     out                      bf16 [T, h, 512], any strides with a dense last dimension; mutated
     max_logits, lse          fp32 [T, h], contiguous; mutated
 
@@ -282,6 +295,8 @@ def sparse_mla_prefill_paged(
         attn_sink,
         kv_format,
         compressed_kv_format,
+        num_splits,
+        split_tokens,
         out,
         max_logits,
         lse,

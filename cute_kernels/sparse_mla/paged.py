@@ -1,8 +1,9 @@
-"""Which kernel sparse_mla_prefill_paged runs: over fp8_ds_mla caches Hopper's own, or Blackwell's where it takes the
-call and is trusted; the portable one elsewhere."""
+"""Which kernel sparse_mla_prefill_paged runs: over fp8_ds_mla caches Hopper's own, of which one cuts rows into parts,
+or Blackwell's where it takes the call and is trusted; the portable one elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,9 +11,11 @@ from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla import paged_parts, schedule
 from cute_kernels.sparse_mla.gathered import ungathered
 from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
+from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
 from cute_kernels.sparse_mla.paged_sm100 import PagedKey as BlackwellPagedKey
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
@@ -25,17 +28,23 @@ MOST_PAGE_BYTES = 2**31
 """Of a page, for own kernels."""
 
 
-def key_for(arch: str, heads: int, compressed: str, format0: str, format1: str) -> KernelKey:
+def key_for(
+    arch: str, heads: int, compressed: str, format0: str, format1: str, is_cut: bool = False, parts: int = 1
+) -> KernelKey:
     """The kernel for so many heads and caches of these formats.
 
     compressed   which compressed entries count: "none", "all" that a row sees, or "listed"
     format1      format0 if there are none
+    is_cut       whether rows are cut into so many parts, which may be 1; never elsewhere than on Hopper
     """
     if arch not in (HOPPER, *BLACKWELL) or {format0, format1} != {FP8_DS_MLA.id}:
         return portable_key(arch, heads, compressed, format0, format1)
+    if is_cut:
+        return PagedPartsKey(arch, paged_parts.cluster_of(parts))
     return BlackwellPagedKey(arch) if arch in BLACKWELL else PagedKey(arch)
 
 
+@cache
 def portable_key(arch: str, heads: int, compressed: str, format0: str, format1: str) -> KernelKey:
     return PortablePagedKey(arch, item_heads(heads), compressed, format0, format1)
 
@@ -46,8 +55,11 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     kinds = {4: "listed", 128: "all"}
     chosen = dict.fromkeys(kinds.get(ratio, "none") for ratio in config.compress_ratios)
     heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
-    ways = [key_for, *([portable_key] if arch in BLACKWELL else [])]
-    return list(dict.fromkeys(way(arch, heads, compressed, fmt, fmt) for way in ways for compressed in chosen))
+    ways: list[Callable[..., KernelKey]] = [key_for, *([portable_key] if arch in BLACKWELL else [])]
+    keys = [way(arch, heads, compressed, fmt, fmt) for way in ways for compressed in chosen]
+    if arch == HOPPER:
+        keys += [PagedPartsKey(arch, blocks) for blocks in paged_parts.CLUSTERS]
+    return list(dict.fromkeys(keys))
 
 
 @cache
@@ -72,6 +84,8 @@ class Call(NamedTuple):
     attn_sink: Any
     kv_format: str
     compressed_kv_format: str
+    num_splits: int
+    split_tokens: int
     out: Any
     max_logits: Any
     lse: Any
@@ -102,6 +116,22 @@ class Call(NamedTuple):
             return int(self.topk_indices.shape[1])
         return int(self.compressed_block_table.shape[1] * self.compressed_cache.shape[1])
 
+    @property
+    def max_tiles(self) -> int:
+        """Tiles of the longest row that the widths of lists and tables allow."""
+        positions = min(self.window_size, self.swa_block_table.shape[1] * self.swa_cache.shape[1])
+        return schedule.num_tiles(self.columns + int(positions))
+
+    def is_hoppers(self, arch: str) -> bool:
+        """Whether Hopper's own kernels take the call, which alone cut rows."""
+        return arch == HOPPER and set(self.formats) == {FP8_DS_MLA.id} and _is_small(self)
+
+    def parts(self, sms: int) -> tuple[int, int]:
+        """(parts of a row, tiles in a part or 0) of the call, where rows are cut."""
+        if self.num_splits or self.split_tokens:
+            return schedule.fixed_parts(self.max_tiles, self.num_splits, self.split_tokens)
+        return paged_parts.choose_parts(self.q.shape[0], self.q.shape[1], self.max_tiles, sms), 0
+
 
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
@@ -125,7 +155,22 @@ def supports(*args: Any) -> tuple[bool, str]:
     for name, count in counts.items():
         if count >= MOST_NUMBERS:
             return False, f"{name}: expected fewer than 2^30, got {count}"
-    return True, ""
+    why = _uncut(call)
+    return not why, why
+
+
+def _uncut(call: Call) -> str:
+    """Why rows are not cut into the parts that a call asks for, or nothing."""
+    if call.num_splits <= 1 and not call.split_tokens:
+        return ""
+    parts, part_tiles = schedule.fixed_parts(call.max_tiles, call.num_splits, call.split_tokens)
+    most = paged_parts.MOST_PARTS if call.is_hoppers(arch_of(call.q.device.index)) else 1
+    name, given = ("split_tokens", call.split_tokens) if call.split_tokens else ("num_splits", call.num_splits)
+    if part_tiles >= MOST_NUMBERS:
+        return f"split_tokens: expected less than 2^30 tiles of {schedule.TILE}, got {given}"
+    if parts <= most:
+        return ""
+    return f"{name}: expected what makes at most {most} of a row's parts, got {given}, which makes {parts}"
 
 
 def launch(*args: Any) -> None:
@@ -135,17 +180,23 @@ def launch(*args: Any) -> None:
         return
     device_index = call.q.device.index
     arch = arch_of(device_index)
-    key = _key(arch, call.q.shape[1], call.compressed, *call.formats)
-    is_own_key = isinstance(key, PagedKey | BlackwellPagedKey)
-    if is_own_key and not (_is_small(call) and (arch == HOPPER or _is_blackwells(call, arch, device_index))):
-        # the portable kernel takes it
-        is_own_key, key = False, portable_key(arch, call.q.shape[1], call.compressed, *call.formats)
-    arguments = _own_arguments if is_own_key else _portable_arguments
-    launch_key(key, device_index, *arguments(call), multiprocessors(device_index))
+    sms = multiprocessors(device_index)
+    called = call.q.shape[1], call.compressed, *call.formats
+    if call.is_hoppers(arch):
+        parts, part_tiles = call.parts(sms)
+        is_cut = schedule.goes_through_workspace(parts, part_tiles)
+        more = (parts, part_tiles) if is_cut else (sms,)
+        launch_key(_key(arch, *called, is_cut, parts), device_index, *_own_arguments(call), *more)
+    elif _is_blackwells(call, arch, device_index):
+        launch_key(_key(arch, *called), device_index, *_own_arguments(call), sms)
+    else:
+        launch_key(portable_key(arch, *called), device_index, *_portable_arguments(call), sms)
 
 
 def _is_blackwells(call: Call, arch: str, device_index: int) -> bool:
     """Whether Blackwell's own kernel takes a call, and may."""
+    if arch not in BLACKWELL or set(call.formats) != {FP8_DS_MLA.id} or not _is_small(call):
+        return False
     caches = {"swa_cache": call.swa_cache, "compressed_cache": call.compressed_cache}
     found = [ungathered(name, pool, FP8_DS_MLA.data_bytes) for name, pool in caches.items() if pool is not None]
     why_not = next(filter(None, found), unmapped("q", call.q, (0, 1)))
@@ -161,7 +212,7 @@ def _is_small(call: Call) -> bool:
 
 
 def _own_arguments(call: Call) -> tuple[Any, ...]:
-    """Those of either PagedKernel, but for the grid's blocks."""
+    """Those of PagedKernels up to the scale."""
     listed = call.topk_indices if call.columns else None
     return (
         call.q,

@@ -39,18 +39,23 @@ class PagedKey(PrefillKey):
         return "wgmma", "cp.async", "ldmatrix", "stmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        def cache() -> Any:
-            shape = cute.sym_int(), cute.sym_int(), FP8_DS_MLA.row_elements
-            strides = (cute.sym_int64(divisibility=16), FP8_DS_MLA.row_elements, 1)
-            return make_fake_tensor(Uint8, shape, stride=strides, assumed_align=16)
+        return PagedKernel(), (*fake_arguments(), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True))
 
-        def numbers() -> Any:
-            return make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
 
-        tensors = (fake_rows(), cache(), numbers(), cache(), numbers(), fake_rows(), fake_numbers(), fake_numbers())
-        scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(1))
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return PagedKernel(), (*tensors, *scalars, Int64(0), Float32(0), Int32(1), stream)
+def fake_arguments() -> tuple[Any, ...]:
+    """Those of the entry point up to the scale."""
+
+    def cache() -> Any:
+        shape = cute.sym_int(), cute.sym_int(), FP8_DS_MLA.row_elements
+        strides = (cute.sym_int64(divisibility=16), FP8_DS_MLA.row_elements, 1)
+        return make_fake_tensor(Uint8, shape, stride=strides, assumed_align=16)
+
+    def numbers() -> Any:
+        return make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
+
+    tensors = (fake_rows(), cache(), numbers(), cache(), numbers(), fake_rows(), fake_numbers(), fake_numbers())
+    scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(1))
+    return *tensors, *scalars, Int64(0), Float32(0)
 
 
 class PagedKernel(PrefillKernel):

@@ -1,8 +1,8 @@
 """What the warpgroups of Hopper's paged prefill kernel agree on beyond prefill's plan: sizes and shared memory.
 
-Tiles are prefill's. Their rows come from the caches as they are there, 576 bytes each, and a lane of the warpgroup that
-asks for rows converts what it has asked for. So nobody else waits for raw rows, and there is a tile of them, no more:
-what is in registers is asked to be replaced at once.
+Tiles are prefill's. The fp8 columns of their rows come from the caches as they are there, and a lane of the warpgroup
+that asks for rows converts what it has asked for. So nobody else waits for codes, and there is a tile of them, no more:
+what is converted is asked to be replaced at once. Products begin when the first half of a tile's columns is there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     HEADING,
+    KEYS,
     LABEL,
     NOTE,
     P_BUFFERS,
     P_BYTES,
     ROWS,
+    SLAB,
+    SLABS,
     STAGE_BYTES,
     Plan,
     Tiles,
@@ -43,7 +46,13 @@ GROUP = 8
 GROUPS = OWN_ROWS // GROUP
 WARPS = 4
 
+HALF = SLABS // 2
+"""Slabs of the first half of a tile."""
+
 RAW_ROW = FP8_DS_MLA.data_bytes
+CODES = (SLABS - 1) * SLAB
+"""Of those the e4m3 codes."""
+
 SCALES = 8
 """Bytes of a row's scales, the unused one included."""
 
@@ -73,7 +82,7 @@ def smem_parts() -> dict[str, int]:
 
     stages    [2][8 slabs][64 rows][64] bf16: keys of a tile
     kept      [4 slabs][64 heads][64] bf16: the last columns of the item's queries, for a while the first ones
-    raw       [4 warps][2 groups][8 rows] as the caches have them
+    raw       [64 rows][448] e4m3
     scale     [4 warps][2 groups][32 lanes] 8 scale bytes of the lane's row
     list      [8] lists
     walk      [4 warps] where they are
@@ -82,7 +91,7 @@ def smem_parts() -> dict[str, int]:
         "stages": STAGES * STAGE_BYTES,
         "kept": ROWS * (HEAD_DIM - HELD) * 2,
         "p": P_BUFFERS * P_BYTES,
-        "raw": WARPS * OWN_ROWS * RAW_ROW,
+        "raw": KEYS * CODES,
         "scale": WARPS * GROUPS * 32 * SCALES,
         "list": LISTS * LIST,
         "walk": WARPS * WALK,
@@ -92,32 +101,50 @@ def smem_parts() -> dict[str, int]:
     }
 
 
-BARRIERS = 2 * (STAGES + P_BUFFERS) + LISTS
+BARRIERS = 3 * STAGES + 2 * P_BUFFERS + LISTS
+
+
+@dataclass(frozen=True)
+class PagedTiles(Tiles):
+    """Products with a tile begin when the first half of its columns is there: a third mbarrier of each stage."""
+
+    halves: Any
+
+    def half(self, stage: Any) -> Any:
+        return self.halves + stage
+
+    def wait_tile(self, stage: Any, phase: Any) -> None:
+        ptx.wait_mbarrier(self.half(stage).toint(), phase)
+
+    def has_tile(self, stage: Any, phase: Any) -> Any:
+        return ptx.test_mbarrier(self.half(stage).toint(), phase)
 
 
 @dataclass(frozen=True)
 class Barriers:
     """mbarriers of a block, and what completes their phases.
 
-    stages    full: all warps that convert rows have stored theirs, and the heading. empty: the backs' warps are done
-              with the tile
-    weights   as prefill's
+    stages    full: all warps that convert rows have stored theirs, and the heading. half: all lanes of them have stored
+              the first half of the columns. empty: the backs' warps are done with the tile
+    weights   full: all threads of the scores have stored a tile's weights. empty: as prefill's
     lists     a tile's list says where its rows are
     """
 
-    stages: Tiles
+    stages: PagedTiles
     weights: barriers.Ring
     lists: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Barriers:
-        stages = Tiles(smem.allocate_array(Int64, 2 * STAGES), STAGES)
+        stages = PagedTiles(smem.allocate_array(Int64, 2 * STAGES), STAGES, smem.allocate_array(Int64, STAGES))
         return cls(stages, barriers.Ring.allocate(smem, P_BUFFERS), smem.allocate_array(Int64, LISTS))
 
     def initialize(self) -> None:
         """By one thread; the block synchronizes afterwards."""
         self.stages.initialize(WARPS, 2 * 4)
-        self.weights.initialize(4, 2 * 4)
+        self.weights.initialize(WARPS * 32, 2 * 4)
+        for i in range(STAGES):
+            cute.arch.mbarrier_init(self.stages.half(i), WARPS * 32)
         for i in range(LISTS):
             cute.arch.mbarrier_init(self.lists + i, 1)
         cute.arch.mbarrier_init_fence()
@@ -163,7 +190,8 @@ def cache_of(pages: Any, table: Any) -> Cache:
 
 class Sources(NamedTuple):
     """Both caches. The window's positions. Entries: address of the lists that name them, bytes from list to list; 0:
-    all visible ones in order. Most columns of them. Tokens of an entry, as a divisor. Where the query rows are."""
+    all visible ones in order. Most columns of them. Tokens of an entry, as a divisor. Where the query rows are. Where
+    they are cut into parts: how many, and tiles in a part, or 0 (schedule.part_range)."""
 
     window: Cache
     compressed: Cache
@@ -173,6 +201,8 @@ class Sources(NamedTuple):
     columns: Any
     ratio: Any
     batch: Batch
+    parts: Any = None
+    part_tiles: Any = None
 
 
 def own_warp() -> Any:

@@ -10,14 +10,24 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.dsl import ptx
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.paged_sm90_plan import HELD, OWN_ROWS, Barriers
-from cute_kernels.sparse_mla.prefill_sm90_plan import LAST, SLAB, SLAB_BYTES, Places, Query, Work
+from cute_kernels.sparse_mla.prefill_sm90_plan import (
+    LAST,
+    P_BUFFERS,
+    SLAB,
+    SLAB_BYTES,
+    Places,
+    Query,
+    Work,
+    uniform_tile,
+)
 from cute_kernels.sparse_mla.prefill_sm90_rows import AT_ONCE, ROW_BYTES
-from cute_kernels.sparse_mla.prefill_sm90_scores import Scores, own_number
+from cute_kernels.sparse_mla.prefill_sm90_scores import STEP, Scores, own_number
 
 QUERIES_BARRIER = 1
 
@@ -40,10 +50,10 @@ class PagedScores(Scores):
         self.settle()
         self.load(held, [at.kept])
         cute.arch.sync_warp()
+        # waited for when they are needed
         self.ask(item, range(HELD // SLAB, HEAD_DIM // SLAB), work, q, at)
-        self.settle()
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
+        if item + work.step < work.end:
+            self.announce(item + work.step, work, q)
         return item, stage, phase
 
     @cute.jit
@@ -55,16 +65,63 @@ class PagedScores(Scores):
             cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
             if item + work.step < work.end:
                 self.ask(item + work.step, range(HELD // SLAB), work, q, at)
-                self.announce(item + work.step, work, q)
+
+    @cute.jit
+    def multiply(
+        self,
+        qk: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
+        part: Any,
+        scores: Any,
+        held: Any,
+        tile: tuple[Any, Any],
+        is_first: Any,
+        waiting: tuple[Any, Any],
+        ready: Barriers,
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
+        at: Places,
+    ) -> None:
+        """As Scores', half by half."""
+        k_layout, kept_layout = layouts
+        keys = self.keys(qk, part, tile, ready, k_layout, at)
+        warpgroup.fence()
+        for step in range_constexpr(HELD // STEP):
+            chosen = qk[0] if const_expr(step == 0) else qk[1]
+            cute.gemm(chosen, scores, held[None, None, step], keys[None, None, step], scores)
+        self.publish(waiting[0], ready, waiting[1] == 0)
+        warpgroup.commit_group()
+        ready.stages.wait_full(*tile)
+        if is_first:
+            # the other half of the queries
+            self.settle()
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
+        cute.arch.fence_view_async_shared()
+        keys = self.keys(qk, part, tile, ready, k_layout, at)
+        kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
+        warpgroup.fence()
+        for step in range_constexpr((HEAD_DIM - HELD) // STEP):
+            cute.gemm(qk[2], scores, kept[None, None, step], keys[None, None, HELD // STEP + step], scores)
+        warpgroup.commit_group()
+
+    def publish(self, tile: Any, ready: Barriers, predicate: Any = None) -> None:
+        """As Scores', by all lanes, which do not wait for each other then, and where there is a predicate, if it holds:
+        a branch among products would have their descriptors come from registers of lanes."""
+        cute.arch.fence_view_async_shared()
+        ptx.arrive_mbarrier(ready.weights.full(tile & P_BUFFERS - 1).toint(), predicate)
+
+    def keys(self, qk: Any, part: Any, tile: Any, ready: Barriers, k_layout: cute.ComposedLayout, at: Places) -> Any:
+        place = ready.stages.parts(tile[0], at.stages)[0]
+        return qk[2].make_fragment_B(part.partition_B(uniform_tile(place, k_layout, self.dtype)))
 
     @cute.jit
     def announce(self, item: Any, work: Work, q: Query) -> None:
-        """Have the columns that are asked for later on their way to L2, from which they come sooner."""
+        """Have an item's queries on their way to L2, from which they come sooner."""
         query, first = work.place(item)
         for i in cutlass.range(OWN_ROWS // 8, unroll=1):
             row = first + (own_number() >> 5) * OWN_ROWS + (own_number() >> 2 & 7) + 8 * i
-            source = q.base + Int64(query) * q.row + Int64(row) * q.head
-            ptx.prefetch_l2(source + (HELD * 2 + (own_number() & 3) * LINE), row < q.heads)
+            source = q.base + Int64(query) * q.row + Int64(row) * q.head + (own_number() & 3) * LINE
+            for line in range_constexpr(HEAD_DIM * 2 // (4 * LINE)):
+                ptx.prefetch_l2(source + line * (4 * LINE), row < q.heads)
 
     @cute.jit
     def settle(self) -> None:

@@ -8,7 +8,7 @@ A warp takes them for every fourth tile, two rows a lane, and tells the others b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -58,6 +58,18 @@ def selected(item: Any, work: Work, sources: Sources) -> tuple[Any, Any, Any, An
     first = cutlass.max(position + 1 - sources.window_size, 0)
     end = cutlass.min(position + 1, ptx.again(table.columns) * table.rows.divisor)
     return request, visible, compressed, first, end
+
+
+class TableColumn(NamedTuple):
+    """Of a block table: address, bytes from row to row, the column."""
+
+    base: Any
+    row: Any
+    column: Any
+
+    def place(self, request: Any) -> Any:
+        """Of the page that a request has there."""
+        return self.base + Int64(request) * self.row + Int64(self.column) * 4
 
 
 @dataclass(frozen=True)
@@ -185,28 +197,34 @@ class Walk:
         list_at = self.list_of(tile)
         mark, rest, request, visible = ptx.load_shared_128(list_at + TILE)
         if mark >= 0:
-            window, compressed = self.sources.window, self.sources.compressed
             for half in range_constexpr(HALVES):
                 row = own_lane() + half * LANES
                 entry_at, page_at = list_at + DELTAS + row * 4, list_at + row * 4
                 entry = ptx.load_shared_s32(entry_at)
-                is_compressed = row < rest
-                known = cutlass.max(entry, Int32(0))
-                column, _ = divmod(known, window.rows)
-                other, _ = divmod(known, compressed.rows)
-                column = other if is_compressed else column
-                rows = compressed.rows.divisor if is_compressed else window.rows.divisor
-                ptx.store_shared_s32(entry_at, known - column * rows)
-                columns = compressed.columns if is_compressed else window.columns
-                base = compressed.table if is_compressed else window.table
-                stride = compressed.table_row if is_compressed else window.table_row
-                is_named = (entry >= 0) & (column < columns)
-                if is_compressed:
-                    is_named = is_named & (entry < visible)
+                is_named, inside, named_by = self.page_of(entry, row < rest, visible)
+                ptx.store_shared_s32(entry_at, inside)
                 if is_named:
-                    ptx.copy_async_32(page_at, base + Int64(request) * stride + Int64(column) * 4)
+                    ptx.copy_async_32(page_at, named_by.place(request))
                 else:
                     ptx.store_shared_s32(page_at, Int32(-1))
+
+    @cute.jit
+    def page_of(self, entry: Any, is_compressed: Any, visible: Any) -> tuple[Any, Any, TableColumn]:
+        """Whether there may be a page of an entry, which row of it the entry is, and where a table names it."""
+        window, compressed = self.sources.window, self.sources.compressed
+        known = cutlass.max(entry, Int32(0))
+        column, _ = divmod(known, window.rows)
+        other, _ = divmod(known, compressed.rows)
+        column = other if is_compressed else column
+        rows = compressed.rows.divisor if is_compressed else window.rows.divisor
+        inside = known - column * rows
+        columns = compressed.columns if is_compressed else window.columns
+        base = compressed.table if is_compressed else window.table
+        stride = compressed.table_row if is_compressed else window.table_row
+        is_named = (entry >= 0) & (column < columns)
+        if is_compressed:
+            is_named = is_named & (entry < visible)
+        return is_named, inside, TableColumn(base, stride, column)
 
     @cute.jit
     def locate(self, tile: Any) -> None:
@@ -214,31 +232,40 @@ class Walk:
         list_at = self.list_of(tile)
         mark, rest = ptx.load_shared_64(list_at + TILE)
         if mark >= 0:
-            window, compressed = self.sources.window, self.sources.compressed
             places = [list_at + (own_lane() + half * LANES) * 4 for half in range(HALVES)]
             pages = [ptx.load_shared_s32(place) for place in places]
             insides = [ptx.load_shared_s32(place + DELTAS) for place in places]
             # pages lie where addresses will
             cute.arch.sync_warp()
-            there = []
-            for half in range_constexpr(HALVES):
-                row, page, inside = own_lane() + half * LANES, pages[half], insides[half]
-                is_compressed = row < rest
-                rows = compressed.rows.divisor if is_compressed else window.rows.divisor
-                base = compressed.base if is_compressed else window.base
-                stride = compressed.page_stride if is_compressed else window.page_stride
-                count = compressed.pages if is_compressed else window.pages
-                is_there = (page >= 0) & (page < count)
-                there.append(cute.arch.vote_ballot_sync(is_there))
-                source = base + Int64(page) * stride + Int64(inside * RAW_ROW)
-                source = source if is_there else Int64(0)
-                ptx.store_shared_64(list_at + row * 8, *ptx.halves(source))
-                ptx.store_shared_s32(list_at + DELTAS + row * 4, rows * RAW_ROW + inside * (SCALES - RAW_ROW))
-            if own_lane() == 0:
-                ptx.store_shared_64(list_at + THERE, *there)
-            cute.arch.sync_warp()
-            if own_lane() == 0:
-                cute.arch.mbarrier_arrive(self.ready.lists + (tile & LISTS - 1))
+            places = list(zip(pages, insides, strict=True))
+            there = [self.enter_row(list_at, own_lane() + i * LANES, *place, rest) for i, place in enumerate(places)]
+            self.tell(tile, there)
+
+    @cute.jit
+    def tell(self, tile: Any, there: Any) -> None:
+        """Tell all where a tile's rows are, now that they are in its list."""
+        if own_lane() == 0:
+            ptx.store_shared_64(self.list_of(tile) + THERE, *there)
+        cute.arch.sync_warp()
+        if own_lane() == 0:
+            cute.arch.mbarrier_arrive(self.ready.lists + (tile & LISTS - 1))
+
+    @cute.jit
+    def enter_row(self, list_at: Any, row: Any, page: Any, inside: Any, rest: Any) -> Any:
+        """Write where a lane's row is; a bit of each lane says whether it is there."""
+        window, compressed = self.sources.window, self.sources.compressed
+        is_compressed = row < rest
+        rows = compressed.rows.divisor if is_compressed else window.rows.divisor
+        base = compressed.base if is_compressed else window.base
+        stride = compressed.page_stride if is_compressed else window.page_stride
+        count = compressed.pages if is_compressed else window.pages
+        is_there = (page >= 0) & (page < count)
+        there = cute.arch.vote_ballot_sync(is_there)
+        source = base + Int64(page) * stride + Int64(inside * RAW_ROW)
+        source = source if is_there else Int64(0)
+        ptx.store_shared_64(list_at + row * 8, *ptx.halves(source))
+        ptx.store_shared_s32(list_at + DELTAS + row * 4, rows * RAW_ROW + inside * (SCALES - RAW_ROW))
+        return there
 
     def wait(self, tile: Any) -> None:
         """Until a tile's list says where its rows are."""
@@ -247,9 +274,12 @@ class Walk:
     def sources_of(self, tile: Any, row: Any) -> tuple[Any, Any]:
         """Of a row of a tile, the addresses of its record and of its scales. That of its record is 0 if it is not
         there."""
-        list_at = self.list_of(tile)
-        source = ptx.pair(*ptx.load_shared_64(list_at + row * 8))
-        return source, source + Int64(ptx.load_shared_s32(list_at + DELTAS + row * 4))
+        source = self.source_of(tile, row)
+        return source, source + Int64(ptx.load_shared_s32(self.list_of(tile) + DELTAS + row * 4))
+
+    def source_of(self, tile: Any, row: Any) -> Any:
+        """Of a row of a tile, the address of its record, 0 if it is not there."""
+        return ptx.pair(*ptx.load_shared_64(self.list_of(tile) + row * 8))
 
     def mark(self, tile: Any) -> Any:
         return ptx.load_shared_s32(self.list_of(tile) + TILE)

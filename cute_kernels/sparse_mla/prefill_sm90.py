@@ -46,6 +46,7 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     Query,
     Sources,
     Work,
+    results_policy,
 )
 from cute_kernels.sparse_mla.prefill_sm90_rows import Rows
 from cute_kernels.sparse_mla.prefill_sm90_scores import Scores
@@ -127,9 +128,8 @@ class PrefillKernel:
             length(indices, 2),
             lengths,
         )
-        results = Output(
-            address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse), None
-        )
+        strides, policy = (stride_bytes(out, 0), stride_bytes(out, 1)), results_policy(length(q, 0) * length(q, 1))
+        results = Output(address(out), *strides, address(max_logits), address(lse), None, policy)
         self.launch(q, sources, results, sink, scale_log2, blocks, stream)
 
     @cute.jit
@@ -159,11 +159,22 @@ class PrefillKernel:
             self.layouts(),
         )
         kernel.launch(
-            grid=[cutlass.min(blocks, items), 1, 1],
+            **self.grid(blocks, items),
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    # A block walks over items of its own. Where blocks have parts of rows the next three differ.
+
+    def grid(self, blocks: Any, items: Any) -> dict[str, Any]:
+        return {"grid": [cutlass.min(blocks, items), 1, 1]}
+
+    def prepare(self, side: Any, work: Work, sources: Any, ready: Any, at: Places) -> None:
+        """By the backs, which have nothing else to do at first."""
+
+    def leave(self, group: Any) -> None:
+        """When a warpgroup has done its share."""
 
     def products(self) -> tuple[Any, Any, Any, Any]:
         """S = Q K^T of queries in registers, twice, as one will accumulate, and of those in shared memory; O = P V, by
@@ -227,7 +238,9 @@ class PrefillKernel:
         elif group < ROWS_GROUP:
             cute.arch.setmaxregister_increase(BACK_REGISTERS)
             side = cute.arch.make_warp_uniform(group - BACK)
+            self.prepare(side, work, sources, ready, at)
             self.back.run(own, side, work, q, out, ready, products[3], layouts[3], layouts[1], at)
         else:
             cute.arch.setmaxregister_decrease(self.plan.rows_registers)
             self.rows.run(Work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)
+        self.leave(group)

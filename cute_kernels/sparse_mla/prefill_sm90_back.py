@@ -93,12 +93,29 @@ class Back:
                 self.let_go(ready.weights.empty(buffer), ready.stages.empty(full), lane)
                 stage, phase = ready.stages.advance(stage, phase)
                 tile = tile + 1
-            if const_expr(out.scale is not None):
-                shares = [share * out.scale for share in shares]
-            self.multiply(total, shares)
-            row, first = work.place(item)
-            target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)
-            wgmma.store_bf16(total, lane, target, out.head, q.count(first) - own_row, Int32(SIDE), SIDE)
+            self.store(total, shares, item, side, own_row, lane, work, q, out, at)
+
+    @cute.jit
+    def store(
+        self,
+        total: cute.Tensor,
+        shares: Any,
+        item: Any,
+        side: Any,
+        own_row: Any,
+        lane: Any,
+        work: Work,
+        q: Query,
+        out: Output,
+        at: Places,
+    ) -> None:
+        """Store what an item's rows of O come to."""
+        if const_expr(out.scale is not None):
+            shares = [share * out.scale for share in shares]
+        self.multiply(total, shares)
+        row, first = work.place(item)
+        target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)
+        wgmma.store_bf16(total, lane, target, out.head, q.count(first) - own_row, Int32(SIDE), SIDE, out.policy)
 
     @cute.jit
     def multiply(self, total: cute.Tensor, factors: Any) -> None:

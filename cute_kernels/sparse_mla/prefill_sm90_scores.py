@@ -96,12 +96,18 @@ class Scores:
                 ready.stages.wait_tile(stage, phase)
                 if const_expr(self.plan.readers_fence):
                     cute.arch.fence_view_async_shared()
-                tiles = [uniform_tile(place, k_layout, self.dtype) for place in ready.stages.parts(stage, at.stages)]
-                keys = [qk[2].make_fragment_B(part.partition_B(tile_part)) for tile_part in tiles]
-                kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
-                self.multiply(qk, scores, held, kept, keys)
-                if is_public == 0:
-                    self.publish(tile - 1, ready)
+                self.multiply(
+                    qk,
+                    part,
+                    scores,
+                    held,
+                    (stage, phase),
+                    is_first,
+                    (tile - 1, is_public),
+                    ready,
+                    (k_layout, kept_layout),
+                    at,
+                )
                 heading = at.heading + stage * HEADING
                 there = ptx.load_shared_128(heading)
                 mark = ptx.load_shared_s32(heading + 16)
@@ -158,7 +164,8 @@ class Scores:
 
             self.publish(tile - 1, ready)
             for half in range_constexpr(2):
-                self.store(item, half, over_quad(most[half], ptx.max_f32), tops[half], sums[half], work, q, out)
+                largest_of_all = over_quad(most[half], ptx.max_f32)
+                self.store(item, half, largest_of_all, tops[half], sums[half], work, q, out, at)
 
     # How the queries come. Here they go through the ring.
 
@@ -215,6 +222,7 @@ class Scores:
         work: Work,
         q: Query,
         out: Output,
+        at: Places,
     ) -> None:
         """Store what a head's logits come to."""
         row, _ = work.place(item)
@@ -253,14 +261,30 @@ class Scores:
     def multiply(
         self,
         qk: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
+        part: Any,
         scores: Any,
         held: Any,
-        kept: Any,
-        keys: Any,
+        tile: tuple[Any, Any],
+        is_first: Any,
+        waiting: tuple[Any, Any],
+        ready: Barriers,
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
+        at: Places,
     ) -> None:
-        """Start scores = Q K^T; keys: a fragment of each part of the tile."""
+        """Start scores = Q K^T of a tile, and publish what is waiting.
+
+        part      the thread's of the product of queries in shared memory
+        tile      (stage, phase)
+        is_first  whether it is the item's first
+        waiting   number of the tile before, and whether it is public
+        layouts   of a part of a tile, and of the queries that stay in shared memory
+        """
+        k_layout, kept_layout = layouts
         # no proxy fence for what cp.async has brought, here and in the backs: other kernels that multiply such rows
         # have none either, and tests that repeat calls stand guard; fences cost 2%
+        tiles = [uniform_tile(place, k_layout, self.dtype) for place in ready.stages.parts(tile[0], at.stages)]
+        keys = [qk[2].make_fragment_B(part.partition_B(tile_part)) for tile_part in tiles]
+        kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
         steps = HEAD_DIM // STEP // len(keys)
         warpgroup.fence()
         for step in range_constexpr(self.held // STEP):
@@ -271,6 +295,8 @@ class Scores:
             some = keys[behind // steps][None, None, behind % steps]
             cute.gemm(qk[2], scores, kept[None, None, step], some, scores)
         warpgroup.commit_group()
+        if waiting[1] == 0:
+            self.publish(waiting[0], ready)
 
     def reduce(self, scores: Any, half: int, combine: Any) -> Any:
         """Of the thread's scores of one of its heads."""

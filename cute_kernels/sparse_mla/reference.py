@@ -167,6 +167,8 @@ def sparse_mla_prefill_paged(
     attn_sink: torch.Tensor | None,
     kv_format: str,
     compressed_kv_format: str,
+    num_splits: int,
+    split_tokens: int,
     out: torch.Tensor,
     max_logits: torch.Tensor,
     lse: torch.Tensor,

@@ -1,5 +1,5 @@
-"""What ptxas makes of Hopper's paged prefill kernel: no spills, products that run by themselves, and shared memory that
-is read before it is filled anew."""
+"""What ptxas makes of Hopper's paged prefill kernels: no spills, products that run by themselves, and shared memory
+that is read before it is filled anew."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.report import Report
-from cute_kernels.sparse_mla import paged, paged_sm90_plan, paged_sm90_rows, prefill_sm90_plan
+from cute_kernels.sparse_mla import paged, paged_parts, paged_sm90_plan, prefill_sm90_plan
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
+from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
 from tests.compile.reports import compile_report
 
-GROUPS = 2
-"""Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
+GROUPS = 3
+"""Of products: Q K^T, half by half, and P V. The assembler ends each instruction with a wait of its own where it loses
+track."""
 
 
-@pytest.fixture(scope="module")
-def report() -> Report:
-    return compile_report(PagedKey("sm_90a"))
+KEYS = PagedKey("sm_90a"), *(PagedPartsKey("sm_90a", blocks) for blocks in paged_parts.CLUSTERS)
+
+
+@pytest.fixture(scope="module", params=KEYS, ids=["whole", *(f"parts{n}" for n in paged_parts.CLUSTERS)])
+def report(request: pytest.FixtureRequest) -> Report:
+    return compile_report(request.param)
 
 
 def test_no_spills_and_products_in_flight(report: Report) -> None:
@@ -35,18 +40,33 @@ def test_no_spills_and_products_in_flight(report: Report) -> None:
         assert len([line for line in products if "gsb0" in line]) == GROUPS < len(products)
 
 
-def test_raw_rows_are_read_before_their_room_is_filled_anew(report: Report) -> None:
-    """Of a group, all loads come first, the rotary chunks' last; what is stored first is what was loaded last, and only
-    then come the copies of the next tile's."""
+def test_codes_are_stored_before_their_room_is_filled_anew(report: Report) -> None:
+    """Of a tile, in one straight line: all that is made of a slab's codes is stored before the next tile's are asked
+    for in their place."""
     if not report.sass:
         pytest.skip("nvdisasm is not there")
     _, rows = report.sass.rsplit("USETMAXREG", 1)
-    found = re.findall(r"LDS\.128 \w+, \[\w+\+?(\w*)\]|(STS\.128)|(LDGSTS\.E\.BYPASS\.128)", rows)
-    places = [-1 if store else -2 if copy else int(address or "0", 16) for address, store, copy in found]
-    whole = [chunk * prefill_sm90_plan.SLAB for chunk in range(paged_sm90_rows.CHUNKS)]
-    starts = [i for i, first in enumerate(places) if [p - first for p in places[i : i + len(whole)]] == whole]
-    assert len(starts) == paged_sm90_plan.GROUPS
-    assert all(places[i + len(whole) :][:3] == [-1, -1, -2] for i in starts)
+    found = re.findall(r"(LDS\.128 \w+, |STS\.128 |LDGSTS\.E\.BYPASS\.128 |BRA)(?:\[(\w+?)(?:\+0x(\w+))?\])?", rows)
+    kinds = [kind.split(".")[0].strip() for kind, _, _ in found]
+    places = [(register, int(offset or "0", 16)) for _, register, offset in found]
+    slabs, groups = prefill_sm90_plan.SLABS - 1, paged_sm90_plan.GROUPS
+    copies = [i for i, kind in enumerate(kinds) if kind == "LDGSTS"][-slabs * groups - 2 * groups :]
+    register, start = places[copies[0]]
+    room = paged_sm90_plan.GROUP * paged_sm90_plan.CODES
+    codes = [
+        (register, start + slab * prefill_sm90_plan.SLAB + group * room)
+        for slab in range(slabs)
+        for group in range(groups)
+    ]
+    assert [places[i] for i in copies if places[i] in codes] == codes
+    stores = [i for i, kind in enumerate(kinds) if kind == "STS" and i < copies[-1]]
+    for number, place in enumerate(codes):
+        copy = next(i for i in copies if places[i] == place)
+        load = max(i for i in range(copy) if kinds[i] == "LDS" and places[i] == place)
+        behind = [i for i in stores if copy < i < copies[-1]]
+        assert load < copy
+        assert len(behind) == 2 * groups * (slabs - 1 - number // groups)
+        assert "BRA" not in kinds[copy : copies[-1]]
 
 
 def test_registers_are_those_of_the_launch() -> None:
@@ -71,4 +91,9 @@ def test_a_list_is_not_written_while_a_tile_needs_it() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_deployments(model: str, tp: int) -> None:
-    assert paged.deployment_keys(MODELS[model], tp, "sm_90a") == [PagedKey("sm_90a")]
+    assert paged.deployment_keys(MODELS[model], tp, "sm_90a") == list(KEYS)
+
+
+def test_a_cluster_of_another_size_is_none() -> None:
+    with pytest.raises(ValueError, match="blocks: expected one of"):
+        PagedPartsKey("sm_90a", 3)

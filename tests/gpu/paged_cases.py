@@ -21,6 +21,8 @@ from tests.gpu.prefill_checks import LARGEST, assert_results
 KEYS_AT_ONCE = 1 << 15
 """Of all query rows together; 128 MB in float64, of which there are some at a time."""
 
+SPLITS = {"num_splits", "split_tokens"}
+
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -212,6 +214,9 @@ def run(call: Call, **more: Any) -> Results:
 
 
 def check(call: Call, **more: Any) -> Results:
-    got = run(call, **more)
-    assert_results(got, call.expected(), call.q, call.scale)
+    """The kernel's results; those of whole rows are checked as well."""
+    got, want = run(call, **more), call.expected()
+    assert_results(got, want, call.q, call.scale)
+    if not SPLITS & more.keys():
+        assert_results(run(call, num_splits=1), want, call.q, call.scale)
     return got

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perf.measure import kind_of
-from perf.paged import GATHERED, PAGE_ROWS, PEER, PORTABLE, SHAPES, TOPK, WINDOW
+from perf.paged import GATHERED, PAGE_ROWS, PEER, PORTABLE, SHAPES, TOPK, WHOLE, WINDOW
 from perf.peers import PACKAGES
 
 
@@ -23,7 +23,7 @@ def test_cases_have_names_of_their_own() -> None:
     assert len({shape.name for shape in SHAPES}) == len(SHAPES)
 
 
-def test_two_other_sides_are_ours() -> None:
-    assert kind_of(GATHERED) == kind_of(PORTABLE) == "variant"
+def test_three_other_sides_are_ours() -> None:
+    assert kind_of(GATHERED) == kind_of(WHOLE) == kind_of(PORTABLE) == "variant"
     assert kind_of(PEER) == "peer"
     assert PEER in PACKAGES

@@ -22,12 +22,6 @@ FP8, BF16 = "fp8_ds_mla/1", "plain_bf16/1"
 ALONE = {"compressed_cache": None, "compressed_block_table": None, "topk_indices": None}
 
 
-@pytest.fixture(autouse=True)
-def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an architecture without a kernel of its own."""
-    monkeypatch.setattr(paged, "_key", lambda arch, *rest: paged.key_for("sm_120a", *rest))
-
-
 def cache(pages: int, rows: int) -> torch.Tensor:
     size = -(-rows * 584 // 576) * 576
     return torch.zeros(pages * size, dtype=torch.uint8).as_strided((pages, rows, 584), (size, 584, 1))
@@ -50,6 +44,8 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "attn_sink": torch.zeros(4),
         "kv_format": FP8,
         "compressed_kv_format": FP8,
+        "num_splits": 0,
+        "split_tokens": 0,
         "out": torch.zeros(3, 4, 512, dtype=torch.bfloat16),
         "max_logits": torch.zeros(3, 4),
         "lse": torch.zeros(3, 4),
@@ -58,7 +54,10 @@ def arguments(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return keep_launches(monkeypatch, paged, NAMES)
+    launches = keep_launches(monkeypatch, paged, NAMES)
+    # an architecture without a kernel of its own
+    monkeypatch.setattr(paged, "arch_of", lambda index: "sm_120a")
+    return launches
 
 
 def run(**changes: Any) -> dict[str, Any]:
@@ -115,9 +114,18 @@ def test_a_call_without_rows_launches_nothing(launched: list[Any]) -> None:
             {"topk_indices": torch.zeros(1, dtype=torch.int32).expand(3, 2**30)},
             "columns of topk_indices: expected fewer than 2^30",
         ),
+        ({"num_splits": 2}, "num_splits: expected what makes at most 1 of a row's parts, got 2"),
+        ({"split_tokens": 64}, "split_tokens: expected what makes at most 1 of a row's parts, got 64"),
     ],
 )
 def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, Any], why: str) -> None:
     supported, reason = paged.supports(*arguments(**changes).values())
     assert not supported
     assert reason.startswith(why)
+
+
+@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"split_tokens": 192}])
+def test_one_part_of_all(launched: list[Any], splits: dict[str, int]) -> None:
+    run(**splits)
+    ((key, _),) = launched
+    assert key == PortablePagedKey("sm_120a", 16, "listed", FP8, FP8)

@@ -263,6 +263,8 @@ def arguments(**changes):
         "attn_sink": torch.zeros(3),
         "kv_format": FP8,
         "compressed_kv_format": BF16,
+        "num_splits": 0,
+        "split_tokens": 0,
         "out": torch.zeros(5, 3, 512, dtype=torch.bfloat16),
         "max_logits": torch.zeros(5, 3),
         "lse": torch.zeros(5, 3),

@@ -16,6 +16,7 @@ from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import paged, prefill_sm100_choice
 from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
+from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
 from cute_kernels.sparse_mla.paged_sm100 import PagedKey as BlackwellPagedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -28,6 +29,7 @@ PORTABLE_NAMES = (
     "q", "swa_cache", "swa_block_table", "compressed_cache", "compressed_block_table", "topk_indices", "out",
     "max_logits", "lse", "starts", "seq_lens", "requests", "window_size", "ratio", "sink", "scale_log2", "blocks",
 )  # fmt: skip
+PART_NAMES = (*NAMES[:-1], "parts", "part_tiles")
 FMT, BF16_ID = formats.FP8_DS_MLA, formats.PLAIN_BF16.id
 BF16 = torch.bfloat16
 
@@ -50,6 +52,8 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "attn_sink": torch.zeros(heads),
         "kv_format": FMT.id,
         "compressed_kv_format": FMT.id,
+        "num_splits": 0,
+        "split_tokens": 0,
         "out": torch.zeros(5, heads, 512, dtype=BF16),
         "max_logits": torch.zeros(5, heads),
         "lse": torch.zeros(5, heads),
@@ -114,7 +118,7 @@ def test_what_is_not_given(launched: list[Any]) -> None:
 
 
 def test_large_numbers_become_what_an_int32_holds(launched: list[Any]) -> None:
-    run(window_size=2**40, compress_ratio=2**40)
+    run(window_size=2**40, compress_ratio=2**40, num_splits=1)
     ((_, given),) = launched
     assert given["window_size"] == given["compress_ratio"] == 2**30
 
@@ -129,6 +133,59 @@ def test_a_call_without_rows_launches_nothing(launched: list[Any]) -> None:
     names = ("q", "topk_indices", "out", "max_logits", "lse")
     run(**{name: arguments()[name][:0] for name in names})
     assert launched == []
+
+
+WIDE: dict[str, Any] = {"window_size": 192, "topk_indices": torch.zeros(5, 512, dtype=torch.int32)}
+"""Eleven tiles."""
+
+
+@pytest.mark.parametrize(
+    ("splits", "blocks", "parts", "part_tiles"),
+    [
+        ({}, 4, 4, 0),
+        ({"num_splits": 2}, 2, 2, 0),
+        ({"num_splits": 3}, 4, 3, 0),
+        ({"num_splits": 7}, 8, 7, 0),
+        ({"split_tokens": 128}, 8, 6, 2),
+        ({"split_tokens": 704}, 2, 1, 11),
+        ({"split_tokens": 6400}, 2, 1, 100),
+    ],
+)
+def test_rows_in_parts(
+    monkeypatch: pytest.MonkeyPatch, splits: dict[str, int], blocks: int, parts: int, part_tiles: int
+) -> None:
+    launched = keep_launches(monkeypatch, paged, PART_NAMES)
+    args = run(**WIDE, **splits)
+    ((key, given),) = launched
+    assert key == PagedPartsKey("sm_90a", blocks)
+    assert (given["parts"], given["part_tiles"], given["sink"]) == (parts, part_tiles, args["attn_sink"].data_ptr())
+    for name in NAMES[:8]:
+        assert given[name] is args[name]
+
+
+def test_many_rows_stay_whole(launched: list[Any]) -> None:
+    names = "q", "topk_indices", "out", "max_logits", "lse"
+    run(**(WIDE | {name: arguments(**WIDE)[name].repeat_interleave(14, dim=0) for name in names}))
+    run(**WIDE, num_splits=1)
+    assert [key for key, _ in launched] == [PagedKey("sm_90a")] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_splits": 9}, "num_splits: expected what makes at most 8 of a row's parts, got 9, which makes 9"),
+        ({"split_tokens": 64}, "split_tokens: expected what makes at most 8 of a row's parts, got 64, which makes 11"),
+        ({"split_tokens": 2**37}, "split_tokens: expected less than 2^30 tiles"),
+        (
+            {"num_splits": 2, "kv_format": BF16_ID, "swa_cache": torch.zeros(5, 64, 512, dtype=BF16)},
+            "num_splits: expected what makes at most 1 of a row's parts, got 2",
+        ),
+    ],
+)
+def test_parts_that_are_not_supported(launched: list[Any], changes: dict[str, Any], why: str) -> None:
+    supported, reason = paged.supports(*arguments(**WIDE, **changes).values())
+    assert not supported
+    assert reason.startswith(why)
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,18 @@ def bf16x2_of_codes(word: Any, left: int) -> Any:
     )
 
 
+def bf16x2_of_two_codes(word: Any, pair: int) -> Any:
+    """sm_70 and up. As bf16x2_of_codes, of the codes in bytes 2 * pair and 2 * pair + 1 of a word. Three instructions:
+    each byte comes with eight copies of its sign above it."""
+    selector = (0x9180, 0xB3A2)[pair]
+    return inline_ptx(
+        f"{{ .reg .b32 t; prmt.b32 t, {{$r0}}, {{$r0}}, {selector}; "
+        "shl.b32 t, t, 4; and.b32 {$w0}, t, 0x87f087f0; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(word)],
+    )
+
+
 def multiply_bf16x2(a: Any, b: Any) -> Any:
     """sm_80 and up. Products of both halves, nearest even; subnormal numbers count. What is added is -0."""
     return inline_ptx(

@@ -121,6 +121,16 @@ def load_global_128_cached_where(condition: Any, address: Any) -> tuple[Any, Any
     return _load_where(_in_order("v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}", is_shared=True), condition, address, 4)
 
 
+def load_global_64_or_zero(address: Any) -> tuple[Any, Any]:
+    """sm_70 and up. As load_global_64_in_order; zeros if the address is 0."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.b64 p, {$r0}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; "
+        f"@p {_in_order('v2.b32 {{$w0}, {$w1}}')} }}",
+        write_only_types=[Int32, Int32],
+        read_only_args=[Int64(address)],
+    )
+
+
 def load_global_s32_where(condition: Any, address: Any, is_shared: bool = False) -> Any:
     """sm_70 and up. As load_global_s32_in_order; -1 where the condition fails."""
     return _load_where(_in_order("b32 {$w0}", is_shared=is_shared), condition, address, 1)
@@ -187,11 +197,13 @@ def prefetch_l2(address: Any, predicate: Any) -> None:
     inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[Int64(address)], predicate=predicate)
 
 
-def store_global_128(address: Any, words: Any, predicate: Any = None) -> None:
-    """sm_70 and up. Four words, 16-byte aligned; where there is a predicate and it is false, nothing happens."""
+def store_global_128(address: Any, words: Any, predicate: Any = None, policy: Any = None) -> None:
+    """sm_70 and up, with a policy of L2 sm_80 and up. Four words, 16-byte aligned; where there is a predicate and it is
+    false, nothing happens."""
+    hint, last = ("", "") if policy is None else (".L2::cache_hint", ", {$r5}")
     inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[Int64(address), *(Int32(word) for word in words)],
+        f"st.global{hint}.v4.b32 [{{$r0}}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}}{last};",
+        read_only_args=[Int64(address), *(Int32(word) for word in words), *([] if policy is None else [Int64(policy)])],
         predicate=predicate,
     )
 

@@ -30,6 +30,18 @@ def store_shared_128(address: Any, words: Any) -> None:
     )
 
 
+def store_shared_128_in_order(address: Any, words: Any, offset: int = 0) -> None:
+    """sm_70 and up. As store_shared_128; it is not moved past loads and stores that are in order, of global memory
+    either.
+
+    offset   added to the address by the instruction
+    """
+    inline_ptx(
+        f"st.relaxed.cta.shared.v4.b32 [{{$r0}}{_plus(offset)}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
+        read_only_args=[Int32(address), *(Int32(word) for word in words)],
+    )
+
+
 def load_shared_f32(address: Any) -> Any:
     """sm_70 and up. An fp32 of shared memory; the address is one of the block's own, 32 bits wide."""
     return inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[Int32(address)])
@@ -47,10 +59,13 @@ def load_shared_128(address: Any, offset: int = 0) -> tuple[Any, Any, Any, Any]:
     )
 
 
-def load_shared_128_in_order(address: Any) -> tuple[Any, Any, Any, Any]:
-    """sm_70 and up. As load_shared_128; such loads are not moved past each other."""
+def load_shared_128_in_order(address: Any, offset: int = 0) -> tuple[Any, Any, Any, Any]:
+    """sm_70 and up. As load_shared_128; such loads are not moved past each other.
+
+    offset   added to the address by the instruction
+    """
     return inline_ptx(
-        "ld.volatile.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        f"ld.volatile.shared.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}{_plus(offset)}];",
         write_only_types=[Int32, Int32, Int32, Int32],
         read_only_args=[Int32(address)],
     )
@@ -148,6 +163,15 @@ def load_cluster_64(address: Any) -> tuple[Any, Any]:
     return inline_ptx(
         "ld.shared::cluster.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
         write_only_types=[Int32, Int32],
+        read_only_args=[Int32(address)],
+    )
+
+
+def load_cluster_128(address: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_90 and up. As load_cluster_s32: four words, 16-byte aligned."""
+    return inline_ptx(
+        "ld.shared::cluster.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
         read_only_args=[Int32(address)],
     )
 

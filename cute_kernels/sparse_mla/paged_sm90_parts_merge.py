@@ -1,0 +1,213 @@
+"""What Hopper's paged prefill kernel makes of parts of a row: the blocks of a cluster have one each, and merge them.
+
+Each block leaves its sums O, in fp32 and relative to its own maxima, where its ring of tiles was, and what its softmax
+came to where its queries were. Then each adds up some of the columns over all blocks, and stores them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+
+from cute_kernels.dsl import ptx, wgmma
+from cute_kernels.sparse_mla.paged_sm90_plan import PAGED
+from cute_kernels.sparse_mla.paged_sm90_scores import PagedScores
+from cute_kernels.sparse_mla.prefill_sm90_back import Back
+from cute_kernels.sparse_mla.prefill_sm90_plan import ROWS, SIDE, Output, Places, Query, Work
+from cute_kernels.sparse_mla.prefill_sm90_scores import own_number
+from cute_kernels.sparse_mla.softmax import share
+
+BACKS_BARRIER = 2
+
+UNIT = 32
+"""Columns that a block adds up at a time: of each 8 a thread has two neighbouring ones in two rows, one load."""
+
+UNITS = SIDE // UNIT
+LOADS = UNIT // 8
+LOAD_BYTES = 128 * 16
+"""What a side's threads load at once."""
+
+SIDE_BYTES = ROWS * SIDE * 4
+"""Of the results of one side."""
+
+SUMMARY = 16
+"""Bytes of what a head's softmax came to: maximum that sums are relative to, sum, largest logit."""
+
+AT_ONCE = 4
+"""Units, each of one block, that a thread has under way at a time."""
+
+assert PAGED.memory["stages"] >= 2 * SIDE_BYTES
+assert PAGED.memory["kept"] >= ROWS * SUMMARY
+
+
+@cute.jit
+def meet() -> None:
+    """Have all blocks of the cluster see what the others have stored before. All threads."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+class PartScores(PagedScores):
+    @cute.jit
+    def store(
+        self,
+        item: Any,
+        half: cutlass.Constexpr,
+        most: Any,
+        top: Any,
+        amount: Any,
+        work: Work,
+        q: Query,
+        out: Output,
+        at: Places,
+    ) -> None:
+        """Leave what a head's logits come to."""
+        head = (own_number() >> 5) * 16 + (own_number() >> 2 & 7) + 8 * half
+        if own_number() & 3 == 0:
+            words = top.bitcast(Int32), amount.bitcast(Int32), most.bitcast(Int32), Int32(0)
+            ptx.store_shared_128(at.kept + head * SUMMARY, words)
+
+
+class PartBack(Back):
+    """blocks   of a cluster"""
+
+    def __init__(self, plan: Any, blocks: int) -> None:
+        super().__init__(plan)
+        self.blocks = blocks
+
+    @cute.jit
+    def store(
+        self,
+        total: Any,
+        shares: Any,
+        item: Any,
+        side: Any,
+        own_row: Any,
+        lane: Any,
+        work: Work,
+        q: Query,
+        out: Output,
+        at: Places,
+    ) -> None:
+        """Leave the block's sums, and store the cluster's share of an item's results that is the block's."""
+        row, first = work.place(item)
+        count = q.count(first) - own_row
+        # tiles are no more needed once all products are done
+        cute.arch.barrier(barrier_id=BACKS_BARRIER, number_of_threads=256)
+        own_at = at.stages + side * SIDE_BYTES + own_number() * 16
+        for i in range_constexpr(SIDE // 8):
+            four = [total[4 * i + j].bitcast(Int32) for j in range(4)]
+            ptx.store_shared_128(own_at + i * LOAD_BYTES, four)
+        logits = [self.logit(first + own_row + 8 * half, 8 * half < count, out) for half in range(2)]
+        meet()
+
+        rounds = self.rounds()
+        found = self.fetch(own_at, *rounds[0])
+        factors = self.summarize(row, first + own_row, count, side, lane, logits, q, out, at.kept + own_row * SUMMARY)
+        target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)
+        for i in range_constexpr(len(rounds)):
+            units, ranks = rounds[i]
+            if const_expr(ranks[0] == 0):
+                sums = [cute.make_rmem_tensor((UNIT // 2,), Float32) for _ in units]
+            for n in range_constexpr(len(units)):
+                self.add_up(sums[n], factors, [block[n] for block in found], ranks)
+            if const_expr(i + 1 < len(rounds)):
+                found = self.fetch(own_at, *rounds[i + 1])
+            if const_expr(ranks[-1] == self.blocks - 1):
+                for n in range_constexpr(len(units)):
+                    at_unit = target + self.unit(units[n]) * (UNIT * 2)
+                    wgmma.store_bf16(sums[n], lane, at_unit, out.head, count, Int32(UNIT), UNIT)
+
+    @cute.jit
+    def summarize(
+        self,
+        row: Any,
+        head: Any,
+        count: Any,
+        side: Any,
+        lane: Any,
+        logits: Any,
+        q: Query,
+        out: Output,
+        summary: Any,
+    ) -> Any:
+        """Store what the logits of the thread's two heads come to; what to multiply each block's sums with.
+
+        head    the first
+        count   how many there are from it on
+        """
+        summaries = [ptx.map_shared(summary, rank) for rank in range(self.blocks)]
+        found = [[ptx.load_cluster_128(place + half * (8 * SUMMARY)) for place in summaries] for half in range(2)]
+        is_own = (side == 0) & (lane & 3 == 0) & (ptx.rank_again() == 0)
+        factors = []
+        for half in range_constexpr(2):
+            tops, sums, mosts = ([four[i].bitcast(Float32) for four in found[half]] for i in range(3))
+            top, most, amount = tops[0], mosts[0], Float32(0.0)
+            for i in range_constexpr(1, self.blocks):
+                top, most = ptx.max_f32(top, tops[i]), ptx.max_f32(most, mosts[i])
+            weights = [ptx.exp2(one - top) for one in tops]
+            for i in range_constexpr(self.blocks):
+                amount = ptx.fma_rn(weights[i], sums[i], amount)
+            whole = share(amount, top, logits[half], out.sink)
+            factors.append([weight * whole for weight in weights])
+            lse = (top + ptx.log2(amount)) * Float32(ptx.LN_2)
+            lse = Float32(Float32.inf) if amount == Float32(0.0) else lse
+            is_head = is_own & (8 * half < count)
+            place = (Int64(row) * q.heads + head + 8 * half) * 4
+            ptx.store_global_s32(out.max_logits + place, (most * Float32(ptx.LN_2)).bitcast(Int32), is_head)
+            ptx.store_global_s32(out.lse + place, lse.bitcast(Int32), is_head)
+        return factors
+
+    def rounds(self) -> list[tuple[list[int], list[int]]]:
+        """Units of the block, and blocks whose sums are added, that a thread has under way at a time."""
+        units, ranks = range(UNITS // self.blocks), range(self.blocks)
+        some, few = max(1, AT_ONCE // self.blocks), min(self.blocks, AT_ONCE)
+        return [
+            (list(units[first : first + some]), list(ranks[block : block + few]))
+            for first in range(0, len(units), some)
+            for block in range(0, self.blocks, few)
+        ]
+
+    def unit(self, number: int) -> Any:
+        """The block's units are every so manyth."""
+        return ptx.rank_again() + number * self.blocks
+
+    def fetch(self, own_at: Any, units: list[int], ranks: list[int]) -> list[list[Any]]:
+        """Words of a thread's columns of some units, of some blocks: [blocks][units][loads] of four."""
+        places = [own_at + self.unit(number) * (LOADS * LOAD_BYTES) for number in units]
+        return [self.load(places, rank) for rank in ranks]
+
+    @cute.jit
+    def load(self, places: Any, rank: cutlass.Constexpr) -> Any:
+        offsets = [i * LOAD_BYTES for i in range(LOADS)]
+        found = [[(Int32(0), Int32(0), Int32(0), Int32(0)) for _ in offsets] for _ in places]
+        if ptx.rank_again() == rank:
+            found = [[ptx.load_shared_128(place + offset) for offset in offsets] for place in places]
+        else:
+            remote = [ptx.map_shared(place, rank) for place in places]
+            found = [[ptx.load_cluster_128(place + offset) for offset in offsets] for place in remote]
+        return found
+
+    @cute.jit
+    def add_up(self, sums: Any, factors: Any, found: Any, ranks: cutlass.Constexpr) -> None:
+        """Add what has been fetched of a unit to a thread's sums, over all blocks in order."""
+        if const_expr(ranks[0] == 0):
+            sums.fill(0.0)
+        for n in range_constexpr(len(ranks)):
+            for i in range_constexpr(UNIT // 2):
+                value, factor = found[n][i // 4][i % 4].bitcast(Float32), factors[i // 2 % 2][ranks[n]]
+                sums[i] = ptx.fma_rn(value, factor, sums[i])
+        if const_expr(ranks[-1] == self.blocks - 1):
+            for i in range_constexpr(UNIT // 2):
+                # -0 would become 0 by an empty part, and by none must do so as well
+                sums[i] = ptx.add_rn(sums[i], Float32(0.0))
+
+    @cute.jit
+    def logit(self, head: Any, is_there: Any, out: Output) -> Any:
+        found = Int32(0)
+        if out.sink != 0:
+            found = ptx.load_global_s32_again_where(is_there, out.sink + Int64(head) * 4)
+        return found
