@@ -13,8 +13,13 @@ from tests.model.memory import GlobalMemory
 from tests.model.prefill_problems import Problem, Results, bytes_between
 from tests.model.problems import put
 
+NO_POLICY = 0
+"""Of L2 for results: the model has no caches."""
+
 
 class OnHopper(Problem):
+    policy: tuple[int, ...] = (NO_POLICY,)
+
     def values(self, values: list[Any]) -> list[Any]:
         """Where rows are, of what Blackwell's kernel is told."""
         return values
@@ -25,7 +30,15 @@ class OnHopper(Problem):
         results = Results(memory, (rows, heads), self.numbers)
         values = [put(memory, q), bytes_between(q, 0), bytes_between(q, 1), heads]
         _, sources, behind = self.sources(memory)
-        values += [*self.values(sources), results.out, results.row, results.head, *results.places, *behind]
+        values += [
+            *self.values(sources),
+            results.out,
+            results.row,
+            results.head,
+            *results.places,
+            *behind,
+            *self.policy,
+        ]
         bits = int(heads > 64)
         values += [put(memory, self.call.sink), self.call.scale * LOG2_E, rows << bits, bits]
         # a kernel for few heads takes no bits; what products are made of are parameters, too
@@ -49,5 +62,7 @@ class Mixed(OnHopper, prefill_problems.Mixed):
 
 
 class Paged(OnHopper, prefill_problems.Paged):
+    policy = ()
+
     def values(self, values: list[Any]) -> list[Any]:
         return values[:-2]
