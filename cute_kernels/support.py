@@ -26,7 +26,7 @@ KERNEL_ARCHS = {
     "compute_decode_swa_indices": ARCHS,
     "compute_global_topk_indices_and_lens": ARCHS,
     "cp_gather_indexer_k_quant_cache": ARCHS,
-    "deepseek_v4_fp8_einsum": ("sm_90a",),
+    "deepseek_v4_fp8_einsum": ARCHS,
     "dequantize_and_gather_k_cache": _E4M3_ARCHS,
     "fused_compress_norm_rope_store": _E4M3_ARCHS,
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": ARCHS,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -30,7 +31,10 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"rows": 128, "columns": 128, "stages": 6, "depth": 2},
     {"rows": 128, "columns": 128, "stages": 6, "depth": 1},
 )
-"""Fields of EinsumKey: every kind of tile at every size, and the largest without depth."""
+"""Fields of EinsumKey: every kind of tile at every size, and the largest without depth. The portable kernel and all of
+its tiles are variants too."""
+
+PORTABLE = "ours portable"
 
 CHECKED_ROWS = 256
 ROUNDING, PRODUCTS = 2.0**-8, 2.0**-11
@@ -86,21 +90,36 @@ class EinsumSet:
         return bool((error <= ROUNDING * want.abs() + PRODUCTS * magnitude).all()) and not self.out.isnan().any()
 
 
+def _portable(s: EinsumSet) -> None:
+    """The call by the portable kernel, whatever the architecture."""
+    from cute_kernels.output import einsum
+
+    with mock.patch.object(einsum, "HOPPER", ""):
+        s.ours()
+
+
 def _variants() -> dict[str, Callable[[EinsumSet], None]]:
+    from cute_kernels.output.einsum import PORTABLE_TILES
+    from cute_kernels.output.einsum_portable import PortableEinsumKey
     from cute_kernels.output.einsum_sm90 import EinsumKey
     from cute_kernels.runtime.arch import arch_of, multiprocessors
     from cute_kernels.runtime.compile import function, launch
 
-    def run(key: EinsumKey, s: EinsumSet) -> None:
+    def run(key: EinsumKey | PortableEinsumKey, s: EinsumSet) -> None:
         tokens, groups, rank = s.out.shape
         tiles = groups * -(-tokens // key.rows) * -(-rank // key.columns)
         launch(key, 0, s.a, s.a_scale, s.b, s.b_scale, s.out, min(tiles, multiprocessors(0)))
 
-    found: dict[str, Callable[[EinsumSet], None]] = {}
-    for fields in VARIANTS:
-        key = EinsumKey(arch_of(0), **fields)
+    found: dict[str, Callable[[EinsumSet], None]] = {PORTABLE: _portable}
+    keys: dict[str, EinsumKey | PortableEinsumKey] = {
+        "ours " + " ".join(f"{name}={value}" for name, value in fields.items()): EinsumKey(arch_of(0), **fields)
+        for fields in VARIANTS
+    }
+    for rows, columns, _ in PORTABLE_TILES:
+        keys[f"{PORTABLE} rows={rows} columns={columns}"] = PortableEinsumKey(arch_of(0), rows, columns)
+    for name, key in keys.items():
         function(key)
-        found["ours " + " ".join(f"{name}={value}" for name, value in fields.items())] = partial(run, key)
+        found[name] = partial(run, key)
     return found
 
 

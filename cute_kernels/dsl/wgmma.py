@@ -122,12 +122,20 @@ def multiply_registers(
 
 @cute.jit
 def store_bf16(
-    values: cute.Tensor, lane: Any, target: Any, row_bytes: Any, rows: Any, columns: Any, count: cutlass.Constexpr
+    values: cute.Tensor,
+    lane: Any,
+    target: Any,
+    row_bytes: Any,
+    rows: Any,
+    columns: Any,
+    count: cutlass.Constexpr,
+    policy: Any = None,
 ) -> None:
     """Write a thread's rows of `count` columns, a multiple of 32, as bf16 with whole sectors.
 
     target   address of column 0 in the thread's first row, 16-byte aligned like row_bytes
     rows     how many rows there are from the thread's first one on; columns: from column 0 on, a multiple of 8
+    policy   of L2, or None
 
     Four threads share a row: they exchange words until each has 8 neighbouring columns of every 32.
     """
@@ -138,7 +146,7 @@ def store_bf16(
             first = [16 * block + 4 * i + 2 * half for i in range(4)]
             words = exchange_in_quad(lane, [ptx.bf16x2(values[i], values[i + 1]) for i in first])
             address = target + row_bytes * (8 * half) + at * 2
-            ptx.store_global_128(address, words, 8 * half < rows and at < columns)
+            ptx.store_global_128(address, words, 8 * half < rows and at < columns, policy)
 
 
 @cute.jit

@@ -216,9 +216,7 @@ class BlackwellLogitsKernel(LogitsKernel):
                 for stage in range_constexpr(plan.stages):
                     cute.arch.mbarrier_init(ordered + stage, 1)
             cute.arch.mbarrier_init_fence()
-        ptx.fence_tensor_before()
         cute.arch.sync_threads()
-        ptx.fence_tensor_after()
         cute.arch.griddepcontrol_wait()
         tensor = ptx.load_shared_s32(at.tensor)
         if const_expr(self.paged):
@@ -239,7 +237,6 @@ class BlackwellLogitsKernel(LogitsKernel):
             elif warp == start_warp:
                 self.products.start(rings, ordered, at, k.iterator.toint(), q.iterator.toint(), tensor)
                 cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)
-                ptx.fence_tensor_after()
                 ptx.free_tensor_memory(tensor, plan.tensor_columns)
             elif warp == order_warp:
                 if const_expr(plan.mxfp4):
@@ -259,5 +256,4 @@ class BlackwellLogitsKernel(LogitsKernel):
                 for part in range_constexpr(plan.parts):
                     if warpgroup == part:
                         self.scores.run(warpgroup, Int32(part), plan.rows_of_part(part), own, *rest)
-            ptx.fence_tensor_before()
             cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)

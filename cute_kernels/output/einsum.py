@@ -1,4 +1,5 @@
-"""Which kernel deepseek_v4_fp8_einsum runs: none but on Hopper, and there the one whose tiles suit the call's size."""
+"""Which kernel deepseek_v4_fp8_einsum runs: Hopper's own where it takes the call, Blackwell's own where it takes the
+call and is trusted, the portable one elsewhere, and of each the one whose tiles suit the call's size."""
 
 from __future__ import annotations
 
@@ -7,19 +8,29 @@ from functools import lru_cache
 from typing import Any
 
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.output.einsum_sm90 import CHUNK, EinsumKey
-from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.output.einsum_portable import PortableEinsumKey
+from cute_kernels.output.einsum_sm90 import EinsumKey
+from cute_kernels.output.einsum_sm100 import BlackwellEinsumKey
+from cute_kernels.output.einsum_sm100_plan import ROWS
+from cute_kernels.output.einsum_tiles import CHUNK
+from cute_kernels.runtime import trust
+from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
-ARCH = "sm_90a"
+HOPPER = "sm_90a"
+OP = "deepseek_v4_fp8_einsum"
 BLOCK_RECIPE = (1, 128, 128)
 
+MAP_STRIDE = 2**40
+"""Strides of a tensor that copies know by a descriptor are smaller, in bytes."""
+
 TILES: tuple[tuple[EinsumKey, float], ...] = (
-    (EinsumKey(ARCH, rows=64, columns=32, stages=16, depth=2), 6.8),
-    (EinsumKey(ARCH, rows=64, columns=64, stages=12, depth=4), 8.0),
-    (EinsumKey(ARCH, rows=64, columns=128, stages=8, depth=2), 11.5),
-    (EinsumKey(ARCH, rows=128, columns=64, stages=8, depth=2), 11.0),
-    (EinsumKey(ARCH, rows=128, columns=128, stages=6, depth=2), 15.5),
+    (EinsumKey(HOPPER, rows=64, columns=32, stages=16, depth=2), 6.8),
+    (EinsumKey(HOPPER, rows=64, columns=64, stages=12, depth=4), 8.0),
+    (EinsumKey(HOPPER, rows=64, columns=128, stages=8, depth=2), 11.5),
+    (EinsumKey(HOPPER, rows=128, columns=64, stages=8, depth=2), 11.0),
+    (EinsumKey(HOPPER, rows=128, columns=128, stages=6, depth=2), 15.5),
 )
 """Kernels, and the microseconds that a multiprocessor of an H200 takes for one of their tiles with K = 4096.
 
@@ -27,16 +38,67 @@ From perf/notes/data/einsum_4.txt, which has these tiles at every size.
 """
 
 
+BLACKWELL_TILES: tuple[tuple[int, int, float], ...] = ((ROWS, 64, 6.7), (ROWS, 128, 8.9), (ROWS, 256, 13.3))
+"""Rows and columns of Blackwell's tiles, and what they take if shared memory binds: nobody has measured it. A chunk of
+256 columns writes and reads 96 KB, at 128 bytes a clock of 1.85 GHz."""
+
+PORTABLE_TILES: tuple[tuple[int, int, float], ...] = (
+    (16, 64, 8.2),
+    (32, 128, 14.7),
+    (64, 128, 26.0),
+    (128, 128, 44.4),
+)
+"""Rows and columns of the portable kernel's tiles, and the same of them. From perf/notes/data/einsum_portable_1.txt."""
+
+
+def key_for(
+    arch: str, rows: int, groups: int, columns: int, chunks: int, multiprocessors: int, packed: bool
+) -> tuple[KernelKey, int]:
+    """The kernel for a call, and its number of blocks: the architecture's own one, if it has one for such scales."""
+    if arch == HOPPER and not packed:
+        return choose(rows, groups, columns, chunks, multiprocessors)
+    if arch in BLACKWELL:
+        return blackwell_choice(arch, rows, groups, columns, multiprocessors, packed)
+    return portable_choice(arch, rows, groups, columns, multiprocessors, packed)
+
+
 @lru_cache(maxsize=4096)
 def choose(rows: int, groups: int, columns: int, chunks: int, multiprocessors: int) -> tuple[EinsumKey, int]:
-    """The kernel that is through soonest if every round of tiles takes its time, and its number of blocks."""
-    best, least, blocks = TILES[-1][0], float("inf"), 1
-    for key, cost in TILES:
-        tiles = groups * -(-rows // key.rows) * -(-columns // key.columns)
-        time = -(-tiles // multiprocessors) * cost
+    """The one of Hopper's kernels that is through soonest, and its number of blocks."""
+    shapes = tuple((key.rows, key.columns, cost) for key, cost in TILES)
+    number, blocks = _soonest(shapes, rows, groups, columns, multiprocessors)
+    return with_depth(TILES[number][0], chunks), blocks
+
+
+@lru_cache(maxsize=4096)
+def blackwell_choice(
+    arch: str, rows: int, groups: int, columns: int, multiprocessors: int, packed: bool
+) -> tuple[BlackwellEinsumKey, int]:
+    """The same of Blackwell's kernels."""
+    number, blocks = _soonest(BLACKWELL_TILES, rows, groups, columns, multiprocessors)
+    return BlackwellEinsumKey(arch, BLACKWELL_TILES[number][1], packed), blocks
+
+
+@lru_cache(maxsize=4096)
+def portable_choice(
+    arch: str, rows: int, groups: int, columns: int, multiprocessors: int, packed: bool
+) -> tuple[PortableEinsumKey, int]:
+    """The same of the portable kernels."""
+    number, blocks = _soonest(PORTABLE_TILES, rows, groups, columns, multiprocessors)
+    return PortableEinsumKey(arch, *PORTABLE_TILES[number][:2], packed), blocks
+
+
+def _soonest(
+    tiles: tuple[tuple[int, int, float], ...], rows: int, groups: int, columns: int, multiprocessors: int
+) -> tuple[int, int]:
+    """Which tiles are through soonest if every round of them takes its time, and how many blocks run then."""
+    best, least, blocks = len(tiles) - 1, float("inf"), 1
+    for number, (tile_rows, tile_columns, cost) in enumerate(tiles):
+        count = groups * -(-rows // tile_rows) * -(-columns // tile_columns)
+        time = -(-count // multiprocessors) * cost
         if time < least:
-            best, least, blocks = key, time, min(tiles, multiprocessors)
-    return with_depth(best, chunks), blocks
+            best, least, blocks = number, time, min(count, multiprocessors)
+    return best, blocks
 
 
 def with_depth(key: EinsumKey, chunks: int) -> EinsumKey:
@@ -44,21 +106,21 @@ def with_depth(key: EinsumKey, chunks: int) -> EinsumKey:
     return replace(key, depth=1) if chunks % key.depth else key
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[EinsumKey]:
-    """One kernel per kind of tile: a batch may have any size."""
-    if arch != ARCH:
-        return []
-    width = config.num_attention_heads // config.o_groups * HEAD_DIM
-    return [with_depth(key, width // CHUNK) for key, _ in TILES]
+def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """One kernel per kind of tile: a batch may have any size. On Hopper for fp32 scales, elsewhere for either kind."""
+    if arch == HOPPER:
+        width = config.num_attention_heads // config.o_groups * HEAD_DIM
+        return [with_depth(key, width // CHUNK) for key, _ in TILES]
+    keys: list[KernelKey] = []
+    for packed in (False, True):
+        if arch in BLACKWELL:
+            keys += [BlackwellEinsumKey(arch, columns, packed) for _, columns, _ in BLACKWELL_TILES]
+        keys += [PortableEinsumKey(arch, rows, columns, packed) for rows, columns, _ in PORTABLE_TILES]
+    return keys
 
 
 def supports(a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, equation: str, recipe: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(out.device.index)
-    if arch != ARCH:
-        return False, f"the kernel is for {ARCH}, got {arch}"
-    if tuple(recipe) != BLOCK_RECIPE:
-        return False, f"on {ARCH} the recipe must be {BLOCK_RECIPE}, got {tuple(recipe)}"
     if a.shape[2] == 0:
         return True, ""
     for name, tensor in (("a", a), ("b", b), ("out", out)):
@@ -82,5 +144,16 @@ def launch(a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, equation: str, 
         out.zero_()
         return
     device_index = out.device.index
-    key, blocks = choose(rows, groups, columns, a.shape[2] // CHUNK, multiprocessors(device_index))
+    arch, processors = arch_of(device_index), multiprocessors(device_index)
+    packed = tuple(recipe) != BLOCK_RECIPE
+    key: KernelKey
+    if arch in BLACKWELL and not (_is_mapped(a, b) and trust.is_trusted(OP, device_index)):
+        key, blocks = portable_choice(arch, rows, groups, columns, processors, packed)
+    else:
+        key, blocks = key_for(arch, rows, groups, columns, a.shape[2] // CHUNK, processors, packed)
     launch_key(key, device_index, a, a_scale, b, b_scale, out, blocks)
+
+
+def _is_mapped(*operands: Any) -> bool:
+    """Whether descriptors of tensor copies can tell of operands."""
+    return all(0 < operand.stride(axis) < MAP_STRIDE for operand in operands for axis in (0, 1))

@@ -17,25 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx, wgmma
-from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import round_up
+from cute_kernels.output.einsum_tiles import CHUNK, WARP, Strided, Tiles, fake_arguments
 from cute_kernels.runtime.compile import KernelKey
 
-CHUNK = 128
-"""Columns of K that share a scale: 128 bytes."""
-
-WARP = 32
 SCALE_ROOM = 4
 """fp32 numbers after the scales of a stage's rows: one for its columns, and the next stage is 16-byte aligned again."""
 
@@ -68,46 +64,7 @@ class EinsumKey(KernelKey):
         return "wgmma", "tma.load", "cp.async", "mbarrier", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        def tensor(dtype: Any, divisibility: int, dense: bool) -> Any:
-            stride = [cute.sym_int64(divisibility=divisibility) for _ in range(2)]
-            shape = tuple(cute.sym_int() for _ in range(3))
-            last = 1 if dense else cute.sym_int64()
-            return make_fake_tensor(dtype, shape, stride=(*stride, last), assumed_align=16 if dense else 4)
-
-        a, b = (tensor(Float8E4M3FN, 16, dense=True) for _ in range(2))
-        a_scale, b_scale = (tensor(Float32, 1, dense=False) for _ in range(2))
-        out = tensor(BFloat16, 8, dense=True)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return EinsumKernel(self), (a, a_scale, b, b_scale, out, Int32(1), stream)
-
-
-class Strided(NamedTuple):
-    """Address of a tensor of three dimensions, and its strides in bytes."""
-
-    address: Any
-    strides: tuple[Any, Any, Any]
-
-    @classmethod
-    def of(cls, tensor: Any) -> Strided:
-        return cls(address(tensor), tuple(stride_bytes(tensor, axis) for axis in range(3)))
-
-    def at(self, *index: Any) -> Any:
-        return self.address + sum(Int64(i) * stride for i, stride in zip(index, self.strides, strict=False))
-
-
-class Tiles(NamedTuple):
-    """The tiles of a block: numbers first, first + step ... below `end`, by columns, then rows, then groups."""
-
-    first: Any
-    end: Any
-    step: Any
-    of_rows: Any
-    of_columns: Any
-
-    def place(self, number: Any) -> tuple[Any, Any, Any]:
-        """Group, tile of rows and tile of columns."""
-        line = number // self.of_columns
-        return line // self.of_rows, line % self.of_rows, number % self.of_columns
+        return EinsumKernel(self), fake_arguments()
 
 
 class EinsumKernel:
@@ -116,7 +73,7 @@ class EinsumKernel:
     def __init__(self, key: EinsumKey) -> None:
         self.rows, self.columns, self.stages, self.depth = key.rows, key.columns, key.stages, key.depth
         self.warpgroups = key.rows // wgmma.ROWS
-        self.scales = key.rows + SCALE_ROOM
+        self.scales, self.column_scales = key.rows + SCALE_ROOM, 1
         self.name = f"deepseek_v4_fp8_einsum_{key.rows}x{key.columns}s{key.stages}d{key.depth}"
 
     @cute.jit
@@ -131,21 +88,8 @@ class EinsumKernel:
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        a_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.rows, self.stages)
-        b_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.columns, self.stages)
-        # both as [rows, K, groups]
-        a_view = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
-        b_view = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        a_copy, a_source = cpasync.make_tiled_tma_atom(load, a_view, a_tiles, (self.rows, CHUNK))
-        b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, CHUNK))
         kernel = self.kernel(
-            a_copy,
-            a_source,
-            b_copy,
-            b_source,
-            a_tiles,
-            b_tiles,
+            *self.operand_copies(a, b),
             *(wgmma.make_mma(Float8E4M3FN, self.warpgroups, self.columns) for _ in range(2)),
             Strided.of(a_scale),
             Strided.of(b_scale),
@@ -157,6 +101,18 @@ class EinsumKernel:
         )
         threads = (self.warpgroups + 1) * wgmma.WARPGROUP
         kernel.launch(grid=[blocks, 1, 1], block=[threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+
+    def operand_copies(self, a: Any, b: Any) -> tuple[Any, ...]:
+        """Of each operand the copy and what it reads, then of each where it writes."""
+        a_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.rows, self.stages)
+        b_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.columns, self.stages)
+        # both as [rows, K, groups]
+        a_view = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
+        b_view = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        a_copy, a_source = cpasync.make_tiled_tma_atom(load, a_view, a_tiles, (self.rows, CHUNK))
+        b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, CHUNK))
+        return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
 
     @cute.kernel
     def kernel(
@@ -245,16 +201,19 @@ class EinsumKernel:
             own = [cutlass.min(first + i * WARP, rows - 1) for i in range(self.rows // WARP)]
             sources = [a_scale.at(row, group) for row in own]
             block = column_tile * self.columns // CHUNK
-            block_source = b_scale.at(group, block)
+            # of columns beyond the last there is no block either
+            blocks = [block, *(cutlass.min(block + i, (columns - 1) // CHUNK) for i in range(1, self.column_scales))]
+            block_sources = [b_scale.at(group, number) for number in blocks]
             for chunk in cutlass.range(chunks, unroll=1):
                 ring.wait_empty(stage, phase)
                 target = scale + (stage * self.scales + lane) * 4
                 for i in range_constexpr(self.rows // WARP):
                     ptx.copy_async_32(target + i * WARP * 4, sources[i] + Int64(chunk) * a_scale.strides[2])
-                if lane == 0:
-                    ptx.copy_async_32(target + self.rows * 4, block_source + Int64(chunk) * b_scale.strides[2])
+                for i in range_constexpr(self.column_scales):
+                    if lane == i:
+                        ptx.copy_async_32(target + self.rows * 4, block_sources[i] + Int64(chunk) * b_scale.strides[2])
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
-                stage, phase = barriers.advance(stage, phase, self.stages)
+                stage, phase = barriers.advance(stage, phase, ring.stages)
         # no lane ends with copies under way
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)

@@ -251,8 +251,11 @@ def deepseek_v4_fp8_einsum(
                (1, 1, 128): a_scale int32 [T, G, K / 512], b_scale int32 [G, R, K / 512] (see `pack_block_scales`), four
                exponent bytes a word, the first chunk in the low byte
 
-    The reference sums in float64, chunk by chunk, and rounds to fp32 and then to bf16. The kernel for Hopper takes the
-    first recipe; it sums a chunk on tensor cores, which keep about 14 bits, and the chunks in fp32. With either, the
-    bits of a row do not depend on the other rows. Raises ValueError or TypeError on arguments that do not fit.
+    The reference sums in float64, chunk by chunk, and rounds to fp32 and then to bf16. The kernels sum a chunk on
+    tensor cores, and the chunks in fp32: that for Hopper, which takes the first recipe, keeps about 14 bits of a
+    chunk's sum, the portable one, for calls and GPUs that have no other, those of fp32. Blackwell's own has tensor
+    cores multiply packed scales along. With any, the bits of a row do not depend on the other rows. Kernels need rows
+    of a, b and out that are 16-byte aligned, and R to be a multiple of 8. Raises ValueError or TypeError on arguments
+    that do not fit.
     """
     _einsum(a, a_scale, b, b_scale, out, equation, recipe)

@@ -20,7 +20,7 @@ import cutlass.cute as cute
 
 from cute_kernels.dsl import ptx, umma
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
-from cute_kernels.runtime.work import Shape, Work
+from cute_kernels.runtime.work import Work
 from cute_kernels.sparse_mla import decode_sm100_plan as single
 from cute_kernels.sparse_mla.decode_sm100_plan import (
     HEADING,
@@ -80,16 +80,13 @@ TRADE_BYTES = 2 * 32 * (KEYS // 2) * 4
 
 def smem_parts() -> dict[str, int]:
     """As decode_sm100_plan's. No queries stay in shared memory: q is where warps trade."""
-    return {
+    return single.smem_parts() | {
         "v": STAGES * STAGE_BYTES,
         "q": 2 * TRADE_BYTES,
-        "p": single.BUFFERS * SLAB_BYTES,
         "raw": RAWS * RAW_BYTES,
         "rows": SLOTS * KEYS * 4,
         "scales": SLOTS * KEYS * FP8_DS_MLA.scale_bytes,
         "heading": SLOTS * HEADING,
-        "exchange": 2 * 4 * 32 * 4,
-        "tensor_memory": 16,
     }
 
 
@@ -200,13 +197,9 @@ ROPE_BYTES = single.ROPE_BYTES
 
 # ---- what a tile takes -----------------------------------------------------------------------------------------------
 
-ROWS = (64, 256)
-"""Of calls with 128 heads and 128 and 512 columns that are reckoned up."""
-
 
 def work() -> tuple[Work, ...]:
     """Of a tile, in one of its two blocks: the first, whose columns are all codes."""
-    row = FP8_DS_MLA.row_elements
     products = 2 * 2 * HEADS * KEYS * HEAD_DIM
     heads = BLOCKS * HEADS
     return (
@@ -215,7 +208,7 @@ def work() -> tuple[Work, ...]:
             kernel=f"{heads} heads, pair of blocks",
             tile=f"{KEYS} keys, {heads} heads",
             blocks=BLOCKS,
-            hbm=KEYS * row / BLOCKS,
+            hbm=KEYS * FP8_DS_MLA.row_elements / BLOCKS,
             mma={"bf16": products},
             smem={
                 "codes in and out": 2 * RAW_BYTES,
@@ -226,14 +219,7 @@ def work() -> tuple[Work, ...]:
                 "P V": STAGE_BYTES,
             },
             flops=products,
-            shapes=tuple(
-                Shape(
-                    f"b{rows} h{heads} 128+512",
-                    rows * (128 + 512) // KEYS,
-                    rows * (640 * row + 2 * heads * HEAD_DIM * 2),
-                )
-                for rows in ROWS
-            ),
+            shapes=single.shapes(heads),
             # see decode_sm100_plan
             threads={"codes to bf16": 530, "softmax": 340, "all else": 60},
         ),

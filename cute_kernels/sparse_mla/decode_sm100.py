@@ -52,9 +52,6 @@ from cute_kernels.sparse_mla.teams_source import Queries
 
 WORD = 4
 
-SCORES_REGISTERS, FRONT_REGISTERS, OTHER_REGISTERS = 184, 184, 136
-"""Per thread, in steps of 8; all three groups of four warps together have 504, what they are launched with."""
-
 
 @dataclass(frozen=True)
 class BlackwellDecodeKey(ItemKey):
@@ -181,7 +178,6 @@ class DecodeKernel:
             # all of it, so it begins at address 0
             ptx.allocate_tensor_memory(at.tensor_memory, ptx.COLUMNS, self.plan.BLOCKS)
             ptx.relinquish_tensor_memory(self.plan.BLOCKS)
-        ptx.fence_tensor_before()
         self.synchronize()
         ptx.fence_tensor_after()
         cute.arch.griddepcontrol_wait()

@@ -312,26 +312,29 @@ ROPE_BYTES = KEYS * SLAB * 2
 
 # ---- what a tile takes -----------------------------------------------------------------------------------------------
 
-CALLS = ((64, 64), (64, 256))
-"""(heads, rows) of calls with 128 and 512 columns that are reckoned up."""
+ROWS = (64, 256)
+"""Of calls that are reckoned up."""
+
+
+def shapes(heads: int) -> tuple[Shape, ...]:
+    """Calls with 128 and 512 columns, and so many heads, all of one item."""
+    found = []
+    for rows in ROWS:
+        moved = rows * ((128 + 512) * FP8_DS_MLA.row_elements + 2 * heads * HEAD_DIM * 2)
+        found.append(Shape(f"b{rows} h{heads} 128+512", rows * (128 + 512) // KEYS, moved))
+    return tuple(found)
 
 
 def work() -> tuple[Work, ...]:
     """Of a tile, whatever its heads: 64 of them are computed."""
-    row = FP8_DS_MLA.row_elements
     products = 2 * 2 * HEADS * KEYS * HEAD_DIM
-    shapes = []
-    for heads, rows in CALLS:
-        tiles = rows * (heads // HEADS) * (128 + 512) // KEYS
-        moved = rows * (640 * row + 2 * heads * HEAD_DIM * 2)
-        shapes.append(Shape(f"b{rows} h{heads} 128+512", tiles, moved))
     return (
         Work(
             op="sparse_mla_decode",
             kernel="64 heads",
             tile=f"{KEYS} keys, {HEADS} heads",
             blocks=1,
-            hbm=KEYS * row,
+            hbm=KEYS * FP8_DS_MLA.row_elements,
             mma={"bf16": products},
             smem={
                 "codes in and out": 2 * RAW_BYTES,
@@ -341,7 +344,7 @@ def work() -> tuple[Work, ...]:
                 "P V": STAGE_BYTES,
             },
             flops=products,
-            shapes=tuple(shapes),
+            shapes=shapes(HEADS),
             # instructions of a warp of each, which share a scheduler. CUDA 12's assembler moves the bits of codes;
             # that of CUDA 13 converts them in 325
             threads={"codes to bf16": 780, "softmax": 290, "all else": 60},

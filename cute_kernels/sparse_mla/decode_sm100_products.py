@@ -48,6 +48,8 @@ class Products:
                     self.start_scores(tile + 1, ready, at)
                 ready.wait(ready.weights + buffer, tile // BUFFERS & 1)
                 ptx.fence_tensor_after()
+                # all threads have read the marks
+                cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     adds = Int32(0) if mark & FIRST != 0 else Int32(1)
                     self.multiply_values(at.p + buffer * SLAB_BYTES, at.v + stage * self.plan.STAGE_BYTES, adds)

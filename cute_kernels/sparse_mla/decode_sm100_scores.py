@@ -59,7 +59,7 @@ CHUNKS = 8
 
 
 class Scores:
-    """plan: a module, of which results are where."""
+    """plan: a module, that says what is where in tensor memory."""
 
     plan: Any = decode_sm100_plan
 
@@ -94,9 +94,6 @@ class Scores:
             if there != -1:
                 for i in range_constexpr(S_COLUMNS):
                     scores[i] = scores[i] if (there >> i) & 1 != 0 else Float32(-Float32.inf)
-            cute.arch.sync_warp()
-            if thread % 32 == 0:
-                cute.arch.mbarrier_arrive(ready.headings.empty(tile % ready.headings.stages))
             if mark & FIRST != 0:
                 top, amount = Float32(LEAST), Float32(0.0)
             top, amount = self.follow(scores, top, amount, tile, mark, thread, lanes, ready, at)
@@ -106,6 +103,7 @@ class Scores:
             cute.arch.sync_warp()
             if thread % 32 == 0:
                 ready.arrive(ready.weights + buffer)
+                cute.arch.mbarrier_arrive(ready.headings.empty(tile % ready.headings.stages))
             if mark & LAST != 0:
                 # all products with the item's queries are done: the next one's come while P V is under way
                 self.load_queries(item + items.step, thread, lanes, items, queries, ready, at)

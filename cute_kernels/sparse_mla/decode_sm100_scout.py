@@ -238,6 +238,8 @@ class Gather:
             mark = marks(slot, tile, ready, at)
             if mark & END == 0:
                 ring.wait_empty(stage, tile // ring.stages & 1)
+                # all threads have read the marks
+                cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     source = maps[0]
                     if const_expr(self.second != "none"):

@@ -81,18 +81,17 @@ class Front:
             while mark & LAST == 0:
                 ready.lists.wait_full(slot, turn)
                 mark = ptx.load_shared_s32(at.lists + slot * LIST + MARK_AT)
-                cute.arch.sync_warp()
-                if thread & 31 == 0:
-                    cute.arch.mbarrier_arrive(ready.lists.empty(slot))
-                slot, turn = barriers.advance(slot, turn, LISTS)
                 ready.raws.wait_full(raw, raw_phase)
                 ready.stages.wait_empty(stage, phase)
                 raw_at, stage_at = at.raw + raw * RAW_BYTES, at.stages + stage * STAGE_BYTES
                 for slab in range_constexpr(SLABS):
                     self.convert(thread, raw_at, stage_at, slab, slab)
                 self.let_go(thread, raw, stage, ready)
+                if thread & 31 == 0:
+                    cute.arch.mbarrier_arrive(ready.lists.empty(slot))
                 raw, raw_phase = barriers.advance(raw, raw_phase, RAWS)
                 stage, phase = barriers.advance(stage, phase, STAGES)
+                slot, turn = barriers.advance(slot, turn, LISTS)
 
     @cute.jit
     def convert(self, thread: Any, raw_at: Any, target: Any, slab: cutlass.Constexpr, place: cutlass.Constexpr) -> None:

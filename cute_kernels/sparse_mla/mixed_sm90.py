@@ -16,7 +16,7 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.mixed_sm90_rows import MixedRows, MixedSources, pool
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_numbers, fake_rows
-from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Output, Plan
+from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Output, Plan, results_policy
 
 
 @dataclass(frozen=True)
@@ -95,5 +95,6 @@ class MixedKernel(PrefillKernel):
             lengths,
             Batch(starts, seq_lens, requests),
         )
-        results = Output(address(out), stride_bytes(out, 0), stride_bytes(out, 1), None, address(lse), scale)
+        strides, policy = (stride_bytes(out, 0), stride_bytes(out, 1)), results_policy(length(q, 0) * length(q, 1))
+        results = Output(address(out), *strides, None, address(lse), scale, policy)
         self.launch(q, sources, results, sink, scale_log2, blocks, stream)

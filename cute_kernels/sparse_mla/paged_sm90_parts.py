@@ -101,7 +101,7 @@ class PagedPartsKernel(PagedKernel):
             part_tiles,
         )
         strides = stride_bytes(out, 0), stride_bytes(out, 1)
-        results = Output(address(out), *strides, address(max_logits), address(lse), None, sink)
+        results = Output(address(out), *strides, address(max_logits), address(lse), None, sink=sink)
         # each part is without the sink
         self.launch(q, sources, results, Int64(0), scale_log2, Int32(0), stream)
 

@@ -74,9 +74,9 @@ class PagedRows:
         walk.begin()
         walk.wait(Int32(0))
         tile, mark = Int32(0), Int32(0)
-        sources = self.aim(tile, mark, walk)
+        starts = self.aim(tile, mark, walk)
         for slab in range_constexpr(LAST_SLAB):
-            self.copy_slab(sources, slab, self.raw(at))
+            self.copy_slab(starts, slab, self.raw(at))
         # two groups, as later on: the first half of a tile's codes, and the second
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_commit_group()

@@ -190,9 +190,7 @@ class PrefillKernel:
             # all of it, so it begins at address 0; nobody needs to be told
             ptx.allocate_tensor_memory(at.exchange, ptx.COLUMNS)
             ptx.relinquish_tensor_memory()
-        ptx.fence_tensor_before()
         cute.arch.sync_threads()
-        ptx.fence_tensor_after()
         cute.arch.griddepcontrol_wait()
 
         work = Work(block, items, blocks, blocks_bits)
@@ -215,7 +213,6 @@ class PrefillKernel:
             if const_expr(self.front is not None):
                 self.front.run(thread - FRONT * 32, work, ready, at)
         cute.arch.sync_warp()
-        ptx.fence_tensor_before()
         cute.arch.sync_threads()
         if warp == BACK:
             ptx.free_tensor_memory(0, ptx.COLUMNS)

@@ -45,7 +45,7 @@ class Products:
         that tensor cores and the scores' warps have work at the same time; P V of this one.
         """
         stage, phase = barriers.start()
-        slot, turn = barriers.start()
+        slot = Int32(0)
         # of tiles; marks and stages of the last one that is scored and of the one before
         scored, added = Int32(0), Int32(0)
         mark, mark_before = Int32(LAST), Int32(0)
@@ -55,15 +55,12 @@ class Products:
             ahead = scored - added
             if (ahead < P_BUFFERS) & (mark & END == 0) and ready.stages.is_full(stage, phase) != 0:
                 if is_due != 0:
-                    # products read the last item's queries until its last scores are there
-                    tile = scored - 1
-                    ptx.wait_mbarrier((ready.scores + (tile & P_BUFFERS - 1)).toint(), tile >> P_BITS & 1)
                     self.take_queries(stage, ready, at)
                     is_due = Int32(0)
                 else:
                     mark_before, before, last = mark, last, stage
-                    mark = self.start_scores(scored, stage, slot, turn, ready, at)
-                    slot, turn = barriers.advance(slot, turn, LISTS)
+                    mark = self.start_scores(scored, stage, slot, ready, at)
+                    slot = slot + 1 & LISTS - 1
                     scored = scored + 1
                     is_due = mark & LAST
                 stage, phase = barriers.advance(stage, phase, self.plan.stages)
@@ -79,7 +76,8 @@ class Products:
 
     @cute.jit
     def take_queries(self, stage: Any, ready: Barriers, at: Places) -> None:
-        """Copy the queries in a stage to tensor memory; products come after it by themselves."""
+        """Copy the queries in a stage to tensor memory; products come after it by themselves. No product reads the last
+        item's any more: what is kept of these has come, and that waited for `kept`."""
         ptx.fence_tensor_after()
         source = KEY_ROWS.at(Int64(at.stages + stage * STAGE_BYTES))
         copies = list(query_copies())
@@ -88,10 +86,9 @@ class Products:
         ptx.commit_tensor(ready.stages.empty(stage).toint())
 
     @cute.jit
-    def start_scores(self, tile: Any, stage: Any, slot: Any, turn: Any, ready: Barriers, at: Places) -> Any:
-        """S = Q K^T of a tile that is there, and whose mark is returned. Its buffer is free: P V of the tile that had
-        it has started."""
-        ready.lists.wait_full(slot, turn)
+    def start_scores(self, tile: Any, stage: Any, slot: Any, ready: Barriers, at: Places) -> Any:
+        """S = Q K^T of a tile that is there, and whose mark is returned. Its list is there, too: who filled the stage
+        has waited for it. Its buffer is free: P V of the tile that had it has started."""
         mark = ptx.load_shared_s32(at.lists + slot * LIST + MARK_AT)
         cute.arch.mbarrier_arrive(ready.lists.empty(slot))
         ptx.fence_tensor_after()

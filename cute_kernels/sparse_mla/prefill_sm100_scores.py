@@ -102,7 +102,8 @@ class Scores:
                 ready.weights.wait_empty(buffer, its_phase)
                 is_grown = largest - top > Float32(GROWTH)
                 if ptx.any_of_group(PAIR_BARRIER + (head >> 5), PAIR_THREADS, is_grown) != 0:
-                    found = self.of_both(largest, thread, ptx.max_f32, at)
+                    # the vote was after what was exchanged before had been read
+                    found = ptx.max_f32(largest, self.others(largest, thread, at))
                     moved = found if found - top > Float32(GROWTH) else top
                     # there is nothing before an item's first tile
                     factor = Float32(1.0) if is_first != 0 else ptx.exp2(top - moved)
@@ -158,13 +159,21 @@ class Scores:
     @cute.jit
     def of_both(self, value: Any, thread: Any, combine: cutlass.Constexpr, at: Places) -> Any:
         """A head's two threads' values, combined, in both. By the warps that have its 32 heads."""
-        barrier = PAIR_BARRIER + (thread % ROWS >> 5)
         # what was exchanged before has been read
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=PAIR_THREADS)
+        self.meet(thread)
+        return combine(value, self.others(value, thread, at))
+
+    @cute.jit
+    def others(self, value: Any, thread: Any, at: Places) -> Any:
+        """The value of the thread that has the other keys of this one's head."""
         ptx.store_shared_f32(at.exchange + thread * 4, value)
+        self.meet(thread)
+        return ptx.load_shared_f32(at.exchange + (thread ^ ROWS) * 4)
+
+    def meet(self, thread: Any) -> None:
+        """Wait for the other warp that has the thread's head."""
+        barrier = PAIR_BARRIER + (thread % ROWS >> 5)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=PAIR_THREADS)
-        other = ptx.load_shared_f32(at.exchange + (thread ^ ROWS) * 4)
-        return combine(value, other)
 
     @cute.jit
     def multiply(self, lanes: Any, factor: Any) -> None:

@@ -46,6 +46,7 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     Query,
     Sources,
     Work,
+    results_policy,
 )
 from cute_kernels.sparse_mla.prefill_sm90_rows import Rows
 from cute_kernels.sparse_mla.prefill_sm90_scores import Scores
@@ -127,9 +128,8 @@ class PrefillKernel:
             length(indices, 2),
             lengths,
         )
-        results = Output(
-            address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse), None
-        )
+        strides, policy = (stride_bytes(out, 0), stride_bytes(out, 1)), results_policy(length(q, 0) * length(q, 1))
+        results = Output(address(out), *strides, address(max_logits), address(lse), None, policy)
         self.launch(q, sources, results, sink, scale_log2, blocks, stream)
 
     @cute.jit

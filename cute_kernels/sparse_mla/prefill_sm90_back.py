@@ -115,7 +115,7 @@ class Back:
         self.multiply(total, shares)
         row, first = work.place(item)
         target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)
-        wgmma.store_bf16(total, lane, target, out.head, q.count(first) - own_row, Int32(SIDE), SIDE)
+        wgmma.store_bf16(total, lane, target, out.head, q.count(first) - own_row, Int32(SIDE), SIDE, out.policy)
 
     @cute.jit
     def multiply(self, total: cute.Tensor, factors: Any) -> None:

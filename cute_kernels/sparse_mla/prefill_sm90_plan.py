@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int64
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import barriers
+from cute_kernels.dsl import barriers, ptx
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.schedule import TILE
 
@@ -281,9 +281,19 @@ class Sources(NamedTuple):
     lengths: Any
 
 
+STREAMED = 1 << 15
+"""Heads of all rows, 1 KB of results each: of more than that L2 has lost the first before anybody reads them."""
+
+
+@cute.jit
+def results_policy(heads: Any) -> Any:
+    """L2's policy for the results of so many heads of all rows: what it would lose anyway shall not push out kv."""
+    return Int64(ptx.READ_ONCE) if heads > STREAMED else Int64(ptx.READ_AGAIN)
+
+
 class Output(NamedTuple):
     """out: address, strides in bytes of rows and heads; addresses of max_logits, or None, and of lse; what to multiply
-    out with, or None; where parts of rows are merged, the address of the sink, or 0."""
+    out with, or None; L2's policy for out, or None; where parts of rows are merged, the address of the sink, or 0."""
 
     base: Any
     row: Any
@@ -291,4 +301,5 @@ class Output(NamedTuple):
     max_logits: Any
     lse: Any
     scale: Any
+    policy: Any = None
     sink: Any = None

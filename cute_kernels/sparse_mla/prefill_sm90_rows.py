@@ -6,7 +6,7 @@ other. Rows that nobody selects become zeros. It asks for the indices of its row
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -39,6 +39,17 @@ AT_ONCE = 4
 
 ROW_BYTES = SLAB * 2
 """Of a slab's row."""
+
+
+class Where(NamedTuple):
+    """Where a walk along tiles is: an item, its first column of the tile, the tile's list; number of the item's count,
+    and the count."""
+
+    item: Any
+    column: Any
+    slot: Any
+    number: Any
+    count: Any
 
 
 class Rows:
@@ -106,7 +117,11 @@ class Rows:
     @cute.jit
     def look_up(self, sources: Any, at: Places, before: cutlass.Constexpr = AHEAD) -> tuple[Any, Any]:
         """Of the tile `before` the walk: where a row of the warp's is, -1 if there is no such row, and the mark."""
-        slot = ptx.load_shared_s32(self.walk_at(at) + 8)
+        return self.look_up_in(ptx.load_shared_s32(self.walk_at(at) + 8), before, sources, at)
+
+    @cute.jit
+    def look_up_in(self, slot: Any, before: cutlass.Constexpr, sources: Any, at: Places) -> tuple[Any, Any]:
+        """`look_up`, with the list of the tile where the walk is."""
         list_at = self.list_at((slot + LISTS - before) & LISTS - 1, at)
         index = ptx.load_shared_s32(list_at + self.own_row() * 4)
         mark = ptx.load_shared_s32(list_at + KEYS * 4 + self.own_warp() * 4)
@@ -167,14 +182,26 @@ class Rows:
             read = Int32(16) if AT_ONCE * i < rest else Int32(0)
             to = target + (place ^ (i % 2 * 64)) + i * (AT_ONCE * ROW_BYTES)
             for slab in slabs:
-                ptx.copy_async_or_zero(to + (slab - slabs[0]) * SLAB_BYTES, source + slab * ROW_BYTES, 16, read)
+                slab_at = to + (slab - slabs[0]) * SLAB_BYTES
+                ptx.copy_async_or_zero(slab_at, source + slab * ROW_BYTES, 16, read, is_read_once=True)
             source = source + AT_ONCE * q.head
 
     @cute.jit
     def ask_for_indices(self, work: Work, sources: Any, at: Places) -> None:
         """Start to copy the indices of the warp's rows of the tile where the walk is, and walk on."""
+        self.ask_for_indices_of(self.where(at), work, sources, at)
+        # read anew, as few registers are left
+        self.walk_on(self.where(at), work, sources, at)
+
+    def where(self, at: Places) -> Where:
+        """Where the walk is."""
         item, column, slot, number = ptx.load_shared_128(self.walk_at(at))
-        count = ptx.load_shared_s32(self.counts_at(at) + number * 4)
+        return Where(item, column, slot, number, ptx.load_shared_s32(self.counts_at(at) + number * 4))
+
+    @cute.jit
+    def ask_for_indices_of(self, where: Where, work: Work, sources: Any, at: Places) -> None:
+        """Start to copy the indices of the warp's rows of the tile there."""
+        item, column, slot, _, count = where
         if own_lane() < self.own_rows:
             index_at = self.list_at(slot, at) + (self.own_warp() * self.own_rows + own_lane()) * 4
             own = column + self.own_warp() * self.own_rows + own_lane()
@@ -184,9 +211,11 @@ class Rows:
                 ptx.copy_async_32(index_at, sources.lists + Int64(query) * sources.list_row + Int64(own) * 4)
             else:
                 ptx.store_shared_s32(index_at, Int32(-1))
-        # read anew, as few registers are left
-        item, column, slot, number = ptx.load_shared_128(self.walk_at(at))
-        count = ptx.load_shared_s32(self.counts_at(at) + number * 4)
+
+    @cute.jit
+    def walk_on(self, where: Where, work: Work, sources: Any, at: Places) -> None:
+        """Write the mark of the tile there, and walk on from it."""
+        item, column, slot, number, count = where
         mark = self.mark(column, count)
         column = column + KEYS
         if column >= self.total(count):

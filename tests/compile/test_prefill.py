@@ -15,7 +15,7 @@ from cute_kernels.runtime.compile import Report
 from cute_kernels.sparse_mla import mixed, prefill, prefill_sm90_plan
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
-from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import FP8, HALVES, Halves
+from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import FP8
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Plan
@@ -50,8 +50,7 @@ def test_registers_are_those_of_the_launch(plan: Plan) -> None:
 def test_tiles_begin_where_swizzles_do(plan: Plan) -> None:
     place = 0
     for name, size in plan.memory.items():
-        # 128 bytes where rows of codes change places by bits of their addresses
-        assert place % (1024 if name in prefill_sm90_plan.TILES else 128 if name == "raw" else 16) == 0, name
+        assert place % (1024 if name in prefill_sm90_plan.TILES else 16) == 0, name
         place += size
 
 
@@ -60,17 +59,6 @@ def test_queries_and_ring_fit_the_columns(plan: Plan) -> None:
     kept = plan.memory["kept"] // (prefill_sm90_plan.ROWS * 2)
     assert plan.held + kept == prefill_sm90_plan.SLABS * prefill_sm90_plan.SLAB
     assert plan.memory["stages"] % (prefill_sm90_plan.STAGE_BYTES // plan.parts) == 0
-
-
-def test_the_walk_round_the_halves() -> None:
-    """Every tile takes two halves of its own, in the order in which they are filled."""
-    filled = [(number % HALVES, number // HALVES & 1) for number in range(40)]
-    half, tiles = Halves.half.__wrapped__, []
-    stage = phase = 0
-    for _ in range(20):
-        tiles += [half(None, stage, phase, further) for further in (0, 1)]
-        stage, phase = half(None, stage, phase, 2)
-    assert tiles == filled
 
 
 def test_indices_are_asked_for_no_later_than_a_stage_comes_round() -> None:

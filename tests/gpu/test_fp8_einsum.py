@@ -1,103 +1,48 @@
-"""The kernel of deepseek_v4_fp8_einsum on a GPU, against float64 products of the dequantized operands.
+"""The kernels of deepseek_v4_fp8_einsum on a GPU, against float64 products of the dequantized operands: Hopper's own,
+and the portable one.
 
-Tensor cores keep about 14 bits of a sum of e4m3 products, so results differ from the exact ones by a share of the sum
-of the products' magnitudes; what must be exact is that bits do not depend on the batch, the kernel chosen or the run.
+Hopper's tensor cores keep about 14 bits of a sum of e4m3 products, so results differ from the exact ones by a share of
+the sum of the products' magnitudes; what must be exact is that bits do not depend on the batch, the tiles chosen or the
+run.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
 
 from cute_kernels.models import MODELS
-from cute_kernels.output.ops import deepseek_v4_fp8_einsum, fused_inv_rope_fp8_quant, pack_block_scales
+from cute_kernels.output.ops import deepseek_v4_fp8_einsum, fused_inv_rope_fp8_quant
 from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
-from cute_kernels.runtime.record import record_calls
 from tests import oracle
 from tests.helpers import raw_bytes
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.output.einsum import deployment_keys
+from cute_kernels.output import einsum
+from cute_kernels.output.einsum_portable import PortableEinsumKey
 from cute_kernels.output.einsum_sm90 import EinsumKey
+from tests.gpu.einsum_calls import EQUATION, RECIPE, Call, close, poison, same_bits
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper"
-    ),
 ]
 
-EQUATION, RECIPE = "bhr,hdr->bhd", [1, 128, 128]
-ROUNDING, PRODUCTS = 2.0**-8, 2.0**-11
-"""Shares of the result and of the sum of magnitudes that a result may differ by."""
 
-
-@pytest.fixture(autouse=True)
-def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["own", "portable"], autouse=True)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[KernelKey]:
+    """Which kernel calls run, and no reference."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-
-
-@dataclasses.dataclass
-class Call:
-    a: torch.Tensor
-    a_scale: torch.Tensor
-    b: torch.Tensor
-    b_scale: torch.Tensor
-    out: torch.Tensor
-
-    @classmethod
-    def make(cls, tokens: int, groups: int, rank: int = 1024, width: int = 4096, seed: int = 0) -> Call:
-        """Inputs as the quantizer lays them out: rows group by group, scales [G, K / 128, T rounded up to 4]."""
-        g = torch.Generator(device="cuda").manual_seed(seed)
-
-        def codes(*shape: int) -> torch.Tensor:
-            x = torch.randn(*shape, device="cuda", generator=g) * 100
-            return x.clamp_(-448, 448).to(torch.float8_e4m3fn)
-
-        def powers(*shape: int) -> torch.Tensor:
-            return torch.exp2(torch.randint(-12, -2, shape, device="cuda", generator=g).float())
-
-        a = codes(groups, tokens, width).transpose(0, 1)
-        a_scale = powers(groups, width // 128, -(-tokens // 4) * 4).permute(2, 0, 1)[:tokens]
-        b, b_scale = codes(groups, rank, width), powers(groups, -(-rank // 128), width // 128)
-        return cls(a, a_scale, b, b_scale, poison(tokens, groups, rank))
-
-    def run(self) -> torch.Tensor:
-        with record_calls() as recording:
-            deepseek_v4_fp8_einsum(self.a, self.a_scale, self.b, self.b_scale, self.out, EQUATION, RECIPE)
-        assert [call.implementation for call in recording.calls] == ["kernel"]
-        return self.out
-
-    def rows(self, rows: slice) -> Call:
-        """The call for some of the rows alone."""
-        a, a_scale = self.a[rows], self.a_scale[rows]
-        return Call(a, a_scale, self.b, self.b_scale, poison(a.shape[0], *self.out.shape[1:]))
-
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """float64 results, and the sums of the products' magnitudes."""
-        a = self.a.double() * self.a_scale.double().repeat_interleave(128, -1)
-        b_scale = self.b_scale.double().repeat_interleave(128, -1).repeat_interleave(128, 1)
-        b = self.b.double() * b_scale[:, : self.b.shape[1]]
-        a, b = a.transpose(0, 1), b.transpose(1, 2)
-        return (a @ b).transpose(0, 1), (a.abs() @ b.abs()).transpose(0, 1)
-
-
-def poison(*shape: int) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda")
-
-
-def close(got: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    want, magnitude = expected
-    return bool(((got.double() - want).abs() <= ROUNDING * want.abs() + PRODUCTS * magnitude).all())
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+    if request.param == "portable":
+        monkeypatch.setattr(einsum, "HOPPER", "")
+        return PortableEinsumKey
+    if arch_of(0) != einsum.HOPPER:
+        pytest.skip("the kernel is Hopper's")
+    return EinsumKey
 
 
 @pytest.mark.parametrize("groups", [1, 3, 8])
@@ -273,19 +218,14 @@ def test_what_it_does_not_take(change: dict, why: str) -> None:
         call.run()
 
 
-def test_packed_scales_are_refused() -> None:
-    call = Call.make(4, 1, 64, 512)
-    a_scale = torch.zeros(4, 1, 1, dtype=torch.int32, device="cuda")
-    b_scale = pack_block_scales(torch.ones(1, 1, 4), 64).cuda()
-    with pytest.raises(NotImplementedError, match="recipe"):
-        deepseek_v4_fp8_einsum(call.a, a_scale, call.b, b_scale, call.out, EQUATION, [1, 1, 128])
-
-
-def test_deployments_use_no_other_keys() -> None:
-    known = {key for config in MODELS.values() for tp in (1, 2, 4, 8) for key in deployment_keys(config, tp, "sm_90a")}
+def test_deployments_use_no_other_keys(kernel: type[KernelKey]) -> None:
+    known: set[KernelKey] = set()
+    for config in MODELS.values():
+        for tp in (1, 2, 4, 8):
+            known.update(einsum.deployment_keys(config, tp, arch_of(0)))
     before = set(compile_._linked)
     for groups in (1, 2, 4, 8, 16):
         for tokens in (1, 17, 64, 65, 128, 129, 256, 512, 1024, 3000, 8192):
             Call.make(tokens, groups).run()
-    used = {key for key in set(compile_._linked) - before if isinstance(key, EinsumKey)}
+    used = {key for key in set(compile_._linked) - before if isinstance(key, kernel)}
     assert used <= known

@@ -362,6 +362,21 @@ def test_bits_of_prefill(heads: int, out_scale: float, dtype: torch.dtype) -> No
     assert ((out.float() - want.float() * out_scale).abs() <= want.float().abs() / 128).all()
 
 
+def test_every_code(dtype: torch.dtype) -> None:
+    """Each e4m3 code in every place of a row, alone: out is it."""
+    if dtype != FP8:
+        pytest.skip("of e4m3 caches")
+    numbers = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8, device=DEVICE)
+    count = len(numbers)
+    call = make((1,) * count, (1,) * count, window_size=1, width=None, capacity=(count, 1), padding=0, sink="none")
+    call = dataclasses.replace(call, query=torch.zeros_like(call.query.float()).to(FP8), out_scale=1.0)
+    call.window.view(torch.uint8).view(-1, 512)[:count] = numbers[:, None]
+    call.indices[:, 0] = torch.arange(count, device=DEVICE).int()
+    out, lse = run(call)
+    assert (out == numbers.view(FP8).bfloat16()[:, None, None]).all()
+    assert (lse == 0).all()
+
+
 def test_strides_and_what_lies_around() -> None:
     """Slices of larger tensors on all sides; not a byte between and around the elements of the outputs changes."""
     call = make(heads=13, width=77)

@@ -87,6 +87,7 @@ def _allocate(op: Op) -> Run:
         warp.shared.store(position, np.array([[first]], U32), 32)
         if warp.events:
             warp.events.write(op.number, np.arange(LANES) == 0, position, 4)
+            warp.events.tensor_use(op.number, tensor_positions(warp.block.rank, slice(0, 128), first, count))
 
     return together(allocate)
 
@@ -101,7 +102,7 @@ def _free(op: Op) -> Run:
             raise IndexError(f"tensor memory: {count} columns from {first} on have not been allocated")
         block_of(warp).tensor[:, first : first + count] = POISON_WORD
         if warp.events:
-            warp.events.tensor_free(op.number, tensor_positions(warp.block.rank, slice(0, 128), first, count))
+            warp.events.tensor_use(op.number, tensor_positions(warp.block.rank, slice(0, 128), first, count))
 
     return together(free)
 
@@ -274,9 +275,9 @@ def _touched(
             if at.min() < warp.shared.BASE or at.max() >= warp.shared.BASE + warp.shared.size:
                 raise IndexError(f"an operand at {int(at.min()):#x} to {int(at.max()):#x} of shared memory")
             yield False, np.unique(at // 16) * 16 + rank * warp.shared.SPAN, 16
-        for address in scales.values():
-            count = -(-max(shape.m, shape.n) // 32)
-            yield False, tensor_positions(rank, slice(0, 32), address, min(count, meaning.COLUMNS - address)), 4
+        for name, address in scales.items():
+            count = -(-(shape.m // len(ranks) if name == "a_scales" else shape.n) // 32)
+            yield False, tensor_positions(rank, slice(0, 32), address, count), 4
         _, _, lane, column = meaning._places(form, shape.m, shape.n, len(ranks))[i]
         results = tensor_positions(rank, np.unique(lane), d, width)
         del column

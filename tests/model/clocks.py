@@ -114,11 +114,13 @@ class Meeting:
     def __init__(self, agents: int) -> None:
         self.coming = np.zeros((3, agents), np.int32)
         self.over = np.zeros((3, agents), np.int32)
+        self.is_relaxed = False
 
     def arrive(self, clocks: Clocks, agent: int, order: str = "") -> None:
         given = np.stack([clocks.known[agent], clocks.fenced[agent], clocks.seen[agent]])
         if order == "relaxed":
             given[:, ~clocks.is_tensor] = 0
+            self.is_relaxed = True
         np.maximum(self.coming, given, out=self.coming)
         clocks.tick(agent)
 

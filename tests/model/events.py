@@ -88,6 +88,9 @@ class WarpEvents:
         self._add("arrive", op, lanes, None, 0, place, arrivals, announced, order)
 
     def wait(self, op: int, lanes: Any, place: int, parity: int, phase: int) -> None:
+        last = self.events[-1] if self.events else None
+        if last and (last.kind, last.op, last.args, last.lanes) == ("wait", op, (place, parity, phase), bits(lanes)):
+            return  # asked again
         self._add("wait", op, lanes, None, 0, place, parity, phase)
 
     def fence(self, op: int, lanes: Any, kind: str) -> None:
@@ -171,8 +174,9 @@ class WarpEvents:
     def tensor_wait(self, op: int, what: str) -> None:
         self._add("tensor_wait", op, None, None, 0, what)
 
-    def tensor_free(self, op: int, at: Any) -> None:
-        self._add("tensor_free", op, None, at, 4)
+    def tensor_use(self, op: int, at: Any) -> None:
+        """Begin or end to have tensor memory."""
+        self._add("tensor_use", op, None, at, 4)
 
 
 @dataclass(eq=False)

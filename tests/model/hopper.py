@@ -80,7 +80,7 @@ def _multiply(op: Op) -> Run:
     majors = [text == "1" for text in op.args[6:]]
     a_major = majors[0] if len(majors) == 2 else False
     b_major = majors[-1] if majors else False
-    if signs != [1, 1] or a_major:
+    if signs != [1, 1] or (a_major and in_registers):
         raise NotImplementedError
     place = places(columns)
     held_place = held_places(len(held), BYTES[of[0]], depth) if in_registers else None
@@ -88,7 +88,7 @@ def _multiply(op: Op) -> Run:
     def multiply(warp: Any, lanes: Any) -> None:
         b_at = operand(int(warp.r[right][0]), 0, columns, depth, BYTES[of[1]], b_major)
         first = warp.number % 4 * ROWS
-        a_at = None if in_registers else operand(int(warp.r[left][0]), first, ROWS, depth, BYTES[of[0]], False)
+        a_at = None if in_registers else operand(int(warp.r[left][0]), first, ROWS, depth, BYTES[of[0]], a_major)
         if warp.events and in_registers:
             warp.events.exchange(op.number, lanes)  # what registers were loaded from has been read
         if warp.events:

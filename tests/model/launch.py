@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ def run_grid(
     laziness: float = 0.5,
     events: Any = None,
     tensor_maps: dict[int, Any] | None = None,
+    slow: Collection[int] = (),
 ) -> Any:
     """Run so many blocks, `cluster` of them at a time. Returns how often each instruction ran, by number.
 
@@ -72,6 +73,7 @@ def run_grid(
             laziness=laziness,
             events=events(first // cluster) if events else None,
             tensor_maps=tensor_maps,
+            slow=slow,
         )
         one.run()
         counts += one.counts

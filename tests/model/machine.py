@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,9 @@ from tests.model.tasks import Task
 
 MOST_VAIN = 10000
 """Questions in a row whether a phase is over, all in vain and without anything done meanwhile: nothing can go on."""
+
+PATIENCE = 100
+"""Of slow warps: so many such questions."""
 
 RUNS = (1, 20, 300, 2000)
 """How many instructions a warp runs before another one may: one of these, by chance."""
@@ -119,6 +122,7 @@ class Cluster:
     seed         of everything that is left to chance
     laziness     0 to 1: how much rather warps run than tasks are done
     events       who writes down what happens, or None
+    slow         warps of a block that run only if nothing else does
     """
 
     def __init__(
@@ -135,7 +139,9 @@ class Cluster:
         laziness: float = 0.5,
         events: Any = None,
         tensor_maps: dict[int, Any] | None = None,
+        slow: Collection[int] = (),
     ) -> None:
+        self.slow = slow
         self.program, self.parameters, self.memory, self.events = program, parameters, memory, events
         self.shared = SharedMemory(blocks, size)
         self.size, self.grid, self.laziness = size, grid, laziness
@@ -201,7 +207,7 @@ class Cluster:
                 warp = None
                 if queue is None or self.random.random() < self.laziness:
                     warp = self._ready_warp()
-                if warp is not None:
+                if warp is not None and (queue is None or not self._is_slow(warp)):
                     self._run(warp, self.random.choice(RUNS))
                 elif queue is not None:
                     self._do(queue)
@@ -212,12 +218,18 @@ class Cluster:
 
     def _ready_warp(self) -> Warp | None:
         """Any that can run."""
-        first = self.random.randrange(len(self.warps))
+        first, slow = self.random.randrange(len(self.warps)), None
         for i in self._orders[self.random.randrange(len(self._orders))]:
             warp = self.warps[i - first]
             if warp.can_run():
-                return warp
-        return None
+                if not self._is_slow(warp):
+                    return warp
+                slow = warp
+        return slow
+
+    def _is_slow(self, warp: Warp) -> bool:
+        """Whether anything else comes first; but warps that ask in vain do not."""
+        return warp.number in self.slow and self.vain < PATIENCE
 
     def _ready_queue(self) -> deque[Task] | None:
         """Any whose first task may be done."""

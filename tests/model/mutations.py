@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tests.model import lanes
 from tests.model.replay import Replay
 from tests.model.trace import Step, Trace
 
@@ -107,6 +108,10 @@ def problems(
 
     ignores   see Schedule
     """
+    if mutant.name == DROPPED["warp"]:
+        among_threads = lanes.unordered(trace.record, mutant.op, trace.votes_order)
+        if among_threads:
+            return among_threads
     steps, looking = mutant.steps(trace), [(seed, True) for seed in range(schedules)]
     others = [] if mutant.is_quiet else [(seed, False) for seed in range(more)]
     for seed, accesses in [*others[:1], *looking, *others[1:]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.model import trace
+from tests.model import lanes, trace
 from tests.model.events import Record
 from tests.model.ptx import Program
 from tests.model.replay import Replay
@@ -24,15 +24,23 @@ def recorder(program: Program) -> tuple[list[Record], Callable[[int], Record]]:
 
 
 def check(
-    record: Record, schedules: int = 3, more: int = 12, copies_are_fenced: bool = True, counts_versions: bool = True
+    record: Record,
+    schedules: int = 3,
+    more: int = 12,
+    copies_are_fenced: bool = True,
+    counts_versions: bool = True,
+    votes_order: bool = False,
 ) -> trace.Trace:
     """Raises AssertionError with all that is wrong in some schedules with what is accessed, and `more` without.
 
-    copies_are_fenced   see trace.make
+    copies_are_fenced, votes_order
+                        see trace.make
     counts_versions     whether all bytes of an operand have been written equally often: not where something else than
                         an operand has been in a part of its place
     """
-    steps = trace.make(record, copies_are_fenced)
+    among_threads = lanes.unordered(record, votes_order=votes_order)
+    assert not among_threads, "\n".join(["threads of a warp:", *among_threads])
+    steps = trace.make(record, copies_are_fenced, votes_order)
     left = None
     for seed in range(schedules + more):
         replay = Replay(steps, seed, laziness=LAZINESS[seed // 3 % 3], accesses=seed < schedules)

@@ -58,11 +58,6 @@ class Replay(Schedule):
             self.sequence[agent] += 1
             self._start(step, agent, self.sequence[agent], reads, writes, issuer)
 
-    def _copies(self, step: Step) -> list[tuple[int, int]]:
-        """(threads, their copies) of a step."""
-        numbers = self.trace.numbers
-        return [(agent, numbers["copy", agent]) for agent in step.agents if ("copy", agent) in numbers]
-
     def _copy_commit(self, warp: int, step: Step) -> None:
         for _, copies in self._copies(step):
             self.committed[copies].append(self.sequence[copies])
@@ -166,26 +161,25 @@ class Replay(Schedule):
     # ---- tcgen05
 
     def _tensor(self, warp: int, step: Step) -> None:
-        self._tensor_work(warp, step, ("tensor", "tensor_copy"))
+        self._tensor_work(warp, step)
 
     def _tensor_copy(self, warp: int, step: Step) -> None:
-        self._tensor_work(warp, step, ("tensor_copy",))
+        self._tensor_work(warp, step)
 
-    def _tensor_work(self, warp: int, step: Step, behind: tuple[str, ...]) -> None:
-        """A product or a copy, behind these that the thread has started before."""
+    def _tensor_work(self, warp: int, step: Step) -> None:
+        """A product or a copy: behind the thread's copies before it and its products with the same accumulator, and
+        behind what the thread knew at its last fence."""
         clocks, issuer = self.clocks, step.agents[0]
         agent = step.touches[0][0]
         self.sequence[agent] += 1
         if not self.accesses:
             return
-        known = np.where(clocks.is_tensor, clocks.tensor[issuer], clocks.of_issuer(issuer))
-        of_reads = np.where(clocks.is_tensor, clocks.tensor[issuer], clocks.of_reads(issuer))
-        for name in behind:
-            before = self.trace.numbers.get((name, warp))
-            if before is not None:
-                known[before] = of_reads[before] = EVER
+        known = clocks.tensor[issuer].copy()
+        known[issuer] = clocks.fenced[issuer, issuer]
+        known[agent] = EVER
+        known[self.trace.numbers.get(("tensor_copy", warp), agent)] = EVER
         for _, reads, writes in step.touches:
-            wrong = clocks.touch(agent, self.sequence[agent], known, of_reads, reads, writes, False)
+            wrong = clocks.touch(agent, self.sequence[agent], known, known, reads, writes, False)
             wrong = wrong or clocks.operand_is_whole(reads)
             if wrong:
                 self.report(wrong, step)
@@ -195,8 +189,7 @@ class Replay(Schedule):
         if self._find(place, step) is None:
             return
         issuer = step.agents[0]
-        agents = [self.trace.numbers.get((name, warp)) for name in ("tensor", "tensor_copy")]
-        done = [(agent, self.sequence[agent]) for agent in agents if agent is not None]
+        done = [(agent, self.sequence[agent]) for agent in self.trace.started_by(warp)]
         known = np.maximum(self.clocks.known[issuer], self.clocks.waited[issuer])
         fenced = self.clocks.fenced[issuer].copy()
         self.clocks.tick(issuer)
@@ -215,20 +208,27 @@ class Replay(Schedule):
         self._tensor_access(step)
 
     def _tensor_access(self, step: Step) -> None:
-        agent, reads, writes = step.touches[0]
-        self.sequence[agent] += 1
-        if not self.accesses:
-            return
-        known = self.clocks.tensor[list(step.agents)].min(axis=0)
-        wrong = self.clocks.touch(agent, self.sequence[agent], known, known, reads, writes, False)
-        if wrong:
-            self.report(wrong, step)
+        for thread, (agent, reads, writes) in zip(step.agents, step.touches, strict=True):
+            self.sequence[agent] += 1
+            if self.accesses:
+                known = self.clocks.tensor[thread]
+                wrong = self.clocks.touch(agent, self.sequence[agent], known, known, reads, writes, False)
+                if wrong:
+                    self.report(wrong, step)
 
     def _tensor_wait(self, warp: int, step: Step) -> None:
-        done = self.trace.numbers.get((step.args[0], warp))
-        if done is not None:
-            for agent in step.agents:
+        for agent in step.agents:
+            done = self.trace.numbers.get((step.args[0], warp, agent))
+            if done is not None:
                 self.clocks.tensor[agent, done] = self.clocks.waited[agent, done] = self.sequence[done]
 
-    def _tensor_free(self, warp: int, step: Step) -> None:
-        self._access(warp, step)
+    def _tensor_use(self, warp: int, step: Step) -> None:
+        """Done when the threads go on."""
+        agent, reads, writes = step.touches[0]
+        self.sequence[agent] += 1
+        clocks, clock = self.clocks, self.sequence[agent]
+        known = clocks.known[list(step.agents)].max(axis=0)
+        wrong = self.accesses and clocks.touch(agent, clock, known, known, reads, writes, False)
+        if wrong:
+            self.report(wrong, step)
+        clocks.known[list(step.agents), agent] = clock

@@ -13,9 +13,13 @@ import numpy as np
 
 from tests.model.clocks import EVER, Clocks, Meeting
 from tests.model.mbarriers import Barrier
+from tests.model.ptx import LANES
 from tests.model.trace import Step, Trace
 
 MOST_PROBLEMS = 20
+
+ALIGNED = ("barrier_arrive", "product", "tensor_load", "tensor_store", "tensor_wait", "tensor_use")
+"""What all threads of a warp have to reach together: "if all threads in the warp execute the same instruction"."""
 
 
 class Schedule:
@@ -56,6 +60,11 @@ class Schedule:
         self.sequence: dict[int, int] = defaultdict(int)
         self.committed: dict[int, list[int]] = defaultdict(list)
         self.has_waited: set[int] = set()
+        self.are_apart: set[int] = set()
+        """Warps of which some threads have waited for an mbarrier without the others, and have not met them since."""
+        self.mute = -1
+        """A wait that tells its threads nothing: is there anything then that they do not know when they go on?"""
+        self.untold: dict[int, list[tuple[Step, Any, bool]]] = defaultdict(list)
         self.running = [trace.per_block] * trace.record.blocks
         """Warps of each block that have not left."""
         self.problems: dict[str, None] = {}
@@ -116,7 +125,19 @@ class Schedule:
 
     def _do(self, warp: int, step: Step) -> bool:
         """Whether the step could be done."""
+        if step.kind != "wait" and self.untold[warp]:
+            self._know(warp)
+        if step.kind in ALIGNED and warp in self.are_apart:
+            self.report("threads of the warp have waited apart, and have not met", step)
         return getattr(self, f"_{step.kind}")(warp, step) is not False
+
+    def _know(self, warp: int) -> None:
+        clocks = self.clocks
+        for step, over, is_relaxed in self.untold.pop(warp):
+            for agent in step.agents:
+                known = clocks.known[agent], clocks.fenced[agent], clocks.of_reads(agent)
+                if is_relaxed or any((given > own).any() for given, own in zip(over, known, strict=True)):
+                    self.report("untold", step)
 
     # ---- accesses
 
@@ -171,6 +192,14 @@ class Schedule:
 
     def _exit(self, warp: int, step: Step) -> None:
         self.running[step.args[0]] -= 1
+        for agent, copies in self._copies(step):
+            if self.clocks.known[agent, copies] < self.sequence[copies]:
+                self.report("leaves with copies under way", step)
+
+    def _copies(self, step: Step) -> list[tuple[int, int]]:
+        """(threads, their copies) of a step."""
+        numbers = self.trace.numbers
+        return [(agent, numbers["copy", agent]) for agent in step.agents if ("copy", agent) in numbers]
 
     def _turn(self, place: Any, step: Step, change: Callable[[Barrier], bool]) -> None:
         if not self.running[place // self.trace.record.span]:
@@ -202,18 +231,31 @@ class Schedule:
             return False
         if self.is_exact and barrier.phase - 1 != phase:
             self.report(f"waits for phase {phase}, {barrier.phase - 1} is over", step)
-        for agent in step.agents:
-            self.meetings[place].wait(self.clocks, agent)
+        meeting = self.meetings[place]
+        if step.ops == (self.mute,):
+            self.untold[warp].append((step, meeting.over.copy(), meeting.is_relaxed))
+        else:
+            for agent in step.agents:
+                meeting.wait(self.clocks, agent)
         self.has_waited.add(warp)
+        if sum(step.counts) < LANES:
+            self.are_apart.add(warp)
         return True
 
     # ---- barriers of warps, blocks, clusters
 
     def _warp(self, warp: int, step: Step) -> None:
         self.clocks.join(step.agents)
+        self._meet(warp, step)
 
     def _exchange(self, warp: int, step: Step) -> None:
-        self.clocks.exchange(step.agents)
+        if self.trace.votes_order:
+            self.clocks.exchange(step.agents)
+        self._meet(warp, step)
+
+    def _meet(self, warp: int, step: Step) -> None:
+        if sum(step.counts) == LANES:
+            self.are_apart.discard(warp)
 
     def _barrier_arrive(self, warp: int, step: Step) -> None:
         key, expected = step.args
@@ -245,6 +287,6 @@ class Schedule:
                 np.maximum(clocks.fenced[agent], clocks.known[agent], out=clocks.fenced[agent])
                 clocks.tick(agent)
             elif kind == "tcgen05.after":
-                np.maximum(clocks.tensor[agent], clocks.known[agent], out=clocks.tensor[agent])
+                np.maximum(clocks.tensor[agent], clocks.of_issuer(agent), out=clocks.tensor[agent])
             elif kind == "tcgen05.before":
                 np.maximum(clocks.known[agent], clocks.waited[agent], out=clocks.known[agent])

@@ -88,9 +88,9 @@ class Decode(problems.Decode):
 
     ctas: int = 2
 
-    def run(self, **options: Any) -> Any:
+    def run(self, own: Program | None = None, **options: Any) -> Any:
         second = "none" if self.call.extra is None else "dense" if self.call.extra_indices is None else "listed"
-        own = program(second, self.out_fp32, self.kind)
+        own = own or program(second, self.out_fp32, self.kind)
         memory, parameters, items = self.place(own)
         maps = {PARAMETERS + own.parameters[i].offset: map_ for i, map_ in enumerate(self.maps)}
         blocks = min(self.ctas, items * self.cluster)

@@ -108,8 +108,22 @@ def assert_near(got: np.ndarray, exact: np.ndarray, size: np.ndarray) -> None:
 )
 def test_contiguous(key: BlackwellLogitsKey, width: int, seed: int) -> None:
     """Groups that are not full, ranges of all kinds, NaN in a key and in a query; every column is written once."""
+    check_contiguous(key, width, seed, program(key))
+
+
+def check_contiguous(
+    key: BlackwellLogitsKey,
+    width: int,
+    seed: int,
+    ptx: Program,
+    rows: int = 0,
+    count: int = 300,
+    blocks: int = 3,
+    **options: Any,
+) -> None:
+    """Of so many rows and keys; two rows more than a group has, if it is not said how many."""
     rng = np.random.default_rng(seed)
-    rows, count = key.rows + 2, 300
+    rows = rows or key.rows + 2
     q, k = (Rows.make(rng, key.mxfp4, *lead) for lead in ((rows, key.heads), (count,)))
     weights = some_weights(rng, rows, key.heads)
     bad_key, bad_row = 140, 1
@@ -131,9 +145,9 @@ def test_contiguous(key: BlackwellLogitsKey, width: int, seed: int) -> None:
         "max_seqlen_k": width,
         "out": out,
     }
-    call = Scores.of("mqa_logits", args, 3, key.arch)
+    call = Scores.of("mqa_logits", args, blocks, key.arch)
     assert call.key == key
-    got, written = call.run(program(key), seed=seed)
+    got, written = call.run(ptx, seed=seed, **options)
     assert (written == 1).all()
     for row in range(rows):
         shift = int(start[row]) if width else 0
@@ -248,6 +262,21 @@ def test_pages(key: BlackwellLogitsKey, fmt: Any, page_rows: int, clean: bool, s
     check_paged(got, written, paged, q, weights, clean)
 
 
+def many_tiles(key: BlackwellLogitsKey, fmt: Any, ptx: Program, events: Any = None) -> None:
+    """A call with more tiles in a block than stages, and, of one row, more groups than a warp has threads."""
+    rng = np.random.default_rng(7)
+    skip, most = 20, (key.plan.stages + 3) * 128
+    lens = np.full((34 if key.rows == 1 else 6, key.rows), 20, np.int32)
+    lens[1], lens[4], lens[-1], lens[2] = 200, most, 130, 0
+    paged = Paged.make(rng, fmt, 64, lens, most)
+    args, q, weights = paged_call(rng, paged, fmt, key.heads, most, False)
+    call = Scores.of("paged_mqa_logits", args, 1, skip=skip)
+    assert call.key == key
+    got, written = call.run(ptx, seed=1, laziness=0.8, events=events)
+    paged.lens = np.where(lens > skip, lens, 0)
+    check_paged(got, written, paged, q, weights, False)
+
+
 @pytest.mark.parametrize(
     ("key", "fmt"),
     [
@@ -259,18 +288,8 @@ def test_pages(key: BlackwellLogitsKey, fmt: Any, page_rows: int, clean: bool, s
 def test_many_tiles_in_one_block(key: BlackwellLogitsKey, fmt: Any) -> None:
     """All rings go round, with as many groups as have to be counted first; rows that see few keys are not scored. In
     other orders, too, nothing hangs, and nothing meets that has to be kept apart."""
-    rng = np.random.default_rng(7)
-    skip, most = 20, (key.plan.stages + 3) * 128
-    lens = np.full((34 if key.rows == 1 else 5, key.rows), 20, np.int32)
-    lens[1], lens[4], lens[-1], lens[2] = 200, most, 130, 0
-    paged = Paged.make(rng, fmt, 64, lens, most)
-    args, q, weights = paged_call(rng, paged, fmt, key.heads, most, False)
-    call = Scores.of("paged_mqa_logits", args, 1, skip=skip)
-    assert call.key == key
     record = Record(program(key))
-    got, written = call.run(program(key), seed=1, laziness=0.8, events=lambda cluster: record)
-    paged.lens = np.where(lens > skip, lens, 0)
-    check_paged(got, written, paged, q, weights, False)
+    many_tiles(key, fmt, program(key), lambda cluster: record)
     assert record.bank_conflicts() == {op: (many, 0, 0) for op, (many, _, _) in record.bank_conflicts().items()}
     steps = trace.make(record)
     for seed in range(3):

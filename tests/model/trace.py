@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from tests.model.events import ALL, TENSOR, TENSOR_COLUMNS, TENSOR_LANES, Event, Record
+from tests.model.ptx import LANES
 
 SYNCHRONIZES = ("wait", "arrive", "copy_arrive", "bulk", "init", "warp", "fence", "tensor", "tensor_copy")
 """Kinds of events whose threads have to be told apart from others of their warp."""
 
 PLAIN = ("read", "write")
+TENSOR_WORK = ("tensor", "tensor_copy")
 
 
 @dataclass(eq=False)
@@ -48,6 +50,7 @@ class Trace:
 
     record: Record
     copies_are_fenced: bool = True
+    votes_order: bool = False
     steps: list[list[Step]] = field(default_factory=list)
     agents: list[str] = field(default_factory=list)
     is_async: list[bool] = field(default_factory=list)
@@ -72,6 +75,10 @@ class Trace:
             return f"cp.async of {self.name(number)}"
         return f"{kind} {number:#x}" if kind in ("bulk", "st.async") else f"{kind} {number % self.per_block}"
 
+    def started_by(self, warp: int) -> list[int]:
+        """Agents of a warp's products of tcgen05, one for each accumulator, and of its copies."""
+        return [number for key, number in self.numbers.items() if key[0] in TENSOR_WORK and key[1] == warp]
+
     @property
     def per_block(self) -> int:
         """Warps of a block."""
@@ -81,10 +88,14 @@ class Trace:
         return "; ".join(f"{op}: {self.record.program.ops[op].text[:90]}" for op in ops[:3])
 
 
-def make(record: Record, copies_are_fenced: bool = True) -> Trace:
-    """copies_are_fenced: whether tensor cores see what cp.async has written only behind a proxy fence, as the PTX ISA
-    says, or without."""
-    trace = Trace(record, copies_are_fenced)
+def make(record: Record, copies_are_fenced: bool = True, votes_order: bool = False) -> Trace:
+    """As the PTX ISA says, or as Hopper does:
+
+    copies_are_fenced   whether tensor cores see what cp.async has written only behind a proxy fence, or without
+    votes_order         whether what threads of a warp have read may be overwritten once all have voted or shuffled: the
+                        ISA says so of a barrier of the warp alone
+    """
+    trace = Trace(record, copies_are_fenced, votes_order)
     unit = min((event.width for warp in record.warps for event in warp.events if event.width), default=4)
     sets = _Sets(min(unit, 16), record)
     for number, warp in enumerate(record.warps):
@@ -157,7 +168,7 @@ def _steps(trace: Trace, sets: _Sets, number: int, events: list[Event]) -> Itera
     agents = [trace.agent(("warp", number, f"{group:x}"), False) for group in groups]
     pending: dict[tuple[int, str], list[tuple[Any, int]]] = defaultdict(list)
     ops: list[int] = []
-    has_read = False
+    has_read = is_apart = False
 
     def flush() -> Iterator[Step]:
         if not pending:
@@ -203,9 +214,10 @@ def _steps(trace: Trace, sets: _Sets, number: int, events: list[Event]) -> Itera
             has_read = True
             continue
         if event.kind == "exchange":
-            if len(groups) == 1 or not has_read:
+            if len(groups) == 1 or not (has_read or is_apart):
                 continue
             has_read = False
+        is_apart = (is_apart or event.kind == "wait") and event.lanes != ALL
         yield from flush()
         own = [(a, (event.lanes & g).bit_count()) for a, g in zip(agents, groups, strict=True) if event.lanes & g]
         step = Step(event.kind, (event.op,), tuple(a for a, _ in own), tuple(c for _, c in own), event.args)
@@ -248,12 +260,17 @@ def _touches(
             operands = [(at, 16) for own, at in event.args[0] if own == side]
             yield trace.agent(("wgmma", number), True), sets.add(operands), sets.add([])
     elif event.kind in ("tensor", "tensor_copy"):
-        agent = trace.agent((event.kind, number), True)
+        results = [int(at[0]) for is_written, at, _ in event.args[0] if is_written and event.kind == "tensor"]
+        agent = trace.agent((event.kind, number, *results), True)
         for is_written, at, width in event.args[0]:
             touched, nothing = sets.add([(at, width)]), sets.add([])
             yield (agent, nothing, touched) if is_written else (agent, touched, nothing)
     elif event.kind in ("tensor_load", "tensor_store"):
-        agent, touched, nothing = trace.agent((event.kind, number), True), sets.add([(event.at, 4)]), sets.add([])
-        yield (agent, nothing, touched) if event.kind == "tensor_store" else (agent, touched, nothing)
-    elif event.kind == "tensor_free":
-        yield agents[0], sets.add([]), sets.add([(event.at, event.width)])
+        # a thread has a lane, and waits for what it has started itself
+        of_lanes, nothing = event.at.reshape(LANES, -1), sets.add([])
+        for thread, group in zip(agents, groups, strict=True):
+            own = [bool(group >> lane & 1) for lane in range(LANES)]
+            agent, touched = trace.agent((event.kind, number, thread), True), sets.add([(of_lanes[own].ravel(), 4)])
+            yield (agent, nothing, touched) if event.kind == "tensor_store" else (agent, touched, nothing)
+    elif event.kind == "tensor_use":
+        yield trace.agent((event.kind, number), True), sets.add([]), sets.add([(event.at, event.width)])

@@ -207,7 +207,7 @@ def test_what_breaks_breaks_alone() -> None:
 
 
 class Unreadable:
-    """An answer that only the process that made it, or a caller's main thread, can read."""
+    """An answer that cannot be read, by the caller's main thread for another reason than elsewhere."""
 
     def __reduce__(self) -> Any:
         return read_there, (os.getpid(),)

@@ -117,14 +117,19 @@ def test_deployments_have_both_kernels(arch: str, model: str, tp: int) -> None:
     assert all(isinstance(k, BlackwellPairDecodeKey) == (model == "v4-pro") for k in decodes if "sm100" in k.__module__)
 
 
-def test_verify_asks_for_all_kernels_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Launches(monkeypatch, "sm_100a")
+@pytest.mark.parametrize("arch", decode.BLACKWELL)
+def test_without_pairs_blocks_have_all_heads(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way back if pairs fail on a GPU: docs/bringing_up_a_new_gpu.md."""
+    monkeypatch.setattr(decode, "PAIR_ARCHS", ())
+    keys = decode.deployment_keys(MODELS["v4-pro"], 1, arch)
+    assert {type(key) for key in keys if isinstance(key, BlackwellDecodeKey)} == {BlackwellDecodeKey}
+
+
+def test_verify_asks_for_all_kernels_of_pairs(gpu: Launches) -> None:
     with trust.choose(own=True):
         for name, case in examples._DECODE.items():
             if case.heads > 64:
                 decode.launch(*case.example(name).args)
-    decode._key.cache_clear()
-    merge._key.cache_clear()
     asked = {(k.second, k.out_fp32) for k, _ in gpu.decodes if isinstance(k, BlackwellPairDecodeKey)}
     assert asked == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
 

@@ -17,6 +17,13 @@ DEPENDENT_LAUNCH_ARCH = 90
 """First architecture with programmatic dependent launch, and so with `griddepcontrol`."""
 
 
+READ_ONCE = 0x12F0000000000000
+"""Policy of L2 for data that nobody reads again: other data stays."""
+
+READ_AGAIN = 0x1000000000000000
+"""Policy of L2 for any other data: what accesses without a policy have."""
+
+
 def copy_async_32(shared: Any, source: Any, predicate: Any = None) -> None:
     """sm_80 and up. 4 bytes from global to shared memory, asynchronously; both addresses 4-byte aligned. Where there is
     a predicate and it is false, nothing happens."""
@@ -44,10 +51,6 @@ def copy_async_128_once(shared: Any, source: Any, predicate: Any = None) -> None
         read_only_args=[Int32(shared), Int64(source)],
         predicate=predicate,
     )
-
-
-READ_ONCE = 0x12F0000000000000
-"""Policy of L2 for data that nobody reads again: other data stays."""
 
 
 def copy_bulk(shared: Any, source: Any, size: Any, barrier: Any) -> None:
@@ -84,13 +87,14 @@ def copy_bulk_3d(
     )
 
 
-def copy_async_or_zero(shared: Any, source: Any, size: int, read: Any) -> None:
+def copy_async_or_zero(shared: Any, source: Any, size: int, read: Any, is_read_once: bool = False) -> None:
     """sm_80 and up. 4, 8 or 16 bytes from global to shared memory, asynchronously and, if 16, past L1. Only the first
     `read` of them are read, the others become zero. Both addresses are multiples of `size`."""
     cache = "cg" if size == 16 else "ca"
+    hint, policy = (".L2::cache_hint", ", {$r3}") if is_read_once else ("", "")
     inline_ptx(
-        f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
-        read_only_args=[Int32(shared), Int64(source), Int32(read)],
+        f"cp.async.{cache}.shared.global{hint} [{{$r0}}], [{{$r1}}], {size}, {{$r2}}{policy};",
+        read_only_args=[Int32(shared), Int64(source), Int32(read), *([Int64(READ_ONCE)] if is_read_once else [])],
     )
 
 

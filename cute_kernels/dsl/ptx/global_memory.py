@@ -197,11 +197,13 @@ def prefetch_l2(address: Any, predicate: Any) -> None:
     inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[Int64(address)], predicate=predicate)
 
 
-def store_global_128(address: Any, words: Any, predicate: Any = None) -> None:
-    """sm_70 and up. Four words, 16-byte aligned; where there is a predicate and it is false, nothing happens."""
+def store_global_128(address: Any, words: Any, predicate: Any = None, policy: Any = None) -> None:
+    """sm_70 and up, with a policy of L2 sm_80 and up. Four words, 16-byte aligned; where there is a predicate and it is
+    false, nothing happens."""
+    hint, last = ("", "") if policy is None else (".L2::cache_hint", ", {$r5}")
     inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[Int64(address), *(Int32(word) for word in words)],
+        f"st.global{hint}.v4.b32 [{{$r0}}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}}{last};",
+        read_only_args=[Int64(address), *(Int32(word) for word in words), *([] if policy is None else [Int64(policy)])],
         predicate=predicate,
     )
 

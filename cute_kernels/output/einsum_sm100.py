@@ -1,0 +1,288 @@
+"""Kernel of deepseek_v4_fp8_einsum on Blackwell: products on tensor cores, summed in fp32 every 128 columns.
+
+As on Hopper (einsum_sm90.py), a block walks over tiles of results, neighbouring columns first, and what it copies is in
+a ring of stages; scales have a ring of their own. Products are in tensor memory, in two buffers: while a chunk is
+multiplied, the one before it is scaled and added to totals in registers. A block's warps, in order:
+
+    8   two warpgroups that add up and store, each half of the columns
+    1   copies operands
+    1   copies scales
+    1   starts products
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.dsl import barriers, convert, ptx, wgmma
+from cute_kernels.dsl.tensor import length
+from cute_kernels.output.einsum_sm90 import EinsumKernel
+from cute_kernels.output.einsum_sm100_plan import ROWS, WARPGROUPS, BlackwellPlan
+from cute_kernels.output.einsum_tiles import CHUNK, WARP, Strided, Tiles, fake_arguments
+from cute_kernels.runtime.compile import KernelKey
+
+REGISTERS = 56, 224
+"""Per thread of the warps beside and of those that add up: together what three warpgroups are launched with, 3 x 168.
+"""
+
+MANY_TOTALS = 64
+"""Of a thread, beyond which it needs more registers than its share of a multiprocessor's."""
+
+LANE_SHIFT = 16
+"""Of an address in tensor memory: bits of the column."""
+
+SUMS_DONE = 1
+"""Barrier of the warps that use tensor memory."""
+
+
+@dataclass(frozen=True)
+class BlackwellEinsumKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    columns   of a tile: 64, 128 or 256
+    packed    whether scales are four ue8m0 bytes in a word and each column has its own, else they are fp32
+    """
+
+    columns: int = 256
+    packed: bool = False
+
+    @property
+    def rows(self) -> int:
+        return ROWS
+
+    @property
+    def plan(self) -> BlackwellPlan:
+        return BlackwellPlan(self.columns, self.packed)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.plan.smem_bytes
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        used = "tcgen05.mma", "tcgen05.ld", "tma.load", "cp.async", "mbarrier", "st.global.128", "griddepcontrol"
+        return (*used, "tcgen05.cp") if self.packed else used
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        if self.packed:
+            from cute_kernels.output.einsum_sm100_packed import PackedEinsumKernel
+
+            return PackedEinsumKernel(self), fake_arguments(Int32)
+        return BlackwellEinsumKernel(self), fake_arguments()
+
+
+class BlackwellEinsumKernel(EinsumKernel):
+    """Entry point: as EinsumKernel."""
+
+    def __init__(self, key: BlackwellEinsumKey) -> None:
+        plan = self.plan = key.plan
+        self.rows, self.columns, self.stages = ROWS, plan.columns, plan.stages
+        self.scales, self.column_scales = plan.scales, plan.column_scales
+        self.has_many_totals = plan.width > MANY_TOTALS and not key.packed
+        self.piece = 16 if self.has_many_totals else 32
+        """Columns of tensor memory that a thread loads at a time."""
+        self.name = f"deepseek_v4_fp8_einsum_sm100_{ROWS}x{key.columns}" + "_packed" * key.packed
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        a_scale: cute.Tensor,
+        b: cute.Tensor,
+        b_scale: cute.Tensor,
+        out: cute.Tensor,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        kernel = self.kernel(
+            *self.operand_copies(a, b),
+            Strided.of(a_scale),
+            Strided.of(b_scale),
+            Strided.of(out),
+            length(out, 0),
+            length(out, 1),
+            length(out, 2),
+            length(a, 2) // CHUNK,
+        )
+        kernel.launch(grid=[blocks, 1, 1], block=[self.plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        a_copy: cute.CopyAtom,
+        a_source: cute.Tensor,
+        b_copy: cute.CopyAtom,
+        b_source: cute.Tensor,
+        a_tiles: cute.ComposedLayout,
+        b_tiles: cute.ComposedLayout,
+        a_scale: Strided,
+        b_scale: Strided,
+        out: Strided,
+        rows: Int32,
+        groups: Int32,
+        columns: Int32,
+        chunks: Int32,
+    ) -> None:
+        plan = self.plan
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        smem = SmemAllocator()
+        rings = [barriers.Ring.allocate(smem, count) for count in (plan.stages, plan.scale_stages, plan.buffers)]
+        scales = smem.allocate_tensor(Int32, cute.make_layout(plan.scales * plan.scale_stages), byte_alignment=128)
+        word = smem.allocate_tensor(Int32, cute.make_layout(4), byte_alignment=16)
+        a = smem.allocate_tensor(Float8E4M3FN, a_tiles.outer, byte_alignment=1024, swizzle=a_tiles.inner)
+        b = smem.allocate_tensor(Float8E4M3FN, b_tiles.outer, byte_alignment=1024, swizzle=b_tiles.inner)
+        scale = scales.iterator.toint()
+        copy_warp = const_expr(WARPGROUPS * 4)
+        scale_warp, start_warp = const_expr(copy_warp + 1), const_expr(copy_warp + 2)
+        if warp == copy_warp:
+            for copy in (a_copy, b_copy):
+                cpasync.prefetch_descriptor(copy)
+        if warp == start_warp:
+            ptx.allocate_tensor_memory(word.iterator.toint(), plan.tensor_columns)
+            ptx.relinquish_tensor_memory()
+        if thread == 0:
+            # one arrival announces bytes, and one says that products are done with them; one per lane its scales; every
+            # warp that adds up lets go of products
+            rings[0].initialize(1, 1)
+            rings[1].initialize(WARP, plan.scale_users)
+            rings[2].initialize(1, WARPGROUPS * 4)
+        ptx.fence_tensor_before()
+        cute.arch.sync_threads()
+        ptx.fence_tensor_after()
+        cute.arch.griddepcontrol_wait()
+        tensor = ptx.load_shared_s32(word.iterator.toint())
+
+        sharers = const_expr((WARPGROUPS * 4 + 1) * WARP)
+        if warp >= copy_warp:
+            if const_expr(self.has_many_totals):
+                cute.arch.setmaxregister_decrease(REGISTERS[0])
+            tiles = self.tiles(rows, groups, columns)
+            if warp == copy_warp:
+                copies = (a_copy, a_source, a), (b_copy, b_source, b)
+                self.copy_operands(tiles, rings[0], copies, chunks)
+            if warp == scale_warp:
+                self.copy_scales(tiles, rings[1], scale, a_scale, b_scale, rows, columns, chunks)
+            if warp == start_warp:
+                self.start_products(tiles, rings, scale, a.iterator.toint(), b.iterator.toint(), tensor, chunks)
+                cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)
+                ptx.fence_tensor_after()
+                ptx.free_tensor_memory(tensor, plan.tensor_columns)
+        else:
+            if const_expr(self.has_many_totals):
+                cute.arch.setmaxregister_increase(REGISTERS[1])
+            tiles = self.tiles(rows, groups, columns)
+            self.consume_products(thread, tiles, rings, scale, tensor, out, rows, columns, chunks)
+            ptx.fence_tensor_before()
+            cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)
+
+    def tiles(self, rows: Any, groups: Any, columns: Any) -> Tiles:
+        """The block's. Counted by each role for itself: what all share, the assembler spills."""
+        of_rows = cute.ceil_div(rows, ROWS)
+        of_columns = cute.ceil_div(columns, self.plan.columns)
+        blocks, _, _ = cute.arch.grid_dim()
+        return Tiles(ptx.block_again(), groups * of_rows * of_columns, blocks, of_rows, of_columns)
+
+    @cute.jit
+    def start_products(self, tiles: Any, rings: Any, scale: Any, a: Any, b: Any, tensor: Any, chunks: Any) -> None:
+        """Multiply the chunks in the ring. By one warp.
+
+        rings         of operands, scales and products
+        scale, a, b   addresses of the stages
+        """
+        plan = self.plan
+        ring, _, product_ring = rings
+        stage, phase = barriers.start()
+        buffer, use = barriers.start()
+        for _ in cutlass.range(tiles.first, tiles.end, tiles.step, unroll=1):
+            for _ in cutlass.range(chunks, unroll=1):
+                product_ring.wait_empty(buffer, use)
+                ring.wait_full(stage, phase)
+                ptx.fence_tensor_after()
+                with cute.arch.elect_one():
+                    rows = ptx.descriptor_at(plan.operand, a + stage * (ROWS * CHUNK))
+                    weights = ptx.descriptor_at(plan.operand, b + stage * (plan.columns * CHUNK))
+                    target = tensor + buffer * plan.columns
+                    for number, step in enumerate(plan.steps):
+                        operands = rows + (step >> 4), weights + (step >> 4)
+                        ptx.tensor_mma(target, *operands, plan.instruction, min(number, 1), kind="f8f6f4")
+                    ptx.commit_tensor(ring.empty(stage).toint())
+                    ptx.commit_tensor(product_ring.full(buffer).toint())
+                stage, phase = barriers.advance(stage, phase, plan.stages)
+                buffer, use = barriers.advance(buffer, use, plan.buffers)
+
+    @cute.jit
+    def consume_products(
+        self,
+        thread: Any,
+        tiles: Any,
+        rings: Any,
+        scale: Any,
+        tensor: Any,
+        out: Any,
+        rows: Any,
+        columns: Any,
+        chunks: Any,
+    ) -> None:
+        """Scale the products of all chunks, add them up and store the tiles' results. By two warpgroups: a thread has a
+        row, and half of the tile's columns."""
+        plan = self.plan
+        _, scale_ring, product_ring = rings
+        lane, own_row = thread % WARP, thread % ROWS
+        warpgroup = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+        own_column = warpgroup * plan.width
+        products = tensor + (own_row // WARP * WARP << LANE_SHIFT) + own_column
+        totals = cute.make_rmem_tensor((plan.width,), Float32)
+        stage, phase = barriers.start()
+        buffer, use = barriers.start()
+        for number in cutlass.range(tiles.first, tiles.end, tiles.step, unroll=1):
+            totals.fill(0.0)
+            for _ in cutlass.range(chunks, unroll=1):
+                scale_ring.wait_full(stage, phase)
+                factors = scale + stage * (plan.scales * 4)
+                column_scale = ptx.load_shared_f32(factors + (ROWS + own_column // CHUNK) * 4)
+                factor = ptx.load_shared_f32(factors + own_row * 4) * column_scale
+                product_ring.wait_full(buffer, use)
+                ptx.fence_tensor_after()
+                self.add_products(totals, products + buffer * plan.columns, factor)
+                ptx.fence_tensor_before()
+                # one lane arrives for all: they must have read their scales and their products
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(product_ring.empty(buffer))
+                    cute.arch.mbarrier_arrive(scale_ring.empty(stage))
+                stage, phase = barriers.advance(stage, phase, plan.scale_stages)
+                buffer, use = barriers.advance(buffer, use, plan.buffers)
+            group, row_tile, column_tile = tiles.place(number)
+            row, column = row_tile * ROWS + own_row, column_tile * plan.columns + own_column
+            left = columns - column if row < rows else Int32(0)
+            self.store([totals[i] for i in range(plan.width)], out.at(row, group) + Int64(column) * 2, left)
+
+    @cute.jit
+    def add_products(self, totals: cute.Tensor, products: Any, factor: Any) -> None:
+        """Add scaled products, which begin at an address, to totals. Some are loaded while others are added."""
+        coming = ptx.start_tensor_load(products, self.piece)
+        for first in range_constexpr(0, self.plan.width, self.piece):
+            words = ptx.wait_tensor_loads(coming)
+            if const_expr(first + self.piece < self.plan.width):
+                coming = ptx.start_tensor_load(products + (first + self.piece), self.piece)
+            for i in range_constexpr(0, self.piece, 2):
+                pair = [words[i + j].bitcast(Float32) for j in range(2)]
+                before = [totals[first + i + j] for j in range(2)]
+                low, high = ptx.fma_f32x2(pair, (factor, factor), before)
+                totals[first + i], totals[first + i + 1] = low, high
+
+    def store(self, values: list[Any], target: Any, left: Any) -> None:
+        """Neighbouring results as bf16, as far as there are columns `left`."""
+        for first in range(0, len(values), 8):
+            ptx.store_global_128(target + first * 2, convert.bf16_words(values[first : first + 8]), first < left)

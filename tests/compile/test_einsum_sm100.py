@@ -1,0 +1,97 @@
+"""The kernel of deepseek_v4_fp8_einsum, compiled for Blackwell, and its geometry. Needs CuTe DSL, no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cute_kernels.dsl.ptx import COLUMNS
+from cute_kernels.runtime.arch import BLACKWELL, SMEM_BYTES
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.output import einsum, einsum_sm100_plan
+from cute_kernels.output.einsum_sm100 import MANY_TOTALS, REGISTERS, BlackwellEinsumKey
+from cute_kernels.output.einsum_sm100_plan import ROWS, BlackwellPlan
+from cute_kernels.output.einsum_tiles import CHUNK
+from tests.compile.reports import compile_report
+
+KEYS = [
+    BlackwellEinsumKey("sm_100a", 256),
+    BlackwellEinsumKey("sm_100a", 64),
+    BlackwellEinsumKey("sm_103a", 128),
+    BlackwellEinsumKey("sm_100a", 256, True),
+    BlackwellEinsumKey("sm_103a", 64, True),
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_compiles(key: BlackwellEinsumKey) -> None:
+    report, plan = compile_report(key), key.plan
+    assert report.cubin[:4] == b"\x7fELF"
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert not re.search(r"st\.local|ld\.local", report.ptx)
+    assert report.smem <= SMEM_BYTES[key.arch] - 1024
+    assert set(key.instructions) <= set(report.instructions)
+    assert report.registers <= 65536 // plan.threads
+    has_many = plan.width > MANY_TOTALS and not key.packed
+    assert ("setmaxnreg" in report.instructions) == has_many
+    # no warpgroup waits for registers that nobody gives back
+    assert REGISTERS[0] + 2 * REGISTERS[1] <= 3 * 168
+    assert report.instructions["tma.load"] == 2
+    assert report.instructions["tcgen05.ld"] == plan.width // (16 if has_many else 32)
+    assert report.instructions["st.global.128"] == plan.width // 8
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_tensor_memory_products_and_barriers(key: BlackwellEinsumKey) -> None:
+    """What the PTX says is what the plan says."""
+    ptx, plan = compile_report(key).ptx, key.plan
+    kind, chunks = ("mxf8f6f4.block_scale.block32", 4) if key.packed else ("f8f6f4", 1)
+    products = rf"tcgen05\.mma\.cta_group::1\.kind::{re.escape(kind)} "
+    assert len(re.findall(products, ptx)) == len(re.findall(r"tcgen05\.mma\.", ptx)) == 4 * chunks
+    assert len(re.findall(r"tcgen05\.commit\.", ptx)) == (2 + chunks if key.packed else 2)
+    assert len(re.findall(r"tcgen05\.cp\.", ptx)) == (1 + plan.column_scales if key.packed else 0)
+    assert re.findall(r"tcgen05\.alloc\.\S+ \[%r\d+\], (\d+);", ptx) == [str(plan.tensor_columns)]
+    assert re.findall(r"tcgen05\.dealloc\.\S+ %r\d+, (\d+);", ptx) == [str(plan.tensor_columns)]
+    constants = {int(number) for number in re.findall(r"-?\b\d{5,}\b", ptx)}
+    instructions = {plan.scaled_instruction(part) for part in range(4)} if key.packed else {plan.instruction}
+    assert {*instructions, (ROWS + plan.columns) * CHUNK} <= constants
+    assert len(re.findall(r"mbarrier\.init\.", ptx)) == 2 * (plan.stages + plan.scale_stages + plan.buffers)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("columns", einsum_sm100_plan.COLUMNS)
+def test_plan(columns: int, packed: bool) -> None:
+    plan = BlackwellPlan(columns, packed)
+    assert plan.stages >= 4
+    assert plan.tensor_columns <= COLUMNS
+    assert plan.tensor_columns & (plan.tensor_columns - 1) == 0
+    # of a warpgroup's columns all have the same fp32 scale
+    assert CHUNK % plan.width == 0
+    # the last chunk of a buffer's words is that many before the first one of the words that are copied there again
+    assert 4 * (plan.scale_buffers - 1) >= plan.stages
+    # a stage begins where a swizzle does
+    assert ROWS * CHUNK % 1024 == columns * CHUNK % 1024 == 0
+    with pytest.raises(ValueError, match="columns: expected"):
+        BlackwellPlan(columns + 8)
+
+
+def test_choice() -> None:
+    """Small calls have small tiles, so that all multiprocessors have some."""
+    assert einsum.blackwell_choice("sm_100a", 1, 8, 1024, 148, False) == (BlackwellEinsumKey("sm_100a", 64), 128)
+    assert einsum.blackwell_choice("sm_100a", 8192, 8, 1024, 148, True) == (
+        BlackwellEinsumKey("sm_100a", 256, True),
+        148,
+    )
+    chosen = {einsum.blackwell_choice("sm_103a", rows, 8, 1024, 148, False)[0] for rows in range(1, 4000, 9)}
+    assert chosen == {BlackwellEinsumKey("sm_103a", columns) for columns in einsum_sm100_plan.COLUMNS}
+    assert all(einsum.key_for(arch, 9, 8, 1024, 32, 148, False)[0].arch == arch for arch in BLACKWELL)
+
+
+def test_work() -> None:
+    """Shared memory binds, not products."""
+    for work, columns in zip(einsum_sm100_plan.work(), 2 * einsum_sm100_plan.COLUMNS, strict=True):
+        assert work.flops == work.mma["e4m3"] == 2 * ROWS * columns * 4096
+        assert work.smem["copies"] == work.smem["operands"] == 32 * CHUNK * (ROWS + columns)

@@ -1,0 +1,53 @@
+"""Small calls of prefill's ops as parameters of Hopper's kernels: what Blackwell's take, without tensor maps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.dsl.ptx import LOG2_E
+from tests.model import prefill_problems
+from tests.model.launch import pack, run_grid
+from tests.model.memory import GlobalMemory
+from tests.model.prefill_problems import Problem, Results, bytes_between
+from tests.model.problems import put
+
+
+class OnHopper(Problem):
+    def values(self, values: list[Any]) -> list[Any]:
+        """Where rows are, of what Blackwell's kernel is told."""
+        return values
+
+    def run(self, blocks: int, **options: Any) -> tuple[torch.Tensor, ...]:
+        memory, q = GlobalMemory(1 << 25), self.q
+        rows, heads, _ = q.shape
+        results = Results(memory, (rows, heads), self.numbers)
+        values = [put(memory, q), bytes_between(q, 0), bytes_between(q, 1), heads]
+        _, sources, behind = self.sources(memory)
+        values += [*self.values(sources), results.out, results.row, results.head, *results.places, *behind]
+        bits = int(heads > 64)
+        values += [put(memory, self.call.sink), self.call.scale * LOG2_E, rows << bits, bits]
+        # a kernel for few heads takes no bits; what products are made of are parameters, too
+        count = len(self.program.parameters)
+        parameters = pack(self.program, (values + [0] * count)[:count])
+        run_grid(self.program, parameters, memory, blocks=min(blocks, rows << bits), size=self.size, **options)
+        results.assert_written_once()
+        return results.get()
+
+
+class Prefill(OnHopper, prefill_problems.Prefill):
+    pass
+
+
+class Mixed(OnHopper, prefill_problems.Mixed):
+    def values(self, values: list[Any]) -> list[Any]:
+        """What lies between pages in units of 16 bytes, not in rows."""
+        units = 512 * self.call.window.element_size() // 16
+        gaps = [i for pool in range(2) for i in [5 * pool + 4]]
+        return [value * units if i in gaps else value for i, value in enumerate(values)]
+
+
+class Paged(OnHopper, prefill_problems.Paged):
+    def values(self, values: list[Any]) -> list[Any]:
+        return values[:-2]

@@ -1,0 +1,60 @@
+"""Hopper's kernels of prefill's ops, as compiled, in the model: results against float64, and other orders of what their
+warps do. What they take for granted that the PTX ISA does not say is in the table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
+from cute_kernels.sparse_mla.paged_sm90 import PagedKey
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from tests.compile.reports import compile_report
+from tests.gpu import paged_cases, test_mixed, test_prefill
+from tests.model import orders
+from tests.model.hopper_problems import Mixed, OnHopper, Paged, Prefill
+from tests.model.prefill_problems import on_host
+from tests.model.ptx import parse
+
+
+def few() -> tuple[PrefillKey, type[OnHopper], Any]:
+    call = test_prefill.make(s_q=3, heads=7, topk=130, lengths="odd", bad=0.2, seed=5)
+    return FewPrefillKey("sm_90a", 8), Prefill, call
+
+
+def mixed_fp8() -> tuple[PrefillKey, type[OnHopper], Any]:
+    rows = {"query_lens": (1, 1), "seq_lens": (300, 3), "window_size": 7, "width": 65, "rows": (53, 2)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[test_mixed.__name__], "made_of", test_mixed.FP8)
+        call = test_mixed.make(heads=20, more_stride=(512, 1024), seed=4, **rows)
+    return MixedFp8Key("sm_90a"), Mixed, call
+
+
+def paged() -> tuple[PrefillKey, type[OnHopper], Any]:
+    rows = {"query_lens": (1, 2), "seq_lens": (300, 6), "window_size": 70, "width": 40, "more_stride": (576, 0)}
+    return PagedKey("sm_90a"), Paged, paged_cases.make(heads=8, **rows)
+
+
+@pytest.mark.parametrize(
+    ("make", "takes_for_granted"),
+    [
+        (paged, {}),
+        # what scores have read of a tile's marks may be overwritten once their warp has voted
+        (mixed_fp8, {"votes_order": True}),
+        # rows of cp.async are multiplied without a proxy fence
+        (few, {"copies_are_fenced": False}),
+    ],
+)
+def test_in_any_order(make: Callable[[], tuple[PrefillKey, type[OnHopper], Any]], takes_for_granted: Any) -> None:
+    with on_host():
+        key, kind, call = make()
+    one = kind(call, parse(compile_report(key).ptx), key.smem_bytes)
+    records, new = orders.recorder(one.program)
+    one.check(1, seed=1, laziness=0.8, events=new)
+    orders.check(records[0], schedules=2, more=7, counts_versions=False, **takes_for_granted)
