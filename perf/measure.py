@@ -108,16 +108,18 @@ def time_graphs(
     replays: int = 21,
     target_us: float = 1500.0,
     failures: dict[str, str] | None = None,
+    flops_per_set: float = 0.0,
 ) -> dict[str, Timing]:
     """Times of all candidates, measured in turns. Each is a list of calls, one per input set.
 
+    target_us   of a replay, if calls were as fast as memory and tensor cores
     failures    takes name -> reason for each candidate that cannot be captured in a graph; without it that raises
     """
     scrub = torch.ones(int(cold_bytes()) // 4 + 1, dtype=torch.float32, device="cuda")
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     for name, calls in candidates.items():
         try:
-            graphs[name] = _capture(calls, bytes_per_set, target_us)
+            graphs[name] = _capture(calls, bytes_per_set, flops_per_set, target_us)
         except Exception as error:  # noqa: PERF203 one candidate's failure must not end the others
             if failures is None:
                 raise
@@ -135,7 +137,9 @@ def time_graphs(
     return {name: _timing(t[1:], len(candidates[name]), graphs[name][1]) for name, t in times.items()}
 
 
-def _capture(calls: Sequence[Call], bytes_per_set: float, target_us: float) -> tuple[torch.cuda.CUDAGraph, int]:
+def _capture(
+    calls: Sequence[Call], bytes_per_set: float, flops_per_set: float, target_us: float
+) -> tuple[torch.cuda.CUDAGraph, int]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -144,7 +148,7 @@ def _capture(calls: Sequence[Call], bytes_per_set: float, target_us: float) -> t
     stream.synchronize()
     rounds = 1
     if len(calls) * bytes_per_set >= cold_bytes():
-        fastest = max(2.0, bytes_per_set / 4e6)
+        fastest = max(2.0, bytes_per_set / 4e6, flops_per_set / 1e9)
         rounds = max(1, int(target_us / (len(calls) * fastest)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
@@ -228,7 +232,7 @@ def compare(
         elif not isinstance(candidate, str):
             calls[name] = [partial(candidate, s) for s in sets]
     failures: dict[str, str] = {}
-    timings = time_graphs(calls, cost.bytes, replays, failures=failures)
+    timings = time_graphs(calls, cost.bytes, replays, failures=failures, flops_per_set=cost.flops)
     if OURS in failures:
         raise RuntimeError(f"{op}: cannot be captured in a graph at {dict(shape)}: {failures[OURS]}")
     skipped += [_skipped(name, why) for name, why in failures.items()]

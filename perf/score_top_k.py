@@ -43,6 +43,8 @@ DECODES = (
 )
 """(requests, rows of each, keys of each, k)"""
 
+MXFP4_DECODES = ((64, 1, 8192, 512), (64, 1, 32768, 512), (256, 1, 32768, 512))
+
 
 @dataclass(frozen=True)
 class PickSet:
@@ -101,10 +103,10 @@ class PickSet:
             rows = q, (k, scale), weights, start, end
             fused, scores = partial(score_top_k_prefill, *rows, self.k), partial(mqa_logits, *rows, False)
         else:
-            q, _, pool, weights, lens, table, columns = self.args[:7]
-            pages = q, pool, weights, lens, table
-            fused = partial(score_top_k_decode, *pages, columns, self.k)
-            scores = partial(paged_mqa_logits, *pages, None, columns)
+            q, scale, pool, weights, lens, table, columns, kv_format = self.args[:8]
+            pages = (q if scale is None else (q, scale)), pool, weights, lens, table
+            fused = partial(score_top_k_decode, *pages, columns, self.k, kv_format=kv_format)
+            scores = partial(paged_mqa_logits, *pages, None, columns, kv_format=kv_format)
         return {"peak": peak(fused), "peak_unfused": peak(lambda: (scores(), torch.empty_like(self.args[-2])))}
 
 
@@ -112,8 +114,8 @@ def prefill(rows: int, keys: int, k: int, seed: int) -> PickSet:
     return PickSet.of(logits.prefill(rows, keys, False, False, seed), k)
 
 
-def decode(batch: int, next_n: int, keys: int, k: int, seed: int) -> PickSet:
-    return PickSet.of(logits.decode(batch, next_n, keys, False, seed), k)
+def decode(batch: int, next_n: int, keys: int, k: int, mxfp4: bool, seed: int) -> PickSet:
+    return PickSet.of(logits.decode(batch, next_n, keys, mxfp4, seed), k)
 
 
 def _peer(op: str, name: str) -> Callable[[PickSet], Any] | str:
@@ -157,7 +159,7 @@ def _records(
     work = cost(*first.args)
     sets = [first, *(make(seed) for seed in range(1, min(logits.MOST_SETS, number_of_sets(work.bytes))))]
     candidates: dict[str, Any] = {UNFUSED: PickSet.unfused}
-    if peers:
+    if peers and first.args[1] is None:  # DeepGEMM has no MXFP4 scores on Hopper
         candidates |= {name: _peer(op, kernel) for name, kernel in PEERS[op].items()}
     return compare(op, {**shape, **first.peaks()}, sets, work, candidates, replays, products="e4m3")
 
@@ -166,8 +168,8 @@ def prefill_name(rows: int, keys: int, k: int) -> str:
     return f"{logits.prefill_name(rows, keys, False)} k={k}"
 
 
-def decode_name(batch: int, next_n: int, keys: int, k: int) -> str:
-    return f"{logits.decode_name(batch, next_n, keys)} k={k}"
+def decode_name(batch: int, next_n: int, keys: int, k: int, mxfp4: bool = False) -> str:
+    return f"{logits.decode_name(batch, next_n, keys, mxfp4)} k={k}"
 
 
 def sweep_prefill(
@@ -188,14 +190,15 @@ def sweep_decode(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of score_top_k_decode per number of requests, rows of each and keys of each."""
-    chosen = [shape for shape in DECODES if rows is None or shape[0] in rows]
+    chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, DECODES), (True, MXFP4_DECODES)) for shape in shapes]
+    chosen = [shape for shape in chosen if rows is None or shape[0] in rows]
     for shape in chosen:
         _warm(decode(*shape, 0))
     found = []
-    for batch, next_n, keys, k in chosen:
-        case = decode_name(batch, next_n, keys, k)
-        facts = {"case": case, "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS, "k": k}
-        found.append(_records(DECODE, facts, partial(decode, batch, next_n, keys, k), peers, replays))
+    for shape in chosen:
+        batch, next_n, keys, k, _ = shape
+        facts = {"case": decode_name(*shape), "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS, "k": k}
+        found.append(_records(DECODE, facts, partial(decode, *shape), peers, replays))
     return found
 
 

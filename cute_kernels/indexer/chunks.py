@@ -43,9 +43,10 @@ def bounds(requests: int, columns: int, next_n: int, size: int) -> tuple[tuple[i
     """(first, last) request of every chunk, as even as can be, for a workspace of so many bytes."""
     most = max(1, min(requests, size // (next_n * row_bytes(columns))))
     each = -(-requests // -(-requests // most)) if requests else 1
-    even = round_up(each, ROWS)
-    if each > ROWS and even <= most:
-        each = even
+    if each > ROWS:
+        # a chunk costs about as much as ROWS more
+        whole = [size for size in (round_up(each, ROWS), most // ROWS * ROWS) if size <= most]
+        each = min(*whole, each, key=lambda size: -(-requests // size) * (round_up(size, ROWS) + ROWS))
     return tuple((first, min(first + each, requests)) for first in range(0, requests, each))
 
 

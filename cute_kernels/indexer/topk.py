@@ -23,7 +23,7 @@ from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.indexer.topk_plan import GROUPS, Here, Part, Plan
 from cute_kernels.indexer.topk_row import RowPicks
-from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of
+from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
@@ -36,9 +36,19 @@ SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (32, 8, 1, 1), (32, 4, 1, 
 """(warps, vectors of a thread, cluster, tiles) of blocks that take whole rows: of up to 4096, 8192, 16384 and 32768
 columns, which their registers hold, and of up to 65536, 262144 and 524288, which they read twice."""
 
-SHARED = ((17, 16384, (8, 8, 4, 1)), (64, 32768, (32, 4, 8, 8)))
-"""(fewer rows than, more columns than, shape) of clusters, up to their capacity. On an H200 8 rows of 32768 columns
-take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us (perf/notes/indexer_topk.md)."""
+ALONE = "sm_90a", 512, 16384, (16, 16, 1, 1)
+"""(architecture, most picks, more columns than, shape) of blocks in place of those of 32 warps, up to their capacity.
+On an H200 256 rows of 32768 columns take 18.5 us instead of 19.5, but with 1024 picks 20.5 and 20.2 us."""
+
+SHARED = (
+    (17, 16384, (8, 8, 4, 1)),
+    (17, 32768, (32, 4, 8, 8)),
+    (64, 131072, (32, 4, 4, 16)),
+    (64, 32768, (32, 4, 8, 8)),
+)
+"""(fewer rows than, more columns than, shape) of clusters, up to their capacity, the first that fits. On an H200 8 rows
+of 32768 columns take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us; 60 rows of 262144
+columns 38 us with clusters of four, 49 with those of eight (perf/notes/indexer_topk.md)."""
 
 EARLY_BYTES = 4 << 20
 """Of scores in a call, up to which rows are asked for before their bounds are known."""
@@ -83,7 +93,7 @@ class TopKKey(KernelKey):
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         scores, starts, ends = (Int64(0), Int64(4), Int32(1)), (Int64(0), Int64(4)), (Int64(0), Int64(4), Int64(4))
         out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
-        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(8)))
+        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(9)))
         return TopKKernel(self), (out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
@@ -91,7 +101,8 @@ class TopKKernel:
     """Entry point: (result; address of the scores, stride of their rows in bytes, their columns; address of the starts
     or 0, their stride; address of the ends, strides of requests and of their tokens, tokens of a request; what no end
     exceeds, whether a row's first column is that of its start (-1) or not (0); rows, k, a warp's share of k, groups of
-    a thread whose maxima bound it, 128-byte lines of a row to fetch early; stream)."""
+    a thread whose maxima bound it, 128-byte lines of a row to fetch early, how many rows later that one is which L2
+    fetches meanwhile; stream)."""
 
     def __init__(self, key: TopKKey) -> None:
         self.plan = key.plan
@@ -120,6 +131,7 @@ class TopKKernel:
         share: Int32,
         groups: Int32,
         early_lines: Int32,
+        ahead: Int32,
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -141,6 +153,7 @@ class TopKKernel:
             share,
             groups,
             early_lines,
+            ahead,
         )
         kernel.launch(
             grid=[rows * self.cluster, 1, 1],
@@ -170,6 +183,7 @@ class TopKKernel:
         share: Int32,
         groups: Int32,
         early_lines: Int32,
+        ahead: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -213,24 +227,33 @@ class TopKKernel:
                 tiles = (width + (self.plan.tile - 1)) // self.plan.tile
             skipped = rank * width
             stop = cutlass.min(stop - skipped, width)
-            part = Part(source + Int64(skipped - head) * 4, head - skipped, stop, tiles, skipped - head)
+            later, lines = source + Int64(ahead) * scores_stride, Int32(0)
+            if const_expr(self.cluster == 1):
+                is_there = (ahead > 0) & (row + ahead < cute.arch.grid_dim()[0])
+                lines = (Int32(later & 127) + size * 4 + 127) // 128 if is_there else Int32(0)
+            part = Part(source + Int64(skipped - head) * 4, head - skipped, stop, tiles, skipped - head, later, lines)
             self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride)
 
 
 def keys_of(arch: str) -> list[TopKKey]:
-    """All kernels of an architecture, by capacity: those for which a block is enough, then those of clusters."""
-    shapes = [*SHAPES, *(shape for *_, shape in SHARED if arch in CLUSTER_ARCHS)]
+    """All kernels of an architecture: those for which a block is enough, by capacity, then others."""
+    alone = [ALONE[-1]] if arch == ALONE[0] else []
+    shapes = [*SHAPES, *alone, *dict.fromkeys(shape for *_, shape in SHARED if arch in CLUSTER_ARCHS)]
     keys = [TopKKey(arch, *shape) for shape in shapes]
     return [key for key in keys if key.smem_bytes <= SMEM_BYTES[arch]]
 
 
-def key_for(arch: str, rows: int, width: int) -> TopKKey:
-    """The kernel for so many rows of such a width; if none is wide enough, the widest."""
+def key_for(arch: str, rows: int, width: int, k: int = MOST_PICKS) -> TopKKey:
+    """The kernel for so many picks of so many rows of such a width; if none is wide enough, the widest."""
     keys = keys_of(arch)
     for fewer, more, shape in SHARED if arch in CLUSTER_ARCHS else ():
         key = TopKKey(arch, *shape)
         if rows < fewer and more < width <= key.capacity:
             return key
+    only, most, more, shape = ALONE
+    key = TopKKey(arch, *shape)
+    if arch == only and k <= most and more < width <= key.capacity:
+        return key
     return next((key for key in keys if width <= key.capacity), keys[-1])
 
 
@@ -248,10 +271,11 @@ def share_for(key: Any, k: int) -> int:
 
 
 @lru_cache(MOST_CHOICES)
-def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, int, int]:
-    """(kernel, a warp's share of k, groups of a thread)"""
-    key = key_for(arch_of(device_index), rows, width)
-    return key, share_for(key, k), groups_for(key, k)
+def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, int, int, int]:
+    """(kernel, a warp's share of k, groups of a thread, rows that are picked from at once if that is to be known)"""
+    key = key_for(arch_of(device_index), rows, width, k)
+    at_once = multiprocessors(device_index) if key == TopKKey(ALONE[0], *ALONE[-1]) else 0
+    return key, share_for(key, k), groups_for(key, k), at_once
 
 
 def width_of(logits: Any) -> int:
@@ -298,9 +322,9 @@ def run(
         return
     device_index = out.device.index
     # more rows than of the largest calls with kernels of their own make no difference
-    key, share, groups = choose(device_index, min(rows, SHARED[-1][0]), width_of(logits), k)
+    key, *shares = choose(device_index, min(rows, SHARED[-1][0]), width_of(logits), k)
     bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts)
-    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, share, groups))
+    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares))
 
 
 def arguments(
@@ -311,13 +335,14 @@ def arguments(
     k: int,
     share: int,
     groups: int,
+    ahead: int = 0,
 ) -> tuple[Any, ...]:
     """What the kernel's entry point takes. bounds: starts, ends, (limit, shifts) as `run` takes them."""
     columns = logits.shape[1]
     scores = logits.data_ptr(), logits.stride(0) * 4, columns
     early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
     numbers = (number for part in bounds for number in part)
-    return out, *scores, *numbers, rows, k, share, groups, early_lines
+    return out, *scores, *numbers, rows, k, share, groups, early_lines, ahead
 
 
 def launch_with(key: TopKKey, logits: Any, starts: Any, ends: Any, out: Any, rows: int, k: int) -> None:

@@ -103,6 +103,8 @@ class Part(NamedTuple):
     stop    end of the part; 0 or less if there is none
     tiles   of the part
     first   column of the row's range that is place 0
+    later   address where a later row's range begins, if it is as this one's
+    lines   128-byte lines of it to fetch into L2
     """
 
     base: Any
@@ -110,3 +112,5 @@ class Part(NamedTuple):
     stop: Any
     tiles: Any
     first: Any
+    later: Any
+    lines: Any

@@ -165,6 +165,15 @@ def test_bounds_that_are_no_bounds() -> None:
     check(prefill(logits, starts, ends, k), logits, starts, ends, k)
 
 
+def test_rows_that_are_fetched_for_later() -> None:
+    """More rows than multiprocessors, the last with columns up to the end of what is allocated."""
+    rows, columns, k = 300, 17_001, 300
+    logits = normal(1.0, 0.0)(rows, columns, 3)
+    starts = [r * 7 % 100 for r in range(rows)]
+    ends = [columns - r * 113 % columns for r in range(rows)]
+    check(prefill(logits, starts, ends, k), logits, starts, ends, k)
+
+
 def test_longest_rows() -> None:
     columns = 1 << 20
     for k in (512, 2048):

@@ -169,8 +169,15 @@ def test_chunks_are_even_and_fit(requests: int, next_n: int) -> None:
         assert (found[-1][1] if found else 0) == requests
         counts = [last - first for first, last in found]
         assert all(0 < count <= fit for count in counts)
-        assert len(counts) == -(-requests // min(fit, max(requests, 1))) or fit < chunks.ROWS
-        assert all(count % chunks.ROWS == 0 for count in counts[:-1]) or min(fit, requests) < 8 or fit == 5
+        least = -(-requests // fit)
+        assert least <= len(counts) <= -(-5 * least // 4)
+        assert all(count % chunks.ROWS == 0 for count in counts[:-1]) or fit < chunks.ROWS
+
+
+def test_chunks_waste_no_rows_of_a_group() -> None:
+    size = score_top_k_workspace_size(4096, 262144, 512)
+    assert {last - first for first, last in chunks.bounds(4096, 262144, 1, size)} == {60, 4096 % 60}
+    assert chunks.bounds(5, 700, 1, 5 * chunks.row_bytes(700)) == ((0, 5),)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=ids)

@@ -14,9 +14,9 @@ from cute_kernels.indexer import topk, topk_decode, topk_prefill
 
 NAMES = (
     "out", "scores", "scores_stride", "columns", "starts", "starts_stride", "ends", "ends_request", "ends_token",
-    "tokens", "limit", "shifts", "rows", "k", "share", "groups", "early_lines",
+    "tokens", "limit", "shifts", "rows", "k", "share", "groups", "early_lines", "ahead",
 )  # fmt: skip
-INT = torch.int32
+INT, SMS = torch.int32, 132
 
 
 class Launches:
@@ -25,6 +25,7 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
         self.kept: list[tuple[Any, dict[str, Any]]] = []
         monkeypatch.setattr(topk, "arch_of", lambda index: arch)
+        monkeypatch.setattr(topk, "multiprocessors", lambda index: SMS)
         monkeypatch.setattr(topk, "launch_key", self.keep)
         topk.choose.cache_clear()
 
@@ -99,6 +100,14 @@ def test_rows_are_fetched_early_if_a_call_has_few_scores(gpu: Launches) -> None:
     for rows, columns, lines in ((1, 8200, 256), (128, 8192, 256), (129, 8192, 0), (1, 31, 0)):
         prefill(torch.empty(rows, columns), rows, 512)
         assert gpu.last()[1]["early_lines"] == lines
+
+
+def test_a_row_is_fetched_where_a_block_has_a_multiprocessor(gpu: Launches) -> None:
+    for columns, k, ahead in ((32768, 512, SMS), (16385, 100, SMS), (32768, 513, 0), (16384, 512, 0), (32769, 512, 0)):
+        prefill(torch.empty(200, columns), 200, k)
+        key, given = gpu.last()
+        assert given["ahead"] == ahead
+        assert (key.warps == key.vectors == 16) == (ahead > 0)
 
 
 def test_calls_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

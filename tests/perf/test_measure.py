@@ -126,9 +126,13 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def time_graphs(
-        calls: dict[str, list[measure.Call]], nbytes: float, replays: int, failures: dict[str, str]
+        calls: dict[str, list[measure.Call]],
+        nbytes: float,
+        replays: int,
+        failures: dict[str, str],
+        flops_per_set: float,
     ) -> dict[str, measure.Timing]:
-        assert nbytes == COST.bytes
+        assert (nbytes, flops_per_set) == (COST.bytes, COST.flops)
         names.extend(calls)
         if "no-graph" in calls:
             failures["no-graph"] = "RuntimeError: synchronized"
