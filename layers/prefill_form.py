@@ -14,7 +14,8 @@ PREFILL_FORMS = ("auto", "gathered", "paged")
 
 MOST_TOKENS: dict[str, dict[int, dict[int, dict[int, int]]]] = {
     "sm_90a": {
-        4: {64: {131072: 256}, 65: {}},
+        4: {64: {131072: 256}, 65: {131072: 64}},
+        128: {64: {131072: 64}, 65: {131072: 32}},
     },
 }
 """By architecture and compress ratio: with at least so many heads, and contexts of at least so many tokens, how many

@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import ptx, wgmma
 from cute_kernels.sparse_mla.paged_sm90_plan import PAGED
@@ -37,7 +37,7 @@ SUMMARY = 16
 """Bytes of what a head's softmax came to: maximum that sums are relative to, sum, largest logit."""
 
 AT_ONCE = 4
-"""Units, each of one block, that a thread has under way at a time."""
+"""Blocks whose results a thread has under way at a time."""
 
 assert PAGED.memory["stages"] >= 2 * SIDE_BYTES
 assert PAGED.memory["kept"] >= ROWS * SUMMARY
@@ -95,56 +95,23 @@ class PartBack(Back):
         """Leave the block's sums, and store the cluster's share of an item's results that is the block's."""
         row, first = work.place(item)
         count = q.count(first) - own_row
+        logits = [self.logit(first + own_row + 8 * half, 8 * half < count, out) for half in range(2)]
         # tiles are no more needed once all products are done
         cute.arch.barrier(barrier_id=BACKS_BARRIER, number_of_threads=256)
         own_at = at.stages + side * SIDE_BYTES + own_number() * 16
         for i in range_constexpr(SIDE // 8):
             four = [total[4 * i + j].bitcast(Int32) for j in range(4)]
             ptx.store_shared_128(own_at + i * LOAD_BYTES, four)
-        logits = [self.logit(first + own_row + 8 * half, 8 * half < count, out) for half in range(2)]
         meet()
 
-        rounds = self.rounds()
-        found = self.fetch(own_at, *rounds[0])
-        factors = self.summarize(row, first + own_row, count, side, lane, logits, q, out, at.kept + own_row * SUMMARY)
-        target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)
-        for i in range_constexpr(len(rounds)):
-            units, ranks = rounds[i]
-            if const_expr(ranks[0] == 0):
-                sums = [cute.make_rmem_tensor((UNIT // 2,), Float32) for _ in units]
-            for n in range_constexpr(len(units)):
-                self.add_up(sums[n], factors, [block[n] for block in found], ranks)
-            if const_expr(i + 1 < len(rounds)):
-                found = self.fetch(own_at, *rounds[i + 1])
-            if const_expr(ranks[-1] == self.blocks - 1):
-                for n in range_constexpr(len(units)):
-                    at_unit = target + self.unit(units[n]) * (UNIT * 2)
-                    wgmma.store_bf16(sums[n], lane, at_unit, out.head, count, Int32(UNIT), UNIT)
-
-    @cute.jit
-    def summarize(
-        self,
-        row: Any,
-        head: Any,
-        count: Any,
-        side: Any,
-        lane: Any,
-        logits: Any,
-        q: Query,
-        out: Output,
-        summary: Any,
-    ) -> Any:
-        """Store what the logits of the thread's two heads come to; what to multiply each block's sums with.
-
-        head    the first
-        count   how many there are from it on
-        """
-        summaries = [ptx.map_shared(summary, rank) for rank in range(self.blocks)]
-        found = [[ptx.load_cluster_128(place + half * (8 * SUMMARY)) for place in summaries] for half in range(2)]
+        places = [ptx.map_shared(own_at, rank) for rank in range(self.blocks)]
+        summaries = [ptx.map_shared(at.kept + own_row * SUMMARY, rank) for rank in range(self.blocks)]
+        head = (Int64(row) * q.heads + first + own_row) * 4
         is_own = (side == 0) & (lane & 3 == 0) & (ptx.rank_again() == 0)
         factors = []
         for half in range_constexpr(2):
-            tops, sums, mosts = ([four[i].bitcast(Float32) for four in found[half]] for i in range(3))
+            found = [ptx.load_cluster_128(place + half * (8 * SUMMARY)) for place in summaries]
+            tops, sums, mosts = ([four[i].bitcast(Float32) for four in found] for i in range(3))
             top, most, amount = tops[0], mosts[0], Float32(0.0)
             for i in range_constexpr(1, self.blocks):
                 top, most = ptx.max_f32(top, tops[i]), ptx.max_f32(most, mosts[i])
@@ -156,54 +123,31 @@ class PartBack(Back):
             lse = (top + ptx.log2(amount)) * Float32(ptx.LN_2)
             lse = Float32(Float32.inf) if amount == Float32(0.0) else lse
             is_head = is_own & (8 * half < count)
-            place = (Int64(row) * q.heads + head + 8 * half) * 4
+            place = head + 8 * half * 4
             ptx.store_global_s32(out.max_logits + place, (most * Float32(ptx.LN_2)).bitcast(Int32), is_head)
             ptx.store_global_s32(out.lse + place, lse.bitcast(Int32), is_head)
-        return factors
 
-    def rounds(self) -> list[tuple[list[int], list[int]]]:
-        """Units of the block, and blocks whose sums are added, that a thread has under way at a time."""
-        units, ranks = range(UNITS // self.blocks), range(self.blocks)
-        some, few = max(1, AT_ONCE // self.blocks), min(self.blocks, AT_ONCE)
-        return [
-            (list(units[first : first + some]), list(ranks[block : block + few]))
-            for first in range(0, len(units), some)
-            for block in range(0, self.blocks, few)
-        ]
-
-    def unit(self, number: int) -> Any:
-        """The block's units are every so manyth."""
-        return ptx.rank_again() + number * self.blocks
-
-    def fetch(self, own_at: Any, units: list[int], ranks: list[int]) -> list[list[Any]]:
-        """Words of a thread's columns of some units, of some blocks: [blocks][units][loads] of four."""
-        places = [own_at + self.unit(number) * (LOADS * LOAD_BYTES) for number in units]
-        return [self.load(places, rank) for rank in ranks]
+        target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)
+        sums = cute.make_rmem_tensor((UNIT // 2,), Float32)
+        for i in range_constexpr(UNITS // self.blocks):
+            unit = ptx.rank_again() + i * self.blocks
+            self.add_up(sums, factors, places, unit * (LOADS * LOAD_BYTES))
+            wgmma.store_bf16(sums, lane, target + unit * (UNIT * 2), out.head, count, Int32(UNIT), UNIT)
 
     @cute.jit
-    def load(self, places: Any, rank: cutlass.Constexpr) -> Any:
-        offsets = [i * LOAD_BYTES for i in range(LOADS)]
-        found = [[(Int32(0), Int32(0), Int32(0), Int32(0)) for _ in offsets] for _ in places]
-        if ptx.rank_again() == rank:
-            found = [[ptx.load_shared_128(place + offset) for offset in offsets] for place in places]
-        else:
-            remote = [ptx.map_shared(place, rank) for place in places]
-            found = [[ptx.load_cluster_128(place + offset) for offset in offsets] for place in remote]
-        return found
-
-    @cute.jit
-    def add_up(self, sums: Any, factors: Any, found: Any, ranks: cutlass.Constexpr) -> None:
-        """Add what has been fetched of a unit to a thread's sums, over all blocks in order."""
-        if const_expr(ranks[0] == 0):
-            sums.fill(0.0)
-        for n in range_constexpr(len(ranks)):
-            for i in range_constexpr(UNIT // 2):
-                value, factor = found[n][i // 4][i % 4].bitcast(Float32), factors[i // 2 % 2][ranks[n]]
-                sums[i] = ptx.fma_rn(value, factor, sums[i])
-        if const_expr(ranks[-1] == self.blocks - 1):
-            for i in range_constexpr(UNIT // 2):
-                # -0 would become 0 by an empty part, and by none must do so as well
-                sums[i] = ptx.add_rn(sums[i], Float32(0.0))
+    def add_up(self, sums: Any, factors: Any, places: Any, offset: Any) -> None:
+        """A thread's columns of a unit, over all blocks in order."""
+        sums.fill(0.0)
+        for first in range_constexpr(0, self.blocks, AT_ONCE):
+            ranks = range(first, min(first + AT_ONCE, self.blocks))
+            found = [[ptx.load_cluster_128(places[r] + offset + i * LOAD_BYTES) for i in range(LOADS)] for r in ranks]
+            for n in range_constexpr(len(found)):
+                for i in range_constexpr(UNIT // 2):
+                    value, factor = found[n][i // 4][i % 4].bitcast(Float32), factors[i // 2 % 2][first + n]
+                    sums[i] = ptx.fma_rn(value, factor, sums[i])
+        for i in range_constexpr(UNIT // 2):
+            # -0 would become 0 by an empty part, and by none must do so as well
+            sums[i] = ptx.add_rn(sums[i], Float32(0.0))
 
     @cute.jit
     def logit(self, head: Any, is_there: Any, out: Output) -> Any:

@@ -6,19 +6,17 @@ from typing import Any
 
 import torch
 
-from cute_kernels.dsl.ptx import LOG2_E
+from cute_kernels.dsl.ptx import LOG2_E, READ_AGAIN
 from tests.model import prefill_problems
 from tests.model.launch import pack, run_grid
 from tests.model.memory import GlobalMemory
 from tests.model.prefill_problems import Problem, Results, bytes_between
 from tests.model.problems import put
 
-NO_POLICY = 0
-"""Of L2 for results: the model has no caches."""
-
 
 class OnHopper(Problem):
-    policy: tuple[int, ...] = (NO_POLICY,)
+    policy: tuple[int, ...] = (READ_AGAIN,)
+    """L2's for results."""
 
     def values(self, values: list[Any]) -> list[Any]:
         """Where rows are, of what Blackwell's kernel is told."""
@@ -30,17 +28,9 @@ class OnHopper(Problem):
         results = Results(memory, (rows, heads), self.numbers)
         values = [put(memory, q), bytes_between(q, 0), bytes_between(q, 1), heads]
         _, sources, behind = self.sources(memory)
-        values += [
-            *self.values(sources),
-            results.out,
-            results.row,
-            results.head,
-            *results.places,
-            *behind,
-            *self.policy,
-        ]
+        values += [*self.values(sources), results.out, results.row, results.head, *results.places, *behind]
         bits = int(heads > 64)
-        values += [put(memory, self.call.sink), self.call.scale * LOG2_E, rows << bits, bits]
+        values += [*self.policy, put(memory, self.call.sink), self.call.scale * LOG2_E, rows << bits, bits]
         # a kernel for few heads takes no bits; what products are made of are parameters, too
         count = len(self.program.parameters)
         parameters = pack(self.program, (values + [0] * count)[:count])

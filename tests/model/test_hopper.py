@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.dsl.ptx import LOG2_E
+from cute_kernels.dsl.ptx import LOG2_E, READ_AGAIN
 from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 from tests.compile.reports import compile_report
@@ -19,7 +19,6 @@ from tests.gpu import decode_cases
 from tests.gpu.decode_checks import attention
 from tests.gpu.prefill_checks import LARGEST, assert_results
 from tests.model import edits, mutations, orders
-from tests.model.hopper_problems import NO_POLICY
 from tests.model.launch import pack, run_grid
 from tests.model.memory import GlobalMemory
 from tests.model.problems import Decode, on_host, put
@@ -96,7 +95,7 @@ class Prefill:
         values = [put(memory, self.q), self.q.stride(0) * 2, self.q.stride(1) * 2, heads]
         values += [put(memory, self.kv), self.kv.stride(0) * 2, len(self.kv)]
         values += [put(memory, self.indices), self.indices.stride(0) * 4, columns, put(memory, self.lengths)]
-        values += [self.places[0], heads * 1024, 1024, *self.places[1:], NO_POLICY, put(memory, self.sink)]
+        values += [self.places[0], heads * 1024, 1024, *self.places[1:], READ_AGAIN, put(memory, self.sink)]
         values += [512**-0.5 * LOG2_E, rows, 0]
         parameters = pack(own, [*values, *[0] * (len(own.parameters) - len(values))])
         run_grid(own, parameters, memory, blocks=blocks, size=PREFILL.smem_bytes, **options)
