@@ -205,16 +205,23 @@ def test_blackwells_own_kernels_run_if_they_are_trusted(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "why"),
     [
-        {"swa_kv_cache": torch.zeros(5, 64 * 512 + 8, dtype=BF16).as_strided((5, 64, 512), (64 * 512 + 8, 512, 1))},
-        {"compressed_kv_cache": torch.zeros(0, 2, 512, dtype=BF16)},
+        (
+            {"swa_kv_cache": torch.zeros(5, 64 * 512 + 8, dtype=BF16).as_strided((5, 64, 512), (64 * 512 + 8, 512, 1))},
+            "swa_kv_cache: expected a page stride that is a multiple of 512 and at least 32768, got 32776",
+        ),
+        (
+            {"compressed_kv_cache": torch.zeros(0, 2, 512, dtype=BF16)},
+            "compressed_kv_cache must have rows, got shape (0, 2, 512)",
+        ),
     ],
 )
 def test_what_cannot_be_gathered_is_the_portable_kernels(
-    launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], why: str
 ) -> None:
     monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_100a")
+    assert mixed._why_not_own(mixed.Call(*arguments(**changes).values())) == why
     with trust.choose(True) as asked:
         run(**changes)
     assert not asked

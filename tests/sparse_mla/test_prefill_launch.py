@@ -133,17 +133,24 @@ def test_blackwells_own_kernel_runs_if_it_is_trusted(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "why"),
     [
-        {"kv": torch.zeros(0, 1, 512, dtype=torch.bfloat16)},
-        {"kv": torch.zeros(1, 1, 512, dtype=torch.bfloat16).as_strided((1, 1, 512), (3, 512, 1))},
-        {"q": torch.zeros(3, 4, 512, dtype=torch.bfloat16).as_strided((3, 4, 512), (0, 512, 1))},
+        ({"kv": torch.zeros(0, 1, 512, dtype=torch.bfloat16)}, "kv must have elements"),
+        (
+            {"kv": torch.zeros(1, 1, 512, dtype=torch.bfloat16).as_strided((1, 1, 512), (3, 512, 1))},
+            "kv must be 16-byte aligned row by row, got",
+        ),
+        (
+            {"q": torch.zeros(3, 4, 512, dtype=torch.bfloat16).as_strided((3, 4, 512), (0, 512, 1))},
+            "q must be 16-byte aligned row by row, got",
+        ),
     ],
 )
 def test_what_no_descriptor_tells_of_is_the_portable_kernels(
-    launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], why: str
 ) -> None:
     with trust.choose(True) as asked:
-        run_on("sm_100a", monkeypatch, **changes)
+        args = run_on("sm_100a", monkeypatch, **changes)
     assert not asked
+    assert prefill._why_not_own(prefill.Call(*args.values())).startswith(why)
     assert [key for key, _ in launched] == [PortablePrefillKey("sm_100a", 16)]

@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels import formats
 from cute_kernels.runtime import trust
-from cute_kernels.sparse_mla import paged
+from cute_kernels.sparse_mla import paged, prefill_sm100_choice
 from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
 from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
@@ -254,19 +254,34 @@ def test_blackwells_own_kernel_runs_if_it_is_trusted(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reasons"),
     [
-        {"swa_cache": distant(2**22)},
-        {"swa_cache": torch.zeros(3, 64 * 584, dtype=torch.uint8).as_strided((2, 64, 584), (64 * 584 + 16, 584, 1))},
-        {"compressed_cache": FMT.allocate(0, 2)},
+        ({"swa_cache": distant(2**22)}, []),
+        (
+            {
+                "swa_cache": torch.zeros(3, 64 * 584, dtype=torch.uint8).as_strided(
+                    (2, 64, 584), (64 * 584 + 16, 584, 1)
+                )
+            },
+            ["swa_cache: expected a page stride that is a multiple of 576 and at least 36864, got 37392"],
+        ),
+        ({"compressed_cache": FMT.allocate(0, 2)}, ["compressed_cache must have rows, got shape (0, 2, 584)"]),
     ],
 )
 def test_what_cannot_be_gathered_is_the_portable_kernels(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reasons: list[str]
 ) -> None:
     launched = keep_launches(monkeypatch, paged, PORTABLE_NAMES)
     monkeypatch.setattr(paged, "arch_of", lambda index: "sm_100a")
+    found: list[str] = []
+
+    def is_own(op: str, arch: str, device_index: int, why_not: str) -> bool:
+        found.append(why_not)
+        return prefill_sm100_choice.is_own(op, arch, device_index, why_not)
+
+    monkeypatch.setattr(paged, "is_own", is_own)
     with trust.choose(True) as asked:
         paged.launch(*arguments(**changes).values())
     assert not asked
+    assert found == reasons
     assert [key for key, _ in launched] == [PortablePagedKey("sm_100a", 16, "listed", FMT.id, FMT.id)]
