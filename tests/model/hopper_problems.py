@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.dsl.ptx import LOG2_E
+from cute_kernels.dsl.ptx import LOG2_E, READ_AGAIN
 from tests.model import prefill_problems
 from tests.model.launch import pack, run_grid
 from tests.model.memory import GlobalMemory
@@ -15,6 +15,9 @@ from tests.model.problems import put
 
 
 class OnHopper(Problem):
+    policy: tuple[int, ...] = (READ_AGAIN,)
+    """L2's for results."""
+
     def values(self, values: list[Any]) -> list[Any]:
         """Where rows are, of what Blackwell's kernel is told."""
         return values
@@ -27,7 +30,7 @@ class OnHopper(Problem):
         _, sources, behind = self.sources(memory)
         values += [*self.values(sources), results.out, results.row, results.head, *results.places, *behind]
         bits = int(heads > 64)
-        values += [put(memory, self.call.sink), self.call.scale * LOG2_E, rows << bits, bits]
+        values += [*self.policy, put(memory, self.call.sink), self.call.scale * LOG2_E, rows << bits, bits]
         # a kernel for few heads takes no bits; what products are made of are parameters, too
         count = len(self.program.parameters)
         parameters = pack(self.program, (values + [0] * count)[:count])
@@ -49,5 +52,7 @@ class Mixed(OnHopper, prefill_problems.Mixed):
 
 
 class Paged(OnHopper, prefill_problems.Paged):
+    policy = ()
+
     def values(self, values: list[Any]) -> list[Any]:
         return values[:-2]

@@ -11,26 +11,21 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.dsl.ptx import LOG2_E
+from cute_kernels.dsl.ptx import LOG2_E, READ_AGAIN
 from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
-from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
-from cute_kernels.sparse_mla.mixed_sm90_rows import UNIT
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 from tests.compile.reports import compile_report
-from tests.gpu import decode_cases, test_mixed
+from tests.gpu import decode_cases
 from tests.gpu.decode_checks import attention
 from tests.gpu.prefill_checks import LARGEST, assert_results
 from tests.model import edits, mutations, orders
-from tests.model.launch import divisor, pack, run_grid
+from tests.model.launch import pack, run_grid
 from tests.model.memory import GlobalMemory
-from tests.model.prefill_problems import Mixed, Results, bytes_between
-from tests.model.prefill_problems import on_host as mixed_on_host
 from tests.model.problems import Decode, on_host, put
 from tests.model.ptx import Program, parse
 from tests.model.trace import Trace
 
 DECODE, PREFILL = DecodeKey("sm_90a", 64, "listed", False), PrefillKey("sm_90a")
-MIXED = MixedFp8Key("sm_90a")
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
@@ -100,7 +95,7 @@ class Prefill:
         values = [put(memory, self.q), self.q.stride(0) * 2, self.q.stride(1) * 2, heads]
         values += [put(memory, self.kv), self.kv.stride(0) * 2, len(self.kv)]
         values += [put(memory, self.indices), self.indices.stride(0) * 4, columns, put(memory, self.lengths)]
-        values += [self.places[0], heads * 1024, 1024, *self.places[1:], put(memory, self.sink)]
+        values += [self.places[0], heads * 1024, 1024, *self.places[1:], READ_AGAIN, put(memory, self.sink)]
         values += [512**-0.5 * LOG2_E, rows, 0]
         parameters = pack(own, [*values, *[0] * (len(own.parameters) - len(values))])
         run_grid(own, parameters, memory, blocks=blocks, size=PREFILL.smem_bytes, **options)
@@ -130,41 +125,6 @@ def prefill_trace() -> Trace:
 
 def test_prefill_in_any_order() -> None:
     prefill_trace()
-
-
-class MixedFp8(Mixed):
-    def run(self, blocks: int, **options: Any) -> tuple[torch.Tensor, ...]:
-        call, q, memory = self.call, self.q, GlobalMemory(1 << 24)
-        rows, heads, _ = q.shape
-        results = Results(memory, (rows, heads), self.numbers)
-        values: list[Any] = [put(memory, q), bytes_between(q, 0), bytes_between(q, 1), heads]
-        for pool in (call.window, call.compressed):
-            pages, page_rows, width = pool.shape
-            gap = (bytes_between(pool, 0) - page_rows * width) // UNIT
-            values += [put(memory, pool), pages * page_rows, *divisor(page_rows), gap]
-        given = call.arguments()
-        values += [put(memory, call.indices), bytes_between(call.indices, 0), call.indices.shape[1], call.window_size]
-        values += [put(memory, given[name]) for name in ("sparse_topk_lens", "cum_seq_lens_q", "seq_lens")]
-        values += [len(call.seq_lens), results.out, results.row, results.head, *results.places, call.out_scale]
-        values += [put(memory, call.sink), call.scale * LOG2_E, rows, 0]
-        own = self.program
-        parameters = pack(own, [*values, *[0] * (len(own.parameters) - len(values))])
-        run_grid(own, parameters, memory, blocks=blocks, size=self.size, **options)
-        results.assert_written_once()
-        return results.get()
-
-
-def test_mixed_over_e4m3_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes are converted where they lie. Columns of both caches, a window that is not full, pages with room between
-    them, a row of nobody."""
-    monkeypatch.setattr(test_mixed, "made_of", test_mixed.FP8)
-    many: dict[str, Any] = {"window_size": 7, "width": 65, "rows": (53, 2), "more_stride": (512, 1024), "heads": 20}
-    with mixed_on_host():
-        call = test_mixed.make(query_lens=(1, 1), seq_lens=(300, 3), seed=4, **many)
-    records, make = orders.recorder(program(MIXED))
-    MixedFp8(call, program(MIXED), MIXED.smem_bytes).check(1, seed=4, events=make)
-    # a stage that queries had but for their kept columns is an operand's as a whole afterwards
-    orders.check(records[0], schedules=2, more=7, counts_versions=False)
 
 
 IMPLIED = {
