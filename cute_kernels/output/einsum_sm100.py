@@ -157,9 +157,7 @@ class BlackwellEinsumKernel(EinsumKernel):
             rings[0].initialize(1, 1)
             rings[1].initialize(WARP, plan.scale_users)
             rings[2].initialize(1, WARPGROUPS * 4)
-        ptx.fence_tensor_before()
         cute.arch.sync_threads()
-        ptx.fence_tensor_after()
         cute.arch.griddepcontrol_wait()
         tensor = ptx.load_shared_s32(word.iterator.toint())
 
@@ -176,14 +174,12 @@ class BlackwellEinsumKernel(EinsumKernel):
             if warp == start_warp:
                 self.start_products(tiles, rings, scale, a.iterator.toint(), b.iterator.toint(), tensor, chunks)
                 cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)
-                ptx.fence_tensor_after()
                 ptx.free_tensor_memory(tensor, plan.tensor_columns)
         else:
             if const_expr(self.has_many_totals):
                 cute.arch.setmaxregister_increase(REGISTERS[1])
             tiles = self.tiles(rows, groups, columns)
             self.consume_products(thread, tiles, rings, scale, tensor, out, rows, columns, chunks)
-            ptx.fence_tensor_before()
             cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)
 
     def tiles(self, rows: Any, groups: Any, columns: Any) -> Tiles:

@@ -46,8 +46,7 @@ class Prefill(OnHopper, prefill_problems.Prefill):
 class Mixed(OnHopper, prefill_problems.Mixed):
     def values(self, values: list[Any]) -> list[Any]:
         """What lies between pages in units of 16 bytes, not in rows."""
-        units = 512 * self.call.window.element_size() // 16
-        gaps = [i for pool in range(2) for i in [5 * pool + 4]]
+        units, gaps = 512 * self.call.window.element_size() // 16, (4, 9)
         return [value * units if i in gaps else value for i, value in enumerate(values)]
 
 

@@ -24,6 +24,7 @@ from cute_kernels.sparse_mla.prefill_sm100_plan import BACK, FRONT, LISTS_WARP, 
 from tests.compile.reports import compile_report
 from tests.gpu import test_mixed
 from tests.model import test_decode_pair_sm100 as pairs
+from tests.model import test_einsum_sm100 as einsum
 from tests.model.planted import IS_REPEATED, TELLS_NOTHING, Call, Kernel
 from tests.model.prefill_problems import Problem
 from tests.model.ptx import Program
@@ -170,11 +171,20 @@ def of_decode() -> Kernel:
     return Kernel(compile_report(key).ptx, [call], DECODE_ROLES)
 
 
+# ---- output projection -----------------------------------------------------------------------------------------------
+
+
+def of_einsum(packed: bool) -> Kernel:
+    return Kernel(compile_report(einsum.key_of_rings(packed)).ptx, [functools.partial(einsum.run_rings, packed)], {})
+
+
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 KERNELS: dict[str, tuple[Callable[[], Kernel], Left]] = {
     "decode": (of_decode, {}),
     "decode in pairs": (of_pairs, {}),
+    "einsum": (functools.partial(of_einsum, False), {}),
+    "einsum, packed": (functools.partial(of_einsum, True), {}),
     **{name: (functools.partial(of_prefill, name), PREFILL) for name in ("prefill", "mixed", "mixed e4m3", "paged")},
     **{name: (functools.partial(of_scores, name), left) for name, (_, _, left) in SCORES.items()},
 }
@@ -185,6 +195,8 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], Left]] = {
     [
         ("decode", 3),
         ("decode in pairs", 4),
+        ("einsum", 3),
+        ("einsum, packed", 3),
         ("prefill", 4),
         ("mixed e4m3", 4),
         ("paged", 4),
