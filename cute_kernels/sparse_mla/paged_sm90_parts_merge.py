@@ -95,16 +95,15 @@ class PartBack(Back):
         """Leave the block's sums, and store the cluster's share of an item's results that is the block's."""
         row, first = work.place(item)
         count = q.count(first) - own_row
-        logits = [self.logit(first + own_row + 8 * half, 8 * half < count, out) for half in range(2)]
         # tiles are no more needed once all products are done
         cute.arch.barrier(barrier_id=BACKS_BARRIER, number_of_threads=256)
         own_at = at.stages + side * SIDE_BYTES + own_number() * 16
         for i in range_constexpr(SIDE // 8):
             four = [total[4 * i + j].bitcast(Int32) for j in range(4)]
             ptx.store_shared_128(own_at + i * LOAD_BYTES, four)
+        logits = [self.logit(first + own_row + 8 * half, 8 * half < count, out) for half in range(2)]
         meet()
 
-        places = [ptx.map_shared(own_at, rank) for rank in range(self.blocks)]
         summaries = [ptx.map_shared(at.kept + own_row * SUMMARY, rank) for rank in range(self.blocks)]
         head = (Int64(row) * q.heads + first + own_row) * 4
         is_own = (side == 0) & (lane & 3 == 0) & (ptx.rank_again() == 0)
@@ -131,16 +130,17 @@ class PartBack(Back):
         sums = cute.make_rmem_tensor((UNIT // 2,), Float32)
         for i in range_constexpr(UNITS // self.blocks):
             unit = ptx.rank_again() + i * self.blocks
-            self.add_up(sums, factors, places, unit * (LOADS * LOAD_BYTES))
+            self.add_up(sums, factors, own_at + unit * (LOADS * LOAD_BYTES))
             wgmma.store_bf16(sums, lane, target + unit * (UNIT * 2), out.head, count, Int32(UNIT), UNIT)
 
     @cute.jit
-    def add_up(self, sums: Any, factors: Any, places: Any, offset: Any) -> None:
+    def add_up(self, sums: Any, factors: Any, unit_at: Any) -> None:
         """A thread's columns of a unit, over all blocks in order."""
         sums.fill(0.0)
         for first in range_constexpr(0, self.blocks, AT_ONCE):
             ranks = range(first, min(first + AT_ONCE, self.blocks))
-            found = [[ptx.load_cluster_128(places[r] + offset + i * LOAD_BYTES) for i in range(LOADS)] for r in ranks]
+            places = [ptx.map_shared(unit_at, rank) for rank in ranks]
+            found = [[ptx.load_cluster_128(place + i * LOAD_BYTES) for i in range(LOADS)] for place in places]
             for n in range_constexpr(len(found)):
                 for i in range_constexpr(UNIT // 2):
                     value, factor = found[n][i // 4][i % 4].bitcast(Float32), factors[i // 2 % 2][first + n]
