@@ -86,7 +86,7 @@ def _agree_prefill(got: Sequence[Any], want: Sequence[Any]) -> str:
 
 
 def _agree_paged(got: Sequence[Any], want: Sequence[Any]) -> str:
-    return _agree_prefill(got[8:], want[8:]) or _untouched(got[:14], want[:14], ())
+    return _agree_prefill(got[10:], want[10:]) or _untouched(got[:16], want[:16], ())
 
 
 def _agree_mixed(got: Sequence[Any], want: Sequence[Any]) -> str:
