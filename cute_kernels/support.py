@@ -90,6 +90,7 @@ MEASURED = (
     "quantize_and_insert_k_cache",
     "save_partial_states",
     "score_top_k_decode",
+    "score_top_k_prefill",
     "sparse_mla_decode",
     "sparse_mla_mixed",
     "sparse_mla_prefill",

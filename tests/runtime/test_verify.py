@@ -153,6 +153,10 @@ def test_every_op_with_a_kernel_has_examples_that_are_legal_calls() -> None:
             mutated = compare_arguments([str(n) for n in range(len(args))], clone_arguments(args, CPU), example.args)
             empty = any(isinstance(a, torch.Tensor) and a.numel() == 0 for a in args)
             assert mutated or empty, f"{op.name}, {example.name}: does nothing"
+            if example.agree is not None:
+                assert example.agree(clone_arguments(args, CPU), args) == "", f"{op.name}, {example.name}"
+                if mutated:
+                    assert example.agree(clone_arguments(example.args, CPU), args), f"{op.name}, {example.name}"
         assert len(names) == len(set(names)) >= 3
 
 
