@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from cute_kernels.output.examples_einsum import PRODUCTS, ROUNDING
 from cute_kernels.output.ops import deepseek_v4_fp8_einsum
 from cute_kernels.runtime.ops import OPS
 from perf.measure import Call, compare, number_of_sets
@@ -37,9 +38,6 @@ its tiles are variants too."""
 PORTABLE = "ours portable"
 
 CHECKED_ROWS = 256
-ROUNDING, PRODUCTS = 2.0**-8, 2.0**-11
-"""Shares of the exact result, and of the sum of the products' magnitudes, that a result may differ by: bf16 rounding,
-and the 14 bits that Hopper's tensor cores keep of a sum of e4m3 products."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -78,6 +78,14 @@ class BlackwellEinsumKey(KernelKey):
 
             return PackedEinsumKernel(self), fake_arguments(Int32)
         return BlackwellEinsumKernel(self), fake_arguments()
+
+
+class Results(NamedTuple):
+    """Where results go, and how many rows and columns there are."""
+
+    out: Strided
+    rows: Any
+    columns: Any
 
 
 class BlackwellEinsumKernel(EinsumKernel):
@@ -179,7 +187,7 @@ class BlackwellEinsumKernel(EinsumKernel):
             if const_expr(self.has_many_totals):
                 cute.arch.setmaxregister_increase(REGISTERS[1])
             tiles = self.tiles(rows, groups, columns)
-            self.consume_products(thread, tiles, rings, scale, tensor, out, rows, columns, chunks)
+            self.consume_products(thread, tiles, rings, scale, tensor, Results(out, rows, columns), chunks)
             cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)
 
     def tiles(self, rows: Any, groups: Any, columns: Any) -> Tiles:
@@ -219,25 +227,14 @@ class BlackwellEinsumKernel(EinsumKernel):
 
     @cute.jit
     def consume_products(
-        self,
-        thread: Any,
-        tiles: Any,
-        rings: Any,
-        scale: Any,
-        tensor: Any,
-        out: Any,
-        rows: Any,
-        columns: Any,
-        chunks: Any,
+        self, thread: Any, tiles: Any, rings: Any, scale: Any, tensor: Any, results: Results, chunks: Any
     ) -> None:
         """Scale the products of all chunks, add them up and store the tiles' results. By two warpgroups: a thread has a
         row, and half of the tile's columns."""
         plan = self.plan
         _, scale_ring, product_ring = rings
-        lane, own_row = thread % WARP, thread % ROWS
-        warpgroup = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-        own_column = warpgroup * plan.width
-        products = tensor + (own_row // WARP * WARP << LANE_SHIFT) + own_column
+        lane = thread % WARP
+        own_row, own_column, products = self.own_place(thread, tensor)
         totals = cute.make_rmem_tensor((plan.width,), Float32)
         stage, phase = barriers.start()
         buffer, use = barriers.start()
@@ -259,10 +256,22 @@ class BlackwellEinsumKernel(EinsumKernel):
                     cute.arch.mbarrier_arrive(scale_ring.empty(stage))
                 stage, phase = barriers.advance(stage, phase, plan.scale_stages)
                 buffer, use = barriers.advance(buffer, use, plan.buffers)
-            group, row_tile, column_tile = tiles.place(number)
-            row, column = row_tile * ROWS + own_row, column_tile * plan.columns + own_column
-            left = columns - column if row < rows else Int32(0)
-            self.store([totals[i] for i in range(plan.width)], out.at(row, group) + Int64(column) * 2, left)
+            target, left = self.own_results(tiles.place(number), own_row, own_column, results)
+            self.store([totals[i] for i in range(plan.width)], target, left)
+
+    def own_place(self, thread: Any, tensor: Any) -> tuple[Any, Any, Any]:
+        """A thread's row and first column of a tile, and where their product is in tensor memory."""
+        row = thread % ROWS
+        column = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP) * self.plan.width
+        return row, column, tensor + (row // WARP * WARP << LANE_SHIFT) + column
+
+    @cute.jit
+    def own_results(self, place: Any, own_row: Any, own_column: Any, results: Results) -> tuple[Any, Any]:
+        """Address of a thread's first result of the tile at `place`, and how many columns there are from it on."""
+        group, row_tile, column_tile = place
+        row, column = row_tile * ROWS + own_row, column_tile * self.plan.columns + own_column
+        left = results.columns - column if row < results.rows else Int32(0)
+        return results.out.at(row, group) + Int64(column) * 2, left
 
     @cute.jit
     def add_products(self, totals: cute.Tensor, products: Any, factor: Any) -> None:

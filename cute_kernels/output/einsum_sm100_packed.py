@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
-from cute_kernels.dsl import barriers, ptx, umma, wgmma
-from cute_kernels.output.einsum_sm100 import LANE_SHIFT, BlackwellEinsumKernel
+from cute_kernels.dsl import barriers, ptx, umma
+from cute_kernels.output.einsum_sm100 import BlackwellEinsumKernel, Results
 from cute_kernels.output.einsum_sm100_plan import ROWS, SCALE_COLUMNS
 from cute_kernels.output.einsum_tiles import CHUNK, WARP
 
@@ -120,29 +120,15 @@ class PackedEinsumKernel(BlackwellEinsumKernel):
 
     @cute.jit
     def consume_products(
-        self,
-        thread: Any,
-        tiles: Any,
-        rings: Any,
-        scale: Any,
-        tensor: Any,
-        out: Any,
-        rows: Any,
-        columns: Any,
-        chunks: Any,
+        self, thread: Any, tiles: Any, rings: Any, scale: Any, tensor: Any, results: Results, chunks: Any
     ) -> None:
         """Store the tiles' results. By two warpgroups: a thread has a row, and half of the tile's columns."""
         plan = self.plan
         product_ring = rings[2]
-        own_row = thread % ROWS
-        own_column = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP) * plan.width
-        products = tensor + (own_row // WARP * WARP << LANE_SHIFT) + own_column
+        own_row, own_column, products = self.own_place(thread, tensor)
         buffer, use = barriers.start()
         for number in cutlass.range(tiles.first, tiles.end, tiles.step, unroll=1):
-            group, row_tile, column_tile = tiles.place(number)
-            row, column = row_tile * ROWS + own_row, column_tile * plan.columns + own_column
-            left = columns - column if row < rows else Int32(0)
-            target = out.at(row, group) + Int64(column) * 2
+            target, left = self.own_results(tiles.place(number), own_row, own_column, results)
             product_ring.wait_full(buffer, use)
             ptx.fence_tensor_after()
             for first in range_constexpr(0, plan.width, self.piece):

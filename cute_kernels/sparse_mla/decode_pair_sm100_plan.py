@@ -29,11 +29,8 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
     KEY_ROWS,
     KEYS,
     O_BLOCK,
-    O_COLUMN,
-    O_COLUMNS,
     SLAB,
     SLAB_BYTES,
-    VALUE_ROWS,
     Barriers,
     Places,
     Step,
@@ -151,10 +148,7 @@ def scores_steps() -> Iterator[Step]:
 
 def values_steps() -> Iterator[Step]:
     """O += P V, of 128 columns of each block and 16 keys at a time."""
-    for half in range(2):
-        for k in range(0, KEYS, 16):
-            b = half * (SLABS // 2) * SLAB_BYTES + VALUE_ROWS.step(k)
-            yield Step(O_COLUMN + half * (O_COLUMNS // 2), KEY_ROWS.step(k), False, b, k == 0)
+    return single.values_steps(SLABS)
 
 
 def o_dim(half: Any, block: Any) -> Any:

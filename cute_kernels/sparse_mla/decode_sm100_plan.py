@@ -222,11 +222,11 @@ def scores_steps() -> Iterator[Step]:
             yield Step(S_COLUMN, a, is_resident, slab * SLAB_BYTES + KEY_ROWS.step(k), slab + k == 0)
 
 
-def values_steps() -> Iterator[Step]:
-    """O += P V, of 256 columns and 16 keys at a time."""
+def values_steps(slabs: int = SLABS) -> Iterator[Step]:
+    """O += P V, of half of a block's slabs of columns and 16 keys at a time."""
     for half in range(2):
         for k in range(0, KEYS, 16):
-            b = half * (SLABS // 2) * SLAB_BYTES + VALUE_ROWS.step(k)
+            b = half * (slabs // 2) * SLAB_BYTES + VALUE_ROWS.step(k)
             yield Step(O_COLUMN + half * (O_COLUMNS // 2), KEY_ROWS.step(k), False, b, k == 0)
 
 

@@ -21,7 +21,7 @@ from cute_kernels.sparse_mla import decode_sm100_plan as single
 from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_sm100_plan import HEADS, KEYS, SLAB, SLAB_BYTES, THREADS
 from tests.compile.reports import compile_report
-from tests.compile.test_decode_sm100 import RESERVED
+from tests.compile.test_decode_sm100 import RESERVED, check_shared_memory
 from tests.compile.test_decode_teams import banks
 
 KEYS_TO_COMPILE = [BlackwellPairDecodeKey("sm_100a", "listed", False), BlackwellPairDecodeKey("sm_100a", "dense", True)]
@@ -76,13 +76,7 @@ def test_barriers_are_those_of_the_plan() -> None:
 
 
 def test_shared_memory() -> None:
-    parts, at = plan.smem_parts(), plan.places(0)
-    assert list(parts) == list(at._fields)
-    ends = [place + size for place, size in zip(at, parts.values(), strict=True)]
-    assert list(at[1:]) == ends[:-1]
-    assert all(place % 1024 == 0 for place in (at.v, at.q, at.p, at.raw))
-    assert all(place % 16 == 0 for place in at)
-    assert plan.smem_bytes() == ends[-1] + 8 * plan.BARRIERS < 1 << 18
+    check_shared_memory(plan)
 
 
 def test_tensor_memory() -> None:

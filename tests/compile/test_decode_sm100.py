@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,8 +76,12 @@ def test_stores_for_tensor_cores_are_fenced() -> None:
 
 
 def test_shared_memory() -> None:
-    parts = plan.smem_parts()
-    at = plan.places(0)
+    check_shared_memory(plan)
+
+
+def check_shared_memory(plan: Any) -> None:
+    """Of this plan, or that for pairs of blocks."""
+    parts, at = plan.smem_parts(), plan.places(0)
     assert list(parts) == list(at._fields)
     ends = [place + size for place, size in zip(at, parts.values(), strict=True)]
     assert list(at[1:]) == ends[:-1]

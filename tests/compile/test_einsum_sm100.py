@@ -8,6 +8,7 @@ import pytest
 
 from cute_kernels.dsl.ptx import COLUMNS
 from cute_kernels.runtime.arch import BLACKWELL, SMEM_BYTES
+from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -29,11 +30,10 @@ KEYS = [
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_compiles(key: BlackwellEinsumKey) -> None:
     report, plan = compile_report(key), key.plan
-    assert report.cubin[:4] == b"\x7fELF"
-    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert problems(key, report) == []
+    assert report.stack == 0
     assert not re.search(r"st\.local|ld\.local", report.ptx)
     assert report.smem <= SMEM_BYTES[key.arch] - 1024
-    assert set(key.instructions) <= set(report.instructions)
     assert report.registers <= 65536 // plan.threads
     has_many = plan.width > MANY_TOTALS and not key.packed
     assert ("setmaxnreg" in report.instructions) == has_many

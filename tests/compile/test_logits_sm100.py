@@ -13,6 +13,7 @@ from cute_kernels.dsl.ptx import COLUMNS
 from cute_kernels.formats import INDEX_DIM
 from cute_kernels.models import MODELS, ModelShape
 from cute_kernels.runtime.arch import SMEM_BYTES
+from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -48,11 +49,10 @@ PLANS = [
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_compiles(key: BlackwellLogitsKey) -> None:
     report, plan = compile_report(key), key.plan
-    assert report.cubin[:4] == b"\x7fELF"
-    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert problems(key, report) == []
+    assert report.stack == 0
     assert not re.search(r"st\.local|ld\.local", report.ptx)
     assert report.smem <= SMEM_BYTES[key.arch] - 1024
-    assert set(key.instructions) <= set(report.instructions)
     assert report.registers <= 65536 // plan.threads
     assert ("setmaxnreg" in report.instructions) == (plan.held * key.heads > 64)
     if "setmaxnreg" in report.instructions:

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from cute_kernels.output.examples_einsum import PRODUCTS, ROUNDING
 from cute_kernels.output.ops import deepseek_v4_fp8_einsum
 from cute_kernels.output.scales import pack_words
 from cute_kernels.runtime import compile as compile_
@@ -13,8 +14,6 @@ from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.record import record_calls
 
 EQUATION, RECIPE, PACKED = "bhr,hdr->bhd", [1, 128, 128], [1, 1, 128]
-ROUNDING, PRODUCTS = 2.0**-8, 2.0**-11
-"""Shares of the result and of the sum of magnitudes that a result may differ by."""
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ import torch
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill_paged
 from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, inside, int32
 from tests.gpu.decode_checks import same_bits
-from tests.gpu.paged_cases import Call, check, fill, make, run
+from tests.gpu.paged_cases import Call, check, check_graph, fill, make, run
 from tests.gpu.prefill_checks import use_kernel
 
 pytestmark = [
@@ -263,21 +263,7 @@ def test_strides_and_what_lies_around(heads: int) -> None:
 
 
 def test_graph() -> None:
-    call = make((1,) * 100 + (200,), (700,) * 100 + (230,), width=100, padding=0)
-    want = check(call)
-    results: dict[str, Any] = {
-        name: torch.empty_like(part) for name, part in zip(("out", "max_logits", "lse"), want, strict=True)
-    }
-    graph = torch.cuda.CUDAGraph()
-    given = call.arguments()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        sparse_mla_prefill_paged(**given, **results)
-    for _ in range(3):
-        for part in results.values():
-            part.fill_(math.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert same_bits(tuple(results.values()), want)
+    check_graph(make((1,) * 100 + (200,), (700,) * 100 + (230,), width=100, padding=0))
 
 
 def test_caches_without_pages() -> None:

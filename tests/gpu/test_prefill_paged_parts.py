@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from cute_kernels.runtime.arch import arch_of
-from cute_kernels.sparse_mla.ops import sparse_mla_prefill_paged
 from tests.gpu.decode_cases import INT_MIN
 from tests.gpu.decode_checks import same_bits
-from tests.gpu.paged_cases import Call, Results, check, make, run
+from tests.gpu.paged_cases import Call, Results, check, check_graph, make, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -142,19 +141,7 @@ def test_bits_repeat() -> None:
 
 @pytest.mark.parametrize("splits", [0, 4])
 def test_graph(splits: int) -> None:
-    call = make((1,) * 10 + (20,), (700,) * 10 + (230,), width=100, padding=0)
-    want = check(call, num_splits=splits)
-    results = {name: torch.empty_like(part) for name, part in zip(("out", "max_logits", "lse"), want, strict=True)}
-    graph = torch.cuda.CUDAGraph()
-    given: dict[str, Any] = {**call.arguments(), **results, "num_splits": splits}
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        sparse_mla_prefill_paged(**given)
-    for _ in range(3):
-        for part in results.values():
-            part.fill_(math.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert same_bits(tuple(results.values()), want)
+    check_graph(make((1,) * 10 + (20,), (700,) * 10 + (230,), width=100, padding=0), num_splits=splits)
 
 
 def test_what_is_not_supported() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tests.model.ptx import Op, Program, parse, split
 
@@ -95,3 +96,17 @@ def _numbers(
                 if re.fullmatch(r"-?\d+", arg) and (op.parts[0] != "mov" or depth == DEPTH):
                     yield op.number, i, int(arg) & (1 << 64) - 1
             yield from _numbers(program, writers, op.scope, op.args[1:], depth - 1)
+
+
+def is_found(check: Callable[..., None], *args: Any, **options: Any) -> bool:
+    """Whether the check of a kernel with a bug says that there is one."""
+    try:
+        check(*args, **options)
+    except FOUND:
+        return True
+    return False
+
+
+def unfound(planted: Iterable[Edit], text: str, check: Callable[[Program], None]) -> list[Edit]:
+    """The bugs that the check of a kernel, whose PTX is `text`, does not find."""
+    return [edit for edit in planted if not is_found(check, edit.program(text))]

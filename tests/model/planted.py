@@ -77,11 +77,7 @@ class Kernel:
         mutant = places[0][1]
         if mutant.name not in RESULTS:
             return False
-        try:
-            self.calls[0](Edit(mutant.op, mutant.name).program(self.text), events=None)
-        except edits.FOUND:
-            return True
-        return False
+        return edits.is_found(self.calls[0], Edit(mutant.op, mutant.name).program(self.text), events=None)
 
     # ---- why
 

@@ -30,7 +30,7 @@ class Decode(single.Decode):
     ctas = 4
 
 
-CALLS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
+CALLS: dict[str, single.Case] = {
     "65 heads, lists in turn, most indices bad": (
         {"b": 3, "heads": 65, "topk": 64, "second": "listed", "extra_topk": 64, "extra_rows": 2, "bad": 0.6},
         ([64, 0, -5], [0, 64, MOST]),
@@ -46,13 +46,7 @@ CALLS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_results(name: str) -> None:
-    how, chosen, parts = CALLS[name]
-    call = make(**how)
-    if chosen:
-        call = with_lengths(call, *chosen)
-    decode = Decode(call, HEADS, **parts)
-    decode.run(seed=len(name), laziness=len(name) % 10 / 10)
-    decode.check()
+    single.check_case(name, CALLS[name], Decode, HEADS)
 
 
 def run_all_rows(own: Program, events: Any) -> None:
@@ -78,27 +72,16 @@ def test_in_any_order() -> None:
     assert all(op.opcode.startswith(("ld.shared.v4", "st.shared.v4")) for op in steps)
 
 
-def places() -> list[edits.Edit]:
-    """Bugs in the places of operands in shared and tensor memory, and results that are not waited for."""
-    return list(edits.edits(program("listed", False, BlackwellPairDecodeKey)))
-
-
-def survives(edit: edits.Edit, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the results of a tile of each list are right all the same."""
-    changed = edit.program(compile_report(KEY).ptx)
-    monkeypatch.setattr(single, "program", lambda *_: changed)
-    lists = {"topk": 64, "rows": 7, "second": "listed", "extra_topk": 40, "extra_rows": 5}
-    decode = Decode(with_lengths(make(b=1, heads=128, **lists), [64], [40]), HEADS)
-    try:
-        decode.run(seed=3)
-        decode.check()
-    except edits.FOUND:
-        return False
-    return True
-
-
-def test_bugs_in_the_places_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a sample of all there are."""
-    planted = places()
+def test_bugs_in_the_places_are_found() -> None:
+    """Of operands in shared and tensor memory, and results that are not waited for: in a sample of all there are, by a
+    tile of each list."""
+    planted = list(edits.edits(program("listed", False, BlackwellPairDecodeKey)))
     assert len(planted) > 150
-    assert [edit for edit in planted[:: len(planted) // 5] if survives(edit, monkeypatch)] == []
+    lists = {"topk": 64, "rows": 7, "second": "listed", "extra_topk": 40, "extra_rows": 5}
+
+    def check(changed: Program) -> None:
+        decode = Decode(with_lengths(make(b=1, heads=128, **lists), [64], [40]), HEADS)
+        decode.run(changed, seed=3)
+        decode.check()
+
+    assert edits.unfound(planted[:: len(planted) // 5], compile_report(KEY).ptx, check) == []

@@ -137,8 +137,11 @@ def with_lengths(call: decode_cases.Call, first: Any, second: Any) -> decode_cas
     return call
 
 
+Case = tuple[dict[str, Any], Any, dict[str, Any]]
+"""Of a call how it is made, its lengths if they are chosen, and its parts."""
+
 MOST = 2**31 - 1
-CALLS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
+CALLS: dict[str, Case] = {
     "one list, no lengths, pages of 2": ({"b": 2, "heads": 5, "topk": 65, "rows": 2, "sink": "none"}, None, {}),
     "rows without keys, padded pages": (
         {"b": 3, "topk": 130, "rows": 7, "second": "listed", "extra_topk": 100, "extra_rows": 5, "more_stride": 576},
@@ -165,11 +168,15 @@ CALLS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_results(name: str) -> None:
-    how, chosen, parts = CALLS[name]
+    check_case(name, CALLS[name], Decode, HEADS)
+
+
+def check_case(name: str, case: Case, kind: type[Decode], heads: int) -> None:
+    how, chosen, parts = case
     call = make(**how)
     if chosen:
         call = with_lengths(call, *chosen)
-    decode = Decode(call, HEADS, **parts)
+    decode = kind(call, heads, **parts)
     decode.run(seed=len(name), laziness=len(name) % 10 / 10)
     decode.check()
 
