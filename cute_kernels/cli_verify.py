@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -59,15 +60,20 @@ def verify(options: argparse.Namespace) -> int:
 def _verify(ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> tuple[list[Any], str]:
     """Verdicts of the facts, the ops and the layers, and why they could not be kept, or ""."""
     from cute_kernels.facts import check
-    from cute_kernels.runtime.verify import PORTABLE, Needs, needs_by_name, verify_by_name
+    from cute_kernels.runtime.verify import PORTABLE, Needs, Verdict, needs_by_name, verify_by_name
 
     processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
-    needs = [found for found in _run("finding kernels", ops, needs_by_name, processes) if isinstance(found, Needs)]
+    what = "finding kernels"
+    found = _run(what, ops, needs_by_name, processes)
+    needs = [need for need in found if isinstance(need, Needs)]
+    # whether such an op has a choice is not known: nothing of it is verified, it has failed
+    verdicts = [replace(v, detail=f"{what}: {v.detail}") for v in found if isinstance(v, Verdict)]
     keys = [key for need in needs for key in need.keys]
     _compile([*check.keys(arch), *keys, *(() if layers is None else layers.keys(arch))], workers)
     facts = _run("verifying facts", check.NAMES, check.verify_fact, processes) if arch in check.ARCHS else []
     with_choice = [need.name for need in needs if need.has_choice]
-    verdicts = _run("verifying ops", [op for op in ops if op not in with_choice], verify_by_name, processes)
+    alone = [need.name for need in needs if not need.has_choice]
+    verdicts += _run("verifying ops", alone, verify_by_name, processes)
     both = [op + kernel for op in with_choice for kernel in ("", PORTABLE)]
     verdicts += _run(f"verifying kernels for {arch}", both, verify_by_name, timeout=OWN_SECONDS)
     verdicts.sort(key=lambda verdict: verdict.name)

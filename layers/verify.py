@@ -11,7 +11,7 @@ import torch
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
 from cute_kernels.runtime.registry import deployment_keys
-from cute_kernels.runtime.verify import Verdict
+from cute_kernels.runtime.verify import Verdict, describe
 from layers.attention import AttentionOptions
 from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches
 from layers.checkpoint import build_layer, random_layer_tensors
@@ -47,8 +47,7 @@ def verify_layer(name: str, device: str = "cuda") -> Verdict:
         with record_calls() as recording:
             got = _run(ratio, device)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return Verdict(name, "fail", 0, f"{type(error).__name__}: {lines[0]}", time.perf_counter() - start)
+        return Verdict(name, "fail", 0, describe(error), time.perf_counter() - start)
     finally:
         if before is None:
             del os.environ[FALLBACK_VARIABLE]

@@ -12,7 +12,7 @@ from cute_kernels.facts import conversions, copies, products
 from cute_kernels.runtime.arch import BLACKWELL, arch_of
 from cute_kernels.runtime.compile import launch
 from cute_kernels.runtime.key import KernelKey
-from cute_kernels.runtime.verify import Verdict
+from cute_kernels.runtime.verify import Verdict, describe
 
 ARCHS = BLACKWELL
 """Whose facts they are."""
@@ -87,8 +87,7 @@ def verify_fact(name: str) -> Verdict:
             if difference:
                 return Verdict(name, "fail", 1, f"{fact_of(name)}: {difference}", time.perf_counter() - start)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return Verdict(name, "fail", 0, f"{type(error).__name__}: {lines[0]}", time.perf_counter() - start)
+        return Verdict(name, "fail", 0, describe(error), time.perf_counter() - start)
     return Verdict(name, "pass", 1, "", time.perf_counter() - start)
 
 

@@ -94,15 +94,19 @@ def verify_op(
             else:
                 refusals.append(f"{example.name}: {why}")
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        kind = "" if isinstance(error, Mismatch) else f"{type(error).__name__}: "
-        return Verdict(name, "fail", cases, kind + lines[0], time.perf_counter() - start, choices)
+        return Verdict(name, "fail", cases, describe(error), time.perf_counter() - start, choices)
     detail = f"{len(refusals)} not supported here, {refusals[0]}" if refusals else ""
     return Verdict(name, "pass" if cases else "unsupported", cases, detail, time.perf_counter() - start, choices)
 
 
 class Mismatch(Exception):
     """A kernel's result differs from the reference's."""
+
+
+def describe(error: Exception) -> str:
+    """What went wrong, in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0] if isinstance(error, Mismatch) else f"{type(error).__name__}: {lines[0]}"
 
 
 def _run_example(op: Op, example: Example, device: torch.device) -> str | None:
@@ -226,6 +230,9 @@ def verify_by_name(name: str) -> Verdict:
     return verify_op(all_ops()[name.removesuffix(PORTABLE)], _device(), own=own)
 
 
-def needs_by_name(name: str) -> Needs:
-    """What the verification of the op `name` runs on the current CUDA device."""
-    return needs_of(all_ops()[name], _device())
+def needs_by_name(name: str) -> Needs | Verdict:
+    """What the verification of the op `name` runs on the current CUDA device; "fail" if that cannot be found out."""
+    try:
+        return needs_of(all_ops()[name], _device())
+    except Exception as error:
+        return Verdict(name, "fail", detail=describe(error))

@@ -281,6 +281,33 @@ def test_a_process_that_dies_is_a_failure_of_the_kernel(
     assert not blackwell.trusts()
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_op_whose_kernels_are_not_found_is_a_failure(
+    capsys: Capture, blackwell: Blackwell, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    run(capsys, "verify")
+    assert blackwell.trusts()
+    blackwell.ran.clear()
+
+    def broken(op: Any) -> Any:
+        raise RuntimeError("no examples today\nmore")
+
+    def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Iterator[Any]:
+        assert function is verify_.needs_by_name or not list(names)
+        for name in names:
+            yield Verdict(name, "fail", detail="the process died with exit code 1") if dies else function(name)
+
+    monkeypatch.setattr(verify_, "examples_of", broken)
+    monkeypatch.setattr(isolated_, "run_isolated", isolated)
+    status, out, err = run(capsys, "verify", "--json")
+    assert (status, err) == (1, "")
+    (verdict,) = json.loads(out)["verdicts"]
+    why = "the process died with exit code 1" if dies else "RuntimeError: no examples today"
+    assert (verdict["name"], verdict["status"], verdict["detail"]) == (OP, "fail", f"finding kernels: {why}")
+    assert blackwell.ran == []
+    assert not blackwell.trusts()
+
+
 def test_edited_sources_are_verified_again(
     capsys: Capture, blackwell: Blackwell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
