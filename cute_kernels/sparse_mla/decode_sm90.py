@@ -151,6 +151,7 @@ class DecodeKernel:
             cluster=[PAIR, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     def cache(self, tensor: cute.Tensor) -> Cache:

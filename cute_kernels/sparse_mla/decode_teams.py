@@ -123,7 +123,11 @@ class TeamsDecodeKernel:
             items,
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, items.end), 1, 1], block=[WARPS * LANES, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[cutlass.min(ctas, items.end), 1, 1],
+            block=[WARPS * LANES, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel

@@ -124,6 +124,7 @@ class FewPrefillKernel(PrefillKernel):
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     def few_products(self) -> tuple[Any, Any, Any]:
@@ -170,6 +171,7 @@ class FewPrefillKernel(PrefillKernel):
             ready.initialize()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         for product in products[1:]:
             wgmma.accumulate(product)

@@ -163,6 +163,7 @@ class PrefillKernel:
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     # A block walks over items of its own. Where blocks have parts of rows the next three differ.
@@ -225,6 +226,7 @@ class PrefillKernel:
             ready.initialize()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         for product in products[1:]:
             wgmma.accumulate(product)
