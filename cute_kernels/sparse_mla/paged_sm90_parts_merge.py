@@ -1,7 +1,8 @@
 """What Hopper's paged prefill kernel makes of parts of a row: the blocks of a cluster have one each, and merge them.
 
-Each block leaves its sums O, in fp32 and relative to its own maxima, where its ring of tiles was, and what its softmax
-came to where its queries were. Then each adds up some of the columns over all blocks, and stores them.
+Each block has some of the columns. It leaves the sums O of the others' columns, in fp32 and relative to its own maxima,
+where its ring of tiles was, and what its softmax came to where its queries were. Then it adds up its columns over all
+blocks, and stores them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx, wgmma
 from cute_kernels.sparse_mla.paged_sm90_plan import PAGED
@@ -33,11 +34,11 @@ LOAD_BYTES = 128 * 16
 SIDE_BYTES = ROWS * SIDE * 4
 """Of the results of one side."""
 
+AT_ONCE = 2
+"""Blocks whose results a thread asks for at a time, while it adds up what it asked for before."""
+
 SUMMARY = 16
 """Bytes of what a head's softmax came to: maximum that sums are relative to, sum, largest logit."""
-
-AT_ONCE = 4
-"""Blocks whose results a thread has under way at a time."""
 
 assert PAGED.memory["stages"] >= 2 * SIDE_BYTES
 assert PAGED.memory["kept"] >= ROWS * SUMMARY
@@ -98,19 +99,23 @@ class PartBack(Back):
         # tiles are no more needed once all products are done
         cute.arch.barrier(barrier_id=BACKS_BARRIER, number_of_threads=256)
         own_at = at.stages + side * SIDE_BYTES + own_number() * 16
-        for i in range_constexpr(SIDE // 8):
-            four = [total[4 * i + j].bitcast(Int32) for j in range(4)]
-            ptx.store_shared_128(own_at + i * LOAD_BYTES, four)
+        for unit in range_constexpr(UNITS):
+            if unit % self.blocks != ptx.rank_again():
+                for i in range_constexpr(unit * LOADS, (unit + 1) * LOADS):
+                    words = [total[4 * i + j].bitcast(Int32) for j in range(4)]
+                    ptx.store_shared_128(own_at + i * LOAD_BYTES, words)
+        self.keep_own(total)
         logits = [self.logit(first + own_row + 8 * half, 8 * half < count, out) for half in range(2)]
         meet()
 
+        asked = self.ask(0, 0, total, own_at)
         summaries = [ptx.map_shared(at.kept + own_row * SUMMARY, rank) for rank in range(self.blocks)]
         head = (Int64(row) * q.heads + first + own_row) * 4
         is_own = (side == 0) & (lane & 3 == 0) & (ptx.rank_again() == 0)
         factors = []
         for half in range_constexpr(2):
-            found = [ptx.load_cluster_128(place + half * (8 * SUMMARY)) for place in summaries]
-            tops, sums, mosts = ([four[i].bitcast(Float32) for four in found] for i in range(3))
+            known = [ptx.load_cluster_128(place + half * (8 * SUMMARY)) for place in summaries]
+            tops, sums, mosts = ([four[i].bitcast(Float32) for four in known] for i in range(3))
             top, most, amount = tops[0], mosts[0], Float32(0.0)
             for i in range_constexpr(1, self.blocks):
                 top, most = ptx.max_f32(top, tops[i]), ptx.max_f32(most, mosts[i])
@@ -129,25 +134,46 @@ class PartBack(Back):
         target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)
         sums = cute.make_rmem_tensor((UNIT // 2,), Float32)
         for i in range_constexpr(UNITS // self.blocks):
+            sums.fill(0.0)
+            for rank in range_constexpr(0, self.blocks, AT_ONCE):
+                found = asked
+                number, behind = (i, rank + AT_ONCE) if rank + AT_ONCE < self.blocks else (i + 1, 0)
+                if const_expr(number < UNITS // self.blocks):
+                    asked = self.ask(number, behind, total, own_at)
+                self.add_up(sums, factors, found, rank)
+            for j in range_constexpr(UNIT // 2):
+                # -0 would become 0 by an empty part, and by none must do so as well
+                sums[j] = ptx.add_rn(sums[j], Float32(0.0))
             unit = ptx.rank_again() + i * self.blocks
-            self.add_up(sums, factors, own_at + unit * (LOADS * LOAD_BYTES))
             wgmma.store_bf16(sums, lane, target + unit * (UNIT * 2), out.head, count, Int32(UNIT), UNIT)
 
     @cute.jit
-    def add_up(self, sums: Any, factors: Any, unit_at: Any) -> None:
-        """A thread's columns of a unit, over all blocks in order."""
-        sums.fill(0.0)
-        for first in range_constexpr(0, self.blocks, AT_ONCE):
-            ranks = range(first, min(first + AT_ONCE, self.blocks))
-            places = [ptx.map_shared(unit_at, rank) for rank in ranks]
-            found = [[ptx.load_cluster_128(place + i * LOAD_BYTES) for i in range(LOADS)] for place in places]
-            for n in range_constexpr(len(found)):
-                for i in range_constexpr(UNIT // 2):
-                    value, factor = found[n][i // 4][i % 4].bitcast(Float32), factors[i // 2 % 2][first + n]
-                    sums[i] = ptx.fma_rn(value, factor, sums[i])
-        for i in range_constexpr(UNIT // 2):
-            # -0 would become 0 by an empty part, and by none must do so as well
-            sums[i] = ptx.add_rn(sums[i], Float32(0.0))
+    def keep_own(self, total: Any) -> None:
+        """Put the sums of the block's own units first."""
+        for i in range_constexpr(UNITS // self.blocks):
+            for rank in range_constexpr(self.blocks):
+                if ptx.rank_again() == rank:
+                    for j in range_constexpr(UNIT // 2):
+                        total[i * (UNIT // 2) + j] = total[(i * self.blocks + rank) * (UNIT // 2) + j]
+
+    def ask(self, number: int, first: int, total: Any, own_at: Any) -> list[Any]:
+        """A thread's sums of one of the block's units, from some blocks: its own are in registers."""
+        unit_at = own_at + (ptx.rank_again() + number * self.blocks) * (LOADS * LOAD_BYTES)
+        found = []
+        for rank in range(first, first + AT_ONCE):
+            place = ptx.map_shared(unit_at, rank)
+            for i in range(LOADS):
+                own = [total[number * (UNIT // 2) + 4 * i + j].bitcast(Int32) for j in range(4)]
+                found += ptx.load_cluster_128_or(ptx.rank_again() != rank, place + i * LOAD_BYTES, own)
+        return found
+
+    @cute.jit
+    def add_up(self, sums: Any, factors: Any, found: Any, first: cutlass.Constexpr) -> None:
+        """Add a thread's columns of a unit, of some blocks in order."""
+        for rank in range_constexpr(AT_ONCE):
+            for i in range_constexpr(UNIT // 2):
+                value = found[rank * (UNIT // 2) + i].bitcast(Float32)
+                sums[i] = ptx.fma_rn(value, factors[i // 2 % 2][first + rank], sums[i])
 
     @cute.jit
     def logit(self, head: Any, is_there: Any, out: Output) -> Any:

@@ -176,6 +176,17 @@ def load_cluster_128(address: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
+def load_cluster_128_or(condition: Any, address: Any, words: Any) -> tuple[Any, Any, Any, Any]:
+    """sm_90 and up. As load_cluster_128; these words where the condition fails."""
+    otherwise = " ".join(f"mov.b32 {{$w{i}}}, {{$r{i + 2}}};" for i in range(4))
+    return inline_ptx(
+        f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; {otherwise} "
+        "@p ld.shared::cluster.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        write_only_types=[Int32] * 4,
+        read_only_args=[Int32(address), Int32(condition), *(Int32(word) for word in words)],
+    )
+
+
 def store_cluster_64(address: Any, low: Any, high: Any) -> None:
     """sm_90 and up. Two words to the shared memory of any block of the cluster, 8-byte aligned, from map_shared."""
     inline_ptx(
