@@ -34,6 +34,9 @@ class PartWalk(Walk):
         warpgroup that has nothing else to do yet, and registers for it."""
         item, sources = self.work.first, self.sources
         query, _ = self.work.place(item)
+        # a row most often has all that it may have: its entries are asked for before it is known
+        guess, _ = self.part((sources.columns + sources.window_size + (KEYS - 1)) // KEYS)
+        listed = self.listed(query, (guess + own_warp()) * KEYS, sources.columns)
         self.ask_for_lists(query)
         request, position, seq_len, _ = sources.batch.find(query, sources.batch.seq_lens)
         # starts that do not ascend may lead to any other
@@ -63,16 +66,21 @@ class PartWalk(Walk):
             ptx.store_shared_128(self.home, goes_on)
         cute.arch.sync_warp()
         if is_tile:
-            self.enter_tile(tile, column, query, request, visible, compressed, first, total)
+            if start != guess:
+                listed = self.listed(query, column, compressed)
+            self.enter_tile(tile, column, listed, request, visible, compressed, first, total)
 
     @cute.jit
     def enter_tile(
-        self, tile: Any, column: Any, query: Any, request: Any, visible: Any, compressed: Any, first: Any, total: Any
+        self, tile: Any, column: Any, listed: Any, request: Any, visible: Any, compressed: Any, first: Any, total: Any
     ) -> None:
-        """Write a tile's list at once, and tell all."""
+        """Write a tile's list at once, and tell all. listed: as of `listed`."""
         list_at = self.list_of(tile)
         rows = [own_lane() + half * LANES for half in range(HALVES)]
-        entries = [self.entry_of(column + row, query, compressed, first, total) for row in rows]
+        entries = [
+            self.entry_of(column + row, entry, compressed, first, total)
+            for row, entry in zip(rows, listed, strict=True)
+        ]
         places = []
         for row, entry in zip(rows, entries, strict=True):
             is_named, inside, named_by = self.page_of(entry, row < compressed - column, visible)
@@ -80,16 +88,23 @@ class PartWalk(Walk):
         found = zip(rows, places, strict=True)
         self.tell(tile, [self.enter_row(list_at, row, *place, compressed - column) for row, place in found])
 
-    @cute.jit
-    def entry_of(self, own: Any, query: Any, compressed: Any, first: Any, total: Any) -> Any:
-        """Of a key of the row; -1 behind the part's last one."""
+    def listed(self, query: Any, column: Any, count: Any) -> list[Any]:
+        """What a query row's list has for the lane's rows of the tile that begins with that column; anything where
+        there is none."""
         sources = self.sources
-        is_listed = (own < compressed) & (sources.lists != 0)
-        at = sources.lists + Int64(query) * sources.list_row + Int64(own) * 4
-        listed = ptx.load_global_s32_where(is_listed, at)
+        found = []
+        for half in range(HALVES):
+            own = column + own_lane() + half * LANES
+            at = sources.lists + Int64(query) * sources.list_row + Int64(own) * 4
+            found.append(ptx.load_global_s32_where((own < count) & (sources.lists != 0), at))
+        return found
+
+    @cute.jit
+    def entry_of(self, own: Any, listed: Any, compressed: Any, first: Any, total: Any) -> Any:
+        """Of a key of the row; -1 behind the part's last one."""
         entry = own if own < compressed else own - compressed + first
         entry = entry if own < total else Int32(-1)
-        return listed if is_listed else entry
+        return listed if (own < compressed) & (self.sources.lists != 0) else entry
 
     @cute.jit
     def step(self, tile: Any) -> None:
