@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ class OnHopper(Problem):
         """Where rows are, of what Blackwell's kernel is told."""
         return values
 
+    def sinks(self, sink: int) -> list[int]:
+        """Where they are, of what merges results and of what makes them."""
+        return [sink]
+
+    def grid(self, blocks: int, items: int) -> dict[str, int]:
+        """At most so many blocks, of run_grid."""
+        return {"blocks": min(blocks, items)}
+
     def run(self, blocks: int, **options: Any) -> tuple[torch.Tensor, ...]:
         memory, q = GlobalMemory(1 << 25), self.q
         rows, heads, _ = q.shape
@@ -30,11 +39,11 @@ class OnHopper(Problem):
         _, sources, behind = self.sources(memory)
         values += [*self.values(sources), results.out, results.row, results.head, *results.places, *behind]
         bits = int(heads > 64)
-        values += [*self.policy, put(memory, self.call.sink), self.call.scale * LOG2_E, rows << bits, bits]
+        values += [*self.policy, *self.sinks(put(memory, self.call.sink)), self.call.scale * LOG2_E, rows << bits, bits]
         # a kernel for few heads takes no bits; what products are made of are parameters, too
         count = len(self.program.parameters)
         parameters = pack(self.program, (values + [0] * count)[:count])
-        run_grid(self.program, parameters, memory, blocks=min(blocks, rows << bits), size=self.size, **options)
+        run_grid(self.program, parameters, memory, size=self.size, **self.grid(blocks, rows << bits), **options)
         results.assert_written_once()
         return results.get()
 
@@ -55,3 +64,22 @@ class Paged(OnHopper, prefill_problems.Paged):
 
     def values(self, values: list[Any]) -> list[Any]:
         return values[:-2]
+
+
+@dataclasses.dataclass
+class PagedParts(Paged):
+    """Rows in so many parts, each of so many tiles (schedule.part_range), by clusters of so many blocks."""
+
+    blocks: int = 2
+    parts: int = 2
+    part_tiles: int = 0
+
+    def values(self, values: list[Any]) -> list[Any]:
+        return [*super().values(values), self.parts, self.part_tiles]
+
+    def sinks(self, sink: int) -> list[int]:
+        return [sink, 0]
+
+    def grid(self, blocks: int, items: int) -> dict[str, int]:
+        """Of every item a cluster."""
+        return {"blocks": items * self.blocks, "cluster": self.blocks, "rows": self.blocks}

@@ -48,6 +48,7 @@ def run_grid(
     *,
     blocks: int,
     cluster: int = 1,
+    rows: int = 1,
     size: int,
     seed: int = 0,
     laziness: float = 0.5,
@@ -57,6 +58,7 @@ def run_grid(
 ) -> Any:
     """Run so many blocks, `cluster` of them at a time. Returns how often each instruction ran, by number.
 
+    rows     of the grid: a cluster has blocks of all of them
     events   what makes the record of a cluster, called with its number
     """
     counts = np.zeros(len(program.ops), np.int64)
@@ -68,6 +70,7 @@ def run_grid(
             first=first,
             grid=blocks,
             blocks=cluster,
+            rows=rows,
             size=size,
             seed=seed * 1000 + first,
             laziness=laziness,

@@ -118,6 +118,7 @@ class Cluster:
     first        number of the cluster's first block
     grid         number of blocks in all
     blocks       of the cluster
+    rows         of the grid: a cluster has blocks of all of them
     size         bytes of a block's shared memory
     seed         of everything that is left to chance
     laziness     0 to 1: how much rather warps run than tasks are done
@@ -134,6 +135,7 @@ class Cluster:
         first: int = 0,
         grid: int = 1,
         blocks: int = 1,
+        rows: int = 1,
         size: int,
         seed: int = 0,
         laziness: float = 0.5,
@@ -144,7 +146,7 @@ class Cluster:
         self.slow = slow
         self.program, self.parameters, self.memory, self.events = program, parameters, memory, events
         self.shared = SharedMemory(blocks, size)
-        self.size, self.grid, self.laziness = size, grid, laziness
+        self.size, self.grid, self.rows, self.laziness = size, grid, rows, laziness
         self.random = random.Random(seed)
         self.tensor_maps = tensor_maps or {}
         self.vain = 0
@@ -173,22 +175,28 @@ class Cluster:
     def _initial(self, value: Any, warp: Warp) -> Any:
         if isinstance(value, int):
             return np.full(LANES, value, np.uint64)
+        blocks, rank = len(self.blocks), warp.block.rank
+        cluster, beside = warp.block.number // blocks, blocks // self.rows
         values: dict[str, Any] = {
             "%tid.x": warp.number * LANES + LANE,
-            "%ctaid.x": warp.block.number,
-            "%nctaid.x": self.grid,
+            "%ctaid.x": cluster * beside + rank % beside,
+            "%ctaid.y": rank // beside,
+            "%nctaid.x": self.grid // self.rows,
+            "%nctaid.y": self.rows,
             "%ntid.x": self.program.threads,
             "%laneid": LANE,
             "%warpid": warp.number,
-            "%cluster_ctarank": warp.block.rank,
-            "%cluster_ctaid.x": warp.block.rank,
-            "%cluster_nctarank": len(self.blocks),
-            "%cluster_nctaid.x": len(self.blocks),
-            "%clusterid.x": warp.block.number // len(self.blocks),
-            "%nclusterid.x": self.grid // len(self.blocks),
+            "%cluster_ctarank": rank,
+            "%cluster_ctaid.x": rank % beside,
+            "%cluster_ctaid.y": rank // beside,
+            "%cluster_nctarank": blocks,
+            "%cluster_nctaid.x": beside,
+            "%cluster_nctaid.y": self.rows,
+            "%clusterid.x": cluster,
+            "%nclusterid.x": self.grid // blocks,
         }
         if value in self.program.shared_symbols:
-            number: Any = self.shared.base(warp.block.rank)
+            number: Any = self.shared.base(rank)
         elif value in values:
             number = values[value]
         elif value[-2:] in (".y", ".z"):

@@ -3,6 +3,7 @@ warps do. What they take for granted that the PTX ISA does not say is in the tab
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,22 +14,26 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
+from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 from tests.compile.reports import compile_report
 from tests.gpu import paged_cases, test_mixed, test_prefill
 from tests.model import orders
-from tests.model.hopper_problems import Mixed, OnHopper, Paged, Prefill
+from tests.model.hopper_problems import Mixed, OnHopper, Paged, PagedParts, Prefill
 from tests.model.prefill_problems import on_host
 from tests.model.ptx import parse
 
+Case = tuple[PrefillKey, Callable[..., OnHopper], Any]
+"""A kernel, a problem of its, and the call."""
 
-def few() -> tuple[PrefillKey, type[OnHopper], Any]:
+
+def few() -> Case:
     call = test_prefill.make(s_q=3, heads=7, topk=130, lengths="odd", bad=0.2, seed=5)
     return FewPrefillKey("sm_90a", 8), Prefill, call
 
 
-def mixed_fp8() -> tuple[PrefillKey, type[OnHopper], Any]:
+def mixed_fp8() -> Case:
     rows = {"query_lens": (1, 1), "seq_lens": (300, 3), "window_size": 7, "width": 65, "rows": (53, 2)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[test_mixed.__name__], "made_of", test_mixed.FP8)
@@ -36,25 +41,41 @@ def mixed_fp8() -> tuple[PrefillKey, type[OnHopper], Any]:
     return MixedFp8Key("sm_90a"), Mixed, call
 
 
-def paged() -> tuple[PrefillKey, type[OnHopper], Any]:
+def paged() -> Case:
     rows = {"query_lens": (1, 2), "seq_lens": (300, 6), "window_size": 70, "width": 40, "more_stride": (576, 0)}
     return PagedKey("sm_90a"), Paged, paged_cases.make(heads=8, **rows)
+
+
+def two_parts() -> Case:
+    """Of six tiles at most, more than lists are prepared for: a row of eleven, of one, and without keys."""
+    rows = {"query_lens": (1, 1), "seq_lens": (2500, 6), "window_size": 70, "width": 600, "more_stride": (576, 0)}
+    kind = functools.partial(PagedParts, blocks=2, parts=2, part_tiles=6)
+    return PagedPartsKey("sm_90a", 2), kind, paged_cases.make(heads=8, **rows)
+
+
+def three_parts() -> Case:
+    """As equal as can be, for four blocks: a row of four tiles, and of one, which the last part has."""
+    rows = {"query_lens": (1, 1), "seq_lens": (600, 6), "window_size": 70, "width": 150, "padding": 0}
+    return PagedPartsKey("sm_90a", 4), functools.partial(PagedParts, blocks=4, parts=3), paged_cases.make(**rows)
 
 
 @pytest.mark.parametrize(
     ("make", "takes_for_granted"),
     [
         (paged, {}),
+        (two_parts, {}),
+        (three_parts, {}),
         # what scores have read of a tile's marks may be overwritten once their warp has voted
         (mixed_fp8, {"votes_order": True}),
         # rows of cp.async are multiplied without a proxy fence
         (few, {"copies_are_fenced": False}),
     ],
 )
-def test_in_any_order(make: Callable[[], tuple[PrefillKey, type[OnHopper], Any]], takes_for_granted: Any) -> None:
+def test_in_any_order(make: Callable[[], Case], takes_for_granted: Any) -> None:
     with on_host():
         key, kind, call = make()
     one = kind(call, parse(compile_report(key).ptx), key.smem_bytes)
     records, new = orders.recorder(one.program)
     one.check(1, seed=1, laziness=0.8, events=new)
-    orders.check(records[0], schedules=2, more=7, counts_versions=False, **takes_for_granted)
+    for record in records:
+        orders.check(record, schedules=2, more=7, counts_versions=False, **takes_for_granted)
