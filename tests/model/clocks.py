@@ -109,19 +109,22 @@ class Clocks:
 
 
 class Meeting:
-    """What a barrier hands from those who arrive to those who wait: what they know, have fenced and have seen."""
+    """What a barrier hands from those who arrive to those who wait: what they know, have fenced and have seen. Who
+    waits in a block's scope is told by the block's threads alone, in the cluster's by others that arrive in it, too."""
 
     def __init__(self, agents: int) -> None:
-        self.coming = np.zeros((3, agents), np.int32)
-        self.over = np.zeros((3, agents), np.int32)
+        self.coming = np.zeros((2, 3, agents), np.int32)
+        self.over = np.zeros((2, 3, agents), np.int32)
         self.is_relaxed = False
 
-    def arrive(self, clocks: Clocks, agent: int, order: str = "") -> None:
+    def arrive(self, clocks: Clocks, agent: int, order: str = "", is_remote: bool = False) -> None:
+        """order: "relaxed", or the scope; is_remote: from another block."""
         given = np.stack([clocks.known[agent], clocks.fenced[agent], clocks.seen[agent]])
-        if order == "relaxed":
-            given[:, ~clocks.is_tensor] = 0
-            self.is_relaxed = True
-        np.maximum(self.coming, given, out=self.coming)
+        is_relaxed, is_far = order == "relaxed", is_remote and clocks.trace.scopes_count
+        self.is_relaxed |= is_relaxed
+        hides = is_relaxed or is_far, is_relaxed or (is_far and order != "cluster")
+        for coming, is_hidden in zip(self.coming, hides, strict=True):
+            np.maximum(coming, given * clocks.is_tensor if is_hidden else given, out=coming)
         clocks.tick(agent)
 
     def add(self, agent: int, clock: int, known: Any, fenced: Any, issuer: int) -> None:
@@ -135,6 +138,10 @@ class Meeting:
     def turn(self) -> None:
         np.maximum(self.over, self.coming, out=self.over)
 
-    def wait(self, clocks: Clocks, agent: int) -> None:
-        for table, over in zip((clocks.known, clocks.fenced, clocks.seen), self.over, strict=True):
+    def told(self, scope: str) -> Any:
+        """Who waits in that scope."""
+        return self.over[int(scope == "cluster")]
+
+    def wait(self, clocks: Clocks, agent: int, scope: str = "cluster") -> None:
+        for table, over in zip((clocks.known, clocks.fenced, clocks.seen), self.told(scope), strict=True):
             np.maximum(table[agent], over, out=table[agent])

@@ -87,23 +87,23 @@ class WarpEvents:
     def arrive(self, op: int, lanes: Any, place: int, arrivals: int, announced: int, order: str) -> None:
         self._add("arrive", op, lanes, None, 0, place, arrivals, announced, order)
 
-    def wait(self, op: int, lanes: Any, place: int, parity: int, phase: int) -> None:
-        last = self.events[-1] if self.events else None
-        if last and (last.kind, last.op, last.args, last.lanes) == ("wait", op, (place, parity, phase), bits(lanes)):
+    def wait(self, op: int, lanes: Any, place: int, parity: int, phase: int, order: str) -> None:
+        last, args = self.events[-1] if self.events else None, (place, parity, phase, order)
+        if last and (last.kind, last.op, last.args, last.lanes) == ("wait", op, args, bits(lanes)):
             return  # asked again
-        self._add("wait", op, lanes, None, 0, place, parity, phase)
+        self._add("wait", op, lanes, None, 0, *args)
 
     def fence(self, op: int, lanes: Any, kind: str) -> None:
         self._add("fence", op, lanes, None, 0, kind)
 
     def barrier_arrive(self, op: int, lanes: Any, identity: int, expected: int, waits: bool) -> None:
-        self._add("barrier_arrive", op, lanes, None, 0, (self.block, identity), expected)
+        self._add("barrier_arrive", op, lanes, None, 0, (self.block, identity), expected, "cta")
 
     def barrier_wait(self, op: int, lanes: Any, identity: int) -> None:
         self._add("barrier_wait", op, lanes, None, 0, (self.block, identity))
 
-    def cluster_arrive(self, op: int, lanes: Any) -> None:
-        self._add("barrier_arrive", op, lanes, None, 0, "cluster", 0)
+    def cluster_arrive(self, op: int, lanes: Any, order: str) -> None:
+        self._add("barrier_arrive", op, lanes, None, 0, "cluster", 0, order)
 
     def cluster_wait(self, op: int, lanes: Any) -> None:
         self._add("barrier_wait", op, lanes, None, 0, "cluster")

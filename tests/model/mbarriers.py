@@ -112,6 +112,11 @@ def _invalidate(op: Op) -> Run:
     return invalidate
 
 
+def order_of(op: Op) -> str:
+    """ "relaxed", or the scope: the block's where none is said."""
+    return next((part for part in ("relaxed", "cluster") if part in op.parts), "cta")
+
+
 @instruction("mbarrier.arrive", "mbarrier.expect_tx")
 def _arrive(op: Op) -> Run:
     is_arrival, announces = op.parts[1] == "arrive", "expect_tx" in op.parts
@@ -120,8 +125,7 @@ def _arrive(op: Op) -> Run:
     at = 0 if op.args[0].startswith("[") else 1
     address = op.address(at, 32)
     number = op.program.slot(op.args[at + 1], op.scope, 32) if len(op.args) > at + 1 else None
-    scope = "cluster" if "cluster" in op.parts or "shared::cluster" in op.parts else "cta"
-    order = "relaxed" if "relaxed" in op.parts else scope
+    order = order_of(op)
 
     def arrive(warp: Any, lanes: Any) -> None:
         for place, own in each_place(warp, lanes, _places(warp, lanes, address)):
@@ -141,7 +145,8 @@ def _arrive(op: Op) -> Run:
 
 @instruction("mbarrier.try_wait", "mbarrier.test_wait")
 def _wait(op: Op) -> Run:
-    if "parity" not in op.parts:
+    order = order_of(op)
+    if "parity" not in op.parts or order == "relaxed":
         raise NotImplementedError
     done, address = op.program.slot(op.args[0], op.scope, 1), op.address(1, 32)
     parity = op.program.slot(op.args[2], op.scope, 32)
@@ -152,6 +157,8 @@ def _wait(op: Op) -> Run:
             spins.append(_spins(op))
         targets = []
         for place, own in each_place(warp, lanes, _places(warp, lanes, address)):
+            if place // warp.shared.SPAN != warp.block.rank:
+                raise IndexError(f"a wait for mbarrier {place:#x}, which is another block's")
             wanted = int(warp.r[parity][0 if own is None else int(np.argmax(own))])
             targets.append((place, own, find(warp, place), wanted))
         over = all(barrier.is_over(wanted) for _, _, barrier, wanted in targets)
@@ -165,7 +172,7 @@ def _wait(op: Op) -> Run:
             is_over = barrier.is_over(wanted)
             put(warp, done, own, np.full(count(own), is_over))
             if is_over and warp.events:
-                warp.events.wait(op.number, own, place, wanted, barrier.phase - 1)
+                warp.events.wait(op.number, own, place, wanted, barrier.phase - 1, order)
         return True
 
     return wait

@@ -142,6 +142,8 @@ class Schedule:
     # ---- accesses
 
     def _access(self, warp: int, step: Step) -> None:
+        if 0 in self.running:
+            self._find_memory(step)
         if not self.accesses:
             return
         clocks = self.clocks
@@ -151,6 +153,12 @@ class Schedule:
             wrong = clocks.touch(agent, int(known[agent]), known, of_reads, reads, writes, is_initial)
             if wrong:
                 self.report(wrong, step)
+
+    def _find_memory(self, step: Step) -> None:
+        for _, reads, writes in step.touches:
+            homes = np.unique(self.trace.homes[np.concatenate([reads, writes])])
+            if any(not self.running[home] for home in homes if home >= 0):
+                self.report("the block whose memory it is has left", step)
 
     def _same_write(self, warp: int, step: Step) -> None:
         """Threads of a warp write the same to the same place at once: each of them has written it."""
@@ -215,15 +223,16 @@ class Schedule:
         place, arrivals, announced, order = step.args
         if self._find(place, step) is None:
             return
+        is_remote = warp // self.trace.per_block != place // self.trace.record.span
         for agent in step.agents:
-            self.meetings[place].arrive(self.clocks, agent, order)
+            self.meetings[place].arrive(self.clocks, agent, order, is_remote)
         if arrivals:
             self._turn(place, step, lambda barrier: barrier.arrive(arrivals, announced))
         else:
             self._turn(place, step, lambda barrier: barrier.announce(announced))
 
     def _wait(self, warp: int, step: Step) -> bool:
-        place, parity, phase = step.args
+        place, parity, phase, order = step.args
         barrier = self._find(place, step)
         if barrier is None:
             return True
@@ -233,10 +242,10 @@ class Schedule:
             self.report(f"waits for phase {phase}, {barrier.phase - 1} is over", step)
         meeting = self.meetings[place]
         if step.ops == (self.mute,):
-            self.untold[warp].append((step, meeting.over.copy(), meeting.is_relaxed))
+            self.untold[warp].append((step, meeting.told(order).copy(), meeting.is_relaxed))
         else:
             for agent in step.agents:
-                meeting.wait(self.clocks, agent)
+                meeting.wait(self.clocks, agent, order)
         self.has_waited.add(warp)
         if sum(step.counts) < LANES:
             self.are_apart.add(warp)
@@ -258,10 +267,10 @@ class Schedule:
             self.are_apart.discard(warp)
 
     def _barrier_arrive(self, warp: int, step: Step) -> None:
-        key, expected = step.args
+        key, expected, order = step.args
         state = self.named[key]
         for agent in step.agents:
-            self.meetings[key].arrive(self.clocks, agent)
+            self.meetings[key].arrive(self.clocks, agent, order)
         self.entered[warp, key] = state[1]
         state[0] += sum(step.counts)
         expected = expected or self.threads

@@ -89,6 +89,41 @@ COPIED = """
 """
 """A copy over what threads have written."""
 
+PAIRED = """
+    mov.u32 %r9, %ctaid.y;
+    mul.wide.u32 %rd6, %r9, 256;
+    add.s64 %rd5, %rd5, %rd6;
+    xor.b32 %r10, %r9, 1;
+    add.s32 %r11, %r1, 512;
+    mapa.shared::cluster.u32 %r12, %r11, %r10;
+    mapa.shared::cluster.u32 %r13, %r4, %r10;
+    @%p1 bra made;
+    mbarrier.init.shared.b64 [%r11], 64;
+    fence.mbarrier_init.release.cluster;
+    made:
+    barrier.cluster.arrive;
+    barrier.cluster.wait;
+    ld.global.b32 %r5, [%rd4];
+    mad.lo.s32 %r5, %r9, 100, %r5;
+    st.shared.b32 [%r4], %r5;
+    mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r12];
+    {
+        .reg .pred done;
+        again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%r11], 0;
+        @!done bra again;
+    }
+    and.b32 %r6, %r2, 1;
+    setp.ne.b32 %p3, %r6, 0;
+    @%p3 ld.shared::cluster.b32 %r8, [%r13];
+    @!%p3 ld.shared.b32 %r8, [%r4];
+    st.global.b32 [%rd5], %r8;
+    barrier.cluster.arrive.relaxed;
+    barrier.cluster.wait;
+    ret;
+}
+"""
+"""Odd threads have what those of the other block have loaded, which comes from another row of the grid."""
+
 SOURCE = np.arange(64, dtype=np.uint32) + 1000
 
 
@@ -97,16 +132,16 @@ def without(body: str, line: str) -> str:
     return body.replace(line, "", 1)
 
 
-def run(body: str, seed: int = 0, source: int = 64) -> tuple[Program, np.ndarray, list[str]]:
+def run(body: str, seed: int = 0, source: int = 64, blocks: int = 1) -> tuple[Program, np.ndarray, list[str]]:
     """The program, its results, and what is wrong with its order in any of some schedules."""
     program, memory = parse(HEAD + body), GlobalMemory(1 << 16)
-    out = memory.reserve(256)
+    out = memory.reserve(256 * blocks)
     parameters = pack(program, [memory.put(SOURCE[:source]), out])
     records, make = orders.recorder(program)
-    run_grid(program, parameters, memory, blocks=1, size=1024, seed=seed, events=make)
+    run_grid(program, parameters, memory, blocks=blocks, cluster=blocks, rows=blocks, size=1024, seed=seed, events=make)
     steps = trace.make(records[0])
     found = {problem for schedule in range(4) for problem in Replay(steps, schedule).run()}
-    return program, memory.get(out, (64,), np.uint32), sorted(found)
+    return program, memory.get(out, (64 * blocks,), np.uint32), sorted(found)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +172,36 @@ def test_accesses_that_nothing_orders(body: str, problem: str) -> None:
     _, _, problems = run(body)
     assert problems
     assert all(problem in one for one in problems)
+
+
+def test_pairs_of_blocks() -> None:
+    rows = SOURCE + np.array([[0], [100]], np.uint32)
+    for seed in range(3):
+        _, out, problems = run(PAIRED, seed, blocks=2)
+        assert (out.reshape(2, 64) == np.where(SOURCE % 2, rows[::-1], rows)).all()
+        assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        # without a scope it is the block's
+        (PAIRED.replace("arrive.release.cluster.", "arrive."), "not after the write"),
+        (PAIRED.replace("parity.acquire.cluster.", "parity."), "not after the write"),
+        (PAIRED.replace("arrive.release.cluster.", "arrive.relaxed.cluster."), "not after the write"),
+        (PAIRED.replace("cluster.arrive;", "cluster.arrive.relaxed;"), "not after the mbarrier was made"),
+        (without(PAIRED, "barrier.cluster.arrive.relaxed;\n    barrier.cluster.wait;"), "has left"),
+    ],
+)
+def test_what_nothing_orders_between_blocks(body: str, problem: str) -> None:
+    _, _, problems = run(body, blocks=2)
+    assert problems
+    assert all(problem in one for one in problems)
+
+
+def test_waits_for_mbarriers_of_other_blocks() -> None:
+    with pytest.raises(IndexError, match="another block"):
+        run(PAIRED.replace("done, [%r11]", "done, [%r12]"), blocks=2)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ DECODE_ROLES = {
 
 
 def of_pairs() -> Kernel:
-    return Kernel(compile_report(pairs.KEY).ptx, [pairs.run_all_rows], DECODE_ROLES)
+    return Kernel(compile_report(pairs.KEY).ptx, [pairs.run_all_rows], DECODE_ROLES, how=pairs.TAKES_FOR_GRANTED)
 
 
 def of_decode() -> Kernel:

@@ -46,17 +46,20 @@ class Step:
 
 @dataclass(eq=False)
 class Trace:
-    """steps: of each warp; agents: names of all; classes: how many; operand: those that products read."""
+    """steps: of each warp; agents: names of all; classes: how many; operand: those that products read; homes: of each
+    the block in whose shared memory it is, -1 in tensor memory."""
 
     record: Record
     copies_are_fenced: bool = True
     votes_order: bool = False
+    scopes_count: bool = True
     steps: list[list[Step]] = field(default_factory=list)
     agents: list[str] = field(default_factory=list)
     is_async: list[bool] = field(default_factory=list)
     classes: int = 0
     sizes: Any = None
     operand: Any = None
+    homes: Any = None
     readers: Any = None
     """[classes, most] agents that read them, or write them together with others; agent 0 where there are less."""
     numbers: dict[Any, int] = field(default_factory=dict)
@@ -88,14 +91,16 @@ class Trace:
         return "; ".join(f"{op}: {self.record.program.ops[op].text[:90]}" for op in ops[:3])
 
 
-def make(record: Record, copies_are_fenced: bool = True, votes_order: bool = False) -> Trace:
+def make(record: Record, copies_are_fenced: bool = True, votes_order: bool = False, scopes_count: bool = True) -> Trace:
     """As the PTX ISA says, or as Hopper does:
 
     copies_are_fenced   whether tensor cores see what cp.async has written only behind a proxy fence, or without
     votes_order         whether what threads of a warp have read may be overwritten once all have voted or shuffled: the
                         ISA says so of a barrier of the warp alone
+    scopes_count        whether an mbarrier hands on what threads of other blocks did only where they arrive, and others
+                        wait, in the cluster's scope, or in any
     """
-    trace = Trace(record, copies_are_fenced, votes_order)
+    trace = Trace(record, copies_are_fenced, votes_order, scopes_count)
     unit = min((event.width for warp in record.warps for event in warp.events if event.width), default=4)
     sets = _Sets(min(unit, 16), record)
     for number, warp in enumerate(record.warps):
@@ -131,6 +136,10 @@ class _Sets:
         used = np.zeros(len(self.marks), np.bool_)
         for units in self.units:
             used[units] = True
+        # a class is of one block, whoever accesses those of several at once
+        homes = np.arange(len(self.marks)) * self.unit // trace.record.span
+        homes[TENSOR // self.unit :] = -1
+        self.marks ^= self.random.integers(1, 1 << 63, size=int(homes.max()) + 2, dtype=np.uint64)[homes]
         _, inverse, counts = np.unique(self.marks[used], return_inverse=True, return_counts=True)
         numbers = np.full(len(self.marks), -1)
         numbers[used] = inverse
@@ -138,6 +147,8 @@ class _Sets:
         is_shared = np.zeros(len(counts), np.bool_)
         is_shared[numbers[: TENSOR // self.unit][used[: TENSOR // self.unit]]] = True
         trace.classes, trace.sizes = len(counts), counts * self.unit
+        trace.homes = np.full(trace.classes, -1)
+        trace.homes[numbers[used]] = homes[used]
         trace.operand = np.zeros(trace.classes, np.bool_)
         is_reader = np.zeros((trace.classes, len(trace.agents)), np.bool_)
         for steps in trace.steps:

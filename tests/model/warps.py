@@ -256,12 +256,14 @@ def _barrier(op: Op) -> Run:
 
 
 def _arrive_cluster(op: Op) -> Run:
+    order = "relaxed" if "relaxed" in op.parts else "cluster"
+
     def arrive(warp: Any, lanes: Any) -> None:
         cluster = warp.cluster
         warp.cluster_phase = cluster.arrived[1]
         cluster.arrived[0] += LANES if lanes is None else int(lanes.sum())
         if warp.events:
-            warp.events.cluster_arrive(op.number, lanes)
+            warp.events.cluster_arrive(op.number, lanes, order)
         if cluster.arrived[0] == cluster.threads:
             cluster.arrived = [0, cluster.arrived[1] + 1]
 
