@@ -19,13 +19,18 @@ from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 from tests.compile.reports import compile_report
 from tests.gpu import paged_cases, test_mixed, test_prefill
-from tests.model import orders
+from tests.model import mutations, orders
 from tests.model.hopper_problems import Mixed, OnHopper, Paged, PagedParts, Prefill
 from tests.model.prefill_problems import on_host
 from tests.model.ptx import parse
+from tests.model.trace import Trace
 
 Case = tuple[PrefillKey, Callable[..., OnHopper], Any]
 """A kernel, a problem of its, and the call."""
+
+
+PREPARES = slice(4, 8)
+"""Warps of a block that write the first lists where rows are in parts."""
 
 
 def few() -> Case:
@@ -72,10 +77,29 @@ def three_parts() -> Case:
     ],
 )
 def test_in_any_order(make: Callable[[], Case], takes_for_granted: Any) -> None:
+    check(make, takes_for_granted)
+
+
+def check(make: Callable[[], Case], takes_for_granted: Any) -> list[Trace]:
+    """Of each cluster, right in any order."""
     with on_host():
         key, kind, call = make()
     one = kind(call, parse(compile_report(key).ptx), key.smem_bytes)
     records, new = orders.recorder(one.program)
     one.check(1, seed=1, laziness=0.8, events=new)
-    for record in records:
-        orders.check(record, schedules=2, more=7, counts_versions=False, **takes_for_granted)
+    more = {"counts_versions": False, **takes_for_granted}
+    return [orders.check(record, schedules=2, more=7, **more) for record in records]
+
+
+def test_parts_are_told_of_lists_behind_a_barrier_of_the_warp() -> None:
+    """What a back's warp writes for those that convert, and one lane tells them: racecheck, which does not follow this,
+    reports it."""
+    trace = check(two_parts, {})[0]
+    name = mutations.DROPPED["warp"]
+    barriers = {mutant.op: mutant for mutant in mutations.mutants(trace) if mutant.name == name}
+    for steps in trace.steps[PREPARES]:
+        told = next(i for i, step in enumerate(steps) if step.kind == "arrive")
+        before = next(step for step in reversed(steps[:told]) if step.kind == "warp")
+        found = mutations.problems(trace, barriers[before.ops[0]])
+        assert found
+        assert all(one.startswith("read not after the write of warp") for one in found)
