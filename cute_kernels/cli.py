@@ -193,7 +193,8 @@ def info(options: argparse.Namespace) -> int:
             continue
         parts = [f"[{STYLES.get(status, 'dim')}]{status}[/] {' '.join(archs)}" for status, archs in groups.items()]
         console.print(f"  {name}\n    " + ", ".join(parts))
-    console.print("without a kernel (CUTE_KERNELS_FALLBACK=reference runs their references)")
+    if without:
+        console.print("without a kernel (CUTE_KERNELS_FALLBACK=reference runs their references)")
     for name in without:
         console.print(f"  [dim]{name}[/]")
     return 0

@@ -33,4 +33,4 @@ class CodeBarriers(Barriers):
         self.initialize_others()
 
 
-FP8 = Plan(Float16, 1, smem_parts(), CodeBarriers, BARRIERS, HELD, SCORES_REGISTERS, ROWS_REGISTERS, readers_fence=True)
+FP8 = Plan(Float16, smem_parts(), CodeBarriers, BARRIERS, HELD, SCORES_REGISTERS, ROWS_REGISTERS, readers_fence=True)

@@ -160,7 +160,7 @@ class PartBack(Back):
     def ask(self, number: int, first: int, total: Any, own_at: Any) -> list[Any]:
         """A thread's sums of one of the block's units, from some blocks: its own are in registers."""
         unit_at = own_at + (ptx.rank_again() + number * self.blocks) * (LOADS * LOAD_BYTES)
-        found = []
+        found: list[Any] = []
         for rank in range(first, first + self.at_once):
             place = ptx.map_shared(unit_at, rank)
             for i in range(LOADS):

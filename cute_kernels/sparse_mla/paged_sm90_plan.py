@@ -156,7 +156,6 @@ SCORES_REGISTERS, ROWS_REGISTERS = 128, 64
 
 PAGED = Plan(
     BFloat16,
-    1,
     smem_parts(),
     Barriers,
     BARRIERS,

@@ -48,7 +48,7 @@ class PagedScores(Scores):
         item = item + work.step
         # a warp's products have the heads that it has copied
         self.settle()
-        self.load(held, [at.kept])
+        self.load(held, at.kept)
         cute.arch.sync_warp()
         # waited for when they are needed
         self.ask(item, range(HELD // SLAB, HEAD_DIM // SLAB), work, q, at)
@@ -82,7 +82,7 @@ class PagedScores(Scores):
     ) -> None:
         """As Scores', half by half."""
         k_layout, kept_layout = layouts
-        keys = self.keys(qk, part, tile, ready, k_layout, at)
+        keys = self.keys(qk, part, tile, k_layout, at)
         warpgroup.fence()
         for step in range_constexpr(HELD // STEP):
             chosen = qk[0] if const_expr(step == 0) else qk[1]
@@ -96,7 +96,7 @@ class PagedScores(Scores):
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=QUERIES_BARRIER, number_of_threads=128)
         cute.arch.fence_view_async_shared()
-        keys = self.keys(qk, part, tile, ready, k_layout, at)
+        keys = self.keys(qk, part, tile, k_layout, at)
         kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
         warpgroup.fence()
         for step in range_constexpr((HEAD_DIM - HELD) // STEP):
@@ -108,10 +108,6 @@ class PagedScores(Scores):
         a branch among products would have their descriptors come from registers of lanes."""
         cute.arch.fence_view_async_shared()
         ptx.arrive_mbarrier(ready.weights.full(tile & P_BUFFERS - 1).toint(), predicate)
-
-    def keys(self, qk: Any, part: Any, tile: Any, ready: Barriers, k_layout: cute.ComposedLayout, at: Places) -> Any:
-        place = ready.stages.parts(tile[0], at.stages)[0]
-        return qk[2].make_fragment_B(part.partition_B(uniform_tile(place, k_layout, self.dtype)))
 
     @cute.jit
     def announce(self, item: Any, work: Work, q: Query) -> None:

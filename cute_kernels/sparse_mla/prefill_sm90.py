@@ -192,9 +192,9 @@ class PrefillKernel:
         return *held, make(keys, KEYS), make(dims, SIDE // 2)
 
     def layouts(self) -> tuple[Any, Any, Any, Any]:
-        """Of a part of a tile, of half a tile's columns, of the queries that stay in shared memory, and of weights."""
+        """Of a tile, of half a tile's columns, of the queries that stay in shared memory, and of weights."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.plan.dtype)
-        shapes = (KEYS, HEAD_DIM // self.plan.parts), (KEYS, SIDE), (ROWS, HEAD_DIM - self.plan.held), (ROWS, KEYS)
+        shapes = (KEYS, HEAD_DIM), (KEYS, SIDE), (ROWS, HEAD_DIM - self.plan.held), (ROWS, KEYS)
         tile, side, kept, weights = (cute.tile_to_shape(atom, shape, (0, 1)) for shape in shapes)
         return tile, side, kept, weights
 

@@ -20,6 +20,7 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     P_BYTES,
     ROWS,
     SIDE,
+    STAGE_BYTES,
     Barriers,
     Output,
     Places,
@@ -70,14 +71,14 @@ class Back:
             while mark & LAST == 0:
                 buffer = tile & P_BUFFERS - 1
                 ready.weights.wait_full(buffer, tile >> P_BITS & 1)
-                values_at, full, full_phase = ready.stages.side(stage, phase, side, at.stages)
-                ready.stages.wait_full(full, full_phase)
+                ready.stages.wait_full(stage, phase)
                 mark, item = ptx.load_shared_64(at.label + buffer * LABEL)
                 note_at = at.note + (buffer * ROWS + own_row) * NOTE
                 notes = [ptx.load_shared_f32x2(note_at + half * (8 * NOTE)) for half in range(2)]
                 factors, shares = [note[0] for note in notes], [note[1] for note in notes]
                 if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
                     self.multiply(total, factors)
+                values_at = at.stages + stage * STAGE_BYTES + side * (STAGE_BYTES // 2)
                 v_tile = uniform_tile(values_at, v_layout, self.plan.dtype)
                 transposed = cute.composition(v_tile, cute.make_layout((SIDE, KEYS), stride=(KEYS, 1)))
                 values = pv.make_fragment_B(part.partition_B(transposed))
@@ -90,7 +91,7 @@ class Back:
                     cute.gemm(pv, total, weights[None, None, step], values[None, None, step], total)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                self.let_go(ready.weights.empty(buffer), ready.stages.empty(full), lane)
+                self.let_go(ready.weights.empty(buffer), ready.stages.empty(stage), lane)
                 stage, phase = ready.stages.advance(stage, phase)
                 tile = tile + 1
             self.store(total, shares, item, side, own_row, lane, work, q, out, at)

@@ -151,17 +151,9 @@ class Tiles(barriers.Ring):
         """1 if `wait_tile` would not wait, else 0."""
         return self.is_full(stage, phase)
 
-    def parts(self, stage: Any, base: Any) -> list[Any]:
-        """Addresses of the parts that a tile lies in, as many columns each; base: that of the ring."""
-        return [base + stage * STAGE_BYTES]
-
     def let_go_of_queries(self, stage: Any) -> None:
         """By a thread of each of the scores' warps."""
         cute.arch.mbarrier_arrive(self.empty(stage), arrive_count=2)
-
-    def side(self, stage: Any, phase: Any, side: Any, base: Any) -> tuple[Any, Any, Any]:
-        """Of the columns that one back has: their address, and the stage and phase to wait for."""
-        return base + stage * STAGE_BYTES + side * (STAGE_BYTES // 2), stage, phase
 
 
 @dataclass(frozen=True)
@@ -200,7 +192,6 @@ class Plan:
     """What is not the same in kernels over rows of another kind.
 
     dtype      of what tensor cores multiply
-    parts      that a tile lies in
     memory     as smem_parts(); the names are those of Places
     barriers   type of the barriers, and how many mbarriers those are
     held       as HELD
@@ -213,7 +204,6 @@ class Plan:
     """
 
     dtype: Any
-    parts: int
     memory: dict[str, int]
     barriers: Any
     mbarriers: int
@@ -228,7 +218,7 @@ class Plan:
         return sum(self.memory.values()) + self.mbarriers * 8
 
 
-BF16 = Plan(BFloat16, 1, smem_parts(), Barriers, BARRIERS, HELD, SCORES_REGISTERS, ROWS_REGISTERS)
+BF16 = Plan(BFloat16, smem_parts(), Barriers, BARRIERS, HELD, SCORES_REGISTERS, ROWS_REGISTERS)
 
 
 def uniform_tile(address: Any, layout: Any, dtype: Any) -> Any:

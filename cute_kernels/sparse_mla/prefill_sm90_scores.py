@@ -30,7 +30,7 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     ROWS,
     SLAB,
     SLAB_BYTES,
-    SLABS,
+    STAGE_BYTES,
     Barriers,
     Output,
     Places,
@@ -179,7 +179,7 @@ class Scores:
     ) -> tuple[Any, Any, Any]:
         """Have the queries of the item behind `item`, and its number; what stage and phase are then."""
         ready.stages.wait_tile(stage, phase)
-        self.load(held, ready.stages.parts(stage, at.stages))
+        self.load(held, at.stages + stage * STAGE_BYTES)
         item = ptx.load_shared_s32(at.heading + stage * HEADING)
         stage, phase = ready.stages.advance(stage, phase)
         return item, stage, phase
@@ -243,17 +243,14 @@ class Scores:
         return found
 
     @cute.jit
-    def load(self, held: cute.Tensor, parts: Any) -> None:
-        """An item's queries, in as many parts as a tile: lane i gives the address of row i % 8 of matrix i // 8."""
+    def load(self, held: cute.Tensor, place: Any) -> None:
+        """An item's queries, as many columns as it holds: lane i gives the address of row i % 8 of matrix i // 8."""
         lane = own_number() & 31
-        row_in_slab = ((own_number() >> 5) * 16 + (lane & 15)) * (SLAB * 2)
-        rows_at = [place + row_in_slab for place in parts]
-        slabs = SLABS // len(parts)
+        row_at = place + ((own_number() >> 5) * 16 + (lane & 15)) * (SLAB * 2)
         words = cute.recast_tensor(held, Int32)
         for step in range_constexpr(self.held // STEP):
             chunk = (2 * (step % 4) + (lane >> 4)) ^ (lane & 7)
-            row_at = rows_at[step // 4 // slabs] + step // 4 % slabs * SLAB_BYTES
-            four = ptx.load_matrices(row_at + chunk * 16)
+            four = ptx.load_matrices(row_at + step // 4 * SLAB_BYTES + chunk * 16)
             for i in range_constexpr(4):
                 words[4 * step + i] = four[i]
 
@@ -277,26 +274,27 @@ class Scores:
         tile      (stage, phase)
         is_first  whether it is the item's first
         waiting   number of the tile before, and whether it is public
-        layouts   of a part of a tile, and of the queries that stay in shared memory
+        layouts   of a tile, and of the queries that stay in shared memory
         """
         k_layout, kept_layout = layouts
         # no proxy fence for what cp.async has brought, here and in the backs: other kernels that multiply such rows
         # have none either, and tests that repeat calls stand guard; fences cost 2%
-        tiles = [uniform_tile(place, k_layout, self.dtype) for place in ready.stages.parts(tile[0], at.stages)]
-        keys = [qk[2].make_fragment_B(part.partition_B(tile_part)) for tile_part in tiles]
+        keys = self.keys(qk, part, tile, k_layout, at)
         kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
-        steps = HEAD_DIM // STEP // len(keys)
         warpgroup.fence()
         for step in range_constexpr(self.held // STEP):
             chosen = qk[0] if const_expr(step == 0) else qk[1]
-            cute.gemm(chosen, scores, held[None, None, step], keys[step // steps][None, None, step % steps], scores)
+            cute.gemm(chosen, scores, held[None, None, step], keys[None, None, step], scores)
         for step in range_constexpr((HEAD_DIM - self.held) // STEP):
-            behind = self.held // STEP + step
-            some = keys[behind // steps][None, None, behind % steps]
+            some = keys[None, None, self.held // STEP + step]
             cute.gemm(qk[2], scores, kept[None, None, step], some, scores)
         warpgroup.commit_group()
         if waiting[1] == 0:
             self.publish(waiting[0], ready)
+
+    def keys(self, qk: Any, part: Any, tile: Any, k_layout: cute.ComposedLayout, at: Places) -> Any:
+        rows = uniform_tile(at.stages + tile[0] * STAGE_BYTES, k_layout, self.dtype)
+        return qk[2].make_fragment_B(part.partition_B(rows))
 
     def reduce(self, scores: Any, half: int, combine: Any) -> Any:
         """Of the thread's scores of one of its heads."""
