@@ -39,6 +39,8 @@ class AttentionOptions:
     index_hadamard       Hadamard rotation of indexer queries and keys
     e2m1_rounding        tie rule of MXFP4, "ties_to_lower" or "ties_to_even"
     prefill              "gathered", "paged" or "auto", the faster one by measured times (fp8_ds_mla caches)
+    batch_invariant      attention gives a row the same bits whatever else is in the step; slower for few rows, and not
+                         with prefill "auto" (fp8_ds_mla caches; over others it does so anyway)
     persist, keep_every  which rows of the compressor state are kept (see DeepseekCompressor)
     tma_aligned_scales   packed scales for wo_a (the Blackwell recipe)
     max_model_len        longest sequence; sizes the rotary table and the profiling run's workspace
@@ -51,6 +53,7 @@ class AttentionOptions:
     index_hadamard: bool = False
     e2m1_rounding: str = "ties_to_lower"
     prefill: str = "gathered"
+    batch_invariant: bool = False
     persist: str = "window"
     keep_every: int = 0
     tma_aligned_scales: bool = False
@@ -148,6 +151,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 self.compress_ratio,
                 self.num_heads,
                 prefill=options.prefill,
+                batch_invariant=options.batch_invariant,
                 workspace=options.workspace,
                 device=device,
                 **limits,

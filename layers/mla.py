@@ -64,6 +64,9 @@ class DeepseekV4MLAAttention(nn.Module):
     prefill     "gathered": pages are dequantized into a bf16 workspace first; "paged": straight from the pages; "auto":
                 what is faster for a step by `prefill_form`, and as much workspace as "gathered". Bits differ between
                 forms
+    batch_invariant
+                no row is cut into parts, so that its bits depend on nothing else in a step. Few rows take longer: else
+                how they are cut follows from how many there are. Not with prefill "auto", which goes by the step too
     attn_sink   fp32 [num_heads], a virtual logit per head
     """
 
@@ -78,15 +81,19 @@ class DeepseekV4MLAAttention(nn.Module):
         max_model_len: int,
         max_num_tokens: int,
         prefill: str = "gathered",
+        batch_invariant: bool = False,
         workspace: Workspace | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         if prefill not in PREFILL_FORMS:
             raise ValueError(f"DeepseekV4MLAAttention: prefill: expected one of {PREFILL_FORMS}, got {prefill!r}")
+        if batch_invariant and prefill == "auto":
+            raise ValueError("DeepseekV4MLAAttention: prefill: expected one form with batch_invariant, got 'auto'")
         self.config, self.compress_ratio, self.num_heads = config, compress_ratio, num_heads
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
         self.scale, self.window, self.prefill = config.softmax_scale, config.sliding_window, prefill
+        self.num_splits = 1 if batch_invariant else 0
         self.workspace = workspace or Workspace()
         self.query_scale = 1.0
         self.register_buffer("attn_sink", torch.zeros(num_heads, device=device))
@@ -103,7 +110,7 @@ class DeepseekV4MLAAttention(nn.Module):
         """What a decode step of any layer of this model can need, whatever its kind."""
         entries = max(self.config.index_topk, -(-self.max_model_len // 128))
         size = sparse_mla_decode_workspace_size(
-            self.max_num_tokens, 1, self.num_heads, self.window, entries, device=device
+            self.max_num_tokens, 1, self.num_heads, self.window, entries, num_splits=self.num_splits, device=device
         )
         return self.workspace.parts(size, device)
 
@@ -197,6 +204,7 @@ class DeepseekV4MLAAttention(nn.Module):
             attn_sink=self.attn_sink,
             softmax_scale=self.scale,
             kv_format=caches.swa.kv_format.id,
+            num_splits=self.num_splits,
             out=out.unflatten(0, shape),
             workspace=self._decode_workspace(q.device),
             **extra,
@@ -230,6 +238,7 @@ class DeepseekV4MLAAttention(nn.Module):
             attn_sink=self.attn_sink,
             kv_format=caches.swa.kv_format.id,
             compressed_kv_format=caches.swa.kv_format.id if compressed is None else compressed.kv_format.id,
+            num_splits=self.num_splits,
             out=out[first:],
         )
         lse[first:].copy_(row_lse)

@@ -38,6 +38,12 @@ def test_options_name_the_choices(name: str) -> None:
             lambda: DeepseekV4MLAAttention(CONFIG, 1, 16, max_model_len=8, max_num_tokens=8, prefill="x"),
             r"prefill: expected one of \('auto', 'gathered', 'paged'\), got 'x'",
         ),
+        (
+            lambda: DeepseekV4MLAAttention(
+                CONFIG, 1, 16, max_model_len=8, max_num_tokens=8, prefill="auto", batch_invariant=True
+            ),
+            r"prefill: expected one form with batch_invariant, got 'auto'",
+        ),
     ],
 )
 def test_layers_that_cannot_be(build: Any, message: str) -> None:

@@ -61,6 +61,31 @@ def test_decode_steps_use_it(ratio: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert given[0].nbytes == layer.mla_attn._decode_workspace(CPU).nbytes > 0
 
 
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_rows_are_cut_as_the_op_chooses_or_never(is_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def spy_on(name: str) -> None:
+        op = getattr(mla, name)
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            given.append((name, kwargs["num_splits"], kwargs.get("split_tokens", 0)))
+            return op(*args, **kwargs)
+
+        monkeypatch.setattr(mla, name, spy)
+
+    spy_on("sparse_mla_decode")
+    spy_on("sparse_mla_prefill_paged")
+    monkeypatch.setattr(ops_decode, "_multiprocessors", lambda device: 132)
+    layer = make_layer(4, prefill="paged", batch_invariant=is_invariant)
+    engine, request = Engine(layer, seed=1), Request()
+    engine.step([], [(request, hidden_rows(200, seed=2))])
+    engine.step([(request, hidden_rows(1, seed=3))])
+    splits = int(is_invariant)
+    assert given == [("sparse_mla_prefill_paged", splits, 0), ("sparse_mla_decode", splits, 0)]
+    assert (layer.mla_attn._decode_workspace(CPU).nbytes == 0) == is_invariant
+
+
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_plain_caches_need_none(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops_decode, "_multiprocessors", lambda device: 132)
