@@ -55,8 +55,15 @@ def test_info_says_what_is_supported(capsys: Capture) -> None:
     assert (status, err) == (0, "")
     assert torch.__version__ in out
     assert "quantize_and_insert_k_cache\n    measured sm_90a, compiled sm_89 sm_100a sm_103a sm_120a, no sm_80" in out
-    assert "without a kernel" in out
     assert "sparse_mla_decode" in out
+    # every op has a kernel: nothing to list
+    assert "without a kernel" not in out
+
+
+def test_info_lists_ops_without_a_kernel(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "all_ops", lambda: ["norm_of_tomorrow"])
+    _, out, _ = run(capsys, "info")
+    assert "without a kernel (CUTE_KERNELS_FALLBACK=reference runs their references)\n  norm_of_tomorrow\n" in out
 
 
 def test_info_as_json(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
