@@ -37,7 +37,6 @@ TILES: tuple[tuple[EinsumKey, float], ...] = (
 From perf/notes/data/einsum_4.txt, which has these tiles at every size.
 """
 
-
 BLACKWELL_TILES: tuple[tuple[int, int, float], ...] = ((ROWS, 64, 6.7), (ROWS, 128, 8.9), (ROWS, 256, 13.3))
 """Rows and columns of Blackwell's tiles, and what they take if shared memory binds: nobody has measured it. A chunk of
 256 columns writes and reads 96 KB, at 128 bytes a clock of 1.85 GHz."""

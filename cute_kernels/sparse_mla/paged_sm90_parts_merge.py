@@ -34,9 +34,8 @@ LOAD_BYTES = 128 * 16
 SIDE_BYTES = ROWS * SIDE * 4
 """Of the results of one side."""
 
-AT_ONCE = {2: 2, 4: 4, 8: 2}
-"""By blocks of a cluster: those whose results a thread asks for at a time, while it adds up what it asked for before.
-Of eight blocks four at a time would take more registers than there are."""
+AT_ONCE = 2
+"""Blocks whose results a thread asks for at a time, while it adds up what it asked for before."""
 
 SUMMARY = 16
 """Bytes of what a head's softmax came to: maximum that sums are relative to, sum, largest logit."""
@@ -78,7 +77,7 @@ class PartBack(Back):
 
     def __init__(self, plan: Any, blocks: int) -> None:
         super().__init__(plan)
-        self.blocks, self.at_once = blocks, AT_ONCE[blocks]
+        self.blocks = blocks
 
     @cute.jit
     def store(
@@ -136,9 +135,9 @@ class PartBack(Back):
         sums = cute.make_rmem_tensor((UNIT // 2,), Float32)
         for i in range_constexpr(UNITS // self.blocks):
             sums.fill(0.0)
-            for rank in range_constexpr(0, self.blocks, self.at_once):
+            for rank in range_constexpr(0, self.blocks, AT_ONCE):
                 found = asked
-                number, behind = (i, rank + self.at_once) if rank + self.at_once < self.blocks else (i + 1, 0)
+                number, behind = (i, rank + AT_ONCE) if rank + AT_ONCE < self.blocks else (i + 1, 0)
                 if const_expr(number < UNITS // self.blocks):
                     asked = self.ask(number, behind, total, own_at)
                 self.add_up(sums, factors, found, rank)
@@ -161,7 +160,7 @@ class PartBack(Back):
         """A thread's sums of one of the block's units, from some blocks: its own are in registers."""
         unit_at = own_at + (ptx.rank_again() + number * self.blocks) * (LOADS * LOAD_BYTES)
         found: list[Any] = []
-        for rank in range(first, first + self.at_once):
+        for rank in range(first, first + AT_ONCE):
             place = ptx.map_shared(unit_at, rank)
             for i in range(LOADS):
                 own = [total[number * (UNIT // 2) + 4 * i + j].bitcast(Int32) for j in range(4)]
@@ -171,7 +170,7 @@ class PartBack(Back):
     @cute.jit
     def add_up(self, sums: Any, factors: Any, found: Any, first: cutlass.Constexpr) -> None:
         """Add a thread's columns of a unit, of some blocks in order."""
-        for rank in range_constexpr(self.at_once):
+        for rank in range_constexpr(AT_ONCE):
             for i in range_constexpr(UNIT // 2):
                 value = found[rank * (UNIT // 2) + i].bitcast(Float32)
                 sums[i] = ptx.fma_rn(value, factors[i // 2 % 2][first + rank], sums[i])

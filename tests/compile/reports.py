@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 import zlib
 from pathlib import Path
 
 from cute_kernels.runtime import cache
+from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.compile import compile_object
 from cute_kernels.runtime.key import KernelKey
-from cute_kernels.runtime.report import Report
+from cute_kernels.runtime.report import Report, problems
+
+RESERVED = 1024
+"""Bytes of shared memory that the system takes for each block."""
 
 folder: Path | None = None
 """Where they are: a conftest.py sets it."""
@@ -41,3 +46,15 @@ def compile_report(key: KernelKey) -> Report:
         return report
     finally:
         lock.release()
+
+
+def check_fits(key: KernelKey, threads: int) -> Report:
+    """The report of a kernel that keeps everything in registers, and of whose blocks, of so many threads, one fits a
+    multiprocessor."""
+    report = compile_report(key)
+    assert problems(key, report) == []
+    assert report.stack == 0
+    assert not re.search(r"st\.local|ld\.local", report.ptx)
+    assert report.smem <= SMEM_BYTES[key.arch] - RESERVED
+    assert report.registers <= 65536 // threads
+    return report

@@ -70,9 +70,9 @@ class Call:
 
 def portable(call: Call) -> torch.Tensor:
     """The results of the portable kernel, with the tiles it has for the call."""
-    tokens, groups, rank = call.out.shape
     from cute_kernels.output import einsum
 
+    tokens, groups, rank = call.out.shape
     key, blocks = einsum.portable_choice(arch_of(0), tokens, groups, rank, multiprocessors(0), False)
     out = poison(*call.out.shape)
     compile_.launch(key, 0, call.a, call.a_scale, call.b, call.b_scale, out, blocks)

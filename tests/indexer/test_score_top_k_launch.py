@@ -41,7 +41,6 @@ class Launches:
         self.kept: list[tuple[str, Any, dict[str, Any]]] = []
         for module in (logits, paged_logits, portable_launch, topk):
             monkeypatch.setattr(module, "arch_of", lambda index: arch)
-        for module in (logits, paged_logits, portable_launch, topk):
             monkeypatch.setattr(module, "multiprocessors", lambda index: SMS)
         for score in (logits, paged_logits, portable_launch):
             monkeypatch.setattr(score, "launch_key", lambda key, index, *args: self.keep("scores", key, args))
