@@ -38,6 +38,7 @@ __all__ = [
     "is_ready",
     "launch",
     "prepare",
+    "record_launches",
 ]
 
 JIT_VARIABLE = "CUTE_KERNELS_JIT"
@@ -81,8 +82,35 @@ def function(key: KernelKey, device_index: int = 0) -> Callable[..., None]:
     return found if found is not None else _obtain(key, device_index)
 
 
+class _Recorder(threading.local):
+    """The launches of this thread inside `record_launches`, or None."""
+
+    launches: list[tuple[KernelKey, int, tuple[Any, ...]]] | None = None
+
+
+_recorder = _Recorder()
+
+
+@contextlib.contextmanager
+def record_launches() -> Iterator[list[tuple[KernelKey, int, tuple[Any, ...]]]]:
+    """Inside, this thread's launches run and are noted as well: the arguments of each `launch`, in order.
+
+    A caller that keeps the tensors of these arguments alive may repeat the launches through `function`, without the ops
+    that made them. Not reentrant.
+    """
+    if _recorder.launches is not None:
+        raise RuntimeError("record_launches: a recording is already active in this thread")
+    _recorder.launches = launches = []
+    try:
+        yield launches
+    finally:
+        _recorder.launches = None
+
+
 def launch(key: KernelKey, device_index: int, *args: Any) -> None:
     """Run the kernel of `key` on the current stream of the given device, whichever device is current."""
+    if _recorder.launches is not None:
+        _recorder.launches.append((key, device_index, args))
     if device_index == torch.cuda.current_device():
         function(key, device_index)(*args)
         return

@@ -112,3 +112,16 @@ def wait_mbarrier_cluster(address: Any, phase: Any) -> None:
         "@!done bra again; }",
         read_only_args=[Int32(address), Int32(phase)],
     )
+
+
+def arrive_cluster(barrier: Any) -> None:
+    """sm_90 and up. Arrive on an mbarrier of any block of the cluster, the address from map_shared. It orders nothing
+    before it: for what the thread has read and used already."""
+    inline_ptx("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[Int32(barrier)])
+
+
+def expect_bytes(barrier: Any, size: Any) -> None:
+    """sm_90 and up. Arrive on one of the block's own mbarriers and have its phase wait for `size` more bytes."""
+    inline_ptx(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[Int32(barrier), Int32(size)]
+    )

@@ -1,0 +1,76 @@
+"""Which kernel fp8_gemm runs: few rows and whatever must not depend on their number take the swapped operands' kernel
+on Hopper, many rows and other architectures the kernels of deepseek_v4_fp8_einsum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_kernels.linear import select
+from cute_kernels.output import einsum
+from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
+
+RECIPE = (1, 128, 128)
+EQUATION = "bhr,hdr->bhd"
+
+MOST_SWAPPED_ROWS = 64
+"""More rows are faster the other way round."""
+
+OUTPUTS = {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float8_e4m3fn": "e4m3"}
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """Of every FP8 linear of a model; large products are deepseek_v4_fp8_einsum's, with the keys it declares."""
+    return [*select.swap_ab_keys(config, tp, arch, "e4m3")]
+
+
+def _is_swapped(arch: str, out: Any, batch_invariant: bool) -> bool:
+    if arch != select.HOPPER:
+        return False
+    return batch_invariant or out.shape[0] <= MOST_SWAPPED_ROWS or OUTPUTS[str(out.dtype)] != "bf16"
+
+
+def supports(
+    a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, out_scale: Any, batch_invariant: bool, use_pdl: bool
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    arch = arch_of(out.device.index)
+    if not _is_swapped(arch, out, batch_invariant):
+        if OUTPUTS[str(out.dtype)] != "bf16":
+            return False, f"a result of {out.dtype} has a kernel on {select.HOPPER} only, this is {arch}"
+        return einsum.supports(a, a_scale, b, b_scale, out, EQUATION, RECIPE)
+    return operands_fit(("a", a), ("b", b), out)
+
+
+def operands_fit(a: tuple[str, Any], b: tuple[str, Any], out: Any) -> tuple[bool, str]:
+    """Whether bulk tensor copies can bring the operands, and the epilogue store the result."""
+    for name, tensor in (a, b):
+        strides = [tensor.stride(axis) * tensor.element_size() for axis in range(tensor.dim() - 1)]
+        if tensor.data_ptr() % 16 or any(stride % 16 or not 0 < stride < 2**40 for stride in strides):
+            return False, (
+                f"{name} must be 16-byte aligned row by row, got address {tensor.data_ptr():#x} and strides "
+                f"{tuple(tensor.stride())}"
+            )
+    if out.shape[-1] % 16:
+        return False, f"N must be a multiple of 16, got {out.shape[-1]}"
+    strides = [out.stride(axis) for axis in range(out.dim() - 1) if out.shape[axis] > 1]
+    unit = 1 if out.element_size() == 4 else 2
+    if any(stride % unit for stride in strides) or out.data_ptr() % (unit * out.element_size()):
+        return False, f"out must be aligned to {unit} elements row by row, got strides {tuple(out.stride())}"
+    return True, ""
+
+
+def launch(
+    a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, out_scale: Any, batch_invariant: bool, use_pdl: bool
+) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported."""
+    rows, groups, outputs = out.shape
+    if rows == 0 or groups == 0 or outputs == 0:
+        return
+    device_index = out.device.index
+    if not _is_swapped(arch_of(device_index), out, batch_invariant):
+        einsum.launch(a, a_scale, b, b_scale, out, EQUATION, RECIPE)
+        return
+    key, clusters = select.swap_ab("e4m3", OUTPUTS[str(out.dtype)], rows, groups, outputs, a.shape[2] // 128)
+    launch_key(key, device_index, a, a_scale, b, b_scale, out, out_scale, clusters, use_pdl)

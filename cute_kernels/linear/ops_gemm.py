@@ -1,0 +1,207 @@
+"""The GEMMs of the layers' linears."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.linear import reference
+from cute_kernels.linear.ops_quantize import activation_scale_shape
+from cute_kernels.output.scales import BLOCK
+from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.ops import Cost, define_op, nbytes
+
+
+def _check_fp8(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
+    batch_invariant: bool,
+    use_pdl: bool,
+) -> None:
+    c = Checker("fp8_gemm")
+    c.tensor("a", a, torch.float8_e4m3fn, ("T", "G", "K"))
+    c.require(a.shape[2] % BLOCK == 0, "a", f"K to be a multiple of {BLOCK}", list(a.shape))
+    chunks = a.shape[2] // BLOCK
+    c.tensor("b", b, torch.float8_e4m3fn, ("G", "N", "K"))
+    c.tensor("a_scale", a_scale, torch.float32, ("T", "G", chunks), dense_last=False)
+    c.tensor("b_scale", b_scale, torch.float32, ("G", -(-b.shape[1] // BLOCK), chunks), dense_last=False)
+    if out_scale is None:
+        c.tensor("out", out, (torch.bfloat16, torch.float32), ("T", "G", "N"))
+        return
+    c.tensor("out", out, torch.float8_e4m3fn, ("T", "G", "N"))
+    c.require(b.shape[1] % BLOCK == 0, "b", f"N to be a multiple of {BLOCK} for an e4m3 result", list(b.shape))
+    c.tensor("out_scale", out_scale, torch.float32, activation_scale_shape(a.shape[0], b.shape[0] * b.shape[1]))
+
+
+def _cost_fp8(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
+    *_: object,
+) -> Cost:
+    return Cost(bytes=nbytes(a, a_scale, b, b_scale, out, out_scale), flops=2 * out.numel() * a.shape[2])
+
+
+_fp8_gemm = define_op(
+    "fp8_gemm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out, Tensor(b!)? out_scale, "
+    "bool batch_invariant, bool use_pdl) -> ()",
+    check=_check_fp8,
+    reference=reference.fp8_gemm,
+    kernel="cute_kernels.linear.fp8_gemm",
+    cost=_cost_fp8,
+)
+
+
+def fp8_grouped_linear(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    use_pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Multiply each group of quantized rows by the group's quantized weight.
+
+    out[t, g, n] = sum over 128-column chunks c of a_scale[t, g, c] * weight_scale[g, n // 128, c] *
+                   dot(a[t, g, c], weight[g, n, c])
+
+    a                 e4m3 [T, G, K], K a multiple of 128; any strides with a dense last dimension
+    a_scale           fp32 [T, G, K / 128], any strides (`quantize_fp8_1x128` and `fused_inv_rope_fp8_quant` make such)
+    weight            e4m3 [G, N, K], any strides with a dense last dimension. Constant: it may be read before an earlier
+                      kernel of the stream has ended (with use_pdl); whoever writes it on that stream puts a launch
+                      without use_pdl in between
+    weight_scale      fp32 [G, ceil(N / 128), K / 128], any strides; constant as the weight
+    out_dtype         of an `out` that is None: bf16, fp32, or e4m3 for a result quantized as `quantize_fp8_1x128` does
+                      to the result rounded to bf16
+    out               [T, G, N] of such a type, any strides with a dense last dimension; mutated
+    out_scale         with an e4m3 result (N a multiple of 128): memory of its scales, fp32 [G * N / 128, T rounded up to
+                      4], `activation_scale_shape(T, G * N)`, or None: allocated; mutated, all of it
+    batch_invariant   take a kernel that adds in an order which the weight's shape alone decides, whatever T: a row's
+                      bits then do not depend on T. Slower for many rows
+    use_pdl           start while the kernel before on the stream still runs (programmatic dependent launch), and wait
+                      for it before a or a_scale is read
+
+    Returns (out, scale): scale fp32 [T, G * N / 128], a view of out_scale with rows innermost, or None.
+
+    The reference sums in float64 and rounds to fp32, then to the result's type. Kernels sum a chunk on tensor cores,
+    which keep about 14 bits on Hopper, and the chunks in fp32. No output may share memory with an input. Kernels need
+    rows of a and weight that are 16-byte aligned, and N to be a multiple of 16.
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    c = Checker("fp8_gemm")
+    c.tensor("a", a, torch.float8_e4m3fn, ("T", "G", "K"))
+    c.tensor("weight", weight, torch.float8_e4m3fn, ("G", "N", "K"))
+    c.one_of("out_dtype", out_dtype, (torch.bfloat16, torch.float32, torch.float8_e4m3fn))
+    rows, groups, outputs = a.shape[0], weight.shape[0], weight.shape[1]
+    if out is None:
+        out = torch.empty(rows, groups, outputs, dtype=out_dtype, device=a.device)
+    if out_scale is None and out.dtype == torch.float8_e4m3fn:
+        shape = activation_scale_shape(rows, groups * outputs)
+        out_scale = torch.empty(shape, dtype=torch.float32, device=a.device)
+    _fp8_gemm(a, a_scale, weight, weight_scale, out, out_scale, batch_invariant, use_pdl)
+    return out, None if out_scale is None else out_scale.t()[:rows]
+
+
+def fp8_linear(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    use_pdl: bool = False,
+) -> torch.Tensor:
+    """Multiply quantized rows by a quantized weight: `fp8_grouped_linear` with one group.
+
+    a              e4m3 [T, K], rows of any stride; a_scale fp32 [T, K / 128], any strides
+    weight         e4m3 [N, K], weight_scale fp32 [ceil(N / 128), K / 128]; constant
+    out            bf16 or fp32 [T, N], rows of any stride, or None: allocated, of out_dtype; mutated
+    batch_invariant, use_pdl
+                   as of `fp8_grouped_linear`
+
+    Returns out. Raises ValueError or TypeError on arguments that do not fit.
+    """
+    c = Checker("fp8_gemm")
+    c.tensor("a", a, torch.float8_e4m3fn, (None, None))
+    c.tensor("weight", weight, torch.float8_e4m3fn, (None, None))
+    c.tensor("a_scale", a_scale, torch.float32, (None, None), dense_last=False)
+    c.tensor("weight_scale", weight_scale, torch.float32, (None, None), dense_last=False)
+    c.one_of("out_dtype", out_dtype, (torch.bfloat16, torch.float32))
+    if out is None:
+        out = torch.empty(a.shape[0], weight.shape[0], dtype=out_dtype, device=a.device)
+    c.tensor("out", out, (torch.bfloat16, torch.float32), (None, None))
+    _fp8_gemm(
+        a.unsqueeze(1),
+        a_scale.unsqueeze(1),
+        weight.unsqueeze(0),
+        weight_scale.unsqueeze(0),
+        out.unsqueeze(1),
+        None,
+        batch_invariant,
+        use_pdl,
+    )
+    return out
+
+
+def _check_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch_invariant: bool, use_pdl: bool) -> None:
+    c = Checker("bf16_gemm")
+    c.tensor("a", a, torch.bfloat16, ("T", "K"))
+    c.tensor("b", b, torch.bfloat16, ("N", "K"))
+    c.tensor("out", out, (torch.bfloat16, torch.float32), ("T", "N"))
+
+
+def _cost_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *_: object) -> Cost:
+    return Cost(bytes=nbytes(a, b, out), flops=2 * out.numel() * a.shape[1])
+
+
+_bf16_gemm = define_op(
+    "bf16_gemm(Tensor a, Tensor b, Tensor(a!) out, bool batch_invariant, bool use_pdl) -> ()",
+    check=_check_bf16,
+    reference=reference.bf16_gemm,
+    kernel="cute_kernels.linear.bf16_gemm",
+    cost=_cost_bf16,
+)
+
+
+def bf16_linear(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    use_pdl: bool = False,
+) -> torch.Tensor:
+    """Multiply bf16 rows by a bf16 weight, summed in fp32 and rounded once.
+
+    a                 bf16 [T, K], rows of any stride
+    weight            bf16 [N, K], rows of any stride. Constant: it may be read before an earlier kernel of the stream has
+                      ended (with use_pdl)
+    out               bf16 or fp32 [T, N], rows of any stride, or None: allocated, of out_dtype; mutated
+    batch_invariant   accepted for the symmetry of the layers: the kernel's order of sums always follows from the
+                      weight's shape alone
+    use_pdl           start while the kernel before on the stream still runs, and wait for it before a is read
+
+    Returns out. Made for few rows: from some hundred on a library's GEMM is faster. Kernels need rows of a and weight
+    that are 16-byte aligned, and N to be a multiple of 16. Raises ValueError or TypeError on arguments that do not fit.
+    """
+    c = Checker("bf16_gemm")
+    c.tensor("a", a, torch.bfloat16, (None, None))
+    c.tensor("weight", weight, torch.bfloat16, (None, None))
+    c.one_of("out_dtype", out_dtype, (torch.bfloat16, torch.float32))
+    if out is None:
+        out = torch.empty(a.shape[0], weight.shape[0], dtype=out_dtype, device=a.device)
+    _bf16_gemm(a, weight, out, batch_invariant, use_pdl)
+    return out

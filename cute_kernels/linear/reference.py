@@ -1,0 +1,50 @@
+"""What the ops of the linear layers mean, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from cute_kernels import numerics
+from cute_kernels.output.scales import BLOCK
+
+
+def quantize_fp8_1x128(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, use_pdl: bool) -> None:
+    rows, columns = x.shape
+    codes, byte = numerics.quantize_e4m3(F.pad(x, (0, -columns % BLOCK)), BLOCK, numerics.OUTPUT_FLOOR)
+    out.view(torch.uint8).copy_(codes[:, :columns])
+    scale_out[:, :rows] = numerics.ue8m0_scale(byte).float().t()
+    scale_out[:, rows:] = 0
+
+
+def fp8_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
+    batch_invariant: bool,
+    use_pdl: bool,
+) -> None:
+    rows, groups, outputs = out.shape
+    total = torch.zeros(groups, rows, outputs, dtype=torch.float64, device=a.device)
+    row_scale = a_scale.double().transpose(0, 1)
+    weight_scale = b_scale.double().repeat_interleave(BLOCK, dim=1)[:, :outputs]
+    for chunk in range(a.shape[2] // BLOCK):
+        columns = slice(chunk * BLOCK, (chunk + 1) * BLOCK)
+        tokens = numerics.from_e4m3(a[..., columns]).double().transpose(0, 1)
+        # the dot products of a chunk are exact in float64: 128 multiples of 2^-18 below 2^18
+        dot = tokens @ numerics.from_e4m3(b[..., columns]).double().transpose(1, 2)
+        total += dot * (row_scale[:, :, None, chunk] * weight_scale[:, None, :, chunk])
+    result = total.float().transpose(0, 1)
+    if out_scale is None:
+        out.copy_(result)
+    else:
+        codes = torch.empty(rows, groups * outputs, dtype=out.dtype, device=out.device)
+        quantize_fp8_1x128(result.bfloat16().flatten(1), codes, out_scale, use_pdl)
+        out.view(torch.uint8).copy_(codes.view(torch.uint8).unflatten(1, (groups, outputs)))
+
+
+def bf16_gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch_invariant: bool, use_pdl: bool) -> None:
+    out.copy_((a.double() @ b.double().t()).float())

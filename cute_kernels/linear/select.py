@@ -1,0 +1,92 @@
+"""Which kernel a GEMM of a layer takes, and how it cuts K.
+
+How K is cut is a function of the weight's shape alone (and of the multiprocessors of the chip the table was made for),
+so that a row's bits do not depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from cute_kernels.formats import HEAD_DIM, INDEX_DIM
+from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
+
+HOPPER = "sm_90a"
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+
+SPLITS = (1, 2, 3, 4, 6, 8)
+TOKEN_TILES = {"e4m3": (8, 16, 32, 64), "bf16": (8, 16, 32, 64, 128)}
+"""Tokens of a work tile. With 128, totals and products of e4m3 do not fit into registers."""
+
+CHUNK_US = 0.3
+"""What 8 KB of a weight, 64 outputs by 128 bytes of K, take a multiprocessor when all of them read at 3.6 TB/s."""
+SPLIT_US = 0.9
+"""What sums of other CTAs cost, once."""
+ROUND_US = 0.1
+"""What the end of a work tile costs that no other work hides."""
+
+
+@lru_cache(maxsize=1024)
+def splits_of(groups: int, outputs: int, chunks: int, cooperative: bool) -> int:
+    """Splits of K for a weight [groups, outputs, chunks of 128 bytes]: those that are through soonest."""
+    width = 128 if cooperative else 64
+    tiles = groups * -(-outputs // width)
+
+    def microseconds(splits: int) -> float:
+        rounds = -(-tiles // (MULTIPROCESSORS // splits))
+        return rounds * (-(-chunks // splits) * CHUNK_US * width / 64 + ROUND_US) + (SPLIT_US if splits > 1 else 0)
+
+    return min((s for s in SPLITS if s == 1 or chunks // s >= 4), key=microseconds)
+
+
+def token_tile(operands: str, rows: int) -> int:
+    """Tokens of a work tile."""
+    return next((tokens for tokens in TOKEN_TILES[operands] if rows <= tokens), TOKEN_TILES[operands][-1])
+
+
+@lru_cache(maxsize=4096)
+def swap_ab(
+    operands: str, output: str, rows: int, groups: int, outputs: int, chunks: int
+) -> tuple[SwapAbKey, int]:
+    """The kernel for few rows and its number of clusters. chunks: of 128 bytes of K."""
+    cooperative = output == "e4m3"
+    splits = splits_of(groups, outputs, chunks, cooperative)
+    tokens = token_tile(operands, rows)
+    key = SwapAbKey(HOPPER, operands, output, tokens, splits, cooperative)
+    tiles = groups * -(-outputs // key.outputs) * -(-rows // tokens)
+    return key, min(tiles, MULTIPROCESSORS // splits)
+
+
+def layer_gemms(config: Any, tp: int) -> list[tuple[str, str, int, int, int]]:
+    """(operands, output, groups, outputs, K) of every GEMM of a model's attention layers on one of `tp` ranks."""
+    hidden, rank, head = config.hidden_size, config.q_lora_rank, HEAD_DIM
+    heads, groups = config.num_attention_heads // tp, max(config.o_groups // tp, 1)
+    per_group = config.num_attention_heads // config.o_groups * head
+    index_q = config.index_n_heads * INDEX_DIM
+    compressed, indexer = 2 * 2 * head, 2 * 2 * INDEX_DIM
+    gemms = [
+        ("e4m3", "bf16", 1, rank + head, hidden),
+        ("e4m3", "bf16", 1, heads * head, rank),
+        ("e4m3", "bf16", 1, index_q, rank),
+        ("e4m3", "bf16", 1, heads * head + index_q, rank),
+        ("bf16", "fp32", 1, compressed + indexer + config.index_n_heads, hidden),
+        ("bf16", "fp32", 1, 2 * head, hidden),
+    ]
+    gemms += [("e4m3", output, groups, config.o_lora_rank, per_group) for output in ("bf16", "e4m3")]
+    outputs = ("bf16",) if tp == 1 else ("bf16", "fp32")
+    gemms += [("e4m3", output, 1, hidden, groups * config.o_lora_rank) for output in outputs]
+    return gemms
+
+
+def swap_ab_keys(config: Any, tp: int, arch: str, operands: str) -> list[SwapAbKey]:
+    """The keys for few rows that a model's layers need."""
+    if arch != HOPPER:
+        return []
+    keys: dict[SwapAbKey, None] = {}
+    for kind, output, groups, outputs, k in layer_gemms(config, tp):
+        if kind == operands:
+            chunks = -(-k // (128 if kind == "e4m3" else 64))
+            keys.update((swap_ab(kind, output, rows, groups, outputs, chunks)[0], None) for rows in TOKEN_TILES[kind])
+    return list(keys)

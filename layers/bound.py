@@ -1,0 +1,235 @@
+"""Decode steps whose launches are kept: what a layer does on the host the second time it sees the same kind of step.
+
+The ops of a layer check their arguments, choose kernels and allocate results in every call, some 20 us each on the host.
+A bound step is the list of launches that one such pass came down to: compiled functions with their arguments, which
+are tensors at fixed addresses (weights, caches, step metadata, scratch) and numbers that follow from the key. Running
+it again is one comparison of keys and one call per kernel. Only the hidden states and the result may lie elsewhere each
+time: arguments that are views of them are made anew.
+
+While a pass is recorded, a dispatch mode watches torch: memory that ops ask for comes from scratch that all layers of a
+thread and stream share (`Scratch`), and any torch operation that would launch something by itself makes the step
+unbindable: it then runs through its ops every time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cute_kernels.formats import round_up
+from cute_kernels.runtime import record
+from cute_kernels.runtime.compile import function, record_launches
+from cute_kernels.runtime.ops import CHECKED, NAMESPACE, NVTX
+
+MOST_STEPS = 32
+"""Bound steps that a layer keeps: the batch sizes of a server's decode steps. The least recently used one goes first."""
+
+CHUNK_BYTES = 64 << 20
+ALIGNMENT = 256
+
+_ALLOCATIONS = ("aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
+                "aten::empty_like")  # fmt: skip
+
+
+class Scratch:
+    """Memory for the intermediate tensors of a layer, given out from the start again for every step that is recorded.
+
+    Layers of a thread run one after the other on their stream, so all of them use the same bytes. Chunks are never
+    moved or freed while a bound step refers to them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._chunks: list[torch.Tensor] = []
+        self._chunk, self._offset = 0, 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def rewind(self) -> None:
+        self._chunk, self._offset = 0, 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """uint8 [size], uninitialized."""
+        while self._chunk < len(self._chunks):
+            chunk = self._chunks[self._chunk]
+            if self._offset + size <= chunk.nbytes:
+                start, self._offset = self._offset, round_up(self._offset + size, ALIGNMENT)
+                return chunk[start : start + size]
+            self._chunk, self._offset = self._chunk + 1, 0
+        self._chunks.append(torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, device=self.device))
+        return self.take(size)
+
+
+class _OfThread(threading.local):
+    """Scratch by device and stream, a thread's own: two threads never share any, nor do two streams."""
+
+    def __init__(self) -> None:
+        self.scratch: dict[tuple[int, int], Scratch] = {}
+
+
+_of_thread = _OfThread()
+
+
+def scratch_of(device: torch.device, stream: int) -> Scratch:
+    """This thread's scratch for work on a stream, given as its number."""
+    assert device.index is not None
+    key = device.index, stream
+    if key not in _of_thread.scratch:
+        _of_thread.scratch[key] = Scratch(device)
+    return _of_thread.scratch[key]
+
+
+class _Watch(TorchDispatchMode):
+    """Takes what ops allocate from scratch, and notes torch operations that launch something by themselves."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        super().__init__()
+        self.scratch = scratch
+        self.foreign: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.name(), kwargs or {}
+        if name in _ALLOCATIONS:
+            wanted = func(*args, **(kwargs | {"device": "meta"}))
+            given = kwargs.get("device")
+            device = torch.device(given) if given is not None else getattr(args[0], "device", torch.device("cpu"))
+            if device.type == "cuda":
+                size = wanted.untyped_storage().nbytes()
+                memory = self.scratch.take(size).view(wanted.dtype) if size else torch.empty(
+                    0, dtype=wanted.dtype, device=device
+                )
+                return memory.as_strided(wanted.shape, wanted.stride())
+        elif not (func.namespace == NAMESPACE or func.is_view or name in ("aten::detach", "aten::_unsafe_view")):
+            self.foreign.append(name)
+        return func(*args, **kwargs)
+
+
+@dataclass
+class _View:
+    """An argument that is a view of the hidden states or of the result."""
+
+    of: int  # 0: the hidden states, 1: the result
+    arguments: list[Any]
+    position: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # elements from the tensor's first
+
+
+class BoundStep:
+    """The launches of one pass. `hidden_states` and `out` are those of that pass; later ones have the same shape."""
+
+    def __init__(
+        self, launches: list[tuple[Any, int, tuple[Any, ...]]], hidden_states: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self.calls: list[tuple[Callable[..., None], list[Any]]] = []
+        self.views: list[_View] = []
+        self.is_whole = True
+        for key, device_index, args in launches:
+            arguments = list(args)
+            self.calls.append((function(key, device_index), arguments))
+            self.is_whole &= device_index == hidden_states.device.index
+            for position, value in enumerate(args):
+                for of, base in enumerate((hidden_states, out)):
+                    self._note(of, base, arguments, position, value)
+
+    def _note(self, of: int, base: torch.Tensor, arguments: list[Any], position: int, value: Any) -> None:
+        if not isinstance(value, torch.Tensor) or value.numel() == 0:
+            return
+        start, end = base.data_ptr(), base.data_ptr() + _extent(base)
+        if not start <= value.data_ptr() < end:
+            return
+        distance = value.data_ptr() - start
+        if value.dtype != base.dtype or distance % base.element_size():
+            self.is_whole = False  # a reinterpreted view: nothing here makes one
+            return
+        offset = distance // base.element_size()
+        self.views.append(_View(of, arguments, position, value.dtype, tuple(value.shape), value.stride(), offset))
+
+    def run(self, hidden_states: torch.Tensor, out: torch.Tensor) -> None:
+        bases = hidden_states, out
+        for view in self.views:
+            base = bases[view.of]
+            view.arguments[view.position] = base.as_strided(
+                view.shape, view.stride, base.storage_offset() + view.offset
+            )
+        for run, arguments in self.calls:
+            run(*arguments)
+
+
+def _extent(x: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    if x.numel() == 0:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+
+
+class BoundSteps:
+    """The bound steps of one layer, by key."""
+
+    def __init__(self) -> None:
+        self._steps: OrderedDict[Any, BoundStep | None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(step is not None for step in self._steps.values())
+
+    def clear(self) -> None:
+        """Forget all steps: the layer's weights or options have changed place."""
+        self._steps.clear()
+
+    @staticmethod
+    def apply(hidden_states: torch.Tensor) -> bool:
+        """Whether a call may be bound at all: plain tensors on a GPU, nobody listening, capturing or tracing."""
+        return (
+            hidden_states.is_cuda
+            and type(hidden_states) is torch.Tensor
+            and not torch.compiler.is_compiling()
+            and not torch.cuda.is_current_stream_capturing()
+            and record.active() is None
+            and torch._C._len_torch_dispatch_stack() == 0
+            and not CHECKED
+            and not NVTX
+        )
+
+    def run(
+        self,
+        key: Any,
+        hidden_states: torch.Tensor,
+        out: torch.Tensor,
+        body: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """`body(hidden_states, out)`, or the launches that it came down to when it last ran for this key.
+
+        key   everything but the two tensors' addresses that the launches depend on
+        """
+        device = hidden_states.device
+        stream = torch.cuda.current_stream(device).cuda_stream
+        key = (key, hidden_states.stride(), stream, threading.get_ident())
+        if key in self._steps:
+            step = self._steps[key]
+            self._steps.move_to_end(key)
+            if step is None:
+                body(hidden_states, out)
+            elif device.index == torch.cuda.current_device():
+                step.run(hidden_states, out)
+            else:
+                with torch.cuda.device(device):
+                    step.run(hidden_states, out)
+            return
+        scratch = scratch_of(device, stream)
+        scratch.rewind()
+        with record_launches() as launches, _Watch(scratch) as watch:
+            body(hidden_states, out)
+        step = None if watch.foreign else BoundStep(launches, hidden_states, out)
+        self._steps[key] = step if step is not None and step.is_whole else None
+        if len(self._steps) > MOST_STEPS:
+            self._steps.popitem(last=False)
