@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from cute_kernels import numerics
+from cute_kernels.linear.ops import fp8_linear
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm
 from cute_kernels.runtime.checks import Checker
+from layers.bound import BoundSteps
 from layers.caches import INDEX_CACHES, KV_CACHES, LayerCaches
 from layers.compressor import DeepseekCompressor
 from layers.config import DeepseekV4Config
 from layers.indexer import DeepseekV4Indexer
-from layers.linear import Linear
+from layers.linear import Linear, bf16_product
 from layers.metadata import DeepseekV4Metadata
 from layers.mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
 from layers.output import OutputProjection
 from layers.parallel import TensorParallel
 from layers.prefill_form import PREFILL_FORMS
 from layers.rotary import RotaryEmbedding
+from layers.stacked import StackedLinears
 
 QUANTIZED_LINEARS = frozenset({"wqa_wkv", "wq_b", "wo_a", "wo_b", "indexer.wq_b"})
 """Linears that a published checkpoint stores as FP8."""
@@ -45,6 +49,11 @@ class AttentionOptions:
     tma_aligned_scales   packed scales for wo_a (the Blackwell recipe)
     max_model_len        longest sequence; sizes the rotary table and the profiling run's workspace
     max_num_tokens       most rows in a step; sizes the top-k buffer
+    use_pdl              kernels are launched as dependents of those before them (programmatic dependent launch): weights
+                         are fetched while the kernel before still runs. Same bits. Whoever writes a weight on the stream
+                         of a step launches something behind it, as any torch operation does
+    bind_steps           an eager decode step keeps its launches and repeats them for the next step of its kind
+                         (layers.bound). Same bits
     aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. Same bits
     """
 
@@ -59,6 +68,8 @@ class AttentionOptions:
     tma_aligned_scales: bool = False
     max_model_len: int = 65536
     max_num_tokens: int = 8192
+    use_pdl: bool = True
+    bind_steps: bool = True
     aux_streams: Sequence[torch.cuda.Stream] = ()
     tp: TensorParallel = field(default_factory=TensorParallel)
     workspace: Workspace | None = None
@@ -102,6 +113,12 @@ def run_on_streams(
     return [results[number] for number in range(len(tasks))]
 
 
+def _stack_again(module: nn.Module, keys: object) -> None:
+    """Hook of load_state_dict, which may assign tensors."""
+    assert isinstance(module, DeepseekV4MultiHeadLatentAttentionWrapper)
+    module._stack_again()
+
+
 class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
     """Attention layer `layer_index` of a model, any kind (sliding window, C4A, C128A).
 
@@ -136,12 +153,15 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         self.rotary_emb = rotary_emb or RotaryEmbedding(config, self.compress_ratio > 1, options.max_model_len, device)
 
         hidden, head_dim, q_rank = config.hidden_size, config.head_dim, config.q_lora_rank
+        gemm: dict[str, Any] = {
+            "batch_invariant": options.batch_invariant,
+            "use_pdl": options.use_pdl,
+            "device": device,
+        }
         self.fused_wqa_wkv = Linear(
-            hidden, q_rank + head_dim, quantized="wqa_wkv" in quantized, label="wqa_wkv", device=device
+            hidden, q_rank + head_dim, quantized="wqa_wkv" in quantized, label="wqa_wkv", **gemm
         )
-        self.wq_b = Linear(
-            q_rank, self.num_heads * head_dim, quantized="wq_b" in quantized, label="wq_b", device=device
-        )
+        self.wq_b = Linear(q_rank, self.num_heads * head_dim, quantized="wq_b" in quantized, label="wq_b", **gemm)
         self.register_buffer("q_norm_weight", torch.ones(q_rank, dtype=torch.bfloat16, device=device))
         self.register_buffer("kv_norm_weight", torch.ones(head_dim, dtype=torch.bfloat16, device=device))
         limits = {"max_model_len": options.max_model_len, "max_num_tokens": options.max_num_tokens}
@@ -170,7 +190,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 label="compressor.wkv_wgate",
                 persist=options.persist,
                 keep_every=options.keep_every,
-                device=device,
+                **gemm,
             )
         if self.compress_ratio == 4:
             buffer = options.topk_indices_buffer
@@ -186,7 +206,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 e2m1_rounding=options.e2m1_rounding,
                 persist=options.persist,
                 keep_every=options.keep_every,
-                device=device,
+                **gemm,
             )
         self.o_proj = OutputProjection(
             config,
@@ -194,8 +214,35 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             wo_a_quantized="wo_a" in quantized,
             wo_b_quantized="wo_b" in quantized,
             tma_aligned_scales=options.tma_aligned_scales,
-            device=device,
+            **gemm,
         )
+        self._bound = BoundSteps()
+        self._stack()
+        self.register_load_state_dict_post_hook(_stack_again)
+
+    def _stack(self) -> None:
+        """Put the weights that read the same input below each other."""
+        self._query_weights: StackedLinears | None = None
+        self._hidden_weights: StackedLinears | None = None
+        if self.indexer is None:
+            return
+        assert self.compressor is not None
+        if self.wq_b.quantized and self.indexer.wq_b.quantized:
+            self._query_weights = StackedLinears([self.wq_b, self.indexer.wq_b])
+        self._hidden_weights = StackedLinears(
+            [self.compressor.fused_wkv_wgate, self.indexer.compressor.fused_wkv_wgate, self.indexer.weights_proj]
+        )
+
+    def _stack_again(self) -> None:
+        """After something has put other tensors in the place of weights."""
+        stacks = (self._query_weights, self._hidden_weights)
+        if not all(stack is None or stack.is_tied for stack in stacks):
+            self._stack()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self._stack_again()
+        return self
 
     def _streams(self, rows: int) -> Sequence[torch.cuda.Stream]:
         return self.options.aux_streams if rows <= AUX_STREAM_MAX_TOKENS else ()
@@ -204,14 +251,27 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """(qr_kv, kv_score, indexer weights, indexer kv_score): the GEMMs that read the hidden states."""
+        streams, device = self._streams(hidden_states.shape[0]), hidden_states.device
+        if self._hidden_weights is not None and device.type == "cuda":
+            stack, options = self._hidden_weights, self.options
+            gemm = {"batch_invariant": options.batch_invariant, "use_pdl": options.use_pdl}
+            qr_kv, scores = run_on_streams(
+                [
+                    lambda: self.fused_wqa_wkv(hidden_states),
+                    lambda: bf16_product(hidden_states, stack.weight, torch.float32, label="hidden", **gemm),
+                ],
+                streams,
+                device,
+            )
+            kv_score, index_kv_score, index_weights = scores.split(stack.splits, dim=1)
+            return qr_kv, kv_score, index_weights, index_kv_score
         modules: list[nn.Module] = [self.fused_wqa_wkv]
         if self.compressor is not None:
             modules.append(self.compressor.fused_wkv_wgate)
         if self.indexer is not None:
             modules += [self.indexer.weights_proj, self.indexer.compressor.fused_wkv_wgate]
         tasks = [lambda module=module: module(hidden_states) for module in modules]
-        results: list[torch.Tensor | None] = []
-        results += run_on_streams(tasks, self._streams(hidden_states.shape[0]), hidden_states.device)
+        results: list[torch.Tensor | None] = [*run_on_streams(tasks, streams, device)]
         results += [None] * (4 - len(results))
         return results[0], results[1], results[2], results[3]  # type: ignore[return-value]
 
@@ -246,9 +306,21 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 f"attention layer: hidden_states and positions: expected at least {rows} rows as in the metadata, "
                 f"got {hidden_states.shape[0]} and {positions.shape[0]}"
             )
-        out = self._forward(hidden_states[:rows], metadata, caches, capture)
-        padding = hidden_states.shape[0] - rows
-        return nn.functional.pad(out, (0, 0, 0, padding)) if padding else out
+        return self._rows_of_step(hidden_states, metadata, caches, capture)
+
+    def _rows_of_step(
+        self,
+        hidden_states: torch.Tensor,
+        metadata: DeepseekV4Metadata,
+        caches: LayerCaches,
+        capture: dict[str, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        rows, device = metadata.num_tokens, hidden_states.device
+        out = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=device)
+        if hidden_states.shape[0] > rows:
+            out[rows:].zero_()
+        self._forward(hidden_states[:rows], metadata, caches, capture, out[:rows])
+        return self.tp.sum(out)
 
     def _check_step(self, check: Checker, m: DeepseekV4Metadata, caches: LayerCaches) -> None:
         """Refuse metadata and caches of another layer kind or size: they would give numbers, only wrong ones."""
@@ -276,7 +348,9 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         m: DeepseekV4Metadata,
         caches: LayerCaches,
         capture: dict[str, torch.Tensor] | None,
-    ) -> torch.Tensor:
+        result: torch.Tensor,
+    ) -> None:
+        """This rank's partial sum, into `result`."""
         qr_kv, kv_score, index_weights, index_kv_score = self.attn_gemm_parallel_execute(hidden_states)
         q, topk, kv = self.attention_front(qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture)
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
@@ -289,7 +363,20 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             capture["o_raw"], capture["lse"] = out, lse
             if topk is not None:
                 capture["topk"] = topk.clone()
-        return self.tp.sum(self.o_proj(out, m.positions, table, capture))
+        self.o_proj(out, m.positions, table, capture, result)
+
+    def _queries(self, qr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries [T, heads, 512], and the indexer's [T, heads * 128] if they are products of the same launch."""
+        shape = (self.num_heads, self.config.head_dim)
+        stack = self._query_weights
+        if stack is None or not self.wq_b._has_fp8_product(qr.device):
+            return self.wq_b(qr).unflatten(-1, shape), None
+        assert stack.scale is not None
+        rows = self.wq_b.quantize(qr)
+        gemm = {"batch_invariant": self.options.batch_invariant, "use_pdl": self.options.use_pdl}
+        both = fp8_linear(rows.codes, rows.scale, stack.weight, stack.scale, **gemm)
+        q, index_q = both.split(stack.splits, dim=1)
+        return q.unflatten(-1, shape), index_q
 
     def attention_front(
         self,
@@ -304,8 +391,9 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         """From the first GEMMs' results to all caches written: (query [T, heads, 512], top-k or None, kv [T, 512])."""
         table = self.rotary_emb.cos_sin_cache
         qr, kv = qr_kv.split([self.config.q_lora_rank, self.config.head_dim], dim=-1)
-        qr, kv = fused_q_kv_rmsnorm(qr, kv, self.q_norm_weight, self.kv_norm_weight, self.config.rms_norm_eps)
-        q = self.wq_b(qr).unflatten(-1, (self.num_heads, self.config.head_dim))
+        norms = (self.q_norm_weight, self.kv_norm_weight, self.config.rms_norm_eps)
+        qr, kv = fused_q_kv_rmsnorm(qr, kv, *norms, use_pdl=self.options.use_pdl)
+        q, index_q = self._queries(qr)
 
         def insert_and_compress() -> torch.Tensor:
             query = self.mla_attn.insert(q, kv, caches, m, table)
@@ -327,7 +415,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         state, cache = caches.indexer_state, caches.indexer
 
         def select() -> torch.Tensor:
-            return indexer(qr, index_kv_score, index_weights, m, state, cache, table, capture)
+            rows = indexer.wq_b(qr) if index_q is None else index_q
+            return indexer(rows, index_kv_score, index_weights, m, state, cache, table, capture)
 
         query, topk = run_on_streams([insert_and_compress, select], self._streams(q.shape[0]), q.device)
         return query, topk, kv

@@ -103,8 +103,10 @@ class _Watch(TorchDispatchMode):
             device = torch.device(given) if given is not None else getattr(args[0], "device", torch.device("cpu"))
             if device.type == "cuda":
                 size = wanted.untyped_storage().nbytes()
-                memory = self.scratch.take(size).view(wanted.dtype) if size else torch.empty(
-                    0, dtype=wanted.dtype, device=device
+                memory = (
+                    self.scratch.take(size).view(wanted.dtype)
+                    if size
+                    else torch.empty(0, dtype=wanted.dtype, device=device)
                 )
                 return memory.as_strided(wanted.shape, wanted.stride())
         elif not (func.namespace == NAMESPACE or func.is_view or name in ("aten::detach", "aten::_unsafe_view")):

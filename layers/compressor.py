@@ -39,6 +39,8 @@ class DeepseekCompressor(nn.Module):
         keep_every: int = 0,
         e2m1_rounding: str = "ties_to_lower",
         index_hadamard: bool = False,
+        batch_invariant: bool = False,
+        use_pdl: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
@@ -51,7 +53,14 @@ class DeepseekCompressor(nn.Module):
         self.persist, self.keep_every = persist, keep_every
         self.e2m1_rounding, self.index_hadamard = e2m1_rounding, index_hadamard
         self.fused_wkv_wgate = Linear(
-            config.hidden_size, 2 * width, quantized=False, label=label, out_dtype=torch.float32, device=device
+            config.hidden_size,
+            2 * width,
+            quantized=False,
+            label=label,
+            out_dtype=torch.float32,
+            batch_invariant=batch_invariant,
+            use_pdl=use_pdl,
+            device=device,
         )
         self.register_buffer("ape", torch.zeros(compress_ratio, width, device=device))
         self.register_buffer("norm_weight", torch.ones(head_dim, dtype=torch.bfloat16, device=device))

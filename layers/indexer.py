@@ -184,17 +184,20 @@ class DeepseekV4Indexer(nn.Module):
         e2m1_rounding: str = "ties_to_lower",
         persist: str = "window",
         keep_every: int = 0,
+        batch_invariant: bool = False,
+        use_pdl: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        gemm: dict[str, Any] = {"batch_invariant": batch_invariant, "use_pdl": use_pdl, "device": device}
         self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
         self.use_fp4, self.index_hadamard, self.e2m1_rounding = index_cache == "mxfp4", index_hadamard, e2m1_rounding
         self.softmax_scale, self.head_scale = self.head_dim**-0.5, self.heads**-0.5
         self.wq_b = Linear(
-            config.q_lora_rank, self.heads * self.head_dim, quantized=quantized, label="indexer.wq_b", device=device
+            config.q_lora_rank, self.heads * self.head_dim, quantized=quantized, label="indexer.wq_b", **gemm
         )
         self.weights_proj = Linear(
-            config.hidden_size, self.heads, quantized=False, label="indexer.weights_proj", device=device
+            config.hidden_size, self.heads, quantized=False, label="indexer.weights_proj", **gemm
         )
         self.compressor = DeepseekCompressor(
             config,
@@ -205,13 +208,13 @@ class DeepseekV4Indexer(nn.Module):
             keep_every=keep_every,
             e2m1_rounding=e2m1_rounding,
             index_hadamard=index_hadamard,
-            device=device,
+            **gemm,
         )
         self.indexer_op = SparseAttnIndexer(config.index_topk, compress_ratio, topk_indices_buffer)
 
     def forward(
         self,
-        qr: torch.Tensor,
+        index_q: torch.Tensor,
         compressed_kv_score: torch.Tensor,
         indexer_weights: torch.Tensor,
         metadata: DeepseekV4Metadata,
@@ -222,18 +225,18 @@ class DeepseekV4Indexer(nn.Module):
     ) -> torch.Tensor:
         """Top-k entries of every row, int32 [T, index_topk], request-local, -1 where there are fewer.
 
-        qr                    bf16 [T, q_lora_rank], normalized
+        index_q               bf16 [T, heads * 128], `wq_b` of the normalized latent queries
         compressed_kv_score   fp32 [T, 512], the compressor's projection of the hidden states
-        indexer_weights       bf16 [T, heads], `weights_proj` of the hidden states
+        indexer_weights       bf16 or fp32 [T, heads], `weights_proj` of the hidden states
         capture               receives "idx_q", the rotated queries before they are quantized
         """
         self.compressor(compressed_kv_score, metadata, state, cache, cos_sin_cache)
-        index_q = self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim))
+        index_q = index_q.unflatten(-1, (self.heads, self.head_dim))
         q, weights = fused_indexer_q_rope_quant(
             metadata.positions,
             index_q,
             cos_sin_cache,
-            indexer_weights,
+            indexer_weights.bfloat16(),
             self.softmax_scale,
             self.head_scale,
             self.use_fp4,

@@ -1,24 +1,28 @@
-"""Linear layers: bf16 or block-quantized FP8 weights, recorded like ops. The GEMMs are torch's.
+"""Linear layers: bf16 or block-quantized FP8 weights, recorded like ops.
+
+FP8 products are cute_kernels' own; bf16 ones for few rows on Hopper, else torch's.
 
 On the CPU products are accumulated in float64, so a row's result does not depend on how many rows come with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from cute_kernels import numerics
+from cute_kernels.linear.ops import bf16_linear, fp8_linear, quantize_fp8_1x128
 from cute_kernels.runtime import record
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.record import Cost
 
 WEIGHT_BLOCK = 128
-_FP8_ROWS = 4
-"""cuBLAS's block-scaled FP8 product takes multiples of this many rows,"""
-_FP8_SCALES = 4
-"""and weight scales padded to multiples of this many blocks along the input."""
+
+MOST_OWN_ROWS = 32
+"""Up to so many rows our bf16 GEMM is faster than cuBLAS's on an H200 (perf/notes/linear.md)."""
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,20 +57,41 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> tor
     return torch.bmm(x, weight.transpose(-1, -2), out_dtype=out_dtype)
 
 
-def block_scaled_matmul(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """bf16 x [T, in] @ weight [out, in]^T in FP8 on Hopper (cuBLAS), with scales per 1 x 128 and 128 x 128 block."""
-    rows = x.shape[0]
-    codes, scales = quantize_activation(F.pad(x, (0, 0, 0, -rows % _FP8_ROWS)))
-    product = F.scaled_mm(
-        codes,
-        weight.t(),
-        scales.t().contiguous().t(),
-        F.ScalingType.BlockWise1x128,
-        F.pad(scale, (0, -scale.shape[1] % _FP8_SCALES)).t(),
-        F.ScalingType.BlockWise128x128,
-        output_dtype=torch.bfloat16,
-    )
-    return product[:rows]
+class Fp8Rows(NamedTuple):
+    """Activations that are quantized already: e4m3 [T, in] and fp32 scales [T, in / 128], rows innermost."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+
+def bf16_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    label: str,
+    batch_invariant: bool = False,
+    use_pdl: bool = False,
+) -> torch.Tensor:
+    """bf16 x [T, in] @ weight [out, in]^T: for few rows on Hopper, and where bits must not depend on how many they are,
+    by our kernel, else by torch."""
+    if x.device.type == "cuda" and (batch_invariant or x.shape[0] <= MOST_OWN_ROWS) and weight.shape[0] % 16 == 0:
+        if arch_of(x.device.index) == "sm_90a":
+            return bf16_linear(x, weight, out_dtype=out_dtype, batch_invariant=batch_invariant, use_pdl=use_pdl)
+    return _recorded(label, x, weight, out_dtype, lambda: matmul(x, weight, out_dtype))
+
+
+def _recorded(
+    label: str, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, body: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """`body()`, a product of torch's, noted in the recording in progress."""
+    recording = None if torch.compiler.is_compiling() else record.active()
+    if recording is None:
+        return body()
+    outputs = x.shape[0] * weight.shape[0]
+    size = weight.numel() * weight.element_size() + x.numel() * x.element_size()
+    cost = Cost(bytes=size + outputs * out_dtype.itemsize, flops=2 * outputs * weight.shape[1])
+    return recording.run(f"linear {label}", "torch", cost, x.device, body)
 
 
 class Linear(nn.Module):
@@ -77,6 +102,10 @@ class Linear(nn.Module):
 
     label       name in recordings
     out_dtype   dtype of the result; the accumulator is rounded to it once
+    batch_invariant
+                a row's bits do not depend on how many rows there are (on a CPU they never do)
+    use_pdl     kernels start while those before them on the stream still run (programmatic dependent launch). Weights
+                and scales then count as constant: whoever writes them on that stream puts a launch of its own behind
     """
 
     weight: torch.Tensor
@@ -90,9 +119,12 @@ class Linear(nn.Module):
         quantized: bool,
         label: str,
         out_dtype: torch.dtype = torch.bfloat16,
+        batch_invariant: bool = False,
+        use_pdl: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        self.batch_invariant, self.use_pdl = batch_invariant, use_pdl
         self.in_features, self.out_features = in_features, out_features
         self.quantized, self.label, self.out_dtype = quantized, label, out_dtype
         if quantized and in_features % WEIGHT_BLOCK:
@@ -103,31 +135,45 @@ class Linear(nn.Module):
         self.register_buffer("scale", torch.ones(blocks, device=device) if quantized else None)
 
     def _has_fp8_product(self, device: torch.device) -> bool:
-        return (
-            device.type == "cuda"
-            and arch_of(device.index) == "sm_90a"
-            and self.out_dtype == torch.bfloat16
-            and self.out_features % WEIGHT_BLOCK == 0
+        """Whether the GPU multiplies e4m3 numbers, or converts them as it does."""
+        if device.type != "cuda":
+            return False
+        arch = arch_of(device.index)
+        if arch != "sm_90a" and (arch == "sm_80" or self.out_dtype != torch.bfloat16):
+            return False
+        return self.out_features % 16 == 0
+
+    def quantize(self, x: torch.Tensor) -> Fp8Rows:
+        return Fp8Rows(*quantize_fp8_1x128(x, use_pdl=self.use_pdl))
+
+    def multiply(self, x: Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The product of quantized rows, on a GPU."""
+        assert self.scale is not None
+        return fp8_linear(
+            x.codes,
+            x.scale,
+            self.weight,
+            self.scale,
+            out_dtype=self.out_dtype,
+            out=out,
+            batch_invariant=self.batch_invariant,
+            use_pdl=self.use_pdl,
         )
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if self.scale is None:
-            return matmul(x, self.weight, self.out_dtype)
-        if x.shape[0] and self._has_fp8_product(x.device):
-            return block_scaled_matmul(x, self.weight, self.scale)
+    def _dequantized_product(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.scale is not None
         dtype = torch.float64 if x.device.type == "cpu" else torch.bfloat16
         codes, scales = quantize_activation(x)
         dequantized = codes.to(dtype) * scales.to(dtype).repeat_interleave(WEIGHT_BLOCK, 1)
         return matmul(dequantized, dequantize_weight(self.weight, self.scale, dtype), self.out_dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        recording = None if torch.compiler.is_compiling() else record.active()
-        if recording is None:
-            return self._product(x)
-        rows = x.shape[0]
-        size = self.weight.numel() * self.weight.element_size() + x.numel() * x.element_size()
-        cost = Cost(
-            bytes=size + rows * self.out_features * self.out_dtype.itemsize,
-            flops=2 * rows * self.in_features * self.out_features,
-        )
-        return recording.run(f"linear {self.label}", "torch", cost, x.device, lambda: self._product(x))
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The product, in `out` if there is one: [T, out] of the module's out_dtype."""
+        if self.scale is not None and self._has_fp8_product(x.device):
+            return self.multiply(self.quantize(x), out)
+        if self.scale is None:
+            gemm = {"batch_invariant": self.batch_invariant, "use_pdl": self.use_pdl}
+            product = bf16_product(x, self.weight, self.out_dtype, label=self.label, **gemm)
+        else:
+            product = _recorded(self.label, x, self.weight, self.out_dtype, lambda: self._dequantized_product(x))
+        return product if out is None else out.copy_(product)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from cute_kernels.linear.ops import fp8_grouped_linear
 from cute_kernels.output.ops import deepseek_v4_fp8_einsum, fused_inv_rope_fp8_quant, pack_block_scales
 from cute_kernels.runtime import record
+from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.record import Cost
 from layers.config import DeepseekV4Config
-from layers.linear import WEIGHT_BLOCK, Linear, matmul
+from layers.linear import WEIGHT_BLOCK, Fp8Rows, Linear, matmul
 from layers.parallel import TensorParallel
+
+MOST_QUANTIZED_ROWS = 64
+"""Up to so many rows wo_a's kernel quantizes its result on an H200 in less time than a launch of its own takes."""
 
 RECIPES = {False: (1, 128, 128), True: (1, 1, 128)}
 
@@ -33,9 +38,13 @@ class OutputProjection(nn.Module):
         wo_a_quantized: bool,
         wo_b_quantized: bool,
         tma_aligned_scales: bool = False,
+        batch_invariant: bool = False,
+        use_pdl: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        self.batch_invariant, self.use_pdl = batch_invariant, use_pdl
+        self._gemm = {"batch_invariant": batch_invariant, "use_pdl": use_pdl}
         self.groups = tp.shard(config.o_groups, "o_groups")
         self.heads_per_group, self.rank = config.heads_per_group, config.o_lora_rank
         self.tma_aligned_scales = tma_aligned_scales
@@ -55,6 +64,8 @@ class OutputProjection(nn.Module):
             quantized=wo_b_quantized,
             label="wo_b",
             out_dtype=torch.bfloat16 if tp.size == 1 else tp.partial_dtype,
+            batch_invariant=batch_invariant,
+            use_pdl=use_pdl,
             device=device,
         )
         self._packed: torch.Tensor | None = None
@@ -67,23 +78,27 @@ class OutputProjection(nn.Module):
             self._packed = pack_block_scales(self.wo_a_scale, self.rank)
         return self._packed
 
-    def project_a(self, o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
-        """bf16 [T, groups, o_lora_rank] from attention output [T, heads, 512]."""
-        rotated, scale = fused_inv_rope_fp8_quant(
-            o,
-            positions,
-            cos_sin_cache,
-            self.groups,
-            self.heads_per_group,
-            tma_aligned_scales=self.tma_aligned_scales,
-            quantize=self.wo_a_scale is not None,
-        )
-        if self.wo_a_scale is not None:
-            z = torch.empty(o.shape[0], self.groups, self.rank, dtype=torch.bfloat16, device=o.device)
-            recipe = list(RECIPES[self.tma_aligned_scales])
-            deepseek_v4_fp8_einsum(rotated, scale, self.wo_a, self._einsum_scale(), z, "bhr,hdr->bhd", recipe)
+    def project_a(self, rotated: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """bf16 [T, groups, o_lora_rank] from rotated output [T, groups, heads_per_group * 512], with its scales if it is
+        quantized."""
+        if self.wo_a_scale is None:
+            return self._grouped(rotated.transpose(0, 1)).transpose(0, 1)
+        if not self.tma_aligned_scales and rotated.is_cuda:
+            z, _ = fp8_grouped_linear(rotated, scale, self.wo_a, self.wo_a_scale, **self._gemm)
             return z
-        return self._grouped(rotated.transpose(0, 1)).transpose(0, 1)
+        z = torch.empty(rotated.shape[0], self.groups, self.rank, dtype=torch.bfloat16, device=rotated.device)
+        recipe = list(RECIPES[self.tma_aligned_scales])
+        deepseek_v4_fp8_einsum(rotated, scale, self.wo_a, self._einsum_scale(), z, "bhr,hdr->bhd", recipe)
+        return z
+
+    def _quantizes(self, rotated: torch.Tensor) -> bool:
+        """Whether wo_a's product comes out quantized for wo_b: on Hopper, for few rows, and always with batch_invariant.
+        The bytes are those of quantizing it afterwards."""
+        if self.wo_a_scale is None or self.tma_aligned_scales or not rotated.is_cuda:
+            return False
+        if arch_of(rotated.device.index) != "sm_90a" or not self.wo_b.quantized:
+            return False
+        return self.batch_invariant or rotated.shape[0] <= MOST_QUANTIZED_ROWS
 
     def _grouped(self, rotated: torch.Tensor) -> torch.Tensor:
         recording = None if torch.compiler.is_compiling() else record.active()
@@ -102,13 +117,38 @@ class OutputProjection(nn.Module):
         positions: torch.Tensor,
         cos_sin_cache: torch.Tensor,
         capture: dict[str, torch.Tensor] | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, hidden]; `capture` receives o (inverse-rotated, bf16 [T, heads, 512]) and oa (bf16 [T, groups, rank])."""
-        z = self.project_a(o, positions, cos_sin_cache)
-        if capture is not None:
-            plain, _ = fused_inv_rope_fp8_quant(
-                o, positions, cos_sin_cache, self.groups, self.heads_per_group, quantize=False
-            )
-            capture["o"] = plain.reshape(o.shape)
-            capture["oa"] = z
-        return self.wo_b(z.flatten(1))
+        """[T, hidden], in `out` if there is one, from attention output [T, heads, 512].
+
+        capture   receives o (inverse-rotated, bf16 [T, heads, 512]) and oa (bf16 [T, groups, rank])
+        """
+        rotated, scale = fused_inv_rope_fp8_quant(
+            o,
+            positions,
+            cos_sin_cache,
+            self.groups,
+            self.heads_per_group,
+            tma_aligned_scales=self.tma_aligned_scales,
+            quantize=self.wo_a_scale is not None,
+            use_pdl=self.use_pdl,
+        )
+        if capture is None:
+            return self.project(rotated, scale, out)
+        plain, _ = fused_inv_rope_fp8_quant(
+            o, positions, cos_sin_cache, self.groups, self.heads_per_group, quantize=False
+        )
+        capture["o"] = plain.reshape(o.shape)
+        capture["oa"] = self.project_a(rotated, scale)
+        return self.wo_b(capture["oa"].flatten(1), out)
+
+    def project(self, rotated: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, hidden] from rotated output, as `project_a` takes it."""
+        if not self._quantizes(rotated):
+            return self.wo_b(self.project_a(rotated, scale).flatten(1), out)
+        assert self.wo_a_scale is not None
+        codes, z_scale = fp8_grouped_linear(
+            rotated, scale, self.wo_a, self.wo_a_scale, out_dtype=torch.float8_e4m3fn, **self._gemm
+        )
+        assert z_scale is not None
+        return self.wo_b.multiply(Fp8Rows(codes.flatten(1), z_scale), out)

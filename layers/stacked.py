@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from layers.linear import Linear
+from layers.linear import WEIGHT_BLOCK, Linear
 
 
 class StackedLinears:
     """The weights of several `Linear` modules as one [sum of rows, in] matrix, without a second copy of any.
 
-    Each module's `weight` (and `scale`, padded as that of a single module) becomes a view of its rows, so that
+    Each module's `weight` (and `scale`) becomes a view of its rows, so that
     `weight.copy_()` and `load_state_dict` fill the matrix. What replaces a module's tensor (`Module.to`,
     `load_state_dict(assign=True)`) cuts that tie: call `tie()` again afterwards.
 
@@ -35,10 +35,12 @@ class StackedLinears:
             linear.weight = rows
         self.scale: torch.Tensor | None = None
         if self.linears[0].quantized:
-            self.scale = Linear.padded_scale([linear.scale for linear in self.linears])
-            blocks = [linear.scale.shape[0] for linear in self.linears]
-            for linear, rows in zip(self.linears, self.scale.split(blocks), strict=True):
-                linear.scale = rows
+            self.scale = torch.cat([linear.scale for linear in self.linears if linear.scale is not None])
+            first = 0
+            for linear in self.linears:
+                blocks = -(-linear.out_features // WEIGHT_BLOCK)
+                linear.scale = self.scale[first : first + blocks]
+                first += blocks
 
     @property
     def is_tied(self) -> bool:

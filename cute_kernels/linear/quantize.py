@@ -137,7 +137,8 @@ class QuantizeKernel:
         staged = SmemAllocator().allocate_tensor(Float32, cute.make_layout((self.blocks, TOKENS)))
         for pair in range_constexpr(VECTORS // 2):
             words = [
-                [Int32(cutlass.select_(inside[i], word, Int32(0))) for word in loaded[i]] for i in (2 * pair, 2 * pair + 1)
+                [Int32(cutlass.select_(inside[i], word, Int32(0))) for word in loaded[i]]
+                for i in (2 * pair, 2 * pair + 1)
             ]
             largest = []
             for vector in words:

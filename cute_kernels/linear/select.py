@@ -29,9 +29,10 @@ ROUND_US = 0.1
 
 
 @lru_cache(maxsize=1024)
-def splits_of(groups: int, outputs: int, chunks: int, cooperative: bool) -> int:
-    """Splits of K for a weight [groups, outputs, chunks of 128 bytes]: those that are through soonest."""
-    width = 128 if cooperative else 64
+def splits_of(groups: int, outputs: int, chunks: int) -> int:
+    """Splits of K for a weight [groups, outputs, chunks of 128 bytes]: those that are through soonest. Grouped weights
+    are counted in tiles of 128 outputs, which an e4m3 result needs: every type of result has the same sums."""
+    width = 128 if groups > 1 else 64
     tiles = groups * -(-outputs // width)
 
     def microseconds(splits: int) -> float:
@@ -47,12 +48,10 @@ def token_tile(operands: str, rows: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def swap_ab(
-    operands: str, output: str, rows: int, groups: int, outputs: int, chunks: int
-) -> tuple[SwapAbKey, int]:
+def swap_ab(operands: str, output: str, rows: int, groups: int, outputs: int, chunks: int) -> tuple[SwapAbKey, int]:
     """The kernel for few rows and its number of clusters. chunks: of 128 bytes of K."""
     cooperative = output == "e4m3"
-    splits = splits_of(groups, outputs, chunks, cooperative)
+    splits = splits_of(groups, outputs, chunks)
     tokens = token_tile(operands, rows)
     key = SwapAbKey(HOPPER, operands, output, tokens, splits, cooperative)
     tiles = groups * -(-outputs // key.outputs) * -(-rows // tokens)

@@ -56,9 +56,9 @@ BLOCK = 128
 CONSUMER_WARPGROUPS = 2
 THREADS = (CONSUMER_WARPGROUPS * 4 + 2) * WARP
 
-MOST_BYTES = 112 * 1024
-"""Of shared memory in all, if four stages fit: so that the next GEMM's CTA can start beside this one's and bring its
-weights. With up to 32 tokens registers allow that, too."""
+MOST_BYTES = {8: 112 * 1024, 16: 112 * 1024, 32: 112 * 1024, 64: 216 * 1024, 128: 216 * 1024}
+"""Of shared memory, by tokens. Up to 32, two CTAs fit into a multiprocessor: the next GEMM's CTA can start beside this
+one's and bring its weights. With more, registers do not allow that, and stages are larger."""
 
 FRAGMENT_BYTES = 16
 """Of a thread's share of 16 outputs x 8 tokens: rows r and r + 8 of two neighbouring tokens."""
@@ -96,8 +96,8 @@ class SwapAbKey(KernelKey):
 
     @property
     def stages(self) -> int:
-        room = MOST_BYTES - 2048 - CONSUMER_WARPGROUPS * self.received_bytes
-        return max(4, min(12, room // self.stage_bytes))
+        room = MOST_BYTES[self.tokens] - 2048 - CONSUMER_WARPGROUPS * self.received_bytes
+        return min(12, room // self.stage_bytes)
 
     @property
     def blocks_received(self) -> int:
@@ -249,7 +249,9 @@ class SwapAbKernel:
         weights = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
         tokens = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        weight_copy, weight_source = cpasync.make_tiled_tma_atom(load, weights, weight_tiles, (self.outputs, self.chunk))
+        weight_copy, weight_source = cpasync.make_tiled_tma_atom(
+            load, weights, weight_tiles, (self.outputs, self.chunk)
+        )
         token_copy, token_source = cpasync.make_tiled_tma_atom(load, tokens, token_tiles, (self.tokens, self.chunk))
         return weight_copy, weight_source, token_copy, token_source, weight_tiles, token_tiles
 
@@ -641,9 +643,7 @@ class SwapAbKernel:
                     if index > 0:
                         ptx.wait_mbarrier(turns + warpgroup * 8, index - 1 >> 1 & 1)
                 if const_expr(self.is_fp8):
-                    self.multiply_e4m3(
-                        work, ring, (mma, mma_more), weights, token_rows, scales, totals, index, half
-                    )
+                    self.multiply_e4m3(work, ring, (mma, mma_more), weights, token_rows, scales, totals, index, half)
                 else:
                     self.multiply_bf16(work, ring, (mma, mma_more), weights, token_rows, totals, index, half)
                 if const_expr(not self.key.cooperative):
@@ -653,9 +653,7 @@ class SwapAbKernel:
                     self.combine(totals, rank, warp % 4, lane, own_received, own_bars, use, is_last)
                     use += 1
                 result = out, out_scale, scale_row, padded_tokens
-                self.store(
-                    totals, rank, warp % 4, lane, half, maxima, work.coords(index), result, (tokens, outputs)
-                )
+                self.store(totals, rank, warp % 4, lane, half, maxima, work.coords(index), result, (tokens, outputs))
         if const_expr(self.splits > 1):
             # a CTA stays until nobody sends to it or arrives at its barriers any more
             cute.arch.cluster_arrive_relaxed()
