@@ -37,6 +37,7 @@ from cute_kernels.kv_cache.ops import (
 from cute_kernels.norm.ops import (
     fused_mtp_input_rmsnorm,
     fused_q_kv_rmsnorm,
+    fused_q_kv_rmsnorm_quant,
     mtp_shared_head_rmsnorm,
 )
 from cute_kernels.output.ops import (
@@ -73,6 +74,7 @@ __all__ = [
     "fused_inv_rope_fp8_quant",
     "fused_mtp_input_rmsnorm",
     "fused_q_kv_rmsnorm",
+    "fused_q_kv_rmsnorm_quant",
     "get_compressed_slot_mapping",
     "merge_attention_states",
     "mqa_logits",

@@ -38,6 +38,7 @@ KERNEL_ARCHS = {
     "fused_inv_rope_fp8_quant": _E4M3_ARCHS,
     "fused_mtp_input_rmsnorm": ARCHS,
     "fused_q_kv_rmsnorm": ARCHS,
+    "fused_q_kv_rmsnorm_quant": _E4M3_ARCHS,
     "get_compressed_slot_mapping": ARCHS,
     "merge_attention_states": ARCHS,
     "mqa_logits": ARCHS,

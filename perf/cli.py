@@ -50,6 +50,7 @@ ROOMS = {
     "fused_inv_rope_fp8_quant": "perf.inv_rope",
     "fused_mtp_input_rmsnorm": "perf.norm",
     "fused_q_kv_rmsnorm": "perf.norm",
+    "fused_q_kv_rmsnorm_quant": "perf.norm",
     "get_compressed_slot_mapping": "perf.indices",
     "merge_attention_states": "perf.merge",
     "mqa_logits": "perf.logits",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from cute_kernels.formats import HEAD_DIM
+from cute_kernels import numerics
+from cute_kernels.formats import HEAD_DIM, round_up
 from cute_kernels.norm.ops import fused_mtp_input_rmsnorm, fused_q_kv_rmsnorm, mtp_shared_head_rmsnorm
+from cute_kernels.output.scales import BLOCK, ROW_ALIGNMENT
 from cute_kernels.runtime.ops import OPS
 from perf.bench import Arguments, Bench, Case, Run, close
 
@@ -31,6 +33,13 @@ def _make_q_kv(tokens: int, rank: int, seed: int) -> Arguments:
     weights = _normal(rank, seed=-1), _normal(HEAD_DIM, seed=-2)
     outs = [torch.empty(t.shape, device="cuda", dtype=torch.bfloat16) for t in (qr, kv)]
     return qr, kv, *weights, EPS, *outs, True
+
+
+def _make_q_kv_quant(tokens: int, rank: int, seed: int) -> Arguments:
+    *inputs, query, kv_out, use_pdl = _make_q_kv(tokens, rank, seed)
+    codes = torch.empty(query.shape, device="cuda", dtype=torch.float8_e4m3fn)
+    scales = torch.empty(-(-rank // BLOCK), round_up(tokens, ROW_ALIGNMENT), device="cuda")
+    return *inputs, codes, scales, kv_out, None, use_pdl
 
 
 def _make_mtp_input(tokens: int, hidden: int, seed: int) -> Arguments:
@@ -102,7 +111,61 @@ def _bench(
     return Bench(op, cases, quick=(1, 1024), peers={"vllm-triton": peer}, variants=variants, same=ONE_ULP)
 
 
+def _quantized_close(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """A normed value may be a bf16 step away from the reference's, and its code the next one; KV as ONE_ULP has it."""
+    values, steps = [], []
+    for codes, scales, _ in (got, want):
+        rows, columns = codes.shape
+        steps.append(scales[:, :rows].t().repeat_interleave(BLOCK, dim=1)[:, :columns])
+        values.append(numerics.from_e4m3(codes) * steps[-1])
+    bound = torch.maximum(torch.maximum(*(v.abs() for v in values)) / 8, torch.maximum(*steps) / 512)
+    near = (values[0] - values[1]).abs() <= bound
+    padding = got[1][:, got[0].shape[0] :]
+    return bool(near.all()) and not bool(padding.any()) and ONE_ULP(got[2:], want[2:])
+
+
+def _q_kv_then_quant() -> Run:
+    """What one launch replaces: the norm alone, and the quantization after it."""
+    norm, quantize = OPS["fused_q_kv_rmsnorm"], OPS["quantize_fp8_1x128"]
+
+    def run(qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, *outs: Any) -> None:
+        codes, scales, kv_out, _, use_pdl = outs
+        query = torch.empty(qr.shape, dtype=qr.dtype, device=qr.device)
+        norm.overload(qr, kv, q_weight, kv_weight, eps, query, kv_out, use_pdl)
+        quantize.overload(query, codes, scales, use_pdl)
+
+    return run
+
+
+def _q_kv_quant_variants() -> Mapping[str, Run]:
+    """The kernels for few and for many tokens, whatever their number, and the ops one after the other."""
+    from cute_kernels.norm.q_kv_quant import keys_of
+    from cute_kernels.runtime.arch import arch_of
+    from cute_kernels.runtime.compile import launch
+
+    def run(is_many: bool, qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, *outs: Any) -> None:
+        codes, scales, kv_out, query, use_pdl = outs
+        key = keys_of(arch_of(0), qr.shape[1], False, kv.shape[1], False, False)[is_many]
+        launch(key, 0, qr, q_weight, codes, scales, query, kv, kv_weight, kv_out, eps, use_pdl)
+
+    return {
+        "ours without use_pdl": lambda *args: OPS["fused_q_kv_rmsnorm_quant"].overload(*args[:-1], False),
+        "ours for few tokens": partial(run, False),
+        "ours for many tokens": partial(run, True),
+        "ours in two launches": _q_kv_then_quant(),
+    }
+
+
+Q_KV_QUANT = Bench(
+    "fused_q_kv_rmsnorm_quant",
+    _cases(_make_q_kv_quant, "q", Q_RANKS, use_pdl=True),
+    quick=(1, 1024),
+    variants=_q_kv_quant_variants,
+    same=_quantized_close,
+)
+
 BENCHES = (
+    Q_KV_QUANT,
     _bench("fused_q_kv_rmsnorm", _make_q_kv, "q", Q_RANKS, _vllm_q_kv, _q_kv, use_pdl=True),
     _bench("fused_mtp_input_rmsnorm", _make_mtp_input, "hidden", HIDDEN, _vllm_mtp_input, _mtp_input),
     _bench("mtp_shared_head_rmsnorm", _make_shared_head, "hidden", HIDDEN, _vllm_shared_head, _shared_head),

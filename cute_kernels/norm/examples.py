@@ -7,7 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
+from cute_kernels import numerics
+from cute_kernels.formats import round_up
+from cute_kernels.output.scales import BLOCK, ROW_ALIGNMENT
 from cute_kernels.runtime.verify import Example
 
 _EPS = 1e-6
@@ -60,6 +64,54 @@ def q_kv() -> Iterator[Example]:
         yield Example(f"{tokens} rows of {width} and {kv_width}", arguments, partial(_agree, (5, 6)))
 
 
+def _agree_quantized(got: Sequence[Any], want: Sequence[Any]) -> str:
+    """Whether codes and scales of a query are those of its bf16 values if these are given, and near those of the
+    reference, whose values may be a bf16 step away. The rest as _agree has it."""
+    query = got[8]
+    difference = _agree((7,) if query is None else (7, 8), got, want)
+    if difference:
+        return difference
+    (codes, scales), (their_codes, their_scales) = ((args[5], args[6]) for args in (got, want))
+    rows, columns = codes.shape
+    if bool(scales[:, rows:].any()):
+        return "scale_out: the columns of tokens that do not exist are not zero"
+    between = [_whole(t.view(torch.uint8))[:, columns:] for t in (codes, their_codes)]
+    if not torch.equal(*between):
+        return "out: bytes between the rows were written"
+    if query is not None:
+        nearest, byte = numerics.quantize_e4m3(F.pad(query, (0, -columns % BLOCK)), BLOCK, numerics.OUTPUT_FLOOR)
+        if not torch.equal(numerics.ue8m0_scale(byte).float().t(), scales[:, :rows]):
+            return "scale_out: not those of qr_out"
+        if not torch.equal(nearest[:, :columns], codes.view(torch.uint8)):
+            return "out: not the codes of qr_out"
+    steps = [s[:, :rows].t().repeat_interleave(BLOCK, dim=1)[:, :columns] for s in (scales, their_scales)]
+    mine, theirs = numerics.from_e4m3(codes) * steps[0], numerics.from_e4m3(their_codes) * steps[1]
+    bound = torch.maximum(torch.maximum(mine.abs(), theirs.abs()) * 2.0**-3, torch.maximum(*steps) * 2.0**-9)
+    apart = ~((mine - theirs).abs() <= bound)
+    return f"out: {int(apart.sum())} codes are more than one step apart" if bool(apart.any()) else ""
+
+
+def q_kv_quant() -> Iterator[Example]:
+    """fused_q_kv_rmsnorm_quant(qr, kv, q_weight, kv_weight, eps, out, scale_out, kv_out, qr_out, use_pdl)"""
+    for tokens, width, kv_width, has_query in (
+        (0, 1024, 512, False),
+        (1, 1024, 512, False),
+        (3, 1536, 512, True),
+        (67, 1536, 512, False),
+        (5, 200, 2048, True),
+        (301, 1536, 512, True),
+        (302, 1024, 512, False),
+        (259, 1032, 24, True),
+    ):
+        qr, kv = _rows(tokens, width, seed=11), _rows(tokens, kv_width, seed=12)
+        weights = _weight(width, 13), _weight(kv_width, 14, torch.float32)
+        codes = torch.full((tokens, width + _GAP), 0xA5, dtype=torch.uint8)[:, :-_GAP].view(torch.float8_e4m3fn)
+        scales = torch.full((-(-width // BLOCK), round_up(tokens, ROW_ALIGNMENT)), -777.0)
+        query = _poisoned(qr) if has_query else None
+        arguments = (qr, kv, *weights, _EPS, codes, scales, _poisoned(kv), query, tokens == 5)
+        yield Example(f"{tokens} rows of {width} and {kv_width}", arguments, _agree_quantized)
+
+
 def mtp_input() -> Iterator[Example]:
     """fused_mtp_input_rmsnorm(inputs_embeds, positions, previous_hidden_states, enorm_weight, hnorm_weight, eps,
     hc_mult, enorm_out, hnorm_out, use_pdl)"""
@@ -87,6 +139,7 @@ def shared_head() -> Iterator[Example]:
 
 EXAMPLES = {
     "fused_q_kv_rmsnorm": q_kv,
+    "fused_q_kv_rmsnorm_quant": q_kv_quant,
     "fused_mtp_input_rmsnorm": mtp_input,
     "mtp_shared_head_rmsnorm": shared_head,
 }

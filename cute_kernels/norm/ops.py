@@ -1,4 +1,4 @@
-"""RMS norms of the attention path: latent q and kv, the inputs of the MTP layer, its shared head.
+"""RMS norms of the attention path: latent q and kv (q also quantized), the inputs of the MTP layer, its shared head.
 
 All of them compute y = x * rsqrt(mean(x^2) + eps) * weight per row and round to bf16 at the end only.
 """
@@ -9,11 +9,18 @@ from typing import Any
 
 import torch
 
+from cute_kernels.formats import round_up
 from cute_kernels.norm import reference
+from cute_kernels.output.scales import BLOCK, ROW_ALIGNMENT
 from cute_kernels.runtime.checks import Checker, Dim
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
-__all__ = ["fused_mtp_input_rmsnorm", "fused_q_kv_rmsnorm", "mtp_shared_head_rmsnorm"]
+__all__ = [
+    "fused_mtp_input_rmsnorm",
+    "fused_q_kv_rmsnorm",
+    "fused_q_kv_rmsnorm_quant",
+    "mtp_shared_head_rmsnorm",
+]
 
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float32)
 _FLOPS = 4  # per value: the square, its sum, two products
@@ -104,6 +111,109 @@ def fused_q_kv_rmsnorm(
     qr_out, kv_out = c.pair("out", out, "like qr, like kv")
     _q_kv(qr, kv, q_weight, kv_weight, eps, qr_out, kv_out, use_pdl)
     return qr_out, kv_out
+
+
+def _scale_shape(rows: int, columns: int) -> tuple[int, int]:
+    """Of the memory of the scales of e4m3 [rows, columns]."""
+    return -(-columns // BLOCK), round_up(rows, ROW_ALIGNMENT)
+
+
+def _check_q_kv_quant(
+    qr: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    scale_out: torch.Tensor,
+    kv_out: torch.Tensor,
+    qr_out: torch.Tensor | None,
+    use_pdl: bool,
+) -> None:
+    c = Checker("fused_q_kv_rmsnorm_quant")
+    _check_norm(c, ("qr", "q_weight"), qr, q_weight, ("T", "q_lora_rank"))
+    _check_norm(c, ("kv", "kv_weight"), kv, kv_weight, ("T", "head_dim"))
+    _check_eps(c, eps)
+    c.tensor("out", out, torch.float8_e4m3fn, ("T", "q_lora_rank"))
+    c.tensor("scale_out", scale_out, torch.float32, _scale_shape(*qr.shape))
+    c.tensor("kv_out", kv_out, torch.bfloat16, ("T", "head_dim"))
+    c.tensor("qr_out", qr_out, torch.bfloat16, ("T", "q_lora_rank"), optional=True)
+
+
+def _cost_q_kv_quant(
+    qr: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    scale_out: torch.Tensor,
+    kv_out: torch.Tensor,
+    qr_out: torch.Tensor | None,
+    use_pdl: bool,
+) -> Cost:
+    moved = nbytes(qr, kv, q_weight, kv_weight, out, scale_out, kv_out, qr_out)
+    return Cost(bytes=moved, flops=_FLOPS * (qr.numel() + kv.numel()) + 2 * qr.numel())
+
+
+_q_kv_quant = define_op(
+    "fused_q_kv_rmsnorm_quant(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, float eps, Tensor(a!) out, "
+    "Tensor(b!) scale_out, Tensor(c!) kv_out, Tensor(d!)? qr_out, bool use_pdl) -> ()",
+    check=_check_q_kv_quant,
+    reference=reference.fused_q_kv_rmsnorm_quant,
+    kernel="cute_kernels.norm.q_kv_quant",
+    cost=_cost_q_kv_quant,
+)
+
+
+def fused_q_kv_rmsnorm_quant(
+    qr: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    *,
+    out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+    kv_out: torch.Tensor | None = None,
+    qr_out: torch.Tensor | None = None,
+    use_pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`fused_q_kv_rmsnorm` with the latent query quantized, as the FP8 GEMMs behind it read it: one launch.
+
+    The normed query is rounded to bf16 and then quantized as `quantize_fp8_1x128` does: each block of 128 columns (the
+    last one of a row may be narrower) gets the scale 2^ceil(log2(max(absmax, 1e-10) / 448)) and is stored as e4m3
+    (nearest even). The bytes are those of the two ops one after the other.
+
+    qr          bf16 [T, q_lora_rank], rows of any stride
+    kv          bf16 [T, head_dim], rows of any stride
+    q_weight    bf16 or fp32 [q_lora_rank]. Constant, as kv_weight: it may be read before the kernels ahead of it have
+                ended (with use_pdl); whoever writes it on that stream puts a launch without use_pdl in between
+    kv_weight   bf16 or fp32 [head_dim]
+    eps         added to the mean of the squares
+    out         codes, e4m3 [T, q_lora_rank], rows of any stride, or None: allocated, contiguous; mutated
+    scale_out   the memory of the scales, fp32 [ceil(q_lora_rank / 128), T rounded up to 4] with a dense last dimension,
+                or None: allocated; mutated, all of it: the columns of tokens that do not exist become zero
+    kv_out      bf16 [T, head_dim], rows of any stride, or None: allocated, contiguous; mutated
+    qr_out      the normed query in bf16, [T, q_lora_rank], rows of any stride, or None: not stored; mutated
+    use_pdl     start while the kernel before on the stream still runs (programmatic dependent launch), and wait for it
+                before qr or kv is read
+
+    Returns (out, scale [T, ceil(q_lora_rank / 128)], kv_out); scale is a view of scale_out with tokens innermost: the
+    `a_scale` of the FP8 GEMMs. No output may share memory with an input or with another output. Kernels need rows of
+    16-byte alignment (those of out: 8), and multiples of 8 up to 2048 as widths. Raises ValueError or TypeError on
+    arguments that do not fit.
+    """
+    c = Checker("fused_q_kv_rmsnorm_quant")
+    c.tensor("qr", qr, torch.bfloat16, (None, None))
+    if out is None:
+        out = torch.empty(qr.shape, dtype=torch.float8_e4m3fn, device=qr.device)
+    if scale_out is None:
+        scale_out = torch.empty(_scale_shape(*qr.shape), dtype=torch.float32, device=qr.device)
+    if kv_out is None:
+        kv_out = _like(c, "kv", kv)
+    _q_kv_quant(qr, kv, q_weight, kv_weight, eps, out, scale_out, kv_out, qr_out, use_pdl)
+    return out, scale_out.t()[: qr.shape[0]], kv_out
 
 
 def _check_mtp_input(

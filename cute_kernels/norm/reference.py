@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
+from cute_kernels import numerics
 from cute_kernels.numerics import rms_norm
+from cute_kernels.output.scales import BLOCK
 
 
 def fused_q_kv_rmsnorm(
@@ -19,6 +22,29 @@ def fused_q_kv_rmsnorm(
 ) -> None:
     qr_out.copy_(rms_norm(qr, q_weight, eps))
     kv_out.copy_(rms_norm(kv, kv_weight, eps))
+
+
+def fused_q_kv_rmsnorm_quant(
+    qr: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    scale_out: torch.Tensor,
+    kv_out: torch.Tensor,
+    qr_out: torch.Tensor | None,
+    use_pdl: bool,
+) -> None:
+    rows, columns = qr.shape
+    query = rms_norm(qr, q_weight, eps).bfloat16()
+    codes, byte = numerics.quantize_e4m3(F.pad(query, (0, -columns % BLOCK)), BLOCK, numerics.OUTPUT_FLOOR)
+    out.view(torch.uint8).copy_(codes[:, :columns])
+    scale_out[:, :rows] = numerics.ue8m0_scale(byte).float().t()
+    scale_out[:, rows:] = 0
+    kv_out.copy_(rms_norm(kv, kv_weight, eps))
+    if qr_out is not None:
+        qr_out.copy_(query)
 
 
 def fused_mtp_input_rmsnorm(

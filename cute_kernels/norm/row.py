@@ -38,16 +38,23 @@ class Row:
     rows        of a block
     vectors     of a lane; the last one may lie beyond the row's end
     positions   "int64" or "int32": rows at position 0 come out as zeros, and positions are of that type; "": none do
+    spread      all warps of a block take a row together, however narrow it is
     """
 
     def __init__(
-        self, width: int, is_fp32_weight: bool, block_warps: int, has_dependency: bool, positions: str = ""
+        self,
+        width: int,
+        is_fp32_weight: bool,
+        block_warps: int,
+        has_dependency: bool,
+        positions: str = "",
+        spread: bool = False,
     ) -> None:
         self.width = width
         self.is_fp32_weight = is_fp32_weight
         self.has_dependency = has_dependency
         self.positions = positions
-        self.warps = 1 if warps_for(width) == 1 else block_warps
+        self.warps = 1 if warps_for(width) == 1 and not spread else block_warps
         self.rows = block_warps // self.warps
         self.vectors = -(-width // (self.step * VECTOR))
 
@@ -153,16 +160,19 @@ class Row:
     def store(self, start: Any, lane: Any, words: list[Any], factors: list[Any], scale: Any, is_zero: Any) -> None:
         """Multiply a lane's columns, round them once and store them."""
         for i, vector in enumerate(words):
-            if self.is_fp32_weight:
-                weights = [word.bitcast(Float32) for word in factors[i]]
-            else:
-                weights = convert.bf16_floats(factors[i])
-            pairs = zip(convert.bf16_floats(vector), weights, strict=True)
-            y = [ptx.mul_rn(ptx.mul_rn(value, scale), weight) for value, weight in pairs]
-            rounded = [ptx.bf16x2(*y[j : j + 2]) for j in range(0, VECTOR, 2)]
+            rounded = self.normed(vector, factors[i], scale)
             if is_zero is not None:
                 rounded = [cutlass.select_(is_zero, Int32(0), pair) for pair in rounded]
             ptx.store_global_128(start + Int64(lane + i * self.step) * 16, rounded, self.is_inside(lane, i))
+
+    def normed(self, vector: Any, factors: Any, scale: Any) -> list[Any]:
+        """A vector times its row's scale and its weights, rounded once: four words."""
+        if self.is_fp32_weight:
+            weights = [word.bitcast(Float32) for word in factors]
+        else:
+            weights = convert.bf16_floats(factors)
+        pairs = zip(convert.bf16_floats(vector), weights, strict=True)
+        return convert.bf16_words([ptx.mul_rn(ptx.mul_rn(value, scale), weight) for value, weight in pairs])
 
 
 def warps_for(width: int) -> int:

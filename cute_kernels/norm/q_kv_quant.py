@@ -1,0 +1,426 @@
+"""Kernel of fused_q_kv_rmsnorm_quant: norms of the latent query and of the KV vector, the query quantized to e4m3.
+
+A CTA takes rows of one of the two matrices. Lanes hold a row as row.py has it, so a scale block of 128 columns is
+sixteen lanes wide:
+
+    lane                  0 .. 15               16 .. 31
+    vector i of a warp    scale block 2 v       scale block 2 v + 1      v: number of the vector in the row
+
+    many tokens    a warp takes a row, a CTA TOKENS of them; their scales meet in shared memory, so that whole sectors
+                   of [scale block, token] are stored
+    few tokens     a CTA takes a row, a warp 256 columns of it: the row is spread over as many lanes as it has vectors
+
+Either way lanes' squares are added in the order in which one warp has them, so that a row's bits depend neither on the
+form nor on the batch, and are those of fused_q_kv_rmsnorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.dsl import convert, ptx
+from cute_kernels.dsl.reduce import lanes_max_bf16x2, lanes_sum
+from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.norm.rms import supports_matrix
+from cute_kernels.norm.row import VECTOR, WARP_COLUMNS, Row
+from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
+from cute_kernels.runtime.arch import arch_number, arch_of
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
+
+MINIMUM_ARCH = 89
+"""The first with a conversion to e4m3."""
+
+TOKENS = 8
+"""Of a CTA where a warp takes a row: their fp32 scales of one block fill a sector of 32 bytes."""
+
+FEW_TOKENS = 256
+"""Tokens up to which a CTA takes a row."""
+
+BLOCK = 128
+"""Columns that share a scale."""
+
+ROW_ALIGNMENT = 4
+"""The memory of the scales has this many tokens or a multiple."""
+
+VECTOR_COLUMNS = 32 * VECTOR
+"""Columns of a warp's vector: two scale blocks."""
+
+
+@dataclass(frozen=True)
+class NormQuantKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    width            columns of the latent query, a multiple of 8
+    fp32_weight      whether its weight is fp32; else it is bf16
+    kv_width         columns of the KV vector, a multiple of 8
+    kv_fp32_weight   the same of its weight
+    has_query        whether the normed query is stored as bf16 too
+    spread           whether a CTA takes a row; else a warp does
+    """
+
+    width: int
+    fp32_weight: bool
+    kv_width: int
+    kv_fp32_weight: bool
+    has_query: bool
+    spread: bool
+
+    @property
+    def warps(self) -> int:
+        """Of a CTA."""
+        return -(-max(self.width, self.kv_width) // VECTOR_COLUMNS) if self.spread else TOKENS
+
+    @property
+    def smem_bytes(self) -> int:
+        return 4 * self.staged_floats
+
+    @property
+    def staged_floats(self) -> int:
+        """In shared memory: lanes' sums of squares, or the scales of a CTA's rows."""
+        return 32 * self.warps if self.spread else TOKENS * 2 * -(-self.width // VECTOR_COLUMNS)
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return ("ld.global.128", "st.global.128", "cvt.e4m3", "st.global.64")
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def rows(dtype: Any, width: int) -> Any:
+            stride = cute.sym_int64(divisibility=VECTOR)
+            return make_fake_tensor(
+                dtype, (cute.sym_int(), width), stride=(stride, 1), assumed_align=VECTOR * dtype.width // 8
+            )
+
+        def weight(width: int, is_fp32: bool) -> Any:
+            return make_fake_tensor(Float32 if is_fp32 else BFloat16, (width,), stride=(1,), assumed_align=16)
+
+        scales = make_fake_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
+        query = rows(BFloat16, self.width) if self.has_query else None
+        arguments = (
+            *(rows(BFloat16, self.width), weight(self.width, self.fp32_weight)),
+            *(rows(Float8E4M3FN, self.width), scales, query),
+            *(rows(BFloat16, self.kv_width), weight(self.kv_width, self.kv_fp32_weight)),
+            rows(BFloat16, self.kv_width),
+        )
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return NormQuantKernel(self), (*arguments, Float32(0), Boolean(False), stream)
+
+
+class NormQuantKernel:
+    """Entry point: (qr, its weight, codes, memory of the scales, bf16 query or None, kv, its weight, kv result, eps,
+    whether to launch as a dependent of the kernel before, stream)."""
+
+    def __init__(self, key: NormQuantKey) -> None:
+        self.arch = key.arch
+        self.warps = key.warps
+        self.has_query = key.has_query
+        self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+        self.query, self.kv = (
+            Row(width, is_fp32, key.warps, self.has_dependency, spread=key.spread)
+            for width, is_fp32 in ((key.width, key.fp32_weight), (key.kv_width, key.kv_fp32_weight))
+        )
+        self.is_spread = key.spread
+        self.staged_floats = key.staged_floats
+        self.tokens = 1 if key.spread else TOKENS
+        kinds = (("q", key.width, key.fp32_weight), ("kv", key.kv_width, key.kv_fp32_weight))
+        self.name = "_".join(
+            ["rms_norm_quant", *(f"{name}{width}_{'fp32' if is_fp32 else 'bf16'}" for name, width, is_fp32 in kinds)]
+            + ["query"] * key.has_query
+            + ["spread"] * key.spread
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        qr: cute.Tensor,
+        q_weight: cute.Tensor,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        query: cute.Tensor | None,
+        kv: cute.Tensor,
+        kv_weight: cute.Tensor,
+        kv_out: cute.Tensor,
+        eps: Float32,
+        use_pdl: Boolean,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        query_rows = (Int64(0), Int64(0))
+        if const_expr(self.has_query):
+            query_rows = (address(query), stride_bytes(query, 0))
+        kernel = self.kernel(
+            address(qr),
+            stride_bytes(qr, 0),
+            address(q_weight),
+            address(codes),
+            stride_bytes(codes, 0),
+            address(scales),
+            stride_bytes(scales, 0),
+            length(scales, 1),
+            *query_rows,
+            address(kv),
+            stride_bytes(kv, 0),
+            address(kv_weight),
+            address(kv_out),
+            stride_bytes(kv_out, 0),
+            length(qr, 0),
+            eps,
+        )
+        kernel.launch(
+            grid=[cute.ceil_div(length(qr, 0), self.tokens) * 2, 1, 1],
+            block=[self.warps * 32, 1, 1],
+            stream=stream,
+            use_pdl=use_pdl if const_expr(self.has_dependency) else False,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        qr: Int64,
+        qr_token: Int64,
+        q_weight: Int64,
+        codes: Int64,
+        codes_token: Int64,
+        scales: Int64,
+        scale_block: Int64,
+        padded_tokens: Int32,
+        query: Int64,
+        query_token: Int64,
+        kv: Int64,
+        kv_token: Int64,
+        kv_weight: Int64,
+        kv_out: Int64,
+        kv_out_token: Int64,
+        tokens: Int32,
+        eps: Float32,
+    ) -> None:
+        cta, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        tile = cta // 2
+        staged = SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.staged_floats))
+        # neighbours in the grid take both vectors of the same tokens, which are neighbours in memory
+        if cta % 2 == 0:
+            self.quantize_query(
+                *(thread, tile, tokens, eps, staged, qr, qr_token, q_weight, codes, codes_token),
+                *(scales, scale_block, padded_tokens, query, query_token),
+            )
+        else:
+            self.norm_kv(thread, tile, tokens, eps, staged, kv, kv_token, kv_weight, kv_out, kv_out_token)
+
+    def place(self, thread: Any, tile: Any) -> tuple[Any, Any]:
+        """A thread's token, and its lane among those that take the token's row."""
+        if self.is_spread:
+            return tile, thread
+        return tile * TOKENS + cute.arch.make_warp_uniform(thread // 32), thread % 32
+
+    def load(self, row: Row, x: Any, x_token: Any, weight: Any, token: Any, tokens: Any, lane: Any) -> tuple[Any, Any]:
+        """A lane's vectors and their weights. Weights are constant: they are asked for before the kernel ahead has
+        ended."""
+        factors = row.load_weight(weight, lane)
+        # rows past the end load the last row again, and store nothing
+        source = x + Int64(cutlass.min(token, tokens - 1)) * x_token
+        if self.has_dependency:
+            cute.arch.griddepcontrol_wait()
+        words = row.load(source, lane)
+        if self.has_dependency:
+            cute.arch.griddepcontrol_launch_dependents()
+        return words, factors
+
+    def row_scale(self, row: Row, words: Any, lane: Any, staged: Any, eps: Any) -> Any:
+        """What a row is multiplied by. All threads of a CTA must call where it takes a row."""
+        mine = row.squares(words, lane)
+        if self.is_spread:
+            staged[lane] = mine
+            cute.arch.sync_threads()
+            mine = staged[lane % 32]
+            for i in range(1, -(-row.width // VECTOR_COLUMNS)):
+                mine = ptx.add_rn(mine, staged[i * 32 + lane % 32])
+        return ptx.rsqrt(ptx.fma_rn(lanes_sum(mine), Float32(1.0 / row.width), eps))
+
+    @cute.jit
+    def norm_kv(
+        self,
+        thread: Any,
+        tile: Any,
+        tokens: Any,
+        eps: Any,
+        staged: Any,
+        kv: Any,
+        kv_token: Any,
+        weight: Any,
+        out: Any,
+        out_token: Any,
+    ) -> None:
+        """Norm the KV vectors of a CTA. Strides are in bytes."""
+        token, lane = self.place(thread, tile)
+        words, factors = self.load(self.kv, kv, kv_token, weight, token, tokens, lane)
+        # a branch keeps the loads together: the assembler would begin to sum before the last one is asked for
+        if token < tokens:
+            scale = self.row_scale(self.kv, words, lane, staged, eps)
+            self.kv.store(out + Int64(token) * out_token, lane, words, factors, scale, None)
+
+    @cute.jit
+    def quantize_query(
+        self,
+        thread: Any,
+        tile: Any,
+        tokens: Any,
+        eps: Any,
+        staged: Any,
+        qr: Any,
+        qr_token: Any,
+        weight: Any,
+        codes: Any,
+        codes_token: Any,
+        scales: Any,
+        scale_block: Any,
+        padded_tokens: Any,
+        query: Any,
+        query_token: Any,
+    ) -> None:
+        """Norm and quantize the latent queries of a CTA. Strides are in bytes."""
+        token, lane = self.place(thread, tile)
+        words, factors = self.load(self.query, qr, qr_token, weight, token, tokens, lane)
+        if token < tokens:
+            scale = self.row_scale(self.query, words, lane, staged, eps)
+            inside = [self.query.is_inside(lane, i) for i in range(self.query.vectors)]
+            vectors = []
+            for i in range_constexpr(self.query.vectors):
+                vector = self.query.normed(words[i], factors[i], scale)
+                if const_expr(self.has_query):
+                    start = query + Int64(token) * query_token + Int64(lane + i * self.query.step) * (2 * VECTOR)
+                    ptx.store_global_128(start, vector, inside[i])
+                if const_expr(inside[i] is not None):
+                    vector = [Int32(cutlass.select_(inside[i], word, Int32(0))) for word in vector]
+                vectors.append(vector)
+            exponents = self.exponents(vectors)
+            for i in range_constexpr(self.query.vectors):
+                factor = convert.ue8m0_inverse(exponents[i])
+                ptx.store_global_64(
+                    codes + Int64(token) * codes_token + Int64(lane + i * self.query.step) * VECTOR,
+                    convert.e4m3_from_bf16x4(vectors[i][0], vectors[i][1], factor, self.arch),
+                    convert.e4m3_from_bf16x4(vectors[i][2], vectors[i][3], factor, self.arch),
+                    inside[i],
+                )
+                if const_expr(self.is_spread):
+                    target = scales + Int64(lane // 16) * scale_block + Int64(token) * 4
+                    is_mine = lane % 16 == 0 and lane * VECTOR < self.query.width
+                    ptx.store_global_s32(target, exponents[i] << 23, is_mine)
+                    # the tokens between the last one and the padded length get zeros
+                    for j in range_constexpr(1, ROW_ALIGNMENT):
+                        is_padding = token == tokens - 1 and token + j < padded_tokens
+                        ptx.store_global_s32(target + 4 * j, Int32(0), is_mine and is_padding)
+                elif lane % 16 == 0:
+                    staged[(2 * i + lane // 16) * TOKENS + thread // 32] = (exponents[i] << 23).bitcast(Float32)
+        if const_expr(not self.is_spread):
+            cute.arch.sync_threads()
+            number, token = thread // TOKENS, tile * TOKENS + thread % TOKENS
+            if number * BLOCK < self.query.width and token < padded_tokens:
+                value = staged[thread].bitcast(Int32)
+                target = scales + Int64(number) * scale_block + Int64(token) * 4
+                ptx.store_global_s32(target, value if token < tokens else Int32(0))
+
+    def exponents(self, vectors: list[Any]) -> list[Any]:
+        """ue8m0 bytes of the scale blocks that a lane's vectors are part of."""
+        largest = []
+        for vector in vectors:
+            halves = convert.absmax_bf16x2(*vector)
+            largest.append(ptx.max_f32(convert.bf16_low(halves), convert.bf16_high(halves)))
+        found = []
+        for i in range(0, len(largest) - 1, 2):
+            # a lane's own power of two fits into half a word: four shuffles find the largest of two vectors
+            low, high = convert.ue8m0_from_absmax_each(largest[i : i + 2], E4M3_MAX, OUTPUT_FLOOR, self.arch)
+            both = lanes_max_bf16x2(low << 7 | high << 23, lanes=16)
+            found += [both >> 7 & 0xFF, both >> 23]
+        if len(largest) % 2:
+            byte = convert.ue8m0_from_absmax(largest[-1], E4M3_MAX, OUTPUT_FLOOR)
+            found.append(lanes_max_bf16x2(byte << 7, lanes=16) >> 7)
+        return found
+
+
+def keys_of(
+    arch: str, width: int, fp32_weight: bool, kv_width: int, kv_fp32_weight: bool, has_query: bool
+) -> tuple[NormQuantKey, NormQuantKey]:
+    """The kernels for few and for many tokens."""
+    few, many = (
+        NormQuantKey(arch, width, fp32_weight, kv_width, kv_fp32_weight, has_query, spread) for spread in (True, False)
+    )
+    return few, many
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[NormQuantKey]:
+    """Every layer with FP8 weights norms its latent query and its KV vector so; checkpoints have bf16 weights."""
+    if arch_number(arch) < MINIMUM_ARCH:
+        return []
+    return [*keys_of(arch, config.q_lora_rank, False, HEAD_DIM, False, False)]
+
+
+@cache
+def _keys(device_index: int, *fields: Any) -> tuple[NormQuantKey, NormQuantKey]:
+    return keys_of(arch_of(device_index), *fields)
+
+
+def supports(
+    qr: Any,
+    kv: Any,
+    q_weight: Any,
+    kv_weight: Any,
+    eps: float,
+    out: Any,
+    scale_out: Any,
+    kv_out: Any,
+    qr_out: Any,
+    use_pdl: bool,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    arch = arch_of(qr.device.index)
+    if arch_number(arch) < MINIMUM_ARCH:
+        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
+    for name, x, weight, result in (("qr", qr, q_weight, qr_out), ("kv", kv, kv_weight, kv_out)):
+        if x.shape[1] > WARP_COLUMNS:
+            return False, f"rows of {name} must have at most {WARP_COLUMNS} columns, got {x.shape[1]}"
+        supported, why = supports_matrix(name, x, weight, x if result is None else result)
+        if not supported:
+            return False, why
+    stride = out.stride(0) if out.shape[0] > 1 else 0
+    if out.data_ptr() % VECTOR or stride % VECTOR:
+        return False, (
+            f"rows of out must be {VECTOR}-byte aligned, got address {out.data_ptr():#x} and strides "
+            f"{tuple(out.stride())}"
+        )
+    if qr.shape[0] >= 2**30:
+        return False, f"qr must have fewer than 2^30 rows, got {qr.shape[0]}"
+    return True, ""
+
+
+def launch(
+    qr: Any,
+    kv: Any,
+    q_weight: Any,
+    kv_weight: Any,
+    eps: float,
+    out: Any,
+    scale_out: Any,
+    kv_out: Any,
+    qr_out: Any,
+    use_pdl: bool,
+) -> None:
+    """Run the kernel on the current stream of qr's device. Arguments in the schema's order, checked and supported."""
+    tokens = qr.shape[0]
+    if tokens == 0:
+        return
+    device_index = qr.device.index
+    kinds = (qr.shape[1], q_weight.element_size() == 4, kv.shape[1], kv_weight.element_size() == 4)
+    key = _keys(device_index, *kinds, qr_out is not None)[tokens > FEW_TOKENS]
+    launch_key(key, device_index, qr, q_weight, out, scale_out, qr_out, kv, kv_weight, kv_out, eps, use_pdl)
