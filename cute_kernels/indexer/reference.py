@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels import formats, numerics
 from cute_kernels.indexer import chunks
-from cute_kernels.paging import entries_to_slots
+from cute_kernels.paging import entries_to_slots, to_index
 
 KEY_TILE = 1024
 """Keys that are expanded to float64 at a time."""
@@ -227,10 +227,33 @@ def top_k_per_row_prefill(
 
 
 def top_k_per_row_decode(
-    logits: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor, num_rows: int, k: int
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    k: int,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
 ) -> None:
     ends = seq_lens.reshape(-1)[:num_rows].long()
-    _top_k(logits, torch.zeros_like(ends), ends, out[:num_rows, :k])
+    picks = out[:num_rows, :k]
+    _top_k(logits, torch.zeros_like(ends), ends, picks)
+    _to_slots(picks, seq_lens.shape[1], slot_block_table, slot_rows_per_page)
+
+
+def all_visible_entries(
+    visible: torch.Tensor, out: torch.Tensor, slot_block_table: torch.Tensor | None, slot_rows_per_page: int
+) -> None:
+    entry = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
+    out.copy_(entry.where(entry < visible.reshape(-1, 1), torch.full_like(entry, -1)))
+    _to_slots(out, visible.shape[1], slot_block_table, slot_rows_per_page)
+
+
+def _to_slots(entries: torch.Tensor, next_n: int, block_table: torch.Tensor | None, rows_per_page: int) -> None:
+    """Slots in place of entries; rows of a request are neighbours."""
+    if block_table is not None:
+        requests = torch.arange(entries.shape[0], device=entries.device)[:, None] // max(next_n, 1)
+        entries.copy_(to_index(entries_to_slots(entries, requests, block_table, rows_per_page)))
 
 
 def _top_k(logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, out: torch.Tensor) -> None:
@@ -299,6 +322,8 @@ def score_top_k_decode(
     kv_format: str,
     out: torch.Tensor,
     workspace: torch.Tensor | None,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
 ) -> None:
     """Scores of a chunk of requests in the workspace, then their picks."""
     requests, next_n = q.shape[:2]
@@ -309,4 +334,5 @@ def score_top_k_decode(
             scale = None if q_scale is None else q_scale[own]
             pages = weights[rows], lens, block_tables[own], max_model_len
             paged_mqa_logits(q[own], scale, kv_cache, *pages, False, kv_format, logits)
-        top_k_per_row_decode(logits, lens, out[rows], logits.shape[0], out.shape[1])
+        table = None if slot_block_table is None else slot_block_table[own]
+        top_k_per_row_decode(logits, lens, out[rows], logits.shape[0], out.shape[1], table, slot_rows_per_page)
