@@ -31,11 +31,13 @@ def fused_indexer_q_rope_quant_fp8(
     index_hadamard: bool,
     q_quant: torch.Tensor,
     weights_out: torch.Tensor,
+    round_weights: bool,
+    use_pdl: bool,
 ) -> None:
     q = _rotated_query(positions, index_q, index_q_cos_sin_cache, index_hadamard)
     codes, byte = numerics.quantize_e4m3(q, formats.INDEX_DIM)
     q_quant.copy_(codes.view(torch.float8_e4m3fn))
-    weights = index_weights.float() * numerics.ue8m0_scale(byte)[..., 0].float()
+    weights = _weights(index_weights, round_weights) * numerics.ue8m0_scale(byte)[..., 0].float()
     weights_out.copy_(_scaled(weights, index_weights_softmax_scale, index_weights_head_scale))
 
 
@@ -51,12 +53,16 @@ def fused_indexer_q_rope_quant_mxfp4(
     q_quant: torch.Tensor,
     q_scale: torch.Tensor,
     weights_out: torch.Tensor,
+    round_weights: bool,
+    use_pdl: bool,
 ) -> None:
     q = _rotated_query(positions, index_q, index_q_cos_sin_cache, index_hadamard)
     packed, byte = numerics.quantize_e2m1(q, e2m1_rounding)
     q_quant.copy_(packed)
     q_scale.copy_(byte.contiguous().view(torch.int32)[..., 0])
-    weights_out.copy_(_scaled(index_weights.float(), index_weights_softmax_scale, index_weights_head_scale))
+    weights_out.copy_(
+        _scaled(_weights(index_weights, round_weights), index_weights_softmax_scale, index_weights_head_scale)
+    )
 
 
 def _rotated_query(
@@ -64,6 +70,11 @@ def _rotated_query(
 ) -> torch.Tensor:
     q = numerics.rotate(index_q, positions, cos_sin_cache).to(torch.bfloat16)
     return numerics.hadamard(q).to(torch.bfloat16) if hadamard else q
+
+
+def _weights(index_weights: torch.Tensor, round_weights: bool) -> torch.Tensor:
+    """In fp32."""
+    return (index_weights.bfloat16() if round_weights else index_weights).float()
 
 
 def _scaled(weights: torch.Tensor, softmax_scale: float, head_scale: float) -> torch.Tensor:
