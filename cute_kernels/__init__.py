@@ -10,6 +10,7 @@ from cute_kernels.compressor.ops import (
     save_partial_states,
 )
 from cute_kernels.indexer.ops import (
+    all_visible_entries,
     cp_gather_indexer_k_quant_cache,
     fused_indexer_q_rope_quant,
     mqa_logits,
@@ -57,6 +58,7 @@ from cute_kernels.sparse_mla.ops import (
 )
 
 __all__ = [
+    "all_visible_entries",
     "build_c128a_topk_metadata",
     "build_flashinfer_mixed_sparse_indices",
     "combine_topk_swa_indices",

@@ -19,6 +19,7 @@ ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 _E4M3_ARCHS = ("sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 KERNEL_ARCHS = {
+    "all_visible_entries": ARCHS,
     "build_c128a_topk_metadata": ARCHS,
     "build_flashinfer_mixed_sparse_indices": ARCHS,
     "combine_topk_swa_indices": ARCHS,

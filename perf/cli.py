@@ -31,6 +31,7 @@ from perf.targets import losses
 PROGRAM = "python -m perf"
 ROOT = Path(__file__).parent.parent
 ROOMS = {
+    "all_visible_entries": "perf.topk",
     "build_c128a_topk_metadata": "perf.indices",
     "build_flashinfer_mixed_sparse_indices": "perf.indices",
     "combine_topk_swa_indices": "perf.indices",

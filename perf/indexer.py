@@ -120,7 +120,9 @@ def _query_variants(fp4: bool) -> dict[str, Run]:
         key = QueryKey(arch_of(0), rounding, transformed, **fields)
         positions, q, table, weights, softmax_scale, head_scale = args[:6]
         factors = softmax_scale, head_scale
-        launch(key, 0, *query_launch.arguments(positions, q, table, weights, *factors, codes, scales, args[-1]))
+        out, round_weights, use_pdl = args[-3:]
+        numbers = query_launch.arguments(positions, q, table, weights, *factors, codes, scales, out)
+        launch(key, 0, *numbers, round_weights, use_pdl)
 
     return {_name(fields): partial(run, fields) for fields in QUERY_VARIANTS}
 

@@ -65,7 +65,13 @@ class PickSet:
         )
         workspace = torch.empty(size // 4, device="cuda")
         _clean, last = scored.args[7:9]
-        return cls(PREFILL if is_prefill else DECODE, scored, (*scored.args[:7], last, picks, workspace), k)
+        args = *scored.args[:7], last, picks, workspace
+        return cls(PREFILL, scored, args, k) if is_prefill else cls(DECODE, scored, (*args, None, 0), k)
+
+    @property
+    def picks(self) -> torch.Tensor:
+        found: torch.Tensor = self.args[8]
+        return found
 
     def arguments(self) -> tuple[Any, ...]:
         return self.args
@@ -79,15 +85,15 @@ class PickSet:
 
     def pick(self) -> None:
         """From the scores that are there."""
-        out, picks = self.scored.args[-1], self.args[-2]
+        out, picks = self.scored.args[-1], self.picks
         if self.op == PREFILL:
             OPS["top_k_per_row_prefill"].overload(out, *self.args[5:7], picks, len(picks), self.k)
         else:
-            OPS["top_k_per_row_decode"].overload(out, self.args[4], picks, len(picks), self.k)
+            OPS["top_k_per_row_decode"].overload(out, self.args[4], picks, len(picks), self.k, None, 0)
 
     def right(self, call: Call) -> bool:
         """Whether `call` writes the picks of the pair of ops; a peer, which returns something, nearly those."""
-        picks = self.args[-2]
+        picks = self.picks
         self.unfused()
         want = picks.clone()
         picks.fill_(-7)
@@ -107,7 +113,7 @@ class PickSet:
             pages = (q if scale is None else (q, scale)), pool, weights, lens, table
             fused = partial(score_top_k_decode, *pages, columns, self.k, kv_format=kv_format)
             scores = partial(paged_mqa_logits, *pages, None, columns, kv_format=kv_format)
-        return {"peak": peak(fused), "peak_unfused": peak(lambda: (scores(), torch.empty_like(self.args[-2])))}
+        return {"peak": peak(fused), "peak_unfused": peak(lambda: (scores(), torch.empty_like(self.picks)))}
 
 
 def prefill(rows: int, keys: int, k: int, seed: int) -> PickSet:
@@ -131,7 +137,7 @@ def _peer(op: str, name: str) -> Callable[[PickSet], Any] | str:
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
 
     def run(s: PickSet) -> Any:
-        found, picks = scores(s.scored), s.args[-2]
+        found, picks = scores(s.scored), s.picks
         if op == PREFILL:
             kernel(found, *s.args[5:7], picks, len(picks), *found.stride(), s.k)
         elif name == "top_k_per_row_decode":

@@ -13,6 +13,7 @@ from cute_kernels.indexer import ops as _registered  # noqa: F401
 from perf.bench import Arguments, Bench, Case, Run
 
 PICKS = (512, 1024)
+PAGE_ROWS = 64
 BATCHES = (1, 8, 64, 256)
 DECODE = tuple((rows, columns) for columns in (8192, 32768) for rows in BATCHES)
 LONG = ((1, 262144), (8, 262144), (1, 1048576))
@@ -41,21 +42,48 @@ WORKSPACE = 1 << 20
 """Bytes that vLLM's cooperative and persistent kernels get, as its layers do."""
 
 
-def _make(op: str, rows: int, columns: int, k: int, seed: int) -> Arguments:
+def _table(rows: int, columns: int) -> torch.Tensor:
+    """Pages of 64 entries, those of all requests mixed."""
+    width = -(-columns // PAGE_ROWS)
+    pages = torch.randperm(rows * width, device="cuda", dtype=torch.int64)
+    return pages.view(rows, width).int()
+
+
+def _make_all_visible(rows: int, entries: int, is_slots: bool, seed: int) -> Arguments:
+    visible = torch.full((rows, 1), entries, dtype=torch.int32, device="cuda")
+    out = torch.empty(rows, PICKS[0], dtype=torch.int32, device="cuda")
+    return (visible, out, _table(rows, entries), PAGE_ROWS) if is_slots else (visible, out, None, 0)
+
+
+def _make(op: str, rows: int, columns: int, k: int, is_slots: bool, seed: int) -> Arguments:
     g = torch.Generator(device="cuda").manual_seed(seed)
     logits = torch.randn(rows, columns, device="cuda", generator=g)
     ends = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
     out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
     if op == "decode":
-        return logits, ends[:, None], out, rows, k
+        slots = (_table(rows, columns), PAGE_ROWS) if is_slots else (None, 0)
+        return logits, ends[:, None], out, rows, k, *slots
     return logits, torch.zeros_like(ends), ends, out, rows, k
 
 
-def _cases(op: str, shapes: Sequence[tuple[int, int]]) -> tuple[Case, ...]:
+def _cases(op: str, shapes: Sequence[tuple[int, int]], is_slots: bool = False) -> tuple[Case, ...]:
     return tuple(
-        Case(f"{rows}x{columns} k={k}", rows, partial(_make, op, rows, columns, k), {"columns": columns, "k": k})
+        Case(
+            f"{rows}x{columns} k={k}" + " slots" * is_slots,
+            rows,
+            partial(_make, op, rows, columns, k, is_slots),
+            {"columns": columns, "k": k},
+        )
         for rows, columns in shapes
-        for k in PICKS
+        for k in (PICKS[:1] if is_slots else PICKS)
+    )
+
+
+def _all_visible_cases() -> tuple[Case, ...]:
+    return tuple(
+        Case(f"{rows}x512" + " slots" * is_slots, rows, partial(_make_all_visible, rows, 512, is_slots), {"k": 512})
+        for rows in BATCHES
+        for is_slots in (False, True)
     )
 
 
@@ -65,6 +93,14 @@ def same_picks(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> boo
     return float(differing.float().mean()) < 1e-3
 
 
+def _local(rest: Sequence[Any]) -> Sequence[Any]:
+    """A decode call's arguments behind its scores, without those of slots, which only our own op has."""
+    *local, table, _page_rows = rest
+    if table is not None:
+        raise NotImplementedError("writes columns, no slots")
+    return local
+
+
 def _vllm(name: str) -> Callable[[], Run]:
     def load() -> Run:
         importlib.import_module("vllm._C_stable_libtorch")
@@ -72,7 +108,7 @@ def _vllm(name: str) -> Callable[[], Run]:
         workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
 
         def run(logits: Any, *rest: Any) -> None:
-            *bounds, out, rows, k = rest
+            *bounds, out, rows, k = rest if name.endswith("prefill") else _local(rest)
             strides = logits.stride()
             if name == "top_k_per_row_prefill":
                 kernel(logits, *bounds, out, rows, *strides, k)
@@ -93,7 +129,7 @@ def _variants(op: str) -> dict[str, Run]:
     bounds_of = topk_decode.bounds if op == "decode" else topk_prefill.bounds
 
     def run(fields: dict[str, int], logits: Any, *rest: Any) -> None:
-        *bounds, out, rows, k = rest
+        *bounds, out, rows, k = rest if op == "prefill" else _local(rest)
         key = topk.TopKKey(arch_of(0), **fields)
         if not logits.shape[1] <= key.capacity <= 4 * logits.shape[1]:
             raise NotImplementedError(f"holds rows of {key.capacity} columns")
@@ -106,9 +142,10 @@ def _variants(op: str) -> dict[str, Run]:
 
 
 BENCHES = (
+    Bench(op="all_visible_entries", cases=_all_visible_cases(), quick=(1, 64)),
     Bench(
         op="top_k_per_row_decode",
-        cases=_cases("decode", DECODE + LONG),
+        cases=_cases("decode", DECODE + LONG) + _cases("decode", DECODE, is_slots=True),
         quick=(1, 64),
         peers={
             "vllm-cooperative": _vllm("cooperative_topk"),

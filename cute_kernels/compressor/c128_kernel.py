@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.compressor import entry
@@ -135,6 +135,7 @@ class C128Kernel:
         table_rows: Int32,
         fp8_scale: Int64,
         eps: Float32,
+        use_pdl: Boolean,
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -160,6 +161,7 @@ class C128Kernel:
             block=[WARPS * 32, 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
+            use_pdl=use_pdl,
         )
 
     @cute.kernel
@@ -178,6 +180,7 @@ class C128Kernel:
         # every block's mbarriers are ready before any block sends: awaited by the finishers, much later
         cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if warp < MOVERS:
             if const_expr(self.fused):
                 self.warm(tokens, state, step, rank)

@@ -54,8 +54,18 @@ class Own(NamedTuple):
     row: Any
 
 
+def allocate_own() -> Own:
+    """In a block's shared memory, for the calling thread."""
+    thread, _, _ = cute.arch.thread_idx()
+    return Own(
+        cute.arch.alloc_smem(Int32, WARPS * 32 * 4 * WINDOW, 16).toint() + thread * 16,
+        cute.arch.alloc_smem(Int32, WARPS * 32 * 4 * 4, 16).toint() + thread * 16,
+    )
+
+
 class C4Kernel:
-    """Entry point of both kernels; its arguments are those of `Tokens`, `State`, `Step` and `entry.Cache`."""
+    """Entry point of both kernels; its arguments are those of `Tokens`, `State`, `Step` and `entry.Cache`, use_pdl and
+    the stream."""
 
     def __init__(self, name: str, fused: bool, through_l1: bool, store: entry.EntryStore, has_dependency: bool) -> None:
         self.name = name
@@ -101,6 +111,7 @@ class C4Kernel:
         table_rows: Int32,
         fp8_scale: Int64,
         eps: Float32,
+        use_pdl: Boolean,
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -122,31 +133,44 @@ class C4Kernel:
             pool, page_stride, page_rows, capacity, weight, table, table_stride, table_rows, fp8_scale, eps
         )
         blocks = cute.ceil_div(count, per_team * self.teams)
-        self.kernel(tokens, state, step, cache).launch(grid=[blocks, 1, 1], block=[WARPS * 32, 1, 1], stream=stream)
+        self.kernel(tokens, state, step, cache).launch(
+            grid=[blocks, 1, 1],
+            block=[WARPS * 32, 1, 1],
+            stream=stream,
+            use_pdl=use_pdl if const_expr(self.has_dependency) else False,
+        )
 
     @cute.kernel
     def kernel(self, tokens: Tokens, state: State, step: Step, cache: entry.Cache) -> None:
-        thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        sums = cute.arch.alloc_smem(Float32, 2 * WARPS, 8 * WARPS).toint()
+        own = Own(Int32(0), Int32(0))
+        if const_expr(self.fused):
+            own = allocate_own()
+        self.run(block, tokens, state, step, cache, sums, own)
+
+    @cute.jit
+    def run(
+        self, block: Int32, tokens: Tokens, state: State, step: Step, cache: entry.Cache, sums: Any, own: Own
+    ) -> None:
+        """What block number `block` does. sums, own: shared memory."""
+        thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
         team = cute.arch.make_warp_uniform(thread // self.lanes)
         column = thread % self.lanes * 4
         first_token = (block * self.teams + team) * tokens.per_team
-        sums = cute.arch.alloc_smem(Float32, 2 * WARPS, 8 * WARPS).toint()
-        own = Own(Int32(0), Int32(0))
-        if const_expr(self.fused):
-            own = Own(
-                cute.arch.alloc_smem(Int32, WARPS * 32 * 4 * WINDOW, 16).toint() + thread * 16,
-                cute.arch.alloc_smem(Int32, WARPS * 32 * 4 * 4, 16).toint() + thread * 16,
-            )
         is_alone = tokens.per_team == 1
-        if const_expr(self.has_dependency):
-            cute.arch.griddepcontrol_wait()
-
+        # the bias is a constant of the model: it comes while the kernel ahead runs
         if const_expr(self.fused):
             self.fetch_bias(step, own, column)
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+
+        if const_expr(self.fused):
+            own_token = cutlass.min(first_token, tokens.number - 1)
             if is_alone:
-                self.fetch_row(step, own, cutlass.min(first_token, tokens.number - 1), column)
+                self.fetch_row(step, own, own_token, column)
         known, loads = look(tokens, state, step, cache, first_token - self.behind + lane, self.fused)
         is_own = (lane >= self.behind) & (lane < self.behind + tokens.per_team)
         pending = cute.arch.vote_ballot_sync(is_own & (known.closes != 0))

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.compressor import entry
@@ -61,7 +61,7 @@ class C128Key(KernelKey):
         state = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(0))
         step = (*(Int64(0) for _ in range(6)), Int32(0), Int32(0))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return self._kernel(), (slots, *tokens, *state, *step, *entry.fake_numbers(), stream)
+        return self._kernel(), (slots, *tokens, *state, *step, *entry.fake_numbers(), Boolean(False), stream)
 
     def _kernel(self) -> C128Kernel:
         op = "fused_compress" if self.fused else "compress"
@@ -170,6 +170,7 @@ def supports_fused(
     persist: str,
     e2m1_rounding: str,
     index_hadamard: bool,
+    use_pdl: bool,
 ) -> tuple[bool, str]:
     """Whether `launch_fused` can take these (checked) arguments, and if not, why."""
     for name, matrix in (("kv_score", kv_score), ("ape", ape)):
@@ -234,6 +235,7 @@ def launch_compress(
         *_state(state_cache, block_table),
         *(0, 0, 0, 0, 0, 0, 0, 0),
         *entry.numbers(kv_cache, cos_sin_cache, rms_norm_weight, fp8_scale, rms_norm_eps),
+        False,
     )
 
 
@@ -259,6 +261,7 @@ def launch_fused(
     persist: str,
     e2m1_rounding: str,
     index_hadamard: bool,
+    use_pdl: bool,
     per_cluster: int | None = None,
     cluster: int | None = None,
 ) -> None:
@@ -293,4 +296,5 @@ def launch_fused(
         int(persist == "window"),
         int(per_cluster >= BY_ENTRIES_TOKENS),
         *entry.numbers(kv_cache, cos_sin_cache, rms_norm_weight, fp8_scale, rms_norm_eps),
+        use_pdl,
     )

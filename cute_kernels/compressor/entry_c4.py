@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.compressor import entry
@@ -70,7 +70,7 @@ class C4Key(KernelKey):
         kernel = C4Kernel(
             self.name, self.fused, self.through_l1, store, arch_number(self.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         )
-        return kernel, (*tokens, *state, *step, *entry.fake_numbers(), stream)
+        return kernel, (*tokens, *state, *step, *entry.fake_numbers(), Boolean(False), stream)
 
 
 def deployment_keys(config: Any, tp: int, arch: str, fused: bool) -> list[C4Key]:
@@ -197,6 +197,7 @@ def supports_fused(
     persist: str,
     e2m1_rounding: str,
     index_hadamard: bool,
+    use_pdl: bool,
 ) -> tuple[bool, str]:
     """As fused.supports, for ratio 4."""
     return _supports(
@@ -250,6 +251,7 @@ def launch_compress(
         page_rows,
         *_NO_STEP,
         *entry.numbers(kv_cache, cos_sin_cache, rms_norm_weight, fp8_scale, rms_norm_eps),
+        False,
     )
 
 
@@ -275,6 +277,7 @@ def launch_fused(
     persist: str,
     e2m1_rounding: str,
     index_hadamard: bool,
+    use_pdl: bool,
     *,
     per_team: int | None = None,
     through_l1: bool | None = None,
@@ -311,4 +314,5 @@ def launch_fused(
         keep_every,
         save_all,
         *entry.numbers(kv_cache, cos_sin_cache, rms_norm_weight, fp8_scale, rms_norm_eps),
+        use_pdl,
     )

@@ -147,6 +147,7 @@ def random_step(
         "persist": "all",
         "e2m1_rounding": options[0],
         "index_hadamard": options[1],
+        "use_pdl": False,
     }
 
 
@@ -208,5 +209,6 @@ def fused() -> Iterator[Example]:
     for name, a in _steps():
         yield _example(f"{name}, saving all", a)
         yield _example(
-            f"{name}, saving what is needed", {**a, "persist": "window", "keep_every": 8 * a["compress_ratio"]}
+            f"{name}, saving what is needed",
+            {**a, "persist": "window", "keep_every": 8 * a["compress_ratio"], "use_pdl": True},
         )

@@ -38,6 +38,7 @@ def _check_fused(
     persist: str,
     e2m1_rounding: str,
     index_hadamard: bool,
+    use_pdl: bool,
 ) -> None:
     c = Checker("fused_compress_norm_rope_store")
     state = check_store(
@@ -182,7 +183,7 @@ _fused = define_op(
     "Tensor query_start_loc, Tensor(a!) state_cache, Tensor slot_mapping, Tensor block_table, Tensor cos_sin_cache, "
     "Tensor(b!) kv_cache, Tensor kv_slot_mapping, Tensor rms_norm_weight, Tensor? min_restart, Tensor? fp8_scale, "
     "float rms_norm_eps, int compress_ratio, SymInt keep_every, str kv_format, str persist, str e2m1_rounding, "
-    "bool index_hadamard) -> ()",
+    "bool index_hadamard, bool use_pdl) -> ()",
     check=_check_fused,
     reference=reference.fused_compress_norm_rope_store,
     kernel="cute_kernels.compressor.fused",
@@ -214,6 +215,7 @@ def fused_compress_norm_rope_store(
     index_hadamard: bool = False,
     e2m1_rounding: str = "ties_to_lower",
     fp8_scale: torch.Tensor | None = None,
+    use_pdl: bool = False,
 ) -> None:
     """save_partial_states and compress_norm_rope_store in one op, with the same bytes in kv_cache.
 
@@ -223,8 +225,10 @@ def fused_compress_norm_rope_store(
     The op does not order its reads of the state cache and its writes to it: no slot written in a call may hold a row
     that the call still reads. With CUTE_KERNELS_CHECK=1 in the environment this is checked and raises ValueError.
 
-    kv_score               fp32 [T, 2 * width], kv half then score half, rows of any stride
-    ape                    fp32 [ratio, width], added to the score half of the row with that position mod ratio
+    kv_score               fp32 [T, 2 * width], kv half then score half, rows of any stride: columns of a wider
+                           projection will do (16-byte aligned on a GPU)
+    ape                    fp32 [ratio, width], added to the score half of the row with that position mod ratio. A
+                           constant: with use_pdl it may be read before the kernel ahead has ended
     positions              int64 [>= T'], consecutive within a request
     token_to_req_indices   int32 [>= T']; a row whose request is not in 0..R-1 closes nothing
     query_start_loc        int32 [R + 1]: request r has rows query_start_loc[r] to query_start_loc[r + 1] - 1
@@ -247,6 +251,8 @@ def fused_compress_norm_rope_store(
     keep_every             prefix-cache block in tokens, a multiple of compress_ratio, or 0. "window" with ratio 4 also
                            saves the last 4 positions before each of its multiples, which a request resumed there reads
     index_hadamard, e2m1_rounding, fp8_scale   as in compress_norm_rope_store
+    use_pdl                start while the kernel before on the stream still runs (programmatic dependent launch), and
+                           wait for it before anything but constants is read
 
     Raises ValueError or TypeError on arguments that do not fit.
     """
@@ -272,4 +278,5 @@ def fused_compress_norm_rope_store(
         persist,
         e2m1_rounding,
         index_hadamard,
+        use_pdl,
     )

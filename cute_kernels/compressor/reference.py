@@ -305,6 +305,7 @@ def fused_compress_norm_rope_store(
     persist: str,
     e2m1_rounding: str,
     index_hadamard: bool,
+    use_pdl: bool,
 ) -> None:
     state = formats.compressor_state(formats.FORMATS[kv_format].dim, compress_ratio)
     store = Store(

@@ -12,6 +12,7 @@ from cute_kernels.runtime.checks import Checker
 DIM = formats.INDEX_DIM
 FORMATS = (formats.INDEXER_FP8, formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE)
 BYTES = (torch.uint8, torch.int8)
+MOST_PAGE_ROWS = 2**30
 
 
 def flat_pages(op: str, kv_cache: Any) -> Any:
@@ -28,6 +29,15 @@ def check_cache(c: Checker, kv_cache: torch.Tensor, kv_format: str) -> bool:
     fmt.check(c, "kv_cache", kv_cache)
     c.require(kv_cache.shape[1] > 0, "kv_cache", "at least one row per page", f"shape {list(kv_cache.shape)}")
     return kv_format != formats.INDEXER_FP8.id
+
+
+def check_slots(c: Checker, requests: int, slot_block_table: torch.Tensor | None, slot_rows_per_page: int) -> None:
+    """Check what turns entries into slots: a table with a row for every request, and rows of a page."""
+    if slot_block_table is None:
+        return
+    c.tensor("slot_block_table", slot_block_table, torch.int32, (requests, None))
+    limits = f"1 to {MOST_PAGE_ROWS} with slot_block_table"
+    c.require(0 < slot_rows_per_page <= MOST_PAGE_ROWS, "slot_rows_per_page", limits, slot_rows_per_page)
 
 
 def split_contiguous(op: str, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:

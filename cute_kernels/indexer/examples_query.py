@@ -44,18 +44,20 @@ _QUERIES = ((1, 64, False), (37, 5, True), (150, 64, False), (0, 64, False))
 
 
 def query_fp8() -> Iterator[Example]:
-    """fused_indexer_q_rope_quant_fp8(positions, index_q, table, weights, 2 factors, hadamard, q_quant, weights_out)"""
+    """fused_indexer_q_rope_quant_fp8(positions, index_q, table, weights, 2 factors, hadamard, q_quant, weights_out,
+    round_weights, use_pdl)"""
     for tokens, heads, bf16_table in _QUERIES:
         for hadamard in (False, True):
             codes = _poisoned(tokens, heads, INDEX_DIM + 16, dtype=torch.float8_e4m3fn)[..., :INDEX_DIM]
             out = _poisoned(tokens, heads + 4, dtype=torch.float32)[:, :heads]
             inputs = _inputs(tokens, heads, bf16_table)
             name = f"{tokens} tokens, {heads} heads" + ", Hadamard" * hadamard
-            yield Example(name, (*inputs, 0.3, 0.7, hadamard, codes, out))
+            yield Example(name, (*inputs, 0.3, 0.7, hadamard, codes, out, hadamard, hadamard))
 
 
 def query_mxfp4() -> Iterator[Example]:
-    """fused_indexer_q_rope_quant_mxfp4(positions, index_q, table, weights, 2 factors, rounding, hadamard, 3 outputs)"""
+    """fused_indexer_q_rope_quant_mxfp4(positions, index_q, table, weights, 2 factors, rounding, hadamard, 3 outputs,
+    round_weights, use_pdl)"""
     for tokens, heads, bf16_table in _QUERIES:
         for rounding in E2M1_ROUNDINGS:
             for hadamard in (False, True):
@@ -64,7 +66,7 @@ def query_mxfp4() -> Iterator[Example]:
                 out = _poisoned(tokens, heads + 4, dtype=torch.bfloat16 if bf16_table else torch.float32)[:, :heads]
                 inputs = _inputs(tokens, heads, bf16_table)
                 name = f"{tokens} tokens, {heads} heads, {rounding}" + ", Hadamard" * hadamard
-                yield Example(name, (*inputs, 0.3, 0.7, rounding, hadamard, codes, scales, out))
+                yield Example(name, (*inputs, 0.3, 0.7, rounding, hadamard, codes, scales, out, not hadamard, hadamard))
 
 
 def gather() -> Iterator[Example]:

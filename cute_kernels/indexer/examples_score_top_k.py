@@ -17,6 +17,9 @@ from cute_kernels.runtime.verify import Example, raw_memory
 
 _POISON = -77_777
 
+_OUT = 8
+"""Position of the picks in both schemas."""
+
 _CONTIGUOUS = ((1, 64, 900, 0, 512, 1), (37, 64, 1300, 0, 512, 9), (30, 32, 700, 300, 7, 4), (9, 64, 400, 0, 512, 0))
 """(rows, heads, keys, columns of the compressed form, k, rows that fit into the workspace)"""
 
@@ -54,7 +57,7 @@ def contiguous() -> Iterator[Example]:
 
 def paged() -> Iterator[Example]:
     """score_top_k_decode(q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format, out,
-    workspace)"""
+    workspace, slot_block_table, slot_rows_per_page)"""
     for requests, next_n, heads, page_rows, k, fit in _PAGED:
         g = torch.Generator().manual_seed(requests + next_n)
         pages, columns = 40, 700
@@ -67,16 +70,18 @@ def paged() -> Iterator[Example]:
         lens[0, 0] = 640
         inputs = _codes(g, requests, next_n, heads, INDEX_DIM), None, pool
         weights = _choice(g, [0.0, 1.0, -1.0, 0.5], requests * next_n, heads)
+        places: tuple[Any, int] = (table.flip(1) + 7, page_rows // 2) if next_n == 2 else (None, 0)
         results = _results(requests * next_n, k, fit * next_n * row_bytes(columns))
         name = f"{requests} requests of {next_n} rows, {heads} heads, {k} picks, pages of {page_rows}"
-        yield Example(name, (*inputs, weights, lens, table, columns, INDEXER_FP8.id, *results), _agree)
+        yield Example(name, (*inputs, weights, lens, table, columns, INDEXER_FP8.id, *results, *places), _agree)
 
 
 def _agree(got: Sequence[Any], want: Sequence[Any]) -> str:
     """ "", or which row of picks differs. The workspace may hold anything."""
-    if torch.equal(raw_memory(got[-2]), raw_memory(want[-2])):
+    picks, expected = got[_OUT], want[_OUT]
+    if torch.equal(raw_memory(picks), raw_memory(expected)):
         return ""
-    rows = (got[-2] != want[-2]).any(1).nonzero()[:, 0].tolist()
+    rows = (picks != expected).any(1).nonzero()[:, 0].tolist()
     return f"out: other picks in rows {rows[:5]}" if rows else "memory outside of the picks was written"
 
 

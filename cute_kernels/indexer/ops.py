@@ -12,9 +12,10 @@ from cute_kernels.indexer.ops_score_top_k import (
     score_top_k_prefill,
     score_top_k_workspace_size,
 )
-from cute_kernels.indexer.ops_topk import top_k_per_row_decode, top_k_per_row_prefill
+from cute_kernels.indexer.ops_topk import all_visible_entries, top_k_per_row_decode, top_k_per_row_prefill
 
 __all__ = [
+    "all_visible_entries",
     "cp_gather_indexer_k_quant_cache",
     "fused_indexer_q_rope_quant",
     "mqa_logits",

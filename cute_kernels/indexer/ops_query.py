@@ -40,6 +40,8 @@ def _check_fp8(
     index_hadamard: bool,
     q_quant: torch.Tensor,
     weights_out: torch.Tensor,
+    round_weights: bool,
+    use_pdl: bool,
 ) -> None:
     c = Checker("fused_indexer_q_rope_quant_fp8")
     _check_inputs(c, positions, index_q, index_q_cos_sin_cache, index_weights)
@@ -59,6 +61,8 @@ def _check_mxfp4(
     q_quant: torch.Tensor,
     q_scale: torch.Tensor,
     weights_out: torch.Tensor,
+    round_weights: bool,
+    use_pdl: bool,
 ) -> None:
     c = Checker("fused_indexer_q_rope_quant_mxfp4")
     _check_inputs(c, positions, index_q, index_q_cos_sin_cache, index_weights)
@@ -77,7 +81,7 @@ def _cost(positions: torch.Tensor, index_q: torch.Tensor, cos_sin_cache: torch.T
 _fp8 = define_op(
     "fused_indexer_q_rope_quant_fp8(Tensor positions, Tensor index_q, Tensor index_q_cos_sin_cache, "
     "Tensor index_weights, float index_weights_softmax_scale, float index_weights_head_scale, bool index_hadamard, "
-    "Tensor(a!) q_quant, Tensor(b!) weights_out) -> ()",
+    "Tensor(a!) q_quant, Tensor(b!) weights_out, bool round_weights, bool use_pdl) -> ()",
     check=_check_fp8,
     reference=reference.fused_indexer_q_rope_quant_fp8,
     kernel="cute_kernels.indexer.query_fp8",
@@ -87,7 +91,8 @@ _fp8 = define_op(
 _mxfp4 = define_op(
     "fused_indexer_q_rope_quant_mxfp4(Tensor positions, Tensor index_q, Tensor index_q_cos_sin_cache, "
     "Tensor index_weights, float index_weights_softmax_scale, float index_weights_head_scale, str e2m1_rounding, "
-    "bool index_hadamard, Tensor(a!) q_quant, Tensor(b!) q_scale, Tensor(c!) weights_out) -> ()",
+    "bool index_hadamard, Tensor(a!) q_quant, Tensor(b!) q_scale, Tensor(c!) weights_out, bool round_weights, "
+    "bool use_pdl) -> ()",
     check=_check_mxfp4,
     reference=reference.fused_indexer_q_rope_quant_mxfp4,
     kernel="cute_kernels.indexer.query_mxfp4",
@@ -107,6 +112,8 @@ def fused_indexer_q_rope_quant(
     weights_out_dtype: torch.dtype = torch.float32,
     e2m1_rounding: str = "ties_to_lower",
     index_hadamard: bool = False,
+    round_weights: bool = False,
+    use_pdl: bool = False,
     out: tuple[Any, torch.Tensor] | None = None,
 ) -> tuple[Any, torch.Tensor]:
     """Rotate the last 64 columns of indexer queries, quantize each head, and scale the heads' weights.
@@ -121,13 +128,16 @@ def fused_indexer_q_rope_quant(
     positions                     int64 [T]; a position outside the table takes the table's nearest row
     index_q                       bf16 [T, HI, 128], any strides with a dense last dimension
     index_q_cos_sin_cache         fp32 or bf16 [max_pos, 64], cos in columns 0..31, sin in 32..63
-    index_weights                 bf16 or fp32 [T, HI], row-strided
+    index_weights                 bf16 or fp32 [T, HI], row-strided: columns of a wider projection will do
     index_weights_softmax_scale   factor, usually 128 ** -0.5
     index_weights_head_scale      factor, usually HI ** -0.5
     use_fp4                       MXFP4 instead of FP8
     weights_out_dtype             torch.float32; MXFP4 also torch.bfloat16 (rounded once, at the end)
     e2m1_rounding                 MXFP4 only: "ties_to_lower" or "ties_to_even" (see numerics.to_e2m1)
     index_hadamard                Hadamard-transform the rotated bf16 query in fp32 and round to bf16 before quantizing
+    round_weights                 round fp32 weights to bf16 first: the bytes that bf16 weights give
+    use_pdl                       start while the kernel before on the stream still runs (programmatic dependent
+                                  launch), and wait for it before anything is read
     out                           (q_quant, weights_out) to write into, of the shapes and dtypes below, row-strided
 
     Returns (q_quant, weights_out). FP8: q_quant is float8_e4m3fn [T, HI, 128]. MXFP4: q_quant is (uint8 [T, HI, 64]
@@ -154,7 +164,7 @@ def fused_indexer_q_rope_quant(
     inputs = (positions, index_q, index_q_cos_sin_cache, index_weights)
     factors = (index_weights_softmax_scale, index_weights_head_scale)
     if use_fp4:
-        _mxfp4(*inputs, *factors, e2m1_rounding, index_hadamard, *q_quant, weights_out)
+        _mxfp4(*inputs, *factors, e2m1_rounding, index_hadamard, *q_quant, weights_out, round_weights, use_pdl)
     else:
-        _fp8(*inputs, *factors, index_hadamard, q_quant, weights_out)
+        _fp8(*inputs, *factors, index_hadamard, q_quant, weights_out, round_weights, use_pdl)
     return q_quant, weights_out

@@ -162,10 +162,13 @@ def _check_decode(
     kv_format: str,
     out: torch.Tensor,
     workspace: torch.Tensor | None,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
 ) -> None:
     c = Checker("score_top_k_decode")
     rows = arguments.check_paged(c, q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format)
     _check_results(c, rows, q.shape[0], max_model_len, q.shape[1], out, workspace)
+    arguments.check_slots(c, q.shape[0], slot_block_table, slot_rows_per_page)
 
 
 def _cost_decode(
@@ -179,6 +182,8 @@ def _cost_decode(
     kv_format: str,
     out: torch.Tensor,
     workspace: torch.Tensor | None,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
 ) -> Cost:
     """Rows of at most k columns need no scores."""
     lengths = context_lens.clamp(max=max_model_len)
@@ -186,12 +191,15 @@ def _cost_decode(
     cost = OPS["paged_mqa_logits"].cost
     assert cost is not None
     scored = cost(q, q_scale, kv_cache, weights, scored_lengths, block_tables, max_model_len, False, kv_format, out)
-    return _picked_cost(scored, q.shape[2], out)
+    whole = _picked_cost(scored, q.shape[2], out)
+    picks = int(lengths.clamp(0, out.shape[1]).sum())
+    return Cost(bytes=whole.bytes + min(nbytes(slot_block_table), 4 * picks), flops=whole.flops)
 
 
 _decode = define_op(
     "score_top_k_decode(Tensor q, Tensor? q_scale, Tensor kv_cache, Tensor weights, Tensor context_lens, "
-    "Tensor block_tables, SymInt max_model_len, str kv_format, Tensor(a!) out, Tensor(b!)? workspace) -> ()",
+    "Tensor block_tables, SymInt max_model_len, str kv_format, Tensor(a!) out, Tensor(b!)? workspace, "
+    "Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
     check=_check_decode,
     reference=reference.score_top_k_decode,
     kernel="cute_kernels.indexer.score_top_k_decode",
@@ -211,6 +219,8 @@ def score_top_k_decode(
     kv_format: str = formats.INDEXER_FP8.id,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    slot_block_table: torch.Tensor | None = None,
+    slot_rows_per_page: int = 0,
 ) -> torch.Tensor:
     """The k best keys of each decode row, read from pages: `paged_mqa_logits` and then `top_k_per_row_decode`, bit for
     bit.
@@ -222,6 +232,9 @@ def score_top_k_decode(
     out             int32 [B * next_n, k], row-strided; mutated
     workspace       uint8 or fp32, one dimension, contiguous, 16-byte aligned: memory for the scores of as many requests
                     as it has room for, at least one (`score_top_k_workspace_size`); mutated. None: allocated
+    slot_block_table, slot_rows_per_page
+                    int32 [B, width], row-strided, and rows of its pages: write, in place of keys, the slots that the
+                    cache of this table has for them, as `top_k_per_row_decode` does
 
     Returns int32 [B * next_n, k]: keys, which a row of at most k keys has all, then -1, without any scores. A key whose
     page the block table does not name scores -inf and may be picked. Of equal scores the lower key wins, NaN comes
@@ -236,7 +249,8 @@ def score_top_k_decode(
     if workspace is None:
         size = chunks.workspace_bytes(requests, max_model_len, next_n, k, chunks.WORKSPACE_BYTES)
         workspace = _empty_workspace(q, size)
-    _decode(q, q_scale, pages, weights, context_lens, block_tables, max_model_len, kv_format, out, workspace)
+    slots = slot_block_table, slot_rows_per_page
+    _decode(q, q_scale, pages, weights, context_lens, block_tables, max_model_len, kv_format, out, workspace, *slots)
     return out
 
 

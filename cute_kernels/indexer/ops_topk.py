@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from cute_kernels.indexer import reference
+from cute_kernels.indexer import arguments, reference
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
-__all__ = ["top_k_per_row_decode", "top_k_per_row_prefill"]
+__all__ = ["all_visible_entries", "top_k_per_row_decode", "top_k_per_row_prefill"]
 
 
 def _check_common(c: Checker, logits: torch.Tensor, out: torch.Tensor, num_rows: int, k: int) -> None:
@@ -99,7 +99,15 @@ def top_k_per_row_prefill(
     _prefill(logits, row_starts, row_ends, out, num_rows, k)
 
 
-def _check_decode(logits: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor, num_rows: int, k: int) -> None:
+def _check_decode(
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    k: int,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
+) -> None:
     c = Checker("top_k_per_row_decode")
     _check_common(c, logits, out, num_rows, k)
     c.tensor("seq_lens", seq_lens, torch.int32, (None, None))
@@ -109,15 +117,28 @@ def _check_decode(logits: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tenso
         f"at least num_rows = {num_rows} lengths",
         f"shape {list(seq_lens.shape)}",
     )
+    arguments.check_slots(c, seq_lens.shape[0], slot_block_table, slot_rows_per_page)
 
 
-def _cost_decode(logits: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor, num_rows: int, k: int) -> Cost:
+def _cost_decode(
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    k: int,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
+) -> Cost:
+    """Of the block table at most a page a pick."""
     lengths = seq_lens.reshape(-1)[:num_rows]
-    return _cost(lengths.clamp(max=logits.shape[1]), k, lengths)
+    cost = _cost(lengths.clamp(max=logits.shape[1]), k, lengths)
+    picks = int(lengths.clamp(0, k).sum())
+    return Cost(bytes=cost.bytes + min(nbytes(slot_block_table), 4 * picks))
 
 
 _decode = define_op(
-    "top_k_per_row_decode(Tensor logits, Tensor seq_lens, Tensor(a!) out, SymInt num_rows, SymInt k) -> ()",
+    "top_k_per_row_decode(Tensor logits, Tensor seq_lens, Tensor(a!) out, SymInt num_rows, SymInt k, "
+    "Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
     check=_check_decode,
     reference=reference.top_k_per_row_decode,
     kernel="cute_kernels.indexer.topk_decode",
@@ -134,18 +155,26 @@ def top_k_per_row_decode(
     stride0: int,
     stride1: int,
     k: int,
+    *,
+    slot_block_table: torch.Tensor | None = None,
+    slot_rows_per_page: int = 0,
 ) -> None:
     """Pick the k largest scores among the first seq_lens columns of each row: `top_k_per_row_prefill` with starts at 0.
 
-    logits     fp32 [rows, columns], row-strided; row b * next_n + j belongs to token j of request b
-    next_n     rows per request
-    seq_lens   int32 [B, next_n]: columns each row may pick from, <= 0 for none (all -1), at most the columns of logits
-               count. [B] is accepted for next_n = 1 only: lengths do not advance by one per token
-    out        int32 [>= num_rows, >= k], row-strided; mutated in its first num_rows rows and k columns only
-    num_rows   rows to process, at most B * next_n
-    stride0    logits.stride(0)
-    stride1    logits.stride(1), which must be 1
-    k          picks per row
+    logits               fp32 [rows, columns], row-strided; row b * next_n + j belongs to token j of request b
+    next_n               rows per request
+    seq_lens             int32 [B, next_n]: columns each row may pick from, <= 0 for none (all -1), at most the columns
+                         of logits count. [B] is accepted for next_n = 1 only: lengths do not advance by one per token
+    out                  int32 [>= num_rows, >= k], row-strided; mutated in its first num_rows rows and k columns only
+    num_rows             rows to process, at most B * next_n
+    stride0              logits.stride(0)
+    stride1              logits.stride(1), which must be 1
+    k                    picks per row
+    slot_block_table     int32 [B, width], row-strided: write, in place of each pick x of request b, its slot
+                         table[b, x // rows] * rows + x % rows; -1, at the pick's place, where the table has no page
+                         >= 0 for it or int32 cannot name the slot. The picks are the same ones, in ascending order.
+                         None: picks are written as columns
+    slot_rows_per_page   rows of a page, with a table
 
     Raises ValueError or TypeError on arguments that do not fit.
     """
@@ -157,4 +186,64 @@ def top_k_per_row_decode(
     elif seq_lens.dim() != 2 or seq_lens.shape[1] != next_n:
         c.fail("seq_lens", f"one length per row, shape [B, next_n = {next_n}]", f"shape {list(seq_lens.shape)}")
     _check_strides("top_k_per_row_decode", logits, stride0, stride1)
-    _decode(logits, seq_lens, out, num_rows, k)
+    _decode(logits, seq_lens, out, num_rows, k, slot_block_table, slot_rows_per_page)
+
+
+def _check_all_visible(
+    visible: torch.Tensor, out: torch.Tensor, slot_block_table: torch.Tensor | None, slot_rows_per_page: int
+) -> None:
+    c = Checker("all_visible_entries")
+    c.tensor("visible", visible, torch.int32, (None, None))
+    c.tensor("out", out, torch.int32, (visible.shape[0] * visible.shape[1], None))
+    arguments.check_slots(c, visible.shape[0], slot_block_table, slot_rows_per_page)
+
+
+def _cost_all_visible(
+    visible: torch.Tensor, out: torch.Tensor, slot_block_table: torch.Tensor | None, slot_rows_per_page: int
+) -> Cost:
+    entries = int(visible.clamp(0, out.shape[1]).sum())
+    return Cost(bytes=nbytes(visible, out) + min(nbytes(slot_block_table), 4 * entries))
+
+
+_all_visible = define_op(
+    "all_visible_entries(Tensor visible, Tensor(a!) out, Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
+    check=_check_all_visible,
+    reference=reference.all_visible_entries,
+    kernel="cute_kernels.indexer.all_visible",
+    cost=_cost_all_visible,
+)
+
+
+def all_visible_entries(
+    visible: torch.Tensor,
+    k: int,
+    *,
+    slot_block_table: torch.Tensor | None = None,
+    slot_rows_per_page: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Entries 0 .. visible - 1 of each row, then -1: what picks are where no row can see more than k entries, without
+    any scores.
+
+    visible              int32 [B, next_n], any strides, or [B] for one row of each request: entries that row
+                         b * next_n + j sees; <= 0: none, more than k: the first k are written
+    k                    columns of the result
+    slot_block_table     int32 [B, width], row-strided: write slots in place of entries, as `top_k_per_row_decode` does
+    slot_rows_per_page   rows of a page, with a table
+    out                  int32 [B * next_n, k], row-strided; mutated. None: allocated
+
+    Returns out. Raises ValueError or TypeError on arguments that do not fit.
+    """
+    c = Checker("all_visible_entries")
+    c.tensor("visible", visible, torch.int32)
+    if visible.dim() == 1:
+        visible = visible[:, None]
+    c.tensor("visible", visible, torch.int32, (None, None))
+    c.require(k > 0, "k", "a positive number", k)
+    if out is None:
+        out = visible.new_empty((visible.shape[0] * visible.shape[1], k))
+    else:
+        c.tensor("out", out, torch.int32, (None, None))
+        c.require(out.shape[1] == k, "out", f"k = {k} columns", f"shape {list(out.shape)}")
+    _all_visible(visible, out, slot_block_table, slot_rows_per_page)
+    return out

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import convert, hadamard, ptx, reduce, rope
@@ -76,14 +76,61 @@ class QueryKey(KernelKey):
         q = make_fake_tensor(BFloat16, (cute.sym_int(), cute.sym_int(), INDEX_DIM), stride=strides)
         table, weights, codes = (Int64(0), Int64(0), Int64(1)), (Int64(0), Int64(0)), (Int64(0), Int64(0), Int64(0))
         scales, out, factors = (Int64(0), Int64(0)), (Int64(0), Int64(0)), (Float32(1), Float32(1))
-        numbers = (*table, *weights, *factors, *codes, *scales, *out)
+        numbers = (*table, *weights, *factors, *codes, *scales, *out, Boolean(False), Boolean(False))
         return QueryKernel(self), (positions, q, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+
+class Queries(NamedTuple):
+    """What the kernel takes, in plain numbers: strides in bytes, `units` warps with `parts` of them to a token."""
+
+    positions: Int64
+    position_bytes: Int64
+    q: Int64
+    q_token: Int64
+    q_head: Int64
+    units: Int32
+    heads: Int32
+    parts: cute.FastDivmodDivisorV2
+    table: Int64
+    table_stride: Int64
+    table_rows: Int64
+    weights: Int64
+    weights_stride: Int64
+    softmax_scale: Float32
+    head_scale: Float32
+    codes: Int64
+    codes_token: Int64
+    codes_head: Int64
+    scales: Int64
+    scales_stride: Int64
+    out: Int64
+    out_stride: Int64
+    round_weights: Boolean
+
+
+def make_queries(
+    positions: Any, q: Any, table: Any, weights: Any, results: Any, round_weights: Any, groups: int
+) -> Queries:
+    """From an entry point's arguments to what its kernel takes, for warps of `groups` groups of heads.
+
+    table     address, row stride and rows
+    weights   address, row stride and the two factors
+    results   codes: address, token and head stride; scales: address and row stride; scaled weights: likewise
+    """
+    heads = length(q, 1)
+    parts = cute.ceil_div(heads, HEADS_AT_ONCE * groups)
+    return Queries(
+        *(address(positions), stride_bytes(positions, 0), address(q), stride_bytes(q, 0), stride_bytes(q, 1)),
+        *(length(q, 0) * parts, heads, cute.fast_divmod_create_divisor_v2(parts)),
+        *(*table, *weights, *results, round_weights),
+    )
 
 
 class QueryKernel:
     """Entry point: (positions, q; address, row stride in bytes and rows of the table; address and row stride of the
     weights; two factors; address, token and head stride of the codes; address and row stride of the scales, which FP8
-    does not have; address and row stride of the scaled weights; stream)."""
+    does not have; address and row stride of the scaled weights; whether fp32 weights are rounded to bf16 first;
+    use_pdl; stream)."""
 
     def __init__(self, key: QueryKey) -> None:
         self.arch = key.arch
@@ -122,90 +169,64 @@ class QueryKernel:
         scales_stride: Int64,
         out: Int64,
         out_stride: Int64,
+        round_weights: Boolean,
+        use_pdl: Boolean,
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        heads = length(q, 1)
-        parts = cute.ceil_div(heads, HEADS_AT_ONCE * self.groups)
-        count = length(q, 0) * parts
-        kernel = self.kernel(
-            address(positions),
-            stride_bytes(positions, 0),
-            address(q),
-            stride_bytes(q, 0),
-            stride_bytes(q, 1),
-            count,
-            heads,
-            cute.fast_divmod_create_divisor_v2(parts),
-            table,
-            table_stride,
-            table_rows,
-            weights,
-            weights_stride,
-            softmax_scale,
-            head_scale,
-            codes,
-            codes_token,
-            codes_head,
-            scales,
-            scales_stride,
-            out,
-            out_stride,
+        queries = make_queries(
+            positions,
+            q,
+            (table, table_stride, table_rows),
+            (weights, weights_stride, softmax_scale, head_scale),
+            (codes, codes_token, codes_head, scales, scales_stride, out, out_stride),
+            round_weights,
+            self.groups,
         )
-        kernel.launch(grid=[cute.ceil_div(count, self.warps), 1, 1], block=[self.warps * 32, 1, 1], stream=stream)
+        blocks = cute.ceil_div(queries.units, self.warps)
+        self.kernel(queries).launch(
+            grid=[blocks, 1, 1],
+            block=[self.warps * 32, 1, 1],
+            stream=stream,
+            use_pdl=use_pdl if const_expr(self.has_dependency) else False,
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        positions: Int64,
-        position_bytes: Int64,
-        q: Int64,
-        q_token: Int64,
-        q_head: Int64,
-        count: Int32,
-        heads: Int32,
-        parts: cute.FastDivmodDivisorV2,
-        table: Int64,
-        table_stride: Int64,
-        table_rows: Int64,
-        weights: Int64,
-        weights_stride: Int64,
-        softmax_scale: Float32,
-        head_scale: Float32,
-        codes: Int64,
-        codes_token: Int64,
-        codes_head: Int64,
-        scales: Int64,
-        scales_stride: Int64,
-        out: Int64,
-        out_stride: Int64,
-    ) -> None:
-        thread, _, _ = cute.arch.thread_idx()
+    def kernel(self, queries: Queries) -> None:
         block, _, _ = cute.arch.block_idx()
+        self.run(block, queries)
+
+    @cute.jit
+    def run(self, block: Int32, queries: Queries) -> None:
+        """What block number `block` does."""
+        thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
         c = lane % 8
         number = block * self.warps + cute.arch.make_warp_uniform(thread // 32)
         # warps past the end load what the last one loads, and store nothing
-        here = number < count
-        token, part = divmod(cutlass.min(number, count - 1), parts)
-        end = heads if here else Int32(0)
+        here = number < queries.units
+        token, part = divmod(cutlass.min(number, queries.units - 1), queries.parts)
+        end = queries.heads if here else Int32(0)
         token = Int64(token)
         first = part * (HEADS_AT_ONCE * self.groups) + lane // 8
         # lane c of each eight has the weight of its head in group c, and there may be fewer groups than lanes
         mine = first + cutlass.min(c, self.groups - 1) * HEADS_AT_ONCE
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
         loaded = []
         for i in range_constexpr(self.groups):
-            head = cutlass.min(first + i * HEADS_AT_ONCE, heads - 1)
-            start = q + token * q_token + Int64(head) * q_head + Int64(c * 16)
+            head = cutlass.min(first + i * HEADS_AT_ONCE, queries.heads - 1)
+            start = queries.q + token * queries.q_token + Int64(head) * queries.q_head + Int64(c * 16)
             low = ptx.load_global_128_in_order(start, self.through_l1)
             loaded.append((low, ptx.load_global_128_in_order(start + HALF_HEAD, self.through_l1)))
-        weight = self.load_weight(weights + token * weights_stride, cutlass.min(mine, heads - 1))
+        weight = self.load_weight(
+            queries.weights + token * queries.weights_stride, cutlass.min(mine, queries.heads - 1)
+        )
         # the load that others wait for comes last: what waits cannot hold up a load that is under way
-        position = ptx.load_global_s64_in_order(positions + token * position_bytes)
-        row = table + rope.table_row(position, table_rows) * table_stride
+        position = ptx.load_global_s64_in_order(queries.positions + token * queries.position_bytes)
+        row = queries.table + rope.table_row(position, queries.table_rows) * queries.table_stride
         cos, sin = self.load_angles(row, c)
 
         shared = Int32(0)
@@ -214,17 +235,20 @@ class QueryKernel:
             straight, turned = list(loaded[i][0]), self.rotate(loaded[i][1], cos, sin)
             if const_expr(self.transformed):
                 straight, turned = self.transform(straight, turned, lane)
-            target = codes + token * codes_token + Int64(head) * codes_head
+            target = queries.codes + token * queries.codes_token + Int64(head) * queries.codes_head
             store = self.store_mxfp4 if const_expr(self.rounding) else self.store_fp8
             scale = store(straight, turned, c, target, head < end)
             shared = scale if c == i else shared
+        if const_expr(not self.weights_bf16):
+            rounded = convert.bf16_low(ptx.bf16x2(weight, weight))
+            weight = rounded if queries.round_weights else weight
         is_mine = c < self.groups and mine < end
         if const_expr(self.rounding):
-            ptx.store_global_s32(scales + token * scales_stride + Int64(mine) * 4, shared, is_mine)
+            ptx.store_global_s32(queries.scales + token * queries.scales_stride + Int64(mine) * 4, shared, is_mine)
         else:
             weight = ptx.mul_rn(weight, (shared << 23).bitcast(Float32))
-        weight = ptx.mul_rn(ptx.mul_rn(weight, softmax_scale), head_scale)
-        self.store_weight(out + token * out_stride, mine, weight, is_mine)
+        weight = ptx.mul_rn(ptx.mul_rn(weight, queries.softmax_scale), queries.head_scale)
+        self.store_weight(queries.out + token * queries.out_stride, mine, weight, is_mine)
 
     def load_weight(self, row: Any, head: Any) -> Any:
         if self.weights_bf16:

@@ -25,6 +25,8 @@ def supports(
     index_hadamard: bool,
     q_quant: Any,
     weights_out: Any,
+    round_weights: bool,
+    use_pdl: bool,
 ) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     return query_launch.is_supported(index_q, index_q_cos_sin_cache, q_quant, 8, is_mxfp4=False)
@@ -40,8 +42,10 @@ def launch(
     index_hadamard: bool,
     q_quant: Any,
     weights_out: Any,
+    round_weights: bool,
+    use_pdl: bool,
 ) -> None:
     """Run the kernel on the current stream of index_q's device. Arguments in the schema's order, checked, supported."""
     inputs = (positions, index_q, index_q_cos_sin_cache, index_weights)
     factors = (index_weights_softmax_scale, index_weights_head_scale)
-    query_launch.run(*inputs, *factors, "", index_hadamard, q_quant, None, weights_out)
+    query_launch.run(*inputs, *factors, "", index_hadamard, q_quant, None, weights_out, round_weights, use_pdl)

@@ -36,10 +36,12 @@ def key_for(
 
 
 def keys(arch: str, rounding: str, transformed: bool) -> list[QueryKey]:
-    """The kernels of a model's layers: cosines and sines in fp32, weights in bf16, few tokens or many."""
+    """The kernels of a model's layers: cosines and sines in fp32, weights in bf16 or as an fp32 GEMM leaves them, few
+    tokens or many."""
     if arch_number(arch) < (E2M1_ARCH if rounding else E4M3_ARCH):
         return []
-    return [key_for(arch, rounding, transformed, size) for size in SIZES]
+    formats = [(False, weights_bf16, False) for weights_bf16 in (True, False)]
+    return [key_for(arch, rounding, transformed, size, each) for each in formats for size in SIZES]
 
 
 def is_supported(index_q: Any, table: Any, codes: Any, codes_alignment: int, is_mxfp4: bool) -> tuple[bool, str]:
@@ -85,6 +87,8 @@ def run(
     codes: Any,
     scales: Any | None,
     weights_out: Any,
+    round_weights: bool,
+    use_pdl: bool,
 ) -> None:
     """Run the kernel on the current stream of index_q's device; without tokens or heads there is nothing to run."""
     tokens, heads = index_q.shape[0], index_q.shape[1]
@@ -96,6 +100,8 @@ def run(
         _key(device_index, rounding, transformed, size_of(tokens * heads), *sizes),
         device_index,
         *arguments(positions, index_q, table, index_weights, softmax_scale, head_scale, codes, scales, weights_out),
+        round_weights,
+        use_pdl,
     )
 
 
@@ -110,7 +116,8 @@ def arguments(
     scales: Any | None,
     weights_out: Any,
 ) -> tuple[Any, ...]:
-    """What the kernel's entry point takes. Rows and heads of one byte per column or less have strides in bytes."""
+    """What the kernel's entry point takes before its two flags. Rows and heads of one byte per column or less have
+    strides in bytes."""
     return (
         positions,
         index_q,

@@ -29,6 +29,8 @@ def supports(
     q_quant: Any,
     q_scale: Any,
     weights_out: Any,
+    round_weights: bool,
+    use_pdl: bool,
 ) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     return query_launch.is_supported(index_q, index_q_cos_sin_cache, q_quant, 4, is_mxfp4=True)
@@ -46,8 +48,12 @@ def launch(
     q_quant: Any,
     q_scale: Any,
     weights_out: Any,
+    round_weights: bool,
+    use_pdl: bool,
 ) -> None:
     """Run the kernel on the current stream of index_q's device. Arguments in the schema's order, checked, supported."""
     inputs = (positions, index_q, index_q_cos_sin_cache, index_weights)
     factors = (index_weights_softmax_scale, index_weights_head_scale)
-    query_launch.run(*inputs, *factors, e2m1_rounding, index_hadamard, q_quant, q_scale, weights_out)
+    query_launch.run(
+        *inputs, *factors, e2m1_rounding, index_hadamard, q_quant, q_scale, weights_out, round_weights, use_pdl
+    )

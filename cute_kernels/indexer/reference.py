@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels import formats, numerics
 from cute_kernels.indexer import chunks
-from cute_kernels.paging import entries_to_slots
+from cute_kernels.paging import entries_to_slots, to_index
 
 KEY_TILE = 1024
 """Keys that are expanded to float64 at a time."""
@@ -31,11 +31,13 @@ def fused_indexer_q_rope_quant_fp8(
     index_hadamard: bool,
     q_quant: torch.Tensor,
     weights_out: torch.Tensor,
+    round_weights: bool,
+    use_pdl: bool,
 ) -> None:
     q = _rotated_query(positions, index_q, index_q_cos_sin_cache, index_hadamard)
     codes, byte = numerics.quantize_e4m3(q, formats.INDEX_DIM)
     q_quant.copy_(codes.view(torch.float8_e4m3fn))
-    weights = index_weights.float() * numerics.ue8m0_scale(byte)[..., 0].float()
+    weights = _weights(index_weights, round_weights) * numerics.ue8m0_scale(byte)[..., 0].float()
     weights_out.copy_(_scaled(weights, index_weights_softmax_scale, index_weights_head_scale))
 
 
@@ -51,12 +53,16 @@ def fused_indexer_q_rope_quant_mxfp4(
     q_quant: torch.Tensor,
     q_scale: torch.Tensor,
     weights_out: torch.Tensor,
+    round_weights: bool,
+    use_pdl: bool,
 ) -> None:
     q = _rotated_query(positions, index_q, index_q_cos_sin_cache, index_hadamard)
     packed, byte = numerics.quantize_e2m1(q, e2m1_rounding)
     q_quant.copy_(packed)
     q_scale.copy_(byte.contiguous().view(torch.int32)[..., 0])
-    weights_out.copy_(_scaled(index_weights.float(), index_weights_softmax_scale, index_weights_head_scale))
+    weights_out.copy_(
+        _scaled(_weights(index_weights, round_weights), index_weights_softmax_scale, index_weights_head_scale)
+    )
 
 
 def _rotated_query(
@@ -64,6 +70,11 @@ def _rotated_query(
 ) -> torch.Tensor:
     q = numerics.rotate(index_q, positions, cos_sin_cache).to(torch.bfloat16)
     return numerics.hadamard(q).to(torch.bfloat16) if hadamard else q
+
+
+def _weights(index_weights: torch.Tensor, round_weights: bool) -> torch.Tensor:
+    """In fp32."""
+    return (index_weights.bfloat16() if round_weights else index_weights).float()
 
 
 def _scaled(weights: torch.Tensor, softmax_scale: float, head_scale: float) -> torch.Tensor:
@@ -227,10 +238,33 @@ def top_k_per_row_prefill(
 
 
 def top_k_per_row_decode(
-    logits: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor, num_rows: int, k: int
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    k: int,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
 ) -> None:
     ends = seq_lens.reshape(-1)[:num_rows].long()
-    _top_k(logits, torch.zeros_like(ends), ends, out[:num_rows, :k])
+    picks = out[:num_rows, :k]
+    _top_k(logits, torch.zeros_like(ends), ends, picks)
+    _to_slots(picks, seq_lens.shape[1], slot_block_table, slot_rows_per_page)
+
+
+def all_visible_entries(
+    visible: torch.Tensor, out: torch.Tensor, slot_block_table: torch.Tensor | None, slot_rows_per_page: int
+) -> None:
+    entry = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
+    out.copy_(entry.where(entry < visible.reshape(-1, 1), torch.full_like(entry, -1)))
+    _to_slots(out, visible.shape[1], slot_block_table, slot_rows_per_page)
+
+
+def _to_slots(entries: torch.Tensor, next_n: int, block_table: torch.Tensor | None, rows_per_page: int) -> None:
+    """Slots in place of entries; rows of a request are neighbours."""
+    if block_table is not None:
+        requests = torch.arange(entries.shape[0], device=entries.device)[:, None] // max(next_n, 1)
+        entries.copy_(to_index(entries_to_slots(entries, requests, block_table, rows_per_page)))
 
 
 def _top_k(logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, out: torch.Tensor) -> None:
@@ -299,6 +333,8 @@ def score_top_k_decode(
     kv_format: str,
     out: torch.Tensor,
     workspace: torch.Tensor | None,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
 ) -> None:
     """Scores of a chunk of requests in the workspace, then their picks."""
     requests, next_n = q.shape[:2]
@@ -309,4 +345,5 @@ def score_top_k_decode(
             scale = None if q_scale is None else q_scale[own]
             pages = weights[rows], lens, block_tables[own], max_model_len
             paged_mqa_logits(q[own], scale, kv_cache, *pages, False, kv_format, logits)
-        top_k_per_row_decode(logits, lens, out[rows], logits.shape[0], out.shape[1])
+        table = None if slot_block_table is None else slot_block_table[own]
+        top_k_per_row_decode(logits, lens, out[rows], logits.shape[0], out.shape[1], table, slot_rows_per_page)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cute_kernels.indexer import chunks, paged_logits, topk
-from cute_kernels.indexer.topk_decode import bounds
+from cute_kernels.indexer.topk_decode import bounds, slots
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[Any]:
@@ -27,6 +27,8 @@ class Call(NamedTuple):
     kv_format: str
     out: Any
     workspace: Any
+    slot_block_table: Any
+    slot_rows_per_page: int
 
     def walk(self) -> Any:
         requests, next_n = self.q.shape[:2]
@@ -40,7 +42,9 @@ class Call(NamedTuple):
         own, rows = slice(first, last), slice(first * next_n, last * next_n)
         cut = {name: getattr(self, name)[own] for name in ("q", "context_lens", "block_tables")}
         cut |= {name: getattr(self, name)[rows] for name in ("weights", "out")}
-        return self._replace(q_scale=None if self.q_scale is None else self.q_scale[own], **cut)
+        optional = {name: getattr(self, name) for name in ("q_scale", "slot_block_table")}
+        cut |= {name: None if value is None else value[own] for name, value in optional.items()}
+        return self._replace(**cut)
 
     def scores(self, out: Any) -> tuple[Any, ...]:
         """Arguments of paged_mqa_logits."""
@@ -65,4 +69,5 @@ def launch(*args: Any) -> None:
         if is_scored:
             paged_logits.launch(*part.scores(scores), skip=k, op="score_top_k_decode")
         starts, ends = bounds(part.context_lens)
-        topk.run(scores, starts, ends, part.out, scores.shape[0], k)
+        places = slots(part.slot_block_table, part.slot_rows_per_page)
+        topk.run(scores, starts, ends, part.out, scores.shape[0], k, slots=places)

@@ -3,6 +3,10 @@
 A row of at most k columns has all of them written, without a look at its scores. What is done with a longer one says
 topk_row. The picks come in ascending order, whatever the shape of the block, so a row's result is the same bits in
 every call.
+
+Decode rows may have slots of the compressed cache written in place of columns: each pick's page comes from the
+request's row of a block table. A warp lists its picks in shared memory first, so that all their pages are under way at
+once and neighbouring lanes store neighbours.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, stride_bytes
+from cute_kernels.indexer.topk_picks import Slots
 from cute_kernels.indexer.topk_plan import GROUPS, Here, Part, Plan
 from cute_kernels.indexer.topk_row import RowPicks
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of, multiprocessors
@@ -31,6 +36,9 @@ CLUSTER_ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 """Where the blocks of a cluster can share a row."""
 
 MOST_PICKS, MOST_ROWS = 2048, 2**28
+
+LOCAL = 0, 0, 0, 1
+"""No block table: columns are written as they are."""
 
 SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (32, 8, 1, 1), (32, 4, 1, 4), (32, 4, 1, 16), (32, 4, 1, 32))
 """(warps, vectors of a thread, cluster, tiles) of blocks that take whole rows: of up to 4096, 8192, 16384 and 32768
@@ -93,16 +101,18 @@ class TopKKey(KernelKey):
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         scores, starts, ends = (Int64(0), Int64(4), Int32(1)), (Int64(0), Int64(4)), (Int64(0), Int64(4), Int64(4))
         out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
-        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(9)))
+        table = Int64(0), Int64(0), Int32(0), Int32(1)
+        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(3)), *table, *(Int32(1) for _ in range(6)))
         return TopKKernel(self), (out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
 class TopKKernel:
     """Entry point: (result; address of the scores, stride of their rows in bytes, their columns; address of the starts
     or 0, their stride; address of the ends, strides of requests and of their tokens, tokens of a request; what no end
-    exceeds, whether a row's first column is that of its start (-1) or not (0); rows, k, a warp's share of k, groups of
-    a thread whose maxima bound it, 128-byte lines of a row to fetch early, how many rows later that one is which L2
-    fetches meanwhile; stream)."""
+    exceeds, whether a row's first column is that of its start (-1) or not (0); address of the block table or 0, stride
+    of its rows in bytes, its columns, rows of a page; rows, k, a warp's share of k, groups of a thread whose maxima
+    bound it, 128-byte lines of a row to fetch early, how many rows later that one is which L2 fetches meanwhile;
+    stream)."""
 
     def __init__(self, key: TopKKey) -> None:
         self.plan = key.plan
@@ -126,6 +136,10 @@ class TopKKernel:
         tokens: Int32,
         limit: Int32,
         shifts: Int32,
+        table: Int64,
+        table_stride: Int64,
+        table_columns: Int32,
+        page_rows: Int32,
         rows: Int32,
         k: Int32,
         share: Int32,
@@ -147,6 +161,11 @@ class TopKKernel:
             cute.fast_divmod_create_divisor_v2(tokens),
             limit,
             shifts,
+            table,
+            table_stride,
+            table_columns,
+            cute.fast_divmod_create_divisor_v2(page_rows),
+            Int32(0x7FFFFFFF) // page_rows + 1,
             address(out),
             stride_bytes(out, 0),
             k,
@@ -177,6 +196,11 @@ class TopKKernel:
         tokens: cute.FastDivmodDivisorV2,
         limit: Int32,
         shifts: Int32,
+        table: Int64,
+        table_stride: Int64,
+        table_columns: Int32,
+        page_rows: cute.FastDivmodDivisorV2,
+        named_pages: Int32,
         out: Int64,
         out_stride: Int64,
         k: Int32,
@@ -212,10 +236,17 @@ class TopKKernel:
         start = cutlass.max(start, Int32(0))
         end = Int32(ptx.min_s64(Int64(shift) + Int64(columns), Int64(cutlass.min(end, limit))))
         size = end - start if end > start else Int32(0)
+        row_of_table = table
+        if table != 0:
+            row_of_table = table + Int64(request) * table_stride
+        slots = Slots(row_of_table, table_columns, page_rows, named_pages)
         if size <= k:
             target = out + Int64(row) * out_stride
             for i in cutlass.range(rank * self.threads + thread, k, self.cluster * self.threads, unroll=1):
-                ptx.store_global_s32(target + Int64(i) * 4, i if i < size else Int32(-1))
+                entry = i if i < size else Int32(-1)
+                if table != 0:
+                    entry = slots.slot(slots.look_up(i, i < size))
+                ptx.store_global_s32(target + Int64(i) * 4, entry)
         else:
             source = scores + Int64(row) * scores_stride + Int64(start - shift) * 4
             head = Int32(source & 15) >> 2
@@ -232,7 +263,7 @@ class TopKKernel:
                 is_there = (ahead > 0) & (row + ahead < cute.arch.grid_dim()[0])
                 lines = (Int32(later & 127) + size * 4 + 127) // 128 if is_there else Int32(0)
             part = Part(source + Int64(skipped - head) * 4, head - skipped, stop, tiles, skipped - head, later, lines)
-            self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride)
+            self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride, slots)
 
 
 def keys_of(arch: str) -> list[TopKKey]:
@@ -310,6 +341,7 @@ def run(
     k: int,
     limit: int | None = None,
     shifts: int = 0,
+    slots: tuple[int, int, int, int] = LOCAL,
 ) -> None:
     """Launch on the current stream of out's device.
 
@@ -317,13 +349,14 @@ def run(
     ends     address of the first end, strides of requests and of their tokens in bytes, and tokens of a request
     limit    what no end exceeds; None: the columns
     shifts   -1 if a row's first column is that of its start, 0 if it is that of key 0
+    slots    address of the block table, stride of its rows in bytes, its columns and rows of a page; LOCAL: none
     """
     if rows == 0:
         return
     device_index = out.device.index
     # more rows than of the largest calls with kernels of their own make no difference
     key, *shares = choose(device_index, min(rows, SHARED[-1][0]), width_of(logits), k)
-    bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts)
+    bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts), slots
     launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares))
 
 
@@ -337,7 +370,7 @@ def arguments(
     groups: int,
     ahead: int = 0,
 ) -> tuple[Any, ...]:
-    """What the kernel's entry point takes. bounds: starts, ends, (limit, shifts) as `run` takes them."""
+    """What the kernel's entry point takes. bounds: starts, ends, (limit, shifts), slots as `run` takes them."""
     columns = logits.shape[1]
     scores = logits.data_ptr(), logits.stride(0) * 4, columns
     early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
@@ -345,8 +378,17 @@ def arguments(
     return out, *scores, *numbers, rows, k, share, groups, early_lines, ahead
 
 
-def launch_with(key: TopKKey, logits: Any, starts: Any, ends: Any, out: Any, rows: int, k: int) -> None:
+def launch_with(
+    key: TopKKey,
+    logits: Any,
+    starts: Any,
+    ends: Any,
+    out: Any,
+    rows: int,
+    k: int,
+    slots: tuple[int, int, int, int] = LOCAL,
+) -> None:
     """`run` with a kernel of the caller's choice, wide enough for the rows: for tests and benchmarks."""
     shares = share_for(key, k), groups_for(key, k)
-    bounds = starts, ends, (logits.shape[1], 0)
+    bounds = starts, ends, (logits.shape[1], 0), slots
     launch_key(key, out.device.index, *arguments(logits, bounds, out, rows, k, *shares))

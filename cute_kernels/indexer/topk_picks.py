@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -16,6 +16,7 @@ from cute_kernels.indexer.topk_plan import (
     COUNTS,
     EQUALS,
     EQUALS_LENGTH,
+    LIST,
     RANKED,
     TIE_COUNTS,
     TIES_BEFORE,
@@ -28,8 +29,39 @@ from cute_kernels.indexer.topk_plan import (
 RANKED_AT_ONCE = 8
 """Elements of the list with which a lane compares its own one before it looks for more."""
 
+LOOK_UPS = 4
+"""Pages that a lane asks for before it uses one."""
+
 NOWHERE = 0x7FFFFFFF
 """After all places."""
+
+
+class Slots(NamedTuple):
+    """The row of a block table that turns a request's entries into slots of its cache.
+
+    table        address; 0: entries are written as they are
+    columns      of the table
+    rows         of a page, as a divisor
+    named_pages  pages of which int32 can name a row; unsigned
+    """
+
+    table: Any
+    columns: Any
+    rows: Any
+    named_pages: Any
+
+    def look_up(self, entry: Any, is_wanted: Any) -> tuple[Any, Any]:
+        """(page, row of the page) of an entry >= 0; the page is negative if there is none or it is not wanted."""
+        column, row = divmod(entry, self.rows)
+        is_inside = is_wanted & (column < self.columns)
+        return ptx.load_global_s32_where(is_inside, self.table + Int64(column) * 4, is_shared=True), row
+
+    def slot(self, found: tuple[Any, Any]) -> Any:
+        """int32 slot of what `look_up` found, -1 if there is none or int32 cannot name it."""
+        page, row = found
+        # of the last named page a slot may pass 2^31, but not 2^32
+        slot = ptx.value_below(page, self.named_pages, page * self.rows.divisor + row)
+        return cutlass.max(slot, Int32(-1))
 
 
 class Picks:
@@ -100,10 +132,10 @@ class Picks:
 
     @cute.jit
     def write(
-        self, here: Here, part: Part, count: Int32, wanted: Int32, is_tied: Boolean, k: Int32, out: Int64
+        self, here: Here, part: Part, count: Int32, wanted: Int32, is_tied: Boolean, k: Int32, out: Int64, slots: Slots
     ) -> None:
-        """Write the picks and the first `wanted` ties by column. If there are no ties, the list becomes ones, all of
-        which are picked."""
+        """Write the picks and the first `wanted` ties by column, or the slots of these. If there are no ties, the list
+        becomes ones, all of which are picked."""
         # warps share the words evenly
         width = self.plan.width
         words = (part.stop + (width - 1)) // width
@@ -130,6 +162,7 @@ class Picks:
             place = ptx.load_shared_s32(here.at + WINNERS + here.lane * 4)
             ties = cute.arch.popc(cute.arch.vote_ballot_sync(place < here.rank * self.plan.places + first * width))
         target = picks + cutlass.min(ties, wanted)
+        start_of_warp = target
         for start in cutlass.range(first, stop, 32, unroll=1):
             word = self.load(here_picks, start + here.lane, stop)
             tied = self.load(here_ties, start + here.lane, stop)
@@ -144,8 +177,15 @@ class Picks:
             word = word | tied
             number = cute.arch.popc(word)
             sums = target + lanes_prefix(number)
-            self.write_word(part.first + (start + here.lane) * width, word, sums - number, k, out)
+            column = part.first + (start + here.lane) * width
+            if slots.table == 0:
+                self.write_word(column, word, sums - number, k, out)
+            else:
+                self.list_word(here, column, word, sums - number, k)
             target = cute.arch.shuffle_sync(sums, 31)
+        if slots.table != 0:
+            cute.arch.sync_warp()
+            self.write_slots(here, start_of_warp, cutlass.min(target, k), out, slots)
         if const_expr(self.cluster > 1):
             self.bins.barrier()  # nobody leaves while others may read its shared memory
 
@@ -157,6 +197,30 @@ class Picks:
             word = word & (word - 1)
             ptx.store_global_s32(out + Int64(number) * 4, column + bit, number < k)
             number += 1
+
+    @cute.jit
+    def list_word(self, here: Here, column: Int32, word: Int32, number: Int32, k: Int32) -> None:
+        """As `write_word`, but to shared memory, where nobody needs the candidates any more."""
+        while word != 0:
+            bit = cute.arch.popc((word & -word) - 1)
+            word = word & (word - 1)
+            if number < k:
+                ptx.store_shared_s32(here.at + LIST + number * 4, column + bit)
+            number += 1
+
+    @cute.jit
+    def write_slots(self, here: Here, first: Int32, stop: Int32, out: Int64, slots: Slots) -> None:
+        """Write the slots of the warp's listed picks, `first` to `stop`: neighbours by neighbouring lanes, and as many
+        pages under way as there can be."""
+        for start in cutlass.range(first, stop, 32 * LOOK_UPS, unroll=1):
+            found = []
+            for i in range_constexpr(LOOK_UPS):
+                number = start + here.lane + 32 * i
+                entry = ptx.load_shared_s32(here.at + LIST + cutlass.min(number, stop - 1) * 4)
+                found.append(slots.look_up(entry, number < stop))
+            for i in range_constexpr(LOOK_UPS):
+                number = start + here.lane + 32 * i
+                ptx.store_global_s32(out + Int64(number) * 4, slots.slot(found[i]), number < stop)
 
     @cute.jit
     def load(self, words: Any, number: Any, stop: Any) -> Any:

@@ -65,7 +65,8 @@ class Plan:
 
     @property
     def length(self) -> int:
-        """Candidates that a warp lists; fewer where the block's picks need much memory."""
+        """Candidates that a warp lists; fewer where the block's picks need much memory. All lists together have room
+        for the picks of a row, 4 bytes each, which wait there for the pages they lie in."""
         return min(8192 if self.places <= 131072 else 2048, 512 * self.warps) // self.warps
 
     @property

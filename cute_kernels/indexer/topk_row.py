@@ -24,7 +24,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_co
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import lanes_prefix, pairwise
 from cute_kernels.indexer.topk_bins import LOWEST_ORDER, NAN_ORDER, Bins, Scale, finest
-from cute_kernels.indexer.topk_picks import Picks
+from cute_kernels.indexer.topk_picks import Picks, Slots
 from cute_kernels.indexer.topk_plan import BIN_BITS, GROUPS, LIST, RANKED, ZEROS, Here, Part, Plan
 
 AT_ONCE = 3
@@ -52,9 +52,9 @@ class RowPicks:
         self.picks.clear(here)
 
     @cute.jit
-    def select(self, here: Here, part: Part, k: Int32, share: Int32, groups: Int32, out: Int64) -> None:
-        """Write the k best of a row that has more columns: at least `share` candidates of a warp's maxima of `groups`
-        groups a thread."""
+    def select(self, here: Here, part: Part, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots) -> None:
+        """Write the k best of a row that has more columns, or their slots: at least `share` candidates of a warp's
+        maxima of `groups` groups a thread."""
         scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
         best = cute.make_rmem_tensor((GROUPS,), Float32)
         for i in range_constexpr(GROUPS):
@@ -95,7 +95,7 @@ class RowPicks:
         listed = Int32(self.length + 1) if is_nan else Int32(listed)
         self.pick(here, part, listed, low, shift, is_tied)
         self.bins.barrier()
-        self.picks.write(here, part, count, wanted, is_tied, k, out)
+        self.picks.write(here, part, count, wanted, is_tied, k, out, slots)
 
     @cute.jit
     def load(self, here: Here, part: Part, tile: Int32, scores: cute.Tensor) -> None:

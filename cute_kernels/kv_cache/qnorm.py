@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -73,6 +73,46 @@ class QnormKey(KernelKey):
         return QnormKernel(self), (q, kv, slots, positions, table, *numbers, stream)
 
 
+class Rows(NamedTuple):
+    """What the kernel takes, in plain numbers.
+
+    q             address, strides in bytes, heads
+    out           address, strides in bytes, address of the scale
+    kv            address, stride in bytes, slots, their number, scale
+    angles        positions, table, its stride in bytes and rows
+    cache         address, stride in bytes, rows of the pool, rows of a page; the last as a divisor: page_rows
+    units         warps that have something to do, token_parts of them for a token
+    """
+
+    q: tuple[Int64, Int64, Int64, Int32]
+    out: tuple[Int64, Int64, Int64, Int64]
+    kv: tuple[Int64, Int64, Int64, Int32, Int64]
+    angles: tuple[Int64, Int64, Int64, Int32]
+    cache: tuple[Int64, Int64, Int32, Int32]
+    page_rows: cute.FastDivmodDivisorV2
+    units: Int32
+    token_parts: cute.FastDivmodDivisorV2
+    eps: Float32
+
+
+def make_rows(q: Any, out: Any, kv: Any, positions: Any, table: Any, cache: Any, eps: Any, heads_at_once: int) -> Rows:
+    """From an entry point's arguments to what its kernel takes. out, cache: as in Rows; kv: rows, slots, scale."""
+    heads = length(q, 1)
+    parts = 1 + cute.ceil_div(heads, heads_at_once)
+    kv, slots, kv_scale = kv
+    return Rows(
+        (address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads),
+        out,
+        (address(kv), stride_bytes(kv, 0), address(slots), length(slots, 0), kv_scale),
+        (address(positions), address(table), stride_bytes(table, 0), length(table, 0)),
+        cache,
+        cute.fast_divmod_create_divisor_v2(cache[3]),
+        length(q, 0) * parts,
+        cute.fast_divmod_create_divisor_v2(parts),
+        eps,
+    )
+
+
 class QnormKernel:
     """Entry point: (q, kv, slots, positions, cos and sin table; for plain_fp8 address of the e4m3 queries, bytes from
     token to token and from head to head, addresses of the KV scale and of the inverse query scale; cache address, page
@@ -110,25 +150,13 @@ class QnormKernel:
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        heads = length(q, 1)
         result = (out, out_token, out_head, q_scale_inv)
         if const_expr(self.form != PLAIN_FP8.id):
             result = (address(q), stride_bytes(q, 0), stride_bytes(q, 1), q_scale_inv)
-        parts = 1 + cute.ceil_div(heads, self.rows)
-        units = length(q, 0) * parts
-        kernel = self.kernel(
-            (address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads),
-            result,
-            (address(kv), stride_bytes(kv, 0), address(slots), length(slots, 0), kv_scale),
-            (address(positions), address(table), stride_bytes(table, 0), length(table, 0)),
-            (pool, page_stride, capacity, block_size),
-            cute.fast_divmod_create_divisor_v2(block_size),
-            units,
-            cute.fast_divmod_create_divisor_v2(parts),
-            eps,
-        )
-        blocks = cute.ceil_div(units, self.warps)
-        kernel.launch(
+        cache = (pool, page_stride, capacity, block_size)
+        rows = make_rows(q, result, (kv, slots, kv_scale), positions, table, cache, eps, self.rows)
+        blocks = cute.ceil_div(rows.units, self.warps)
+        self.kernel(rows).launch(
             grid=[blocks, 1, 1],
             block=[self.warps * 32, 1, 1],
             stream=stream,
@@ -136,31 +164,25 @@ class QnormKernel:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: tuple[Int64, Int64, Int64, Int32],  # address, strides in bytes, heads
-        out: tuple[Int64, Int64, Int64, Int64],  # address, strides in bytes, address of the scale
-        kv: tuple[Int64, Int64, Int64, Int32, Int64],  # address, stride in bytes, slots, their number, scale
-        angles: tuple[Int64, Int64, Int64, Int32],  # positions, table, its stride in bytes and rows
-        cache: tuple[Int64, Int64, Int32, Int32],  # address, stride in bytes, rows of the pool, rows of a page
-        page_rows: cute.FastDivmodDivisorV2,
-        units: Int32,
-        token_parts: cute.FastDivmodDivisorV2,
-        eps: Float32,
-    ) -> None:
-        thread, _, _ = cute.arch.thread_idx()
+    def kernel(self, rows: Rows) -> None:
         block, _, _ = cute.arch.block_idx()
+        self.run(block, rows)
+
+    @cute.jit
+    def run(self, block: Int32, rows: Rows) -> None:
+        """What block number `block` does."""
+        thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
         unit = block * self.warps + cute.arch.make_warp_uniform(thread // 32)
-        token, part = divmod(unit, token_parts)
+        token, part = divmod(unit, rows.token_parts)
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        if unit < units:
+        if unit < rows.units:
             if part > 0:
-                self.turn_queries(lane, token, (part - 1) * self.rows, q, out, angles, eps)
+                self.turn_queries(lane, token, (part - 1) * self.rows, rows.q, rows.out, rows.angles, rows.eps)
             else:
-                self.insert(lane, token, kv, angles, cache, page_rows)
+                self.insert(lane, token, rows.kv, rows.angles, rows.cache, rows.page_rows)
 
     @cute.jit
     def turn_queries(self, lane: Any, token: Any, first_head: Any, q: Any, out: Any, angles: Any, eps: Any) -> None:

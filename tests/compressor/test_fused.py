@@ -59,8 +59,9 @@ def schema_args(a: dict[str, Any]) -> list[Any]:
         "persist",
         "e2m1_rounding",
         "index_hadamard",
+        "use_pdl",
     ]
-    given = {"min_restart": None, "keep_every": 0, "persist": "all", **a}
+    given = {"min_restart": None, "keep_every": 0, "persist": "all", "use_pdl": False, **a}
     return [*(given[n] for n in head), given["min_restart"], *(given[n] for n in tail)]
 
 

@@ -92,6 +92,30 @@ def test_every_byte(form: str, hadamard: bool) -> None:
         check(form, *inputs(tokens, heads, tokens), index_hadamard=hadamard)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_columns_of_wider_projections(form: str) -> None:
+    """Queries and fp32 weights as two fused GEMMs leave them, [T, 40960] and [T, 2624]."""
+    for tokens in (1, 65, 300):
+        positions, q, weights = inputs(tokens, 64, tokens)
+        wide = torch.full((tokens, 40960), torch.nan, dtype=torch.bfloat16, device="cuda")
+        view = wide[:, 32768:].unflatten(-1, (64, 128))
+        view.copy_(q)
+        sums = torch.full((tokens, 2624), torch.nan, device="cuda")
+        sums[:, 2560:] = weights.float().cuda() * (1 + 2.0**-10)
+        table = TABLE.cuda()
+        want = call(form, positions.cuda(), q.cuda(), table, sums[:, 2560:].bfloat16())
+        for use_pdl in (False, True):
+            options = {"round_weights": True, "use_pdl": use_pdl}
+            got = call(form, positions.cuda(), view, table, sums[:, 2560:], **options)
+            for a, b in zip(flat(got), flat(want), strict=True):
+                assert torch.equal(raw_bytes(a), raw_bytes(b))
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    codes, weights = result
+    return [*codes, weights] if isinstance(codes, tuple) else [codes, weights]
+
+
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_kernel(form: str, hadamard: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.indexer.ops import top_k_per_row_decode, top_k_per_row_prefill
+from cute_kernels.indexer.ops import all_visible_entries, top_k_per_row_decode, top_k_per_row_prefill
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
@@ -204,6 +204,98 @@ def test_decode_uses_one_length_per_row() -> None:
         assert (out[num_rows:] == POISON).all()
         assert (out[:, k:] == POISON).all()
         check(out[:num_rows, :k], logits, [0] * num_rows, lengths[:num_rows].tolist(), k)
+
+
+def slots_of(entries: np.ndarray, next_n: int, table: np.ndarray, page_rows: int) -> np.ndarray:
+    column = np.where(entries >= 0, entries // page_rows, table.shape[1])
+    requests = np.arange(len(entries))[:, None] // next_n
+    padded = np.pad(table.astype(np.int64), ((0, 0), (0, 1)), constant_values=-1)
+    page = padded[requests, np.minimum(column, table.shape[1])]
+    slot = page * page_rows + entries % page_rows
+    return np.where((page >= 0) & (slot < 2**31), slot, -1).astype(np.int32)
+
+
+def tables(requests: int, width: int, page_rows: int, seed: int) -> torch.Tensor:
+    """With pages that do not exist, or whose rows int32 cannot number; a view of a wider one."""
+    most = (2**31 - 1) // page_rows
+    whole = torch.randint(0, most + 1, (requests, width + 5), device="cuda", generator=generator(seed))
+    special = torch.tensor([-1, -(2**31), 2**31 - 1, most + 1, most], device="cuda")
+    for i, value in enumerate(special):
+        whole[:, i::11] = value.clamp(max=2**31 - 1)
+    return whole.to(INT)[:, 2 : 2 + width]
+
+
+@pytest.mark.parametrize("page_rows", [64, 1, 3, 256, 2**30])
+@pytest.mark.parametrize("pattern", ["normal", "few", "rising", "all nan"])
+def test_slots_of_picks(pattern: str, page_rows: int) -> None:
+    from cute_kernels.indexer import topk, topk_decode
+
+    for number, key in enumerate(keys()):
+        columns, next_n = min(key.capacity, 100_000), 2
+        width = max(columns * 3 // 4 // page_rows, 1)
+        table = tables(3, width, page_rows, number)
+        logits = PATTERNS[pattern](6, columns, number)
+        for k in (512, 2048, 1, 77):
+            lengths = torch.tensor([[columns, columns - 1], [k, k + 1], [0, columns // 2]], dtype=INT).cuda()
+            out, picks = (torch.full((6, k), POISON, dtype=INT, device="cuda") for _ in range(2))
+            bounds = topk_decode.bounds(lengths)
+            topk.launch_with(key, logits, *bounds, picks, 6, k)
+            topk.launch_with(key, logits, *bounds, out, 6, k, topk_decode.slots(table, page_rows))
+            want = slots_of(picks.cpu().numpy(), next_n, table.cpu().numpy(), page_rows)
+            assert np.array_equal(out.cpu().numpy(), want), (key, k)
+
+
+def test_slots_of_the_public_ops() -> None:
+    logits = normal(1.0, 0.0)(6, 9000, 1)
+    lengths = torch.tensor([[9000, 400], [0, 513], [512, 8000]], dtype=INT, device="cuda")
+    out = torch.full((8, 515), POISON, dtype=INT, device="cuda")
+    rows, stream = slice(1, 7), torch.cuda.Stream()
+    for table in (tables(3, 140, 64, 1), tables(3, 9, 64, 2), torch.zeros(3, 0, dtype=INT, device="cuda")):
+        slots = {"slot_block_table": table, "slot_rows_per_page": 64}
+        picks = torch.empty(6, 512, dtype=INT, device="cuda")
+        top_k_per_row_decode(logits, 2, lengths, picks, 6, 9000, 1, 512)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            top_k_per_row_decode(logits, 2, lengths, out[rows], 6, 9000, 1, 512, **slots)
+        torch.cuda.current_stream().wait_stream(stream)
+        want = slots_of(picks.cpu().numpy(), 2, table.cpu().numpy(), 64)
+        assert np.array_equal(out[rows, :512].cpu().numpy(), want)
+
+        visible = lengths.clamp(max=512)
+        got = all_visible_entries(visible, 512)
+        column = torch.arange(512, dtype=INT, device="cuda")
+        assert torch.equal(got, column.where(column < visible.view(-1, 1), column.new_tensor(-1)))
+        out[rows, :512] = POISON
+        all_visible_entries(visible, 512, out=out[rows, :512], **slots)
+        want = slots_of(got.cpu().numpy(), 2, table.cpu().numpy(), 64)
+        assert np.array_equal(out[rows, :512].cpu().numpy(), want)
+        out[rows, :512] = POISON
+        assert (out == POISON).all()
+
+
+def test_graph_replay_sees_another_table() -> None:
+    logits = normal(1.0, 0.0)(4, 20000, 1)
+    lengths = torch.full((4, 1), 20000, dtype=INT, device="cuda")
+    table, out, more = tables(4, 320, 64, 1), torch.empty(4, 512, dtype=INT, device="cuda"), []
+
+    def call() -> None:
+        slots = {"slot_block_table": table, "slot_rows_per_page": 64}
+        top_k_per_row_decode(logits, 1, lengths, out, 4, 20000, 1, 512, **slots)
+        more[:] = [all_visible_entries(lengths, 512, **slots)]
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    picks = torch.empty_like(out)
+    top_k_per_row_decode(logits, 1, lengths, picks, 4, 20000, 1, 512)
+    for seed in (2, 3):
+        table.copy_(tables(4, 320, 64, seed))
+        graph.replay()
+        pages = table.cpu().numpy()
+        assert np.array_equal(out.cpu().numpy(), slots_of(picks.cpu().numpy(), 1, pages, 64))
+        every = np.broadcast_to(np.arange(512), (4, 512))
+        assert np.array_equal(more[0].cpu().numpy(), slots_of(every, 1, pages, 64))
 
 
 def test_scores_that_are_not_selected_do_not_matter() -> None:

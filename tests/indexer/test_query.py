@@ -71,6 +71,20 @@ def test_bytes(tokens: int, heads: int, use_fp4: bool, use_hadamard: bool) -> No
 
 
 @pytest.mark.parametrize("use_fp4", [False, True])
+def test_columns_of_wider_projections(use_fp4: bool) -> None:
+    """Queries and fp32 weights as two fused GEMMs leave them: the bytes that bf16 weights give."""
+    positions, q, w = inputs(9, 6)
+    wide = torch.full((9, 6 * 128 + 512), torch.nan, dtype=torch.bfloat16)
+    view = wide[:, 512:].unflatten(-1, (6, 128))
+    view.copy_(q)
+    sums = torch.full((9, 83), torch.nan)
+    sums[:, 70:76] = w.float() * (1 + 2.0**-10)
+    assert torch.equal(sums[:, 70:76].bfloat16(), w)
+    got = fused_indexer_q_rope_quant(positions, view, TABLE, sums[:, 70:76], *SCALES, use_fp4, round_weights=True)
+    compare(got, expected(rotated(positions, q, TABLE), w, SCALES, use_fp4), use_fp4)
+
+
+@pytest.mark.parametrize("use_fp4", [False, True])
 def test_strided_inputs_bf16_table_fp32_weights(use_fp4: bool) -> None:
     positions, q, _ = inputs(9, 6)
     wide = torch.randn(9, 40, generator=torch.Generator().manual_seed(3))
@@ -201,9 +215,13 @@ def test_out_is_written_inside_its_rows_only(use_fp4: bool) -> None:
 def test_opcheck() -> None:
     positions, q, w = inputs(3, 2)
     q_out = torch.empty(3, 2, 128, dtype=torch.float8_e4m3fn)
-    check_op("fused_indexer_q_rope_quant_fp8", positions, q, TABLE, w, *SCALES, False, q_out, torch.empty(3, 2))
+    check_op(
+        "fused_indexer_q_rope_quant_fp8", positions, q, TABLE, w, *SCALES, False, q_out, torch.empty(3, 2), True, False
+    )
     outs = (torch.empty(3, 2, 64, dtype=torch.uint8), torch.empty(3, 2, dtype=torch.int32), torch.empty(3, 2))
-    check_op("fused_indexer_q_rope_quant_mxfp4", positions, q, TABLE, w, *SCALES, "ties_to_even", True, *outs)
+    check_op(
+        "fused_indexer_q_rope_quant_mxfp4", positions, q, TABLE, w, *SCALES, "ties_to_even", True, *outs, False, True
+    )
 
 
 @pytest.mark.parametrize("use_fp4", [False, True])

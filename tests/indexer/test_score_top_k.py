@@ -92,6 +92,23 @@ def test_decode_picks(fmt: Any, next_n: int) -> None:
         assert (whole == POISON).all()
 
 
+def test_decode_writes_slots_of_another_cache() -> None:
+    lengths, k, columns = [70, 0, 9, 130, 21], 20, 120
+    case = Case("indexer_fp8/1", 2 * len(lengths), 8, sum(lengths))
+    pool, table = paged(case, formats.INDEXER_FP8, lengths, 16)
+    lens = torch.tensor([[length, length - 1] for length in lengths], dtype=INT)
+    args = case.query(slice(None), len(lengths), 2), pool, case.w(), lens, table, columns
+    others = torch.arange(5 * 12, dtype=INT).flip(0).view(5, 12) - 3
+    for count in (k, columns):
+        workspace = scratch(4 * chunks.row_bytes(columns)) if count < columns else None
+        found = score_top_k_decode(*args, count, workspace=workspace)
+        slots: dict[str, Any] = {"slot_block_table": others, "slot_rows_per_page": 8}
+        got = score_top_k_decode(*args, count, workspace=workspace, **slots)
+        for row, entries in enumerate(found.tolist()):
+            pages = [int(others[row // 2, x // 8]) if 0 <= x < 96 else -1 for x in entries]
+            assert got[row].tolist() == [p * 8 + x % 8 if p >= 0 else -1 for p, x in zip(pages, entries, strict=True)]
+
+
 def test_missing_pages_score_the_lowest() -> None:
     fmt = formats.INDEXER_FP8
     case = Case(fmt.id, 1, 8, 64)
@@ -193,7 +210,8 @@ def test_opcheck(fmt: Any) -> None:
     q = case.query(slice(None), 2, 3)
     codes, scale = q if isinstance(q, tuple) else (q, None)
     results = torch.zeros(6, 9, dtype=INT), scratch(3 * chunks.row_bytes(30))
-    check_op("score_top_k_decode", codes, scale, pool, case.w(), lens, table, 30, fmt.id, *results)
+    for slots in ((None, 0), (table, 16)):
+        check_op("score_top_k_decode", codes, scale, pool, case.w(), lens, table, 30, fmt.id, *results, *slots)
 
 
 def test_compile() -> None:

@@ -96,6 +96,8 @@ def decode(requests: int = 9, next_n: int = 2, columns: int = 900, k: int = 512,
         "kv_format": "indexer_fp8/1",
         "out": torch.zeros(requests * next_n, k, dtype=INT),
         "workspace": torch.zeros(fit * next_n * chunks.row_bytes(columns) // 4),
+        "slot_block_table": None,
+        "slot_rows_per_page": 0,
     }
     return {**args, **changes}
 
@@ -141,6 +143,15 @@ def test_chunks_of_decode_are_whole_requests(gpu: Launches) -> None:
         assert picks["out"].data_ptr() == args["out"].data_ptr() + first * 2 * 512 * 4
         first += 3
     assert first == 9
+
+
+def test_chunks_take_their_rows_of_the_table_of_slots(gpu: Launches) -> None:
+    table = torch.zeros(9, 40, dtype=INT)[:, 3:20]
+    found = gpu.run("score_top_k_decode", decode(slot_block_table=table, slot_rows_per_page=16))
+    assert [picks["table"] - table.data_ptr() for _, picks in found] == [0, 3 * 160, 6 * 160]
+    assert {(picks["table_stride"], picks["table_columns"], picks["page_rows"]) for _, picks in found} == {
+        (160, 17, 16)
+    }
 
 
 def test_more_memory_makes_fewer_chunks(gpu: Launches) -> None:

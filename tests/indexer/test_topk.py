@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.indexer import reference
-from cute_kernels.indexer.ops import top_k_per_row_decode, top_k_per_row_prefill
+from cute_kernels.indexer.ops import all_visible_entries, top_k_per_row_decode, top_k_per_row_prefill
 from cute_kernels.runtime.record import record_calls
 from tests.helpers import check_op
 from tests.indexer.meaning import top_k
@@ -159,7 +159,10 @@ def test_opcheck_and_compile() -> None:
     starts, ends = torch.zeros(6, dtype=INT), torch.tensor([50, 3, 0, 49, 20, 21], dtype=INT)
     out = torch.zeros(6, 20, dtype=INT)
     check_op("top_k_per_row_prefill", logits, starts, ends, out, 6, 20)
-    check_op("top_k_per_row_decode", logits, ends.view(3, 2), out, 5, 20)
+    table = torch.arange(30, dtype=INT).view(3, 10)
+    for slots in ((None, 0), (table, 4)):
+        check_op("top_k_per_row_decode", logits, ends.view(3, 2), out, 5, 20, *slots)
+        check_op("all_visible_entries", ends.view(3, 2), out, *slots)
 
     def f(logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = logits.shape[0]
@@ -172,6 +175,81 @@ def test_opcheck_and_compile() -> None:
     for rows, k in ((6, 20), (4, 7)):
         args = (logits[:rows], starts[:rows], ends[:rows], k)
         assert all(torch.equal(a, b) for a, b in zip(f(*args), compiled(*args), strict=True))
+
+
+def slots_of(entries: torch.Tensor, next_n: int, table: torch.Tensor, page_rows: int) -> list[list[int]]:
+    """In plain Python, whose numbers have no width."""
+    found = []
+    for r, row in enumerate(entries.tolist()):
+        pages = table[r // next_n].tolist()
+        slots = []
+        for x in row:
+            page = pages[x // page_rows] if 0 <= x < len(pages) * page_rows else -1
+            slot = page * page_rows + x % page_rows
+            slots.append(slot if page >= 0 and slot < 2**31 else -1)
+        found.append(slots)
+    return found
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 3), st.integers(0, 4), st.integers(1, 9), st.integers(1, 5), st.integers(0, 6), st.data())
+def test_slots_of_picks(next_n: int, batch: int, k: int, page_rows: int, width: int, data: st.DataObject) -> None:
+    rows, columns = batch * next_n, 20
+    seed = data.draw(st.integers(0, 2**31))
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, columns, generator=g)
+    lengths = torch.randint(-2, columns + 4, (batch, next_n), generator=g).int()
+    choices = torch.tensor([-1, -(2**31), 0, 5, 70, 2**31 - 1, (2**31 - 1) // page_rows], dtype=INT)
+    table = choices[torch.randint(0, len(choices), (batch, width + 2), generator=g)][:, 1 : 1 + width]
+    stride = columns if rows == 0 else logits.stride(0)
+    picks, out = (torch.full((rows + 1, k + 2), POISON, dtype=INT) for _ in range(2))
+    top_k_per_row_decode(logits, next_n, lengths, picks, rows, stride, 1, k)
+    slots: dict[str, Any] = {"slot_block_table": table, "slot_rows_per_page": page_rows}
+    top_k_per_row_decode(logits, next_n, lengths, out, rows, stride, 1, k, **slots)
+    assert out[:rows, :k].tolist() == slots_of(picks[:rows, :k], next_n, table, page_rows)
+    assert (out[rows:] == POISON).all()
+    assert (out[:, k:] == POISON).all()
+
+    entries = all_visible_entries(lengths, k)
+    assert entries.tolist() == [[x if x < n else -1 for x in range(k)] for n in lengths.view(-1).tolist()]
+    out.fill_(POISON)
+    got = all_visible_entries(lengths, k, out=out[:rows, 1 : 1 + k], **slots)
+    assert got.tolist() == slots_of(entries, next_n, table, page_rows)
+    out[:rows, 1 : 1 + k] = POISON
+    assert (out == POISON).all()
+
+
+def test_visible_entries_of_one_row_a_request() -> None:
+    assert all_visible_entries(torch.tensor([2, 0, 9], dtype=INT), 3).tolist() == [[0, 1, -1], [-1] * 3, [0, 1, 2]]
+    assert all_visible_entries(torch.zeros(0, 2, dtype=INT), 3).shape == (0, 3)
+
+
+def test_bad_slots() -> None:
+    lengths, table = torch.zeros(2, 2, dtype=INT), torch.zeros(2, 5, dtype=INT)
+    logits, out = torch.zeros(4, 30), torch.zeros(4, 8, dtype=INT)
+    changes: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"slot_block_table": table[:1]}, ValueError, "slot_block_table"),
+        ({"slot_block_table": table.long()}, TypeError, "slot_block_table"),
+        ({"slot_block_table": torch.zeros(5, 2, dtype=INT).T}, ValueError, "slot_block_table"),
+        ({"slot_rows_per_page": 0}, ValueError, "slot_rows_per_page"),
+        ({"slot_rows_per_page": 2**30 + 1}, ValueError, "slot_rows_per_page"),
+    ]
+    for change, error, says in changes:
+        slots: dict[str, Any] = {"slot_block_table": table, "slot_rows_per_page": 4, **change}
+        with pytest.raises(error, match=f"top_k_per_row_decode: {says}: expected"):
+            top_k_per_row_decode(logits, 2, lengths, out, 4, 30, 1, 8, **slots)
+        with pytest.raises(error, match=f"all_visible_entries: {says}: expected"):
+            all_visible_entries(lengths, 8, **slots)
+    for arguments, error, says in (
+        ((lengths.long(), 8), TypeError, "visible"),
+        ((lengths, 0), ValueError, "k"),
+        ((lengths.view(1, 2, 2), 8), ValueError, "visible"),
+    ):
+        with pytest.raises(error, match=f"all_visible_entries: {says}: expected"):
+            all_visible_entries(*arguments)
+    for bad in (out[:3], out[:, :7]):
+        with pytest.raises(ValueError, match="all_visible_entries: out: expected"):
+            all_visible_entries(lengths, 8, out=bad)
 
 
 def test_cost() -> None:

@@ -10,11 +10,13 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import topk, topk_decode, topk_prefill
+from cute_kernels.indexer import all_visible, topk, topk_decode, topk_prefill
+from cute_kernels.models import MODELS
 
 NAMES = (
     "out", "scores", "scores_stride", "columns", "starts", "starts_stride", "ends", "ends_request", "ends_token",
-    "tokens", "limit", "shifts", "rows", "k", "share", "groups", "early_lines", "ahead",
+    "tokens", "limit", "shifts", "table", "table_stride", "table_columns", "page_rows", "rows", "k", "share", "groups",
+    "early_lines", "ahead",
 )  # fmt: skip
 INT, SMS = torch.int32, 132
 
@@ -26,7 +28,9 @@ class Launches:
         self.kept: list[tuple[Any, dict[str, Any]]] = []
         monkeypatch.setattr(topk, "arch_of", lambda index: arch)
         monkeypatch.setattr(topk, "multiprocessors", lambda index: SMS)
-        monkeypatch.setattr(topk, "launch_key", self.keep)
+        monkeypatch.setattr(all_visible, "arch_of", lambda index: arch)
+        for module in (topk, all_visible):
+            monkeypatch.setattr(module, "launch_key", self.keep)
         topk.choose.cache_clear()
 
     def keep(self, key: Any, device_index: Any, *args: Any) -> None:
@@ -65,13 +69,46 @@ def test_prefill(gpu: Launches) -> None:
 
 def test_decode(gpu: Launches) -> None:
     logits, lengths, out = torch.zeros(6, 100), torch.zeros(3, 5, dtype=INT)[:, 1:3], torch.zeros(6, 9, dtype=INT)
-    assert topk_decode.supports(logits, lengths, out, 5, 7) == (True, "")
-    topk_decode.launch(logits, lengths, out, 5, 7)
+    assert topk_decode.supports(logits, lengths, out, 5, 7, None, 0) == (True, "")
+    topk_decode.launch(logits, lengths, out, 5, 7, None, 0)
     _, given = gpu.last()
+    assert given["table"] == 0
     assert (given["starts"], given["starts_stride"]) == (0, 0)
     assert given["ends"] == lengths.data_ptr()
     assert (given["ends_request"], given["ends_token"], given["tokens"]) == (20, 4, 2)
     assert (given["rows"], given["k"], given["share"], given["groups"]) == (5, 7, 1, 1)
+
+
+def test_slots(gpu: Launches) -> None:
+    logits, lengths, out = torch.zeros(6, 100), torch.zeros(3, 2, dtype=INT), torch.zeros(6, 9, dtype=INT)
+    table = torch.zeros(3, 8, dtype=INT)[:, 1:7]
+    topk_decode.launch(logits, lengths, out, 5, 7, table, 64)
+    _, given = gpu.last()
+    assert (given["table"], given["table_stride"]) == (table.data_ptr(), 32)
+    assert (given["table_columns"], given["page_rows"]) == (6, 64)
+    # the address of a table without columns may be 0: it is a table none the less
+    topk_decode.launch(logits, lengths, out, 5, 7, torch.zeros(3, 0, dtype=INT), 64)
+    _, given = gpu.last()
+    assert given["table"] != 0
+    assert given["table_columns"] == 0
+
+
+def test_all_visible_entries(gpu: Launches) -> None:
+    lengths, table = torch.zeros(3, 4, dtype=INT)[:, :2], torch.zeros(3, 8, dtype=INT)
+    out = torch.zeros(6, 600, dtype=INT)[:, 8:520]
+    for given_table, page_rows in ((None, 0), (table, 2)):
+        assert all_visible.supports(lengths, out, given_table, page_rows) == (True, "")
+        all_visible.launch(lengths, out, given_table, page_rows)
+        key, given = gpu.last()
+        assert key in topk.deployment_keys(MODELS["v4-flash"], 1, "sm_90a")
+        assert given["out"] is out
+        assert (given["ends"], given["ends_request"], given["ends_token"]) == (lengths.data_ptr(), 16, 4)
+        assert (given["tokens"], given["rows"], given["k"], given["columns"], given["limit"]) == (2, 6, 512, 512, 512)
+        assert (given["table"] != 0) == (given_table is not None)
+        # no score has an address, and none is fetched
+        assert (given["scores"], given["early_lines"], given["ahead"], given["starts"]) == (0, 0, 0, 0)
+    all_visible.launch(lengths[:0], out[:0], None, 0)
+    assert len(gpu.kept) == 2
 
 
 def test_nothing_is_launched_without_rows(gpu: Launches) -> None:
