@@ -11,14 +11,14 @@ from torch import nn
 
 from cute_kernels import numerics
 from cute_kernels.linear.ops import fp8_linear
-from cute_kernels.norm.ops import fused_q_kv_rmsnorm
+from cute_kernels.norm.ops import fused_q_kv_rmsnorm, fused_q_kv_rmsnorm_quant
 from cute_kernels.runtime.checks import Checker
-from layers.bound import BoundSteps
+from layers.bound import BoundSteps, bound_key
 from layers.caches import INDEX_CACHES, KV_CACHES, LayerCaches
 from layers.compressor import DeepseekCompressor
 from layers.config import DeepseekV4Config
 from layers.indexer import DeepseekV4Indexer
-from layers.linear import Linear, bf16_product
+from layers.linear import Fp8Rows, Linear, bf16_product
 from layers.metadata import DeepseekV4Metadata
 from layers.mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
 from layers.output import OutputProjection
@@ -172,13 +172,20 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 self.num_heads,
                 prefill=options.prefill,
                 batch_invariant=options.batch_invariant,
+                use_pdl=options.use_pdl,
                 workspace=options.workspace,
                 device=device,
                 **limits,
             )
         else:
             self.mla_attn = DeepseekV4FlashInferMLASparseImpl(
-                config, self.compress_ratio, self.num_heads, fp8=options.kv_cache == "fp8", device=device, **limits
+                config,
+                self.compress_ratio,
+                self.num_heads,
+                fp8=options.kv_cache == "fp8",
+                use_pdl=options.use_pdl,
+                device=device,
+                **limits,
             )
         self.compressor: DeepseekCompressor | None = None
         self.indexer: DeepseekV4Indexer | None = None
@@ -217,6 +224,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             **gemm,
         )
         self._bound = BoundSteps()
+        self._weight_places: list[tuple[dict[str, torch.Tensor | None], str]] = []
         self._stack()
         self.register_load_state_dict_post_hook(_stack_again)
 
@@ -319,8 +327,34 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         out = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=device)
         if hidden_states.shape[0] > rows:
             out[rows:].zero_()
-        self._forward(hidden_states[:rows], metadata, caches, capture, out[:rows])
+        if capture is None and self._is_bindable(hidden_states, metadata):
+            self._bound.run(
+                (bound_key(metadata), caches.addresses, self._weight_addresses()),
+                hidden_states[:rows],
+                out[:rows],
+                lambda hidden, result: self._forward(hidden, metadata, caches, None, result),
+            )
+        else:
+            self._forward(hidden_states[:rows], metadata, caches, capture, out[:rows])
         return self.tp.sum(out)
+
+    def _is_bindable(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> bool:
+        """Whether the launches of this step may be kept for others of its kind: those of decodes, on one stream."""
+        options = self.options
+        if not options.bind_steps or m.num_prefill_tokens or not m.num_decode_tokens or options.aux_streams:
+            return False
+        return BoundSteps.apply(hidden_states)
+
+    def _weight_addresses(self) -> tuple[int, ...]:
+        """Where all weights lie: bound steps hold their addresses."""
+        if not self._weight_places:
+            self._weight_places = [
+                (module._buffers, name)
+                for module in self.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
+        return tuple([buffers[name].data_ptr() for buffers, name in self._weight_places])  # type: ignore[union-attr]
 
     def _check_step(self, check: Checker, m: DeepseekV4Metadata, caches: LayerCaches) -> None:
         """Refuse metadata and caches of another layer kind or size: they would give numbers, only wrong ones."""
@@ -352,10 +386,11 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
     ) -> None:
         """This rank's partial sum, into `result`."""
         qr_kv, kv_score, index_weights, index_kv_score = self.attn_gemm_parallel_execute(hidden_states)
-        q, topk, kv = self.attention_front(qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture)
+        slots = capture is None and self.mla_attn.takes_slots
+        q, topk, kv = self.attention_front(qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture, slots)
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self.mla_attn(q, caches, m, topk, out, lse)
+        self.mla_attn(q, caches, m, topk, out, lse, slots)
         table = self.rotary_emb.cos_sin_cache
         if capture is not None:
             capture["kv"] = numerics.rotate(kv, m.positions, table).bfloat16()
@@ -365,18 +400,23 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 capture["topk"] = topk.clone()
         self.o_proj(out, m.positions, table, capture, result)
 
-    def _queries(self, qr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries [T, heads, 512], and the indexer's [T, heads * 128] if they are products of the same launch."""
-        shape = (self.num_heads, self.config.head_dim)
+    def _queries(self, qr: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Queries [T, heads, 512], the indexer's [T, heads * 128] if there is one, and the normed kv [T, 512]."""
+        norms = (self.q_norm_weight, self.kv_norm_weight, self.config.rms_norm_eps)
+        shape, use_pdl = (self.num_heads, self.config.head_dim), self.options.use_pdl
         stack = self._query_weights
-        if stack is None or not self.wq_b._has_fp8_product(qr.device):
-            return self.wq_b(qr).unflatten(-1, shape), None
+        is_fused = self.wq_b.quantized and self.wq_b._has_fp8_product(qr.device)
+        if not is_fused or (self.indexer is not None and stack is None):
+            qr, kv = fused_q_kv_rmsnorm(qr, kv, *norms, use_pdl=use_pdl)
+            index_q = None if self.indexer is None else self.indexer.wq_b(qr)
+            return self.wq_b(qr).unflatten(-1, shape), index_q, kv
+        codes, scale, kv = fused_q_kv_rmsnorm_quant(qr, kv, *norms, use_pdl=use_pdl)
+        if stack is None:
+            return self.wq_b.multiply(Fp8Rows(codes, scale)).unflatten(-1, shape), None, kv
         assert stack.scale is not None
-        rows = self.wq_b.quantize(qr)
-        gemm = {"batch_invariant": self.options.batch_invariant, "use_pdl": self.options.use_pdl}
-        both = fp8_linear(rows.codes, rows.scale, stack.weight, stack.scale, **gemm)
-        q, index_q = both.split(stack.splits, dim=1)
-        return q.unflatten(-1, shape), index_q
+        gemm = {"batch_invariant": self.options.batch_invariant, "use_pdl": use_pdl}
+        q, index_q = fp8_linear(codes, scale, stack.weight, stack.scale, **gemm).split(stack.splits, dim=1)
+        return q.unflatten(-1, shape), index_q, kv
 
     def attention_front(
         self,
@@ -387,13 +427,15 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         m: DeepseekV4Metadata,
         caches: LayerCaches,
         capture: dict[str, torch.Tensor] | None = None,
+        slots: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """From the first GEMMs' results to all caches written: (query [T, heads, 512], top-k or None, kv [T, 512])."""
+        """From the first GEMMs' results to all caches written: (query [T, heads, 512], top-k or None, kv [T, 512]).
+
+        slots   decode rows of top-k are slots of the compressed cache instead of request-local entries
+        """
         table = self.rotary_emb.cos_sin_cache
         qr, kv = qr_kv.split([self.config.q_lora_rank, self.config.head_dim], dim=-1)
-        norms = (self.q_norm_weight, self.kv_norm_weight, self.config.rms_norm_eps)
-        qr, kv = fused_q_kv_rmsnorm(qr, kv, *norms, use_pdl=self.options.use_pdl)
-        q, index_q = self._queries(qr)
+        q, index_q, kv = self._queries(qr, kv)
 
         def insert_and_compress() -> torch.Tensor:
             query = self.mla_attn.insert(q, kv, caches, m, table)
@@ -415,8 +457,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         state, cache = caches.indexer_state, caches.indexer
 
         def select() -> torch.Tensor:
-            rows = indexer.wq_b(qr) if index_q is None else index_q
-            return indexer(rows, index_kv_score, index_weights, m, state, cache, table, capture)
+            assert index_q is not None
+            return indexer(index_q, index_kv_score, index_weights, m, state, cache, table, capture, slots=slots)
 
         query, topk = run_on_streams([insert_and_compress, select], self._streams(q.shape[0]), q.device)
         return query, topk, kv

@@ -13,6 +13,7 @@ unbindable: it then runs through its ops every time.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -26,10 +27,13 @@ from cute_kernels.formats import round_up
 from cute_kernels.runtime import record
 from cute_kernels.runtime.compile import function, record_launches
 from cute_kernels.runtime.ops import CHECKED, NAMESPACE, NVTX
+from layers.indexer import step_columns
+from layers.metadata import DeepseekV4Metadata
 
 MOST_STEPS = 32
 """Bound steps that a layer keeps: the batch sizes of a server's decode steps. The least recently used one goes first."""
 
+MOST_KEYS = 4096
 CHUNK_BYTES = 64 << 20
 ALIGNMENT = 256
 
@@ -125,6 +129,26 @@ class _View:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int  # elements from the tensor's first
+
+
+_numbers: dict[Any, int] = {}
+_counter = itertools.count()
+
+
+def bound_key(m: DeepseekV4Metadata) -> int:
+    """What the launches of a decode step depend on in its metadata: addresses, shapes and the numbers that a launch is
+    chosen by, as a number that stands for all of it. Found once for all layers of a kind."""
+    if m.bound_key is None:
+        tensors = [value for value in vars(m).values() if isinstance(value, torch.Tensor)]
+        described = [(t.data_ptr(), tuple(t.shape), t.stride()) for t in tensors]
+        columns = step_columns(m.max_seq_len // max(m.compress_ratio, 1))
+        whole = (m.compress_ratio, m.decode_batch(), columns, tuple(described))
+        if whole not in _numbers:
+            if len(_numbers) >= MOST_KEYS:
+                _numbers.clear()
+            _numbers[whole] = next(_counter)
+        m.bound_key = _numbers[whole]
+    return m.bound_key
 
 
 class BoundStep:

@@ -60,6 +60,14 @@ class LayerCaches:
     indexer: DeepseekV4IndexerCache | None = None
     indexer_state: CompressorStateCache | None = None
 
+    @property
+    def addresses(self) -> tuple[Any, ...]:
+        """Where the caches lie, and as what: what is compiled and launched for them depends on nothing else."""
+        caches = (self.swa, self.compressed, self.state, self.indexer, self.indexer_state)
+        return tuple(
+            [None if c is None else (c.data.data_ptr(), c.data.shape, c.data.stride(), c.kv_format.id) for c in caches]
+        )
+
     @classmethod
     def allocate(
         cls,

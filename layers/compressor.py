@@ -50,7 +50,7 @@ class DeepseekCompressor(nn.Module):
             raise ValueError(f"DeepseekCompressor: compress_ratio: expected 4 or 128, got {compress_ratio}")
         width = head_dim * (2 if compress_ratio == 4 else 1)
         self.compress_ratio, self.head_dim, self.eps = compress_ratio, head_dim, config.rms_norm_eps
-        self.persist, self.keep_every = persist, keep_every
+        self.persist, self.keep_every, self.use_pdl = persist, keep_every, use_pdl
         self.e2m1_rounding, self.index_hadamard = e2m1_rounding, index_hadamard
         self.fused_wkv_wgate = Linear(
             config.hidden_size,
@@ -104,4 +104,5 @@ class DeepseekCompressor(nn.Module):
             index_hadamard=self.index_hadamard,
             e2m1_rounding=self.e2m1_rounding,
             fp8_scale=fp8_scale,
+            use_pdl=self.use_pdl,
         )

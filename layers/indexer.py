@@ -9,6 +9,7 @@ from torch import nn
 
 from cute_kernels import numerics
 from cute_kernels.indexer.ops import (
+    all_visible_entries,
     cp_gather_indexer_k_quant_cache,
     fused_indexer_q_rope_quant,
     score_top_k_decode,
@@ -16,7 +17,7 @@ from cute_kernels.indexer.ops import (
     score_top_k_workspace_size,
 )
 from cute_kernels.runtime.checks import Checker
-from layers.caches import CompressorStateCache, DeepseekV4IndexerCache
+from layers.caches import KV_BLOCK_SIZE, CompressorStateCache, DeepseekV4IndexerCache
 from layers.compressor import DeepseekCompressor
 from layers.config import DeepseekV4Config
 from layers.linear import Linear
@@ -25,6 +26,13 @@ from layers.metadata import DeepseekV4Metadata
 SCORE_BYTES = 256_000_000
 """Of scores in memory at a time. Calls with more are scored in chunks, each of which costs about 20 microseconds on an
 H200 (perf/notes/indexer_topk.md): 2% of a chunk's time."""
+
+def step_columns(entries: int) -> int:
+    """Columns of scores that a decode step is launched for, of so many entries at most: rounded up by an eighth at most,
+    so that a bound step or a graph serves many steps while sequences grow."""
+    step = 1 << max(entries.bit_length() - 4, 6)
+    return max(-(-entries // step) * step, 1)
+
 
 Quantized = Any
 """e4m3 [T, heads, 128], or (packed e2m1 uint8 [T, heads, 64], ue8m0 int32 [T, heads])."""
@@ -66,18 +74,36 @@ class SparseAttnIndexer(nn.Module):
         self.max_total_entries = max_total_entries
 
     def forward(
-        self, q: Quantized, weights: torch.Tensor, cache: DeepseekV4IndexerCache, metadata: DeepseekV4Metadata
+        self,
+        q: Quantized,
+        weights: torch.Tensor,
+        cache: DeepseekV4IndexerCache,
+        metadata: DeepseekV4Metadata,
+        slots: bool = False,
     ) -> torch.Tensor:
-        """Top-k of every row of the step; returns the buffer's rows, int32 [T, topk_tokens]."""
+        """Top-k of every row of the step; returns the buffer's rows, int32 [T, topk_tokens].
+
+        slots   decode rows are slots of the compressed cache instead of request-local entries
+        """
         m = metadata
+        assert m.visible is not None
+        assert m.compressed_block_table is not None
+        visible, decodes = m.visible, m.num_decode_tokens
         out = self.topk_indices_buffer[: m.num_tokens]
-        visible = torch.where(m.is_valid_token, (m.positions + 1) // self.compress_ratio, 0).int()
-        if m.max_seq_len // self.compress_ratio <= self.topk_tokens:
-            column = torch.arange(self.topk_tokens, dtype=torch.int32, device=out.device)
-            out.copy_(torch.where(column < visible[:, None], column, -1))
+        translation: dict[str, Any] = {}
+        if slots:
+            translation["slot_block_table"] = m.decode_table(m.compressed_block_table)
+            translation["slot_rows_per_page"] = KV_BLOCK_SIZE // self.compress_ratio
+        if step_columns(m.max_seq_len // self.compress_ratio) <= self.topk_tokens:
+            shape = m.decode_batch()
+            if decodes:
+                lengths = visible[:decodes].view(shape)
+                all_visible_entries(lengths, self.topk_tokens, out=out[:decodes], **translation)
+            if m.num_prefill_tokens:
+                all_visible_entries(visible[decodes:], self.topk_tokens, out=out[decodes:])
             return out
-        if m.num_decode_tokens:
-            self._decode(q, weights, cache, m, visible[: m.num_decode_tokens], out)
+        if decodes:
+            self._decode(q, weights, cache, m, visible[:decodes], out, translation)
         first = m.num_decodes
         while first < m.num_decodes + m.num_prefills:
             last, total = first, 0
@@ -98,11 +124,12 @@ class SparseAttnIndexer(nn.Module):
         m: DeepseekV4Metadata,
         visible: torch.Tensor,
         out: torch.Tensor,
+        translation: dict[str, Any],
     ) -> None:
         assert m.compressed_block_table is not None
         rows, shape = m.num_decode_tokens, m.decode_batch()
         lengths = visible.view(shape)
-        columns = max(m.max_seq_len // self.compress_ratio, 1)
+        columns = step_columns(m.max_seq_len // self.compress_ratio)
         score_top_k_decode(
             _rows(q, 0, rows, shape),
             cache.data,
@@ -114,6 +141,7 @@ class SparseAttnIndexer(nn.Module):
             kv_format=cache.kv_format.id,
             out=out[:rows],
             workspace=self._workspace(shape[0], columns, shape[1], out.device),
+            **translation,
         )
 
     def _prefill(
@@ -189,6 +217,7 @@ class DeepseekV4Indexer(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        self.use_pdl = use_pdl
         gemm: dict[str, Any] = {"batch_invariant": batch_invariant, "use_pdl": use_pdl, "device": device}
         self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
         self.use_fp4, self.index_hadamard, self.e2m1_rounding = index_cache == "mxfp4", index_hadamard, e2m1_rounding
@@ -222,12 +251,14 @@ class DeepseekV4Indexer(nn.Module):
         cache: DeepseekV4IndexerCache,
         cos_sin_cache: torch.Tensor,
         capture: dict[str, torch.Tensor] | None = None,
+        slots: bool = False,
     ) -> torch.Tensor:
         """Top-k entries of every row, int32 [T, index_topk], request-local, -1 where there are fewer.
 
         index_q               bf16 [T, heads * 128], `wq_b` of the normalized latent queries
         compressed_kv_score   fp32 [T, 512], the compressor's projection of the hidden states
         indexer_weights       bf16 or fp32 [T, heads], `weights_proj` of the hidden states
+        slots                 decode rows are slots of the compressed cache instead
         capture               receives "idx_q", the rotated queries before they are quantized
         """
         self.compressor(compressed_kv_score, metadata, state, cache, cos_sin_cache)
@@ -236,14 +267,15 @@ class DeepseekV4Indexer(nn.Module):
             metadata.positions,
             index_q,
             cos_sin_cache,
-            indexer_weights.bfloat16(),
+            indexer_weights,
             self.softmax_scale,
             self.head_scale,
             self.use_fp4,
             e2m1_rounding=self.e2m1_rounding,
             index_hadamard=self.index_hadamard,
+            use_pdl=self.use_pdl,
         )
         if capture is not None:
             rotated = numerics.rotate(index_q, metadata.positions, cos_sin_cache).bfloat16()
             capture["idx_q"] = numerics.hadamard(rotated).bfloat16() if self.index_hadamard else rotated
-        return self.indexer_op(q, weights, cache, metadata)
+        return self.indexer_op(q, weights, cache, metadata, slots)

@@ -45,7 +45,8 @@ class DeepseekV4Metadata:
     positions int64 [T] (-1 in padded requests), slot_mapping int64 [T] and is_valid_token bool [T] of the SWA cache,
     decode_swa_indices int32 [D, 1, W] with decode_swa_lens int32 [D], prefill_seq_lens and prefill_gather_lens
     int32 [P], block tables and slot mappings of the compressed and state caches, min_restart int32 [R] (the smallest
-    position a request may be scheduled from again), and the C128A index tables.
+    position a request may be scheduled from again), and the C128A index tables. With ratio 4: visible int32 [T], the
+    entries that a row sees, and decode_topk_lens int32 [D], as many of them as the indexer picks.
     """
 
     compress_ratio: int
@@ -76,6 +77,9 @@ class DeepseekV4Metadata:
     c128a_global_decode_topk_indices: torch.Tensor | None = None
     c128a_decode_topk_lens: torch.Tensor | None = None
     c128a_prefill_topk_indices: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
+    decode_topk_lens: torch.Tensor | None = None
+    bound_key: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -283,6 +287,11 @@ class DeepseekV4MetadataBuilder:
             out=self._buffer(ratio, "compressed_slot_mapping", m.num_tokens, torch.int64),
             slot_mapping=m.slot_mapping,
         )
+        if ratio == 4:
+            visible = torch.where(m.is_valid_token, (m.positions + 1) // ratio, 0).int()
+            m.visible = self._keep(ratio, "visible", visible)
+            lens = m.visible[: m.num_decode_tokens].clamp(max=self.config.index_topk)
+            m.decode_topk_lens = self._keep(ratio, "decode_topk_lens", lens)
         if ratio != 128:
             return
         needed = max(m.max_seq_len // 128, 1)

@@ -71,6 +71,8 @@ class DeepseekV4MLAAttention(nn.Module):
     """
 
     attn_sink: torch.Tensor
+    takes_slots = True
+    """Decode rows' picks may come as slots of the compressed cache."""
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class DeepseekV4MLAAttention(nn.Module):
         max_num_tokens: int,
         prefill: str = "gathered",
         batch_invariant: bool = False,
+        use_pdl: bool = False,
         workspace: Workspace | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -93,6 +96,7 @@ class DeepseekV4MLAAttention(nn.Module):
         self.config, self.compress_ratio, self.num_heads = config, compress_ratio, num_heads
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
         self.scale, self.window, self.prefill = config.softmax_scale, config.sliding_window, prefill
+        self.use_pdl = use_pdl
         self.num_splits = 1 if batch_invariant else 0
         self.workspace = workspace or Workspace()
         self.query_scale = 1.0
@@ -128,6 +132,7 @@ class DeepseekV4MLAAttention(nn.Module):
             self.config.rms_norm_eps,
             SWA_BLOCK_SIZE,
             kv_format=caches.swa.kv_format.id,
+            use_pdl=self.use_pdl,
         )
         return q
 
@@ -144,14 +149,16 @@ class DeepseekV4MLAAttention(nn.Module):
         topk_indices: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor,
+        slots: bool = False,
     ) -> None:
         """Attend with q bf16 [T, heads, 512]; writes out bf16 [T, heads, 512] and lse fp32 [T, heads].
 
         topk_indices   int32 [T, K], request-local entries (C4A); None for the other kinds
+        slots          those of decode rows are slots of the compressed cache
         """
         rows = metadata.num_decode_tokens
         if rows:
-            self._decode(q[:rows], caches, metadata, topk_indices, out[:rows], lse[:rows])
+            self._decode(q[:rows], caches, metadata, topk_indices, out[:rows], lse[:rows], slots)
         if metadata.num_prefill_tokens:
             form = self._form(q.device, metadata)
             attend = self._prefill_gathered if form == "gathered" else self._prefill_paged
@@ -173,6 +180,7 @@ class DeepseekV4MLAAttention(nn.Module):
         topk_indices: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor,
+        slots: bool,
     ) -> None:
         shape = m.decode_batch()
         rows = m.num_decode_tokens
@@ -182,13 +190,16 @@ class DeepseekV4MLAAttention(nn.Module):
             extra = {"extra_k_cache": caches.compressed.data, "extra_kv_format": caches.compressed.kv_format.id}
             if self.compress_ratio == 4:
                 assert topk_indices is not None
-                indices, lens = compute_global_topk_indices_and_lens(
-                    topk_indices[:rows],
-                    m.token_to_req_indices[:rows],
-                    m.compressed_block_table,
-                    KV_BLOCK_SIZE // self.compress_ratio,
-                    m.is_valid_token[:rows],
-                )
+                assert m.decode_topk_lens is not None
+                indices, lens = topk_indices[:rows], m.decode_topk_lens
+                if not slots:
+                    indices, lens = compute_global_topk_indices_and_lens(
+                        indices,
+                        m.token_to_req_indices[:rows],
+                        m.compressed_block_table,
+                        KV_BLOCK_SIZE // self.compress_ratio,
+                        m.is_valid_token[:rows],
+                    )
                 extra |= {"extra_indices": indices.unflatten(0, shape), "extra_topk_length": lens.view(shape)}
             else:
                 assert m.c128a_decode_topk_lens is not None
@@ -345,6 +356,7 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
 
     fp8_kv_scale: torch.Tensor
     q_scale_inv: torch.Tensor
+    takes_slots = False
 
     def __init__(
         self,
@@ -357,6 +369,7 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
         fp8: bool,
         q_scale: float = 1.0,
         kv_scale: float = 1.0,
+        use_pdl: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(
@@ -366,6 +379,7 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
             max_model_len=max_model_len,
             max_num_tokens=max_num_tokens,
             prefill="paged",
+            use_pdl=use_pdl,
             device=device,
         )
         self.fp8 = fp8
@@ -394,7 +408,7 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
         cache = caches.swa.data
         if not self.fp8:
             fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
-                q, kv, cache, m.slot_mapping, m.positions, cos_sin_cache, eps, SWA_BLOCK_SIZE
+                q, kv, cache, m.slot_mapping, m.positions, cos_sin_cache, eps, SWA_BLOCK_SIZE, use_pdl=self.use_pdl
             )
             return q
         q_fp8 = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
@@ -410,6 +424,7 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
             self.q_scale_inv,
             eps,
             SWA_BLOCK_SIZE,
+            use_pdl=self.use_pdl,
         )
         return q_fp8
 
@@ -463,6 +478,7 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
         topk_indices: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor,
+        slots: bool = False,
     ) -> None:
         m = metadata
         indices, lens = self._build_sparse_index_metadata(m, topk_indices)
