@@ -78,7 +78,8 @@ class Decode:
         self.lse = memory.reserve(self.parts * batch * heads * tokens * 4)
         out_strides = batch * tokens * row, tokens * row, row, 512 * size
         values = [q, *(stride * 2 for stride in call.q.stride()[:3]), heads, *sources]
-        values += [self.out, *out_strides, self.lse, heads, batch, put(memory, call.sink), call.scale * LOG2_E]
+        lse_strides = batch * heads * tokens * 4, heads * tokens * 4, tokens * 4, 4
+        values += [self.out, *out_strides, self.lse, *lse_strides, heads, put(memory, call.sink), call.scale * LOG2_E]
         for number in (tokens, head_blocks, self.parts):
             values += divisor(number)
         values += [self.part_tiles, self.items]

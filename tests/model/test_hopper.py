@@ -96,7 +96,8 @@ class Prefill:
         values = [put(memory, self.q), self.q.stride(0) * 2, self.q.stride(1) * 2, heads]
         values += [put(memory, self.kv), self.kv.stride(0) * 2, len(self.kv)]
         values += [put(memory, self.indices), self.indices.stride(0) * 4, columns, put(memory, self.lengths)]
-        values += [self.places[0], heads * 1024, 1024, *self.places[1:], READ_AGAIN, put(memory, self.sink)]
+        logs = [value for place in self.places[1:] for value in (place, heads * 4, 4)]
+        values += [self.places[0], heads * 1024, 1024, *logs, READ_AGAIN, put(memory, self.sink)]
         values += [512**-0.5 * LOG2_E, rows, 0]
         parameters = pack(own, [*values, *[0] * (len(own.parameters) - len(values))])
         run_grid(own, parameters, memory, blocks=blocks, size=PREFILL.smem_bytes, **options)
