@@ -17,7 +17,7 @@ from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import FP8
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Plan
 from tests.compile.reports import compile_report
 
@@ -25,7 +25,7 @@ GROUPS = 2
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
 
 
-@pytest.fixture(scope="module", params=[PrefillKey, MixedKey, MixedFp8Key])
+@pytest.fixture(scope="module", params=[PrefillKey, MixedKey, MixedFp8Key, QuantPrefillKey])
 def report(request: pytest.FixtureRequest) -> Report:
     return compile_report(request.param("sm_90a"))
 
