@@ -22,7 +22,11 @@ GROUPS = 3
 track."""
 
 
-KEYS = PagedKey("sm_90a"), QuantPagedKey("sm_90a"), *(PagedPartsKey("sm_90a", blocks) for blocks in paged_parts.CLUSTERS)
+KEYS = (
+    PagedKey("sm_90a"),
+    QuantPagedKey("sm_90a"),
+    *(PagedPartsKey("sm_90a", blocks) for blocks in paged_parts.CLUSTERS),
+)
 
 
 @pytest.fixture(scope="module", params=KEYS, ids=["whole", "codes", *(f"parts{n}" for n in paged_parts.CLUSTERS)])
@@ -91,7 +95,7 @@ def test_a_list_is_not_written_while_a_tile_needs_it() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_deployments(model: str, tp: int) -> None:
-    assert paged.deployment_keys(MODELS[model], tp, "sm_90a") == list(KEYS)
+    assert set(paged.deployment_keys(MODELS[model], tp, "sm_90a")) == set(KEYS)
 
 
 def test_a_cluster_of_another_size_is_none() -> None:

@@ -76,5 +76,5 @@ def test_deployments(model: str, tp: int) -> None:
     heads = MODELS[model].num_attention_heads // tp
     few = FewPrefillKey("sm_90a", heads), FewMixedKey("sm_90a", heads)
     one, other = few if heads <= 16 else (PrefillKey("sm_90a"), MixedKey("sm_90a"))
-    assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [one]
+    assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [one, QuantPrefillKey("sm_90a")]
     assert mixed.deployment_keys(MODELS[model], tp, "sm_90a") == [other, MixedFp8Key("sm_90a")]
