@@ -120,8 +120,8 @@ def near(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> b
 
 
 def in_order(op: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """All arguments of an op in the schema's order."""
-    return tuple(given[argument.name] for argument in OPS[op].overload._schema.arguments)
+    """All arguments of an op in the schema's order, None where nothing is given."""
+    return tuple(given.get(argument.name) for argument in OPS[op].overload._schema.arguments)
 
 
 PER_ROW = ("q", "indices", "topk_length", "out", "max_logits", "lse")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 from cute_kernels import formats
+from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, nbytes
 from cute_kernels.sparse_mla import schedule
@@ -75,6 +78,62 @@ def check_partial(c: Checker, out: torch.Tensor, attn_sink: torch.Tensor | None)
         c.require(attn_sink is None, "attn_sink", "None with an fp32 out (a partial result)", "a tensor")
 
 
+def check_logs(c: Checker, argument: str, logs: Any, shape: Sequence[str]) -> None:
+    """fp32 numbers of heads, or None: any strides that give each number an address of its own."""
+    c.tensor(argument, logs, torch.float32, shape, optional=True, dense_last=False)
+    if logs is None or logs.numel() == 0:
+        return
+    reach = 0
+    for stride, size in sorted(zip(logs.stride(), logs.shape, strict=True)):
+        if size > 1:
+            strides = f"strides {tuple(logs.stride())} of shape {list(logs.shape)}"
+            c.require(stride > reach, argument, "a tensor whose elements lie apart", strides)
+            reach += (size - 1) * stride
+
+
+def check_quantized(c: Checker, q: torch.Tensor, out: Any, positions: Any, cos_sin_cache: Any, out_scale: Any) -> bool:
+    """Whether a call has output_quant. If so, out and what comes with it fit `fused_inv_rope_fp8_quant`."""
+    quant = {"positions": positions, "cos_sin_cache": cos_sin_cache, "out_scale": out_scale}
+    given = [name for name, value in quant.items() if value is not None]
+    if not given:
+        return False
+    for name in quant:
+        c.require(name in given, name, f"a tensor with {given[0]}", "None")
+    *rows, heads, _ = q.shape
+    tokens = math.prod(rows)
+    c.tensor("positions", positions, torch.int64, (tokens,), dense_last=False)
+    c.tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
+    c.require(cos_sin_cache.shape[0] > 0, "cos_sin_cache", "at least one row", list(cos_sin_cache.shape))
+    c.tensor("out", out, torch.float8_e4m3fn, (tokens, None, None))
+    groups, width = out.shape[1:]
+    is_whole = width % formats.HEAD_DIM == 0 and groups * width == heads * formats.HEAD_DIM
+    expected = f"[{tokens}, groups, heads of a group * {formats.HEAD_DIM}] of {heads} heads"
+    c.require(is_whole, "out", expected, f"shape {list(out.shape)}")
+    c.tensor("out_scale", out_scale, torch.float32, output_scale_shape(tokens, groups, width // formats.HEAD_DIM))
+    return True
+
+
+def misaligned_quant(out: Any, cos_sin_cache: Any) -> str:
+    """Why kernels cannot store codes where they belong, or nothing."""
+    strides = [out.stride(axis) for axis in (0, 1) if out.shape[axis] > 1]
+    if out.data_ptr() % 16 or any(stride % 16 for stride in strides):
+        return f"out must be 16-byte aligned, got address {out.data_ptr():#x} and strides {tuple(out.stride())}"
+    if cos_sin_cache.shape[0] >= 2**31:
+        return "cos_sin_cache must have fewer than 2^31 rows"
+    return ""
+
+
+def quant_tensors(output_quant: Any, op: str) -> tuple[Any, Any, Any]:
+    """The elements of output_quant, or three times None."""
+    if output_quant is None:
+        return None, None, None
+    if not isinstance(output_quant, tuple) or len(output_quant) != 3:
+        got = type(output_quant).__name__
+        Checker(op).fail("output_quant", "(positions, cos_sin_cache, out_scale)", got, TypeError)
+    positions, cos_sin_cache, out_scale = output_quant
+    return positions, cos_sin_cache, out_scale
+
+
 def check_splits(c: Checker, num_splits: int, split_tokens: int) -> None:
     """How many parts a row is cut into, or their size; at most one of the two is not 0."""
     c.require(num_splits >= 0, "num_splits", "a number >= 0", num_splits)
@@ -92,6 +151,17 @@ def check_batch(c: Checker, argument: str, starts: Any, seq_lens: Any) -> None:
     c.require(
         starts.shape[0] == seq_lens.shape[0] + 1, argument, f"R + 1 = {seq_lens.shape[0] + 1} elements", starts.shape[0]
     )
+
+
+@cache
+def no_logs(axes: int, device_index: int) -> torch.Tensor:
+    """What stands for log-sum-exps, or largest logits, that nobody asks a kernel for: fp32 without elements."""
+    return torch.empty((0,) * axes, dtype=torch.float32, device=torch.device("cuda", device_index))
+
+
+def as_floats(workspace: torch.Tensor, size: int) -> torch.Tensor:
+    """A workspace, of which `size` bytes are used, as fp32."""
+    return workspace if workspace.dtype == torch.float32 else workspace[:size].view(torch.float32)
 
 
 def attention_cost(q: torch.Tensor, out: torch.Tensor, selections: Sequence[Selection]) -> Cost:

@@ -16,7 +16,7 @@ from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla import decode_args, merge
+from cute_kernels.sparse_mla import arguments, decode_args, merge
 from cute_kernels.sparse_mla.decode_args import Call, ItemKey
 from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
@@ -74,7 +74,11 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     seconds = {second: None for ratio in config.compress_ratios for second in lists.get(ratio, ("none",))}
     heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
     kinds = itertools.product(seconds, (False, True), (False, True), (True, False))
-    decode = {key_for(arch, heads, second, fp32, fmt, fmt, few, own): None for second, fp32, few, own in kinds}
+    decode: dict[KernelKey, None] = {
+        key_for(arch, heads, second, fp32, fmt, fmt, few, own): None for second, fp32, few, own in kinds
+    }
+    if arch == HOPPER:
+        decode |= {DecodeKey(arch, block_heads(heads), second, quantized=True): None for second in seconds}
     return [*decode, *merge.deployment_keys(config, tp, arch)]
 
 
@@ -83,12 +87,19 @@ def _key(device_index: int, *rest: Any) -> ItemKey:
     return key_for(arch_of(device_index), *rest)
 
 
-def _key_of_call(call: Call, out_fp32: bool) -> ItemKey:
+@cache
+def _quantized_key(device_index: int, heads: int, second: str) -> DecodeKey:
+    return DecodeKey(arch_of(device_index), block_heads(heads), second, quantized=True)
+
+
+def _key_of_call(call: Call, results: str) -> ItemKey:
     index = call.q.device.index
+    if results == "e4m3":
+        return _quantized_key(index, call.q.shape[2], call.second)
     is_split_fixed = call.num_splits != 0 or call.split_tokens != 0
     has_few_rows = not is_split_fixed and call.rows * DecodeKey.blocks_per_item <= multiprocessors(index)
     takes_own = arch_of(index) in BLACKWELL and not why_not_own(call) and trust.is_trusted("sparse_mla_decode", index)
-    return _key(index, call.q.shape[2], call.second, out_fp32, *call.formats, has_few_rows, takes_own)
+    return _key(index, call.q.shape[2], call.second, results == "fp32", *call.formats, has_few_rows, takes_own)
 
 
 def why_not_own(call: Call) -> str:
@@ -105,7 +116,18 @@ def why_not_own(call: Call) -> str:
 
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
-    return decode_args.supports(Call(*args))
+    call = Call(*args)
+    why = _why_not_quantized(call) if call.is_quantized else ""
+    return (False, why) if why else decode_args.supports(call)
+
+
+def _why_not_quantized(call: Call) -> str:
+    """Why the results of a call cannot be stored as codes, or nothing."""
+    arch = arch_of(call.q.device.index)
+    if arch != HOPPER or set(call.formats) != {FP8_DS_MLA.id}:
+        caches = " and ".join(dict.fromkeys(call.formats))
+        return f"output_quant is supported on {HOPPER} with caches of {FP8_DS_MLA.id}, got {arch} with {caches}"
+    return arguments.misaligned_quant(call.out, call.cos_sin_cache)
 
 
 def launch(*args: Any) -> None:

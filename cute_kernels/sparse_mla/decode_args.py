@@ -8,7 +8,7 @@ All of them have one entry point, with these arguments in this order:
     cache1       the second cache; cache0 where there is none
     list1        int32 [b, s_q, columns]: slots of cache1 ("listed"), a block table of it ("dense"), or list0 ("none")
     out          bf16 or fp32 [parts, b, s_q, h, 512]: the caller's, or fp32 in the workspace to be merged
-    lse          fp32 [parts, b, h, s_q], contiguous
+    lse          fp32 [parts, b, h, s_q], any strides; empty: nobody asks for it
     len0, len0_batch, len0_token
                  address of the live columns of list0, or 0: all are; strides in elements
     len1, len1_batch, len1_token
@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
@@ -37,7 +37,8 @@ from cute_kernels.runtime.arch import multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla import merge, schedule
-from cute_kernels.sparse_mla.arguments import list_tiles
+from cute_kernels.sparse_mla.arguments import as_floats, list_tiles, no_logs
+from cute_kernels.sparse_mla.logs import fake_logs
 
 MOST_NUMBERS = 2**30
 """Slots, columns and work items are counted in int32, with room for what is added to the last of them."""
@@ -74,7 +75,6 @@ def fake_arguments(out_fp32: bool, format0: str = FP8_DS_MLA.id, format1: str = 
         shape = tuple(cute.sym_int() for _ in range(3))
         return make_fake_tensor(Int32, shape, stride=(cute.sym_int64(), cute.sym_int64(), 1))
 
-    lse = make_fake_compact_tensor(Float32, tuple(cute.sym_int() for _ in range(4)), stride_order=(3, 2, 1, 0))
     lengths = (Int64(0), Int32(0), Int32(0))
     return (
         rows(BFloat16, 3),
@@ -83,7 +83,7 @@ def fake_arguments(out_fp32: bool, format0: str = FP8_DS_MLA.id, format1: str = 
         cache(format1),
         columns(),
         rows(Float32 if out_fp32 else BFloat16, 4),
-        lse,
+        fake_logs(4),
         *lengths,
         *lengths,
         Int64(0),
@@ -116,6 +116,18 @@ class Call(NamedTuple):
     out: Any
     lse: Any
     workspace: Any
+    positions: Any = None
+    cos_sin_cache: Any = None
+    out_scale: Any = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.positions is not None
+
+    @property
+    def quant(self) -> tuple[Any, ...]:
+        """Codes, and what comes with them: see quant_output."""
+        return self.out, self.out_scale, self.positions, self.cos_sin_cache
 
     @property
     def second(self) -> str:
@@ -152,10 +164,8 @@ class Call(NamedTuple):
 
     def partials(self, parts: int) -> tuple[Any, Any]:
         """The workspace as fp32 [parts, b, s_q, h, 512] and [parts, b, h, s_q]."""
-        b, s_q, h, dim = self.out.shape
-        floats = self.workspace
-        if floats.dtype != self.lse.dtype:
-            floats = floats[: parts * b * s_q * h * schedule.PART_BYTES].view(self.lse.dtype)
+        b, s_q, h, dim = self.q.shape
+        floats = as_floats(self.workspace, parts * b * s_q * h * schedule.PART_BYTES)
         row, count = s_q * h * dim, parts * b * s_q * h * dim
         start = floats.storage_offset()
         outs = floats.as_strided((parts, b, s_q, h, dim), (b * row, row, h * dim, dim, 1), start)
@@ -179,31 +189,42 @@ def lengths_argument(lengths: Any) -> tuple[int, int, int]:
     return lengths.data_ptr(), lengths.stride(0), lengths.stride(1) if lengths.dim() == 2 else 0
 
 
-def launch(key_of: Callable[[Call, bool], ItemKey], call: Call) -> None:
+def launch(key_of: Callable[[Call, str], ItemKey], call: Call) -> None:
     """Run a kernel, and the merge if rows are split, on the current stream of q's device.
 
-    key_of   (call, whether the kernel's results are fp32) -> the key of the kernel that takes the call
+    key_of   (call, kind of the kernel's results: "bf16", "fp32" or "e4m3") -> the key of the kernel that takes the call
     """
     if call.out.numel() == 0:
         return
     device_index = call.q.device.index
     sms = multiprocessors(device_index)
-    key = key_of(call, False)
+    key = key_of(call, "bf16")
     ctas = sms * key.blocks_per_sm
     parts, part_tiles = call.parts(ctas // key.blocks_per_item)
     is_merged = schedule.goes_through_workspace(parts, part_tiles)
-    out, lse = call.partials(parts) if is_merged else (call.out[None], call.lse[None])
+    results: tuple[Any, ...]
+    if is_merged:
+        out, lse = call.partials(parts)
+        key, results = key_of(call, "fp32"), (out,)
+    else:
+        lse = no_logs(4, device_index) if call.lse is None else call.lse[None]
+        if call.is_quantized:
+            key, results = key_of(call, "e4m3"), call.quant
+            ctas = sms * key.blocks_per_sm
+        else:
+            results = (call.out[None],)
+            key = key_of(call, "fp32") if call.out.element_size() == 4 else key
     sink = 0 if is_merged or call.attn_sink is None else call.attn_sink.data_ptr()
     cache1, list1, *len1 = call.second_list()
     launch_key(
-        key_of(call, out.element_size() == 4),
+        key,
         device_index,
         call.q,
         call.k_cache,
         call.indices,
         cache1,
         list1,
-        out,
+        *results,
         lse,
         *lengths_argument(call.topk_length),
         *len1,
@@ -213,7 +234,9 @@ def launch(key_of: Callable[[Call, bool], ItemKey], call: Call) -> None:
         part_tiles,
         ctas,
     )
-    if is_merged:
+    if is_merged and call.is_quantized:
+        merge.launch_quantized(out, lse, call.attn_sink, call.quant, call.lse)
+    elif is_merged:
         merge.launch(out, lse, call.attn_sink, call.out, call.lse, use_pdl=True)
 
 
@@ -221,7 +244,7 @@ def supports(call: Call) -> tuple[bool, str]:
     """Whether all kernels can take the call, and if not, why: what does not depend on formats and architecture."""
     tensors = {
         "heads of q": call.q,
-        "heads of out": call.out,
+        "heads of out": None if call.is_quantized else call.out,
         "pages of k_cache": call.k_cache,
         "pages of extra_k_cache": call.extra_k_cache,
         "the workspace": call.workspace,

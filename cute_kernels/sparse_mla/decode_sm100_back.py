@@ -50,9 +50,7 @@ class Back:
             logit = ptx.load_global_s32_where(head < out.heads, out.sink + Int64(head) * 4)
         lse = (top + ptx.log2(whole)) * Float32(ptx.LN_2)
         lse = Float32(Float32.inf) if whole == Float32(0.0) else lse
-        index = (Int64(part) * Int64(out.batches) + batch) * Int64(out.heads) + head
-        index = index * Int64(out.tokens) + token
-        ptx.store_global_s32(out.lse + index * 4, lse.bitcast(Int32), is_first and head < out.heads)
+        out.lse.store((part, batch, head, token), lse, is_first and head < out.heads)
         return share(whole, top, logit, out.sink)
 
     @cute.jit

@@ -57,6 +57,8 @@ from cute_kernels.sparse_mla.decode_sm90_plan import (
 )
 from cute_kernels.sparse_mla.decode_sm90_scores import Scores
 from cute_kernels.sparse_mla.decode_sm90_scout import Scout
+from cute_kernels.sparse_mla.logs import logs_of
+from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 
 SCORES_REGISTERS, BACK_REGISTERS, FRONT_REGISTERS, SCOUT_REGISTERS = 72, 176, 64, 32
 """Per thread, in steps of 8; all six warpgroups together have 480, what they are launched with."""
@@ -69,12 +71,14 @@ class DecodeKey(ItemKey):
     heads      of a block: 8, 16, 32 or 64; more heads make several blocks, and those of the last may be fewer
     second     how a second list names its rows: "none" (there is none), "listed" by slot, "dense" by page
     out_fp32   results are fp32, not bf16
+    quantized  results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     """
 
     blocks_per_item: ClassVar[int] = PAIR
     heads: int = 64
     second: str = "listed"
     out_fp32: bool = False
+    quantized: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -83,10 +87,14 @@ class DecodeKey(ItemKey):
     @property
     def instructions(self) -> tuple[str, ...]:
         used = ("wgmma", "bulk.load", "st.async", "mbarrier", "setmaxnreg")
-        return used if self.out_fp32 else (*used, "stmatrix")
+        own = () if self.out_fp32 else ("cvt.e4m3",) if self.quantized else ("stmatrix",)
+        return *used, *own
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return DecodeKernel(self), fake_arguments(self.out_fp32)
+        if not self.quantized:
+            return DecodeKernel(self), fake_arguments(self.out_fp32)
+        arguments = fake_arguments(False)
+        return QuantDecodeKernel(self), (*arguments[:5], *fake_quant(), *arguments[6:])
 
 
 class DecodeKernel:
@@ -97,6 +105,7 @@ class DecodeKernel:
         self.front, self.scores = Front(), Scores(key.heads)
         self.back = Back(key.out_fp32)
         self.name = f"sparse_mla_decode_h{key.heads}_{key.second}{'_fp32' if key.out_fp32 else ''}"
+        self.name += "_quant" if key.quantized else ""
 
     @cute.jit
     def __call__(
@@ -121,12 +130,9 @@ class DecodeKernel:
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        head_blocks = (length(q, 2) + (self.heads - 1)) // self.heads
-        items = length(q, 0) * length(q, 1) * head_blocks * parts
         strides = tuple(stride_bytes(out, axis) for axis in range(4))
-        kernel = self.kernel(
-            Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), length(q, 2)),
+        self.launch(
+            q,
             Sources(
                 self.cache(cache0),
                 self.list(list0),
@@ -135,7 +141,35 @@ class DecodeKernel:
                 self.list(list1),
                 Lengths(len1, len1_batch, len1_token),
             ),
-            Output(address(out), strides, address(lse), length(q, 2), length(q, 0)),
+            Output(address(out), strides, logs_of(lse), length(q, 2)),
+            sink,
+            scale_log2,
+            parts,
+            part_tiles,
+            ctas,
+            stream,
+        )
+
+    @cute.jit
+    def launch(
+        self,
+        q: cute.Tensor,
+        sources: Sources,
+        out: Output,
+        sink: Int64,
+        scale_log2: Float32,
+        parts: Int32,
+        part_tiles: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        head_blocks = (length(q, 2) + (self.heads - 1)) // self.heads
+        items = length(q, 0) * length(q, 1) * head_blocks * parts
+        kernel = self.kernel(
+            Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), length(q, 2)),
+            sources,
+            out,
             sink,
             scale_log2,
             *(cute.fast_divmod_create_divisor_v2(number) for number in (length(q, 1), head_blocks, parts)),
@@ -239,7 +273,7 @@ class DecodeKernel:
             self.scores.run(thread % 128, group, rank, work, q, out, sink, scale_log2, *score)
         elif group < FIRST_FRONT_THREAD // 128:
             cute.arch.setmaxregister_increase(BACK_REGISTERS)
-            self.back.run(thread % 128, work, out.strides[3], ready, pv, v_tile, at)
+            self.back.run(thread % 128, work, out, ready, pv, v_tile, at)
         elif group < FIRST_SCOUT_THREAD // 128:
             cute.arch.setmaxregister_decrease(FRONT_REGISTERS)
             number = cute.arch.make_warp_uniform(group - FIRST_FRONT_THREAD // 128)
@@ -251,3 +285,53 @@ class DecodeKernel:
         # nobody leaves while the other block may still reach for its barriers
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+
+
+class QuantDecodeKernel(DecodeKernel):
+    """Entry point: as DecodeKernel, with codes, scales, positions and the table of cosines and sines in place of out; a
+    row is one part."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        cache0: cute.Tensor,
+        list0: cute.Tensor,
+        cache1: cute.Tensor,
+        list1: cute.Tensor,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        positions: cute.Tensor,
+        table: cute.Tensor,
+        lse: cute.Tensor,
+        len0: Int64,
+        len0_batch: Int32,
+        len0_token: Int32,
+        len1: Int64,
+        len1_batch: Int32,
+        len1_token: Int32,
+        sink: Int64,
+        scale_log2: Float32,
+        parts: Int32,
+        part_tiles: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.launch(
+            q,
+            Sources(
+                self.cache(cache0),
+                self.list(list0),
+                Lengths(len0, len0_batch, len0_token),
+                self.cache(cache1),
+                self.list(list1),
+                Lengths(len1, len1_batch, len1_token),
+            ),
+            Output(None, None, logs_of(lse), length(q, 2), quant_of(codes, scales, positions, table)),
+            sink,
+            scale_log2,
+            parts,
+            part_tiles,
+            ctas,
+            stream,
+        )

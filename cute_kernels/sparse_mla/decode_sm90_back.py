@@ -33,6 +33,7 @@ from cute_kernels.sparse_mla.decode_sm90_plan import (
     TURNS,
     WORDS_BYTES,
     Barriers,
+    Output,
     Places,
     Work,
 )
@@ -50,7 +51,7 @@ class Back:
         self,
         thread: Any,
         work: Work,
-        head_stride: Any,
+        out: Output,
         ready: Barriers,
         pv: cute.TiledMma,
         v_tile: cute.Tensor,
@@ -63,7 +64,12 @@ class Back:
         weights = cute.make_rmem_tensor(part.partition_shape_A((ROWS, KEYS)), BFloat16)
         total = cute.make_rmem_tensor(part.partition_shape_C((ROWS, SIDE)), Float32)
         tile = Int32(0)
-        for _ in cutlass.range(work.first, work.end, work.step, unroll=1):
+        for item in cutlass.range(work.first, work.end, work.step, unroll=1):
+            angles = (Int32(0), Int32(0))
+            if const_expr(out.quant is not None):
+                # there is time: the first tile's weights are not there yet
+                batch, token, _, _ = work.place(item)
+                angles = out.quant.angles(batch * work.tokens.divisor + token, own_number() % 32)
             total.fill(0.0)
             mark = Int32(0)
             while mark & LAST == 0:
@@ -95,7 +101,10 @@ class Back:
                     self.let_go_of_weights(buffer, ready)
                 warpgroup.wait_group(0)
                 if mark & LAST != 0:
-                    self.store(head_stride, total, buffer, stage, at)
+                    if const_expr(out.quant is not None):
+                        self.store_quantized(out, angles, total, buffer, at)
+                    else:
+                        self.store(out.strides[3], total, buffer, stage, at)
                     self.let_go_of_weights(buffer, ready)
                 cute.arch.sync_warp()
                 if own_number() % 32 == 0:
@@ -149,6 +158,18 @@ class Back:
             for row in cutlass.range(cutlass.min(heads - first, OWN_ROWS), unroll=8):
                 eight = ptx.load_shared_128(rows_at + row * (SIDE * 2) + (lane ^ (row % 8)) * 16)
                 ptx.store_global_128(target + Int64(row) * head_stride + lane * 16, eight)
+
+    @cute.jit
+    def store_quantized(self, out: Output, angles: Any, total: Any, buffer: Any, at: Places) -> None:
+        """Store what this block's columns of an item's rows of O are as codes."""
+        lane = own_number() % 32
+        warp = cute.arch.make_warp_uniform(own_number() // 32)
+        _, heads, row, first = ptx.load_shared_128(at.label + buffer * LABEL)
+        own = warp * OWN_ROWS + lane // 4
+        note_at = at.note + (buffer * ROWS + warp * HALF + lane // 4) * NOTE + 4
+        factors = [ptx.load_shared_f32(note_at + half * (ROWS // 2 * NOTE)) for half in range(2)]
+        if warp * OWN_ROWS < heads:
+            out.quant.store(total, factors, angles, row, first + own, heads - own, ptx.rank_again(), lane)
 
 
 def own_number() -> Any:

@@ -15,6 +15,7 @@ from cutlass import Int64
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers
+from cute_kernels.sparse_mla.logs import Logs
 from cute_kernels.sparse_mla.schedule import TILE
 
 PAIR = 2
@@ -73,7 +74,8 @@ NOTE = 8
 """Bytes of a head's note: what to multiply O with before a tile, and what behind an item's last one."""
 
 LABEL = 16
-"""Bytes of a tile's label: marks; of an item's last tile, heads that are there, address of their rows of O."""
+"""Bytes of a tile's label: marks; of an item's last tile, heads that are there, address of their rows of O, or where
+codes are stored, the query row and the first head."""
 
 FIRST_BACK_THREAD, FIRST_FRONT_THREAD, FIRST_SCOUT_THREAD, THREADS = 256, 384, 640, 768
 SCORES_BARRIER, BACK_BARRIER = 1, 3
@@ -268,10 +270,11 @@ class Sources(NamedTuple):
 
 
 class Output(NamedTuple):
-    """out: address, strides of parts, batches, tokens and heads in bytes; lse; numbers of heads and batches."""
+    """out: address, strides of parts, batches, tokens and heads in bytes; lse by parts, batches, heads and tokens;
+    number of heads. quant: where the results go instead as codes, their row being batch * tokens + token; or None."""
 
     base: Any
     strides: Any
-    lse: Any
+    lse: Logs
     heads: Any
-    batches: Any
+    quant: Any = None

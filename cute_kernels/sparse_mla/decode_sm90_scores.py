@@ -189,9 +189,9 @@ class Scores:
         buffer = tile % P_BUFFERS
         full = ready.weights.full(buffer)
         if warp < self.warps:
-            logit, place = Int32(0), Int32(-1)
+            logit, lse_at = Int32(0), Int64(0)
             if mark & LAST != 0:
-                logit, place = self.prepare(item, buffer, thread, warp, rank, work, out, sink, at)
+                logit, lse_at = self.prepare(item, buffer, thread, warp, rank, work, out, sink, at)
             self.add(scores, tile, thread, scale_log2, ready, at)
             top, factor = self.follow(scores, tile, mark, thread, warp, ready, at)
             for i in range_constexpr(HELD):
@@ -214,10 +214,10 @@ class Scores:
                 note = [(Float32(1.0) if mark & FIRST != 0 else factor).bitcast(Int32), last.bitcast(Int32)]
                 ptx.store_remote_64(ptx.map_shared(note_at, rank ^ 1), note, counter)
                 ptx.store_shared_64(note_at, *note)
-            if place >= 0:
+            if lse_at != 0:
                 lse = (top + ptx.log2(amount)) * Float32(ptx.LN_2)
                 lse = Float32(Float32.inf) if amount == Float32(0.0) else lse
-                ptx.store_global_s32(out.lse + Int64(place) * 4, lse.bitcast(Int32))
+                ptx.store_global_s32(lse_at, lse.bitcast(Int32))
             cute.arch.sync_warp()
         else:
             # nor do warps without heads run ahead of the others
@@ -313,23 +313,27 @@ class Scores:
         sink: Any,
         at: Places,
     ) -> tuple[Any, Any]:
-        """Of an item's last tile: the sink's logit of the thread's head, and the number of its log-sum-exp if the
-        thread stores it, else -1. Labels the tile with where rows of O belong."""
+        """Of an item's last tile: the sink's logit of the thread's head, and the address of its log-sum-exp if the
+        thread stores it, else 0. Labels the tile with where rows of O belong."""
         lane = thread % 32
         batch, token, piece, head_block = work.place(item)
         first = head_block * self.heads
         head = warp * 16 + rank * HALF + lane // 4
         heads = cutlass.min(out.heads - first, self.heads)
-        logit, place = Int32(0), Int32(-1)
+        logit, lse_at = Int32(0), Int64(0)
         if sink != 0:
             logit = ptx.load_global_s32_where(head < heads, sink + Int64(first + head) * 4)
-        if lane % 4 == 0 and head < heads:
-            place = ((piece * out.batches + batch) * out.heads + (first + head)) * work.tokens.divisor + token
+        if lane % 4 == 0 and head < heads and out.lse.base != 0:
+            lse_at = out.lse.of(piece, batch, first + head, token)
         if thread == 0:
-            rows = out.base + Int64(piece) * out.strides[0] + Int64(batch) * out.strides[1]
-            rows = rows + Int64(token) * out.strides[2] + Int64(first) * out.strides[3]
-            ptx.store_shared_128(at.label + buffer * LABEL, (Int32(0), heads, *ptx.halves(rows)))
-        return logit, place
+            if const_expr(out.quant is not None):
+                row = batch * work.tokens.divisor + token
+                ptx.store_shared_128(at.label + buffer * LABEL, (Int32(0), heads, row, first))
+            else:
+                rows = out.base + Int64(piece) * out.strides[0] + Int64(batch) * out.strides[1]
+                rows = rows + Int64(token) * out.strides[2] + Int64(first) * out.strides[3]
+                ptx.store_shared_128(at.label + buffer * LABEL, (Int32(0), heads, *ptx.halves(rows)))
+        return logit, lse_at
 
     @cute.jit
     def ask_for_q(self, queries: Any, heads: Any, warp: Any, lane: Any, q: Query, ready: Barriers, at: Places) -> None:

@@ -6,11 +6,13 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from cute_kernels import formats
+from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory
 from cute_kernels.sparse_mla import schedule
 from cute_kernels.sparse_mla.arguments import list_tiles
@@ -27,6 +29,9 @@ _OUT_ABSOLUTE, _OUT_RELATIVE = 1e-3, 2.01 / 128
 _LSE_ABSOLUTE, _LSE_RELATIVE = 1e-6, 8.01 / 65536
 _SUMS_ABSOLUTE = 5e-6
 """2^-22 |q| |k| _SCALE: fp32 sums of products, also where they cancel and a row has few columns."""
+
+NOT_QUANTIZED = (None, None, None)
+"""positions, cos_sin_cache and out_scale of a call without output_quant."""
 
 _BAD = (-1, -(2**31), 2**31 - 1, -7)
 """Slots and pages outside every cache."""
@@ -95,6 +100,41 @@ def _agree_mixed(got: Sequence[Any], want: Sequence[Any]) -> str:
         or _close("lse", got[13], want[13], _SUMS_ABSOLUTE, _LSE_RELATIVE)
         or _untouched(got, want, (12, 13))
     )
+
+
+def _agree_codes(place: int, got: Sequence[Any], want: Sequence[Any]) -> str:
+    """What codes and scales mean may be off by a step of e4m3; the scales' padding is zero."""
+    values = []
+    for codes, scales in ((args[place], args[-1]) for args in (got, want)):
+        by_token = scales.permute(2, 0, 1)[: len(codes)].repeat_interleave(128, dim=2)
+        values.append(codes.float() * by_token)
+    padding = got[-1][..., len(got[place]) :]
+    others = [i for i in range(place + 1, len(got) - 3) if got[i] is not None]  # first of them a result of logits
+    return (
+        _close("codes", values[0], values[1], 4e-3, 0.13)
+        or _close("the scales' padding", padding, torch.zeros_like(padding), 0.0, 0.0)
+        or _close("logits", got[others[0]], want[others[0]], _SUMS_ABSOLUTE, _LSE_RELATIVE)
+        or _untouched(got, want, (place, *others, len(got) - 1))
+    )
+
+
+def quantized(example: Example, place: int) -> Example:
+    """The call with output_quant. place: number of out"""
+    arguments = list(example.args)
+    out = arguments[place]
+    heads, rows = out.shape[-2], math.prod(out.shape[:-2])
+    groups = 2 if heads % 2 == 0 else 1
+    g = torch.Generator().manual_seed(rows + heads)
+    codes = torch.empty(rows + 1, groups, heads // groups * formats.HEAD_DIM + 16, dtype=torch.float8_e4m3fn)
+    raw_memory(codes).fill_(0x7F)
+    angles = torch.rand(300, formats.ROPE_DIM // 2, generator=g) * math.tau
+    arguments[place] = codes[1:, :, :-16]
+    arguments[-3:] = (
+        torch.randint(-5, 310, (rows,), generator=g),
+        torch.cat([angles.cos(), angles.sin()], dim=1),
+        torch.full(output_scale_shape(rows, groups, heads // groups), math.nan),
+    )
+    return Example(f"{example.name}, as codes", tuple(arguments), partial(_agree_codes, place))
 
 
 def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -191,6 +231,7 @@ class _Case:
             _poisoned((b, s_q, h, formats.HEAD_DIM), torch.float32 if self.partial else torch.bfloat16),
             torch.full((b, h, s_q), -777.0),
             workspace if size else None,
+            *NOT_QUANTIZED,
         )
         return Example(name, arguments, _agree_decode)
 
@@ -232,7 +273,10 @@ _DECODE = {
 def decode() -> Iterator[Example]:
     """sparse_mla_decode, arguments in the schema's order"""
     for name, case in _DECODE.items():
-        yield case.example(name)
+        example = case.example(name)
+        yield example
+        if case.first == _FP8 and case.second != _BF16 and not case.partial:
+            yield quantized(example, 15)
 
 
 def merge() -> Iterator[Example]:
@@ -282,7 +326,10 @@ def prefill() -> Iterator[Example]:
         lengths = torch.randint(-1, topk + 9, (s_q,), generator=g, dtype=torch.int32) if with_lengths else None
         results = torch.full((s_q, h), -777.0), torch.full((s_q, h), -777.0)
         arguments = (q, kv, indices, _SCALE, _sink(h), lengths, _poisoned((s_q, h, formats.HEAD_DIM), torch.bfloat16))
-        yield Example(f"{s_q} x {h}, {topk} of {s_kv}", (*arguments, *results), _agree_prefill)
+        example = Example(f"{s_q} x {h}, {topk} of {s_kv}", (*arguments, *results, *NOT_QUANTIZED), _agree_prefill)
+        yield example
+        if h in (64, 100, 128, 8):
+            yield quantized(example, 6)
 
 
 def mixed() -> Iterator[Example]:
@@ -326,5 +373,5 @@ EXAMPLES = {
     "sparse_mla_decode": decode,
     "sparse_mla_mixed": mixed,
     "sparse_mla_prefill": prefill,
-    "sparse_mla_prefill_paged": lambda: paged(_pool, _poisoned, _sink, _SCALE, _agree_paged),
+    "sparse_mla_prefill_paged": lambda: paged(_pool, _poisoned, _sink, _SCALE, _agree_paged, quantized),
 }

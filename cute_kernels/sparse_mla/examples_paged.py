@@ -21,11 +21,13 @@ def paged(
     sink: Callable[[int], torch.Tensor],
     scale: float,
     agree: Callable[..., str],
+    quantized: Callable[[Example, int], Example],
 ) -> Iterator[Example]:
     """sparse_mla_prefill_paged, arguments in the schema's order.
 
     pool       (format, pages, rows, generator) -> a cache whose last record is NaN
     poisoned   (shape, dtype) -> a result to be written
+    quantized  (example, number of out) -> the call with output_quant
     """
     for query_lens, more, h, window, ratio, width, rows, fmts, *splits in (
         ((1, 1, 1), 300, 64, 128, 4, 200, (64, 64), (_FP8, _FP8)),
@@ -64,7 +66,7 @@ def paged(
             other = cache(fmts[1], longest // ratio, rows[1])
             if width is not None:
                 picks = torch.randint(-1, max(longest // ratio, 1) + 2, (n, width), generator=g, dtype=torch.int32)
-        yield Example(
+        example = Example(
             f"{query_lens} x {h}, window {window}, {width} columns of ratio {ratio}, {fmts}, pages of {rows}, {splits}",
             (
                 *(q, *cache(fmts[0], longest, rows[0]), starts, seq_lens, scale, window, *other, ratio),
@@ -72,6 +74,10 @@ def paged(
                 poisoned((n, h, formats.HEAD_DIM), torch.bfloat16),
                 torch.full((n, h), -777.0),
                 torch.full((n, h), -777.0),
+                *(None, None, None),
             ),
             agree,
         )
+        yield example
+        if set(fmts) == {_FP8} and not any(splits):
+            yield quantized(example, 16)

@@ -25,13 +25,18 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.convert import bf16_floats, bf16_words
+from cute_kernels.dsl.convert import bf16_floats, bf16_words, ue8m0_from_absmax, ue8m0_inverse
 from cute_kernels.dsl.reduce import lanes_max, lanes_sum
+from cute_kernels.dsl.rope import HALF_TABLE_BYTES, rotate_pair_back
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
+from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla.arguments import no_logs
+from cute_kernels.sparse_mla.logs import fake_logs
+from cute_kernels.sparse_mla.quant_output import HEAD_SCALES, SCALED, QuantOutput, fake_quant, quant_of
 
 SHAPES = ((4, 4), (8, 2), (16, 1))
 """(parts that a thread holds at once, vectors of each), by kernel: the same registers, and with few parts as few warps
@@ -42,6 +47,9 @@ MOST_TOKENS = 65535
 """Along a grid's third axis."""
 
 INFINITY = float("inf")
+
+QUANTIZED_ARCHS = ("sm_90a",)
+"""Where attention's results can be stored as codes."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class MergeKey(KernelKey):
     vectors      16-byte vectors of a part that a thread has
     more         whether there may be more parts than `held`
     warps        of a block, a multiple of those of a head
+    quantized    whether results are turned back and become e4m3 codes, see quant_output; the parts are fp32 then
     """
 
     fp32_parts: bool
@@ -62,9 +71,12 @@ class MergeKey(KernelKey):
     vectors: int
     more: bool = False
     warps: int = 4
+    quantized: bool = False
 
     @property
     def instructions(self) -> tuple[str, ...]:
+        if self.quantized:
+            return "ld.global.128", "cvt.e4m3"
         return "ld.global.128", "st.global.64" if self.fp32_parts and not self.fp32_out else "st.global.128"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -74,17 +86,18 @@ class MergeKey(KernelKey):
             kind = Float32 if is_fp32 else BFloat16
             return make_fake_tensor(kind, (*shape, HEAD_DIM), stride=(*strides, 1), assumed_align=16)
 
-        def logs(dimensions: int) -> Any:
-            shape = tuple(cute.sym_int() for _ in range(dimensions))
-            return make_fake_tensor(Float32, shape, stride=tuple(cute.sym_int64() for _ in range(dimensions)))
-
-        tensors = values(self.fp32_parts, 4), logs(4), Int64(0), values(self.fp32_out, 3), logs(3)
-        return MergeKernel(self), (*tensors, Boolean(False), make_fake_stream(use_tvm_ffi_env_stream=True))
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        if self.quantized:
+            parts = values(True, 4), fake_logs(4), Int64(0)
+            steps = Int32(1), Int32(1)
+            return QuantMergeKernel(self), (*parts, *fake_quant(), fake_logs(3), *steps, Boolean(False), stream)
+        tensors = values(self.fp32_parts, 4), fake_logs(4), Int64(0), values(self.fp32_out, 3), fake_logs(3)
+        return MergeKernel(self), (*tensors, Boolean(False), stream)
 
 
 class MergeKernel:
     """Entry point: (outs [n, b, s_q, h, 512], lses [n, b, h, s_q], address of the sink or 0, out [b, s_q, h, 512],
-    lse [b, h, s_q], whether to launch as a dependent of the kernel before, stream)."""
+    lse [b, h, s_q] or empty, whether to launch as a dependent of the kernel before, stream)."""
 
     def __init__(self, key: MergeKey) -> None:
         self.held = key.held
@@ -98,6 +111,7 @@ class MergeKernel:
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         kinds = ["fp32" if is_fp32 else "bf16" for is_fp32 in (key.fp32_parts, key.fp32_out)]
         self.name = f"merge_attention_states_{kinds[0]}_{kinds[1]}_{key.held}{'_more' if key.more else ''}"
+        self.name += "_quant" if key.quantized else ""
 
     @cute.jit
     def __call__(
@@ -127,9 +141,14 @@ class MergeKernel:
             *strides[13:],
             length(outs, 0),
             length(out, 2),
+            None,
+            (None, None),
         )
+        self.launch(kernel, outs, use_pdl, stream)
+
+    def launch(self, kernel: Any, outs: Any, use_pdl: Any, stream: Any) -> None:
         kernel.launch(
-            grid=[length(out, 0), cute.ceil_div(length(out, 2), self.heads), length(out, 1)],
+            grid=[length(outs, 1), cute.ceil_div(length(outs, 3), self.heads), length(outs, 2)],
             block=[self.threads * self.heads, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
@@ -149,16 +168,18 @@ class MergeKernel:
         lses_head: Int64,
         lses_token: Int64,
         sink: Int64,
-        out: Int64,
-        out_row: Int64,
-        out_token: Int64,
-        out_head: Int64,
+        out: Any,
+        out_row: Any,
+        out_token: Any,
+        out_head: Any,
         lse: Int64,
         lse_row: Int64,
         lse_head: Int64,
         lse_token: Int64,
         parts: Int32,
         heads: Int32,
+        quant: Any,
+        steps: tuple[Any, Any],
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         row, block, token = (Int64(i) for i in cute.arch.block_idx())
@@ -175,10 +196,16 @@ class MergeKernel:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
+        if const_expr(quant is not None):
+            # the table's row is asked for as soon as the position is there
+            number = Int32(row) * steps[0] + Int32(token) * steps[1]
+            angles_at = quant.angles_at(number) + Int64(lane % 16 * 8)
         # with no more parts than are held, groups of so many lanes do the same
         own = self.load_log(logs, lses_part, lane if const_expr(self.more) else lane % self.held, parts)
         mark = ptx.load_global_s32_where(sink != 0, sink + head * 4)
         held = self.load_parts(source, outs_part, Int32(0), [i < parts for i in range(self.held)])
+        if const_expr(quant is not None):
+            angles = [ptx.load_global_64_again(angles_at + half * HALF_TABLE_BYTES) for half in range(2)]
         # keeps the loads together: the assembler would begin to add before it asks for all parts
         cute.arch.sync_warp()
         if is_there:
@@ -193,12 +220,15 @@ class MergeKernel:
                     share = self.share(self.load_log(logs, lses_part, first + lane % self.held, parts), most, factor)
                     wanted = [cute.arch.shuffle_sync(share, i) >= 0.0 for i in range(self.held)]
                     self.add(sums, self.load_parts(source, outs_part, first, wanted), share)
-            self.store(out + row * out_row + token * out_token + head * out_head, thread, sums)
+            if const_expr(quant is not None):
+                self.store_quantized(quant, number, Int32(head), thread, sums, angles)
+            else:
+                self.store(out + row * out_row + token * out_token + head * out_head, thread, sums)
             # only where all parts are empty the largest weight is not 1
             result = most + ptx.log2(total) * ptx.LN_2
             result = Float32(cutlass.select_(total == 0.0, Float32(INFINITY), result))
             where = lse + row * lse_row + token * lse_token + head * lse_head
-            ptx.store_global_s32(where, result.bitcast(Int32), thread == 0)
+            ptx.store_global_s32(where, result.bitcast(Int32), (thread == 0) & (lse != 0))
 
     def load_log(self, logs: Any, stride: Any, part: Any, parts: Any) -> Any:
         """Log-sum-exp of a part, or that of an empty one if there is no such part."""
@@ -257,29 +287,100 @@ class MergeKernel:
             for i in range(len(words) // 4):
                 ptx.store_global_128(at + i * 16, words[4 * i : 4 * i + 4])
 
+    @cute.jit
+    def store_quantized(self, quant: QuantOutput, token: Any, head: Any, thread: Any, sums: Any, angles: Any) -> None:
+        """Store a head's results as codes. A scale's 128 columns are one vector of each lane of a warp.
+
+        angles   words: cosines and sines of pairs number 2 * (lane % 16) and the one behind it
+        """
+        lane, warp = thread % 32, thread // 32
+        target = quant.codes_at(token, head) + lane * 4
+        for v in range_constexpr(self.vectors):
+            chunk = v * (self.threads // 32) + warp
+            four = bf16_floats(bf16_words([sums[v * 4 + i] for i in range(4)]))
+            if const_expr(v == self.vectors - 1):
+                # the last one has the rotary columns, in the last warp
+                is_rope = (chunk == HEAD_SCALES - 1) & (lane >= 16)
+                for i in range_constexpr(2):
+                    cos, sin = (words[i].bitcast(Float32) for words in angles)
+                    turned = rotate_pair_back(four[2 * i], four[2 * i + 1], cos, sin)
+                    four[2 * i] = turned[0] if is_rope else four[2 * i]
+                    four[2 * i + 1] = turned[1] if is_rope else four[2 * i + 1]
+            largest = Float32(0.0)
+            for value in four:
+                largest = ptx.max_f32(largest, ptx.abs_f32(value))
+            byte = ue8m0_from_absmax(lanes_max(largest), E4M3_MAX, OUTPUT_FLOOR)
+            quant.store_scale(byte, token, head, chunk, lane, True)
+            factor = ue8m0_inverse(byte)
+            ptx.store_global_s32(target + chunk * SCALED, ptx.e4m3x4(*(value * factor for value in four)))
+
+
+class QuantMergeKernel(MergeKernel):
+    """Entry point: as MergeKernel, with codes, scales, positions and the table of cosines and sines in place of out.
+    Row i and token j of the parts become row i * row_step + j * token_step of the codes."""
+
+    @cute.jit
+    def __call__(
+        self,
+        outs: cute.Tensor,
+        lses: cute.Tensor,
+        sink: Int64,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        positions: cute.Tensor,
+        table: cute.Tensor,
+        lse: cute.Tensor,
+        row_step: Int32,
+        token_step: Int32,
+        use_pdl: Boolean,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        strides = []
+        for tensor in (outs, lses, lse):
+            strides += [stride_bytes(tensor, axis) for axis in range(cute.rank(tensor))]
+        kernel = self.kernel(
+            address(outs),
+            *strides[:4],
+            address(lses),
+            *strides[5:9],
+            sink,
+            *[None] * 4,
+            address(lse),
+            *strides[9:],
+            length(outs, 0),
+            length(outs, 3),
+            quant_of(codes, scales, positions, table),
+            (row_step, token_step),
+        )
+        self.launch(kernel, outs, use_pdl, stream)
+
 
 def is_empty(log: Any) -> Any:
     """Whether a log-sum-exp, infinite of either sign, marks a part that attended to nothing."""
     return ptx.abs_f32(log) == INFINITY
 
 
-def key_for(arch: str, fp32_parts: bool, fp32_out: bool, parts: int) -> MergeKey:
+def key_for(arch: str, fp32_parts: bool, fp32_out: bool, parts: int, quantized: bool = False) -> MergeKey:
     """The kernel that merges so many parts of these types."""
     held, vectors = next((shape for shape in SHAPES if parts <= shape[0]), SHAPES[-1])
     if not fp32_parts:  # a vector has twice the columns: a head has at least one warp
         vectors = min(vectors, 2)
-    return MergeKey(arch, fp32_parts, fp32_out, held, vectors, parts > held)
+    return MergeKey(arch, fp32_parts, fp32_out, held, vectors, parts > held, quantized=quantized)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[MergeKey]:
     """For rows that sparse_mla_decode splits, and for contexts that are distributed: few parts or many."""
     counts = [*(held for held, _ in SHAPES), SHAPES[-1][0] + 1]
-    return [key_for(arch, True, fp32_out, parts) for fp32_out in (False, True) for parts in counts]
+    keys = [key_for(arch, True, fp32_out, parts) for fp32_out in (False, True) for parts in counts]
+    if arch in QUANTIZED_ARCHS:
+        keys += [key_for(arch, True, False, parts, quantized=True) for parts in counts]
+    return keys
 
 
 @cache
-def _key(device_index: int, fp32_parts: bool, fp32_out: bool, parts: int) -> MergeKey:
-    return key_for(arch_of(device_index), fp32_parts, fp32_out, parts)
+def _key(device_index: int, fp32_parts: bool, fp32_out: bool, parts: int, quantized: bool = False) -> MergeKey:
+    return key_for(arch_of(device_index), fp32_parts, fp32_out, parts, quantized)
 
 
 def supports(outs: Any, lses: Any, attn_sink: Any, out: Any, lse: Any) -> tuple[bool, str]:
@@ -300,12 +401,32 @@ def supports(outs: Any, lses: Any, attn_sink: Any, out: Any, lse: Any) -> tuple[
 def launch(outs: Any, lses: Any, attn_sink: Any, out: Any, lse: Any, use_pdl: bool = False) -> None:
     """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported.
 
+    lse       None: nobody asks for it
     use_pdl   start while the kernel before on the stream still runs, and wait for it
     """
     if out.numel() == 0:
         return
     if out.shape[1] > MOST_TOKENS:  # rows and tokens are the same to the kernel, but for their limits
-        outs, lses, out, lse = outs.transpose(1, 2), lses.transpose(1, 3), out.transpose(0, 1), lse.transpose(0, 2)
+        outs, lses, out = outs.transpose(1, 2), lses.transpose(1, 3), out.transpose(0, 1)
+        lse = None if lse is None else lse.transpose(0, 2)
     key = _key(out.device.index, outs.element_size() == 4, out.element_size() == 4, outs.shape[0])
     sink = 0 if attn_sink is None else attn_sink.data_ptr()
+    lse = no_logs(3, out.device.index) if lse is None else lse
     launch_key(key, out.device.index, outs, lses, sink, out, lse, use_pdl)
+
+
+def launch_quantized(outs: Any, lses: Any, attn_sink: Any, quant: tuple[Any, ...], lse: Any) -> None:
+    """As `launch`, as a dependent of the kernel before, of fp32 parts that become codes.
+
+    quant   codes, their scales, positions and the table of cosines and sines: see quant_output
+    """
+    s_q = outs.shape[2]
+    steps = s_q, 1
+    if s_q > MOST_TOKENS:
+        outs, lses, steps = outs.transpose(1, 2), lses.transpose(1, 3), (1, s_q)
+        lse = None if lse is None else lse.transpose(0, 2)
+    index = outs.device.index
+    key = _key(index, True, False, outs.shape[0], True)
+    sink = 0 if attn_sink is None else attn_sink.data_ptr()
+    lse = no_logs(3, index) if lse is None else lse
+    launch_key(key, index, outs, lses, sink, *quant, lse, *steps, True)

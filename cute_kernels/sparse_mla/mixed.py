@@ -10,6 +10,7 @@ from cute_kernels import formats
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla.arguments import no_logs
 from cute_kernels.sparse_mla.gathered import ungathered
 from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
@@ -124,7 +125,7 @@ def launch(*args: Any) -> None:
         call.swa_kv_cache if call.compressed_kv_cache is None else call.compressed_kv_cache,
         call.sparse_indices,
         call.out,
-        call.lse,
+        no_logs(2, device_index) if call.lse is None else call.lse,
         call.sparse_topk_lens.data_ptr(),
         call.cum_seq_lens_q.data_ptr(),
         call.seq_lens.data_ptr(),

@@ -14,10 +14,11 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.sparse_mla.logs import fake_logs, logs_of
 from cute_kernels.sparse_mla.portable_prefill import PortablePrefillKernel
 from cute_kernels.sparse_mla.portable_prefill_output import Results
 from cute_kernels.sparse_mla.portable_prefill_rows import MixedRows, MixedSources, pool_of
-from cute_kernels.sparse_mla.prefill_portable import PortableKey, fake_numbers, fake_rows
+from cute_kernels.sparse_mla.prefill_portable import PortableKey, fake_rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PortableMixedKey(PortableKey):
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         kind = Float8E4M3FN if self.kv_format == PLAIN_FP8.id else BFloat16
         indices = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
-        tensors = (fake_rows(kind), fake_pool(kind), fake_pool(kind), indices, fake_rows(), fake_numbers())
+        tensors = (fake_rows(kind), fake_pool(kind), fake_pool(kind), indices, fake_rows(), fake_logs(2))
         scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Float32(0), Float32(0), Int32(1))
         return PortableMixed(self), (*tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
@@ -85,5 +86,5 @@ class PortableMixed(PortablePrefillKernel):
             Batch(starts, seq_lens, requests),
         )
         strides = stride_bytes(out, 0), stride_bytes(out, 1)
-        results = Results(address(out), *strides, None, address(lse), sink, length(q, 1), scale)
+        results = Results(address(out), *strides, None, logs_of(lse), sink, length(q, 1), scale)
         self.launch(q, sources, results, scale_log2, blocks, stream)

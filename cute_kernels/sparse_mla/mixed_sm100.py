@@ -12,6 +12,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.sparse_mla.logs import logs_of
 from cute_kernels.sparse_mla.mixed_sm90 import fake_arguments
 from cute_kernels.sparse_mla.mixed_sm90_rows import MixedSources
 from cute_kernels.sparse_mla.mixed_sm100_rows import MixedLists, row_pool, rows_of
@@ -64,6 +65,6 @@ class MixedKernel(PrefillKernel):
             lengths,
             Batch(starts, seq_lens, requests),
         )
-        results = Output(address(out), stride_bytes(out, 0), stride_bytes(out, 1), None, address(lse), scale)
+        results = Output(address(out), stride_bytes(out, 0), stride_bytes(out, 1), None, logs_of(lse), scale)
         maps = tuple(self.rows_map(cache, rows_of(cache)) for cache in (window, compressed))
         self.launch(q, maps, sources, results, sink, scale_log2, blocks, stream)

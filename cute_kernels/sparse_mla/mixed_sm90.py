@@ -14,8 +14,9 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
+from cute_kernels.sparse_mla.logs import fake_logs, logs_of
 from cute_kernels.sparse_mla.mixed_sm90_rows import MixedRows, MixedSources, pool
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_numbers, fake_rows
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_rows
 from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Output, Plan, results_policy
 
 
@@ -40,7 +41,7 @@ def fake_arguments(dtype: Any) -> tuple[Any, ...]:
     indices = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Float32(0), Float32(0), Int32(1))
-    tensors = (fake_rows(dtype), cache(), cache(), indices, fake_rows(), fake_numbers())
+    tensors = (fake_rows(dtype), cache(), cache(), indices, fake_rows(), fake_logs(2))
     return *tensors, *scalars, stream
 
 
@@ -96,5 +97,5 @@ class MixedKernel(PrefillKernel):
             Batch(starts, seq_lens, requests),
         )
         strides, policy = (stride_bytes(out, 0), stride_bytes(out, 1)), results_policy(length(q, 0) * length(q, 1))
-        results = Output(address(out), *strides, None, address(lse), scale, policy)
+        results = Output(address(out), *strides, None, logs_of(lse), scale, policy)
         self.launch(q, sources, results, sink, scale_log2, blocks, stream)

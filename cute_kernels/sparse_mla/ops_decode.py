@@ -33,8 +33,11 @@ def _check(
     num_splits: int,
     split_tokens: int,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
 ) -> None:
     c = Checker("sparse_mla_decode")
     arguments.check_query(c, "q", q, (torch.bfloat16,), ("b", "s_q"))
@@ -60,9 +63,10 @@ def _check(
             c.tensor("extra_block_table", extra_block_table, torch.int32, ("b", None))
             c.tensor("extra_length", extra_length, torch.int32, ("b", "s_q"))
     arguments.check_splits(c, num_splits, split_tokens)
-    c.tensor("out", out, (torch.bfloat16, torch.float32), ("b", "s_q", "h", formats.HEAD_DIM))
-    arguments.check_partial(c, out, attn_sink)
-    c.tensor("lse", lse, torch.float32, ("b", "h", "s_q"), contiguous=True)
+    if not arguments.check_quantized(c, q, out, positions, cos_sin_cache, out_scale):
+        c.tensor("out", out, (torch.bfloat16, torch.float32), ("b", "s_q", "h", formats.HEAD_DIM))
+        arguments.check_partial(c, out, attn_sink)
+    arguments.check_logs(c, "lse", lse, ("b", "h", "s_q"))
     c.tensor("workspace", workspace, (torch.uint8, torch.float32), (None,), optional=True, contiguous=True)
     if num_splits or split_tokens:
         tiles = arguments.list_tiles(indices, extra_k_cache, extra_indices, extra_block_table)
@@ -81,7 +85,7 @@ def _cost(
     kv_format: str,
     *rest: Any,
 ) -> Cost:
-    *extra, _num_splits, _split_tokens, out, _lse, _workspace = rest
+    *extra, _num_splits, _split_tokens, out, _lse, _workspace, _positions, _cos_sin_cache, _out_scale = rest
     return arguments.attention_cost(q, out, decode_selections(q, k_cache, indices, topk_length, kv_format, *extra))
 
 
@@ -89,7 +93,8 @@ _decode = define_op(
     "sparse_mla_decode(Tensor q, Tensor k_cache, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
     "float softmax_scale, str kv_format, Tensor? extra_k_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
     "Tensor? extra_block_table, Tensor? extra_length, str extra_kv_format, SymInt num_splits, SymInt split_tokens, "
-    "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace) -> ()",
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, "
+    "Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     check=_check,
     reference=reference.sparse_mla_decode,
     kernel="cute_kernels.sparse_mla.decode",
@@ -168,8 +173,10 @@ def sparse_mla_decode(
     split_tokens: int = 0,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    return_lse: bool = True,
     workspace: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    output_quant: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, Any]:
     """Attention of each query row to rows of one or two paged caches that it names by slot (or, densely, by page).
 
     With s_n = softmax_scale * (q . k_n) over the rows n attended to and lse = ln sum_n exp(s_n):
@@ -196,22 +203,31 @@ def sparse_mla_decode(
                        the batch around it. 0: not fixed. Neither can change the result by more than rounding
     out                [b, s_q, h, 512], any strides with a dense last dimension; bf16, or fp32 for partial results to
                        be merged (then attn_sink must be None); mutated
-    lse                fp32 [b, h, s_q], contiguous; mutated
+    lse                fp32 [b, h, s_q], any strides; mutated
+    return_lse         False: lse is written only if it is given, and nothing is allocated for it
     workspace          uint8 or fp32, one dimension, contiguous, 16-byte aligned: scratch memory for the parts of rows;
                        `sparse_mla_decode_workspace_size` bytes, or more, if num_splits or split_tokens is given;
                        mutated. None: allocated if rows may be split
+    output_quant       (positions int64 [T], cos_sin_cache fp32 [rows, 64], out_scale fp32) with T = b * s_q: the output
+                       is stored as `fused_inv_rope_fp8_quant` would make it of the bf16 output, byte for byte.
+                       Then out must be given, e4m3 [T, groups, heads of a group * 512] with a dense last dimension, and
+                       out_scale is the memory of `output_scale_shape`, padding included; both mutated. Row i * s_q + j
+                       is at positions[i * s_q + j]; a position outside the table takes its nearest row. On sm_90a, with
+                       fp8_ds_mla caches
 
-    Returns (out, lse); lse is the natural logarithm, sink not included. A row that attends to nothing has out = 0 and
-    lse = +inf. Rows not attended to are not read into the result, whatever they hold. Raises ValueError or TypeError on
-    arguments that do not fit.
+    Returns (out, lse), or (out, None) if nobody asks for lse, the natural logarithm, sink not included. A row that
+    attends to nothing has out = 0 and lse = +inf. Rows not attended to are not read into the result, whatever they
+    hold. Raises ValueError or TypeError on arguments that do not fit.
     """
     if out is None or lse is None or workspace is None:
         arguments.check_query(Checker("sparse_mla_decode"), "q", q, (torch.bfloat16,), ("b", "s_q"))
     if softmax_scale is None:
         softmax_scale = formats.HEAD_DIM**-0.5
     if out is None:
+        if output_quant is not None:
+            Checker("sparse_mla_decode").fail("out", "a tensor with output_quant", "None", TypeError)
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-    if lse is None:
+    if lse is None and return_lse:
         lse = torch.empty(q.shape[0], q.shape[-2], q.shape[1], dtype=torch.float32, device=q.device)
     if workspace is None:
         tiles = arguments.list_tiles(indices, extra_k_cache, extra_indices, extra_block_table)
@@ -235,5 +251,6 @@ def sparse_mla_decode(
         out,
         lse,
         workspace,
+        *arguments.quant_tensors(output_quant, "sparse_mla_decode"),
     )
     return out, lse

@@ -30,7 +30,7 @@ def _check(
     window_size: int,
     kv_format: str,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
 ) -> None:
     c = Checker("sparse_mla_mixed")
     fmt = formats.get_format(c, "kv_format", kv_format, formats.PLAIN_BF16, formats.PLAIN_FP8)
@@ -50,7 +50,7 @@ def _check(
     arguments.check_batch(c, "cum_seq_lens_q", cum_seq_lens_q, seq_lens)
     arguments.check_sink(c, "sinks", sinks)
     c.tensor("out", out, torch.bfloat16, ("sum_q", "h", formats.HEAD_DIM))
-    c.tensor("lse", lse, torch.float32, ("sum_q", "h"), contiguous=True)
+    arguments.check_logs(c, "lse", lse, ("sum_q", "h"))
 
 
 def _cost(
@@ -99,7 +99,7 @@ def _validate(
 _mixed = define_op(
     "sparse_mla_mixed(Tensor query, Tensor swa_kv_cache, Tensor sparse_indices, Tensor? compressed_kv_cache, "
     "Tensor sparse_topk_lens, Tensor seq_lens, Tensor cum_seq_lens_q, float bmm1_scale, float bmm2_scale, "
-    "Tensor? sinks, SymInt window_size, str kv_format, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "Tensor? sinks, SymInt window_size, str kv_format, Tensor(a!) out, Tensor(b!)? lse) -> ()",
     check=_check,
     reference=reference.sparse_mla_mixed,
     cost=_cost,
@@ -124,7 +124,8 @@ def sparse_mla_mixed(
     kv_format: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    return_lse: bool = True,
+) -> tuple[torch.Tensor, Any]:
     """Attention of each query row to slots of a window cache and of a compressed cache, both plain.
 
     Request i owns the rows cum_seq_lens_q[i] .. cum_seq_lens_q[i + 1] - 1, counted from cum_seq_lens_q[0]; the last of
@@ -147,10 +148,11 @@ def sparse_mla_mixed(
     window_size           columns that belong to swa_kv_cache
     kv_format             record format id of both caches: plain_bf16/1 or plain_fp8/1; None: by the query's dtype
     out                   bf16 [sum_q, H, 512], any strides with a dense last dimension; mutated
-    lse                   fp32 [sum_q, H], contiguous; mutated
+    lse                   fp32 [sum_q, H], any strides; mutated
+    return_lse            False: lse is written only if it is given
 
-    Returns (out, lse); lse is the natural logarithm, sink not included. A row that attends to nothing has out = 0 and
-    lse = +inf. Raises ValueError or TypeError on arguments that do not fit.
+    Returns (out, lse), or (out, None) if nobody asks for lse, the natural logarithm, sink not included. A row that
+    attends to nothing has out = 0 and lse = +inf. Raises ValueError or TypeError on arguments that do not fit.
     """
     dtypes = (formats.PLAIN_BF16.dtype, formats.PLAIN_FP8.dtype)
     arguments.check_query(Checker("sparse_mla_mixed"), "query", query, dtypes, ("sum_q",))
@@ -158,7 +160,7 @@ def sparse_mla_mixed(
         kv_format = (formats.PLAIN_FP8 if query.dtype == formats.PLAIN_FP8.dtype else formats.PLAIN_BF16).id
     if out is None:
         out = torch.empty(query.shape, dtype=torch.bfloat16, device=query.device)
-    if lse is None:
+    if lse is None and return_lse:
         lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
     _mixed(
         query,

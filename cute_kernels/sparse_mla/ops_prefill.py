@@ -16,22 +16,39 @@ from cute_kernels.sparse_mla.selection import paged_selections, prefill_selectio
 __all__ = ["sparse_mla_prefill", "sparse_mla_prefill_paged"]
 
 
-def _check_results(c: Checker, tokens: str, out: torch.Tensor, max_logits: torch.Tensor, lse: torch.Tensor) -> None:
-    c.tensor("out", out, torch.bfloat16, (tokens, "h", formats.HEAD_DIM))
-    c.tensor("max_logits", max_logits, torch.float32, (tokens, "h"), contiguous=True)
-    c.tensor("lse", lse, torch.float32, (tokens, "h"), contiguous=True)
+def _check_results(
+    c: Checker,
+    tokens: str,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    max_logits: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    *quant: torch.Tensor | None,
+) -> None:
+    if not arguments.check_quantized(c, q, out, *quant):
+        c.tensor("out", out, torch.bfloat16, (tokens, "h", formats.HEAD_DIM))
+    arguments.check_logs(c, "max_logits", max_logits, (tokens, "h"))
+    arguments.check_logs(c, "lse", lse, (tokens, "h"))
 
 
 def _results(
-    op: str, q: torch.Tensor, out: torch.Tensor | None, max_logits: torch.Tensor | None, lse: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The given results, new tensors for those that are None."""
+    op: str,
+    q: torch.Tensor,
+    out: torch.Tensor | None,
+    max_logits: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    output_quant: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The given results, new tensors for those that are None and asked for; codes must be given."""
     arguments.check_query(Checker(op), "q", q, (torch.bfloat16,), ("s_q",))
     if out is None:
+        if output_quant is not None:
+            Checker(op).fail("out", "a tensor with output_quant", "None", TypeError)
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-    if max_logits is None:
+    if max_logits is None and return_lse:
         max_logits = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    if lse is None:
+    if lse is None and return_lse:
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     return out, max_logits, lse
 
@@ -44,8 +61,11 @@ def _check_prefill(
     attn_sink: torch.Tensor | None,
     topk_length: torch.Tensor | None,
     out: torch.Tensor,
-    max_logits: torch.Tensor,
-    lse: torch.Tensor,
+    max_logits: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
 ) -> None:
     c = Checker("sparse_mla_prefill")
     arguments.check_query(c, "q", q, (torch.bfloat16,), ("s_q",))
@@ -54,7 +74,7 @@ def _check_prefill(
     c.tensor("indices", indices, torch.int32, ("s_q", 1, None))
     arguments.check_sink(c, "attn_sink", attn_sink)
     c.tensor("topk_length", topk_length, torch.int32, ("s_q",), optional=True)
-    _check_results(c, "s_q", out, max_logits, lse)
+    _check_results(c, "s_q", q, out, max_logits, lse, positions, cos_sin_cache, out_scale)
 
 
 def _cost_prefill(
@@ -72,7 +92,8 @@ def _cost_prefill(
 
 _prefill = define_op(
     "sparse_mla_prefill(Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, Tensor? topk_length, "
-    "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse) -> ()",
+    "Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!)? lse, Tensor? positions, "
+    "Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     check=_check_prefill,
     reference=reference.sparse_mla_prefill,
     cost=_cost_prefill,
@@ -92,7 +113,9 @@ def sparse_mla_prefill(
     out: torch.Tensor | None = None,
     max_logits: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return_lse: bool = True,
+    output_quant: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, Any, Any]:
     """Attention of each query row to rows of one buffer that it names by number.
 
     With s_n = sm_scale * (q . k_n) over the rows n attended to and lse = ln sum_n exp(s_n):
@@ -107,17 +130,25 @@ def sparse_mla_prefill(
     attn_sink     fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
     topk_length   int32 [s_q]: only columns below it count; None: all
     out           bf16 [s_q, h, 512], any strides with a dense last dimension; mutated
-    max_logits    fp32 [s_q, h], contiguous; mutated
-    lse           fp32 [s_q, h], contiguous; mutated
+    max_logits    fp32 [s_q, h], any strides; mutated
+    lse           fp32 [s_q, h], any strides; mutated
+    return_lse    False: max_logits and lse are written only if they are given, and nothing is allocated for them
+    output_quant  (positions int64 [s_q], cos_sin_cache fp32 [rows, 64], out_scale fp32): the output is stored as
+                  `fused_inv_rope_fp8_quant` would make it of the bf16 output, byte for byte. Then out must be given,
+                  e4m3 [s_q, groups, heads of a group * 512] with a dense last dimension, and out_scale is the memory of
+                  `output_scale_shape`, padding included; both mutated. A position outside the table takes its nearest
+                  row. On sm_90a
 
-    Returns (out, max_logits, lse): max_logits = max_n s_n; lse is the natural logarithm; neither includes the sink. A
-    row that attends to nothing has out = 0, max_logits = -inf and lse = +inf. Rows of kv not attended to are not read
-    into the result, whatever they hold. Raises ValueError or TypeError on arguments that do not fit.
+    Returns (out, max_logits, lse), with None for what nobody asks for: max_logits = max_n s_n; lse is the natural
+    logarithm; neither includes the sink. A row that attends to nothing has out = 0, max_logits = -inf and lse = +inf.
+    Rows of kv not attended to are not read into the result, whatever they hold. Raises ValueError or TypeError on
+    arguments that do not fit.
     """
     if d_v != formats.HEAD_DIM:
         Checker("sparse_mla_prefill").fail("d_v", str(formats.HEAD_DIM), d_v)
-    out, max_logits, lse = _results("sparse_mla_prefill", q, out, max_logits, lse)
-    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse)
+    out, max_logits, lse = _results("sparse_mla_prefill", q, out, max_logits, lse, return_lse, output_quant)
+    quant = arguments.quant_tensors(output_quant, "sparse_mla_prefill")
+    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse, *quant)
     return out, max_logits, lse
 
 
@@ -139,8 +170,11 @@ def _check_paged(
     num_splits: int,
     split_tokens: int,
     out: torch.Tensor,
-    max_logits: torch.Tensor,
-    lse: torch.Tensor,
+    max_logits: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
 ) -> None:
     c = Checker("sparse_mla_prefill_paged")
     arguments.check_query(c, "q", q, (torch.bfloat16,), ("T",))
@@ -161,7 +195,7 @@ def _check_paged(
         c.tensor("topk_indices", topk_indices, torch.int32, ("T", None), optional=True)
     arguments.check_sink(c, "attn_sink", attn_sink)
     arguments.check_splits(c, num_splits, split_tokens)
-    _check_results(c, "T", out, max_logits, lse)
+    _check_results(c, "T", q, out, max_logits, lse, positions, cos_sin_cache, out_scale)
 
 
 def _cost_paged(
@@ -211,7 +245,8 @@ _prefill_paged = define_op(
     "sparse_mla_prefill_paged(Tensor q, Tensor swa_cache, Tensor swa_block_table, Tensor query_start_loc, "
     "Tensor seq_lens, float sm_scale, SymInt window_size, Tensor? compressed_cache, Tensor? compressed_block_table, "
     "SymInt compress_ratio, Tensor? topk_indices, Tensor? attn_sink, str kv_format, str compressed_kv_format, "
-    "SymInt num_splits, SymInt split_tokens, Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse) -> ()",
+    "SymInt num_splits, SymInt split_tokens, Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!)? lse, "
+    "Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     check=_check_paged,
     reference=reference.sparse_mla_prefill_paged,
     cost=_cost_paged,
@@ -241,7 +276,9 @@ def sparse_mla_prefill_paged(
     out: torch.Tensor | None = None,
     max_logits: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return_lse: bool = True,
+    output_quant: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, Any, Any]:
     """Attention of each query row to its sliding window and to compressed entries, straight from their paged caches.
 
     The same result as gathering both caches into a workspace and calling `sparse_mla_prefill` on it. Request r owns the
@@ -275,11 +312,14 @@ def sparse_mla_prefill_paged(
                              the result by more than rounding. Hopper's kernel for fp8_ds_mla/1 has up to 8 parts of a
                              row; elsewhere num_splits = 0 is 1, and more are not supported
     out                      bf16 [T, h, 512], any strides with a dense last dimension; mutated
-    max_logits, lse          fp32 [T, h], contiguous; mutated
+    max_logits, lse          fp32 [T, h], any strides; mutated
+    return_lse               as in `sparse_mla_prefill`
+    output_quant             as in `sparse_mla_prefill`, with positions of T rows; with fp8_ds_mla caches, and rows that
+                             are not cut: num_splits = 0 is 1 then
 
     Returns (out, max_logits, lse) as `sparse_mla_prefill`. Raises ValueError or TypeError on arguments that do not fit.
     """
-    out, max_logits, lse = _results("sparse_mla_prefill_paged", q, out, max_logits, lse)
+    out, max_logits, lse = _results("sparse_mla_prefill_paged", q, out, max_logits, lse, return_lse, output_quant)
     _prefill_paged(
         q,
         swa_cache,
@@ -300,5 +340,6 @@ def sparse_mla_prefill_paged(
         out,
         max_logits,
         lse,
+        *arguments.quant_tensors(output_quant, "sparse_mla_prefill_paged"),
     )
     return out, max_logits, lse

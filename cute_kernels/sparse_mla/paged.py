@@ -14,11 +14,19 @@ from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla import paged_parts, schedule
 from cute_kernels.sparse_mla.gathered import ungathered
 from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
-from cute_kernels.sparse_mla.paged_sm90 import PagedKey
+from cute_kernels.sparse_mla.paged_sm90 import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
 from cute_kernels.sparse_mla.paged_sm100 import PagedKey as BlackwellPagedKey
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
-from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
+from cute_kernels.sparse_mla.prefill import (
+    HOPPER,
+    MOST_NUMBERS,
+    logs_arguments,
+    misaligned,
+    results_of,
+    scale_log2,
+    why_not_quantized,
+)
 from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 
 MOST_KEYS = 2**29
@@ -59,6 +67,7 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     keys = [way(arch, heads, compressed, fmt, fmt) for way in ways for compressed in chosen]
     if arch == HOPPER:
         keys += [PagedPartsKey(arch, blocks) for blocks in paged_parts.CLUSTERS]
+        keys.append(QuantPagedKey(arch))
     return list(dict.fromkeys(keys))
 
 
@@ -89,6 +98,13 @@ class Call(NamedTuple):
     out: Any
     max_logits: Any
     lse: Any
+    positions: Any = None
+    cos_sin_cache: Any = None
+    out_scale: Any = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.positions is not None
 
     @property
     def compressed(self) -> str:
@@ -128,6 +144,8 @@ class Call(NamedTuple):
 
     def parts(self, sms: int) -> tuple[int, int]:
         """(parts of a row, tiles in a part or 0) of the call, where rows are cut."""
+        if self.is_quantized:
+            return 1, 0
         if self.num_splits or self.split_tokens:
             return schedule.fixed_parts(self.max_tiles, self.num_splits, self.split_tokens)
         return paged_parts.choose_parts(self.q.shape[0], self.q.shape[1], self.max_tiles, sms), 0
@@ -138,9 +156,11 @@ def supports(*args: Any) -> tuple[bool, str]:
     call = Call(*args)
     caches = {"swa_cache": call.swa_cache, "compressed_cache": call.compressed_cache}
     pools = {name: pool for name, pool in caches.items() if pool is not None}
+    why = _why_not_quantized(call) if call.is_quantized else misaligned("heads of out", call.out, (0, 1))
+    if why:
+        return False, why
     for name, tensor, axes in (
         ("heads of q", call.q, (0, 1)),
-        ("heads of out", call.out, (0, 1)),
         *((f"pages of {name}", pool, (0,)) for name, pool in pools.items()),
     ):
         why = misaligned(name, tensor, axes)
@@ -157,6 +177,15 @@ def supports(*args: Any) -> tuple[bool, str]:
             return False, f"{name}: expected fewer than 2^30, got {count}"
     why = _uncut(call)
     return not why, why
+
+
+def _why_not_quantized(call: Call) -> str:
+    """Why the results of a call cannot be stored as codes, or nothing."""
+    if call.num_splits > 1 or call.split_tokens:
+        return "output_quant: expected rows in one part, num_splits at most 1 and split_tokens 0"
+    if not call.is_hoppers(arch_of(call.q.device.index)):
+        return f"output_quant is supported on {HOPPER} with caches of {FP8_DS_MLA.id} that its own kernel takes"
+    return why_not_quantized(call)
 
 
 def _uncut(call: Call) -> str:
@@ -186,7 +215,8 @@ def launch(*args: Any) -> None:
         parts, part_tiles = call.parts(sms)
         is_cut = schedule.goes_through_workspace(parts, part_tiles)
         more = (parts, part_tiles) if is_cut else (sms,)
-        launch_key(_key(arch, *called, is_cut, parts), device_index, *_own_arguments(call), *more)
+        key = QuantPagedKey(arch) if call.is_quantized else _key(arch, *called, is_cut, parts)
+        launch_key(key, device_index, *_own_arguments(call), *more)
     elif _is_blackwells(call, arch, device_index):
         launch_key(_key(arch, *called), device_index, *_own_arguments(call), sms)
     else:
@@ -218,9 +248,8 @@ def _own_arguments(call: Call) -> tuple[Any, ...]:
         call.q,
         *call.pools[0],
         *call.pools[1],
-        call.out,
-        call.max_logits,
-        call.lse,
+        *results_of(call),
+        *logs_arguments(call, call.q.device.index),
         0 if listed is None else listed.data_ptr(),
         0 if listed is None else listed.stride(0) * listed.element_size(),
         call.columns,
@@ -240,8 +269,7 @@ def _portable_arguments(call: Call) -> tuple[Any, ...]:
         *call.pools[1],
         call.swa_block_table if call.topk_indices is None else call.topk_indices,
         call.out,
-        call.max_logits,
-        call.lse,
+        *logs_arguments(call, call.q.device.index),
         *_batch_arguments(call),
         min(call.window_size, MOST_NUMBERS),
         1 if call.compressed_cache is None else min(call.compress_ratio, MOST_NUMBERS * 2 - 1),

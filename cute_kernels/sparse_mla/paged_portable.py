@@ -14,11 +14,12 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl.paging import Batch, matrix
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, PLAIN_BF16
+from cute_kernels.sparse_mla.logs import fake_logs, logs_of
 from cute_kernels.sparse_mla.mixed_portable import fake_pool
 from cute_kernels.sparse_mla.portable_prefill import PortablePrefillKernel
 from cute_kernels.sparse_mla.portable_prefill_output import Results
 from cute_kernels.sparse_mla.portable_prefill_rows import COMPRESSED, PagedRows, PagedSources, pool_of
-from cute_kernels.sparse_mla.prefill_portable import PortableKey, fake_numbers, fake_rows
+from cute_kernels.sparse_mla.prefill_portable import PortableKey, fake_rows
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PortablePagedKey(PortableKey):
 
         tensors = (fake_rows(), pool(self.format0), lists(), pool(self.format1), lists(), lists())
         scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int32(1), Int64(0), Float32(0), Int32(1))
-        results = (fake_rows(), fake_numbers(), fake_numbers())
+        results = (fake_rows(), fake_logs(2), fake_logs(2))
         return PortablePaged(self), (*tensors, *results, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
@@ -110,5 +111,5 @@ class PortablePaged(PortablePrefillKernel):
             Batch(starts, seq_lens, requests),
         )
         strides = stride_bytes(out, 0), stride_bytes(out, 1)
-        results = Results(address(out), *strides, address(max_logits), address(lse), sink, length(q, 1), None)
+        results = Results(address(out), *strides, logs_of(max_logits), logs_of(lse), sink, length(q, 1), None)
         self.launch(q, sources, results, scale_log2, blocks, stream)

@@ -18,6 +18,7 @@ from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.sparse_mla import paged_sm90, paged_sm90_plan
 from cute_kernels.sparse_mla.decode_sm100 import codes_copy, pitch_of, rope_copy
+from cute_kernels.sparse_mla.logs import logs_of
 from cute_kernels.sparse_mla.paged_sm100_plan import PAGED, Sources
 from cute_kernels.sparse_mla.paged_sm100_rows import Front, PagedLists, PagedRows
 from cute_kernels.sparse_mla.prefill_sm90_plan import Output
@@ -85,7 +86,7 @@ class PagedKernel(PrefillKernel):
         caches = swa_cache, compressed_cache
         sources = Sources(named, *(pitch_of(cache) for cache in caches))
         results = Output(
-            address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse), None
+            address(out), stride_bytes(out, 0), stride_bytes(out, 1), logs_of(max_logits), logs_of(lse), None
         )
         maps = (*(codes_copy(cache) for cache in caches), *(rope_copy(cache) for cache in caches))
         self.launch(q, maps, sources, results, sink, scale_log2, grid_blocks, stream)

@@ -19,11 +19,13 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.sparse_mla.logs import fake_logs, logs_of
 from cute_kernels.sparse_mla.paged_sm90_plan import PAGED, Sources, cache_of
 from cute_kernels.sparse_mla.paged_sm90_rows import PagedRows
 from cute_kernels.sparse_mla.paged_sm90_scores import PagedScores
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_numbers, fake_rows
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_rows
 from cute_kernels.sparse_mla.prefill_sm90_plan import Output
+from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,19 @@ class PagedKey(PrefillKey):
         return PagedKernel(), (*fake_arguments(), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
+@dataclass(frozen=True)
+class QuantPagedKey(PagedKey):
+    """As PagedKey: results are turned back and become e4m3 codes, see quant_output."""
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return *super().instructions, "cvt.e4m3"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        _, arguments = super().build()
+        return QuantPagedKernel(), (*arguments[:5], *fake_quant(), *arguments[6:])
+
+
 def fake_arguments() -> tuple[Any, ...]:
     """Those of the entry point up to the scale."""
 
@@ -53,7 +68,7 @@ def fake_arguments() -> tuple[Any, ...]:
     def numbers() -> Any:
         return make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
 
-    tensors = (fake_rows(), cache(), numbers(), cache(), numbers(), fake_rows(), fake_numbers(), fake_numbers())
+    tensors = (fake_rows(), cache(), numbers(), cache(), numbers(), fake_rows(), fake_logs(2), fake_logs(2))
     scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(1))
     return *tensors, *scalars, Int64(0), Float32(0)
 
@@ -77,8 +92,8 @@ class PagedKernel(PrefillKernel):
     stream
     """
 
-    def __init__(self) -> None:
-        super().__init__("sparse_mla_prefill_paged", PagedRows(), PAGED)
+    def __init__(self, name: str = "sparse_mla_prefill_paged") -> None:
+        super().__init__(name, PagedRows(), PAGED)
         self.scores = PagedScores(PAGED)
 
     @cute.jit
@@ -105,17 +120,53 @@ class PagedKernel(PrefillKernel):
         grid_blocks: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        sources = Sources(
-            cache_of(swa_cache, swa_block_table),
-            cache_of(compressed_cache, compressed_block_table),
-            window_size,
-            lists,
-            list_row,
-            columns,
-            cute.fast_divmod_create_divisor_v2(compress_ratio),
-            Batch(starts, seq_lens, requests),
-        )
+        window = cache_of(swa_cache, swa_block_table)
+        compressed = cache_of(compressed_cache, compressed_block_table)
+        ratio, batch = cute.fast_divmod_create_divisor_v2(compress_ratio), Batch(starts, seq_lens, requests)
+        sources = Sources(window, compressed, window_size, lists, list_row, columns, ratio, batch)
         results = Output(
-            address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse), None
+            address(out), stride_bytes(out, 0), stride_bytes(out, 1), logs_of(max_logits), logs_of(lse), None
         )
+        self.launch(q, sources, results, sink, scale_log2, grid_blocks, stream)
+
+
+class QuantPagedKernel(PagedKernel):
+    """Entry point: as PagedKernel, with codes, scales, positions and the table of cosines and sines in place of out."""
+
+    def __init__(self) -> None:
+        super().__init__("sparse_mla_prefill_paged_quant")
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        swa_cache: cute.Tensor,
+        swa_block_table: cute.Tensor,
+        compressed_cache: cute.Tensor,
+        compressed_block_table: cute.Tensor,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        positions: cute.Tensor,
+        table: cute.Tensor,
+        max_logits: cute.Tensor,
+        lse: cute.Tensor,
+        lists: Int64,
+        list_row: Int64,
+        columns: Int32,
+        compress_ratio: Int32,
+        starts: Int64,
+        seq_lens: Int64,
+        requests: Int32,
+        window_size: Int32,
+        sink: Int64,
+        scale_log2: Float32,
+        grid_blocks: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        window = cache_of(swa_cache, swa_block_table)
+        compressed = cache_of(compressed_cache, compressed_block_table)
+        ratio, batch = cute.fast_divmod_create_divisor_v2(compress_ratio), Batch(starts, seq_lens, requests)
+        sources = Sources(window, compressed, window_size, lists, list_row, columns, ratio, batch)
+        quant = quant_of(codes, scales, positions, table)
+        results = Output(None, None, None, logs_of(max_logits), logs_of(lse), None, quant=quant)
         self.launch(q, sources, results, sink, scale_log2, grid_blocks, stream)

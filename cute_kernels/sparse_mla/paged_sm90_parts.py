@@ -20,6 +20,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, stride_bytes
+from cute_kernels.sparse_mla.logs import logs_of
 from cute_kernels.sparse_mla.paged_parts import CLUSTERS
 from cute_kernels.sparse_mla.paged_sm90 import PagedKernel, PagedKey, fake_arguments
 from cute_kernels.sparse_mla.paged_sm90_parts_merge import PartBack, PartScores, meet
@@ -101,7 +102,7 @@ class PagedPartsKernel(PagedKernel):
             part_tiles,
         )
         strides = stride_bytes(out, 0), stride_bytes(out, 1)
-        results = Output(address(out), *strides, address(max_logits), address(lse), None, sink=sink)
+        results = Output(address(out), *strides, logs_of(max_logits), logs_of(lse), None, sink=sink)
         # each part is without the sink
         self.launch(q, sources, results, Int64(0), scale_log2, Int32(0), stream)
 

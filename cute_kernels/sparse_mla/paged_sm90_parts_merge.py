@@ -110,7 +110,6 @@ class PartBack(Back):
 
         asked = self.ask(0, 0, total, own_at)
         summaries = [ptx.map_shared(at.kept + own_row * SUMMARY, rank) for rank in range(self.blocks)]
-        head = (Int64(row) * q.heads + first + own_row) * 4
         is_own = (side == 0) & (lane & 3 == 0) & (ptx.rank_again() == 0)
         factors = []
         for half in range_constexpr(2):
@@ -126,10 +125,11 @@ class PartBack(Back):
             factors.append([weight * whole for weight in weights])
             lse = (top + ptx.log2(amount)) * Float32(ptx.LN_2)
             lse = Float32(Float32.inf) if amount == Float32(0.0) else lse
-            is_head = is_own & (8 * half < count)
-            place = head + 8 * half * 4
-            ptx.store_global_s32(out.max_logits + place, (most * Float32(ptx.LN_2)).bitcast(Int32), is_head)
-            ptx.store_global_s32(out.lse + place, lse.bitcast(Int32), is_head)
+            # a branch, since addresses found before it would be spilled
+            if is_own & (8 * half < count):
+                place = row, first + own_row + 8 * half
+                out.max_logits.store(place, most * Float32(ptx.LN_2), True)
+                out.lse.store(place, lse, True)
 
         target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)
         sums = cute.make_rmem_tensor((UNIT // 2,), Float32)

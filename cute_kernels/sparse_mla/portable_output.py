@@ -6,23 +6,22 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.sparse_mla.logs import Logs, logs_of
 from cute_kernels.sparse_mla.portable_plan import WARP_COLUMNS
 
 
 class Output(NamedTuple):
-    """Addresses of out, lse and the sink (0: none); strides of out's parts, batches, tokens and heads in bytes; and how
-    many of the last three there are."""
+    """Address of out, and strides of its parts, batches, tokens and heads in bytes; log-sum-exps by parts, batches,
+    heads and tokens; address of the sink (0: none); and how many heads there are."""
 
     base: Any
     strides: Any
-    lse: Any
+    lse: Logs
     sink: Any
-    batches: Any
-    tokens: Any
     heads: Any
 
     @cute.jit
@@ -45,9 +44,7 @@ class Output(NamedTuple):
             share = whole + ptx.exp2(logit * Float32(ptx.LOG2_E) - top)
         ptx.store_shared_f32(factor, Float32(0.0) if is_empty else ptx.reciprocal(share), lane & 3 == 0)
         lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(whole)) * Float32(ptx.LN_2)
-        index = (Int64(part) * Int64(self.batches) + batch) * Int64(self.heads) + head
-        index = index * Int64(self.tokens) + token
-        ptx.store_global_s32(self.lse + index * 4, lse.bitcast(Int32), exists and lane & 3 == 0)
+        self.lse.store((part, batch, head, token), lse, exists and lane & 3 == 0)
 
     @cute.jit
     def store(
@@ -84,5 +81,4 @@ class Output(NamedTuple):
 def output_of(out: cute.Tensor, lse: cute.Tensor, sink: Any) -> Output:
     """The kernel's arguments. On the host's side of the launch."""
     strides = tuple(stride_bytes(out, axis) for axis in range(4))
-    sizes = (length(out, axis) for axis in (1, 2, 3))
-    return Output(address(out), strides, address(lse), sink, *sizes)
+    return Output(address(out), strides, logs_of(lse), sink, length(out, 3))

@@ -7,22 +7,23 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.reduce import exchange_in_quad, over_quad
+from cute_kernels.sparse_mla.logs import Logs
 from cute_kernels.sparse_mla.softmax import share
 
 
 class Results(NamedTuple):
-    """Address of out and its strides in bytes; addresses of max_logits (None: nobody asks) and lse, both fp32 [rows,
-    heads]; of the sink, or 0; heads; and what out is multiplied with, or None."""
+    """Address of out and its strides in bytes; max_logits (None: nobody asks) and lse, by rows and heads; address of
+    the sink, or 0; heads; and what out is multiplied with, or None."""
 
     out: Any
     row: Any
     head: Any
     max_logits: Any
-    lse: Any
+    lse: Logs
     sink: Any
     heads: Any
     scale: Any
@@ -43,12 +44,10 @@ class Results(NamedTuple):
             whole = whole * self.scale
         ptx.store_shared_f32(factor, whole, lane & 3 == 0)
         lse = Float32(Float32.inf) if amount == Float32(0.0) else (most + ptx.log2(amount)) * Float32(ptx.LN_2)
-        place = (Int64(row) * Int64(self.heads) + head) * 4
         is_first = exists and lane & 3 == 0
-        ptx.store_global_s32(self.lse + place, lse.bitcast(Int32), is_first)
+        self.lse.store((row, head), lse, is_first)
         if const_expr(self.max_logits is not None):
-            largest = ptx.load_shared_f32(top) * Float32(ptx.LN_2)
-            ptx.store_global_s32(self.max_logits + place, largest.bitcast(Int32), is_first)
+            self.max_logits.store((row, head), ptx.load_shared_f32(top) * Float32(ptx.LN_2), is_first)
 
     @cute.jit
     def store(self, o: Any, target: Any, rows: Any, factors: Any, lane: Any, tiles: cutlass.Constexpr) -> None:

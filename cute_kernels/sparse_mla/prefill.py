@@ -10,11 +10,12 @@ from cute_kernels.dsl import ptx
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.sparse_mla.arguments import misaligned_quant, no_logs
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
 from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
 from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 from cute_kernels.sparse_mla.schedule import block_heads
@@ -38,6 +39,12 @@ def misaligned(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
     return ""
 
 
+def logs_arguments(call: Any, device_index: int) -> tuple[Any, Any]:
+    """max_logits and lse of a call, and what stands for those that nobody asks for."""
+    max_logits, lse = (no_logs(2, device_index) if x is None else x for x in (call.max_logits, call.lse))
+    return max_logits, lse
+
+
 def scale_log2(scale: float) -> float:
     """What the kernel multiplies scores with that are powers of two then."""
     return scale * ptx.LOG2_E or LEAST_SCALE
@@ -59,7 +66,8 @@ def portable_key(arch: str, heads: int) -> KernelKey:
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """One kernel takes every call of a rank; where it has to be trusted first, the portable one as well."""
     heads = config.num_attention_heads // tp
-    return [key_for(arch, heads), *([portable_key(arch, heads)] if arch in BLACKWELL else [])]
+    keys = [key_for(arch, heads), *([portable_key(arch, heads)] if arch in BLACKWELL else [])]
+    return [*keys, QuantPrefillKey(arch)] if arch == HOPPER else keys
 
 
 @cache
@@ -84,16 +92,35 @@ class Call(NamedTuple):
     out: Any
     max_logits: Any
     lse: Any
+    positions: Any = None
+    cos_sin_cache: Any = None
+    out_scale: Any = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.positions is not None
+
+
+def why_not_quantized(call: Any) -> str:
+    """Why the results of a call cannot be stored as codes, or nothing."""
+    arch = arch_of(call.q.device.index)
+    if arch != HOPPER:
+        return f"output_quant is supported on {HOPPER}, got {arch}"
+    return misaligned_quant(call.out, call.cos_sin_cache)
+
+
+def results_of(call: Any) -> tuple[Any, ...]:
+    """out, or codes and what comes with them: see quant_output."""
+    return (call.out, call.out_scale, call.positions, call.cos_sin_cache) if call.is_quantized else (call.out,)
 
 
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, in the schema's order, and if not, why."""
     call = Call(*args)
-    for name, tensor, axes in (
-        ("heads of q", call.q, (0, 1)),
-        ("rows of kv", call.kv, (0,)),
-        ("heads of out", call.out, (0, 1)),
-    ):
+    why = why_not_quantized(call) if call.is_quantized else misaligned("heads of out", call.out, (0, 1))
+    if why:
+        return False, why
+    for name, tensor, axes in (("heads of q", call.q, (0, 1)), ("rows of kv", call.kv, (0,))):
         why = misaligned(name, tensor, axes)
         if why:
             return False, why
@@ -114,14 +141,13 @@ def launch(*args: Any) -> None:
     if arch in BLACKWELL and not is_own("sparse_mla_prefill", arch, device_index, _why_not_own(call)):
         choose = _portable_key
     launch_key(
-        choose(arch, call.q.shape[1]),
+        QuantPrefillKey(arch) if call.is_quantized else choose(arch, call.q.shape[1]),
         device_index,
         call.q,
         call.kv,
         call.indices,
-        call.out,
-        call.max_logits,
-        call.lse,
+        *results_of(call),
+        *logs_arguments(call, device_index),
         0 if call.topk_length is None else call.topk_length.data_ptr(),
         0 if call.attn_sink is None else call.attn_sink.data_ptr(),
         scale_log2(call.sm_scale),

@@ -329,10 +329,9 @@ class FewScores:
         top = known[0][2]
         lse = (top + ptx.log2(amount)) * Float32(ptx.LN_2)
         lse = Float32(Float32.inf) if amount == Float32(0.0) else lse
-        place = (Int64(item) * q.heads + head) * 4
         if const_expr(out.max_logits is not None):
-            ptx.store_global_s32(out.max_logits + place, (most * Float32(ptx.LN_2)).bitcast(Int32), head < q.heads)
-        ptx.store_global_s32(out.lse + place, lse.bitcast(Int32), head < q.heads)
+            out.max_logits.store((item, head), most * Float32(ptx.LN_2), head < q.heads)
+        out.lse.store((item, head), lse, head < q.heads)
         return share(amount, top, logit, sink)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM, PLAIN_BF16
 from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.sparse_mla.logs import fake_logs, logs_of
 from cute_kernels.sparse_mla.portable_prefill import PortablePrefillKernel
 from cute_kernels.sparse_mla.portable_prefill_output import Results
 from cute_kernels.sparse_mla.portable_prefill_plan import Plan
@@ -59,7 +60,7 @@ class PortablePrefillKey(PortableKey):
         indices = make_fake_tensor(
             Int32, (cute.sym_int(), 1, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)
         )
-        tensors = (fake_rows(), fake_rows(), indices, fake_rows(), fake_numbers(), fake_numbers())
+        tensors = (fake_rows(), fake_rows(), indices, fake_rows(), fake_logs(2), fake_logs(2))
         scalars = (Int64(0), Int64(0), Float32(0), Int32(1))
         return PortableGathered(self.plan), (*tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True))
 
@@ -69,11 +70,6 @@ def fake_rows(kind: Any = BFloat16) -> Any:
     multiple = 128 // kind.width
     strides = (cute.sym_int64(divisibility=multiple), cute.sym_int64(divisibility=multiple), 1)
     return make_fake_tensor(kind, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=strides, assumed_align=16)
-
-
-def fake_numbers() -> Any:
-    """fp32 [any, any], contiguous."""
-    return make_fake_compact_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0))
 
 
 class PortableGathered(PortablePrefillKernel):
@@ -107,5 +103,5 @@ class PortableGathered(PortablePrefillKernel):
             lengths,
         )
         strides = stride_bytes(out, 0), stride_bytes(out, 1)
-        results = Results(address(out), *strides, address(max_logits), address(lse), sink, length(q, 1), None)
+        results = Results(address(out), *strides, logs_of(max_logits), logs_of(lse), sink, length(q, 1), None)
         self.launch(q, sources, results, scale_log2, blocks, stream)

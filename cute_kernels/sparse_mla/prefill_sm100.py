@@ -28,7 +28,8 @@ from cute_kernels.dsl import ptx, tensor_maps
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.prefill_sm90 import fake_numbers, fake_rows
+from cute_kernels.sparse_mla.logs import fake_logs, logs_of
+from cute_kernels.sparse_mla.prefill_sm90 import fake_rows
 from cute_kernels.sparse_mla.prefill_sm90_plan import ROWS, SLAB, Output, Query, Sources, Work
 from cute_kernels.sparse_mla.prefill_sm100_back import Back
 from cute_kernels.sparse_mla.prefill_sm100_plan import (
@@ -64,7 +65,7 @@ class PrefillKey(KernelKey):
         indices = make_fake_tensor(
             Int32, (cute.sym_int(), 1, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)
         )
-        results = (fake_rows(), fake_numbers(), fake_numbers())
+        results = (fake_rows(), fake_logs(2), fake_logs(2))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         scalars = (Int64(0), Int64(0), Float32(0), Int32(1))
         return PrefillKernel(), (fake_rows(), fake_rows(), indices, *results, *scalars, stream)
@@ -108,7 +109,7 @@ class PrefillKernel:
             lengths,
         )
         results = Output(
-            address(out), stride_bytes(out, 0), stride_bytes(out, 1), address(max_logits), address(lse), None
+            address(out), stride_bytes(out, 0), stride_bytes(out, 1), logs_of(max_logits), logs_of(lse), None
         )
         maps = (self.rows_map(kv),)
         self.launch(q, maps, sources, results, sink, scale_log2, blocks, stream)

@@ -197,8 +197,6 @@ class Scores:
         """Store what a head's logits come to."""
         lse = (top + ptx.log2(amount)) * Float32(ptx.LN_2)
         lse = Float32(Float32.inf) if amount == Float32(0.0) else lse
-        place = (Int64(row) * q.heads + head) * 4
         if const_expr(out.max_logits is not None):
-            largest = (most * Float32(ptx.LN_2)).bitcast(Int32)
-            ptx.store_global_s32(out.max_logits + place, largest, head < q.heads)
-        ptx.store_global_s32(out.lse + place, lse.bitcast(Int32), head < q.heads)
+            out.max_logits.store((row, head), most * Float32(ptx.LN_2), head < q.heads)
+        out.lse.store((row, head), lse, head < q.heads)

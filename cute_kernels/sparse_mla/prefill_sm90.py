@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
@@ -28,6 +28,7 @@ from cute_kernels.dsl import ptx, wgmma
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.sparse_mla.logs import fake_logs, logs_of
 from cute_kernels.sparse_mla.prefill_sm90_back import Back
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     BACK,
@@ -50,6 +51,7 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
 )
 from cute_kernels.sparse_mla.prefill_sm90_rows import Rows
 from cute_kernels.sparse_mla.prefill_sm90_scores import Scores
+from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 
 
 @dataclass(frozen=True)
@@ -71,21 +73,29 @@ class PrefillKey(KernelKey):
         indices = make_fake_tensor(
             Int32, (cute.sym_int(), 1, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)
         )
-        results = (fake_rows(), fake_numbers(), fake_numbers())
+        results = (fake_rows(), fake_logs(2), fake_logs(2))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         scalars = (Int64(0), Int64(0), Float32(0), Int32(1))
         return self.kernel(), (fake_rows(), fake_rows(), indices, *results, *scalars, stream)
+
+
+@dataclass(frozen=True)
+class QuantPrefillKey(PrefillKey):
+    """As PrefillKey: results are turned back and become e4m3 codes, see quant_output."""
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return *super().instructions, "cvt.e4m3"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        _, (q, kv, indices, _, *others) = super().build()
+        return QuantPrefillKernel(), (q, kv, indices, *fake_quant(), *others)
 
 
 def fake_rows(dtype: Any = BFloat16) -> Any:
     """[any, any, 512], strides multiples of 16 bytes."""
     row, head = (cute.sym_int64(divisibility=128 // dtype.width) for _ in range(2))
     return make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=(row, head, 1), assumed_align=16)
-
-
-def fake_numbers() -> Any:
-    """fp32 [any, any], contiguous."""
-    return make_fake_compact_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0))
 
 
 class PrefillKernel:
@@ -119,7 +129,13 @@ class PrefillKernel:
         blocks: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        sources = Sources(
+        sources = self.gathered(kv, indices, lengths)
+        strides, policy = (stride_bytes(out, 0), stride_bytes(out, 1)), results_policy(length(q, 0) * length(q, 1))
+        results = Output(address(out), *strides, logs_of(max_logits), logs_of(lse), None, policy)
+        self.launch(q, sources, results, sink, scale_log2, blocks, stream)
+
+    def gathered(self, kv: Any, indices: Any, lengths: Any) -> Sources:
+        return Sources(
             address(kv),
             stride_bytes(kv, 0),
             length(kv, 0),
@@ -128,9 +144,6 @@ class PrefillKernel:
             length(indices, 2),
             lengths,
         )
-        strides, policy = (stride_bytes(out, 0), stride_bytes(out, 1)), results_policy(length(q, 0) * length(q, 1))
-        results = Output(address(out), *strides, address(max_logits), address(lse), None, policy)
-        self.launch(q, sources, results, sink, scale_log2, blocks, stream)
 
     @cute.jit
     def launch(
@@ -246,3 +259,33 @@ class PrefillKernel:
             cute.arch.setmaxregister_decrease(self.plan.rows_registers)
             self.rows.run(Work(ptx.block_again(), items, blocks, blocks_bits), q, sources, ready, at)
         self.leave(group)
+
+
+class QuantPrefillKernel(PrefillKernel):
+    """Entry point: as PrefillKernel, with codes, scales, positions and the table of cosines and sines in place of
+    out."""
+
+    def __init__(self) -> None:
+        super().__init__("sparse_mla_prefill_quant")
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv: cute.Tensor,
+        indices: cute.Tensor,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        positions: cute.Tensor,
+        table: cute.Tensor,
+        max_logits: cute.Tensor,
+        lse: cute.Tensor,
+        lengths: Int64,
+        sink: Int64,
+        scale_log2: Float32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        quant = quant_of(codes, scales, positions, table)
+        results = Output(None, None, None, logs_of(max_logits), logs_of(lse), None, quant=quant)
+        self.launch(q, self.gathered(kv, indices, lengths), results, sink, scale_log2, blocks, stream)

@@ -60,8 +60,13 @@ class Back:
 
         tile = Int32(0)
         stage, phase = barriers.start()
-        mark = Int32(0)
+        mark, coming = Int32(0), work.first
         while mark & END == 0:
+            angles = (Int32(0), Int32(0))
+            if const_expr(out.quant is not None):
+                # there is time: the first tile's weights are not there yet
+                angles = out.quant.angles(work.place(coming)[0], lane)
+                coming = coming + work.step
             if const_expr(self.plan.queries_in_ring):
                 # the first stage has the queries
                 stage, phase = ready.stages.advance(stage, phase)
@@ -94,7 +99,12 @@ class Back:
                 self.let_go(ready.weights.empty(buffer), ready.stages.empty(stage), lane)
                 stage, phase = ready.stages.advance(stage, phase)
                 tile = tile + 1
-            self.store(total, shares, item, side, own_row, lane, work, q, out, at)
+            if const_expr(out.quant is not None):
+                row, first = work.place(item)
+                head = first + own_row
+                out.quant.store(total, shares, angles, row, head, q.heads - head, side, lane)
+            else:
+                self.store(total, shares, item, side, own_row, lane, work, q, out, at)
 
     @cute.jit
     def store(

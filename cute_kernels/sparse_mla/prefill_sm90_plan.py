@@ -20,6 +20,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.formats import HEAD_DIM
+from cute_kernels.sparse_mla.logs import Logs
 from cute_kernels.sparse_mla.schedule import TILE
 
 KEYS = TILE
@@ -282,14 +283,16 @@ def results_policy(heads: Any) -> Any:
 
 
 class Output(NamedTuple):
-    """out: address, strides in bytes of rows and heads; addresses of max_logits, or None, and of lse; what to multiply
-    out with, or None; L2's policy for out, or None; where parts of rows are merged, the address of the sink, or 0."""
+    """out: address, strides in bytes of rows and heads; max_logits, or None, and lse by rows and heads; what to
+    multiply out with, or None; L2's policy for out, or None; where parts of rows are merged, the address of the sink,
+    or 0. quant: where the results go instead as codes, or None."""
 
     base: Any
     row: Any
     head: Any
     max_logits: Any
-    lse: Any
+    lse: Logs
     scale: Any
     policy: Any = None
     sink: Any = None
+    quant: Any = None

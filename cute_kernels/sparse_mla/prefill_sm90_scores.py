@@ -229,11 +229,10 @@ class Scores:
         head = self.head(item, half, work)
         lse = (top + ptx.log2(amount)) * Float32(ptx.LN_2)
         lse = Float32(Float32.inf) if amount == Float32(0.0) else lse
-        place = (Int64(row) * q.heads + head) * 4
         is_own = (own_number() & 3 == 0) & (head < q.heads)
         if const_expr(out.max_logits is not None):
-            ptx.store_global_s32(out.max_logits + place, (most * Float32(ptx.LN_2)).bitcast(Int32), is_own)
-        ptx.store_global_s32(out.lse + place, lse.bitcast(Int32), is_own)
+            out.max_logits.store((row, head), most * Float32(ptx.LN_2), is_own)
+        out.lse.store((row, head), lse, is_own)
 
     @cute.jit
     def logit(self, sink: Any, head: Any, q: Query) -> Any:

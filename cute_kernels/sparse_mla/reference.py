@@ -11,10 +11,12 @@ can be seen in the result. A row that attends to nothing gives out = 0, lse = +i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.output.reference import fused_inv_rope_fp8_quant
 from cute_kernels.sparse_mla import selection
 from cute_kernels.sparse_mla.selection import Selection, pooled_slots, read_pooled, row_chunks, used_columns
 
@@ -90,8 +92,19 @@ def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, t
     return out, lse.masked_fill(empty.all(dim=0), torch.inf)
 
 
-def _store(out: torch.Tensor, rows: slice, result: torch.Tensor) -> None:
-    out[rows] = result.float().to(out.dtype)
+def _store(out: torch.Tensor | None, rows: slice, result: torch.Tensor) -> None:
+    if out is not None:
+        out[rows] = result.float().to(out.dtype)
+
+
+def _quantize(
+    o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor | None, out: torch.Tensor, out_scale: Any
+) -> None:
+    """Store bf16 results [T, h, 512] as the projection behind attention takes them."""
+    assert cos_sin_cache is not None
+    groups, width = out.shape[1:]
+    per_group = width // HEAD_DIM
+    fused_inv_rope_fp8_quant(o, positions, cos_sin_cache, out, out_scale, groups, per_group, False, False)
 
 
 def sparse_mla_decode(
@@ -111,8 +124,11 @@ def sparse_mla_decode(
     num_splits: int,
     split_tokens: int,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
 ) -> None:
     selections = selection.decode_selections(
         q,
@@ -127,11 +143,15 @@ def sparse_mla_decode(
         extra_length,
         extra_kv_format,
     )
+    o = out if positions is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     for rows, result in attend(q.flatten(0, 1), selections, softmax_scale, attn_sink):
         row = torch.arange(rows.start, rows.stop, device=q.device)
         batch, token = row // q.shape[1], row % q.shape[1]
-        out[batch, token] = result.out.float().to(out.dtype)
-        lse[batch, :, token] = result.lse.float()
+        o[batch, token] = result.out.float().to(o.dtype)
+        if lse is not None:
+            lse[batch, :, token] = result.lse.float()
+    if positions is not None:
+        _quantize(o.flatten(0, 1), positions, cos_sin_cache, out, out_scale)
 
 
 def sparse_mla_prefill(
@@ -142,14 +162,20 @@ def sparse_mla_prefill(
     attn_sink: torch.Tensor | None,
     topk_length: torch.Tensor | None,
     out: torch.Tensor,
-    max_logits: torch.Tensor,
-    lse: torch.Tensor,
+    max_logits: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
 ) -> None:
     selections = selection.prefill_selections(kv, indices, topk_length)
+    o = out if positions is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     for rows, result in attend(q, selections, sm_scale, attn_sink):
-        _store(out, rows, result.out)
+        _store(o, rows, result.out)
         _store(max_logits, rows, result.max_logits)
         _store(lse, rows, result.lse)
+    if positions is not None:
+        _quantize(o, positions, cos_sin_cache, out, out_scale)
 
 
 def sparse_mla_prefill_paged(
@@ -170,8 +196,11 @@ def sparse_mla_prefill_paged(
     num_splits: int,
     split_tokens: int,
     out: torch.Tensor,
-    max_logits: torch.Tensor,
-    lse: torch.Tensor,
+    max_logits: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
 ) -> None:
     selections = selection.paged_selections(
         q,
@@ -187,10 +216,13 @@ def sparse_mla_prefill_paged(
         kv_format,
         compressed_kv_format,
     )
+    o = out if positions is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     for rows, result in attend(q, selections, sm_scale, attn_sink):
-        _store(out, rows, result.out)
+        _store(o, rows, result.out)
         _store(max_logits, rows, result.max_logits)
         _store(lse, rows, result.lse)
+    if positions is not None:
+        _quantize(o, positions, cos_sin_cache, out, out_scale)
 
 
 def sparse_mla_mixed(
@@ -207,7 +239,7 @@ def sparse_mla_mixed(
     window_size: int,
     kv_format: str,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
 ) -> None:
     selections = selection.mixed_selections(
         query,
@@ -226,9 +258,10 @@ def sparse_mla_mixed(
 
 
 def merge_attention_states(
-    outs: torch.Tensor, lses: torch.Tensor, attn_sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+    outs: torch.Tensor, lses: torch.Tensor, attn_sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
     for i in range(outs.shape[1]):
         merged, total = merge_parts(outs[:, i].double(), lses[:, i].transpose(-1, -2).double())
         out[i] = apply_sink(merged, total, attn_sink).float().to(out.dtype)
-        lse[i] = total.transpose(-1, -2).float()
+        if lse is not None:
+            lse[i] = total.transpose(-1, -2).float()

@@ -80,9 +80,8 @@ def agree(
             factor = ptx.exp2(tops[2 * group + i] - top) * ptx.reciprocal(share)
             amounts[2 * group + i] = Float32(0.0) if is_empty else factor
             lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(whole)) * Float32(ptx.LN_2)
-            index = (Int64(part) * Int64(out.batches) + batch) * Int64(out.heads) + head
             is_chosen = exists and r == 0 and own.rank == 0 and own.team == 0
-            ptx.store_global_s32(out.lse + (index * Int64(out.tokens) + token) * 4, lse.bitcast(Int32), is_chosen)
+            out.lse.store((part, batch, head, token), lse, is_chosen)
 
 
 @cute.jit

@@ -18,10 +18,12 @@ GROUPS = 2
 
 
 @pytest.mark.parametrize(
-    ("heads", "second", "out_fp32"), [(64, "listed", False), (64, "dense", True), (8, "none", False)]
+    ("heads", "second", "results"),
+    [(64, "listed", "bf16"), (64, "dense", "fp32"), (8, "none", "bf16"), (64, "listed", "e4m3"), (8, "none", "e4m3")],
 )
-def test_no_spills_and_products_in_flight(heads: int, second: str, out_fp32: bool) -> None:
-    report = compile_report(DecodeKey("sm_90a", heads, second, out_fp32))
+def test_no_spills_and_products_in_flight(heads: int, second: str, results: str) -> None:
+    report = compile_report(DecodeKey("sm_90a", heads, second, results == "fp32", results == "e4m3"))
+    assert set(report.key.instructions) <= set(report.instructions)
     assert report.facts.spill_stores == 0
     assert report.smem == report.key.smem_bytes <= SMEM_BYTES["sm_90a"]
     if report.sass:

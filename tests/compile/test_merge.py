@@ -75,7 +75,9 @@ def test_every_number_of_parts_has_its_kernel() -> None:
             key = key_for("sm_90a", True, fp32_out, parts)
             assert key in keys
             assert key.more == (parts > key.held)
-    assert {key_for("sm_90a", True, False, parts) for parts in COUNTS} == {key for key in keys if not key.fp32_out}
+    for quantized in (False, True):
+        some = {key for key in keys if not key.fp32_out and key.quantized == quantized}
+        assert {key_for("sm_90a", True, False, parts, quantized) for parts in COUNTS} == some
 
 
 def test_a_head_has_whole_warps_and_a_block_whole_heads() -> None:

@@ -37,7 +37,7 @@ class OnHopper(Problem):
         results = Results(memory, (rows, heads), self.numbers)
         values = [put(memory, q), bytes_between(q, 0), bytes_between(q, 1), heads]
         _, sources, behind = self.sources(memory)
-        values += [*self.values(sources), results.out, results.row, results.head, *results.places, *behind]
+        values += [*self.values(sources), results.out, results.row, results.head, *results.logs, *behind]
         bits = int(heads > 64)
         values += [*self.policy, *self.sinks(put(memory, self.call.sink)), self.call.scale * LOG2_E, rows << bits, bits]
         # a kernel for few heads takes no bits; what products are made of are parameters, too

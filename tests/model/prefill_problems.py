@@ -61,6 +61,11 @@ class Results:
         self.out = self.memory.reserve(rows * self.row)
         self.places = [self.memory.reserve(rows * heads * 4) for _ in range(self.numbers)]
 
+    @property
+    def logs(self) -> list[int]:
+        """Parameters: addresses of numbers by row and head, and strides."""
+        return [value for place in self.places for value in (place, self.shape[1] * 4, 4)]
+
     def get(self) -> tuple[torch.Tensor, ...]:
         rows, heads = self.shape
         raw = torch.from_numpy(self.memory.get(self.out, (rows * self.row // 2,), np.int16)).view(torch.bfloat16)
@@ -110,7 +115,7 @@ class Problem:
         places = (PARAMETERS + parameter.offset for parameter in self.program.parameters)
         maps = dict(zip(places, [own, *sources], strict=False))
         values = [*[bytes(128)] * len(maps), address, *strides, heads, *values]
-        values += [results.out, results.row, results.head, *results.places, *behind, put(memory, self.call.sink)]
+        values += [results.out, results.row, results.head, *results.logs, *behind, put(memory, self.call.sink)]
         bits = int(heads > 64)
         parameters = pack(self.program, [*values, self.call.scale * LOG2_E, rows << bits, bits])
         grid = min(blocks, rows << bits)

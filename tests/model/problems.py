@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cute_kernels.dsl.ptx import LOG2_E
+from cute_kernels.output.ops import fused_inv_rope_fp8_quant, output_scale_shape
 from tests.gpu import decode_cases
 from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
@@ -44,6 +45,43 @@ def on_host() -> Iterator[None]:
 
 
 @dataclasses.dataclass
+class Codes:
+    """Results as e4m3 codes: see QuantOutput."""
+
+    positions: torch.Tensor
+    table: torch.Tensor
+    groups: int
+
+    def place(self, memory: GlobalMemory, rows: int, heads: int) -> list[Any]:
+        """Parameters."""
+        width, padded = heads // self.groups * 512, -(-rows // 4) * 4
+        self.out, self.scales = memory.reserve(rows * heads * 512), memory.reserve(heads * 4 * padded * 4)
+        values = [put(memory, self.positions), 8, put(memory, self.table), 256, len(self.table)]
+        values += [self.out, self.groups * width, width, self.scales, width // 128 * padded * 4, padded * 4]
+        return [*values, rows, padded, *divisor(heads // self.groups)]
+
+    def get(self, memory: GlobalMemory, rows: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes uint8 [rows, groups, width] and scales [groups, width / 128, padded rows]."""
+        width, padded = heads // self.groups * 512, -(-rows // 4) * 4
+        codes = memory.get(self.out, (rows, self.groups, width), np.uint8)
+        scales = memory.get(self.scales, (self.groups, width // 128, padded), np.float32)
+        return torch.from_numpy(codes), torch.from_numpy(scales)
+
+    def assert_those_of(self, plain: torch.Tensor, memory: GlobalMemory) -> None:
+        """Of bf16 results [rows, heads, 512]; and that every byte of results was written once."""
+        rows, heads, _ = plain.shape
+        per_group = heads // self.groups
+        codes = torch.empty(rows, self.groups, per_group * 512, dtype=torch.float8_e4m3fn)
+        scales = torch.empty(output_scale_shape(rows, self.groups, per_group))
+        given = plain, self.positions, self.table, self.groups, per_group
+        fused_inv_rope_fp8_quant(*given, out=codes, scale_out=scales)
+        mine, my_scales = self.get(memory, rows, heads)
+        assert torch.equal(mine, codes.view(torch.uint8))
+        assert torch.equal(my_scales, scales)
+        assert (memory.written[memory.writable] == 1).all()
+
+
+@dataclasses.dataclass
 class Decode:
     """A call of sparse_mla_decode in the model's memory, with fp32 or bf16 results in `parts` parts."""
 
@@ -52,6 +90,8 @@ class Decode:
     out_fp32: bool = False
     parts: int = 1
     part_tiles: int = 0
+    codes: Any = None
+    """Codes, where that is what results become."""
 
     def place(self, program: Program) -> tuple[GlobalMemory, bytes, int]:
         """(memory, parameters, work items) for Hopper's kernel: see DecodeKernel.__call__."""
@@ -74,11 +114,16 @@ class Decode:
             sources += [put(memory, indices), *strides, indices.shape[2], *lengths(memory, length)]
         size = 4 if self.out_fp32 else 2
         row = heads * 512 * size
-        self.out = memory.reserve(self.parts * batch * tokens * row)
         self.lse = memory.reserve(self.parts * batch * heads * tokens * 4)
-        out_strides = batch * tokens * row, tokens * row, row, 512 * size
+        lse_strides = batch * heads * tokens * 4, heads * tokens * 4, tokens * 4, 4
         values = [q, *(stride * 2 for stride in call.q.stride()[:3]), heads, *sources]
-        values += [self.out, *out_strides, self.lse, heads, batch, put(memory, call.sink), call.scale * LOG2_E]
+        if self.codes is None:
+            self.out = memory.reserve(self.parts * batch * tokens * row)
+            values += [self.out, batch * tokens * row, tokens * row, row, 512 * size]
+        values += [self.lse, *lse_strides, heads]
+        if self.codes is not None:
+            values += self.codes.place(memory, batch * tokens, heads)
+        values += [put(memory, call.sink), call.scale * LOG2_E]
         for number in (tokens, head_blocks, self.parts):
             values += divisor(number)
         values += [self.part_tiles, self.items]
@@ -93,7 +138,12 @@ class Decode:
             out = torch.from_numpy(self.memory.get(self.out, shape, np.float32))
         else:
             out = torch.from_numpy(self.memory.get(self.out, shape, np.int16)).view(torch.bfloat16)
-        return out, torch.from_numpy(self.memory.get(self.lse, (self.parts, batch, heads, tokens), np.float32))
+        return out, self.results_of_logits()
+
+    def results_of_logits(self) -> torch.Tensor:
+        """lse [parts, b, h, s_q]."""
+        batch, tokens, heads, _ = self.call.q.shape
+        return torch.from_numpy(self.memory.get(self.lse, (self.parts, batch, heads, tokens), np.float32))
 
     def run(self, program: Program, size: int, pairs: int = 2, **options: Any) -> Any:
         memory, parameters, items = self.place(program)

@@ -69,7 +69,8 @@ class Decode(problems.Decode):
         self.out = memory.reserve(self.parts * batch * tokens * row)
         self.lse = memory.reserve(self.parts * batch * heads * tokens * 4)
         sink = put(memory, None if self.out_fp32 else call.sink)
-        values += [self.out, batch * tokens * row, tokens * row, row, 512 * size, self.lse, sink, batch, tokens, heads]
+        values += [self.out, batch * tokens * row, tokens * row, row, 512 * size]
+        values += [self.lse, batch * heads * tokens * 4, heads * tokens * 4, tokens * 4, 4, sink, heads]
         values += [call.scale * LOG2_E, 0, self.items, self.ctas // self.cluster]
         for number in (blocks, self.parts, tokens):
             values += divisor(number)

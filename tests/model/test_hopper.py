@@ -89,22 +89,32 @@ class Prefill:
         self.lengths = torch.tensor([columns, 0, 65]).int()
         self.sink = torch.randn(heads, generator=g)
 
-    def run(self, own: Program, blocks: int, **options: Any) -> None:
+    def run(self, own: Program, blocks: int, codes: Any = None, **options: Any) -> None:
+        """codes: what results become, instead of bf16"""
         (rows, heads, _), columns = self.q.shape, self.indices.shape[2]
         memory = self.memory = GlobalMemory()
-        self.places = [memory.reserve(rows * heads * size) for size in (1024, 4, 4)]
+        self.places = [memory.reserve(rows * heads * size) for size in (0 if codes else 1024, 4, 4)]
         values = [put(memory, self.q), self.q.stride(0) * 2, self.q.stride(1) * 2, heads]
         values += [put(memory, self.kv), self.kv.stride(0) * 2, len(self.kv)]
         values += [put(memory, self.indices), self.indices.stride(0) * 4, columns, put(memory, self.lengths)]
-        values += [self.places[0], heads * 1024, 1024, *self.places[1:], READ_AGAIN, put(memory, self.sink)]
+        logs = [value for place in self.places[1:] for value in (place, heads * 4, 4)]
+        if codes is None:
+            values += [self.places[0], heads * 1024, 1024, *logs, READ_AGAIN]
+        else:
+            values += [*logs, *codes.place(memory, rows, heads)]
+        values += [put(memory, self.sink)]
         values += [512**-0.5 * LOG2_E, rows, 0]
         parameters = pack(own, [*values, *[0] * (len(own.parameters) - len(values))])
         run_grid(own, parameters, memory, blocks=blocks, size=PREFILL.smem_bytes, **options)
 
+    def out(self) -> torch.Tensor:
+        return torch.from_numpy(self.memory.get(self.places[0], self.q.shape, "int16")).view(torch.bfloat16)
+
+    def lse(self) -> torch.Tensor:
+        return torch.from_numpy(self.memory.get(self.places[2], self.q.shape[:2], "float32"))
+
     def check(self) -> None:
-        (rows, heads, _), (count, _, _) = self.q.shape, self.kv.shape
-        out = torch.from_numpy(self.memory.get(self.places[0], (rows, heads, 512), "int16")).view(torch.bfloat16)
-        lse = torch.from_numpy(self.memory.get(self.places[2], (rows, heads), "float32"))
+        count, out, lse = len(self.kv), self.out(), self.lse()
         slots = self.indices[:, 0].long()
         named = (slots >= 0) & (slots < count) & (torch.arange(slots.shape[1]) < self.lengths[:, None])
         k = torch.zeros(*slots.shape, 512, dtype=torch.float64)

@@ -14,6 +14,9 @@ from tests.helpers import check_op
 from tests.sparse_mla import model
 from tests.sparse_mla.model import BF16, FP8, INT_MAX, INT_MIN, SCALE, Pool
 
+NOT_QUANTIZED = (None, None, None)
+"""positions, cos_sin_cache and out_scale of a call without output_quant."""
+
 POISON_ENTRY = -(10**6)
 
 
@@ -274,14 +277,14 @@ def arguments(**changes):
 
 
 def test_opcheck():
-    check_op("sparse_mla_prefill_paged", *arguments().values())
+    check_op("sparse_mla_prefill_paged", *arguments().values(), *NOT_QUANTIZED)
     alone = {"compressed_cache": None, "compressed_block_table": None, "topk_indices": None}
-    check_op("sparse_mla_prefill_paged", *arguments(**alone, attn_sink=None).values())
+    check_op("sparse_mla_prefill_paged", *arguments(**alone, attn_sink=None).values(), *NOT_QUANTIZED)
 
 
 def test_cost_counts_attended_rows():
     with record_calls() as recording:
-        OPS["sparse_mla_prefill_paged"].overload(*arguments().values())
+        OPS["sparse_mla_prefill_paged"].overload(*arguments().values(), *NOT_QUANTIZED)
     (call,) = recording.calls
     window, entries = 5 * 8, 2 + 1 + 2 + 1 + 2
     assert call.cost.flops == 2 * 3 * (window + entries) * 1024

@@ -1,0 +1,269 @@
+"""Attention with output_quant on a GPU: byte for byte what the CPU makes of the bf16 results that the same kernel
+stores without it. And log-sum-exps of odd strides, or of nobody who asks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.output import reference
+from cute_kernels.output.ops import output_scale_shape
+from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.ops import FALLBACK_VARIABLE
+from cute_kernels.sparse_mla import decode, prefill
+from cute_kernels.sparse_mla.ops import (
+    merge_attention_states,
+    sparse_mla_decode,
+    sparse_mla_prefill,
+    sparse_mla_prefill_paged,
+)
+from tests import oracle
+from tests.gpu import decode_cases, paged_cases
+from tests.gpu.decode_checks import same_bits
+from tests.gpu.prefill_checks import LARGEST
+from tests.helpers import POISON_BYTE, bits, raw_bytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or arch_of(0) != "sm_90a", reason="Hopper's kernels store codes"),
+]
+
+TABLE = oracle.cos_sin_table(3000)
+KNOWN = (0, 2999, 3000, -5, 2**32 + 1, 127)
+
+
+@pytest.fixture(autouse=True)
+def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without output_quant, too, run those kernels that store codes, whatever the heads."""
+    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    monkeypatch.setattr(decode, "TEAMS_HEADS", ())
+    monkeypatch.setattr(decode, "_key", lambda index, *args: decode.key_for("sm_90a", *args))
+    monkeypatch.setattr(prefill, "FEW_HEADS", (0,))
+    monkeypatch.setattr(prefill, "_key", prefill.key_for)
+
+
+def positions_of(tokens: int) -> torch.Tensor:
+    """Some of them special, in every second element of a tensor."""
+    positions = torch.randint(0, 3000, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    positions[: len(KNOWN)] = torch.tensor(KNOWN)[:tokens]
+    wide = torch.full((tokens, 2), 2**62, device="cuda")
+    wide[:, 0] = positions
+    return wide[:, 0]
+
+
+@dataclasses.dataclass
+class Outputs:
+    """Codes and scales in larger buffers full of poison."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    buffers: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def make(cls, tokens: int, groups: int, per_group: int) -> Outputs:
+        codes = torch.empty(groups + 1, tokens + 2, per_group * 512 + 64, dtype=torch.float8_e4m3fn, device="cuda")
+        shape = output_scale_shape(tokens, groups, per_group)
+        scales = torch.empty(shape[0], shape[1] + 2, shape[2] + 3, device="cuda")
+        for buffer in (codes, scales):
+            raw_bytes(buffer).fill_(POISON_BYTE)
+        view = codes[1:, 1 : tokens + 1, 32 : 32 + per_group * 512].transpose(0, 1)
+        return cls(view, scales[:, 1:-1, 1 : shape[2] + 1], (codes, scales))
+
+    def on_cpu(self) -> Outputs:
+        """A copy with the same strides, and everything around it."""
+        buffers = tuple(buffer.cpu() for buffer in self.buffers)
+        views = (
+            buffer.as_strided(t.shape, t.stride(), t.storage_offset())
+            for buffer, t in zip(buffers, (self.codes, self.scales), strict=True)
+        )
+        return Outputs(*views, buffers)
+
+    def assert_same(self, other: Outputs) -> None:
+        for mine, want in zip(self.buffers, other.buffers, strict=True):
+            wrong = (raw_bytes(mine).cpu() != raw_bytes(want)).nonzero()
+            assert not len(wrong), f"{len(wrong)} bytes of {mine.dtype}, first at {wrong[0].tolist()}"
+
+
+def check(
+    rows: int, heads: int, plain: torch.Tensor, attend: Callable[..., Any], groups: int = 1, times: int = 1
+) -> Outputs:
+    """attend(out=..., output_quant=...) against bf16 results [rows, heads, 512]."""
+    outputs, positions = Outputs.make(rows, groups, heads // groups), positions_of(rows)
+    want = outputs.on_cpu()
+    reference.fused_inv_rope_fp8_quant(
+        plain.reshape(rows, heads, 512).cpu(), positions.cpu(), TABLE, want.codes, want.scales, groups,
+        heads // groups, False, False,
+    )  # fmt: skip
+    for _ in range(times):
+        attend(out=outputs.codes, output_quant=(positions, TABLE.cuda(), outputs.scales))
+    outputs.assert_same(want)
+    return outputs
+
+
+def strided_lse(b: int, heads: int, s_q: int) -> torch.Tensor:
+    """[b, heads, s_q] as a layer's [tokens, heads] has it, in the midst of NaN."""
+    return torch.full((b * s_q, heads + 3), math.nan, device="cuda")[:, 2:-1].unflatten(0, (b, s_q)).transpose(1, 2)
+
+
+DECODES = [
+    # heads, groups, second, requests, tokens, splits
+    (64, 8, "listed", 3, 1, {"num_splits": 1}),
+    (64, 8, "listed", 3, 1, {}),
+    (64, 2, "dense", 5, 3, {"num_splits": 1}),
+    (128, 16, "listed", 3, 2, {"num_splits": 1}),
+    (128, 16, "listed", 2, 1, {"num_splits": 5}),
+    (32, 4, "listed", 4, 1, {"num_splits": 1}),
+    (16, 2, "none", 7, 1, {"num_splits": 1}),
+    (8, 1, "listed", 5, 1, {"num_splits": 1}),
+    (5, 5, "listed", 2, 2, {"num_splits": 1}),
+    (100, 4, "listed", 1, 1, {"num_splits": 1}),
+    (64, 8, "listed", 6, 1, {"num_splits": 3}),
+    (64, 8, "listed", 2, 3, {"split_tokens": 128}),
+    (64, 8, "listed", 3, 1, {"split_tokens": 64}),
+    (8, 1, "dense", 5, 1, {"num_splits": 2}),
+    (3, 1, "none", 1, 1, {"num_splits": 2}),
+    (64, 8, "none", 150, 1, {"num_splits": 1}),
+]
+
+
+@pytest.mark.parametrize(("heads", "groups", "second", "b", "s_q", "splits"), DECODES)
+def test_decode(heads: int, groups: int, second: str, b: int, s_q: int, splits: dict[str, int]) -> None:
+    call = decode_cases.make(b=b, s_q=s_q, heads=heads, second=second, lengths="bs", extra_topk=1200, **splits)
+    call.indices[-1] = -1  # among others, a row that attends to nothing
+    if call.extra_indices is not None:
+        call.extra_indices[-1] = -1
+    plain, lse = decode_cases.run(call)
+    strided = strided_lse(b, heads, s_q)
+
+    def attend(**outputs: Any) -> None:
+        decode_cases.run(call, lse=strided, **outputs)
+
+    check(b * s_q, heads, plain, attend, groups)
+    assert same_bits(strided, lse)
+    assert strided.storage_offset() == 2
+    assert strided._base is not None
+    assert bool(strided._base.isnan()[:, :2].all() & strided._base.isnan()[:, -1:].all())
+
+
+def test_decode_with_nan_and_infinity() -> None:
+    call = decode_cases.make(b=4, heads=64, topk=64, lengths="none", bad=0.0, sink="none", num_splits=1)
+    call.q[0, 0, 3] = math.nan
+    call.q[1, 0, :, 511] = math.inf
+    plain, _ = decode_cases.run(call)
+    assert plain.isnan().any()
+    check(4, 64, plain, lambda **outputs: decode_cases.run(call, **outputs), 8)
+
+
+def test_nobody_asks_for_lse() -> None:
+    for splits in ({"num_splits": 1}, {"num_splits": 3}):
+        call = decode_cases.make(b=3, heads=64, second="listed", **splits)
+        plain, _ = decode_cases.run(call)
+        out = torch.full_like(plain, math.nan)
+        got, lse = sparse_mla_decode(**call.arguments(), out=out, return_lse=False)
+        assert lse is None
+        assert got is out
+        assert same_bits(out, plain)
+
+
+def test_merge_without_lse() -> None:
+    outs, lses = torch.randn(3, 2, 1, 4, 512, device="cuda"), torch.randn(3, 2, 4, 1, device="cuda")
+    want, _ = merge_attention_states(outs, lses)
+    got, lse = merge_attention_states(outs, lses, return_lse=False)
+    assert lse is None
+    assert same_bits(got, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "groups", "topk"),
+    [(5, 64, 8, 200), (9, 128, 16, 130), (300, 64, 8, 70), (3, 17, 1, 65), (6, 8, 1, 100), (4, 16, 2, 64)],
+)
+def test_prefill(rows: int, heads: int, groups: int, topk: int) -> None:
+    g = torch.Generator("cuda").manual_seed(rows)
+    q = torch.randn(rows, heads, 512, device="cuda", generator=g).bfloat16()
+    kv = (torch.randn(500, 1, 512, device="cuda", generator=g).clamp(-4, 4) * LARGEST / 4).bfloat16()
+    indices = torch.randint(-20, 520, (rows, 1, topk), device="cuda", generator=g).int()
+    length = torch.randint(0, topk + 1, (rows,), device="cuda", generator=g).int()
+    length[1] = 0
+    sink = torch.randn(heads, device="cuda", generator=g)
+    given = {"attn_sink": sink, "topk_length": length}
+    plain, top, lse = sparse_mla_prefill(q, kv, indices, 512**-0.5, **given)
+    own = [torch.full((heads, rows + 1), math.nan, device="cuda").T[:-1] for _ in range(2)]
+
+    def attend(**outputs: Any) -> None:
+        sparse_mla_prefill(q, kv, indices, 512**-0.5, **given, max_logits=own[0], lse=own[1], **outputs)
+
+    check(rows, heads, plain, attend, groups)
+    assert same_bits(own[0], top)
+    assert same_bits(own[1], lse)
+    out, *others = sparse_mla_prefill(q, kv, indices, 512**-0.5, **given, return_lse=False)
+    assert others == [None, None]
+    assert same_bits(out, plain)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "changes"),
+    [
+        (64, 8, {}),
+        (128, 16, {"width": None}),
+        (8, 1, {"ratio": 0}),
+        (33, 3, {"query_lens": (150, 90), "seq_lens": (150, 2000)}),
+    ],
+)
+def test_prefill_paged(heads: int, groups: int, changes: dict[str, Any]) -> None:
+    call = paged_cases.make(heads=heads, **changes)
+    rows = len(call.q)
+    plain, top, lse = sparse_mla_prefill_paged(**call.arguments(), num_splits=1)
+    own = [torch.full((heads, rows + 1), math.nan, device="cuda").T[:-1] for _ in range(2)]
+
+    def attend(**outputs: Any) -> None:
+        more = {"max_logits": own[0], "lse": own[1]}
+        sparse_mla_prefill_paged(**call.arguments(), **more, **outputs)
+
+    check(rows, heads, plain, attend, groups)
+    assert same_bits(own[0], top)
+    assert same_bits(own[1], lse)
+
+
+@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"num_splits": 4}])
+def test_graphs_and_streams(splits: dict[str, int]) -> None:
+    """Captured on another stream and replayed again and again, the same bytes."""
+    call = decode_cases.make(b=140, heads=64, second="listed", lengths="bs", **splits)
+    plain, _ = decode_cases.run(call)
+    workspace = decode_cases.workspace_for(call)
+
+    def attend(**outputs: Any) -> None:
+        def step() -> None:
+            sparse_mla_decode(**call.arguments(), **outputs, return_lse=False, workspace=workspace)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        # the views' poison must be written anew
+        outputs["out"].view(torch.uint8).fill_(POISON_BYTE)
+        outputs["output_quant"][2].fill_(math.nan)
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+
+    outputs = check(140, 64, plain, attend, 8)
+    assert bits(outputs.scales).ne(0).any()
+
+
+def test_what_is_not_supported_says_so() -> None:
+    call = paged_cases.make(heads=64)
+    outputs = Outputs.make(len(call.q), 1, 64)
+    quant = positions_of(len(call.q)), TABLE.cuda(), outputs.scales
+    with pytest.raises(RuntimeError, match="output_quant: expected rows in one part"):
+        sparse_mla_prefill_paged(**call.arguments(), num_splits=2, out=outputs.codes, output_quant=quant)
