@@ -49,9 +49,9 @@ class AttentionOptions:
     tma_aligned_scales   packed scales for wo_a (the Blackwell recipe)
     max_model_len        longest sequence; sizes the rotary table and the profiling run's workspace
     max_num_tokens       most rows in a step; sizes the top-k buffer
-    use_pdl              kernels are launched as dependents of those before them (programmatic dependent launch): weights
-                         are fetched while the kernel before still runs. Same bits. Whoever writes a weight on the stream
-                         of a step launches something behind it, as any torch operation does
+    use_pdl              kernels are launched as dependents of those before (programmatic dependent launch), so that
+                         weights are fetched while the kernel before still runs. Same bits. What writes a weight on the
+                         stream of a step must be a launch without it, as any torch operation is
     bind_steps           an eager decode step keeps its launches and repeats them for the next step of its kind
                          (layers.bound). Same bits
     aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. Same bits
@@ -262,7 +262,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         streams, device = self._streams(hidden_states.shape[0]), hidden_states.device
         if self._hidden_weights is not None and device.type == "cuda":
             stack, options = self._hidden_weights, self.options
-            gemm = {"batch_invariant": options.batch_invariant, "use_pdl": options.use_pdl}
+            gemm: dict[str, Any] = {"batch_invariant": options.batch_invariant, "use_pdl": options.use_pdl}
             qr_kv, scores = run_on_streams(
                 [
                     lambda: self.fused_wqa_wkv(hidden_states),
@@ -388,13 +388,21 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         qr_kv, kv_score, index_weights, index_kv_score = self.attn_gemm_parallel_execute(hidden_states)
         slots = capture is None and self.mla_attn.takes_slots
         q, topk, kv = self.attention_front(qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture, slots)
-        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self.mla_attn(q, caches, m, topk, out, lse, slots)
         table = self.rotary_emb.cos_sin_cache
+        if capture is None and self.o_proj.takes_codes and m.num_tokens and self.mla_attn.quantizes(q.device, m):
+            codes, memory = self.o_proj.allocate_codes(m.num_tokens, q.device)
+            self.mla_attn(q, caches, m, topk, codes, None, slots, (m.positions, table, memory))
+            self.o_proj.project(codes, memory.permute(2, 0, 1)[: m.num_tokens], result)
+            return
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+        lse = None
         if capture is not None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
             capture["kv"] = numerics.rotate(kv, m.positions, table).bfloat16()
             capture["q"] = q.float() * self.mla_attn.query_scale
+        self.mla_attn(q, caches, m, topk, out, lse, slots)
+        if capture is not None:
+            assert lse is not None
             capture["o_raw"], capture["lse"] = out, lse
             if topk is not None:
                 capture["topk"] = topk.clone()
@@ -414,7 +422,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if stack is None:
             return self.wq_b.multiply(Fp8Rows(codes, scale)).unflatten(-1, shape), None, kv
         assert stack.scale is not None
-        gemm = {"batch_invariant": self.options.batch_invariant, "use_pdl": use_pdl}
+        gemm: dict[str, Any] = {"batch_invariant": self.options.batch_invariant, "use_pdl": use_pdl}
         q, index_q = fp8_linear(codes, scale, stack.weight, stack.scale, **gemm).split(stack.splits, dim=1)
         return q.unflatten(-1, shape), index_q, kv
 

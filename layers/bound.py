@@ -1,7 +1,7 @@
-"""Decode steps whose launches are kept: what a layer does on the host the second time it sees the same kind of step.
+"""Decode steps whose launches are kept: what a layer does on the host when a kind of step comes again.
 
-The ops of a layer check their arguments, choose kernels and allocate results in every call, some 20 us each on the host.
-A bound step is the list of launches that one such pass came down to: compiled functions with their arguments, which
+The ops of a layer check arguments, choose kernels and allocate results in every call: some 20 us of host time each. A
+bound step is the list of launches that one such pass came down to: compiled functions with their arguments, which
 are tensors at fixed addresses (weights, caches, step metadata, scratch) and numbers that follow from the key. Running
 it again is one comparison of keys and one call per kernel. Only the hidden states and the result may lie elsewhere each
 time: arguments that are views of them are made anew.
@@ -31,7 +31,7 @@ from layers.indexer import step_columns
 from layers.metadata import DeepseekV4Metadata
 
 MOST_STEPS = 32
-"""Bound steps that a layer keeps: the batch sizes of a server's decode steps. The least recently used one goes first."""
+"""Bound steps that a layer keeps: the batch sizes of a server's decode steps. The one used longest ago goes first."""
 
 MOST_KEYS = 4096
 CHUNK_BYTES = 64 << 20
@@ -204,6 +204,8 @@ class BoundSteps:
 
     def __init__(self) -> None:
         self._steps: OrderedDict[Any, BoundStep | None] = OrderedDict()
+        self.foreign: set[str] = set()
+        """Torch operations that kept steps from being bound."""
 
     def __len__(self) -> int:
         return sum(step is not None for step in self._steps.values())
@@ -255,6 +257,7 @@ class BoundSteps:
         scratch.rewind()
         with record_launches() as launches, _Watch(scratch) as watch:
             body(hidden_states, out)
+        self.foreign.update(watch.foreign)
         step = None if watch.foreign else BoundStep(launches, hidden_states, out)
         self._steps[key] = step if step is not None and step.is_whole else None
         if len(self._steps) > MOST_STEPS:

@@ -27,9 +27,10 @@ SCORE_BYTES = 256_000_000
 """Of scores in memory at a time. Calls with more are scored in chunks, each of which costs about 20 microseconds on an
 H200 (perf/notes/indexer_topk.md): 2% of a chunk's time."""
 
+
 def step_columns(entries: int) -> int:
-    """Columns of scores that a decode step is launched for, of so many entries at most: rounded up by an eighth at most,
-    so that a bound step or a graph serves many steps while sequences grow."""
+    """Columns of scores that a decode step of so many entries is launched for: rounded up by an eighth at most, so that
+    a bound step serves many steps while sequences grow."""
     step = 1 << max(entries.bit_length() - 4, 6)
     return max(-(-entries // step) * step, 1)
 

@@ -75,9 +75,9 @@ def bf16_product(
 ) -> torch.Tensor:
     """bf16 x [T, in] @ weight [out, in]^T: for few rows on Hopper, and where bits must not depend on how many they are,
     by our kernel, else by torch."""
-    if x.device.type == "cuda" and (batch_invariant or x.shape[0] <= MOST_OWN_ROWS) and weight.shape[0] % 16 == 0:
-        if arch_of(x.device.index) == "sm_90a":
-            return bf16_linear(x, weight, out_dtype=out_dtype, batch_invariant=batch_invariant, use_pdl=use_pdl)
+    is_few = batch_invariant or x.shape[0] <= MOST_OWN_ROWS
+    if x.is_cuda and is_few and weight.shape[0] % 16 == 0 and arch_of(x.device.index) == "sm_90a":
+        return bf16_linear(x, weight, out_dtype=out_dtype, batch_invariant=batch_invariant, use_pdl=use_pdl)
     return _recorded(label, x, weight, out_dtype, lambda: matmul(x, weight, out_dtype))
 
 

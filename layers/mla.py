@@ -35,6 +35,17 @@ PREFILL_CHUNK_SIZE = 4
 """Prefill requests gathered into the workspace at a time."""
 
 
+LEAST_QUANTIZED_HEADS = 64
+"""Kernels for fewer heads, which are faster there, leave rotation and quantization of the output to a launch behind."""
+
+OutputQuant = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Positions int64 [T], rotary table, and memory of scales: see `sparse_mla_decode`."""
+
+
+def _first(x: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    return None if x is None else x[:rows]
+
+
 class Workspace:
     """Scratch memory that is reused, and shared by all layers of a model: for the prefill gather, which may make it
     grow, and for the parts of decode rows, where it stays where it is: all layers ask for the same number of bytes."""
@@ -148,21 +159,33 @@ class DeepseekV4MLAAttention(nn.Module):
         metadata: DeepseekV4Metadata,
         topk_indices: torch.Tensor | None,
         out: torch.Tensor,
-        lse: torch.Tensor,
+        lse: torch.Tensor | None = None,
         slots: bool = False,
+        output_quant: OutputQuant | None = None,
     ) -> None:
-        """Attend with q bf16 [T, heads, 512]; writes out bf16 [T, heads, 512] and lse fp32 [T, heads].
+        """Attend with q bf16 [T, heads, 512]; writes out bf16 [T, heads, 512] and, if it is given, lse fp32 [T, heads].
 
         topk_indices   int32 [T, K], request-local entries (C4A); None for the other kinds
         slots          those of decode rows are slots of the compressed cache
+        output_quant   (positions, rotary table, memory of scales): out is e4m3 [T, groups, columns], what the output
+                       projection reads (`sparse_mla_decode`). Only where `quantizes` says so
         """
         rows = metadata.num_decode_tokens
         if rows:
-            self._decode(q[:rows], caches, metadata, topk_indices, out[:rows], lse[:rows], slots)
+            self._decode(q[:rows], caches, metadata, topk_indices, out[:rows], _first(lse, rows), slots, output_quant)
         if metadata.num_prefill_tokens:
             form = self._form(q.device, metadata)
             attend = self._prefill_gathered if form == "gathered" else self._prefill_paged
-            attend(q, caches, metadata, topk_indices, out, lse)
+            attend(q, caches, metadata, topk_indices, out, lse, output_quant)
+
+    def quantizes(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
+        """Whether one attention kernel writes all rows of a step, and can write them as the output projection reads
+        them."""
+        if device.type != "cuda" or arch_of(device.index) != "sm_90a" or self.num_heads < LEAST_QUANTIZED_HEADS:
+            return False
+        if not m.num_decode_tokens and self._form(device, m) == "gathered":
+            return m.num_prefills <= PREFILL_CHUNK_SIZE
+        return not m.num_decode_tokens or not m.num_prefill_tokens
 
     def _form(self, device: torch.device, m: DeepseekV4Metadata) -> str:
         """Of a step's prefill rows."""
@@ -179,8 +202,9 @@ class DeepseekV4MLAAttention(nn.Module):
         m: DeepseekV4Metadata,
         topk_indices: torch.Tensor | None,
         out: torch.Tensor,
-        lse: torch.Tensor,
+        lse: torch.Tensor | None,
         slots: bool,
+        output_quant: OutputQuant | None,
     ) -> None:
         shape = m.decode_batch()
         rows = m.num_decode_tokens
@@ -207,7 +231,7 @@ class DeepseekV4MLAAttention(nn.Module):
                     "extra_block_table": m.decode_table(m.compressed_block_table),
                     "extra_length": m.c128a_decode_topk_lens.view(shape),
                 }
-        _, batch_lse = sparse_mla_decode(
+        sparse_mla_decode(
             q.unflatten(0, shape),
             caches.swa.data,
             m.decode_swa_indices.view(*shape, -1),
@@ -216,11 +240,13 @@ class DeepseekV4MLAAttention(nn.Module):
             softmax_scale=self.scale,
             kv_format=caches.swa.kv_format.id,
             num_splits=self.num_splits,
-            out=out.unflatten(0, shape),
+            out=out.unflatten(0, shape) if output_quant is None else out,
+            lse=None if lse is None else lse.unflatten(0, shape).transpose(1, 2),
+            return_lse=False,
             workspace=self._decode_workspace(q.device),
+            output_quant=output_quant,
             **extra,
         )
-        lse.copy_(batch_lse.transpose(1, 2).reshape(lse.shape))
 
     def _prefill_paged(
         self,
@@ -229,12 +255,13 @@ class DeepseekV4MLAAttention(nn.Module):
         m: DeepseekV4Metadata,
         topk_indices: torch.Tensor | None,
         out: torch.Tensor,
-        lse: torch.Tensor,
+        lse: torch.Tensor | None,
+        output_quant: OutputQuant | None,
     ) -> None:
         first = m.num_decode_tokens
         compressed = caches.compressed
         table = m.compressed_block_table
-        _, _, row_lse = sparse_mla_prefill_paged(
+        sparse_mla_prefill_paged(
             q[first:],
             caches.swa.data,
             m.swa_block_table[m.num_decodes :],
@@ -251,8 +278,10 @@ class DeepseekV4MLAAttention(nn.Module):
             compressed_kv_format=caches.swa.kv_format.id if compressed is None else compressed.kv_format.id,
             num_splits=self.num_splits,
             out=out[first:],
+            lse=None if lse is None else lse[first:],
+            return_lse=False,
+            output_quant=output_quant,
         )
-        lse[first:].copy_(row_lse)
 
     def _prefill_gathered(
         self,
@@ -261,12 +290,13 @@ class DeepseekV4MLAAttention(nn.Module):
         m: DeepseekV4Metadata,
         topk_indices: torch.Tensor | None,
         out: torch.Tensor,
-        lse: torch.Tensor,
+        lse: torch.Tensor | None,
+        output_quant: OutputQuant | None,
     ) -> None:
         end = m.num_decodes + m.num_prefills
         for first in range(m.num_decodes, end, PREFILL_CHUNK_SIZE):
             last = min(first + PREFILL_CHUNK_SIZE, end)
-            self._gathered_chunk(q, caches, m, topk_indices, out, lse, first, last)
+            self._gathered_chunk(q, caches, m, topk_indices, out, lse, output_quant, first, last)
 
     def _gathered_chunk(
         self,
@@ -275,7 +305,8 @@ class DeepseekV4MLAAttention(nn.Module):
         m: DeepseekV4Metadata,
         topk_indices: torch.Tensor | None,
         out: torch.Tensor,
-        lse: torch.Tensor,
+        lse: torch.Tensor | None,
+        output_quant: OutputQuant | None,
         first: int,
         last: int,
     ) -> None:
@@ -325,7 +356,7 @@ class DeepseekV4MLAAttention(nn.Module):
             columns,
             entries,
         )
-        _, _, row_lse = sparse_mla_prefill(
+        sparse_mla_prefill(
             q[rows],
             kv.view(-1, 1, self.config.head_dim),
             indices[:, None],
@@ -333,8 +364,10 @@ class DeepseekV4MLAAttention(nn.Module):
             attn_sink=self.attn_sink,
             topk_length=lens,
             out=out[rows],
+            lse=None if lse is None else lse[rows],
+            return_lse=False,
+            output_quant=output_quant,
         )
-        lse[rows].copy_(row_lse)
 
     def _prefill_picks(self, m: DeepseekV4Metadata, topk_indices: torch.Tensor | None, rows: slice) -> torch.Tensor:
         """Compressed entries of prefill rows, request-local: none, the indexer's picks, or all that are visible."""
@@ -387,6 +420,9 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
 
     def reserve(self, device: torch.device) -> None:
         """Steps need no workspace."""
+
+    def quantizes(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
+        return False
 
     def init_layer_buffers(self, q_scale: float = 1.0, kv_scale: float = 1.0) -> None:
         """Set the per-tensor scales: tensors for the insert and the compressor, Python floats for the attention."""
@@ -477,8 +513,9 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
         metadata: DeepseekV4Metadata,
         topk_indices: torch.Tensor | None,
         out: torch.Tensor,
-        lse: torch.Tensor,
+        lse: torch.Tensor | None = None,
         slots: bool = False,
+        output_quant: OutputQuant | None = None,
     ) -> None:
         m = metadata
         indices, lens = self._build_sparse_index_metadata(m, topk_indices)
@@ -502,5 +539,5 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
                 self.attn_sink,
                 window_size=self.window,
                 out=out[rows],
-                lse=lse[rows],
+                lse=None if lse is None else lse[rows],
             )

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from cute_kernels.linear.ops import fp8_grouped_linear
-from cute_kernels.output.ops import deepseek_v4_fp8_einsum, fused_inv_rope_fp8_quant, pack_block_scales
+from cute_kernels.output.ops import (
+    deepseek_v4_fp8_einsum,
+    fused_inv_rope_fp8_quant,
+    output_scale_shape,
+    pack_block_scales,
+)
 from cute_kernels.runtime import record
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.record import Cost
@@ -44,7 +51,7 @@ class OutputProjection(nn.Module):
     ) -> None:
         super().__init__()
         self.batch_invariant, self.use_pdl = batch_invariant, use_pdl
-        self._gemm = {"batch_invariant": batch_invariant, "use_pdl": use_pdl}
+        self._gemm: dict[str, Any] = {"batch_invariant": batch_invariant, "use_pdl": use_pdl}
         self.groups = tp.shard(config.o_groups, "o_groups")
         self.heads_per_group, self.rank = config.heads_per_group, config.o_lora_rank
         self.tma_aligned_scales = tma_aligned_scales
@@ -78,8 +85,19 @@ class OutputProjection(nn.Module):
             self._packed = pack_block_scales(self.wo_a_scale, self.rank)
         return self._packed
 
+    @property
+    def takes_codes(self) -> bool:
+        """Whether attention may rotate and quantize its results for wo_a."""
+        return self.wo_a_scale is not None and not self.tma_aligned_scales
+
+    def allocate_codes(self, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for them: codes e4m3 [T, groups, columns], and that of their scales."""
+        codes = torch.empty(rows, self.groups, self.wo_a.shape[2], dtype=torch.float8_e4m3fn, device=device)
+        shape = output_scale_shape(rows, self.groups, self.heads_per_group)
+        return codes, torch.empty(shape, dtype=torch.float32, device=device)
+
     def project_a(self, rotated: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """bf16 [T, groups, o_lora_rank] from rotated output [T, groups, heads_per_group * 512], with its scales if it is
+        """bf16 [T, groups, o_lora_rank] from rotated output [T, groups, heads_per_group * 512], and its scales if it is
         quantized."""
         if self.wo_a_scale is None:
             return self._grouped(rotated.transpose(0, 1)).transpose(0, 1)
@@ -92,8 +110,8 @@ class OutputProjection(nn.Module):
         return z
 
     def _quantizes(self, rotated: torch.Tensor) -> bool:
-        """Whether wo_a's product comes out quantized for wo_b: on Hopper, for few rows, and always with batch_invariant.
-        The bytes are those of quantizing it afterwards."""
+        """Whether wo_a's product comes out quantized for wo_b: on Hopper, few rows or with batch_invariant. The bytes
+        are those of quantizing it afterwards."""
         if self.wo_a_scale is None or self.tma_aligned_scales or not rotated.is_cuda:
             return False
         if arch_of(rotated.device.index) != "sm_90a" or not self.wo_b.quantized:

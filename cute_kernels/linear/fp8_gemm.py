@@ -70,7 +70,7 @@ def launch(
         return
     device_index = out.device.index
     if not _is_swapped(arch_of(device_index), out, batch_invariant):
-        einsum.launch(a, a_scale, b, b_scale, out, EQUATION, RECIPE)
+        einsum.launch(a, a_scale, b, b_scale, out, EQUATION, RECIPE, use_pdl)
         return
     key, clusters = select.swap_ab("e4m3", OUTPUTS[str(out.dtype)], rows, groups, outputs, a.shape[2] // 128)
     launch_key(key, device_index, a, a_scale, b, b_scale, out, out_scale, clusters, use_pdl)

@@ -77,15 +77,15 @@ def fp8_grouped_linear(
 
     a                 e4m3 [T, G, K], K a multiple of 128; any strides with a dense last dimension
     a_scale           fp32 [T, G, K / 128], any strides (`quantize_fp8_1x128` and `fused_inv_rope_fp8_quant` make such)
-    weight            e4m3 [G, N, K], any strides with a dense last dimension. Constant: it may be read before an earlier
-                      kernel of the stream has ended (with use_pdl); whoever writes it on that stream puts a launch
+    weight            e4m3 [G, N, K], any strides with a dense last dimension. Constant: with use_pdl it may be read
+                      before an earlier kernel of the stream has ended; whoever writes it on that stream puts a launch
                       without use_pdl in between
     weight_scale      fp32 [G, ceil(N / 128), K / 128], any strides; constant as the weight
     out_dtype         of an `out` that is None: bf16, fp32, or e4m3 for a result quantized as `quantize_fp8_1x128` does
                       to the result rounded to bf16
     out               [T, G, N] of such a type, any strides with a dense last dimension; mutated
-    out_scale         with an e4m3 result (N a multiple of 128): memory of its scales, fp32 [G * N / 128, T rounded up to
-                      4], `activation_scale_shape(T, G * N)`, or None: allocated; mutated, all of it
+    out_scale         with an e4m3 result (N a multiple of 128): memory of its scales, fp32 [G * N / 128, T rounded up
+                      to 4], `activation_scale_shape(T, G * N)`, or None: allocated; mutated, all of it
     batch_invariant   take a kernel that adds in an order which the weight's shape alone decides, whatever T: a row's
                       bits then do not depend on T. Slower for many rows
     use_pdl           start while the kernel before on the stream still runs (programmatic dependent launch), and wait
@@ -187,8 +187,8 @@ def bf16_linear(
     """Multiply bf16 rows by a bf16 weight, summed in fp32 and rounded once.
 
     a                 bf16 [T, K], rows of any stride
-    weight            bf16 [N, K], rows of any stride. Constant: it may be read before an earlier kernel of the stream has
-                      ended (with use_pdl)
+    weight            bf16 [N, K], rows of any stride. Constant: with use_pdl it may be read before an earlier kernel of
+                      the stream has ended
     out               bf16 or fp32 [T, N], rows of any stride, or None: allocated, of out_dtype; mutated
     batch_invariant   accepted for the symmetry of the layers: the kernel's order of sums always follows from the
                       weight's shape alone

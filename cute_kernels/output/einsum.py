@@ -134,8 +134,13 @@ def supports(a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, equation: str
     return True, ""
 
 
-def launch(a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, equation: str, recipe: Any) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported."""
+def launch(
+    a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, equation: str, recipe: Any, use_pdl: bool = False
+) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported.
+
+    use_pdl   on Hopper, start while the kernel before on the stream still runs, and wait for it
+    """
     rows, groups, columns = out.shape
     if rows == 0 or groups == 0 or columns == 0:
         return
@@ -150,7 +155,8 @@ def launch(a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, equation: str, 
         key, blocks = portable_choice(arch, rows, groups, columns, processors, packed)
     else:
         key, blocks = key_for(arch, rows, groups, columns, a.shape[2] // CHUNK, processors, packed)
-    launch_key(key, device_index, a, a_scale, b, b_scale, out, blocks)
+    more = (use_pdl,) if isinstance(key, EinsumKey) else ()
+    launch_key(key, device_index, a, a_scale, b, b_scale, out, blocks, *more)
 
 
 def _is_mapped(*operands: Any) -> bool:

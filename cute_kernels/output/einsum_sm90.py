@@ -22,7 +22,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -64,11 +64,13 @@ class EinsumKey(KernelKey):
         return "wgmma", "tma.load", "cp.async", "mbarrier", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return EinsumKernel(self), fake_arguments()
+        *arguments, stream = fake_arguments()
+        return EinsumKernel(self), (*arguments, Boolean(False), stream)
 
 
 class EinsumKernel:
-    """Entry point: (a, a_scale, b, b_scale, out, number of blocks, stream)."""
+    """Entry point: (a, a_scale, b, b_scale, out, number of blocks, whether to launch as a dependent of the kernel
+    before, stream)."""
 
     def __init__(self, key: EinsumKey) -> None:
         self.rows, self.columns, self.stages, self.depth = key.rows, key.columns, key.stages, key.depth
@@ -85,6 +87,7 @@ class EinsumKernel:
         b_scale: cute.Tensor,
         out: cute.Tensor,
         blocks: Int32,
+        use_pdl: Boolean,
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -100,7 +103,7 @@ class EinsumKernel:
             length(a, 2) // CHUNK,
         )
         threads = (self.warpgroups + 1) * wgmma.WARPGROUP
-        kernel.launch(grid=[blocks, 1, 1], block=[threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+        kernel.launch(grid=[blocks, 1, 1], block=[threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=use_pdl)
 
     def operand_copies(self, a: Any, b: Any) -> tuple[Any, ...]:
         """Of each operand the copy and what it reads, then of each where it writes."""
@@ -150,6 +153,7 @@ class EinsumKernel:
             # one arrival announces the bytes, one per lane its scales; every warp that uses a stage lets go of it
             ring.initialize(1 + WARP, self.warpgroups * 4)
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
 
         of_rows = cute.ceil_div(rows, self.rows)

@@ -100,7 +100,8 @@ def record_launches() -> Iterator[list[tuple[KernelKey, int, tuple[Any, ...]]]]:
     """
     if _recorder.launches is not None:
         raise RuntimeError("record_launches: a recording is already active in this thread")
-    _recorder.launches = launches = []
+    launches: list[tuple[KernelKey, int, tuple[Any, ...]]] = []
+    _recorder.launches = launches
     try:
         yield launches
     finally:

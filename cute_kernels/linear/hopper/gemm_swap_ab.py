@@ -15,8 +15,8 @@ tokens, so a token's bits do not depend on its batch.
     warps 4 .. 7    consumer warpgroup 1: the same of work tiles 1, 3, 5 ...: one multiplies while the other stores.
                     With 128 outputs in a work tile both take half of each: an e4m3 result has a scale for 128 outputs
 
-    stage           weights [64 or 128, 128 bytes of K], tokens [tokens, 128 bytes of K], both with the 128-byte swizzle;
-                    e4m3: fp32 scales of the tokens, then that of the weight
+    stage           weights [64 or 128, 128 bytes of K] and tokens [tokens, 128 bytes of K], both with the 128-byte
+                    swizzle; e4m3: fp32 scales of the tokens, then that of the weight
     received        [split, blocks of 8 tokens, 4 warps, 32 lanes] 16 bytes, for each consumer warpgroup
 
 e4m3: the tensor cores sum a chunk of 128 with about 14 bits; each chunk is scaled and added to fp32 totals in order.
@@ -293,7 +293,7 @@ class SwapAbKernel:
                 index += 1
                 group, output_tile, token_tile = work.coords(index)
         stage, phase = Int32(0), Int32(1)
-        for _ in cutlass.range(ahead, steps, unroll=1):
+        for _ in cutlass.range(ahead, steps, 1, unroll=1):
             ring.wait_empty(stage, phase)
             full = ring.full(stage)
             with cute.arch.elect_one():
@@ -312,35 +312,43 @@ class SwapAbKernel:
 
     @cute.jit
     def copy_scales(
-        self, work: Any, ring: Any, scales: Any, a_scale: Any, b_scale: Any, tokens: Any, outputs: Any
+        self, warp: Any, work: Any, ring: Any, scales: Any, a_scale: Any, b_scale: Any, tokens: Any, outputs: Any
     ) -> None:
-        """Fill the ring with the scales of the chunks of all work tiles. By one warp."""
-        lane = cute.arch.lane_idx()
-        per_lane = cutlass.const_expr(-(-self.tokens // WARP))
-        cute.arch.griddepcontrol_wait()
-        stage, phase = barriers.start()
-        for index in cutlass.range(work.count, unroll=1):
-            group, output_tile, token_tile = work.coords(index)
-            # tokens beyond the last have no scales of their own; their results are not stored
-            first = token_tile * self.tokens + lane
-            sources = [a_scale.at(cutlass.min(first + i * WARP, tokens - 1), group) for i in range(per_lane)]
-            weight_source = b_scale.at(group, output_tile * self.outputs // BLOCK)
-            for local in cutlass.range(work.chunks, unroll=1):
-                chunk = Int64(work.first_chunk + local)
-                ring.wait_empty(stage, phase)
-                target = scales + (stage * self.key.scales_per_stage + lane) * 4
-                for i in range_constexpr(per_lane):
-                    is_token = None if const_expr((i + 1) * WARP <= self.tokens) else lane + i * WARP < self.tokens
-                    ptx.copy_async_32(target + i * WARP * 4, sources[i] + chunk * a_scale.strides[2], is_token)
-                if lane == 0:
-                    ptx.copy_async_32(target + self.tokens * 4, weight_source + chunk * b_scale.strides[2])
-                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
-                stage, phase = barriers.advance(stage, phase, self.stages)
-        # no lane ends with copies under way
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
+        """Fill the ring with the scales of the chunks of all work tiles. By warp 9."""
+        if warp == CONSUMER_WARPGROUPS * 4 + 1:
+            lane = cute.arch.lane_idx()
+            per_lane = cutlass.const_expr(-(-self.tokens // WARP))
+            cute.arch.griddepcontrol_wait()
+            stage, phase = barriers.start()
+            for index in cutlass.range(work.count, unroll=1):
+                group, output_tile, token_tile = work.coords(index)
+                # tokens beyond the last have no scales of their own; their results are not stored
+                first = token_tile * self.tokens + lane
+                sources = [a_scale.at(cutlass.min(first + i * WARP, tokens - 1), group) for i in range(per_lane)]
+                weight_source = b_scale.at(group, output_tile * self.outputs // BLOCK)
+                for local in cutlass.range(work.chunks, unroll=1):
+                    chunk = Int64(work.first_chunk + local)
+                    ring.wait_empty(stage, phase)
+                    target = scales + (stage * self.key.scales_per_stage + lane) * 4
+                    for i in range_constexpr(per_lane):
+                        is_token = None if const_expr((i + 1) * WARP <= self.tokens) else lane + i * WARP < self.tokens
+                        ptx.copy_async_32(target + i * WARP * 4, sources[i] + chunk * a_scale.strides[2], is_token)
+                    if lane == 0:
+                        ptx.copy_async_32(target + self.tokens * 4, weight_source + chunk * b_scale.strides[2])
+                    cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
+                    stage, phase = barriers.advance(stage, phase, self.stages)
+            # no lane ends with copies under way
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
 
     # ---- mainloop
+
+    @cute.jit
+    def wait_turn(self, turn: Any, index: Any) -> None:
+        """Wait until the work tile before has come, which the other warpgroup multiplies: the parity that a full
+        barrier is waited for with tells two phases apart, not more."""
+        if index > 0:
+            ptx.wait_mbarrier(turn, index - 1 >> 1 & 1)
 
     @cute.jit
     def multiply_e4m3(
@@ -440,7 +448,6 @@ class SwapAbKernel:
         use              how many work tiles it has combined before
         """
         full, empty = bars, bars + 8
-        receivers = cutlass.const_expr(min(self.splits, self.blocks))
         slots = cutlass.const_expr(self.key.blocks_received)
         fragment = (warp * WARP + lane) * FRAGMENT_BYTES
         block_bytes = cutlass.const_expr(wgmma.WARPGROUP * FRAGMENT_BYTES)
@@ -626,8 +633,7 @@ class SwapAbKernel:
                     (token_copy, *self.partition(token_copy, token_source, token_rows, self.tokens)),
                 )
             if const_expr(self.is_fp8):
-                if warp == CONSUMER_WARPGROUPS * 4 + 1:
-                    self.copy_scales(work, ring, scales, a_scale, b_scale, tokens, outputs)
+                self.copy_scales(warp, work, ring, scales, a_scale, b_scale, tokens, outputs)
         else:
             warpgroup = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
             first, step, half = warpgroup, Int32(CONSUMER_WARPGROUPS), Int32(0)
@@ -639,9 +645,7 @@ class SwapAbKernel:
             use = Int32(0)
             for index in cutlass.range(first, work.count, step, unroll=1):
                 if const_expr(not self.key.cooperative):
-                    # a work tile's chunks are waited for when those before it have come: a barrier tells two phases apart
-                    if index > 0:
-                        ptx.wait_mbarrier(turns + warpgroup * 8, index - 1 >> 1 & 1)
+                    self.wait_turn(turns + warpgroup * 8, index)
                 if const_expr(self.is_fp8):
                     self.multiply_e4m3(work, ring, (mma, mma_more), weights, token_rows, scales, totals, index, half)
                 else:
