@@ -159,12 +159,16 @@ def store_bf16_transposed(
     warp     the thread's, of its warpgroup
     target   address of what row 0 of the products becomes, 16-byte aligned like row_bytes
     """
-    own = columns // 2
-    for pair in range_constexpr(cute.size(values) // own // 2):
+    for pair in range_constexpr(cute.size(values) // columns):
         for block in range_constexpr(columns // 8):
-            first = [(2 * pair + i // 2) * own + 4 * block + 2 * (i % 2) for i in range(4)]
-            words = [ptx.transpose_matrix(ptx.bf16x2(values[i], values[i + 1])) for i in first]
-            words = exchange_in_quad(lane, words)
+            words = transposed_bf16(values, lane, pair, block, columns)
             at = (2 * pair + lane % 4 // 2) * ROWS + warp * 16 + lane % 2 * 8
             row = block * 8 + lane // 4
             ptx.store_global_128(target + row_bytes * row + at * 2, words, row < rows)
+
+
+def transposed_bf16(values: cute.Tensor, lane: Any, pair: int, block: int, columns: int) -> Any:
+    """Of a pair of 64 rows of products and 8 of their columns, 8 neighbouring rows of one column as bf16: those from
+    64 (2 pair + lane % 4 // 2) + 16 warp + 8 (lane % 2) on, of column 8 block + lane // 4."""
+    first = [(2 * pair + i // 2) * (columns // 2) + 4 * block + 2 * (i % 2) for i in range(4)]
+    return exchange_in_quad(lane, [ptx.transpose_matrix(ptx.bf16x2(values[i], values[i + 1])) for i in first])

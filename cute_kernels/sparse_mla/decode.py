@@ -78,7 +78,10 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
         key_for(arch, heads, second, fp32, fmt, fmt, few, own): None for second, fp32, few, own in kinds
     }
     if arch == HOPPER:
-        decode |= {DecodeKey(arch, block_heads(heads), second, quantized=True): None for second in seconds}
+        plain = [
+            key_for(arch, heads, *kind) for kind in itertools.product(seconds, (False,), (fmt,), (fmt,), (False, True))
+        ]
+        decode |= {decode_args.quantized(key): None for key in plain}
     return [*decode, *merge.deployment_keys(config, tp, arch)]
 
 
@@ -87,19 +90,12 @@ def _key(device_index: int, *rest: Any) -> ItemKey:
     return key_for(arch_of(device_index), *rest)
 
 
-@cache
-def _quantized_key(device_index: int, heads: int, second: str) -> DecodeKey:
-    return DecodeKey(arch_of(device_index), block_heads(heads), second, quantized=True)
-
-
-def _key_of_call(call: Call, results: str) -> ItemKey:
+def _key_of_call(call: Call, out_fp32: bool) -> ItemKey:
     index = call.q.device.index
-    if results == "e4m3":
-        return _quantized_key(index, call.q.shape[2], call.second)
     is_split_fixed = call.num_splits != 0 or call.split_tokens != 0
     has_few_rows = not is_split_fixed and call.rows * DecodeKey.blocks_per_item <= multiprocessors(index)
     takes_own = arch_of(index) in BLACKWELL and not why_not_own(call) and trust.is_trusted("sparse_mla_decode", index)
-    return _key(index, call.q.shape[2], call.second, results == "fp32", *call.formats, has_few_rows, takes_own)
+    return _key(index, call.q.shape[2], call.second, out_fp32, *call.formats, has_few_rows, takes_own)
 
 
 def why_not_own(call: Call) -> str:

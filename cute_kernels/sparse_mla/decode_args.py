@@ -23,8 +23,9 @@ All of them have one entry point, with these arguments in this order:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import cutlass.cute as cute
@@ -189,31 +190,36 @@ def lengths_argument(lengths: Any) -> tuple[int, int, int]:
     return lengths.data_ptr(), lengths.stride(0), lengths.stride(1) if lengths.dim() == 2 else 0
 
 
-def launch(key_of: Callable[[Call, str], ItemKey], call: Call) -> None:
+@functools.cache
+def quantized(key: Any) -> Any:
+    """The kernel that stores codes in place of the bf16 results of another."""
+    return replace(key, quantized=True)
+
+
+def launch(key_of: Callable[[Call, bool], ItemKey], call: Call) -> None:
     """Run a kernel, and the merge if rows are split, on the current stream of q's device.
 
-    key_of   (call, kind of the kernel's results: "bf16", "fp32" or "e4m3") -> the key of the kernel that takes the call
+    key_of   (call, whether the kernel's results are fp32) -> the key of the kernel that takes the call
     """
     if call.out.numel() == 0:
         return
     device_index = call.q.device.index
     sms = multiprocessors(device_index)
-    key = key_of(call, "bf16")
+    key = key_of(call, False)
     ctas = sms * key.blocks_per_sm
     parts, part_tiles = call.parts(ctas // key.blocks_per_item)
     is_merged = schedule.goes_through_workspace(parts, part_tiles)
     results: tuple[Any, ...]
     if is_merged:
         out, lse = call.partials(parts)
-        key, results = key_of(call, "fp32"), (out,)
+        key, results = key_of(call, True), (out,)
     else:
         lse = no_logs(4, device_index) if call.lse is None else call.lse[None]
         if call.is_quantized:
-            key, results = key_of(call, "e4m3"), call.quant
-            ctas = sms * key.blocks_per_sm
+            key, results = quantized(key), call.quant
         else:
             results = (call.out[None],)
-            key = key_of(call, "fp32") if call.out.element_size() == 4 else key
+            key = key_of(call, True) if call.out.element_size() == 4 else key
     sink = 0 if is_merged or call.attn_sink is None else call.attn_sink.data_ptr()
     cache1, list1, *len1 = call.second_list()
     launch_key(

@@ -29,9 +29,11 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.sparse_mla import portable_source, teams_output, teams_query
 from cute_kernels.sparse_mla import teams_products as products
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
+from cute_kernels.sparse_mla.logs import logs_of
 from cute_kernels.sparse_mla.portable_output import Output, output_of
 from cute_kernels.sparse_mla.portable_plan import SECONDS
 from cute_kernels.sparse_mla.portable_source import Items
+from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 from cute_kernels.sparse_mla.teams_plan import BLOCKS_PER_SM, LANES, WALK_BYTES, WARPS, Plan
 from cute_kernels.sparse_mla.teams_source import UNDER_WAY, Own, Queries, Walk, columns_of_item, own_of, steps_of
 
@@ -51,12 +53,14 @@ class TeamsDecodeKey(ItemKey):
     heads     of a work item: 8 or 16
     second    the second list: "none", "listed" (indices) or "dense" (a block table)
     out_fp32  whether out is fp32, else it is bf16
+    quantized results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     """
 
     blocks_per_sm: ClassVar[int] = BLOCKS_PER_SM
     heads: int = 8
     second: str = "listed"
     out_fp32: bool = False
+    quantized: bool = False
 
     def __post_init__(self) -> None:
         if self.second not in SECONDS:
@@ -75,7 +79,10 @@ class TeamsDecodeKey(ItemKey):
         return "mma.sync", "cp.async", "ldmatrix", "cvt.e4m3", "ex2", "ld.global.128"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return TeamsDecodeKernel(self), fake_arguments(self.out_fp32)
+        if not self.quantized:
+            return TeamsDecodeKernel(self), fake_arguments(self.out_fp32)
+        arguments = fake_arguments(False)
+        return QuantTeamsDecodeKernel(self), (*arguments[:5], *fake_quant(), *arguments[6:])
 
 
 class TeamsDecodeKernel:
@@ -84,6 +91,7 @@ class TeamsDecodeKernel:
     def __init__(self, key: TeamsDecodeKey) -> None:
         self.plan, self.second, self.out_fp32 = key.plan, key.second, key.out_fp32
         self.name = f"sparse_mla_decode_teams_h{key.heads}_{key.second}" + ("_fp32" if key.out_fp32 else "")
+        self.name += "_quant" if key.quantized else ""
 
     @cute.jit
     def __call__(
@@ -108,6 +116,27 @@ class TeamsDecodeKernel:
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
+        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
+        tensors = q, cache0, list0, cache1, list1
+        self.launch(*tensors, output_of(out, lse, sink), *lengths, scale_log2, parts, part_tiles, ctas, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        q: cute.Tensor,
+        cache0: cute.Tensor,
+        list0: cute.Tensor,
+        cache1: cute.Tensor,
+        list1: cute.Tensor,
+        out: Output,
+        lengths0: tuple[Int64, Int32, Int32],
+        lengths1: tuple[Int64, Int32, Int32],
+        scale_log2: Float32,
+        parts: Int32,
+        part_tiles: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
         items = portable_source.items_of(q, self.plan.heads, parts, part_tiles, ctas)
@@ -115,10 +144,10 @@ class TeamsDecodeKernel:
             Queries(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), length(q, 2)),
             (portable_source.cache_of(cache0), portable_source.cache_of(cache1)),
             (
-                portable_source.lists_of(list0, (len0, len0_batch, len0_token), 1),
-                portable_source.lists_of(list1, (len1, len1_batch, len1_token), page_rows),
+                portable_source.lists_of(list0, lengths0, 1),
+                portable_source.lists_of(list1, lengths1, page_rows),
             ),
-            output_of(out, lse, sink),
+            out,
             scale_log2,
             items,
         )
@@ -245,3 +274,39 @@ class TeamsDecodeKernel:
                 for i in range_constexpr(4):
                     value = four[i].bitcast(Float32)
                     parts[4 * group + i] = value if const_expr(rank == 0) else parts[4 * group + i] + value
+
+
+class QuantTeamsDecodeKernel(TeamsDecodeKernel):
+    """Entry point: as TeamsDecodeKernel, with codes, scales, positions and the table of cosines and sines in place of
+    out; a row is one part."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        cache0: cute.Tensor,
+        list0: cute.Tensor,
+        cache1: cute.Tensor,
+        list1: cute.Tensor,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        positions: cute.Tensor,
+        table: cute.Tensor,
+        lse: cute.Tensor,
+        len0: Int64,
+        len0_batch: Int32,
+        len0_token: Int32,
+        len1: Int64,
+        len1_batch: Int32,
+        len1_token: Int32,
+        sink: Int64,
+        scale_log2: Float32,
+        parts: Int32,
+        part_tiles: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
+        quant = quant_of(codes, scales, positions, table)
+        out = Output(None, None, logs_of(lse), sink, length(q, 2), quant, length(q, 1))
+        self.launch(q, cache0, list0, cache1, list1, out, *lengths, scale_log2, parts, part_tiles, ctas, stream)

@@ -25,18 +25,25 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.convert import bf16_floats, bf16_words, ue8m0_from_absmax, ue8m0_inverse
+from cute_kernels.dsl.convert import bf16_floats, bf16_words
 from cute_kernels.dsl.reduce import lanes_max, lanes_sum
-from cute_kernels.dsl.rope import HALF_TABLE_BYTES, rotate_pair_back
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.arguments import no_logs
 from cute_kernels.sparse_mla.logs import fake_logs
-from cute_kernels.sparse_mla.quant_output import HEAD_SCALES, SCALED, QuantOutput, fake_quant, quant_of
+from cute_kernels.sparse_mla.quant_output import (
+    HEAD_SCALES,
+    SCALED,
+    QuantOutput,
+    codes_of_lanes,
+    fake_quant,
+    load_two_angles,
+    quant_of,
+    turn_two,
+)
 
 SHAPES = ((4, 4), (8, 2), (16, 1))
 """(parts that a thread holds at once, vectors of each), by kernel: the same registers, and with few parts as few warps
@@ -205,7 +212,7 @@ class MergeKernel:
         mark = ptx.load_global_s32_where(sink != 0, sink + head * 4)
         held = self.load_parts(source, outs_part, Int32(0), [i < parts for i in range(self.held)])
         if const_expr(quant is not None):
-            angles = [ptx.load_global_64_again(angles_at + half * HALF_TABLE_BYTES) for half in range(2)]
+            angles = load_two_angles(angles_at)
         # keeps the loads together: the assembler would begin to add before it asks for all parts
         cute.arch.sync_warp()
         if is_there:
@@ -300,19 +307,10 @@ class MergeKernel:
             four = bf16_floats(bf16_words([sums[v * 4 + i] for i in range(4)]))
             if const_expr(v == self.vectors - 1):
                 # the last one has the rotary columns, in the last warp
-                is_rope = (chunk == HEAD_SCALES - 1) & (lane >= 16)
-                for i in range_constexpr(2):
-                    cos, sin = (words[i].bitcast(Float32) for words in angles)
-                    turned = rotate_pair_back(four[2 * i], four[2 * i + 1], cos, sin)
-                    four[2 * i] = turned[0] if is_rope else four[2 * i]
-                    four[2 * i + 1] = turned[1] if is_rope else four[2 * i + 1]
-            largest = Float32(0.0)
-            for value in four:
-                largest = ptx.max_f32(largest, ptx.abs_f32(value))
-            byte = ue8m0_from_absmax(lanes_max(largest), E4M3_MAX, OUTPUT_FLOOR)
+                four = turn_two(four, angles, (chunk == HEAD_SCALES - 1) & (lane >= 16))
+            byte, codes = codes_of_lanes(four, 32)
             quant.store_scale(byte, token, head, chunk, lane, True)
-            factor = ue8m0_inverse(byte)
-            ptx.store_global_s32(target + chunk * SCALED, ptx.e4m3x4(*(value * factor for value in four)))
+            ptx.store_global_s32(target + chunk * SCALED, codes[0])
 
 
 class QuantMergeKernel(MergeKernel):

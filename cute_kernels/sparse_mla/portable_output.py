@@ -16,13 +16,16 @@ from cute_kernels.sparse_mla.portable_plan import WARP_COLUMNS
 
 class Output(NamedTuple):
     """Address of out, and strides of its parts, batches, tokens and heads in bytes; log-sum-exps by parts, batches,
-    heads and tokens; address of the sink (0: none); and how many heads there are."""
+    heads and tokens; address of the sink (0: none); and how many heads there are. quant: where the results
+    go instead as codes, their row being batch * tokens + token; or None."""
 
     base: Any
     strides: Any
     lse: Logs
     sink: Any
     heads: Any
+    quant: Any = None
+    tokens: Any = None
 
     @cute.jit
     def finish(self, place: Any, is_own: Any, state: Any, factor: Any, lane: Any) -> None:

@@ -12,7 +12,7 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.arguments import misaligned_quant, no_logs
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey, QuantFewPrefillKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
 from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey, QuantPrefillKey
@@ -50,8 +50,12 @@ def scale_log2(scale: float) -> float:
     return scale * ptx.LOG2_E or LEAST_SCALE
 
 
-def key_for(arch: str, heads: int) -> KernelKey:
-    """The kernel for so many heads: the architecture's own one, if it has one."""
+def key_for(arch: str, heads: int, is_quantized: bool = False) -> KernelKey:
+    """The kernel for so many heads: the architecture's own one, if it has one. is_quantized: that stores codes, which
+    Hopper has"""
+    if is_quantized:
+        is_few = heads <= FEW_HEADS[-1]
+        return QuantFewPrefillKey(arch, block_heads(heads)) if is_few else QuantPrefillKey(arch)
     if arch in BLACKWELL:
         return BlackwellPrefillKey(arch)
     if arch != HOPPER:
@@ -59,7 +63,7 @@ def key_for(arch: str, heads: int) -> KernelKey:
     return FewPrefillKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else PrefillKey(arch)
 
 
-def portable_key(arch: str, heads: int) -> KernelKey:
+def portable_key(arch: str, heads: int, is_quantized: bool = False) -> KernelKey:
     return PortablePrefillKey(arch, item_heads(heads))
 
 
@@ -67,7 +71,7 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """One kernel takes every call of a rank; where it has to be trusted first, the portable one as well."""
     heads = config.num_attention_heads // tp
     keys = [key_for(arch, heads), *([portable_key(arch, heads)] if arch in BLACKWELL else [])]
-    return [*keys, QuantPrefillKey(arch)] if arch == HOPPER else keys
+    return [*keys, key_for(arch, heads, True)] if arch == HOPPER else keys
 
 
 @cache
@@ -141,7 +145,7 @@ def launch(*args: Any) -> None:
     if arch in BLACKWELL and not is_own("sparse_mla_prefill", arch, device_index, _why_not_own(call)):
         choose = _portable_key
     launch_key(
-        QuantPrefillKey(arch) if call.is_quantized else choose(arch, call.q.shape[1]),
+        choose(arch, call.q.shape[1], call.is_quantized),
         device_index,
         call.q,
         call.kv,

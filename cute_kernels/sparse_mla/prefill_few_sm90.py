@@ -11,6 +11,7 @@ perf/notes/prefill.md has what was tried.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,9 @@ from cute_kernels.sparse_mla.prefill_few_sm90_plan import (
 )
 from cute_kernels.sparse_mla.prefill_few_sm90_rows import FewMixedRows, FewRows
 from cute_kernels.sparse_mla.prefill_few_sm90_scores import FewScores
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, QuantPrefillKernel
 from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS, Output, Query, Work
+from cute_kernels.sparse_mla.quant_output import fake_quant
 
 SCORES_REGISTERS, BACK_REGISTERS, ROWS_REGISTERS = 152, 200, 80
 """Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
@@ -70,6 +72,23 @@ class FewPrefillKey(PrefillKey):
 
 
 @dataclass(frozen=True)
+class QuantFewPrefillKey(FewPrefillKey):
+    """As FewPrefillKey: results are turned back and become e4m3 codes, see quant_output."""
+
+    @property
+    def smem_bytes(self) -> int:
+        return Plan(self.heads, True).smem_bytes
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return *(name for name in INSTRUCTIONS if name != "st.global.128"), "cvt.e4m3"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        _, (q, kv, indices, _, *others) = super().build()
+        return QuantFewPrefillKernel(self.heads), (q, kv, indices, *fake_quant(), *others)
+
+
+@dataclass(frozen=True)
 class FewMixedKey(MixedKey):
     """As FewPrefillKey."""
 
@@ -90,8 +109,8 @@ class FewMixedKey(MixedKey):
 class FewPrefillKernel(PrefillKernel):
     """Entry point: as PrefillKernel's."""
 
-    def __init__(self, heads: int) -> None:
-        self.few_plan = Plan(heads)
+    def __init__(self, heads: int, quantized: bool = False) -> None:
+        self.few_plan = Plan(heads, quantized)
         self.few_rows = FewRows()
         self.few_scores, self.few_back = FewScores(self.few_plan), FewBack(self.few_plan)
         self.name = f"sparse_mla_prefill_{heads}"
@@ -187,6 +206,14 @@ class FewPrefillKernel(PrefillKernel):
         else:
             cute.arch.setmaxregister_decrease(ROWS_REGISTERS)
             self.few_rows.run(work, q, sources, ready, at)
+
+
+class QuantFewPrefillKernel(FewPrefillKernel, QuantPrefillKernel):
+    """Entry point: as QuantPrefillKernel's."""
+
+    def __init__(self, heads: int) -> None:
+        FewPrefillKernel.__init__(self, heads, True)
+        self.name = f"{self.name}_quant"
 
 
 class FewMixedKernel(FewPrefillKernel, MixedKernel):

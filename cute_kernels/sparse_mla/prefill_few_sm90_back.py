@@ -12,7 +12,12 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.dsl import barriers, ptx, wgmma
+from cute_kernels.dsl.convert import bf16_floats, e4m3_words, ue8m0_from_absmax, ue8m0_inverse
+from cute_kernels.dsl.reduce import over_quad, pairwise
+from cute_kernels.dsl.rope import HALF_TABLE_BYTES, rotate_pair_back
+from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import (
+    BACK_BARRIER,
     P_BUFFERS,
     PARTS,
     UNIT_BYTES,
@@ -58,6 +63,11 @@ class FewBack:
         unit, phase = barriers.start()
         item = work.first
         while item < work.end:
+            angles = [(Int32(0),) * 4] * 2
+            if const_expr(out.quant is not None):
+                # there is time: the first tile's weights are not there yet. Of four pairs of the last unit's columns
+                angles_at = out.quant.angles_at(item) + (warp * 8 + (lane & 1) * 4) * 4
+                angles = [ptx.load_global_128_again(angles_at + half * HALF_TABLE_BYTES) for half in range(2)]
             for total in totals:
                 total.fill(0.0)
             mark, buffer = Int32(0), Int32(0)
@@ -95,13 +105,64 @@ class FewBack:
             if const_expr(out.scale is not None):
                 shares = [share * out.scale for share in shares]
             self.multiply(totals, shares)
-            target = out.base + Int64(item) * out.row
-            for i in range_constexpr(PARTS):
-                place = target + i * (UNIT_COLUMNS * 2)
-                wgmma.store_bf16_transposed(totals[i], lane, warp, place, out.head, q.heads, self.plan.heads)
+            if const_expr(out.quant is not None):
+                self.store_codes(totals, angles, item, lane, warp, q, out, at)
+            else:
+                target = out.base + Int64(item) * out.row
+                for i in range_constexpr(PARTS):
+                    place = target + i * (UNIT_COLUMNS * 2)
+                    wgmma.store_bf16_transposed(totals[i], lane, warp, place, out.head, q.heads, self.plan.heads)
             # the shares have been used
             self.let_go(ready.weights.empty(buffer), lane)
             item = item + work.step
+
+    @cute.jit
+    def store_codes(
+        self, totals: Any, angles: Any, item: Any, lane: Any, warp: Any, q: Query, out: Output, at: Places
+    ) -> None:
+        """Store an item's results as codes. A unit is the 128 columns of a scale; a thread has 8 neighbouring ones of a
+        head of every 8, those of tile lane % 4 // 2 of the unit's two."""
+        # all warps have read what they told each other of the item before
+        cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=128)
+        own_at = at.absmax + (warp * self.plan.heads + (lane >> 2)) * (PARTS * 4)
+        eights = []
+        for block in range_constexpr(self.plan.heads // 8):
+            largest = []
+            for i in range_constexpr(PARTS):
+                values = bf16_floats(wgmma.transposed_bf16(totals[i], lane, 0, block, self.plan.heads))
+                if const_expr(i == PARTS - 1):
+                    values = self.turn(values, angles, lane & 2 != 0)
+                most = Float32(0.0)
+                for value in values:
+                    most = ptx.max_f32(most, ptx.abs_f32(value))
+                largest.append(over_quad(most, ptx.max_f32).bitcast(Int32))
+                eights.append(values)
+            if lane & 3 == 0:
+                ptx.store_shared_128(own_at + block * (8 * PARTS * 4), largest)
+        cute.arch.barrier(barrier_id=BACK_BARRIER, number_of_threads=128)
+        for block in range_constexpr(self.plan.heads // 8):
+            head = block * 8 + (lane >> 2)
+            is_there = head < q.heads
+            target = out.quant.codes_at(item, head) + ((lane & 2) * 32 + warp * 16 + (lane & 1) * 8)
+            most_at = at.absmax + head * (PARTS * 4)
+            warps = [ptx.load_shared_128(most_at + other * (self.plan.heads * PARTS * 4)) for other in range(4)]
+            for i in range_constexpr(PARTS):
+                most = pairwise([four[i].bitcast(Float32) for four in warps], ptx.max_f32)
+                byte = ue8m0_from_absmax(most, E4M3_MAX, OUTPUT_FLOOR)
+                out.quant.store_scale(byte, item, head, i, lane & 3, is_there & (warp == i))
+                factor = ue8m0_inverse(byte)
+                codes = e4m3_words([value * factor for value in eights[block * PARTS + i]])
+                ptx.store_global_64(target + i * UNIT_COLUMNS, codes[0], codes[1], is_there)
+
+    @cute.jit
+    def turn(self, values: Any, angles: Any, is_rope: Any) -> Any:
+        """Eight neighbouring columns, turned back if they are rotary."""
+        turned = []
+        for i in range_constexpr(4):
+            cos, sin = (words[i].bitcast(Float32) for words in angles)
+            pair = rotate_pair_back(values[2 * i], values[2 * i + 1], cos, sin)
+            turned += [pair[j] if is_rope else values[2 * i + j] for j in range(2)]
+        return turned
 
     def of_heads(self, address: Any, lane: Any) -> list[Any]:
         """The thread's of the fp32 numbers that heads have."""

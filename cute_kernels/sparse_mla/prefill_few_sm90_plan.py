@@ -49,8 +49,8 @@ MARK_AT = ROWS_WARPS * 4
 EXCHANGE_WORDS = 4
 """Of a head, from each warp that finds weights: its largest logit, the sum of its weights, its largest logit of all."""
 
-SCORES_BARRIER = 1
-"""Named barrier of the warpgroup that finds weights."""
+SCORES_BARRIER, BACK_BARRIER = 1, 2
+"""Named barriers of the warpgroup that finds weights, and of that which sums up results."""
 
 BACK, ROWS_GROUP, GROUPS = 1, 2, 4
 """Numbers of warpgroups, the scores being 0: the back, the first of two that ask for rows; how many there are."""
@@ -63,9 +63,10 @@ TILES = ("units", "queries", "p")
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes for so many heads."""
+    """Sizes for so many heads. quantized: results become codes"""
 
     heads: int
+    quantized: bool = False
 
     @property
     def query_buffers(self) -> int:
@@ -86,6 +87,7 @@ class Plan:
 
     def parts(self) -> dict[str, int]:
         """Bytes of everything in shared memory but the barriers, in order."""
+        more = {"absmax": 4 * self.heads * PARTS * 4} if self.quantized else {}
         return {
             "units": UNITS * UNIT_BYTES,
             "queries": self.query_buffers * self.query_bytes,
@@ -98,7 +100,7 @@ class Plan:
             "label": P_BUFFERS * LABEL,
             "largest": 4 * self.heads * 4,
             "amounts": 4 * self.heads * 16,
-        }
+        } | more
 
     @property
     def smem_bytes(self) -> int:
@@ -119,6 +121,7 @@ class Places(NamedTuple):
     label     [2 buffers] marks of the tile, whether it has factors
     largest   [4 warps][heads] fp32: of a tile's logits
     amounts   [4 warps][heads] fp32 sum of an item's weights, its largest logit, what the sum is relative to, nothing
+    absmax    where codes are stored: [4 warps][heads][4 units] fp32, of what a warp has of a head's results
     """
 
     units: Any
@@ -132,6 +135,7 @@ class Places(NamedTuple):
     label: Any
     largest: Any
     amounts: Any
+    absmax: Any = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr, range_const
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.dsl import convert, ptx
-from cute_kernels.dsl.reduce import exchange_in_quad, over_quad
+from cute_kernels.dsl.reduce import exchange_in_quad, lanes_max, over_quad
 from cute_kernels.dsl.rope import HALF_TABLE_BYTES, rotate_pair_back, table_row
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
@@ -174,6 +174,35 @@ class QuantOutput(NamedTuple):
             first = [4 * (block * (BLOCK // 8) + 2 * m + i) + 2 * half for i in range(2)]
             words.append(ptx.e4m3x4(*(total[i + j] * factor for i in first for j in range(2))))
         return words
+
+
+def codes_of_lanes(values: list[Any], lanes: int) -> tuple[Any, list[Any]]:
+    """Exponent byte of the scale and the lane's codes of 128 columns that so many neighbouring lanes have; all call.
+
+    values   the lane's columns, a multiple of four
+    """
+    largest = Float32(0.0)
+    for value in values:
+        largest = ptx.max_f32(largest, ptx.abs_f32(value))
+    byte = convert.ue8m0_from_absmax(lanes_max(largest, lanes), E4M3_MAX, OUTPUT_FLOOR)
+    factor = convert.ue8m0_inverse(byte)
+    return byte, convert.e4m3_words([value * factor for value in values])
+
+
+@cute.jit
+def turn_two(values: list[Any], angles: Any, is_rope: Any) -> list[Any]:
+    """Four neighbouring columns, turned back if they are rotary. angles: words, the cosines and sines of their pairs"""
+    turned = []
+    for i in range_constexpr(2):
+        cos, sin = (words[i].bitcast(Float32) for words in angles)
+        pair = rotate_pair_back(values[2 * i], values[2 * i + 1], cos, sin)
+        turned += [pair[j] if is_rope else values[2 * i + j] for j in range(2)]
+    return turned
+
+
+def load_two_angles(at: Any) -> list[Any]:
+    """The cosines and sines of a pair and the one behind it, as words; at: address of the first cosine."""
+    return [ptx.load_global_64_again(at + half * HALF_TABLE_BYTES) for half in range(2)]
 
 
 def fake_quant() -> tuple[Any, ...]:

@@ -13,7 +13,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
+from cute_kernels.dsl.convert import bf16_floats, bf16_words
 from cute_kernels.sparse_mla.portable_output import Output
+from cute_kernels.sparse_mla.quant_output import SCALED, codes_of_lanes, load_two_angles, turn_two
 from cute_kernels.sparse_mla.teams_plan import BLOCK, CHUNK, GROUP, LANES, SHIFT, first_column
 from cute_kernels.sparse_mla.teams_source import Own
 
@@ -29,13 +31,21 @@ def finish(
     tops, amounts   registers: the team's maxima, and the lane's part of its sums, lost
     base            address of shared memory
     """
+    if const_expr(out.quant is not None):
+        # asked for early: the position is waited for
+        _, batch, token, _ = place
+        angles_at = out.quant.angles_at(batch * out.tokens + token) + Int64(lane % 16 * 8)
+        held = cute.make_rmem_tensor((plan.heads // plan.teams * (plan.width // 4) // LANES * 2,), Int32)
     agree(out, place, tops, amounts, base, own, lane, plan)
     for number in range_constexpr(plan.columns // plan.width):
         if const_expr(number > 0):
             cute.arch.sync_threads()
         hand_over(o, wide, amounts, number, base, own, lane, plan)
         cute.arch.sync_threads()
-        add_up(out, place, number, base, own, lane, plan, is_fp32)
+        if const_expr(out.quant is not None):
+            add_up_codes(out, place, number, held, angles_at, base, own, lane, plan)
+        else:
+            add_up(out, place, number, base, own, lane, plan, is_fp32)
 
 
 @cute.jit
@@ -135,13 +145,57 @@ def add_up(
         number = i * LANES + lane
         row, quad = own.team * heads + number // quads, number % quads
         at = results + row * plan.pitch + quad * 16
-        total = [Float32(0.0)] * 4
-        for team in range_constexpr(plan.teams):
-            four = ptx.load_shared_128(at + team * (plan.team * plan.result_bytes))
-            total = [total[j] + four[j].bitcast(Float32) for j in range(4)]
+        total = sum_of_teams(at, plan)
         exists = first + row < out.heads
         target = start + Int64(first + row) * out.strides[3] + quad * (4 * size)
         if const_expr(is_fp32):
             ptx.store_global_128(target, [value.bitcast(Int32) for value in total], exists)
         else:
             ptx.store_global_64(target, ptx.bf16x2(total[0], total[1]), ptx.bf16x2(total[2], total[3]), exists)
+
+
+def sum_of_teams(at: Any, plan: Any) -> list[Any]:
+    """Four neighbouring columns of what the warps of a rank have handed over."""
+    total = [Float32(0.0)] * 4
+    for team in range(plan.teams):
+        four = ptx.load_shared_128(at + team * (plan.team * plan.result_bytes))
+        total = [total[j] + four[j].bitcast(Float32) for j in range(4)]
+    return total
+
+
+@cute.jit
+def add_up_codes(
+    out: Output, place: Any, number: cutlass.Constexpr, held: Any, angles_at: Any, base: Any, own: Own, lane: Any,
+    plan: cutlass.Constexpr,
+) -> None:  # fmt: skip
+    """As add_up, for codes. The 128 columns of a scale come in one turn, or in two.
+
+    held        registers for bf16 pairs of columns that come in the first of two turns
+    angles_at   address of the cosines of the lane's pairs, if its columns are rotary
+    """
+    _, batch, token, first = place
+    turns = const_expr(SCALED // plan.width)
+    quads, heads = const_expr(plan.width // 4), const_expr(plan.heads // plan.teams)
+    column = own.column + number * plan.width
+    token = batch * out.tokens + token
+    results = base + plan.results_at + own.rank * plan.result_bytes
+    is_last = const_expr(number == plan.columns // plan.width - 1)
+    if const_expr(is_last):
+        angles = load_two_angles(angles_at)
+    for i in range_constexpr(heads * quads // LANES):
+        row, quad = own.team * heads + (i * LANES + lane) // quads, lane % quads
+        pairs = bf16_words(sum_of_teams(results + row * plan.pitch + quad * 16, plan))
+        if const_expr(number % turns < turns - 1):
+            held[2 * i], held[2 * i + 1] = pairs
+        else:
+            values = bf16_floats(pairs)
+            if const_expr(is_last):
+                values = turn_two(values, angles, own.is_last & (quad >= quads - 16))
+            if const_expr(turns > 1):
+                values = bf16_floats([held[2 * i], held[2 * i + 1]]) + values
+            byte, codes = codes_of_lanes(values, quads)
+            exists = first + row < out.heads
+            out.quant.store_scale(byte, token, first + row, column // SCALED, quad, exists)
+            target = out.quant.codes_at(token, first + row) + (column - (turns - 1) * plan.width + quad * 4)
+            for turn in range_constexpr(turns):
+                ptx.store_global_s32(target + turn * plan.width, codes[turn], exists)

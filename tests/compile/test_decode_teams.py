@@ -33,6 +33,8 @@ FP8 = FP8_DS_MLA.id
 KEYS_TO_COMPILE = [
     TeamsDecodeKey("sm_90a", 8, "dense", True),
     TeamsDecodeKey("sm_90a", 16, "listed", False),
+    TeamsDecodeKey("sm_90a", 8, "listed", False, True),
+    TeamsDecodeKey("sm_90a", 16, "dense", False, True),
     TeamsDecodeKey("sm_90a", 16, "dense", True),
     TeamsDecodeKey("sm_100a", 8, "listed", False),
     TeamsDecodeKey("sm_103a", 16, "none", False),

@@ -16,7 +16,7 @@ from cute_kernels.sparse_mla import mixed, prefill, prefill_sm90_plan
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import FP8
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey, QuantFewPrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Plan
 from tests.compile.reports import compile_report
@@ -74,7 +74,8 @@ def test_indices_are_asked_for_no_later_than_a_stage_comes_round() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
     heads = MODELS[model].num_attention_heads // tp
-    few = FewPrefillKey("sm_90a", heads), FewMixedKey("sm_90a", heads)
-    one, other = few if heads <= 16 else (PrefillKey("sm_90a"), MixedKey("sm_90a"))
-    assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [one, QuantPrefillKey("sm_90a")]
+    few = FewPrefillKey("sm_90a", heads), FewMixedKey("sm_90a", heads), QuantFewPrefillKey("sm_90a", heads)
+    many = PrefillKey("sm_90a"), MixedKey("sm_90a"), QuantPrefillKey("sm_90a")
+    one, other, codes = few if heads <= 16 else many
+    assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [one, codes]
     assert mixed.deployment_keys(MODELS[model], tp, "sm_90a") == [other, MixedFp8Key("sm_90a")]

@@ -11,7 +11,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.sparse_mla import prefill_few_sm90, prefill_few_sm90_plan, prefill_sm90_plan
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey
+from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey, QuantFewPrefillKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS, HEADINGS, PARTS, UNITS, Plan
 from tests.compile.reports import compile_report
 
@@ -19,7 +19,11 @@ SCORES = 3
 """Where Q K^T stands: an item's first tile, and the others, if they are late and if they are not."""
 
 
-@pytest.mark.parametrize("key", [FewPrefillKey("sm_90a", 8), FewMixedKey("sm_90a", 16)], ids=["prefill8", "mixed16"])
+@pytest.mark.parametrize(
+    "key",
+    [FewPrefillKey("sm_90a", 8), FewMixedKey("sm_90a", 16), *(QuantFewPrefillKey("sm_90a", n) for n in FEW_HEADS)],
+    ids=["prefill8", "mixed16", *(f"codes{n}" for n in FEW_HEADS)],
+)
 def test_no_spills_and_products_in_flight(key: FewPrefillKey | FewMixedKey) -> None:
     report = compile_report(key)
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
@@ -38,9 +42,10 @@ def test_registers_are_those_of_the_launch() -> None:
     assert used == prefill_few_sm90_plan.GROUPS * (65536 // prefill_few_sm90_plan.THREADS // 8 * 8)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("heads", FEW_HEADS)
-def test_tiles_begin_where_swizzles_do_and_all_fits(heads: int) -> None:
-    plan, place = Plan(heads), 0
+def test_tiles_begin_where_swizzles_do_and_all_fits(heads: int, quantized: bool) -> None:
+    plan, place = Plan(heads, quantized), 0
     for name, size in plan.parts().items():
         assert place % (1024 if name in prefill_few_sm90_plan.TILES else 16) == 0, name
         place += size

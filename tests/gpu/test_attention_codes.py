@@ -15,7 +15,6 @@ from cute_kernels.output import reference
 from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
-from cute_kernels.sparse_mla import decode, prefill
 from cute_kernels.sparse_mla.ops import (
     merge_attention_states,
     sparse_mla_decode,
@@ -38,13 +37,8 @@ KNOWN = (0, 2999, 3000, -5, 2**32 + 1, 127)
 
 
 @pytest.fixture(autouse=True)
-def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without output_quant, too, run those kernels that store codes, whatever the heads."""
+def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    monkeypatch.setattr(decode, "TEAMS_HEADS", ())
-    monkeypatch.setattr(decode, "_key", lambda index, *args: decode.key_for("sm_90a", *args))
-    monkeypatch.setattr(prefill, "FEW_HEADS", (0,))
-    monkeypatch.setattr(prefill, "_key", prefill.key_for)
 
 
 def positions_of(tokens: int) -> torch.Tensor:
@@ -119,6 +113,8 @@ DECODES = [
     (128, 16, "listed", 2, 1, {"num_splits": 5}),
     (32, 4, "listed", 4, 1, {"num_splits": 1}),
     (16, 2, "none", 7, 1, {"num_splits": 1}),
+    (16, 2, "listed", 140, 1, {}),
+    (13, 1, "dense", 3, 2, {"num_splits": 1}),
     (8, 1, "listed", 5, 1, {"num_splits": 1}),
     (5, 5, "listed", 2, 2, {"num_splits": 1}),
     (100, 4, "listed", 1, 1, {"num_splits": 1}),
@@ -180,7 +176,16 @@ def test_merge_without_lse() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "heads", "groups", "topk"),
-    [(5, 64, 8, 200), (9, 128, 16, 130), (300, 64, 8, 70), (3, 17, 1, 65), (6, 8, 1, 100), (4, 16, 2, 64)],
+    [
+        (5, 64, 8, 200),
+        (9, 128, 16, 130),
+        (300, 64, 8, 70),
+        (3, 17, 1, 65),
+        (6, 8, 1, 100),
+        (4, 16, 2, 64),
+        (300, 16, 2, 70),
+        (150, 5, 1, 65),
+    ],
 )
 def test_prefill(rows: int, heads: int, groups: int, topk: int) -> None:
     g = torch.Generator("cuda").manual_seed(rows)
