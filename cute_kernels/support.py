@@ -46,6 +46,7 @@ KERNEL_ARCHS = {
     "mtp_shared_head_rmsnorm": ARCHS,
     "paged_mqa_logits": ARCHS,
     "quantize_and_insert_k_cache": _E4M3_ARCHS,
+    "quantize_fp8_1x128": _E4M3_ARCHS,
     "save_partial_states": ARCHS,
     "score_top_k_decode": ARCHS,
     "score_top_k_prefill": ARCHS,

@@ -58,6 +58,7 @@ ROOMS = {
     "mtp_shared_head_rmsnorm": "perf.norm",
     "paged_mqa_logits": "perf.logits",
     "quantize_and_insert_k_cache": "perf.kv_cache",
+    "quantize_fp8_1x128": "perf.linear",
     "save_partial_states": "perf.compressor",
     "score_top_k_decode": "perf.score_top_k",
     "score_top_k_prefill": "perf.score_top_k",

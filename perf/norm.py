@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from cute_kernels import numerics
-from cute_kernels.formats import HEAD_DIM, round_up
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.linear.ops_quantize import activation_scale_shape
 from cute_kernels.norm.ops import fused_mtp_input_rmsnorm, fused_q_kv_rmsnorm, mtp_shared_head_rmsnorm
-from cute_kernels.output.scales import BLOCK, ROW_ALIGNMENT
+from cute_kernels.output.scales import BLOCK
 from cute_kernels.runtime.ops import OPS
 from perf.bench import Arguments, Bench, Case, Run, close
 
@@ -38,7 +39,7 @@ def _make_q_kv(tokens: int, rank: int, seed: int) -> Arguments:
 def _make_q_kv_quant(tokens: int, rank: int, seed: int) -> Arguments:
     *inputs, query, kv_out, use_pdl = _make_q_kv(tokens, rank, seed)
     codes = torch.empty(query.shape, device="cuda", dtype=torch.float8_e4m3fn)
-    scales = torch.empty(-(-rank // BLOCK), round_up(tokens, ROW_ALIGNMENT), device="cuda")
+    scales = torch.empty(activation_scale_shape(tokens, rank), device="cuda")
     return *inputs, codes, scales, kv_out, None, use_pdl
 
 
@@ -126,6 +127,8 @@ def _quantized_close(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) 
 
 def _q_kv_then_quant() -> Run:
     """What one launch replaces: the norm alone, and the quantization after it."""
+    from cute_kernels.linear import ops  # noqa: F401  it defines the second
+
     norm, quantize = OPS["fused_q_kv_rmsnorm"], OPS["quantize_fp8_1x128"]
 
     def run(qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, *outs: Any) -> None:
@@ -156,10 +159,25 @@ def _q_kv_quant_variants() -> Mapping[str, Run]:
     }
 
 
+def _vllm_then_inductor() -> Run:
+    """vLLM's norm, and torch.compile's kernels of the quantization after it. They write no padding."""
+    from perf.linear import quantize
+
+    norm, compiled = _vllm_q_kv(), torch.compile(quantize, fullgraph=True, dynamic=True)
+
+    def run(*args: Any) -> list[torch.Tensor]:
+        query, kv = norm(*args)
+        codes, scales = compiled(query)
+        return [codes, scales, kv]
+
+    return run
+
+
 Q_KV_QUANT = Bench(
     "fused_q_kv_rmsnorm_quant",
     _cases(_make_q_kv_quant, "q", Q_RANKS, use_pdl=True),
     quick=(1, 1024),
+    peers={"vllm-triton, torch.compile": _vllm_then_inductor},
     variants=_q_kv_quant_variants,
     same=_quantized_close,
 )

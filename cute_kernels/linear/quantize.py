@@ -55,6 +55,10 @@ class QuantizeKey(KernelKey):
     """One kernel serves every size."""
 
     @property
+    def smem_bytes(self) -> int:
+        return 4 * (VECTORS * WARP_COLUMNS // BLOCK) * TOKENS
+
+    @property
     def instructions(self) -> tuple[str, ...]:
         return ("cvt.e4m3", "ld.global.128")
 

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from cute_kernels import numerics
-from cute_kernels.formats import round_up
-from cute_kernels.output.scales import BLOCK, ROW_ALIGNMENT
+from cute_kernels.linear.ops_quantize import activation_scale_shape
+from cute_kernels.linear.reference import quantize_fp8_1x128
+from cute_kernels.output.scales import BLOCK
 from cute_kernels.runtime.verify import Example
 
 _EPS = 1e-6
@@ -79,11 +79,10 @@ def _agree_quantized(got: Sequence[Any], want: Sequence[Any]) -> str:
     if not torch.equal(*between):
         return "out: bytes between the rows were written"
     if query is not None:
-        nearest, byte = numerics.quantize_e4m3(F.pad(query, (0, -columns % BLOCK)), BLOCK, numerics.OUTPUT_FLOOR)
-        if not torch.equal(numerics.ue8m0_scale(byte).float().t(), scales[:, :rows]):
-            return "scale_out: not those of qr_out"
-        if not torch.equal(nearest[:, :columns], codes.view(torch.uint8)):
-            return "out: not the codes of qr_out"
+        nearest, exact = torch.empty_like(codes), torch.empty_like(scales)
+        quantize_fp8_1x128(query, nearest, exact, False)
+        if not torch.equal(exact, scales) or not torch.equal(nearest.view(torch.uint8), codes.view(torch.uint8)):
+            return "out or scale_out: not what quantize_fp8_1x128 makes of qr_out"
     steps = [s[:, :rows].t().repeat_interleave(BLOCK, dim=1)[:, :columns] for s in (scales, their_scales)]
     mine, theirs = numerics.from_e4m3(codes) * steps[0], numerics.from_e4m3(their_codes) * steps[1]
     bound = torch.maximum(torch.maximum(mine.abs(), theirs.abs()) * 2.0**-3, torch.maximum(*steps) * 2.0**-9)
@@ -106,7 +105,7 @@ def q_kv_quant() -> Iterator[Example]:
         qr, kv = _rows(tokens, width, seed=11), _rows(tokens, kv_width, seed=12)
         weights = _weight(width, 13), _weight(kv_width, 14, torch.float32)
         codes = torch.full((tokens, width + _GAP), 0xA5, dtype=torch.uint8)[:, :-_GAP].view(torch.float8_e4m3fn)
-        scales = torch.full((-(-width // BLOCK), round_up(tokens, ROW_ALIGNMENT)), -777.0)
+        scales = torch.full(activation_scale_shape(tokens, width), -777.0)
         query = _poisoned(qr) if has_query else None
         arguments = (qr, kv, *weights, _EPS, codes, scales, _poisoned(kv), query, tokens == 5)
         yield Example(f"{tokens} rows of {width} and {kv_width}", arguments, _agree_quantized)

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import round_up
+from cute_kernels.linear.ops_quantize import activation_scale_shape
 from cute_kernels.norm import reference
-from cute_kernels.output.scales import BLOCK, ROW_ALIGNMENT
 from cute_kernels.runtime.checks import Checker, Dim
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
@@ -113,11 +112,6 @@ def fused_q_kv_rmsnorm(
     return qr_out, kv_out
 
 
-def _scale_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Of the memory of the scales of e4m3 [rows, columns]."""
-    return -(-columns // BLOCK), round_up(rows, ROW_ALIGNMENT)
-
-
 def _check_q_kv_quant(
     qr: torch.Tensor,
     kv: torch.Tensor,
@@ -135,7 +129,7 @@ def _check_q_kv_quant(
     _check_norm(c, ("kv", "kv_weight"), kv, kv_weight, ("T", "head_dim"))
     _check_eps(c, eps)
     c.tensor("out", out, torch.float8_e4m3fn, ("T", "q_lora_rank"))
-    c.tensor("scale_out", scale_out, torch.float32, _scale_shape(*qr.shape))
+    c.tensor("scale_out", scale_out, torch.float32, activation_scale_shape(*qr.shape))
     c.tensor("kv_out", kv_out, torch.bfloat16, ("T", "head_dim"))
     c.tensor("qr_out", qr_out, torch.bfloat16, ("T", "q_lora_rank"), optional=True)
 
@@ -192,8 +186,9 @@ def fused_q_kv_rmsnorm_quant(
     kv_weight   bf16 or fp32 [head_dim]
     eps         added to the mean of the squares
     out         codes, e4m3 [T, q_lora_rank], rows of any stride, or None: allocated, contiguous; mutated
-    scale_out   the memory of the scales, fp32 [ceil(q_lora_rank / 128), T rounded up to 4] with a dense last dimension,
-                or None: allocated; mutated, all of it: the columns of tokens that do not exist become zero
+    scale_out   the memory of the scales, fp32 `activation_scale_shape(T, q_lora_rank)`: [ceil(q_lora_rank / 128), T
+                rounded up to 4] with a dense last dimension, or None: allocated; mutated, all of it: the columns of
+                tokens that do not exist become zero
     kv_out      bf16 [T, head_dim], rows of any stride, or None: allocated, contiguous; mutated
     qr_out      the normed query in bf16, [T, q_lora_rank], rows of any stride, or None: not stored; mutated
     use_pdl     start while the kernel before on the stream still runs (programmatic dependent launch), and wait for it
@@ -209,7 +204,7 @@ def fused_q_kv_rmsnorm_quant(
     if out is None:
         out = torch.empty(qr.shape, dtype=torch.float8_e4m3fn, device=qr.device)
     if scale_out is None:
-        scale_out = torch.empty(_scale_shape(*qr.shape), dtype=torch.float32, device=qr.device)
+        scale_out = torch.empty(activation_scale_shape(*qr.shape), dtype=torch.float32, device=qr.device)
     if kv_out is None:
         kv_out = _like(c, "kv", kv)
     _q_kv_quant(qr, kv, q_weight, kv_weight, eps, out, scale_out, kv_out, qr_out, use_pdl)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
-from cute_kernels import numerics
+from cute_kernels.linear.reference import quantize_fp8_1x128
 from cute_kernels.numerics import rms_norm
-from cute_kernels.output.scales import BLOCK
 
 
 def fused_q_kv_rmsnorm(
@@ -36,12 +34,8 @@ def fused_q_kv_rmsnorm_quant(
     qr_out: torch.Tensor | None,
     use_pdl: bool,
 ) -> None:
-    rows, columns = qr.shape
     query = rms_norm(qr, q_weight, eps).bfloat16()
-    codes, byte = numerics.quantize_e4m3(F.pad(query, (0, -columns % BLOCK)), BLOCK, numerics.OUTPUT_FLOOR)
-    out.view(torch.uint8).copy_(codes[:, :columns])
-    scale_out[:, :rows] = numerics.ue8m0_scale(byte).float().t()
-    scale_out[:, rows:] = 0
+    quantize_fp8_1x128(query, out, scale_out, use_pdl)
     kv_out.copy_(rms_norm(kv, kv_weight, eps))
     if qr_out is not None:
         qr_out.copy_(query)
