@@ -14,8 +14,8 @@ from cute_kernels.runtime.compile import launch as launch_key
 RECIPE = (1, 128, 128)
 EQUATION = "bhr,hdr->bhd"
 
-MOST_SWAPPED_ROWS = 64
-"""More rows are faster the other way round."""
+MOST_SWAPPED_ROWS, MOST_SPLIT_ROWS = 32, 64
+"""More rows are faster the other way round on an H200; the second number is for weights whose K is split."""
 
 OUTPUTS = {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float8_e4m3fn": "e4m3"}
 
@@ -25,10 +25,13 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     return [*select.swap_ab_keys(config, tp, arch, "e4m3")]
 
 
-def _is_swapped(arch: str, out: Any, batch_invariant: bool) -> bool:
+def _is_swapped(arch: str, out: Any, chunks: int, batch_invariant: bool) -> bool:
     if arch != select.HOPPER:
         return False
-    return batch_invariant or out.shape[0] <= MOST_SWAPPED_ROWS or OUTPUTS[str(out.dtype)] != "bf16"
+    rows, groups, outputs = out.shape
+    if batch_invariant or rows <= MOST_SWAPPED_ROWS or OUTPUTS[str(out.dtype)] != "bf16":
+        return True
+    return rows <= MOST_SPLIT_ROWS and select.splits_of(groups, outputs, chunks) > 1
 
 
 def supports(
@@ -36,7 +39,7 @@ def supports(
 ) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     arch = arch_of(out.device.index)
-    if not _is_swapped(arch, out, batch_invariant):
+    if not _is_swapped(arch, out, a.shape[2] // 128, batch_invariant):
         if OUTPUTS[str(out.dtype)] != "bf16":
             return False, f"a result of {out.dtype} has a kernel on {select.HOPPER} only, this is {arch}"
         return einsum.supports(a, a_scale, b, b_scale, out, EQUATION, RECIPE)
@@ -69,7 +72,7 @@ def launch(
     if rows == 0 or groups == 0 or outputs == 0:
         return
     device_index = out.device.index
-    if not _is_swapped(arch_of(device_index), out, batch_invariant):
+    if not _is_swapped(arch_of(device_index), out, a.shape[2] // 128, batch_invariant):
         einsum.launch(a, a_scale, b, b_scale, out, EQUATION, RECIPE, use_pdl)
         return
     key, clusters = select.swap_ab("e4m3", OUTPUTS[str(out.dtype)], rows, groups, outputs, a.shape[2] // 128)

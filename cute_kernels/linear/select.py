@@ -17,8 +17,8 @@ MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 
 SPLITS = (1, 2, 3, 4, 6, 8)
-TOKEN_TILES = {"e4m3": (8, 16, 32, 64), "bf16": (8, 16, 32, 64, 128)}
-"""Tokens of a work tile. With 128, totals and products of e4m3 do not fit into registers."""
+TOKEN_TILES = (8, 16, 32, 64)
+"""Tokens of a work tile."""
 
 CHUNK_US = 0.3
 """What 8 KB of a weight, 64 outputs by 128 bytes of K, take a multiprocessor when all of them read at 3.6 TB/s."""
@@ -42,9 +42,9 @@ def splits_of(groups: int, outputs: int, chunks: int) -> int:
     return min((s for s in SPLITS if s == 1 or chunks // s >= 4), key=microseconds)
 
 
-def token_tile(operands: str, rows: int) -> int:
-    """Tokens of a work tile."""
-    return next((tokens for tokens in TOKEN_TILES[operands] if rows <= tokens), TOKEN_TILES[operands][-1])
+def token_tile(rows: int) -> int:
+    """Tokens of a work tile: the least that hold all rows, or the most."""
+    return next((tokens for tokens in TOKEN_TILES if rows <= tokens), TOKEN_TILES[-1])
 
 
 @lru_cache(maxsize=4096)
@@ -52,7 +52,7 @@ def swap_ab(operands: str, output: str, rows: int, groups: int, outputs: int, ch
     """The kernel for few rows and its number of clusters. chunks: of 128 bytes of K."""
     cooperative = output == "e4m3"
     splits = splits_of(groups, outputs, chunks)
-    tokens = token_tile(operands, rows)
+    tokens = token_tile(rows)
     key = SwapAbKey(HOPPER, operands, output, tokens, splits, cooperative)
     tiles = groups * -(-outputs // key.outputs) * -(-rows // tokens)
     return key, min(tiles, MULTIPROCESSORS // splits)
@@ -87,5 +87,5 @@ def swap_ab_keys(config: Any, tp: int, arch: str, operands: str) -> list[SwapAbK
     for kind, output, groups, outputs, k in layer_gemms(config, tp):
         if kind == operands:
             chunks = -(-k // (128 if kind == "e4m3" else 64))
-            keys.update((swap_ab(kind, output, rows, groups, outputs, chunks)[0], None) for rows in TOKEN_TILES[kind])
+            keys.update((swap_ab(kind, output, rows, groups, outputs, chunks)[0], None) for rows in TOKEN_TILES)
     return list(keys)
