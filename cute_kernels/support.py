@@ -19,6 +19,7 @@ ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 _E4M3_ARCHS = ("sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 KERNEL_ARCHS = {
+    "bf16_gemm": ("sm_90a",),
     "all_visible_entries": ARCHS,
     "build_c128a_topk_metadata": ARCHS,
     "build_flashinfer_mixed_sparse_indices": ARCHS,
@@ -29,6 +30,7 @@ KERNEL_ARCHS = {
     "cp_gather_indexer_k_quant_cache": ARCHS,
     "deepseek_v4_fp8_einsum": ARCHS,
     "dequantize_and_gather_k_cache": _E4M3_ARCHS,
+    "fp8_gemm": ARCHS,
     "fused_compress_norm_rope_store": _E4M3_ARCHS,
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": ARCHS,
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": _E4M3_ARCHS,

@@ -32,6 +32,7 @@ PROGRAM = "python -m perf"
 ROOT = Path(__file__).parent.parent
 ROOMS = {
     "all_visible_entries": "perf.topk",
+    "bf16_gemm": "perf.gemm",
     "build_c128a_topk_metadata": "perf.indices",
     "build_flashinfer_mixed_sparse_indices": "perf.indices",
     "combine_topk_swa_indices": "perf.indices",
@@ -41,6 +42,7 @@ ROOMS = {
     "cp_gather_indexer_k_quant_cache": "perf.indexer",
     "deepseek_v4_fp8_einsum": "perf.einsum",
     "dequantize_and_gather_k_cache": "perf.kv_cache",
+    "fp8_gemm": "perf.gemm",
     "fused_compress_norm_rope_store": "perf.compressor_entries",
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": "perf.qnorm",
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": "perf.qnorm",

@@ -106,7 +106,8 @@ def _variants() -> dict[str, Callable[[EinsumSet], None]]:
     def run(key: EinsumKey | PortableEinsumKey, s: EinsumSet) -> None:
         tokens, groups, rank = s.out.shape
         tiles = groups * -(-tokens // key.rows) * -(-rank // key.columns)
-        launch(key, 0, s.a, s.a_scale, s.b, s.b_scale, s.out, min(tiles, multiprocessors(0)))
+        use_pdl = (False,) if isinstance(key, EinsumKey) else ()
+        launch(key, 0, s.a, s.a_scale, s.b, s.b_scale, s.out, min(tiles, multiprocessors(0)), *use_pdl)
 
     found: dict[str, Callable[[EinsumSet], None]] = {PORTABLE: _portable}
     keys: dict[str, EinsumKey | PortableEinsumKey] = {

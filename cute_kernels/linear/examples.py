@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -31,4 +32,58 @@ def quantize() -> Iterator[Example]:
         yield Example(f"{tokens} rows of {columns}", (x, out, scales, tokens % 2 == 1))
 
 
-EXAMPLES = {"quantize_fp8_1x128": quantize}
+_GEMMS = ((1, 1, 256, 512), (5, 2, 128, 384), (33, 1, 400, 1024), (70, 3, 256, 128), (130, 1, 1536, 4096))
+"""(tokens, groups, N, K)"""
+
+ROUNDING, PRODUCTS, FP32 = 2.0**-8, 2.0**-11, 2.0**-18
+"""Shares of the exact result, and of the sum of the products' magnitudes, that a result may differ by: bf16 rounding,
+the 14 bits that Hopper's tensor cores keep of a sum of e4m3 products, and what fp32 sums lose."""
+
+
+def fp8_gemm() -> Iterator[Example]:
+    """fp8_gemm(a, a_scale, b, b_scale, out, out_scale, batch_invariant, use_pdl)"""
+    for tokens, groups, outputs, columns in _GEMMS:
+        g = torch.Generator().manual_seed(tokens + outputs)
+
+        def codes(*shape: int, g: torch.Generator = g) -> torch.Tensor:
+            return (torch.randn(shape, generator=g) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+        def scales(*shape: int, g: torch.Generator = g) -> torch.Tensor:
+            return torch.exp2(torch.randint(-12, 2, shape, generator=g).float())
+
+        a, b = codes(groups, tokens, columns).transpose(0, 1), codes(groups, outputs, columns)
+        a_scale = scales(groups, columns // 128, -(-tokens // 4) * 4).permute(2, 0, 1)[:tokens]
+        b_scale = 1.3 * scales(groups, -(-outputs // 128), columns // 128)
+        out = torch.full((tokens, groups, outputs + 16), torch.nan, dtype=torch.bfloat16)[..., :-16]
+        name = f"{tokens} tokens of {groups} groups, {columns} -> {outputs}"
+        for batch_invariant in (False, True):
+            arguments = (a, a_scale, b, b_scale, out, None, batch_invariant, batch_invariant)
+            yield Example(f"{name}{', batch-invariant' * batch_invariant}", arguments, _near)
+
+
+def bf16_gemm() -> Iterator[Example]:
+    """bf16_gemm(a, b, out, batch_invariant, use_pdl)"""
+    for tokens, _, outputs, columns in _GEMMS:
+        g = torch.Generator().manual_seed(tokens + outputs)
+        a, b = (torch.randn(rows, columns + 8, generator=g).bfloat16()[:, 8:] for rows in (tokens, outputs))
+        for dtype in (torch.float32, torch.bfloat16):
+            out = torch.full((tokens, outputs + 16), torch.nan, dtype=dtype)[..., :-16]
+            yield Example(f"{tokens} tokens, {columns} -> {outputs}, {dtype}", (a, b, out, False, tokens == 1), _near)
+
+
+def _near(got: Sequence[Any], want: Sequence[Any]) -> str:
+    """ "", or how far the output is off."""
+    if want[0].dtype == torch.bfloat16:
+        a, b, out, lost = want[0].double(), want[1].double(), got[2], FP32
+        exact, magnitude = a @ b.t(), a.abs() @ b.abs().t()
+    else:
+        a = want[0].double() * want[1].double().repeat_interleave(128, -1)
+        b_scale = want[3].double().repeat_interleave(128, -1).repeat_interleave(128, 1)[:, : want[2].shape[1]]
+        b, out, lost = want[2].double() * b_scale, got[4], PRODUCTS
+        exact, magnitude = (torch.einsum("tgk,gnk->tgn", x, y) for x, y in ((a, b), (a.abs(), b.abs())))
+    rounding = ROUNDING if out.dtype == torch.bfloat16 else 0.0
+    excess = (out.double() - exact).abs() - rounding * exact.abs() - lost * magnitude
+    return "" if bool((excess <= 0).all()) else f"out: off by {excess.max().item():.3g} more than rounding explains"
+
+
+EXAMPLES = {"quantize_fp8_1x128": quantize, "fp8_gemm": fp8_gemm, "bf16_gemm": bf16_gemm}

@@ -7,6 +7,7 @@ from typing import Any
 
 from cute_kernels.linear import select
 from cute_kernels.output import einsum
+from cute_kernels.output.einsum_tiles import CHUNK
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -21,8 +22,14 @@ OUTPUTS = {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float8_e4m3
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
-    """Of every FP8 linear of a model; large products are deepseek_v4_fp8_einsum's, with the keys it declares."""
-    return [*select.swap_ab_keys(config, tp, arch, "e4m3")]
+    """Of every FP8 linear of a model: for few rows one for each way to cut a weight's K, for many one for each tile."""
+    chunks = {k // CHUNK for kind, _, _, _, k in select.layer_gemms(config, tp) if kind == "e4m3"}
+    large: list[KernelKey] = []
+    if arch == select.HOPPER:
+        large += [einsum.with_depth(key, n) for key, _ in einsum.TILES for n in sorted(chunks)]
+    else:
+        large += einsum.deployment_keys(config, tp, arch)
+    return list(dict.fromkeys([*select.swap_ab_keys(config, tp, arch, "e4m3"), *large]))
 
 
 def _is_swapped(arch: str, out: Any, chunks: int, batch_invariant: bool) -> bool:
@@ -39,7 +46,7 @@ def supports(
 ) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     arch = arch_of(out.device.index)
-    if not _is_swapped(arch, out, a.shape[2] // 128, batch_invariant):
+    if not _is_swapped(arch, out, a.shape[2] // CHUNK, batch_invariant):
         if OUTPUTS[str(out.dtype)] != "bf16":
             return False, f"a result of {out.dtype} has a kernel on {select.HOPPER} only, this is {arch}"
         return einsum.supports(a, a_scale, b, b_scale, out, EQUATION, RECIPE)
@@ -72,8 +79,8 @@ def launch(
     if rows == 0 or groups == 0 or outputs == 0:
         return
     device_index = out.device.index
-    if not _is_swapped(arch_of(device_index), out, a.shape[2] // 128, batch_invariant):
+    if not _is_swapped(arch_of(device_index), out, a.shape[2] // CHUNK, batch_invariant):
         einsum.launch(a, a_scale, b, b_scale, out, EQUATION, RECIPE, use_pdl)
         return
-    key, clusters = select.swap_ab("e4m3", OUTPUTS[str(out.dtype)], rows, groups, outputs, a.shape[2] // 128)
+    key, clusters = select.swap_ab("e4m3", OUTPUTS[str(out.dtype)], rows, groups, outputs, a.shape[2] // CHUNK)
     launch_key(key, device_index, a, a_scale, b, b_scale, out, out_scale, clusters, use_pdl)

@@ -14,8 +14,8 @@ from cute_kernels.runtime.ops import Cost, define_op, nbytes
 def _check_fp8(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
     batch_invariant: bool,
@@ -25,31 +25,35 @@ def _check_fp8(
     c.tensor("a", a, torch.float8_e4m3fn, ("T", "G", "K"))
     c.require(a.shape[2] % BLOCK == 0, "a", f"K to be a multiple of {BLOCK}", list(a.shape))
     chunks = a.shape[2] // BLOCK
-    c.tensor("b", b, torch.float8_e4m3fn, ("G", "N", "K"))
+    c.tensor("weight", weight, torch.float8_e4m3fn, ("G", "N", "K"))
     c.tensor("a_scale", a_scale, torch.float32, ("T", "G", chunks), dense_last=False)
-    c.tensor("b_scale", b_scale, torch.float32, ("G", -(-b.shape[1] // BLOCK), chunks), dense_last=False)
+    c.tensor("weight_scale", weight_scale, torch.float32, ("G", -(-weight.shape[1] // BLOCK), chunks), dense_last=False)
     if out_scale is None:
         c.tensor("out", out, (torch.bfloat16, torch.float32), ("T", "G", "N"))
         return
     c.tensor("out", out, torch.float8_e4m3fn, ("T", "G", "N"))
-    c.require(b.shape[1] % BLOCK == 0, "b", f"N to be a multiple of {BLOCK} for an e4m3 result", list(b.shape))
-    c.tensor("out_scale", out_scale, torch.float32, activation_scale_shape(a.shape[0], b.shape[0] * b.shape[1]))
+    c.require(
+        weight.shape[1] % BLOCK == 0, "weight", f"N to be a multiple of {BLOCK} for an e4m3 result", list(weight.shape)
+    )
+    c.tensor(
+        "out_scale", out_scale, torch.float32, activation_scale_shape(a.shape[0], weight.shape[0] * weight.shape[1])
+    )
 
 
 def _cost_fp8(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
     *_: object,
 ) -> Cost:
-    return Cost(bytes=nbytes(a, a_scale, b, b_scale, out, out_scale), flops=2 * out.numel() * a.shape[2])
+    return Cost(bytes=nbytes(a, a_scale, weight, weight_scale, out, out_scale), flops=2 * out.numel() * a.shape[2])
 
 
 _fp8_gemm = define_op(
-    "fp8_gemm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out, Tensor(b!)? out_scale, "
+    "fp8_gemm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor(a!) out, Tensor(b!)? out_scale, "
     "bool batch_invariant, bool use_pdl) -> ()",
     check=_check_fp8,
     reference=reference.fp8_gemm,
@@ -155,19 +159,19 @@ def fp8_linear(
     return out
 
 
-def _check_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch_invariant: bool, use_pdl: bool) -> None:
+def _check_bf16(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, batch_invariant: bool, use_pdl: bool) -> None:
     c = Checker("bf16_gemm")
     c.tensor("a", a, torch.bfloat16, ("T", "K"))
-    c.tensor("b", b, torch.bfloat16, ("N", "K"))
+    c.tensor("weight", weight, torch.bfloat16, ("N", "K"))
     c.tensor("out", out, (torch.bfloat16, torch.float32), ("T", "N"))
 
 
-def _cost_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *_: object) -> Cost:
-    return Cost(bytes=nbytes(a, b, out), flops=2 * out.numel() * a.shape[1])
+def _cost_bf16(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *_: object) -> Cost:
+    return Cost(bytes=nbytes(a, weight, out), flops=2 * out.numel() * a.shape[1])
 
 
 _bf16_gemm = define_op(
-    "bf16_gemm(Tensor a, Tensor b, Tensor(a!) out, bool batch_invariant, bool use_pdl) -> ()",
+    "bf16_gemm(Tensor a, Tensor weight, Tensor(a!) out, bool batch_invariant, bool use_pdl) -> ()",
     check=_check_bf16,
     reference=reference.bf16_gemm,
     kernel="cute_kernels.linear.bf16_gemm",

@@ -58,8 +58,8 @@ CONSUMER_WARPGROUPS = 2
 THREADS = (CONSUMER_WARPGROUPS * 4 + 2) * WARP
 
 MOST_BYTES = {True: 112 * 1024, False: 216 * 1024}
-"""Of shared memory, for products of at most 32 tokens or of more. Up to 32, two CTAs fit into a multiprocessor: the next
-GEMM's can start beside this one's and bring its weights. With more, registers do not allow that."""
+"""Of shared memory, for products of at most 32 tokens or of more. Up to 32, two CTAs fit into a multiprocessor: the
+next GEMM's can start beside this one's and bring its weights. With more, registers do not allow that."""
 
 FRAGMENT_BYTES = 16
 """Of a thread's share of 16 outputs x 8 tokens: rows r and r + 8 of two neighbouring tokens."""

@@ -1,0 +1,157 @@
+"""Benchmarks of the layers' GEMMs, launched like the layers do: as dependents of the kernel before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from cute_kernels.linear.examples import FP32, PRODUCTS, ROUNDING
+from cute_kernels.models import MODELS
+from cute_kernels.runtime.ops import OPS
+from perf.bench import Arguments, Bench, Case, Run
+
+TOKENS = (1, 8, 32, 64, 256, 4096)
+BF16_TOKENS = (1, 8, 32, 64)
+
+NAMES = ("wqa_wkv", "wq_b", "indexer.wq_b", "wq_b+indexer.wq_b", "wo_a", "wo_b")
+
+
+def _weights(model: str) -> list[tuple[str, int, int, int]]:
+    """(name, groups, N, K) of the FP8 linears of a whole model."""
+    from cute_kernels.linear.select import layer_gemms
+
+    found = [(g, n, k) for kind, output, g, n, k in layer_gemms(MODELS[model], 1) if (kind, output) == ("e4m3", "bf16")]
+    return [(name, *shape) for name, shape in zip(NAMES, found, strict=True)]
+
+
+def make_fp8(tokens: int, groups: int, outputs: int, columns: int, seed: int) -> Arguments:
+    g = torch.Generator(device="cuda").manual_seed(seed)
+
+    def codes(*shape: int) -> torch.Tensor:
+        return (
+            torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+            .normal_(generator=g)
+            .mul_(100)
+            .to(torch.float8_e4m3fn)
+        )
+
+    def powers(*shape: int) -> torch.Tensor:
+        return torch.exp2(torch.randint(-12, -6, shape, device="cuda", generator=g).float())
+
+    a_scale = powers(groups, columns // 128, -(-tokens // 4) * 4).permute(2, 0, 1)[:tokens]
+    b_scale = powers(groups, -(-outputs // 128), columns // 128)
+    out = torch.empty(tokens, groups, outputs, device="cuda", dtype=torch.bfloat16)
+    a = codes(groups, tokens, columns).transpose(0, 1)
+    return a, a_scale, codes(groups, outputs, columns), b_scale, out, None, False, True
+
+
+def make_bf16(tokens: int, outputs: int, columns: int, seed: int) -> Arguments:
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    a, b = (torch.randn(n, columns, device="cuda", generator=g).bfloat16() for n in (tokens, outputs))
+    return a, b, torch.empty(tokens, outputs, device="cuda"), False, True
+
+
+def _deepgemm() -> Run:
+    """DeepGEMM's kernels as vLLM takes them: one product, or one for all groups."""
+    from vllm.third_party import deep_gemm
+
+    def run(a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, *_: Any) -> list[torch.Tensor]:
+        if a.shape[1] == 1:
+            deep_gemm.fp8_fp4_gemm_nt((a[:, 0], a_scale[:, 0]), (b[0], b_scale[0]), out[:, 0])
+        else:
+            torch.ops.deep_gemm.fp8_einsum("bhr,hdr->bhd", a, a_scale, b, b_scale, out, None, [1, 128, 128])
+        return [out]
+
+    return run
+
+
+def _cublas() -> Run:
+    """torch's product with block scales, group by group. It takes numbers of rows that are multiples of 4."""
+
+    def run(a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, *_: Any) -> list[torch.Tensor]:
+        blocks = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+        for g in range(a.shape[1]):
+            operands = a[:, g], b[g].t(), a_scale[:, g], blocks[0], b_scale[g].t(), blocks[1]
+            product = F.scaled_mm(*operands, output_dtype=torch.bfloat16)
+            if a.shape[1] == 1:
+                return [product.unsqueeze(1)]
+            out[:, g] = product
+        return [out]
+
+    return run
+
+
+def _mm() -> Run:
+    return lambda a, b, out, *_: [torch.mm(a, b.t(), out_dtype=torch.float32)]
+
+
+def _near(share: float, rounding: float, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """Within what rounding explains of results whose terms are of random signs: their root mean square stands for the
+    sum of magnitudes."""
+    x, y = got[0].double(), want[0].double()
+    spread = y.square().mean().sqrt()
+    return bool(((x - y).abs() <= 2 * rounding * y.abs() + 64 * share * spread).all())
+
+
+def _fp8_variants() -> Mapping[str, Run]:
+    overload = OPS["fp8_gemm"].overload
+    return {
+        "ours without use_pdl": lambda *args: overload(*args[:-1], False),
+        "ours batch-invariant": lambda *args: overload(*args[:-2], True, args[-1]),
+    }
+
+
+def _bf16_variants() -> Mapping[str, Run]:
+    overload = OPS["bf16_gemm"].overload
+    return {"ours without use_pdl": lambda *args: overload(*args[:-1], False)}
+
+
+FP8 = Bench(
+    "fp8_gemm",
+    tuple(
+        Case(
+            f"{model} {name} T={tokens}",
+            tokens,
+            partial(make_fp8, tokens, groups, outputs, columns),
+            {"model": model, "linear": name, "groups": groups, "N": outputs, "K": columns},
+            "e4m3",
+        )
+        for model in MODELS
+        for name, groups, outputs, columns in _weights(model)
+        if name != "indexer.wq_b"  # its layers multiply both at once
+        for tokens in TOKENS
+    ),
+    quick=(1, 64),
+    peers={"deepgemm": _deepgemm, "cublas": _cublas},
+    variants=_fp8_variants,
+    same=partial(_near, PRODUCTS, ROUNDING),
+)
+
+BF16 = Bench(
+    "bf16_gemm",
+    tuple(
+        Case(
+            f"{model} {name} T={tokens}",
+            tokens,
+            partial(make_bf16, tokens, outputs, MODELS[model].hidden_size),
+            {"model": model, "linear": name, "N": outputs, "K": MODELS[model].hidden_size},
+            "bf16",
+        )
+        for model in MODELS
+        for name, outputs in (("compressors+weights (C4A)", 2624), ("compressor (C128A)", 1024))
+        for tokens in BF16_TOKENS
+    ),
+    quick=(1, 64),
+    peers={"cublas": _mm},
+    variants=_bf16_variants,
+    same=partial(_near, FP32, 0.0),
+)
+
+BENCHES = (FP8, BF16)
+SWEEPS = {bench.op: bench.sweep for bench in BENCHES}
+QUICK = {bench.op: bench.quick for bench in BENCHES}
+"""Numbers of rows of a quick look."""

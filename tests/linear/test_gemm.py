@@ -1,0 +1,141 @@
+"""fp8_gemm and bf16_gemm on the CPU: their meaning in float64, what they refuse, which kernel a call takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels.linear.ops import activation_scale_shape, bf16_linear, fp8_grouped_linear, fp8_linear
+from tests import oracle
+
+E4M3 = torch.float8_e4m3fn
+
+
+def codes(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 0x7F, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).view(E4M3)
+
+
+def scales(*shape: int, seed: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) / 64
+
+
+def call(tokens: int, groups: int, outputs: int, columns: int) -> tuple[torch.Tensor, ...]:
+    a_scale = scales(groups, columns // 128, -(-tokens // 4) * 4, seed=2).permute(2, 0, 1)[:tokens]
+    weight = codes(groups, outputs, columns, seed=3), scales(groups, -(-outputs // 128), columns // 128, seed=4)
+    return codes(groups, tokens, columns, seed=1).transpose(0, 1), a_scale, *weight
+
+
+def exact(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> np.ndarray:
+    """Element by element, from the codes' values."""
+    out = np.zeros((a.shape[0], b.shape[0], b.shape[1]))
+    values = [oracle.E4M3[x.contiguous().view(torch.uint8).numpy()] for x in (a, b)]
+    for chunk in range(a.shape[2] // 128):
+        part = slice(128 * chunk, 128 * chunk + 128)
+        row = a_scale[:, :, chunk].double().numpy()
+        block = b_scale[:, :, chunk].double().numpy().repeat(128, axis=1)[:, : b.shape[1]]
+        out += np.einsum("tgk,gnk->tgn", values[0][..., part], values[1][..., part]) * row[:, :, None] * block[None]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("tokens", "groups", "outputs", "columns"), [(1, 1, 64, 256), (5, 3, 200, 384), (0, 2, 16, 128)]
+)
+def test_meaning(tokens: int, groups: int, outputs: int, columns: int) -> None:
+    arguments = call(tokens, groups, outputs, columns)
+    want = exact(*arguments).astype(np.float32)
+    got, scale = fp8_grouped_linear(*arguments, out_dtype=torch.float32)
+    assert scale is None
+    assert np.allclose(got.numpy(), want, rtol=1e-6, atol=0)
+    wide = torch.full((tokens, groups, outputs + 8), torch.nan, dtype=torch.bfloat16)
+    fp8_grouped_linear(*arguments, out=wide[..., 8:], batch_invariant=True, use_pdl=True)
+    assert np.array_equal(oracle.to_numpy(wide[..., 8:]), oracle.bf16_round(got.double().numpy()))
+    assert wide[..., :8].isnan().all()
+
+
+def test_one_group_is_a_linear() -> None:
+    a, a_scale, b, b_scale = call(3, 1, 48, 256)
+    got = fp8_linear(a[:, 0], a_scale[:, 0], b[0], b_scale[0])
+    assert torch.equal(got, fp8_grouped_linear(a, a_scale, b, b_scale)[0][:, 0])
+
+
+def test_codes_are_those_of_the_rounded_result() -> None:
+    arguments = call(5, 2, 256, 256)
+    plain, _ = fp8_grouped_linear(*arguments)
+    got, scale = fp8_grouped_linear(*arguments, out_dtype=E4M3)
+    assert scale is not None
+    want, byte = oracle.quantize_blocks(oracle.to_numpy(plain).reshape(5, 512), 128, "e4m3", floor=1e-10)
+    assert np.array_equal(got.reshape(5, 512).view(torch.uint8).numpy(), want)
+    assert np.array_equal(scale.numpy(), np.exp2(byte.astype(float) - 127))
+    assert scale.stride() == (1, 8)
+
+
+def test_bf16_meaning() -> None:
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(5, 96, generator=g).bfloat16(), torch.randn(32, 96, generator=g).bfloat16()
+    want = oracle.to_numpy(a) @ oracle.to_numpy(b).T
+    assert np.array_equal(bf16_linear(a, b, out_dtype=torch.float32).numpy(), want.astype(np.float32))
+    assert np.array_equal(oracle.to_numpy(bf16_linear(a, b)), oracle.bf16_round(want.astype(np.float32).astype(float)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"a": codes(5, 2, 200, seed=1), "weight": codes(2, 256, 200, seed=1)},
+            "a: expected K to be a multiple of 128",
+        ),
+        ({"weight": codes(2, 256, 128, seed=1)}, "weight: expected shape"),
+        ({"a_scale": scales(5, 2, 3, seed=1)}, "a_scale: expected shape"),
+        ({"weight_scale": scales(2, 1, 2, seed=1)}, "weight_scale: expected shape"),
+        ({"weight_scale": torch.ones(2, 2, 2, dtype=torch.float64)}, "weight_scale: expected dtype"),
+        ({"out": torch.empty(5, 2, 256, dtype=torch.float16)}, "out: expected dtype"),
+        ({"out": torch.empty(4, 2, 256, dtype=torch.bfloat16)}, "out: expected shape"),
+        ({"out_scale": torch.empty(4, 8)}, "out: expected dtype"),
+    ],
+)
+def test_refused(change: dict[str, torch.Tensor], words: str) -> None:
+    names = ("a", "a_scale", "weight", "weight_scale")
+    given = dict(zip(names, call(5, 2, 256, 256), strict=True)) | change
+    more: dict[str, Any] = {k: v for k, v in given.items() if k not in names}
+    with pytest.raises((ValueError, TypeError), match=f"fp8_gemm: {words}"):
+        fp8_grouped_linear(*(given[name] for name in names), **more)
+
+
+def test_an_e4m3_result_needs_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="N to be a multiple of 128"):
+        fp8_grouped_linear(*call(5, 2, 200, 256), out_dtype=E4M3, out_scale=torch.empty(activation_scale_shape(5, 400)))
+
+
+def test_how_k_is_cut_follows_from_the_weight_alone() -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cute_kernels.linear import select
+    from cute_kernels.models import MODELS
+
+    for model in MODELS.values():
+        for tp in (1, 2, 4, 8):
+            for operands, output, groups, outputs, k in select.layer_gemms(model, tp):
+                chunks = k // (128 if operands == "e4m3" else 64)
+                found = [select.swap_ab(operands, output, m, groups, outputs, chunks) for m in (1, 8, 9, 64, 65, 8192)]
+                assert len({key.splits for key, _ in found}) == 1
+                for key, clusters in found:
+                    assert chunks // key.splits >= 4 or key.splits == 1
+                    assert clusters * key.splits <= select.MULTIPROCESSORS
+                    assert key.smem_bytes <= 232448
+
+
+def test_every_call_of_a_deployment_has_its_kernel() -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cute_kernels.linear import bf16_gemm, fp8_gemm, select
+    from cute_kernels.models import MODELS
+
+    for model in MODELS.values():
+        for tp in (1, 2, 4, 8):
+            modules = {"e4m3": fp8_gemm, "bf16": bf16_gemm}
+            declared = {name: set(module.deployment_keys(model, tp, "sm_90a")) for name, module in modules.items()}
+            for operands, output, groups, outputs, k in select.layer_gemms(model, tp):
+                for rows in (1, 7, 8, 9, 16, 17, 33, 64, 65, 100, 4096):
+                    chunks = k // (128 if operands == "e4m3" else 64)
+                    assert select.swap_ab(operands, output, rows, groups, outputs, chunks)[0] in declared[operands]
