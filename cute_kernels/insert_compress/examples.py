@@ -80,7 +80,11 @@ def difference(got: Sequence[Any], want: Sequence[Any]) -> str:
         found = entry_difference(kv_format, mine, theirs, w.entry_slot_mapping)
         if found:
             return f"{kv_format}: {found}"
-    return agree_but_for_queries(0, g._replace(entry_cache=w.entry_cache, index_cache=w.index_cache), w)
+    # both kinds of queries lie in one tensor: its memory is looked at once, with q
+    if not torch.equal(g.index_q, w.index_q):
+        return "index_q: it was written"
+    same = {name: getattr(w, name) for name in ("entry_cache", "index_cache", "index_q")}
+    return agree_but_for_queries(0, g._replace(**same), w)
 
 
 _STEPS: tuple[tuple[list[int], dict[str, Any]], ...] = (
