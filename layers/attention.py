@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from cute_kernels import numerics
+from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
+from cute_kernels.insert_compress.ops import fused_qkv_insert_compress_index
 from cute_kernels.linear.ops import fp8_linear
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm, fused_q_kv_rmsnorm_quant
 from cute_kernels.runtime.checks import Checker
 from layers.bound import BoundSteps, bound_key
-from layers.caches import INDEX_CACHES, KV_CACHES, LayerCaches
+from layers.caches import INDEX_CACHES, KV_CACHES, SWA_BLOCK_SIZE, LayerCaches
 from layers.compressor import DeepseekCompressor
 from layers.config import DeepseekV4Config
 from layers.indexer import DeepseekV4Indexer
@@ -32,6 +34,9 @@ QUANTIZED_LINEARS = frozenset({"wqa_wkv", "wq_b", "wo_a", "wo_b", "indexer.wq_b"
 
 AUX_STREAM_MAX_TOKENS = 1024
 """Above this many rows the GEMMs fill the GPU by themselves and run one after the other."""
+
+ONE_LAUNCH_MAX_TOKENS = 512
+"""Up to this many rows the kernels between the GEMMs and the scores of a layer with an indexer are one launch."""
 
 
 @dataclass
@@ -426,6 +431,75 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         q, index_q = fp8_linear(codes, scale, stack.weight, stack.scale, **gemm).split(stack.splits, dim=1)
         return q.unflatten(-1, shape), index_q, kv
 
+    def _is_one_launch(self, q: torch.Tensor, caches: LayerCaches) -> bool:
+        """Whether everything between the first GEMMs and the scores is one launch: few rows, the usual formats."""
+        if q.shape[0] > ONE_LAUNCH_MAX_TOKENS or self._streams(q.shape[0]):
+            return False
+        assert caches.indexer is not None
+        return caches.swa.kv_format.id == FP8_DS_MLA.id and caches.indexer.kv_format.id == INDEXER_FP8.id
+
+    def _one_launch(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        kv_score: torch.Tensor,
+        index_q: torch.Tensor,
+        index_weights: torch.Tensor,
+        index_kv_score: torch.Tensor,
+        m: DeepseekV4Metadata,
+        caches: LayerCaches,
+        slots: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attention_front` of an indexer's layer behind its GEMMs: (query, top-k)."""
+        indexer, compressor = self.indexer, self.compressor
+        assert indexer is not None
+        assert compressor is not None
+        assert m.state_slot_mapping is not None
+        assert m.state_block_table is not None
+        assert m.compressed_slot_mapping is not None
+        assert caches.state is not None
+        assert caches.compressed is not None
+        assert caches.indexer is not None
+        assert caches.indexer_state is not None
+        codes, weights = fused_qkv_insert_compress_index(
+            q,
+            kv,
+            caches.swa.data,
+            m.slot_mapping,
+            m.positions,
+            self.rotary_emb.cos_sin_cache,
+            m.token_to_req_indices,
+            m.query_start_loc,
+            m.state_slot_mapping,
+            m.state_block_table,
+            m.compressed_slot_mapping,
+            kv_score,
+            compressor.ape,
+            compressor.norm_weight,
+            caches.state.data,
+            caches.compressed.data,
+            index_kv_score,
+            indexer.compressor.ape,
+            indexer.compressor.norm_weight,
+            caches.indexer_state.data,
+            caches.indexer.data,
+            indexer.by_head(index_q),
+            index_weights,
+            self.config.rms_norm_eps,
+            SWA_BLOCK_SIZE,
+            indexer.softmax_scale,
+            indexer.head_scale,
+            min_restart=m.min_restart,
+            keep_every=compressor.keep_every,
+            persist=compressor.persist,
+            kv_format=caches.swa.kv_format.id,
+            index_format=caches.indexer.kv_format.id,
+            index_hadamard=indexer.index_hadamard,
+            round_weights=True,
+            use_pdl=self.options.use_pdl,
+        )
+        return q, indexer.indexer_op(codes, weights, caches.indexer, m, slots)
+
     def attention_front(
         self,
         qr_kv: torch.Tensor,
@@ -463,6 +537,10 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         assert caches.indexer is not None
         assert caches.indexer_state is not None
         state, cache = caches.indexer_state, caches.indexer
+        if capture is None and self._is_one_launch(q, caches):
+            assert kv_score is not None
+            assert index_q is not None
+            return *self._one_launch(q, kv, kv_score, index_q, index_weights, index_kv_score, m, caches, slots), kv
 
         def select() -> torch.Tensor:
             assert index_q is not None

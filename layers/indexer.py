@@ -263,7 +263,7 @@ class DeepseekV4Indexer(nn.Module):
         capture               receives "idx_q", the rotated queries before they are quantized
         """
         self.compressor(compressed_kv_score, metadata, state, cache, cos_sin_cache)
-        index_q = index_q.unflatten(-1, (self.heads, self.head_dim))
+        index_q = self.by_head(index_q)
         q, weights = fused_indexer_q_rope_quant(
             metadata.positions,
             index_q,
@@ -274,9 +274,14 @@ class DeepseekV4Indexer(nn.Module):
             self.use_fp4,
             e2m1_rounding=self.e2m1_rounding,
             index_hadamard=self.index_hadamard,
+            round_weights=True,
             use_pdl=self.use_pdl,
         )
         if capture is not None:
             rotated = numerics.rotate(index_q, metadata.positions, cos_sin_cache).bfloat16()
             capture["idx_q"] = numerics.hadamard(rotated).bfloat16() if self.index_hadamard else rotated
         return self.indexer_op(q, weights, cache, metadata, slots)
+
+    def by_head(self, index_q: torch.Tensor) -> torch.Tensor:
+        """Queries [T, heads * 128] as [T, heads, 128]."""
+        return index_q.unflatten(-1, (self.heads, self.head_dim))

@@ -81,6 +81,7 @@ def _fused(tokens: int, what: str, seed: int) -> Arguments:
         "all" if what == "all" else "window",
         "ties_to_lower",
         False,
+        False,
     )
 
 

@@ -106,6 +106,7 @@ def _fused(kind: Kind, tokens: int, what: str, seed: int) -> Arguments:
         "all" if what == "all" else "window",
         "ties_to_lower",
         False,
+        False,
     )
 
 

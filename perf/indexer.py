@@ -53,8 +53,8 @@ def _query(fp4: bool, transformed: bool, rows: int, seed: int) -> Arguments:
     if fp4:
         codes = torch.empty(rows, HEADS, INDEX_DIM // 2, dtype=torch.uint8, device="cuda")
         scales = torch.empty(rows, HEADS, dtype=torch.int32, device="cuda")
-        return *inputs, "ties_to_lower", transformed, codes, scales, weights_out
-    return *inputs, transformed, torch.empty_like(q, dtype=torch.float8_e4m3fn), weights_out
+        return *inputs, "ties_to_lower", transformed, codes, scales, weights_out, False, False
+    return *inputs, transformed, torch.empty_like(q, dtype=torch.float8_e4m3fn), weights_out, False, False
 
 
 def _query_cases(fp4: bool) -> tuple[Case, ...]:
@@ -69,7 +69,7 @@ def _vllm_triton() -> Run:
 
     def run(*args: Any) -> None:
         _refuse_hadamard(args[6])
-        kernel(*args[:6], *args[7:], fp8_max=448.0, use_fnuz=False)
+        kernel(*args[:6], *args[7:-2], fp8_max=448.0, use_fnuz=False)
 
     return run
 
@@ -79,7 +79,7 @@ def _vllm_cutedsl() -> Run:
     tvm_ffi = importlib.import_module("tvm_ffi")
 
     def run(*args: Any) -> None:
-        positions, q, table, weights, softmax_scale, head_scale, transformed, codes, out = args
+        positions, q, table, weights, softmax_scale, head_scale, transformed, codes, out = args[:-2]
         _refuse_hadamard(transformed)
         with tvm_ffi.use_torch_stream():
             kernel(

@@ -48,7 +48,7 @@ def load() -> dict[str, set[str]]:
 
 
 IMPORTS = load()
-ROOMS = ("compressor", "indexer", "indices", "kv_cache", "linear", "norm", "output", "sparse_mla")
+ROOMS = ("compressor", "indexer", "indices", "insert_compress", "kv_cache", "linear", "norm", "output", "sparse_mla")
 ROOMS = tuple(f"cute_kernels.{room}" for room in ROOMS)
 
 

@@ -38,7 +38,7 @@ def _steps(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.float().isnan(), 2**20, torch.where(bits < 0, torch.iinfo(integer).min - bits, bits))
 
 
-def _agree(queries: int, got: Sequence[Any], want: Sequence[Any]) -> str:
+def agree_but_for_queries(queries: int, got: Sequence[Any], want: Sequence[Any]) -> str:
     """Argument number `queries` holds the right queries, with nothing written between them; the rest is equal."""
     g, w = got[queries], want[queries]
     difference = query_difference(g, w)
@@ -90,7 +90,7 @@ def _arguments(
 
 
 def _examples(fmt: Any) -> Iterator[Example]:
-    agree = partial(_agree, 2 if fmt is formats.PLAIN_FP8 else 0)
+    agree = partial(agree_but_for_queries, 2 if fmt is formats.PLAIN_FP8 else 0)
     step = 8 if fmt is formats.FP8_DS_MLA else 512
     for rows, heads, block_size, extra, slots in (
         (0, 8, 64, 0, 0),

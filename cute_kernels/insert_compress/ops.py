@@ -1,0 +1,158 @@
+"""Between the first GEMMs of a layer with an indexer and its scores: everything in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels import formats
+from cute_kernels.compressor import ops as _compressor  # noqa: F401
+from cute_kernels.indexer import ops as _indexer  # noqa: F401
+from cute_kernels.insert_compress import reference
+from cute_kernels.insert_compress.call import Call
+from cute_kernels.kv_cache import ops as _kv_cache  # noqa: F401
+from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.ops import OPS, Cost, define_op
+
+__all__ = ["fused_qkv_insert_compress_index"]
+
+_OP = "fused_qkv_insert_compress_index"
+
+
+def _check(*args: Any) -> None:
+    call = Call(*args)
+    c = Checker(_OP)
+    c.one_of("kv_format", call.kv_format, (formats.FP8_DS_MLA.id,))
+    c.one_of("index_format", call.index_format, (formats.INDEXER_FP8.id,))
+    for part in call.parts():
+        _check_part(*part)
+
+
+def _check_part(part: str, name: str, arguments: tuple[Any, ...]) -> None:
+    try:
+        OPS[name].check(*arguments)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{_OP}: {part}: {error}") from None
+
+
+def _validate(*args: Any) -> None:
+    for _, name, arguments in Call(*args).parts():
+        validate = OPS[name].validate
+        if validate is not None:
+            validate(*arguments)
+
+
+def _cost(*args: Any) -> Cost:
+    total = Cost()
+    for _, name, arguments in Call(*args).parts():
+        cost = OPS[name].cost
+        assert cost is not None
+        part = cost(*arguments)
+        total = Cost(bytes=total.bytes + part.bytes, flops=total.flops + part.flops)
+    return total
+
+
+_fused = define_op(
+    "fused_qkv_insert_compress_index(Tensor(a!) q, Tensor kv, Tensor(b!) k_cache, Tensor slot_mapping, "
+    "Tensor positions, Tensor cos_sin_cache, Tensor token_to_req_indices, Tensor query_start_loc, "
+    "Tensor state_slot_mapping, Tensor state_block_table, Tensor entry_slot_mapping, Tensor? min_restart, "
+    "Tensor kv_score, Tensor ape, Tensor norm_weight, Tensor(c!) state_cache, Tensor(d!) entry_cache, "
+    "Tensor index_kv_score, Tensor index_ape, Tensor index_norm_weight, Tensor(e!) index_state_cache, "
+    "Tensor(f!) index_cache, Tensor index_q, Tensor index_weights, Tensor(g!) index_q_quant, "
+    "Tensor(h!) index_weights_out, float eps, SymInt block_size, SymInt keep_every, str persist, str kv_format, "
+    "str index_format, float softmax_scale, float head_scale, bool index_hadamard, bool round_weights, bool use_pdl) "
+    "-> ()",
+    check=_check,
+    reference=reference.fused_qkv_insert_compress_index,
+    kernel="cute_kernels.insert_compress.insert_compress_index",
+    cost=_cost,
+    validate=_validate,
+)
+
+
+def fused_qkv_insert_compress_index(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    state_slot_mapping: torch.Tensor,
+    state_block_table: torch.Tensor,
+    entry_slot_mapping: torch.Tensor,
+    kv_score: torch.Tensor,
+    ape: torch.Tensor,
+    norm_weight: torch.Tensor,
+    state_cache: torch.Tensor,
+    entry_cache: torch.Tensor,
+    index_kv_score: torch.Tensor,
+    index_ape: torch.Tensor,
+    index_norm_weight: torch.Tensor,
+    index_state_cache: torch.Tensor,
+    index_cache: torch.Tensor,
+    index_q: torch.Tensor,
+    index_weights: torch.Tensor,
+    eps: float,
+    block_size: int,
+    softmax_scale: float,
+    head_scale: float,
+    *,
+    min_restart: torch.Tensor | None = None,
+    keep_every: int = 0,
+    persist: str = "all",
+    kv_format: str = formats.FP8_DS_MLA.id,
+    index_format: str = formats.INDEXER_FP8.id,
+    index_hadamard: bool = False,
+    round_weights: bool = False,
+    use_pdl: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Four ops of a layer of ratio 4 in one launch, with the bytes that they write one after the other:
+    `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert` of q and kv, `fused_compress_norm_rope_store` of attention's
+    entries and of the indexer's keys, `fused_indexer_q_rope_quant` of its queries. None reads what another writes.
+
+    For decode steps and short chunks; the four ops have kernels for many rows of a request.
+
+    q                      bf16 [T, H, 512], heads 16-byte aligned, any other strides; mutated: normalized and rotated
+    kv                     bf16 [T, 512], normalized, row-strided
+    k_cache                the window's cache, kv_format, pages of block_size rows; mutated at slot_mapping
+    slot_mapping           int64 [<= T], slots of k_cache
+    positions              int64 [T]
+    cos_sin_cache          fp32 [max_pos, 64], cos then sin: of all four
+    token_to_req_indices, query_start_loc, state_slot_mapping, state_block_table, entry_slot_mapping, min_restart,
+    keep_every, persist    as of `fused_compress_norm_rope_store`; both compressors' caches share slots and tables
+    kv_score               fp32 [T, 2048], columns of a wider projection if rows are 16-byte aligned
+    ape, norm_weight       fp32 [4, 1024], bf16 [512]; constants
+    state_cache            fp32 [pages, rows, 2048]; mutated
+    entry_cache            the compressed cache, kv_format; mutated at entry_slot_mapping
+    index_kv_score, index_ape, index_norm_weight, index_state_cache, index_cache
+                           the same of the indexer: fp32 [T, 512], fp32 [4, 256], bf16 [128], fp32 [pages, rows, 512],
+                           and its cache of index_format; both caches are mutated
+    index_q, index_weights, softmax_scale, head_scale, index_hadamard, round_weights
+                           as of `fused_indexer_q_rope_quant`; index_hadamard is that of its keys too
+    eps                    of all three norms
+    use_pdl                start while the kernel before on the stream still runs (programmatic dependent launch), and
+                           wait for it before anything but constants is read
+    out                    (e4m3 [T, HI, 128], fp32 [T, HI]) to write into, row-strided; mutated. None: allocated
+
+    Returns the indexer's quantized queries and scaled weights. Outputs may not share elements with each other or with
+    an input. Raises ValueError or TypeError on arguments that do not fit.
+    """
+    if out is None:
+        Checker(_OP).tensor("index_q", index_q, torch.bfloat16, (None, None, formats.INDEX_DIM))
+        codes = torch.empty(index_q.shape, dtype=torch.float8_e4m3fn, device=index_q.device)
+        weights = torch.empty(index_q.shape[:2], dtype=torch.float32, device=index_q.device)
+    else:
+        codes, weights = Checker(_OP).pair("out", out, "quantized queries, weights")
+    _fused(
+        *(q, kv, k_cache, slot_mapping, positions, cos_sin_cache, token_to_req_indices, query_start_loc),
+        *(state_slot_mapping, state_block_table, entry_slot_mapping, min_restart),
+        *(kv_score, ape, norm_weight, state_cache, entry_cache),
+        *(index_kv_score, index_ape, index_norm_weight, index_state_cache, index_cache),
+        *(index_q, index_weights, codes, weights, eps, block_size, keep_every, persist, kv_format, index_format),
+        *(softmax_scale, head_scale, index_hadamard, round_weights, use_pdl),
+    )
+    return codes, weights

@@ -1,0 +1,82 @@
+"""Benchmark of everything between the first GEMMs and the scores of a layer with an indexer, in one launch: decode
+steps in which every fourth token closes an entry. The four ops, one after the other, stand beside it as a variant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
+from cute_kernels.insert_compress.call import Call
+from cute_kernels.runtime.ops import OPS
+from perf import compressor_c4, indexer, qnorm
+from perf.bench import Arguments, Bench, Case, Run
+
+HEADS, INDEX_HEADS = 64, 64
+ROWS = (1, 4, 16, 64, 256)
+COLUMNS, QUERY_COLUMNS = 2048 + 512 + INDEX_HEADS, HEADS * 512 + INDEX_HEADS * 128
+"""Of the fused projections that the arguments are columns of."""
+
+OP = "fused_qkv_insert_compress_index"
+
+
+def make(rows: int, seed: int) -> Arguments:
+    """A decode step of so many requests, one token each."""
+    what = "closing" if rows == 1 else "decode"
+    q, kv, pool, slots, *_ = qnorm._make(FP8_DS_MLA, HEADS, rows, seed)
+    main, index = (compressor_c4._fused(kind, rows, what, seed) for kind in compressor_c4.KINDS[:2])
+    _, index_q, _, weights, *factors, _, codes, out, _, _ = indexer._query(False, False, rows, seed)
+    sums = torch.empty(rows, COLUMNS, device="cuda")
+    wide = torch.empty(rows, QUERY_COLUMNS, dtype=torch.bfloat16, device="cuda")
+    queries = wide[:, : HEADS * 512].unflatten(-1, (HEADS, 512)), wide[:, HEADS * 512 :].unflatten(-1, (-1, 128))
+    columns = sums[:, :2048], sums[:, 2048:2560], sums[:, 2560:]
+    for view, value in zip((*queries, *columns), (q, index_q, main[0], index[0], weights), strict=True):
+        view.copy_(value)
+    ape, positions, requests, starts, state, state_slots, table, angles, cache, entry_slots, weight, restart = main[
+        1:13
+    ]
+    numbers: Any = compressor_c4.EPS, qnorm.BLOCK_SIZE, 0, "window", FP8_DS_MLA.id, INDEXER_FP8.id
+    return Call(
+        *(queries[0], kv, pool, slots, positions, angles, requests, starts, state_slots, table, entry_slots, restart),
+        *(columns[0], ape, weight, state, cache, columns[1], index[1], index[11], index[5], index[9]),
+        *(queries[1], columns[2], codes, out, *numbers, *factors, False, True, True),
+    )
+
+
+def _four(*args: Any) -> None:
+    for _, name, arguments in Call(*args).parts():
+        OPS[name].overload(*arguments)
+
+
+def _variants() -> dict[str, Run]:
+    from cute_kernels.insert_compress import insert_compress_index as kernel
+    from cute_kernels.runtime.arch import arch_of
+
+    def run(rows: int, groups: int, *args: Any) -> None:
+        kernel.launch_with(kernel.InsertCompressIndexKey(arch_of(0), rows, groups), Call(*args))
+
+    shapes = {f"ours rows={rows} groups={groups}": partial(run, rows, groups) for rows, groups in kernel.SHAPES}
+    return {"ours four launches": _four, **shapes}
+
+
+def _same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """Rounding steps of a few sums may differ; the GPU tests compare with the four ops byte by byte."""
+    pairs = [
+        (g.contiguous().view(torch.uint8), w.contiguous().view(torch.uint8)) for g, w in zip(got, want, strict=True)
+    ]
+    return all(float((g != w).float().mean()) < 1e-3 for g, w in pairs)
+
+
+BENCH = Bench(
+    op=OP,
+    cases=tuple(Case(f"T={rows}", rows, partial(make, rows), {"heads": HEADS}) for rows in ROWS),
+    quick=(1, 64),
+    variants=_variants,
+    inputs=("q", "state_cache", "index_state_cache"),
+    same=_same,
+)
+SWEEPS = {BENCH.op: BENCH.sweep}
+QUICK = {BENCH.op: BENCH.quick}
