@@ -114,10 +114,14 @@ def check_quantized(c: Checker, q: torch.Tensor, out: Any, positions: Any, cos_s
 
 
 def misaligned_quant(out: Any, cos_sin_cache: Any) -> str:
-    """Why kernels cannot store codes where they belong, or nothing."""
-    strides = [out.stride(axis) for axis in (0, 1) if out.shape[axis] > 1]
-    if out.data_ptr() % 16 or any(stride % 16 for stride in strides):
-        return f"out must be 16-byte aligned, got address {out.data_ptr():#x} and strides {tuple(out.stride())}"
+    """Why kernels cannot store codes where they belong, or read angles, or nothing."""
+    for name, tensor, axes in (("out", out, (0, 1)), ("cos_sin_cache", cos_sin_cache, (0,))):
+        strides = [tensor.stride(axis) * tensor.element_size() for axis in axes if tensor.shape[axis] > 1]
+        if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides):
+            return (
+                f"rows of {name} must be 16-byte aligned, got address {tensor.data_ptr():#x} and strides "
+                f"{tuple(tensor.stride())}"
+            )
     if cos_sin_cache.shape[0] >= 2**31:
         return "cos_sin_cache must have fewer than 2^31 rows"
     return ""

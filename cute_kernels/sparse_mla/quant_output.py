@@ -71,7 +71,8 @@ class QuantOutput(NamedTuple):
     @cute.jit
     def angles_at(self, token: Any) -> Any:
         """Address of a token's cosines."""
-        position = ptx.load_global_s64(self.positions + Int64(token) * self.position_stride)
+        # a kernel before may write positions, nobody the table
+        position = ptx.load_global_s64_in_order(self.positions + Int64(token) * self.position_stride)
         return self.table + table_row(position, self.table_rows) * self.table_stride
 
     @cute.jit

@@ -104,7 +104,9 @@ class Prefill:
             values += [*logs, *codes.place(memory, rows, heads)]
         values += [put(memory, self.sink)]
         values += [512**-0.5 * LOG2_E, rows, 0]
-        parameters = pack(own, [*values, *[0] * (len(own.parameters) - len(values))])
+        # a kernel for few heads takes no number of blocks of heads; what products are made of are parameters, too
+        count = len(own.parameters)
+        parameters = pack(own, (values + [0] * count)[:count])
         run_grid(own, parameters, memory, blocks=blocks, size=PREFILL.smem_bytes, **options)
 
     def out(self) -> torch.Tensor:

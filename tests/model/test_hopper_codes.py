@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.sparse_mla import prefill
 from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey, QuantPrefillKey
 from tests import oracle
 from tests.compile.reports import compile_report
 from tests.model import orders
@@ -20,9 +20,9 @@ from tests.model.test_hopper import Prefill, decode_call
 HEADS, GROUPS = 64, 4
 
 
-def codes() -> Codes:
+def codes(groups: int = GROUPS) -> Codes:
     """Of three rows, one of them at a position that the table does not have."""
-    return Codes(torch.tensor([5, 99, -3]), oracle.cos_sin_table(50), GROUPS)
+    return Codes(torch.tensor([5, 99, -3]), oracle.cos_sin_table(50), groups)
 
 
 def test_decode() -> None:
@@ -41,11 +41,14 @@ def test_decode() -> None:
     orders.check(records[0], votes_order=True, scopes_count=False)
 
 
-def test_prefill() -> None:
+@pytest.mark.parametrize("heads", [HEADS, 16, 5])
+def test_prefill(heads: int) -> None:
     """Three rows, one of them empty, by one block."""
-    plain, quantized, own = Prefill(HEADS), Prefill(HEADS), codes()
-    plain.run(parse(compile_report(PrefillKey("sm_90a")).ptx), 1, seed=1)
-    program = parse(compile_report(QuantPrefillKey("sm_90a")).ptx)
+    own = codes(1 if heads % GROUPS else GROUPS)
+    plain, quantized = Prefill(heads), Prefill(heads)
+    keys = [prefill.key_for("sm_90a", heads, is_quantized) for is_quantized in (False, True)]
+    plain.run(parse(compile_report(keys[0]).ptx), 1, seed=1)
+    program = parse(compile_report(keys[1]).ptx)
     records, make = orders.recorder(program)
     quantized.run(program, 1, own, seed=2, events=make)
     own.assert_those_of(plain.out(), quantized.memory)
