@@ -1,14 +1,13 @@
 """Kernel of fused_q_kv_rmsnorm_quant: norms of the latent query and of the KV vector, the query quantized to e4m3.
 
-A CTA takes rows of one of the two matrices. Lanes hold a row as row.py has it, so a scale block of 128 columns is
-sixteen lanes wide:
+Lanes hold a row as row.py has it, so a scale block of 128 columns is sixteen lanes wide:
 
     lane                  0 .. 15               16 .. 31
     vector i of a warp    scale block 2 v       scale block 2 v + 1      v: number of the vector in the row
 
-    many tokens    a warp takes a row, a CTA TOKENS of them; their scales meet in shared memory, so that they are stored
-                   as runs of [scale block, token]
-    few tokens     a CTA takes a row, a warp 256 columns of it: the row is spread over as many lanes as it has vectors
+    many tokens    a warp takes both vectors of a token, a CTA TOKENS tokens; their scales meet in shared memory, so
+                   that they are stored as runs of [scale block, token]
+    few tokens     a CTA takes one vector of a token, a warp 256 columns of it
 
 Either way lanes' squares are added in the order in which one warp has them, so that a row's bits depend neither on the
 form nor on the batch, and are those of fused_q_kv_rmsnorm.
@@ -135,7 +134,6 @@ class NormQuantKernel:
         )
         self.is_spread = key.spread
         self.staged_floats = key.staged_floats
-        self.tokens = 1 if key.spread else TOKENS
         kinds = (("q", key.width, key.fp32_weight), ("kv", key.kv_width, key.kv_fp32_weight))
         self.name = "_".join(
             ["rms_norm_quant", *(f"{name}{width}_{'fp32' if is_fp32 else 'bf16'}" for name, width, is_fp32 in kinds)]
@@ -181,7 +179,7 @@ class NormQuantKernel:
             eps,
         )
         kernel.launch(
-            grid=[cute.ceil_div(length(qr, 0), self.tokens) * 2, 1, 1],
+            grid=[length(qr, 0) * 2 if const_expr(self.is_spread) else cute.ceil_div(length(qr, 0), TOKENS), 1, 1],
             block=[self.warps * 32, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
@@ -210,35 +208,64 @@ class NormQuantKernel:
     ) -> None:
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        tile = cta // 2
         staged = SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.staged_floats))
-        # neighbours in the grid take both vectors of the same tokens, which are neighbours in memory
-        if cta % 2 == 0:
-            self.quantize_query(
-                *(thread, tile, tokens, eps, staged, qr, qr_token, q_weight, codes, codes_token),
-                *(scales, scale_block, padded_tokens, query, query_token),
-            )
+        if const_expr(self.is_spread):
+            token, lane = cta // 2, thread
+            # neighbours in the grid take both vectors of a token, which are neighbours in memory
+            if cta % 2 == 0:
+                factors = self.query.load_weight(q_weight, lane)
+                self.wait()
+                words = self.query.load(qr + Int64(token) * qr_token, lane)
+                self.launch_dependents()
+                scale = self.row_scale(self.query, words, lane, staged, eps)
+                vectors = self.normed_query(words, factors, scale, lane, query + Int64(token) * query_token)
+                exponents = self.exponents(vectors)
+                self.store_codes(vectors, exponents, lane, codes + Int64(token) * codes_token)
+                self.store_scale(exponents[0], lane, scales, scale_block, token, tokens, padded_tokens)
+            else:
+                factors = self.kv.load_weight(kv_weight, lane)
+                self.wait()
+                words = self.kv.load(kv + Int64(token) * kv_token, lane)
+                self.launch_dependents()
+                scale = self.row_scale(self.kv, words, lane, staged, eps)
+                self.kv.store(kv_out + Int64(token) * kv_out_token, lane, words, factors, scale, None)
         else:
-            self.norm_kv(thread, tile, tokens, eps, staged, kv, kv_token, kv_weight, kv_out, kv_out_token)
+            warp = cute.arch.make_warp_uniform(thread // 32)
+            token, lane = cta * TOKENS + warp, thread % 32
+            # rows past the end load the last row again, and store nothing
+            source = Int64(cutlass.min(token, tokens - 1))
+            factors, kv_factors = self.query.load_weight(q_weight, lane), self.kv.load_weight(kv_weight, lane)
+            self.wait()
+            kv_words = self.kv.load(kv + source * kv_token, lane)
+            words = self.query.load(qr + source * qr_token, lane)
+            self.launch_dependents()
+            # a branch keeps the loads together: the assembler would begin to sum before the last one is asked for
+            if token < tokens:
+                scale = self.row_scale(self.kv, kv_words, lane, staged, eps)
+                self.kv.store(kv_out + Int64(token) * kv_out_token, lane, kv_words, kv_factors, scale, None)
+                scale = self.row_scale(self.query, words, lane, staged, eps)
+                vectors = self.normed_query(words, factors, scale, lane, query + Int64(token) * query_token)
+                exponents = self.exponents(vectors)
+                self.store_codes(vectors, exponents, lane, codes + Int64(token) * codes_token)
+                for i in range_constexpr(self.query.vectors):
+                    if lane % 16 == 0:
+                        staged[(2 * i + lane // 16) * TOKENS + warp] = (exponents[i] << 23).bitcast(Float32)
+            cute.arch.sync_threads()
+            number, token = thread // TOKENS, cta * TOKENS + thread % TOKENS
+            if number * BLOCK < self.query.width and token < padded_tokens:
+                value = staged[thread].bitcast(Int32)
+                target = scales + Int64(number) * scale_block + Int64(token) * 4
+                # the tokens between the last one and the padded length get zeros
+                ptx.store_global_s32(target, value if token < tokens else Int32(0))
 
-    def place(self, thread: Any, tile: Any) -> tuple[Any, Any]:
-        """A thread's token, and its lane among those that take the token's row."""
-        if self.is_spread:
-            return tile, thread
-        return tile * TOKENS + cute.arch.make_warp_uniform(thread // 32), thread % 32
-
-    def load(self, row: Row, x: Any, x_token: Any, weight: Any, token: Any, tokens: Any, lane: Any) -> tuple[Any, Any]:
-        """A lane's vectors and their weights. Weights are constant: they are asked for before the kernel ahead has
-        ended."""
-        factors = row.load_weight(weight, lane)
-        # rows past the end load the last row again, and store nothing
-        source = x + Int64(cutlass.min(token, tokens - 1)) * x_token
+    def wait(self) -> None:
+        """Behind it lies everything that earlier kernels may write; weights are constant, and asked for before."""
         if self.has_dependency:
             cute.arch.griddepcontrol_wait()
-        words = row.load(source, lane)
+
+    def launch_dependents(self) -> None:
         if self.has_dependency:
             cute.arch.griddepcontrol_launch_dependents()
-        return words, factors
 
     def row_scale(self, row: Row, words: Any, lane: Any, staged: Any, eps: Any) -> Any:
         """What a row is multiplied by. All threads of a CTA must call where it takes a row."""
@@ -251,88 +278,40 @@ class NormQuantKernel:
                 mine = ptx.add_rn(mine, staged[i * 32 + lane % 32])
         return ptx.rsqrt(ptx.fma_rn(lanes_sum(mine), Float32(1.0 / row.width), eps))
 
-    @cute.jit
-    def norm_kv(
-        self,
-        thread: Any,
-        tile: Any,
-        tokens: Any,
-        eps: Any,
-        staged: Any,
-        kv: Any,
-        kv_token: Any,
-        weight: Any,
-        out: Any,
-        out_token: Any,
-    ) -> None:
-        """Norm the KV vectors of a CTA. Strides are in bytes."""
-        token, lane = self.place(thread, tile)
-        words, factors = self.load(self.kv, kv, kv_token, weight, token, tokens, lane)
-        # a branch keeps the loads together: the assembler would begin to sum before the last one is asked for
-        if token < tokens:
-            scale = self.row_scale(self.kv, words, lane, staged, eps)
-            self.kv.store(out + Int64(token) * out_token, lane, words, factors, scale, None)
+    def normed_query(self, words: Any, factors: Any, scale: Any, lane: Any, target: Any) -> list[Any]:
+        """A lane's vectors of the normed query, those beyond the row zero. Stored as bf16 too, if that is wanted."""
+        vectors = []
+        for i, loaded in enumerate(words):
+            vector, inside = self.query.normed(loaded, factors[i], scale), self.query.is_inside(lane, i)
+            if self.has_query:
+                ptx.store_global_128(target + Int64(lane + i * self.query.step) * (2 * VECTOR), vector, inside)
+            if inside is not None:
+                vector = [Int32(cutlass.select_(inside, word, Int32(0))) for word in vector]
+            vectors.append(vector)
+        return vectors
+
+    def store_codes(self, vectors: list[Any], exponents: list[Any], lane: Any, target: Any) -> None:
+        for i, (vector, exponent) in enumerate(zip(vectors, exponents, strict=True)):
+            factor = convert.ue8m0_inverse(exponent)
+            ptx.store_global_64(
+                target + Int64(lane + i * self.query.step) * VECTOR,
+                convert.e4m3_from_bf16x4(vector[0], vector[1], factor, self.arch),
+                convert.e4m3_from_bf16x4(vector[2], vector[3], factor, self.arch),
+                self.query.is_inside(lane, i),
+            )
 
     @cute.jit
-    def quantize_query(
-        self,
-        thread: Any,
-        tile: Any,
-        tokens: Any,
-        eps: Any,
-        staged: Any,
-        qr: Any,
-        qr_token: Any,
-        weight: Any,
-        codes: Any,
-        codes_token: Any,
-        scales: Any,
-        scale_block: Any,
-        padded_tokens: Any,
-        query: Any,
-        query_token: Any,
+    def store_scale(
+        self, exponent: Any, lane: Any, scales: Any, scale_block: Any, token: Any, tokens: Any, padded_tokens: Any
     ) -> None:
-        """Norm and quantize the latent queries of a CTA. Strides are in bytes."""
-        token, lane = self.place(thread, tile)
-        words, factors = self.load(self.query, qr, qr_token, weight, token, tokens, lane)
-        if token < tokens:
-            scale = self.row_scale(self.query, words, lane, staged, eps)
-            inside = [self.query.is_inside(lane, i) for i in range(self.query.vectors)]
-            vectors = []
-            for i in range_constexpr(self.query.vectors):
-                vector = self.query.normed(words[i], factors[i], scale)
-                if const_expr(self.has_query):
-                    start = query + Int64(token) * query_token + Int64(lane + i * self.query.step) * (2 * VECTOR)
-                    ptx.store_global_128(start, vector, inside[i])
-                if const_expr(inside[i] is not None):
-                    vector = [Int32(cutlass.select_(inside[i], word, Int32(0))) for word in vector]
-                vectors.append(vector)
-            exponents = self.exponents(vectors)
-            for i in range_constexpr(self.query.vectors):
-                factor = convert.ue8m0_inverse(exponents[i])
-                ptx.store_global_64(
-                    codes + Int64(token) * codes_token + Int64(lane + i * self.query.step) * VECTOR,
-                    convert.e4m3_from_bf16x4(vectors[i][0], vectors[i][1], factor, self.arch),
-                    convert.e4m3_from_bf16x4(vectors[i][2], vectors[i][3], factor, self.arch),
-                    inside[i],
-                )
-                if const_expr(self.is_spread):
-                    target = scales + Int64(lane // 16) * scale_block + Int64(token) * 4
-                    is_mine = lane % 16 == 0 and lane * VECTOR < self.query.width
-                    ptx.store_global_s32(target, exponents[i] << 23, is_mine)
-                    # the tokens between the last one and the padded length get zeros
-                    for j in range_constexpr(1, ROW_ALIGNMENT):
-                        is_padding = token == tokens - 1 and token + j < padded_tokens
-                        ptx.store_global_s32(target + 4 * j, Int32(0), is_mine and is_padding)
-                elif lane % 16 == 0:
-                    staged[(2 * i + lane // 16) * TOKENS + thread // 32] = (exponents[i] << 23).bitcast(Float32)
-        if const_expr(not self.is_spread):
-            cute.arch.sync_threads()
-            number, token = thread // TOKENS, tile * TOKENS + thread % TOKENS
-            if number * BLOCK < self.query.width and token < padded_tokens:
-                value = staged[thread].bitcast(Int32)
-                target = scales + Int64(number) * scale_block + Int64(token) * 4
-                ptx.store_global_s32(target, value if token < tokens else Int32(0))
+        """Of a CTA's only row: a lane in sixteen stores the scale of its block."""
+        target = scales + Int64(lane // 16) * scale_block + Int64(token) * 4
+        is_mine = lane % 16 == 0 and lane * VECTOR < self.query.width
+        ptx.store_global_s32(target, exponent << 23, is_mine)
+        # the tokens between the last one and the padded length get zeros
+        for i in range_constexpr(1, ROW_ALIGNMENT):
+            is_padding = is_mine and token == tokens - 1 and token + i < padded_tokens
+            ptx.store_global_s32(target + 4 * i, Int32(0), is_padding)
 
     def exponents(self, vectors: list[Any]) -> list[Any]:
         """ue8m0 bytes of the scale blocks that a lane's vectors are part of."""
