@@ -290,7 +290,7 @@ def _print_outcomes(outcomes: Sequence[Any], folder: Path) -> None:
             arch = o.key.arch
             console.print(f"[bold]{arch}[/]")
         fields = o.key.identity.rpartition("(")[2].rstrip(")").partition(", ")[2]
-        console.print(f"  {type(o.key).__module__.removeprefix('cute_kernels.')}  [dim]{escape(fields)}[/]")
+        console.print(f"  {o.key.kernel_name}  [dim]{escape(fields)}[/]")
         if o.facts is not None:
             f = o.facts
             found = ", ".join(f"{count} {name}" for name, count in f.instructions.items())
