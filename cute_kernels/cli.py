@@ -1,11 +1,13 @@
 """The command line: what is installed and supported, kernels compiled ahead, kernels verified on the GPU at hand.
 
-Exit status: 0 all is well, 1 a kernel failed, 2 the request cannot be met (bad argument, no GPU, GPU too old).
+Exit status: 0 all is well, 1 a kernel failed or its code is not that of an older list, 2 the request cannot be met (bad
+argument, no GPU, GPU too old).
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import importlib.metadata
 import json
 import os
@@ -21,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cute_kernels.models import MODELS, ModelShape
+from cute_kernels.runtime.key import KernelKey
 
 PROGRAM = "python -m cute_kernels"
 VARIABLES = (
@@ -73,7 +76,11 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--config", type=Path, metavar="config.json", help="the same for any model of the family")
     model.add_argument("--all", action="store_true", help="every model and tensor-parallel size")
     ahead.add_argument("--tp", type=_positive, metavar="N", help="tensor-parallel ranks (1)")
-    ahead.add_argument("--out", type=Path, metavar="DIR", help="folder for the kernels (the kernel cache)")
+    ahead.add_argument("--kernel", metavar="GLOB", help="kernels of such names only, such as 'sparse_mla.hopper.*'")
+    result = ahead.add_mutually_exclusive_group()
+    result.add_argument("--out", type=Path, metavar="DIR", help="folder for the kernels (the kernel cache)")
+    result.add_argument("--hash", type=Path, metavar="FILE", help="instead, list hashes of the kernels' code")
+    result.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two such lists")
     ahead.add_argument("--workers", type=_positive, metavar="N", help="processes (one per core)")
     ahead.add_argument("--json", action="store_true", help="print JSON")
 
@@ -240,22 +247,40 @@ def wanted_deployments(options: argparse.Namespace) -> list[tuple[ModelShape, in
         raise Refusal(str(error)) from error
 
 
-def precompile(options: argparse.Namespace) -> int:
+def wanted_keys(options: argparse.Namespace) -> list[KernelKey]:
+    """Keys of all kernels asked for, each once."""
     archs = wanted_archs(options.arch)
     deployments = wanted_deployments(options)
+    from cute_kernels.runtime.registry import deployment_keys
+
+    try:
+        keys = [key for arch in archs for model, tp in deployments for key in deployment_keys(model, tp, arch)]
+    except ValueError as error:
+        raise Refusal(str(error)) from error
+    if options.kernel is not None:
+        keys = [key for key in keys if fnmatch.fnmatchcase(key.kernel_name, options.kernel)]
+        if not keys:
+            raise Refusal(f"--kernel: expected a pattern of kernels' names, got {options.kernel!r}: none is like it")
+    return list(dict.fromkeys(keys))
+
+
+def precompile(options: argparse.Namespace) -> int:
+    if options.compare is not None:
+        return compare_hashes(options)
+    keys = wanted_keys(options)
+    if options.hash is not None:
+        return write_hashes(keys, options)
     from cute_kernels.runtime import cache
     from cute_kernels.runtime.precompile import precompile as run
-    from cute_kernels.runtime.registry import deployment_keys, kernel_modules
+    from cute_kernels.runtime.registry import kernel_modules
 
     folder = options.out or cache.default_directory()
     if folder is None:
         raise Refusal(f"--out: expected a folder: there is no kernel cache ({cache.DIRECTORY_VARIABLE})")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        keys = [key for arch in archs for model, tp in deployments for key in deployment_keys(model, tp, arch)]
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise Refusal(str(error)) from error
-    keys = list(dict.fromkeys(keys))
     outcomes = list(with_progress(run(keys, folder.resolve(), options.workers), len(keys), "compiling"))
     outcomes.sort(key=lambda outcome: keys.index(outcome.key))
     served = {name for names in kernel_modules().values() for name in names}
@@ -290,7 +315,7 @@ def _print_outcomes(outcomes: Sequence[Any], folder: Path) -> None:
             arch = o.key.arch
             console.print(f"[bold]{arch}[/]")
         fields = o.key.identity.rpartition("(")[2].rstrip(")").partition(", ")[2]
-        console.print(f"  {type(o.key).__module__.removeprefix('cute_kernels.')}  [dim]{escape(fields)}[/]")
+        console.print(f"  {o.key.kernel_name}  [dim]{escape(fields)}[/]")
         if o.facts is not None:
             f = o.facts
             found = ", ".join(f"{count} {name}" for name, count in f.instructions.items())
@@ -304,6 +329,45 @@ def _print_outcomes(outcomes: Sequence[Any], folder: Path) -> None:
     console.print(f"{len(outcomes) - failed} of {len(outcomes)} kernels in {escape(str(folder))}")
     if not failed:
         console.print(f"use them with CUTE_KERNELS_CACHE_DIR={escape(str(folder))} CUTE_KERNELS_JIT=forbid")
+
+
+def write_hashes(keys: Sequence[KernelKey], options: argparse.Namespace) -> int:
+    from cute_kernels.runtime import code_hash
+
+    try:
+        options.hash.touch()
+    except OSError as error:
+        raise Refusal(f"--hash: cannot write {options.hash}: {error.strerror}") from error
+    hashes = list(with_progress(code_hash.hash_keys(keys, options.workers), len(keys), "hashing"))
+    code_hash.write_list(options.hash, hashes)
+    failed = {line.key: line.error for line in sorted(hashes, key=lambda line: line.key) if line.error}
+    if options.json:
+        print_json({"file": str(options.hash), "kernels": len(hashes), "failed": failed})
+    else:
+        for key, why in failed.items():
+            print(f"{key}\n    does not compile: {why}")
+        print(f"hashes of {len(hashes) - len(failed)} of {len(hashes)} kernels in {options.hash}")
+    return 1 if failed else 0
+
+
+def compare_hashes(options: argparse.Namespace) -> int:
+    from cute_kernels.runtime import code_hash
+
+    try:
+        found = code_hash.compare(*(code_hash.read_list(path) for path in options.compare))
+    except ValueError as error:
+        raise Refusal(f"--compare: {error}") from error
+    if options.json:
+        print_json(vars(found))
+    else:
+        for key, why in found.changed.items():
+            print(f"changed   {key}: {why}")
+        for name, keys in (("only old", found.only_old), ("only new", found.only_new)):
+            for key in keys:
+                print(f"{name}  {key}")
+        sizes = (len(found.equal), len(found.changed), len(found.only_old), len(found.only_new))
+        print("{} equal, {} changed, {} only old, {} only new".format(*sizes))
+    return 1 if found.changed else 0
 
 
 def with_progress(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:

@@ -27,8 +27,8 @@ ARCHS = BLACKWELL
 TP_SIZES = (1, 8)
 """Of every model: what tests/compile compiles."""
 
-MARK = "_sm100"
-"""In the names of modules of Blackwell's own kernels."""
+MARK = ".blackwell."
+"""In the names of Blackwell's own kernels."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def own_keys(archs: Sequence[str] = ARCHS) -> dict[Any, tuple[str, ...]]:
         declare = importlib.import_module(module).deployment_keys
         for arch in archs:
             for key in [key for model in MODELS.values() for tp in TP_SIZES for key in declare(model, tp, arch)]:
-                if MARK in type(key).__module__:
+                if MARK in key.kernel_name:
                     found[key] = tuple(dict.fromkeys((*found.get(key, ()), *ops)))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
@@ -42,6 +42,7 @@ class C128Key(KernelKey):
     others    see entry.EntryStore
     """
 
+    kernel_name: ClassVar[str] = "compressor.ratio128"
     kv_format: str = FP8_DS_MLA.id
     fp32_weight: bool = False
     fused: bool = False

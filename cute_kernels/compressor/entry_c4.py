@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
@@ -33,6 +33,7 @@ class C4Key(KernelKey):
     others       see entry.EntryStore
     """
 
+    kernel_name: ClassVar[str] = "compressor.ratio4"
     fused: bool
     kv_format: str
     fp32_weight: bool = False

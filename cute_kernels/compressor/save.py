@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -60,6 +60,7 @@ class SaveKey(KernelKey):
     through_l1    whether rows may go through L1
     """
 
+    kernel_name: ClassVar[str] = "compressor.save"
     width: int
     vectors: int = 2
     warps: int = WARPS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -31,6 +31,7 @@ class SlotsKey(KernelKey):
     warps   per block
     """
 
+    kernel_name: ClassVar[str] = "compressor.slots"
     warps: int = 4
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -23,6 +23,7 @@ THREADS = 128
 class ConversionKey(KernelKey):
     """name: of a conversion."""
 
+    kernel_name: ClassVar[str] = "isa_probes.conversions"
     name: str = ""
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:

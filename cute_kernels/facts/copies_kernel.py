@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -26,6 +26,7 @@ DTYPES = {1: Uint8, 2: Uint16, 4: Int32}
 class TransferKey(KernelKey):
     """name: of a transfer."""
 
+    kernel_name: ClassVar[str] = "isa_probes.copies"
     name: str = ""
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -30,6 +30,7 @@ STRIP = 32
 class ProductKey(KernelKey):
     """name: of an experiment."""
 
+    kernel_name: ClassVar[str] = "isa_probes.products"
     name: str = ""
 
     @property

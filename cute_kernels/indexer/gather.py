@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -44,6 +44,7 @@ class GatherKey(KernelKey):
     warps       per block
     """
 
+    kernel_name: ClassVar[str] = "indexer.gather"
     kv_format: str = INDEXER_FP8.id
     rows: int = 32
     access: int = 16

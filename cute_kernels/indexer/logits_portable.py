@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -39,6 +39,7 @@ class PortableLogitsKey(KernelKey):
     mxfp4   whether queries and keys are MXFP4, else they are FP8
     """
 
+    kernel_name: ClassVar[str] = "indexer.mma_sync.logits"
     heads: int = 64
     rows: int = 4
     paged: bool = False

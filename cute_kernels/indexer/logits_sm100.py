@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -51,6 +51,7 @@ class BlackwellLogitsKey(KernelKey):
     mxfp4   whether queries and keys are MXFP4, else they are FP8
     """
 
+    kernel_name: ClassVar[str] = "indexer.blackwell.logits"
     heads: int = 64
     rows: int = 4
     paged: bool = False

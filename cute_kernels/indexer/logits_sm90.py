@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -46,6 +46,7 @@ class LogitsKey(KernelKey):
     box     keys that a copy brings, 64 or 8: pages have a multiple of it
     """
 
+    kernel_name: ClassVar[str] = "indexer.hopper.logits"
     heads: int = 64
     rows: int = 4
     paged: bool = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -34,6 +34,8 @@ from cute_kernels.indexer.mxfp4_walk import Mxfp4Walk
 @dataclass(frozen=True)
 class Mxfp4LogitsKey(LogitsKey):
     """As LogitsKey."""
+
+    kernel_name: ClassVar[str] = "indexer.hopper.logits_mxfp4"
 
     @property
     def plan(self) -> Mxfp4Plan:

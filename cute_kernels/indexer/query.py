@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -55,6 +55,7 @@ class QueryKey(KernelKey):
     query_launch.py chooses; perf/notes/memory_bound.md has the times.
     """
 
+    kernel_name: ClassVar[str] = "indexer.query"
     rounding: str = ""
     transformed: bool = False
     table_bf16: bool = False

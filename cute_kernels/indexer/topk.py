@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -75,6 +75,7 @@ class TopKKey(KernelKey):
     tiles     how often a thread fills its registers, at most, for a row
     """
 
+    kernel_name: ClassVar[str] = "indexer.topk"
     warps: int = 32
     vectors: int = 8
     cluster: int = 1

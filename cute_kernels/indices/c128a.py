@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -41,6 +41,7 @@ class EntriesKey(KernelKey):
     warps            per block
     """
 
+    kernel_name: ClassVar[str] = "indices.c128a_entries"
     width: int = 4
     wide_positions: bool = True
     is_shift: bool = True

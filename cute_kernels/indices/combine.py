@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -39,6 +39,7 @@ class CombineKey(KernelKey):
     warps    per block
     """
 
+    kernel_name: ClassVar[str] = "indices.combine"
     width: int = 4
     groups: int = 5
     warps: int = WARPS

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -62,6 +62,7 @@ class MixedKey(KernelKey):
     is_local     whether compressed indices of decode rows are request-local
     """
 
+    kernel_name: ClassVar[str] = "indices.mixed"
     width: int = 4
     is_shift: bool = True
     warps: int = 4

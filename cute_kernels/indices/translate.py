@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -48,6 +48,7 @@ class TranslateKey(KernelKey):
     through_l1   whether picks may go through L1
     """
 
+    kernel_name: ClassVar[str] = "indices.translate"
     width: int = 4
     is_shift: bool = True
     warps: int = 4

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -61,6 +61,7 @@ class GatherKey(KernelKey):
     rows          per warp, asked for together: 1, 2, 4 ... 32; with more than two the compiler may delay the last ones
     """
 
+    kernel_name: ClassVar[str] = "kv_cache.gather"
     kv_format: str = FP8_DS_MLA.id
     gathered: bool = False
     warps: int = 4

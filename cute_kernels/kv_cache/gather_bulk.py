@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -53,6 +53,7 @@ class GatherBulkKey(KernelKey):
     more on an H200: perf/notes/memory_bound.md.
     """
 
+    kernel_name: ClassVar[str] = "kv_cache.gather_bulk"
     kv_format: str = FP8_DS_MLA.id
     gathered: bool = False
     warps: int = 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -47,6 +47,7 @@ class InsertKey(KernelKey):
     perf/notes/data/insert_gather_save_1.json.
     """
 
+    kernel_name: ClassVar[str] = "kv_cache.insert"
     kv_format: str = FP8_DS_MLA.id
     warps: int = 4
     rows: int = 1

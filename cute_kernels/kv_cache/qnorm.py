@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -46,6 +46,7 @@ class QnormKey(KernelKey):
     qnorm_launch.py says which of them serves a call.
     """
 
+    kernel_name: ClassVar[str] = "kv_cache.qnorm"
     kv_format: str = FP8_DS_MLA.id
     norm: bool = True
     rows: int = 2

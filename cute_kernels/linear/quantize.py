@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -53,6 +53,8 @@ VECTORS = 2
 @dataclass(frozen=True)
 class QuantizeKey(KernelKey):
     """One kernel serves every size."""
+
+    kernel_name: ClassVar[str] = "linear.quantize"
 
     @property
     def smem_bytes(self) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -72,6 +72,7 @@ class NormQuantKey(KernelKey):
     spread           whether a CTA takes a row; else a warp does
     """
 
+    kernel_name: ClassVar[str] = "norm.q_kv_quant"
     width: int
     fp32_weight: bool
     kv_width: int

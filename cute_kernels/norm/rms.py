@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -44,6 +44,7 @@ class RmsNormKey(KernelKey):
                      come out as zeros; "": they have none
     """
 
+    kernel_name: ClassVar[str] = "norm.rms"
     width: int
     fp32_weight: bool
     second_width: int = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -41,6 +41,7 @@ class PortableEinsumKey(KernelKey):
     packed    whether scales are four ue8m0 bytes in a word and each column has its own, else they are fp32
     """
 
+    kernel_name: ClassVar[str] = "output.mma_sync.einsum"
     rows: int = 128
     columns: int = 128
     packed: bool = False

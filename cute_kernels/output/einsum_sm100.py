@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -52,6 +52,7 @@ class BlackwellEinsumKey(KernelKey):
     packed    whether scales are four ue8m0 bytes in a word and each column has its own, else they are fp32
     """
 
+    kernel_name: ClassVar[str] = "output.blackwell.einsum"
     columns: int = 256
     packed: bool = False
 

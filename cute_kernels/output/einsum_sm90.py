@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -49,6 +49,7 @@ class EinsumKey(KernelKey):
     depth     chunks whose products a warpgroup has under way together; it divides the number of chunks
     """
 
+    kernel_name: ClassVar[str] = "output.hopper.einsum"
     rows: int = 128
     columns: int = 128
     stages: int = 6

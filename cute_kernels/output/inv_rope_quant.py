@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -54,6 +54,7 @@ class InvRopeKey(KernelKey):
     heads     of a token per warp, all in flight together: 1, 2, 4 or 8; FEW_ROWS and MANY_ROWS choose
     """
 
+    kernel_name: ClassVar[str] = "output.inv_rope_quant"
     scales: str = "fp32"
     heads: int = 1
 

@@ -1,6 +1,6 @@
 """Compiled kernels on disk: exported objects, each beside a sidecar that says what it must be to be loaded.
 
-    <root>/v1/<arch>/<environment>/<key>.o        the object
+    <root>/v2/<arch>/<environment>/<key>.o        the object, <key> being the kernel's name and a hash of the key
                                    <key>.json     its sidecar: key, environment, host, checksum, figures
                                    <key>.lock     held while somebody compiles it
 
@@ -26,7 +26,7 @@ from typing import Any
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.report import Facts
 
-FORMAT = 1
+FORMAT = 2
 DIRECTORY_VARIABLE = "CUTE_KERNELS_CACHE_DIR"
 LOCK_SECONDS = 600.0
 """How long to wait for a process that compiles the same key; after that it is compiled here too."""
@@ -180,8 +180,7 @@ class Store:
 
     def object_path(self, key: KernelKey) -> Path:
         """The object of `key`; its sidecar and its lock have the same name with other endings."""
-        digest = hashlib.sha256(key.identity.encode()).hexdigest()[:16]
-        return self.folder(key.arch) / f"{type(key).__name__}-{digest}.o"
+        return self.folder(key.arch) / f"{key.kernel_name}-{key.digest}.o"
 
     def _expected(self, key: KernelKey) -> dict[str, Any]:
         return {

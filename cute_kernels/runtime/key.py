@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+_NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
+
+_named: dict[str, str] = {}
+"""Kernel name -> module and name of the key class that has it."""
 
 
 @dataclass(frozen=True)
 class KernelKey:
     """What the machine code of one kernel depends on. Each kernel derives its own key from it.
 
-    arch   compile target, as runtime.arch names it
+    kernel_name   the kernel's name, "<package>.<instruction set>.<kernel>" or "<package>.<kernel>", such as
+                  "sparse_mla.hopper.decode": each class that is made into keys has one of its own, which stays when the
+                  class moves or is renamed. What is compiled ahead is found by it: a new name is another kernel
+    arch          compile target, as runtime.arch names it
 
-    Fields are strings, numbers, booleans and None, so that equal keys have equal names in every process.
+    Fields are strings, numbers, booleans and None, so that equal keys have equal names in every process; their order
+    does not matter.
+
+    Deriving a class with the kernel_name of another raises TypeError, since the two would load each other's objects. So
+    does asking for the identity of a key whose class has none of its own; a class that others only derive from needs
+    none.
     """
 
+    kernel_name: ClassVar[str]
     arch: str
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        name = vars(cls).get("kernel_name")
+        if name is None:
+            return
+        here = f"{cls.__module__}.{cls.__qualname__}"
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise TypeError(f"{here}: kernel_name: expected lower-case words joined by dots, got {name!r}")
+        if _named.setdefault(name, here) != here:
+            raise TypeError(f"{here}: kernel_name: {name!r} is that of {_named[name]}")
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """The kernel's entry point and the fake arguments it is compiled for, the stream last."""
@@ -35,10 +61,19 @@ class KernelKey:
 
     @property
     def identity(self) -> str:
-        """The key as text: module, class and every field."""
-        return f"{type(self).__module__}.{self!r}"
+        """The key as text: kernel name, architecture, and the other fields by name."""
+        if "kernel_name" not in vars(type(self)):
+            raise TypeError(f"{type(self).__module__}.{type(self).__qualname__}: expected a kernel_name of its own")
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "arch"}
+        others = "".join(f", {name}={value!r}" for name, value in sorted(values.items()))
+        return f"{self.kernel_name}(arch={self.arch!r}{others})"
+
+    @property
+    def digest(self) -> str:
+        """Short hash of the identity."""
+        return hashlib.sha256(self.identity.encode()).hexdigest()[:16]
 
     @property
     def symbol(self) -> str:
         """Name of the compiled function inside its object."""
-        return "cute_kernels_" + hashlib.sha256(self.identity.encode()).hexdigest()[:16]
+        return f"cute_kernels_{self.digest}"

@@ -5,16 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from cute_kernels.runtime import cache
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.report import Facts, problems
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -49,29 +52,43 @@ def precompile(keys: Iterable[KernelKey], folder: Path, workers: int | None = No
             todo.append(key)
         else:
             yield Outcome(key, "cached", facts, tuple(problems(key, facts)), time.perf_counter() - start)
+    for key, result in in_processes(compile_one, todo, str(folder), workers):
+        yield result if isinstance(result, Outcome) else Outcome(key, "failed", None, (result,), 0.0)
+
+
+def in_processes(
+    work: Callable[[KernelKey], Result], keys: Iterable[KernelKey], folder: str, workers: int | None = None
+) -> Iterator[tuple[KernelKey, Result | str]]:
+    """Each key once, with what work(key) made of it in a process that sees no GPU, or why there is nothing, as they
+    come.
+
+    folder    those processes' kernel cache; empty: they have none
+    workers   processes; None: one per usable core
+    """
+    keys = list(dict.fromkeys(keys))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cute_kernels.runtime.compile"])
-    for arch in dict.fromkeys(key.arch for key in todo):
-        of_arch = [key for key in todo if key.arch == arch]
+    for arch in dict.fromkeys(key.arch for key in keys):
+        of_arch = [key for key in keys if key.arch == arch]
         count = max(1, min(len(of_arch), cores if workers is None else workers))
-        with ProcessPoolExecutor(count, context, _blind, (arch, str(folder))) as pool:
-            futures = {_submit(pool, key): key for key in of_arch}
+        with ProcessPoolExecutor(count, context, _blind, (arch, folder)) as pool:
+            futures = {_submit(pool, work, key): key for key in of_arch}
             for future in as_completed(futures):
                 error = future.exception()
                 if error is None:
-                    yield future.result()
-                    continue
-                why = "the compiling process died" if isinstance(error, BrokenProcessPool) else repr(error)
-                yield Outcome(futures[future], "failed", None, (why,), 0.0)
+                    yield futures[future], future.result()
+                else:
+                    died = isinstance(error, BrokenProcessPool)
+                    yield futures[future], "the compiling process died" if died else repr(error)
 
 
-def _submit(pool: ProcessPoolExecutor, key: KernelKey) -> Future[Outcome]:
-    """The outcome to come. A pool whose workers have died takes no more work: then that is what the future holds."""
+def _submit(pool: ProcessPoolExecutor, work: Callable[[KernelKey], Result], key: KernelKey) -> Future[Result]:
+    """The result to come. A pool whose workers have died takes no more work: then that is what the future holds."""
     try:
-        return pool.submit(compile_one, key)
+        return pool.submit(work, key)
     except BrokenProcessPool as error:
-        refused: Future[Outcome] = Future()
+        refused: Future[Result] = Future()
         refused.set_exception(error)
         return refused
 

@@ -5,7 +5,7 @@ GPU. Such a kernel has a portable one beside it, which runs until
 
 * `python -m cute_kernels verify` has passed the own kernel on this GPU. It keeps its verdicts in the kernel cache,
 
-      <root>/v1/<arch>/<environment>/verdict-<op>-<gpu>.json
+      <root>/v2/<arch>/<environment>/verdict-<op>-<gpu>.json
 
   one file per op and GPU (name, compute capability, driver). The environment has the hash of all sources: a verdict is
   of these sources and versions or it does not count. What cannot be read is no verdict;

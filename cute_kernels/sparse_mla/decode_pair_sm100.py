@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass.cute as cute
 
@@ -29,6 +29,8 @@ from cute_kernels.sparse_mla.portable_source import Items
 @dataclass(frozen=True)
 class BlackwellPairDecodeKey(BlackwellDecodeKey):
     """As BlackwellDecodeKey. A pair of blocks takes two of the items of 64 heads that calls are cut into."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.blackwell.decode_2cta"
 
     @property
     def smem_bytes(self) -> int:

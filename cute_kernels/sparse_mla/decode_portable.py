@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -55,6 +55,7 @@ class PortableDecodeKey(ItemKey):
     out_fp32  whether out is fp32, else it is bf16
     """
 
+    kernel_name: ClassVar[str] = "sparse_mla.mma_sync.decode"
     heads: int = 64
     format0: str = FP8_DS_MLA.id
     second: str = "listed"

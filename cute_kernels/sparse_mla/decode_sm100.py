@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -62,6 +62,7 @@ class BlackwellDecodeKey(ItemKey):
     out_fp32   whether out is fp32, else it is bf16
     """
 
+    kernel_name: ClassVar[str] = "sparse_mla.blackwell.decode"
     second: str = "listed"
     out_fp32: bool = False
 

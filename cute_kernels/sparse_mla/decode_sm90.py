@@ -74,6 +74,7 @@ class DecodeKey(ItemKey):
     quantized  results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     """
 
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.decode"
     blocks_per_item: ClassVar[int] = PAIR
     heads: int = 64
     second: str = "listed"

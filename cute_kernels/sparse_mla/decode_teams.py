@@ -56,6 +56,7 @@ class TeamsDecodeKey(ItemKey):
     quantized results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     """
 
+    kernel_name: ClassVar[str] = "sparse_mla.mma_sync.decode_small_heads"
     blocks_per_sm: ClassVar[int] = BLOCKS_PER_SM
     heads: int = 8
     second: str = "listed"

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -72,6 +72,7 @@ class MergeKey(KernelKey):
     quantized    whether results are turned back and become e4m3 codes, see quant_output; the parts are fp32 then
     """
 
+    kernel_name: ClassVar[str] = "sparse_mla.combine"
     fp32_parts: bool
     fp32_out: bool
     held: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -28,6 +28,7 @@ class PortableMixedKey(PortableKey):
     kv_format   record format id of both caches, plain_bf16/1 or plain_fp8/1; query has the same elements
     """
 
+    kernel_name: ClassVar[str] = "sparse_mla.mma_sync.prefill_mixed"
     kv_format: str = PLAIN_BF16.id
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -24,6 +24,8 @@ from cute_kernels.sparse_mla.prefill_sm100_plan import BF16, Plan
 @dataclass(frozen=True)
 class MixedKey(PrefillKey):
     """What distinguishes one compiled kernel from another: nothing but the architecture."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.blackwell.prefill_mixed"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return MixedKernel(), fake_arguments(BFloat16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -23,6 +23,8 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Output, Plan, result
 @dataclass(frozen=True)
 class MixedKey(PrefillKey):
     """What distinguishes one compiled kernel from another: nothing but the architecture."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_mixed"
 
     def kernel(self) -> PrefillKernel:
         return MixedKernel()

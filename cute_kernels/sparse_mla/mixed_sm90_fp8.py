@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cutlass import Float8E4M3FN
 
@@ -17,6 +17,8 @@ from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel
 @dataclass(frozen=True)
 class MixedFp8Key(MixedKey):
     """What distinguishes one compiled kernel from another: nothing but the architecture."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_mixed_fp8"
 
     @property
     def smem_bytes(self) -> int:

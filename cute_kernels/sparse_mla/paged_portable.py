@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -31,6 +31,7 @@ class PortablePagedKey(PortableKey):
     format1      of the compressed cache; format0 if there is none
     """
 
+    kernel_name: ClassVar[str] = "sparse_mla.mma_sync.prefill_paged"
     compressed: str = "listed"
     format0: str = FP8_DS_MLA.id
     format1: str = FP8_DS_MLA.id

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -28,6 +28,8 @@ from cute_kernels.sparse_mla.prefill_sm100 import PrefillKernel, PrefillKey
 @dataclass(frozen=True)
 class PagedKey(PrefillKey):
     """What distinguishes one compiled kernel from another: nothing but the architecture."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.blackwell.prefill_paged"
 
     @property
     def smem_bytes(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -32,6 +32,8 @@ from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 class PagedKey(PrefillKey):
     """As PrefillKey."""
 
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_paged"
+
     @property
     def smem_bytes(self) -> int:
         return PAGED.smem_bytes
@@ -47,6 +49,8 @@ class PagedKey(PrefillKey):
 @dataclass(frozen=True)
 class QuantPagedKey(PagedKey):
     """As PagedKey: results are turned back and become e4m3 codes, see quant_output."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_paged_quant"
 
     @property
     def instructions(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -36,6 +36,7 @@ class PagedPartsKey(PagedKey):
     blocks   of a cluster: 2, 4 or 8
     """
 
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_paged_cluster"
     blocks: int = 2
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -57,6 +57,7 @@ class FewPrefillKey(PrefillKey):
     heads   8 or 16: how many there are at most
     """
 
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_swap_ab"
     heads: int
 
     @property
@@ -75,6 +76,8 @@ class FewPrefillKey(PrefillKey):
 class QuantFewPrefillKey(FewPrefillKey):
     """As FewPrefillKey: results are turned back and become e4m3 codes, see quant_output."""
 
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_swap_ab_quant"
+
     @property
     def smem_bytes(self) -> int:
         return Plan(self.heads, True).smem_bytes
@@ -92,6 +95,7 @@ class QuantFewPrefillKey(FewPrefillKey):
 class FewMixedKey(MixedKey):
     """As FewPrefillKey."""
 
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_mixed_swap_ab"
     heads: int
 
     @property

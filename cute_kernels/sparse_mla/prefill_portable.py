@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -51,6 +51,8 @@ class PortableKey(KernelKey):
 @dataclass(frozen=True)
 class PortablePrefillKey(PortableKey):
     """What distinguishes one compiled kernel from another: the architecture and the heads of an item."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.mma_sync.prefill"
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -51,6 +51,8 @@ from cute_kernels.sparse_mla.prefill_sm100_scores import Scores
 @dataclass(frozen=True)
 class PrefillKey(KernelKey):
     """What distinguishes one compiled kernel from another: nothing but the architecture."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.blackwell.prefill"
 
     @property
     def smem_bytes(self) -> int:

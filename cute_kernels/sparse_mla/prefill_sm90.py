@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -58,6 +58,8 @@ from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 class PrefillKey(KernelKey):
     """What distinguishes one compiled kernel from another: nothing but the architecture."""
 
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill"
+
     @property
     def smem_bytes(self) -> int:
         return BF16.smem_bytes
@@ -82,6 +84,8 @@ class PrefillKey(KernelKey):
 @dataclass(frozen=True)
 class QuantPrefillKey(PrefillKey):
     """As PrefillKey: results are turned back and become e4m3 codes, see quant_output."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_quant"
 
     @property
     def instructions(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -39,6 +39,7 @@ DTYPES: dict[str, Any] = {"bf16": BFloat16, "e4m3": Float8E4M3FN, "e2m1": Float4
 class AtomKey(KernelKey):
     """A product [rows, columns], `depth` summed, of operands with swizzled rows of so many bytes."""
 
+    kernel_name: ClassVar[str] = "tests.umma_atom"
     name: str = "bf16"
     rows: int = 128
     columns: int = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 
@@ -74,6 +75,7 @@ def test_kernels_declare_what_makes_them_fast(arch: str) -> None:
 
 @dataclass(frozen=True)
 class Key(KernelKey):
+    kernel_name: ClassVar[str] = "tests.deployments"
     smem: int = 0
     wanted: tuple[str, ...] = ()
 

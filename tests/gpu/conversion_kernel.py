@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -29,6 +29,7 @@ products of bf16 with 0 in place of NaN."""
 class ConversionKey(KernelKey):
     """form: one of FORMS; "" is the Hadamard transform of rows that 128 / held lanes hold."""
 
+    kernel_name: ClassVar[str] = "tests.conversion"
     form: str = ""
     held: int = 8
 

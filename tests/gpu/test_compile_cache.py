@@ -181,7 +181,7 @@ def test_compiled_here_and_loaded_there_are_the_same_bytes(bundle: Path, tmp_pat
     """Whether the compiling process sees the GPU makes no difference."""
     code = f"call = Call(); call(); print(json.dumps([call.right(), {COUNTS}]))"
     assert python(code, tmp_path) == [True, [1, 0]]
-    (here,), (ahead,) = tmp_path.rglob("InsertKey-*.o"), bundle.rglob(object_name())
+    (here,), (ahead,) = tmp_path.rglob("kv_cache.insert-*.o"), bundle.rglob(object_name())
     assert here.name == ahead.name
     assert here.read_bytes() == ahead.read_bytes()
 

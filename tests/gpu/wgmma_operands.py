@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -26,6 +26,7 @@ SHARED_BYTES = 1 << 16
 class OperandsKey(KernelKey):
     """columns: of the products. name: "bf16" or "e4m3". Which operands are MN-major."""
 
+    kernel_name: ClassVar[str] = "tests.wgmma_operands"
     name: str = "bf16"
     columns: int = 64
     a_is_mn: bool = False

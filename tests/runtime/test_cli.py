@@ -9,7 +9,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ Capture = pytest.CaptureFixture[str]
 
 @dataclass(frozen=True)
 class Key(KernelKey):
+    kernel_name: ClassVar[str] = "tests.cli"
     rows: int = 1
 
 
@@ -233,6 +234,8 @@ def test_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @dataclass(frozen=True)
 class Deadly(KernelKey):
     """Takes its compiler down with it."""
+
+    kernel_name: ClassVar[str] = "tests.deadly"
 
     def build(self) -> Any:
         os._exit(3)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -149,6 +149,8 @@ def test_layers_agree_with_themselves_and_a_wrong_op_is_found(monkeypatch: pytes
 
 @dataclass(frozen=True)
 class Own(KernelKey):
+    kernel_name: ClassVar[str] = "tests.own"
+
     @property
     def instructions(self) -> tuple[str, ...]:
         return ("tcgen05.mma",)
@@ -156,7 +158,7 @@ class Own(KernelKey):
 
 @dataclass(frozen=True)
 class Portable(KernelKey):
-    pass
+    kernel_name: ClassVar[str] = "tests.portable"
 
 
 OP = "quantize_and_insert_k_cache"

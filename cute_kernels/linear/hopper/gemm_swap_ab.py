@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -76,6 +76,7 @@ class SwapAbKey(KernelKey):
     cooperative   work tiles of 128 outputs, half of them for each consumer warpgroup; else of 64
     """
 
+    kernel_name: ClassVar[str] = "linear.hopper.gemm_swap_ab"
     operands: str = "e4m3"
     output: str = "bf16"
     tokens: int = 8
