@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -59,6 +59,8 @@ class InsertCompressIndexKey(KernelKey):
     index_hadamard   whether index queries and keys are transformed
     weights_bf16     dtype of the index heads' weights: bf16, or else fp32
     """
+
+    kernel_name: ClassVar[str] = "insert_compress.insert_compress_index"
 
     rows: int = 1
     groups: int = 2
