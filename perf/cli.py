@@ -10,6 +10,7 @@ import argparse
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -113,6 +114,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="take the GPU's ceilings from FILE; measure them into it if it is new",
     )
 
+    layer = commands.add_parser(
+        "layer",
+        help="measure whole attention layers in CUDA graphs and eagerly",
+        description="Measure whole attention layers: GPU time in a CUDA graph, host time of an eager layer, launches.",
+    )
+    layer.add_argument("--full", action="store_true", help="many more batch sizes, contexts and ranks")
+    layer.add_argument("--only", metavar="REGEX", help="cells whose name this finds; not for the report")
+    layer.add_argument("--replays", type=int, default=REPLAYS, metavar="N", help=f"graph replays per cell ({REPLAYS})")
+    layer.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no cell after so long")
+    layer.add_argument("--json", type=Path, metavar="OUT", help="file for the record, or folder for layer.json")
+    layer.add_argument("--ceilings", type=Path, metavar="FILE", help="as of sweep")
+
     written = commands.add_parser(
         "report",
         help="write perf/REPORT.md, perf/plots and the README's numbers from the records",
@@ -144,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "sweep": sweep,
+        "layer": measure_layers,
         "report": write_report,
         "compiled": write_compiled,
         "compare": show_comparison,
@@ -295,6 +309,55 @@ def _print_record(record: Record) -> None:
     console.print(f"{record.op} on {record.gpu}, commit {record.commit}")
     console.print(table)
     console.print(ceilings)
+
+
+# ---- layer -----------------------------------------------------------------------------------------------------------
+
+
+def measure_layers(options: argparse.Namespace) -> int:
+    import torch
+
+    if options.replays < LEAST_REPLAYS:
+        raise Refusal(f"--replays: expected at least {LEAST_REPLAYS}, got {options.replays}")
+    if not torch.cuda.is_available():
+        raise Refusal("there is no CUDA device here: nothing was measured")
+    from perf import ceilings, layer
+    from perf.measure import cold_bytes, environment
+    from perf.records import SCHEMA
+
+    try:
+        wanted = [case for case in layer.cases(options.full) if re.search(options.only or "", case.name)]
+    except re.error as error:
+        raise Refusal(f"--only: {options.only!r} is no regular expression: {error}") from error
+    if not wanted:
+        raise Refusal(f"--only: no cell's name has {options.only!r}")
+    console = _console()
+
+    def show(case: Any, cell: dict[str, Any] | str) -> None:
+        if isinstance(cell, str):
+            console.print(f"{case.name:40} [dim]left out: {escape(cell)}[/]")
+            return
+        ours, shape = cell["rows"][0], cell["shape"]
+        console.print(
+            f"{case.name:40} {ours['us']:8.1f} us (p10 {ours['p10']:.1f}, p90 {ours['p90']:.1f}), eager host "
+            f"{shape['eager_host_us']:.0f} us, {shape['launches']:.0f} launches, "
+            f"{cell['bytes'] / 4.28e6 / ours['us']:.0%} of the bytes' floor"
+        )
+
+    machine = environment()
+    found = _ceilings(options.ceilings, partial(ceilings.measure, options.replays))
+    cells, left_out = layer.sweep(wanted, options.replays, options.budget, show)
+    known = ceilings.yardsticks(machine["gpu"], found)
+    ceilings.add_percentages(cells, known)
+    is_partial = options.full or options.only is not None or bool(left_out)
+    facts = {"partial": is_partial, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
+    record = {"schema": SCHEMA, "op": layer.OP, **machine, **facts, "records": cells}
+    if options.json is not None and cells:
+        path = options.json if options.json.suffix == ".json" else options.json / "layer.json"
+        parse(record, layer.OP)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if cells else 1
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
