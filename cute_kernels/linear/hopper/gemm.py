@@ -85,6 +85,7 @@ class GemmKey(KernelKey):
     cluster: int = 2
     in_turns: bool = False
     band: int = BAND_ROWS
+    lag: int = 0
 
     @property
     def waves(self) -> int:
@@ -177,6 +178,7 @@ class GemmKernel:
         self.key = key
         self.rows, self.columns, self.stages, self.depth = key.rows, key.columns, key.stages, key.depth
         self.warpgroups, self.waves, self.cluster = key.warpgroups, key.waves, key.cluster
+        self.share = key.rows // key.cluster
         self.name = (
             f"gemm_e4m3_{key.output}_{key.rows}x{key.columns}_w{key.warpgroups}s{key.stages}d{key.depth}c{key.cluster}"
         )
@@ -221,39 +223,38 @@ class GemmKernel:
 
     def tma_atoms(self, a: Any, b: Any) -> tuple[Any, ...]:
         """Of each operand the copy and what it reads, then of each where it writes."""
-        a_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.rows, self.stages)
+        a_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.share, self.stages * self.cluster)
         b_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.columns, self.stages)
         # both as [rows, K, groups]
         a_view = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
         b_view = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
         load = cpasync.CopyBulkTensorTileG2SOp()
         shared_load = load if self.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        a_copy, a_source = cpasync.make_tiled_tma_atom(
-            shared_load, a_view, a_tiles, (self.rows, CHUNK), num_multicast=self.cluster
-        )
+        # a CTA brings its share of the rows, to all CTAs of the cluster
+        a_copy, a_source = cpasync.make_tiled_tma_atom(shared_load, a_view, a_tiles, (self.share, CHUNK))
         b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, CHUNK))
         return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
 
-    def partition(self, copy: Any, source: Any, tile: Any, rows: int, rank: Any, cluster: int) -> Any:
-        """What a bulk copy writes, by stage, and reads, by tile, chunk and group."""
+    def partition(self, copy: Any, source: Any, tile: Any, rows: int) -> Any:
+        """What a bulk copy writes, by tile in shared memory, and reads, by tile, chunk and group."""
         grid = cute.local_tile(source, (rows, CHUNK), (None, None, None))
         return cpasync.tma_partition(
-            copy, rank, cute.make_layout(cluster), cute.group_modes(tile, 0, 2), cute.group_modes(grid, 0, 2)
+            copy, 0, cute.make_layout(1), cute.group_modes(tile, 0, 2), cute.group_modes(grid, 0, 2)
         )
 
     # ---- producer
 
     @cute.jit
-    def load_a(self, a: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
+    def load_a(self, a: Any, rank: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
         copy, target, source = a
         group, row_tile, _ = tile
+        read = source[None, row_tile * self.cluster + rank, chunk, group]
+        written = target[None, stage * self.cluster + rank]
         if const_expr(self.cluster == 1):
-            cute.copy(copy, source[None, row_tile, chunk, group], target[None, stage], tma_bar_ptr=full)
+            cute.copy(copy, read, written, tma_bar_ptr=full)
         else:
             everyone = cutlass.Int16((1 << self.cluster) - 1)
-            cute.copy(
-                copy, source[None, row_tile, chunk, group], target[None, stage], tma_bar_ptr=full, mcast_mask=everyone
-            )
+            cute.copy(copy, read, written, tma_bar_ptr=full, mcast_mask=everyone)
 
     @cute.jit
     def load_b(self, b: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
@@ -276,7 +277,7 @@ class GemmKernel:
         cute.arch.griddepcontrol_wait()
         if work.first < work.end:
             for chunk in cutlass.range(ahead, unroll=1):
-                self.load_a(a, tile, chunk, chunk, ring.full(chunk))
+                self.load_a(a, work.rank, tile, chunk, chunk, ring.full(chunk))
         stage, phase = ahead % self.stages, ahead // self.stages
         first_chunk = ahead
         for number in cutlass.range(work.first, work.end, work.step, unroll=1):
@@ -285,7 +286,7 @@ class GemmKernel:
                 ring.wait_empty(stage, phase)
                 full = ring.full(stage)
                 self.load_b(b, tile, chunk, stage, full)
-                self.load_a(a, tile, chunk, stage, full)
+                self.load_a(a, work.rank, tile, chunk, stage, full)
                 stage, phase = barriers.advance(stage, phase, self.stages)
             first_chunk = Int32(0)
 
@@ -321,45 +322,59 @@ class GemmKernel:
 
     @cute.jit
     def consume(
-        self, mma: Any, ring: Any, operands: Any, scales: Any, totals: Any, place: Any, chunks: Any
+        self, mma: Any, ring: Any, operands: Any, scales: Any, totals: Any, place: Any, chunks: Any, late: Any
     ) -> tuple[Any, Any]:
         """totals = this thread's results of a work tile. By all consumer warpgroups. Returns its next place in the ring.
 
         operands   the memory of `a`, a tile of it for each wave of each stage, and of `b`
         """
-        thread = cute.arch.thread_idx()[0]
-        lane = thread % WARP
-        own_row = thread // WARP * 16 + lane // 4
-        consumer = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-        a, b = operands
         wave_rows = self.warpgroups * wgmma.ROWS
         products = [wgmma.accumulators(mma[0], wave_rows, self.columns) for _ in range(self.depth)]
         stage, phase = place
         for total in totals:
             total.fill(0.0)
-        for _ in cutlass.range(chunks // self.depth, unroll=1):
-            under_way = []
-            for i in range_constexpr(self.depth):
-                ring.wait_full(stage, phase)
-                # loads queue behind the operands that tensor cores read: they come first
-                factors = self.load_factors(scales + stage * (self.key.scales_per_stage * 4), own_row)
-                self.turn(consumer)
-                wgmma.multiply(*mma, products[i], consumer, a, b, stage * self.waves, stage)
-                self.pass_turn(consumer)
-                under_way.append((stage, factors))
-                stage, phase = barriers.advance(stage, phase, self.stages)
-            for i in range_constexpr(self.depth):
-                used, factors = under_way[i]
-                for wave in range_constexpr(self.waves):
-                    wgmma.wait(self.depth - 1 - i)
-                    if const_expr(wave == self.waves - 1):
-                        self.release(ring, used, lane)
-                    self.promote(totals[wave], products[i], factors[wave])
-                    if const_expr(wave < self.waves - 1):
-                        following = used * self.waves + wave + 1
-                        self.turn(consumer)
-                        wgmma.multiply(*mma, products[i], consumer, a, b, following, used)
-                        self.pass_turn(consumer)
+        for step in cutlass.range(chunks // self.depth, unroll=1):
+            if const_expr(self.key.lag > 0):
+                if step == late:
+                    cute.arch.barrier_arrive(barrier_id=3, number_of_threads=256)
+            stage, phase = self.add_chunks(mma, ring, operands, scales, totals, products, (stage, phase))
+        if const_expr(self.depth > 1):
+            for _ in cutlass.range(chunks % self.depth, unroll=1):
+                stage, phase = self.add_chunks(mma, ring, operands, scales, totals, products[:1], (stage, phase))
+        return stage, phase
+
+    @cute.jit
+    def add_chunks(
+        self, mma: Any, ring: Any, operands: Any, scales: Any, totals: Any, products: Any, place: Any
+    ) -> tuple[Any, Any]:
+        """Add the next chunks to the totals, one for each of `products`, all under way together."""
+        thread = cute.arch.thread_idx()[0]
+        lane = thread % WARP
+        own_row = thread // WARP * 16 + lane // 4
+        consumer = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+        a, b = operands
+        stage, phase = place
+        under_way = []
+        for i in range_constexpr(len(products)):
+            ring.wait_full(stage, phase)
+            # loads queue behind the operands that tensor cores read: they come first
+            factors = self.load_factors(scales + stage * (self.key.scales_per_stage * 4), own_row)
+            self.turn(consumer)
+            wgmma.multiply(*mma, products[i], consumer, a, b, stage * self.waves, stage)
+            self.pass_turn(consumer)
+            under_way.append((stage, factors))
+            stage, phase = barriers.advance(stage, phase, self.stages)
+        for i in range_constexpr(len(products)):
+            used, factors = under_way[i]
+            for wave in range_constexpr(self.waves):
+                wgmma.wait(len(products) - 1 - i)
+                if const_expr(wave == self.waves - 1):
+                    self.release(ring, used, lane)
+                self.promote(totals[wave], products[i], factors[wave])
+                if const_expr(wave < self.waves - 1):
+                    self.turn(consumer)
+                    wgmma.multiply(*mma, products[i], consumer, a, b, used * self.waves + wave + 1, used)
+                    self.pass_turn(consumer)
         return stage, phase
 
     @cute.jit
@@ -389,8 +404,7 @@ class GemmKernel:
         if lane == 0:
             cute.arch.mbarrier_arrive(ring.empty(stage))
             if const_expr(self.cluster > 1):
-                other = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) ^ 1
-                ptx.arrive_cluster(ptx.map_shared(ring.empty(stage).toint(), other))
+                ptx.arrive_cluster(ptx.map_shared(ring.empty(stage).toint(), cute.arch.block_idx_in_cluster() ^ 1))
 
     @cute.jit
     def promote(self, totals: cute.Tensor, products: cute.Tensor, factors: Any) -> None:
@@ -510,8 +524,8 @@ class GemmKernel:
             if const_expr(self.warpgroups > 1):
                 cute.arch.setmaxregister_decrease(REGISTERS[self.warpgroups][0])
             if warp == self.warpgroups * 4:
-                a_memory = (a_copy, *self.partition(a_copy, a_source, a, self.rows, rank, self.cluster))
-                b_memory = (b_copy, *self.partition(b_copy, b_source, b, self.columns, 0, 1))
+                a_memory = (a_copy, *self.partition(a_copy, a_source, a, self.share))
+                b_memory = (b_copy, *self.partition(b_copy, b_source, b, self.columns))
                 self.produce(work, ring, a_memory, b_memory, chunks)
             if warp == self.warpgroups * 4 + 1:
                 self.copy_scales(work, ring, scales, a_scale, b_scale, rows, columns, chunks)
@@ -524,11 +538,18 @@ class GemmKernel:
             operands = cute.make_tensor(a.iterator, of_waves.outer), b
             totals = [cute.make_rmem_tensor((self.columns // 2,), Float32) for _ in range(self.waves)]
             place = barriers.start()
+            late = Int32(-1)
+            if const_expr(self.key.lag > 0):
+                if consumer == 0:
+                    late = cutlass.min(Int32(self.key.lag), chunks // self.depth - 1)
+                else:
+                    cute.arch.barrier(barrier_id=3, number_of_threads=256)
             if const_expr(self.key.in_turns):
                 if consumer == 1:
                     cute.arch.barrier_arrive(barrier_id=1, number_of_threads=256)
             for number in cutlass.range(work.first, work.end, work.step, unroll=1):
-                place = self.consume((mma, mma_more), ring, operands, scales, totals, place, chunks)
+                place = self.consume((mma, mma_more), ring, operands, scales, totals, place, chunks, late)
+                late = Int32(-1)
                 tile = work.coords(number)
                 row = tile[1] * self.rows + thread // WARP * 16 + lane // 4
                 for wave in range_constexpr(self.waves):
