@@ -1,9 +1,10 @@
-"""GEMM for many rows on Hopper: out[t, n] = sum over 128-column chunks c of a_scale[t, c] b_scale[n / 128, c] dot(a, b).
+"""GEMM for many rows on Hopper: out[t, n] = sum over 128-column chunks c of a_scale[t, c] b_scale[n / 128, c]
+dot(a[t, c], b[n, c]), by groups.
 
-A persistent CTA walks over work tiles of [rows, columns] results. Its producer warp brings a chunk of the tile's rows of
-`a` and of `b` by bulk tensor copies into a ring of stages, and another warp their scales, which may lie anywhere, by
-asynchronous ones. Consumer warpgroups multiply: the tensor cores sum a chunk with about 14 bits, its products are scaled
-and added to fp32 totals (promoted). While one warpgroup promotes, the tensor cores work for the other.
+A persistent CTA walks over work tiles of [rows, columns] results. Its producer warp brings a chunk of the tile's rows
+of `a` and of `b` by bulk tensor copies into a ring of stages, and another warp their scales, which may lie anywhere, by
+asynchronous ones. Consumer warpgroups multiply: the tensor cores sum a chunk with about 14 bits, its products are
+scaled and added to fp32 totals (promoted). While one warpgroup promotes, the tensor cores work for another.
 
     warps 0 .. 4 W - 1    W consumer warpgroups: wgmma, promotion, epilogue. Of the tile's rows, warpgroup w has 64 from
                           64 w on, and with more `waves` 64 of every 64 W: one product of 64 rows after the other
@@ -15,8 +16,8 @@ and added to fp32 totals (promoted). While one warpgroup promotes, the tensor co
                           rows, then that of the columns
 
 What binds is shared memory, then the power of the chip. A product of 64 x 128 reads 24 KB of shared memory in the 256
-clocks that it takes; bringing the operands writes (rows + columns) * 128 bytes more for rows * columns / 32 clocks. That
-is 160 of 128 bytes a clock with 128 x 128 tiles and 144 with 256 x 128.
+clocks that it takes, and the copies of the operands write (rows + columns) * 128 bytes in rows * columns / 32 clocks:
+together 160 bytes a clock with 128 x 128 tiles and 144 with 256 x 128, of 128 that there are.
 
 With a cluster of two, the CTAs have the same rows and neighbouring columns: each brings half of the rows for both. A
 stage is free when the consumers of both have released it.
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -63,6 +64,13 @@ REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
 multiprocessor. One consumer warpgroup needs no other split than the even one."""
 
 
+START = 1
+"""Barrier that the second warpgroup waits at before its first work tile, with `lag`."""
+
+STAGED_ROWS, STAGED_COLUMNS = 16, 64
+"""Of a bf16 result: what a warp copies out at a time, 128 bytes of each row."""
+
+
 @dataclass(frozen=True)
 class GemmKey(KernelKey):
     """What distinguishes one compiled kernel from another.
@@ -72,20 +80,23 @@ class GemmKey(KernelKey):
     columns      of a work tile: 32, 64 or 128, so that they share a scale; 128 for an e4m3 result
     warpgroups   that multiply: 1 to 3
     stages       of the ring
-    depth        chunks whose products a warpgroup has under way together; it divides the number of chunks. 1 with waves
+    depth        chunks whose products a warpgroup has under way together; 1 with several waves
     cluster      CTAs that share the rows: 1 or 2
+    lag          chunks that the second of two warpgroups starts behind the first, so that one multiplies while the
+                 other stores; 0: together
+    staged       a bf16 result goes out through shared memory, while the next work tile is multiplied
     """
 
+    kernel_name: ClassVar[str] = "linear.hopper.gemm"
     output: str = "bf16"
     rows: int = 256
     columns: int = 128
     warpgroups: int = 2
     stages: int = 4
     depth: int = 1
-    cluster: int = 2
-    in_turns: bool = False
-    band: int = BAND_ROWS
+    cluster: int = 1
     lag: int = 0
+    staged: bool = False
 
     @property
     def waves(self) -> int:
@@ -105,9 +116,14 @@ class GemmKey(KernelKey):
         return self.rows + 4
 
     @property
+    def result_bytes(self) -> int:
+        """Of a work tile, on its way out through shared memory."""
+        return self.rows * self.columns * 2 if self.staged else 0
+
+    @property
     def smem_bytes(self) -> int:
         before = self.stages * (barriers.BYTES_PER_STAGE + self.scales_per_stage * 4)
-        return round_up(before, 1024) + self.stages * self.stage_bytes
+        return round_up(before, 1024) + self.stages * self.stage_bytes + self.result_bytes
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -202,6 +218,7 @@ class GemmKernel:
             result_scale = (address(out_scale), stride_bytes(out_scale, 0), length(out_scale, 1))
         kernel = self.kernel(
             *self.tma_atoms(a, b),
+            *(self.result_atom(out) if const_expr(self.key.staged) else (None, None, None)),
             *(wgmma.make_mma(Float8E4M3FN, self.warpgroups, self.columns) for _ in range(2)),
             Strided.of(a_scale),
             Strided.of(b_scale),
@@ -234,6 +251,17 @@ class GemmKernel:
         a_copy, a_source = cpasync.make_tiled_tma_atom(shared_load, a_view, a_tiles, (self.share, CHUNK))
         b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, CHUNK))
         return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
+
+    def result_atom(self, out: Any) -> tuple[Any, ...]:
+        """The copy of a warp's 16 rows of 64 columns, where it writes, and what it reads."""
+        boxes = self.rows // STAGED_ROWS * (self.columns // STAGED_COLUMNS)
+        tiles = wgmma.swizzled_tiles(BFloat16, STAGED_ROWS, boxes)
+        # as [rows, columns, groups]
+        view = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[0, 2, 1]))
+        copy, target = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), view, tiles, (STAGED_ROWS, STAGED_COLUMNS)
+        )
+        return copy, target, tiles
 
     def partition(self, copy: Any, source: Any, tile: Any, rows: int) -> Any:
         """What a bulk copy writes, by tile in shared memory, and reads, by tile, chunk and group."""
@@ -282,7 +310,7 @@ class GemmKernel:
         first_chunk = ahead
         for number in cutlass.range(work.first, work.end, work.step, unroll=1):
             tile = work.coords(number)
-            for chunk in cutlass.range(first_chunk, chunks, unroll=1):
+            for chunk in cutlass.range(first_chunk, chunks, 1, unroll=1):
                 ring.wait_empty(stage, phase)
                 full = ring.full(stage)
                 self.load_b(b, tile, chunk, stage, full)
@@ -324,9 +352,10 @@ class GemmKernel:
     def consume(
         self, mma: Any, ring: Any, operands: Any, scales: Any, totals: Any, place: Any, chunks: Any, late: Any
     ) -> tuple[Any, Any]:
-        """totals = this thread's results of a work tile. By all consumer warpgroups. Returns its next place in the ring.
+        """totals = this thread's results of a work tile. By a consumer warpgroup. Returns its next place in the ring.
 
         operands   the memory of `a`, a tile of it for each wave of each stage, and of `b`
+        late       before which chunk it lets the second warpgroup start; -1: it does not
         """
         wave_rows = self.warpgroups * wgmma.ROWS
         products = [wgmma.accumulators(mma[0], wave_rows, self.columns) for _ in range(self.depth)]
@@ -334,9 +363,8 @@ class GemmKernel:
         for total in totals:
             total.fill(0.0)
         for step in cutlass.range(chunks // self.depth, unroll=1):
-            if const_expr(self.key.lag > 0):
-                if step == late:
-                    cute.arch.barrier_arrive(barrier_id=3, number_of_threads=256)
+            if const_expr(self.key.lag > 0) and step == late:
+                cute.arch.barrier_arrive(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
             stage, phase = self.add_chunks(mma, ring, operands, scales, totals, products, (stage, phase))
         if const_expr(self.depth > 1):
             for _ in cutlass.range(chunks % self.depth, unroll=1):
@@ -359,9 +387,7 @@ class GemmKernel:
             ring.wait_full(stage, phase)
             # loads queue behind the operands that tensor cores read: they come first
             factors = self.load_factors(scales + stage * (self.key.scales_per_stage * 4), own_row)
-            self.turn(consumer)
             wgmma.multiply(*mma, products[i], consumer, a, b, stage * self.waves, stage)
-            self.pass_turn(consumer)
             under_way.append((stage, factors))
             stage, phase = barriers.advance(stage, phase, self.stages)
         for i in range_constexpr(len(products)):
@@ -372,20 +398,8 @@ class GemmKernel:
                     self.release(ring, used, lane)
                 self.promote(totals[wave], products[i], factors[wave])
                 if const_expr(wave < self.waves - 1):
-                    self.turn(consumer)
                     wgmma.multiply(*mma, products[i], consumer, a, b, used * self.waves + wave + 1, used)
-                    self.pass_turn(consumer)
         return stage, phase
-
-    @cute.jit
-    def turn(self, consumer: Any) -> None:
-        if const_expr(self.key.in_turns):
-            cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=256)
-
-    @cute.jit
-    def pass_turn(self, consumer: Any) -> None:
-        if const_expr(self.key.in_turns):
-            cute.arch.barrier_arrive(barrier_id=2 - consumer, number_of_threads=256)
 
     def load_factors(self, scales: Any, own_row: Any) -> list[tuple[Any, Any]]:
         """What the products of the thread's two rows of each wave are multiplied with."""
@@ -428,8 +442,8 @@ class GemmKernel:
             for i in range_constexpr(0, self.columns // 2, 2):
                 at, half = i // 4 * 8, i // 2 % 2
                 is_inside = 8 * half < rows - row and column + at + lane % 4 * 2 < columns
-                words = [totals[i + j].bitcast(Int32) for j in range(2)]
-                ptx.store_global_64(target + out.strides[0] * (8 * half) + at * 4, *words, is_inside)
+                low, high = (totals[i + j].bitcast(Int32) for j in range(2))
+                ptx.store_global_64(target + out.strides[0] * (8 * half) + at * 4, low, high, is_inside)
         else:
             for half in range_constexpr(2):
                 own = row + 8 * half
@@ -454,6 +468,33 @@ class GemmKernel:
                 target = out_scale + Int64(scale_block) * scale_row + Int64(own) * 4
                 ptx.store_global_s32(target, scale, lane % 4 == 0 and own < padded_rows and column < columns)
 
+    @cute.jit
+    def store_staged(self, totals: Any, warp: Any, lane: Any, tile: Any, staging: Any) -> None:
+        """Write a warp's rows to shared memory and have them copied out while the next work tile is multiplied."""
+        memory, copy, written, read = staging
+        group, row_tile, column_tile = tile
+        across = const_expr(self.columns // STAGED_COLUMNS)
+        # what it wrote of the work tile before has been read. The copy chooses its lane: all wait, and commit
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        for wave in range_constexpr(self.waves):
+            for half in range_constexpr(across):
+                box = (warp * self.waves + wave) * across + half
+                row = lane % 8 + lane // 8 % 2 * 8
+                for pair in range_constexpr(4):
+                    first = half * 32 + pair * 8
+                    words = [ptx.bf16x2(totals[wave][first + i], totals[wave][first + i + 1]) for i in range(0, 8, 2)]
+                    piece = (pair * 2 + lane // 16) ^ (lane % 8)
+                    ptx.store_matrices(memory + box * 2048 + row * 128 + piece * 16, words)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        for wave in range_constexpr(self.waves):
+            for half in range_constexpr(across):
+                box = (warp * self.waves + wave) * across + half
+                rows = row_tile * (self.rows // STAGED_ROWS) + wave * (self.warpgroups * 4) + warp
+                cute.copy(copy, written[None, box], read[None, rows, column_tile * across + half, group])
+        cute.arch.cp_async_bulk_commit_group()
+
     # ---- kernel
 
     @cute.kernel
@@ -465,6 +506,9 @@ class GemmKernel:
         b_source: cute.Tensor,
         a_tiles: cute.ComposedLayout,
         b_tiles: cute.ComposedLayout,
+        out_copy: Any,
+        out_target: Any,
+        out_tiles: Any,
         mma: cute.TiledMma,
         mma_more: cute.TiledMma,
         a_scale: Strided,
@@ -494,6 +538,14 @@ class GemmKernel:
         ).iterator.toint()
         a = smem.allocate_tensor(Float8E4M3FN, a_tiles.outer, byte_alignment=1024, swizzle=a_tiles.inner)
         b = smem.allocate_tensor(Float8E4M3FN, b_tiles.outer, byte_alignment=1024, swizzle=b_tiles.inner)
+        staging = None
+        if const_expr(self.key.staged):
+            results = smem.allocate_tensor(BFloat16, out_tiles.outer, byte_alignment=1024, swizzle=out_tiles.inner)
+            grid = cute.local_tile(out_target, (STAGED_ROWS, STAGED_COLUMNS), (None, None, None))
+            written, read = cpasync.tma_partition(
+                out_copy, 0, cute.make_layout(1), cute.group_modes(results, 0, 2), cute.group_modes(grid, 0, 2)
+            )
+            staging = results.iterator.toint(), out_copy, written, read
         if warp == self.warpgroups * 4:
             for copy in (a_copy, b_copy):
                 cpasync.prefetch_descriptor(copy)
@@ -515,7 +567,7 @@ class GemmKernel:
             ctas // self.cluster,
             row_tiles,
             column_tiles,
-            self.key.band // self.rows,
+            BAND_ROWS // self.rows,
             rank,
             self.cluster,
         )
@@ -543,19 +595,20 @@ class GemmKernel:
                 if consumer == 0:
                     late = cutlass.min(Int32(self.key.lag), chunks // self.depth - 1)
                 else:
-                    cute.arch.barrier(barrier_id=3, number_of_threads=256)
-            if const_expr(self.key.in_turns):
-                if consumer == 1:
-                    cute.arch.barrier_arrive(barrier_id=1, number_of_threads=256)
+                    cute.arch.barrier(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
             for number in cutlass.range(work.first, work.end, work.step, unroll=1):
                 place = self.consume((mma, mma_more), ring, operands, scales, totals, place, chunks, late)
                 late = Int32(-1)
                 tile = work.coords(number)
+                if const_expr(self.key.staged):
+                    self.store_staged(totals, warp, lane, tile, staging)
                 row = tile[1] * self.rows + thread // WARP * 16 + lane // 4
-                for wave in range_constexpr(self.waves):
+                for wave in range_constexpr(0 if self.key.staged else self.waves):
                     result = out, out_scale, scale_row, padded_rows
                     first = row + wave * self.warpgroups * wgmma.ROWS
                     self.store(totals[wave], lane, first, tile, result, rows, columns)
+            if const_expr(self.key.staged):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(self.cluster > 1):
             # a CTA stays until nobody copies to it or arrives at its barriers any more
             cute.arch.cluster_arrive_relaxed()
