@@ -24,17 +24,6 @@ GROUPS = (8, 16, 1)
 MOST_CODES = 2**30
 """Larger inputs than this are left out."""
 
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {"rows": 64, "columns": 32, "stages": 16, "depth": 2},
-    {"rows": 64, "columns": 64, "stages": 12, "depth": 4},
-    {"rows": 64, "columns": 128, "stages": 8, "depth": 2},
-    {"rows": 128, "columns": 64, "stages": 8, "depth": 2},
-    {"rows": 128, "columns": 128, "stages": 6, "depth": 2},
-    {"rows": 128, "columns": 128, "stages": 6, "depth": 1},
-)
-"""Fields of EinsumKey: every kind of tile at every size, and the largest without depth. The portable kernel and all of
-its tiles are variants too."""
-
 PORTABLE = "ours portable"
 
 CHECKED_ROWS = 256
@@ -97,23 +86,27 @@ def _portable(s: EinsumSet) -> None:
 
 
 def _variants() -> dict[str, Callable[[EinsumSet], None]]:
+    from cute_kernels.linear import select
+    from cute_kernels.linear.hopper.gemm import GemmKey
     from cute_kernels.output.einsum import PORTABLE_TILES
     from cute_kernels.output.einsum_portable import PortableEinsumKey
-    from cute_kernels.output.einsum_sm90 import EinsumKey
     from cute_kernels.runtime.arch import arch_of, multiprocessors
     from cute_kernels.runtime.compile import function, launch
 
-    def run(key: EinsumKey | PortableEinsumKey, s: EinsumSet) -> None:
+    def run(key: GemmKey | PortableEinsumKey, s: EinsumSet) -> None:
         tokens, groups, rank = s.out.shape
-        tiles = groups * -(-tokens // key.rows) * -(-rank // key.columns)
-        use_pdl = (False,) if isinstance(key, EinsumKey) else ()
-        launch(key, 0, s.a, s.a_scale, s.b, s.b_scale, s.out, min(tiles, multiprocessors(0)), *use_pdl)
+        if isinstance(key, GemmKey):
+            clusters = groups * -(-tokens // key.rows) * -(-rank // (key.columns * key.cluster))
+            ctas = key.cluster * min(clusters, multiprocessors(0) // key.cluster)
+            launch(key, 0, s.a, s.a_scale, s.b, s.b_scale, s.out, None, ctas, False)
+        else:
+            tiles = groups * -(-tokens // key.rows) * -(-rank // key.columns)
+            launch(key, 0, s.a, s.a_scale, s.b, s.b_scale, s.out, min(tiles, multiprocessors(0)))
 
     found: dict[str, Callable[[EinsumSet], None]] = {PORTABLE: _portable}
-    keys: dict[str, EinsumKey | PortableEinsumKey] = {
-        "ours " + " ".join(f"{name}={value}" for name, value in fields.items()): EinsumKey(arch_of(0), **fields)
-        for fields in VARIANTS
-    }
+    keys: dict[str, GemmKey | PortableEinsumKey] = {}
+    if arch_of(0) == select.HOPPER:
+        keys = {f"ours rows={key.rows} columns={key.columns}": key for key in select.many_rows_keys("bf16")}
     for rows, columns, _ in PORTABLE_TILES:
         keys[f"{PORTABLE} rows={rows} columns={columns}"] = PortableEinsumKey(arch_of(0), rows, columns)
     for name, key in keys.items():

@@ -1,5 +1,5 @@
-"""Which kernel fp8_gemm runs: few rows and whatever must not depend on their number take the swapped operands' kernel
-on Hopper, many rows and other architectures the kernels of deepseek_v4_fp8_einsum."""
+"""Which kernel fp8_gemm runs: on Hopper few rows, and whatever must not depend on their number, take the swapped
+operands' kernel and many rows the other one; other architectures the kernels of deepseek_v4_fp8_einsum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from cute_kernels.linear import select
 from cute_kernels.output import einsum
 from cute_kernels.output.einsum_tiles import CHUNK
-from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
@@ -23,22 +23,18 @@ OUTPUTS = {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float8_e4m3
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """Of every FP8 linear of a model: for few rows one for each way to cut a weight's K, for many one for each tile."""
-    chunks = {k // CHUNK for kind, _, _, _, k in select.layer_gemms(config, tp) if kind == "e4m3"}
-    large: list[KernelKey] = []
-    if arch == select.HOPPER:
-        large += [einsum.with_depth(key, n) for key, _ in einsum.TILES for n in sorted(chunks)]
-    else:
-        large += einsum.deployment_keys(config, tp, arch)
-    return list(dict.fromkeys([*select.swap_ab_keys(config, tp, arch, "e4m3"), *large]))
-
-
-def _is_swapped(arch: str, out: Any, chunks: int, batch_invariant: bool) -> bool:
     if arch != select.HOPPER:
-        return False
+        return [*einsum.deployment_keys(config, tp, arch)]
+    outputs = {output for kind, output, *_ in select.layer_gemms(config, tp) if kind == "e4m3"}
+    many = [key for output in OUTPUTS.values() if output in outputs for key in select.many_rows_keys(output)]
+    return [*select.swap_ab_keys(config, tp, arch, "e4m3"), *many]
+
+
+def _is_swapped(out: Any, chunks: int, batch_invariant: bool) -> bool:
     rows, groups, outputs = out.shape
-    if batch_invariant or rows <= MOST_SWAPPED_ROWS or OUTPUTS[str(out.dtype)] != "bf16":
+    if batch_invariant or rows <= MOST_SWAPPED_ROWS:
         return True
-    return rows <= MOST_SPLIT_ROWS and select.splits_of(groups, outputs, chunks) > 1
+    return bool(rows <= MOST_SPLIT_ROWS) and select.splits_of(groups, outputs, chunks) > 1
 
 
 def supports(
@@ -46,10 +42,17 @@ def supports(
 ) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     arch = arch_of(out.device.index)
-    if not _is_swapped(arch, out, a.shape[2] // CHUNK, batch_invariant):
+    if arch != select.HOPPER:
         if OUTPUTS[str(out.dtype)] != "bf16":
             return False, f"a result of {out.dtype} has a kernel on {select.HOPPER} only, this is {arch}"
         return einsum.supports(a, a_scale, b, b_scale, out, EQUATION, RECIPE)
+    if not _is_swapped(out, a.shape[2] // CHUNK, batch_invariant):
+        strides = [out.stride(axis) * out.element_size() for axis in range(2)]
+        if out.data_ptr() % 16 or any(stride % 16 or not 0 < stride < 2**40 for stride in strides):
+            return False, (
+                f"out must be 16-byte aligned row by row for many rows, got address {out.data_ptr():#x} and strides "
+                f"{tuple(out.stride())}"
+            )
     return operands_fit(("a", a), ("b", b), out)
 
 
@@ -78,9 +81,17 @@ def launch(
     rows, groups, outputs = out.shape
     if rows == 0 or groups == 0 or outputs == 0:
         return
+    if a.shape[2] == 0 and out_scale is None:
+        out.zero_()
+        return
     device_index = out.device.index
-    if not _is_swapped(arch_of(device_index), out, a.shape[2] // CHUNK, batch_invariant):
+    if arch_of(device_index) != select.HOPPER:
         einsum.launch(a, a_scale, b, b_scale, out, EQUATION, RECIPE, use_pdl)
         return
-    key, clusters = select.swap_ab("e4m3", OUTPUTS[str(out.dtype)], rows, groups, outputs, a.shape[2] // CHUNK)
-    launch_key(key, device_index, a, a_scale, b, b_scale, out, out_scale, clusters, use_pdl)
+    shape = OUTPUTS[str(out.dtype)], rows, groups, outputs, a.shape[2] // CHUNK
+    key: KernelKey
+    if _is_swapped(out, shape[4], batch_invariant):
+        key, number = select.swap_ab("e4m3", *shape)
+    else:
+        key, number = select.many_rows(*shape, multiprocessors(device_index))
+    launch_key(key, device_index, a, a_scale, b, b_scale, out, out_scale, number, use_pdl)

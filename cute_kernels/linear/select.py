@@ -6,10 +6,12 @@ so that a row's bits do not depend on how many rows there are.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_kernels.formats import HEAD_DIM, INDEX_DIM
+from cute_kernels.linear.hopper.gemm import SCALE_BLOCK, GemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 
 HOPPER = "sm_90a"
@@ -56,6 +58,56 @@ def swap_ab(operands: str, output: str, rows: int, groups: int, outputs: int, ch
     key = SwapAbKey(HOPPER, operands, output, tokens, splits, cooperative)
     tiles = groups * -(-outputs // key.outputs) * -(-rows // tokens)
     return key, min(tiles, MULTIPROCESSORS // splits)
+
+
+class Tile(NamedTuple):
+    """A kernel for many rows, and the microseconds that its work tile takes while all multiprocessors have one."""
+
+    key: GemmKey
+    chunk_us: float
+    tile_us: float
+
+
+TILES: tuple[Tile, ...] = (
+    Tile(GemmKey(HOPPER, rows=64, columns=32, warpgroups=1, stages=16, depth=2), 0.200, 0.4),
+    Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4), 0.238, 0.4),
+    Tile(GemmKey(HOPPER, rows=64, warpgroups=1, stages=8, depth=2), 0.344, 0.5),
+    Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2), 0.328, 0.5),
+    Tile(GemmKey(HOPPER, rows=128, stages=5, depth=2, staged=True), 0.445, 0.3),
+    Tile(GemmKey(HOPPER, rows=192, warpgroups=3, stages=4, staged=True), 0.605, 0.5),
+    Tile(GemmKey(HOPPER, rows=256, stages=3, staged=True, lag=1), 0.817, 1.0),
+)
+"""Fitted to times on an H200."""
+
+
+def with_output(key: GemmKey, output: str) -> GemmKey:
+    """`key` with another type of result: only bf16 goes out through shared memory."""
+    return replace(key, output=output, staged=key.staged and output == "bf16")
+
+
+@lru_cache(maxsize=4096)
+def many_rows(
+    output: str, rows: int, groups: int, outputs: int, chunks: int, multiprocessors: int = MULTIPROCESSORS
+) -> tuple[GemmKey, int]:
+    """The kernel for many rows that is through soonest if every round of work tiles takes its time, and its number of
+    CTAs. No choice changes a row's bits: K is not cut."""
+
+    def clusters(key: GemmKey) -> int:
+        return groups * -(-rows // key.rows) * -(-outputs // (key.columns * key.cluster))
+
+    def microseconds(tile: Tile) -> float:
+        rounds = -(-clusters(tile.key) // (multiprocessors // tile.key.cluster))
+        return rounds * (chunks * tile.chunk_us + tile.tile_us)
+
+    fitting = [tile for tile in TILES if output != "e4m3" or tile.key.columns == SCALE_BLOCK]
+    key = with_output(min(fitting, key=microseconds).key, output)
+    return key, key.cluster * min(clusters(key), multiprocessors // key.cluster)
+
+
+def many_rows_keys(output: str) -> list[GemmKey]:
+    """Every key of a type of result: a batch may have any size."""
+    fitting = [tile.key for tile in TILES if output != "e4m3" or tile.key.columns == SCALE_BLOCK]
+    return [with_output(key, output) for key in fitting]
 
 
 def layer_gemms(config: Any, tp: int) -> list[tuple[str, str, int, int, int]]:

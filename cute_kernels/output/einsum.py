@@ -3,13 +3,12 @@ call and is trusted, the portable one elsewhere, and of each the one whose tiles
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from cute_kernels.formats import HEAD_DIM
+from cute_kernels.linear import select
+from cute_kernels.linear.hopper.gemm import GemmKey
 from cute_kernels.output.einsum_portable import PortableEinsumKey
-from cute_kernels.output.einsum_sm90 import EinsumKey
 from cute_kernels.output.einsum_sm100 import BlackwellEinsumKey
 from cute_kernels.output.einsum_sm100_plan import ROWS
 from cute_kernels.output.einsum_tiles import CHUNK
@@ -18,24 +17,12 @@ from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
-HOPPER = "sm_90a"
+HOPPER = select.HOPPER
 OP = "deepseek_v4_fp8_einsum"
 BLOCK_RECIPE = (1, 128, 128)
 
 MAP_STRIDE = 2**40
 """Strides of a tensor that copies know by a descriptor are smaller, in bytes."""
-
-TILES: tuple[tuple[EinsumKey, float], ...] = (
-    (EinsumKey(HOPPER, rows=64, columns=32, stages=16, depth=2), 6.8),
-    (EinsumKey(HOPPER, rows=64, columns=64, stages=12, depth=4), 8.0),
-    (EinsumKey(HOPPER, rows=64, columns=128, stages=8, depth=2), 11.5),
-    (EinsumKey(HOPPER, rows=128, columns=64, stages=8, depth=2), 11.0),
-    (EinsumKey(HOPPER, rows=128, columns=128, stages=6, depth=2), 15.5),
-)
-"""Kernels, and the microseconds that a multiprocessor of an H200 takes for one of their tiles with K = 4096.
-
-From perf/notes/data/einsum_4.txt, which has these tiles at every size.
-"""
 
 BLACKWELL_TILES: tuple[tuple[int, int, float], ...] = ((ROWS, 64, 6.7), (ROWS, 128, 8.9), (ROWS, 256, 13.3))
 """Rows and columns of Blackwell's tiles, and what they take if shared memory binds: nobody has measured it. A chunk of
@@ -55,25 +42,17 @@ def key_for(
 ) -> tuple[KernelKey, int]:
     """The kernel for a call, and its number of blocks: the architecture's own one, if it has one for such scales."""
     if arch == HOPPER and not packed:
-        return choose(rows, groups, columns, chunks, multiprocessors)
+        return select.many_rows("bf16", rows, groups, columns, chunks, multiprocessors)
     if arch in BLACKWELL:
         return blackwell_choice(arch, rows, groups, columns, multiprocessors, packed)
     return portable_choice(arch, rows, groups, columns, multiprocessors, packed)
 
 
 @lru_cache(maxsize=4096)
-def choose(rows: int, groups: int, columns: int, chunks: int, multiprocessors: int) -> tuple[EinsumKey, int]:
-    """The one of Hopper's kernels that is through soonest, and its number of blocks."""
-    shapes = tuple((key.rows, key.columns, cost) for key, cost in TILES)
-    number, blocks = _soonest(shapes, rows, groups, columns, multiprocessors)
-    return with_depth(TILES[number][0], chunks), blocks
-
-
-@lru_cache(maxsize=4096)
 def blackwell_choice(
     arch: str, rows: int, groups: int, columns: int, multiprocessors: int, packed: bool
 ) -> tuple[BlackwellEinsumKey, int]:
-    """The same of Blackwell's kernels."""
+    """The one of Blackwell's kernels that is through soonest, and its number of blocks."""
     number, blocks = _soonest(BLACKWELL_TILES, rows, groups, columns, multiprocessors)
     return BlackwellEinsumKey(arch, BLACKWELL_TILES[number][1], packed), blocks
 
@@ -100,16 +79,10 @@ def _soonest(
     return best, blocks
 
 
-def with_depth(key: EinsumKey, chunks: int) -> EinsumKey:
-    """`key`, or without depth if that does not divide the number of chunks."""
-    return replace(key, depth=1) if chunks % key.depth else key
-
-
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """One kernel per kind of tile: a batch may have any size. On Hopper for fp32 scales, elsewhere for either kind."""
     if arch == HOPPER:
-        width = config.num_attention_heads // config.o_groups * HEAD_DIM
-        return [with_depth(key, width // CHUNK) for key, _ in TILES]
+        return [*select.many_rows_keys("bf16")]
     keys: list[KernelKey] = []
     for packed in (False, True):
         if arch in BLACKWELL:
@@ -155,8 +128,10 @@ def launch(
         key, blocks = portable_choice(arch, rows, groups, columns, processors, packed)
     else:
         key, blocks = key_for(arch, rows, groups, columns, a.shape[2] // CHUNK, processors, packed)
-    more = (use_pdl,) if isinstance(key, EinsumKey) else ()
-    launch_key(key, device_index, a, a_scale, b, b_scale, out, blocks, *more)
+    if isinstance(key, GemmKey):
+        launch_key(key, device_index, a, a_scale, b, b_scale, out, None, blocks, use_pdl)
+    else:
+        launch_key(key, device_index, a, a_scale, b, b_scale, out, blocks)
 
 
 def _is_mapped(*operands: Any) -> bool:

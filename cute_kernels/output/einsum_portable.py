@@ -64,7 +64,7 @@ class PortableEinsumKey(KernelKey):
 
 
 class PortableEinsumKernel:
-    """Entry point: (a, a_scale, b, b_scale, out, number of blocks, stream), as einsum_sm90.EinsumKernel."""
+    """Entry point: (a, a_scale, b, b_scale, out, number of blocks, stream)."""
 
     def __init__(self, key: PortableEinsumKey) -> None:
         self.plan = key.plan

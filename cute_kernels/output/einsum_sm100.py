@@ -1,8 +1,8 @@
 """Kernel of deepseek_v4_fp8_einsum on Blackwell: products on tensor cores, summed in fp32 every 128 columns.
 
-As on Hopper (einsum_sm90.py), a block walks over tiles of results, neighbouring columns first, and what it copies is in
-a ring of stages; scales have a ring of their own. Products are in tensor memory, in two buffers: while a chunk is
-multiplied, the one before it is scaled and added to totals in registers. A block's warps, in order:
+As on Hopper (linear/hopper/gemm.py), a block walks over tiles of results, neighbouring columns first, and what it
+copies is in a ring of stages; scales have a ring of their own. Products are in tensor memory, in two buffers: while a
+chunk is multiplied, the one before it is scaled and added to totals in registers. A block's warps, in order:
 
     8   two warpgroups that add up and store, each half of the columns
     1   copies operands
@@ -25,7 +25,6 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, convert, ptx, wgmma
 from cute_kernels.dsl.tensor import length
-from cute_kernels.output.einsum_sm90 import EinsumKernel
 from cute_kernels.output.einsum_sm100_plan import ROWS, WARPGROUPS, BlackwellPlan
 from cute_kernels.output.einsum_tiles import CHUNK, WARP, Strided, Tiles, fake_arguments
 from cute_kernels.runtime.compile import KernelKey
@@ -89,8 +88,8 @@ class Results(NamedTuple):
     columns: Any
 
 
-class BlackwellEinsumKernel(EinsumKernel):
-    """Entry point: as EinsumKernel."""
+class BlackwellEinsumKernel:
+    """Entry point: (a, a_scale, b, b_scale, out, number of blocks, stream)."""
 
     def __init__(self, key: BlackwellEinsumKey) -> None:
         plan = self.plan = key.plan
@@ -124,6 +123,18 @@ class BlackwellEinsumKernel(EinsumKernel):
             length(a, 2) // CHUNK,
         )
         kernel.launch(grid=[blocks, 1, 1], block=[self.plan.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+
+    def operand_copies(self, a: Any, b: Any) -> tuple[Any, ...]:
+        """Of each operand the copy and what it reads, then of each where it writes."""
+        a_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.rows, self.stages)
+        b_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.columns, self.stages)
+        # both as [rows, K, groups]
+        a_view = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
+        b_view = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        a_copy, a_source = cpasync.make_tiled_tma_atom(load, a_view, a_tiles, (self.rows, CHUNK))
+        b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, CHUNK))
+        return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
 
     @cute.kernel
     def kernel(
@@ -197,6 +208,62 @@ class BlackwellEinsumKernel(EinsumKernel):
         of_columns = cute.ceil_div(columns, self.plan.columns)
         blocks, _, _ = cute.arch.grid_dim()
         return Tiles(ptx.block_again(), groups * of_rows * of_columns, blocks, of_rows, of_columns)
+
+    @cute.jit
+    def copy_operands(self, tiles: Any, ring: Any, copies: Any, chunks: Any) -> None:
+        """Fill the ring with the chunks of all tiles. By one warp."""
+        (a_copy, a_source, a), (b_copy, b_source, b) = copies
+        a_to, a_from = self.partition(a_copy, a_source, a, self.rows)
+        b_to, b_from = self.partition(b_copy, b_source, b, self.columns)
+        stage, phase = barriers.start()
+        for number in cutlass.range(tiles.first, tiles.end, tiles.step, unroll=1):
+            group, row_tile, column_tile = tiles.place(number)
+            for chunk in cutlass.range(chunks, unroll=1):
+                ring.wait_empty(stage, phase)
+                full = ring.full(stage)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, (self.rows + self.columns) * CHUNK)
+                cute.copy(a_copy, a_from[None, row_tile, chunk, group], a_to[None, stage], tma_bar_ptr=full)
+                cute.copy(b_copy, b_from[None, column_tile, chunk, group], b_to[None, stage], tma_bar_ptr=full)
+                stage, phase = barriers.advance(stage, phase, self.stages)
+
+    @cute.jit
+    def copy_scales(
+        self, tiles: Any, ring: Any, scale: Any, a_scale: Any, b_scale: Any, rows: Any, columns: Any, chunks: Any
+    ) -> None:
+        """Fill the ring with the scales of the chunks of all tiles. By one warp."""
+        lane = cute.arch.lane_idx()
+        stage, phase = barriers.start()
+        for number in cutlass.range(tiles.first, tiles.end, tiles.step, unroll=1):
+            group, row_tile, column_tile = tiles.place(number)
+            # rows and columns beyond the last have no scales of their own; their results are not stored
+            first = row_tile * self.rows + lane
+            own = [cutlass.min(first + i * WARP, rows - 1) for i in range(self.rows // WARP)]
+            sources = [a_scale.at(row, group) for row in own]
+            block = column_tile * self.columns // CHUNK
+            # of columns beyond the last there is no block either
+            blocks = [block, *(cutlass.min(block + i, (columns - 1) // CHUNK) for i in range(1, self.column_scales))]
+            block_sources = [b_scale.at(group, number) for number in blocks]
+            for chunk in cutlass.range(chunks, unroll=1):
+                ring.wait_empty(stage, phase)
+                target = scale + (stage * self.scales + lane) * 4
+                for i in range_constexpr(self.rows // WARP):
+                    ptx.copy_async_32(target + i * WARP * 4, sources[i] + Int64(chunk) * a_scale.strides[2])
+                for i in range_constexpr(self.column_scales):
+                    if lane == i:
+                        ptx.copy_async_32(target + self.rows * 4, block_sources[i] + Int64(chunk) * b_scale.strides[2])
+                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
+                stage, phase = barriers.advance(stage, phase, ring.stages)
+        # no lane ends with copies under way
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+
+    def partition(self, copy: Any, source: Any, tile: Any, rows: int) -> Any:
+        """What a bulk copy writes, by stage, and reads, by tile, chunk and group."""
+        grid = cute.local_tile(source, (rows, CHUNK), (None, None, None))
+        return cpasync.tma_partition(
+            copy, 0, cute.make_layout(1), cute.group_modes(tile, 0, 2), cute.group_modes(grid, 0, 2)
+        )
 
     @cute.jit
     def start_products(self, tiles: Any, rings: Any, scale: Any, a: Any, b: Any, tensor: Any, chunks: Any) -> None:

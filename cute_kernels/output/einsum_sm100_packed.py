@@ -29,7 +29,7 @@ BLOCK_BYTES = ROWS * 4
 
 
 class PackedEinsumKernel(BlackwellEinsumKernel):
-    """Entry point: as EinsumKernel, with scales that are words."""
+    """Entry point: as BlackwellEinsumKernel, with scales that are words."""
 
     @cute.jit
     def copy_scales(

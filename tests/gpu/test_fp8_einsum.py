@@ -22,9 +22,9 @@ from tests.helpers import raw_bytes
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.linear.hopper.gemm import GemmKey
 from cute_kernels.output import einsum
 from cute_kernels.output.einsum_portable import PortableEinsumKey
-from cute_kernels.output.einsum_sm90 import EinsumKey
 from tests.gpu.einsum_calls import EQUATION, RECIPE, Call, close, poison, same_bits
 
 pytestmark = [
@@ -42,7 +42,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
         return PortableEinsumKey
     if arch_of(0) != einsum.HOPPER:
         pytest.skip("the kernel is Hopper's")
-    return EinsumKey
+    return GemmKey
 
 
 @pytest.mark.parametrize("groups", [1, 3, 8])

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.linear.hopper.gemm import GemmKey
 from cute_kernels.output import einsum
 from cute_kernels.output.einsum_portable import PortableEinsumKey
-from cute_kernels.output.einsum_sm90 import EinsumKey
 from cute_kernels.output.einsum_sm100 import BlackwellEinsumKey
 from cute_kernels.runtime import trust
 from tests.sparse_mla.launches import Launches, keep_launches, launch
@@ -44,13 +44,20 @@ WORDS = {
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return keep_launches(monkeypatch, einsum, (*TENSORS, "blocks"))
+    kept = keep_launches(monkeypatch, einsum, ())
+
+    def keep(key: Any, index: Any, *args: Any) -> None:
+        names = (*TENSORS, "out_scale", "blocks", "use_pdl") if isinstance(key, GemmKey) else (*TENSORS, "blocks")
+        kept.append((key, dict(zip(names, args, strict=True))))
+
+    monkeypatch.setattr(einsum, "launch_key", keep)
+    return kept
 
 
 @pytest.mark.parametrize(
     ("arch", "changes", "expected", "blocks"),
     [
-        ("sm_90a", {}, EinsumKey("sm_90a", rows=64, columns=32, stages=16, depth=2), 10),
+        ("sm_90a", {}, GemmKey("sm_90a", rows=64, columns=32, warpgroups=1, stages=16, depth=2), 10),
         ("sm_90a", WORDS, PortableEinsumKey("sm_90a", 16, 64, True), 6),
         ("sm_80", {}, PortableEinsumKey("sm_80", 16, 64, False), 6),
         ("sm_120a", WORDS, PortableEinsumKey("sm_120a", 16, 64, True), 6),

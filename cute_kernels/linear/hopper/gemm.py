@@ -1,0 +1,615 @@
+"""GEMM for many rows on Hopper: out[t, n] = sum over 128-column chunks c of a_scale[t, c] b_scale[n / 128, c]
+dot(a[t, c], b[n, c]), by groups.
+
+A persistent CTA walks over work tiles of [rows, columns] results. Its producer warp brings a chunk of the tile's rows
+of `a` and of `b` by bulk tensor copies into a ring of stages, and another warp their scales, which may lie anywhere, by
+asynchronous ones. Consumer warpgroups multiply: the tensor cores sum a chunk with about 14 bits, its products are
+scaled and added to fp32 totals (promoted). While one warpgroup promotes, the tensor cores work for another.
+
+    warps 0 .. 4 W - 1    W consumer warpgroups: wgmma, promotion, epilogue. Of the tile's rows, warpgroup w has 64 from
+                          64 w on, and with more `waves` 64 of every 64 W: one product of 64 rows after the other
+    warp 4 W              producer: `b` before the dependency is waited for, then `a` and `b`
+    warp 4 W + 1          scales
+    (two more warps complete the warpgroup, whose registers the consumers get)
+
+    stage                 a [rows, 128] e4m3, b [columns, 128] e4m3, both with the 128-byte swizzle; fp32 scales of the
+                          rows, then that of the columns
+
+What binds is shared memory, then the power of the chip. A product of 64 x 128 reads 24 KB of shared memory in the 256
+clocks that it takes, and the copies of the operands write (rows + columns) * 128 bytes in rows * columns / 32 clocks:
+together 160 bytes a clock with 128 x 128 tiles and 144 with 256 x 128, of 128 that there are.
+
+With a cluster of two, the CTAs have the same rows and neighbouring columns: each brings half of the rows for both. A
+stage is free when the consumers of both have released it.
+
+Every key adds the chunks of a row in the same order, so a row's bits do not depend on what else is in the batch.
+
+Tiles of 256 x 128 with two waves are known from DeepGEMM, multicast in clusters from CUTLASS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.dsl import barriers, convert, ptx, wgmma
+from cute_kernels.dsl.reduce import exchange_in_quad, over_quad
+from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import round_up
+from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
+from cute_kernels.runtime.compile import KernelKey
+
+WARP = 32
+CHUNK = 128
+"""Columns of K that share a scale: 128 bytes."""
+
+SCALE_BLOCK = 128
+"""Outputs that share a scale of b, and of an e4m3 result."""
+
+BAND_ROWS = 4096
+"""Rows that the CTAs work on together: they pass all columns before the next rows, so b is read from memory once for so
+many rows."""
+
+REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
+"""Of a thread of the producer's and of a consumer's warpgroup, by consumer warpgroups: in steps of 8, all 64 K of a
+multiprocessor. One consumer warpgroup needs no other split than the even one."""
+
+
+START = 1
+"""Barrier that the second warpgroup waits at before its first work tile, with `lag`."""
+
+STAGED_ROWS, STAGED_COLUMNS = 16, 64
+"""Of a bf16 result: what a warp copies out at a time, 128 bytes of each row."""
+
+
+@dataclass(frozen=True)
+class GemmKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    output       "bf16", "fp32" or "e4m3" (with a scale for each row and 128 columns)
+    rows         of a work tile: 64 * warpgroups * waves
+    columns      of a work tile: 32, 64 or 128, so that they share a scale; 128 for an e4m3 result
+    warpgroups   that multiply: 1 to 3
+    stages       of the ring
+    depth        chunks whose products a warpgroup has under way together; 1 with several waves
+    cluster      CTAs that share the rows: 1 or 2
+    lag          chunks that the second of two warpgroups starts behind the first, so that one multiplies while the
+                 other stores; 0: together
+    staged       a bf16 result goes out through shared memory, while the next work tile is multiplied
+    """
+
+    kernel_name: ClassVar[str] = "linear.hopper.gemm"
+    output: str = "bf16"
+    rows: int = 256
+    columns: int = 128
+    warpgroups: int = 2
+    stages: int = 4
+    depth: int = 1
+    cluster: int = 1
+    lag: int = 0
+    staged: bool = False
+
+    @property
+    def waves(self) -> int:
+        return self.rows // (self.warpgroups * wgmma.ROWS)
+
+    @property
+    def threads(self) -> int:
+        return (self.warpgroups + 1) * wgmma.WARPGROUP
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.rows + self.columns) * CHUNK
+
+    @property
+    def scales_per_stage(self) -> int:
+        """The next stage's are 16-byte aligned again."""
+        return self.rows + 4
+
+    @property
+    def result_bytes(self) -> int:
+        """Of a work tile, on its way out through shared memory."""
+        return self.rows * self.columns * 2 if self.staged else 0
+
+    @property
+    def smem_bytes(self) -> int:
+        before = self.stages * (barriers.BYTES_PER_STAGE + self.scales_per_stage * 4)
+        return round_up(before, 1024) + self.stages * self.stage_bytes + self.result_bytes
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return "wgmma", "tma.load", "cp.async", "mbarrier", "griddepcontrol"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def tensor(dtype: Any, divisibility: int, align: int, dense: bool = True) -> Any:
+            stride = [cute.sym_int64(divisibility=divisibility) for _ in range(2)]
+            last = 1 if dense else cute.sym_int64()
+            shape = tuple(cute.sym_int() for _ in range(3))
+            return make_fake_tensor(dtype, shape, stride=(*stride, last), assumed_align=align)
+
+        a, b = (tensor(Float8E4M3FN, 16, 16) for _ in range(2))
+        a_scale, b_scale = (tensor(Float32, 1, 4, dense=False) for _ in range(2))
+        dtype, divisibility = {"bf16": (BFloat16, 8), "fp32": (Float32, 4), "e4m3": (Float8E4M3FN, 16)}[self.output]
+        out = tensor(dtype, divisibility, 16)
+        out_scale = None
+        if self.output == "e4m3":
+            out_scale = make_fake_tensor(
+                Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4
+            )
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return GemmKernel(self), (a, a_scale, b, b_scale, out, out_scale, Int32(1), Boolean(False), stream)
+
+
+class Strided(NamedTuple):
+    """Address of a tensor of three dimensions, and its strides in bytes."""
+
+    address: Any
+    strides: tuple[Any, Any, Any]
+
+    @classmethod
+    def of(cls, tensor: Any) -> Strided:
+        return cls(address(tensor), tuple(stride_bytes(tensor, axis) for axis in range(3)))
+
+    def at(self, *index: Any) -> Any:
+        return self.address + sum(Int64(i) * stride for i, stride in zip(index, self.strides, strict=False))
+
+
+class TileScheduler(NamedTuple):
+    """The work tiles of a CTA: numbers first, first + step ... below `end`. A number is a cluster's: neighbouring
+    columns, as many as the cluster has CTAs. By rows within a band, then columns, then bands, then groups."""
+
+    first: Any
+    end: Any
+    step: Any
+    row_tiles: Any
+    column_tiles: Any
+    band: Any
+    rank: Any
+    cluster: Any
+
+    def coords(self, number: Any) -> tuple[Any, Any, Any]:
+        """Group, tile of rows and tile of columns."""
+        columns = (self.column_tiles + self.cluster - 1) // self.cluster
+        group, number = number // (self.row_tiles * columns), number % (self.row_tiles * columns)
+        first_row = number // (self.band * columns) * self.band
+        height = cutlass.min(self.row_tiles - first_row, self.band)
+        number -= first_row * columns
+        return group, first_row + number % height, number // height * self.cluster + self.rank
+
+
+class GemmKernel:
+    """Entry point: (a, a_scale, b, b_scale, out, memory of out's scales or None, number of CTAs, whether to launch as a
+    dependent of the kernel before, stream). The number of CTAs is a multiple of the cluster."""
+
+    def __init__(self, key: GemmKey) -> None:
+        self.key = key
+        self.rows, self.columns, self.stages, self.depth = key.rows, key.columns, key.stages, key.depth
+        self.warpgroups, self.waves, self.cluster = key.warpgroups, key.waves, key.cluster
+        self.share = key.rows // key.cluster
+        self.name = (
+            f"gemm_e4m3_{key.output}_{key.rows}x{key.columns}_w{key.warpgroups}s{key.stages}d{key.depth}c{key.cluster}"
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        a_scale: cute.Tensor,
+        b: cute.Tensor,
+        b_scale: cute.Tensor,
+        out: cute.Tensor,
+        out_scale: cute.Tensor | None,
+        ctas: Int32,
+        use_pdl: Boolean,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        result_scale = (Int64(0), Int64(0), Int32(0))
+        if const_expr(self.key.output == "e4m3"):
+            result_scale = (address(out_scale), stride_bytes(out_scale, 0), length(out_scale, 1))
+        kernel = self.kernel(
+            *self.tma_atoms(a, b),
+            *(self.result_atom(out) if const_expr(self.key.staged) else (None, None, None)),
+            *(wgmma.make_mma(Float8E4M3FN, self.warpgroups, self.columns) for _ in range(2)),
+            Strided.of(a_scale),
+            Strided.of(b_scale),
+            Strided.of(out),
+            *result_scale,
+            length(out, 0),
+            length(out, 1),
+            length(out, 2),
+            length(a, 2) // CHUNK,
+        )
+        kernel.launch(
+            grid=[ctas, 1, 1],
+            block=[self.key.threads, 1, 1],
+            cluster=[self.cluster, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=use_pdl,
+        )
+
+    def tma_atoms(self, a: Any, b: Any) -> tuple[Any, ...]:
+        """Of each operand the copy and what it reads, then of each where it writes."""
+        a_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.share, self.stages * self.cluster)
+        b_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.columns, self.stages)
+        # both as [rows, K, groups]
+        a_view = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
+        b_view = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        shared_load = load if self.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        # a CTA brings its share of the rows, to all CTAs of the cluster
+        a_copy, a_source = cpasync.make_tiled_tma_atom(shared_load, a_view, a_tiles, (self.share, CHUNK))
+        b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, CHUNK))
+        return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
+
+    def result_atom(self, out: Any) -> tuple[Any, ...]:
+        """The copy of a warp's 16 rows of 64 columns, where it writes, and what it reads."""
+        boxes = self.rows // STAGED_ROWS * (self.columns // STAGED_COLUMNS)
+        tiles = wgmma.swizzled_tiles(BFloat16, STAGED_ROWS, boxes)
+        # as [rows, columns, groups]
+        view = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[0, 2, 1]))
+        copy, target = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), view, tiles, (STAGED_ROWS, STAGED_COLUMNS)
+        )
+        return copy, target, tiles
+
+    def partition(self, copy: Any, source: Any, tile: Any, rows: int) -> Any:
+        """What a bulk copy writes, by tile in shared memory, and reads, by tile, chunk and group."""
+        grid = cute.local_tile(source, (rows, CHUNK), (None, None, None))
+        return cpasync.tma_partition(
+            copy, 0, cute.make_layout(1), cute.group_modes(tile, 0, 2), cute.group_modes(grid, 0, 2)
+        )
+
+    # ---- producer
+
+    @cute.jit
+    def load_a(self, a: Any, rank: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
+        copy, target, source = a
+        group, row_tile, _ = tile
+        read = source[None, row_tile * self.cluster + rank, chunk, group]
+        written = target[None, stage * self.cluster + rank]
+        if const_expr(self.cluster == 1):
+            cute.copy(copy, read, written, tma_bar_ptr=full)
+        else:
+            everyone = cutlass.Int16((1 << self.cluster) - 1)
+            cute.copy(copy, read, written, tma_bar_ptr=full, mcast_mask=everyone)
+
+    @cute.jit
+    def load_b(self, b: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
+        copy, target, source = b
+        group, _, column_tile = tile
+        # the bytes of `a` are announced as well, those from the cluster's other CTA included
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.key.stage_bytes)
+        cute.copy(copy, source[None, column_tile, chunk, group], target[None, stage], tma_bar_ptr=full)
+
+    @cute.jit
+    def produce(self, work: Any, ring: Any, a: Any, b: Any, chunks: Any) -> None:
+        """Fill the ring with the chunks of all work tiles. By one warp."""
+        tile = work.coords(work.first)
+        # b is a constant operand: of the first work tile it is on its way before the kernel ahead has ended
+        ahead = cutlass.min(chunks, self.stages)
+        if work.first < work.end:
+            for chunk in cutlass.range(ahead, unroll=1):
+                self.load_b(b, tile, chunk, chunk, ring.full(chunk))
+        cute.arch.griddepcontrol_wait()
+        if work.first < work.end:
+            for chunk in cutlass.range(ahead, unroll=1):
+                self.load_a(a, work.rank, tile, chunk, chunk, ring.full(chunk))
+        stage, phase = ahead % self.stages, ahead // self.stages
+        first_chunk = ahead
+        for number in cutlass.range(work.first, work.end, work.step, unroll=1):
+            tile = work.coords(number)
+            for chunk in cutlass.range(first_chunk, chunks, 1, unroll=1):
+                ring.wait_empty(stage, phase)
+                full = ring.full(stage)
+                self.load_b(b, tile, chunk, stage, full)
+                self.load_a(a, work.rank, tile, chunk, stage, full)
+                stage, phase = barriers.advance(stage, phase, self.stages)
+            first_chunk = Int32(0)
+
+    @cute.jit
+    def copy_scales(
+        self, work: Any, ring: Any, scales: Any, a_scale: Any, b_scale: Any, rows: Any, columns: Any, chunks: Any
+    ) -> None:
+        """Fill the ring with the scales of the chunks of all work tiles. By one warp."""
+        lane = cute.arch.lane_idx()
+        cute.arch.griddepcontrol_wait()
+        stage, phase = barriers.start()
+        for number in cutlass.range(work.first, work.end, work.step, unroll=1):
+            group, row_tile, column_tile = work.coords(number)
+            # rows and columns beyond the last have no scales of their own; their results are not stored
+            first = row_tile * self.rows + lane
+            sources = [a_scale.at(cutlass.min(first + i * WARP, rows - 1), group) for i in range(self.rows // WARP)]
+            block = cutlass.min(column_tile * self.columns, columns - 1) // SCALE_BLOCK
+            block_source = b_scale.at(group, block)
+            for chunk in cutlass.range(chunks, unroll=1):
+                ring.wait_empty(stage, phase)
+                target = scales + (stage * self.key.scales_per_stage + lane) * 4
+                for i in range_constexpr(self.rows // WARP):
+                    ptx.copy_async_32(target + i * WARP * 4, sources[i] + Int64(chunk) * a_scale.strides[2])
+                if lane == 0:
+                    ptx.copy_async_32(target + self.rows * 4, block_source + Int64(chunk) * b_scale.strides[2])
+                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
+                stage, phase = barriers.advance(stage, phase, self.stages)
+        # no lane ends with copies under way
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+
+    # ---- mainloop
+
+    @cute.jit
+    def consume(
+        self, mma: Any, ring: Any, operands: Any, scales: Any, totals: Any, place: Any, chunks: Any, late: Any
+    ) -> tuple[Any, Any]:
+        """totals = this thread's results of a work tile. By a consumer warpgroup. Returns its next place in the ring.
+
+        operands   the memory of `a`, a tile of it for each wave of each stage, and of `b`
+        late       before which chunk it lets the second warpgroup start; -1: it does not
+        """
+        wave_rows = self.warpgroups * wgmma.ROWS
+        products = [wgmma.accumulators(mma[0], wave_rows, self.columns) for _ in range(self.depth)]
+        stage, phase = place
+        for total in totals:
+            total.fill(0.0)
+        for step in cutlass.range(chunks // self.depth, unroll=1):
+            if const_expr(self.key.lag > 0) and step == late:
+                cute.arch.barrier_arrive(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
+            stage, phase = self.add_chunks(mma, ring, operands, scales, totals, products, (stage, phase))
+        if const_expr(self.depth > 1):
+            for _ in cutlass.range(chunks % self.depth, unroll=1):
+                stage, phase = self.add_chunks(mma, ring, operands, scales, totals, products[:1], (stage, phase))
+        return stage, phase
+
+    @cute.jit
+    def add_chunks(
+        self, mma: Any, ring: Any, operands: Any, scales: Any, totals: Any, products: Any, place: Any
+    ) -> tuple[Any, Any]:
+        """Add the next chunks to the totals, one for each of `products`, all under way together."""
+        thread = cute.arch.thread_idx()[0]
+        lane = thread % WARP
+        own_row = thread // WARP * 16 + lane // 4
+        consumer = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+        a, b = operands
+        stage, phase = place
+        under_way = []
+        for i in range_constexpr(len(products)):
+            ring.wait_full(stage, phase)
+            # loads queue behind the operands that tensor cores read: they come first
+            factors = self.load_factors(scales + stage * (self.key.scales_per_stage * 4), own_row)
+            wgmma.multiply(*mma, products[i], consumer, a, b, stage * self.waves, stage)
+            under_way.append((stage, factors))
+            stage, phase = barriers.advance(stage, phase, self.stages)
+        for i in range_constexpr(len(products)):
+            used, factors = under_way[i]
+            for wave in range_constexpr(self.waves):
+                wgmma.wait(len(products) - 1 - i)
+                if const_expr(wave == self.waves - 1):
+                    self.release(ring, used, lane)
+                self.promote(totals[wave], products[i], factors[wave])
+                if const_expr(wave < self.waves - 1):
+                    wgmma.multiply(*mma, products[i], consumer, a, b, used * self.waves + wave + 1, used)
+        return stage, phase
+
+    def load_factors(self, scales: Any, own_row: Any) -> list[tuple[Any, Any]]:
+        """What the products of the thread's two rows of each wave are multiplied with."""
+        column_scale = ptx.load_shared_f32(scales + self.rows * 4)
+        factors = []
+        for wave in range(self.waves):
+            first = scales + (own_row + wave * self.warpgroups * wgmma.ROWS) * 4
+            low, high = (ptx.load_shared_f32(first + 8 * half * 4) for half in range(2))
+            factors.append((low * column_scale, high * column_scale))
+        return factors
+
+    @cute.jit
+    def release(self, ring: Any, stage: Any, lane: Any) -> None:
+        # one lane arrives for all: they must have read their scales
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(ring.empty(stage))
+            if const_expr(self.cluster > 1):
+                ptx.arrive_cluster(ptx.map_shared(ring.empty(stage).toint(), cute.arch.block_idx_in_cluster() ^ 1))
+
+    @cute.jit
+    def promote(self, totals: cute.Tensor, products: cute.Tensor, factors: Any) -> None:
+        """Add a chunk's scaled products to the fp32 totals."""
+        for i in range_constexpr(self.columns // 2):
+            totals[i] = totals[i] + factors[i // 2 % 2] * products[i]
+
+    # ---- epilogue
+
+    @cute.jit
+    def store(self, totals: Any, lane: Any, row: Any, tile: Any, result: Any, rows: Any, columns: Any) -> None:
+        """Store the 64 x columns totals of a warpgroup's wave, whose first row of the thread is `row`."""
+        out, out_scale, scale_row, padded_rows = result
+        group, _, column_tile = tile
+        column = column_tile * self.columns
+        if const_expr(self.key.output == "bf16"):
+            target = out.at(row, group) + Int64(column) * 2
+            wgmma.store_bf16(totals, lane, target, out.strides[0], rows - row, columns - column, self.columns)
+        elif const_expr(self.key.output == "fp32"):
+            target = out.at(row, group) + Int64(column + lane % 4 * 2) * 4
+            for i in range_constexpr(0, self.columns // 2, 2):
+                at, half = i // 4 * 8, i // 2 % 2
+                is_inside = 8 * half < rows - row and column + at + lane % 4 * 2 < columns
+                low, high = (totals[i + j].bitcast(Int32) for j in range(2))
+                ptx.store_global_64(target + out.strides[0] * (8 * half) + at * 4, low, high, is_inside)
+        else:
+            for half in range_constexpr(2):
+                own = row + 8 * half
+                pairs = [ptx.bf16x2(totals[i], totals[i + 1]) for i in range(2 * half, SCALE_BLOCK // 2, 4)]
+                halves = convert.absmax_bf16x2(*pairs)
+                largest = ptx.max_f32(convert.bf16_low(halves), convert.bf16_high(halves))
+                byte = convert.ue8m0_from_absmax(over_quad(largest, ptx.max_f32), E4M3_MAX, OUTPUT_FLOOR)
+                factor = convert.ue8m0_inverse(byte)
+                for part in range_constexpr(2):
+                    first = [8 * part + 2 * i for i in range(4)]
+                    words = [convert.e4m3_from_bf16x4(pairs[i], pairs[i + 1], factor) for i in first]
+                    # of 16 neighbouring columns, a word has two of the first 8 and two of the others
+                    words = exchange_in_quad(lane, words)
+                    codes = [
+                        ptx.permute_bytes(words[i], words[i + 1], order) for order in (0x5410, 0x7632) for i in (0, 2)
+                    ]
+                    target = out.at(own, group) + Int64(column + part * 64 + lane % 4 * 16)
+                    ptx.store_global_128(target, codes, own < rows and column < columns)
+                # the rows between the last one and the padded length get zeros
+                scale = byte << 23 if own < rows else Int32(0)
+                scale_block = group * (columns // SCALE_BLOCK) + column_tile
+                target = out_scale + Int64(scale_block) * scale_row + Int64(own) * 4
+                ptx.store_global_s32(target, scale, lane % 4 == 0 and own < padded_rows and column < columns)
+
+    @cute.jit
+    def store_staged(self, totals: Any, warp: Any, lane: Any, tile: Any, staging: Any) -> None:
+        """Write a warp's rows to shared memory and have them copied out while the next work tile is multiplied."""
+        memory, copy, written, read = staging
+        group, row_tile, column_tile = tile
+        across = const_expr(self.columns // STAGED_COLUMNS)
+        # what it wrote of the work tile before has been read. The copy chooses its lane: all wait, and commit
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        for wave in range_constexpr(self.waves):
+            for half in range_constexpr(across):
+                box = (warp * self.waves + wave) * across + half
+                row = lane % 8 + lane // 8 % 2 * 8
+                for pair in range_constexpr(4):
+                    first = half * 32 + pair * 8
+                    words = [ptx.bf16x2(totals[wave][first + i], totals[wave][first + i + 1]) for i in range(0, 8, 2)]
+                    piece = (pair * 2 + lane // 16) ^ (lane % 8)
+                    ptx.store_matrices(memory + box * 2048 + row * 128 + piece * 16, words)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        for wave in range_constexpr(self.waves):
+            for half in range_constexpr(across):
+                box = (warp * self.waves + wave) * across + half
+                rows = row_tile * (self.rows // STAGED_ROWS) + wave * (self.warpgroups * 4) + warp
+                cute.copy(copy, written[None, box], read[None, rows, column_tile * across + half, group])
+        cute.arch.cp_async_bulk_commit_group()
+
+    # ---- kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        a_copy: cute.CopyAtom,
+        a_source: cute.Tensor,
+        b_copy: cute.CopyAtom,
+        b_source: cute.Tensor,
+        a_tiles: cute.ComposedLayout,
+        b_tiles: cute.ComposedLayout,
+        out_copy: Any,
+        out_target: Any,
+        out_tiles: Any,
+        mma: cute.TiledMma,
+        mma_more: cute.TiledMma,
+        a_scale: Strided,
+        b_scale: Strided,
+        out: Strided,
+        out_scale: Int64,
+        scale_row: Int64,
+        padded_rows: Int32,
+        rows: Int32,
+        groups: Int32,
+        columns: Int32,
+        chunks: Int32,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        lane = thread % WARP
+        rank = Int32(0)
+        if const_expr(self.cluster > 1):
+            rank = cute.arch.make_warp_uniform(cta % self.cluster)
+
+        smem = SmemAllocator()
+        ring = barriers.Ring.allocate(smem, self.stages)
+        scales = smem.allocate_tensor(
+            Float32, cute.make_layout(self.key.scales_per_stage * self.stages), byte_alignment=16
+        ).iterator.toint()
+        a = smem.allocate_tensor(Float8E4M3FN, a_tiles.outer, byte_alignment=1024, swizzle=a_tiles.inner)
+        b = smem.allocate_tensor(Float8E4M3FN, b_tiles.outer, byte_alignment=1024, swizzle=b_tiles.inner)
+        staging = None
+        if const_expr(self.key.staged):
+            results = smem.allocate_tensor(BFloat16, out_tiles.outer, byte_alignment=1024, swizzle=out_tiles.inner)
+            grid = cute.local_tile(out_target, (STAGED_ROWS, STAGED_COLUMNS), (None, None, None))
+            written, read = cpasync.tma_partition(
+                out_copy, 0, cute.make_layout(1), cute.group_modes(results, 0, 2), cute.group_modes(grid, 0, 2)
+            )
+            staging = results.iterator.toint(), out_copy, written, read
+        if warp == self.warpgroups * 4:
+            for copy in (a_copy, b_copy):
+                cpasync.prefetch_descriptor(copy)
+        if thread == 0:
+            # one arrival announces the bytes, one per lane its scales; every warp that uses a stage, or of the other
+            # CTA the half that this one brings, releases it
+            ring.initialize(1 + WARP, self.warpgroups * 4 * self.cluster)
+        if const_expr(self.cluster > 1):
+            # nobody copies to a CTA whose barriers are not there yet
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        row_tiles, column_tiles = cute.ceil_div(rows, self.rows), cute.ceil_div(columns, self.columns)
+        work = TileScheduler(
+            cta // self.cluster,
+            groups * row_tiles * cute.ceil_div(column_tiles, self.cluster),
+            ctas // self.cluster,
+            row_tiles,
+            column_tiles,
+            BAND_ROWS // self.rows,
+            rank,
+            self.cluster,
+        )
+        wgmma.accumulate(mma_more)
+        if warp >= self.warpgroups * 4:
+            if const_expr(self.warpgroups > 1):
+                cute.arch.setmaxregister_decrease(REGISTERS[self.warpgroups][0])
+            if warp == self.warpgroups * 4:
+                a_memory = (a_copy, *self.partition(a_copy, a_source, a, self.share))
+                b_memory = (b_copy, *self.partition(b_copy, b_source, b, self.columns))
+                self.produce(work, ring, a_memory, b_memory, chunks)
+            if warp == self.warpgroups * 4 + 1:
+                self.copy_scales(work, ring, scales, a_scale, b_scale, rows, columns, chunks)
+        else:
+            if const_expr(self.warpgroups > 1):
+                cute.arch.setmaxregister_increase(REGISTERS[self.warpgroups][1])
+            consumer = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+            # the same memory as tiles of a wave's rows
+            of_waves = wgmma.swizzled_tiles(Float8E4M3FN, self.rows // self.waves, self.stages * self.waves)
+            operands = cute.make_tensor(a.iterator, of_waves.outer), b
+            totals = [cute.make_rmem_tensor((self.columns // 2,), Float32) for _ in range(self.waves)]
+            place = barriers.start()
+            late = Int32(-1)
+            if const_expr(self.key.lag > 0):
+                if consumer == 0:
+                    late = cutlass.min(Int32(self.key.lag), chunks // self.depth - 1)
+                else:
+                    cute.arch.barrier(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
+            for number in cutlass.range(work.first, work.end, work.step, unroll=1):
+                place = self.consume((mma, mma_more), ring, operands, scales, totals, place, chunks, late)
+                late = Int32(-1)
+                tile = work.coords(number)
+                if const_expr(self.key.staged):
+                    self.store_staged(totals, warp, lane, tile, staging)
+                row = tile[1] * self.rows + thread // WARP * 16 + lane // 4
+                for wave in range_constexpr(0 if self.key.staged else self.waves):
+                    result = out, out_scale, scale_row, padded_rows
+                    first = row + wave * self.warpgroups * wgmma.ROWS
+                    self.store(totals[wave], lane, first, tile, result, rows, columns)
+            if const_expr(self.key.staged):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(self.cluster > 1):
+            # a CTA stays until nobody copies to it or arrives at its barriers any more
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()

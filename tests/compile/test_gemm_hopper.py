@@ -1,0 +1,87 @@
+"""The GEMM kernel for many rows, compiled for Hopper. Needs CuTe DSL, no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cute_kernels.models import MODELS
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.linear import select
+from cute_kernels.linear.hopper.gemm import REGISTERS, GemmKey
+from tests.compile.reports import check_fits, compile_report
+
+KEYS = [tile.key for tile in select.TILES]
+
+
+def name(key: GemmKey) -> str:
+    return f"{key.output}_{key.rows}x{key.columns}"
+
+
+OUTPUTS = [select.with_output(key, output) for output in ("fp32", "e4m3") for key in KEYS if key.columns == 128]
+
+
+@pytest.mark.parametrize("key", [*KEYS, *OUTPUTS], ids=name)
+def test_compiles(key: GemmKey) -> None:
+    report = check_fits(key, key.threads)
+    assert (report.spill_stores, report.spill_loads) == (0, 0)
+    assert report.smem == key.smem_bytes
+    assert set(key.instructions) <= set(report.instructions)
+    # chunks under way together, and one alone where those do not divide their number
+    assert report.instructions["wgmma"] == 4 * key.waves * (key.depth + (key.depth > 1))
+    assert ("setmaxnreg" in report.instructions) == (key.warpgroups > 1)
+    assert ("multicast::cluster" in report.ptx) == (key.cluster > 1)
+
+
+@pytest.mark.parametrize("key", [*KEYS, *OUTPUTS], ids=name)
+def test_the_assembler_waits_for_no_product_on_its_own(key: GemmKey) -> None:
+    """Where it cannot follow the accumulators, it waits after each instruction."""
+    report = compile_report(key)
+    if report.sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    order = re.findall(r"QGMMA|WARPGROUP\.DEPBAR", report.sass)
+    together = ["QGMMA"] * (4 * key.depth) + ["WARPGROUP.DEPBAR"] * key.depth
+    alone = ["QGMMA"] * 4 + ["WARPGROUP.DEPBAR"]
+    assert order == (together + alone if key.depth > 1 else alone * key.waves)
+    # a shuffle among lanes of which some are not there would hang
+    assert "WARPSYNC.COLLECTIVE" not in report.sass
+
+
+@pytest.mark.parametrize("key", KEYS, ids=name)
+def test_roles_stay_within_their_registers(key: GemmKey) -> None:
+    report = compile_report(key)
+    if report.sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    if key.warpgroups == 1:
+        return
+    producer, consumer = re.split(r"USETMAXREG\.TRY_ALLOC", report.sass.split("USETMAXREG.DEALLOC")[1])[:2]
+    for code, most in zip((producer, consumer), REGISTERS[key.warpgroups], strict=True):
+        assert max(int(number) for number in re.findall(r"\bR(\d+)\b", code)) < most
+
+
+@pytest.mark.parametrize(("rows", "groups", "outputs"), [(1, 1, 8), (64, 8, 1024), (129, 3, 136), (10**6, 8, 1024)])
+def test_ctas(rows: int, groups: int, outputs: int) -> None:
+    key, ctas = select.many_rows("bf16", rows, groups, outputs, 32)
+    clusters = groups * -(-rows // key.rows) * -(-outputs // (key.columns * key.cluster))
+    assert ctas == key.cluster * min(select.MULTIPROCESSORS // key.cluster, clusters)
+
+
+def test_no_kernel_is_idle() -> None:
+    gemms = {
+        gemm for config in MODELS.values() for gemm in select.layer_gemms(config, 1) if gemm[:2] == ("e4m3", "bf16")
+    }
+    chosen = {
+        select.many_rows("bf16", rows, groups, outputs, k // 128)[0]
+        for _, _, groups, outputs, k in gemms
+        for rows in [*range(1, 1000, 21), *range(1000, 9000, 61)]
+    }
+    assert chosen == set(KEYS)
+
+
+def test_an_e4m3_result_has_tiles_of_whole_scale_blocks() -> None:
+    for rows in range(1, 9000, 61):
+        key, _ = select.many_rows("e4m3", rows, 8, 1024, 32)
+        assert (key.output, key.columns) == ("e4m3", 128)

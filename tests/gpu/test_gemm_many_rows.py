@@ -1,0 +1,150 @@
+"""The GEMM kernel for many rows on a Hopper GPU, each of its tiles, against float64 products of dequantized operands.
+
+Hopper's tensor cores keep about 14 bits of a sum of e4m3 products, so results differ from the exact ones by a share of
+the sum of the products' magnitudes; bits depend neither on the tile nor on the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import numerics
+from cute_kernels.output.examples_einsum import PRODUCTS, ROUNDING
+from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime.arch import arch_of, multiprocessors
+from tests.helpers import bits
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.linear import select
+from cute_kernels.linear.hopper.gemm import GemmKey
+from tests.gpu.einsum_calls import Call
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+KEYS = [tile.key for tile in select.TILES]
+
+
+def name(key: GemmKey) -> str:
+    return f"{key.output}_{key.rows}x{key.columns}"
+
+
+SHAPES = [
+    (1, 1, 128, 128),
+    (3, 2, 136, 256),
+    (257, 1, 1024, 4096),
+    (300, 3, 264, 640),
+    (1000, 1, 1536, 1536),
+    (2500, 2, 2176, 384),
+]
+"""Rows, groups, outputs, K."""
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if arch_of(0) != select.HOPPER:
+        pytest.skip("the kernel is Hopper's")
+
+
+def run(
+    key: GemmKey, call: Call, out: torch.Tensor, scale: Any = None, *, most: int = 0, use_pdl: bool = False
+) -> None:
+    tokens, groups, outputs = out.shape
+    clusters = groups * -(-tokens // key.rows) * -(-outputs // (key.columns * key.cluster))
+    ctas = min(clusters, (most or multiprocessors(0)) // key.cluster) * key.cluster
+    compile_.launch(key, 0, call.a, call.a_scale, call.b, call.b_scale, out, scale, ctas, use_pdl)
+
+
+def nan(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.full(shape, float("nan"), device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=name)
+@pytest.mark.parametrize(("tokens", "groups", "outputs", "k"), SHAPES)
+def test_results(key: GemmKey, tokens: int, groups: int, outputs: int, k: int) -> None:
+    call = Call.make(tokens, groups, outputs, k, seed=tokens)
+    want, magnitude = call.expected()
+    whole = nan(tokens + 2, groups, outputs + 16)
+    out = whole[1:-1, :, 8:-8]
+    run(key, call, out)
+    assert bool(((out.double() - want).abs() <= ROUNDING * want.abs() + PRODUCTS * magnitude).all())
+    first = out.clone()
+    for most, use_pdl in ((2, False), (4, True), (0, True)):
+        out.fill_(float("nan"))
+        run(key, call, out, most=most, use_pdl=use_pdl)
+        assert torch.equal(bits(out), bits(first))
+    whole[1:-1, :, 8:-8] = float("nan")
+    assert whole.isnan().all()
+
+
+@pytest.mark.parametrize("key", KEYS, ids=name)
+def test_bits_depend_on_neither_tile_nor_batch(key: GemmKey) -> None:
+    call = Call.make(700, 2, 1032, 1024, seed=7)
+    whole = nan(700, 2, 1032)
+    run(KEYS[0], call, whole)
+    for rows in (slice(0, 700), slice(130, 131), slice(300, 571)):
+        part = call.rows(rows)
+        out = nan(*part.out.shape)
+        run(key, part, out)
+        assert torch.equal(bits(out), bits(whole[rows]))
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.columns == 128], ids=name)
+@pytest.mark.parametrize(
+    ("tokens", "groups", "outputs", "k"), [(3, 2, 256, 256), (258, 2, 1024, 1536), (1001, 1, 384, 640)]
+)
+def test_other_results(key: GemmKey, tokens: int, groups: int, outputs: int, k: int) -> None:
+    call = Call.make(tokens, groups, outputs, k, seed=tokens)
+    rounded, exact = nan(tokens, groups, outputs), nan(tokens, groups, outputs, dtype=torch.float32)
+    run(key, call, rounded)
+    run(select.with_output(key, "fp32"), call, exact)
+    assert torch.equal(exact.bfloat16(), rounded)
+    codes = torch.full((tokens, groups, outputs), 0x7F, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    scale = nan(groups * outputs // 128, -(-tokens // 4) * 4, dtype=torch.float32)
+    run(select.with_output(key, "e4m3"), call, codes, scale)
+    want, byte = numerics.quantize_e4m3(rounded.cpu(), 128, numerics.OUTPUT_FLOOR)
+    assert torch.equal(codes.view(torch.uint8).cpu(), want)
+    assert torch.equal(scale[:, :tokens].t().cpu(), numerics.ue8m0_scale(byte).float().reshape(tokens, -1))
+    assert not scale[:, tokens:].any()
+
+
+@pytest.mark.parametrize("key", KEYS, ids=name)
+def test_nan_stays_in_its_row(key: GemmKey) -> None:
+    call = Call.make(200, 1, 256, 512, seed=1)
+    clean, out = nan(200, 1, 256), nan(200, 1, 256)
+    run(key, call, clean)
+    call.a_scale[77, 0, 2] = float("nan")
+    run(key, call, out)
+    others = [i for i in range(200) if i != 77]
+    assert out[77].isnan().all()
+    assert torch.equal(bits(out[others]), bits(clean[others]))
+
+
+@pytest.mark.parametrize("key", KEYS, ids=name)
+def test_in_a_graph_after_the_kernel_that_writes_its_rows(key: GemmKey) -> None:
+    """Launched as a dependent it reads no row before it is written."""
+    call, other = Call.make(600, 1, 512, 1024, seed=2), Call.make(600, 1, 512, 1024, seed=3)
+    want, out = nan(600, 1, 512), nan(600, 1, 512)
+    run(key, call, want)
+    a, a_scale = call.a.clone(), call.a_scale.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call.a.copy_(a)
+        call.a_scale.copy_(a_scale)
+        run(key, call, out, use_pdl=True)
+    for _ in range(3):
+        call.a.copy_(other.a)
+        call.a_scale.copy_(other.a_scale)
+        out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(bits(out), bits(want))
