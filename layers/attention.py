@@ -351,7 +351,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         return BoundSteps.apply(hidden_states)
 
     def _weight_addresses(self) -> tuple[int, ...]:
-        """Where all weights lie: bound steps hold their addresses."""
+        """Where all weights and buffers of the layer lie: bound steps hold their addresses."""
         if not self._weight_places:
             self._weight_places = [
                 (module._buffers, name)
@@ -359,7 +359,12 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 for name, buffer in module._buffers.items()
                 if buffer is not None
             ]
-        return tuple([buffers[name].data_ptr() for buffers, name in self._weight_places])  # type: ignore[union-attr]
+        found = [buffers[name].data_ptr() for buffers, name in self._weight_places]  # type: ignore[union-attr]
+        self.mla_attn.reserve_parts(self.q_norm_weight.device)
+        found.append(self.mla_attn.workspace.address)
+        if self.indexer is not None:
+            found.append(self.indexer.indexer_op.topk_indices_buffer.data_ptr())
+        return tuple(found)
 
     def _check_step(self, check: Checker, m: DeepseekV4Metadata, caches: LayerCaches) -> None:
         """Refuse metadata and caches of another layer kind or size: they would give numbers, only wrong ones."""

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.formats import round_up
 from cute_kernels.runtime import record
-from cute_kernels.runtime.compile import function, record_launches
+from cute_kernels.runtime.compile import function, is_calling, record_launches
+from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import CHECKED, NAMESPACE, NVTX
 from layers.indexer import step_columns
 from layers.metadata import DeepseekV4Metadata
@@ -113,7 +114,7 @@ class _Watch(TorchDispatchMode):
                     else torch.empty(0, dtype=wanted.dtype, device=device)
                 )
                 return memory.as_strided(wanted.shape, wanted.stride())
-        elif not (func.namespace == NAMESPACE or func.is_view or name in ("aten::detach", "aten::_unsafe_view")):
+        elif not (func.namespace == NAMESPACE or func.is_view or is_calling()):
             self.foreign.append(name)
         return func(*args, **kwargs)
 
@@ -162,7 +163,8 @@ class BoundStep:
         self.is_whole = True
         for key, device_index, args in launches:
             arguments = list(args)
-            self.calls.append((function(key, device_index), arguments))
+            run = function(key, device_index) if isinstance(key, KernelKey) else key
+            self.calls.append((run, arguments))
             self.is_whole &= device_index == hidden_states.device.index
             for position, value in enumerate(args):
                 for of, base in enumerate((hidden_states, out)):

@@ -17,6 +17,7 @@ from cute_kernels import numerics
 from cute_kernels.linear.ops import bf16_linear, fp8_linear, quantize_fp8_1x128
 from cute_kernels.runtime import record
 from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.compile import call
 from cute_kernels.runtime.record import Cost
 
 WEIGHT_BLOCK = 128
@@ -78,7 +79,23 @@ def bf16_product(
     is_few = batch_invariant or x.shape[0] <= MOST_OWN_ROWS
     if x.is_cuda and is_few and weight.shape[0] % 16 == 0 and arch_of(x.device.index) == "sm_90a":
         return bf16_linear(x, weight, out_dtype=out_dtype, batch_invariant=batch_invariant, use_pdl=use_pdl)
-    return _recorded(label, x, weight, out_dtype, lambda: matmul(x, weight, out_dtype))
+    if x.device.type == "cpu" or torch.compiler.is_compiling():
+        return _recorded(label, x, weight, out_dtype, lambda: matmul(x, weight, out_dtype))
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
+
+    def product() -> torch.Tensor:
+        call(_multiply_into, x.get_device(), x, weight, out)
+        return out
+
+    return _recorded(label, x, weight, out_dtype, product)
+
+
+def _multiply_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out [T, out] = x @ weight^T by cuBLAS, accumulated in fp32."""
+    if out.dtype == x.dtype:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.ops.aten.mm.dtype_out(x, weight.t(), out.dtype, out=out)
 
 
 def _recorded(

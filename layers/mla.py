@@ -61,6 +61,11 @@ class Workspace:
             self._buffer = torch.empty(size, dtype=torch.bfloat16, device=device)
         return self._buffer[:size].view(rows, columns, width)
 
+    @property
+    def address(self) -> int:
+        """Of the parts of decode rows."""
+        return self._parts.data_ptr()
+
     def parts(self, size: int, device: torch.device) -> torch.Tensor:
         """`size` bytes of uninitialized fp32, for `sparse_mla_decode`."""
         if self._parts.nbytes < size or self._parts.device != device:
@@ -120,6 +125,11 @@ class DeepseekV4MLAAttention(nn.Module):
             entries = -(-self.max_model_len // self.compress_ratio) if self.compress_ratio > 1 else 0
             columns = entries + self.window - 1 + self.max_num_tokens
             self.workspace.get(PREFILL_CHUNK_SIZE, columns, self.config.head_dim, device)
+
+    def reserve_parts(self, device: torch.device) -> None:
+        """Allocate what decode steps need, once."""
+        if not self.workspace.address:
+            self._decode_workspace(device)
 
     def _decode_workspace(self, device: torch.device) -> torch.Tensor:
         """What a decode step of any layer of this model can need, whatever its kind."""
@@ -420,6 +430,9 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
 
     def reserve(self, device: torch.device) -> None:
         """Steps need no workspace."""
+
+    def reserve_parts(self, device: torch.device) -> None:
+        """Nor do decode steps."""
 
     def quantizes(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
         return False

@@ -21,9 +21,6 @@ from layers.config import DeepseekV4Config
 from layers.linear import WEIGHT_BLOCK, Fp8Rows, Linear, matmul
 from layers.parallel import TensorParallel
 
-MOST_QUANTIZED_ROWS = 64
-"""Up to so many rows wo_a's kernel quantizes its result on an H200 in less time than a launch of its own takes."""
-
 RECIPES = {False: (1, 128, 128), True: (1, 1, 128)}
 
 
@@ -110,13 +107,11 @@ class OutputProjection(nn.Module):
         return z
 
     def _quantizes(self, rotated: torch.Tensor) -> bool:
-        """Whether wo_a's product comes out quantized for wo_b: on Hopper, few rows or with batch_invariant. The bytes
-        are those of quantizing it afterwards."""
+        """Whether wo_a's product comes out quantized for wo_b, on Hopper. The bytes are those of quantizing it
+        afterwards."""
         if self.wo_a_scale is None or self.tma_aligned_scales or not rotated.is_cuda:
             return False
-        if arch_of(rotated.device.index) != "sm_90a" or not self.wo_b.quantized:
-            return False
-        return self.batch_invariant or rotated.shape[0] <= MOST_QUANTIZED_ROWS
+        return arch_of(rotated.device.index) == "sm_90a" and self.wo_b.quantized
 
     def _grouped(self, rotated: torch.Tensor) -> torch.Tensor:
         recording = None if torch.compiler.is_compiling() else record.active()

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +164,8 @@ class Step:
             return order[:, torch.arange(width, device="cuda") % live].contiguous(), case.requests * live
 
         swa, swa_blocks = table(SWA_BLOCK_SIZE, self.config.sliding_window + case.rows)
-        self.tables, blocks = BlockTables(swa), {"swa_blocks": swa_blocks}
+        self.tables = BlockTables(swa)
+        blocks: dict[str, Any] = {"swa_blocks": swa_blocks}
         if ratio > 1:
             compressed, blocks["compressed_blocks"] = table(KV_BLOCK_SIZE, longest)
             state, blocks["state_blocks"] = table(STATE_BLOCK_SIZE[ratio], 2 * ratio + case.rows)
@@ -186,10 +188,10 @@ class Step:
 
     def run(self, number: int, capture: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         m = self.metadata
-        return self.layers[number](m.positions, self.hidden, m, self.caches[number], capture=capture)  # type: ignore[no-any-return]
+        return self.layers[number](m.positions, self.hidden, m, self.caches[number], capture=capture)
 
     def calls(self) -> list[Callable[[], Any]]:
-        return [lambda number=number: self.run(number) for number in range(len(self.layers))]
+        return [partial(self.run, number) for number in range(len(self.layers))]
 
     def is_right(self) -> bool:
         """Whether the layer as it runs agrees with its steps taken one by one, which a capture asks for."""

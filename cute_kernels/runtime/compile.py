@@ -28,6 +28,7 @@ __all__ = [
     "Facts",
     "KernelKey",
     "Report",
+    "call",
     "collect",
     "compilations",
     "compile_object",
@@ -35,6 +36,7 @@ __all__ = [
     "disk_loads",
     "find_nvdisasm",
     "function",
+    "is_calling",
     "is_ready",
     "launch",
     "prepare",
@@ -83,29 +85,47 @@ def function(key: KernelKey, device_index: int = 0) -> Callable[..., None]:
 
 
 class _Recorder(threading.local):
-    """The launches of this thread inside `record_launches`, or None."""
+    """The launches of this thread inside `record_launches`, or None; and whether a `call` is running."""
 
-    launches: list[tuple[KernelKey, int, tuple[Any, ...]]] | None = None
+    launches: list[tuple[KernelKey | Callable[..., None], int, tuple[Any, ...]]] | None = None
+    is_calling = False
 
 
 _recorder = _Recorder()
 
 
 @contextlib.contextmanager
-def record_launches() -> Iterator[list[tuple[KernelKey, int, tuple[Any, ...]]]]:
-    """Inside, this thread's launches run and are noted as well: the arguments of each `launch`, in order.
+def record_launches() -> Iterator[list[tuple[KernelKey | Callable[..., None], int, tuple[Any, ...]]]]:
+    """Inside, this thread's launches run and are noted as well: the arguments of each `launch` and `call`, in order.
 
     A caller that keeps the tensors of these arguments alive may repeat the launches through `function`, without the ops
     that made them. Not reentrant.
     """
     if _recorder.launches is not None:
         raise RuntimeError("record_launches: a recording is already active in this thread")
-    launches: list[tuple[KernelKey, int, tuple[Any, ...]]] = []
+    launches: list[tuple[KernelKey | Callable[..., None], int, tuple[Any, ...]]] = []
     _recorder.launches = launches
     try:
         yield launches
     finally:
         _recorder.launches = None
+
+
+def call(body: Callable[..., None], device_index: int, *args: Any) -> None:
+    """Run `body(*args)`, which launches kernels of other libraries on the current stream and allocates nothing, as a
+    launch that `record_launches` notes."""
+    if _recorder.launches is not None:
+        _recorder.launches.append((body, device_index, args))
+    before, _recorder.is_calling = _recorder.is_calling, True
+    try:
+        body(*args)
+    finally:
+        _recorder.is_calling = before
+
+
+def is_calling() -> bool:
+    """Whether this thread is inside a `call`."""
+    return _recorder.is_calling
 
 
 def launch(key: KernelKey, device_index: int, *args: Any) -> None:
