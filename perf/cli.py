@@ -317,20 +317,20 @@ def _print_record(record: Record) -> None:
 def measure_layers(options: argparse.Namespace) -> int:
     import torch
 
-    if options.replays < LEAST_REPLAYS:
-        raise Refusal(f"--replays: expected at least {LEAST_REPLAYS}, got {options.replays}")
-    if not torch.cuda.is_available():
-        raise Refusal("there is no CUDA device here: nothing was measured")
     from perf import ceilings, layer
     from perf.measure import cold_bytes, environment
     from perf.records import SCHEMA
 
+    if options.replays < LEAST_REPLAYS:
+        raise Refusal(f"--replays: expected at least {LEAST_REPLAYS}, got {options.replays}")
     try:
         wanted = [case for case in layer.cases(options.full) if re.search(options.only or "", case.name)]
     except re.error as error:
         raise Refusal(f"--only: {options.only!r} is no regular expression: {error}") from error
     if not wanted:
         raise Refusal(f"--only: no cell's name has {options.only!r}")
+    if not torch.cuda.is_available():
+        raise Refusal("there is no CUDA device here: nothing was measured")
     console = _console()
 
     def show(case: Any, cell: dict[str, Any] | str) -> None:
