@@ -177,7 +177,7 @@ Q_KV_QUANT = Bench(
     "fused_q_kv_rmsnorm_quant",
     _cases(_make_q_kv_quant, "q", Q_RANKS, use_pdl=True),
     quick=(1, 1024),
-    peers={"vllm-triton, torch.compile": _vllm_then_inductor},
+    peers={"vllm-triton + torch.compile": _vllm_then_inductor},
     variants=_q_kv_quant_variants,
     same=_quantized_close,
 )

@@ -11,6 +11,7 @@ PACKAGES = {
     "flashmla-and-planner": ("vllm",),
     "flashmla-gathered": ("vllm",),
     "flashmla-padded": ("vllm",),
+    "torch.compile": ("torch", "triton"),
     "vllm-triton": ("vllm", "triton"),
     "vllm-cutedsl": ("vllm", "nvidia-cutlass-dsl"),
 }
