@@ -14,8 +14,8 @@ from cute_kernels.models import MODELS
 from cute_kernels.runtime.ops import OPS
 from perf.bench import Arguments, Bench, Case, Run
 
-TOKENS = (1, 8, 32, 64, 256, 4096)
-BF16_TOKENS = (1, 8, 32, 64)
+TOKENS = (1, 16, 64, 256, 4096)
+BF16_TOKENS = (1, 16, 64)
 
 NAMES = ("wqa_wkv", "wq_b", "indexer.wq_b", "wq_b+indexer.wq_b", "wo_a", "wo_b")
 
