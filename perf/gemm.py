@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from cute_kernels.linear import ops as _ops  # noqa: F401  (registers them)
 from cute_kernels.linear.examples import FP32, PRODUCTS, ROUNDING
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.ops import OPS
