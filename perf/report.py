@@ -305,10 +305,12 @@ def render_numbers(book: Book) -> str:
         dsl = ", ".join(sorted({f"CuTe DSL {record.dsl}" for record in records if record.dsl}))
         when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
         facts = ", ".join(part for part in (gpu, dsl, when) if part)
-        lines += [*_wrap(f"{facts}. Each shape beside its fastest peer, on the same inputs in the same run:"), ""]
+        lines += [f"{facts}.", ""]
+        lines += _layers(records)
         header = ["op", "largest shape", "µs", "GB/s", "% of ceiling", "best peer µs"]
         header += ["times as fast, mean (range)", "host µs"]
-        lines += table(header, [_numbers_row(record) for record in records], (2, 3, 4, 5, 6, 7))
+        lines += ["Each shape of an op beside its fastest peer, on the same inputs in the same run:", ""]
+        lines += table(header, [_numbers_row(r) for r in records if r.op != LAYER], (2, 3, 4, 5, 6, 7))
         lines += ["", f"![Rates and ceilings](perf/plots/{plots.file_name(gpu, plots.OVERVIEW)})", ""]
         if lost:
             listed = f"{len(lost)} of {total} shapes are slower than a peer or over their limit"
@@ -316,6 +318,30 @@ def render_numbers(book: Book) -> str:
             listed = f"None of {total} shapes is slower than its best peer or over its limit"
         lines += [*_wrap(f"{listed}. [perf/REPORT.md](perf/REPORT.md) has all shapes, ceilings and the method."), ""]
     return "\n".join(lines).rstrip("\n")
+
+
+LAYER = "layer"
+"""What perf.layer calls its record."""
+
+LAYER_STEPS = {
+    **{f"decode b{b}": f"decode b{b} ctx8192" for b in (1, 8, 64, 256)},
+    **{f"prefill {n}": f"prefill {n} ctx65536" for n in (2048, 4096)},
+}
+"""Column of the README's table of layers -> end of the names of its cells."""
+
+
+def _layers(records: Sequence[Record]) -> list[str]:
+    """Whole layers, a line per kind."""
+    times = {cell.case: cell.ours.us for record in records if record.op == LAYER for cell in record.cells}
+    if not times:
+        return []
+    kinds = dict.fromkeys(" ".join(case.split()[:2]) for case in times)
+    rows = []
+    for kind in kinds:
+        found = [times.get(f"{kind} {step}") for step in LAYER_STEPS.values()]
+        rows.append([kind, *("" if us is None else fmt_us(us) for us in found)])
+    text = "Whole attention layers in a CUDA graph, µs per layer; contexts of 8192 tokens in decode, 65536 in prefill:"
+    return [*_wrap(text), "", *table(["layer", *LAYER_STEPS], rows, range(1, len(LAYER_STEPS) + 1)), ""]
 
 
 def _numbers_row(record: Record) -> list[str]:
