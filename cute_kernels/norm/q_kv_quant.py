@@ -42,13 +42,19 @@ MINIMUM_ARCH = 89
 """The first with a conversion to e4m3."""
 
 TOKENS = 4
-"""Of a CTA where a warp takes a row: fp32 scales of a block are stored 16 bytes at a time. On an H200, eight were 5%
-slower (q_lora_rank 1536, T = 8192: 18.1 µs instead of 17.2) and sixteen 12%; so was asking for weights behind the sum
-of squares, which saves registers (T = 2048: 6.4 µs instead of 6.0)."""
+"""Of a CTA where a warp takes a token: fp32 scales of a block are stored 16 bytes at a time.
+
+On an H200, q_lora_rank 1536, T = 8192, while CTAs took one of the two vectors: eight were 5% slower (18.1 µs instead of
+17.2) and sixteen 12%. Both vectors in one warp, which has twice as much in flight, made it 15.1.
+"""
 
 FEW_TOKENS = 256
-"""Tokens up to which a CTA takes a row. On an H200 with a q_lora_rank of 1536, that took 0.94 instead of 1.10 µs for
-one token and 2.06 instead of 2.17 for 256, but 2.47 instead of 2.38 for 384 and 22.0 instead of 18.0 for 8192."""
+"""Tokens up to which a CTA takes one vector.
+
+On an H200, q_lora_rank 1536: 1.39 instead of 1.59 µs for one token, 1.67 instead of 1.90 for 64, 4.03 instead of 3.97
+for 1024, 21.4 instead of 15.1 for 8192 (perf/results/h200/fused_q_kv_rmsnorm_quant.json). 256 is from
+before a warp took both vectors: the forms were equal near 384.
+"""
 
 BLOCK = 128
 """Columns that share a scale."""
