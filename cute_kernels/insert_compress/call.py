@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 RATIO = 4
 
@@ -93,3 +98,14 @@ class Call(NamedTuple):
             ("index keys", COMPRESS, self.compress_index()),
             ("index queries", QUERY, self.query()),
         )
+
+
+def of_arguments(body: Callable[[Call], T]) -> Callable[..., T]:
+    """`body` as a function of the arguments in the schema's order, by whose names it is known."""
+
+    @functools.wraps(body)
+    def function(*args: Any) -> T:
+        return body(Call(*args))
+
+    function.__signature__ = inspect.signature(Call)  # type: ignore[attr-defined]
+    return function

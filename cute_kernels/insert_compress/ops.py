@@ -10,7 +10,7 @@ from cute_kernels import formats
 from cute_kernels.compressor import ops as _compressor  # noqa: F401
 from cute_kernels.indexer import ops as _indexer  # noqa: F401
 from cute_kernels.insert_compress import reference
-from cute_kernels.insert_compress.call import Call
+from cute_kernels.insert_compress.call import Call, of_arguments
 from cute_kernels.kv_cache import ops as _kv_cache  # noqa: F401
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import OPS, Cost, define_op
@@ -20,8 +20,8 @@ __all__ = ["fused_qkv_insert_compress_index"]
 _OP = "fused_qkv_insert_compress_index"
 
 
-def _check(*args: Any) -> None:
-    call = Call(*args)
+@of_arguments
+def _check(call: Call) -> None:
     c = Checker(_OP)
     c.one_of("kv_format", call.kv_format, (formats.FP8_DS_MLA.id,))
     c.one_of("index_format", call.index_format, (formats.INDEXER_FP8.id,))
@@ -36,16 +36,18 @@ def _check_part(part: str, name: str, arguments: tuple[Any, ...]) -> None:
         raise type(error)(f"{_OP}: {part}: {error}") from None
 
 
-def _validate(*args: Any) -> None:
-    for _, name, arguments in Call(*args).parts():
+@of_arguments
+def _validate(call: Call) -> None:
+    for _, name, arguments in call.parts():
         validate = OPS[name].validate
         if validate is not None:
             validate(*arguments)
 
 
-def _cost(*args: Any) -> Cost:
+@of_arguments
+def _cost(call: Call) -> Cost:
     total = Cost()
-    for _, name, arguments in Call(*args).parts():
+    for _, name, arguments in call.parts():
         cost = OPS[name].cost
         assert cost is not None
         part = cost(*arguments)

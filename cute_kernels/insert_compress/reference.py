@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from cute_kernels.insert_compress.call import Call
+from cute_kernels.insert_compress.call import Call, of_arguments
 from cute_kernels.runtime.ops import OPS
 
 
-def fused_qkv_insert_compress_index(*args: Any) -> None:
-    for _, name, arguments in Call(*args).parts():
+@of_arguments
+def fused_qkv_insert_compress_index(call: Call) -> None:
+    for _, name, arguments in call.parts():
         OPS[name].reference(*arguments)

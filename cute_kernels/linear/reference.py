@@ -20,8 +20,8 @@ def quantize_fp8_1x128(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tens
 def fp8_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
     batch_invariant: bool,
@@ -30,13 +30,13 @@ def fp8_gemm(
     rows, groups, outputs = out.shape
     total = torch.zeros(groups, rows, outputs, dtype=torch.float64, device=a.device)
     row_scale = a_scale.double().transpose(0, 1)
-    weight_scale = b_scale.double().repeat_interleave(BLOCK, dim=1)[:, :outputs]
+    column_scale = weight_scale.double().repeat_interleave(BLOCK, dim=1)[:, :outputs]
     for chunk in range(a.shape[2] // BLOCK):
         columns = slice(chunk * BLOCK, (chunk + 1) * BLOCK)
         tokens = numerics.from_e4m3(a[..., columns]).double().transpose(0, 1)
         # the dot products of a chunk are exact in float64: 128 multiples of 2^-18 below 2^18
-        dot = tokens @ numerics.from_e4m3(b[..., columns]).double().transpose(1, 2)
-        total += dot * (row_scale[:, :, None, chunk] * weight_scale[:, None, :, chunk])
+        dot = tokens @ numerics.from_e4m3(weight[..., columns]).double().transpose(1, 2)
+        total += dot * (row_scale[:, :, None, chunk] * column_scale[:, None, :, chunk])
     result = total.float().transpose(0, 1)
     if out_scale is None:
         out.copy_(result)
@@ -46,5 +46,5 @@ def fp8_gemm(
         out.view(torch.uint8).copy_(codes.view(torch.uint8).unflatten(1, (groups, outputs)))
 
 
-def bf16_gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch_invariant: bool, use_pdl: bool) -> None:
-    out.copy_((a.double() @ b.double().t()).float())
+def bf16_gemm(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, batch_invariant: bool, use_pdl: bool) -> None:
+    out.copy_((a.double() @ weight.double().t()).float())
