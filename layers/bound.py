@@ -212,10 +212,6 @@ class BoundSteps:
     def __len__(self) -> int:
         return sum(step is not None for step in self._steps.values())
 
-    def clear(self) -> None:
-        """Forget all steps: the layer's weights or options have changed place."""
-        self._steps.clear()
-
     @staticmethod
     def apply(hidden_states: torch.Tensor) -> bool:
         """Whether a call may be bound at all: plain tensors on a GPU, nobody listening, capturing or tracing."""
