@@ -10,6 +10,7 @@ import torch
 from layer_runner.pools import Pools
 from layer_runner.requests import Request, schedule
 from layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
+from layers.caches import KV_BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,14 @@ class BatchResult:
     outputs: list[torch.Tensor]
     topk: list[torch.Tensor]
     captured: dict[str, torch.Tensor]
+
+
+def entries_of_slots(slots: torch.Tensor, table: torch.Tensor, rows_per_page: int) -> torch.Tensor:
+    """int32 entries of one request, by its block table, from slots of the cache; -1 stays, -2 where no page has one."""
+    named = torch.div(slots, rows_per_page, rounding_mode="floor")[..., None] == table
+    entries = named.int().argmax(dim=-1) * rows_per_page + slots % rows_per_page
+    entries = torch.where(named.any(dim=-1), entries, -2)
+    return torch.where(slots < 0, slots, entries).int()
 
 
 def run_batch(
@@ -44,21 +53,26 @@ def run_batch(
     for parts, decode_steps in schedule(requests, chunk):
         hidden = [requests[part.request].rows(part, step) for part, step in zip(parts, decode_steps, strict=True)]
         hidden_states = torch.cat(hidden)
+        tables = pools.tables_of([first_request + part.request for part in parts])
         metadata = builder.build(
             layer.compress_ratio,
             [part.rows for part in parts],
             [part.start + part.rows for part in parts],
-            pools.tables_of([first_request + part.request for part in parts]),
+            tables,
             sum(step is not None for step in decode_steps),
         )
         step_capture: dict[str, torch.Tensor] | None = {} if capture else None
         out = layer(metadata.positions, hidden_states, metadata, pools.caches, capture=step_capture)
         row = 0
-        for part in parts:
+        for number, part in enumerate(parts):
             kept = slice(row, row + part.accepted)
             outputs[part.request].append(out[kept])
             if layer.indexer is not None:
-                topk[part.request].append(layer.indexer.indexer_op.topk_indices_buffer[kept].clone())
+                picks = layer.indexer.indexer_op.topk_indices_buffer[kept].clone()
+                if layer.mla_attn.takes_slots and not capture and number < metadata.num_decodes:
+                    assert tables.compressed is not None
+                    picks = entries_of_slots(picks, tables.compressed[number], KV_BLOCK_SIZE // layer.compress_ratio)
+                topk[part.request].append(picks)
             if part.request == 0 and step_capture is not None:
                 for name, value in step_capture.items():
                     captured.setdefault(name, []).append(value[kept].clone())

@@ -31,7 +31,7 @@ class Decode(single.Decode):
     """By so many blocks."""
 
     kind = BlackwellPairDecodeKey
-    cluster, codes = plan.BLOCKS, plan.CODES
+    cluster, code_bytes = plan.BLOCKS, plan.CODES
     ctas = 4
 
 

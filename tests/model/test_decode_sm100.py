@@ -39,7 +39,7 @@ class Decode(problems.Decode):
     """A call in the model's memory, for Blackwell's kernel with so many heads in an item: a block or a pair of them."""
 
     kind = BlackwellDecodeKey
-    cluster, codes = 1, 448
+    cluster, code_bytes = 1, 448
 
     def place(self, program: Program) -> tuple[GlobalMemory, bytes, int]:
         """See DecodeKernel.__call__."""
@@ -80,7 +80,7 @@ class Decode(problems.Decode):
     def map(self, memory: GlobalMemory, pool: decode_cases.Pool, base: int, is_rope: bool) -> TensorMap:
         rows = pool.pages * (pool.stride // ROW)
         first, columns, width, swizzle = (448, 64, 2, 128) if is_rope else (0, 112, 4, 0)
-        box = columns if is_rope else self.codes // 4
+        box = columns if is_rope else self.code_bytes // 4
         return TensorMap(base - memory.BASE + first, (columns, rows), (ROW,), (box, 1), width, swizzle)
 
     def list(self, memory: GlobalMemory, rows: torch.Tensor, width: int, live: torch.Tensor | None) -> list[Any]:
