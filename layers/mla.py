@@ -62,6 +62,11 @@ class Workspace:
         return self._buffer[:size].view(rows, columns, width)
 
     @property
+    def nbytes(self) -> int:
+        """What it holds by now."""
+        return self._buffer.nbytes + self._parts.nbytes
+
+    @property
     def address(self) -> int:
         """Of the parts of decode rows."""
         return self._parts.data_ptr()

@@ -339,24 +339,31 @@ def measure_layers(options: argparse.Namespace) -> int:
             return
         ours, shape = cell["rows"][0], cell["shape"]
         console.print(
-            f"{case.name:40} {ours['us']:8.1f} us (p10 {ours['p10']:.1f}, p90 {ours['p90']:.1f}), eager host "
-            f"{shape['eager_host_us']:.0f} us, {shape['launches']:.0f} launches, "
-            f"{cell['bytes'] / 4.28e6 / ours['us']:.0%} of the bytes' floor"
+            f"{case.name:40} {ours['us']:8.1f} us (p10 {ours['p10']:.1f}, p90 {ours['p90']:.1f}), "
+            f"floor {shape['floor_us']:.1f}, of its ops {shape['ops_floor_us']:.1f}; "
+            f"{shape['launches']:.0f} launches, gaps {shape['gaps_us']:.1f}; "
+            f"eager {shape['eager_us']:.0f}, host {shape['eager_host_us']:.0f}, metadata {shape['metadata_us']:.0f}"
         )
 
     machine = environment()
     found = _ceilings(options.ceilings, partial(ceilings.measure, options.replays))
-    cells, left_out = layer.sweep(wanted, options.replays, options.budget, show)
     known = ceilings.yardsticks(machine["gpu"], found)
+    roofs = {name: stick["value"] for name, stick in known.items()}
+    cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, show)
     ceilings.add_percentages(cells, known)
-    is_partial = options.full or options.only is not None or bool(left_out)
+    is_partial = options.full or options.only is not None or is_cut
     facts = {"partial": is_partial, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
-    record = {"schema": SCHEMA, "op": layer.OP, **machine, **facts, "records": cells}
+    record = {"schema": SCHEMA, "op": layer.OP, **machine, **facts, "left_out": left_out, "records": cells}
     if options.json is not None and cells:
         path = options.json if options.json.suffix == ".json" else options.json / "layer.json"
-        parse(record, layer.OP)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        try:
+            parse(record, layer.OP)
+        except RecordError:
+            path = path.with_suffix(".rejected.json")  # GPU time is dear: what was measured can still be looked at
+            raise
+        finally:
+            path.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if cells else 1
 
 

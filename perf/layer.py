@@ -2,8 +2,9 @@
 
 A cell is one kind of layer of one model in one kind of step. Three layers with weights and caches of their own run one
 after the other in a CUDA graph, so that no weight stays in L2 from one call to the next, and each is a call of that
-graph. Requests of a decode step have lengths of their own, up to 255 tokens below the context, as in serving: which of
-them close a group of compressed tokens differs from step to step.
+graph. A cell of kind "model" is a decode step of all layers of the model, in their order, each with the output of the
+one before, and a call is the whole step. Requests of a decode step have lengths of their own, up to 255 tokens below
+the context, as in serving: which of them close a group of compressed tokens differs from step to step.
 
 The bytes of a cell are what no layer of this kind can do without: its weights once, the cache rows and keys that it
 reads, and hidden states in and out; its FLOPs those of its products. Where caches do not fit into the GPU's memory a
@@ -16,7 +17,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,20 +25,28 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8, round_up
-from cute_kernels.runtime.record import Cost
+from cute_kernels.runtime.record import Cost, record_calls
 from layers import PRESETS, AttentionOptions, BlockTables, DeepseekV4MetadataBuilder, LayerCaches, TensorParallel
 from layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper
+from layers.bound import scratch_of
 from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE, PagedCache
 from layers.config import DeepseekV4Config
 from layers.linear import Linear
 from layers.mla import Workspace
 from layers.rotary import RotaryEmbedding
-from perf.measure import OURS, row, time_graphs
+from perf.measure import OURS, capture, peak, row, time_graphs
+from perf.timeline import Timeline, profile
 
 OP = "layer"
+DEVICE = "cuda"
 LAYERS = 3
 KINDS = {"swa": 1, "c4a": 4, "c128a": 128}
+MODEL = "model"
+"""Kind of the cells that are a step of a whole model."""
 HOST_STEPS = 12
+BUILDS = 5
+MOST_OF_MEMORY = 0.8
+"""Share of the free memory that the caches of a cell may take: layers and graphs need some too."""
 CHECKED = 0.02
 """Relative difference allowed between the layer as it runs and the one whose steps are taken one by one."""
 
@@ -55,8 +64,17 @@ class Case:
     tp: int = 1
 
     @property
-    def ratio(self) -> int:
-        return KINDS[self.kind]
+    def ratios(self) -> tuple[int, ...]:
+        """The compress ratio of each layer, in the order in which they run."""
+        if self.kind != MODEL:
+            return (KINDS[self.kind],) * LAYERS
+        config = PRESETS[self.model]
+        return config.compress_ratios[: config.num_hidden_layers]
+
+    @property
+    def calls(self) -> int:
+        """Calls that one pass through the layers counts as: a layer each, or the whole step."""
+        return 1 if self.kind == MODEL else LAYERS
 
     @property
     def tokens(self) -> int:
@@ -68,6 +86,10 @@ class Case:
         size = size or f"prefill {self.rows} ctx{self.context}"
         more = f" n{self.rows}" if self.phase == "decode" and self.rows > 1 else ""
         return f"{self.model} {self.kind} {size}{more}" + (f" tp{self.tp}" if self.tp > 1 else "")
+
+    def query_lengths(self) -> list[int]:
+        """New tokens of each request."""
+        return [self.rows] * self.requests
 
     def lengths(self) -> list[int]:
         """Tokens of each request after the step."""
@@ -84,31 +106,31 @@ def cases(full: bool = False) -> Iterator[Case]:
         for kind in KINDS:
             for context in contexts:
                 for b in batches:
-                    if not full and model == "v4-pro" and (b == 8 or (context > 8192 and (kind, b) != ("c4a", 64))):
-                        continue
-                    if not full and kind == "swa" and context > 8192:
-                        continue
                     for rows in (1, 2, 4) if full else (1,):
                         for tp in (1, 2, 4, 8) if full else (1,):
                             yield Case(model, kind, "decode", b, rows, context, tp)
             if not full:
-                yield Case(model, kind, "decode", 64, 4, 8192)
-                yield Case(model, kind, "decode", 1, 1, 8192, 8)
-                yield Case(model, kind, "decode", 64, 1, 8192, 8)
+                for b in (1, 8):
+                    yield Case(model, kind, "decode", b, 1, 1048576)
+                for b in (1, 64):
+                    yield Case(model, kind, "decode", b, 4, 8192)
+                for b in (1, 64):
+                    yield Case(model, kind, "decode", b, 1, 8192, 8)
             for context in (0, 65536):
                 for rows in (512, 2048, 4096):
-                    if full or (context and rows > 512):
-                        yield Case(model, kind, "prefill", 1, rows, context)
+                    yield Case(model, kind, "prefill", 1, rows, context)
+        for b in (1, 8, 64):
+            yield Case(model, MODEL, "decode", b, 1, 8192)
 
 
 def fill_weights(layer: DeepseekV4MultiHeadLatentAttentionWrapper, seed: int) -> None:
     """Random weights of ordinary magnitudes, made on the GPU."""
-    g = torch.Generator(device="cuda").manual_seed(seed)
+    g = torch.Generator(device=DEVICE).manual_seed(seed)
 
     def fill(weight: torch.Tensor, scale: torch.Tensor | None) -> None:
         fan_in = weight.shape[-1]
         for part in weight.view(-1, fan_in).split(4096):
-            values = torch.empty(part.shape, device="cuda", dtype=torch.bfloat16).normal_(generator=g)
+            values = torch.empty(part.shape, device=DEVICE, dtype=torch.bfloat16).normal_(generator=g)
             part.copy_(values * (64.0 if scale is not None else fan_in**-0.5))
         if scale is not None:
             scale.fill_(2.0 ** round(math.log2(fan_in**-0.5 / 64)))
@@ -134,15 +156,15 @@ def fill_cache(cache: PagedCache, g: torch.Generator) -> None:
     count = len(some)
     if cache.kv_format.id == FP8_DS_MLA.id:
         records = some[:, : rows * 576].unflatten(1, (rows, 576))
-        x = torch.randn(count, rows, 512, device="cuda", generator=g)
+        x = torch.randn(count, rows, 512, device=DEVICE, generator=g)
         records[..., :448] = (x[..., :448] * 100).clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
         records[..., 448:] = (x[..., 448:] * 0.3).bfloat16().view(torch.uint8)
         scales = some[:, rows * 576 :]
-        scales.copy_(torch.randint(118, 120, scales.shape, device="cuda", generator=g))
+        scales.copy_(torch.randint(118, 120, scales.shape, device=DEVICE, generator=g))
     else:
-        keys = torch.randn(count, rows * 128, device="cuda", generator=g).to(torch.float8_e4m3fn)
+        keys = torch.randn(count, rows * 128, device=DEVICE, generator=g).to(torch.float8_e4m3fn)
         some[:, : rows * 128] = keys.view(torch.uint8)
-        some[:, rows * 128 : rows * 132] = (torch.rand(count, rows, device="cuda", generator=g) + 0.5).view(torch.uint8)
+        some[:, rows * 128 : rows * 132] = (torch.rand(count, rows, device=DEVICE, generator=g) + 0.5).view(torch.uint8)
     for first in range(0, len(pages), count):
         pages[first : first + count].copy_(some[: len(pages) - first])
 
@@ -152,95 +174,169 @@ class Step:
 
     def __init__(self, case: Case, layers: list[DeepseekV4MultiHeadLatentAttentionWrapper]) -> None:
         self.case, self.layers, self.config = case, layers, layers[0].config
-        lengths = case.lengths()
-        longest, ratio = max(lengths), case.ratio
-        g = torch.Generator(device="cuda").manual_seed(7)
+        self.kinds = tuple(dict.fromkeys(case.ratios))
+        g = torch.Generator(device=DEVICE).manual_seed(7)
+        made = {ratio: self._tables(ratio, g) for ratio in self.kinds}
+        self.tables = {ratio: tables for ratio, (tables, _) in made.items()}
+        self.caches = []
+        for ratio in case.ratios:
+            caches = LayerCaches.allocate(self.config, ratio, **made[ratio][1], device=DEVICE)
+            for cache in vars(caches).values():
+                if cache is not None:
+                    fill_cache(cache, g)
+            self.caches.append(caches)
+        self.builder = DeepseekV4MetadataBuilder(self.config, max(case.tokens, 1), max(case.lengths()), DEVICE)
+        shape = case.tokens, self.config.hidden_size
+        self.hidden = [torch.randn(shape, device=DEVICE, generator=g).bfloat16() for _ in range(2)]
+        self.build()
+
+    def _tables(self, ratio: int, g: torch.Generator) -> tuple[BlockTables, dict[str, Any]]:
+        """Block tables of a layer kind, and how many pages of each pool they name."""
+        case, longest = self.case, max(self.case.lengths())
 
         def table(page: int, live_tokens: int) -> tuple[torch.Tensor, int]:
             """Pages of each request, those of live tokens its own, in random order."""
             width = -(-longest // page) + 1
             live = min(-(-live_tokens // page) + 2, width)
-            order = torch.randperm(case.requests * live, device="cuda", generator=g).view(case.requests, live).int()
-            return order[:, torch.arange(width, device="cuda") % live].contiguous(), case.requests * live
+            order = torch.randperm(case.requests * live, device=DEVICE, generator=g).view(case.requests, live).int()
+            return order[:, torch.arange(width, device=DEVICE) % live].contiguous(), case.requests * live
 
         swa, swa_blocks = table(SWA_BLOCK_SIZE, self.config.sliding_window + case.rows)
-        self.tables = BlockTables(swa)
-        blocks: dict[str, Any] = {"swa_blocks": swa_blocks}
-        if ratio > 1:
-            compressed, blocks["compressed_blocks"] = table(KV_BLOCK_SIZE, longest)
-            state, blocks["state_blocks"] = table(STATE_BLOCK_SIZE[ratio], 2 * ratio + case.rows)
-            self.tables = BlockTables(swa, compressed, state)
-        self.caches = [LayerCaches.allocate(self.config, ratio, **blocks, device="cuda") for _ in layers]
-        for caches in self.caches:
-            for cache in vars(caches).values():
-                if cache is not None:
-                    fill_cache(cache, g)
-        self.builder = DeepseekV4MetadataBuilder(self.config, max(case.tokens, 1), longest, "cuda")
-        shape = case.tokens, self.config.hidden_size
-        self.hidden = torch.randn(shape, device="cuda", generator=g).bfloat16()
-        self.build()
+        if ratio == 1:
+            return BlockTables(swa), {"swa_blocks": swa_blocks}
+        compressed, compressed_blocks = table(KV_BLOCK_SIZE, longest)
+        state, state_blocks = table(STATE_BLOCK_SIZE[ratio], 2 * ratio + case.rows)
+        blocks = {"swa_blocks": swa_blocks, "compressed_blocks": compressed_blocks, "state_blocks": state_blocks}
+        return BlockTables(swa, compressed, state), blocks
 
     def build(self) -> None:
+        """Metadata of the step, for each kind of layer."""
         case = self.case
         decodes = case.requests if case.phase == "decode" else 0
-        query = [case.rows] * case.requests
-        self.metadata = self.builder.build(case.ratio, query, case.lengths(), self.tables, decodes)
+        self.metadata = {
+            ratio: self.builder.build(ratio, case.query_lengths(), case.lengths(), self.tables[ratio], decodes)
+            for ratio in self.kinds
+        }
 
-    def run(self, number: int, capture: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        m = self.metadata
-        return self.layers[number](m.positions, self.hidden, m, self.caches[number], capture=capture)
+    def run(
+        self, number: int, hidden: torch.Tensor | None = None, capture: dict[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """One layer. capture: as of a layer's call."""
+        m = self.metadata[self.case.ratios[number]]
+        hidden = self.hidden[0] if hidden is None else hidden
+        return self.layers[number](m.positions, hidden, m, self.caches[number], capture=capture)
+
+    def run_all(self, hidden: torch.Tensor) -> torch.Tensor:
+        """All layers, each with the output of the one before."""
+        for number in range(len(self.layers)):
+            hidden = self.run(number, hidden)
+        return hidden
 
     def calls(self) -> list[Callable[[], Any]]:
+        """What is timed: the layers one by one, or whole steps from different inputs."""
+        if self.case.kind == MODEL:
+            return [partial(self.run_all, hidden) for hidden in self.hidden]
         return [partial(self.run, number) for number in range(len(self.layers))]
 
+    def run_once(self) -> None:
+        """One pass through the layers, `case.calls` calls."""
+        for call in self.calls()[: self.case.calls]:
+            call()
+
     def is_right(self) -> bool:
-        """Whether the layer as it runs agrees with its steps taken one by one, which a capture asks for."""
-        one, other = self.run(0), self.run(0, {})
-        close = (one.double() - other.double()).norm() <= CHECKED * other.double().norm()
-        return bool(torch.isfinite(one).all() and close)
+        """Whether the first layer of each kind as it runs agrees with its steps taken one by one, which a capture asks
+        for."""
+        for ratio in self.kinds:
+            number = self.case.ratios.index(ratio)
+            one, other = self.run(number), self.run(number, capture={})
+            close = (one.double() - other.double()).norm() <= CHECKED * other.double().norm()
+            if not (torch.isfinite(one).all() and close):
+                return False
+        return True
 
 
-def least_work(case: Case, layer: DeepseekV4MultiHeadLatentAttentionWrapper) -> Cost:
-    """Bytes and FLOPs that no layer of this kind can do without."""
-    config, heads = layer.config, layer.num_heads
-    weights = sum(m.weight.numel() * m.weight.element_size() for m in layer.modules() if isinstance(m, Linear))
-    numbers = sum(m.weight.numel() for m in layer.modules() if isinstance(m, Linear)) + layer.o_proj.wo_a.numel()
-    weights += layer.o_proj.wo_a.numel() * layer.o_proj.wo_a.element_size()
-    hidden = 2 * 2 * case.tokens * config.hidden_size
-    attended = keys = 0
-    rows_read = 0
-    for length in case.lengths():
-        visible = length // case.ratio if case.ratio > 1 else 0
-        picked = min(visible, config.index_topk) if case.ratio == 4 else visible
+def least_work(
+    layer: DeepseekV4MultiHeadLatentAttentionWrapper, query_lengths: Sequence[int], lengths: Sequence[int]
+) -> Cost:
+    """Bytes and FLOPs that a step of no layer of this kind can do without.
+
+    query_lengths   rows of each request in the step
+    lengths         tokens of each request after it
+    """
+    config, heads, ratio = layer.config, layer.num_heads, layer.compress_ratio
+    linears = [m.weight for m in layer.modules() if isinstance(m, Linear)] + [layer.o_proj.wo_a]
+    weights = sum(weight.numel() * weight.element_size() for weight in linears)
+    numbers = sum(weight.numel() for weight in linears)
+    tokens = sum(query_lengths)
+    hidden = 2 * 2 * tokens * config.hidden_size
+    attended = keys = keys_read = rows_read = 0
+    for rows, length in zip(query_lengths, lengths, strict=True):
+        visible = length // ratio if ratio > 1 else 0
+        picked = min(visible, config.index_topk) if ratio == 4 else visible
         window = min(length, config.sliding_window)
-        attended += case.rows * (picked + window)
+        attended += rows * (picked + window)
         # rows that several tokens of a request read are read once
-        rows_read += min(visible, case.rows * picked) + min(length, window + case.rows - 1)
-        if case.ratio == 4 and visible > config.index_topk:
-            keys += case.rows * visible
-    index_bytes = keys // max(case.rows, 1) * 132
+        rows_read += min(visible, rows * picked) + min(length, window + rows - 1)
+        if ratio == 4 and visible > config.index_topk:
+            keys += rows * visible
+            keys_read += visible
     index_flops = 2 * keys * config.index_n_heads * config.index_head_dim
-    flops = 2 * case.tokens * numbers + 4 * attended * heads * config.head_dim + index_flops
-    return Cost(bytes=weights + hidden + rows_read * 584 + index_bytes, flops=flops)
+    flops = 2 * tokens * numbers + 4 * attended * heads * config.head_dim + index_flops
+    return Cost(bytes=weights + hidden + rows_read * 584 + keys_read * 132, flops=flops)
+
+
+def work_of(case: Case, layers: Sequence[DeepseekV4MultiHeadLatentAttentionWrapper]) -> Cost:
+    """`least_work` of a call: of a layer, or of all of them."""
+    costs = [least_work(layer, case.query_lengths(), case.lengths()) for layer in layers]
+    return Cost(sum(cost.bytes for cost in costs) // case.calls, sum(cost.flops for cost in costs) // case.calls)
+
+
+def floor_us(cost: Cost, roofs: Mapping[str, float], products: str | None) -> float:
+    """The least time of some work under ceilings in GB/s and TFLOPS, microseconds."""
+    moved = cost.bytes / roofs["copy"] / 1e3 if "copy" in roofs else 0.0
+    return max(moved, cost.flops / roofs[products] / 1e6 if products is not None and products in roofs else 0.0)
+
+
+E4M3_OPS = ("fp8_gemm", "fp8_einsum", "mqa_logits", "score_top_k")
+BF16_OPS = ("bf16_gemm", "linear ", "sparse_mla")
+"""What the names of ops that are matrix products of a kind have in them; FLOPs of all others have no ceiling."""
+
+
+def products_of(op: str) -> str | None:
+    """The kind of matrix products that an op's FLOPs are."""
+    kinds = (("e4m3", E4M3_OPS), ("bf16", BF16_OPS))
+    return next((kind for kind, names in kinds if any(name in op for name in names)), None)
+
+
+def ops_floor_us(step: Step, roofs: Mapping[str, float]) -> float:
+    """The floors of the ops that a call runs, summed up: what unfused ops allow at most."""
+    total = 0.0
+    for ratio in step.kinds:
+        number = step.case.ratios.index(ratio)
+        with record_calls() as recording:
+            step.run(number)
+        each = sum(floor_us(call.cost, roofs, products_of(call.op)) for call in recording.calls)
+        total += each * step.case.ratios.count(ratio)
+    return total / step.case.calls
 
 
 def build_layers(case: Case, longest: int) -> list[DeepseekV4MultiHeadLatentAttentionWrapper]:
+    """The layers of a cell, which cells of fewer rows and shorter sequences take as well."""
     config = PRESETS[case.model]
-    rotary = RotaryEmbedding(config, case.ratio > 1, longest, "cuda")
     rows = round_up(max(case.tokens, 64), 64)
     options = AttentionOptions(
         prefill="auto",
         max_model_len=longest,
         max_num_tokens=rows,
         workspace=Workspace(),
-        topk_indices_buffer=torch.full((rows, config.index_topk), -1, dtype=torch.int32, device="cuda"),
+        topk_indices_buffer=torch.full((rows, config.index_topk), -1, dtype=torch.int32, device=DEVICE),
         tp=TensorParallel(rank=0, size=case.tp, reduce=lambda x: x),
     )
+    rotary = {kind: RotaryEmbedding(config, kind, longest, DEVICE) for kind in {ratio > 1 for ratio in case.ratios}}
     layers = []
-    for seed in range(LAYERS):
-        index = config.layer_of_kind(case.ratio)
+    for seed, ratio in enumerate(case.ratios):
         layer = DeepseekV4MultiHeadLatentAttentionWrapper(
-            config, index, options=options, rotary_emb=rotary, device="cuda"
+            config, config.layer_of_kind(ratio), options=options, rotary_emb=rotary[ratio > 1], device=DEVICE
         )
         fill_weights(layer, seed)
         layers.append(layer)
@@ -249,54 +345,91 @@ def build_layers(case: Case, longest: int) -> list[DeepseekV4MultiHeadLatentAtte
 
 def cache_bytes(case: Case, config: DeepseekV4Config) -> int:
     """Of the caches of all layers of a cell, about."""
-    per_request = 584 * (config.sliding_window + case.rows)
-    if case.ratio > 1:
-        per_request += max(case.lengths()) // case.ratio * (584 + (132 if case.ratio == 4 else 0))
-    return LAYERS * case.requests * per_request
+    total = 0
+    for ratio in case.ratios:
+        total += case.requests * 584 * (config.sliding_window + case.rows)
+        if ratio > 1:
+            total += case.requests * (max(case.lengths()) // ratio) * (584 + (132 if ratio == 4 else 0))
+    return total
 
 
-def host_us(step: Step) -> float:
-    """Host time of an eager layer, median; the GPU has nothing queued when a step begins."""
-    found = []
+def eager_us(step: Step) -> tuple[float, float]:
+    """(host time until all is queued, time until all is done) of an eager call, medians; nothing is queued when a pass
+    begins."""
+    host, whole = [], []
     for _ in range(HOST_STEPS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        for call in step.calls():
-            call()
-        found.append((time.perf_counter() - begin) * 1e6 / LAYERS)
-    torch.cuda.synchronize()
-    return statistics.median(found[2:])
-
-
-def launches(step: Step) -> float:
-    """Kernels, copies and fills of a layer."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for call in step.calls():
-            call()
+        step.run_once()
+        queued = time.perf_counter()
         torch.cuda.synchronize()
-    events = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return round(len(events) / LAYERS, 2)
+        done = time.perf_counter()
+        host.append((queued - begin) * 1e6 / step.case.calls)
+        whole.append((done - begin) * 1e6 / step.case.calls)
+    return statistics.median(host[2:]), statistics.median(whole[2:])
 
 
-def measure(case: Case, step: Step, replays: int) -> dict[str, Any]:
-    """One cell of the record."""
-    work = least_work(case, step.layers[0])
+def metadata_us(step: Step) -> float:
+    """Time until the metadata of a step are there, median."""
+    found = []
+    for _ in range(BUILDS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step.build()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - begin) * 1e6)
+    return statistics.median(found[1:])
+
+
+def timeline(step: Step) -> Timeline:
+    """What a pass launches, replayed from a graph."""
+    graph, _ = capture(step.calls()[: step.case.calls])
+    graph.replay()
+    return profile(graph.replay)
+
+
+def workspace_bytes(step: Step) -> int:
+    """Scratch memory that the layers keep between calls and share."""
+    workspace = step.layers[0].options.workspace
+    scratch = scratch_of(step.hidden[0].device, torch.cuda.current_stream().cuda_stream)
+    return scratch.nbytes + (0 if workspace is None else workspace.nbytes)
+
+
+def facts_of(found: Timeline, calls: int) -> dict[str, Any]:
+    """What a record says of a profile: launches, gaps between them, and kind -> [launches, microseconds], per call."""
+    return {
+        "launches": round(len(found.launches) / calls, 2),
+        "gaps_us": round(found.gaps / calls, 2),
+        "kernels": {
+            kind: [round(count / calls, 2), round(us / calls, 2)] for kind, (count, us) in found.by_kind().items()
+        },
+    }
+
+
+def measure(case: Case, step: Step, replays: int, roofs: Mapping[str, float]) -> dict[str, Any]:
+    """One cell of the record. roofs: copy in GB/s, bf16 and e4m3 in TFLOPS."""
+    work = work_of(case, step.layers)
     if not step.is_right():
         raise RuntimeError(f"{case.name}: the layer disagrees with its steps taken one by one; nothing was timed")
-    candidates = {OURS: step.calls()}
-    timings = time_graphs(candidates, work.bytes, replays, flops_per_set=work.flops)
-    facts = {
+    timings = time_graphs({OURS: step.calls()}, work.bytes, replays, flops_per_set=work.flops)
+    host, whole = eager_us(step)
+    shape = {
+        "case": case.name,
+        "T": case.tokens,
         "model": case.model,
         "kind": case.kind,
         "tp": case.tp,
-        "launches": launches(step),
-        "eager_host_us": round(host_us(step), 1),
+        **facts_of(timeline(step), case.calls),
+        "eager_host_us": round(host, 1),
+        "eager_us": round(whole, 1),
+        "metadata_us": round(metadata_us(step), 1),
+        "floor_us": round(floor_us(work, roofs, "e4m3"), 2),
+        "ops_floor_us": round(ops_floor_us(step, roofs), 2),
+        "peak_bytes": peak(step.calls()[0]),
+        "workspace_bytes": workspace_bytes(step),
         "bound_steps": len(step.layers[0]._bound),
     }
     rows = [row(name, timing, work, True) for name, timing in timings.items()]
-    shape = {"case": case.name, "T": case.tokens, **facts}
     return {
         "op": OP, "shape": shape, "bytes": work.bytes, "flops": work.flops, "products": "e4m3", "tensors": 1,
         "rows": rows,
@@ -304,42 +437,49 @@ def measure(case: Case, step: Step, replays: int) -> dict[str, Any]:
 
 
 def sweep(
-    wanted: list[Case], replays: int, budget: float, report: Callable[[Case, dict[str, Any] | str], None]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """(cells, what was left out and why), in the order of `wanted`. Layers are kept from cell to cell where they fit.
+    wanted: Sequence[Case],
+    replays: int,
+    budget: float,
+    roofs: Mapping[str, float],
+    report: Callable[[Case, dict[str, Any] | str], None],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
+    """(cells, cells that do not fit into the GPU's memory, whether time was up), in the order of `wanted`. Layers are
+    kept from cell to cell where they fit.
 
     budget   seconds after which no further cell is begun
+    roofs    ceilings for floors: copy in GB/s, bf16 and e4m3 in TFLOPS
     report   is told of each cell, or why it was left out
     """
     begin = time.monotonic()
-    cells, left_out = [], []
+    cells: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
     kept: tuple[Any, list[DeepseekV4MultiHeadLatentAttentionWrapper]] | None = None
     for case in wanted:
-        key = case.model, case.kind, case.tp, case.phase, case.context
-        why = ""
         if time.monotonic() - begin > budget:
-            why = f"the budget of {budget:.0f} s is used up"
-        free, _ = torch.cuda.mem_get_info()
-        needed = cache_bytes(case, PRESETS[case.model])
-        if needed > 0.8 * free:
-            why = f"its caches take {needed} bytes"
-        if why:
-            left_out.append(f"{case.name}: {why}")
-            report(case, why)
-            continue
-        if kept is None or kept[0] != key or case.tokens > len(kept[1][0].options.topk_indices_buffer):  # type: ignore[arg-type]
+            report(case, f"the budget of {budget:.0f} s is used up")
+            return cells, left_out, True
+        key = case.model, case.kind, case.tp, case.phase, case.context
+        if kept is None or kept[0] != key:
             kept = None
             gc.collect()
             torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        needed = cache_bytes(case, PRESETS[case.model])
+        if needed > MOST_OF_MEMORY * free:
+            why = f"its caches take {needed} bytes"
+            left_out.append({"case": case.name, "reason": why, "bytes": needed})
+            report(case, why)
+            continue
+        if kept is None:
             group = [
                 other for other in wanted if key == (other.model, other.kind, other.tp, other.phase, other.context)
             ]
             largest = max(group, key=lambda other: other.tokens)
             kept = key, build_layers(largest, max(max(other.lengths()) for other in group) + 64)
         step = Step(case, kept[1])
-        cell = measure(case, step, replays)
+        cell = measure(case, step, replays, roofs)
         cells.append(cell)
         report(case, cell)
         del step
         gc.collect()
-    return cells, left_out
+    return cells, left_out, False

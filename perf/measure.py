@@ -119,7 +119,7 @@ def time_graphs(
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     for name, calls in candidates.items():
         try:
-            graphs[name] = _capture(calls, bytes_per_set, flops_per_set, target_us)
+            graphs[name] = capture(calls, bytes_per_set, flops_per_set, target_us)
         except Exception as error:  # noqa: PERF203 one candidate's failure must not end the others
             if failures is None:
                 raise
@@ -137,9 +137,11 @@ def time_graphs(
     return {name: _timing(t[1:], len(candidates[name]), graphs[name][1]) for name, t in times.items()}
 
 
-def _capture(
-    calls: Sequence[Call], bytes_per_set: float, flops_per_set: float, target_us: float
+def capture(
+    calls: Sequence[Call], bytes_per_set: float = 0.0, flops_per_set: float = 0.0, target_us: float = 0.0
 ) -> tuple[torch.cuda.CUDAGraph, int]:
+    """(a graph of the calls, how many it holds): each once, or in turns if what they touch is more than L2 holds, until
+    the graph takes `target_us` if calls are as fast as memory and tensor cores."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -17,6 +17,9 @@ from perf.records import Cell, Record, gpu_folder
 from perf.targets import losses
 
 OVERVIEW = "overview"
+BARS = "{}_time"
+"""Name of the picture that says where an op's time goes."""
+
 DIGEST_KEY = "Source"
 
 INK, MUTED, GRID = "#1f2328", "#6e7781", "#e4e7eb"
@@ -78,15 +81,32 @@ class Figure:
         return list(dict.fromkeys(p.name for p in self.points))
 
 
+@dataclass(frozen=True)
+class Bars:
+    """A picture of where time goes: (case, microseconds in all, (what, microseconds) one after the other)."""
+
+    name: str
+    title: str
+    bars: tuple[tuple[str, float, tuple[tuple[str, float], ...]], ...]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.title, self.bars]).encode()).hexdigest()[:32]
+
+    def parts(self) -> list[str]:
+        """What the bars are made of, in order of first appearance."""
+        return list(dict.fromkeys(what for _, _, parts in self.bars for what, _ in parts))
+
+
 def file_name(gpu: str, name: str) -> str:
     """Path of a picture below perf/plots."""
     return f"{gpu_folder(gpu)}/{name}.png"
 
 
-def figures(gpu: str, records: Sequence[Record]) -> list[Figure]:
-    """The pictures of one GPU: one of all ops without peers, and one per op."""
+def figures(gpu: str, records: Sequence[Record]) -> list[Figure | Bars]:
+    """The pictures of one GPU: one of all ops without peers, one per op, and where time goes where that is known."""
     everything: list[Point] = []
-    found = []
+    found: list[Figure] = []
     for record in records:
         points = [p for cell in record.cells for p in _points(gpu, record, cell)]
         products = all(cell.products for cell in record.cells)
@@ -100,7 +120,18 @@ def figures(gpu: str, records: Sequence[Record]) -> list[Figure]:
     latest = max(records, key=lambda record: record.date)
     products = any(figure.products for figure in found)
     title = f"cute_kernels on {gpu}"
-    return [Figure(file_name(gpu, OVERVIEW), title, tuple(everything), _roofs(latest), products), *found]
+    overview = Figure(file_name(gpu, OVERVIEW), title, tuple(everything), _roofs(latest), products)
+    return [overview, *found, *(bars for record in records if (bars := _bars(gpu, record)).bars)]
+
+
+def _bars(gpu: str, record: Record) -> Bars:
+    """Time by kind of kernel, and gaps. Of a graph's time, which the profile's parts do not add up to exactly."""
+    bars = []
+    for cell in record.cells:
+        if cell.step is not None:
+            parts = [(kind, us) for kind, _, us in cell.step.kernels]
+            bars.append((cell.case, cell.ours.us, (*parts, ("gaps", max(cell.step.gaps_us, 0.0)))))
+    return Bars(file_name(gpu, BARS.format(record.op)), f"{record.op} on {gpu}: where time goes", tuple(bars))
 
 
 def _roofs(record: Record) -> tuple[tuple[str, float], ...]:
@@ -174,7 +205,7 @@ def available() -> bool:
     return True
 
 
-def draw(wanted: Sequence[Figure], folder: Path) -> list[Path]:
+def draw(wanted: Sequence[Figure | Bars], folder: Path) -> list[Path]:
     """Draw every figure below `folder`; pictures of the same GPUs that nobody wants any more are removed."""
     import matplotlib
 
@@ -183,7 +214,10 @@ def draw(wanted: Sequence[Figure], folder: Path) -> list[Path]:
         for figure in wanted:
             path = folder / figure.name
             path.parent.mkdir(parents=True, exist_ok=True)
-            image = _draw_overview(figure) if path.stem == OVERVIEW else _draw_op(figure)
+            if isinstance(figure, Bars):
+                image = _draw_bars(figure)
+            else:
+                image = _draw_overview(figure) if path.stem == OVERVIEW else _draw_op(figure)
             image.savefig(path, dpi=130, facecolor="white")
             _shrink(path, figure.digest)
             written.append(path)
@@ -228,7 +262,31 @@ def _draw_overview(figure: Figure) -> Any:
     return image
 
 
-def _new(figure: Figure, width: float, height: float, ratios: Sequence[float]) -> tuple[Any, list[Any]]:
+def _draw_bars(figure: Bars) -> Any:
+    """A bar per case, as long as the graph takes, cut up as the profile was."""
+    image, (axes,) = _new(figure, 11.5, 1.7 + 0.24 * len(figure.bars), [1])
+    names = figure.parts()
+    colors = {what: MUTED if what == "gaps" else OPS[i % len(OPS)] for i, what in enumerate(names)}
+    for place, (_, us, parts) in enumerate(figure.bars):
+        whole, left = sum(part for _, part in parts), 0.0
+        for what, part in parts:
+            share = 100 * part / whole if whole else 0.0
+            axes.barh(place, share, left=left, height=0.72, color=colors[what], zorder=2)
+            left += share
+        axes.annotate(f"{us:,.4g} µs", (100, place), textcoords="offset points", xytext=(4, -3), color=MUTED)
+    axes.set_yticks(range(len(figure.bars)), [case for case, _, _ in figure.bars])
+    axes.set_ylim(len(figure.bars) - 0.4, -0.6)
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("% of the time from the first launch to the end of the last")
+    axes.tick_params(axis="y", length=0)
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colors[what], label=what) for what in names]
+    image.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)))
+    return image
+
+
+def _new(figure: Figure | Bars, width: float, height: float, ratios: Sequence[float]) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure as Image
 
     image = Image(figsize=(width, height), layout="constrained")

@@ -68,11 +68,49 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class LayerStep:
+    """A call of a layer, or of all layers of a model, as `perf.layer` saw it. Times in microseconds.
+
+    launches          kernels, copies and fills
+    gaps_us           time in which none of them ran
+    kernels           (kind, launches, time that they add), in turn
+    eager_host_us     host time of an eager call until all is queued
+    eager_us          time of an eager call until all is done
+    metadata_us       time until the metadata of a step are there
+    floor_us          of what no such layer can do without
+    ops_floor_us      sum of the floors of the ops that ran
+    peak_bytes        that a call allocates at most
+    workspace_bytes   that the layers keep between calls
+    """
+
+    launches: float
+    gaps_us: float
+    kernels: tuple[tuple[str, float, float], ...]
+    eager_host_us: float
+    eager_us: float
+    metadata_us: float
+    floor_us: float
+    ops_floor_us: float
+    peak_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A case that the GPU's memory does not hold, and how many bytes it would take."""
+
+    case: str
+    reason: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Cell:
     """One op at one shape. `bound`: the ceiling that binds it, None where none is known.
 
     group    name of cells that the report also sums up together
     padded   share of the FLOPs that a kernel does beyond the op's, to fill up its tiles
+    step     what else was found out about a layer
     """
 
     op: str
@@ -87,6 +125,7 @@ class Cell:
     skipped: tuple[Skipped, ...]
     group: str | None = None
     padded: float | None = None
+    step: LayerStep | None = None
 
     @property
     def ours(self) -> Row:
@@ -153,6 +192,7 @@ class Record:
     missing_ceilings: tuple[Skipped, ...]
     yardsticks: Mapping[str, Yardstick]
     cells: tuple[Cell, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def gpu_folder(gpu: str) -> str:
@@ -267,6 +307,30 @@ def _row(r: _Reader) -> Row | Skipped:
     )
 
 
+def _layer_step(shape: dict[str, Any], where: str) -> LayerStep | None:
+    """What the shape says of a layer's step; records of before that have no kernels say nothing."""
+    if "kernels" not in shape:
+        return None
+    r = _Reader(shape, where)
+    kernels = []
+    for kind, found in r.take("kernels", dict).items():
+        pair = isinstance(found, list) and len(found) == 2 and all(type(x) in (int, float) and x >= 0 for x in found)
+        r.require(pair, "kernels", f"launches and microseconds of {kind}", found)
+        kernels.append((kind, float(found[0]), float(found[1])))
+    gaps = float(r.take("gaps_us", float))
+    launches, counted = r.number("launches"), sum(count for _, count, _ in kernels)
+    near = abs(launches - counted) <= 0.01 * (1 + len(kernels))
+    r.require(near, "launches", f"{counted}, those of all kinds", launches)
+    host, eager, metadata = (r.number(key) for key in ("eager_host_us", "eager_us", "metadata_us"))
+    floor, ops_floor = r.number("floor_us"), r.number("ops_floor_us")
+    sizes = r.count("peak_bytes"), r.count("workspace_bytes")
+    return LayerStep(launches, gaps, tuple(kernels), host, eager, metadata, floor, ops_floor, *sizes)
+
+
+def _left_out(r: _Reader) -> LeftOut:
+    return LeftOut(r.text("case"), r.text("reason"), r.count("bytes", 1))
+
+
 def _cell(r: _Reader) -> Cell:
     op, shape = r.text("op"), r.take("shape", dict)
     r.require(type(shape.get("T")) is int, "shape", "a field T, the number of rows", shape)
@@ -293,7 +357,10 @@ def _cell(r: _Reader) -> Cell:
     r.require(group is None or isinstance(group, str), "shape", "text as group", group)
     share = padded is None or (isinstance(padded, (int, float)) and 0 <= padded < 1)
     r.require(share, "shape", "a share as padded", padded)
-    return Cell(op, case_of(shape), shape["T"], nbytes, flops, products, tensors, bound, rows, skipped, group, padded)
+    step = _layer_step(shape, f"{r.where}: shape")
+    return Cell(
+        op, case_of(shape), shape["T"], nbytes, flops, products, tensors, bound, rows, skipped, group, padded, step
+    )
 
 
 def _ceiling(r: _Reader) -> Ceiling | Skipped:
@@ -322,7 +389,8 @@ def _record(r: _Reader, path: Path | None) -> Record:
     cells = r.each("records", lambda i: f"cell {i}", _cell)
     r.require(len(cells) > 0, "records", "a cell at least", 0)
     r.require(all(cell.op == op for cell in cells), "records", f"cells of {op}", sorted({c.op for c in cells}))
-    cases = [cell.case for cell in cells]
+    left_out = r.each("left_out", lambda i: f"left out {i}", _left_out) if "left_out" in r.data else ()
+    cases = [cell.case for cell in cells] + [case.case for case in left_out]
     r.require(len(set(cases)) == len(cases), "records", "different cases", cases)
     for cell in cells:
         for row in cell.rows:
@@ -331,7 +399,7 @@ def _record(r: _Reader, path: Path | None) -> Record:
     return Record(
         path, op, gpu, cpu, driver, torch, dsl, tvm_ffi, python, commit, date, partial, cold_bytes,
         tuple(c for c in ceilings if isinstance(c, Ceiling)), tuple(c for c in ceilings if isinstance(c, Skipped)),
-        yardsticks, cells,
+        yardsticks, cells, left_out,
     )  # fmt: skip
 
 

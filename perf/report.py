@@ -235,7 +235,8 @@ def _op(gpu: str, record: Record) -> list[str]:
         f"* {s.name} was not timed: {s.reason}" for cell in record.cells for s in cell.skipped if s.kind == "peer"
     )
     lines += ["", *skipped] if skipped else []
-    return lines + _variants(record)
+    lines += ["", *(f"* {c.case} was left out: {c.reason}" for c in record.left_out)] if record.left_out else []
+    return lines + _steps(gpu, record) + _variants(record)
 
 
 def _verdict(gpu: str, cell: Cell) -> str:
@@ -263,6 +264,32 @@ def _groups(record: Record) -> list[str]:
             mean, ends = _geometric_mean(known), f"{min(known):.2f} to {max(known):.2f}"
             lines += ["", f"{group} ({len(gains)}): {mean:.3f} times as fast in the geometric mean, {ends}."]
     return lines
+
+
+def _steps(gpu: str, record: Record) -> list[str]:
+    """What is known of layers beyond their times in a graph."""
+    rows = []
+    for cell in record.cells:
+        step = cell.step
+        if step is not None:
+            times = step.floor_us, step.ops_floor_us, cell.ours.us
+            eager = step.gaps_us, step.eager_us, step.eager_host_us, step.metadata_us
+            sizes = fmt_bytes(step.peak_bytes), fmt_bytes(step.workspace_bytes)
+            rows.append([cell.case, *map(fmt_us, times), f"{step.launches:.4g}", *map(fmt_us, eager), *sizes])
+    if not rows:
+        return []
+    header = (
+        "case", "floor µs", "floor of its ops µs", "graph µs", "launches", "gaps µs", "eager µs", "host µs",
+        "metadata µs", "peak", "kept between calls",
+    )  # fmt: skip
+    picture = f"plots/{plots.file_name(gpu, plots.BARS.format(record.op))}"
+    text = (
+        "The floor is what no layer of the kind can do without: weights, the cache rows and keys that it reads, hidden "
+        "states in and out, and its products at the e4m3 rate; that of its ops is the sum over the ops that ran. "
+        "Launches and gaps are those of the graph, eager times those of a step that has run before, the host's until "
+        "all is queued. Metadata are built once for all layers of a kind and are not in the graph."
+    )
+    return ["", *_wrap(text), "", *table(header, rows, range(1, len(header))), "", f"![Where time goes]({picture})"]
 
 
 def _peer(row: Row | None) -> str:

@@ -63,6 +63,31 @@ def cell(
     return {"op": op, "shape": shape, **work, "rows": rows}
 
 
+def layer_cell(case: str, us: float = 62.5) -> dict[str, Any]:
+    """As `python -m perf layer` writes it."""
+    found = cell(case, 118_000_000, us, op="layer", flops=10**9, products="e4m3")
+    found["shape"] |= {
+        "model": "v4-flash",
+        "kind": "c128a",
+        "tp": 1,
+        "launches": 11.0,
+        "gaps_us": -0.25,
+        "kernels": {"products": [6.0, 40.5], "attention": [5.0, 22.25]},
+        "eager_host_us": 130.0,
+        "eager_us": 141.5,
+        "metadata_us": 900.0,
+        "floor_us": 27.6,
+        "ops_floor_us": 29.1,
+        "peak_bytes": 0,
+        "workspace_bytes": 1 << 26,
+        "bound_steps": 1,
+    }
+    return found
+
+
+LEFT_OUT = {"case": "v4-flash c4a decode b256 ctx1048576", "reason": "its caches take 10 bytes", "bytes": 10}
+
+
 def ceiling(name: str, kind: str, unit: str, value: float) -> dict[str, Any]:
     return {"name": name, "kind": kind, "unit": unit, "value": value, "us": 100.0, "p10": 99.0, "p90": 101.0}
 

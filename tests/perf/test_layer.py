@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-import re
+import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from cute_kernels.runtime.record import Cost
 from layers import PRESETS, AttentionOptions
 from layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper
 from perf import layer
 from perf.cli import main
 from perf.layer import Case
+from perf.timeline import Launch, Timeline
 
 
 def test_cases_are_named_apart_and_as_the_records_say() -> None:
     names = [case.name for case in layer.cases()]
     assert len(set(names)) == len(names)
-    assert {
-        "v4-flash c4a decode b64 ctx8192",
-        "v4-pro c4a decode b64 ctx65536",
-        "v4-flash c128a prefill 4096 ctx65536",
-        "v4-pro swa decode b1 ctx8192 tp8",
-        "v4-flash c4a decode b64 ctx8192 n4",
-    } <= set(names)
-    pattern = r"v4-(flash|pro) (swa|c4a|c128a) (decode b\d+|prefill \d+) ctx\d+( n4)?( tp8)?"
-    assert all(re.fullmatch(pattern, name) for name in names)
+    expected = {
+        f"{model} {kind} {step}"
+        for model in ("v4-flash", "v4-pro")
+        for kind in ("swa", "c4a", "c128a")
+        for step in [
+            *(f"decode b{b} ctx{context}" for b in (1, 8, 64, 256) for context in (8192, 65536)),
+            *(f"decode b{b} ctx1048576" for b in (1, 8)),
+            *(f"decode b{b} ctx8192 {more}" for b in (1, 64) for more in ("n4", "tp8")),
+            *(f"prefill {rows} ctx{context}" for rows in (512, 2048, 4096) for context in (0, 65536)),
+        ]
+    }
+    expected |= {f"{model} model decode b{b} ctx8192" for model in ("v4-flash", "v4-pro") for b in (1, 8, 64)}
+    assert set(names) == expected
     full = [case.name for case in layer.cases(full=True)]
     assert len(set(full)) == len(full) > 1000
     assert "v4-pro c4a decode b8 ctx1048576" in full
+    assert "v4-flash c128a decode b1024 ctx2048 n4 tp8" in full
+
+
+def test_a_model_runs_the_layers_of_its_config() -> None:
+    flash = Case("v4-flash", "model", "decode", 1, 1, 8192).ratios
+    assert (len(flash), flash.count(1), flash.count(4), flash.count(128)) == (43, 2, 21, 20)
+    pro = Case("v4-pro", "model", "decode", 1, 1, 8192).ratios
+    assert (len(pro), pro.count(1), pro.count(4), pro.count(128)) == (61, 0, 30, 31)
+    assert Case("v4-pro", "c4a", "decode", 1, 1, 8192).ratios == (4, 4, 4)
 
 
 def test_lengths() -> None:
@@ -59,12 +76,192 @@ def test_the_floor_counts_what_must_move(kind: str) -> None:
     with torch.device("meta"):
         built = DeepseekV4MultiHeadLatentAttentionWrapper(
             config,
-            config.layer_of_kind(case.ratio),
+            config.layer_of_kind(case.ratios[0]),
             options=AttentionOptions(max_model_len=64, max_num_tokens=64),
             device="meta",
         )
-    work = layer.least_work(case, built)
+    work = layer.least_work(built, case.query_lengths(), case.lengths())
     assert (work.bytes, work.flops) == by_hand(kind)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells of narrow layers, which the CPU runs."""
+    monkeypatch.setattr(layer, "DEVICE", "cpu")
+    small = {name: config.reduced() for name, config in PRESETS.items()}
+    monkeypatch.setattr(layer, "PRESETS", small)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("v4-flash", "swa", "decode", 2, 1, 300),
+        Case("v4-flash", "c4a", "decode", 3, 2, 300),
+        Case("v4-flash", "c4a", "prefill", 1, 12, 200),
+        Case("v4-flash", "c128a", "decode", 2, 1, 300),
+        Case("v4-pro", "c128a", "prefill", 1, 12, 0),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_step_runs(case: Case) -> None:
+    """Its block tables, caches and metadata fit together, and a capture gives what the layer gives."""
+    layers = layer.build_layers(case, max(case.lengths()) + 64)
+    step = layer.Step(case, layers)
+    assert len(step.calls()) == len(step.layers) == layer.LAYERS
+    assert step.is_right()
+    assert len({caches.swa.data.data_ptr() for caches in step.caches}) == layer.LAYERS
+    # by bytes alone: ops move more than a layer must
+    bytes_only = {"copy": 1e-3}
+    assert layer.ops_floor_us(step, bytes_only) > layer.floor_us(layer.work_of(case, layers), bytes_only, None) > 0
+    assert layer.ops_floor_us(step, {}) == 0
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_step_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    ratios = (1, 4, 128, 4)
+    monkeypatch.setattr(Case, "ratios", property(lambda self: ratios))
+    case = Case("v4-flash", "model", "decode", 2, 1, 300)
+    layers = layer.build_layers(case, 400)
+    step = layer.Step(case, layers)
+    assert set(step.metadata) == {1, 4, 128}
+    assert step.is_right()
+    one, other = (call() for call in step.calls())
+    assert not torch.equal(one, other)
+    hidden = step.hidden[0]
+    for number in range(len(ratios)):
+        hidden = step.run(number, hidden)
+    assert torch.equal(step.calls()[0](), hidden)
+    costs = [layer.least_work(built, case.query_lengths(), case.lengths()) for built in layers]
+    work = layer.work_of(case, layers)
+    assert work == Cost(sum(cost.bytes for cost in costs), sum(cost.flops for cost in costs))
+
+
+def test_the_work_of_a_kind_is_that_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "least_work", lambda *_: Cost(10, 20))
+    built: Any = [None] * layer.LAYERS
+    assert layer.work_of(Case("v4-flash", "swa", "decode", 1, 1, 8192), built) == Cost(10, 20)
+    whole: Any = [None] * 43
+    assert layer.work_of(Case("v4-flash", "model", "decode", 1, 1, 8192), whole) == Cost(430, 860)
+
+
+def test_floors() -> None:
+    roofs = {"copy": 4000.0, "bf16": 500.0, "e4m3": 1000.0}
+    assert layer.floor_us(Cost(bytes=4_000_000), roofs, None) == 1.0
+    assert layer.floor_us(Cost(bytes=4_000_000, flops=3_000_000_000), roofs, "e4m3") == 3.0
+    assert layer.floor_us(Cost(bytes=4_000_000, flops=3_000_000_000), roofs, "bf16") == 6.0
+    assert layer.floor_us(Cost(bytes=4_000_000, flops=3_000_000_000), roofs, None) == 1.0
+    kinds = {"fp8_gemm": "e4m3", "score_top_k_decode": "e4m3", "paged_mqa_logits": "e4m3", "bf16_gemm": "bf16",
+             "linear hidden": "bf16", "sparse_mla_prefill_paged": "bf16", "fused_inv_rope_fp8_quant": None}  # fmt: skip
+    assert {op: layer.products_of(op) for op in kinds} == kinds
+
+
+# ---- where the time goes ---------------------------------------------------------------------------------------------
+
+STEP = """quantize_fp8_1x128_0 gemm_swap_ab_e4m3_bf16_t64_s4_halves_0 nvjet_sm90_tss_96x64_64x10_2x4_h_bz_TNN
+rms_norm_quant_q1024_bf16_kv512_bf16_spread_0 deepseek_v4_fp8_einsum_64x128s8d2_0 qnorm_rope_insert_fp8_ds_mla_n1r2w4_0
+fused_compress_c4_fp8_ds_mla_1_0 fused_indexer_q_rope_quant_fp8_g1w4_0 qkv_insert_compress_index_r1g1_0
+paged_mqa_logits_b64_h64r1_0 top_k_per_row_w8v4c1t1_0 sparse_mla_decode_h64_listed_quant_0
+merge_attention_states_bf16_bf16_1_0 fused_inv_rope_row_h64_0 combine_topk_swa_indices_c640g1w4_0
+Memset"""
+
+
+def test_kinds_of_launches() -> None:
+    kinds = [Launch(name, 0, 1).kind for name in STEP.split()]
+    assert kinds == [
+        "norms and quantization", "products", "products",
+        "norms and quantization", "products", "caches and compression",
+        "caches and compression", "caches and compression", "caches and compression",
+        "scores and picks", "scores and picks", "attention",
+        "attention", "norms and quantization", "indices",
+        "copies",
+    ]  # fmt: skip
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>(int, int)"
+    assert Launch(name, 0, 1).kind == "torch"
+    assert Launch("something", 0, 1).kind == "other"
+
+
+def test_overlapping_launches_are_charged_once() -> None:
+    """The second waits for the first, the third runs within it, the fourth comes after a gap."""
+    found = Timeline.of(
+        [
+            Launch("gemm_b", 2.0, 10.0),
+            Launch("gemm_a", 0.0, 8.0),
+            Launch("sparse_mla_decode_h64", 3.0, 1.0),
+            Launch("something", 15.0, 5.0),
+        ]
+    )
+    assert [launch.name for launch in found.launches] == ["gemm_a", "gemm_b", "sparse_mla_decode_h64", "something"]
+    assert found.added() == [8.0, 4.0, 0.0, 5.0]
+    assert (found.span, found.gaps) == (20.0, 3.0)
+    assert found.by_kind() == {"products": (2, 12.0), "attention": (1, 0.0), "other": (1, 5.0)}
+    assert layer.facts_of(found, 2) == {
+        "launches": 2.0,
+        "gaps_us": 1.5,
+        "kernels": {"products": [1.0, 6.0], "attention": [0.5, 0.0], "other": [0.5, 2.5]},
+    }
+    nothing = Timeline.of([])
+    assert (nothing.span, nothing.gaps, nothing.by_kind()) == (0.0, 0.0, {})
+
+
+# ---- the sweep -------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """A GPU of so many free bytes, whose cells take no time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.built: list[str] = []
+        self.now = 0.0
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(layer, "build_layers", self._build)
+        monkeypatch.setattr(layer, "Step", lambda case, layers: (case, layers))
+        monkeypatch.setattr(layer, "measure", lambda case, *_: {"shape": {"case": case.name}})
+        monkeypatch.setattr(layer.time, "monotonic", self._clock)
+
+    def _build(self, case: Case, longest: int) -> list[Any]:
+        self.built.append(f"{case.name} up to {longest}")
+        return []
+
+    def _clock(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Machine]:
+    return lambda free: Machine(monkeypatch, free)
+
+
+SWEPT = [
+    Case("v4-flash", "swa", "decode", 1, 1, 8192),
+    Case("v4-flash", "swa", "decode", 64, 1, 8192),
+    Case("v4-flash", "c4a", "decode", 64, 1, 65536),
+    Case("v4-flash", "swa", "prefill", 1, 512, 0),
+]
+
+
+def test_cells_that_do_not_fit_are_left_out_with_their_bytes(machine: Callable[[int], Machine]) -> None:
+    found = machine(1 << 30)
+    told: list[Any] = []
+    cells, left_out, is_cut = layer.sweep(SWEPT, 15, math.inf, {}, lambda case, cell: told.append((case.name, cell)))
+    assert [cell["shape"]["case"] for cell in cells] == [SWEPT[i].name for i in (0, 1, 3)]
+    needed = 3 * 64 * (584 * 129 + 16384 * 716)
+    assert left_out == [
+        {"case": "v4-flash c4a decode b64 ctx65536", "reason": f"its caches take {needed} bytes", "bytes": needed}
+    ]
+    assert not is_cut
+    assert [name for name, _ in told] == [case.name for case in SWEPT]
+    # layers are built once for the cells that share them, for the most rows and the longest sequence
+    assert found.built == ["v4-flash swa decode b64 ctx8192 up to 8256", "v4-flash swa prefill 512 ctx0 up to 576"]
+
+
+def test_a_budget_stops_between_cells(machine: Callable[[int], Machine]) -> None:
+    machine(1 << 40)
+    cells, left_out, is_cut = layer.sweep(SWEPT, 15, 2.5, {}, lambda case, cell: None)
+    assert [cell["shape"]["case"] for cell in cells] == [case.name for case in SWEPT[:2]]
+    assert (left_out, is_cut) == ([], True)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from perf import cli
 from perf.records import RecordError, case_of, collect, gpu_folder, load, parse, usable
 from perf.report import LAYER, stale
 from tests.perf import synthetic
-from tests.perf.synthetic import cell, record, row
+from tests.perf.synthetic import LEFT_OUT, cell, layer_cell, record, row
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "perf/results"
@@ -164,6 +164,41 @@ def test_names() -> None:
     assert gpu_folder("NVIDIA GeForce RTX 4090") == "geforce-rtx-4090"
     assert case_of({"T": 4}) == "T=4"
     assert case_of({"T": 4, "case": "c4 T=4"}) == "c4 T=4"
+
+
+def test_what_else_is_known_of_a_layer() -> None:
+    found = parse(record([layer_cell("v4-flash c128a decode b1 ctx8192")], op=LAYER, left_out=[LEFT_OUT]))
+    step = found.cells[0].step
+    assert step is not None
+    assert step.kernels == (("products", 6.0, 40.5), ("attention", 5.0, 22.25))
+    assert (step.launches, step.gaps_us, step.floor_us, step.workspace_bytes) == (11.0, -0.25, 27.6, 1 << 26)
+    assert [(c.case, c.bytes) for c in found.left_out] == [(LEFT_OUT["case"], 10)]
+    assert parse(GOOD).cells[0].step is None
+    assert parse(GOOD).left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"launches": 12.0}, r"shape: launches: expected 11.0, those of all kinds, got 12.0"),
+        ({"kernels": {"products": [11.0]}}, r"kernels: expected launches and microseconds of products, got \[11.0\]"),
+        ({"kernels": [1]}, r"kernels: expected dict"),
+        ({"floor_us": 0}, r"floor_us: expected a number above 0, got 0"),
+        ({"eager_us": None}, r"eager_us: expected float, got null"),
+        ({"peak_bytes": 1.5}, r"peak_bytes: expected int, got 1.5"),
+    ],
+)
+def test_a_layer_that_contradicts_itself_is_refused(change: dict[str, Any], message: str) -> None:
+    broken = layer_cell("v4-flash c128a decode b1 ctx8192")
+    broken["shape"] |= change
+    with pytest.raises(RecordError, match=message):
+        parse(record([broken], op=LAYER))
+
+
+def test_a_case_is_measured_or_left_out() -> None:
+    both = record([layer_cell(LEFT_OUT["case"])], op=LAYER, left_out=[LEFT_OUT])
+    with pytest.raises(RecordError, match="records: expected different cases"):
+        parse(both)
 
 
 # ---- what must not be shown ------------------------------------------------------------------------------------------

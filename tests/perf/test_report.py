@@ -11,7 +11,7 @@ from perf import plots, report
 from perf.records import Book, collect, parse
 from perf.targets import host_loss, limit_us, losses
 from tests.perf import synthetic
-from tests.perf.synthetic import GPU, cell, record
+from tests.perf.synthetic import GPU, LEFT_OUT, cell, layer_cell, record
 
 GATHER = "dequantize_and_gather_k_cache"
 DECODE = "sparse_mla_decode"
@@ -271,3 +271,34 @@ def test_the_hash_of_a_file_without_one(tmp_path: Path) -> None:
     assert plots.digest_of(path) == ""
     path.write_bytes(b"")
     assert plots.digest_of(path) == ""
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def test_where_the_time_of_a_layer_goes(tmp_path: Path) -> None:
+    case = "v4-flash c128a decode b1 ctx8192"
+    data = record([layer_cell(case)], op="layer", left_out=[LEFT_OUT])
+    made = Book((parse(data),), ())
+    text = section(report.render_report(made), "layer")
+    steps = text.split("The floor is what")[1]
+    assert line(steps, case) == [
+        case, "27.60", "29.10", "62.50", "11", "-0.25", "141.5", "130.0", "900.0", "0 B", "67.1 MB"
+    ]  # fmt: skip
+    assert "* v4-flash c4a decode b256 ctx1048576 was left out: its caches take 10 bytes" in text
+    assert "![Where time goes](plots/h200/layer_time.png)" in steps
+    readme = report.render_numbers(made)
+    assert line(readme, "v4-flash c128a")[1] == "62.50"
+    bars = [figure for figure in plots.figures(GPU, made.records) if isinstance(figure, plots.Bars)]
+    assert [figure.name for figure in bars] == ["h200/layer_time.png"]
+    assert bars[0].bars == ((case, 62.5, (("products", 40.5), ("attention", 22.25), ("gaps", 0.0))),)
+    assert bars[0].parts() == ["products", "attention", "gaps"]
+    if plots.available():
+        (written,) = plots.draw(bars, tmp_path)
+        assert plots.digest_of(written) == bars[0].digest
+
+
+def test_layers_of_older_records_have_no_such_picture() -> None:
+    made = Book((parse(record([cell("v4-flash swa decode b1 ctx8192", 10**8, 50.0, op="layer")], op="layer")),), ())
+    assert "Where time goes" not in report.render_report(made)
+    assert not any(isinstance(figure, plots.Bars) for figure in plots.figures(GPU, made.records))
