@@ -43,6 +43,8 @@ LAYERS = 3
 KINDS = {"swa": 1, "c4a": 4, "c128a": 128}
 MODEL = "model"
 """Kind of the cells that are a step of a whole model."""
+ROW_BYTES, KEY_BYTES = 584, 132
+"""Of a record of fp8_ds_mla, and of an FP8 key of the indexer."""
 HOST_STEPS = 12
 BUILDS = 5
 MOST_OF_MEMORY = 0.8
@@ -256,12 +258,19 @@ class Step:
 
 
 def least_work(
-    layer: DeepseekV4MultiHeadLatentAttentionWrapper, query_lengths: Sequence[int], lengths: Sequence[int]
+    layer: DeepseekV4MultiHeadLatentAttentionWrapper,
+    query_lengths: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    row_bytes: int = ROW_BYTES,
+    key_bytes: int = KEY_BYTES,
 ) -> Cost:
     """Bytes and FLOPs that a step of no layer of this kind can do without.
 
     query_lengths   rows of each request in the step
     lengths         tokens of each request after it
+    row_bytes       of a cached token or entry
+    key_bytes       of a cached key of the indexer
     """
     config, heads, ratio = layer.config, layer.num_heads, layer.compress_ratio
     linears = [m.weight for m in layer.modules() if isinstance(m, Linear)] + [layer.o_proj.wo_a]
@@ -282,7 +291,7 @@ def least_work(
             keys_read += visible
     index_flops = 2 * keys * config.index_n_heads * config.index_head_dim
     flops = 2 * tokens * numbers + 4 * attended * heads * config.head_dim + index_flops
-    return Cost(bytes=weights + hidden + rows_read * 584 + keys_read * 132, flops=flops)
+    return Cost(bytes=weights + hidden + rows_read * row_bytes + keys_read * key_bytes, flops=flops)
 
 
 def work_of(case: Case, layers: Sequence[DeepseekV4MultiHeadLatentAttentionWrapper]) -> Cost:
@@ -347,9 +356,9 @@ def cache_bytes(case: Case, config: DeepseekV4Config) -> int:
     """Of the caches of all layers of a cell, about."""
     total = 0
     for ratio in case.ratios:
-        total += case.requests * 584 * (config.sliding_window + case.rows)
+        total += case.requests * ROW_BYTES * (config.sliding_window + case.rows)
         if ratio > 1:
-            total += case.requests * (max(case.lengths()) // ratio) * (584 + (132 if ratio == 4 else 0))
+            total += case.requests * (max(case.lengths()) // ratio) * (ROW_BYTES + (KEY_BYTES if ratio == 4 else 0))
     return total
 
 

@@ -2,8 +2,9 @@
 """Run DeepSeek-V4 attention layers on a batch of requests, check them and say what ran.
 
 Builds one attention layer of each kind (or one), feeds a batch of requests through paged caches with chunked
-prefill and decode steps, checks the result against itself, and prints every op with its implementation, calls, time
-and bytes.
+prefill and decode steps, checks the result against itself, and prints every op with its implementation, calls and
+bytes: on a CPU with its time, on a GPU followed by what a prefill and a decode step of the layer take in a CUDA graph
+and eagerly, and by the launches of the last one.
 Exit status: 0 all checks passed, 1 a check failed, 2 bad input.
 """
 
@@ -14,7 +15,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +30,7 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 from layer_runner.dump import write_dump
-from layer_runner.report import CEILINGS, Ceiling, render
+from layer_runner.report import CEILINGS, render, render_launches, render_steps, step_as_json
 from layer_runner.requests import InputError, Request, array_sequences, make_requests, text_sequences
 from layer_runner.run import KINDS, LayerReport, count_steps, max_rows, run_layer
 from rich.console import Console
@@ -222,9 +223,12 @@ def make_layer(
     return build_layer(config, index, tensors, options=options, device=args.device)
 
 
-def print_report(console: Console, report: LayerReport, ceiling: Ceiling | None, on_gpu: bool) -> None:
+def print_report(console: Console, report: LayerReport, roofs: Mapping[str, float] | None, on_gpu: bool) -> None:
     title = f"layer {report.layer_index} ({report.kind})"
-    console.print(render(report.rows, title, ceiling, on_gpu))
+    console.print(render(report.rows, title, on_gpu))
+    if report.steps:
+        console.print(render_steps(report.steps, roofs))
+        console.print(render_launches(report.steps[-1]))
     if report.truncated is not None:
         print(f"{report.truncated[0]} of {report.truncated[1]} rows truncated by top-k")
     for check in report.checks:
@@ -232,13 +236,15 @@ def print_report(console: Console, report: LayerReport, ceiling: Ceiling | None,
     print(flush=True)
 
 
-def report_as_json(report: LayerReport, ceiling: Ceiling | None, on_gpu: bool) -> dict[str, Any]:
+def report_as_json(report: LayerReport, roofs: Mapping[str, float] | None, on_gpu: bool) -> dict[str, Any]:
     values: dict[str, Any] = {
         "layer": report.layer_index,
         "kind": report.kind,
-        "ops": [row.as_json(ceiling, on_gpu) for row in report.rows],
+        "ops": [row.as_json(on_gpu) for row in report.rows],
         "checks": [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in report.checks],
     }
+    if report.steps:
+        values["steps"] = [step_as_json(step, roofs) for step in report.steps]
     if report.truncated is not None:
         values["rows_truncated_by_topk"], values["rows"] = report.truncated
     return values
@@ -250,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
     if on_gpu:
         os.environ[FALLBACK_VARIABLE] = args.fallback
     device_name = torch.cuda.get_device_name() if on_gpu else "cpu"
-    ceiling = CEILINGS.get(device_name)
+    roofs = CEILINGS.get(device_name)
     config = read_config(args)
     indices = choose_layers(args, config)
     requests = read_requests(args, config)
@@ -278,7 +284,7 @@ def run(args: argparse.Namespace) -> int:
                 on_step=lambda task=task: bar.advance(task),  # type: ignore[misc]
             )
             bar.remove_task(task)
-        print_report(console, report, ceiling, on_gpu)
+        print_report(console, report, roofs, on_gpu)
         if report.arrays is not None:
             write_dump(args.dump, report.arrays)
         reports.append(report)
@@ -292,7 +298,7 @@ def run(args: argparse.Namespace) -> int:
             "weights": str(args.checkpoint or args.model),
             "hidden_size": config.hidden_size,
             "requests": [{"prefill": r.prefill, "decode": list(r.decode), "draft": r.draft} for r in requests],
-            "layers": [report_as_json(report, ceiling, on_gpu) for report in reports],
+            "layers": [report_as_json(report, roofs, on_gpu) for report in reports],
             "passed": failed == 0,
         }
         args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -1,27 +1,24 @@
-"""The table of what ran: one row per op and implementation, in order of first appearance."""
+"""The tables of a run: one row per op and implementation in order of first appearance; on a GPU what a step takes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from cute_kernels.runtime.record import Call
+from layer_runner.timing import StepTimes
+from perf.layer import floor_us
 
+CEILINGS: Mapping[str, Mapping[str, float]] = {"NVIDIA H200": {"copy": 4280.0, "e4m3": 1348.0}}
+"""By device name, as torch.cuda.get_device_name gives it: GB/s and TFLOPS that the GPU was measured to reach."""
 
-@dataclass(frozen=True)
-class Ceiling:
-    """What a GPU was measured to reach: bytes per second from memory, bf16 FLOPs per second."""
-
-    bytes_per_second: float
-    flops_per_second: float
-
-
-CEILINGS = {"NVIDIA H200": Ceiling(4.28e12, 790e12)}
-"""By device name, as torch.cuda.get_device_name gives it."""
+LONGEST_NAME = 70
+"""Characters of a kernel's name that a table shows."""
 
 
 @dataclass
@@ -35,27 +32,17 @@ class Row:
     bytes: int = 0
     flops: int = 0
 
-    def of_ceiling(self, ceiling: Ceiling | None) -> float | None:
-        """The larger of the fractions of the memory and of the arithmetic ceiling; None when nothing is known."""
-        if ceiling is None or self.seconds <= 0 or not (self.bytes or self.flops):
-            return None
-        return max(self.bytes / ceiling.bytes_per_second, self.flops / ceiling.flops_per_second) / self.seconds
-
-    def as_json(self, ceiling: Ceiling | None, on_gpu: bool) -> dict[str, Any]:
-        """The row as written by --json."""
+    def as_json(self, on_gpu: bool) -> dict[str, Any]:
+        """The row as written by --json. On a GPU it has no time: an op's own, each waited for, do not add up to a
+        layer's."""
         values: dict[str, Any] = {
             "op": self.op,
             "implementation": self.implementation,
             "calls": self.calls,
-            "seconds": self.seconds,
             "bytes": self.bytes,
             "flops": self.flops,
         }
-        if on_gpu and self.seconds > 0:
-            values["gb_per_second"] = self.bytes / self.seconds * 1e-9
-            values["tflops"] = self.flops / self.seconds * 1e-12
-            values["of_ceiling"] = self.of_ceiling(ceiling)
-        return values
+        return values if on_gpu else values | {"seconds": self.seconds}
 
 
 def summarize(calls: Sequence[Call]) -> list[Row]:
@@ -79,25 +66,66 @@ def _bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def render(rows: Sequence[Row], title: str, ceiling: Ceiling | None, on_gpu: bool) -> Table:
-    """A rich table; the speed columns appear for GPUs, the last one only for a GPU with known ceilings."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("op", overflow="fold")
-    table.add_column("by", no_wrap=True)
-    headers = ["calls", "ms", "bytes"]
-    if on_gpu:
-        headers += ["GB/s", "TFLOPS"]
-    if on_gpu and ceiling is not None:
-        headers.append("% of ceiling")
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
+def render(rows: Sequence[Row], title: str, on_gpu: bool) -> Table:
+    """A rich table of ops, with times on a CPU."""
+    table = _table(title, ["op", "by"], ["calls", *([] if on_gpu else ["ms"]), "bytes"])
     for row in rows:
-        cells = [row.op, row.implementation, str(row.calls), f"{row.seconds * 1e3:.2f}", _bytes(row.bytes)]
-        if on_gpu:
-            seconds = row.seconds or float("inf")
-            cells += [f"{row.bytes / seconds * 1e-9:.0f}", f"{row.flops / seconds * 1e-12:.1f}"]
-        if on_gpu and ceiling is not None:
-            fraction = row.of_ceiling(ceiling)
-            cells.append("" if fraction is None else f"{fraction * 100:.1f}")
-        table.add_row(*cells)
+        time = [] if on_gpu else [f"{row.seconds * 1e3:.2f}"]
+        table.add_row(row.op, row.implementation, str(row.calls), *time, _bytes(row.bytes))
     return table
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for number, header in enumerate(left):
+        table.add_column(header, overflow="fold", no_wrap=number > 0)
+    for header in right:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
+
+
+def share_of_floor(times: StepTimes, roofs: Mapping[str, float] | None) -> float | None:
+    """The least time of the step's work over the time that it took; None for a GPU whose ceilings nobody knows."""
+    return None if not roofs else floor_us(times.least, roofs, "e4m3") / times.us
+
+
+def render_steps(steps: Sequence[StepTimes], roofs: Mapping[str, float] | None) -> Table:
+    """A line per step: what a layer takes."""
+    headers = ["graph us", "eager us", "host us", "launches", "gaps us", *(["% of floor"] if roofs else [])]
+    table = _table("a step of the layer", ["step"], headers)
+    for step in steps:
+        share = share_of_floor(step, roofs)
+        cells = ["" if step.graph_us is None else f"{step.graph_us:.1f}", f"{step.eager_us:.1f}", f"{step.host_us:.1f}"]
+        cells += [str(len(step.timeline.launches)), f"{step.timeline.gaps:.1f}"]
+        table.add_row(step.name, *cells, *([] if share is None else [f"{100 * share:.1f}"]))
+    return table
+
+
+def render_launches(times: StepTimes) -> Table:
+    """A line per launch of a step, in order: how long it took, and what it added to those before it."""
+    table = _table(f"launches: {times.name}", ["launch", "what"], ["from us", "us", "adds us"])
+    first = times.timeline.launches[0].start if times.timeline.launches else 0.0
+    for launch, added in zip(times.timeline.launches, times.timeline.added(), strict=True):
+        name = launch.name if len(launch.name) <= LONGEST_NAME else launch.name[: LONGEST_NAME - 3] + "..."
+        numbers = (f"{us:.2f}" for us in (launch.start - first, launch.us, added))
+        table.add_row(escape(name), launch.kind, *numbers)
+    return table
+
+
+def step_as_json(times: StepTimes, roofs: Mapping[str, float] | None) -> dict[str, Any]:
+    """A step as written by --json, in microseconds."""
+    added = times.timeline.added()
+    return {
+        "step": times.name,
+        "graph_us": times.graph_us,
+        "eager_us": times.eager_us,
+        "host_us": times.host_us,
+        "gaps_us": times.timeline.gaps,
+        "least_bytes": times.least.bytes,
+        "least_flops": times.least.flops,
+        "of_floor": share_of_floor(times, roofs),
+        "launches": [
+            {"name": launch.name, "kind": launch.kind, "us": launch.us, "adds_us": adds}
+            for launch, adds in zip(times.timeline.launches, added, strict=True)
+        ],
+    }

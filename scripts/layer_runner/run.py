@@ -23,6 +23,7 @@ from layer_runner.pools import Pools
 from layer_runner.report import Row, summarize
 from layer_runner.requests import Request, schedule
 from layer_runner.stepping import BatchResult, run_alone, run_batch
+from layer_runner.timing import StepTimes, time_steps
 from layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
 
 KINDS = {1: "SWA", 4: "C4A", 128: "C128A"}
@@ -30,7 +31,8 @@ KINDS = {1: "SWA", 4: "C4A", 128: "C128A"}
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A layer's run. truncated: (rows cut by top-k, rows) of a C4A layer. arrays: what --dump writes, if asked for."""
+    """A layer's run. truncated: (rows cut by top-k, rows) of a C4A layer. arrays: what --dump writes, if asked for.
+    steps: what steps take on a GPU."""
 
     layer_index: int
     kind: str
@@ -38,6 +40,7 @@ class LayerReport:
     checks: list[Check]
     truncated: tuple[int, int] | None
     arrays: dict[str, np.ndarray] | None
+    steps: list[StepTimes]
 
 
 def count_steps(requests: Sequence[Request], chunk: int, device: str, dump: bool) -> int:
@@ -82,7 +85,8 @@ def run_layer(
 
     reaches = [request.reach for request in requests]
     # Kernels are loaded and autotuned before anything is timed.
-    warm_up = batch(pools(reaches, 0)) if device == "cuda" else None
+    first = pools(reaches, 0) if device == "cuda" else None
+    warm_up = None if first is None else batch(first)
     paged = pools(reaches, 0)
     with record_calls() as recording:
         result = batch(paged)
@@ -104,4 +108,5 @@ def run_layer(
         # Capturing runs ops of its own, which the timed run must not see.
         target = pools(reaches, 0)
         arrays = dump_arrays(layer, target, requests[0], batch(target, capture=True))
-    return LayerReport(layer.layer_index, KINDS[ratio], summarize(recording.calls), checks, truncated, arrays)
+    steps = [] if first is None else time_steps(layer, builder, requests, first, chunk)
+    return LayerReport(layer.layer_index, KINDS[ratio], summarize(recording.calls), checks, truncated, arrays, steps)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +15,15 @@ import torch
 from cute_kernels.runtime.record import Cost
 from layers import PRESETS, AttentionOptions
 from layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper
-from perf import layer
+from perf import layer, measure
 from perf.cli import main
 from perf.layer import Case
+from perf.measure import Timing
+from perf.records import load
 from perf.timeline import Launch, Timeline
+from tests.perf import synthetic
+
+MACHINE = ("gpu", "cpu", "driver", "torch", "dsl", "tvm_ffi", "python", "commit", "date")
 
 
 def test_cases_are_named_apart_and_as_the_records_say() -> None:
@@ -262,6 +270,66 @@ def test_a_budget_stops_between_cells(machine: Callable[[int], Machine]) -> None
     cells, left_out, is_cut = layer.sweep(SWEPT, 15, 2.5, {}, lambda case, cell: None)
     assert [cell["shape"]["case"] for cell in cells] == [case.name for case in SWEPT[:2]]
     assert (left_out, is_cut) == ([], True)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_the_record_of_a_sweep(
+    machine: Callable[[int], Machine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the command to a record that the report takes, with everything that asks a GPU in its place made up."""
+    build, step, one = layer.build_layers, layer.Step, layer.measure
+    machine(1 << 40)
+    monkeypatch.setattr(layer, "build_layers", build)
+    monkeypatch.setattr(layer, "Step", step)
+    monkeypatch.setattr(layer, "measure", one)
+    wanted = [
+        Case("v4-flash", "c4a", "decode", 2, 1, 300),
+        Case("v4-flash", "model", "decode", 1, 1, 300),
+        Case("v4-flash", "c4a", "decode", 1 << 14, 1, 1 << 20),
+    ]
+    monkeypatch.setattr(layer, "cases", lambda full: iter(wanted))
+    monkeypatch.setattr(Case, "ratios", property(lambda self: (1, 4, 128) if self.kind == "model" else (4,) * 3))
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    def time_graphs(candidates: Any, work: float, replays: int, flops_per_set: float) -> dict[str, Timing]:
+        ((name, calls),) = candidates.items()
+        for call in calls:
+            call()
+        return {name: Timing(50.0, 49.0, 51.0, 48.0, 60.0, replays, len(calls), len(calls))}
+
+    monkeypatch.setattr(layer, "time_graphs", time_graphs)
+    monkeypatch.setattr(layer, "capture", lambda calls: (Graph(), len(calls)))
+    monkeypatch.setattr(layer, "profile", lambda call: Timeline.of([Launch("gemm_a", 0, 8), Launch("gemm_b", 9, 8)]))
+    monkeypatch.setattr(layer, "peak", lambda call: 1000)
+    monkeypatch.setattr(layer, "workspace_bytes", lambda step: 2000)
+    ticks = itertools.count()
+    monkeypatch.setattr(layer.time, "perf_counter", lambda: next(ticks) * 1e-6)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    facts = {name: value for name, value in synthetic.record([]).items() if name in MACHINE}
+    monkeypatch.setattr(measure, "environment", lambda: facts)
+    monkeypatch.setattr(measure, "cold_bytes", lambda: 180e6)
+    ceilings = tmp_path / "ceilings.json"
+    ceilings.write_text(json.dumps(synthetic.record([])["ceilings"]))
+    assert main(["layer", "--ceilings", str(ceilings), "--json", str(tmp_path / "h200")]) == 0
+    found = load(tmp_path / "h200/layer.json")
+    assert not found.partial
+    assert [(cell.case, cell.ours.us, cell.ours.sets) for cell in found.cells] == [
+        ("v4-flash c4a decode b2 ctx300", 50.0, 3),
+        ("v4-flash model decode b1 ctx300", 50.0, 2),
+    ]
+    steps = [cell.step for cell in found.cells]
+    assert steps[0] is not None
+    assert steps[1] is not None
+    assert (steps[0].launches, steps[1].launches) == (0.67, 2.0)
+    assert (steps[0].eager_host_us, steps[0].eager_us) == (0.3, 0.7)
+    assert (steps[1].eager_host_us, steps[1].eager_us, steps[1].metadata_us) == (1.0, 2.0, 1.0)
+    assert steps[1].kernels == (("products", 2.0, 16.0),)
+    assert [case.case for case in found.left_out] == ["v4-flash c4a decode b16384 ctx1048576"]
+    assert found.cells[0].ours.percent is not None
 
 
 @pytest.mark.parametrize(

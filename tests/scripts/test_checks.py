@@ -12,18 +12,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from layers import DeepseekV4Config
+from layers import (
+    AttentionOptions,
+    DeepseekV4Config,
+    DeepseekV4MetadataBuilder,
+    build_layer,
+    random_layer_tensors,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import layer_runner.run
-from layer_runner import checks, report
+from layer_runner import checks, report, timing
 from layer_runner.pools import POISON, Pools, raw_pages
 from layer_runner.requests import Request, make_requests, plan_decode, schedule, split_text
 from layer_runner.run import max_rows
+from layer_runner.stepping import run_batch
 
 from cute_kernels.runtime.record import Call, Cost
+from perf.timeline import Launch, Timeline
 from tests.scripts.runs import (
     TINY,
     status,
@@ -263,19 +272,89 @@ def test_table_of_calls() -> None:
         ("b", "reference", 1),
     ]
     assert (rows[0].seconds, rows[0].bytes, rows[0].flops) == (3e-3, 3_000_000, 20)
-    ceiling = report.Ceiling(bytes_per_second=4e9, flops_per_second=1e6)
-    assert rows[0].of_ceiling(ceiling) == pytest.approx(0.25)
-    assert replace(rows[0], flops=2000).of_ceiling(ceiling) == pytest.approx(2000 / 1e6 / 3e-3)
-    assert rows[0].of_ceiling(None) is None
-    assert rows[2].of_ceiling(ceiling) is None
-    on_gpu = rows[0].as_json(ceiling, True)
-    assert on_gpu["gb_per_second"] == pytest.approx(1.0)
-    assert on_gpu["of_ceiling"] == pytest.approx(0.25)
-    assert "gb_per_second" not in rows[0].as_json(None, False)
+    assert rows[0].as_json(False)["seconds"] == 3e-3
+    assert "seconds" not in rows[0].as_json(True), "ops that are waited for one by one do not add up to a layer"
 
-    def headers(ceiling: report.Ceiling | None, on_gpu: bool) -> list[str]:
-        return [str(column.header) for column in report.render(rows, "t", ceiling, on_gpu).columns]
+    def headers(on_gpu: bool) -> list[str]:
+        return [str(column.header) for column in report.render(rows, "t", on_gpu).columns]
 
-    assert headers(None, False) == ["op", "by", "calls", "ms", "bytes"]
-    assert headers(None, True)[5:] == ["GB/s", "TFLOPS"]
-    assert headers(ceiling, True)[5:] == ["GB/s", "TFLOPS", "% of ceiling"]
+    assert headers(False) == ["op", "by", "calls", "ms", "bytes"]
+    assert headers(True) == ["op", "by", "calls", "bytes"]
+
+
+# ---- what a step takes on a GPU --------------------------------------------------------------------------------------
+
+
+def test_the_steps_that_are_timed() -> None:
+    hidden = torch.zeros(60, 8)
+    requests = [Request(hidden[:40], 36, (1, 1, 1, 1), 2, hidden[:4, None].repeat(1, 2, 1)),
+                Request(hidden[:10], 8, (1, 1), 2, hidden[:2, None].repeat(1, 2, 1))]  # fmt: skip
+    (prefill, decode) = timing.chosen_steps(requests, 36)
+    assert prefill[0] == "prefill, 36 + 0 decode rows"
+    assert [(part.request, part.rows) for part in prefill[1]] == [(0, 36)]
+    assert decode[0] == "decode, 4 rows of 2 requests"
+    assert [(part.request, part.rows) for part in decode[1]] == [(0, 2), (1, 2)]
+    assert all(number is not None for number in decode[2])
+    one_shot = [request.one_shot() for request in requests]
+    assert [name for name, _, _ in timing.chosen_steps(one_shot, 64)] == ["prefill, 50 + 0 decode rows"]
+
+
+@pytest.mark.parametrize("layer_index", [0, 2, 3])
+def test_timed_steps_run_on_the_caches_of_the_batch(layer_index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step alone, again, gives what it gave in the batch."""
+    config = DeepseekV4Config.from_dict(TINY)
+    options = AttentionOptions(max_model_len=200, max_num_tokens=64)
+    layer = build_layer(config, layer_index, random_layer_tensors(config, layer_index), options=options)
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randn(n, 128, generator=generator).bfloat16() for n in (45, 31)]
+    requests = make_requests(sequences, prefill_limit=28, decode=3, draft=1, max_positions=200, seed=0)
+    pools = Pools(config, layer.compress_ratio, [r.reach for r in requests], kv_cache="fp8_ds_mla", index_cache="fp8",
+                  device="cpu", seed=0)  # fmt: skip
+    builder = DeepseekV4MetadataBuilder(config, 64, 200)
+    batch = run_batch(layer, builder, requests, pools, 64)
+    ran: list[tuple[str, torch.Tensor, Cost]] = []
+
+    def note(name: str, call: Any, least: Cost) -> Any:
+        ran.append((name, call(), least))
+
+    monkeypatch.setattr(timing, "time_call", note)
+    timing.time_steps(layer, builder, requests, pools, 64)
+    assert [name for name, _, _ in ran] == ["prefill, 56 + 0 decode rows", "decode, 2 rows of 2 requests"]
+    assert torch.equal(ran[0][1], torch.cat([out[:28] for out in batch.outputs]))
+    assert ran[1][1].shape == (2, 128)
+    assert ran[0][2].flops > ran[1][2].flops > 0
+
+
+TIMES = timing.StepTimes(
+    "decode, 2 rows of 2 requests",
+    25.0,
+    60.0,
+    40.0,
+    Timeline.of([Launch("gemm_a", 100.0, 8.0), Launch("gemm_b[x]", 102.0, 10.0), Launch("memo" * 50, 115.0, 5.0)]),
+    Cost(bytes=42_800_000, flops=10),
+)
+
+
+def test_tables_of_steps() -> None:
+    roofs = report.CEILINGS["NVIDIA H200"]
+    assert report.share_of_floor(TIMES, roofs) == pytest.approx(0.4)
+    assert report.share_of_floor(replace(TIMES, graph_us=None), roofs) == pytest.approx(10 / 60)
+    assert report.share_of_floor(TIMES, None) is None
+
+    def lines(table: Any) -> list[str]:
+        console = Console(width=140)
+        with console.capture() as captured:
+            console.print(table)
+        return captured.get().splitlines()
+
+    (line,) = [line for line in lines(report.render_steps([TIMES], roofs)) if "2 requests" in line]
+    assert line.split()[-6:] == ["25.0", "60.0", "40.0", "3", "3.0", "40.0"]
+    assert "% of floor" not in "".join(lines(report.render_steps([TIMES], None)))
+    launches = lines(report.render_launches(TIMES))
+    (line,) = [line for line in launches if "gemm_b[x]" in line]
+    assert line.split() == ["gemm_b[x]", "products", "2.00", "10.00", "4.00"]
+    assert any("memomemo" in line and "..." in line for line in launches)
+    written = report.step_as_json(TIMES, roofs)
+    assert written["of_floor"] == pytest.approx(0.4)
+    assert [launch["adds_us"] for launch in written["launches"]] == [8.0, 4.0, 5.0]
+    json.dumps(written)
