@@ -24,6 +24,7 @@ from cute_kernels.indexer.ops import (
 from cute_kernels.indices.ops import (
     build_c128a_topk_metadata,
     build_flashinfer_mixed_sparse_indices,
+    build_step_metadata,
     combine_topk_swa_indices,
     compute_decode_swa_indices,
     compute_global_topk_indices_and_lens,
@@ -62,6 +63,7 @@ __all__ = [
     "all_visible_entries",
     "build_c128a_topk_metadata",
     "build_flashinfer_mixed_sparse_indices",
+    "build_step_metadata",
     "combine_topk_swa_indices",
     "compress_norm_rope_store",
     "compute_decode_swa_indices",

@@ -23,6 +23,7 @@ KERNEL_ARCHS = {
     "all_visible_entries": ARCHS,
     "build_c128a_topk_metadata": ARCHS,
     "build_flashinfer_mixed_sparse_indices": ARCHS,
+    "build_step_metadata": ARCHS,
     "combine_topk_swa_indices": ARCHS,
     "compress_norm_rope_store": _E4M3_ARCHS,
     "compute_decode_swa_indices": ARCHS,

@@ -1,19 +1,34 @@
-"""Step metadata: what all layers of one kind share in a step, built on the device without waiting for it."""
+"""Step metadata: what all layers of one kind share in a step, built on the device without waiting for it.
+
+A step of any number of kinds takes one copy to the device and one launch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from cute_kernels.compressor.ops import get_compressed_slot_mapping
 from cute_kernels.formats import round_up
-from cute_kernels.indices.ops import build_c128a_topk_metadata, compute_decode_swa_indices
-from cute_kernels.paging import entries_to_slots
+from cute_kernels.indices.ops import StepLayout, build_step_metadata
+from cute_kernels.runtime import record
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.compile import launch, record_launches
+from cute_kernels.runtime.ops import CHECKED, NVTX
 from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE
 from layers.config import COMPRESS_RATIOS, DeepseekV4Config
+
+Ints: TypeAlias = "Sequence[int] | npt.NDArray[Any]"
+
+RING_SLOTS = 4
+"""Steps whose numbers may be on their way to the device at once; the host waits for the oldest before another."""
+
+MOST_KEPT = 256
+"""Shapes of steps whose views and launches are kept: those of a server's decode steps come again and again."""
 
 
 @dataclass(frozen=True)
@@ -99,75 +114,180 @@ class DeepseekV4Metadata:
         return table[: self.num_decodes]
 
 
+class UploadRing:
+    """Numbers of a step on their way to the device: pinned memory in turns, none of it written while a copy reads it.
+
+    device_buffer   int32 [size] on the device: what the last `send` has brought, once the stream is there
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.device_buffer = torch.empty(size, dtype=torch.int32, device=device)
+        self._is_cuda = device.type == "cuda"
+        self._pinned: list[torch.Tensor] = []
+        self._arrays: list[npt.NDArray[np.int32]] = []
+        self._copied: list[Any] = []
+        self._turn = -1
+
+    def slot(self) -> npt.NDArray[np.int32]:
+        """int32 [size] to be filled with what `send` is to bring."""
+        if not self._is_cuda:
+            array: npt.NDArray[np.int32] = self.device_buffer.numpy()
+            return array
+        self._turn = (self._turn + 1) % RING_SLOTS
+        if self._turn == len(self._arrays):
+            self._pinned.append(torch.empty(self.device_buffer.shape, dtype=torch.int32, pin_memory=True))
+            self._arrays.append(self._pinned[-1].numpy())
+            self._copied.append(torch.cuda.Event())
+        else:
+            self._copied[self._turn].synchronize()
+        return self._arrays[self._turn]
+
+    def send(self, count: int) -> torch.Tensor:
+        """The buffer on the device, into which the current stream copies the first `count` numbers of the last slot."""
+        if self._is_cuda:
+            target, source = self.device_buffer[:count], self._pinned[self._turn][:count]
+            target.copy_(source, non_blocking=True)
+            self._copied[self._turn].record(torch.cuda.current_stream(target.device))
+        return self.device_buffer
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the shapes of a step's tensors follow from."""
+
+    requests: int
+    tokens: int
+    num_decodes: int
+    decode_rows: int
+    c128a_columns: int
+
+    def used(self, name: str) -> slice:
+        """The rows of an array that the step uses."""
+        if name == "query_start_loc":
+            return slice(self.requests + 1)
+        if name in ("seq_lens", "min_restart"):
+            return slice(self.requests)
+        if name == "gather_lens":
+            return slice(self.num_decodes, self.requests)
+        return slice(self.decode_rows if name.startswith("decode") else self.tokens)
+
+
+_NO_FIELDS: dict[int, frozenset[str]] = {
+    1: frozenset(("state_slot_mapping", "compressed_slot_mapping", "visible", "decode_topk_lens")),
+    4: frozenset(),
+    128: frozenset(("visible",)),
+}
+"""Arrays that are no field of the metadata of layers of a ratio."""
+
+
+class _StepBuffers:
+    """The results of steps that have layers of certain ratios, ascending: always in the same places."""
+
+    def __init__(self, ratios: tuple[int, ...], max_num_tokens: int, window_size: int, device: torch.device) -> None:
+        layout = StepLayout(max_num_tokens, window_size, len(ratios))
+        self.ratios, self.buffer = ratios, torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        self._arrays = []
+        for number in range(len(ratios)):
+            arrays = {}
+            for name, (offset, dtype, columns) in layout.arrays(number).items():
+                element: torch.dtype = getattr(torch, dtype)
+                size = layout.room * max(columns, 1) * element.itemsize
+                array = self.buffer[offset : offset + size].view(element)
+                arrays[name] = array.view(layout.room, 1, columns) if columns else array
+            self._arrays.append(arrays)
+        self._views: dict[_Shape, list[dict[str, torch.Tensor]]] = {}
+        self.start, self.end = self.buffer.data_ptr(), self.buffer.data_ptr() + layout.nbytes
+
+    def views(self, shape: _Shape, lists: tuple[torch.Tensor | None, torch.Tensor | None]) -> list[dict[str, Any]]:
+        """The metadata's fields that this step fills, of each ratio. lists: C128A's, of decode and prefill rows."""
+        found = self._views.get(shape)
+        if found is None:
+            if len(self._views) >= MOST_KEPT:
+                self._views.clear()
+            shared: dict[str, torch.Tensor] = {}
+            found = [
+                self._fields(shape, ratio, arrays, shared, lists)
+                for ratio, arrays in zip(self.ratios, self._arrays, strict=True)
+            ]
+            self._views[shape] = found
+        return found
+
+    @staticmethod
+    def _fields(
+        shape: _Shape,
+        ratio: int,
+        arrays: dict[str, torch.Tensor],
+        shared: dict[str, torch.Tensor],
+        lists: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> dict[str, torch.Tensor]:
+        """Kinds share the tensors that are the same for all of them."""
+        if not shared:
+            shared |= {name: arrays[name][shape.used(name)] for name in StepLayout.SHARED}
+            shared["prefill_gather_lens"] = shared.pop("gather_lens")
+            shared["prefill_seq_lens"] = shared["seq_lens"][shape.num_decodes :]
+        own = arrays.keys() - StepLayout.SHARED - _NO_FIELDS[ratio]
+        fields = shared | {name: arrays[name][shape.used(name)] for name in own}
+        if ratio == 128:
+            fields["c128a_decode_topk_lens"] = fields.pop("decode_topk_lens")
+            decode, prefill = lists
+            assert prefill is not None
+            if decode is not None:
+                fields["c128a_global_decode_topk_indices"] = decode[: shape.decode_rows, : shape.c128a_columns]
+            rows = shape.tokens - shape.decode_rows
+            fields["c128a_prefill_topk_indices"] = prefill[:rows, : shape.c128a_columns]
+        return fields
+
+
 class DeepseekV4MetadataBuilder:
     """Builds the metadata of each step, into buffers whose addresses do not change.
 
-    The metadata of a layer kind are valid until the next `build` of that kind. Layers of one kind that have different
-    block tables need a builder each.
+    The metadata of a layer kind are valid until that kind is built again. Layers of one kind that have different block
+    tables need a builder each. A builder's steps are built on one stream, or on streams that wait for each other.
 
-    A step captured in a CUDA graph is replayed with new numbers by building its metadata again with the same query_lens
-    and the same bounds seq_lens (pass the true lengths as seq_lens_device), from block tables at the same addresses.
+    A step captured in a CUDA graph is replayed with new numbers by building its metadata again in the same way
+    (`build`, or `build_step` of the same ratios), with the same query_lens and the same bounds seq_lens (pass the true
+    lengths as seq_lens_device), from block tables at the same addresses. Building is not captured.
 
-    max_num_tokens   largest number of rows in a step, and of requests
-    max_model_len    largest sequence length
+    max_num_tokens       largest number of rows in a step, and of requests
+    max_model_len        largest sequence length
+    c128a_decode_lists   whether `c128a_global_decode_topk_indices` are built, which only attention over plain caches
+                         reads (DeepseekV4FlashInferMLASparseImpl); else the field is None
+    use_pdl              whether the launch is a dependent of the kernel before
     """
 
     def __init__(
-        self, config: DeepseekV4Config, max_num_tokens: int, max_model_len: int, device: torch.device | str = "cpu"
+        self,
+        config: DeepseekV4Config,
+        max_num_tokens: int,
+        max_model_len: int,
+        device: torch.device | str = "cpu",
+        *,
+        c128a_decode_lists: bool = True,
+        use_pdl: bool = False,
     ) -> None:
         self.config, self.device = config, torch.device(device)
-        self.max_model_len = max_model_len
-        self._swa: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.max_model_len, self.use_pdl = max_model_len, use_pdl
+        self.c128a_decode_lists = c128a_decode_lists
         self._c128a_width = round_up(-(-max_model_len // 128), 128)
-        self._c128a: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._c128a: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         self._max_num_tokens = max_num_tokens
-        self._kept: dict[tuple[int, str], torch.Tensor] = {}
-
-    def _keep(self, compress_ratio: int, name: str, value: torch.Tensor) -> torch.Tensor:
-        """`value` in a buffer of its own; it may be a slice of what the buffer holds from the step before."""
-        return self._buffer(compress_ratio, name, value.shape[0], value.dtype).copy_(value.clone())
-
-    def _buffer(self, compress_ratio: int, name: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first rows of the buffer of that name, which has room for the largest step."""
-        if (compress_ratio, name) not in self._kept:
-            self._kept[compress_ratio, name] = torch.empty(self._max_num_tokens + 1, dtype=dtype, device=self.device)
-        return self._kept[compress_ratio, name][:rows]
-
-    def _swa_buffers(self, compress_ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if compress_ratio not in self._swa:
-            rows, window = self._max_num_tokens, self.config.sliding_window
-            self._swa[compress_ratio] = (
-                torch.empty(rows, 1, window, dtype=torch.int32, device=self.device),
-                torch.empty(rows, dtype=torch.int32, device=self.device),
-            )
-        return self._swa[compress_ratio]
-
-    def _c128a_buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self._c128a is None:
-            rows = self._max_num_tokens
-
-            def table() -> torch.Tensor:
-                return torch.empty(rows, self._c128a_width, dtype=torch.int32, device=self.device)
-
-            self._c128a = (table(), torch.empty(rows, dtype=torch.int32, device=self.device), table())
-        return self._c128a
-
-    def _host_ints(self, values: Sequence[int]) -> torch.Tensor:
-        pinned = self.device.type == "cuda"
-        return torch.tensor(values, dtype=torch.int32, pin_memory=pinned).to(self.device, non_blocking=True)
+        self._ring: UploadRing | None = None
+        self._buffers: dict[tuple[int, ...], _StepBuffers] = {}
+        self._accepted: set[Any] = set()
+        self._launches: dict[Any, Any] = {}
 
     def build(
         self,
         compress_ratio: int,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
+        query_lens: Ints,
+        seq_lens: Ints,
         block_tables: BlockTables,
         num_decodes: int,
         *,
         seq_lens_device: torch.Tensor | None = None,
-        min_restart: torch.Tensor | None = None,
+        min_restart: torch.Tensor | Ints | None = None,
     ) -> DeepseekV4Metadata:
-        """Metadata of one step.
+        """Metadata of one kind of layers in one step.
 
         query_lens        rows of each request in this step, decode requests first
         seq_lens          tokens of each request after this step; 0 marks a padded request. Upper bounds are enough for
@@ -175,142 +295,265 @@ class DeepseekV4MetadataBuilder:
         block_tables      tables of this layer kind
         num_decodes       how many of the requests are decodes
         seq_lens_device   int32 [R] on the device; default: seq_lens
-        min_restart       int32 [R]: smallest position from which a request may be scheduled after this step. Default:
-                          the first position of this step for decodes (drafts may be rejected), the end for prefills
+        min_restart       int32 [R] on the device, or numbers: smallest position from which a request may be scheduled
+                          after this step. Default: the first position of this step for decodes (drafts may be
+                          rejected), the end for prefills
+
+        Raises ValueError or TypeError on arguments that do not fit.
         """
-        if len(query_lens) != len(seq_lens):
-            raise ValueError(
-                f"build: seq_lens: expected {len(query_lens)} entries as in query_lens, got {len(seq_lens)}"
+        tables = {compress_ratio: block_tables}
+        return self._build("build", query_lens, seq_lens, tables, num_decodes, seq_lens_device, min_restart)[
+            compress_ratio
+        ]
+
+    def build_step(
+        self,
+        query_lens: Ints,
+        seq_lens: Ints,
+        block_tables: Mapping[int, BlockTables],
+        num_decodes: int,
+        *,
+        seq_lens_device: torch.Tensor | None = None,
+        min_restart: torch.Tensor | Ints | None = None,
+    ) -> dict[int, DeepseekV4Metadata]:
+        """Metadata of several kinds of layers in one step, by their ratio: one copy to the device and one launch.
+
+        block_tables   by ratio, the tables of each kind; all other arguments as `build` takes them
+
+        Every field is what `build` gives; tensors that are the same for all kinds are the same tensors. They lie
+        elsewhere than those of `build`, and than those of steps of other ratios, but for C128A's index tables, which
+        there are once in a builder.
+        """
+        return self._build("build_step", query_lens, seq_lens, block_tables, num_decodes, seq_lens_device, min_restart)
+
+    def _build(
+        self,
+        op: str,
+        query_lens: Ints,
+        seq_lens: Ints,
+        block_tables: Mapping[int, BlockTables],
+        num_decodes: int,
+        seq_lens_device: torch.Tensor | None,
+        min_restart: torch.Tensor | Ints | None,
+    ) -> dict[int, DeepseekV4Metadata]:
+        query, seqs = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.int64)
+        requests, ring = len(query), self._upload_ring()
+        restart, restarts = None, None
+        if min_restart is None or isinstance(min_restart, torch.Tensor):
+            restart = min_restart
+        else:
+            restarts = np.asarray(min_restart, dtype=np.int64)
+        total, longest = self._check_numbers(op, query, seqs, restarts, block_tables, num_decodes)
+        given = _described(block_tables, seq_lens_device, restart)
+        if given is None or (requests, given) not in self._accepted:
+            self._check_tensors(op, requests, block_tables, seq_lens_device, restart, ring)
+            if len(self._accepted) >= MOST_KEPT:
+                self._accepted.clear()
+            self._accepted.add((requests, given))
+
+        numbers = ring.slot()
+        starts = numbers[: requests + 1]
+        starts[0] = 0
+        query.cumsum(dtype=np.int32, out=starts[1:])
+        numbers[requests + 1 : 2 * requests + 1] = seqs
+        used = 2 * requests + 1
+        if restarts is not None:
+            numbers[used : used + requests] = restarts
+            used += requests
+        starts_cpu = tuple(starts.tolist())
+        upload = ring.send(used)
+        if restarts is not None:
+            restart = upload[used - requests : used]
+
+        ratios = tuple(sorted(block_tables))
+        buffers = self._step_buffers(ratios)
+        shape = _Shape(requests, total, num_decodes, starts_cpu[num_decodes], self._c128a_columns(longest, ratios))
+        self._launch(shape, given, restarts is not None, buffers, block_tables, upload, seq_lens_device, restart)
+        decode_lens = query[:num_decodes]
+        is_even = num_decodes > 0 and bool((decode_lens == decode_lens[0]).all())
+        host: dict[str, Any] = {
+            "num_decodes": num_decodes,
+            "num_prefills": requests - num_decodes,
+            "num_decode_tokens": shape.decode_rows,
+            "num_prefill_tokens": total - shape.decode_rows,
+            "query_start_loc_cpu": starts_cpu,
+            "seq_lens_cpu": tuple(seqs.tolist()),
+            "max_seq_len": longest,
+            "decode_query_len": int(decode_lens[0]) if is_even else None,
+        }
+        return {
+            ratio: DeepseekV4Metadata(
+                compress_ratio=ratio,
+                swa_block_table=block_tables[ratio].swa,
+                compressed_block_table=block_tables[ratio].compressed if ratio > 1 else None,
+                state_block_table=block_tables[ratio].state if ratio > 1 else None,
+                **host,
+                **views,
             )
-        if not 0 <= num_decodes <= len(query_lens):
-            raise ValueError(f"build: num_decodes: expected 0..{len(query_lens)}, got {num_decodes}")
-        check = Checker("build")
-        check.one_of("compress_ratio", compress_ratio, COMPRESS_RATIOS)
-        for query, length in zip(query_lens, seq_lens, strict=True):
-            check.require(query >= 0, "query_lens", "no negative entry", query)
-            check.require(length <= 0 or query <= length, "seq_lens", f"at least the {query} rows of the step", length)
-        requests = len(query_lens)
-        check.require(
-            requests <= self._max_num_tokens, "query_lens", f"at most max_num_tokens = {self._max_num_tokens}", requests
-        )
-        if compress_ratio > 1 and (block_tables.compressed is None or block_tables.state is None):
-            raise ValueError(
-                f"build: block_tables: expected compressed and state tables for ratio {compress_ratio}, got None"
+            for ratio, views in zip(ratios, buffers.views(shape, self._c128a_buffers(ratios)), strict=True)
+        }
+
+    def _launch(
+        self,
+        shape: _Shape,
+        given: Any,
+        has_restarts: bool,
+        buffers: _StepBuffers,
+        block_tables: Mapping[int, BlockTables],
+        upload: torch.Tensor,
+        seq_lens: torch.Tensor | None,
+        min_restart: torch.Tensor | None,
+    ) -> None:
+        """Fill the buffers: by the op, or by the launch that it came down to when it last had these arguments, which
+        are numbers and addresses, and the buffer."""
+        is_plain = record.active() is None and not CHECKED and not NVTX
+        key = (shape, given, has_restarts) if is_plain and given is not None else None
+        kept = self._launches.get(key)
+        if kept is not None:
+            launch(*kept)
+            return
+        lens, restart = _apart(seq_lens, buffers), _apart(min_restart, buffers)
+        is_apart = lens is seq_lens and restart is min_restart
+        lists = self._c128a_buffers(buffers.ratios)
+        with record_launches() as launches:
+            build_step_metadata(
+                upload,
+                shape.requests,
+                shape.tokens,
+                shape.num_decodes,
+                shape.decode_rows,
+                seq_lens=lens,
+                min_restart=restart,
+                swa_block_table=block_tables[1].swa if 1 in block_tables else None,
+                c4_block_tables=_compressed_tables(block_tables, 4),
+                c128_block_tables=_compressed_tables(block_tables, 128),
+                max_num_tokens=self._max_num_tokens,
+                window_size=self.config.sliding_window,
+                index_topk=self.config.index_topk,
+                c128a_columns=shape.c128a_columns,
+                c128a_decode_buffer=lists[0],
+                c128a_prefill_buffer=lists[1],
+                swa_block_size=SWA_BLOCK_SIZE,
+                kv_block_size=KV_BLOCK_SIZE,
+                c4_state_block_size=STATE_BLOCK_SIZE[4],
+                c128_state_block_size=STATE_BLOCK_SIZE[128],
+                out=buffers.buffer,
+                use_pdl=self.use_pdl,
             )
-        for name, table in vars(block_tables).items():
-            check.tensor(f"block_tables.{name}", table, torch.int32, (requests, None), optional=True)
+        if key is not None and is_apart and len(launches) == 1:
+            if len(self._launches) >= MOST_KEPT:
+                self._launches.clear()
+            self._launches[key] = launches[0]
+
+    def _check_numbers(
+        self,
+        op: str,
+        query: npt.NDArray[np.int64],
+        seqs: npt.NDArray[np.int64],
+        restarts: npt.NDArray[np.int64] | None,
+        block_tables: Mapping[int, BlockTables],
+        num_decodes: int,
+    ) -> tuple[int, int]:
+        """(rows, longest sequence) of the step, if its numbers fit."""
+        requests, check, most = len(query), Checker(op), self._max_num_tokens
+        if len(seqs) != requests:
+            raise ValueError(f"{op}: seq_lens: expected {requests} entries as in query_lens, got {len(seqs)}")
+        check.require(0 <= num_decodes <= requests, "num_decodes", f"0..{requests}", num_decodes)
+        check.require(block_tables, "block_tables", "tables of at least one kind", "none")
+        for ratio in block_tables:
+            check.one_of("compress_ratio", ratio, COMPRESS_RATIOS)
+        wrong = (query < 0) | ((seqs > 0) & (query > seqs))
+        if wrong.any():
+            first = int(wrong.argmax())
+            count, length = int(query[first]), int(seqs[first])
+            check.require(count >= 0, "query_lens", "no negative entry", count)
+            check.fail("seq_lens", f"at least the {count} rows of the step", length)
+        check.require(requests <= most, "query_lens", f"at most max_num_tokens = {most}", requests)
+        if restarts is not None:
+            check.require(restarts.shape == (requests,), "min_restart", f"{requests} entries", restarts.size)
+        longest, total = int(seqs.max()) if requests else 0, int(query.sum())
+        limit = self.max_model_len
+        check.require(longest <= limit, "seq_lens", f"at most max_model_len = {limit}", longest)
+        check.require(total <= most, "query_lens", f"at most {most} rows in all", total)
+        return total, longest
+
+    @staticmethod
+    def _check_tensors(
+        op: str,
+        requests: int,
+        block_tables: Mapping[int, BlockTables],
+        seq_lens_device: torch.Tensor | None,
+        min_restart: torch.Tensor | None,
+        ring: UploadRing,
+    ) -> None:
+        check = Checker(op)
+        check.device = ring.device_buffer.device
+        for ratio, tables in block_tables.items():
+            if ratio > 1 and (tables.compressed is None or tables.state is None):
+                check.fail("block_tables", f"compressed and state tables for ratio {ratio}", "None")
+            for name, table in vars(tables).items():
+                check.tensor(f"block_tables.{name}", table, torch.int32, (requests, None), optional=name != "swa")
         check.tensor("seq_lens_device", seq_lens_device, torch.int32, (requests,), optional=True)
         check.tensor("min_restart", min_restart, torch.int32, (requests,), optional=True)
-        if max(seq_lens, default=0) > self.max_model_len:
-            raise ValueError(
-                f"build: seq_lens: expected at most max_model_len = {self.max_model_len}, got {max(seq_lens)}"
-            )
-        starts = [0]
-        for length in query_lens:
-            starts.append(starts[-1] + length)
-        total = starts[-1]
-        if total > self._max_num_tokens:
-            raise ValueError(f"build: query_lens: expected at most {self._max_num_tokens} rows in all, got {total}")
-        decode_rows = starts[num_decodes]
-        window = self.config.sliding_window
 
-        def keep(name: str, value: torch.Tensor) -> torch.Tensor:
-            return self._keep(compress_ratio, name, value)
+    def _upload_ring(self) -> UploadRing:
+        if self._ring is None:
+            self._ring = UploadRing(3 * self._max_num_tokens + 1, self.device)
+        return self._ring
 
-        seq = keep("seq_lens", self._host_ints(seq_lens) if seq_lens_device is None else seq_lens_device)
-        start = keep("query_start_loc", self._host_ints(starts))
-        lens = start.diff()
-        request = torch.arange(len(query_lens), dtype=torch.int32, device=self.device)
-        token_to_req = keep("token_to_req_indices", torch.repeat_interleave(request, lens, output_size=total))
-        owner = token_to_req.long()
-        first = (seq - lens).long()
-        positions = first[owner] + torch.arange(total, device=self.device) - start[owner].long()
-        positions = keep("positions", torch.where(seq[owner] > 0, positions, torch.full_like(positions, -1)))
-        slots = entries_to_slots(positions, token_to_req, block_tables.swa, SWA_BLOCK_SIZE)
-        slots = keep("slot_mapping", slots)
-        valid = keep("is_valid_token", slots >= 0)
-        out_indices, out_lens = self._swa_buffers(compress_ratio)
-        swa_indices, swa_lens = compute_decode_swa_indices(
-            positions[:decode_rows],
-            token_to_req[:decode_rows],
-            valid[:decode_rows],
-            block_tables.swa,
-            SWA_BLOCK_SIZE,
-            window,
-            out_indices=out_indices[:decode_rows],
-            out_lens=out_lens[:decode_rows],
-        )
-        if min_restart is None:
-            min_restart = torch.where(request < num_decodes, first.clamp(min=0).int(), seq)
-        decode_lens = set(query_lens[:num_decodes])
-        metadata = DeepseekV4Metadata(
-            compress_ratio=compress_ratio,
-            num_decodes=num_decodes,
-            num_prefills=len(query_lens) - num_decodes,
-            num_decode_tokens=decode_rows,
-            num_prefill_tokens=total - decode_rows,
-            query_start_loc_cpu=tuple(starts),
-            seq_lens_cpu=tuple(seq_lens),
-            max_seq_len=max(seq_lens, default=0),
-            decode_query_len=decode_lens.pop() if len(decode_lens) == 1 else None,
-            seq_lens=seq,
-            query_start_loc=start,
-            token_to_req_indices=token_to_req,
-            positions=positions,
-            swa_block_table=block_tables.swa,
-            slot_mapping=slots,
-            is_valid_token=valid,
-            decode_swa_indices=swa_indices,
-            decode_swa_lens=swa_lens,
-            prefill_seq_lens=seq[num_decodes:],
-            prefill_gather_lens=keep("gather_lens", lens + (seq - lens).clamp(max=window - 1))[num_decodes:],
-            min_restart=keep("min_restart", min_restart),
-        )
-        if compress_ratio > 1:
-            self._add_compressed(metadata, block_tables)
-        return metadata
+    def _step_buffers(self, ratios: tuple[int, ...]) -> _StepBuffers:
+        if ratios not in self._buffers:
+            rows, window = self._max_num_tokens, self.config.sliding_window
+            self._buffers[ratios] = _StepBuffers(ratios, rows, window, self.device)
+        return self._buffers[ratios]
 
-    def _add_compressed(self, m: DeepseekV4Metadata, tables: BlockTables) -> None:
-        ratio = m.compress_ratio
-        assert tables.compressed is not None
-        assert tables.state is not None
-        m.compressed_block_table, m.state_block_table = tables.compressed, tables.state
-        state_slots = entries_to_slots(m.positions, m.token_to_req_indices, tables.state, STATE_BLOCK_SIZE[ratio])
-        m.state_slot_mapping = self._keep(ratio, "state_slot_mapping", state_slots)
-        m.compressed_slot_mapping = get_compressed_slot_mapping(
-            m.num_tokens,
-            m.query_start_loc,
-            m.seq_lens,
-            tables.compressed,
-            KV_BLOCK_SIZE,
-            ratio,
-            out=self._buffer(ratio, "compressed_slot_mapping", m.num_tokens, torch.int64),
-            slot_mapping=m.slot_mapping,
+    def _c128a_columns(self, longest: int, ratios: tuple[int, ...]) -> int:
+        """Columns of C128A's index tables in a step: the next power of two of its entries, at least 128."""
+        if 128 not in ratios:
+            return 0
+        needed = max(longest // 128, 1)
+        return min(max(1 << (needed - 1).bit_length(), 128), self._c128a_width)
+
+    def _c128a_buffers(self, ratios: tuple[int, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """C128A's index tables of decode and of prefill rows, None in steps that have no such layers."""
+        if 128 not in ratios:
+            return None, None
+        decode, prefill = self._c128a
+        if prefill is None:
+            shape = self._max_num_tokens, self._c128a_width
+            if self.c128a_decode_lists:
+                decode = torch.empty(shape, dtype=torch.int32, device=self.device)
+            self._c128a = decode, torch.empty(shape, dtype=torch.int32, device=self.device)
+        return self._c128a
+
+
+def _described(block_tables: Mapping[int, BlockTables], *vectors: torch.Tensor | None) -> Any:
+    """All that checks and launches look at in a step's tensors; None if one of them is no tensor."""
+    tensors: list[torch.Tensor | None] = list(vectors)
+    for ratio in sorted(block_tables):
+        tables = block_tables[ratio]
+        tensors += tables.swa, tables.compressed, tables.state
+    try:
+        return tuple(block_tables), tuple(
+            None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors
         )
-        if ratio == 4:
-            visible = torch.where(m.is_valid_token, (m.positions + 1) // ratio, 0).int()
-            m.visible = self._keep(ratio, "visible", visible)
-            lens = m.visible[: m.num_decode_tokens].clamp(max=self.config.index_topk)
-            m.decode_topk_lens = self._keep(ratio, "decode_topk_lens", lens)
-        if ratio != 128:
-            return
-        needed = max(m.max_seq_len // 128, 1)
-        width = min(max(1 << (needed - 1).bit_length(), 128), self._c128a_width)
-        global_decode, decode_lens, prefill = self._c128a_buffers()
-        (
-            m.c128a_global_decode_topk_indices,
-            m.c128a_decode_topk_lens,
-            m.c128a_prefill_topk_indices,
-        ) = build_c128a_topk_metadata(
-            m.positions,
-            ratio,
-            m.num_decode_tokens,
-            m.token_to_req_indices,
-            tables.compressed,
-            KV_BLOCK_SIZE // ratio,
-            m.slot_mapping,
-            global_decode,
-            decode_lens,
-            prefill,
-            width,
-        )
+    except AttributeError:
+        return None
+
+
+def _compressed_tables(
+    block_tables: Mapping[int, BlockTables], ratio: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    if ratio not in block_tables:
+        return None
+    tables = block_tables[ratio]
+    assert tables.compressed is not None
+    assert tables.state is not None
+    return tables.swa, tables.compressed, tables.state
+
+
+def _apart(vector: torch.Tensor | None, buffers: _StepBuffers) -> torch.Tensor | None:
+    """A vector that the step does not write: one that lies in its results, from the step before, is copied."""
+    if vector is None or not buffers.start <= vector.data_ptr() < buffers.end:
+        return vector
+    return vector.clone()

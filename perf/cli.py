@@ -36,6 +36,7 @@ ROOMS = {
     "bf16_gemm": "perf.gemm",
     "build_c128a_topk_metadata": "perf.indices",
     "build_flashinfer_mixed_sparse_indices": "perf.indices",
+    "build_step_metadata": "perf.indices",
     "combine_topk_swa_indices": "perf.indices",
     "compress_norm_rope_store": "perf.compressor_entries",
     "compute_decode_swa_indices": "perf.indices",

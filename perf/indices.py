@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.indices.ops import StepLayout
 from perf.bench import Arguments, Bench, Case, Run
 
 ROWS = (1, 64, 1024, 8192)
@@ -94,6 +95,25 @@ def slots(rows: int, seed: int) -> Arguments:
     own = torch.arange(rows, device="cuda")
     out = s.output(rows, dtype=torch.int64)
     return out, s.starts, s.seq_lens, s.table(), own, rows, BLOCK_SIZE * RATIO, RATIO
+
+
+def step(requests: int, rows: int, seed: int) -> Arguments:
+    """All three kinds of a step of requests with `rows` rows each: one row are decodes, more are prefills."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    length, tokens, columns = PAGES * BLOCK_SIZE * RATIO, requests * rows, PAGES * BLOCK_SIZE * RATIO // 128
+    decodes, decode_rows = (requests, tokens) if rows == 1 else (0, 0)
+    numbers = [*range(0, tokens + 1, rows), *[length] * requests]
+
+    def table(page: int) -> torch.Tensor:
+        order = torch.randperm(requests * (length // page), device="cuda", generator=g)
+        return order.view(requests, -1).int()
+
+    tables = [table(page) for page in (64, 64, 256, 4, 64, 256, 8)]
+    buffer = torch.empty(StepLayout(tokens, WINDOW, 3).nbytes, dtype=torch.uint8, device="cuda")
+    lists = [torch.empty(n, columns, dtype=torch.int32, device="cuda") for n in (decode_rows, tokens - decode_rows)]
+    upload = torch.tensor(numbers, dtype=torch.int32, device="cuda")
+    sizes = requests, tokens, decodes, decode_rows, tokens, WINDOW, PICKS[0], columns, 64, 256, 4, 8
+    return upload, None, None, *tables, buffer, *lists, *sizes, False
 
 
 def c128a(rows: int, decode: bool, seed: int) -> Arguments:
@@ -226,6 +246,14 @@ BENCHES = (
         ),
         quick=(1, 1024),
         variants=_variants("cute_kernels.indices.c128a", {"groups": 1}, {"groups": 2}, {"warps": 2}, {"warps": 8}),
+    ),
+    Bench(
+        "build_step_metadata",
+        (
+            *(Case(f"decode T={t}", t, partial(step, t, 1)) for t in (1, 64, 256)),
+            Case("prefill T=4096", 4096, partial(step, 1, 4096)),
+        ),
+        quick=(1, 256),
     ),
     Bench(
         "get_compressed_slot_mapping",

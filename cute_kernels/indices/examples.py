@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from cute_kernels.indices.arguments import combined_width, mixed_width
+from cute_kernels.indices.step import StepLayout
 from cute_kernels.runtime.verify import Example
 
 _POISON = -77_777
@@ -235,7 +236,56 @@ def mixed() -> Iterator[Example]:
         )
 
 
+def step() -> Iterator[Example]:
+    """build_step_metadata(upload, seq_lens, min_restart, swa_block_table, c4_swa_block_table,
+    c4_compressed_block_table, c4_state_block_table, c128_swa_block_table, c128_compressed_block_table,
+    c128_state_block_table, buffer, c128a_decode_buffer, c128a_prefill_buffer, num_requests, num_tokens, num_decodes,
+    num_decode_tokens, max_num_tokens, window_size, index_topk, c128a_columns, swa_block_size, kv_block_size,
+    c4_state_block_size, c128_state_block_size, use_pdl)"""
+    for requests, longest, decodes, ratios, window_size, columns, is_given, aligned, use_pdl in (
+        (1, 1, 1, (1, 4, 128), 128, 128, False, True, False),
+        (7, 9, 4, (1, 4, 128), 128, 640, True, True, True),
+        (40, 5, 40, (1, 4, 128), 128, 1024, False, True, False),
+        (3, 200, 1, (4, 128), 128, 128, True, False, True),
+        (300, 2, 150, (1, 4), 128, 0, False, True, False),
+        (9, 40, 5, (128,), 64, 256, False, False, False),
+        (6, 30, 3, (1,), 128, 0, True, True, True),
+        (11, 7, 6, (1, 4, 128), 5, 0, False, False, False),
+        (4, 0, 2, (1, 4, 128), 128, 128, False, True, False),
+        (0, 0, 0, (1, 4, 128), 128, 128, False, True, False),
+    ):
+        g = _generator(requests + longest)
+        starts, seq_lens, covered = _batch(requests, longest, 0, g)
+        tokens, decode_tokens = covered + (3 if requests else 0), int(starts[decodes])
+        short = _integers(0, 300, (requests,), g)
+        seq_lens = short.where(torch.rand(requests, generator=g) < 0.3, seq_lens)
+        most = max(tokens, requests, 1) + 5
+        size = StepLayout(most, window_size, len(ratios)).nbytes
+        tables: dict[int, tuple[torch.Tensor | None, ...]] = {1: (None,), 4: (None,) * 3, 128: (None,) * 3}
+        for ratio in ratios:
+            widths = (5000 // 64 - 2,) if ratio == 1 else (5000 // 64 - 2, 17, 5000 // (4 if ratio == 4 else 8))
+            tables[ratio] = tuple(_table(requests, width, g) for width in widths)
+        lists: tuple[torch.Tensor | None, ...] = None, None
+        if 128 in ratios and columns:
+            prefills = _output(tokens - decode_tokens + 1, columns, True)
+            lists = _output(decode_tokens + 1, columns + 128, True), None if columns == 640 else prefills
+        given = _integers(0, 3000, (requests,), g, 0.1)
+        yield Example(
+            f"{requests} requests, {tokens} rows, ratios {ratios}, window {window_size}, lists of {columns}",
+            (
+                torch.cat([starts, torch.full_like(seq_lens, _POISON) if is_given else seq_lens]),
+                *((seq_lens, given) if is_given else (None, None)),
+                *(*tables[1], *tables[4], *tables[128]),
+                torch.full((size + 64,), 0xA5, dtype=torch.uint8)[16 if aligned else 32 :],
+                *lists,
+                *(requests, tokens, decodes, decode_tokens, most, window_size, 512 if aligned else 9, columns),
+                *(64, 256, 4, 8, use_pdl),
+            ),
+        )
+
+
 EXAMPLES = {
+    "build_step_metadata": step,
     "build_c128a_topk_metadata": c128a,
     "build_flashinfer_mixed_sparse_indices": mixed,
     "combine_topk_swa_indices": combine,

@@ -8,10 +8,13 @@ from cute_kernels.indices.ops_slots import (
     compute_decode_swa_indices,
     compute_global_topk_indices_and_lens,
 )
+from cute_kernels.indices.ops_step import StepLayout, build_step_metadata
 
 __all__ = [
+    "StepLayout",
     "build_c128a_topk_metadata",
     "build_flashinfer_mixed_sparse_indices",
+    "build_step_metadata",
     "combine_topk_swa_indices",
     "compute_decode_swa_indices",
     "compute_global_topk_indices_and_lens",

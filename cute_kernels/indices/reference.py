@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from cute_kernels.paging import entries_to_slots, to_index
+from cute_kernels.indices.step import Call, Kind
+from cute_kernels.paging import entries_to_slots, row_positions, to_index
 
 
 def _columns(count: int, like: torch.Tensor) -> torch.Tensor:
@@ -259,3 +260,73 @@ def build_flashinfer_mixed_sparse_indices(
         sparse_topk_lens[split:],
     )
     sparse_topk_lens.add_(window_size)
+
+
+def step_views(a: Call, kind: int) -> dict[str, torch.Tensor]:
+    """The arrays of one kind of a step's metadata, as views of all their rows."""
+    layout, found = a.layout(), {}
+    for name, (offset, dtype, columns) in layout.arrays(kind).items():
+        element = getattr(torch, dtype)
+        size = layout.room * max(columns, 1) * element.itemsize
+        view = a.buffer[offset : offset + size].view(element)
+        found[name] = view.view(layout.room, 1, columns) if columns else view
+    return found
+
+
+def build_step_metadata(a: Call) -> None:
+    requests, tokens = a.num_requests, a.num_tokens
+    starts = a.upload[: requests + 1]
+    seq_lens = a.upload[requests + 1 : 2 * requests + 1] if a.seq_lens is None else a.seq_lens
+    counts = starts.diff()
+    before = seq_lens - counts
+    owners, positions = row_positions(tokens, starts, seq_lens)
+    positions = positions.clamp(min=-1)
+    rows = _columns(tokens, a.upload)
+    owners = owners.masked_fill((rows < starts[0]) | (rows >= starts[-1]), -1)
+    restart = a.min_restart
+    if restart is None:
+        restart = before.clamp(min=0).where(_columns(requests, a.upload) < a.num_decodes, seq_lens)
+
+    shared = step_views(a, 0)
+    shared["query_start_loc"][: requests + 1].copy_(starts)
+    shared["seq_lens"][:requests].copy_(seq_lens)
+    shared["min_restart"][:requests].copy_(restart)
+    shared["gather_lens"][:requests].copy_(counts + before.clamp(max=a.window_size - 1))
+    shared["token_to_req_indices"][:tokens].copy_(owners)
+    shared["positions"][:tokens].copy_(positions)
+    for number, kind in enumerate(a.kinds()):
+        _step_of_kind(a, kind, step_views(a, number), owners, positions)
+
+
+def _step_of_kind(
+    a: Call, kind: Kind, out: dict[str, torch.Tensor], owners: torch.Tensor, positions: torch.Tensor
+) -> None:
+    tokens, decodes, ratio = a.num_tokens, a.num_decode_tokens, kind.ratio
+    slots = entries_to_slots(positions, owners, kind.swa, a.swa_block_size)
+    valid = slots >= 0
+    out["slot_mapping"][:tokens].copy_(slots)
+    out["is_valid_token"][:tokens].copy_(valid)
+    compute_decode_swa_indices(
+        *(positions[:decodes], owners[:decodes], valid[:decodes], kind.swa, a.swa_block_size, a.window_size),
+        *(out["decode_swa_indices"][:decodes], out["decode_swa_lens"][:decodes]),
+    )
+    if kind.compressed is None:
+        return
+    out["state_slot_mapping"][:tokens].copy_(entries_to_slots(positions, owners, kind.state, kind.state_block_size))
+    entries = _visible(positions, ratio)
+    closes = valid & ((positions + 1) % ratio == 0)
+    page_rows = a.kv_block_size // ratio
+    entry_slots = entries_to_slots(entries - 1, owners, kind.compressed, page_rows)
+    out["compressed_slot_mapping"][:tokens].copy_(entry_slots.masked_fill(~closes, -1))
+    visible = entries.masked_fill(~valid, 0)
+    out["visible"][:tokens].copy_(visible)
+    out["decode_topk_lens"][:decodes].copy_(visible[:decodes].clamp(max=kind.topk))
+    if ratio != 128:
+        return
+    column = _columns(a.c128a_columns, positions)
+    listed = column.masked_fill(column >= entries[:, None], -1)
+    if a.c128a_decode_buffer is not None:
+        listed_slots = entries_to_slots(listed[:decodes], owners[:decodes, None], kind.compressed, page_rows)
+        a.c128a_decode_buffer[:decodes, : a.c128a_columns].copy_(to_index(listed_slots))
+    if a.c128a_prefill_buffer is not None:
+        a.c128a_prefill_buffer[: tokens - decodes, : a.c128a_columns].copy_(listed[decodes:])

@@ -17,6 +17,7 @@ from cute_kernels.indices.c128a import EntriesKey
 from cute_kernels.indices.combine import CombineKey
 from cute_kernels.indices.launching import group_width, page_argument, pages_fit, shape_for, shapes_for
 from cute_kernels.indices.mixed import MixedKey
+from cute_kernels.indices.step_metadata import StepKey
 from cute_kernels.indices.translate import TranslateKey
 from cute_kernels.indices.window import WindowKey
 from tests.compile.reports import compile_report
@@ -41,6 +42,8 @@ KEYS = (
     EntriesKey("", 4),
     EntriesKey("", 1, wide_positions=False, is_shift=False),
     SlotsKey(""),
+    StepKey("", 4),
+    StepKey("", 1),
 )
 
 
@@ -59,7 +62,7 @@ def test_compiles(arch: str, key: KernelKey) -> None:
     assert "griddepcontrol.wait" in report.ptx
     assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local", report.ptx)
     # 32 registers let an SM have all its warps
-    assert report.registers <= (48 if isinstance(key, EntriesKey) else 32)
+    assert report.registers <= (48 if isinstance(key, (EntriesKey, StepKey)) else 32)
 
 
 @pytest.mark.parametrize(

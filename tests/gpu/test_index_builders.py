@@ -14,7 +14,7 @@ from cute_kernels.runtime.record import record_calls
 from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.verify import Example, clone_arguments, compare_arguments, examples_of, raw_memory, verify_op
 from tests.compressor import test_compressed_slots
-from tests.indices import test_c128a, test_combine, test_decode_swa, test_global_topk, test_mixed
+from tests.indices import test_c128a, test_combine, test_decode_swa, test_global_topk, test_mixed, test_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +24,7 @@ pytestmark = [
 NAMES = (
     "build_c128a_topk_metadata",
     "build_flashinfer_mixed_sparse_indices",
+    "build_step_metadata",
     "combine_topk_swa_indices",
     "compute_decode_swa_indices",
     "compute_global_topk_indices_and_lens",
@@ -71,6 +72,9 @@ def test_examples(name: str) -> None:
         test_global_topk.test_pages_without_an_int32_slot_are_unmapped_and_not_counted,
         test_mixed.test_against_loops,
         test_mixed.test_pages_without_an_int32_slot_are_unmapped,
+        test_step.test_numbers_that_only_the_device_knows,
+        test_step.test_lists_of_c128a,
+        test_step.test_longest_contexts,
         test_compressed_slots.test_against_integer_loops,
         test_compressed_slots.test_long_contexts_need_64_bits,
         test_compressed_slots.test_bad_data_stays_inside,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
+from cute_kernels.runtime.record import record_calls
 from layers import PRESETS, BlockTables, DeepseekV4Metadata, DeepseekV4MetadataBuilder
+from layers import metadata as metadata_module
+from layers.metadata import RING_SLOTS, UploadRing
 from tests.layers.engine import KINDS
 
 CONFIG = PRESETS["v4-flash"].reduced()
@@ -146,6 +151,10 @@ def check(m: DeepseekV4Metadata, s: Step, max_model_len: int = MAX_LEN) -> None:
     same("state_slot_mapping", m.state_slot_mapping, [s.slot("state", r, p) for r, p in rows], int64)
     assert torch.equal(m.compressed_block_table, s.table("compressed"))
     assert torch.equal(m.state_block_table, s.table("state"))
+    if s.ratio == 4:
+        seen = [(p + 1) // 4 for _, p in rows]
+        same("visible", m.visible, seen, int32)
+        same("decode_topk_lens", m.decode_topk_lens, [min(n, CONFIG.index_topk) for n in seen[:decode_rows]], int32)
     if s.ratio != 128:
         return
     width = s.c128a_width(max_model_len)
@@ -201,6 +210,155 @@ def test_kinds_share_a_builder_with_different_tables() -> None:
     built = [step.build(builder) for step in steps]
     for metadata, step in zip(built, steps, strict=True):
         check(metadata, step)
+
+
+def step_of(steps: list[Step]) -> dict[str, Any]:
+    """What `build_step` takes of steps of several kinds that have the same requests."""
+    tables = {step.ratio: step.tables() for step in steps}
+    return {**vars_of(steps[0]), "block_tables": tables}
+
+
+def vars_of(step: Step) -> dict[str, Any]:
+    return {"query_lens": step.query_lens, "seq_lens": step.seq_lens, "num_decodes": step.num_decodes}
+
+
+SHARED = (
+    "seq_lens", "query_start_loc", "token_to_req_indices", "positions", "min_restart", "prefill_seq_lens",
+    "prefill_gather_lens",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ratios", [KINDS, KINDS[::-1], (4, 128), (1,)])
+@pytest.mark.parametrize("case", CASES)
+def test_all_kinds_of_a_step_at_once(ratios: tuple[int, ...], case: Callable[[int], Step]) -> None:
+    """Every field of every kind as of `build`, each with tables of its own; what they share are the same tensors."""
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+    steps = [replace(case(ratio), seed=ratio) for ratio in ratios]
+    built = builder.build_step(**step_of(steps))
+    assert sorted(built) == sorted(ratios)
+    for step in steps:
+        check(built[step.ratio], step)
+        for name in SHARED:
+            assert getattr(built[step.ratio], name) is getattr(built[ratios[0]], name)
+
+
+def test_one_kind_does_not_disturb_a_step_of_others() -> None:
+    """A step's metadata stay valid while other builds of other kinds go on."""
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+    pair = [Step(1, [1, 2, 40], [200, 300, 170], 2, seed=1), Step(4, [1, 2, 40], [200, 300, 170], 2, seed=2)]
+    built = builder.build_step(**step_of(pair))
+    alone = Step(128, [3, 50], [5, 60], 1, seed=3)
+    check(alone.build(builder), alone)
+    for step in pair:
+        check(built[step.ratio], step)
+
+
+def test_places_of_a_step_of_all_kinds() -> None:
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+    places = []
+    for lens, seqs, decodes in (([1, 5], [10, 20], 1), ([1, 1, 70], [33000, 5, 70], 2), ([3, 3, 2], [100, 200, 9], 2)):
+        steps = [Step(ratio, lens, seqs, decodes, seed=ratio) for ratio in KINDS]
+        built = builder.build_step(**step_of(steps))
+        places.append([addresses(built[ratio]) for ratio in KINDS])
+        for step in steps:
+            check(built[step.ratio], step)
+    assert places[0] == places[1] == places[2]
+
+
+def test_arrays_in_place_of_lists() -> None:
+    step = Step(4, [1, 3, 2], [127, 258, 64], 2)
+    arrays = np.array(step.query_lens, dtype=np.int32), np.array(step.seq_lens)
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+    check(builder.build(4, *arrays, step.tables(), 2), step)
+
+
+def test_decode_lists_of_c128a_may_be_left_out() -> None:
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN, c128a_decode_lists=False)
+    step = Step(128, [1, 200], [1000, 300], 1)
+    metadata = step.build(builder)
+    assert metadata.c128a_global_decode_topk_indices is None
+    metadata.c128a_global_decode_topk_indices = step.build().c128a_global_decode_topk_indices
+    check(metadata, step)
+
+
+class FakeEvent:
+    """Of a copy that ends when the host waits for it."""
+
+    waits: ClassVar[list[int]] = []
+    made: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        FakeEvent.made += 1
+        self.number, self.is_recorded = FakeEvent.made, False
+
+    def record(self, stream: Any) -> None:
+        self.is_recorded = True
+
+    def synchronize(self) -> None:
+        assert self.is_recorded
+        FakeEvent.waits.append(self.number)
+
+
+def test_no_number_is_written_while_a_copy_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory is used in turns; before one is filled again the host waits for the copy that last read it."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(FakeEvent, "waits", [])
+    monkeypatch.setattr(FakeEvent, "made", 0)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    ring = UploadRing(8, torch.device("cpu"))
+    ring._is_cuda = True
+    places = []
+    for turn in range(10):
+        array = ring.slot()
+        assert len(FakeEvent.waits) == max(turn + 1 - RING_SLOTS, 0)
+        array[:3] = turn
+        places.append(array.ctypes.data)
+        assert ring.send(3)[:3].tolist() == [turn] * 3
+    assert len(set(places)) == RING_SLOTS
+    assert places[RING_SLOTS:] == places[:-RING_SLOTS]
+    assert FakeEvent.waits == [1, 2, 3, 4, 1, 2]
+
+
+def test_a_launch_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the same shape and tables repeats the launch of the first one; others go through the op again."""
+    asked: list[int] = []
+    repeated: list[Any] = []
+
+    def op(upload: torch.Tensor, requests: int, *args: Any, **kwargs: Any) -> None:
+        asked.append(requests)
+        metadata_module.launch("key", 0, requests)
+
+    noted: list[Any] = []
+
+    @contextlib.contextmanager
+    def recorded() -> Iterator[list[Any]]:
+        noted.clear()
+        yield noted
+
+    def launch(*args: Any) -> None:
+        repeated.append(args)
+        noted.append(args)
+
+    monkeypatch.setattr(metadata_module, "build_step_metadata", op)
+    monkeypatch.setattr(metadata_module, "record_launches", recorded)
+    monkeypatch.setattr(metadata_module, "launch", launch)
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+    two, three = Step(4, [1, 1], [9, 300], 2), Step(4, [1, 1, 1], [9, 300, 7], 3)
+    tables = [two.tables(), three.tables()]
+    for step, table in ((two, tables[0]), (two, tables[0]), (three, tables[1]), (two, tables[0]), (three, tables[1])):
+        builder.build(4, step.query_lens, [n + 1 for n in step.seq_lens], table, step.num_decodes)
+    assert asked == [2, 3]
+    assert repeated == [("key", 0, n) for n in (2, 2, 3, 2, 3)]
+    builder.build(4, two.query_lens, two.seq_lens, two.tables(), 2)
+    with record_calls():
+        builder.build(4, two.query_lens, two.seq_lens, tables[0], 2)
+    assert asked == [2, 3, 2, 2]
+    before = builder.build(4, [1, 1], [8, 9], tables[0], 2)
+    for _ in range(2):  # lengths that lie in the results are copied, and what reads a copy is not kept
+        builder.build(4, [1, 1], [8, 9], tables[0], 2, seq_lens_device=before.seq_lens)
+    assert asked == [2, 3, 2, 2, 2, 2]
 
 
 def addresses(m: DeepseekV4Metadata) -> dict[str, int]:
@@ -300,6 +458,7 @@ def test_a_token_without_a_page_is_no_token(ratio: int) -> None:
 def test_given_restart_positions_are_kept() -> None:
     restart = torch.tensor([7, 9], dtype=torch.int32)
     assert Step(4, [4, 4], [12, 12], 1).build(min_restart=restart).min_restart.tolist() == [7, 9]
+    assert Step(4, [4, 4], [12, 12], 1).build(min_restart=[5, 6]).min_restart.tolist() == [5, 6]
 
 
 def test_decode_rows_as_a_batch() -> None:
@@ -323,6 +482,15 @@ def test_decode_rows_as_a_batch() -> None:
         ({"seq_lens": [5, 41]}, r"build: seq_lens: expected at most max_model_len = 40, got 41"),
         ({"query_lens": [1, 8]}, r"build: query_lens: expected at most 8 rows in all, got 9"),
         ({"block_tables": BlockTables(torch.zeros(2, 1, dtype=torch.int32))}, r"build: block_tables: .* ratio 4"),
+        ({"query_lens": [1, -3]}, r"build: query_lens: expected no negative entry, got -3"),
+        ({"query_lens": [6, 3]}, r"build: seq_lens: expected at least the 6 rows of the step, got 5"),
+        ({"min_restart": [1]}, r"build: min_restart: expected 2 entries, got 1"),
+        ({"min_restart": torch.zeros(3, dtype=torch.int32)}, r"build: min_restart: expected shape \[2\], got \[3\]"),
+        ({"seq_lens_device": torch.zeros(1, dtype=torch.int32)}, r"build: seq_lens_device: expected shape \[2\]"),
+        (
+            {"block_tables": BlockTables(*(torch.zeros(3, 1, dtype=torch.int32),) * 3)},
+            r"build: block_tables.swa: expected shape \[2, any\], got \[3, 1\]",
+        ),
     ],
 )
 def test_errors(arguments: dict[str, Any], message: str) -> None:
@@ -332,6 +500,21 @@ def test_errors(arguments: dict[str, Any], message: str) -> None:
     builder.build(4, **good)
     with pytest.raises(ValueError, match=message):
         builder.build(4, **{**good, **arguments})
+
+
+def test_errors_of_types_and_kinds() -> None:
+    builder = DeepseekV4MetadataBuilder(CONFIG, 8, 40)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"build: block_tables.swa: expected dtype torch.int32, got torch.int64"):
+        builder.build(1, [1], [1], BlockTables(table.long()), 1)
+    with pytest.raises(TypeError, match=r"build: block_tables.swa: expected a tensor, got list"):
+        builder.build(1, [1], [1], BlockTables([[0]]), 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"build: compress_ratio: expected one of 1, 4, 128, got 2"):
+        builder.build(2, [1], [1], BlockTables(table), 1)
+    with pytest.raises(ValueError, match=r"build_step: block_tables: expected tables of at least one kind, got none"):
+        builder.build_step([1], [1], {}, 1)
+    with pytest.raises(ValueError, match=r"build_step: block_tables: expected compressed and state tables for ratio 4"):
+        builder.build_step([1], [1], {1: BlockTables(table), 4: BlockTables(table)}, 1)
 
 
 def test_more_requests_than_buffers_hold_are_refused() -> None:
