@@ -410,7 +410,8 @@ class DeepseekV4MetadataBuilder:
         key = (shape, given, has_restarts) if is_plain and given is not None else None
         kept = self._launches.get(key)
         if kept is not None:
-            launch(*kept)
+            kernel_key, device_index, args = kept
+            launch(kernel_key, device_index, *args)
             return
         lens, restart = _apart(seq_lens, buffers), _apart(min_restart, buffers)
         is_apart = lens is seq_lens and restart is min_restart

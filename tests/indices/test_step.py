@@ -12,7 +12,7 @@ from cute_kernels.indices.ops import build_step_metadata
 from cute_kernels.indices.step import Call, StepLayout
 from cute_kernels.runtime.record import record_calls
 from tests.helpers import check_op
-from tests.indices.batches import INT32_MAX, Table, int32, make_table, poisoned, slot_of, table_tensor, wide
+from tests.indices.batches import INT32_MAX, Table, int32, make_table, poisoned, slot_of, table_tensor
 
 POISON = 0xA5
 PAGES = {1: (64,), 4: (64, 64, 4), 128: (64, 2, 8)}
@@ -167,7 +167,7 @@ def test_lists_of_c128a() -> None:
     for seed in range(12):
         step = Step(seed, (4, 128))
         buffer = poisoned_buffer(step)
-        tables = poisoned(step.decodes + 1, 160), wide([[7] * 128] * (step.tokens - step.decodes), 128)
+        tables = poisoned(step.decodes + 1, 160), poisoned(step.tokens - step.decodes, 132)[:, :128]
         decode, prefill = (tables[0], None) if seed % 3 == 0 else tables
         build_step_metadata(**step.arguments(out=buffer, c128a_decode_buffer=decode, c128a_prefill_buffer=prefill))
         step.check(buffer)

@@ -337,9 +337,9 @@ def test_a_launch_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         noted.clear()
         yield noted
 
-    def launch(*args: Any) -> None:
-        repeated.append(args)
-        noted.append(args)
+    def launch(key: str, device_index: int, *args: Any) -> None:
+        repeated.append((key, device_index, *args))
+        noted.append((key, device_index, args))
 
     monkeypatch.setattr(metadata_module, "build_step_metadata", op)
     monkeypatch.setattr(metadata_module, "record_launches", recorded)
