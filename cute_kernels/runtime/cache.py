@@ -1,12 +1,13 @@
 """Compiled kernels on disk: exported objects, each beside a sidecar that says what it must be to be loaded.
 
-    <root>/v2/<arch>/<environment>/<key>.o        the object, <key> being the kernel's name and a hash of the key
-                                   <key>.json     its sidecar: key, environment, host, checksum, figures
-                                   <key>.lock     held while somebody compiles it
+    <root>/v3/<arch>/<environment>/<name>.o        the object
+                                   <name>.json     its sidecar: key, sources, environment, host, checksum, figures
+                                   <name>.lock     held while somebody compiles it
 
-The environment is a hash of everything but the key that the code depends on: versions of DSL, CUDA toolkit, TVM-FFI and
-Python, the machine, compile options, and every source file of this package. An edited kernel has another environment
-and so never runs from a stale object. Nothing here asks the GPU.
+A name is the kernel's, a hash of the key and one of the source files that the kernel depends on (runtime/sources.py):
+an edited kernel never runs from a stale object, and an edit leaves the objects of all others as they are. The
+environment is a hash of what else the code depends on: versions of DSL, CUDA toolkit, TVM-FFI and Python, the machine
+and compile options. Nothing here asks the GPU.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from typing import Any
 
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.report import Facts
+from cute_kernels.runtime.sources import Sources
 
-FORMAT = 2
+FORMAT = 3
 DIRECTORY_VARIABLE = "CUTE_KERNELS_CACHE_DIR"
 LOCK_SECONDS = 600.0
 """How long to wait for a process that compiles the same key; after that it is compiled here too."""
@@ -67,19 +69,8 @@ class Entry:
     from_disk: bool
 
 
-def hash_sources(package: Path = PACKAGE) -> str:
-    """Hash of the names and contents of all Python files below `package`; empty if there are none."""
-    files = sorted(package.rglob("*.py"))
-    digest = hashlib.sha256()
-    for path in files:
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest() if files else ""
-
-
-# Taken when the first kernel is imported: what is in memory then is what gets compiled, whatever the files become.
-SOURCES = hash_sources()
+# Read when the first kernel is imported: what is in memory then is what gets compiled, whatever the files become.
+SOURCES = Sources.read(PACKAGE)
 
 
 def host_level(flags: set[str] | None = None, machine: str | None = None) -> str:
@@ -116,15 +107,19 @@ def _versions() -> dict[str, str]:
 
 
 def environment() -> dict[str, Any]:
-    """Everything but the key that an object depends on. Imports CuTe DSL."""
+    """Everything but the key and the sources that an object depends on. Imports CuTe DSL."""
     return {
         **_versions(),
         "python": f"{sys.implementation.name}-{sys.version_info.major}.{sys.version_info.minor}",
         "machine": f"{sys.platform}-{platform.machine()}",
         "flags": COMPILE_FLAGS,
         "variables": {name: os.environ[name] for name in CODE_VARIABLES if os.environ.get(name)},
-        "sources": SOURCES,
     }
+
+
+def sources_of(key: KernelKey) -> str:
+    """Hash of the source files that the code of `key` depends on."""
+    return SOURCES.digest(type(key).__module__)
 
 
 def fingerprint(values: dict[str, Any]) -> str:
@@ -149,7 +144,7 @@ def default_directory() -> Path | None:
 def current() -> Store | None:
     """The disk cache of this process, or None where there is none."""
     root = default_directory()
-    return None if root is None or not SOURCES else Store(root)
+    return None if root is None or not SOURCES.files else Store(root)
 
 
 _warned = False
@@ -180,7 +175,7 @@ class Store:
 
     def object_path(self, key: KernelKey) -> Path:
         """The object of `key`; its sidecar and its lock have the same name with other endings."""
-        return self.folder(key.arch) / f"{key.kernel_name}-{key.digest}.o"
+        return self.folder(key.arch) / f"{_stem(key)}-{sources_of(key)[:16]}.o"
 
     def _expected(self, key: KernelKey) -> dict[str, Any]:
         return {
@@ -188,6 +183,7 @@ class Store:
             "key": key.identity,
             "arch": key.arch,
             "symbol": key.symbol,
+            "sources": sources_of(key),
             "environment": environment(),
         }
 
@@ -211,7 +207,7 @@ class Store:
 
     def write(self, key: KernelKey, data: bytes, facts: Facts) -> None:
         """Keep an object. A folder that cannot be written is warned about once and otherwise ignored."""
-        if hash_sources() != SOURCES:  # a kernel was edited under this process: what it was made of is not known
+        if not SOURCES.is_current(type(key).__module__):  # edited under this process: what it was made of is not known
             return
         path = self.object_path(key)
         sidecar = {
@@ -242,16 +238,18 @@ class Store:
         return lock
 
     def explain(self, key: KernelKey) -> str:
-        """What the folder has of `key` for other environments, and how these differ from this one."""
-        here = environment()
-        pattern = f"v{FORMAT}/{key.arch}/*/{self.object_path(key).stem}.json"
+        """What the folder has of `key` for other sources or environments, and how these differ from what is here."""
+        here = {**environment(), "sources": sources_of(key)}
         differences: set[str] = set()
-        for path in self.root.glob(pattern):
+        for path in self.root.glob(f"v{FORMAT}/{key.arch}/*/{_stem(key)}-*.json"):
             with contextlib.suppress(Miss):
-                there = _read_sidecar(path).get("environment")
-                names = [n for n in here if not isinstance(there, dict) or there.get(n) != here[n]]
-                if names and isinstance(there, dict):
-                    differences.add(", ".join(f"{n} {there.get(n)} (here {here[n]})" for n in names))
+                raw = _read_sidecar(path)
+                environment_there = raw.get("environment")
+                if isinstance(environment_there, dict):
+                    there = {**environment_there, "sources": raw.get("sources")}
+                    names = [n for n in here if there.get(n) != here[n]]
+                    if names:
+                        differences.add(", ".join(f"{n} {there.get(n)} (here {here[n]})" for n in names))
         if not differences:
             return ""
         return "It is there for another environment: " + "; or ".join(sorted(differences)) + ". "
@@ -273,6 +271,11 @@ class Store:
                 }
             )
         return lines
+
+
+def _stem(key: KernelKey) -> str:
+    """What the names of a key's objects begin with."""
+    return f"{key.kernel_name}-{key.digest}"
 
 
 def _checksum(data: bytes) -> dict[str, Any]:

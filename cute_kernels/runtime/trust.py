@@ -5,10 +5,10 @@ GPU. Such a kernel has a portable one beside it, which runs until
 
 * `python -m cute_kernels verify` has passed the own kernel on this GPU. It keeps its verdicts in the kernel cache,
 
-      <root>/v2/<arch>/<environment>/verdict-<op>-<gpu>.json
+      <root>/v3/<arch>/<environment>/verdict-<op>-<number>.json
 
-  one file per op and GPU (name, compute capability, driver). The environment has the hash of all sources: a verdict is
-  of these sources and versions or it does not count. What cannot be read is no verdict;
+  one file per op, GPU (name, compute capability, driver) and state of all sources: a verdict is of these and of these
+  versions or it does not count. What cannot be read is no verdict;
 * or a record in perf/results says how fast it is on this architecture. A verdict that is "fail" outweighs it.
 
 The portable kernel is chosen by the launch path: it asks `is_trusted` where the own kernel could take the call.
@@ -30,7 +30,7 @@ from cute_kernels import support
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.arch import arch_of
 
-FORMAT = 1
+FORMAT = 2
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 _known: dict[tuple[str, int], bool] = {}
@@ -118,7 +118,8 @@ def gpu_of(device_index: int) -> dict[str, str]:
 
 def path_of(store: cache.Store, op: str, device_index: int) -> Path:
     """Where the verdict on an op is kept."""
-    return store.folder(arch_of(device_index)) / f"verdict-{op}-{cache.fingerprint(gpu_of(device_index))}.json"
+    about = cache.fingerprint({**gpu_of(device_index), "sources": cache.SOURCES.whole})
+    return store.folder(arch_of(device_index)) / f"verdict-{op}-{about}.json"
 
 
 def _expected(op: str, device_index: int) -> dict[str, Any]:
@@ -128,6 +129,7 @@ def _expected(op: str, device_index: int) -> dict[str, Any]:
         "arch": arch_of(device_index),
         "gpu": gpu_of(device_index),
         "environment": cache.environment(),
+        "sources": cache.SOURCES.whole,
     }
 
 
@@ -164,7 +166,7 @@ def keep(op: str, device_index: int, status: str, cases: int, detail: str) -> st
     store = cache.current()
     if store is None:
         return f"there is no kernel cache ({cache.DIRECTORY_VARIABLE})"
-    if cache.hash_sources() != cache.SOURCES:
+    if not cache.SOURCES.is_current():
         return "source files changed while it ran"
     path = path_of(store, op, device_index)
     try:

@@ -20,6 +20,7 @@ from cute_kernels.runtime import cache
 from cute_kernels.runtime.cache import Miss, Store
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.report import Facts
+from cute_kernels.runtime.sources import Sources
 
 DATA = bytes(range(256)) * 20
 FACTS = Facts(32, 0, 0, 0, 1024, {"mma.sync": 4}, 0.5)
@@ -31,7 +32,6 @@ ENVIRONMENT: dict[str, Any] = {
     "machine": "linux-x86_64",
     "flags": "--x",
     "variables": {},
-    "sources": "abc",
 }
 
 
@@ -49,7 +49,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     values = dict(ENVIRONMENT)
     monkeypatch.setattr(cache, "environment", lambda: dict(values))
     monkeypatch.setattr(cache, "_warned", False)
-    monkeypatch.setattr(cache, "hash_sources", lambda: cache.SOURCES)
     monkeypatch.setattr(cache, "host_level", lambda: "x86-64-v3")
     return values
 
@@ -80,7 +79,7 @@ def test_an_object_comes_back_whole(kept: Store) -> None:
     assert (entry.data, entry.symbol, entry.facts, entry.from_disk) == (DATA, KEY.symbol, FACTS, True)
     assert files(kept) == {kept.object_path(KEY).name, sidecar(kept).name}
     assert kept.object_path(KEY).parent.parent.name == "sm_90a"
-    assert kept.root / "v2" in kept.object_path(KEY).parents
+    assert kept.root / "v3" in kept.object_path(KEY).parents
 
 
 def test_looking_makes_nothing(store: Store) -> None:
@@ -154,6 +153,7 @@ def foreign(store: Store) -> None:
         (edit("symbol", "another"), "symbol"),
         (edit("environment", {**ENVIRONMENT, "dsl": "4.9"}), "environment"),
         (edit("environment", None), "environment"),
+        (edit("sources", "0" * 64), "sources"),
         (edit("host", "x86-64-v9"), "host code"),
         (edit("host", None), "host code"),
         (edit("object", {"bytes": len(DATA), "sha256": "0" * 64}), "damaged"),
@@ -309,36 +309,23 @@ def test_the_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_without_sources_there_is_no_disk_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(cache, "SOURCES", "")
+    monkeypatch.setattr(cache, "SOURCES", Sources(cache.PACKAGE, {}))
     assert cache.current() is None
 
 
-def test_the_hash_follows_names_and_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    tree = tmp_path / "cute_kernels"
-    shutil.copytree(cache.PACKAGE, tree, ignore=shutil.ignore_patterns("__pycache__"))
-    first = cache.hash_sources(tree)
-    (tree / "notes.txt").write_text("no source")
-    (tree / "runtime/__pycache__").mkdir()
-    assert cache.hash_sources(tree) == first
-    kernel = tree / "kv_cache/insert.py"
-    text = kernel.read_text()
-    assert "MINIMUM_ARCH = 89" in text
-    kernel.write_text(text.replace("MINIMUM_ARCH = 89", "MINIMUM_ARCH = 90"))
-    assert cache.hash_sources(tree) != first
-    kernel.write_text(text)
-    assert cache.hash_sources(tree) == first
-    kernel.rename(tree / "kv_cache/insert2.py")
-    assert cache.hash_sources(tree) != first
-    (tree / "kv_cache/insert2.py").rename(kernel)
-    (tree / "dsl/new.py").write_text("")
-    assert cache.hash_sources(tree) != first
-    (tmp_path / "empty").mkdir()
-    assert cache.hash_sources(tmp_path / "empty") == ""
+def test_other_sources_are_other_objects(kept: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, edited = cache.SOURCES, {**cache.SOURCES.files, "dsl/ptx/inline.py": b"x = 1"}
+    monkeypatch.setattr(cache, "SOURCES", Sources(cache.PACKAGE, edited))
+    with pytest.raises(Miss):
+        kept.read(KEY)
+    assert f"(here {cache.sources_of(KEY)})" in kept.explain(KEY)
+    kept.write(KEY, DATA[:-1], FACTS)
+    monkeypatch.setattr(cache, "SOURCES", before)
+    assert kept.read(KEY).data == DATA
 
 
 def test_sources_edited_under_the_process_are_not_stored(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "hash_sources", lambda: "edited")
+    monkeypatch.setattr(cache.Sources, "is_current", lambda self, module=None: False)
     store.write(KEY, DATA, FACTS)
     assert not store.root.exists()
 
@@ -358,7 +345,6 @@ def test_the_real_environment_names_versions_and_variables(monkeypatch: pytest.M
     monkeypatch.undo()
     values = cache.environment()
     assert set(values) == set(ENVIRONMENT)
-    assert values["sources"] == cache.SOURCES
     assert values["dsl"].startswith("4.")
     first = cache.fingerprint(values)
     monkeypatch.setenv("CUTE_DSL_LOG_LEVEL", "20")

@@ -70,7 +70,6 @@ def test_info_lists_ops_without_a_kernel(capsys: Capture, monkeypatch: pytest.Mo
 def test_info_as_json(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
     store = cache.Store(cache.default_directory() or Path())
-    monkeypatch.setattr(cache, "hash_sources", lambda: cache.SOURCES)
     store.write(Key("sm_90a"), b"x" * 100, FACTS)
     status, out, _ = run(capsys, "info", "--json")
     found = json.loads(out)
@@ -213,7 +212,6 @@ def test_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return b"object", Report(**vars(FACTS), key=key, ptx="", cubin=b"")
 
     monkeypatch.setattr(compile_, "compile_object", compile_object)
-    monkeypatch.setattr(cache, "hash_sources", lambda: cache.SOURCES)
     monkeypatch.setattr(cache, "_warned", True)
     first, second = (precompile_.compile_one(Key("sm_90a")) for _ in range(2))
     assert (first.status, second.status, len(made)) == ("compiled", "cached", 1)

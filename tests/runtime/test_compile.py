@@ -63,7 +63,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
     monkeypatch.setattr(compile_, "compile_object", made.compile_object)
     monkeypatch.setattr(compile_, "_link", made.link)
     monkeypatch.setattr(cache, "environment", lambda: dict(ENVIRONMENT))
-    monkeypatch.setattr(cache, "hash_sources", lambda: cache.SOURCES)
     monkeypatch.setattr(cache, "_warned", False)
     monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(compile_.JIT_VARIABLE, raising=False)
@@ -103,7 +102,7 @@ def test_a_key_is_compiled_once_and_then_found(compiler: Compiler, monkeypatch: 
 def test_an_edited_source_is_compiled_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_.function(Key("sm_90a"))
     forget(monkeypatch)
-    monkeypatch.setattr(cache, "environment", lambda: {**ENVIRONMENT, "sources": "edited"})
+    monkeypatch.setattr(cache, "SOURCES", cache.Sources(cache.PACKAGE, {"numerics.py": b"edited"}))
     compile_.function(Key("sm_90a"))
     assert counts() == (1, 0)
 

@@ -24,7 +24,7 @@ OP = "sparse_mla_decode"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """A Blackwell whose name, driver and capability can be set; `forget` is a new process."""
+    """A Blackwell whose name, driver and capability can be set; `forget` is a new process, `edit` another source."""
     state = SimpleNamespace(name="B", driver="CUDA 13.0", capability=(10, 0), environment=dict(ENVIRONMENT))
 
     def forget() -> None:
@@ -32,14 +32,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         monkeypatch.setattr(trust, "_known", {})
         monkeypatch.setattr(trust, "_warned", set())
 
+    def edit(content: bytes) -> None:
+        monkeypatch.setattr(cache, "SOURCES", cache.Sources(cache.PACKAGE, {"numerics.py": content}))
+
     def gpu_of(index: int) -> dict[str, str]:
         return {"name": state.name, "capability": str(state.capability), "driver": state.driver}
 
-    state.forget = forget
+    state.forget, state.edit = forget, edit
     monkeypatch.setattr(trust, "gpu_of", gpu_of)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: state.capability)
     monkeypatch.setattr(cache, "environment", lambda: dict(state.environment))
-    monkeypatch.setattr(cache, "hash_sources", lambda: cache.SOURCES)
+    monkeypatch.setattr(cache.Sources, "is_current", lambda self, module=None: True)
+    edit(b"as it was")
     forget()
     yield state
     arch_.arch_of.cache_clear()
@@ -89,7 +93,7 @@ def test_what_did_not_run_is_not_trusted(gpu: SimpleNamespace, folder: Path, sta
         lambda gpu: setattr(gpu, "name", "B Ultra"),
         lambda gpu: setattr(gpu, "driver", "CUDA 13.1"),
         lambda gpu: setattr(gpu, "capability", (10, 3)),
-        lambda gpu: gpu.environment.update(sources="edited"),
+        lambda gpu: gpu.edit(b"edited"),
         lambda gpu: gpu.environment.update(dsl="4.9.0"),
     ],
 )
@@ -187,7 +191,7 @@ def test_a_folder_that_cannot_be_written(gpu: SimpleNamespace, monkeypatch: pyte
 
 
 def test_sources_that_changed_meanwhile_are_not_judged(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "hash_sources", lambda: "edited")
+    monkeypatch.setattr(cache.Sources, "is_current", lambda self, module=None: False)
     assert "changed" in trust.keep(OP, 0, "pass", 9, "")
     assert not answer(gpu)
 
@@ -206,7 +210,6 @@ def test_a_choice_wins_and_leaves_no_trace(gpu: SimpleNamespace) -> None:
 def write_often(folder: str, status: str) -> None:
     os.environ[cache.DIRECTORY_VARIABLE] = folder
     cache.environment = lambda: dict(ENVIRONMENT)
-    cache.hash_sources = lambda package=None: cache.SOURCES
     trust.gpu_of = lambda index: {"name": "B"}
     trust.arch_of = lambda index: "sm_100a"
     for number in range(100):

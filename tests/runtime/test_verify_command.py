@@ -43,7 +43,6 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> list[KernelKey]:
 
     monkeypatch.setattr(precompile_, "precompile", precompile)
     monkeypatch.setattr(trust, "gpu_of", lambda index: {"name": "A GPU"})
-    monkeypatch.setattr(cache, "hash_sources", lambda: cache.SOURCES)
     return compiled
 
 
@@ -314,8 +313,9 @@ def test_edited_sources_are_verified_again(
     capsys: Capture, blackwell: Blackwell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(capsys, "verify")
-    here = cache.environment()
-    monkeypatch.setattr(cache, "environment", lambda: {**here, "sources": "edited"})
+    edited = cache.Sources(cache.PACKAGE, {**cache.SOURCES.files, "numerics.py": b"edited"})
+    monkeypatch.setattr(cache, "SOURCES", edited)
+    monkeypatch.setattr(cache.Sources, "is_current", lambda self, module=None: True)
     assert not blackwell.trusts()
     run(capsys, "verify")
     assert blackwell.trusts()
