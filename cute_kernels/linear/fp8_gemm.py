@@ -15,8 +15,10 @@ from cute_kernels.runtime.compile import launch as launch_key
 RECIPE = (1, 128, 128)
 EQUATION = "bhr,hdr->bhd"
 
-MOST_SWAPPED_ROWS, MOST_SPLIT_ROWS = 32, 64
-"""More rows are faster the other way round on an H200; the second number is for weights whose K is split."""
+MOST_SWAPPED_ROWS = 32
+MOST_SPLIT_ROWS, MOST_SPLIT_OUTPUTS = 64, 2048
+"""More rows are faster the other way round on an H200; the second number is for weights whose K is split, of so few
+outputs that the kernel for many rows has too few work tiles."""
 
 OUTPUTS = {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float8_e4m3fn": "e4m3"}
 
@@ -34,7 +36,8 @@ def _is_swapped(out: Any, chunks: int, batch_invariant: bool) -> bool:
     rows, groups, outputs = out.shape
     if batch_invariant or rows <= MOST_SWAPPED_ROWS:
         return True
-    return bool(rows <= MOST_SPLIT_ROWS) and select.splits_of(groups, outputs, chunks) > 1
+    is_small = rows <= MOST_SPLIT_ROWS and groups * outputs <= MOST_SPLIT_OUTPUTS
+    return bool(is_small and select.splits_of(groups, outputs, chunks) > 1)
 
 
 def supports(

@@ -18,7 +18,10 @@ HOPPER = "sm_90a"
 MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 
-SPLITS = (1, 2, 3, 4, 6, 8)
+CLUSTERS = {1: (132, 264), 2: (66, 132), 3: (39, 79), 4: (30, 62), 6: (17, 39), 8: (15, 30)}
+"""CTAs of a cluster -> clusters that run at once on an H200, by cuOccupancyMaxActiveClusters: if a CTA takes a
+multiprocessor, and if two share it. One more would wait for a whole round."""
+
 TOKEN_TILES = (8, 16, 32, 64)
 """Tokens of a work tile."""
 
@@ -38,10 +41,10 @@ def splits_of(groups: int, outputs: int, chunks: int) -> int:
     tiles = groups * -(-outputs // width)
 
     def microseconds(splits: int) -> float:
-        rounds = -(-tiles // (MULTIPROCESSORS // splits))
+        rounds = 1 if tiles * splits <= MULTIPROCESSORS else -(-tiles // CLUSTERS[splits][0])
         return rounds * (-(-chunks // splits) * CHUNK_US * width / 64 + ROUND_US) + (SPLIT_US if splits > 1 else 0)
 
-    return min((s for s in SPLITS if s == 1 or chunks // s >= 4), key=microseconds)
+    return min((s for s in CLUSTERS if s == 1 or chunks // s >= 4), key=microseconds)
 
 
 def token_tile(rows: int) -> int:
@@ -52,12 +55,11 @@ def token_tile(rows: int) -> int:
 @lru_cache(maxsize=4096)
 def swap_ab(operands: str, output: str, rows: int, groups: int, outputs: int, chunks: int) -> tuple[SwapAbKey, int]:
     """The kernel for few rows and its number of clusters. chunks: of 128 bytes of K."""
-    cooperative = output == "e4m3"
     splits = splits_of(groups, outputs, chunks)
     tokens = token_tile(rows)
-    key = SwapAbKey(HOPPER, operands, output, tokens, splits, cooperative)
+    key = SwapAbKey(HOPPER, operands, output, tokens, splits, output == "e4m3" or tokens == TOKEN_TILES[-1])
     tiles = groups * -(-outputs // key.outputs) * -(-rows // tokens)
-    return key, min(tiles, MULTIPROCESSORS // splits)
+    return key, min(tiles, CLUSTERS[splits][key.ctas_per_multiprocessor - 1])
 
 
 class Tile(NamedTuple):
@@ -75,7 +77,7 @@ TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2), 0.328, 0.5),
     Tile(GemmKey(HOPPER, rows=128, stages=5, depth=2, staged=True), 0.445, 0.3),
     Tile(GemmKey(HOPPER, rows=192, warpgroups=3, stages=4, staged=True), 0.605, 0.5),
-    Tile(GemmKey(HOPPER, rows=256, stages=3, staged=True, lag=1), 0.817, 1.0),
+    Tile(GemmKey(HOPPER, rows=256, stages=3, staged=True, lag=1), 0.817, 1.5),
 )
 """Fitted to times on an H200."""
 

@@ -37,7 +37,7 @@ def test_compiles(key: SwapAbKey) -> None:
     # weights are asked for before the kernel ahead has ended, tokens and scales behind it
     first_copy, wait = report.ptx.index("cp.async.bulk.tensor"), report.ptx.index("griddepcontrol.wait")
     assert report.ptx.index("griddepcontrol.launch_dependents") < first_copy < wait
-    if key.width <= 32:
+    if key.ctas_per_multiprocessor == 2:
         # two CTAs of ten warps fit into a multiprocessor
         assert report.registers <= 96
         assert 2 * (report.smem + 1024) <= 228 * 1024

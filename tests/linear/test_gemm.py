@@ -122,7 +122,8 @@ def test_how_k_is_cut_follows_from_the_weight_alone() -> None:
                 assert len({key.splits for key, _ in found}) == 1
                 for key, clusters in found:
                     assert chunks // key.splits >= 4 or key.splits == 1
-                    assert clusters * key.splits <= select.MULTIPROCESSORS
+                    assert clusters * key.splits <= select.MULTIPROCESSORS * key.ctas_per_multiprocessor
+                    assert clusters <= select.CLUSTERS[key.splits][key.ctas_per_multiprocessor - 1]
                     assert key.smem_bytes <= 232448
 
 

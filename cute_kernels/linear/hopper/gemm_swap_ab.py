@@ -13,8 +13,8 @@ tokens, so a token's bits do not depend on its batch.
     warp 9          scales (e4m3 only)
     warps 0 .. 3    consumer warpgroup 0: wgmma, promotion to fp32 totals, epilogue of work tiles 0, 2, 4 ... of the CTA
     warps 4 .. 7    consumer warpgroup 1: the same of work tiles 1, 3, 5 ...: one multiplies while the other stores.
-                    With 128 outputs in a work tile both take half of each (an e4m3 result has a scale for 128
-                    outputs), and with 64 tokens and splits of K half of the tokens each
+                    With 128 outputs in a work tile each takes half of them: an e4m3 result has a scale for 128
+                    outputs, and 64 tokens are as many bytes as 64 outputs, which both then use
 
     stage           weights [64 or 128, 128 bytes of K] and tokens [tokens, 128 bytes of K], both with the 128-byte
                     swizzle; e4m3: fp32 scales of the tokens, then that of the weight
@@ -57,9 +57,8 @@ BLOCK = 128
 CONSUMER_WARPGROUPS = 2
 THREADS = (CONSUMER_WARPGROUPS * 4 + 2) * WARP
 
-MOST_BYTES = {True: 112 * 1024, False: 216 * 1024}
-"""Of shared memory, for products of at most 32 tokens or of more. Up to 32, two CTAs fit into a multiprocessor: the
-next GEMM's can start beside this one's and bring its weights. With more, registers do not allow that."""
+MOST_BYTES = {1: 216 * 1024, 2: 112 * 1024}
+"""Of shared memory, by the CTAs that share a multiprocessor."""
 
 FRAGMENT_BYTES = 16
 """Of a thread's share of 16 outputs x 8 tokens: rows r and r + 8 of two neighbouring tokens."""
@@ -84,15 +83,10 @@ class SwapAbKey(KernelKey):
     cooperative: bool = False
 
     @property
-    def halves_tokens(self) -> bool:
-        """Each consumer warpgroup has half of a work tile's tokens. Registers then let two CTAs share a multiprocessor:
-        an H200 has room for fewer clusters than multiprocessors divided by their size if each CTA takes a whole one."""
-        return self.tokens == 64 and self.splits > 1 and not self.cooperative
-
-    @property
-    def width(self) -> int:
-        """Tokens of a consumer warpgroup's products."""
-        return self.tokens // 2 if self.halves_tokens else self.tokens
+    def ctas_per_multiprocessor(self) -> int:
+        """Up to 32 tokens two: the next GEMM's CTAs can start beside this one's and bring its weights. With more,
+        registers do not allow that."""
+        return 2 if self.tokens <= 32 else 1
 
     @property
     def outputs(self) -> int:
@@ -109,13 +103,13 @@ class SwapAbKey(KernelKey):
 
     @property
     def stages(self) -> int:
-        room = MOST_BYTES[self.width <= 32] - 2048 - CONSUMER_WARPGROUPS * self.received_bytes
+        room = MOST_BYTES[self.ctas_per_multiprocessor] - 2048 - CONSUMER_WARPGROUPS * self.received_bytes
         return min(12, room // self.stage_bytes)
 
     @property
     def blocks_received(self) -> int:
         """Blocks of 8 tokens that a CTA adds up."""
-        return -(-(self.width // 8) // self.splits)
+        return -(-(self.tokens // 8) // self.splits)
 
     @property
     def received_bytes(self) -> int:
@@ -209,14 +203,12 @@ class SwapAbKernel:
         self.operand: Any = Float8E4M3FN if self.is_fp8 else BFloat16
         self.chunk = CHUNK_BYTES if self.is_fp8 else CHUNK_BYTES // 2
         self.tokens, self.outputs, self.stages, self.splits = key.tokens, key.outputs, key.stages, key.splits
-        self.width, self.blocks = key.width, key.width // 8
-        self.parts = key.tokens // key.width
+        self.blocks = key.tokens // 8
         # of a product, and of those that use a stage
         self.warpgroups = CONSUMER_WARPGROUPS if key.cooperative else 1
-        self.is_shared = key.cooperative or key.halves_tokens
         # chunks under way; those of e4m3 are summed outside the tensor cores, and two are enough to hide that
         self.depth = 2 if self.is_fp8 else 4
-        suffix = "cooperative" if key.cooperative else "halves" if key.halves_tokens else "in_turns"
+        suffix = "cooperative" if key.cooperative else "in_turns"
         self.name = f"gemm_swap_ab_{key.operands}_{key.output}_t{key.tokens}_s{key.splits}_{suffix}"
 
     @cute.jit
@@ -240,7 +232,7 @@ class SwapAbKernel:
             result_scale = (address(out_scale), stride_bytes(out_scale, 0), length(out_scale, 1))
         kernel = self.kernel(
             *self.tma_atoms(a, b),
-            *(wgmma.make_mma(self.operand, self.warpgroups, self.width) for _ in range(2)),
+            *(wgmma.make_mma(self.operand, self.warpgroups, self.tokens) for _ in range(2)),
             *scales,
             Strided.of(out),
             *result_scale,
@@ -260,7 +252,7 @@ class SwapAbKernel:
     def tma_atoms(self, a: Any, b: Any) -> tuple[Any, ...]:
         """Of the weights and of the tokens the copy and what it reads, then of each where it writes."""
         weight_tiles = wgmma.swizzled_tiles(self.operand, self.outputs, self.stages)
-        token_tiles = wgmma.swizzled_tiles(self.operand, self.width, self.stages * self.parts)
+        token_tiles = wgmma.swizzled_tiles(self.operand, self.tokens, self.stages)
         # both as [rows, K, groups]
         weights = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
         tokens = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
@@ -268,7 +260,7 @@ class SwapAbKernel:
         weight_copy, weight_source = cpasync.make_tiled_tma_atom(
             load, weights, weight_tiles, (self.outputs, self.chunk)
         )
-        token_copy, token_source = cpasync.make_tiled_tma_atom(load, tokens, token_tiles, (self.width, self.chunk))
+        token_copy, token_source = cpasync.make_tiled_tma_atom(load, tokens, token_tiles, (self.tokens, self.chunk))
         return weight_copy, weight_source, token_copy, token_source, weight_tiles, token_tiles
 
     # ---- producer
@@ -302,9 +294,7 @@ class SwapAbKernel:
             full = ring.full(step)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.tokens * CHUNK_BYTES)
-            for part in range_constexpr(self.parts):
-                source = token_from[None, token_tile * self.parts + part, chunk, group]
-                cute.copy(token_copy, source, token_to[None, step * self.parts + part], tma_bar_ptr=full)
+            cute.copy(token_copy, token_from[None, token_tile, chunk, group], token_to[None, step], tma_bar_ptr=full)
             chunk += 1
             if chunk == end:
                 chunk = Int32(work.first_chunk)
@@ -320,9 +310,7 @@ class SwapAbKernel:
             cute.copy(
                 weight_copy, weight_from[None, output_tile, chunk, group], weight_to[None, stage], tma_bar_ptr=full
             )
-            for part in range_constexpr(self.parts):
-                source = token_from[None, token_tile * self.parts + part, chunk, group]
-                cute.copy(token_copy, source, token_to[None, stage * self.parts + part], tma_bar_ptr=full)
+            cute.copy(token_copy, token_from[None, token_tile, chunk, group], token_to[None, stage], tma_bar_ptr=full)
             stage, phase = barriers.advance(stage, phase, self.stages)
             chunk += 1
             if chunk == end:
@@ -376,7 +364,7 @@ class SwapAbKernel:
     ) -> None:
         """totals = the CTA's split of work tile `index`, this warpgroup's 64 outputs of it."""
         lane = cute.arch.lane_idx()
-        products = [wgmma.accumulators(mma[0], self.outputs, self.width) for _ in range(self.depth)]
+        products = [wgmma.accumulators(mma[0], self.outputs, self.tokens) for _ in range(self.depth)]
         totals.fill(0.0)
         position = index * work.chunks
         stage, phase = position % self.stages, position // self.stages & 1
@@ -385,8 +373,8 @@ class SwapAbKernel:
             for i in range_constexpr(self.depth):
                 ring.wait_full(stage, phase)
                 # loads queue behind the operands that tensor cores read: they come first
-                factors = self.load_factors(scales + stage * (self.key.scales_per_stage * 4), lane, half[1])
-                wgmma.multiply(*mma, products[i], half[0], weights, tokens, stage, stage * self.parts + half[1])
+                factors = self.load_factors(scales + stage * (self.key.scales_per_stage * 4), lane)
+                wgmma.multiply(*mma, products[i], half, weights, tokens, stage)
                 under_way.append((stage, factors))
                 stage, phase = barriers.advance(stage, phase, self.stages)
             for i in range_constexpr(self.depth):
@@ -396,8 +384,8 @@ class SwapAbKernel:
                 self.promote(totals, products[i], factors)
         for _ in cutlass.range(work.chunks % self.depth, unroll=1):
             ring.wait_full(stage, phase)
-            factors = self.load_factors(scales + stage * (self.key.scales_per_stage * 4), lane, half[1])
-            wgmma.multiply(*mma, products[0], half[0], weights, tokens, stage, stage * self.parts + half[1])
+            factors = self.load_factors(scales + stage * (self.key.scales_per_stage * 4), lane)
+            wgmma.multiply(*mma, products[0], half, weights, tokens, stage)
             wgmma.wait(0)
             self.release(ring, stage, lane)
             self.promote(totals, products[0], factors)
@@ -410,7 +398,7 @@ class SwapAbKernel:
         """The same of bf16 operands: the tensor cores add up all chunks."""
         lane = cute.arch.lane_idx()
         mma, mma_more = mma
-        sums = wgmma.accumulators(mma, self.outputs, self.width)
+        sums = wgmma.accumulators(mma, self.outputs, self.tokens)
         sums.fill(0.0)
         position = index * work.chunks
         stage, phase = position % self.stages, position // self.stages & 1
@@ -418,7 +406,7 @@ class SwapAbKernel:
             used = []
             for _i in range_constexpr(self.depth):
                 ring.wait_full(stage, phase)
-                wgmma.multiply(mma_more, mma_more, sums, half[0], weights, tokens, stage, stage * self.parts + half[1])
+                wgmma.multiply(mma_more, mma_more, sums, half, weights, tokens, stage)
                 used.append(stage)
                 stage, phase = barriers.advance(stage, phase, self.stages)
             for i in range_constexpr(self.depth):
@@ -426,25 +414,25 @@ class SwapAbKernel:
                 self.release(ring, used[i], lane)
         for _ in cutlass.range(work.chunks % self.depth, unroll=1):
             ring.wait_full(stage, phase)
-            wgmma.multiply(mma_more, mma_more, sums, half[0], weights, tokens, stage, stage * self.parts + half[1])
+            wgmma.multiply(mma_more, mma_more, sums, half, weights, tokens, stage)
             wgmma.wait(0)
             self.release(ring, stage, lane)
             stage, phase = barriers.advance(stage, phase, self.stages)
-        for i in range_constexpr(self.width // 2):
+        for i in range_constexpr(self.tokens // 2):
             totals[i] = sums[i]
 
-    def load_factors(self, scales: Any, lane: Any, part: Any) -> list[Any]:
+    def load_factors(self, scales: Any, lane: Any) -> list[Any]:
         """What the products of the thread's tokens, two of every 8, are multiplied with."""
         weight = ptx.load_shared_f32(scales + self.tokens * 4)
         factors: list[Any] = []
         for block in range(self.blocks):
-            factors += ptx.load_shared_f32x2(scales + (part * self.width + block * 8 + lane % 4 * 2) * 4)
+            factors += ptx.load_shared_f32x2(scales + (block * 8 + lane % 4 * 2) * 4)
         return [factor * weight for factor in factors]
 
     @cute.jit
     def promote(self, totals: cute.Tensor, products: cute.Tensor, factors: Any) -> None:
         """Add a chunk's scaled products to the fp32 totals."""
-        for i in range_constexpr(self.width // 2):
+        for i in range_constexpr(self.tokens // 2):
             totals[i] = totals[i] + factors[i // 4 * 2 + i % 2] * products[i]
 
     @cute.jit
@@ -505,10 +493,10 @@ class SwapAbKernel:
         group, output_tile, token_tile = tile
         out, out_scale, scale_row, padded_tokens = result
         tokens, outputs = sizes
-        first_output = output_tile * self.outputs + half[0] * wgmma.ROWS + warp * 16
+        first_output = output_tile * self.outputs + half * wgmma.ROWS + warp * 16
         for slot in range_constexpr(self.key.blocks_received):
             block = slot * self.splits + rank
-            first_token = token_tile * self.tokens + half[1] * self.width + block * 8
+            first_token = token_tile * self.tokens + block * 8
             values = [totals[4 * slot + i] for i in range(4)]
             if const_expr(self.key.output == "fp32"):
                 for i in range_constexpr(4):
@@ -527,7 +515,7 @@ class SwapAbKernel:
                     ptx.store_global_s32(target, low, is_inside and output < outputs)
                     ptx.store_global_s32(target + 16, high, is_inside and output + 8 < outputs)
                 else:
-                    byte = self.scale_byte(low, high, warp, lane, half[0], maxima)
+                    byte = self.scale_byte(low, high, warp, lane, half, maxima)
                     factor = convert.ue8m0_inverse(byte)
                     codes = convert.e4m3_from_bf16x4(low, high, factor)
                     target = out.at(token, group) + Int64(output)
@@ -536,7 +524,7 @@ class SwapAbKernel:
                     row = group * (outputs // BLOCK) + output_tile
                     # the tokens between the last one and the padded length get zeros
                     scale = byte << 23 if token < tokens else Int32(0)
-                    is_mine = half[0] == 0 and warp == 0 and lane % 4 == 0 and block < self.blocks
+                    is_mine = half == 0 and warp == 0 and lane % 4 == 0 and block < self.blocks
                     target = out_scale + Int64(row) * scale_row + Int64(token) * 4
                     ptx.store_global_s32(target, scale, is_mine and token < padded_tokens)
 
@@ -617,7 +605,7 @@ class SwapAbKernel:
                 cpasync.prefetch_descriptor(copy)
         if thread == 0:
             # one arrival announces the bytes of the weights, one those of the tokens, one per lane its scales
-            ring.initialize(2 + (WARP if self.is_fp8 else 0), 4 * (CONSUMER_WARPGROUPS if self.is_shared else 1))
+            ring.initialize(2 + (WARP if self.is_fp8 else 0), 4 * self.warpgroups)
             for group in range(CONSUMER_WARPGROUPS):
                 cute.arch.mbarrier_init(bars + 2 * group, 1)
                 cute.arch.mbarrier_init(bars + 2 * group + 1, 4 * min(self.splits, self.blocks))
@@ -649,29 +637,28 @@ class SwapAbKernel:
                     work,
                     ring,
                     (weight_copy, *self.partition(weight_copy, weight_source, weights, self.outputs)),
-                    (token_copy, *self.partition(token_copy, token_source, token_rows, self.width)),
+                    (token_copy, *self.partition(token_copy, token_source, token_rows, self.tokens)),
                 )
             if const_expr(self.is_fp8):
                 self.copy_scales(warp, work, ring, scales, a_scale, b_scale, tokens, outputs)
         else:
             warpgroup = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-            # half: of a work tile's outputs, and of its tokens
-            first, step, half = warpgroup, Int32(CONSUMER_WARPGROUPS), (Int32(0), Int32(0))
-            if const_expr(self.is_shared):
-                first, step = Int32(0), Int32(1)
-                half = (warpgroup, Int32(0)) if const_expr(self.key.cooperative) else (Int32(0), warpgroup)
+            # half: of a work tile's outputs
+            first, step, half = warpgroup, Int32(CONSUMER_WARPGROUPS), Int32(0)
+            if const_expr(self.key.cooperative):
+                first, step, half = Int32(0), Int32(1), warpgroup
             own_bars, turns = bars.toint() + warpgroup * 16, bars.toint() + CONSUMER_WARPGROUPS * 16
             own_received = received + warpgroup * self.key.received_bytes
-            totals = cute.make_rmem_tensor((self.width // 2,), Float32)
+            totals = cute.make_rmem_tensor((self.tokens // 2,), Float32)
             use = Int32(0)
             for index in cutlass.range(first, work.count, step, unroll=1):
-                if const_expr(not self.is_shared):
+                if const_expr(not self.key.cooperative):
                     self.wait_turn(turns + warpgroup * 8, index)
                 if const_expr(self.is_fp8):
                     self.multiply_e4m3(work, ring, (mma, mma_more), weights, token_rows, scales, totals, index, half)
                 else:
                     self.multiply_bf16(work, ring, (mma, mma_more), weights, token_rows, totals, index, half)
-                if const_expr(not self.is_shared):
+                if const_expr(not self.key.cooperative):
                     ptx.arrive_mbarrier(turns + (1 - warpgroup) * 8, lane == 0)
                 if const_expr(self.splits > 1):
                     is_last = index + step >= work.count
