@@ -27,8 +27,8 @@ TOKEN_TILES = (8, 16, 32, 64)
 
 CHUNK_US = 0.3
 """What 8 KB of a weight, 64 outputs by 128 bytes of K, take a multiprocessor when all of them read at 3.6 TB/s."""
-SPLIT_US = 0.9
-"""What sums of other CTAs cost, once."""
+SPLIT_US = 0.5, 0.15
+"""What sums of other CTAs cost, once, and for each split."""
 ROUND_US = 0.1
 """What the end of a work tile costs that no other work hides."""
 
@@ -41,8 +41,10 @@ def splits_of(groups: int, outputs: int, chunks: int) -> int:
     tiles = groups * -(-outputs // width)
 
     def microseconds(splits: int) -> float:
-        rounds = 1 if tiles * splits <= MULTIPROCESSORS else -(-tiles // CLUSTERS[splits][0])
-        return rounds * (-(-chunks // splits) * CHUNK_US * width / 64 + ROUND_US) + (SPLIT_US if splits > 1 else 0)
+        # where two CTAs share a multiprocessor, the last round may be half of one
+        rounds = max(1.0, -(-2 * tiles * splits // MULTIPROCESSORS) / 2)
+        sums = SPLIT_US[0] + SPLIT_US[1] * splits if splits > 1 else 0.0
+        return rounds * (-(-chunks // splits) * CHUNK_US * width / 64 + ROUND_US) + sums
 
     return min((s for s in CLUSTERS if s == 1 or chunks // s >= 4), key=microseconds)
 
