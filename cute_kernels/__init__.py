@@ -29,7 +29,7 @@ from cute_kernels.indices.ops import (
     compute_decode_swa_indices,
     compute_global_topk_indices_and_lens,
 )
-from cute_kernels.insert_compress.ops import fused_qkv_insert_compress_index
+from cute_kernels.insert_compress.ops import fused_qkv_insert_compress, fused_qkv_insert_compress_index
 from cute_kernels.kv_cache.ops import (
     dequantize_and_gather_k_cache,
     fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert,
@@ -80,6 +80,7 @@ __all__ = [
     "fused_mtp_input_rmsnorm",
     "fused_q_kv_rmsnorm",
     "fused_q_kv_rmsnorm_quant",
+    "fused_qkv_insert_compress",
     "fused_qkv_insert_compress_index",
     "get_compressed_slot_mapping",
     "merge_attention_states",

@@ -44,6 +44,7 @@ KERNEL_ARCHS = {
     "fused_q_kv_rmsnorm": ARCHS,
     "fused_q_kv_rmsnorm_quant": _E4M3_ARCHS,
     "get_compressed_slot_mapping": ARCHS,
+    "fused_qkv_insert_compress": ("sm_90a", "sm_100a", "sm_103a"),
     "fused_qkv_insert_compress_index": _E4M3_ARCHS,
     "merge_attention_states": ARCHS,
     "mqa_logits": ARCHS,

@@ -11,7 +11,7 @@ from torch import nn
 
 from cute_kernels import numerics
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
-from cute_kernels.insert_compress.ops import fused_qkv_insert_compress_index
+from cute_kernels.insert_compress.ops import fused_qkv_insert_compress, fused_qkv_insert_compress_index
 from cute_kernels.linear.ops import fp8_linear
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm, fused_q_kv_rmsnorm_quant
 from cute_kernels.runtime.checks import Checker
@@ -36,7 +36,8 @@ AUX_STREAM_MAX_TOKENS = 1024
 """Above this many rows the GEMMs fill the GPU by themselves and run one after the other."""
 
 ONE_LAUNCH_MAX_TOKENS = 512
-"""Up to this many rows the kernels between the GEMMs and the scores of a layer with an indexer are one launch."""
+"""Up to this many rows the kernels between the GEMMs and the scores, or attention, of a layer with a compressor are one
+launch."""
 
 
 @dataclass
@@ -437,11 +438,13 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         return q.unflatten(-1, shape), index_q, kv
 
     def _is_one_launch(self, q: torch.Tensor, caches: LayerCaches) -> bool:
-        """Whether everything between the first GEMMs and the scores is one launch: few rows, the usual formats."""
-        if q.shape[0] > ONE_LAUNCH_MAX_TOKENS or self._streams(q.shape[0]):
+        """Whether everything between the first GEMMs and the scores, or attention, is one launch: few rows, the usual
+        formats."""
+        if self.compressor is None or q.shape[0] > ONE_LAUNCH_MAX_TOKENS or self._streams(q.shape[0]):
             return False
-        assert caches.indexer is not None
-        return caches.swa.kv_format.id == FP8_DS_MLA.id and caches.indexer.kv_format.id == INDEXER_FP8.id
+        if caches.swa.kv_format.id != FP8_DS_MLA.id:
+            return False
+        return caches.indexer is None or caches.indexer.kv_format.id == INDEXER_FP8.id
 
     def _one_launch(
         self,
@@ -505,6 +508,43 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         )
         return q, indexer.indexer_op(codes, weights, caches.indexer, m, slots)
 
+    def _insert_and_compress(
+        self, q: torch.Tensor, kv: torch.Tensor, kv_score: torch.Tensor, m: DeepseekV4Metadata, caches: LayerCaches
+    ) -> torch.Tensor:
+        """`attention_front` of a layer of ratio 128 behind its GEMMs, in one launch: the query."""
+        compressor = self.compressor
+        assert compressor is not None
+        assert m.state_slot_mapping is not None
+        assert m.state_block_table is not None
+        assert m.compressed_slot_mapping is not None
+        assert caches.state is not None
+        assert caches.compressed is not None
+        fused_qkv_insert_compress(
+            q,
+            kv,
+            caches.swa.data,
+            m.slot_mapping,
+            m.positions,
+            self.rotary_emb.cos_sin_cache,
+            m.token_to_req_indices,
+            m.query_start_loc,
+            m.state_slot_mapping,
+            m.state_block_table,
+            m.compressed_slot_mapping,
+            kv_score,
+            compressor.ape,
+            compressor.norm_weight,
+            caches.state.data,
+            caches.compressed.data,
+            self.config.rms_norm_eps,
+            SWA_BLOCK_SIZE,
+            min_restart=m.min_restart,
+            persist=compressor.persist,
+            kv_format=caches.swa.kv_format.id,
+            use_pdl=self.options.use_pdl,
+        )
+        return q
+
     def attention_front(
         self,
         qr_kv: torch.Tensor,
@@ -535,6 +575,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             return query
 
         if self.indexer is None:
+            if kv_score is not None and self._is_one_launch(q, caches):
+                return self._insert_and_compress(q, kv, kv_score, m, caches), None, kv
             return insert_and_compress(), None, kv
         indexer = self.indexer
         assert index_weights is not None

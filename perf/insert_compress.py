@@ -1,5 +1,6 @@
-"""Benchmark of everything between the first GEMMs and the scores of a layer with an indexer, in one launch: decode
-steps in which every fourth token closes an entry. The four ops, one after the other, stand beside it as a variant."""
+"""Benchmarks of everything between the first GEMMs and the scores or attention of a layer with a compressor, in one
+launch: decode steps in which every fourth, or every 128th, token closes an entry. The ops that they are made of, one
+after the other, stand beside them as a variant."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
-from cute_kernels.insert_compress.call import Call
+from cute_kernels.insert_compress.call import Call, CompressCall
 from cute_kernels.runtime.ops import OPS
-from perf import compressor_c4, indexer, qnorm
+from perf import compressor_c4, compressor_c128, indexer, qnorm
 from perf.bench import Arguments, Bench, Case, Run
 
 HEADS, INDEX_HEADS = 64, 64
@@ -21,6 +22,7 @@ COLUMNS, QUERY_COLUMNS = 2048 + 512 + INDEX_HEADS, HEADS * 512 + INDEX_HEADS * 1
 """Of the fused projections that the arguments are columns of."""
 
 OP = "fused_qkv_insert_compress_index"
+COMPRESS = "fused_qkv_insert_compress"
 
 
 def make(rows: int, seed: int) -> Arguments:
@@ -78,5 +80,50 @@ BENCH = Bench(
     inputs=("q", "state_cache", "index_state_cache"),
     same=_same,
 )
-SWEEPS = {BENCH.op: BENCH.sweep}
-QUICK = {BENCH.op: BENCH.quick}
+
+
+def make_compress(rows: int, what: str, seed: int) -> Arguments:
+    """The same of a layer of ratio 128. closing: every token closes an entry."""
+    q, kv, pool, slots, *_ = qnorm._make(FP8_DS_MLA, HEADS, rows, seed)
+    main = compressor_c128._fused(rows, what, seed)
+    scores, ape, positions, requests, starts, state, state_slots, table, angles, cache, entry_slots, weight, restart = (
+        main[:13]
+    )
+    step = pool, slots, positions, angles, requests, starts, state_slots, table, entry_slots, restart
+    numbers: Any = compressor_c128.EPS, qnorm.BLOCK_SIZE, "window", FP8_DS_MLA.id, True
+    return CompressCall(q, kv, *step, scores, ape, weight, state, cache, *numbers)
+
+
+def _two(*args: Any) -> None:
+    for _, name, arguments in CompressCall(*args).parts():
+        OPS[name].overload(*arguments)
+
+
+def _compress_variants() -> dict[str, Run]:
+    from cute_kernels.insert_compress import insert_compress as kernel
+    from cute_kernels.runtime.arch import arch_of
+
+    def run(shape: tuple[int, int, int], per_cluster: int, *args: Any) -> None:
+        kernel.launch_with(kernel.InsertCompressKey(arch_of(0), *shape), CompressCall(*args), per_cluster)
+
+    shapes = [((rows, 8, 5), per) for rows in (1, 2, 4) for per in (4, 8, 16)] + [((1, 8, 4), 4), ((1, 4, 4), 4)]
+    return {"ours two launches": _two} | {
+        f"ours rows={shape[0]} cluster={shape[1]} ctas={shape[2]} tokens={per}": partial(run, shape, per)
+        for shape, per in shapes
+    }
+
+
+COMPRESS_BENCH = Bench(
+    op=COMPRESS,
+    cases=tuple(
+        Case(f"{what} T={rows}", rows, partial(make_compress, rows, what), {"heads": HEADS})
+        for what in ("decode", "closing")
+        for rows in ROWS
+    ),
+    quick=(0, 3),
+    variants=_compress_variants,
+    inputs=("q", "state_cache"),
+    same=_same,
+)
+SWEEPS = {bench.op: bench.sweep for bench in (BENCH, COMPRESS_BENCH)}
+QUICK = {bench.op: bench.quick for bench in (BENCH, COMPRESS_BENCH)}

@@ -77,17 +77,21 @@ def random_step(
     entry_rows: int = 4,
     fp32_weight: bool = False,
     options: tuple[str, bool] = ("ties_to_lower", False),
+    at_ends: bool = False,
 ) -> dict[str, Any]:
     """Arguments of the fused op on the CPU: requests with so many tokens each behind prefixes of random lengths.
 
     All pages hold numbers, so that any prefix can be read. No state slot that the step writes holds a row it reads.
-    With `bad`, some slots name no row, some pages do not exist, and a few rows belong to nobody.
+    With `bad`, some slots name no row, some pages do not exist, and a few rows belong to nobody. With `at_ends`, every
+    request's first token is the last of a group.
     """
     g = torch.Generator().manual_seed(seed)
     fmt: Any = formats.FORMATS[kv_format]
     state_format = formats.compressor_state(fmt.dim, ratio)
     width, requests = state_format.width, len(lengths)
     prefixes = torch.randint(0, longest_prefix + 1, (requests,), generator=g).tolist()
+    if at_ends:
+        prefixes = [p // ratio * ratio + ratio - 1 for p in prefixes]
     positions = [p for a, n in zip(prefixes, lengths, strict=True) for p in range(a, a + n)]
     owners = [r for r, n in enumerate(lengths) for _ in range(n)]
     pad = 3
@@ -102,7 +106,7 @@ def random_step(
     if positions:
         at = torch.tensor(positions)
         slots[:-pad] = table[torch.tensor(owners), at // state_rows].long() * state_rows + at % state_rows
-    entries = -(-rows // ratio) + 8
+    entries = (rows if at_ends else -(-rows // ratio)) + 8
     entry_pages = -(-entries // entry_rows) + 1
     closing = (position + 1) % ratio == 0
     entry_slots = torch.full((rows,), -1)

@@ -1,4 +1,4 @@
-"""The arguments of fused_qkv_insert_compress_index, and what each of the ops that it is made of takes of them."""
+"""The arguments of the ops of one launch, and what each of the ops that they are made of takes of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 RATIO = 4
+COMPRESS_RATIO = 128
+"""Of layers without an indexer."""
 
 INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
 COMPRESS = "fused_compress_norm_rope_store"
@@ -17,7 +19,7 @@ QUERY = "fused_indexer_q_rope_quant_fp8"
 
 
 class Call(NamedTuple):
-    """The arguments in the schema's order."""
+    """Of fused_qkv_insert_compress_index, in the schema's order."""
 
     q: Any
     kv: Any
@@ -100,12 +102,63 @@ class Call(NamedTuple):
         )
 
 
-def of_arguments(body: Callable[[Call], T]) -> Callable[..., T]:
-    """`body` as a function of the arguments in the schema's order, by whose names it is known."""
+class CompressCall(NamedTuple):
+    """Of fused_qkv_insert_compress, in the schema's order."""
 
-    @functools.wraps(body)
-    def function(*args: Any) -> T:
-        return body(Call(*args))
+    q: Any
+    kv: Any
+    k_cache: Any
+    slot_mapping: Any
+    positions: Any
+    cos_sin_cache: Any
+    token_to_req_indices: Any
+    query_start_loc: Any
+    state_slot_mapping: Any
+    state_block_table: Any
+    entry_slot_mapping: Any
+    min_restart: Any
+    kv_score: Any
+    ape: Any
+    norm_weight: Any
+    state_cache: Any
+    entry_cache: Any
+    eps: float
+    block_size: int
+    persist: str
+    kv_format: str
+    use_pdl: bool
 
-    function.__signature__ = inspect.signature(Call)  # type: ignore[attr-defined]
-    return function
+    def insert(self) -> tuple[Any, ...]:
+        """Arguments of the op that finishes the queries and stores keys."""
+        rows = self.q, self.kv, self.k_cache, self.slot_mapping, self.positions, self.cos_sin_cache
+        return *rows, self.eps, self.block_size, True, self.kv_format, self.use_pdl
+
+    def compress(self) -> tuple[Any, ...]:
+        """Arguments of the op that compresses attention's entries."""
+        return (
+            *(self.kv_score, self.ape, self.positions, self.token_to_req_indices, self.query_start_loc),
+            *(self.state_cache, self.state_slot_mapping, self.state_block_table, self.cos_sin_cache),
+            *(self.entry_cache, self.entry_slot_mapping, self.norm_weight, self.min_restart, None, self.eps),
+            *(COMPRESS_RATIO, 0, self.kv_format, self.persist, "ties_to_lower", False, self.use_pdl),
+        )
+
+    def parts(self) -> tuple[tuple[str, str, tuple[Any, ...]], ...]:
+        """As of `Call`."""
+        return ("keys", INSERT, self.insert()), ("entries", COMPRESS, self.compress())
+
+
+AnyCall = TypeVar("AnyCall", Call, CompressCall)
+
+
+def of_arguments(record: type[AnyCall]) -> Callable[[Callable[[AnyCall], T]], Callable[..., T]]:
+    """A function of a record as one of the arguments in the schema's order, by whose names it is known."""
+
+    def decorate(body: Callable[[AnyCall], T]) -> Callable[..., T]:
+        @functools.wraps(body)
+        def function(*args: Any) -> T:
+            return body(record(*args))
+
+        function.__signature__ = inspect.signature(record)  # type: ignore[attr-defined]
+        return function
+
+    return decorate

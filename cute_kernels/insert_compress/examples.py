@@ -1,4 +1,4 @@
-"""Calls that the kernel of everything between the first GEMMs and the scores is verified with."""
+"""Calls that the kernels of everything between the first GEMMs and the scores or attention are verified with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels.compressor.examples_entries import entry_difference, random_step
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEX_DIM, INDEXER_FP8
-from cute_kernels.insert_compress.call import Call
+from cute_kernels.insert_compress.call import COMPRESS_RATIO, Call, CompressCall
 from cute_kernels.kv_cache.examples_qnorm import agree_but_for_queries
 from cute_kernels.runtime.verify import Example, raw_memory
 
@@ -106,4 +106,67 @@ def fused() -> Iterator[Example]:
         yield Example(f"tokens {lengths}, {options}, saving what is needed", tuple(windowed), difference)
 
 
-EXAMPLES = {"fused_qkv_insert_compress_index": fused}
+def random_compress_call(
+    lengths: list[int],
+    seed: int = 0,
+    *,
+    heads: int = 8,
+    block_size: int = 64,
+    state_rows: int = 8,
+    entry_rows: int = 2,
+    longest_prefix: int = 300,
+    closing: bool = False,
+    bad: bool = True,
+) -> CompressCall:
+    """As `random_call`, of a layer of ratio 128. closing: requests of one token each, at the end of a group."""
+    g = torch.Generator().manual_seed(seed)
+    sizes: Any = {"longest_prefix": longest_prefix, "state_rows": state_rows, "entry_rows": entry_rows, "bad": bad}
+    main = random_step(FP8_DS_MLA.id, COMPRESS_RATIO, lengths, seed, at_ends=closing, **sizes)
+    rows = main["positions"].shape[0]
+    wide = torch.full((rows, heads * HEAD_DIM + 8), 7.0, dtype=torch.bfloat16)
+    q = wide[:, :-8].unflatten(-1, (heads, HEAD_DIM))
+    kv = torch.randn(rows, HEAD_DIM, generator=g).bfloat16()
+    magnitudes = torch.exp2(torch.randint(-9, 9, (rows, heads, 1), generator=g).float())
+    q.copy_(torch.randn(q.shape, generator=g) * magnitudes)
+    pages = rows // block_size + 2
+    pool = FP8_DS_MLA.allocate(pages, block_size, page_stride=FP8_DS_MLA.page_bytes(block_size) + 8)
+    raw_memory(pool).fill_(_POISON)
+    slots = torch.randperm(pages * block_size, generator=g)[:rows]
+    if bad:
+        slots[2::5] = torch.tensor([-1, 2**31, -(2**62), pages * block_size]).repeat(rows)[: len(slots[2::5])]
+    return CompressCall(
+        *(q, kv, pool, slots, main["positions"], main["cos_sin_cache"], main["token_to_req_indices"]),
+        *(main["query_start_loc"], main["slot_mapping"], main["block_table"], main["kv_slot_mapping"], None),
+        *(main["kv_score"], main["ape"], main["rms_norm_weight"], main["state_cache"], main["kv_cache"]),
+        *(1e-6, block_size, "all", FP8_DS_MLA.id, False),
+    )
+
+
+def compress_difference(got: Sequence[Any], want: Sequence[Any]) -> str:
+    """As `difference`."""
+    g, w = CompressCall(*got), CompressCall(*want)
+    found = entry_difference(w.kv_format, g.entry_cache, w.entry_cache, w.entry_slot_mapping)
+    return found or agree_but_for_queries(0, g._replace(entry_cache=w.entry_cache), w)
+
+
+_COMPRESS_STEPS: tuple[tuple[list[int], dict[str, Any]], ...] = (
+    ([], {}),
+    ([1], {"heads": 64}),
+    ([1] * 7, {"closing": True, "bad": False}),
+    ([1] * 65, {"heads": 5, "closing": True, "state_rows": 3, "entry_rows": 3, "block_size": 3}),
+    ([1, 2, 1, 4, 0, 1, 3], {"state_rows": 3, "entry_rows": 3}),
+    ([1, 300, 128, 2, 129], {"heads": 3}),
+    ([30, 1, 9, 1, 64], {"bad": False, "heads": 128}),
+)
+
+
+def fused_compress() -> Iterator[Example]:
+    """fused_qkv_insert_compress(q, kv, k_cache, slot_mapping, positions, ...)"""
+    for seed, (lengths, options) in enumerate(_COMPRESS_STEPS):
+        call = random_compress_call(lengths, seed, **options)
+        yield Example(f"tokens {lengths}, {options}", tuple(call), compress_difference)
+        windowed = call._replace(persist="window", use_pdl=True)
+        yield Example(f"tokens {lengths}, {options}, saving what is needed", tuple(windowed), compress_difference)
+
+
+EXAMPLES = {"fused_qkv_insert_compress": fused_compress, "fused_qkv_insert_compress_index": fused}

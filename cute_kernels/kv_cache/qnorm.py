@@ -42,6 +42,7 @@ class QnormKey(KernelKey):
     norm          whether the queries are normalized
     rows          heads per warp, all in flight together
     warps         per block
+    early         positions, slots and angles are read before the wait for the kernel ahead, which does not write them
 
     qnorm_launch.py says which of them serves a call.
     """
@@ -51,6 +52,7 @@ class QnormKey(KernelKey):
     norm: bool = True
     rows: int = 2
     warps: int = 4
+    early: bool = False
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -126,8 +128,9 @@ class QnormKernel:
         self.rows = key.rows
         self.warps = key.warps
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+        self.early = key.early and self.has_dependency
         form = key.kv_format.partition("/")[0]
-        self.name = f"qnorm_rope_insert_{form}_n{int(key.norm)}r{key.rows}w{key.warps}"
+        self.name = f"qnorm_rope_insert_{form}_n{int(key.norm)}r{key.rows}w{key.warps}" + "_early" * key.early
 
     @cute.jit
     def __call__(
@@ -176,7 +179,9 @@ class QnormKernel:
         lane = thread % 32
         unit = block * self.warps + cute.arch.make_warp_uniform(thread // 32)
         token, part = divmod(unit, rows.token_parts)
-        if const_expr(self.has_dependency):
+        if const_expr(self.early):
+            cute.arch.griddepcontrol_launch_dependents()
+        elif const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         if unit < rows.units:
@@ -192,16 +197,22 @@ class QnormKernel:
         rows = []
         # one row leaves room for the position before it, and the angles wait for that; of several rows, all but the
         # first would be loaded after that wait
-        if const_expr(self.rows == 1):
+        if const_expr(self.early):
+            position = self.load_position(angles, token)
+            cos, sin = self.load_angles(lane, position, angles)
+            cute.arch.griddepcontrol_wait()
+            factor = self.load_scale(scale)
+        elif const_expr(self.rows == 1):
             position, factor = self.load_position(angles, token), self.load_scale(scale)
         for i in range_constexpr(self.rows):
             # heads past the last one load that one again, and store nothing
             head = Int64(cutlass.min(first_head + i, heads - 1))
             source = start + Int64(token) * token_stride + head * head_stride + Int64(lane * 16)
             rows.append(self.load_row(ptx.load_global_128_cached_in_order, source))
-        if const_expr(self.rows > 1):
+        if const_expr(self.rows > 1 and not self.early):
             position, factor = self.load_position(angles, token), self.load_scale(scale)
-        cos, sin = self.load_angles(lane, position, angles)
+        if const_expr(not self.early):
+            cos, sin = self.load_angles(lane, position, angles)
         factors = self.inverse_rms(rows, eps) if const_expr(self.norm) else []
         target += Int64(token) * out_token_stride
         for i in range_constexpr(self.rows):
@@ -218,10 +229,15 @@ class QnormKernel:
         pool, page_stride, capacity, block_size = cache
         if token < count:
             slot = ptx.load_global_s64_in_order(slots + Int64(token) * 8)
+            if const_expr(self.early):
+                position = self.load_position(angles, token)
+                cos, sin = self.load_angles(lane, position, angles)
+                cute.arch.griddepcontrol_wait()
             divisor = self.load_scale(scale)
             words = self.load_row(ptx.load_global_128_in_order, start + Int64(token) * stride + Int64(lane * 16))
-            position = self.load_position(angles, token)
-            cos, sin = self.load_angles(lane, position, angles)
+            if const_expr(not self.early):
+                position = self.load_position(angles, token)
+                cos, sin = self.load_angles(lane, position, angles)
             if const_expr(self.form == PLAIN_FP8.id):
                 # a quotient is a product with the float64 reciprocal: off by at most 2^-52 of it before its last
                 # rounding, while no quotient of two fp32 is nearer than 2^-49 of it to where that turns
@@ -261,8 +277,10 @@ class QnormKernel:
         """Cosines and sines of the four pairs a rope lane has; the other lanes get those of some rope lane."""
         _, table, stride, rows = angles
         start = table + rope.table_row(position, rows) * stride + Int64((lane % 8) * 16)
-        cos = ptx.load_global_128_weak(start)
-        sin = ptx.load_global_128_weak(start + rope.HALF_TABLE_BYTES)
+        # ahead of the wait: the assembler must not move them behind it
+        load = ptx.load_global_128_cached_in_order if self.early else ptx.load_global_128_weak
+        cos = load(start)
+        sin = load(start + rope.HALF_TABLE_BYTES)
         return [word.bitcast(Float32) for word in cos], [word.bitcast(Float32) for word in sin]
 
     def inverse_rms(self, rows: Any, eps: Any) -> Any:
