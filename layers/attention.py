@@ -35,6 +35,9 @@ QUANTIZED_LINEARS = frozenset({"wqa_wkv", "wq_b", "wo_a", "wo_b", "indexer.wq_b"
 AUX_STREAM_MAX_TOKENS = 1024
 """Above this many rows the GEMMs fill the GPU by themselves and run one after the other."""
 
+BOUND_PREFILL_MAX_TOKENS = 4096
+"""Steps of more prefill rows keep a GPU busy for longer than their ops take on the host."""
+
 ONE_LAUNCH_MAX_TOKENS = 512
 """Up to this many rows the kernels between the GEMMs and the scores, or attention, of a layer with a compressor are one
 launch."""
@@ -58,8 +61,8 @@ class AttentionOptions:
     use_pdl              kernels are launched as dependents of those before (programmatic dependent launch), so that
                          weights are fetched while the kernel before still runs. Same bits. What writes a weight on the
                          stream of a step must be a launch without it, as any torch operation is
-    bind_steps           an eager decode step keeps its launches and repeats them for the next step of its kind
-                         (layers.bound). Same bits
+    bind_steps           an eager step keeps its launches and repeats them for the next step of its kind: decode steps
+                         from the first time on, those with prefill rows from the second (layers.bound). Same bits
     aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. Same bits
     """
 
@@ -339,15 +342,18 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 hidden_states[:rows],
                 out[:rows],
                 lambda hidden, result: self._forward(hidden, metadata, caches, None, result),
+                has_prefills=bool(metadata.num_prefill_tokens),
             )
         else:
             self._forward(hidden_states[:rows], metadata, caches, capture, out[:rows])
         return self.tp.sum(out)
 
     def _is_bindable(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> bool:
-        """Whether the launches of this step may be kept for others of its kind: those of decodes, on one stream."""
+        """Whether the launches of this step may be kept for others of its kind: on one stream."""
         options = self.options
-        if not options.bind_steps or m.num_prefill_tokens or not m.num_decode_tokens or options.aux_streams:
+        if not options.bind_steps or not m.num_tokens or options.aux_streams:
+            return False
+        if m.num_prefill_tokens > BOUND_PREFILL_MAX_TOKENS:
             return False
         return BoundSteps.apply(hidden_states)
 
@@ -362,7 +368,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             ]
         found = [buffers[name].data_ptr() for buffers, name in self._weight_places]  # type: ignore[union-attr]
         self.mla_attn.reserve_parts(self.q_norm_weight.device)
-        found.append(self.mla_attn.workspace.address)
+        found += self.mla_attn.workspace.addresses
         if self.indexer is not None:
             found.append(self.indexer.indexer_op.topk_indices_buffer.data_ptr())
         return tuple(found)

@@ -1,4 +1,4 @@
-"""Decode steps whose launches are kept: what a layer does on the host when a kind of step comes again.
+"""Steps whose launches are kept: what a layer does on the host when a kind of step comes again.
 
 The ops of a layer check arguments, choose kernels and allocate results in every call: some 20 us of host time each. A
 bound step is the list of launches that one such pass came down to: compiled functions with their arguments, which
@@ -9,6 +9,10 @@ time: arguments that are views of them are made anew.
 While a pass is recorded, a dispatch mode watches torch: memory that ops ask for comes from scratch that all layers of a
 thread and stream share (`Scratch`), and any torch operation that would launch something by itself makes the step
 unbindable: it then runs through its ops every time.
+
+Decode steps come again with every token, and are bound when they first run. What a step with prefill rows launches also
+depends on the lengths of its requests: chunks of a server come again where they begin and end at the same tokens, and
+many never do. Such a step is bound when it comes the second time.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ from layers.metadata import DeepseekV4Metadata
 
 MOST_STEPS = 32
 """Bound steps that a layer keeps: the batch sizes of a server's decode steps. The one used longest ago goes first."""
+
+MOST_PREFILL_STEPS, MOST_SEEN = 64, 256
+"""The same of steps with prefill rows; and of those that came once, and are bound when they come again."""
 
 MOST_KEYS = 4096
 CHUNK_BYTES = 64 << 20
@@ -137,13 +144,15 @@ _counter = itertools.count()
 
 
 def bound_key(m: DeepseekV4Metadata) -> int:
-    """What the launches of a decode step depend on in its metadata: addresses, shapes and the numbers that a launch is
-    chosen by, as a number that stands for all of it. Found once for all layers of a kind."""
+    """What the launches of a step depend on in its metadata: addresses, shapes and the numbers that a launch is chosen
+    by, with prefill rows the lengths of all requests, as a number that stands for all of it. Found once for all layers
+    of a kind."""
     if m.bound_key is None:
         tensors = [value for value in vars(m).values() if isinstance(value, torch.Tensor)]
         described = [(t.data_ptr(), tuple(t.shape), t.stride()) for t in tensors]
         columns = step_columns(m.max_seq_len // max(m.compress_ratio, 1))
-        whole = (m.compress_ratio, m.decode_batch(), columns, tuple(described))
+        lengths = (m.num_decodes, m.query_start_loc_cpu, m.seq_lens_cpu) if m.num_prefill_tokens else ()
+        whole = (m.compress_ratio, m.decode_batch(), columns, lengths, tuple(described))
         if whole not in _numbers:
             if len(_numbers) >= MOST_KEYS:
                 _numbers.clear()
@@ -205,12 +214,14 @@ class BoundSteps:
     """The bound steps of one layer, by key."""
 
     def __init__(self) -> None:
-        self._steps: OrderedDict[Any, BoundStep | None] = OrderedDict()
+        self._decodes: OrderedDict[Any, BoundStep | None] = OrderedDict()
+        self._prefills: OrderedDict[Any, BoundStep | None] = OrderedDict()
+        self._seen: OrderedDict[Any, None] = OrderedDict()
         self.foreign: set[str] = set()
         """Torch operations that kept steps from being bound."""
 
     def __len__(self) -> int:
-        return sum(step is not None for step in self._steps.values())
+        return sum(step is not None for steps in (self._decodes, self._prefills) for step in steps.values())
 
     @staticmethod
     def apply(hidden_states: torch.Tensor) -> bool:
@@ -232,17 +243,20 @@ class BoundSteps:
         hidden_states: torch.Tensor,
         out: torch.Tensor,
         body: Callable[[torch.Tensor, torch.Tensor], None],
+        has_prefills: bool = False,
     ) -> None:
         """`body(hidden_states, out)`, or the launches that it came down to when it last ran for this key.
 
-        key   everything but the two tensors' addresses that the launches depend on
+        key            everything but the two tensors' addresses that the launches depend on
+        has_prefills   whether there are prefill rows
         """
         device = hidden_states.device
         stream = torch.cuda.current_stream(device).cuda_stream
         key = (key, hidden_states.stride(), stream, threading.get_ident())
-        if key in self._steps:
-            step = self._steps[key]
-            self._steps.move_to_end(key)
+        steps, most = (self._prefills, MOST_PREFILL_STEPS) if has_prefills else (self._decodes, MOST_STEPS)
+        if key in steps:
+            step = steps[key]
+            steps.move_to_end(key)
             if step is None:
                 body(hidden_states, out)
             elif device.index == torch.cuda.current_device():
@@ -251,12 +265,19 @@ class BoundSteps:
                 with torch.cuda.device(device):
                     step.run(hidden_states, out)
             return
+        if has_prefills and key not in self._seen:
+            self._seen[key] = None
+            if len(self._seen) > MOST_SEEN:
+                self._seen.popitem(last=False)
+            body(hidden_states, out)
+            return
         scratch = scratch_of(device, stream)
         scratch.rewind()
         with record_launches() as launches, _Watch(scratch) as watch:
             body(hidden_states, out)
         self.foreign.update(watch.foreign)
         step = None if watch.foreign else BoundStep(launches, hidden_states, out)
-        self._steps[key] = step if step is not None and step.is_whole else None
-        if len(self._steps) > MOST_STEPS:
-            self._steps.popitem(last=False)
+        self._seen.pop(key, None)
+        steps[key] = step if step is not None and step.is_whole else None
+        if len(steps) > most:
+            steps.popitem(last=False)

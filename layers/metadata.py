@@ -59,7 +59,8 @@ class DeepseekV4Metadata:
     Device: seq_lens int32 [R] (this step included), query_start_loc int32 [R+1], token_to_req_indices int32 [T],
     positions int64 [T] (-1 in padded requests), slot_mapping int64 [T] and is_valid_token bool [T] of the SWA cache,
     decode_swa_indices int32 [D, 1, W] with decode_swa_lens int32 [D], prefill_seq_lens and prefill_gather_lens
-    int32 [P], block tables and slot mappings of the compressed and state caches, min_restart int32 [R] (the smallest
+    int32 [P], prefill_entry_lens int32 [P] (compressed entries of each prefill request; None without compression), block
+    tables and slot mappings of the compressed and state caches, min_restart int32 [R] (the smallest
     position a request may be scheduled from again), and the C128A index tables. With ratio 4: visible int32 [T], the
     entries that a row sees, and decode_topk_lens int32 [D], as many of them as the indexer picks.
     """
@@ -85,6 +86,7 @@ class DeepseekV4Metadata:
     prefill_seq_lens: torch.Tensor
     prefill_gather_lens: torch.Tensor
     min_restart: torch.Tensor
+    prefill_entry_lens: torch.Tensor | None = None
     compressed_block_table: torch.Tensor | None = None
     compressed_slot_mapping: torch.Tensor | None = None
     state_block_table: torch.Tensor | None = None
@@ -195,11 +197,15 @@ class _StepBuffers:
                 array = self.buffer[offset : offset + size].view(element)
                 arrays[name] = array.view(layout.room, 1, columns) if columns else array
             self._arrays.append(arrays)
+        self._entry_lens = {
+            ratio: torch.empty(layout.room, dtype=torch.int32, device=device) for ratio in ratios if ratio > 1
+        }
         self._views: dict[_Shape, list[dict[str, torch.Tensor]]] = {}
         self.start, self.end = self.buffer.data_ptr(), self.buffer.data_ptr() + layout.nbytes
 
     def views(self, shape: _Shape, lists: tuple[torch.Tensor | None, torch.Tensor | None]) -> list[dict[str, Any]]:
-        """The metadata's fields that this step fills, of each ratio. lists: C128A's, of decode and prefill rows."""
+        """The metadata's fields that this step fills, of each ratio, behind its launch. lists: C128A's, of decode and
+        prefill rows."""
         found = self._views.get(shape)
         if found is None:
             if len(self._views) >= MOST_KEPT:
@@ -209,7 +215,16 @@ class _StepBuffers:
                 self._fields(shape, ratio, arrays, shared, lists)
                 for ratio, arrays in zip(self.ratios, self._arrays, strict=True)
             ]
+            for ratio, fields in zip(self.ratios, found, strict=True):
+                if ratio > 1:
+                    fields["prefill_entry_lens"] = self._entry_lens[ratio][: shape.requests - shape.num_decodes]
             self._views[shape] = found
+        if shape.requests > shape.num_decodes:
+            for ratio, fields in zip(self.ratios, found, strict=True):
+                if ratio > 1:
+                    torch.div(
+                        fields["prefill_seq_lens"], ratio, rounding_mode="floor", out=fields["prefill_entry_lens"]
+                    )
         return found
 
     @staticmethod

@@ -71,6 +71,11 @@ class Workspace:
         """Of the parts of decode rows."""
         return self._parts.data_ptr()
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of all that it holds."""
+        return self._buffer.data_ptr(), self._parts.data_ptr()
+
     def parts(self, size: int, device: torch.device) -> torch.Tensor:
         """`size` bytes of uninitialized fp32, for `sparse_mla_decode`."""
         if self._parts.nbytes < size or self._parts.device != device:
@@ -338,10 +343,11 @@ class DeepseekV4MLAAttention(nn.Module):
         gather_lens = m.prefill_gather_lens[first - m.num_decodes : last - m.num_decodes]
         if caches.compressed is not None:
             assert m.compressed_block_table is not None
+            assert m.prefill_entry_lens is not None
             dequantize_and_gather_k_cache(
                 kv,
                 caches.compressed.data,
-                seq // ratio,
+                m.prefill_entry_lens[first - m.num_decodes : last - m.num_decodes],
                 None,
                 m.compressed_block_table[first:last],
                 caches.compressed.block_size,

@@ -75,13 +75,14 @@ class C128Key(KernelKey):
 def deployment_keys(config: Any, tp: int, arch: str, fused: bool) -> list[C128Key]:
     """For a model that has layers with ratio 128: a kernel per size of cluster, in every format of the layers, which
     fuse, and in the usual one if not fused."""
-    if RATIO not in config.compress_ratios or not _runs_on(arch):
+    if RATIO not in config.compress_ratios or not runs_on(arch):
         return []
     formats = (FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8) if fused else (FP8_DS_MLA,)
     return [C128Key(arch, fmt.id, False, fused, cluster) for fmt in formats for cluster in CLUSTERS]
 
 
-def _runs_on(arch: str) -> bool:
+def runs_on(arch: str) -> bool:
+    """Whether an architecture has what ratio 128 needs."""
     return arch_number(arch) >= MINIMUM_ARCH and SMEM_BYTES[arch] >= smem_bytes(True)
 
 
@@ -108,7 +109,7 @@ def _supports(
     state_cache: Any, block_table: Any, kv_format: str, kv_cache: Any, cos_sin_cache: Any, weight: Any
 ) -> tuple[bool, str]:
     arch = arch_of(state_cache.device.index)
-    if not _runs_on(arch):
+    if not runs_on(arch):
         return False, f"{arch} has no clusters or less shared memory than {smem_bytes(True)} bytes, sm_90a has both"
     if state_cache.shape[2] != 2 * HEAD_DIM:
         return False, f"ratio {RATIO} needs entries of {HEAD_DIM} columns, {kv_format} has {state_cache.shape[2] // 2}"

@@ -47,7 +47,7 @@ from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, ROPE_DIM
 from cute_kernels.insert_compress.call import CompressCall
 from cute_kernels.kv_cache import qnorm_quant
 from cute_kernels.kv_cache.qnorm import QnormKernel, QnormKey, Rows, make_rows
-from cute_kernels.runtime.arch import arch_number, arch_of
+from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
@@ -63,9 +63,6 @@ LISTED = 1
 
 CLUSTER = 8
 """CTAs that share tokens."""
-
-MINIMUM_ARCH = 90
-"""First architecture with clusters."""
 
 FEW_QUERY_ROWS = 4096
 """Up to so many rows of q, warps take one head at a time."""
@@ -245,9 +242,7 @@ class InsertCompressKernel:
             smem.allocate_tensor(Int64, cute.make_layout(LANES * 4), byte_alignment=16),
             smem.allocate_tensor(Int64, cute.make_layout(RATIO), byte_alignment=16),
             Memory(
-                smem.allocate_tensor(
-                    Float32, cute.make_layout(self.slices * MOVERS * 3 * COLUMNS), byte_alignment=16
-                ),
+                smem.allocate_tensor(Float32, cute.make_layout(self.slices * MOVERS * 3 * COLUMNS), byte_alignment=16),
                 smem.allocate_tensor(Float32, cute.make_layout(PARTS * SLICES), byte_alignment=16),
                 smem.allocate_array(Int64, PARTS),
             ),
@@ -333,9 +328,7 @@ class InsertCompressKernel:
         ]
 
     @cute.jit
-    def save(
-        self, step: Step, known: Known, first: Int32, other: Int32, rank: Int32, lane: Int32, biases: Any
-    ) -> None:
+    def save(self, step: Step, known: Known, first: Int32, other: Int32, rank: Int32, lane: Int32, biases: Any) -> None:
         """Save the CTA's columns of lane `other`'s token."""
         target = cute.arch.shuffle_sync(known.target, other)
         if target != 0:
@@ -344,15 +337,11 @@ class InsertCompressKernel:
             words = [ptx.load_global_128_in_order(row + self.place(rank, i, lane)) for i in range(self.slices)]
             for i in range_constexpr(self.slices):
                 biased = [a.bitcast(Float32) + b.bitcast(Float32) for a, b in zip(words[i], biases[i], strict=True)]
-                saved = [
-                    b.bitcast(Int32) if lane >= 16 else a for a, b in zip(words[i], biased, strict=True)
-                ]
+                saved = [b.bitcast(Int32) if lane >= 16 else a for a, b in zip(words[i], biased, strict=True)]
                 ptx.store_global_128(target + half + self.place(rank, i, lane), saved)
 
     @cute.jit
-    def list_rows(
-        self, state: State, step: Step, shared: Shared, first: Int32, source: Int32, rank: Int32
-    ) -> Boolean:
+    def list_rows(self, state: State, step: Step, shared: Shared, first: Int32, source: Int32, rank: Int32) -> Boolean:
         """Write down where the rows of the window of lane `source`'s token lie: whether all of them can be read. All
         threads of the CTA must call; rows of the state are asked for at once."""
         row, _, _ = cute.arch.thread_idx()
@@ -493,9 +482,15 @@ def lowest_bit(mask: Any) -> Any:
     return cute.arch.popc((mask & -mask) - 1)
 
 
+def key_for(arch: str, rows: int) -> InsertCompressKey:
+    """The kernel in use with so many heads a warp."""
+    # on Blackwell the assembler needs a few registers more
+    return InsertCompressKey(arch, rows, ctas=5 if arch == "sm_90a" else 4)
+
+
 def keys_of(arch: str) -> list[InsertCompressKey]:
     """All kernels of an architecture."""
-    return [InsertCompressKey(arch, rows) for rows in SHAPES] if arch_number(arch) >= MINIMUM_ARCH else []
+    return [key_for(arch, rows) for rows in SHAPES] if entry_c128.runs_on(arch) else []
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[InsertCompressKey]:
@@ -505,7 +500,7 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[InsertCompressKey]:
 
 @cache
 def _key(device_index: int, rows: int) -> InsertCompressKey:
-    return InsertCompressKey(arch_of(device_index), rows)
+    return key_for(arch_of(device_index), rows)
 
 
 def tokens_per_cluster(count: int) -> int:

@@ -1,4 +1,4 @@
-"""Decode steps whose launches are kept, against the same steps through their ops: the same bits, whatever changes."""
+"""Steps whose launches are kept, against the same steps through their ops: the same bits, whatever changes."""
 
 from __future__ import annotations
 
@@ -98,6 +98,38 @@ def test_a_step_that_comes_again_calls_no_op(ratio: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(compile_, "launch", None)
     monkeypatch.setattr(DeepseekV4MultiHeadLatentAttentionWrapper, "_forward", None)
     bound.decode([302, 302], hidden_rows(2, seed=1).cuda())
+
+
+def chunk(server: Server, rows: list[int], lengths: list[int], decodes: int, seed: int) -> torch.Tensor:
+    """A step with prefill rows."""
+    m = server.metadata(rows, lengths, decodes)
+    return server.layer(m.positions, hidden_rows(sum(rows), seed).cuda(), m, server.caches)
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+@pytest.mark.parametrize("prefill", ["gathered", "paged"])
+@pytest.mark.parametrize("decodes", [0, 1])
+def test_chunks_are_bound_when_they_come_again(
+    ratio: int, prefill: str, decodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound, free = pair(ratio, 2, prefill=prefill)
+    steps = ([1, 64], [301, 364]) if decodes else ([40, 64], [340, 364]), ([1, 200], [301, 500])
+    for seed in range(4):
+        for rows, lengths in steps:
+            got, want = (chunk(server, rows, lengths, decodes, seed) for server in (bound, free))
+            assert torch.equal(got, want), (seed, rows)
+        assert not bound.layer._bound.foreign
+        assert len(bound.layer._bound) == (2 if seed else 0)
+    assert all(map(torch.equal, bound.bytes(), free.bytes()))
+    monkeypatch.setattr(DeepseekV4MultiHeadLatentAttentionWrapper, "_forward", None)
+    chunk(bound, *steps[0], decodes, 9)
+
+
+def test_chunks_of_other_lengths_and_a_workspace_that_grew() -> None:
+    bound, free = pair(128, 2, prefill="gathered")
+    for seed, first in enumerate((340, 340, 900, 340, 340, 900, 900, 1500, 340)):
+        got, want = (chunk(server, [40, 64], [first, 364], 0, seed) for server in (bound, free))
+        assert torch.equal(got, want), (seed, first)
 
 
 def test_hidden_states_anywhere() -> None:

@@ -145,7 +145,9 @@ def check(m: DeepseekV4Metadata, s: Step, max_model_len: int = MAX_LEN) -> None:
     for name in c128a:
         assert (getattr(m, name) is None) == (s.ratio != 128), name
     if s.ratio == 1:
+        assert m.prefill_entry_lens is None
         return
+    same("prefill_entry_lens", m.prefill_entry_lens, [n // s.ratio for _, n in prefills], int32)
     closes = [s.entry_slot(r, p // s.ratio) if p >= 0 and (p + 1) % s.ratio == 0 else -1 for r, p in rows]
     same("compressed_slot_mapping", m.compressed_slot_mapping, closes, int64)
     same("state_slot_mapping", m.state_slot_mapping, [s.slot("state", r, p) for r, p in rows], int64)
