@@ -59,9 +59,9 @@ class DeepseekV4Metadata:
     Device: seq_lens int32 [R] (this step included), query_start_loc int32 [R+1], token_to_req_indices int32 [T],
     positions int64 [T] (-1 in padded requests), slot_mapping int64 [T] and is_valid_token bool [T] of the SWA cache,
     decode_swa_indices int32 [D, 1, W] with decode_swa_lens int32 [D], prefill_seq_lens and prefill_gather_lens
-    int32 [P], prefill_entry_lens int32 [P] (compressed entries of each prefill request; None without compression), block
-    tables and slot mappings of the compressed and state caches, min_restart int32 [R] (the smallest
-    position a request may be scheduled from again), and the C128A index tables. With ratio 4: visible int32 [T], the
+    int32 [P], prefill_entry_lens int32 [P] (compressed entries of each prefill request; None without compression),
+    block tables and slot mappings of the compressed and state caches, min_restart int32 [R] (the smallest position a
+    request may be scheduled from again), and the C128A index tables. With ratio 4: visible int32 [T], the
     entries that a row sees, and decode_topk_lens int32 [D], as many of them as the indexer picks.
     """
 

@@ -65,14 +65,25 @@ def allocate_own() -> Own:
 
 class C4Kernel:
     """Entry point of both kernels; its arguments are those of `Tokens`, `State`, `Step` and `entry.Cache`, use_pdl and
-    the stream."""
+    the stream.
 
-    def __init__(self, name: str, fused: bool, through_l1: bool, store: entry.EntryStore, has_dependency: bool) -> None:
+    early   what describes the step is read before the wait for the kernel ahead, which does not write it"""
+
+    def __init__(
+        self,
+        name: str,
+        fused: bool,
+        through_l1: bool,
+        store: entry.EntryStore,
+        has_dependency: bool,
+        early: bool = False,
+    ) -> None:
         self.name = name
         self.fused = fused
         self.through_l1 = through_l1
         self.store = store
         self.has_dependency = has_dependency
+        self.early = early and has_dependency and fused
         self.lanes = store.dim // 4
         self.team = self.lanes // 32
         self.teams = WARPS // self.team
@@ -163,14 +174,16 @@ class C4Kernel:
         # the bias is a constant of the model: it comes while the kernel ahead runs
         if const_expr(self.fused):
             self.fetch_bias(step, own, column)
-        if const_expr(self.has_dependency):
+        own_token = cutlass.min(first_token, tokens.number - 1)
+        if const_expr(self.early):
+            cute.arch.griddepcontrol_launch_dependents()
+        elif const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-
-        if const_expr(self.fused):
-            own_token = cutlass.min(first_token, tokens.number - 1)
-            if is_alone:
-                self.fetch_row(step, own, own_token, column)
+        # rows of the step are what the kernel ahead has written
+        fetches_now = self.fused and not self.early
+        if const_expr(fetches_now):
+            self.fetch_own(step, own, own_token, column, is_alone)
         known, loads = look(tokens, state, step, cache, first_token - self.behind + lane, self.fused)
         is_own = (lane >= self.behind) & (lane < self.behind + tokens.per_team)
         pending = cute.arch.vote_ballot_sync(is_own & (known.closes != 0))
@@ -179,6 +192,9 @@ class C4Kernel:
         page, row = self.find(state, known, source, pending != 0)
         if const_expr(self.fused):
             known = settle(state, step, known, loads, 4 * self.half)
+            if const_expr(self.early):
+                cute.arch.griddepcontrol_wait()
+                self.fetch_own(step, own, own_token, column, is_alone)
             cute.arch.cp_async_wait_group(0)
         while pending != 0:
             self.close(state, step, cache, known, source, page, row, column, own, sums)
@@ -210,6 +226,12 @@ class C4Kernel:
             source = step.ape + (i % RATIO) * step.ape_stride + (i // RATIO) * self.half + Int64(column * 4)
             ptx.copy_async_128(own.bias + i * OWN_ROW, source)
         cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def fetch_own(self, step: Step, own: Own, token: Any, column: Any, is_alone: Any) -> None:
+        """The row of a team's only token."""
+        if is_alone:
+            self.fetch_row(step, own, token, column)
 
     @cute.jit
     def fetch_row(self, step: Step, own: Own, token: Any, column: Any) -> None:

@@ -131,9 +131,11 @@ class QueryKernel:
     """Entry point: (positions, q; address, row stride in bytes and rows of the table; address and row stride of the
     weights; two factors; address, token and head stride of the codes; address and row stride of the scales, which FP8
     does not have; address and row stride of the scaled weights; whether fp32 weights are rounded to bf16 first;
-    use_pdl; stream)."""
+    use_pdl; stream).
 
-    def __init__(self, key: QueryKey) -> None:
+    early   positions and angles (fp32) are read before the wait for the kernel ahead, which does not write them"""
+
+    def __init__(self, key: QueryKey, early: bool = False) -> None:
         self.arch = key.arch
         self.rounding = key.rounding
         self.transformed = key.transformed
@@ -144,6 +146,7 @@ class QueryKernel:
         self.through_l1 = key.through_l1
         self.warps = key.warps
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+        self.early = early and self.has_dependency
         kind = f"mxfp4_{key.rounding}" if key.rounding else "fp8"
         self.name = (
             f"fused_indexer_q_rope_quant_{kind}_g{key.groups}w{key.warps}"
@@ -212,7 +215,11 @@ class QueryKernel:
         first = part * (HEADS_AT_ONCE * self.groups) + lane // 8
         # lane c of each eight has the weight of its head in group c, and there may be fewer groups than lanes
         mine = first + cutlass.min(c, self.groups - 1) * HEADS_AT_ONCE
-        if const_expr(self.has_dependency):
+        if const_expr(self.early):
+            cute.arch.griddepcontrol_launch_dependents()
+            cos, sin = self.load_angles(self.angles_row(queries, token), c)
+            cute.arch.griddepcontrol_wait()
+        elif const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -226,9 +233,8 @@ class QueryKernel:
             queries.weights + token * queries.weights_stride, cutlass.min(mine, queries.heads - 1)
         )
         # the load that others wait for comes last: what waits cannot hold up a load that is under way
-        position = ptx.load_global_s64_in_order(queries.positions + token * queries.position_bytes)
-        row = queries.table + rope.table_row(position, queries.table_rows) * queries.table_stride
-        cos, sin = self.load_angles(row, c)
+        if const_expr(not self.early):
+            cos, sin = self.load_angles(self.angles_row(queries, token), c)
 
         shared = Int32(0)
         for i in range_constexpr(self.groups):
@@ -262,14 +268,21 @@ class QueryKernel:
         else:
             ptx.store_global_s32(row + Int64(head) * 4, weight.bitcast(Int32), predicate)
 
+    def angles_row(self, queries: Queries, token: Any) -> Any:
+        """Address of a token's row of the table."""
+        position = ptx.load_global_s64_in_order(queries.positions + token * queries.position_bytes)
+        return queries.table + rope.table_row(position, queries.table_rows) * queries.table_stride
+
     def load_angles(self, row: Any, c: Any) -> tuple[list[Any], list[Any]]:
         """The cosines and the sines of a lane's four pairs."""
         if self.table_bf16:
             pairs = ptx.load_global_64_again(row + Int64(c * 8))
             more = ptx.load_global_64_again(row + Int64(c * 8) + rope.HALF_TABLE_BYTES // 2)
             return self.floats(pairs), self.floats(more)
-        cos = ptx.load_global_128_again(row + Int64(c * 16))
-        sin = ptx.load_global_128_again(row + Int64(c * 16) + rope.HALF_TABLE_BYTES)
+        # ahead of the wait: the assembler must not move them behind it
+        load = ptx.load_global_128_cached_in_order if self.early else ptx.load_global_128_again
+        cos = load(row + Int64(c * 16))
+        sin = load(row + Int64(c * 16) + rope.HALF_TABLE_BYTES)
         return [word.bitcast(Float32) for word in cos], [word.bitcast(Float32) for word in sin]
 
     def floats(self, words: Any) -> list[Any]:

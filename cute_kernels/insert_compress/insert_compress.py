@@ -1,18 +1,17 @@
-"""Kernel of fused_qkv_insert_compress: what lies between the GEMMs and attention of a layer of ratio 128, in one launch.
+"""Kernel of fused_qkv_insert_compress: all between the GEMMs and attention of a layer of ratio 128, in one launch.
 
-    CTAs                     do                                                        warps
-    0 .. entry_ctas          clusters: state of some tokens, entries that these close  see below
-    entry_ctas ..            queries and keys (kv_cache/qnorm.py)                      each `rows` heads of a token, or
-                                                                                       its KV row
+    CTAs              do                                                        warps
+    0 .. entry_ctas   clusters: state of some tokens, entries that these close  see below
+    entry_ctas ..     queries and keys (kv_cache/qnorm.py)                      each `rows` heads of a token, or its KV
 
-A cluster takes up to 32 tokens, and each of its CTAs a part of the 512 columns of all of them. Almost always none of its
-tokens closes an entry: then its warps save a token's columns each, and nothing else happens.
+A cluster takes up to 32 tokens, and each of its CTAs a part of the 512 columns of all of them. Almost always none of
+its tokens closes an entry: then its warps save a token's columns each, and nothing else happens.
 
-    columns of a CTA     `slices` times 64, of kv and of score
-    saving               a warp a token: lanes 0 .. 15 kv, lanes 16 .. 31 score, four columns each
-    an entry             thread r lists row r of the window; warp w takes rows 2 w + 16 i and 2 w + 1 + 16 i, then those of
-                         w + 4: per column the largest score, a sum of weights and a sum of weighted values. The first
-                         warp merges them, exchanges the sums of squares with the other CTAs and stores the columns
+    columns of a CTA    `slices` times 64, of kv and of score
+    saving              a warp a token: lanes 0 .. 15 kv, lanes 16 .. 31 score, four columns each
+    an entry            thread r lists row r of the window; warp w takes rows 2 w + 16 i and 2 w + 1 + 16 i, then those
+                        of w + 4: per column the largest score, a sum of weights and a sum of weighted values. The
+                        first warp merges them, exchanges the sums of squares with the other CTAs and stores the columns
 
 The sums of an entry have the order of compressor/c128_kernel.py, so that its bits are the same. That kernel keeps 64 KB
 of rows on their way to shared memory, for many entries; here most CTAs have none, and many CTAs share a multiprocessor

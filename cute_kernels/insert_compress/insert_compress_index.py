@@ -6,7 +6,8 @@
     index_end .. rows_end         kv_cache/qnorm.py                each `rows` heads of a token, or its KV row
     rows_end ..                   indexer/query.py                 each `groups` times four index heads of a token
 
-All of them have four warps, and their code is that of the separate kernels, so the bytes are too. A step with few
+What describes the step - positions, requests, slots, pages - and the rotary table are read while the kernel ahead runs,
+which does not write them. All of them have four warps, and their code is that of the separate kernels, so the bytes are too. A step with few
 tokens takes as long as its longest block, and not the sum of four launches.
 
 Registers are those of an entry's block, which holds eight rows of two times four columns a lane: 128 a thread, so that
@@ -58,6 +59,7 @@ class InsertCompressIndexKey(KernelKey):
     groups           of four index heads that a warp holds
     index_hadamard   whether index queries and keys are transformed
     weights_bf16     dtype of the index heads' weights: bf16, or else fp32
+    early            what describes the step is read before the wait for the kernel ahead
     """
 
     kernel_name: ClassVar[str] = "insert_compress.insert_compress_index"
@@ -66,6 +68,7 @@ class InsertCompressIndexKey(KernelKey):
     groups: int = 2
     index_hadamard: bool = False
     weights_bf16: bool = False
+    early: bool = True
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -110,21 +113,22 @@ class InsertCompressIndexKernel:
     def __init__(self, key: InsertCompressIndexKey) -> None:
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         self.groups = key.groups
-        self.qnorm = QnormKernel(QnormKey(key.arch, FP8_DS_MLA.id, True, key.rows, WARPS))
+        self.qnorm = QnormKernel(QnormKey(key.arch, FP8_DS_MLA.id, True, key.rows, WARPS, key.early))
         query = QueryKey(
             key.arch, "", key.index_hadamard, weights_bf16=key.weights_bf16, groups=key.groups, warps=WARPS
         )
-        self.query = QueryKernel(query)
+        self.query = QueryKernel(query, key.early)
         entries, keys = (
             entry.EntryStore(kv_format, False, "", hadamard, key.arch)
             for kv_format, hadamard in ((FP8_DS_MLA.id, False), (INDEXER_FP8.id, key.index_hadamard))
         )
-        self.entries = C4Kernel("", True, False, entries, self.has_dependency)
-        self.index_keys = C4Kernel("", True, False, keys, self.has_dependency)
+        self.entries = C4Kernel("", True, False, entries, self.has_dependency, key.early)
+        self.index_keys = C4Kernel("", True, False, keys, self.has_dependency, key.early)
         self.name = (
             f"qkv_insert_compress_index_r{key.rows}g{key.groups}"
             + "_hadamard" * key.index_hadamard
             + "_bf16_weights" * key.weights_bf16
+            + "_late" * (not key.early)
         )
 
     @cute.jit

@@ -35,10 +35,14 @@ def _check_compress(call: CompressCall) -> None:
 def _check(op: str, call: Call | CompressCall) -> None:
     Checker(op).one_of("kv_format", call.kv_format, (formats.FP8_DS_MLA.id,))
     for part, name, arguments in call.parts():
-        try:
-            OPS[name].check(*arguments)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{op}: {part}: {error}") from None
+        _check_part(op, part, name, arguments)
+
+
+def _check_part(op: str, part: str, name: str, arguments: tuple[Any, ...]) -> None:
+    try:
+        OPS[name].check(*arguments)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{op}: {part}: {error}") from None
 
 
 def _validate(call: Call | CompressCall) -> None:
@@ -140,7 +144,8 @@ def fused_qkv_insert_compress_index(
                            as of `fused_indexer_q_rope_quant`; index_hadamard is that of its keys too
     eps                    of all three norms
     use_pdl                start while the kernel before on the stream still runs (programmatic dependent launch), and
-                           wait for it before anything but constants is read
+                           wait for it before anything but constants is read: weights and what describes the step, as
+                           of `fused_qkv_insert_compress`
     out                    (e4m3 [T, HI, 128], fp32 [T, HI]) to write into, row-strided; mutated. None: allocated
 
     Returns the indexer's quantized queries and scaled weights. Outputs may not share elements with each other or with
