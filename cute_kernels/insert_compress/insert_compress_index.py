@@ -6,9 +6,9 @@
     index_end .. rows_end         kv_cache/qnorm.py                each `rows` heads of a token, or its KV row
     rows_end ..                   indexer/query.py                 each `groups` times four index heads of a token
 
-What describes the step - positions, requests, slots, pages - and the rotary table are read while the kernel ahead runs,
-which does not write them. All of them have four warps, and their code is that of the separate kernels, so the bytes are too. A step with few
-tokens takes as long as its longest block, and not the sum of four launches.
+All of them have four warps, and their code is that of the separate kernels, so the bytes are too. A step with few
+tokens takes as long as its longest block, and not the sum of four launches. What describes the step - positions,
+requests, slots, pages - and the rotary table are read while the kernel ahead runs, which does not write them.
 
 Registers are those of an entry's block, which holds eight rows of two times four columns a lane: 128 a thread, so that
 four blocks fit a multiprocessor. Blocks of queries have room for several rows a warp then, and need them where there
