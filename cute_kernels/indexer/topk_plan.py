@@ -62,6 +62,11 @@ class Plan:
         return self.tiles == 1 and self.cluster == 1
 
     @property
+    def is_direct(self) -> bool:
+        """Whether picks are first tried without lists: there are registers for it."""
+        return self.is_single and self.vectors <= 4
+
+    @property
     def is_streamed(self) -> bool:
         """Whether a row's bound is guessed by its first tile, and what reaches it kept of all tiles as they come."""
         return self.tiles > 1 and self.cluster == 1
