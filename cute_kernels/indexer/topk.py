@@ -19,14 +19,14 @@ from typing import Any, ClassVar
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.indexer.topk_picks import Slots
-from cute_kernels.indexer.topk_plan import GROUPS, Here, Part, Plan
+from cute_kernels.indexer.topk_plan import CHUNK, GROUPS, Here, Part, Plan
 from cute_kernels.indexer.topk_row import RowPicks
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
@@ -40,9 +40,9 @@ MOST_PICKS, MOST_ROWS = 2048, 2**28
 LOCAL = 0, 0, 0, 1
 """No block table: columns are written as they are."""
 
-SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (32, 8, 1, 1), (32, 4, 1, 4), (32, 4, 1, 16), (32, 4, 1, 32))
+SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (32, 8, 1, 1), (8, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
 """(warps, vectors of a thread, cluster, tiles) of blocks that take whole rows: of up to 4096, 8192, 16384 and 32768
-columns, which their registers hold, and of up to 65536, 262144 and 524288, which they read twice."""
+columns, which their registers hold, and of up to 65536, 262144 and 524288, which come in tiles."""
 
 ALONE = "sm_90a", 512, 16384, (16, 16, 1, 1)
 """(architecture, most picks, more columns than, shape) of blocks in place of those of 32 warps, up to their capacity.
@@ -51,15 +51,28 @@ On an H200 256 rows of 32768 columns take 18.5 us instead of 19.5, but with 1024
 SHARED = (
     (17, 16384, (8, 8, 4, 1)),
     (17, 32768, (32, 4, 8, 8)),
-    (64, 131072, (32, 4, 4, 16)),
-    (64, 32768, (32, 4, 8, 8)),
 )
 """(fewer rows than, more columns than, shape) of clusters, up to their capacity, the first that fits. On an H200 8 rows
-of 32768 columns take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us; 60 rows of 262144
-columns 38 us with clusters of four, 49 with those of eight (perf/notes/indexer_topk.md)."""
+of 32768 columns take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us."""
+
+MANY_ROWS = 264
+MANY = (
+    (1024, 65536, (8, 8, 1, 8)),
+    (2048, 262144, (16, 8, 1, 16)),
+)
+"""Rows from which several blocks of a multiprocessor, each with tiles of a row, are faster than one with all of it; and
+(most picks, most columns, shape), the first that fits. On an H200 2048 rows of 17408 columns take XX us instead of 107 (k = 512), and XX instead of 122 (k = 1024)."""
+
+SPREAD_ROWS, SPREAD = 128, ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1))
+"""Calls of at most so many rows, and the shapes of which these take the kernels that are spread. A dependent launch
+puts blocks wherever the first multiprocessors become free: 64 rows of 2048 columns behind their scores took 9.3 us,
+with one block on each multiprocessor 5.2 us, and 11.9 and 6.1 us for 1024 picks."""
 
 EARLY_BYTES = 4 << 20
 """Of scores in a call, up to which rows are asked for before their bounds are known."""
+
+SPREAD_BYTES = 117 << 10
+"""More than half of the shared memory of a multiprocessor that has clusters."""
 
 MOST_CHOICES = 1024
 """Kernels that are remembered by rows, width and k."""
@@ -73,6 +86,7 @@ class TopKKey(KernelKey):
     vectors   of four scores that a thread holds at once
     cluster   blocks that share a row
     tiles     how often a thread fills its registers, at most, for a row
+    is_spread blocks ask for so much shared memory that a multiprocessor takes only one of them
     """
 
     kernel_name: ClassVar[str] = "indexer.topk"
@@ -80,6 +94,11 @@ class TopKKey(KernelKey):
     vectors: int = 8
     cluster: int = 1
     tiles: int = 1
+    is_spread: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.warps, self.vectors, self.cluster, self.tiles
 
     @property
     def plan(self) -> Plan:
@@ -88,7 +107,7 @@ class TopKKey(KernelKey):
 
     @property
     def smem_bytes(self) -> int:
-        return self.plan.smem_bytes
+        return max(self.plan.smem_bytes, SPREAD_BYTES) if self.is_spread else self.plan.smem_bytes
 
     @property
     def capacity(self) -> int:
@@ -118,9 +137,10 @@ class TopKKernel:
     def __init__(self, key: TopKKey) -> None:
         self.plan = key.plan
         self.row = RowPicks(self.plan)
-        self.threads, self.cluster = self.plan.threads, key.cluster
+        self.threads, self.cluster, self.smem_bytes = self.plan.threads, key.cluster, key.smem_bytes
+        self.resident = 32 // key.warps if key.cluster == 1 and key.vectors <= 8 else 0
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = f"top_k_per_row_w{key.warps}v{key.vectors}c{key.cluster}t{key.tiles}"
+        self.name = f"top_k_per_row_w{key.warps}v{key.vectors}c{key.cluster}t{key.tiles}" + "s" * key.is_spread
 
     @cute.jit
     def __call__(
@@ -181,6 +201,8 @@ class TopKKernel:
             cluster=[self.cluster, 1, 1],
             stream=stream,
             use_pdl=self.has_dependency,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=100 if self.resident > 1 else None,
         )
 
     @cute.kernel
@@ -212,7 +234,7 @@ class TopKKernel:
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        memory = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.plan.smem_bytes // 4), byte_alignment=16)
+        memory = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.smem_bytes // 4), byte_alignment=16)
         at = memory.iterator.toint()
         row, rank, lead = block, Int32(0), at
         if const_expr(self.cluster > 1):
@@ -237,10 +259,7 @@ class TopKKernel:
         start = cutlass.max(start, Int32(0))
         end = Int32(ptx.min_s64(Int64(shift) + Int64(columns), Int64(cutlass.min(end, limit))))
         size = end - start if end > start else Int32(0)
-        row_of_table = table
-        if table != 0:
-            row_of_table = table + Int64(request) * table_stride
-        slots = Slots(row_of_table, table_columns, page_rows, named_pages)
+        slots = Slots(table, table_stride, request, table_columns, page_rows, named_pages)
         if size <= k:
             target = out + Int64(row) * out_stride
             for i in cutlass.range(rank * self.threads + thread, k, self.cluster * self.threads, unroll=1):
@@ -252,35 +271,45 @@ class TopKKernel:
             source = scores + Int64(row) * scores_stride + Int64(start - shift) * 4
             head = Int32(source & 15) >> 2
             stop = head + size
-            width, tiles = stop, Int32(1)
+            width, tiles = stop, 1
             if const_expr(self.cluster > 1):
                 width = (stop + (128 * self.cluster - 1)) // (128 * self.cluster) * 128
             if const_expr(self.plan.tiles > 1):
                 tiles = (width + (self.plan.tile - 1)) // self.plan.tile
             skipped = rank * width
             stop = cutlass.min(stop - skipped, width)
-            later, lines = source + Int64(ahead) * scores_stride, Int32(0)
-            if const_expr(self.cluster == 1):
+            later, lines = source, Int32(0)
+            if const_expr(self.plan.is_single):
+                later = source + Int64(ahead) * scores_stride
                 is_there = (ahead > 0) & (row + ahead < cute.arch.grid_dim()[0])
                 lines = (Int32(later & 127) + size * 4 + 127) // 128 if is_there else Int32(0)
-            part = Part(source + Int64(skipped - head) * 4, head - skipped, stop, tiles, skipped - head, later, lines)
+            step, each = CHUNK * self.plan.warps * tiles, Float32(1.0 / self.plan.warps) * ptx.reciprocal(Int32(tiles))
+            base = source + Int64(skipped - head) * 4
+            part = Part(base, head - skipped, stop, tiles, skipped - head, later, lines, step, each)
             self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride, slots)
 
 
 def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a block is enough, by capacity, then others."""
     alone = [ALONE[-1]] if arch == ALONE[0] else []
-    shapes = [*SHAPES, *alone, *dict.fromkeys(shape for *_, shape in SHARED if arch in CLUSTER_ARCHS)]
-    keys = [TopKKey(arch, *shape) for shape in shapes]
-    return [key for key in keys if key.smem_bytes <= SMEM_BYTES[arch]]
+    shapes = [*SHAPES, *alone, *(shape for *_, shape in (*MANY, *(SHARED if arch in CLUSTER_ARCHS else ())))]
+    keys = [TopKKey(arch, *shape) for shape in dict.fromkeys(shapes)]
+    spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD] if arch in CLUSTER_ARCHS else []
+    return [key for key in (*spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
 
 
 def key_for(arch: str, rows: int, width: int, k: int = MOST_PICKS) -> TopKKey:
     """The kernel for so many picks of so many rows of such a width; if none is wide enough, the widest."""
     keys = keys_of(arch)
+    if arch in CLUSTER_ARCHS:
+        keys = [key for key in keys if key.is_spread == (rows <= SPREAD_ROWS) or key.shape not in SPREAD]
     for fewer, more, shape in SHARED if arch in CLUSTER_ARCHS else ():
         key = TopKKey(arch, *shape)
         if rows < fewer and more < width <= key.capacity:
+            return key
+    for most, widest, shape in MANY if rows >= MANY_ROWS else ():
+        key = TopKKey(arch, *shape)
+        if k <= most and width <= widest and key in keys:
             return key
     only, most, more, shape = ALONE
     key = TopKKey(arch, *shape)
@@ -355,8 +384,8 @@ def run(
     if rows == 0:
         return
     device_index = out.device.index
-    # more rows than of the largest calls with kernels of their own make no difference
-    key, *shares = choose(device_index, min(rows, SHARED[-1][0]), width_of(logits), k)
+    # more rows make no difference
+    key, *shares = choose(device_index, min(rows, MANY_ROWS), width_of(logits), k)
     bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts), slots
     launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares))
 

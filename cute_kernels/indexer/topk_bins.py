@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.reduce import lanes_prefix
-from cute_kernels.indexer.topk_plan import BIN_BITS, BINS, CANDIDATES, EXTREMES, FOUND, RANGES, SUMS, Here, Plan
+from cute_kernels.dsl.reduce import lanes_prefix, lanes_sum
+from cute_kernels.indexer.topk_plan import AGREED, BIN_BITS, BINS, CANDIDATES, EXTREMES, FOUND, RANGES, SUMS, Here, Plan
 
 OWN = BINS // 32
 """Bins of a lane."""
@@ -18,6 +18,10 @@ OWN = BINS // 32
 NAN_ORDER = 0xFFFFFFFF
 LOWEST_ORDER = 0xFF800000
 """descending_order of NaN and of -inf."""
+
+
+TOO_MANY = -(1 << 20)
+"""Candidates of a warp whose list is too short: the sum of all warps is less than 0, whatever the others have."""
 
 
 class Scale(NamedTuple):
@@ -67,10 +71,12 @@ class Bins:
         self.clear(here, CANDIDATES, 4 * BINS)
         self.barrier()
 
-    def push(self, here: Here, scale: Scale, order: Any, is_wanted: Any = True) -> None:
+    def push(self, here: Here, scale: Scale, order: Any, is_wanted: Any, may_be_nan: bool) -> None:
         """Count the order of a number, where it is wanted and in a bin."""
         number = scale.bin(order)
-        is_wanted = (number < Uint32(BINS)) & (order != Uint32(NAN_ORDER)) & is_wanted
+        is_wanted = (number < Uint32(BINS)) & is_wanted
+        if may_be_nan:
+            is_wanted = is_wanted & (order != Uint32(NAN_ORDER))
         ptx.reduce_shared("add.u32", here.at + CANDIDATES + Int32(number) * 4, Int32(1), is_wanted)
 
     @cute.jit
@@ -96,6 +102,42 @@ class Bins:
             one, other = ptx.load_shared_64(here.at + EXTREMES)
             first, last = Uint32(one), Uint32(other)
         return Uint32(first), Uint32(last)
+
+    @cute.jit
+    def agree(self, here: Here, first: Uint32, listed: Int32, length: cutlass.Constexpr) -> tuple[Any, Any]:
+        """(smallest `first` of all warps, number of their candidates or, if one has more than its list holds, less than
+        0). One block only."""
+        if here.lane == 0:
+            number = listed if listed <= length else Int32(TOO_MANY)
+            ptx.store_shared_64(here.at + AGREED + here.warp * 8, Int32(first), number)
+        cute.arch.sync_threads()
+        one, number = ptx.load_shared_64(here.at + AGREED + here.lane % self.warps * 8)
+        number = number if here.lane < self.warps else Int32(0)
+        first = Uint32(cute.arch.warp_redux_sync(Uint32(one), "min"))
+        return first, Int32(cute.arch.warp_redux_sync(number, "add"))
+
+    @cute.jit
+    def average(self, here: Here, number: Float32) -> Float32:
+        """Of all warps' numbers, summed in a fixed order. One block only."""
+        if here.lane == 0:
+            ptx.store_shared_s32(here.at + RANGES + here.warp * 4, number.bitcast(Int32))
+        cute.arch.sync_threads()
+        number = ptx.load_shared_s32(here.at + RANGES + here.lane % self.warps * 4).bitcast(Float32)
+        return lanes_sum(number * Float32(1 / 32))
+
+    @cute.jit
+    def ends(self, here: Here, low: Uint32, top: Uint32, is_lowest: Boolean) -> tuple[Any, Any]:
+        """(average of all warps' scores of orders `low`, or the worst of them; the best one of orders `top`). One block
+        only."""
+        if here.lane == 0:
+            ptx.store_shared_64(here.at + RANGES + here.warp * 8, Int32(low), Int32(top))
+        cute.arch.sync_threads()
+        word, other = ptx.load_shared_64(here.at + RANGES + here.lane % self.warps * 8)
+        best = ptx.of_descending_order(cute.arch.warp_redux_sync(Uint32(other), "min"))
+        bound = lanes_sum(ptx.of_descending_order(Uint32(word)) * Float32(1 / 32))
+        if is_lowest:
+            bound = ptx.of_descending_order(cute.arch.warp_redux_sync(Uint32(word), "umax"))
+        return bound, best
 
     def over_lanes(self, first: Any, last: Any) -> tuple[Any, Any]:
         """(smallest `first`, largest `last`) of the lanes."""

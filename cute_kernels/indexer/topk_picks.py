@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import lanes_prefix
@@ -39,13 +39,17 @@ NOWHERE = 0x7FFFFFFF
 class Slots(NamedTuple):
     """The row of a block table that turns a request's entries into slots of its cache.
 
-    table        address; 0: entries are written as they are
+    table        address of the table; 0: entries are written as they are
+    stride       of its rows in bytes
+    request      number of the row; its address, which takes two registers, is made where it is used
     columns      of the table
     rows         of a page, as a divisor
     named_pages  pages of which int32 can name a row; unsigned
     """
 
     table: Any
+    stride: Any
+    request: Any
     columns: Any
     rows: Any
     named_pages: Any
@@ -54,7 +58,8 @@ class Slots(NamedTuple):
         """(page, row of the page) of an entry >= 0; the page is negative if there is none or it is not wanted."""
         column, row = divmod(entry, self.rows)
         is_inside = is_wanted & (column < self.columns)
-        return ptx.load_global_s32_where(is_inside, self.table + Int64(column) * 4, is_shared=True), row
+        source = self.table + Int64(self.request) * self.stride + Int64(column) * 4
+        return ptx.load_global_s32_where(is_inside, source, is_shared=True), row
 
     def slot(self, found: tuple[Any, Any]) -> Any:
         """int32 slot of what `look_up` found, -1 if there is none or int32 cannot name it."""
@@ -81,18 +86,19 @@ class Picks:
         self,
         here: Here,
         is_there: Boolean,
-        score: Float32,
+        order: Uint32,
         place: Int32,
         low: Uint32,
         shift: Int32,
         is_tied: Boolean,
+        may_be_nan: cutlass.Constexpr,
     ) -> None:
         """Pick an element before `low`; note one of the 2^shift orders from there on as a tie, or list it."""
-        order = ptx.descending_order(score)
-        # of NaN there is a bin only if all numbers are picked
         is_last = is_there & (Scale(low, shift).bin(order) == Uint32(0))
-        is_last = is_last & ((order != Uint32(NAN_ORDER)) | (low == Uint32(NAN_ORDER)))
-        word, bit = here.at + self.plan.picks + place // 32 * 4, Int32(1) << (place % 32)
+        if const_expr(may_be_nan):
+            # of NaN there is a bin only if all numbers are picked
+            is_last = is_last & ((order != Uint32(NAN_ORDER)) | (low == Uint32(NAN_ORDER)))
+        word, bit = here.at + self.plan.picks + (place >> 5) * 4, Int32(1) << (place & 31)
         ptx.reduce_shared("or.b32", word, bit, is_there & (order < low))
         if is_last:
             if is_tied:
@@ -118,17 +124,22 @@ class Picks:
         word, place = ptx.load_cluster_64(own) if const_expr(self.cluster > 1) else ptx.load_shared_64(own)
         is_there = here.lane < count
         order, place = Uint32(word) if is_there else Uint32(NAN_ORDER), place if is_there else Int32(NOWHERE)
-        better = Int32(0)
+        is_picked = is_there & (self.better(order, place, count) < wanted)
+        ptx.store_shared_s32(here.at + WINNERS + here.lane * 4, place if is_picked else Int32(NOWHERE))
+        place -= here.rank * self.plan.places
+        is_own = is_picked & (place >= 0) & (place < self.plan.places)
+        ptx.reduce_shared("or.b32", here.at + self.plan.ties + (place >> 5) * 4, Int32(1) << (place & 31), is_own)
+
+    @cute.jit
+    def better(self, order: Uint32, place: Int32, count: Int32) -> Int32:
+        """How many of the first `count` lanes have a better element than this one."""
+        number = Int32(0)
         for first in cutlass.range(Int32(0), count, RANKED_AT_ONCE, unroll=1):
             for i in range_constexpr(RANKED_AT_ONCE):
                 other = Uint32(cute.arch.shuffle_sync(Int32(order), first + i))
                 is_equal = (other == order) & (cute.arch.shuffle_sync(place, first + i) < place)
-                better += Int32((other < order) | is_equal)
-        is_picked = is_there & (better < wanted)
-        ptx.store_shared_s32(here.at + WINNERS + here.lane * 4, place if is_picked else Int32(NOWHERE))
-        place -= here.rank * self.plan.places
-        is_own = is_picked & (place >= 0) & (place < self.plan.places)
-        ptx.reduce_shared("or.b32", here.at + self.plan.ties + place // 32 * 4, Int32(1) << (place % 32), is_own)
+                number += Int32((other < order) | is_equal)
+        return number
 
     @cute.jit
     def write(
@@ -138,8 +149,8 @@ class Picks:
         becomes ones, all of which are picked."""
         # warps share the words evenly
         width = self.plan.width
-        words = (part.stop + (width - 1)) // width
-        share = (words + (self.plan.warps - 1)) // self.plan.warps
+        words = (part.stop + (width - 1)) >> (width.bit_length() - 1)
+        share = (words + (self.plan.warps - 1)) >> (self.plan.warps.bit_length() - 1)
         first = here.warp * share
         stop = cutlass.min(first + share, words)
         here_picks, here_ties = here.at + self.plan.picks, here.at + self.plan.ties
@@ -185,7 +196,8 @@ class Picks:
             target = cute.arch.shuffle_sync(sums, 31)
         if slots.table != 0:
             cute.arch.sync_warp()
-            self.write_slots(here, start_of_warp, cutlass.min(target, k), out, slots)
+            stop = cutlass.min(target, k)
+            self.write_slots(here.at + LIST, start_of_warp + here.lane, 32, stop, out, slots)
         if const_expr(self.cluster > 1):
             self.bins.barrier()  # nobody leaves while others may read its shared memory
 
@@ -209,17 +221,19 @@ class Picks:
             number += 1
 
     @cute.jit
-    def write_slots(self, here: Here, first: Int32, stop: Int32, out: Int64, slots: Slots) -> None:
-        """Write the slots of the warp's listed picks, `first` to `stop`: neighbours by neighbouring lanes, and as many
-        pages under way as there can be."""
-        for start in cutlass.range(first, stop, 32 * LOOK_UPS, unroll=1):
+    def write_slots(
+        self, columns: Int32, first: Int32, step: cutlass.Constexpr, stop: Int32, out: Int64, slots: Slots
+    ) -> None:
+        """Write the slots of listed picks, up to `stop`, of which a thread has every step-th one from `first` on:
+        neighbours by neighbouring lanes, and as many pages under way as there can be."""
+        for start in cutlass.range(first, stop, step * LOOK_UPS, unroll=1):
             found = []
             for i in range_constexpr(LOOK_UPS):
-                number = start + here.lane + 32 * i
-                entry = ptx.load_shared_s32(here.at + LIST + cutlass.min(number, stop - 1) * 4)
+                number = start + step * i
+                entry = ptx.load_shared_s32(columns + cutlass.min(number, stop - 1) * 4)
                 found.append(slots.look_up(entry, number < stop))
             for i in range_constexpr(LOOK_UPS):
-                number = start + here.lane + 32 * i
+                number = start + step * i
                 ptx.store_global_s32(out + Int64(number) * 4, slots.slot(found[i]), number < stop)
 
     @cute.jit
