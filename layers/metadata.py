@@ -177,14 +177,16 @@ class _Shape:
             return slice(self.requests)
         if name == "key_starts":
             return slice(self.num_decodes, self.requests + 1)
-        if name == "gather_lens":
+        if name in ("gather_lens", "entry_lens"):
             return slice(self.num_decodes, self.requests)
         return slice(self.decode_rows if name.startswith("decode") else self.tokens)
 
 
 _KEYS = ("key_starts", "row_key_starts", "row_key_ends")
 _NO_FIELDS: dict[int, frozenset[str]] = {
-    1: frozenset(("state_slot_mapping", "compressed_slot_mapping", "visible", "decode_topk_lens", *_KEYS)),
+    1: frozenset(
+        ("state_slot_mapping", "compressed_slot_mapping", "visible", "decode_topk_lens", "entry_lens", *_KEYS)
+    ),
     4: frozenset(),
     128: frozenset(("visible", *_KEYS)),
 }
@@ -206,9 +208,6 @@ class _StepBuffers:
                 array = self.buffer[offset : offset + size].view(element)
                 arrays[name] = array.view(layout.room, 1, columns) if columns else array
             self._arrays.append(arrays)
-        self._entry_lens = {
-            ratio: torch.empty(layout.room, dtype=torch.int32, device=device) for ratio in ratios if ratio > 1
-        }
         self._views: dict[_Shape, list[dict[str, torch.Tensor]]] = {}
         self.start, self.end = self.buffer.data_ptr(), self.buffer.data_ptr() + layout.nbytes
 
@@ -224,16 +223,7 @@ class _StepBuffers:
                 self._fields(shape, ratio, arrays, shared, lists)
                 for ratio, arrays in zip(self.ratios, self._arrays, strict=True)
             ]
-            for ratio, fields in zip(self.ratios, found, strict=True):
-                if ratio > 1:
-                    fields["prefill_entry_lens"] = self._entry_lens[ratio][: shape.requests - shape.num_decodes]
             self._views[shape] = found
-        if shape.requests > shape.num_decodes:
-            for ratio, fields in zip(self.ratios, found, strict=True):
-                if ratio > 1:
-                    torch.div(
-                        fields["prefill_seq_lens"], ratio, rounding_mode="floor", out=fields["prefill_entry_lens"]
-                    )
         return found
 
     @staticmethod
@@ -253,6 +243,8 @@ class _StepBuffers:
         if shape.num_decodes == shape.requests:
             own -= set(_KEYS)
         fields = shared | {name: arrays[name][shape.used(name)] for name in own}
+        if ratio > 1:
+            fields["prefill_entry_lens"] = fields.pop("entry_lens")
         if "key_starts" in fields:
             fields["prefill_key_starts"] = fields.pop("key_starts")
         if ratio == 128:

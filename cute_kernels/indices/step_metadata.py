@@ -317,7 +317,7 @@ class StepKernel:
                         ptx.store_global_s32(place, key + visible)
 
     @cute.jit
-    def write_request(self, request: Any, buffer: Any, batch: Batch, sizes: Sizes, c4: Kind) -> None:
+    def write_request(self, request: Any, buffer: Any, batch: Batch, sizes: Sizes, kinds: Any) -> None:
         """All that a request has, and behind the last one the end of its rows and keys."""
         room, offset = Int64(sizes.room), Int64(request) * 4
         is_request = request < batch.requests
@@ -335,9 +335,13 @@ class StepKernel:
         ptx.store_global_s32(buffer + room * SHARED_OFFSETS["seq_lens"] + offset, seq_len, is_request)
         ptx.store_global_s32(buffer + room * SHARED_OFFSETS["min_restart"] + offset, restart, is_request)
         ptx.store_global_s32(buffer + room * SHARED_OFFSETS["gather_lens"] + offset, gathered, is_request)
+        for number in range_constexpr(1, 3):
+            start = kinds[number].start
+            place = start + room * KIND_OFFSETS["entry_lens"] + offset
+            ptx.store_global_s32(place, seq_len >> RATIO_BITS[number], is_request and start != 0)
         if batch.key_starts != 0:
             key = ptx.load_global_s32_in_order(batch.key_starts + offset, is_shared=True)
-            ptx.store_global_s32(c4.start + room * KIND_OFFSETS["key_starts"] + offset, key)
+            ptx.store_global_s32(kinds[KEYS_KIND].start + room * KIND_OFFSETS["key_starts"] + offset, key)
 
     @cute.jit
     def write_windows(self, row: Any, batch: Batch, sizes: Sizes, kinds: Any) -> None:
@@ -413,7 +417,7 @@ class StepKernel:
         elif cta < first_of_windows:
             request = (cta - first_of_requests) * THREADS + thread
             if request <= batch.requests:
-                self.write_request(request, buffer, batch, sizes, c4)
+                self.write_request(request, buffer, batch, sizes, (swa, c4, c128))
         elif cta < first_of_lists:
             row = (cta - first_of_windows) * WARPS + warp
             if row < sizes.decode_tokens:
