@@ -497,6 +497,12 @@ class DeepseekV4MetadataBuilder:
         check.tensor("seq_lens_device", seq_lens_device, torch.int32, (requests,), optional=True)
         check.tensor("min_restart", min_restart, torch.int32, (requests,), optional=True)
 
+    @property
+    def numbers(self) -> torch.Tensor:
+        """int32 on the device: the numbers of the last step, query_start_loc and then seq_lens (and min_restart, if it
+        was given as numbers). A graph that is to hold the metadata's launch copies them here from pinned memory."""
+        return self._upload_ring().device_buffer
+
     def _upload_ring(self) -> UploadRing:
         if self._ring is None:
             self._ring = UploadRing(3 * self._max_num_tokens + 1, self.device)

@@ -121,6 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Measure whole attention layers: GPU time in a CUDA graph, host time of an eager layer, launches.",
     )
     layer.add_argument("--full", action="store_true", help="many more batch sizes, contexts and ranks")
+    layer.add_argument("--peers", action="store_true", help="other projects' kernels too, where importable")
     layer.add_argument("--only", metavar="REGEX", help="cells whose name this finds; not for the report")
     layer.add_argument("--replays", type=int, default=REPLAYS, metavar="N", help=f"graph replays per cell ({REPLAYS})")
     layer.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no cell after so long")
@@ -343,14 +344,18 @@ def measure_layers(options: argparse.Namespace) -> int:
             f"{case.name:40} {ours['us']:8.1f} us (p10 {ours['p10']:.1f}, p90 {ours['p90']:.1f}), "
             f"floor {shape['floor_us']:.1f}, of its ops {shape['ops_floor_us']:.1f}; "
             f"{shape['launches']:.0f} launches, gaps {shape['gaps_us']:.1f}; "
-            f"eager {shape['eager_us']:.0f}, host {shape['eager_host_us']:.0f}, metadata {shape['metadata_us']:.0f}"
+            f"eager {shape['eager_us']:.0f}, host {shape['eager_host_us']:.0f}, "
+            f"metadata {shape['metadata_us']:.0f}, host {shape['metadata_host_us']:.0f}"
         )
+        for peer in cell["rows"][1:]:
+            times = f"{peer['us']:8.1f} us, {peer['us'] / ours['us']:.2f} times ours" if "us" in peer else ""
+            console.print(f"  {peer['name']:38} {times or '[dim]skipped: ' + escape(peer['skipped']) + '[/]'}")
 
     machine = environment()
     found = _ceilings(options.ceilings, partial(ceilings.measure, options.replays))
     known = ceilings.yardsticks(machine["gpu"], found)
     roofs = {name: stick["value"] for name, stick in known.items()}
-    cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, show)
+    cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, show, options.peers)
     ceilings.add_percentages(cells, known)
     is_partial = options.full or options.only is not None or is_cut
     facts = {"partial": is_partial, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}

@@ -188,12 +188,12 @@ def _keywords(*args: Any) -> dict[str, Any]:
     }
 
 
-def _vllm_triton() -> Run:
+def vllm_triton() -> Run:
     compress, _ = _triton()
     return lambda *args: compress(**_keywords(*args))
 
 
-def _vllm_cutedsl() -> Run:
+def vllm_cutedsl() -> Run:
     import tvm_ffi
     from vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl import _SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL
 
@@ -206,7 +206,7 @@ def _vllm_cutedsl() -> Run:
     return run
 
 
-def _two_steps(loader: Any) -> Run:
+def two_steps(loader: Any) -> Run:
     """vLLM's two kernels in place of the fused one; they save every row."""
     compress, (_, save) = loader(), _triton()
 
@@ -241,7 +241,7 @@ STORE = Bench(
     op="compress_norm_rope_store",
     cases=_cases(_stored, ((1, "closing"), (64, "closing"), (1024, "all"), (8192, "all"), (32768, "all"))),
     quick=(1, 64, 8192),
-    peers={"vllm-triton": _vllm_triton, "vllm-cutedsl": _vllm_cutedsl},
+    peers={"vllm-triton": vllm_triton, "vllm-cutedsl": vllm_cutedsl},
     variants=partial(_variants, "launch_compress"),
     same=_differing(1e-3),
     peer_same=_differing(0.02),
@@ -253,8 +253,8 @@ FUSED = Bench(
     ),
     quick=(1, 64, 8192),
     peers={
-        "vllm-triton": partial(_two_steps, _vllm_triton),
-        "vllm-cutedsl": partial(_two_steps, _vllm_cutedsl),
+        "vllm-triton": partial(two_steps, vllm_triton),
+        "vllm-cutedsl": partial(two_steps, vllm_cutedsl),
     },
     variants=partial(_variants, "launch_fused"),
     inputs=("state_cache",),

@@ -14,6 +14,7 @@ from cute_kernels.output.examples_einsum import PRODUCTS, ROUNDING
 from cute_kernels.output.ops import deepseek_v4_fp8_einsum
 from cute_kernels.runtime.ops import OPS
 from perf.measure import Call, compare, number_of_sets
+from perf.peers import deepgemm
 
 EQUATION, RECIPE = "bhr,hdr->bhd", [1, 128, 128]
 RANK, WIDTH = 1024, 4096
@@ -117,15 +118,10 @@ def _variants() -> dict[str, Callable[[EinsumSet], None]]:
 
 def _deepgemm() -> Callable[[EinsumSet], None] | str:
     """DeepGEMM's kernel, as vLLM registers it, or the reason why there is none."""
-    why = "torch.ops.deep_gemm has no fp8_einsum"
-    if not hasattr(torch.ops.deep_gemm, "fp8_einsum"):
-        try:
-            from vllm.third_party import deep_gemm  # noqa: F401
-        except Exception as error:  # an installation that is not whole fails in many ways
-            why = f"{type(error).__name__}: {error}"
-    kernel = getattr(torch.ops.deep_gemm, "fp8_einsum", None)
-    if kernel is None:
-        return why
+    try:
+        kernel = deepgemm().fp8_einsum
+    except Exception as error:  # an installation that is not whole fails in many ways
+        return f"{type(error).__name__}: {error}"
     return lambda s: kernel(EQUATION, s.a, s.a_scale, s.b, s.b_scale, s.out, None, RECIPE)
 
 

@@ -14,6 +14,7 @@ from cute_kernels.linear.examples import FP32, PRODUCTS, ROUNDING
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.ops import OPS
 from perf.bench import Arguments, Bench, Case, Run
+from perf.peers import deepgemm
 
 TOKENS = (1, 16, 64, 256, 4096)
 BF16_TOKENS = (1, 16, 64)
@@ -56,15 +57,23 @@ def make_bf16(tokens: int, outputs: int, columns: int, seed: int) -> Arguments:
     return a, b, torch.empty(tokens, outputs, device="cuda"), False, True
 
 
-def _deepgemm() -> Run:
-    """DeepGEMM's kernels as vLLM takes them: one product, or one for all groups."""
-    from vllm.third_party import deep_gemm
+def _deepgemm(use_pdl: bool) -> Run:
+    """DeepGEMM's kernels as vLLM takes them: one product, or one for all groups. It chooses its configuration itself.
+
+    use_pdl   as dependents of the kernel before
+    """
+    ops = deepgemm()
 
     def run(a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, *_: Any) -> list[torch.Tensor]:
-        if a.shape[1] == 1:
-            deep_gemm.fp8_fp4_gemm_nt((a[:, 0], a_scale[:, 0]), (b[0], b_scale[0]), out[:, 0])
-        else:
-            torch.ops.deep_gemm.fp8_einsum("bhr,hdr->bhd", a, a_scale, b, b_scale, out, None, [1, 128, 128])
+        before = ops.get_pdl()
+        ops.set_pdl(use_pdl)
+        try:
+            if a.shape[1] == 1:
+                ops.fp8_fp4_gemm_nt(a[:, 0], a_scale[:, 0], b[0], b_scale[0], out[:, 0])
+            else:
+                ops.fp8_einsum("bhr,hdr->bhd", a, a_scale, b, b_scale, out, None, [1, 128, 128])
+        finally:
+            ops.set_pdl(before)
         return [out]
 
     return run
@@ -127,7 +136,7 @@ FP8 = Bench(
         for tokens in TOKENS
     ),
     quick=(1, 64),
-    peers={"deepgemm": _deepgemm, "cublas": _cublas},
+    peers={"deepgemm": partial(_deepgemm, False), "deepgemm-pdl": partial(_deepgemm, True), "cublas": _cublas},
     variants=_fp8_variants,
     same=partial(_near, PRODUCTS, ROUNDING),
 )

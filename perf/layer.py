@@ -3,8 +3,9 @@
 A cell is one kind of layer of one model in one kind of step. Three layers with weights and caches of their own run one
 after the other in a CUDA graph, so that no weight stays in L2 from one call to the next, and each is a call of that
 graph. A cell of kind "model" is a decode step of all layers of the model, in their order, each with the output of the
-one before, and a call is the whole step. Requests of a decode step have lengths of their own, up to 255 tokens below
-the context, as in serving: which of them close a group of compressed tokens differs from step to step.
+one before, and a call is the whole step, with what the GPU does for its metadata: a copy of numbers and a launch.
+Requests of a decode step have lengths of their own, up to 255 tokens below the context, as in serving: which of them
+close a group of compressed tokens differs from step to step.
 
 The bytes of a cell are what no layer of this kind can do without: its weights once, the cache rows and keys that it
 reads, and hidden states in and out; its FLOPs those of its products. Where caches do not fit into the GPU's memory a
@@ -20,22 +21,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8, round_up
+from cute_kernels.runtime.compile import launch, record_launches
 from cute_kernels.runtime.record import Cost, record_calls
 from layers import PRESETS, AttentionOptions, BlockTables, DeepseekV4MetadataBuilder, LayerCaches, TensorParallel
-from layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper
+from layers.attention import AUX_STREAM_MAX_TOKENS, DeepseekV4MultiHeadLatentAttentionWrapper
 from layers.bound import scratch_of
 from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE, PagedCache
 from layers.config import DeepseekV4Config
 from layers.linear import Linear
 from layers.mla import Workspace
 from layers.rotary import RotaryEmbedding
-from perf.measure import OURS, capture, peak, row, time_graphs
+from perf.measure import OURS, capture, peak, row, skipped, time_graphs
 from perf.timeline import Timeline, profile
+
+if TYPE_CHECKING:
+    from perf.peer_layer import PeerStep
 
 OP = "layer"
 DEVICE = "cuda"
@@ -46,7 +51,9 @@ MODEL = "model"
 ROW_BYTES, KEY_BYTES = 584, 132
 """Of a record of fp8_ds_mla, and of an FP8 key of the indexer."""
 HOST_STEPS = 12
-BUILDS = 5
+BUILDS = 12
+PEER_STREAMS = 3
+"""Beside the main one, as engines have them."""
 MOST_OF_MEMORY = 0.8
 """Share of the free memory that the caches of a cell may take: layers and graphs need some too."""
 CHECKED = 0.02
@@ -88,6 +95,11 @@ class Case:
         size = size or f"prefill {self.rows} ctx{self.context}"
         more = f" n{self.rows}" if self.phase == "decode" and self.rows > 1 else ""
         return f"{self.model} {self.kind} {size}{more}" + (f" tp{self.tp}" if self.tp > 1 else "")
+
+    @property
+    def decodes(self) -> int:
+        """Requests that decode."""
+        return self.requests if self.phase == "decode" else 0
 
     def query_lengths(self) -> list[int]:
         """New tokens of each request."""
@@ -187,7 +199,9 @@ class Step:
                 if cache is not None:
                     fill_cache(cache, g)
             self.caches.append(caches)
-        self.builder = DeepseekV4MetadataBuilder(self.config, max(case.tokens, 1), max(case.lengths()), DEVICE)
+        self.builder = DeepseekV4MetadataBuilder(
+            self.config, max(case.tokens, 1), max(case.lengths()), DEVICE, c128a_decode_lists=False
+        )
         shape = case.tokens, self.config.hidden_size
         self.hidden = [torch.randn(shape, device=DEVICE, generator=g).bfloat16() for _ in range(2)]
         self.build()
@@ -212,13 +226,27 @@ class Step:
         return BlockTables(swa, compressed, state), blocks
 
     def build(self) -> None:
-        """Metadata of the step, for each kind of layer."""
+        """Metadata of the step, for all kinds of layers at once."""
         case = self.case
-        decodes = case.requests if case.phase == "decode" else 0
-        self.metadata = {
-            ratio: self.builder.build(ratio, case.query_lengths(), case.lengths(), self.tables[ratio], decodes)
-            for ratio in self.kinds
-        }
+        self.metadata = self.builder.build_step(case.query_lengths(), case.lengths(), self.tables, case.decodes)
+
+    def device_build(self) -> Callable[[], Any]:
+        """What the GPU does of `build`, again and again and in a graph: the copy of the step's numbers from pinned
+        memory, and the launch."""
+        if self.hidden[0].device.type != "cuda":
+            return self.build
+        with record_launches() as launches:
+            self.build()
+        ((key, index, arguments),) = launches
+        assert not callable(key)
+        target = self.builder.numbers[: 2 * self.case.requests + 1]
+        numbers = target.cpu().pin_memory()
+
+        def build() -> None:
+            target.copy_(numbers, non_blocking=True)
+            launch(key, index, *arguments)
+
+        return build
 
     def run(
         self, number: int, hidden: torch.Tensor | None = None, capture: dict[str, torch.Tensor] | None = None
@@ -228,16 +256,24 @@ class Step:
         hidden = self.hidden[0] if hidden is None else hidden
         return self.layers[number](m.positions, hidden, m, self.caches[number], capture=capture)
 
-    def run_all(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All layers, each with the output of the one before."""
+    @property
+    def is_chained(self) -> bool:
+        """Whether a call is a whole step."""
+        return self.case.kind == MODEL
+
+    def run_all(self, hidden: torch.Tensor, build: Callable[[], Any] | None = None) -> torch.Tensor:
+        """All layers, each with the output of the one before. build: of their metadata, before them."""
+        if build is not None:
+            build()
         for number in range(len(self.layers)):
             hidden = self.run(number, hidden)
         return hidden
 
     def calls(self) -> list[Callable[[], Any]]:
         """What is timed: the layers one by one, or whole steps from different inputs."""
-        if self.case.kind == MODEL:
-            return [partial(self.run_all, hidden) for hidden in self.hidden]
+        if self.is_chained:
+            build = self.device_build()
+            return [partial(self.run_all, hidden, build) for hidden in self.hidden]
         return [partial(self.run, number) for number in range(len(self.layers))]
 
     def run_once(self) -> None:
@@ -378,21 +414,23 @@ def eager_us(step: Step) -> tuple[float, float]:
     return statistics.median(host[2:]), statistics.median(whole[2:])
 
 
-def metadata_us(step: Step) -> float:
-    """Time until the metadata of a step are there, median."""
-    found = []
+def metadata_us(step: Step) -> tuple[float, float]:
+    """(host time of building the metadata of a step, time until they are there), medians."""
+    host, whole = [], []
     for _ in range(BUILDS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         step.build()
+        queued = time.perf_counter()
         torch.cuda.synchronize()
-        found.append((time.perf_counter() - begin) * 1e6)
-    return statistics.median(found[1:])
+        host.append((queued - begin) * 1e6)
+        whole.append((time.perf_counter() - begin) * 1e6)
+    return statistics.median(host[2:]), statistics.median(whole[2:])
 
 
-def timeline(step: Step) -> Timeline:
-    """What a pass launches, replayed from a graph."""
-    graph, _ = capture(step.calls()[: step.case.calls])
+def timeline(step: Step | PeerStep, calls: int) -> Timeline:
+    """What a pass of so many calls launches, replayed from a graph."""
+    graph, _ = capture(step.calls()[:calls])
     graph.replay()
     return profile(graph.replay)
 
@@ -415,23 +453,51 @@ def facts_of(found: Timeline, calls: int) -> dict[str, Any]:
     }
 
 
-def measure(case: Case, step: Step, replays: int, roofs: Mapping[str, float]) -> dict[str, Any]:
+def peers_of(step: Step) -> dict[str, PeerStep | str]:
+    """The same layers by the peers' kernels, or the reason why they are not timed: a missing kernel, or results that
+    are not ours."""
+    from perf import peer_layer
+
+    wanted: dict[str, list[torch.cuda.Stream]] = {peer_layer.NAME: []}
+    if step.case.tokens <= AUX_STREAM_MAX_TOKENS:
+        wanted[peer_layer.STREAMS_NAME] = [torch.cuda.Stream() for _ in range(PEER_STREAMS)]
+    found: dict[str, PeerStep | str] = {}
+    for name, streams in wanted.items():
+        try:
+            peer = peer_layer.PeerStep(step, streams)
+            found[name] = "; ".join(peer.disagreements()) or peer
+        except Exception as error:  # noqa: PERF203 an installation that is not whole fails in many ways
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def measure(
+    case: Case, step: Step, replays: int, roofs: Mapping[str, float], with_peers: bool = False
+) -> dict[str, Any]:
     """One cell of the record. roofs: copy in GB/s, bf16 and e4m3 in TFLOPS."""
     work = work_of(case, step.layers)
     if not step.is_right():
         raise RuntimeError(f"{case.name}: the layer disagrees with its steps taken one by one; nothing was timed")
-    timings = time_graphs({OURS: step.calls()}, work.bytes, replays, flops_per_set=work.flops)
+    peers = peers_of(step) if with_peers else {}
+    candidates = {OURS: step.calls()}
+    candidates |= {name: peer.calls() for name, peer in peers.items() if not isinstance(peer, str)}
+    failures: dict[str, str] = {}
+    timings = time_graphs(candidates, work.bytes, replays, failures=failures, flops_per_set=work.flops)
+    if OURS in failures:
+        raise RuntimeError(f"{case.name}: cannot be captured in a graph: {failures[OURS]}")
     host, whole = eager_us(step)
+    metadata_host, metadata = metadata_us(step)
     shape = {
         "case": case.name,
         "T": case.tokens,
         "model": case.model,
         "kind": case.kind,
         "tp": case.tp,
-        **facts_of(timeline(step), case.calls),
+        **facts_of(timeline(step, case.calls), case.calls),
         "eager_host_us": round(host, 1),
         "eager_us": round(whole, 1),
-        "metadata_us": round(metadata_us(step), 1),
+        "metadata_us": round(metadata, 1),
+        "metadata_host_us": round(metadata_host, 1),
         "floor_us": round(floor_us(work, roofs, "e4m3"), 2),
         "ops_floor_us": round(ops_floor_us(step, roofs), 2),
         "peak_bytes": peak(step.calls()[0]),
@@ -439,6 +505,13 @@ def measure(case: Case, step: Step, replays: int, roofs: Mapping[str, float]) ->
         "bound_steps": len(step.layers[0]._bound),
     }
     rows = [row(name, timing, work, True) for name, timing in timings.items()]
+    best = min((line for line in rows if line["kind"] == "peer"), key=lambda line: line["us"], default=None)
+    if best is not None:
+        peer = peers[best["name"]]
+        assert not isinstance(peer, str)
+        shape["peer"] = facts_of(timeline(peer, case.calls), case.calls)
+    reasons = {name: peer for name, peer in peers.items() if isinstance(peer, str)} | failures
+    rows += [skipped(name, why) for name, why in reasons.items()]
     return {
         "op": OP, "shape": shape, "bytes": work.bytes, "flops": work.flops, "products": "e4m3", "tensors": 1,
         "rows": rows,
@@ -451,13 +524,15 @@ def sweep(
     budget: float,
     roofs: Mapping[str, float],
     report: Callable[[Case, dict[str, Any] | str], None],
+    with_peers: bool = False,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
     """(cells, cells that do not fit into the GPU's memory, whether time was up), in the order of `wanted`. Layers are
     kept from cell to cell where they fit.
 
-    budget   seconds after which no further cell is begun
-    roofs    ceilings for floors: copy in GB/s, bf16 and e4m3 in TFLOPS
-    report   is told of each cell, or why it was left out
+    budget       seconds after which no further cell is begun
+    roofs        ceilings for floors: copy in GB/s, bf16 and e4m3 in TFLOPS
+    report       is told of each cell, or why it was left out
+    with_peers   the same layers by other projects' kernels, in turn with ours
     """
     begin = time.monotonic()
     cells: list[dict[str, Any]] = []
@@ -486,7 +561,7 @@ def sweep(
             largest = max(group, key=lambda other: other.tokens)
             kept = key, build_layers(largest, max(max(other.lengths()) for other in group) + 64)
         step = Step(case, kept[1])
-        cell = measure(case, step, replays, roofs)
+        cell = measure(case, step, replays, roofs, with_peers)
         cells.append(cell)
         report(case, cell)
         del step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,6 +15,7 @@ from cute_kernels.formats import INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, round_up
 from cute_kernels.indexer.ops_logits import ROW_ALIGNMENT
 from cute_kernels.runtime.ops import OPS
 from perf.measure import Call, compare, number_of_sets
+from perf.peers import deepgemm
 
 CONTIGUOUS, PAGED = "mqa_logits", "paged_mqa_logits"
 HEADS = 64
@@ -121,7 +121,7 @@ class LogitsSet:
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         # four rows of a request are scored by pairs of multiprocessors
         workers = processors // 2 if lens.shape[1] == 4 else processors
-        return _deepgemm().get_paged_mqa_logits_metadata(lens, BLOCK_SIZE, workers)
+        return deepgemm().get_paged_mqa_logits_metadata(lens, BLOCK_SIZE, workers)
 
     def right(self, call: Call) -> bool:
         """Whether `call`, which returns its scores or None if it writes into ours, leaves them right in some rows."""
@@ -191,22 +191,10 @@ def decode(batch: int, next_n: int, keys: int, mxfp4: bool, seed: int) -> Logits
     return LogitsSet(PAGED, args, check)
 
 
-def _deepgemm() -> Any:
-    """DeepGEMM's ops, as vLLM registers them."""
-    if not hasattr(torch.ops.deep_gemm, "fp8_fp4_mqa_logits"):
-        try:
-            importlib.import_module("vllm.third_party.deep_gemm")
-        except ImportError:
-            load = importlib.import_module("vllm._load")
-            load.load("deep_gemm/_C_extension.abi3.so")
-            torch.ops.deep_gemm.init(os.path.join(load.LIB, "deep_gemm"), "deep_gemm")
-    return torch.ops.deep_gemm
-
-
 def _peer(op: str) -> Callable[[LogitsSet], Any] | str:
     """DeepGEMM's kernel, or the reason why there is none. Its schedule is made beforehand and not timed."""
     try:
-        ops = _deepgemm()
+        ops = deepgemm()
         contiguous, paged = ops.fp8_fp4_mqa_logits, ops.fp8_fp4_paged_mqa_logits
     except Exception as error:  # an installation that is not whole fails in many ways
         return f"{type(error).__name__}: {error}"

@@ -222,7 +222,7 @@ def compare(
     if not sets[0].right(sets[0].ours):
         raise RuntimeError(f"{op}: wrong result at {dict(shape)}; nothing was timed")
     calls: dict[str, list[Call]] = {OURS: [s.ours for s in sets]}
-    checked, skipped = {OURS: True}, []
+    checked, missing = {OURS: True}, []
     for name, candidate in candidates.items():
         why = candidate if isinstance(candidate, str) else ""
         if not isinstance(candidate, str):
@@ -230,21 +230,21 @@ def compare(
             if kind_of(name) == "variant" and not checked[name]:
                 why = why or "wrong result"
         if why:
-            skipped.append(_skipped(name, why))
+            missing.append(skipped(name, why))
         elif not isinstance(candidate, str):
             calls[name] = [partial(candidate, s) for s in sets]
     failures: dict[str, str] = {}
     timings = time_graphs(calls, cost.bytes, replays, failures=failures, flops_per_set=cost.flops)
     if OURS in failures:
         raise RuntimeError(f"{op}: cannot be captured in a graph at {dict(shape)}: {failures[OURS]}")
-    skipped += [_skipped(name, why) for name, why in failures.items()]
+    missing += [skipped(name, why) for name, why in failures.items()]
     rows = [row(name, timing, cost, checked[name]) for name, timing in timings.items()]
     for line in rows:
         if line["kind"] != "variant" and line["us"] <= HOST_MOST_US:
             line["host"] = host_cost(calls[line["name"]])
     tensors = sum(isinstance(argument, torch.Tensor) for argument in sets[0].arguments())
     facts = {"bytes": cost.bytes, "flops": cost.flops, "products": products, "tensors": tensors}
-    return {"op": op, "shape": dict(shape), **facts, "rows": rows + skipped}
+    return {"op": op, "shape": dict(shape), **facts, "rows": rows + missing}
 
 
 def _attempt(right: Callable[[Call], bool], call: Call) -> tuple[bool, str]:
@@ -255,7 +255,7 @@ def _attempt(right: Callable[[Call], bool], call: Call) -> tuple[bool, str]:
         return False, f"{type(error).__name__}: {error}"
 
 
-def _skipped(name: str, reason: str) -> dict[str, Any]:
+def skipped(name: str, reason: str) -> dict[str, Any]:
     """A row without times: the first line of `reason`, without the folders of paths, which say nothing elsewhere."""
     lines = reason.strip().splitlines() or ["no reason given"]
     return {"name": name, "kind": kind_of(name), "skipped": re.sub(r"(?:/[^\s/'\"()]+)+/", "", lines[0])[:200]}

@@ -294,7 +294,9 @@ def test_the_record_of_a_sweep(
         def replay(self) -> None:
             pass
 
-    def time_graphs(candidates: Any, work: float, replays: int, flops_per_set: float) -> dict[str, Timing]:
+    def time_graphs(
+        candidates: Any, work: float, replays: int, failures: Any, flops_per_set: float
+    ) -> dict[str, Timing]:
         ((name, calls),) = candidates.items()
         for call in calls:
             call()
@@ -326,7 +328,7 @@ def test_the_record_of_a_sweep(
     assert steps[1] is not None
     assert (steps[0].launches, steps[1].launches) == (0.67, 2.0)
     assert (steps[0].eager_host_us, steps[0].eager_us) == (0.3, 0.7)
-    assert (steps[1].eager_host_us, steps[1].eager_us, steps[1].metadata_us) == (1.0, 2.0, 1.0)
+    assert (steps[1].eager_host_us, steps[1].eager_us, steps[1].metadata_us) == (1.0, 2.0, 2.0)
     assert steps[1].kernels == (("products", 2.0, 16.0),)
     assert [case.case for case in found.left_out] == ["v4-flash c4a decode b16384 ctx1048576"]
     assert found.cells[0].ours.percent is not None
