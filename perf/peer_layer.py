@@ -35,7 +35,7 @@ from layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper, run_on_s
 from layers.caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches, PagedCache
 from layers.compressor import DeepseekCompressor
 from layers.indexer import step_columns
-from layers.linear import Linear
+from layers.linear import Linear, matmul
 from layers.metadata import DeepseekV4Metadata
 from perf.compressor_c4 import two_steps, vllm_cutedsl, vllm_triton
 from perf.measure import capture
@@ -171,7 +171,7 @@ class PeerStep:
     def _schedule(self, m: DeepseekV4Metadata) -> torch.Tensor:
         assert m.visible is not None
         lens = m.visible.view(m.decode_batch())
-        processors = torch.cuda.get_device_properties(lens.device).multi_processor_count
+        processors = _multiprocessors(lens.device)
         # four rows of a request are scored by pairs of multiprocessors
         workers = processors // 2 if lens.shape[1] == 4 else processors
         found: torch.Tensor = self.k.deepgemm.get_paged_mqa_logits_metadata(lens, KV_BLOCK_SIZE // 4, workers)
@@ -534,8 +534,12 @@ class PeerStep:
         return found
 
 
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _scores(hidden: torch.Tensor, compressor: DeepseekCompressor) -> torch.Tensor:
-    return torch.mm(hidden, compressor.fused_wkv_wgate.weight.t(), out_dtype=torch.float32)
+    return matmul(hidden, compressor.fused_wkv_wgate.weight, torch.float32)
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor) -> float:

@@ -1,0 +1,269 @@
+"""The peers' chain with this project's ops in the place of the peers' kernels: what is called, in which order, and what
+counts as agreement; no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cute_kernels.compressor.ops import fused_compress_norm_rope_store
+from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
+from cute_kernels.indexer.ops import (
+    cp_gather_indexer_k_quant_cache,
+    fused_indexer_q_rope_quant,
+    mqa_logits,
+    paged_mqa_logits,
+    top_k_per_row_decode,
+    top_k_per_row_prefill,
+)
+from cute_kernels.indices.ops import combine_topk_swa_indices, compute_global_topk_indices_and_lens
+from cute_kernels.kv_cache.ops import (
+    dequantize_and_gather_k_cache,
+    fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
+)
+from cute_kernels.norm.ops import fused_q_kv_rmsnorm
+from cute_kernels.output.ops import deepseek_v4_fp8_einsum, fused_inv_rope_fp8_quant
+from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_prefill
+from layers import PRESETS
+from layers.linear import dequantize_weight, quantize_activation
+from perf import layer, peer_layer
+from perf.layer import Case
+from perf.peer_layer import Kernels, PeerStep
+
+
+class Flash:
+    """FlashMLA's interface."""
+
+    def get_mla_metadata(self) -> tuple[Any, None]:
+        return SimpleNamespace(tile_scheduler_metadata=None, num_splits=None), None
+
+    def flash_mla_with_kvcache(self, **given: Any) -> None:
+        q, extra = given["q"], given["extra_k_cache"]
+        assert q.shape[1:] == (1, 64, 512)
+        assert given["is_fp8_kvcache"]
+        assert given["tile_scheduler_metadata"] is not None
+        more = {}
+        if extra is not None:
+            lens = given["extra_topk_length"][:, None]
+            more = {"extra_k_cache": extra.squeeze(2), "extra_indices": given["extra_indices_in_kvcache"]}
+            more["extra_topk_length"] = lens
+        sparse_mla_decode(
+            q,
+            given["k_cache"].squeeze(2),
+            given["indices"],
+            topk_length=given["topk_length"][:, None],
+            attn_sink=given["attn_sink"],
+            softmax_scale=given["softmax_scale"],
+            out=given["out"],
+            **more,
+        )
+
+    def flash_mla_sparse_fwd(self, **given: Any) -> None:
+        assert given["q"].shape[1] == 64
+        names = ("q", "kv", "indices", "sm_scale")
+        more = {name: given[name] for name in ("attn_sink", "topk_length", "out")}
+        sparse_mla_prefill(*(given[name] for name in names), **more)
+
+
+class DeepGemm:
+    """DeepGEMM's ops."""
+
+    def fp8_fp4_gemm_nt(self, a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any) -> None:
+        x = a.double() * a_scale.double().repeat_interleave(128, 1)
+        out.copy_(x @ dequantize_weight(b, b_scale, torch.float64).t())
+
+    def fp8_einsum(
+        self, equation: str, a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, c: None, recipe: list[int]
+    ) -> None:
+        deepseek_v4_fp8_einsum(a, a_scale, b, b_scale, out, equation, recipe)
+
+    def get_paged_mqa_logits_metadata(self, lens: Any, page: int, workers: int) -> torch.Tensor:
+        return torch.tensor([len(lens), page, workers])
+
+    def fp8_fp4_mqa_logits(
+        self, q: Any, q_scale: None, k: Any, k_scale: Any, weights: Any, start: Any, end: Any, longest: int
+    ) -> torch.Tensor:
+        return mqa_logits(q, (k, k_scale), weights, start, end, False, max_seqlen_k=longest)
+
+    def fp8_fp4_paged_mqa_logits(
+        self, q: Any, q_scale: None, pool: Any, weights: Any, lens: Any, table: Any, schedule: Any, columns: int
+    ) -> torch.Tensor:
+        assert schedule.tolist() == [len(lens), 64, 66 if lens.shape[1] == 4 else 132]
+        return paged_mqa_logits(q, pool.squeeze(2), weights, lens, table, None, columns)
+
+
+def insert(
+    q: Any, kv: Any, pages: Any, slots: Any, positions: Any, table: Any, padded: int, eps: float, block: int
+) -> torch.Tensor:
+    pool = FP8_DS_MLA.allocate(1, block, "cpu")
+    shape, stride = (len(pages), *pool.shape[1:]), pages.stride(0)
+    pool = pages.as_strided(shape, (stride, *pool.stride()[1:]))
+    fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(q, kv, pool, slots, positions, table, eps, block)
+    return F.pad(q, (0, 0, 0, padded - q.shape[1]))
+
+
+def compress(*args: Any) -> None:
+    (*given, weight, _restart, scale, eps, ratio, _keep, kv_format) = args
+    fused_compress_norm_rope_store(
+        *given, weight, eps, ratio, kv_format=kv_format, persist="all", fp8_scale=scale, min_restart=None
+    )
+
+
+def index_query(**given: Any) -> None:
+    names = "positions", "q", "cos_sin_cache", "weights", "weights_softmax_scale", "weights_head_scale"
+    codes, weights = fused_indexer_q_rope_quant(*(given[name] for name in names), round_weights=True)
+    given["q_fp8"].copy_(codes.view(torch.uint8))
+    given["weights_out"].copy_(weights)
+
+
+class TopK:
+    """vLLM's ops."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def top_k_per_row_prefill(self, *args: Any) -> None:
+        self.called.append("per row")
+        scores, starts, ends, out, rows, *strides, k = args
+        top_k_per_row_prefill(scores, starts, ends, out, rows, *strides, k)
+
+    def _decode(self, scores: Any, lens: Any, out: Any, workspace: Any, k: int, columns: int) -> None:
+        top_k_per_row_decode(scores, 1, lens[:, None], out, len(scores), *scores.stride(), k)
+
+    def cooperative_topk(self, *args: Any) -> None:
+        self.called.append("cooperative")
+        self._decode(*args)
+
+    def persistent_topk(self, *args: Any) -> None:
+        self.called.append("persistent")
+        self._decode(*args)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """Our ops under the names that the peers have, and cells of narrow layers, which the CPU runs."""
+    found = Kernels(
+        flash=Flash(),
+        deepgemm=DeepGemm(),
+        quantize=quantize_activation,
+        norm=fused_q_kv_rmsnorm,
+        insert=insert,
+        compress=compress,
+        compress_index=compress,
+        index_query=index_query,
+        index_gather=cp_gather_indexer_k_quant_cache,
+        gather=lambda **given: dequantize_and_gather_k_cache(
+            *(given[name] for name in ("out", "k_cache", "seq_lens", "gather_lens", "block_table", "block_size")),
+            given["offset"],
+        ),
+        slots=compute_global_topk_indices_and_lens,
+        combine=combine_topk_swa_indices,
+        inverse_rope=fused_inv_rope_fp8_quant,
+        top_k=TopK(),
+        use_stream=contextlib.nullcontext,
+    )
+    monkeypatch.setattr(peer_layer, "kernels", lambda: found)
+    monkeypatch.setattr(peer_layer, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(layer, "DEVICE", "cpu")
+    small = {name: config.reduced() for name, config in PRESETS.items()}
+    monkeypatch.setattr(layer, "PRESETS", small)
+    return found
+
+
+def step_of(case: Case) -> layer.Step:
+    return layer.Step(case, layer.build_layers(case, max(case.lengths()) + 64))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("v4-flash", "swa", "decode", 2, 1, 300),
+        Case("v4-flash", "swa", "prefill", 1, 12, 200),
+        Case("v4-flash", "c4a", "decode", 3, 4, 300),
+        Case("v4-flash", "c4a", "prefill", 1, 12, 200),
+        Case("v4-flash", "c128a", "decode", 2, 1, 300),
+        Case("v4-flash", "c128a", "prefill", 1, 140, 200),
+        Case("v4-flash", "c4a", "decode", 2, 1, 300, 2),
+    ],
+    ids=lambda case: case.name,
+)
+def test_every_stage_is_ours(case: Case, fake: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of(case)
+    peer = PeerStep(step)
+    monkeypatch.setattr(peer, "_replay", lambda number: "")
+    stages = peer.stages(0)
+    assert len(stages) == {"swa": 10, "c128a": 12, "c4a": 19}[case.kind]
+    assert peer.disagreements() == []
+    assert [call().shape for call in peer.calls()] == [step.hidden[0].shape] * layer.LAYERS
+    want = step.run(0)
+    assert peer_layer._distance(peer.run(0), want) < 0.02
+
+
+def test_a_stage_that_differs_is_named(fake: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    def norm(*args: Any) -> Any:
+        qr, kv = fused_q_kv_rmsnorm(*args)
+        return qr * 1.01, kv
+
+    monkeypatch.setattr(peer_layer, "kernels", lambda: replace(fake, norm=norm))
+    peer = PeerStep(step_of(Case("v4-flash", "swa", "decode", 2, 1, 300)))
+    monkeypatch.setattr(peer, "_replay", lambda number: "")
+    (text,) = peer.disagreements()
+    assert text.startswith("norms 0.0")
+
+
+def test_few_rows_are_picked_by_another_kernel(fake: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_layer, "COOPERATIVE_PICKS", (16,))
+    for requests, name in ((2, "cooperative"), (65, "persistent")):
+        peer = PeerStep(step_of(Case("v4-flash", "c4a", "decode", requests, 1, 100)))
+        fake.top_k.called.clear()
+        peer.run(0)
+        assert fake.top_k.called == [name]
+
+
+def test_a_model_is_chained(fake: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Case, "ratios", property(lambda self: (1, 4, 128, 4)))
+    step = step_of(Case("v4-flash", "model", "decode", 2, 1, 300))
+    peer = PeerStep(step)
+    monkeypatch.setattr(peer, "_replay", lambda number: "")
+    assert peer.disagreements() == []
+    one, other = (call() for call in peer.calls())
+    assert not torch.equal(one, other)
+
+
+def test_a_peer_that_is_missing_or_wrong_is_skipped_with_the_reason(
+    fake: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = step_of(Case("v4-flash", "swa", "decode", 2, 1, 300))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(PeerStep, "disagreements", lambda self: ["attention 0.1", "wo_a 0.2"] if self.streams else [])
+    found = layer.peers_of(step)
+    assert isinstance(found[peer_layer.NAME], PeerStep)
+    assert found[peer_layer.STREAMS_NAME] == "attention 0.1; wo_a 0.2"
+
+    def missing() -> Kernels:
+        raise ModuleNotFoundError("No module named 'vllm'")
+
+    monkeypatch.setattr(peer_layer, "kernels", missing)
+    why = "ModuleNotFoundError: No module named 'vllm'"
+    assert layer.peers_of(step) == dict.fromkeys((peer_layer.NAME, peer_layer.STREAMS_NAME), why)
+
+
+def test_differences() -> None:
+    x = torch.tensor([[3.0, 4.0]])
+    assert peer_layer._distance(x, x) == 0
+    assert peer_layer._distance(x + torch.tensor([[0.0, 0.5]]), x) == pytest.approx(0.1)
+    assert peer_layer._distance(x * float("nan"), x) == float("inf")
+    picks, others = torch.tensor([[0, 3, -1]]), torch.tensor([[3, 2, -1]])
+    assert peer_layer._unlike(picks, picks.flip(1), 4) == 0
+    assert peer_layer._unlike(picks, others, 4) == 0.5
+    cache = SimpleNamespace(kv_format=INDEXER_FP8, block_size=4, data=INDEXER_FP8.allocate(3, 4, "cpu"))
+    pages = INDEXER_FP8.pages(cache.data, 4)
+    pages[1, 2 * 128 : 3 * 128], pages[1, 4 * 128 + 8 : 4 * 128 + 12] = 7, 9
+    records = peer_layer._records(cache, torch.tensor([-1, 6, 0]))  # type: ignore[arg-type]
+    assert records.tolist() == [[7] * 128 + [9] * 4, [0] * 132]
