@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -230,9 +230,10 @@ class Step:
         case = self.case
         self.metadata = self.builder.build_step(case.query_lengths(), case.lengths(), self.tables, case.decodes)
 
+    @cached_property
     def device_build(self) -> Callable[[], Any]:
         """What the GPU does of `build`, again and again and in a graph: the copy of the step's numbers from pinned
-        memory, and the launch."""
+        memory, and the launch. Graphs read that memory as long as the step lives."""
         if self.hidden[0].device.type != "cuda":
             return self.build
         with record_launches() as launches:
@@ -272,7 +273,7 @@ class Step:
     def calls(self) -> list[Callable[[], Any]]:
         """What is timed: the layers one by one, or whole steps from different inputs."""
         if self.is_chained:
-            build = self.device_build()
+            build = self.device_build
             return [partial(self.run_all, hidden, build) for hidden in self.hidden]
         return [partial(self.run, number) for number in range(len(self.layers))]
 

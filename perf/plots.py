@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perf.records import Cell, Record, gpu_folder
-from perf.targets import losses
+from perf.records import Cell, LayerLaunches, LayerStep, Record, gpu_folder
+from perf.targets import LAYER_TARGETS_US, losses
 
 OVERVIEW = "overview"
 BARS = "{}_time"
@@ -125,13 +125,20 @@ def figures(gpu: str, records: Sequence[Record]) -> list[Figure | Bars]:
 
 
 def _bars(gpu: str, record: Record) -> Bars:
-    """Time by kind of kernel, and gaps. Of a graph's time, which the profile's parts do not add up to exactly."""
+    """Time by kind of kernel, and gaps. Of a graph's time, which the profile's parts do not add up to exactly. The
+    fastest peer's below ours, in the cells that have a target."""
     bars = []
     for cell in record.cells:
         if cell.step is not None:
-            parts = [(kind, us) for kind, _, us in cell.step.kernels]
-            bars.append((cell.case, cell.ours.us, (*parts, ("gaps", max(cell.step.gaps_us, 0.0)))))
+            bars.append((cell.case, cell.ours.us, _bar(cell.step)))
+            best, peer = cell.best_peer, cell.step.peer
+            if best is not None and peer is not None and cell.case in LAYER_TARGETS_US:
+                bars.append(("peers", best.us, _bar(peer)))
     return Bars(file_name(gpu, BARS.format(record.op)), f"{record.op} on {gpu}: where time goes", tuple(bars))
+
+
+def _bar(found: LayerStep | LayerLaunches) -> tuple[tuple[str, float], ...]:
+    return (*((kind, us) for kind, _, us in found.kernels), ("gaps", max(found.gaps_us, 0.0)))
 
 
 def _roofs(record: Record) -> tuple[tuple[str, float], ...]:

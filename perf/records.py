@@ -68,6 +68,15 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class LayerLaunches:
+    """What a call of a layer launches, as in LayerStep."""
+
+    launches: float
+    gaps_us: float
+    kernels: tuple[tuple[str, float, float], ...]
+
+
+@dataclass(frozen=True)
 class LayerStep:
     """A call of a layer, or of all layers of a model, as `perf.layer` saw it. Times in microseconds.
 
@@ -77,10 +86,12 @@ class LayerStep:
     eager_host_us     host time of an eager call until all is queued
     eager_us          time of an eager call until all is done
     metadata_us       time until the metadata of a step are there
+    metadata_host_us  host time of that until all is queued; None in records of before it was taken
     floor_us          of what no such layer can do without
     ops_floor_us      sum of the floors of the ops that ran
     peak_bytes        that a call allocates at most
     workspace_bytes   that the layers keep between calls
+    peer              launches, gaps and kernels of the fastest peer, None without one
     """
 
     launches: float
@@ -93,6 +104,8 @@ class LayerStep:
     ops_floor_us: float
     peak_bytes: int
     workspace_bytes: int
+    metadata_host_us: float | None = None
+    peer: LayerLaunches | None = None
 
 
 @dataclass(frozen=True)
@@ -312,6 +325,18 @@ def _layer_step(shape: dict[str, Any], where: str) -> LayerStep | None:
     if "kernels" not in shape:
         return None
     r = _Reader(shape, where)
+    own = _launches(r)
+    host, eager, metadata = (r.number(key) for key in ("eager_host_us", "eager_us", "metadata_us"))
+    floor, ops_floor = r.number("floor_us"), r.number("ops_floor_us")
+    sizes = r.count("peak_bytes"), r.count("workspace_bytes")
+    metadata_host = r.number("metadata_host_us") if "metadata_host_us" in shape else None
+    peer = _complete(shape["peer"], f"{where}: peer", _launches) if "peer" in shape else None
+    return LayerStep(
+        own.launches, own.gaps_us, own.kernels, host, eager, metadata, floor, ops_floor, *sizes, metadata_host, peer
+    )
+
+
+def _launches(r: _Reader) -> LayerLaunches:
     kernels = []
     for kind, found in r.take("kernels", dict).items():
         pair = isinstance(found, list) and len(found) == 2 and all(type(x) in (int, float) and x >= 0 for x in found)
@@ -321,10 +346,7 @@ def _layer_step(shape: dict[str, Any], where: str) -> LayerStep | None:
     launches, counted = r.number("launches"), sum(count for _, count, _ in kernels)
     near = abs(launches - counted) <= 0.01 * (1 + len(kernels))
     r.require(near, "launches", f"{counted}, those of all kinds", launches)
-    host, eager, metadata = (r.number(key) for key in ("eager_host_us", "eager_us", "metadata_us"))
-    floor, ops_floor = r.number("floor_us"), r.number("ops_floor_us")
-    sizes = r.count("peak_bytes"), r.count("workspace_bytes")
-    return LayerStep(launches, gaps, tuple(kernels), host, eager, metadata, floor, ops_floor, *sizes)
+    return LayerLaunches(launches, gaps, tuple(kernels))
 
 
 def _left_out(r: _Reader) -> LeftOut:

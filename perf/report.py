@@ -11,7 +11,7 @@ from perf import compiled, plots, report_compiled
 from perf.compiled import Compiled
 from perf.records import Book, Cell, Record, Row
 from perf.tables import table
-from perf.targets import host_limit_us, host_loss, limit_us, losses
+from perf.targets import LAYER, LAYER_GAIN, LAYER_TARGETS_US, TARGETS_US, host_limit_us, host_loss, limit_us, losses
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 KINDS: dict[str, tuple[str, str]] = {
@@ -236,7 +236,7 @@ def _op(gpu: str, record: Record) -> list[str]:
     )
     lines += ["", *skipped] if skipped else []
     lines += ["", *(f"* {c.case} was left out: {c.reason}" for c in record.left_out)] if record.left_out else []
-    return lines + _steps(gpu, record) + _variants(record)
+    return lines + _targets(gpu, record) + _steps(gpu, record) + _variants(record)
 
 
 def _verdict(gpu: str, cell: Cell) -> str:
@@ -266,6 +266,29 @@ def _groups(record: Record) -> list[str]:
     return lines
 
 
+def _targets(gpu: str, record: Record) -> list[str]:
+    """What layers are to reach, and whether they do."""
+    cells = [cell for cell in record.cells if (gpu, record.op, cell.case) in TARGETS_US]
+    if record.op != LAYER or not cells:
+        return []
+    rows, met = [], 0
+    for cell in cells:
+        must, stretch = LAYER_TARGETS_US[cell.case]
+        best, gain = cell.best_peer, _gain(cell)
+        misses = [f"{cell.ours.us / must:.3f} of must"] * (cell.ours.us > must)
+        misses += [f"not {LAYER_GAIN} times as fast as the peers"] * (gain is not None and gain < LAYER_GAIN)
+        met += not misses
+        verdict = "; ".join(misses) or ("stretch" if cell.ours.us <= stretch else "met")
+        times = fmt_us(cell.ours.us), "" if best is None else fmt_us(best.us), "" if gain is None else f"{gain:.2f}"
+        rows.append([cell.case, f"{must:.0f}", f"{stretch:.0f}", *times, verdict])
+    header = ("case", "must µs", "stretch µs", "ours µs", "peers µs", "times as fast", "")
+    text = (
+        f"Targets: {met} of {len(cells)} are met. A cell must take no longer than its first number, and be "
+        f"{LAYER_GAIN} times as fast as the peers' chain where that was measured."
+    )
+    return ["", *_wrap(text), "", *table(header, rows, range(1, 6))]
+
+
 def _steps(gpu: str, record: Record) -> list[str]:
     """What is known of layers beyond their times in a graph."""
     rows = []
@@ -274,20 +297,24 @@ def _steps(gpu: str, record: Record) -> list[str]:
         if step is not None:
             times = step.floor_us, step.ops_floor_us, cell.ours.us
             eager = step.gaps_us, step.eager_us, step.eager_host_us, step.metadata_us
+            host = "" if step.metadata_host_us is None else fmt_us(step.metadata_host_us)
+            peer = "" if step.peer is None else f"{step.peer.launches:.4g}"
             sizes = fmt_bytes(step.peak_bytes), fmt_bytes(step.workspace_bytes)
-            rows.append([cell.case, *map(fmt_us, times), f"{step.launches:.4g}", *map(fmt_us, eager), *sizes])
+            launches = f"{step.launches:.4g}"
+            rows.append([cell.case, *map(fmt_us, times), launches, peer, *map(fmt_us, eager), host, *sizes])
     if not rows:
         return []
     header = (
-        "case", "floor µs", "floor of its ops µs", "graph µs", "launches", "gaps µs", "eager µs", "host µs",
-        "metadata µs", "peak", "kept between calls",
+        "case", "floor µs", "floor of its ops µs", "graph µs", "launches", "peer's", "gaps µs", "eager µs", "host µs",
+        "metadata µs", "its host µs", "peak", "kept between calls",
     )  # fmt: skip
     picture = f"plots/{plots.file_name(gpu, plots.BARS.format(record.op))}"
     text = (
         "The floor is what no layer of the kind can do without: weights, the cache rows and keys that it reads, hidden "
         "states in and out, and its products at the e4m3 rate; that of its ops is the sum over the ops that ran. "
         "Launches and gaps are those of the graph, eager times those of a step that has run before, the host's until "
-        "all is queued. Metadata are built once for all layers of a kind and are not in the graph."
+        "all is queued. Metadata are built once a step for all kinds of layers; what the GPU does of that is in the "
+        "graphs of whole models, and in no others."
     )
     return ["", *_wrap(text), "", *table(header, rows, range(1, len(header))), "", f"![Where time goes]({picture})"]
 
@@ -347,9 +374,6 @@ def render_numbers(book: Book) -> str:
     return "\n".join(lines).rstrip("\n")
 
 
-LAYER = "layer"
-"""What perf.layer calls its record."""
-
 LAYER_STEPS = {
     **{f"decode b{b}": f"decode b{b} ctx8192" for b in (1, 8, 64, 256)},
     **{f"prefill {n}": f"prefill {n} ctx65536" for n in (2048, 4096)},
@@ -358,17 +382,32 @@ LAYER_STEPS = {
 
 
 def _layers(records: Sequence[Record]) -> list[str]:
-    """Whole layers, a line per kind."""
-    times = {cell.case: cell.ours.us for record in records if record.op == LAYER for cell in record.cells}
-    if not times:
+    """Whole layers, a line per kind, and the steps of whole models."""
+    cells = {cell.case: cell for record in records if record.op == LAYER for cell in record.cells}
+    if not cells:
         return []
-    kinds = dict.fromkeys(" ".join(case.split()[:2]) for case in times)
+    kinds = dict.fromkeys(" ".join(case.split()[:2]) for case in cells)
     rows = []
     for kind in kinds:
-        found = [times.get(f"{kind} {step}") for step in LAYER_STEPS.values()]
-        rows.append([kind, *("" if us is None else fmt_us(us) for us in found)])
-    text = "Whole attention layers in a CUDA graph, µs per layer; contexts of 8192 tokens in decode, 65536 in prefill:"
-    return [*_wrap(text), "", *table(["layer", *LAYER_STEPS], rows, range(1, len(LAYER_STEPS) + 1)), ""]
+        found = [cells.get(f"{kind} {step}") for step in LAYER_STEPS.values()]
+        rows.append([kind, *("" if cell is None else _beside(cell) for cell in found)])
+    text = "Whole attention layers in a CUDA graph, µs per layer; contexts of 8192 tokens in decode, 65536 in prefill"
+    gains = [gain for cell in cells.values() if (gain := _gain(cell)) is not None]
+    if gains:
+        text += (
+            ". Behind the stroke the same layers from FlashMLA's, DeepGEMM's and vLLM's kernels in the same run, and "
+            f"how many times as fast ours are: {_geometric_mean(gains):.2f} in the geometric mean of {len(gains)} "
+            f"cells, {min(gains):.2f} to {max(gains):.2f}"
+        )
+    if any(kind.endswith(" model") for kind in kinds):
+        text += ". `model`: a decode step of all layers, metadata included"
+    return [*_wrap(text + ":"), "", *table(["layer", *LAYER_STEPS], rows, range(1, len(LAYER_STEPS) + 1)), ""]
+
+
+def _beside(cell: Cell) -> str:
+    """Ours, and the best peer where there is one."""
+    best, gain = cell.best_peer, _gain(cell)
+    return fmt_us(cell.ours.us) + ("" if best is None else f" / {fmt_us(best.us)} ({gain:.2f})")
 
 
 def _numbers_row(record: Record) -> list[str]:

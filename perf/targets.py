@@ -18,7 +18,36 @@ _SHORT_MERGES = (
 )
 """Merges of so few bytes, 7.5 MB at most, that reading them and a launch leave room below their target."""
 
+_PREFILLS = ("prefill 2048 ctx65536", "prefill 4096 ctx65536")
+_LAYER_STEPS = ("decode b1 ctx8192", "decode b64 ctx8192", "decode b256 ctx8192", *_PREFILLS)
+_LAYERS: Mapping[str, tuple[tuple[float, float], ...]] = {
+    "v4-flash c4a": ((85, 64), (112, 88), (205, 175), (1560, 1420), (3000, 2750)),
+    "v4-flash c128a": ((62, 49), (72, 54), (115, 92), (840, 700), (1620, 1400)),
+    "v4-flash swa": ((52, 43), (60, 47), (96, 78), (570, 460), (1100, 900)),
+    "v4-pro c4a": ((150, 125), (205, 185), (465, 415), (3000, 2750), (5850, 5400)),
+    "v4-pro c128a": ((132, 110), (145, 125), (245, 215), (1850, 1680), (3550, 3200)),
+    "v4-pro swa": ((120, 100), (130, 112), (225, 197), (1400, 1200), (2750, 2300)),
+}
+
+LAYER = "layer"
+"""What perf.layer calls its record."""
+
+LAYER_TARGETS_US: Mapping[str, tuple[float, float]] = {
+    **{
+        f"{kind} {step}": target
+        for kind, targets in _LAYERS.items()
+        for step, target in zip(_LAYER_STEPS, targets, strict=True)
+    },
+    "v4-pro c4a decode b64 ctx65536": (250, 220),
+    "v4-flash model decode b1 ctx8192": (3150, 2450),
+}
+"""Whole layers on one H200, and a model's step: case -> microseconds that must be reached, and a stretch."""
+
+LAYER_GAIN = 1.2
+"""How many times as fast as the peers' chain those cells must be; all others at least as fast."""
+
 TARGETS_US: Mapping[tuple[str, str, str], float] = {
+    **{("NVIDIA H200", LAYER, case): must for case, (must, _) in LAYER_TARGETS_US.items()},
     ("NVIDIA H200", "save_partial_states", "c4_512 T=32768"): 133.0,
     ("NVIDIA H200", "quantize_and_insert_k_cache", "T=1"): 1.8,
     ("NVIDIA H200", "quantize_and_insert_k_cache", "T=1024"): 2.6,

@@ -63,9 +63,13 @@ def cell(
     return {"op": op, "shape": shape, **work, "rows": rows}
 
 
-def layer_cell(case: str, us: float = 62.5) -> dict[str, Any]:
-    """As `python -m perf layer` writes it."""
-    found = cell(case, 118_000_000, us, op="layer", flops=10**9, products="e4m3")
+def layer_cell(case: str, us: float = 62.5, peers: dict[str, float | str] | None = None) -> dict[str, Any]:
+    """As `python -m perf layer` writes it, with `--peers` if there are any."""
+    found = cell(case, 118_000_000, us, peers, op="layer", flops=10**9, products="e4m3")
+    if any(not isinstance(us, str) for us in (peers or {}).values()):
+        found["shape"]["peer"] = {"launches": 15.0, "gaps_us": 4.5, "kernels": {"products": [15.0, 60.0]}}
+    if peers:
+        found["shape"]["metadata_host_us"] = 30.0
     found["shape"] |= {
         "model": "v4-flash",
         "kind": "c128a",

@@ -130,11 +130,10 @@ class TopK:
 
     def top_k_per_row_prefill(self, *args: Any) -> None:
         self.called.append("per row")
-        scores, starts, ends, out, rows, *strides, k = args
-        top_k_per_row_prefill(scores, starts, ends, out, rows, *strides, k)
+        top_k_per_row_prefill(*args)
 
     def _decode(self, scores: Any, lens: Any, out: Any, workspace: Any, k: int, columns: int) -> None:
-        top_k_per_row_decode(scores, 1, lens[:, None], out, len(scores), *scores.stride(), k)
+        top_k_per_row_decode(scores, 1, lens[:, None], out, len(scores), scores.stride(0), scores.stride(1), k)
 
     def cooperative_topk(self, *args: Any) -> None:
         self.called.append("cooperative")
@@ -158,10 +157,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         compress_index=compress,
         index_query=index_query,
         index_gather=cp_gather_indexer_k_quant_cache,
-        gather=lambda **given: dequantize_and_gather_k_cache(
-            *(given[name] for name in ("out", "k_cache", "seq_lens", "gather_lens", "block_table", "block_size")),
-            given["offset"],
-        ),
+        gather=dequantize_and_gather_k_cache,
         slots=compute_global_topk_indices_and_lens,
         combine=combine_topk_swa_indices,
         inverse_rope=fused_inv_rope_fp8_quant,

@@ -283,7 +283,7 @@ def test_where_the_time_of_a_layer_goes(tmp_path: Path) -> None:
     text = section(report.render_report(made), "layer")
     steps = text.split("The floor is what")[1]
     assert line(steps, case) == [
-        case, "27.60", "29.10", "62.50", "11", "-0.25", "141.5", "130.0", "900.0", "0 B", "67.1 MB"
+        case, "27.60", "29.10", "62.50", "11", "", "-0.25", "141.5", "130.0", "900.0", "", "0 B", "67.1 MB"
     ]  # fmt: skip
     assert "* v4-flash c4a decode b256 ctx1048576 was left out: its caches take 10 bytes" in text
     assert "![Where time goes](plots/h200/layer_time.png)" in steps
@@ -296,6 +296,43 @@ def test_where_the_time_of_a_layer_goes(tmp_path: Path) -> None:
     if plots.available():
         (written,) = plots.draw(bars, tmp_path)
         assert plots.digest_of(written) == bars[0].digest
+
+
+def test_layers_beside_the_peers_and_their_targets() -> None:
+    peer = "flashmla + deepgemm + vllm"
+    cells = [
+        layer_cell("v4-flash c128a decode b1 ctx8192", 62.5, {peer: 100.0, f"{peer}-streams": 93.75}),
+        layer_cell("v4-flash c128a decode b8 ctx8192", 50.0, {peer: 40.0}),
+        layer_cell("v4-flash c128a decode b64 ctx8192", 53.0, {peer: 60.0}),
+        layer_cell("v4-flash swa decode b64 ctx8192", 59.0, {peer: "attention 0.1"}),
+        layer_cell("v4-flash model decode b1 ctx8192", 3000.0),
+    ]
+    made = Book((parse(record(cells, op="layer")),), ())
+    text = section(report.render_report(made), "layer")
+    assert f"* {peer} was not timed: attention 0.1" in text
+    targets, steps = text.split("Targets: 2 of 4 are met.")[1].split("The floor is what")
+    assert line(targets, cells[0]["shape"]["case"])[1:] == [
+        "62", "49", "62.50", "93.75", "1.50", "1.008 of must"
+    ]  # fmt: skip
+    assert line(targets, cells[2]["shape"]["case"])[-2:] == ["1.13", "not 1.2 times as fast as the peers"]
+    assert line(targets, cells[3]["shape"]["case"])[1:] == ["60", "47", "59.00", "", "", "met"]
+    assert line(targets, cells[4]["shape"]["case"])[-1] == "met"
+    assert cells[1]["shape"]["case"] not in targets
+    assert line(steps, cells[1]["shape"]["case"])[4:7] == ["11", "15", "-0.25"]
+    assert line(steps, cells[1]["shape"]["case"])[10] == "30.00"
+    readme = report.render_numbers(made)
+    assert line(readme, "v4-flash c128a")[1:4] == [
+        "62.50 / 93.75 (1.50)",
+        "50.00 / 40.00 (0.80)",
+        "53.00 / 60.00 (1.13)",
+    ]
+    assert line(readme, "v4-flash model")[1] == "3000.0"
+    assert "1.11 in the geometric mean of 3 cells, 0.80 to 1.50" in " ".join(readme.split())
+    (bars,) = (figure for figure in plots.figures(GPU, made.records) if isinstance(figure, plots.Bars))
+    assert [(case, us) for case, us, _ in bars.bars[:3]] == [
+        ("v4-flash c128a decode b1 ctx8192", 62.5), ("peers", 93.75), ("v4-flash c128a decode b8 ctx8192", 50.0)
+    ]  # fmt: skip
+    assert bars.bars[1][2] == (("products", 60.0), ("gaps", 4.5))
 
 
 def test_layers_of_older_records_have_no_such_picture() -> None:
