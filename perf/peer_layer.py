@@ -58,10 +58,9 @@ TOP_K_WORKSPACE = 1 << 20
 SCORE_BYTES = 512e6
 """Of a prefill chunk's scores at a time, as vLLM has it."""
 
-PRODUCT, NORM, ATTENTION, BYTES, PICKS, REPLAY = 0.003, 0.002, 0.003, 0.02, 0.01, 0.01
+PRODUCT, NORM, ATTENTION, BYTES, PICKS = 0.003, 0.002, 0.003, 0.02, 0.01
 """What may differ between a stage of ours and the peers', from equal inputs: of products, norms and attention the
-relative distance; of records, entries and codes the share of bytes; of picks the share that only one of both has; and
-of a graph's replay and an eager layer the relative distance (picks in another order are summed up in another)."""
+relative distance; of records, entries and codes the share of bytes; of picks the share that only one of both has."""
 
 Layer = DeepseekV4MultiHeadLatentAttentionWrapper
 
@@ -383,8 +382,10 @@ class PeerStep:
 
     # ---- layers ------------------------------------------------------------------------------------------------------
 
-    def run(self, number: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """One layer."""
+    def run(
+        self, number: int, hidden: torch.Tensor | None = None, capture: dict[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """One layer. capture receives the picks, if there are any, and attention's results."""
         layer, caches = self.layers[number], self.caches[number]
         m = self.metadata[layer.compress_ratio]
         qr_kv, *scores = self.products(layer, self.step.hidden[0] if hidden is None else hidden)
@@ -407,6 +408,14 @@ class PeerStep:
         tasks = [insert_and_compress] if layer.indexer is None else [insert_and_compress, select]
         q, *picks = run_on_streams(tasks, self.streams, qr_kv.device)
         attended = self.attend(number, q, caches, m, picks[0] if picks else None)
+        if capture is not None:
+            capture["attended"] = attended
+            if picks:
+                capture["picks"] = picks[0]
+        return self.project(layer, attended, m)
+
+    def project(self, layer: Layer, attended: torch.Tensor, m: DeepseekV4Metadata) -> torch.Tensor:
+        """The layer's results from attention's."""
         z = self.project_a(layer, *self.rotate_back(layer, attended[:, : self.heads], m))
         return self.multiply(z.flatten(1), layer.o_proj.wo_b)
 
@@ -442,21 +451,36 @@ class PeerStep:
         return [text for text, _ in self._stages(number)]
 
     def _replay(self, number: int) -> str:
-        graph_out: list[torch.Tensor] = []
+        """How the replay of a graph differs from an eager layer. Top-k writes its picks in any order and attention sums
+        them up in that order, so its results agree as those of two kernels do; all others in their bits."""
+        layer = self.layers[number]
+        m = self.metadata[layer.compress_ratio]
+        eager: dict[str, torch.Tensor] = {}
+        self.run(number, capture=eager)
+        eager = {name: found.clone() for name, found in eager.items()}
+        before = self._plan_bits()
+        replayed: dict[str, torch.Tensor] = {}
 
         def call() -> None:
-            graph_out[:] = [self.run(number)]
+            replayed["result"] = self.run(number, capture=replayed)
 
-        want = self.run(number).clone()
-        before = self._plan_bits()
         graph, _ = capture([call])
+        for found in replayed.values():
+            found.view(torch.uint8).fill_(0)
         graph.replay()
         torch.cuda.synchronize()
-        far = _distance(graph_out[0], want)
-        after = self._plan_bits()
-        if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        if not all(torch.equal(a, b) for a, b in zip(before, self._plan_bits(), strict=True)):
             return "a plan has changed since the capture"
-        return "" if far <= REPLAY else f"a replay of the graph is {far:.2g} from the eager run"
+        if "picks" in eager:
+            far = _unlike(replayed["picks"], eager["picks"], m.max_seq_len // 4)
+            if far > PICKS:
+                return f"the picks of a graph's replay differ from those of an eager layer by {far:.2g}"
+        far = _distance(replayed["attended"], eager["attended"])
+        if far > (ATTENTION if "picks" in eager else 0):
+            return f"attention in a graph's replay is {far:.2g} from that of an eager layer"
+        if not torch.equal(self.project(layer, replayed["attended"], m), replayed["result"]):
+            return "the results of a graph's replay are not those of attention in it"
+        return ""
 
     def _plan_bits(self) -> list[torch.Tensor]:
         plans = [bits for p in self.plans.values() for bits in (p.tile_scheduler_metadata, p.num_splits)]
