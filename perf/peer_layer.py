@@ -58,9 +58,11 @@ TOP_K_WORKSPACE = 1 << 20
 SCORE_BYTES = 512e6
 """Of a prefill chunk's scores at a time, as vLLM has it."""
 
-PRODUCT, NORM, ATTENTION, BYTES, PICKS = 0.003, 0.002, 0.003, 0.02, 0.01
+PRODUCT, NORM, ATTENTION, BYTES, PICKS, REORDERED = 0.003, 0.002, 0.004, 0.02, 0.01, 0.005
 """What may differ between a stage of ours and the peers', from equal inputs: of products, norms and attention the
-relative distance; of records, entries and codes the share of bytes; of picks the share that only one of both has."""
+relative distance (attention: both round probabilities and results to bf16; 0.0028 has been seen); of records, entries
+and codes the share of bytes; of picks the share that only one of both has. Between a graph's replay and an eager layer:
+of attention over the same entries in another order."""
 
 Layer = DeepseekV4MultiHeadLatentAttentionWrapper
 
@@ -452,7 +454,8 @@ class PeerStep:
 
     def _replay(self, number: int) -> str:
         """How the replay of a graph differs from an eager layer. Top-k writes its picks in any order and attention sums
-        them up in that order, so its results agree as those of two kernels do; all others in their bits."""
+        them up in that order: quantized, its results differ by more than it does. So they are compared with those of
+        the replay's own attention."""
         layer = self.layers[number]
         m = self.metadata[layer.compress_ratio]
         eager: dict[str, torch.Tensor] = {}
@@ -465,8 +468,8 @@ class PeerStep:
             replayed["result"] = self.run(number, capture=replayed)
 
         graph, _ = capture([call])
-        for found in replayed.values():
-            found.view(torch.uint8).fill_(0)
+        replayed["attended"].zero_()
+        replayed["result"].zero_()
         graph.replay()
         torch.cuda.synchronize()
         if not all(torch.equal(a, b) for a, b in zip(before, self._plan_bits(), strict=True)):
@@ -476,11 +479,10 @@ class PeerStep:
             if far > PICKS:
                 return f"the picks of a graph's replay differ from those of an eager layer by {far:.2g}"
         far = _distance(replayed["attended"], eager["attended"])
-        if far > (ATTENTION if "picks" in eager else 0):
+        if not far <= REORDERED:
             return f"attention in a graph's replay is {far:.2g} from that of an eager layer"
-        if not torch.equal(self.project(layer, replayed["attended"], m), replayed["result"]):
-            return "the results of a graph's replay are not those of attention in it"
-        return ""
+        far = _distance(replayed["result"], self.project(layer, replayed["attended"], m))
+        return "" if far <= PRODUCT else f"the results of a graph's replay are {far:.2g} from those of its attention"
 
     def _plan_bits(self) -> list[torch.Tensor]:
         plans = [bits for p in self.plans.values() for bits in (p.tile_scheduler_metadata, p.num_splits)]
