@@ -263,3 +263,19 @@ def test_differences() -> None:
     pages[1, 2 * 128 : 3 * 128], pages[1, 4 * 128 + 8 : 4 * 128 + 12] = 7, 9
     records = peer_layer._records(cache, torch.tensor([-1, 6, 0]))  # type: ignore[arg-type]
     assert records.tolist() == [[7] * 128 + [9] * 4, [0] * 132]
+
+
+def test_products_that_are_compiled_beforehand() -> None:
+    """Those that a step multiplies, and no others."""
+    flash = peer_layer.products_of(Case("v4-flash", "c4a", "decode", 64, 4, 8192), PRESETS["v4-flash"])
+    assert flash == [
+        (256, 1, 1536, 4096, False),
+        (256, 1, 32768, 1024, False),
+        (256, 8, 1024, 4096, True),
+        (256, 1, 4096, 8192, False),
+        (256, 1, 8192, 1024, False),
+    ]
+    rank = peer_layer.products_of(Case("v4-flash", "swa", "decode", 1, 1, 8192, 8), PRESETS["v4-flash"])
+    assert rank == [
+        (1, 1, 1536, 4096, False), (1, 1, 4096, 1024, False), (1, 1, 1024, 4096, True), (1, 1, 4096, 1024, False)
+    ]  # fmt: skip
