@@ -618,7 +618,8 @@ class PeerStep:
         note("attention", _distance(theirs, out), ATTENTION)
         o_proj = layer.o_proj
         codes, scale = fused_inv_rope_fp8_quant(out, m.positions, table, o_proj.groups, o_proj.heads_per_group)
-        their_codes, their_scale = self.rotate_back(layer, out, m)
+        cut = F.pad(out, (0, 0, 0, self.padded - self.heads))[:, : self.heads]  # as FlashMLA leaves it
+        their_codes, their_scale = self.rotate_back(layer, cut, m)
         note("output codes", _differing(their_codes.view(torch.uint8), codes.view(torch.uint8)), BYTES)
         note("output scales", _distance(their_scale, scale), NORM)
         z = o_proj.project_a(codes, scale)
