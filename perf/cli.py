@@ -56,7 +56,6 @@ ROOMS = {
     "fused_mtp_input_rmsnorm": "perf.norm",
     "fused_q_kv_rmsnorm": "perf.norm",
     "fused_q_kv_rmsnorm_quant": "perf.norm",
-    "fused_qkv_insert_compress": "perf.insert_compress",
     "fused_qkv_insert_compress_index": "perf.insert_compress",
     "get_compressed_slot_mapping": "perf.indices",
     "merge_attention_states": "perf.merge",
@@ -356,13 +355,31 @@ def measure_layers(options: argparse.Namespace) -> int:
     found = _ceilings(options.ceilings, partial(ceilings.measure, options.replays))
     known = ceilings.yardsticks(machine["gpu"], found)
     roofs = {name: stick["value"] for name, stick in known.items()}
-    cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, show, options.peers)
+    if options.peers:
+        from perf import peer_layer
+
+        peer_layer.compile_ahead(wanted)
+    measured: list[dict[str, Any]] = []
+
+    def note(case: Any, cell: dict[str, Any] | str) -> None:
+        show(case, cell)
+        if not isinstance(cell, str):
+            measured.append(cell)
+
+    try:
+        cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, note, options.peers)
+    except BaseException:
+        if options.json is not None and measured:  # GPU time is dear: what was measured can still be looked at
+            path = _layer_path(options.json).with_suffix(".rejected.json")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"schema": SCHEMA, "op": layer.OP, **machine, "records": measured}, indent=1))
+        raise
     ceilings.add_percentages(cells, known)
     is_partial = options.full or options.only is not None or is_cut
     facts = {"partial": is_partial, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
     record = {"schema": SCHEMA, "op": layer.OP, **machine, **facts, "left_out": left_out, "records": cells}
     if options.json is not None and cells:
-        path = options.json if options.json.suffix == ".json" else options.json / "layer.json"
+        path = _layer_path(options.json)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             parse(record, layer.OP)
@@ -372,6 +389,10 @@ def measure_layers(options: argparse.Namespace) -> int:
         finally:
             path.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if cells else 1
+
+
+def _layer_path(given: Path) -> Path:
+    return given if given.suffix == ".json" else given / "layer.json"
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------

@@ -14,15 +14,22 @@ from typing import Any
 
 KINDS: tuple[tuple[str, str], ...] = (
     ("copies", r"Memcpy|Memset"),
-    ("torch", r"at::native|at_cuda|^cub::|elementwise|reduce_kernel"),
+    (
+        "scores and picks",
+        r"mqa_logits|^top_k_per_row|cooperative_topk|persistent_topk|topKPerRow|cp_gather_indexer|^all_visible",
+    ),
+    ("attention", r"^sparse_mla_|^merge_attention_states|flash_fwd|sparse_attn_fwd"),
+    (
+        "caches and compression",
+        r"insert|Insert|compress|^save_partial|^dequantize_and_gather|^fused_indexer_q|^kernel_cutlass",
+    ),
     ("products", r"gemm|nvjet|cublas|cutlass|xmma|splitK|einsum"),
-    ("attention", r"^sparse_mla_|^merge_attention_states|^flash_"),
-    ("scores and picks", r"mqa_logits|^top_k_per_row|^cp_gather_indexer|^all_visible"),
-    ("norms and quantization", r"^rms_norm|^quantize_fp8|^fused_inv_rope"),
-    ("caches and compression", r"insert|compress|^save_partial|^dequantize_and_gather|^fused_indexer_q"),
-    ("indices", r"indices|topk_metadata|slot_mapping"),
+    ("torch", r"at::native|at_cuda|^cub::|elementwise|reduce_kernel"),
+    ("norms and quantization", r"^rms_norm|^_?quantize_|^fused_inv_rope"),
+    ("indices", r"indices|topk_metadata|slot_mapping|step_metadata"),
 )
-"""What a launch is for -> what its name contains, the first that fits."""
+"""What a launch is for -> what its name contains, the first that fits. Of the peers' Triton kernels most are called
+`kernel`."""
 
 OTHER = "other"
 

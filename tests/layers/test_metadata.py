@@ -283,6 +283,17 @@ def test_arrays_in_place_of_lists() -> None:
     check(builder.build(4, *arrays, step.tables(), 2), step)
 
 
+def test_the_numbers_of_a_step_stay_in_one_place() -> None:
+    """Where a graph that holds the launch of the metadata copies them to."""
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+    place = builder.numbers.data_ptr()
+    for lens, seqs in (([1, 3, 2], [127, 258, 64]), ([1, 1], [9, 8])):
+        Step(4, lens, seqs, 2).build(builder)
+        starts = [0, *np.cumsum(lens).tolist()]
+        assert builder.numbers[: 2 * len(lens) + 1].tolist() == [*starts, *seqs]
+        assert builder.numbers.data_ptr() == place
+
+
 def test_decode_lists_of_c128a_may_be_left_out() -> None:
     builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN, c128a_decode_lists=False)
     step = Step(128, [1, 200], [1000, 300], 1)

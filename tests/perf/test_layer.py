@@ -184,6 +184,20 @@ def test_kinds_of_launches() -> None:
         "attention", "norms and quantization", "indices",
         "copies",
     ]  # fmt: skip
+    peers = {
+        "_quantize_rows": "norms and quantization",
+        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, 0u, 1536u>": "products",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "products",
+        "void deep_gemm::sm90_fp8_paged_mqa_logits<1u, 64u>": "scores and picks",
+        "void vllm::cooperative::cooperative_topk_cs8<512u>": "scores and picks",
+        "void vllm::topKPerRowPrefill<512, false>(float const*)": "scores and picks",
+        "void vllm::fused_ops::fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel<64>": "caches and compression",
+        "kernel_cutlass_device_kernel_tensorptrf32gmemalign16o1024i64div16": "caches and compression",
+        "void smxx::decode::flash_fwd_mla_combine_kernel<cutlass::bfloat16_t, 512>": "attention",
+        "void legacy::sm90::prefill::sparse_fwd::sparse_attn_fwd_kernel<cutlass::half>": "attention",
+        "kernel": "other",
+    }
+    assert {name: Launch(name, 0, 1).kind for name in peers} == peers
     name = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>(int, int)"
     assert Launch(name, 0, 1).kind == "torch"
     assert Launch("something", 0, 1).kind == "other"

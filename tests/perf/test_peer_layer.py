@@ -263,3 +263,61 @@ def test_differences() -> None:
     pages[1, 2 * 128 : 3 * 128], pages[1, 4 * 128 + 8 : 4 * 128 + 12] = 7, 9
     records = peer_layer._records(cache, torch.tensor([-1, 6, 0]))  # type: ignore[arg-type]
     assert records.tolist() == [[7] * 128 + [9] * 4, [0] * 132]
+
+
+def test_products_that_are_compiled_beforehand() -> None:
+    """Those that a step multiplies, and no others."""
+    flash = peer_layer.products_of(Case("v4-flash", "c4a", "decode", 64, 4, 8192), PRESETS["v4-flash"])
+    assert flash == [
+        (256, 1, 1536, 4096, False),
+        (256, 1, 32768, 1024, False),
+        (256, 8, 1024, 4096, True),
+        (256, 1, 4096, 8192, False),
+        (256, 1, 8192, 1024, False),
+    ]
+    rank = peer_layer.products_of(Case("v4-flash", "swa", "decode", 1, 1, 8192, 8), PRESETS["v4-flash"])
+    assert rank == [
+        (1, 1, 1536, 4096, False), (1, 1, 4096, 1024, False), (1, 1, 1024, 4096, True), (1, 1, 4096, 1024, False)
+    ]  # fmt: skip
+
+
+def test_a_replay_must_be_the_eager_layer(fake: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = PeerStep(step_of(Case("v4-flash", "c4a", "decode", 2, 1, 300)))
+    spoil: list[Any] = []
+
+    class Graph:
+        """Its replay calls what it holds once more, after something was spoilt."""
+
+        def __init__(self, calls: Any) -> None:
+            self.calls = calls
+
+        def replay(self) -> None:
+            for action in spoil:
+                action()
+            for call in self.calls:
+                call()
+
+    def capture(calls: Any) -> tuple[Graph, int]:
+        for call in calls:
+            call()
+        return Graph(calls), len(calls)
+
+    monkeypatch.setattr(peer_layer, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert peer._replay(0) == ""
+    pick, attend, project = peer.pick, peer.attend, peer.project
+    peer.plans[4].num_splits = torch.tensor([1])
+    assert peer._replay(0) == ""
+    spoil.append(lambda: peer.plans[4].num_splits.add_(1))
+    assert peer._replay(0) == "a plan has changed since the capture"
+    spoil[:] = [lambda: monkeypatch.setattr(peer, "pick", lambda *a: pick(*a).add_(1))]
+    assert peer._replay(0).startswith("the picks of a graph's replay differ from those of an eager layer by 0.")
+    monkeypatch.setattr(peer, "pick", pick)
+    spoil[:] = [lambda: monkeypatch.setattr(peer, "attend", lambda *a: attend(*a) * 1.02)]
+    assert peer._replay(0).startswith("attention in a graph's replay is 0.02 from")
+    monkeypatch.setattr(peer, "attend", attend)
+    # eagerly, when captured, in the replay, from its attention
+    factors = iter((1.0, 1.0, 1.5, 1.0))
+    spoil.clear()
+    monkeypatch.setattr(peer, "project", lambda *a: project(*a) * next(factors))
+    assert peer._replay(0).startswith("the results of a graph's replay are 0.5 from")
