@@ -56,6 +56,7 @@ ROOMS = {
     "fused_mtp_input_rmsnorm": "perf.norm",
     "fused_q_kv_rmsnorm": "perf.norm",
     "fused_q_kv_rmsnorm_quant": "perf.norm",
+    "fused_qkv_insert_compress": "perf.insert_compress",
     "fused_qkv_insert_compress_index": "perf.insert_compress",
     "get_compressed_slot_mapping": "perf.indices",
     "merge_attention_states": "perf.merge",
