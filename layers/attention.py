@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +64,9 @@ class AttentionOptions:
                          stream of a step must be a launch without it, as any torch operation is
     bind_steps           an eager step keeps its launches and repeats them for the next step of its kind: decode steps
                          from the first time on, those with prefill rows from the second (layers.bound). Same bits
-    aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. Same bits
+    aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. None: steps of few
+                         rows that are captured in a graph take one that all layers of a thread share, others none. Same
+                         bits
     """
 
     kv_cache: str = "fp8_ds_mla"
@@ -79,7 +82,7 @@ class AttentionOptions:
     max_num_tokens: int = 8192
     use_pdl: bool = True
     bind_steps: bool = True
-    aux_streams: Sequence[torch.cuda.Stream] = ()
+    aux_streams: Sequence[torch.cuda.Stream] | None = None
     tp: TensorParallel = field(default_factory=TensorParallel)
     workspace: Workspace | None = None
     topk_indices_buffer: torch.Tensor | None = None
@@ -99,10 +102,37 @@ class AttentionOptions:
                 raise ValueError(f"AttentionOptions: {name}: expected a positive number, got {number}")
 
 
+class _GraphStreams(threading.local):
+    """By device, a stream for captured steps: a thread's own, as two threads may capture at the same time."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, torch.cuda.Stream] = {}
+
+
+_graph_streams = _GraphStreams()
+
+
+def graph_streams(device: torch.device) -> Sequence[torch.cuda.Stream]:
+    """The auxiliary stream of this thread's steps, if one is being captured."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return ()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in _graph_streams.of:
+        _graph_streams.of[index] = torch.cuda.Stream(index)
+    return (_graph_streams.of[index],)
+
+
 def run_on_streams(
-    tasks: Sequence[Callable[[], torch.Tensor]], streams: Sequence[torch.cuda.Stream], device: torch.device
+    tasks: Sequence[Callable[[], torch.Tensor]],
+    streams: Sequence[torch.cuda.Stream],
+    device: torch.device,
+    late: list[torch.cuda.Event] | None = None,
 ) -> list[torch.Tensor]:
-    """Run independent tasks, the first on the current stream and the others on `streams` if there are any."""
+    """Run independent tasks, the first on the current stream and the others on `streams` if there are any.
+
+    late   takes events that the current stream must wait for before it reads any other result than the first; None: it
+           waits at once
+    """
     if not streams or device.type != "cuda":
         return [task() for task in tasks]
     current = torch.cuda.current_stream(device)
@@ -114,9 +144,14 @@ def run_on_streams(
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             results[number + 1] = task()
-            results[number + 1].record_stream(current)
+            # on a stream of our own memory is not taken again before the next fork, which is behind all uses of this
+            if stream not in _graph_streams.of.values():
+                results[number + 1].record_stream(current)
         done.append(stream.record_event())
     results[0] = tasks[0]()
+    if late is not None:
+        late += done
+        return [results[number] for number in range(len(tasks))]
     for event in done:
         current.wait_event(event)
     return [results[number] for number in range(len(tasks))]
@@ -261,14 +296,23 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         self._stack_again()
         return self
 
-    def _streams(self, rows: int) -> Sequence[torch.cuda.Stream]:
-        return self.options.aux_streams if rows <= AUX_STREAM_MAX_TOKENS else ()
+    def _streams(self, rows: int, device: torch.device) -> Sequence[torch.cuda.Stream]:
+        if rows > AUX_STREAM_MAX_TOKENS or self.compress_ratio == 1:
+            return ()
+        streams = self.options.aux_streams
+        if streams is None:
+            return graph_streams(device) if rows <= ONE_LAUNCH_MAX_TOKENS else ()
+        return streams
 
     def attn_gemm_parallel_execute(
-        self, hidden_states: torch.Tensor
+        self, hidden_states: torch.Tensor, late: list[torch.cuda.Event] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """(qr_kv, kv_score, indexer weights, indexer kv_score): the GEMMs that read the hidden states."""
-        streams, device = self._streams(hidden_states.shape[0]), hidden_states.device
+        """(qr_kv, kv_score, indexer weights, indexer kv_score): the GEMMs that read the hidden states.
+
+        late   as of `run_on_streams`: the first result is there before the others
+        """
+        device = hidden_states.device
+        streams = self._streams(hidden_states.shape[0], device)
         if self._hidden_weights is not None and device.type == "cuda":
             stack, options = self._hidden_weights, self.options
             gemm: dict[str, Any] = {"batch_invariant": options.batch_invariant, "use_pdl": options.use_pdl}
@@ -279,6 +323,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 ],
                 streams,
                 device,
+                late,
             )
             kv_score, index_kv_score, index_weights = scores.split(stack.splits, dim=1)
             return qr_kv, kv_score, index_weights, index_kv_score
@@ -288,7 +333,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if self.indexer is not None:
             modules += [self.indexer.weights_proj, self.indexer.compressor.fused_wkv_wgate]
         tasks = [lambda module=module: module(hidden_states) for module in modules]
-        results: list[torch.Tensor | None] = [*run_on_streams(tasks, streams, device)]
+        results: list[torch.Tensor | None] = [*run_on_streams(tasks, streams, device, late)]
         results += [None] * (4 - len(results))
         return results[0], results[1], results[2], results[3]  # type: ignore[return-value]
 
@@ -402,9 +447,11 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         result: torch.Tensor,
     ) -> None:
         """This rank's partial sum, into `result`."""
-        qr_kv, kv_score, index_weights, index_kv_score = self.attn_gemm_parallel_execute(hidden_states)
+        late: list[torch.cuda.Event] = []
+        qr_kv, kv_score, index_weights, index_kv_score = self.attn_gemm_parallel_execute(hidden_states, late)
         slots = capture is None and self.mla_attn.takes_slots
-        q, topk, kv = self.attention_front(qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture, slots)
+        scores = kv_score, index_weights, index_kv_score
+        q, topk, kv = self.attention_front(qr_kv, *scores, m, caches, capture, slots, late)
         table = self.rotary_emb.cos_sin_cache
         if capture is None and self.o_proj.takes_codes and m.num_tokens and self.mla_attn.quantizes(q.device, m):
             codes, memory = self.o_proj.allocate_codes(m.num_tokens, q.device)
@@ -446,7 +493,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
     def _is_one_launch(self, q: torch.Tensor, caches: LayerCaches) -> bool:
         """Whether everything between the first GEMMs and the scores, or attention, is one launch: few rows, the usual
         formats."""
-        if self.compressor is None or q.shape[0] > ONE_LAUNCH_MAX_TOKENS or self._streams(q.shape[0]):
+        if self.compressor is None or q.shape[0] > ONE_LAUNCH_MAX_TOKENS:
             return False
         if caches.swa.kv_format.id != FP8_DS_MLA.id:
             return False
@@ -561,14 +608,18 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         caches: LayerCaches,
         capture: dict[str, torch.Tensor] | None = None,
         slots: bool = False,
+        late: Sequence[torch.cuda.Event] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """From the first GEMMs' results to all caches written: (query [T, heads, 512], top-k or None, kv [T, 512]).
 
         slots   decode rows of top-k are slots of the compressed cache instead of request-local entries
+        late    events that stand for the scores and weights: what comes before these are needed does not wait for them
         """
         table = self.rotary_emb.cos_sin_cache
         qr, kv = qr_kv.split([self.config.q_lora_rank, self.config.head_dim], dim=-1)
         q, index_q, kv = self._queries(qr, kv)
+        for event in late:
+            torch.cuda.current_stream(q.device).wait_event(event)
 
         def insert_and_compress() -> torch.Tensor:
             query = self.mla_attn.insert(q, kv, caches, m, table)
@@ -599,5 +650,5 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             assert index_q is not None
             return indexer(index_q, index_kv_score, index_weights, m, state, cache, table, capture, slots=slots)
 
-        query, topk = run_on_streams([insert_and_compress, select], self._streams(q.shape[0]), q.device)
+        query, topk = run_on_streams([insert_and_compress, select], self._streams(q.shape[0], q.device), q.device)
         return query, topk, kv
