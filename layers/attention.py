@@ -114,7 +114,7 @@ _graph_streams = _GraphStreams()
 
 def graph_streams(device: torch.device) -> Sequence[torch.cuda.Stream]:
     """The auxiliary stream of this thread's steps, if one is being captured."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
         return ()
     index = torch.cuda.current_device() if device.index is None else device.index
     if index not in _graph_streams.of:
@@ -123,16 +123,9 @@ def graph_streams(device: torch.device) -> Sequence[torch.cuda.Stream]:
 
 
 def run_on_streams(
-    tasks: Sequence[Callable[[], torch.Tensor]],
-    streams: Sequence[torch.cuda.Stream],
-    device: torch.device,
-    late: list[torch.cuda.Event] | None = None,
+    tasks: Sequence[Callable[[], torch.Tensor]], streams: Sequence[torch.cuda.Stream], device: torch.device
 ) -> list[torch.Tensor]:
-    """Run independent tasks, the first on the current stream and the others on `streams` if there are any.
-
-    late   takes events that the current stream must wait for before it reads any other result than the first; None: it
-           waits at once
-    """
+    """Run independent tasks, the first on the current stream and the others on `streams` if there are any."""
     if not streams or device.type != "cuda":
         return [task() for task in tasks]
     current = torch.cuda.current_stream(device)
@@ -149,9 +142,6 @@ def run_on_streams(
                 results[number + 1].record_stream(current)
         done.append(stream.record_event())
     results[0] = tasks[0]()
-    if late is not None:
-        late += done
-        return [results[number] for number in range(len(tasks))]
     for event in done:
         current.wait_event(event)
     return [results[number] for number in range(len(tasks))]
@@ -305,12 +295,9 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         return streams
 
     def attn_gemm_parallel_execute(
-        self, hidden_states: torch.Tensor, late: list[torch.cuda.Event] | None = None
+        self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """(qr_kv, kv_score, indexer weights, indexer kv_score): the GEMMs that read the hidden states.
-
-        late   as of `run_on_streams`: the first result is there before the others
-        """
+        """(qr_kv, kv_score, indexer weights, indexer kv_score): the GEMMs that read the hidden states."""
         device = hidden_states.device
         streams = self._streams(hidden_states.shape[0], device)
         if self._hidden_weights is not None and device.type == "cuda":
@@ -323,7 +310,6 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 ],
                 streams,
                 device,
-                late,
             )
             kv_score, index_kv_score, index_weights = scores.split(stack.splits, dim=1)
             return qr_kv, kv_score, index_weights, index_kv_score
@@ -333,7 +319,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if self.indexer is not None:
             modules += [self.indexer.weights_proj, self.indexer.compressor.fused_wkv_wgate]
         tasks = [lambda module=module: module(hidden_states) for module in modules]
-        results: list[torch.Tensor | None] = [*run_on_streams(tasks, streams, device, late)]
+        results: list[torch.Tensor | None] = [*run_on_streams(tasks, streams, device)]
         results += [None] * (4 - len(results))
         return results[0], results[1], results[2], results[3]  # type: ignore[return-value]
 
@@ -447,11 +433,9 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         result: torch.Tensor,
     ) -> None:
         """This rank's partial sum, into `result`."""
-        late: list[torch.cuda.Event] = []
-        qr_kv, kv_score, index_weights, index_kv_score = self.attn_gemm_parallel_execute(hidden_states, late)
+        qr_kv, kv_score, index_weights, index_kv_score = self.attn_gemm_parallel_execute(hidden_states)
         slots = capture is None and self.mla_attn.takes_slots
-        scores = kv_score, index_weights, index_kv_score
-        q, topk, kv = self.attention_front(qr_kv, *scores, m, caches, capture, slots, late)
+        q, topk, kv = self.attention_front(qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture, slots)
         table = self.rotary_emb.cos_sin_cache
         if capture is None and self.o_proj.takes_codes and m.num_tokens and self.mla_attn.quantizes(q.device, m):
             codes, memory = self.o_proj.allocate_codes(m.num_tokens, q.device)
@@ -608,18 +592,14 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         caches: LayerCaches,
         capture: dict[str, torch.Tensor] | None = None,
         slots: bool = False,
-        late: Sequence[torch.cuda.Event] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """From the first GEMMs' results to all caches written: (query [T, heads, 512], top-k or None, kv [T, 512]).
 
         slots   decode rows of top-k are slots of the compressed cache instead of request-local entries
-        late    events that stand for the scores and weights: what comes before these are needed does not wait for them
         """
         table = self.rotary_emb.cos_sin_cache
         qr, kv = qr_kv.split([self.config.q_lora_rank, self.config.head_dim], dim=-1)
         q, index_q, kv = self._queries(qr, kv)
-        for event in late:
-            torch.cuda.current_stream(q.device).wait_event(event)
 
         def insert_and_compress() -> torch.Tensor:
             query = self.mla_attn.insert(q, kv, caches, m, table)
