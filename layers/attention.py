@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +64,9 @@ class AttentionOptions:
                          stream of a step must be a launch without it, as any torch operation is
     bind_steps           an eager step keeps its launches and repeats them for the next step of its kind: decode steps
                          from the first time on, those with prefill rows from the second (layers.bound). Same bits
-    aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. Same bits
+    aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. None: steps of few
+                         rows that are captured in a graph take one that all layers of a thread share, others none. Same
+                         bits
     """
 
     kv_cache: str = "fp8_ds_mla"
@@ -79,7 +82,7 @@ class AttentionOptions:
     max_num_tokens: int = 8192
     use_pdl: bool = True
     bind_steps: bool = True
-    aux_streams: Sequence[torch.cuda.Stream] = ()
+    aux_streams: Sequence[torch.cuda.Stream] | None = None
     tp: TensorParallel = field(default_factory=TensorParallel)
     workspace: Workspace | None = None
     topk_indices_buffer: torch.Tensor | None = None
@@ -99,6 +102,26 @@ class AttentionOptions:
                 raise ValueError(f"AttentionOptions: {name}: expected a positive number, got {number}")
 
 
+class _GraphStreams(threading.local):
+    """By device, a stream for captured steps: a thread's own, as two threads may capture at the same time."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, torch.cuda.Stream] = {}
+
+
+_graph_streams = _GraphStreams()
+
+
+def graph_streams(device: torch.device) -> Sequence[torch.cuda.Stream]:
+    """The auxiliary stream of this thread's steps, if one is being captured."""
+    if device.type != "cuda" or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
+        return ()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in _graph_streams.of:
+        _graph_streams.of[index] = torch.cuda.Stream(index)
+    return (_graph_streams.of[index],)
+
+
 def run_on_streams(
     tasks: Sequence[Callable[[], torch.Tensor]], streams: Sequence[torch.cuda.Stream], device: torch.device
 ) -> list[torch.Tensor]:
@@ -114,7 +137,9 @@ def run_on_streams(
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             results[number + 1] = task()
-            results[number + 1].record_stream(current)
+            # on a stream of our own memory is not taken again before the next fork, which is behind all uses of this
+            if stream not in _graph_streams.of.values():
+                results[number + 1].record_stream(current)
         done.append(stream.record_event())
     results[0] = tasks[0]()
     for event in done:
@@ -261,14 +286,20 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         self._stack_again()
         return self
 
-    def _streams(self, rows: int) -> Sequence[torch.cuda.Stream]:
-        return self.options.aux_streams if rows <= AUX_STREAM_MAX_TOKENS else ()
+    def _streams(self, rows: int, device: torch.device) -> Sequence[torch.cuda.Stream]:
+        if rows > AUX_STREAM_MAX_TOKENS or self.compress_ratio == 1:
+            return ()
+        streams = self.options.aux_streams
+        if streams is None:
+            return graph_streams(device) if rows <= ONE_LAUNCH_MAX_TOKENS else ()
+        return streams
 
     def attn_gemm_parallel_execute(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """(qr_kv, kv_score, indexer weights, indexer kv_score): the GEMMs that read the hidden states."""
-        streams, device = self._streams(hidden_states.shape[0]), hidden_states.device
+        device = hidden_states.device
+        streams = self._streams(hidden_states.shape[0], device)
         if self._hidden_weights is not None and device.type == "cuda":
             stack, options = self._hidden_weights, self.options
             gemm: dict[str, Any] = {"batch_invariant": options.batch_invariant, "use_pdl": options.use_pdl}
@@ -446,7 +477,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
     def _is_one_launch(self, q: torch.Tensor, caches: LayerCaches) -> bool:
         """Whether everything between the first GEMMs and the scores, or attention, is one launch: few rows, the usual
         formats."""
-        if self.compressor is None or q.shape[0] > ONE_LAUNCH_MAX_TOKENS or self._streams(q.shape[0]):
+        if self.compressor is None or q.shape[0] > ONE_LAUNCH_MAX_TOKENS:
             return False
         if caches.swa.kv_format.id != FP8_DS_MLA.id:
             return False
@@ -599,5 +630,5 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             assert index_q is not None
             return indexer(index_q, index_kv_score, index_weights, m, state, cache, table, capture, slots=slots)
 
-        query, topk = run_on_streams([insert_and_compress, select], self._streams(q.shape[0]), q.device)
+        query, topk = run_on_streams([insert_and_compress, select], self._streams(q.shape[0], q.device), q.device)
         return query, topk, kv

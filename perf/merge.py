@@ -21,14 +21,17 @@ OP = "merge_attention_states"
 BATCHES = (1, 8, 32, 64, 128)
 HEADS = (64, 128)
 PARTS = (2, 3, 5, 8, 16)
-CHOSEN = (10, 18)
+CHOSEN = (5, 6)
 """Parts that decode cuts a single row into, of 128 + 512 and 128 + 1024 keys."""
+
+TILES = (10, 18)
+"""Tiles of these rows: as many parts as there can be."""
 
 SHAPES = tuple(
     (batch, heads, parts)
     for heads in HEADS
     for batch in BATCHES
-    for parts in (sorted(PARTS + CHOSEN) if batch == 1 else PARTS)
+    for parts in (sorted(PARTS + TILES) if batch == 1 else PARTS)
 )
 """(rows, heads, parts) of the cases."""
 

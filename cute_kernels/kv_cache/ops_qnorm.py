@@ -224,7 +224,9 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     apply_q_norm    False: q is only rotated
     kv_format       record format id
     use_pdl         start while the kernel before on the stream still runs (programmatic dependent launch), and wait for
-                    it
+                    it before q, kv and the cache are touched. slot_mapping, positions and cos_sin_cache are constants:
+                    they may be read before that, and what writes them must have ended before the kernel before starts
+                    to let this one start (see `fused_qkv_insert_compress`)
 
     Raises ValueError or TypeError on arguments that do not fit.
     """

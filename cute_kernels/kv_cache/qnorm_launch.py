@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH
 from cute_kernels.formats import FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.kv_cache.qnorm import QnormKey
 from cute_kernels.runtime.arch import arch_number, arch_of
@@ -13,18 +14,23 @@ from cute_kernels.runtime.compile import launch as launch_key
 MINIMUM_ARCH = {FP8_DS_MLA.id: 89, PLAIN_BF16.id: 80, PLAIN_FP8.id: 89}
 """First architecture per format: e4m3 conversion in hardware needs sm_89."""
 
-FEW_ROWS = 1024
-"""Up to so many rows of q, all tokens and heads together, one row per warp is faster, from there on two
-(perf/notes/memory_bound.md)."""
+FEW_ROWS = 4096
+"""Up to so many rows of q, all tokens and heads together, one row per warp and angles ahead of the wait are faster;
+from there on two, and rows first (perf/notes/memory_bound.md, perf/notes/insert_compress.md)."""
 
 
-def _rows_per_warp(query_rows: int) -> int:
-    return 1 if query_rows <= FEW_ROWS else 2
+def _shape(query_rows: int) -> tuple[int, bool]:
+    """(rows of a warp, whether it reads its angles early)."""
+    return (1, True) if query_rows <= FEW_ROWS else (2, False)
 
 
 def key_for(arch: str, kv_format: str, norm: bool = True, query_rows: int = 0) -> QnormKey:
     """The kernel that serves calls of this kind with so many rows of q."""
-    return QnormKey(arch, kv_format, norm, _rows_per_warp(query_rows))
+    return _key_of_shape(arch, kv_format, norm, *_shape(query_rows))
+
+
+def _key_of_shape(arch: str, kv_format: str, norm: bool, rows: int, early: bool) -> QnormKey:
+    return QnormKey(arch, kv_format, norm, rows, early=early and arch_number(arch) >= DEPENDENT_LAUNCH_ARCH)
 
 
 def deployment(arch: str, kv_format: str) -> list[QnormKey]:
@@ -35,13 +41,13 @@ def deployment(arch: str, kv_format: str) -> list[QnormKey]:
 
 
 @cache
-def _key(device_index: int, kv_format: str, norm: bool, rows: int) -> QnormKey:
-    return QnormKey(arch_of(device_index), kv_format, norm, rows)
+def _key(device_index: int, kv_format: str, norm: bool, shape: tuple[int, bool]) -> QnormKey:
+    return _key_of_shape(arch_of(device_index), kv_format, norm, *shape)
 
 
 def key_of(q: Any, kv_format: str, norm: bool = True) -> QnormKey:
     """The kernel that serves a call on this q."""
-    return _key(q.device.index, kv_format, norm, _rows_per_warp(q.shape[0] * q.shape[1]))
+    return _key(q.device.index, kv_format, norm, _shape(q.shape[0] * q.shape[1]))
 
 
 def fits(

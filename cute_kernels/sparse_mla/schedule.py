@@ -23,9 +23,14 @@ MOST_PARTS = 32
 MOST_ROUNDS = 2
 """Rounds of work items that choose_parts splits rows into. It bounds the workspace whatever the batch."""
 
-TILE_US, MERGE_US, BYTES_PER_US = 1.3, 2.0, 5e6
-"""What choose_parts reckons with on an H200: microseconds of a tile of a work item, of a merge as a dependent launch,
-and the rate at which partial results go to L2 and come back (perf/notes/data/merge_2.txt)."""
+TILE_US, MERGE_US, BYTES_PER_US = 1.3, 3.0, 5e6
+"""What choose_parts reckons with on an H200: microseconds of a tile of a work item, of a merge as a dependent launch
+with what its launch and the wait for all parts cost a layer, and the rate at which partial results go to L2 and come
+back (perf/notes/data/merge_2.txt, perf/notes/layer.md)."""
+
+FEW_PARTS, MANY_PARTS_US = 8, 3.0
+"""More parts than that take so much longer to merge: of one row with ten tiles, ten parts take a layer 2.8 us longer
+than five to eight do."""
 
 PART_BYTES = HEAD_DIM * 4 + 4
 """Workspace of one part of one head of a row: an fp32 result and its log-sum-exp."""
@@ -77,6 +82,7 @@ def choose_parts(
 
         ceil(rows * blocks * p / at_once) * ceil(max_tiles / p) * TILE_US
         + (p > 1) * (MERGE_US + bytes of the partial results, once written and once read, / BYTES_PER_US)
+        + (p > FEW_PARTS) * MANY_PARTS_US
 
     What a launch takes whatever its work, 8 us or so, is the same for all of them.
     """
@@ -86,6 +92,8 @@ def choose_parts(
         time = -(-items // at_once) * -(-max_tiles // parts) * TILE_US
         if parts > 1:
             time += MERGE_US + 2 * items * heads * HEAD_DIM * 4 / BYTES_PER_US
+        if parts > FEW_PARTS:
+            time += MANY_PARTS_US
         return time
 
     limit = min(most, part_limit(rows, blocks, max_tiles, at_once))

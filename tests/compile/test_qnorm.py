@@ -85,8 +85,9 @@ def test_all_rows_are_on_their_way_before_anything_waits(arch: str, rows: int) -
 
 
 def test_the_kernel_follows_the_number_of_rows() -> None:
-    chosen = {rows: key_for("sm_90a", FP8_DS_MLA.id, query_rows=rows) for rows in (1, 1024, 1025, 100_000)}
-    assert [key.rows for key in chosen.values()] == [1, 1, 2, 2]
+    chosen = {rows: key_for("sm_90a", FP8_DS_MLA.id, query_rows=rows) for rows in (1, 4096, 4097, 100_000)}
+    assert [(key.rows, key.early) for key in chosen.values()] == [(1, True)] * 2 + [(2, False)] * 2
+    assert not key_for("sm_89", FP8_DS_MLA.id, query_rows=1).early
     assert set(chosen.values()) == set(qnorm_launch.deployment("sm_90a", FP8_DS_MLA.id))
 
 

@@ -58,9 +58,9 @@ def test_chosen_parts_are_within_their_limits(rows, blocks, tiles, most):
 
 
 def test_what_is_chosen():
-    """A row on its own is split as far as it goes, a batch that fills the GPU not at all."""
-    assert schedule.choose_parts(1, 1, 10, SMS) == 10
-    assert schedule.choose_parts(1, 1, 2, SMS) == 1  # a tile takes less than a merge
+    """A row on its own is split as far as a merge takes little time, a batch that fills the GPU not at all."""
+    assert schedule.choose_parts(1, 1, 10, SMS) == 5
+    assert schedule.choose_parts(1, 1, 3, SMS) == 1  # two tiles take less than a merge
     assert schedule.choose_parts(SMS, 1, 10, SMS) == 1
     assert schedule.choose_parts(SMS // 2, 2, 18, SMS) == 1
     assert 1 < schedule.choose_parts(8, 1, 10, SMS) <= 10
