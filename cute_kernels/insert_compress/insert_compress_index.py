@@ -59,7 +59,6 @@ class InsertCompressIndexKey(KernelKey):
     groups           of four index heads that a warp holds
     index_hadamard   whether index queries and keys are transformed
     weights_bf16     dtype of the index heads' weights: bf16, or else fp32
-    early            what describes the step is read before the wait for the kernel ahead
     """
 
     kernel_name: ClassVar[str] = "insert_compress.insert_compress_index"
@@ -68,7 +67,6 @@ class InsertCompressIndexKey(KernelKey):
     groups: int = 2
     index_hadamard: bool = False
     weights_bf16: bool = False
-    early: bool = True
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -113,22 +111,21 @@ class InsertCompressIndexKernel:
     def __init__(self, key: InsertCompressIndexKey) -> None:
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         self.groups = key.groups
-        self.qnorm = QnormKernel(QnormKey(key.arch, FP8_DS_MLA.id, True, key.rows, WARPS, key.early))
+        self.qnorm = QnormKernel(QnormKey(key.arch, FP8_DS_MLA.id, True, key.rows, WARPS, True))
         query = QueryKey(
             key.arch, "", key.index_hadamard, weights_bf16=key.weights_bf16, groups=key.groups, warps=WARPS
         )
-        self.query = QueryKernel(query, key.early)
+        self.query = QueryKernel(query, early=True)
         entries, keys = (
             entry.EntryStore(kv_format, False, "", hadamard, key.arch)
             for kv_format, hadamard in ((FP8_DS_MLA.id, False), (INDEXER_FP8.id, key.index_hadamard))
         )
-        self.entries = C4Kernel("", True, False, entries, self.has_dependency, key.early)
-        self.index_keys = C4Kernel("", True, False, keys, self.has_dependency, key.early)
+        self.entries = C4Kernel("", True, False, entries, self.has_dependency, early=True)
+        self.index_keys = C4Kernel("", True, False, keys, self.has_dependency, early=True)
         self.name = (
             f"qkv_insert_compress_index_r{key.rows}g{key.groups}"
             + "_hadamard" * key.index_hadamard
             + "_bf16_weights" * key.weights_bf16
-            + "_late" * (not key.early)
         )
 
     @cute.jit

@@ -68,6 +68,13 @@ def test_the_indexer_is_made_of_kernels(index_cache: str) -> None:
     assert {op: ran.get(op) for op in used} == dict.fromkeys(used, "kernel")
 
 
+def test_ratio_128_inserts_and_compresses_in_one_launch() -> None:
+    with record_calls() as recording:
+        run("cuda", 128)
+    ran = {call.op: call.implementation for call in recording.calls}
+    assert ran["fused_qkv_insert_compress"] == "kernel"
+
+
 @pytest.mark.parametrize("ratio", KINDS)
 def test_aux_streams_do_not_change_the_bits(ratio: int) -> None:
     plain, engine, request = run("cuda", ratio)
