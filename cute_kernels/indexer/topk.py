@@ -19,14 +19,14 @@ from typing import Any, ClassVar
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.indexer.topk_picks import Slots
-from cute_kernels.indexer.topk_plan import GROUPS, Here, Part, Plan
+from cute_kernels.indexer.topk_plan import CHUNK, GROUPS, Here, Part, Plan
 from cute_kernels.indexer.topk_row import RowPicks
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
@@ -61,6 +61,9 @@ columns 38 us with clusters of four, 49 with those of eight (perf/notes/indexer_
 EARLY_BYTES = 4 << 20
 """Of scores in a call, up to which rows are asked for before their bounds are known."""
 
+SPREAD_BYTES = 117 << 10
+"""More than half of the shared memory of a multiprocessor."""
+
 MOST_CHOICES = 1024
 """Kernels that are remembered by rows, width and k."""
 
@@ -73,6 +76,7 @@ class TopKKey(KernelKey):
     vectors   of four scores that a thread holds at once
     cluster   blocks that share a row
     tiles     how often a thread fills its registers, at most, for a row
+    is_spread   blocks ask for so much shared memory that a multiprocessor takes only one of them
     """
 
     kernel_name: ClassVar[str] = "indexer.topk"
@@ -80,6 +84,7 @@ class TopKKey(KernelKey):
     vectors: int = 8
     cluster: int = 1
     tiles: int = 1
+    is_spread: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -88,7 +93,7 @@ class TopKKey(KernelKey):
 
     @property
     def smem_bytes(self) -> int:
-        return self.plan.smem_bytes
+        return max(self.plan.smem_bytes, SPREAD_BYTES) if self.is_spread else self.plan.smem_bytes
 
     @property
     def capacity(self) -> int:
@@ -118,9 +123,10 @@ class TopKKernel:
     def __init__(self, key: TopKKey) -> None:
         self.plan = key.plan
         self.row = RowPicks(self.plan)
-        self.threads, self.cluster = self.plan.threads, key.cluster
+        self.threads, self.cluster, self.smem_bytes = self.plan.threads, key.cluster, key.smem_bytes
+        self.resident = 32 // key.warps if key.cluster == 1 and key.vectors <= 8 else 0
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = f"top_k_per_row_w{key.warps}v{key.vectors}c{key.cluster}t{key.tiles}"
+        self.name = f"top_k_per_row_w{key.warps}v{key.vectors}c{key.cluster}t{key.tiles}" + "s" * key.is_spread
 
     @cute.jit
     def __call__(
@@ -181,6 +187,8 @@ class TopKKernel:
             cluster=[self.cluster, 1, 1],
             stream=stream,
             use_pdl=self.has_dependency,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=100 if self.resident > 1 else None,
         )
 
     @cute.kernel
@@ -212,7 +220,7 @@ class TopKKernel:
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        memory = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.plan.smem_bytes // 4), byte_alignment=16)
+        memory = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.smem_bytes // 4), byte_alignment=16)
         at = memory.iterator.toint()
         row, rank, lead = block, Int32(0), at
         if const_expr(self.cluster > 1):
@@ -237,10 +245,7 @@ class TopKKernel:
         start = cutlass.max(start, Int32(0))
         end = Int32(ptx.min_s64(Int64(shift) + Int64(columns), Int64(cutlass.min(end, limit))))
         size = end - start if end > start else Int32(0)
-        row_of_table = table
-        if table != 0:
-            row_of_table = table + Int64(request) * table_stride
-        slots = Slots(row_of_table, table_columns, page_rows, named_pages)
+        slots = Slots(table, table_stride, request, table_columns, page_rows, named_pages)
         if size <= k:
             target = out + Int64(row) * out_stride
             for i in cutlass.range(rank * self.threads + thread, k, self.cluster * self.threads, unroll=1):
@@ -252,18 +257,21 @@ class TopKKernel:
             source = scores + Int64(row) * scores_stride + Int64(start - shift) * 4
             head = Int32(source & 15) >> 2
             stop = head + size
-            width, tiles = stop, Int32(1)
+            width, tiles = stop, 1
             if const_expr(self.cluster > 1):
                 width = (stop + (128 * self.cluster - 1)) // (128 * self.cluster) * 128
             if const_expr(self.plan.tiles > 1):
                 tiles = (width + (self.plan.tile - 1)) // self.plan.tile
             skipped = rank * width
             stop = cutlass.min(stop - skipped, width)
-            later, lines = source + Int64(ahead) * scores_stride, Int32(0)
-            if const_expr(self.cluster == 1):
+            later, lines = source, Int32(0)
+            if const_expr(self.plan.is_single):
+                later = source + Int64(ahead) * scores_stride
                 is_there = (ahead > 0) & (row + ahead < cute.arch.grid_dim()[0])
                 lines = (Int32(later & 127) + size * 4 + 127) // 128 if is_there else Int32(0)
-            part = Part(source + Int64(skipped - head) * 4, head - skipped, stop, tiles, skipped - head, later, lines)
+            step, each = CHUNK * self.plan.warps * tiles, Float32(1.0 / self.plan.warps) * ptx.reciprocal(Int32(tiles))
+            base = source + Int64(skipped - head) * 4
+            part = Part(base, head - skipped, stop, tiles, skipped - head, later, lines, step, each)
             self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride, slots)
 
 

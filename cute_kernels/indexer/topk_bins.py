@@ -10,7 +10,7 @@ from cutlass import Int32, Uint32, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import lanes_prefix
-from cute_kernels.indexer.topk_plan import BIN_BITS, BINS, CANDIDATES, EXTREMES, FOUND, RANGES, SUMS, Here, Plan
+from cute_kernels.indexer.topk_plan import AGREED, BIN_BITS, BINS, CANDIDATES, EXTREMES, FOUND, RANGES, SUMS, Here, Plan
 
 OWN = BINS // 32
 """Bins of a lane."""
@@ -18,6 +18,10 @@ OWN = BINS // 32
 NAN_ORDER = 0xFFFFFFFF
 LOWEST_ORDER = 0xFF800000
 """descending_order of NaN and of -inf."""
+
+
+TOO_MANY = -(1 << 20)
+"""Candidates of a warp whose list is too short: 32 warps have a number less than 0 with it, whatever the others have."""
 
 
 class Scale(NamedTuple):
@@ -96,6 +100,19 @@ class Bins:
             one, other = ptx.load_shared_64(here.at + EXTREMES)
             first, last = Uint32(one), Uint32(other)
         return Uint32(first), Uint32(last)
+
+    @cute.jit
+    def agree(self, here: Here, first: Uint32, listed: Int32, length: cutlass.Constexpr) -> tuple[Any, Any]:
+        """(smallest `first` of all warps, number of their candidates or, if one has more than its list holds, less than
+        0). One block only."""
+        if here.lane == 0:
+            number = listed if listed <= length else Int32(TOO_MANY)
+            ptx.store_shared_64(here.at + AGREED + here.warp * 8, Int32(first), number)
+        cute.arch.sync_threads()
+        one, number = ptx.load_shared_64(here.at + AGREED + here.lane % self.warps * 8)
+        number = number if here.lane < self.warps else Int32(0)
+        first = Uint32(cute.arch.warp_redux_sync(Uint32(one), "min"))
+        return first, Int32(cute.arch.warp_redux_sync(number, "add"))
 
     def over_lanes(self, first: Any, last: Any) -> tuple[Any, Any]:
         """(smallest `first`, largest `last`) of the lanes."""

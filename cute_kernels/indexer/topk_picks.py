@@ -39,13 +39,17 @@ NOWHERE = 0x7FFFFFFF
 class Slots(NamedTuple):
     """The row of a block table that turns a request's entries into slots of its cache.
 
-    table        address; 0: entries are written as they are
+    table        address of the table; 0: entries are written as they are
+    stride       of its rows in bytes
+    request      number of the row; its address, which takes two registers, is made where it is used
     columns      of the table
     rows         of a page, as a divisor
     named_pages  pages of which int32 can name a row; unsigned
     """
 
     table: Any
+    stride: Any
+    request: Any
     columns: Any
     rows: Any
     named_pages: Any
@@ -54,7 +58,8 @@ class Slots(NamedTuple):
         """(page, row of the page) of an entry >= 0; the page is negative if there is none or it is not wanted."""
         column, row = divmod(entry, self.rows)
         is_inside = is_wanted & (column < self.columns)
-        return ptx.load_global_s32_where(is_inside, self.table + Int64(column) * 4, is_shared=True), row
+        source = self.table + Int64(self.request) * self.stride + Int64(column) * 4
+        return ptx.load_global_s32_where(is_inside, source, is_shared=True), row
 
     def slot(self, found: tuple[Any, Any]) -> Any:
         """int32 slot of what `look_up` found, -1 if there is none or int32 cannot name it."""
@@ -92,7 +97,7 @@ class Picks:
         # of NaN there is a bin only if all numbers are picked
         is_last = is_there & (Scale(low, shift).bin(order) == Uint32(0))
         is_last = is_last & ((order != Uint32(NAN_ORDER)) | (low == Uint32(NAN_ORDER)))
-        word, bit = here.at + self.plan.picks + place // 32 * 4, Int32(1) << (place % 32)
+        word, bit = here.at + self.plan.picks + (place >> 5) * 4, Int32(1) << (place & 31)
         ptx.reduce_shared("or.b32", word, bit, is_there & (order < low))
         if is_last:
             if is_tied:
@@ -128,7 +133,7 @@ class Picks:
         ptx.store_shared_s32(here.at + WINNERS + here.lane * 4, place if is_picked else Int32(NOWHERE))
         place -= here.rank * self.plan.places
         is_own = is_picked & (place >= 0) & (place < self.plan.places)
-        ptx.reduce_shared("or.b32", here.at + self.plan.ties + place // 32 * 4, Int32(1) << (place % 32), is_own)
+        ptx.reduce_shared("or.b32", here.at + self.plan.ties + (place >> 5) * 4, Int32(1) << (place & 31), is_own)
 
     @cute.jit
     def write(
@@ -138,8 +143,8 @@ class Picks:
         becomes ones, all of which are picked."""
         # warps share the words evenly
         width = self.plan.width
-        words = (part.stop + (width - 1)) // width
-        share = (words + (self.plan.warps - 1)) // self.plan.warps
+        words = (part.stop + (width - 1)) >> (width.bit_length() - 1)
+        share = (words + (self.plan.warps - 1)) >> (self.plan.warps.bit_length() - 1)
         first = here.warp * share
         stop = cutlass.min(first + share, words)
         here_picks, here_ties = here.at + self.plan.picks, here.at + self.plan.ties

@@ -1,13 +1,12 @@
 """How a row is cut into pieces for the blocks and threads that pick its best columns, and their shared memory.
 
-A block takes neighbouring columns, a tile after the other:
+A block takes neighbouring columns, in tiles, one after the other:
 
-    tile        4 V columns of each of T threads
-    thread t    V vectors of four columns, held in registers: vector v begins at column 4 T v + 4 t of the tile
+    chunk       128 neighbouring columns, which a warp loads at once, four a lane
+    tile        V chunks of each of W warps, held in registers. Of T tiles warp w has chunks (v W + w) T + t in tile t:
+                every tile has columns from all over the row, and so has every warp
     place       of a column in its block, from the last 16-byte boundary before the row's range on
     picks       bit p % 32 of word p // 32 for place p: whether it is one of the k best
-
-So every warp has columns from all over the row.
 """
 
 from __future__ import annotations
@@ -24,6 +23,14 @@ RANKED = 32
 GROUPS = 8
 """Of which a thread keeps the maxima."""
 
+CHUNK_BITS = 7
+CHUNK = 1 << CHUNK_BITS
+"""Columns that a warp loads at once."""
+
+SPARE = 8
+"""A sample's bound is searched for so many picks and one eighth more. Each warp has one of its own, and the lowest of
+them is used: of random scores that leaves k candidates or more in nearly all rows."""
+
 # byte offsets in a block's shared memory; all before ZEROS is zero at first
 CANDIDATES = 0
 EQUALS_LENGTH, BEFORE, TIES_BEFORE = (4 * BINS + 4 * i for i in range(3))
@@ -31,6 +38,7 @@ ZEROS = 4 * BINS + 16
 SUMS = ZEROS
 FOUND, EXTREMES = SUMS + 4 * BINS, SUMS + 4 * BINS + 16
 COUNTS, TIE_COUNTS, WINNERS, RANGES = (EXTREMES + 16 + 128 * i for i in range(4))
+AGREED = COUNTS  # 256 bytes, long before there are counts
 EQUALS = RANGES + 256
 LIST = EQUALS + 8 * RANKED
 
@@ -47,6 +55,16 @@ class Plan:
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a block's registers hold a row."""
+        return self.tiles == 1 and self.cluster == 1
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether a row's bound is guessed by its first tile, and what reaches it kept of all tiles as they come."""
+        return self.tiles > 1 and self.cluster == 1
 
     @property
     def tile(self) -> int:
@@ -106,6 +124,8 @@ class Part(NamedTuple):
     first   column of the row's range that is place 0
     later   address where a later row's range begins, if it is as this one's
     lines   128-byte lines of it to fetch into L2
+    step    places from a thread's vector to its next one
+    each    1 / (warps * tiles), fp32
     """
 
     base: Any
@@ -115,3 +135,5 @@ class Part(NamedTuple):
     first: Any
     later: Any
     lines: Any
+    step: Any
+    each: Any

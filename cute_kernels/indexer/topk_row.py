@@ -25,10 +25,13 @@ from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import lanes_prefix, pairwise
 from cute_kernels.indexer.topk_bins import LOWEST_ORDER, NAN_ORDER, Bins, Scale, finest
 from cute_kernels.indexer.topk_picks import Picks, Slots
-from cute_kernels.indexer.topk_plan import BIN_BITS, GROUPS, LIST, RANKED, ZEROS, Here, Part, Plan
+from cute_kernels.indexer.topk_plan import BIN_BITS, CHUNK, CHUNK_BITS, GROUPS, LIST, RANKED, SPARE, ZEROS, Here, Part, Plan
 
 AT_ONCE = 3
 """Listed elements that a thread loads before it looks at one."""
+
+MOST_EACH = 1.5
+"""Scores of a lane in a sample that are to reach its bound: with more, too few lanes have none for a good guess."""
 
 GUESSES, FAR = 4, 1 << 26
 """Times that a bound is searched where it would be if scores were spread evenly, before the middle of their orders is
@@ -42,8 +45,7 @@ class RowPicks:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.bins = plan, Bins(plan)
         self.picks = Picks(plan, self.bins)
-        self.vectors, self.tile, self.length = plan.vectors, plan.tile, plan.length
-        self.step = 4 * plan.threads  # columns from a thread's vector to its next one
+        self.vectors, self.length = plan.vectors, plan.length
 
     @cute.jit
     def clear(self, here: Here) -> None:
@@ -57,22 +59,22 @@ class RowPicks:
         maxima of `groups` groups a thread."""
         scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
         best = cute.make_rmem_tensor((GROUPS,), Float32)
-        for i in range_constexpr(GROUPS):
-            best[i] = Int32(-1).bitcast(Float32)
-        for tile in cutlass.range(part.tiles, unroll=1):
-            self.load(here, part, tile, scores)
-            self.update(best, scores)
-        if const_expr(self.plan.cluster == 1):
+        top, bound, listed = Uint32(NAN_ORDER), Uint32(LOWEST_ORDER), Int32(0)
+        if const_expr(not self.plan.is_streamed):
+            top, bound = self.bound_of_tiles(here, part, part.tiles, scores, best, groups, share)
+            listed = self.list_tiles(here, part, scores, bound)
+        else:
+            self.fetch(here, part)
+            bound = self.bound_of_sample(here, part, scores, best, k)
+            listed = self.list_tiles(here, part, scores, bound)
+            top, total = self.bins.agree(here, self.complete(here, part, listed), listed, self.length)
+            if total < k:
+                top, bound = self.bound_of_tiles(here, part, part.tiles, scores, best, groups, share)
+                listed = self.list_tiles(here, part, scores, bound)
+                self.complete(here, part, listed)
+        if const_expr(self.plan.is_single):
             for line in cutlass.range(here.thread, part.lines, self.plan.threads, unroll=1):
                 ptx.prefetch_l2((part.later & -128) + Int64(line) * 128, line < part.lines)
-        top, bound = self.bins.extremes(here, *self.bound(best, groups, share))
-
-        last = part.tiles - 1
-        listed = self.collect(here, last, scores, bound, Int32(0))
-        for i in cutlass.range(Int32(1), part.tiles, 1, unroll=1):
-            self.load(here, part, last - i, scores)
-            listed = self.collect(here, last - i, scores, bound, listed)
-        cute.arch.sync_warp()
 
         scale = finest(top, bound)
         low, shift = scale.low, scale.shift
@@ -98,31 +100,130 @@ class RowPicks:
         self.picks.write(here, part, count, wanted, is_tied, k, out, slots)
 
     @cute.jit
+    def fetch(self, here: Here, part: Part) -> None:
+        """Ask for the row: tiles are read one after the other, but come from memory at once."""
+        for place in cutlass.range(here.thread * 32, part.stop, self.plan.threads * 32, unroll=1):
+            ptx.prefetch_l2(part.base + Int64(place) * 4, place < part.stop)
+
+    def first_chunk(self, here: Here, part: Part, tile: Any) -> Any:
+        """Of a warp in a tile."""
+        return here.warp * part.tiles + tile
+
+    def vectors_of(self, part: Part, chunks: Any, first: Any) -> Any:
+        """How many of a thread's vectors are in the first `chunks` chunks, its own beginning with chunk `first`."""
+        ahead = cutlass.max(chunks - first, Int32(0))
+        if self.plan.tiles == 1:
+            return (ahead + (self.plan.warps - 1)) >> (self.plan.warps.bit_length() - 1)
+        return Int32((Float32(ahead + self.plan.warps * part.tiles) - Float32(0.5)) * part.each)
+
+    @cute.jit
+    def bound_of_tiles(
+        self, here: Here, part: Part, tiles: Int32, scores: cute.Tensor, best: cute.Tensor, groups: Int32, share: Int32
+    ) -> tuple[Any, Any]:
+        """(order of the best score of the first `tiles` tiles, one that `share` maxima of every warp reach). The first
+        tile's scores remain."""
+        for i in range_constexpr(GROUPS):
+            best[i] = Int32(-1).bitcast(Float32)
+        for number in cutlass.range(tiles, unroll=1):
+            self.load(here, part, tiles - 1 - number, scores)
+            self.update(best, scores)
+        return self.bins.extremes(here, *self.bound(best, groups, share))
+
+    @cute.jit
+    def bound_of_sample(self, here: Here, part: Part, scores: cute.Tensor, best: cute.Tensor, k: Int32) -> Uint32:
+        """An order that probably a few more than k elements of the row reach, by its first tile, whose scores remain.
+
+        If so many of a warp's scores are to reach it that a lane has n of them on average, the best score of a lane
+        reaches it in 1 - exp(-n) of all lanes: it is where so many of these are better. With many picks a lane has two
+        halves of its own."""
+        for i in range_constexpr(GROUPS):
+            best[i] = Int32(-1).bitcast(Float32)
+        self.load(here, part, Int32(0), scores)
+        self.update(best, scores)
+        halves = [pairwise([best[2 * half + i] for i in (0, 1, 4, 5)], ptx.max_f32) for half in range(2)]
+        each = Float32(k) * Float32(1 + 1 / SPARE) * part.each * Float32(1 / 32)
+        is_halved = each > Float32(MOST_EACH)
+        each = each * Float32(0.5) if is_halved else each
+        number = Int32(Float32(32.5) - Float32(32.0) * ptx.exp2(each * Float32(-ptx.LOG2_E)))
+        number = cutlass.min(number, Int32(31))
+        one, other = halves
+        if not is_halved:
+            one = ptx.max_f32(one, other)
+        bound = cute.arch.shuffle_sync(self.sorted(here, one), number)
+        if is_halved:
+            bound = (bound + cute.arch.shuffle_sync(self.sorted(here, other), number)) * Float32(0.5)
+        order = Uint32(ptx.descending_order(bound))
+        _first, last = self.bins.extremes(here, order, order)
+        return last
+
+    @cute.jit
+    def sorted(self, here: Here, value: Float32) -> Float32:
+        """The lanes' values, the largest in lane 0; NaN as -inf."""
+        value = ptx.max_f32(value, Float32(float("-inf")))
+        for size in (2, 4, 8, 16, 32):
+            for step in range_constexpr(size.bit_length() - 1):
+                distance = size >> (step + 1)
+                other = cute.arch.shuffle_sync_bfly(value, distance)
+                is_upper = ((here.lane & distance) == 0) == ((here.lane & size) == 0)
+                value = cutlass.select_(is_upper, ptx.max_f32(value, other), ptx.min_f32(value, other))
+        return value
+
+    @cute.jit
+    def list_tiles(self, here: Here, part: Part, scores: cute.Tensor, bound: Uint32) -> Int32:
+        """List the candidates of all tiles, of which the first is loaded: how many a warp has."""
+        listed = Int32(0)
+        for tile in cutlass.range(part.tiles, unroll=1):
+            if const_expr(self.plan.tiles > 1):
+                if tile > 0:
+                    self.load(here, part, tile, scores)
+            listed = self.collect(here, part, tile, scores, bound, listed)
+        cute.arch.sync_warp()
+        return listed
+
+    @cute.jit
+    def complete(self, here: Here, part: Part, listed: Int32) -> Uint32:
+        """Add the scores to the warp's list of places, unless it is more than full: the smallest order among them."""
+        first = Uint32(NAN_ORDER)
+        stop = listed if listed <= self.length else Int32(0)
+        for start in cutlass.range(Int32(0), stop, 32 * AT_ONCE, unroll=1):
+            found = []
+            for i in range_constexpr(AT_ONCE):
+                number = start + 32 * i + here.lane
+                where = here.at + LIST + (here.warp * self.length + cutlass.min(number, stop - 1)) * 8
+                place = ptx.load_shared_s32(where + 4)
+                word = ptx.load_global_s32_where(number < stop, part.base + Int64(place) * 4, is_shared=True)
+                found.append((number, where, word))
+            for number, where, word in found:
+                if number < stop:
+                    ptx.store_shared_s32(where, word)
+                first = cutlass.min(first, Uint32(ptx.descending_order(word.bitcast(Float32))))
+        cute.arch.sync_warp()
+        return Uint32(cute.arch.warp_redux_sync(first, "min"))
+
+    @cute.jit
     def load(self, here: Here, part: Part, tile: Int32, scores: cute.Tensor) -> None:
         """A tile's scores; NaN outside the row's range."""
-        first = tile * self.tile
-        place = first + here.thread * 4
+        number = self.first_chunk(here, part, tile)
+        place = number * CHUNK + here.lane * 4
         source = part.base + Int64(place) * 4
-        rest = part.stop - place
-        if first >= part.head and first + self.tile <= part.stop:
+        whole = self.vectors_of(part, part.stop >> CHUNK_BITS, number)
+        some = self.vectors_of(part, (part.stop + (CHUNK - 1)) >> CHUNK_BITS, number)
+        # only the first chunk of a row may begin before it, and only the last one end behind it
+        is_cut = number * CHUNK < part.head
+        for i in range_constexpr(self.vectors):
+            words = (Int32(-1),) * 4
+            if i < whole:
+                is_inside = True if const_expr(i > 0) else place >= part.head
+                words = ptx.load_global_128_cached_where(is_inside, source + Int64(part.step * i) * 4)
+            self.take(scores, i, words)
+        if is_cut or some > whole:
             for i in range_constexpr(self.vectors):
-                self.take(scores, i, ptx.load_global_128_cached_in_order(source + 4 * self.step * i))
-        else:
-            for i in range_constexpr(self.vectors):
-                is_whole = rest >= self.step * i + 4
-                if const_expr(i == 0):
-                    is_whole = is_whole & (place >= part.head)
-                self.take(scores, i, ptx.load_global_128_cached_where(is_whole, source + 4 * self.step * i))
-            # the vector that the range's end cuts, and the first one, which its beginning may cut
-            is_cut = (rest > 0) & (rest < self.tile) & (rest % self.step > 0) & (rest % self.step < 4)
-            if is_cut or place < part.head:
-                for i in range_constexpr(self.vectors):
+                if (is_cut and i == 0) or (some > whole and whole == i):
                     for j in range_constexpr(4):
-                        column = self.step * i + j
-                        is_wanted = (rest > column) & ((rest < self.step * i + 4) | (place < part.head))
-                        is_wanted = is_wanted & (place + column >= part.head)
-                        word = ptx.load_global_s32_where(is_wanted, source + 4 * column, is_shared=True)
-                        scores[4 * i + j] = cutlass.select_(is_wanted, word.bitcast(Float32), scores[4 * i + j])
+                        column = place + part.step * i + j
+                        is_wanted = (column >= part.head) & (column < part.stop)
+                        word = ptx.load_global_s32_where(is_wanted, part.base + Int64(column) * 4, is_shared=True)
+                        scores[4 * i + j] = word.bitcast(Float32)
 
     def take(self, scores: Any, vector: int, words: Any) -> None:
         for j in range(4):
@@ -161,7 +262,7 @@ class RowPicks:
         low, high = first, last
         reached = self.reach(orders, groups, high)
         is_short = reached < share
-        limit = share + share // 8
+        limit = share + (share >> 3)
         below, guesses = Int32(0), (Int32(GUESSES) if high - low >= Uint32(FAR) else Int32(0))
         while reached > limit and low < high:
             middle = low + ((high - low) >> Uint32(1))
@@ -189,17 +290,42 @@ class RowPicks:
         return Int32(cute.arch.warp_redux_sync(number, "add"))
 
     @cute.jit
-    def collect(self, here: Here, tile: Int32, scores: cute.Tensor, bound: Uint32, listed: Int32) -> Int32:
+    def collect(
+        self, here: Here, part: Part, tile: Int32, scores: cute.Tensor, bound: Uint32, listed: Int32
+    ) -> Int32:
         """List a tile's candidates after those that are listed, as far as they fit: how many there are now."""
         least, number = ptx.of_descending_order(bound), Int32(0)
-        for i in range_constexpr(4 * self.vectors):
-            number = ptx.count_where_at_least(number, scores[i], least)
-        sums = listed + lanes_prefix(number)
-        least = cutlass.select_(sums <= self.length, least, Int32(-1).bitcast(Float32))
-        target = here.at + LIST + (here.warp * self.length + sums - number) * 8
-        place = tile * self.tile + here.thread * 4
-        for i in range_constexpr(4 * self.vectors):
-            target = ptx.append_where_at_least(target, scores[i], least, place + (i // 4 * self.step + i % 4))
+        chunk = self.first_chunk(here, part, tile)
+        some = self.vectors_of(part, (part.stop + (CHUNK - 1)) >> CHUNK_BITS, chunk)
+        place = chunk * CHUNK + here.lane * 4
+        if const_expr(self.plan.is_streamed):
+            marks = Int32(0)
+            for i in range_constexpr(self.vectors):
+                if i < some:
+                    for j in range_constexpr(4):
+                        marks = ptx.mark_where_at_least(marks, scores[4 * i + j], least, 4 * i + j)
+            number = cute.arch.popc(marks)
+            sums = listed + lanes_prefix(number)
+            marks = marks if sums <= self.length else Int32(0)
+            target = here.at + LIST + (here.warp * self.length + sums - number) * 8 + 4
+            while marks != 0:
+                bit = 31 - Int32(cute.arch.clz(marks))
+                marks = marks ^ (Int32(1) << bit)
+                ptx.store_shared_s32(target, place + (bit >> 2) * part.step + (bit & 3))
+                target += 8
+        else:
+            for i in range_constexpr(self.vectors):
+                if i < some:
+                    for j in range_constexpr(4):
+                        number = ptx.count_where_at_least(number, scores[4 * i + j], least)
+            sums = listed + lanes_prefix(number)
+            least = cutlass.select_(sums <= self.length, least, Int32(-1).bitcast(Float32))
+            target = here.at + LIST + (here.warp * self.length + sums - number) * 8
+            for i in range_constexpr(self.vectors):
+                if i < some:
+                    for j in range_constexpr(4):
+                        at = place + (part.step * i + j)
+                        target = ptx.append_where_at_least(target, scores[4 * i + j], least, at)
         return cute.arch.shuffle_sync(sums, 31)
 
     def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32) -> None:
@@ -229,9 +355,12 @@ class RowPicks:
                     if first + 32 * i < listed:
                         work(*found[i])
         else:
-            for vector in cutlass.range(part.tiles * self.vectors, unroll=1):
-                for element in self.load_again(here, part, vector):
-                    work(*element)
+            for tile in cutlass.range(part.tiles, unroll=1):
+                place = self.first_chunk(here, part, tile) * CHUNK + here.lane * 4
+                for _vector in cutlass.range(self.vectors, unroll=1):
+                    for element in self.load_again(part, place):
+                        work(*element)
+                    place += part.step
 
     def load_list(self, here: Here, first: Any, listed: Any) -> list[Any]:
         """(whether there is such an element, its score, its place) of a thread's next ones of its warp's list."""
@@ -243,11 +372,11 @@ class RowPicks:
             found.append((number < listed, word.bitcast(Float32), place))
         return found
 
-    def load_again(self, here: Here, part: Part, vector: Any) -> list[Any]:
-        """The same of one of the thread's vectors in the row."""
+    def load_again(self, part: Part, first: Any) -> list[Any]:
+        """The same of four neighbouring places of the row."""
         found = []
         for j in range(4):
-            place = vector * self.step + here.thread * 4 + j
+            place = first + j
             is_there = (place >= part.head) & (place < part.stop)
             word = ptx.load_global_s32_where(is_there, part.base + Int64(place) * 4, is_shared=True)
             found.append((is_there, word.bitcast(Float32), place))

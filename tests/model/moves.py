@@ -121,3 +121,30 @@ def _store(op: Op) -> Run:
             warp.events.write(op.number, lanes, position, width)
 
     return store
+
+
+ATOMICS = {"add": np.add, "or": np.bitwise_or}
+
+
+@instruction("red", "atom")
+def _atomic(op: Op) -> Run:
+    """Of a word of shared memory, lane after lane; what orders them is not looked at."""
+    combine = next((ATOMICS[part] for part in op.parts if part in ATOMICS), None)
+    if combine is None or bits_of(op.kind) != 32 or not space(op).startswith("shared"):
+        raise NotImplementedError
+    returns = op.parts[0] == "atom"
+    address, (source,) = op.address(int(returns), 32), op.slots(1 + returns, 32)
+    target = op.slots(0, 32)[0] if returns else None
+
+    def change(warp: Any, lanes: Any) -> None:
+        position = warp.shared.position(chosen(lanes, addresses(warp, *address)), 4)
+        values = chosen(lanes, warp.r[source]).astype(np.uint32)
+        found = np.zeros(len(position), np.uint32)
+        for i in range(len(position)):
+            at = position[i : i + 1]
+            found[i] = warp.shared.load(at, 32, 1)[0, 0]
+            warp.shared.store(at, combine(found[i], values[i]).astype(np.uint32).reshape(1, 1), 32)
+        if target is not None:
+            put(warp, target, lanes, found.astype(warp.r[target].dtype))
+
+    return change

@@ -81,6 +81,16 @@ def count_where_at_least(count: Any, a: Any, b: Any) -> Any:
     )
 
 
+def mark_where_at_least(marks: Any, a: Any, b: Any, bit: int) -> Any:
+    """sm_70 and up. The word, with that bit set if a >= b; a NaN is not."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ge.f32 p, {$r1}, {$r2}; mov.b32 {$w0}, {$r0}; "
+        f"@p or.b32 {{$w0}}, {{$w0}}, {1 << bit:#x}; }}",
+        write_only_types=[Int32],
+        read_only_args=[Int32(marks), Float32(a), Float32(b)],
+    )
+
+
 def abs_f32(a: Any) -> Any:
     """sm_70 and up. The magnitude."""
     return inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
