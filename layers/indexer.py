@@ -113,7 +113,7 @@ class SparseAttnIndexer(nn.Module):
                 if last > first and total + entries > self.max_total_entries:
                     break
                 last, total = last + 1, total + entries
-            self._prefill(q, weights, cache, m, visible, out, first, last, total)
+            self._prefill(q, weights, cache, m, out, first, last, total)
             first = last
         return out
 
@@ -151,7 +151,6 @@ class SparseAttnIndexer(nn.Module):
         weights: torch.Tensor,
         cache: DeepseekV4IndexerCache,
         m: DeepseekV4Metadata,
-        visible: torch.Tensor,
         out: torch.Tensor,
         first: int,
         last: int,
@@ -159,9 +158,16 @@ class SparseAttnIndexer(nn.Module):
     ) -> None:
         assert m.compressed_block_table is not None
         device = out.device
+        assert m.key_starts is not None
+        assert m.row_key_starts is not None
+        assert m.row_key_ends is not None
         rows = slice(m.query_start_loc_cpu[first], m.query_start_loc_cpu[last])
-        ends = (m.seq_lens[first:last] // self.compress_ratio).cumsum(0, dtype=torch.int32)
-        starts = torch.cat([ends.new_zeros(1), ends])
+        own = slice(first - m.num_decodes, last - m.num_decodes + 1)
+        starts, row_starts, row_ends = m.key_starts[own], m.row_key_starts[rows], m.row_key_ends[rows]
+        if own.start > 0:
+            # of several chunks those after the first count their keys from their own first one
+            skipped = starts[:1]
+            starts, row_starts, row_ends = starts - skipped, row_starts - skipped, row_ends - skipped
         fp4 = isinstance(q, tuple)
         keys = torch.empty(total, 64 if fp4 else 128, dtype=torch.uint8, device=device)
         scales = torch.empty(total, 4, dtype=torch.uint8, device=device)
@@ -172,8 +178,6 @@ class SparseAttnIndexer(nn.Module):
             kv = (keys, scales.view(torch.int32).squeeze(-1))
         else:
             kv = (keys.view(torch.float8_e4m3fn), scales.view(torch.float32).squeeze(-1))
-        row_starts = starts[(m.token_to_req_indices[rows] - first).long()]
-        row_ends = row_starts + visible[rows]
         most = max(length // self.compress_ratio for length in m.seq_lens_cpu[first:last])
         score_top_k_prefill(
             _rows(q, rows.start, rows.stop),

@@ -61,7 +61,10 @@ class DeepseekV4Metadata:
     decode_swa_indices int32 [D, 1, W] with decode_swa_lens int32 [D], prefill_seq_lens and prefill_gather_lens
     int32 [P], block tables and slot mappings of the compressed and state caches, min_restart int32 [R] (the smallest
     position a request may be scheduled from again), and the C128A index tables. With ratio 4: visible int32 [T], the
-    entries that a row sees, and decode_topk_lens int32 [D], as many of them as the indexer picks.
+    entries that a row sees, and decode_topk_lens int32 [D], as many of them as the indexer picks; in steps with prefill
+    requests also key_starts int32 [P+1], where the entries of each begin among those of all of them, one request after
+    the other, and row_key_starts and row_key_ends int32 [T], the entries among these that a row sees (decode rows: of
+    no meaning).
     """
 
     compress_ratio: int
@@ -94,6 +97,9 @@ class DeepseekV4Metadata:
     c128a_prefill_topk_indices: torch.Tensor | None = None
     visible: torch.Tensor | None = None
     decode_topk_lens: torch.Tensor | None = None
+    key_starts: torch.Tensor | None = None
+    row_key_starts: torch.Tensor | None = None
+    row_key_ends: torch.Tensor | None = None
     bound_key: int | None = None
 
     @property
@@ -167,15 +173,18 @@ class _Shape:
             return slice(self.requests + 1)
         if name in ("seq_lens", "min_restart"):
             return slice(self.requests)
+        if name == "key_starts":
+            return slice(self.num_decodes, self.requests + 1)
         if name == "gather_lens":
             return slice(self.num_decodes, self.requests)
         return slice(self.decode_rows if name.startswith("decode") else self.tokens)
 
 
+_KEYS = ("key_starts", "row_key_starts", "row_key_ends")
 _NO_FIELDS: dict[int, frozenset[str]] = {
-    1: frozenset(("state_slot_mapping", "compressed_slot_mapping", "visible", "decode_topk_lens")),
+    1: frozenset(("state_slot_mapping", "compressed_slot_mapping", "visible", "decode_topk_lens", *_KEYS)),
     4: frozenset(),
-    128: frozenset(("visible",)),
+    128: frozenset(("visible", *_KEYS)),
 }
 """Arrays that are no field of the metadata of layers of a ratio."""
 
@@ -226,6 +235,8 @@ class _StepBuffers:
             shared["prefill_gather_lens"] = shared.pop("gather_lens")
             shared["prefill_seq_lens"] = shared["seq_lens"][shape.num_decodes :]
         own = arrays.keys() - StepLayout.SHARED - _NO_FIELDS[ratio]
+        if shape.num_decodes == shape.requests:
+            own -= set(_KEYS)
         fields = shared | {name: arrays[name][shape.used(name)] for name in own}
         if ratio == 128:
             fields["c128a_decode_topk_lens"] = fields.pop("decode_topk_lens")
@@ -360,15 +371,23 @@ class DeepseekV4MetadataBuilder:
         if restarts is not None:
             numbers[used : used + requests] = restarts
             used += requests
+        has_keys = 4 in block_tables and num_decodes < requests
+        if has_keys:
+            keys = numbers[used : used + requests + 1]
+            keys[: num_decodes + 1] = 0
+            (seqs[num_decodes:] // 4).cumsum(dtype=np.int32, out=keys[num_decodes + 1 :])
+            used += requests + 1
         starts_cpu = tuple(starts.tolist())
         upload = ring.send(used)
         if restarts is not None:
-            restart = upload[used - requests : used]
+            restart = upload[2 * requests + 1 : 3 * requests + 1]
+        key_starts = upload[used - requests - 1 : used] if has_keys else None
 
         ratios = tuple(sorted(block_tables))
         buffers = self._step_buffers(ratios)
         shape = _Shape(requests, total, num_decodes, starts_cpu[num_decodes], self._c128a_columns(longest, ratios))
-        self._launch(shape, given, restarts is not None, buffers, block_tables, upload, seq_lens_device, restart)
+        vectors = seq_lens_device, restart, key_starts
+        self._launch(shape, given, restarts is not None, buffers, block_tables, upload, *vectors)
         decode_lens = query[:num_decodes]
         is_even = num_decodes > 0 and bool((decode_lens == decode_lens[0]).all())
         host: dict[str, Any] = {
@@ -403,6 +422,7 @@ class DeepseekV4MetadataBuilder:
         upload: torch.Tensor,
         seq_lens: torch.Tensor | None,
         min_restart: torch.Tensor | None,
+        key_starts: torch.Tensor | None,
     ) -> None:
         """Fill the buffers: by the op, or by the launch that it came down to when it last had these arguments, which
         are numbers and addresses, and the buffer."""
@@ -428,6 +448,7 @@ class DeepseekV4MetadataBuilder:
                 swa_block_table=block_tables[1].swa if 1 in block_tables else None,
                 c4_block_tables=_compressed_tables(block_tables, 4),
                 c128_block_tables=_compressed_tables(block_tables, 128),
+                key_starts=key_starts,
                 max_num_tokens=self._max_num_tokens,
                 window_size=self.config.sliding_window,
                 index_topk=self.config.index_topk,
@@ -499,7 +520,7 @@ class DeepseekV4MetadataBuilder:
 
     def _upload_ring(self) -> UploadRing:
         if self._ring is None:
-            self._ring = UploadRing(3 * self._max_num_tokens + 1, self.device)
+            self._ring = UploadRing(4 * self._max_num_tokens + 2, self.device)
         return self._ring
 
     def _step_buffers(self, ratios: tuple[int, ...]) -> _StepBuffers:

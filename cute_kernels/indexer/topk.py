@@ -40,9 +40,9 @@ MOST_PICKS, MOST_ROWS = 2048, 2**28
 LOCAL = 0, 0, 0, 1
 """No block table: columns are written as they are."""
 
-SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (32, 8, 1, 1), (32, 4, 1, 4), (32, 4, 1, 16), (32, 4, 1, 32))
+SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (32, 8, 1, 1), (8, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
 """(warps, vectors of a thread, cluster, tiles) of blocks that take whole rows: of up to 4096, 8192, 16384 and 32768
-columns, which their registers hold, and of up to 65536, 262144 and 524288, which they read twice."""
+columns, which their registers hold, and of up to 65536, 262144 and 524288, which come in tiles."""
 
 ALONE = "sm_90a", 512, 16384, (16, 16, 1, 1)
 """(architecture, most picks, more columns than, shape) of blocks in place of those of 32 warps, up to their capacity.
@@ -51,18 +51,28 @@ On an H200 256 rows of 32768 columns take 18.5 us instead of 19.5, but with 1024
 SHARED = (
     (17, 16384, (8, 8, 4, 1)),
     (17, 32768, (32, 4, 8, 8)),
-    (64, 131072, (32, 4, 4, 16)),
-    (64, 32768, (32, 4, 8, 8)),
 )
 """(fewer rows than, more columns than, shape) of clusters, up to their capacity, the first that fits. On an H200 8 rows
-of 32768 columns take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us; 60 rows of 262144
-columns 38 us with clusters of four, 49 with those of eight (perf/notes/indexer_topk.md)."""
+of 32768 columns take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us (perf/notes/indexer_topk.md)."""
+
+MANY_ROWS = 264
+MANY = (
+    (1024, 65536, (8, 8, 1, 8)),
+    (2048, 262144, (16, 8, 1, 16)),
+)
+"""Rows from which several blocks of a multiprocessor, each with tiles of a row, are faster than one with all of it; and
+(most picks, most columns, shape), the first that fits. On an H200 2048 rows of 17408 columns take XX us instead of 107 (k = 512), and XX instead of 122 (k = 1024)."""
+
+SPREAD_ROWS, SPREAD = 128, ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1))
+"""Calls of at most so many rows, and the shapes of which these take the kernels that are spread. A dependent launch
+puts blocks wherever the first multiprocessors become free: 64 rows of 2048 columns behind their scores took 9.3 us,
+with one block on each multiprocessor 5.2 us, and 11.9 and 6.1 us for 1024 picks."""
 
 EARLY_BYTES = 4 << 20
 """Of scores in a call, up to which rows are asked for before their bounds are known."""
 
 SPREAD_BYTES = 117 << 10
-"""More than half of the shared memory of a multiprocessor."""
+"""More than half of the shared memory of a multiprocessor that has clusters."""
 
 MOST_CHOICES = 1024
 """Kernels that are remembered by rows, width and k."""
@@ -76,7 +86,7 @@ class TopKKey(KernelKey):
     vectors   of four scores that a thread holds at once
     cluster   blocks that share a row
     tiles     how often a thread fills its registers, at most, for a row
-    is_spread   blocks ask for so much shared memory that a multiprocessor takes only one of them
+    is_spread blocks ask for so much shared memory that a multiprocessor takes only one of them
     """
 
     kernel_name: ClassVar[str] = "indexer.topk"
@@ -85,6 +95,10 @@ class TopKKey(KernelKey):
     cluster: int = 1
     tiles: int = 1
     is_spread: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.warps, self.vectors, self.cluster, self.tiles
 
     @property
     def plan(self) -> Plan:
@@ -278,17 +292,24 @@ class TopKKernel:
 def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a block is enough, by capacity, then others."""
     alone = [ALONE[-1]] if arch == ALONE[0] else []
-    shapes = [*SHAPES, *alone, *dict.fromkeys(shape for *_, shape in SHARED if arch in CLUSTER_ARCHS)]
-    keys = [TopKKey(arch, *shape) for shape in shapes]
-    return [key for key in keys if key.smem_bytes <= SMEM_BYTES[arch]]
+    shapes = [*SHAPES, *alone, *(shape for *_, shape in (*MANY, *(SHARED if arch in CLUSTER_ARCHS else ())))]
+    keys = [TopKKey(arch, *shape) for shape in dict.fromkeys(shapes)]
+    spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD] if arch in CLUSTER_ARCHS else []
+    return [key for key in (*spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
 
 
 def key_for(arch: str, rows: int, width: int, k: int = MOST_PICKS) -> TopKKey:
     """The kernel for so many picks of so many rows of such a width; if none is wide enough, the widest."""
     keys = keys_of(arch)
+    if arch in CLUSTER_ARCHS:
+        keys = [key for key in keys if key.is_spread == (rows <= SPREAD_ROWS) or key.shape not in SPREAD]
     for fewer, more, shape in SHARED if arch in CLUSTER_ARCHS else ():
         key = TopKKey(arch, *shape)
         if rows < fewer and more < width <= key.capacity:
+            return key
+    for most, widest, shape in MANY if rows >= MANY_ROWS else ():
+        key = TopKKey(arch, *shape)
+        if k <= most and width <= widest and key in keys:
             return key
     only, most, more, shape = ALONE
     key = TopKKey(arch, *shape)
@@ -363,8 +384,8 @@ def run(
     if rows == 0:
         return
     device_index = out.device.index
-    # more rows than of the largest calls with kernels of their own make no difference
-    key, *shares = choose(device_index, min(rows, SHARED[-1][0]), width_of(logits), k)
+    # more rows make no difference
+    key, *shares = choose(device_index, min(rows, MANY_ROWS), width_of(logits), k)
     bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts), slots
     launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares))
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.reduce import lanes_prefix
+from cute_kernels.dsl.reduce import lanes_prefix, lanes_sum
 from cute_kernels.indexer.topk_plan import AGREED, BIN_BITS, BINS, CANDIDATES, EXTREMES, FOUND, RANGES, SUMS, Here, Plan
 
 OWN = BINS // 32
@@ -113,6 +113,15 @@ class Bins:
         number = number if here.lane < self.warps else Int32(0)
         first = Uint32(cute.arch.warp_redux_sync(Uint32(one), "min"))
         return first, Int32(cute.arch.warp_redux_sync(number, "add"))
+
+    @cute.jit
+    def average(self, here: Here, number: Float32) -> Float32:
+        """Of all warps' numbers, summed in a fixed order. One block only."""
+        if here.lane == 0:
+            ptx.store_shared_s32(here.at + RANGES + here.warp * 4, number.bitcast(Int32))
+        cute.arch.sync_threads()
+        number = ptx.load_shared_s32(here.at + RANGES + here.lane % self.warps * 4).bitcast(Float32)
+        return lanes_sum(number * Float32(1 / 32))
 
     def over_lanes(self, first: Any, last: Any) -> tuple[Any, Any]:
         """(smallest `first`, largest `last`) of the lanes."""

@@ -27,9 +27,9 @@ CHUNK_BITS = 7
 CHUNK = 1 << CHUNK_BITS
 """Columns that a warp loads at once."""
 
-SPARE = 8
-"""A sample's bound is searched for so many picks and one eighth more. Each warp has one of its own, and the lowest of
-them is used: of random scores that leaves k candidates or more in nearly all rows."""
+SPARE = 1 / 3
+"""Of the picks, that a bound is searched for beyond k in a sample: of random scores fewer than k reach it in less than
+one of a hundred rows, and 1.3 k on average."""
 
 # byte offsets in a block's shared memory; all before ZEROS is zero at first
 CANDIDATES = 0
@@ -85,7 +85,8 @@ class Plan:
     def length(self) -> int:
         """Candidates that a warp lists; fewer where the block's picks need much memory. All lists together have room
         for the picks of a row, 4 bytes each, which wait there for the pages they lie in."""
-        return min(8192 if self.places <= 131072 else 2048, 512 * self.warps) // self.warps
+        most = 8192 if self.places <= 131072 else (3584 if self.is_streamed else 2048)
+        return min(most, 512 * self.warps) // self.warps
 
     @property
     def picks(self) -> int:

@@ -133,28 +133,27 @@ class RowPicks:
     def bound_of_sample(self, here: Here, part: Part, scores: cute.Tensor, best: cute.Tensor, k: Int32) -> Uint32:
         """An order that probably a few more than k elements of the row reach, by its first tile, whose scores remain.
 
-        If so many of a warp's scores are to reach it that a lane has n of them on average, the best score of a lane
-        reaches it in 1 - exp(-n) of all lanes: it is where so many of these are better. With many picks a lane has two
-        halves of its own."""
+        If so many of a warp's scores are to reach a bound that a lane has n of them on average, the best score of a
+        lane reaches it in 1 - exp(-n) of all lanes: it is where so many of these are better. With many picks a lane's
+        columns are two halves, and with too many for these all numbers are candidates. The row's bound is the average
+        of the warps'."""
         for i in range_constexpr(GROUPS):
             best[i] = Int32(-1).bitcast(Float32)
         self.load(here, part, Int32(0), scores)
         self.update(best, scores)
         halves = [pairwise([best[2 * half + i] for i in (0, 1, 4, 5)], ptx.max_f32) for half in range(2)]
-        each = Float32(k) * Float32(1 + 1 / SPARE) * part.each * Float32(1 / 32)
+        each = Float32(k) * Float32((1 + SPARE) / 32) * part.each
         is_halved = each > Float32(MOST_EACH)
         each = each * Float32(0.5) if is_halved else each
         number = Int32(Float32(32.5) - Float32(32.0) * ptx.exp2(each * Float32(-ptx.LOG2_E)))
-        number = cutlass.min(number, Int32(31))
         one, other = halves
         if not is_halved:
             one = ptx.max_f32(one, other)
-        bound = cute.arch.shuffle_sync(self.sorted(here, one), number)
+        bound = cute.arch.shuffle_sync(self.sorted(here, one), number & 31)
         if is_halved:
-            bound = (bound + cute.arch.shuffle_sync(self.sorted(here, other), number)) * Float32(0.5)
-        order = Uint32(ptx.descending_order(bound))
-        _first, last = self.bins.extremes(here, order, order)
-        return last
+            bound = (bound + cute.arch.shuffle_sync(self.sorted(here, other), number & 31)) * Float32(0.5)
+        bound = bound if number < 31 else Float32(float("-inf"))
+        return Uint32(ptx.descending_order(self.bins.average(here, bound)))
 
     @cute.jit
     def sorted(self, here: Here, value: Float32) -> Float32:
@@ -210,12 +209,20 @@ class RowPicks:
         some = self.vectors_of(part, (part.stop + (CHUNK - 1)) >> CHUNK_BITS, number)
         # only the first chunk of a row may begin before it, and only the last one end behind it
         is_cut = number * CHUNK < part.head
-        for i in range_constexpr(self.vectors):
-            words = (Int32(-1),) * 4
-            if i < whole:
-                is_inside = True if const_expr(i > 0) else place >= part.head
-                words = ptx.load_global_128_cached_where(is_inside, source + Int64(part.step * i) * 4)
-            self.take(scores, i, words)
+        if const_expr(self.plan.is_streamed):
+            for i in range_constexpr(self.vectors):
+                words = (Int32(-1),) * 4
+                if i < whole:
+                    is_inside = True if const_expr(i > 0) else place >= part.head
+                    words = ptx.load_global_128_cached_where(is_inside, source + Int64(part.step * i) * 4)
+                self.take(scores, i, words)
+        elif whole == self.vectors and not is_cut:
+            for i in range_constexpr(self.vectors):
+                self.take(scores, i, ptx.load_global_128_cached_in_order(source + Int64(part.step * i) * 4))
+        else:
+            for i in range_constexpr(self.vectors):
+                is_inside = (i < whole) & ((place >= part.head) if const_expr(i == 0) else True)
+                self.take(scores, i, ptx.load_global_128_cached_where(is_inside, source + Int64(part.step * i) * 4))
         if is_cut or some > whole:
             for i in range_constexpr(self.vectors):
                 if (is_cut and i == 0) or (some > whole and whole == i):
@@ -296,9 +303,9 @@ class RowPicks:
         """List a tile's candidates after those that are listed, as far as they fit: how many there are now."""
         least, number = ptx.of_descending_order(bound), Int32(0)
         chunk = self.first_chunk(here, part, tile)
-        some = self.vectors_of(part, (part.stop + (CHUNK - 1)) >> CHUNK_BITS, chunk)
         place = chunk * CHUNK + here.lane * 4
         if const_expr(self.plan.is_streamed):
+            some = self.vectors_of(part, (part.stop + (CHUNK - 1)) >> CHUNK_BITS, chunk)
             marks = Int32(0)
             for i in range_constexpr(self.vectors):
                 if i < some:
@@ -314,18 +321,14 @@ class RowPicks:
                 ptx.store_shared_s32(target, place + (bit >> 2) * part.step + (bit & 3))
                 target += 8
         else:
-            for i in range_constexpr(self.vectors):
-                if i < some:
-                    for j in range_constexpr(4):
-                        number = ptx.count_where_at_least(number, scores[4 * i + j], least)
+            for i in range_constexpr(4 * self.vectors):
+                number = ptx.count_where_at_least(number, scores[i], least)
             sums = listed + lanes_prefix(number)
             least = cutlass.select_(sums <= self.length, least, Int32(-1).bitcast(Float32))
             target = here.at + LIST + (here.warp * self.length + sums - number) * 8
-            for i in range_constexpr(self.vectors):
-                if i < some:
-                    for j in range_constexpr(4):
-                        at = place + (part.step * i + j)
-                        target = ptx.append_where_at_least(target, scores[4 * i + j], least, at)
+            for i in range_constexpr(4 * self.vectors):
+                column = place + (i // 4 * part.step + i % 4)
+                target = ptx.append_where_at_least(target, scores[i], least, column)
         return cute.arch.shuffle_sync(sums, 31)
 
     def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32) -> None:

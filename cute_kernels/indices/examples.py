@@ -239,7 +239,7 @@ def mixed() -> Iterator[Example]:
 def step() -> Iterator[Example]:
     """build_step_metadata(upload, seq_lens, min_restart, swa_block_table, c4_swa_block_table,
     c4_compressed_block_table, c4_state_block_table, c128_swa_block_table, c128_compressed_block_table,
-    c128_state_block_table, buffer, c128a_decode_buffer, c128a_prefill_buffer, num_requests, num_tokens, num_decodes,
+    c128_state_block_table, key_starts, buffer, c128a_decode_buffer, c128a_prefill_buffer, num_requests, num_tokens, num_decodes,
     num_decode_tokens, max_num_tokens, window_size, index_topk, c128a_columns, swa_block_size, kv_block_size,
     c4_state_block_size, c128_state_block_size, use_pdl)"""
     for requests, longest, decodes, ratios, window_size, columns, is_given, aligned, use_pdl in (
@@ -276,6 +276,7 @@ def step() -> Iterator[Example]:
                 torch.cat([starts, torch.full_like(seq_lens, _POISON) if is_given else seq_lens]),
                 *((seq_lens, given) if is_given else (None, None)),
                 *(*tables[1], *tables[4], *tables[128]),
+                torch.cat([starts.new_zeros(1), seq_lens.cumsum(0).int() // 4]) if 4 in ratios and is_given else None,
                 torch.full((size + 64,), 0xA5, dtype=torch.uint8)[16 if aligned else 32 :],
                 *lists,
                 *(requests, tokens, decodes, decode_tokens, most, window_size, 512 if aligned else 9, columns),

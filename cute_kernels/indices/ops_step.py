@@ -28,10 +28,13 @@ def _check(a: Call) -> None:
     c.tensor("min_restart", a.min_restart, torch.int32, (requests,), optional=True)
     for name in Call._fields[3:10]:
         c.tensor(name, getattr(a, name), torch.int32, (requests, None), optional=True)
+    c.tensor("key_starts", a.key_starts, torch.int32, (requests + 1,), optional=True)
     for prefix in ("c4", "c128"):
         names = [f"{prefix}_{table}_block_table" for table in ("swa", "compressed", "state")]
         given = [getattr(a, name) is not None for name in names]
         c.require(all(given) or not any(given), names[1], f"tables of all three caches of ratio {prefix[1:]}", given)
+    is_used = a.key_starts is None or a.c4_compressed_block_table is not None
+    c.require(is_used, "key_starts", "None without tables of ratio 4", "a tensor")
     c.require(bool(a.kinds()), "swa_block_table", "block tables of at least one kind of layers", "None")
     for name in ("window_size", "swa_block_size", "c4_state_block_size", "c128_state_block_size"):
         c.require(getattr(a, name) > 0, name, "a positive number", getattr(a, name))
@@ -63,6 +66,9 @@ def _cost(a: Call) -> Cost:
         read += decodes * 4 * (-(-(a.window_size - 1) // a.swa_block_size) + 1)
         if kind.compressed is not None:
             written += 20 * tokens + 4 * decodes
+    if a.key_starts is not None:
+        read += nbytes(a.key_starts)
+        written += nbytes(a.key_starts) + 8 * tokens
     lists = ((a.c128a_decode_buffer, decodes), (a.c128a_prefill_buffer, tokens - decodes))
     written += sum(4 * rows * a.c128a_columns for table, rows in lists if table is not None)
     return Cost(bytes=read + written)
@@ -72,7 +78,7 @@ _step = define_op(
     "build_step_metadata(Tensor upload, Tensor? seq_lens, Tensor? min_restart, Tensor? swa_block_table, "
     "Tensor? c4_swa_block_table, Tensor? c4_compressed_block_table, Tensor? c4_state_block_table, "
     "Tensor? c128_swa_block_table, Tensor? c128_compressed_block_table, Tensor? c128_state_block_table, "
-    "Tensor(a!) buffer, Tensor(b!)? c128a_decode_buffer, Tensor(c!)? c128a_prefill_buffer, SymInt num_requests, "
+    "Tensor? key_starts, Tensor(a!) buffer, Tensor(b!)? c128a_decode_buffer, Tensor(c!)? c128a_prefill_buffer, SymInt num_requests, "
     "SymInt num_tokens, SymInt num_decodes, SymInt num_decode_tokens, SymInt max_num_tokens, SymInt window_size, "
     "SymInt index_topk, SymInt c128a_columns, SymInt swa_block_size, SymInt kv_block_size, "
     "SymInt c4_state_block_size, SymInt c128_state_block_size, bool use_pdl) -> ()",
@@ -95,6 +101,7 @@ def build_step_metadata(
     swa_block_table: torch.Tensor | None = None,
     c4_block_tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     c128_block_tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    key_starts: torch.Tensor | None = None,
     max_num_tokens: int,
     window_size: int = 128,
     index_topk: int = 512,
@@ -124,6 +131,8 @@ def build_step_metadata(
     swa_block_table    int32 [R, any], row-strided: of layers without compression; None: there are none
     c4_block_tables    of layers of ratio 4: (window, compressed, state), each int32 [R, any], row-strided; or None
     c128_block_tables  the same of ratio 128
+    key_starts         int32 [R + 1] or None: where each request's entries of ratio 4 begin among those of all prefill
+                       requests, gathered one after the other, and where the last one's end; with c4_block_tables only
     max_num_tokens     most rows and requests of any step: with window_size and the kinds it fixes where results lie
     window_size        columns of the windows' indices
     index_topk         most entries of ratio 4 that a decode row attends to
@@ -143,7 +152,9 @@ def build_step_metadata(
     for a row behind the last request), positions; of each kind slot_mapping (-1 where there is no page), is_valid_token
     (slot_mapping >= 0), decode_swa_indices and decode_swa_lens as compute_decode_swa_indices writes them; of ratio 4
     and 128 state_slot_mapping, compressed_slot_mapping (of rows that close an entry, else -1), visible (entries a row
-    sees; 0 if it is not valid) and decode_topk_lens (at most index_topk or c128a_columns of them).
+    sees; 0 if it is not valid) and decode_topk_lens (at most index_topk or c128a_columns of them). With key_starts, of
+    ratio 4: key_starts, and of every row the entries it sees among the gathered ones, row_key_starts ..
+    row_key_ends - 1; the start is 0 where there is no request.
 
     Returns the buffer. Raises ValueError or TypeError on arguments that do not fit.
     """
@@ -154,7 +165,8 @@ def build_step_metadata(
         size = StepLayout(max(max_num_tokens, 0), max(window_size, 0), kinds).nbytes
         out = torch.empty(size, dtype=torch.uint8, device=upload.device)
     _step(
-        *(upload, seq_lens, min_restart, swa_block_table, *c4, *c128, out, c128a_decode_buffer, c128a_prefill_buffer),
+        *(upload, seq_lens, min_restart, swa_block_table, *c4, *c128, key_starts, out),
+        *(c128a_decode_buffer, c128a_prefill_buffer),
         *(num_requests, num_tokens, num_decodes, num_decode_tokens, max_num_tokens, window_size, index_topk),
         *(c128a_columns, swa_block_size, kv_block_size, c4_state_block_size, c128_state_block_size, use_pdl),
     )

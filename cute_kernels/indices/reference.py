@@ -321,6 +321,11 @@ def _step_of_kind(
     visible = entries.masked_fill(~valid, 0)
     out["visible"][:tokens].copy_(visible)
     out["decode_topk_lens"][:decodes].copy_(visible[:decodes].clamp(max=kind.topk))
+    if ratio == 4 and a.key_starts is not None:
+        starts = a.key_starts[owners.clamp(min=0).long()].masked_fill(owners < 0, 0)
+        out["key_starts"][: a.num_requests + 1].copy_(a.key_starts)
+        out["row_key_starts"][:tokens].copy_(starts)
+        out["row_key_ends"][:tokens].copy_(starts + visible)
     if ratio != 128:
         return
     column = _columns(a.c128a_columns, positions)

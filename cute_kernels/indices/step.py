@@ -30,6 +30,9 @@ _OF_KIND = (
     ("decode_swa_lens", "int32"),
     ("visible", "int32"),
     ("decode_topk_lens", "int32"),
+    ("key_starts", "int32"),
+    ("row_key_starts", "int32"),
+    ("row_key_ends", "int32"),
     ("is_valid_token", "bool"),
 )
 _SIZES = {"int64": 8, "int32": 4, "bool": 1}
@@ -123,6 +126,7 @@ class Call(NamedTuple):
     c128_swa_block_table: Any
     c128_compressed_block_table: Any
     c128_state_block_table: Any
+    key_starts: Any
     buffer: Any
     c128a_decode_buffer: Any
     c128a_prefill_buffer: Any

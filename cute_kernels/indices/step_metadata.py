@@ -35,6 +35,9 @@ from cute_kernels.runtime.compile import launch as launch_key
 RATIO_BITS = (0, 2, 7)
 """Of each kind: 2^n tokens make an entry."""
 
+KEYS_KIND = 1
+"""The kind whose entries an indexer scores."""
+
 THREADS = WARPS * LANES
 RUN = 4
 """Neighbouring columns of a list that a lane writes at once."""
@@ -62,7 +65,7 @@ class StepKey(KernelKey):
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         buffer = make_fake_tensor(cutlass.Uint8, (cute.sym_int(),), stride=(1,), assumed_align=16)
         table = Int64(0), Int64(0), Int32(0)
-        arrays = *(Int64(0) for _ in range(3)), *(Int64(0) for _ in range(4))
+        arrays = *(Int64(0) for _ in range(4)), *(Int64(0) for _ in range(4))
         numbers = (Int32(0),) * 8
         pages = (Int32(0),) * 5
         kinds = (Int64(0), *table), *((Int64(0), *table * 3, Int32(0)) for _ in range(2))
@@ -113,11 +116,13 @@ class Kind(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Addresses of starts [requests + 1] and seq_lens [requests], and of min_restart [requests] or 0."""
+    """Addresses of starts [requests + 1] and seq_lens [requests], and of min_restart [requests] and key_starts
+    [requests + 1] or 0."""
 
     starts: Any
     seq_lens: Any
     min_restart: Any
+    key_starts: Any
     requests: Any
 
     @cute.jit
@@ -161,7 +166,7 @@ class Lists(NamedTuple):
 
 
 class StepKernel:
-    """Entry point: (buffer, addresses of starts, seq_lens and min_restart, lists, requests, sizes, exponents of the
+    """Entry point: (buffer, addresses of starts, seq_lens, min_restart and key_starts, lists, requests, sizes, exponents of the
     pages' rows [window, compressed 4, state 4, compressed 128, state 128], of each kind start, tables as (address,
     bytes from row to row, columns) and topk, whether to launch as a dependent of the kernel before, stream)."""
 
@@ -177,6 +182,7 @@ class StepKernel:
         starts: Int64,
         seq_lens: Int64,
         min_restart: Int64,
+        key_starts: Int64,
         decode_lists: Int64,
         decode_stride: Int64,
         prefill_lists: Int64,
@@ -249,7 +255,7 @@ class StepKernel:
         list_ctas = cute.ceil_div(tokens * segments, WARPS)
         kernel = self.kernel(
             address(buffer),
-            Batch(starts, seq_lens, min_restart, requests),
+            Batch(starts, seq_lens, min_restart, key_starts, requests),
             Sizes(tokens, num_decodes, decode_tokens, window, room, columns, divisor),
             Lists(decode_lists, decode_stride, prefill_lists, prefill_stride),
             *kinds,
@@ -300,10 +306,19 @@ class StepKernel:
                     ptx.store_global_s32(kind.start + room * KIND_OFFSETS["visible"] + offset * 4, visible)
                     place = kind.start + room * KIND_OFFSETS["decode_topk_lens"] + offset * 4
                     ptx.store_global_s32(place, cutlass.min(visible, kind.topk), is_decode)
+                if const_expr(number == KEYS_KIND):
+                    if batch.key_starts != 0:
+                        place = batch.key_starts + Int64(request) * 4
+                        key = ptx.load_global_s32_where(request >= 0, place, is_shared=True)
+                        key = key if request >= 0 else Int32(0)
+                        place = kind.start + room * KIND_OFFSETS["row_key_starts"] + offset * 4
+                        ptx.store_global_s32(place, key)
+                        place = kind.start + room * KIND_OFFSETS["row_key_ends"] + offset * 4
+                        ptx.store_global_s32(place, key + visible)
 
     @cute.jit
-    def write_request(self, request: Any, buffer: Any, batch: Batch, sizes: Sizes) -> None:
-        """All that a request has, and behind the last one the end of its rows."""
+    def write_request(self, request: Any, buffer: Any, batch: Batch, sizes: Sizes, c4: Kind) -> None:
+        """All that a request has, and behind the last one the end of its rows and keys."""
         room, offset = Int64(sizes.room), Int64(request) * 4
         is_request = request < batch.requests
         begin = ptx.load_global_s32_in_order(batch.starts + offset, is_shared=True)
@@ -320,6 +335,9 @@ class StepKernel:
         ptx.store_global_s32(buffer + room * SHARED_OFFSETS["seq_lens"] + offset, seq_len, is_request)
         ptx.store_global_s32(buffer + room * SHARED_OFFSETS["min_restart"] + offset, restart, is_request)
         ptx.store_global_s32(buffer + room * SHARED_OFFSETS["gather_lens"] + offset, gathered, is_request)
+        if batch.key_starts != 0:
+            key = ptx.load_global_s32_in_order(batch.key_starts + offset, is_shared=True)
+            ptx.store_global_s32(c4.start + room * KIND_OFFSETS["key_starts"] + offset, key)
 
     @cute.jit
     def write_windows(self, row: Any, batch: Batch, sizes: Sizes, kinds: Any) -> None:
@@ -395,7 +413,7 @@ class StepKernel:
         elif cta < first_of_windows:
             request = (cta - first_of_requests) * THREADS + thread
             if request <= batch.requests:
-                self.write_request(request, buffer, batch, sizes)
+                self.write_request(request, buffer, batch, sizes, c4)
         elif cta < first_of_lists:
             row = (cta - first_of_windows) * WARPS + warp
             if row < sizes.decode_tokens:
@@ -483,6 +501,7 @@ def launch(*args: Any) -> None:
         device_index,
         a.buffer,
         *(starts, seq_lens, 0 if a.min_restart is None else a.min_restart.data_ptr()),
+        0 if a.key_starts is None else a.key_starts.data_ptr(),
         *_place(a.c128a_decode_buffer),
         *_place(a.c128a_prefill_buffer),
         *(a.num_requests, a.num_tokens, a.num_decodes, a.num_decode_tokens, a.window_size, layout.room),

@@ -13,7 +13,10 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, deployment_keys, groups_for, key_for, keys_of, share_for
 from cute_kernels.models import MODELS
-from tests.compile.reports import compile_report
+from tests.compile.reports import RESERVED, compile_report
+
+MULTIPROCESSOR_BYTES = 228 << 10
+"""Of shared memory that blocks of an H200 or a B200 share."""
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_89", "sm_120a")
 
@@ -26,12 +29,14 @@ def test_compiles(arch: str) -> None:
         report = compile_report(key)
         assert problems(key, report) == []
         assert (report.stack, report.smem) == (0, key.smem_bytes)
+        assert not key.is_spread or 2 * (report.smem + RESERVED) > MULTIPROCESSOR_BYTES
         assert f".reqntid {32 * key.warps}" in report.ptx
         assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local", report.ptx)
         # orders are unsigned: those of negative numbers have the highest bit set
         assert not re.search(r"redux\.sync\.(min|max)\.s32", report.ptx)
         assert ("barrier.cluster" in report.ptx) == (key.cluster > 1)
         assert ("griddepcontrol.wait" in report.ptx) == (arch not in ("sm_80", "sm_89"))
+        assert not re.search(r"STL|LDL", report.sass or "")
         # registers for 32 warps, or 16 where a block shares its row or has a multiprocessor for itself
         assert report.registers * 32 * (16 if key.cluster > 1 or key.vectors == 16 else 32) <= 65536
         if report.sass is not None:
@@ -54,14 +59,25 @@ def test_every_row_has_its_kernel(arch: str) -> None:
             key = key_for(arch, rows, width)
             assert key in keys
             assert width <= key.capacity
-            assert key.cluster == 1 or rows < 17 or (rows < 64 and width > 32768) or width > 1 << 19
+            assert key.cluster == 1 or rows < 17 or width > 1 << 19
+            assert key.is_spread == (rows < 5000 and width <= 16384 and arch in CLUSTER_ARCHS)
         assert key_for(arch, rows, 2 * most) == keys[-1]
 
 
 def test_few_long_rows_are_shared() -> None:
     clusters = {shape: key_for("sm_90a", *shape).cluster for shape in ((16, 16384), (16, 16385), (17, 16385))}
     clusters |= {shape: key_for("sm_90a", *shape).cluster for shape in ((63, 32769), (64, 32769), (1, 1 << 20))}
-    assert list(clusters.values()) == [1, 4, 1, 8, 1, 8]
+    assert list(clusters.values()) == [1, 4, 1, 1, 1, 8]
+
+
+def test_many_rows_share_multiprocessors() -> None:
+    """Rows of several tiles and registers for 32 warps: what one block waits for, others use."""
+    for shape, warps in (((2048, 17408, 512), 8), ((264, 65536, 1024), 8), ((4096, 65537, 512), 16), ((300, 5000, 2048), 16)):
+        key = key_for("sm_90a", *shape)
+        assert (key.warps, key.cluster, key.is_spread) == (warps, 1, False)
+        assert key.plan.is_streamed
+        assert 32 // warps * (key.smem_bytes + RESERVED) <= MULTIPROCESSOR_BYTES
+    assert not key_for("sm_90a", 263, 17408, 512).plan.is_streamed
 
 
 def test_enough_maxima_for_every_share() -> None:

@@ -82,7 +82,9 @@ class Step:
             found[name] = view.view(layout.room, 1, columns) if columns else view
         return found
 
-    def check(self, buffer: torch.Tensor, restarts: list[int] | None = None) -> None:
+    def check(
+        self, buffer: torch.Tensor, restarts: list[int] | None = None, key_starts: list[int] | None = None
+    ) -> None:
         """Every element that is written, and that nothing else is."""
         written = torch.zeros_like(buffer, dtype=torch.bool)
 
@@ -126,6 +128,11 @@ class Step:
             same("compressed_slot_mapping", a["compressed_slot_mapping"], closing)
             visible = [(p + 1) // ratio if slot >= 0 else 0 for slot, (_, p) in zip(slots, rows, strict=True)]
             same("visible", a["visible"], visible)
+            if ratio == 4 and key_starts is not None:
+                same("key_starts", a["key_starts"], key_starts)
+                firsts = [key_starts[r] if r >= 0 else 0 for r, _ in rows]
+                same("row_key_starts", a["row_key_starts"], firsts)
+                same("row_key_ends", a["row_key_ends"], [n + v for n, v in zip(firsts, visible, strict=True)])
             most = 20 if ratio == 4 else self.columns
             same("decode_topk_lens", a["decode_topk_lens"], [min(n, most) for n in visible[:decodes]])
         assert (buffer[~written] == POISON).all()
@@ -160,6 +167,17 @@ def test_numbers_that_only_the_device_knows() -> None:
         given = {"upload": int32(step.starts), "seq_lens": int32(step.seq_lens), "min_restart": int32(restarts)}
         build_step_metadata(**step.arguments(out=buffer, **given))
         step.check(buffer, restarts)
+
+
+def test_keys_of_prefills() -> None:
+    """Where entries lie that are gathered for the indexer, and which of them a row sees."""
+    for seed in range(12):
+        step = Step(seed, ((1, 4, 128), (4,))[seed % 2])
+        buffer, starts = poisoned_buffer(step), [0]
+        for length in step.seq_lens:
+            starts.append(starts[-1] + max(length, 0) // 4)
+        build_step_metadata(**step.arguments(out=buffer, key_starts=int32(starts)))
+        step.check(buffer, key_starts=starts)
 
 
 def test_lists_of_c128a() -> None:
@@ -229,7 +247,7 @@ def in_order(call: dict[str, Any]) -> Call:
         tables = call[f"{prefix}_block_tables"] or (None,) * 3
         values |= {f"{prefix}_{name}_block_table": table for name, table in zip(names, tables, strict=True)}
     defaults = {"seq_lens": None, "min_restart": None, "swa_block_size": 64, "kv_block_size": 256}
-    defaults |= {"c4_state_block_size": 4, "c128_state_block_size": 8, "use_pdl": False}
+    defaults |= {"c4_state_block_size": 4, "c128_state_block_size": 8, "use_pdl": False, "key_starts": None}
     return Call(**{**defaults, **values, "buffer": call["out"]})
 
 
@@ -260,6 +278,8 @@ def test_recorded_bytes() -> None:
         ({"max_num_tokens": 0}, ValueError, "max_num_tokens"),
         ({"seq_lens": int32([1] * 99)}, ValueError, "seq_lens"),
         ({"min_restart": torch.zeros(1)}, TypeError, "min_restart"),
+        ({"key_starts": int32([1] * 99)}, ValueError, "key_starts"),
+        ({"key_starts": torch.zeros(1)}, TypeError, "key_starts"),
         ({"swa_block_table": int32([1])}, ValueError, "swa_block_table"),
         ({"c4_block_tables": (None, None, torch.zeros(0))}, TypeError, "c4_state_block_table"),
         ({"swa_block_table": None, "c4_block_tables": None, "c128_block_tables": None}, ValueError, "swa_block_table"),

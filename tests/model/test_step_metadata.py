@@ -60,7 +60,8 @@ def test_every_byte(name: str) -> None:
     seq_lens = put(call.seq_lens) or upload + 4 * (call.num_requests + 1)
     lists = call.c128a_decode_buffer, call.c128a_prefill_buffer
     segments = max(-(-call.c128a_columns // SEGMENT), 1)
-    values: list[Any] = [buffer, upload, seq_lens, put(call.min_restart), call.num_requests]
+    values: list[Any] = [buffer, upload, seq_lens, put(call.min_restart), put(call.key_starts)]
+    values += [call.num_requests]
     values += [call.num_tokens, call.num_decodes, call.num_decode_tokens, call.window_size, layout.room]
     values += [call.c128a_columns, *divisor(segments), *place(lists[0]), *place(lists[1])]
     for kind in call.every_kind():
