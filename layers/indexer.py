@@ -158,12 +158,12 @@ class SparseAttnIndexer(nn.Module):
     ) -> None:
         assert m.compressed_block_table is not None
         device = out.device
-        assert m.key_starts is not None
+        assert m.prefill_key_starts is not None
         assert m.row_key_starts is not None
         assert m.row_key_ends is not None
         rows = slice(m.query_start_loc_cpu[first], m.query_start_loc_cpu[last])
         own = slice(first - m.num_decodes, last - m.num_decodes + 1)
-        starts, row_starts, row_ends = m.key_starts[own], m.row_key_starts[rows], m.row_key_ends[rows]
+        starts, row_starts, row_ends = m.prefill_key_starts[own], m.row_key_starts[rows], m.row_key_ends[rows]
         if own.start > 0:
             # of several chunks those after the first count their keys from their own first one
             skipped = starts[:1]

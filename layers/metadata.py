@@ -62,9 +62,9 @@ class DeepseekV4Metadata:
     int32 [P], block tables and slot mappings of the compressed and state caches, min_restart int32 [R] (the smallest
     position a request may be scheduled from again), and the C128A index tables. With ratio 4: visible int32 [T], the
     entries that a row sees, and decode_topk_lens int32 [D], as many of them as the indexer picks; in steps with prefill
-    requests also key_starts int32 [P+1], where the entries of each begin among those of all of them, one request after
-    the other, and row_key_starts and row_key_ends int32 [T], the entries among these that a row sees (decode rows: of
-    no meaning).
+    requests also prefill_key_starts int32 [P+1], where the entries of each begin among those of all of them, request
+    after request, and row_key_starts and row_key_ends int32 [T], the entries among these that a row sees (of decode
+    rows without meaning).
     """
 
     compress_ratio: int
@@ -97,7 +97,7 @@ class DeepseekV4Metadata:
     c128a_prefill_topk_indices: torch.Tensor | None = None
     visible: torch.Tensor | None = None
     decode_topk_lens: torch.Tensor | None = None
-    key_starts: torch.Tensor | None = None
+    prefill_key_starts: torch.Tensor | None = None
     row_key_starts: torch.Tensor | None = None
     row_key_ends: torch.Tensor | None = None
     bound_key: int | None = None
@@ -238,6 +238,8 @@ class _StepBuffers:
         if shape.num_decodes == shape.requests:
             own -= set(_KEYS)
         fields = shared | {name: arrays[name][shape.used(name)] for name in own}
+        if "key_starts" in fields:
+            fields["prefill_key_starts"] = fields.pop("key_starts")
         if ratio == 128:
             fields["c128a_decode_topk_lens"] = fields.pop("decode_topk_lens")
             decode, prefill = lists

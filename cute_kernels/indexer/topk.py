@@ -53,7 +53,7 @@ SHARED = (
     (17, 32768, (32, 4, 8, 8)),
 )
 """(fewer rows than, more columns than, shape) of clusters, up to their capacity, the first that fits. On an H200 8 rows
-of 32768 columns take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us (perf/notes/indexer_topk.md)."""
+of 32768 columns take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us."""
 
 MANY_ROWS = 264
 MANY = (

@@ -21,7 +21,7 @@ LOWEST_ORDER = 0xFF800000
 
 
 TOO_MANY = -(1 << 20)
-"""Candidates of a warp whose list is too short: 32 warps have a number less than 0 with it, whatever the others have."""
+"""Candidates of a warp whose list is too short: the sum of all warps is less than 0, whatever the others have."""
 
 
 class Scale(NamedTuple):

@@ -25,7 +25,19 @@ from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import lanes_prefix, pairwise
 from cute_kernels.indexer.topk_bins import LOWEST_ORDER, NAN_ORDER, Bins, Scale, finest
 from cute_kernels.indexer.topk_picks import Picks, Slots
-from cute_kernels.indexer.topk_plan import BIN_BITS, CHUNK, CHUNK_BITS, GROUPS, LIST, RANKED, SPARE, ZEROS, Here, Part, Plan
+from cute_kernels.indexer.topk_plan import (
+    BIN_BITS,
+    CHUNK,
+    CHUNK_BITS,
+    GROUPS,
+    LIST,
+    RANKED,
+    SPARE,
+    ZEROS,
+    Here,
+    Part,
+    Plan,
+)
 
 AT_ONCE = 3
 """Listed elements that a thread loads before it looks at one."""
@@ -172,7 +184,7 @@ class RowPicks:
         """List the candidates of all tiles, of which the first is loaded: how many a warp has."""
         listed = Int32(0)
         for tile in cutlass.range(part.tiles, unroll=1):
-            if const_expr(self.plan.tiles > 1):
+            if const_expr(self.plan.tiles > 1):  # noqa: SIM102
                 if tile > 0:
                     self.load(here, part, tile, scores)
             listed = self.collect(here, part, tile, scores, bound, listed)
@@ -297,9 +309,7 @@ class RowPicks:
         return Int32(cute.arch.warp_redux_sync(number, "add"))
 
     @cute.jit
-    def collect(
-        self, here: Here, part: Part, tile: Int32, scores: cute.Tensor, bound: Uint32, listed: Int32
-    ) -> Int32:
+    def collect(self, here: Here, part: Part, tile: Int32, scores: cute.Tensor, bound: Uint32, listed: Int32) -> Int32:
         """List a tile's candidates after those that are listed, as far as they fit: how many there are now."""
         least, number = ptx.of_descending_order(bound), Int32(0)
         chunk = self.first_chunk(here, part, tile)

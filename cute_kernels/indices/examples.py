@@ -239,9 +239,9 @@ def mixed() -> Iterator[Example]:
 def step() -> Iterator[Example]:
     """build_step_metadata(upload, seq_lens, min_restart, swa_block_table, c4_swa_block_table,
     c4_compressed_block_table, c4_state_block_table, c128_swa_block_table, c128_compressed_block_table,
-    c128_state_block_table, key_starts, buffer, c128a_decode_buffer, c128a_prefill_buffer, num_requests, num_tokens, num_decodes,
-    num_decode_tokens, max_num_tokens, window_size, index_topk, c128a_columns, swa_block_size, kv_block_size,
-    c4_state_block_size, c128_state_block_size, use_pdl)"""
+    c128_state_block_table, key_starts, buffer, c128a_decode_buffer, c128a_prefill_buffer, num_requests, num_tokens,
+    num_decodes, num_decode_tokens, max_num_tokens, window_size, index_topk, c128a_columns, swa_block_size,
+    kv_block_size, c4_state_block_size, c128_state_block_size, use_pdl)"""
     for requests, longest, decodes, ratios, window_size, columns, is_given, aligned, use_pdl in (
         (1, 1, 1, (1, 4, 128), 128, 128, False, True, False),
         (7, 9, 4, (1, 4, 128), 128, 640, True, True, True),

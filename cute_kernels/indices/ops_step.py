@@ -78,9 +78,9 @@ _step = define_op(
     "build_step_metadata(Tensor upload, Tensor? seq_lens, Tensor? min_restart, Tensor? swa_block_table, "
     "Tensor? c4_swa_block_table, Tensor? c4_compressed_block_table, Tensor? c4_state_block_table, "
     "Tensor? c128_swa_block_table, Tensor? c128_compressed_block_table, Tensor? c128_state_block_table, "
-    "Tensor? key_starts, Tensor(a!) buffer, Tensor(b!)? c128a_decode_buffer, Tensor(c!)? c128a_prefill_buffer, SymInt num_requests, "
-    "SymInt num_tokens, SymInt num_decodes, SymInt num_decode_tokens, SymInt max_num_tokens, SymInt window_size, "
-    "SymInt index_topk, SymInt c128a_columns, SymInt swa_block_size, SymInt kv_block_size, "
+    "Tensor? key_starts, Tensor(a!) buffer, Tensor(b!)? c128a_decode_buffer, Tensor(c!)? c128a_prefill_buffer, "
+    "SymInt num_requests, SymInt num_tokens, SymInt num_decodes, SymInt num_decode_tokens, SymInt max_num_tokens, "
+    "SymInt window_size, SymInt index_topk, SymInt c128a_columns, SymInt swa_block_size, SymInt kv_block_size, "
     "SymInt c4_state_block_size, SymInt c128_state_block_size, bool use_pdl) -> ()",
     check=_check,
     reference=of_arguments(reference.build_step_metadata),

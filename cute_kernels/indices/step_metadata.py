@@ -166,9 +166,9 @@ class Lists(NamedTuple):
 
 
 class StepKernel:
-    """Entry point: (buffer, addresses of starts, seq_lens, min_restart and key_starts, lists, requests, sizes, exponents of the
-    pages' rows [window, compressed 4, state 4, compressed 128, state 128], of each kind start, tables as (address,
-    bytes from row to row, columns) and topk, whether to launch as a dependent of the kernel before, stream)."""
+    """Entry point: (buffer, addresses of starts, seq_lens, min_restart and key_starts, lists, requests, sizes,
+    exponents of the pages' rows [window, compressed 4, state 4, compressed 128, state 128], of each kind start,
+    tables as (address, bytes from row to row, columns) and topk, whether to launch as a dependent of the kernel before, stream)."""
 
     def __init__(self, key: StepKey) -> None:
         self.width = key.width
@@ -306,7 +306,7 @@ class StepKernel:
                     ptx.store_global_s32(kind.start + room * KIND_OFFSETS["visible"] + offset * 4, visible)
                     place = kind.start + room * KIND_OFFSETS["decode_topk_lens"] + offset * 4
                     ptx.store_global_s32(place, cutlass.min(visible, kind.topk), is_decode)
-                if const_expr(number == KEYS_KIND):
+                if const_expr(number == KEYS_KIND):  # noqa: SIM102
                     if batch.key_starts != 0:
                         place = batch.key_starts + Int64(request) * 4
                         key = ptx.load_global_s32_where(request >= 0, place, is_shared=True)

@@ -72,7 +72,12 @@ def test_few_long_rows_are_shared() -> None:
 
 def test_many_rows_share_multiprocessors() -> None:
     """Rows of several tiles and registers for 32 warps: what one block waits for, others use."""
-    for shape, warps in (((2048, 17408, 512), 8), ((264, 65536, 1024), 8), ((4096, 65537, 512), 16), ((300, 5000, 2048), 16)):
+    for shape, warps in (
+        ((2048, 17408, 512), 8),
+        ((264, 65536, 1024), 8),
+        ((4096, 65537, 512), 16),
+        ((300, 5000, 2048), 16),
+    ):
         key = key_for("sm_90a", *shape)
         assert (key.warps, key.cluster, key.is_spread) == (warps, 1, False)
         assert key.plan.is_streamed

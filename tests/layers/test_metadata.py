@@ -155,6 +155,15 @@ def check(m: DeepseekV4Metadata, s: Step, max_model_len: int = MAX_LEN) -> None:
         seen = [(p + 1) // 4 for _, p in rows]
         same("visible", m.visible, seen, int32)
         same("decode_topk_lens", m.decode_topk_lens, [min(n, CONFIG.index_topk) for n in seen[:decode_rows]], int32)
+    keys = "prefill_key_starts", "row_key_starts", "row_key_ends"
+    has_keys = s.ratio == 4 and s.num_decodes < requests
+    assert [getattr(m, name) is not None for name in keys] == [has_keys] * 3
+    if has_keys:
+        first = {r: sum(n // 4 for n in s.seq_lens[s.num_decodes : r]) for r in range(s.num_decodes, requests + 1)}
+        same(keys[0], m.prefill_key_starts, list(first.values()), int32)
+        own = [(first[r], first[r] + (p + 1) // 4) for r, p in rows[decode_rows:]]
+        same(keys[1], m.row_key_starts[decode_rows:], [start for start, _ in own], int32)
+        same(keys[2], m.row_key_ends[decode_rows:], [end for _, end in own], int32)
     if s.ratio != 128:
         return
     width = s.c128a_width(max_model_len)
