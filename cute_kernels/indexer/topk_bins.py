@@ -71,10 +71,12 @@ class Bins:
         self.clear(here, CANDIDATES, 4 * BINS)
         self.barrier()
 
-    def push(self, here: Here, scale: Scale, order: Any, is_wanted: Any = True) -> None:
+    def push(self, here: Here, scale: Scale, order: Any, is_wanted: Any, may_be_nan: bool) -> None:
         """Count the order of a number, where it is wanted and in a bin."""
         number = scale.bin(order)
-        is_wanted = (number < Uint32(BINS)) & (order != Uint32(NAN_ORDER)) & is_wanted
+        is_wanted = (number < Uint32(BINS)) & is_wanted
+        if may_be_nan:
+            is_wanted = is_wanted & (order != Uint32(NAN_ORDER))
         ptx.reduce_shared("add.u32", here.at + CANDIDATES + Int32(number) * 4, Int32(1), is_wanted)
 
     @cute.jit

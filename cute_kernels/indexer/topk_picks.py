@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import lanes_prefix
@@ -86,17 +86,18 @@ class Picks:
         self,
         here: Here,
         is_there: Boolean,
-        score: Float32,
+        order: Uint32,
         place: Int32,
         low: Uint32,
         shift: Int32,
         is_tied: Boolean,
+        may_be_nan: cutlass.Constexpr,
     ) -> None:
         """Pick an element before `low`; note one of the 2^shift orders from there on as a tie, or list it."""
-        order = ptx.descending_order(score)
-        # of NaN there is a bin only if all numbers are picked
         is_last = is_there & (Scale(low, shift).bin(order) == Uint32(0))
-        is_last = is_last & ((order != Uint32(NAN_ORDER)) | (low == Uint32(NAN_ORDER)))
+        if const_expr(may_be_nan):
+            # of NaN there is a bin only if all numbers are picked
+            is_last = is_last & ((order != Uint32(NAN_ORDER)) | (low == Uint32(NAN_ORDER)))
         word, bit = here.at + self.plan.picks + (place >> 5) * 4, Int32(1) << (place & 31)
         ptx.reduce_shared("or.b32", word, bit, is_there & (order < low))
         if is_last:

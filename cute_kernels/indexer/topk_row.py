@@ -90,7 +90,7 @@ class RowPicks:
 
         scale = finest(top, bound)
         low, shift = scale.low, scale.shift
-        self.count(here, part, listed, low, shift)
+        self.count(here, part, listed, low, shift, self.plan.is_streamed)
         bin_, before, count = self.bins.find(here, k)
         wanted = k - before
         is_nan = count == 0
@@ -193,7 +193,7 @@ class RowPicks:
 
     @cute.jit
     def complete(self, here: Here, part: Part, listed: Int32) -> Uint32:
-        """Add the scores to the warp's list of places, unless it is more than full: the smallest order among them."""
+        """Add the orders to the warp's list of places, unless it is more than full: the smallest of them."""
         first = Uint32(NAN_ORDER)
         stop = listed if listed <= self.length else Int32(0)
         for start in cutlass.range(Int32(0), stop, 32 * AT_ONCE, unroll=1):
@@ -205,9 +205,9 @@ class RowPicks:
                 word = ptx.load_global_s32_where(number < stop, part.base + Int64(place) * 4, is_shared=True)
                 found.append((number, where, word))
             for number, where, word in found:
-                if number < stop:
-                    ptx.store_shared_s32(where, word)
-                first = cutlass.min(first, Uint32(ptx.descending_order(word.bitcast(Float32))))
+                order = Uint32(ptx.descending_order(word.bitcast(Float32)))
+                ptx.store_shared_s32_where(number < stop, where, Int32(order))
+                first = cutlass.min(first, order)
         cute.arch.sync_warp()
         return Uint32(cute.arch.warp_redux_sync(first, "min"))
 
@@ -341,49 +341,56 @@ class RowPicks:
                 target = ptx.append_where_at_least(target, scores[i], least, column)
         return cute.arch.shuffle_sync(sums, 31)
 
-    def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32) -> None:
-        """Count the warp's candidates in bins."""
+    def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, has_orders: bool = True) -> None:
+        """Count the warp's candidates in bins. has_orders: the list has orders, not scores; it has them afterwards."""
 
-        def push(is_there: Any, score: Any, place: Any) -> None:
-            self.bins.push(here, Scale(low, shift), ptx.descending_order(score), is_there)
+        def push(is_there: Any, order: Any, place: Any, may_be_nan: bool) -> None:
+            self.bins.push(here, Scale(low, shift), order, is_there, may_be_nan)
 
-        self.each(here, part, listed, push)
+        self.each(here, part, listed, push, has_orders)
 
     def pick(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, is_tied: Boolean) -> None:
         """Pick the warp's elements before `low`; those of the 2^shift orders from there on may be picked later."""
 
-        def add(is_there: Any, score: Any, place: Any) -> None:
-            self.picks.add(here, is_there, score, place, low, shift, is_tied)
+        def add(is_there: Any, order: Any, place: Any, may_be_nan: bool) -> None:
+            self.picks.add(here, is_there, order, place, low, shift, is_tied, may_be_nan)
 
-        self.each(here, part, listed, add)
+        self.each(here, part, listed, add, True)
 
     @cute.jit
-    def each(self, here: Here, part: Part, listed: Int32, work: cutlass.Constexpr) -> None:
-        """work(whether there is such an element, its score, its place) for what the warp lists or, if that were more
-        than a list holds, for all of its elements."""
+    def each(
+        self, here: Here, part: Part, listed: Int32, work: cutlass.Constexpr, has_orders: cutlass.Constexpr
+    ) -> None:
+        """work(whether there is such an element, its order, its place, whether it may be NaN) for what the warp lists
+        or, if that were more than a list holds, for all of its elements."""
         if listed <= self.length:
             for first in cutlass.range(Int32(0), listed, 32 * AT_ONCE, unroll=1):
-                found = self.load_list(here, first + here.lane, listed)
+                found = self.load_list(here, first + here.lane, listed, has_orders)
                 for i in range_constexpr(AT_ONCE):
                     if first + 32 * i < listed:
-                        work(*found[i])
+                        work(*found[i], False)
         else:
             for tile in cutlass.range(part.tiles, unroll=1):
                 place = self.first_chunk(here, part, tile) * CHUNK + here.lane * 4
                 for _vector in cutlass.range(self.vectors, unroll=1):
                     for element in self.load_again(part, place):
-                        work(*element)
+                        work(*element, True)
                     place += part.step
 
-    def load_list(self, here: Here, first: Any, listed: Any) -> list[Any]:
-        """(whether there is such an element, its score, its place) of a thread's next ones of its warp's list."""
+    def load_list(self, here: Here, first: Any, listed: Any, has_orders: bool) -> list[Any]:
+        """(whether there is such an element, its order, its place) of a thread's next ones of its warp's list. Where
+        the list has scores, it has their orders afterwards."""
         found = []
         for i in range(AT_ONCE):
             number = first + i * 32
             where = here.at + LIST + (here.warp * self.length + cutlass.min(number, listed - 1)) * 8
-            word, place = ptx.load_shared_64(where)
-            found.append((number < listed, word.bitcast(Float32), place))
-        return found
+            found.append((number < listed, where, *ptx.load_shared_64(where)))
+        if not has_orders:
+            orders = [ptx.descending_order(word.bitcast(Float32)) for _, _, word, _ in found]
+            for (is_there, where, _, _), order in zip(found, orders, strict=True):
+                ptx.store_shared_s32_where(is_there, where, Int32(order))
+            return [(found[i][0], orders[i], found[i][3]) for i in range(AT_ONCE)]
+        return [(is_there, Uint32(word), place) for is_there, _, word, place in found]
 
     def load_again(self, part: Part, first: Any) -> list[Any]:
         """The same of four neighbouring places of the row."""
@@ -392,5 +399,5 @@ class RowPicks:
             place = first + j
             is_there = (place >= part.head) & (place < part.stop)
             word = ptx.load_global_s32_where(is_there, part.base + Int64(place) * 4, is_shared=True)
-            found.append((is_there, word.bitcast(Float32), place))
+            found.append((is_there, ptx.descending_order(word.bitcast(Float32)), place))
         return found

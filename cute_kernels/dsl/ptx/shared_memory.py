@@ -22,6 +22,11 @@ def append_where_at_least(address: Any, a: Any, b: Any, word: Any) -> Any:
     )
 
 
+def store_shared_s32_where(condition: Any, address: Any, word: Any) -> None:
+    """sm_70 and up. A word to shared memory, 4-byte aligned, where the condition holds."""
+    inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[Int32(address), Int32(word)], predicate=condition)
+
+
 def store_shared_128(address: Any, words: Any) -> None:
     """sm_70 and up. Four words to shared memory, 16-byte aligned."""
     inline_ptx(

@@ -1,0 +1,97 @@
+"""The kernel of the picks of a row in the model, against a stable sort: rows that fit a guess, and rows that fool it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.indexer.topk import TopKKey, groups_for, share_for
+from tests.compile.reports import compile_report
+from tests.model.launch import divisor, pack, run_grid
+from tests.model.memory import GlobalMemory
+from tests.model.ptx import parse
+
+INF, NAN = float("inf"), float("nan")
+
+
+def chosen(values: list[float], weights: list[float]) -> Callable[[np.random.Generator, int], np.ndarray]:
+    return lambda rng, n: rng.choice(values, n, p=np.array(weights) / sum(weights))
+
+
+def cluster(rng: np.random.Generator, n: int) -> np.ndarray:
+    """All picks are neighbours."""
+    x = rng.standard_normal(n)
+    x[n // 2 : n // 2 + 900] += 100
+    return x
+
+
+def sampled(rng: np.random.Generator, n: int) -> np.ndarray:
+    """The best ones of a row of three tiles of 8 warps are in the first: a guess by it is too high."""
+    x = rng.standard_normal(n)
+    x[(np.arange(n) // 128) % 3 == 0] += 100
+    return x
+
+
+def unsampled(rng: np.random.Generator, n: int) -> np.ndarray:
+    """None of the best ones are in the first tile: a guess by it is too low, and lists overflow."""
+    x = rng.standard_normal(n)
+    x[(np.arange(n) // 128) % 3 != 0] += 100
+    return x
+
+
+def bits(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Every kind of fp32: subnormal, infinite, NaN of either sign."""
+    return rng.integers(0, 1 << 32, n, dtype=np.uint32).view(np.float32)
+
+
+PATTERNS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "normal": lambda rng, n: rng.standard_normal(n),
+    "far": lambda rng, n: 1e-3 * rng.standard_normal(n) - 1000,
+    "equal": lambda rng, n: np.ones(n),
+    "rising": lambda rng, n: np.arange(n),
+    "falling": lambda rng, n: -np.arange(n),
+    "cluster": cluster,
+    "sampled": sampled,
+    "unsampled": unsampled,
+    "zeros": chosen([0.0, -0.0, 1.0], [10, 10, 1]),
+    "infinite": chosen([-INF, INF, 0.5, 2.0], [50, 0.2, 1, 1]),
+    "mostly nan": chosen([NAN, 1.0, -INF, -2.0], [100, 1, 1, 1]),
+    "all nan": chosen([NAN], [1]),
+    "large": chosen([3e38, -3e38, 2e38], [1, 1, 1]),
+    "bits": bits,
+}
+
+
+def expected(row: np.ndarray, k: int) -> np.ndarray:
+    columns = np.arange(len(row))
+    if len(row) > k:
+        is_nan = np.isnan(row)
+        order = np.lexsort((columns, np.where(is_nan, 0, -row), is_nan))
+        columns = np.sort(order[:k])
+    return np.concatenate([columns, np.full(k - len(columns), -1)]).astype(np.int32)
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 1, 8), (16, 4, 1, 2), (8, 4, 1, 1)])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_picks(shape: tuple[int, int, int, int], pattern: str) -> None:
+    key = TopKKey("sm_90a", *shape)
+    program = parse(compile_report(key).ptx)
+    for k, columns in ((512, 17_409), (1024, 8195), (100, 3001), (2, 130)):
+        if columns > key.capacity:
+            continue
+        with np.errstate(all="ignore"):
+            scores = PATTERNS[pattern](np.random.default_rng(columns), columns).astype(np.float32)
+        for start, end in ((0, columns), (columns // 5 + 1, columns - 2)):
+            memory = GlobalMemory(1 << 20)
+            values = [memory.put(scores), 4 * columns, columns, memory.put(np.array([start], np.int32)), 4]
+            values += [memory.put(np.array([end], np.int32)), 4, 0, *divisor(1), columns, 0, 0, 0, 0]
+            values += [*divisor(1), 2**31 - 1, out := memory.reserve(4 * k), 4 * k, k, share_for(key, k)]
+            values += [groups_for(key, k), 0, 0]
+            with np.errstate(all="ignore"):
+                run_grid(program, pack(program, values), memory, blocks=1, size=key.smem_bytes, seed=k)
+            got = memory.get(out, (k,), np.int32)
+            assert np.array_equal(got, expected(scores[start:end], k)), (k, columns, start)
