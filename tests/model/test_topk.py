@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_picks(shape: tuple[int, int, int, int], pattern: str) -> None:
             scores = PATTERNS[pattern](np.random.default_rng(columns), columns).astype(np.float32)
         for start, end in ((0, columns), (columns // 5 + 1, columns - 2)):
             memory = GlobalMemory(1 << 20)
-            values = [memory.put(scores), 4 * columns, columns, memory.put(np.array([start], np.int32)), 4]
+            values: list[Any] = [memory.put(scores), 4 * columns, columns, memory.put(np.array([start], np.int32)), 4]
             values += [memory.put(np.array([end], np.int32)), 4, 0, *divisor(1), columns, 0, 0, 0, 0]
             values += [*divisor(1), 2**31 - 1, out := memory.reserve(4 * k), 4 * k, k, share_for(key, k)]
             values += [groups_for(key, k), 0, 0]
