@@ -124,17 +124,22 @@ class Picks:
         word, place = ptx.load_cluster_64(own) if const_expr(self.cluster > 1) else ptx.load_shared_64(own)
         is_there = here.lane < count
         order, place = Uint32(word) if is_there else Uint32(NAN_ORDER), place if is_there else Int32(NOWHERE)
-        better = Int32(0)
-        for first in cutlass.range(Int32(0), count, RANKED_AT_ONCE, unroll=1):
-            for i in range_constexpr(RANKED_AT_ONCE):
-                other = Uint32(cute.arch.shuffle_sync(Int32(order), first + i))
-                is_equal = (other == order) & (cute.arch.shuffle_sync(place, first + i) < place)
-                better += Int32((other < order) | is_equal)
-        is_picked = is_there & (better < wanted)
+        is_picked = is_there & (self.better(order, place, count) < wanted)
         ptx.store_shared_s32(here.at + WINNERS + here.lane * 4, place if is_picked else Int32(NOWHERE))
         place -= here.rank * self.plan.places
         is_own = is_picked & (place >= 0) & (place < self.plan.places)
         ptx.reduce_shared("or.b32", here.at + self.plan.ties + (place >> 5) * 4, Int32(1) << (place & 31), is_own)
+
+    @cute.jit
+    def better(self, order: Uint32, place: Int32, count: Int32) -> Int32:
+        """How many of the first `count` lanes have a better element than this one."""
+        number = Int32(0)
+        for first in cutlass.range(Int32(0), count, RANKED_AT_ONCE, unroll=1):
+            for i in range_constexpr(RANKED_AT_ONCE):
+                other = Uint32(cute.arch.shuffle_sync(Int32(order), first + i))
+                is_equal = (other == order) & (cute.arch.shuffle_sync(place, first + i) < place)
+                number += Int32((other < order) | is_equal)
+        return number
 
     @cute.jit
     def write(
@@ -191,7 +196,8 @@ class Picks:
             target = cute.arch.shuffle_sync(sums, 31)
         if slots.table != 0:
             cute.arch.sync_warp()
-            self.write_slots(here, start_of_warp, cutlass.min(target, k), out, slots)
+            stop = cutlass.min(target, k)
+            self.write_slots(here.at + LIST, start_of_warp + here.lane, 32, stop, out, slots)
         if const_expr(self.cluster > 1):
             self.bins.barrier()  # nobody leaves while others may read its shared memory
 
@@ -215,17 +221,19 @@ class Picks:
             number += 1
 
     @cute.jit
-    def write_slots(self, here: Here, first: Int32, stop: Int32, out: Int64, slots: Slots) -> None:
-        """Write the slots of the warp's listed picks, `first` to `stop`: neighbours by neighbouring lanes, and as many
-        pages under way as there can be."""
-        for start in cutlass.range(first, stop, 32 * LOOK_UPS, unroll=1):
+    def write_slots(
+        self, columns: Int32, first: Int32, step: cutlass.Constexpr, stop: Int32, out: Int64, slots: Slots
+    ) -> None:
+        """Write the slots of listed picks, up to `stop`, of which a thread has every step-th one from `first` on:
+        neighbours by neighbouring lanes, and as many pages under way as there can be."""
+        for start in cutlass.range(first, stop, step * LOOK_UPS, unroll=1):
             found = []
             for i in range_constexpr(LOOK_UPS):
-                number = start + here.lane + 32 * i
-                entry = ptx.load_shared_s32(here.at + LIST + cutlass.min(number, stop - 1) * 4)
+                number = start + step * i
+                entry = ptx.load_shared_s32(columns + cutlass.min(number, stop - 1) * 4)
                 found.append(slots.look_up(entry, number < stop))
             for i in range_constexpr(LOOK_UPS):
-                number = start + here.lane + 32 * i
+                number = start + step * i
                 ptx.store_global_s32(out + Int64(number) * 4, slots.slot(found[i]), number < stop)
 
     @cute.jit

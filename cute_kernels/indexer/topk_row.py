@@ -1,8 +1,11 @@
 """Device side of the picks of a row: which of its columns are the k best, and their order in the result.
 
-1. A warp finds the best of some groups of its elements, and a score that its share of k of these reach, or a few more.
-   The worst of these scores is reached by at least k elements: a bound from below that leaves little more than k
-   candidates. Every warp has columns from all over the row, so clusters of good columns do not matter.
+1. A bound leaves little more than k candidates. Every warp has columns from all over the row, so clusters of good
+   columns do not matter.
+   Of a row that a block takes in tiles: what probably a few more than k scores reach, guessed by the first tile. So the
+   row is read once. If the guess was wrong, because fewer than k scores reach it or more than there is room for, and
+   of other rows: a warp finds the best of some groups of its elements, and a score that its share of k of these reach,
+   or a few more. The worst of these scores is reached by at least k elements.
 2. Warps list their candidates. A histogram of them, between the bound and the best element, leaves those that share the
    k-th one's bin. While these are too many, they get a histogram of their own, 512 times as fine.
 3. They are ranked by score and place; or, if they are many with the same score, they are picked by place.
@@ -67,8 +70,8 @@ class RowPicks:
 
     @cute.jit
     def select(self, here: Here, part: Part, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots) -> None:
-        """Write the k best of a row that has more columns, or their slots: at least `share` candidates of a warp's
-        maxima of `groups` groups a thread."""
+        """Write the k best of a row that has more columns, or their slots. Where the bound is none that is guessed, at
+        least `share` of a warp's maxima of `groups` groups a thread reach it."""
         scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
         best = cute.make_rmem_tensor((GROUPS,), Float32)
         top, bound, listed = Uint32(NAN_ORDER), Uint32(LOWEST_ORDER), Int32(0)
@@ -84,10 +87,6 @@ class RowPicks:
                 top, bound = self.bound_of_tiles(here, part, part.tiles, scores, best, groups, share)
                 listed = self.list_tiles(here, part, scores, bound)
                 self.complete(here, part, listed)
-        if const_expr(self.plan.is_single):
-            for line in cutlass.range(here.thread, part.lines, self.plan.threads, unroll=1):
-                ptx.prefetch_l2((part.later & -128) + Int64(line) * 128, line < part.lines)
-
         scale = finest(top, bound)
         low, shift = scale.low, scale.shift
         self.count(here, part, listed, low, shift, self.plan.is_streamed)
@@ -134,8 +133,7 @@ class RowPicks:
     ) -> tuple[Any, Any]:
         """(order of the best score of the first `tiles` tiles, one that `share` maxima of every warp reach). The first
         tile's scores remain."""
-        for i in range_constexpr(GROUPS):
-            best[i] = Int32(-1).bitcast(Float32)
+        self.clear_best(best)
         for number in cutlass.range(tiles, unroll=1):
             self.load(here, part, tiles - 1 - number, scores)
             self.update(best, scores)
@@ -149,8 +147,7 @@ class RowPicks:
         lane reaches it in 1 - exp(-n) of all lanes: it is where so many of these are better. With many picks a lane's
         columns are two halves, and with too many for these all numbers are candidates. The row's bound is the average
         of the warps'."""
-        for i in range_constexpr(GROUPS):
-            best[i] = Int32(-1).bitcast(Float32)
+        self.clear_best(best)
         self.load(here, part, Int32(0), scores)
         self.update(best, scores)
         halves = [pairwise([best[2 * half + i] for i in (0, 1, 4, 5)], ptx.max_f32) for half in range(2)]
@@ -166,6 +163,10 @@ class RowPicks:
             bound = (bound + cute.arch.shuffle_sync(self.sorted(here, other), number & 31)) * Float32(0.5)
         bound = bound if number < 31 else Float32(float("-inf"))
         return Uint32(ptx.descending_order(self.bins.average(here, bound)))
+
+    def clear_best(self, best: Any) -> None:
+        for i in range(GROUPS):
+            best[i] = Int32(-1).bitcast(Float32)
 
     @cute.jit
     def sorted(self, here: Here, value: Float32) -> Float32:
