@@ -20,7 +20,7 @@ LONG = ((1, 262144), (8, 262144), (1, 1048576))
 """(rows, columns): of a decode step, and of contexts of one and four million tokens at ratio 4."""
 PREFILL = ((4096, 4096), (4096, 16384), (1024, 65536))
 
-VARIANTS: tuple[dict[str, int], ...] = (
+VARIANTS: tuple[dict[str, Any], ...] = (
     {"warps": 8, "vectors": 4},
     {"warps": 8, "vectors": 8},
     {"warps": 16, "vectors": 4},
@@ -30,9 +30,11 @@ VARIANTS: tuple[dict[str, int], ...] = (
     {"warps": 32, "vectors": 8},
     {"warps": 8, "vectors": 4, "cluster": 2},
     {"warps": 8, "vectors": 8, "cluster": 4},
-    {"warps": 16, "vectors": 8, "tiles": 2},
-    {"warps": 16, "vectors": 8, "tiles": 4},
-    {"warps": 32, "vectors": 4, "tiles": 4},
+    {"warps": 8, "vectors": 4, "tiles": 8},
+    {"warps": 8, "vectors": 8, "tiles": 8},
+    {"warps": 16, "vectors": 8, "tiles": 8},
+    {"warps": 16, "vectors": 8, "tiles": 16},
+    {"warps": 32, "vectors": 8, "tiles": 8},
     {"warps": 32, "vectors": 4, "cluster": 8, "tiles": 8},
     {"warps": 16, "vectors": 8, "cluster": 8, "tiles": 8},
 )
@@ -128,7 +130,7 @@ def _variants(op: str) -> dict[str, Run]:
 
     bounds_of = topk_decode.bounds if op == "decode" else topk_prefill.bounds
 
-    def run(fields: dict[str, int], logits: Any, *rest: Any) -> None:
+    def run(fields: dict[str, Any], logits: Any, *rest: Any) -> None:
         *bounds, out, rows, k = rest if op == "prefill" else _local(rest)
         key = topk.TopKKey(arch_of(0), **fields)
         if not logits.shape[1] <= key.capacity <= 4 * logits.shape[1]:

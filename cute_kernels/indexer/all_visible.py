@@ -30,4 +30,4 @@ def launch(visible: Any, out: Any, slot_block_table: Any, slot_rows_per_page: in
     starts, ends = bounds(visible)
     numbers = *scores, *starts, *ends, k, 0, *slots(slot_block_table, slot_rows_per_page), rows, k
     key = TopKKey(arch_of(out.device.index), *topk.SHAPES[0])
-    launch_key(key, out.device.index, out, *numbers, 0, 1, 0, 0)
+    launch_key(key, out.device.index, out, *numbers, 0, 1, 0)

@@ -28,7 +28,7 @@ from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.indexer.topk_picks import Slots
 from cute_kernels.indexer.topk_plan import CHUNK, GROUPS, Here, Part, Plan
 from cute_kernels.indexer.topk_row import RowPicks
-from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of, multiprocessors
+from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
@@ -40,28 +40,22 @@ MOST_PICKS, MOST_ROWS = 2048, 2**28
 LOCAL = 0, 0, 0, 1
 """No block table: columns are written as they are."""
 
-SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (32, 8, 1, 1), (8, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
-"""(warps, vectors of a thread, cluster, tiles) of blocks that take whole rows: of up to 4096, 8192, 16384 and 32768
-columns, which their registers hold, and of up to 65536, 262144 and 524288, which come in tiles."""
-
-ALONE = "sm_90a", 512, 16384, (16, 16, 1, 1)
-"""(architecture, most picks, more columns than, shape) of blocks in place of those of 32 warps, up to their capacity.
-On an H200 256 rows of 32768 columns take 18.5 us instead of 19.5, but with 1024 picks 20.5 and 20.2 us."""
+SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
+"""(warps, vectors of a thread, cluster, tiles) of blocks that take whole rows: of up to 4096, 8192 and 16384 columns,
+which their registers hold, and of up to 131072, 262144 (the second one where there is less shared memory) and 524288,
+which come in tiles."""
 
 SHARED = (
     (17, 16384, (8, 8, 4, 1)),
     (17, 32768, (32, 4, 8, 8)),
 )
-"""(fewer rows than, more columns than, shape) of clusters, up to their capacity, the first that fits. On an H200 8 rows
-of 32768 columns take 7.0 us with clusters of four, 7.7 us without, but 64 rows 10.0 and 9.2 us."""
+"""(fewer rows than, more columns than, shape) of clusters, up to their capacity, the first that fits. On an H200 16
+rows of 20000 columns take 6.4 us with clusters of four and 7.1 us without, 8 rows of 70000 columns 10.2 and 11.5 us."""
 
-MANY_ROWS = 264
-MANY = (
-    (1024, 65536, (8, 8, 1, 8)),
-    (2048, 262144, (16, 8, 1, 16)),
-)
-"""Rows from which several blocks of a multiprocessor, each with tiles of a row, are faster than one with all of it; and
-(most picks, most columns, shape), the first that fits. On an H200 2048 rows of 17408 columns take XX us instead of 107 (k = 512), and XX instead of 122 (k = 1024)."""
+MANY_ROWS, MANY_COLUMNS, MANY = 264, 4096, (8, 4, 1, 8)
+"""Rows and columns from which on, and the shape of which, four blocks of a multiprocessor are faster than larger
+ones: what one waits for, others use. On an H200 2048 rows of 17408 columns take 58 us (k = 512) and 65 us (k = 1024),
+with shapes of 16 warps 71 and 80 us; 4096 rows of 4096 columns 58 us, with blocks whose registers hold them 49 us."""
 
 SPREAD_ROWS, SPREAD = 128, ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1))
 """Calls of at most so many rows, and the shapes of which these take the kernels that are spread. A dependent launch
@@ -122,7 +116,7 @@ class TopKKey(KernelKey):
         scores, starts, ends = (Int64(0), Int64(4), Int32(1)), (Int64(0), Int64(4)), (Int64(0), Int64(4), Int64(4))
         out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
         table = Int64(0), Int64(0), Int32(0), Int32(1)
-        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(3)), *table, *(Int32(1) for _ in range(6)))
+        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(3)), *table, *(Int32(1) for _ in range(5)))
         return TopKKernel(self), (out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
@@ -131,14 +125,14 @@ class TopKKernel:
     or 0, their stride; address of the ends, strides of requests and of their tokens, tokens of a request; what no end
     exceeds, whether a row's first column is that of its start (-1) or not (0); address of the block table or 0, stride
     of its rows in bytes, its columns, rows of a page; rows, k, a warp's share of k, groups of a thread whose maxima
-    bound it, 128-byte lines of a row to fetch early, how many rows later that one is which L2 fetches meanwhile;
-    stream)."""
+    bound it, 128-byte lines of a row to fetch early; stream)."""
 
     def __init__(self, key: TopKKey) -> None:
         self.plan = key.plan
         self.row = RowPicks(self.plan)
         self.threads, self.cluster, self.smem_bytes = self.plan.threads, key.cluster, key.smem_bytes
-        self.resident = 32 // key.warps if key.cluster == 1 and key.vectors <= 8 else 0
+        # so many blocks of a multiprocessor must find registers
+        self.resident = 32 // key.warps if key.cluster == 1 else 0
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         self.name = f"top_k_per_row_w{key.warps}v{key.vectors}c{key.cluster}t{key.tiles}" + "s" * key.is_spread
 
@@ -166,7 +160,6 @@ class TopKKernel:
         share: Int32,
         groups: Int32,
         early_lines: Int32,
-        ahead: Int32,
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -193,7 +186,6 @@ class TopKKernel:
             share,
             groups,
             early_lines,
-            ahead,
         )
         kernel.launch(
             grid=[rows * self.cluster, 1, 1],
@@ -230,7 +222,6 @@ class TopKKernel:
         share: Int32,
         groups: Int32,
         early_lines: Int32,
-        ahead: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -278,44 +269,33 @@ class TopKKernel:
                 tiles = (width + (self.plan.tile - 1)) // self.plan.tile
             skipped = rank * width
             stop = cutlass.min(stop - skipped, width)
-            later, lines = source, Int32(0)
-            if const_expr(self.plan.is_single):
-                later = source + Int64(ahead) * scores_stride
-                is_there = (ahead > 0) & (row + ahead < cute.arch.grid_dim()[0])
-                lines = (Int32(later & 127) + size * 4 + 127) // 128 if is_there else Int32(0)
             step, each = CHUNK * self.plan.warps * tiles, Float32(1.0 / self.plan.warps) * ptx.reciprocal(Int32(tiles))
             base = source + Int64(skipped - head) * 4
-            part = Part(base, head - skipped, stop, tiles, skipped - head, later, lines, step, each)
+            part = Part(base, head - skipped, stop, tiles, skipped - head, step, each)
             self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride, slots)
 
 
 def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a block is enough, by capacity, then others."""
-    alone = [ALONE[-1]] if arch == ALONE[0] else []
-    shapes = [*SHAPES, *alone, *(shape for *_, shape in (*MANY, *(SHARED if arch in CLUSTER_ARCHS else ())))]
-    keys = [TopKKey(arch, *shape) for shape in dict.fromkeys(shapes)]
+    shapes = [*SHAPES, MANY, *(shape for *_, shape in SHARED if arch in CLUSTER_ARCHS)]
+    keys = [TopKKey(arch, *shape) for shape in shapes]
     spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD] if arch in CLUSTER_ARCHS else []
     return [key for key in (*spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
 
 
-def key_for(arch: str, rows: int, width: int, k: int = MOST_PICKS) -> TopKKey:
-    """The kernel for so many picks of so many rows of such a width; if none is wide enough, the widest."""
+def key_for(arch: str, rows: int, width: int) -> TopKKey:
+    """The kernel for so many rows of such a width; if none is wide enough, the widest."""
     keys = keys_of(arch)
     if arch in CLUSTER_ARCHS:
         keys = [key for key in keys if key.is_spread == (rows <= SPREAD_ROWS) or key.shape not in SPREAD]
-    for fewer, more, shape in SHARED if arch in CLUSTER_ARCHS else ():
-        key = TopKKey(arch, *shape)
-        if rows < fewer and more < width <= key.capacity:
-            return key
-    for most, widest, shape in MANY if rows >= MANY_ROWS else ():
-        key = TopKKey(arch, *shape)
-        if k <= most and width <= widest and key in keys:
-            return key
-    only, most, more, shape = ALONE
-    key = TopKKey(arch, *shape)
-    if arch == only and k <= most and more < width <= key.capacity:
-        return key
-    return next((key for key in keys if width <= key.capacity), keys[-1])
+        for fewer, more, shape in SHARED:
+            key = TopKKey(arch, *shape)
+            if rows < fewer and more < width <= key.capacity:
+                return key
+    many = TopKKey(arch, *MANY)
+    if rows >= MANY_ROWS and MANY_COLUMNS < width <= many.capacity:
+        return many
+    return next((key for key in keys if width <= key.capacity), max(keys, key=lambda key: key.capacity))
 
 
 def groups_for(key: Any, k: int) -> int:
@@ -332,11 +312,10 @@ def share_for(key: Any, k: int) -> int:
 
 
 @lru_cache(MOST_CHOICES)
-def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, int, int, int]:
-    """(kernel, a warp's share of k, groups of a thread, rows that are picked from at once if that is to be known)"""
-    key = key_for(arch_of(device_index), rows, width, k)
-    at_once = multiprocessors(device_index) if key == TopKKey(ALONE[0], *ALONE[-1]) else 0
-    return key, share_for(key, k), groups_for(key, k), at_once
+def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, int, int]:
+    """(kernel, a warp's share of k, groups of a thread)"""
+    key = key_for(arch_of(device_index), rows, width)
+    return key, share_for(key, k), groups_for(key, k)
 
 
 def width_of(logits: Any) -> int:
@@ -356,7 +335,7 @@ def check(logits: Any, num_rows: int, k: int) -> tuple[bool, str]:
         return False, f"k must be at most {MOST_PICKS}, got {k}"
     if num_rows >= MOST_ROWS:
         return False, f"there must be fewer than {MOST_ROWS} rows, got {num_rows}"
-    key = keys_of(arch_of(logits.device.index))[-1]
+    key = max(keys_of(arch_of(logits.device.index)), key=lambda key: key.capacity)
     if width_of(logits) > key.capacity:
         return False, f"rows must have at most {key.capacity} columns on {key.arch}, got {logits.shape[1]}"
     return True, ""
@@ -398,14 +377,13 @@ def arguments(
     k: int,
     share: int,
     groups: int,
-    ahead: int = 0,
 ) -> tuple[Any, ...]:
     """What the kernel's entry point takes. bounds: starts, ends, (limit, shifts), slots as `run` takes them."""
     columns = logits.shape[1]
     scores = logits.data_ptr(), logits.stride(0) * 4, columns
     early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
     numbers = (number for part in bounds for number in part)
-    return out, *scores, *numbers, rows, k, share, groups, early_lines, ahead
+    return out, *scores, *numbers, rows, k, share, groups, early_lines
 
 
 def launch_with(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import lanes_prefix, lanes_sum
@@ -124,20 +124,6 @@ class Bins:
         cute.arch.sync_threads()
         number = ptx.load_shared_s32(here.at + RANGES + here.lane % self.warps * 4).bitcast(Float32)
         return lanes_sum(number * Float32(1 / 32))
-
-    @cute.jit
-    def ends(self, here: Here, low: Uint32, top: Uint32, is_lowest: Boolean) -> tuple[Any, Any]:
-        """(average of all warps' scores of orders `low`, or the worst of them; the best one of orders `top`). One block
-        only."""
-        if here.lane == 0:
-            ptx.store_shared_64(here.at + RANGES + here.warp * 8, Int32(low), Int32(top))
-        cute.arch.sync_threads()
-        word, other = ptx.load_shared_64(here.at + RANGES + here.lane % self.warps * 8)
-        best = ptx.of_descending_order(cute.arch.warp_redux_sync(Uint32(other), "min"))
-        bound = lanes_sum(ptx.of_descending_order(Uint32(word)) * Float32(1 / 32))
-        if is_lowest:
-            bound = ptx.of_descending_order(cute.arch.warp_redux_sync(Uint32(word), "umax"))
-        return bound, best
 
     def over_lanes(self, first: Any, last: Any) -> tuple[Any, Any]:
         """(smallest `first`, largest `last`) of the lanes."""

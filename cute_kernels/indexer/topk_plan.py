@@ -57,16 +57,6 @@ class Plan:
         return 32 * self.warps
 
     @property
-    def is_single(self) -> bool:
-        """Whether a block's registers hold a row."""
-        return self.tiles == 1 and self.cluster == 1
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether picks are first tried without lists: there are registers for it."""
-        return self.is_single and self.vectors <= 4
-
-    @property
     def is_streamed(self) -> bool:
         """Whether a row's bound is guessed by its first tile, and what reaches it kept of all tiles as they come."""
         return self.tiles > 1 and self.cluster == 1
@@ -90,7 +80,10 @@ class Plan:
     def length(self) -> int:
         """Candidates that a warp lists; fewer where the block's picks need much memory. All lists together have room
         for the picks of a row, 4 bytes each, which wait there for the pages they lie in."""
-        most = 8192 if self.places <= 131072 else (3584 if self.is_streamed else 2048)
+        if self.is_streamed:
+            most = 8192 if self.places <= 8192 * self.warps else 3584
+        else:
+            most = 8192 if self.places <= 131072 else 2048
         return min(most, 512 * self.warps) // self.warps
 
     @property
@@ -128,8 +121,6 @@ class Part(NamedTuple):
     stop    end of the part; 0 or less if there is none
     tiles   of the part
     first   column of the row's range that is place 0
-    later   address where a later row's range begins, if it is as this one's
-    lines   128-byte lines of it to fetch into L2
     step    places from a thread's vector to its next one
     each    1 / (warps * tiles), fp32
     """
@@ -139,7 +130,5 @@ class Part(NamedTuple):
     stop: Any
     tiles: Any
     first: Any
-    later: Any
-    lines: Any
     step: Any
     each: Any

@@ -1,8 +1,11 @@
 """Device side of the picks of a row: which of its columns are the k best, and their order in the result.
 
-1. A warp finds the best of some groups of its elements, and a score that its share of k of these reach, or a few more.
-   The worst of these scores is reached by at least k elements: a bound from below that leaves little more than k
-   candidates. Every warp has columns from all over the row, so clusters of good columns do not matter.
+1. A bound leaves little more than k candidates. Every warp has columns from all over the row, so clusters of good
+   columns do not matter.
+   Of a row that a block takes in tiles: what probably a few more than k scores reach, guessed by the first tile. So the
+   row is read once. If the guess was wrong, because fewer than k scores reach it or more than there is room for, and
+   of other rows: a warp finds the best of some groups of its elements, and a score that its share of k of these reach,
+   or a few more. The worst of these scores is reached by at least k elements.
 2. Warps list their candidates. A histogram of them, between the bound and the best element, leaves those that share the
    k-th one's bin. While these are too many, they get a histogram of their own, 512 times as fine.
 3. They are ranked by score and place; or, if they are many with the same score, they are picked by place.
@@ -24,7 +27,6 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_co
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import lanes_prefix, pairwise
 from cute_kernels.indexer.topk_bins import LOWEST_ORDER, NAN_ORDER, Bins, Scale, finest
-from cute_kernels.indexer.topk_direct import DirectPicks
 from cute_kernels.indexer.topk_picks import Picks, Slots
 from cute_kernels.indexer.topk_plan import (
     BIN_BITS,
@@ -58,7 +60,6 @@ class RowPicks:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.bins = plan, Bins(plan)
         self.picks = Picks(plan, self.bins)
-        self.direct = DirectPicks(plan, self.bins, self.picks) if plan.is_direct else None
         self.vectors, self.length = plan.vectors, plan.length
 
     @cute.jit
@@ -69,50 +70,10 @@ class RowPicks:
 
     @cute.jit
     def select(self, here: Here, part: Part, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots) -> None:
-        """Write the k best of a row that has more columns, or their slots: at least `share` candidates of a warp's
-        maxima of `groups` groups a thread."""
+        """Write the k best of a row that has more columns, or their slots. Where the bound is none that is guessed, at
+        least `share` of a warp's maxima of `groups` groups a thread reach it."""
         scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
         best = cute.make_rmem_tensor((GROUPS,), Float32)
-        is_done = Int32(0)
-        if const_expr(self.plan.is_single):
-            self.load(here, part, Int32(0), scores)
-            for line in cutlass.range(here.thread, part.lines, self.plan.threads, unroll=1):
-                ptx.prefetch_l2((part.later & -128) + Int64(line) * 128, line < part.lines)
-            if const_expr(self.plan.is_direct):
-                is_done = self.select_directly(here, part, scores, best, k, out, slots)
-        if is_done == 0:
-            self.select_by_lists(here, part, scores, best, k, share, groups, out, slots)
-
-    @cute.jit
-    def select_directly(
-        self, here: Here, part: Part, scores: cute.Tensor, best: cute.Tensor, k: Int32, out: Int64, slots: Slots
-    ) -> Int32:
-        """1 if the picks are written, as they are of nearly all rows that registers hold, else 0."""
-        self.clear_best(best)
-        self.update(best, scores)
-        bound, top, number = self.guess(here, best, k, Float32(1 / self.plan.warps))
-        low = Uint32(ptx.descending_order(bound))
-        is_all = (number >= 31) | (part.stop - part.head < 2 * CHUNK * self.plan.warps)
-        if is_all:
-            low = Uint32(ptx.descending_order(pairwise([scores[i] for i in range(4 * self.vectors)], ptx.min_f32)))
-            low = Uint32(cute.arch.warp_redux_sync(cutlass.select_(low == Uint32(NAN_ORDER), Uint32(0), low), "umax"))
-        bound, top = self.bins.ends(here, low, Uint32(ptx.descending_order(top)), is_all)
-        return self.direct.select(here, part, scores, bound, top, k, out, slots)
-
-    @cute.jit
-    def select_by_lists(
-        self,
-        here: Here,
-        part: Part,
-        scores: cute.Tensor,
-        best: cute.Tensor,
-        k: Int32,
-        share: Int32,
-        groups: Int32,
-        out: Int64,
-        slots: Slots,
-    ) -> None:
-        """Write the picks of any row."""
         top, bound, listed = Uint32(NAN_ORDER), Uint32(LOWEST_ORDER), Int32(0)
         if const_expr(not self.plan.is_streamed):
             top, bound = self.bound_of_tiles(here, part, part.tiles, scores, best, groups, share)
@@ -174,8 +135,7 @@ class RowPicks:
         tile's scores remain."""
         self.clear_best(best)
         for number in cutlass.range(tiles, unroll=1):
-            if const_expr(not self.plan.is_single):
-                self.load(here, part, tiles - 1 - number, scores)
+            self.load(here, part, tiles - 1 - number, scores)
             self.update(best, scores)
         return self.bins.extremes(here, *self.bound(best, groups, share))
 
@@ -190,33 +150,23 @@ class RowPicks:
         self.clear_best(best)
         self.load(here, part, Int32(0), scores)
         self.update(best, scores)
-        bound, _top, number = self.guess(here, best, k, part.each)
-        bound = bound if number < 31 else Float32(float("-inf"))
-        return Uint32(ptx.descending_order(self.bins.average(here, bound)))
-
-    def clear_best(self, best: Any) -> None:
-        for i in range(GROUPS):
-            best[i] = Int32(-1).bitcast(Float32)
-
-    @cute.jit
-    def guess(self, here: Here, best: cute.Tensor, k: Int32, each_of_warp: Float32) -> tuple[Any, Any, Any]:
-        """(what probably a few more of the warp's scores reach than its share, `each_of_warp`, of k; the best one; the
-        number of lanes whose best one reaches it, of no meaning if it is more than 30)"""
         halves = [pairwise([best[2 * half + i] for i in (0, 1, 4, 5)], ptx.max_f32) for half in range(2)]
-        each = Float32(k) * Float32((1 + SPARE) / 32) * each_of_warp
+        each = Float32(k) * Float32((1 + SPARE) / 32) * part.each
         is_halved = each > Float32(MOST_EACH)
         each = each * Float32(0.5) if is_halved else each
         number = Int32(Float32(32.5) - Float32(32.0) * ptx.exp2(each * Float32(-ptx.LOG2_E)))
         one, other = halves
         if not is_halved:
             one = ptx.max_f32(one, other)
-        one = self.sorted(here, one)
-        bound, top = cute.arch.shuffle_sync(one, number & 31), cute.arch.shuffle_sync(one, 0)
+        bound = cute.arch.shuffle_sync(self.sorted(here, one), number & 31)
         if is_halved:
-            other = self.sorted(here, other)
-            bound = (bound + cute.arch.shuffle_sync(other, number & 31)) * Float32(0.5)
-            top = ptx.max_f32(top, cute.arch.shuffle_sync(other, 0))
-        return bound, top, number
+            bound = (bound + cute.arch.shuffle_sync(self.sorted(here, other), number & 31)) * Float32(0.5)
+        bound = bound if number < 31 else Float32(float("-inf"))
+        return Uint32(ptx.descending_order(self.bins.average(here, bound)))
+
+    def clear_best(self, best: Any) -> None:
+        for i in range(GROUPS):
+            best[i] = Int32(-1).bitcast(Float32)
 
     @cute.jit
     def sorted(self, here: Here, value: Float32) -> Float32:

@@ -41,8 +41,8 @@ class Launches:
         self.kept: list[tuple[str, Any, dict[str, Any]]] = []
         for module in (logits, paged_logits, portable_launch, topk):
             monkeypatch.setattr(module, "arch_of", lambda index: arch)
-            monkeypatch.setattr(module, "multiprocessors", lambda index: SMS)
         for score in (logits, paged_logits, portable_launch):
+            monkeypatch.setattr(score, "multiprocessors", lambda index: SMS)
             monkeypatch.setattr(score, "launch_key", lambda key, index, *args: self.keep("scores", key, args))
         monkeypatch.setattr(topk, "launch_key", lambda key, index, *args: self.keep("picks", key, args))
         topk.choose.cache_clear()

@@ -16,9 +16,9 @@ from cute_kernels.models import MODELS
 NAMES = (
     "out", "scores", "scores_stride", "columns", "starts", "starts_stride", "ends", "ends_request", "ends_token",
     "tokens", "limit", "shifts", "table", "table_stride", "table_columns", "page_rows", "rows", "k", "share", "groups",
-    "early_lines", "ahead",
+    "early_lines",
 )  # fmt: skip
-INT, SMS = torch.int32, 132
+INT = torch.int32
 
 
 class Launches:
@@ -27,7 +27,6 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
         self.kept: list[tuple[Any, dict[str, Any]]] = []
         monkeypatch.setattr(topk, "arch_of", lambda index: arch)
-        monkeypatch.setattr(topk, "multiprocessors", lambda index: SMS)
         monkeypatch.setattr(all_visible, "arch_of", lambda index: arch)
         for module in (topk, all_visible):
             monkeypatch.setattr(module, "launch_key", self.keep)
@@ -106,7 +105,7 @@ def test_all_visible_entries(gpu: Launches) -> None:
         assert (given["tokens"], given["rows"], given["k"], given["columns"], given["limit"]) == (2, 6, 512, 512, 512)
         assert (given["table"] != 0) == (given_table is not None)
         # no score has an address, and none is fetched
-        assert (given["scores"], given["early_lines"], given["ahead"], given["starts"]) == (0, 0, 0, 0)
+        assert (given["scores"], given["early_lines"], given["starts"]) == (0, 0, 0)
     all_visible.launch(lengths[:0], out[:0], None, 0)
     assert len(gpu.kept) == 2
 
@@ -121,8 +120,7 @@ def test_rows_that_are_not_aligned_need_room_for_what_is_before_them(gpu: Launch
         (4096, 0, 4096),
         (4096, 1, 8192),
         (4093, 1, 4096),
-        (32765, 3, 32768),
-        (32768, 3, 65536),
+        (32765, 3, 131072),
     ):
         prefill(torch.zeros(64, columns + 4)[:, offset : offset + columns], 64, 512)
         assert gpu.last()[0].capacity == capacity
@@ -139,12 +137,22 @@ def test_rows_are_fetched_early_if_a_call_has_few_scores(gpu: Launches) -> None:
         assert gpu.last()[1]["early_lines"] == lines
 
 
-def test_a_row_is_fetched_where_a_block_has_a_multiprocessor(gpu: Launches) -> None:
-    for columns, k, ahead in ((32768, 512, SMS), (16385, 100, SMS), (32768, 513, 0), (16384, 512, 0), (32769, 512, 0)):
-        prefill(torch.empty(200, columns), 200, k)
-        key, given = gpu.last()
-        assert given["ahead"] == ahead
-        assert (key.warps == key.vectors == 16) == (ahead > 0)
+def test_few_rows_are_spread_and_many_share(gpu: Launches) -> None:
+    """A block for each multiprocessor, or four."""
+    for rows, columns, shape, is_spread in (
+        (1, 2048, (8, 4, 1, 1), True),
+        (128, 8192, (16, 4, 1, 1), True),
+        (129, 8192, (16, 4, 1, 1), False),
+        (128, 16385, (16, 8, 1, 8), False),
+        (264, 17408, (8, 4, 1, 8), False),
+        (263, 17408, (16, 8, 1, 8), False),
+        (264, 4096, (8, 4, 1, 1), False),
+        (264, 32769, (16, 8, 1, 8), False),
+        (300, 131073, (32, 8, 1, 8), False),
+    ):
+        prefill(torch.empty(rows, columns), rows, 512)
+        key, _ = gpu.last()
+        assert (key.shape, key.is_spread) == (shape, is_spread)
 
 
 def test_calls_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The kernel of the picks of a row in the model, against a stable sort: rows that fit a guess, and rows that fool it."""
+"""The kernel of the picks of a row in the model, against a stable sort: rows that fit a guess and that fool it."""
 
 from __future__ import annotations
 
@@ -76,23 +76,46 @@ def expected(row: np.ndarray, k: int) -> np.ndarray:
     return np.concatenate([columns, np.full(k - len(columns), -1)]).astype(np.int32)
 
 
-@pytest.mark.parametrize("shape", [(8, 8, 1, 8), (16, 4, 1, 2), (8, 4, 1, 1)])
+def picks(
+    key: TopKKey, scores: np.ndarray, start: int, end: int, k: int, table: np.ndarray | None = None
+) -> np.ndarray:
+    """What the kernel writes of a row; with a table, of pages of 48 rows, slots."""
+    program, memory, columns = parse(compile_report(key).ptx), GlobalMemory(1 << 20), len(scores)
+    values: list[Any] = [memory.put(scores), 4 * columns, columns, memory.put(np.array([start], np.int32)), 4]
+    values += [memory.put(np.array([end], np.int32)), 4, 0, *divisor(1), columns, 0]
+    values += [0, 0, 0] if table is None else [memory.put(table), 0, len(table)]
+    values += [*divisor(48), (2**31 - 1) // 48 + 1, out := memory.reserve(4 * k), 4 * k, k, share_for(key, k)]
+    values += [groups_for(key, k), 0]
+    with np.errstate(all="ignore"):
+        run_grid(program, pack(program, values), memory, blocks=1, size=key.smem_bytes, seed=k)
+    found: np.ndarray = memory.get(out, (k,), np.int32)
+    return found
+
+
+SHAPES = [(8, 4, 1, 8), (16, 8, 1, 2), (8, 4, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_picks(shape: tuple[int, int, int, int], pattern: str) -> None:
     key = TopKKey("sm_90a", *shape)
-    program = parse(compile_report(key).ptx)
-    for k, columns in ((512, 17_409), (1024, 8195), (100, 3001), (2, 130)):
+    for k, columns in ((512, 17_409), (1024, 8195), (100, 3001), (1200, 2049), (2, 130)):
         if columns > key.capacity:
             continue
         with np.errstate(all="ignore"):
             scores = PATTERNS[pattern](np.random.default_rng(columns), columns).astype(np.float32)
         for start, end in ((0, columns), (columns // 5 + 1, columns - 2)):
-            memory = GlobalMemory(1 << 20)
-            values: list[Any] = [memory.put(scores), 4 * columns, columns, memory.put(np.array([start], np.int32)), 4]
-            values += [memory.put(np.array([end], np.int32)), 4, 0, *divisor(1), columns, 0, 0, 0, 0]
-            values += [*divisor(1), 2**31 - 1, out := memory.reserve(4 * k), 4 * k, k, share_for(key, k)]
-            values += [groups_for(key, k), 0, 0]
-            with np.errstate(all="ignore"):
-                run_grid(program, pack(program, values), memory, blocks=1, size=key.smem_bytes, seed=k)
-            got = memory.get(out, (k,), np.int32)
+            got = picks(key, scores, start, end, k)
             assert np.array_equal(got, expected(scores[start:end], k)), (k, columns, start)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_slots(shape: tuple[int, int, int, int]) -> None:
+    rng = np.random.default_rng(1)
+    for k, columns in ((512, 4001), (7, 2000), (900, 1001)):
+        scores = rng.standard_normal(columns).astype(np.float32)
+        table = rng.integers(-1, 1 << 20, columns * 3 // 4 // 48, dtype=np.int32)
+        got = picks(TopKKey("sm_90a", *shape), scores, 3, columns, k, table)
+        want = expected(scores[3:], k)
+        page = np.append(table, -1)[np.minimum(want // 48, len(table))]
+        assert np.array_equal(got, np.where((page >= 0) & (want >= 0), page * 48 + want % 48, -1))
