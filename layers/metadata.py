@@ -61,11 +61,11 @@ class DeepseekV4Metadata:
     decode_swa_indices int32 [D, 1, W] with decode_swa_lens int32 [D], prefill_seq_lens and prefill_gather_lens
     int32 [P], prefill_entry_lens int32 [P] (compressed entries of each prefill request; None without compression),
     block tables and slot mappings of the compressed and state caches, min_restart int32 [R] (the smallest position a
-    request may be scheduled from again), and the C128A index tables. With ratio 4: visible int32 [T], the entries that a
-    row sees, and decode_topk_lens int32 [D], as many of them as the indexer picks; in steps with prefill requests also
-    prefill_key_starts int32 [P+1], where the entries of each begin among those of all of them, request after request,
-    and row_key_starts and row_key_ends int32 [T], the entries among these that a row sees (of decode rows without
-    meaning).
+    request may be scheduled from again), and the C128A index tables. With ratio 4: visible int32 [T], the entries that
+    a row sees, and decode_topk_lens int32 [D], as many of them as the indexer picks; in steps with prefill requests
+    also prefill_key_starts int32 [P+1], where the entries of each begin among those of all of them, request after
+    request, and row_key_starts and row_key_ends int32 [T], the entries among these that a row sees (of decode rows
+    without meaning).
     """
 
     compress_ratio: int

@@ -168,7 +168,8 @@ class Lists(NamedTuple):
 class StepKernel:
     """Entry point: (buffer, addresses of starts, seq_lens, min_restart and key_starts, lists, requests, sizes,
     exponents of the pages' rows [window, compressed 4, state 4, compressed 128, state 128], of each kind start,
-    tables as (address, bytes from row to row, columns) and topk, whether to launch as a dependent of the kernel before, stream)."""
+    tables as (address, bytes from row to row, columns) and topk, whether to launch as a dependent of the kernel before,
+    stream)."""
 
     def __init__(self, key: StepKey) -> None:
         self.width = key.width
