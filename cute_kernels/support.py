@@ -71,6 +71,8 @@ PARTLY = frozenset(
 than 200 KB of shared memory each."""
 
 MEASURED = (
+    "all_visible_entries",
+    "bf16_gemm",
     "build_c128a_topk_metadata",
     "build_flashinfer_mixed_sparse_indices",
     "combine_topk_swa_indices",
@@ -91,6 +93,8 @@ MEASURED = (
     "fused_mtp_input_rmsnorm",
     "fused_q_kv_rmsnorm",
     "fused_q_kv_rmsnorm_quant",
+    "fused_qkv_insert_compress",
+    "fused_qkv_insert_compress_index",
     "get_compressed_slot_mapping",
     "merge_attention_states",
     "mqa_logits",

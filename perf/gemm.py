@@ -38,6 +38,7 @@ def make_fp8(tokens: int, groups: int, outputs: int, columns: int, seed: int) ->
             torch.empty(shape, device="cuda", dtype=torch.bfloat16)
             .normal_(generator=g)
             .mul_(100)
+            .clamp_(-448, 448)
             .to(torch.float8_e4m3fn)
         )
 

@@ -113,7 +113,8 @@ def step(requests: int, rows: int, seed: int) -> Arguments:
     lists = [torch.empty(n, columns, dtype=torch.int32, device="cuda") for n in (decode_rows, tokens - decode_rows)]
     upload = torch.tensor(numbers, dtype=torch.int32, device="cuda")
     sizes = requests, tokens, decodes, decode_rows, tokens, WINDOW, PICKS[0], columns, 64, 256, 4, 8
-    return upload, None, None, *tables, buffer, *lists, *sizes, False
+    keys = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * (length // 4) if rows > 1 else None
+    return upload, None, None, *tables, keys, buffer, *lists, *sizes, False
 
 
 def c128a(rows: int, decode: bool, seed: int) -> Arguments:
