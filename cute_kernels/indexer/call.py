@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from cute_kernels.formats import INDEX_DIM
 from cute_kernels.indexer import select
@@ -14,44 +14,14 @@ from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import launch as launch_key
 
 
-class ScoreCall(Protocol):
-    """What LogitsCall and PagedLogitsCall have in common."""
-
-    q: Any
-    q_scale: Any
-    weights: Any
-    clean_logits: bool
-    out: Any
-
-    @property
-    def paged(self) -> bool: ...
-
-    @property
-    def requests(self) -> int: ...
-
-    @property
-    def rows(self) -> int:
-        """Of a request."""
-
-    @property
-    def page_rows(self) -> int:
-        """Keys of a page, as kernels are chosen by."""
-
-    def query_strides(self) -> tuple[int, int, int]:
-        """In elements: by request, row and head."""
-
-    def cache_arguments(self) -> tuple[Any, ...]:
-        """Where keys are: addresses of key 0 and its scale, strides of keys and pages in bytes; keys of a page, pages;
-        address of the block table, its stride in bytes and its columns."""
-
-    def window_arguments(self, skip: int) -> tuple[Any, ...]:
-        """Which keys a row sees: addresses of starts and ends, stride of the ends by request in bytes; number of keys,
-        whether a row's columns begin at its start (-1) or not (0), keys up to which a row is not scored."""
-
-
 @dataclass
 class LogitsCall:
-    """mqa_logits: the arguments in the schema's order, checked. All rows are one request's, all keys one page's."""
+    """mqa_logits: the arguments in the schema's order, checked. All rows are one request's, all keys one page's, of as
+    many as kernels are chosen by."""
+
+    paged: ClassVar[bool] = False
+    requests: ClassVar[int] = 1
+    page_rows: ClassVar[int] = KEY_TILE
 
     q: Any
     q_scale: Any
@@ -65,20 +35,8 @@ class LogitsCall:
     out: Any
 
     @property
-    def paged(self) -> bool:
-        return False
-
-    @property
-    def requests(self) -> int:
-        return 1
-
-    @property
     def rows(self) -> int:
         return int(self.q.shape[0])
-
-    @property
-    def page_rows(self) -> int:
-        return KEY_TILE
 
     def why_not(self) -> str:
         """Why no kernel can take the call; empty if one can."""
@@ -87,14 +45,19 @@ class LogitsCall:
         return why or (f"there must be fewer than 2^31 - 256 keys, got {keys}" if keys > 2**31 - 256 else "")
 
     def query_strides(self) -> tuple[int, int, int]:
+        """In elements: by request, row and head."""
         by_row = stride(self.q, 0)
         return by_row * self.rows, by_row, stride(self.q, 1)
 
     def cache_arguments(self) -> tuple[Any, ...]:
+        """Where keys are: addresses of key 0 and its scale, strides of keys and pages in bytes; keys of a page, pages;
+        address of the block table, its stride in bytes and its columns."""
         keys, by_key = self.k.shape[0], stride(self.k, 0)
         return (self.k.data_ptr(), self.k_scale.data_ptr(), by_key, by_key * keys, keys, 1, 0, 0, 0)
 
     def window_arguments(self, skip: int) -> tuple[Any, ...]:
+        """Which keys a row sees: addresses of starts and ends, stride of the ends by request in bytes; number of keys,
+        whether a row's columns begin at its start (-1) or not (0), keys up to which a row is not scored."""
         starts, ends = self.cu_seq_len_k_start.data_ptr(), self.cu_seq_len_k_end.data_ptr()
         return (starts, ends, 0, self.k.shape[0], -1 if self.max_seqlen_k > 0 else 0, skip)
 
@@ -102,6 +65,8 @@ class LogitsCall:
 @dataclass
 class PagedLogitsCall:
     """paged_mqa_logits: the arguments in the schema's order, checked. A page has all codes, then all scales."""
+
+    paged: ClassVar[bool] = True
 
     q: Any
     q_scale: Any
@@ -113,10 +78,6 @@ class PagedLogitsCall:
     clean_logits: bool
     kv_format: str
     out: Any
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     @property
     def requests(self) -> int:
@@ -154,7 +115,7 @@ class PagedLogitsCall:
         return (0, lengths.data_ptr(), lengths.stride(0) * 4, self.out.shape[1], 0, skip)
 
 
-def launch(call: ScoreCall, op: str, skip: int) -> None:
+def launch(call: LogitsCall | PagedLogitsCall, op: str, skip: int) -> None:
     """Run a kernel on the current stream of out's device, for an op, on a call that has keys and scores. Rows that see
     no more than `skip` keys are not scored."""
     device_index = call.out.device.index

@@ -517,15 +517,7 @@ class Consumer:
 
 
 class BlackwellLogitsKernel:
-    """Entry point: (weights, out;
-    address of the queries and their strides in bytes, by request, row and head; requests, rows of a request;
-    addresses of key 0 and its scale, strides of keys and pages in bytes; keys of a page, pages; address of the block
-    table, its stride in bytes and its columns;
-    addresses of starts and ends, stride of the ends by request in bytes; number of keys, whether a row's columns begin
-    at its start (-1) or not (0), keys up to which a row is not scored, whether to write -inf where there are no scores;
-    address of the queries' scales and their strides in bytes, by request and row: of MXFP4;
-    CTAs; stream).
-    """
+    """Entry point: as that of hopper/logits_mxfp4.py. Queries that are FP8 have no scales."""
 
     def __init__(self, key: BlackwellLogitsKey) -> None:
         self.config, self.paged = key.config, key.paged
@@ -670,19 +662,13 @@ class BlackwellLogitsKernel:
             if const_expr(self.has_many_weights):
                 cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == producer_warp:
+                key_part = ptx.tensor_map(key_copy), k.iterator.toint()
+                query_part = QueryCopy.of(
+                    query_copy, query_source, q, query_tiles.outer, config.heads, config.row_bytes
+                )
+                context = scheduler, groups, windows, cache, smem, bars, (weights, weights_stride)
                 producer = Producer(
-                    config,
-                    self.paged,
-                    scheduler,
-                    groups,
-                    windows,
-                    cache,
-                    smem,
-                    bars,
-                    (weights, weights_stride),
-                    (ptx.tensor_map(key_copy), k.iterator.toint()),
-                    QueryCopy.of(query_copy, query_source, q, query_tiles.outer, config.heads, config.row_bytes),
-                    q_scales if const_expr(config.mxfp4) else None,
+                    config, self.paged, *context, key_part, query_part, q_scales if const_expr(config.mxfp4) else None
                 )
                 producer.run(Int32(0))
             elif warp == mma_warp:

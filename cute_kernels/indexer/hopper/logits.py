@@ -4,11 +4,11 @@
     then 2 to 4    producer warps, one for each consumer warpgroup (producer.py)
     then 1         fill warp: writes -inf where a row sees no key, if that is wanted (fill.py)
 
-    keys      gmem --TMA--> ring of keys [stages][64 keys, 128 bytes] --wgmma A--\
-                                                                                  products [64 keys, columns] in fp32
-    queries   gmem --TMA--> ring of queries [query stages][columns, 128 bytes] --wgmma B--/    | relu, weights, sums
-                                                                                               v
-                                                                              scores, one key and every 2nd row a lane
+    keys      gmem --TMA--> ring of keys [stages][64 keys, 128 bytes] -----------+
+                                                                                 +--wgmma--> [64 keys, columns] in fp32
+    queries   gmem --TMA--> ring of queries [query stages][columns, 128 bytes] --+              | relu, weights, sums
+    scales    gmem ----> ring of keys                                                           v
+    weights   gmem ----> ring of queries                               scores, one key and every second row a lane
 
 A tile is 64 keys; its columns are the heads of a group's rows. Products of four rows are in two accumulators. While the
 tensor cores multiply one, the threads add up the other, from tile to tile; but products that are under way must not
@@ -391,19 +391,12 @@ class LogitsKernel:
                 cute.arch.setmaxregister_decrease(self.registers[0])
             if warp < fill_warp:
                 role = cute.arch.make_warp_uniform(warp - producer_warp)
-                producer = Producer(
-                    config,
-                    self.paged,
-                    scheduler,
-                    groups,
-                    windows,
-                    cache,
-                    smem,
-                    bars,
-                    (weights, weights_stride),
-                    (ptx.tensor_map(key_copy), k.iterator.toint()),
-                    QueryCopy.of(query_copy, query_source, q, query_tiles.outer, config.heads, config.row_bytes),
+                key_part = ptx.tensor_map(key_copy), k.iterator.toint()
+                query_part = QueryCopy.of(
+                    query_copy, query_source, q, query_tiles.outer, config.heads, config.row_bytes
                 )
+                context = scheduler, groups, windows, cache, smem, bars, (weights, weights_stride)
+                producer = Producer(config, self.paged, *context, key_part, query_part)
                 producer.run(role)
             elif (warp == fill_warp) & (clean != 0):
                 fill = Fill(self.paged, groups, windows, out, out_stride)

@@ -5,11 +5,11 @@
                    the scales
     then 1         fill warp: writes -inf where a row sees no key, if that is wanted (fill.py)
 
-    keys      gmem --TMA--> ring of packed keys --dequantize--> registers --wgmma A--\
-    scales    with the keys --producer--> prepared scales -------^                     products [64 keys, columns], fp32
-    queries   gmem --TMA--> ring of packed queries --dequantize--> smem --wgmma B----/   | relu, weights, sums
-                                                                                         v
-                                                                                       scores
+    keys      gmem --TMA--> ring of packed keys --dequantize--> registers -----+
+    scales    gmem --> ring of keys --producer--> prepared scales --^          +--wgmma--> [64 keys, columns] in fp32
+    queries   gmem --TMA--> ring of packed queries --dequantize--> smem -------+              | relu, weights, sums
+                                                                                              v
+                                                                                            scores
 
 An e2m1 number times 2^6 to 2^-8 is an e4m3 number. So a row, which is a key or a query head, becomes e4m3 codes times
 one power of two, if its scale blocks' scales are at most 14 binary orders below the largest: that one's codes are taken
@@ -714,21 +714,12 @@ class Mxfp4LogitsKernel:
             if warp < fill_warp:
                 role = cute.arch.make_warp_uniform(warp - producer_warp)
                 preparer = ScalePreparer(config, bars, smem, smem.progress + role * 8)
-                producer = Producer(
-                    config,
-                    self.paged,
-                    scheduler,
-                    groups,
-                    windows,
-                    cache,
-                    smem,
-                    bars,
-                    (weights, weights_stride),
-                    (ptx.tensor_map(key_copy), smem.keys),
-                    QueryCopy.of(query_copy, query_source, packed_queries, query_tiles, config.heads, config.row_bytes),
-                    q_scales,
-                    preparer,
+                key_part = ptx.tensor_map(key_copy), smem.keys
+                query_part = QueryCopy.of(
+                    query_copy, query_source, packed_queries, query_tiles, config.heads, config.row_bytes
                 )
+                context = scheduler, groups, windows, cache, smem, bars, (weights, weights_stride)
+                producer = Producer(config, self.paged, *context, key_part, query_part, q_scales, preparer)
                 preparer.start(role)
                 producer.run(role)
                 preparer.finish()

@@ -3,9 +3,10 @@
     8 warps    all do the same: they count tiles (tile_scheduler.py), write -inf where a row sees no key, if that is
                wanted (fill.py), and then score, in teams of one warp for every row of a group
 
-    keys       gmem --cp.async--> the team's ring [stages][32 keys] --every warp--> registers, converted: mma B --\
-    queries    gmem --> registers, converted: mma A [heads of the warp's row, 128] -------------------------------+
-                                                     products [heads, 32 keys], fp32 --> relu, weights, sums --> scores
+    keys       gmem --cp.async--> the team's ring [stages][32 keys] --every warp--> registers, converted (mma B) ---+
+    queries    gmem --> registers, converted (mma A), [heads of the warp's row, 128] -------------------------------+
+                                                                                                                    v
+                                          scores <-- relu, weights, sums over heads <-- products [heads, 32 keys], fp32
 
 A team takes every second (fourth, eighth) tile of the CTA's share, in steps of STEP keys: it copies a step's keys to
 its own ring, and then each of its warps scores its row against all of them. Of each work tile it first has copies of
