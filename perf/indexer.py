@@ -109,20 +109,14 @@ def _nearly_right(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> 
 
 
 def _query_variants(fp4: bool) -> dict[str, Run]:
-    from cute_kernels.indexer import query_launch
-    from cute_kernels.indexer.query import QueryKey
+    from cute_kernels.indexer import query_fp8
+    from cute_kernels.indexer.query import QueryCall, QueryKey
     from cute_kernels.runtime.arch import arch_of
     from cute_kernels.runtime.compile import launch
 
     def run(fields: dict[str, Any], *args: Any) -> None:
-        rounding, scales = (args[6], args[9]) if fp4 else ("", None)
-        transformed, codes = (args[7], args[8]) if fp4 else (args[6], args[7])
-        key = QueryKey(arch_of(0), rounding, transformed, **fields)
-        positions, q, table, weights, softmax_scale, head_scale = args[:6]
-        factors = softmax_scale, head_scale
-        out, round_weights, use_pdl = args[-3:]
-        numbers = query_launch.arguments(positions, q, table, weights, *factors, codes, scales, out)
-        launch(key, 0, *numbers, round_weights, use_pdl)
+        call = QueryCall(*args) if fp4 else query_fp8.call_of(*args)
+        launch(QueryKey(arch_of(0), call.e2m1_rounding, call.index_hadamard, **fields), 0, *call.arguments())
 
     return {_name(fields): partial(run, fields) for fields in QUERY_VARIANTS}
 

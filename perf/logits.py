@@ -217,13 +217,13 @@ def _peer(op: str) -> Callable[[LogitsSet], Any] | str:
 
 def _portable(s: LogitsSet) -> None:
     """The call by the portable kernel."""
-    choice: Any = importlib.import_module("cute_kernels.indexer.logits_choice")
-    hopper = choice.ARCH
-    choice.ARCH = ""
+    select: Any = importlib.import_module("cute_kernels.indexer.select")
+    hopper = select.HOPPER
+    select.HOPPER = ""
     try:
         s.ours()
     finally:
-        choice.ARCH = hopper
+        select.HOPPER = hopper
 
 
 def _candidates(op: str, mxfp4: bool, peers: bool, variants: bool) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The least time that a kernel can take on a GPU that nobody measured: clocks per tile on memory, tensor cores and
 shared memory, and which of them binds.
 
-A kernel states what a tile costs in its plan file: `work()` of `cute_kernels/<room>/<kernel>_sm100_plan.py` returns
+A kernel states what a tile costs: `work()` of `cute_kernels/<room>/blackwell/<kernel>.py`, or of a plan file
+`cute_kernels/<room>/<kernel>_sm100_plan.py`, returns
 `cute_kernels.runtime.work.Work`s (bytes from memory, operations of the MMA instructions, bytes through shared memory,
-useful operations, the tiles of standard shapes). Whatever plan file has the function is found and reported; nothing is
+useful operations, the tiles of standard shapes). Whatever such file has the function is found and reported; nothing is
 registered elsewhere. `python -m perf compiled` keeps the figures, `python -m perf report` shows them, apart from
 everything measured.
 
@@ -90,10 +91,10 @@ def microseconds(work: Work, shape: Shape, machine: Machine = B200) -> float:
 
 
 def plans() -> list[str]:
-    """Modules of all plan files of Blackwell's kernels."""
+    """Modules of Blackwell's kernels that may state it."""
     root = Path(cute_kernels.__file__).parent
-    files = sorted(root.glob("*/*_sm100_plan.py"))
-    return [f"cute_kernels.{path.parent.name}.{path.stem}" for path in files]
+    files = sorted(path for pattern in ("*/blackwell/*.py", "*/*_sm100_plan.py") for path in root.glob(pattern))
+    return [".".join(("cute_kernels", *path.relative_to(root).with_suffix("").parts)) for path in files]
 
 
 def all_work(modules: Iterable[str] | None = None) -> list[Work]:

@@ -45,10 +45,15 @@ def _check_gather(
 
 
 def _cost_gather(
-    kv_cache: torch.Tensor, dst_k: torch.Tensor, dst_scale: torch.Tensor, block_table: torch.Tensor, *rest: Any
+    kv_cache: torch.Tensor,
+    dst_k: torch.Tensor,
+    dst_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    kv_format: str,
 ) -> Cost:
-    cu_seq_lens = rest[0].long()
-    rows = int((cu_seq_lens[1:] - cu_seq_lens[:-1]).clamp(min=0).sum())
+    ends = cu_seq_lens.long()
+    rows = int((ends[1:] - ends[:-1]).clamp(min=0).sum())
     return Cost(bytes=2 * min(rows, dst_k.shape[0]) * (dst_k.shape[1] + 4))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -26,8 +27,9 @@ from cute_kernels.dsl import convert, hadamard, ptx, reduce, rope
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import INDEX_DIM
 from cute_kernels.numerics import CACHE_FLOOR, E2M1_MAX, E4M3_MAX
-from cute_kernels.runtime.arch import arch_number
+from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
 
 E4M3_ARCH, E2M1_ARCH = 89, 86
 """First architecture that converts to e4m3 in hardware, and first with what convert.e2m1_from_bf16s uses."""
@@ -52,7 +54,7 @@ class QueryKey(KernelKey):
     through_l1     whether queries may go through L1
     warps          per block
 
-    query_launch.py chooses; perf/notes/memory_bound.md has the times.
+    key_for chooses; perf/notes/memory_bound.md has the times.
     """
 
     kernel_name: ClassVar[str] = "indexer.query"
@@ -333,3 +335,126 @@ class QueryKernel:
             bytes_.append(byte)
         pair = bytes_[0] | (bytes_[1] << 16)
         return pair | (cute.arch.shuffle_sync_bfly(pair, 4) << 8)
+
+
+# ---- choice and launch: what both ops share
+
+SEVERAL_HEADS = 8192
+"""Heads of a call, of all its tokens together, from which on a warp takes two groups of four. The bound lies between
+calls of 4096 heads and of 65536: perf/notes/memory_bound.md has the times of one, two and four groups."""
+
+MANY_HEADS = 262144
+"""Heads from which on queries go through L1, and a warp takes what the longest calls are fastest with; same note. The
+bound lies between calls of 65536 heads and of 2097152."""
+
+SIZES = (0, SEVERAL_HEADS, MANY_HEADS)
+"""Numbers of heads that have kernels of their own, and all from there to the next."""
+
+
+def size_of(heads: int) -> int:
+    """The one of SIZES that a call with so many heads in all belongs to."""
+    return max(size for size in SIZES if size <= heads)
+
+
+def key_for(
+    arch: str, rounding: str, transformed: bool, size: int, formats: tuple[bool, bool, bool] = (False, True, False)
+) -> QueryKey:
+    """The kernel that serves calls of this size; formats: whether table, weights and scaled weights are bf16."""
+    is_long = size == MANY_HEADS
+    groups = 1 if size == 0 else 4 if is_long and (rounding or transformed) else 2
+    return QueryKey(arch, rounding, transformed, *formats, groups=groups, through_l1=is_long)
+
+
+def keys(arch: str, rounding: str, transformed: bool) -> list[QueryKey]:
+    """The kernels of a model's layers: cosines and sines in fp32, weights in bf16 or as an fp32 GEMM leaves them, few
+    tokens or many."""
+    if arch_number(arch) < (E2M1_ARCH if rounding else E4M3_ARCH):
+        return []
+    formats = [(False, weights_bf16, False) for weights_bf16 in (True, False)]
+    return [key_for(arch, rounding, transformed, size, each) for each in formats for size in SIZES]
+
+
+@dataclass
+class QueryCall:
+    """A call, its arguments checked, in the order of fused_indexer_q_rope_quant_mxfp4's schema. FP8: no rounding and no
+    scales."""
+
+    positions: Any
+    index_q: Any
+    index_q_cos_sin_cache: Any
+    index_weights: Any
+    index_weights_softmax_scale: float
+    index_weights_head_scale: float
+    e2m1_rounding: str
+    index_hadamard: bool
+    q_quant: Any
+    q_scale: Any
+    weights_out: Any
+    round_weights: bool
+    use_pdl: bool
+
+    def supported(self) -> tuple[bool, str]:
+        """Whether the kernel can take these tensors, and if not, why."""
+        index_q, table = self.index_q, self.index_q_cos_sin_cache
+        arch = arch_of(index_q.device.index)
+        form, first, codes_alignment = ("e2m1", E2M1_ARCH, 4) if self.e2m1_rounding else ("e4m3", E4M3_ARCH, 8)
+        if arch_number(arch) < first:
+            return False, f"{arch} cannot convert to {form}, sm_{first} and up can"
+        for name, tensor, what, alignment in (
+            ("index_q", index_q, "heads", 16),
+            ("index_q_cos_sin_cache", table, "rows", 4 * table.element_size()),
+            ("q_quant", self.q_quant, "heads", codes_alignment),
+        ):
+            size = tensor.element_size()
+            strides = [tensor.stride(axis) * size for axis in range(tensor.dim() - 1) if tensor.shape[axis] > 1]
+            if tensor.data_ptr() % alignment or any(stride % alignment for stride in strides):
+                return False, (
+                    f"{what} of {name} must be {alignment}-byte aligned, got address {tensor.data_ptr():#x} and "
+                    f"strides {tuple(tensor.stride())}"
+                )
+        if index_q.shape[0] * max(index_q.shape[1], HEADS_AT_ONCE) >= 2**31:
+            return False, f"there must be fewer than 2^31 heads, got {index_q.shape[0]} x {index_q.shape[1]}"
+        return True, ""
+
+    def key(self) -> QueryKey:
+        tensors = self.index_q_cos_sin_cache, self.index_weights, self.weights_out
+        sizes = (tensor.element_size() for tensor in tensors)
+        size = size_of(self.index_q.shape[0] * self.index_q.shape[1])
+        return _key(self.index_q.device.index, self.e2m1_rounding, self.index_hadamard, size, *sizes)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What the kernel's entry point takes. Rows and heads of one byte per column or less have strides in bytes."""
+        table, weights, scales, out = self.index_q_cos_sin_cache, self.index_weights, self.q_scale, self.weights_out
+        return (
+            self.positions,
+            self.index_q,
+            table.data_ptr(),
+            table.stride(0) * table.element_size(),
+            table.shape[0],
+            weights.data_ptr(),
+            weights.stride(0) * weights.element_size(),
+            self.index_weights_softmax_scale,
+            self.index_weights_head_scale,
+            self.q_quant.data_ptr(),
+            self.q_quant.stride(0),
+            self.q_quant.stride(1),
+            0 if scales is None else scales.data_ptr(),
+            0 if scales is None else scales.stride(0) * 4,
+            out.data_ptr(),
+            out.stride(0) * out.element_size(),
+            self.round_weights,
+            self.use_pdl,
+        )
+
+    def launch(self) -> None:
+        """Run the kernel on the current stream of index_q's device; without tokens or heads there is nothing to run."""
+        if self.index_q.shape[0] * self.index_q.shape[1] > 0:
+            launch_key(self.key(), self.index_q.device.index, *self.arguments())
+
+
+@cache
+def _key(
+    device_index: int, rounding: str, transformed: bool, size: int, table_bytes: int, weight_bytes: int, out_bytes: int
+) -> QueryKey:
+    formats = (table_bytes == 2, weight_bytes == 2, out_bytes == 2)
+    return key_for(arch_of(device_index), rounding, transformed, size, formats)

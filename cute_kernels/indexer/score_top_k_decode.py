@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cute_kernels.indexer import chunks, paged_logits, topk
+from cute_kernels.indexer.call import PagedLogitsCall
 from cute_kernels.indexer.topk_decode import bounds, slots
 
 
@@ -46,17 +47,18 @@ class Call(NamedTuple):
         cut |= {name: None if value is None else value[own] for name, value in optional.items()}
         return self._replace(**cut)
 
-    def scores(self, out: Any) -> tuple[Any, ...]:
-        """Arguments of paged_mqa_logits."""
-        return *self[:7], False, self.kv_format, out
+    def scores(self, out: Any) -> PagedLogitsCall:
+        """The call of paged_mqa_logits."""
+        cache = self.kv_cache, self.weights, self.context_lens, self.block_tables, self.max_model_len
+        return PagedLogitsCall(self.q, self.q_scale, *cache, False, self.kv_format, out)
 
 
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     call = Call(*args)
     for first, last, scores, _ in call.walk():
-        able, why = paged_logits.supports(*call.requests(first, last).scores(scores))
-        return topk.check(scores, scores.shape[0], call.out.shape[1]) if able else (able, why)
+        why = call.requests(first, last).scores(scores).why_not()
+        return (False, why) if why else topk.check(scores, scores.shape[0], call.out.shape[1])
     return True, ""
 
 
@@ -67,7 +69,7 @@ def launch(*args: Any) -> None:
     for first, last, scores, is_scored in call.walk():
         part = call.requests(first, last)
         if is_scored:
-            paged_logits.launch(*part.scores(scores), skip=k, op="score_top_k_decode")
+            paged_logits.run(part.scores(scores), skip=k, op="score_top_k_decode")
         starts, ends = bounds(part.context_lens)
         places = slots(part.slot_block_table, part.slot_rows_per_page)
         topk.run(scores, starts, ends, part.out, scores.shape[0], k, slots=places)

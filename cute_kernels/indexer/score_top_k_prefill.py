@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cute_kernels.indexer import chunks, logits, topk
+from cute_kernels.indexer.call import LogitsCall
 from cute_kernels.indexer.topk_prefill import bounds
 
 
@@ -47,17 +48,20 @@ class Call(NamedTuple):
         cut = {name: getattr(self, name)[rows] for name in ("q", "weights", "start", "end", "out")}
         return self._replace(q_scale=None if self.q_scale is None else self.q_scale[rows], **cut)
 
-    def scores(self, out: Any) -> tuple[Any, ...]:
-        """Arguments of mqa_logits."""
-        return *self[:7], False, self.max_seqlen_k, out
+    def scores(self, out: Any) -> LogitsCall:
+        """The call of mqa_logits."""
+        keys = self.k, self.k_scale
+        return LogitsCall(
+            self.q, self.q_scale, *keys, self.weights, self.start, self.end, False, self.max_seqlen_k, out
+        )
 
 
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     call = Call(*args)
     for first, last, scores, _ in call.walk():
-        able, why = logits.supports(*call.rows(first, last).scores(scores))
-        return topk.check(scores, last - first, call.out.shape[1]) if able else (able, why)
+        why = call.rows(first, last).scores(scores).why_not()
+        return (False, why) if why else topk.check(scores, last - first, call.out.shape[1])
     return True, ""
 
 
@@ -68,6 +72,6 @@ def launch(*args: Any) -> None:
     for first, last, scores, is_scored in call.walk():
         part = call.rows(first, last)
         if is_scored:
-            logits.launch(*part.scores(scores), skip=k, op="score_top_k_prefill")
+            logits.run(part.scores(scores), skip=k, op="score_top_k_prefill")
         starts, ends = bounds(part.start, part.end)
         topk.run(scores, starts, ends, part.out, last - first, k, call.k.shape[0], shifts)

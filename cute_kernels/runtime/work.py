@@ -1,11 +1,11 @@
-"""What a tensor-core kernel moves and computes for a tile: its plan file states it, perf/roofline.py makes times of it.
+"""What a tensor-core kernel moves and computes for a tile: the kernel states it, perf/roofline.py makes times of it.
 
-The plan file of a kernel, `<kernel>_sm100_plan.py`, offers
+The file of a kernel, `blackwell/<kernel>.py`, or its plan file, `<kernel>_sm100_plan.py`, offers
 
     def work() -> tuple[Work, ...]:
 
 one entry per variant that differs in it (heads, formats, one block or a pair). The figures are the ones that the kernel
-and its tests use: tile sizes, stages and formats come from the constants of the plan, not from here.
+and its tests use: tile sizes, stages and formats come from the constants of the kernel, not from here.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from cute_kernels.runtime.report import INSTRUCTIONS, Facts, find_instructions, 
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer.logits_portable import PortableLogitsKey
-from cute_kernels.indexer.logits_sm100 import BlackwellLogitsKey
+from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
+from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
 from cute_kernels.output.einsum_portable import PortableEinsumKey
 from cute_kernels.output.einsum_sm100 import BlackwellEinsumKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey

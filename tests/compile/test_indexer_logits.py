@@ -12,9 +12,14 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import logits, logits_choice, logits_plan, paged_logits
-from cute_kernels.indexer.logits_plan import MANY_COLUMNS
-from cute_kernels.indexer.logits_sm90 import REGISTERS, REGISTERS_BESIDE_MORE, LogitsKey
+from cute_kernels.indexer import logits, paged_logits, select
+from cute_kernels.indexer.hopper.logits import (
+    MANY_COLUMNS,
+    REGISTERS,
+    REGISTERS_BESIDE_MORE,
+    LogitsConfig,
+    LogitsKey,
+)
 from tests.compile.reports import compile_report
 
 
@@ -26,9 +31,9 @@ def deployed(model: Any, tp: int = 1) -> list[LogitsKey]:
 
 KEYS = deployed(MODELS["v4-flash"])
 OTHERS = [
-    logits_choice.key_for("sm_90a", heads, rows, paged, page_rows)
+    select.own_key("sm_90a", heads, rows, paged, page_rows)
     for heads, rows, paged, page_rows in ((16, 4, False, 64), (48, 4, False, 64), (48, 3, True, 64), (32, 1, True, 8))
-] + [logits_choice.key_for("sm_90a", heads, 4, True, 8) for heads in (48, 64)]
+] + [select.own_key("sm_90a", heads, 4, True, 8) for heads in (48, 64)]
 
 
 @pytest.mark.parametrize("key", [*KEYS, *OTHERS], ids=str)
@@ -38,17 +43,17 @@ def test_compiles(key: LogitsKey) -> None:
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem <= SMEM_BYTES[key.arch]
     assert set(key.instructions) <= set(report.instructions)
-    # two parts: two rounds of both
-    assert report.instructions["wgmma"] == {1: 4, 2: 16}[key.plan.parts]
-    assert report.instructions["tma.load"] == key.rows + key.plan.boxes
-    assert ("setmaxnreg" in report.instructions) == (key.plan.columns >= MANY_COLUMNS)
+    # two accumulators: two rounds of both
+    assert report.instructions["wgmma"] == {1: 4, 2: 16}[key.config.accumulators]
+    assert report.instructions["tma.load"] == key.rows + key.config.boxes
+    assert ("setmaxnreg" in report.instructions) == (key.config.columns >= MANY_COLUMNS)
     assert not re.search(r"st\.local|ld\.local", report.ptx)
-    assert report.registers <= 65536 // key.plan.threads
-    if key.plan.columns >= MANY_COLUMNS:
+    assert report.registers <= 65536 // key.config.threads
+    if key.config.columns >= MANY_COLUMNS:
         # no warpgroup waits for registers that nobody gives back
-        assert key.plan.threads == 384
+        assert key.config.threads == 384
         for beside, of_scores in (REGISTERS, REGISTERS_BESIDE_MORE):
-            assert beside + key.plan.warpgroups * of_scores <= 3 * report.registers
+            assert beside + key.config.warpgroups * of_scores <= 3 * report.registers
             assert beside % 8 == of_scores % 8 == 0
 
 
@@ -60,13 +65,13 @@ def test_products_and_sums(key: LogitsKey) -> None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
     order = re.findall(r"QGMMA|WARPGROUP\.DEPBAR", report.sass)
     wait, product = ["WARPGROUP.DEPBAR"], ["QGMMA"] * 4
-    if key.plan.parts == 1:
+    if key.config.accumulators == 1:
         assert order == product + wait
     else:
         last, one_more = wait * 2, wait + product
         assert order == product * 2 + last + one_more * 2 + wait * 2
-    rounds = 3 if key.plan.parts == 2 else 1
-    of_a_thread = key.plan.columns // 2
+    rounds = 3 if key.config.accumulators == 2 else 1
+    of_a_thread = key.config.columns // 2
     assert len(re.findall(r"\bFMNMX\.NAN", report.sass)) == rounds * of_a_thread
     assert len(re.findall(r"\bFFMA\b", report.sass)) == rounds * (of_a_thread - 2 * key.rows)
 
@@ -75,13 +80,13 @@ def test_products_and_sums(key: LogitsKey) -> None:
 @pytest.mark.parametrize("heads", [16, 32, 48, 64])
 @pytest.mark.parametrize("box", [8, 64])
 def test_shared_memory(heads: int, rows: int, box: int) -> None:
-    plan = logits_plan.Plan(heads, rows, box)
-    assert plan.smem_bytes <= SMEM_BYTES["sm_90a"]
+    config = LogitsConfig(heads, rows, box)
+    assert config.smem_bytes <= SMEM_BYTES["sm_90a"]
     # a stage must always be of the same warpgroup: nobody waits for the others' barriers
-    assert plan.stages % plan.warpgroups == 0
-    assert plan.stages >= 8
-    assert plan.columns <= 256
-    assert plan.helpers + 4 * plan.warpgroups <= plan.threads // 32
+    assert config.stages % config.warpgroups == 0
+    assert config.stages >= 8
+    assert config.columns <= 256
+    assert config.warps_beside + 4 * config.warpgroups <= config.threads // 32
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -92,6 +97,6 @@ def test_deployments(model: str, tp: int) -> None:
 
 
 def test_groups_of_rows() -> None:
-    assert [logits_choice.rows_of_group(n, 4) for n in range(1, 14)] == [1, 2, 3, 4, 3, 3, 4, 4, 3, 4, 4, 4, 4]
+    assert [select.rows_of_group(n, 4) for n in range(1, 14)] == [1, 2, 3, 4, 3, 3, 4, 4, 3, 4, 4, 4, 4]
     deployed = {key.rows for key in KEYS if key.paged}
-    assert {logits_choice.rows_of_group(n, 4) for n in range(1, 300)} == deployed
+    assert {select.rows_of_group(n, 4) for n in range(1, 300)} == deployed

@@ -10,39 +10,38 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import logits_choice
-from cute_kernels.indexer.logits_sm90 import LogitsKey
-from cute_kernels.indexer.mxfp4_plan import BEHIND, Mxfp4Plan
+from cute_kernels.indexer import select
+from cute_kernels.indexer.hopper.logits_mxfp4 import BEHIND, Mxfp4Config, Mxfp4LogitsKey
 from tests.compile.reports import compile_report
 
 KEYS = [
-    logits_choice.key_for("sm_90a", heads, rows, paged, page_rows, mxfp4=True)
+    select.own_key("sm_90a", heads, rows, paged, page_rows, mxfp4=True)
     for heads, rows, paged, page_rows in ((64, 1, True, 64), (64, 4, False, 64), (48, 2, True, 8))
 ]
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_compiles(key: LogitsKey) -> None:
+def test_compiles(key: Mxfp4LogitsKey) -> None:
     report = compile_report(key)
     assert report.cubin[:4] == b"\x7fELF"
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem <= SMEM_BYTES[key.arch]
     assert set(key.instructions) <= set(report.instructions)
     assert report.instructions["wgmma"] == 4
-    assert report.instructions["tma.load"] == key.rows + key.plan.boxes
-    assert ("setmaxnreg" in report.instructions) == bool(key.plan.registers)
+    assert report.instructions["tma.load"] == key.rows + key.config.boxes
+    assert ("setmaxnreg" in report.instructions) == bool(key.config.registers)
     assert not re.search(r"st\.local|ld\.local", report.ptx)
-    assert report.registers <= 65536 // key.plan.threads
-    if key.plan.registers:
+    assert report.registers <= 65536 // key.config.threads
+    if key.config.registers:
         # no warpgroup waits for registers that nobody gives back
-        (beside, of_scores), warpgroups = key.plan.registers, key.plan.threads // 128
-        more = warpgroups - key.plan.warpgroups
-        assert beside * more + key.plan.warpgroups * of_scores <= warpgroups * report.registers
+        (beside, of_scores), warpgroups = key.config.registers, key.config.threads // 128
+        more = warpgroups - key.config.warpgroups
+        assert beside * more + key.config.warpgroups * of_scores <= warpgroups * report.registers
         assert beside % 8 == of_scores % 8 == 0
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_products_and_conversions(key: LogitsKey) -> None:
+def test_products_and_conversions(key: Mxfp4LogitsKey) -> None:
     """The assembler waits for no product on its own, and a code costs little more than half a byte permute."""
     report = compile_report(key)
     if report.sass is None:
@@ -56,11 +55,11 @@ def test_products_and_conversions(key: LogitsKey) -> None:
 @pytest.mark.parametrize("heads", [16, 32, 48, 64])
 @pytest.mark.parametrize("box", [8, 64])
 def test_shared_memory(heads: int, rows: int, box: int) -> None:
-    plan = Mxfp4Plan(heads, rows, box)
-    assert plan.smem_bytes <= SMEM_BYTES["sm_90a"]
+    config = Mxfp4Config(heads, rows, box)
+    assert config.smem_bytes <= SMEM_BYTES["sm_90a"]
     # a warp that waited for a tile's scales with all stages asked for would wait for ever
-    assert plan.stages // plan.warpgroups > BEHIND
+    assert config.stages // config.warpgroups > BEHIND
     # a stage must always be of the same warpgroup: nobody waits for the others' barriers
-    assert plan.stages % plan.warpgroups == 0
-    assert plan.columns <= 256
-    assert plan.helpers + 4 * plan.warpgroups <= plan.threads // 32
+    assert config.stages % config.warpgroups == 0
+    assert config.columns <= 256
+    assert config.warps_beside + 4 * config.warpgroups <= config.threads // 32

@@ -11,7 +11,7 @@ from cute_kernels.runtime.compile import Report
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl import convert
-from cute_kernels.indexer import query_fp8, query_launch, query_mxfp4
+from cute_kernels.indexer import query, query_fp8, query_mxfp4
 from cute_kernels.indexer.query import QueryKey
 from cute_kernels.models import MODELS
 from cute_kernels.numerics import E2M1_ROUNDINGS
@@ -34,7 +34,7 @@ def count(pattern: str, report: Report) -> int:
 @pytest.mark.parametrize("rounding", ["", *E2M1_ROUNDINGS])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch: str, rounding: str) -> None:
-    key = query_launch.key_for(arch, rounding, False, query_launch.MANY_HEADS)
+    key = query.key_for(arch, rounding, False, query.MANY_HEADS)
     report = compile_report(key)
     check(report)
     groups = key.groups
@@ -55,7 +55,7 @@ def test_compiles(arch: str, rounding: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_columns_are_on_their_way_before_anything_waits(arch: str) -> None:
-    key = query_launch.key_for(arch, "", False, query_launch.MANY_HEADS)
+    key = query.key_for(arch, "", False, query.MANY_HEADS)
     report = compile_report(key)
     if report.sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
@@ -66,10 +66,10 @@ def test_columns_are_on_their_way_before_anything_waits(arch: str) -> None:
     assert max(loads) < min(i for i, line in enumerate(code) if re.search(r"\bEXIT|\bBRA|\bSTG|\bSHFL", line))
 
 
-@pytest.mark.parametrize("size", query_launch.SIZES)
+@pytest.mark.parametrize("size", query.SIZES)
 @pytest.mark.parametrize("rounding", ["", "ties_to_lower"])
 def test_hadamard_compiles(rounding: str, size: int) -> None:
-    key = query_launch.key_for("sm_90a", rounding, True, size)
+    key = query.key_for("sm_90a", rounding, True, size)
     report = compile_report(key)
     check(report)
     groups = key.groups
@@ -87,11 +87,11 @@ def test_deployments() -> None:
     config = MODELS["v4-flash"]
     for module, forms in ((query_fp8, 2), (query_mxfp4, 4)):
         keys = module.deployment_keys(config, 1, "sm_90a")
-        assert len(set(keys)) == len(keys) == 2 * forms * len(query_launch.SIZES)
+        assert len(set(keys)) == len(keys) == 2 * forms * len(query.SIZES)
         assert module.deployment_keys(config, 1, "sm_80") == []
 
 
 def test_sizes() -> None:
-    sizes = [query_launch.size_of(64 * tokens) for tokens in (1, 64, 127, 128, 1024, 4095, 4096, 32768)]
-    several, many = query_launch.SEVERAL_HEADS, query_launch.MANY_HEADS
+    sizes = [query.size_of(64 * tokens) for tokens in (1, 64, 127, 128, 1024, 4095, 4096, 32768)]
+    several, many = query.SEVERAL_HEADS, query.MANY_HEADS
     assert sizes == [0, 0, 0, several, several, several, many, many]

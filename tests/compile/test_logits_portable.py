@@ -1,4 +1,4 @@
-"""The portable kernel of the indexer's scores, compiled for several architectures, and its plan. Needs no GPU."""
+"""The portable kernel of the indexer's scores, compiled for several architectures, and its config. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from tests.compile.reports import compile_report
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer import logits, paged_logits
-from cute_kernels.indexer.logits_plan import KEYS
-from cute_kernels.indexer.logits_portable import PortableLogitsKey
-from cute_kernels.indexer.portable_plan import ROWS, STEP, WARPS, PortablePlan, chunk_at, key_of_lane
+from cute_kernels.indexer.mma_sync.logits import (
+    ROWS,
+    STEP,
+    WARPS,
+    PortableConfig,
+    PortableLogitsKey,
+    chunk_at,
+    key_of_lane,
+)
+from cute_kernels.indexer.params import KEY_TILE
 
 # (heads, rows of a group, whether keys are in pages, whether they are MXFP4); what takes most registers on each
 CHOSEN = {
@@ -38,7 +45,7 @@ def test_compiles(key: PortableLogitsKey) -> None:
     assert report.smem <= SMEM_BYTES[key.arch]
     assert set(key.instructions) <= set(report.instructions)
     # of every 8 of a step's keys and 16 heads, 8 products of 16 columns
-    assert report.instructions["mma.sync"] == STEP // 8 * key.plan.tiles * 8
+    assert report.instructions["mma.sync"] == STEP // 8 * key.config.tiles * 8
     assert ("griddepcontrol" in report.instructions) == (key.arch not in ("sm_80", "sm_89"))
     assert ("cvt.e4m3" in report.instructions) == (not key.mxfp4 and key.arch != "sm_80")
     assert not re.search(r"st\.local|ld\.local", report.ptx)
@@ -50,15 +57,15 @@ def test_compiles(key: PortableLogitsKey) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("code_bytes", CODE_BYTES)
 def test_plan(arch: str, rows: int, code_bytes: int) -> None:
-    plan = PortablePlan(arch, 64, rows, code_bytes)
-    assert plan.smem_bytes <= SMEM_BYTES[arch]
-    assert plan.stages >= 2
-    assert plan.teams * rows == WARPS
-    assert plan.threads * 255 <= 65536
-    assert KEYS % STEP == 0
+    config = PortableConfig(arch, 64, rows, code_bytes)
+    assert config.smem_bytes <= SMEM_BYTES[arch]
+    assert config.stages >= 2
+    assert config.teams * rows == WARPS
+    assert config.threads * 255 <= 65536
+    assert KEY_TILE % STEP == 0
     # every chunk of a step is copied by one lane of the team
-    assert plan.copies * rows * 32 == STEP * plan.chunks
-    assert plan.scales_at % 16 == plan.mask_at % 16 == plan.stage_bytes % 16 == plan.sums_at % 16 == 0
+    assert config.copies * rows * 32 == STEP * config.chunks
+    assert config.scales_at % 16 == config.mask_at % 16 == config.stage_bytes % 16 == config.counts_at % 16 == 0
 
 
 @pytest.mark.parametrize("code_bytes", CODE_BYTES)
@@ -86,7 +93,7 @@ def test_lanes_store_all_keys() -> None:
 def test_sizes_that_are_none() -> None:
     for heads, rows in ((24, 1), (0, 1), (80, 1), (64, 3), (64, 8)):
         with pytest.raises(ValueError, match="expected"):
-            PortablePlan("sm_90a", heads, rows, 128)
+            PortableConfig("sm_90a", heads, rows, 128)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -16,18 +16,19 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import logits, logits_choice, paged_logits
-from cute_kernels.indexer.logits_portable import PortableLogitsKey
-from cute_kernels.indexer.logits_sm100 import REGISTERS, BlackwellLogitsKey
-from cute_kernels.indexer.logits_sm100_plan import (
+from cute_kernels.indexer import logits, paged_logits, select
+from cute_kernels.indexer.blackwell.logits import (
     BUFFERS,
+    KEY_TILE,
     PAGE_BOX,
+    REGISTERS,
     SCALE_COLUMNS,
-    TILE,
-    BlackwellPlan,
+    BlackwellConfig,
+    BlackwellLogitsKey,
     most_rows,
     work,
 )
+from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
 from tests.compile.reports import check_fits, compile_report
 
 KEYS = [
@@ -36,107 +37,109 @@ KEYS = [
     BlackwellLogitsKey("sm_100a", 48, 3, True, False),
     BlackwellLogitsKey("sm_103a", 64, 3, False, True),
 ]
-PLANS = [
-    BlackwellPlan(heads, rows, box, mxfp4)
+CONFIGS = [
+    BlackwellConfig(heads, rows, box, mxfp4)
     for mxfp4 in (False, True)
     for heads in (16, 32, 48, 64)
     for rows in range(1, most_rows(heads, mxfp4) + 1)
-    for box in (PAGE_BOX, TILE)
+    for box in (PAGE_BOX, KEY_TILE)
 ]
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_compiles(key: BlackwellLogitsKey) -> None:
-    plan = key.plan
-    report = check_fits(key, plan.threads)
-    assert ("setmaxnreg" in report.instructions) == (plan.held * key.heads > 64)
+    config = key.config
+    report = check_fits(key, config.threads)
+    assert ("setmaxnreg" in report.instructions) == (config.held * key.heads > 64)
     if "setmaxnreg" in report.instructions:
         # no warpgroup waits for registers that nobody gives back
-        assert REGISTERS[0] + plan.warpgroups * REGISTERS[1] <= 3 * report.registers
+        assert REGISTERS[0] + config.warpgroups * REGISTERS[1] <= 3 * report.registers
         assert all(number % 8 == 0 for number in REGISTERS)
-    assert report.instructions["tma.load"] == key.rows + plan.boxes
-    assert report.instructions.get("bulk.load", 0) == (plan.boxes if key.paged else 0)
+    assert report.instructions["tma.load"] == key.rows + config.boxes
+    assert report.instructions.get("bulk.load", 0) == (config.boxes if key.paged else 0)
     # of uneven halves each has its own code
-    traced = key.rows if plan.rows % plan.parts else plan.held
+    traced = key.rows if config.rows % config.row_splits else config.held
     assert report.instructions["tcgen05.ld"] == traced * key.heads // (32 if key.heads % 32 == 0 else 16)
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_tensor_memory_products_and_barriers(key: BlackwellLogitsKey) -> None:
-    """What the PTX says is what the plan says."""
-    ptx, plan = compile_report(key).ptx, key.plan
+    """What the PTX says is what the config says."""
+    ptx, config = compile_report(key).ptx, key.config
     kind = "mxf4.block_scale.block32" if key.mxfp4 else "f8f6f4"
-    assert len(re.findall(rf"tcgen05\.mma\.cta_group::1\.kind::{re.escape(kind)} ", ptx)) == len(plan.steps)
-    assert len(re.findall(r"tcgen05\.mma\.", ptx)) == len(plan.steps)
+    assert len(re.findall(rf"tcgen05\.mma\.cta_group::1\.kind::{re.escape(kind)} ", ptx)) == len(config.steps)
+    assert len(re.findall(r"tcgen05\.mma\.", ptx)) == len(config.steps)
     assert len(re.findall(r"tcgen05\.commit\.", ptx)) == 1
-    assert re.findall(r"tcgen05\.alloc\.\S+ \[%r\d+\], (\d+);", ptx) == [str(plan.tensor_columns)]
-    assert re.findall(r"tcgen05\.dealloc\.\S+ %r\d+, (\d+);", ptx) == [str(plan.tensor_columns)]
-    assert len(re.findall(r"tcgen05\.cp\.", ptx)) == (1 + plan.scale_blocks if key.mxfp4 else 0)
+    assert re.findall(r"tcgen05\.alloc\.\S+ \[%r\d+\], (\d+);", ptx) == [str(config.tensor_columns)]
+    assert re.findall(r"tcgen05\.dealloc\.\S+ %r\d+, (\d+);", ptx) == [str(config.tensor_columns)]
+    assert len(re.findall(r"tcgen05\.cp\.", ptx)) == (1 + config.scale_tiles if key.mxfp4 else 0)
     constants = {int(number) for number in re.findall(r"-?\b\d{5,}\b", ptx)}
-    assert {plan.operand.descriptor, *(instruction for _, instruction in plan.steps)} <= constants
-    assert len(re.findall(r"mbarrier\.init\.", ptx)) == plan.barriers
+    assert {config.operand.descriptor, *(instruction for _, instruction in config.steps)} <= constants
+    assert len(re.findall(r"mbarrier\.init\.", ptx)) == config.barriers
     assert ("fence.proxy.async.shared::cta" in ptx) == key.mxfp4
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_sums_cost_a_maximum_and_half_an_addition_a_product(key: BlackwellLogitsKey) -> None:
-    report, plan = compile_report(key), key.plan
+    report, config = compile_report(key), key.config
     if report.sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
     found = Counter(re.findall(r"\b(UTC[QO]MMA|UTCHMMA|FMNMX\.NAN|FFMA2|LDTM|STTM)\b", report.sass))
-    products = (key.rows if plan.rows % plan.parts else plan.held) * key.heads
+    products = (key.rows if config.rows % config.row_splits else config.held) * key.heads
     assert found["FMNMX.NAN"] == products
     assert found["FFMA2"] == products // 2
-    assert found["UTCOMMA" if key.mxfp4 else "UTCQMMA"] == len(plan.steps) == sum(found[f"UTC{c}MMA"] for c in "QOH")
+    assert found["UTCOMMA" if key.mxfp4 else "UTCQMMA"] == len(config.steps) == sum(found[f"UTC{c}MMA"] for c in "QOH")
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_what_lies_where(plan: BlackwellPlan) -> None:
-    assert plan.smem_bytes <= SMEM_BYTES["sm_100a"] - 1024
-    assert plan.threads == 384
-    assert plan.helpers + 4 * plan.warpgroups == plan.threads // 32
-    assert plan.columns <= 256
-    assert plan.columns % 16 == 0
-    assert sum(plan.rows_of_part(part) for part in range(plan.parts)) == plan.rows
-    assert plan.stages * TILE * plan.row_bytes == 128 * 1024
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_what_lies_where(config: BlackwellConfig) -> None:
+    assert config.smem_bytes <= SMEM_BYTES["sm_100a"] - 1024
+    assert config.threads == 384
+    assert config.warps_beside + 4 * config.warpgroups == config.threads // 32
+    assert config.columns <= 256
+    assert config.columns % 16 == 0
+    assert sum(config.rows_of_split(split) for split in range(config.row_splits)) == config.rows
+    assert config.stages * KEY_TILE * config.row_bytes == 128 * 1024
     # tensor memory
-    pieces = [(i * plan.columns, plan.columns) for i in range(BUFFERS)]
-    if plan.mxfp4:
-        pieces += [(plan.key_scales_at + i * SCALE_COLUMNS, SCALE_COLUMNS) for i in range(BUFFERS)]
-        width = plan.scale_blocks * SCALE_COLUMNS
-        pieces += [(plan.head_scales_at + i * width, width) for i in range(2)]
+    pieces = [(i * config.columns, config.columns) for i in range(BUFFERS)]
+    if config.mxfp4:
+        pieces += [(config.key_scales_at + i * SCALE_COLUMNS, SCALE_COLUMNS) for i in range(BUFFERS)]
+        width = config.scale_tiles * SCALE_COLUMNS
+        pieces += [(config.q_scales_at + i * width, width) for i in range(2)]
     taken = np.zeros(COLUMNS, np.int64)
     for first, width in pieces:
         taken[first : first + width] += 1
     assert taken.max() == 1
-    assert taken[plan.used_columns :].sum() == 0
-    assert plan.used_columns <= plan.tensor_columns <= COLUMNS
-    assert plan.tensor_columns & (plan.tensor_columns - 1) == 0
+    assert taken[config.used_columns :].sum() == 0
+    assert config.used_columns <= config.tensor_columns <= COLUMNS
+    assert config.tensor_columns & (config.tensor_columns - 1) == 0
     # nothing that is loaded 16 bytes at a time, or described, is askew
-    for name in ("notes", "scales", "weights", "tensor"):
-        assert plan.words[name] * 4 % 16 == 0
-    assert plan.heads * plan.row_bytes % (8 * plan.operand.swizzle) == 0
+    for name in ("headers", "scales", "weights", "tensor"):
+        assert config.words[name] * 4 % 16 == 0
+    assert config.heads * config.row_bytes % (8 * config.operand.swizzle) == 0
 
 
 @pytest.mark.parametrize("mxfp4", [False, True])
 def test_products_read_what_copies_write(mxfp4: bool) -> None:
-    plan = BlackwellPlan(64, 2, TILE, mxfp4)
-    bits, width = plan.operand.bits, plan.row_bytes
-    row, k = np.meshgrid(np.arange(TILE), np.arange(0, INDEX_DIM, 8 // bits), indexing="ij")
+    config = BlackwellConfig(64, 2, KEY_TILE, mxfp4)
+    bits, width = config.operand.bits, config.row_bytes
+    row, k = np.meshgrid(np.arange(KEY_TILE), np.arange(0, INDEX_DIM, 8 // bits), indexing="ij")
     # a tensor copy: row after row, swizzled
-    written = umma.swizzled(row * width + k * bits // 8, plan.operand.swizzle)
-    assert (plan.operand.offset(row, k) == written).all()
-    assert len(np.unique(written)) == TILE * width
+    written = umma.swizzled(row * width + k * bits // 8, config.operand.swizzle)
+    assert (config.operand.offset(row, k) == written).all()
+    assert len(np.unique(written)) == KEY_TILE * width
     per_step = umma.K_BYTES * 8 // bits
     base = 5 * 8192
-    for number, (step, instruction) in enumerate(plan.steps):
+    for number, (step, instruction) in enumerate(config.steps):
         inside = np.arange(0, per_step, 8 // bits)
-        read = umma.operand_bytes(plan.operand.at(base) + step // 16, row[:, : inside.size], inside[None], bits, False)
+        read = umma.operand_bytes(
+            config.operand.at(base) + step // 16, row[:, : inside.size], inside[None], bits, False
+        )
         columns = slice(number * inside.size, (number + 1) * inside.size)
         assert (read == base + written[:, columns]).all()
         if mxfp4:
             assert (instruction >> 4 & 3, instruction >> 29 & 3) == (2 * number, 2 * number)
-    assert len(plan.steps) * per_step == INDEX_DIM
+    assert len(config.steps) * per_step == INDEX_DIM
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -148,7 +151,7 @@ def test_deployments_have_own_and_portable_kernels(model: str, arch: str) -> Non
     assert {(key.rows, key.mxfp4) for key in own if not key.paged} == {(4, False), (3, True)}
     assert {key.paged for key in found if isinstance(key, PortableLogitsKey)} == {False, True}
     assert logits.deployment_keys(ModelShape(compress_ratios=(1, 128)), 1, arch) == []
-    assert {logits_choice.rows_of_group(n, 3) for n in range(1, 300)} == {1, 2, 3}
+    assert {select.rows_of_group(n, 3) for n in range(1, 300)} == {1, 2, 3}
 
 
 def test_work_is_of_the_deployed_kernels() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cute_kernels import formats
-from cute_kernels.indexer import logits_choice, portable_launch
+from cute_kernels.indexer import select
 from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import trust
@@ -53,9 +53,9 @@ def keys_of_tests(mxfp4: bool, heads: list[int], groups: list[tuple[int, int]]) 
     arch = arch_of(0)
     shapes = [(n, 4, False, 64) for n in heads] + [(n, next_n, True, 64) for n, next_n in groups]
     shapes += [(64, next_n, True, page_rows) for next_n in (1, 2, 3, 4) for page_rows in (8, 64)]
-    own = [shape for shape in shapes if logits_choice.has_own(arch, shape[0], shape[3])]
-    keys: list[Any] = [logits_choice.key_for(arch, *shape, mxfp4) for shape in own]
-    return [*keys, *(portable_launch.key_for(arch, *shape[:3], mxfp4) for shape in shapes)]
+    own = [shape for shape in shapes if select.has_own(arch, shape[0], shape[3])]
+    keys: list[Any] = [select.own_key(arch, *shape, mxfp4) for shape in own]
+    return [*keys, *(select.portable_key(arch, *shape[:3], mxfp4) for shape in shapes)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,8 +69,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Name of the kernel, without fallback: the architecture's own, trusted or not, or the portable one."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
     if request.param == "portable":
-        monkeypatch.setattr(logits_choice, "has_own", lambda *args: False)
-    elif not logits_choice.has_own(arch_of(0), 64):
+        monkeypatch.setattr(select, "has_own", lambda *args: False)
+    elif not select.has_own(arch_of(0), 64):
         pytest.skip("there is only the portable kernel")
     with trust.choose(own=True):
         yield str(request.param)
@@ -78,7 +78,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def share() -> float:
     """That scores of the kernel under test may differ by."""
-    return SHARE if logits_choice.has_own(arch_of(0), 64) else PORTABLE_SHARE
+    return SHARE if select.has_own(arch_of(0), 64) else PORTABLE_SHARE
 
 
 def gen(seed: int) -> torch.Generator:

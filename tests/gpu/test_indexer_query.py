@@ -120,10 +120,10 @@ def flat(result: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_kernel(form: str, hadamard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those for long calls too, in short ones with any number of heads."""
-    from cute_kernels.indexer import query_launch
+    from cute_kernels.indexer import query
 
-    for size in query_launch.SIZES:
-        monkeypatch.setattr(query_launch, "size_of", lambda heads, size=size: size)
+    for size in query.SIZES:
+        monkeypatch.setattr(query, "size_of", lambda heads, size=size: size)
         for tokens, heads in ((1, 1), (3, 5), (19, 15), (9, 16), (7, 17), (33, 64)):
             check(form, *inputs(tokens, heads, heads), index_hadamard=hadamard)
 
@@ -229,10 +229,10 @@ def test_tensors_beyond_two_gigabytes(form: str) -> None:
 
 
 def test_nothing_is_launched_without_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.indexer import query_launch
+    from cute_kernels.indexer import query
 
     launches: list[Any] = []
-    monkeypatch.setattr(query_launch, "launch_key", lambda *args: launches.append(args))
+    monkeypatch.setattr(query, "launch_key", lambda *args: launches.append(args))
     for tokens, heads in ((0, 64), (3, 0), (0, 0), (2, 1)):
         for form in FORMS:
             positions, q, weights = inputs(tokens, heads)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_kernels import formats
-from cute_kernels.indexer import logits_choice
+from cute_kernels.indexer import select
 from cute_kernels.indexer.chunks import row_bytes
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import arch_of
@@ -33,7 +33,7 @@ POISON = -77_777
 @pytest.fixture(autouse=True)
 def own_without_fallback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    if not logits_choice.has_own(arch_of(0), 64):
+    if not select.has_own(arch_of(0), 64):
         pytest.skip("scores have only the portable kernel")
     with trust.choose(own=True):
         yield

@@ -12,12 +12,13 @@ from cute_kernels.runtime.ops import OPS
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import logits, logits_choice, paged_logits, portable_launch
+from cute_kernels.indexer import call as calls
+from cute_kernels.indexer import logits, paged_logits, select
 from cute_kernels.indexer import ops as _registered  # noqa: F401
-from cute_kernels.indexer.logits_portable import PortableLogitsKey
-from cute_kernels.indexer.logits_sm90 import LogitsKey
-from cute_kernels.indexer.logits_sm100 import BlackwellLogitsKey
-from cute_kernels.indexer.mxfp4_sm90 import Mxfp4LogitsKey
+from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
+from cute_kernels.indexer.hopper.logits import LogitsKey
+from cute_kernels.indexer.hopper.logits_mxfp4 import Mxfp4LogitsKey
+from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
 from cute_kernels.runtime import trust
 
 SMS = 132
@@ -43,10 +44,9 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a", processors: int = SMS) -> None:
         self.kept: list[tuple[Any, dict[str, Any]]] = []
-        for module in (logits, paged_logits, portable_launch):
-            monkeypatch.setattr(module, "arch_of", lambda index: arch)
-            monkeypatch.setattr(module, "multiprocessors", lambda index: processors)
-            monkeypatch.setattr(module, "launch_key", self.keep)
+        monkeypatch.setattr(calls, "arch_of", lambda index: arch)
+        monkeypatch.setattr(calls, "multiprocessors", lambda index: processors)
+        monkeypatch.setattr(calls, "launch_key", self.keep)
 
     def keep(self, key: Key, device_index: Any, *args: Any) -> None:
         self.kept.append((key, dict(zip(NAMES[type(key)], args, strict=True))))
@@ -297,7 +297,7 @@ def test_other_architectures_run_the_portable_kernel(monkeypatch: pytest.MonkeyP
 
 
 def test_switch_to_the_portable_kernel(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits_choice, "ARCH", "")
+    monkeypatch.setattr(select, "HOPPER", "")
     assert isinstance(gpu.run("mqa_logits", contiguous())[0], PortableLogitsKey)
     assert isinstance(gpu.run("paged_mqa_logits", paged())[0], PortableLogitsKey)
 
@@ -320,7 +320,7 @@ def test_mxfp4_pages(gpu: Launches, fmt: Any) -> None:
 
 
 def test_mxfp4_views(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits_choice, "ARCH", "")
+    monkeypatch.setattr(select, "HOPPER", "")
     args = mxfp4(contiguous())
     args["q"] = torch.zeros(10, 66, 192, dtype=torch.uint8)[:, 1:-1, 64:128]
     args["q_scale"] = torch.zeros(10, 70, dtype=torch.int32)[:, 3:67]

@@ -13,18 +13,18 @@ from cute_kernels.runtime.ops import OPS
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.indexer import call as calls
 from cute_kernels.indexer import (
     chunks,
     logits,
     paged_logits,
-    portable_launch,
     score_top_k_decode,
     score_top_k_prefill,
     topk,
 )
 from cute_kernels.indexer import ops as _registered  # noqa: F401
-from cute_kernels.indexer.logits_portable import PortableLogitsKey
-from cute_kernels.indexer.logits_sm100 import BlackwellLogitsKey
+from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
+from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
 from cute_kernels.runtime import trust
 from tests.indexer.test_logits_launch import NAMES as SCORE_NAMES
 from tests.indexer.test_logits_launch import codes
@@ -39,11 +39,10 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
         self.kept: list[tuple[str, Any, dict[str, Any]]] = []
-        for module in (logits, paged_logits, portable_launch, topk):
+        for module in (calls, topk):
             monkeypatch.setattr(module, "arch_of", lambda index: arch)
-        for score in (logits, paged_logits, portable_launch):
-            monkeypatch.setattr(score, "multiprocessors", lambda index: SMS)
-            monkeypatch.setattr(score, "launch_key", lambda key, index, *args: self.keep("scores", key, args))
+        monkeypatch.setattr(calls, "multiprocessors", lambda index: SMS)
+        monkeypatch.setattr(calls, "launch_key", lambda key, index, *args: self.keep("scores", key, args))
         monkeypatch.setattr(topk, "launch_key", lambda key, index, *args: self.keep("picks", key, args))
         topk.choose.cache_clear()
 

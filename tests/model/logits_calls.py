@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_kernels.facts.meaning import TensorMap
-from cute_kernels.indexer.logits_sm100 import BlackwellLogitsKey
+from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.runtime import trust
 from tests.indexer.test_logits_launch import Launches
 from tests.model.launch import divisor, pack, run_grid
@@ -69,29 +69,29 @@ class Scores:
 
     def place(self, program: Program) -> tuple[bytes, dict[int, TensorMap]]:
         """Parameters, as LogitsKernel.__call__ makes them, and tensor maps."""
-        plan, got, at = self.key.plan, self.got, self.placed.at
-        swizzle = plan.operand.swizzle
+        config, got, at = self.key.config, self.got, self.placed.at
+        swizzle = config.operand.swizzle
         query_map = TensorMap(
             at(got["q"]) - GlobalMemory.BASE,
-            (plan.row_bytes, plan.heads, got["row_count"], got["requests"]),
+            (config.row_bytes, config.heads, got["row_count"], got["requests"]),
             (got["q_head"], got["q_row"], got["q_request"]),
-            (plan.row_bytes, plan.heads, 1, 1),
+            (config.row_bytes, config.heads, 1, 1),
             1,
             swizzle,
         )
         key_map = TensorMap(
             at(got["keys"]) - GlobalMemory.BASE,
-            (plan.row_bytes, got["page_rows"], got["pages"]),
+            (config.row_bytes, got["page_rows"], got["pages"]),
             (got["key_stride"], got["page_stride"]),
-            (plan.row_bytes, plan.box, 1),
+            (config.row_bytes, config.box, 1),
             1,
             swizzle,
         )
         values: list[Any] = [bytes(128), bytes(12), bytes(128), got["requests"], got["row_count"]]
-        values += [*divisor(-(-got["row_count"] // plan.rows)), *divisor(got["blocks"])]
+        values += [*divisor(-(-got["row_count"] // config.rows)), *divisor(got["blocks"])]
         values += [at(got["starts"]), at(got["ends"]), got["end_request"], got["limit"], got["out"].shape[1]]
         values += [got["shifts"], got["skip"], at(got["scales"]), got["page_stride"]]
-        values += [*divisor(-(-got["page_rows"] // plan.box)), got["pages"], got["limit"]]
+        values += [*divisor(-(-got["page_rows"] // config.box)), got["pages"], got["limit"]]
         values += [at(got["table"]), got["table_stride"], got["table_columns"]]
         values += [at(got["weights"].data_ptr()), got["weights"].stride(0) * 4]
         values += [at(got["q_scale"]), got["q_scale_request"], got["q_scale_row"]]

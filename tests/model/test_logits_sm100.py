@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels import formats
-from cute_kernels.indexer.logits_sm100 import BlackwellLogitsKey
+from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from tests import oracle
 from tests.compile.reports import compile_report
 from tests.helpers import poisoned_pool
@@ -265,7 +265,7 @@ def test_pages(key: BlackwellLogitsKey, fmt: Any, page_rows: int, clean: bool, s
 def many_tiles(key: BlackwellLogitsKey, fmt: Any, ptx: Program, events: Any = None) -> None:
     """A call with more tiles in a block than stages, and, of one row, more groups than a warp has threads."""
     rng = np.random.default_rng(7)
-    skip, most = 20, (key.plan.stages + 3) * 128
+    skip, most = 20, (key.config.stages + 3) * 128
     lens = np.full((34 if key.rows == 1 else 6, key.rows), 20, np.int32)
     lens[1], lens[4], lens[-1], lens[2] = 200, most, 130, 0
     paged = Paged.make(rng, fmt, 64, lens, most)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels import formats
-from cute_kernels.indexer.logits_sm100 import BlackwellLogitsKey
+from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.sparse_mla import decode_sm100_plan
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from cute_kernels.sparse_mla.mixed_sm100 import MixedKey

@@ -1,0 +1,1 @@
+"""Score kernels with tcgen05."""

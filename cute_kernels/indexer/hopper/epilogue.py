@@ -1,0 +1,163 @@
+"""Epilogue of Hopper's score kernels: heads added up in registers, scores stored.
+
+The products of a tile are [64 keys, heads of a group's rows]. A thread holds two keys and, of every 8 heads, two
+neighbouring ones, for all rows of the group: it adds its heads of a row, four lanes exchange what they have, and each
+is left with one key and every second row. The order of these sums is the same in every kernel here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+
+from cute_kernels.dsl import ptx
+from cute_kernels.indexer.params import RowGroups, Windows
+from cute_kernels.indexer.producer import KeyTile
+
+
+class RowState(NamedTuple):
+    """What a thread has of a group's rows, in rmem tensors.
+
+    weights         of its heads, all rows
+    firsts, stops   keys that every second row sees
+    targets         addresses of these rows' scores of key 0
+    """
+
+    weights: Any
+    firsts: Any
+    stops: Any
+    targets: Any
+
+    @classmethod
+    def allocate(cls, weights: int, rows: int) -> RowState:
+        of_weights = cute.make_rmem_tensor((weights,), Float32)
+        firsts, stops = (cute.make_rmem_tensor((rows,), Int32) for _ in range(2))
+        return cls(of_weights, firsts, stops, cute.make_rmem_tensor((rows,), Int64))
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The epilogue of one thread.
+
+    own   which of a tile's keys is its
+    out   address of the scores; out_stride in bytes
+    """
+
+    config: Any
+    paged: bool
+    groups: RowGroups
+    windows: Windows
+    smem: Any
+    out: Any
+    out_stride: Any
+    lane: Any
+    own: Any
+
+    @property
+    def rows(self) -> int:
+        """Of an accumulator."""
+        return int(self.config.rows // self.config.accumulators)
+
+    @property
+    def held(self) -> int:
+        """Rows of an accumulator whose scores the thread stores."""
+        return -(-self.rows // 2)
+
+    def allocate(self) -> RowState:
+        return RowState.allocate(self.config.columns // 4, self.held * self.config.accumulators)
+
+    @cute.jit
+    def load_rows(self, state: RowState, group: Any, query_stage: Any) -> None:
+        """What belongs to a group's rows: a thread's heads of all of them, of every 8 the two of its products' columns;
+        of every second row which keys it sees and where its scores go."""
+        config, smem, windows, groups = self.config, self.smem, self.windows, self.groups
+        weights, firsts, stops, targets = state
+        source = smem.weights + query_stage * (config.columns * 4)
+        for eight in range_constexpr(config.columns // 8):
+            pair = ptx.load_shared_f32x2(source + (eight * 8 + self.lane % 4 * 2) * 4)
+            weights[2 * eight], weights[2 * eight + 1] = pair
+        request, first_row = groups.coords(group, config.rows)
+        for i in range_constexpr(self.held * config.accumulators):
+            row = 2 * i + (self.lane & 1)
+            is_row = (row < config.rows) & (first_row + row < groups.count)
+            place = smem.windows + (query_stage * 2 * config.rows + (row if is_row else Int32(0))) * 4
+            start = Int32(0)
+            if const_expr(not self.paged):
+                start = ptx.load_shared_s32(place)
+            first, stop, shift = windows.clip(start, ptx.load_shared_s32(place + config.rows * 4))
+            firsts[i] = first
+            stops[i] = stop if is_row else first
+            number = Int64(request) * Int64(groups.count) + Int64(first_row + row)
+            targets[i] = self.out + number * self.out_stride - Int64(shift) * 4
+
+    @cute.jit
+    def store_products(
+        self, index: cutlass.Constexpr, products: cute.Tensor, state: RowState, tile: KeyTile, scale: Any
+    ) -> None:
+        """Add up accumulator `index` of a tile and store its scores."""
+        self.store(index, self.add_heads(index, products, state.weights), state, tile, scale)
+
+    @cute.jit
+    def store(
+        self,
+        index: cutlass.Constexpr,
+        sums: Any,
+        state: RowState,
+        tile: KeyTile,
+        scale: Any,
+        is_wanted: Any = None,
+    ) -> None:
+        """Write the scores of an accumulator's rows that the thread has, if they are wanted."""
+        _, firsts, stops, targets = state
+        key = tile.first_key + self.own
+        for i in range_constexpr(len(sums)):
+            row = index * self.held + i
+            score = sums[i] * scale
+            if const_expr(self.paged):
+                is_there = tile.boxes & (1 << (self.own // self.config.box)) != 0
+                score = score if is_there else Float32(-Float32.inf)
+            is_seen = (key >= firsts[row]) & (key < stops[row])
+            if const_expr(is_wanted is not None):
+                is_seen = is_seen & is_wanted[i]
+            ptx.store_global_f32(targets[row] + Int64(key) * 4, score, is_seen)
+
+    @cute.jit
+    def add_heads(self, index: cutlass.Constexpr, products: cute.Tensor, weights: cute.Tensor) -> Any:
+        """Sums over heads: of rows lane % 2, lane % 2 + 2, ... of accumulator `index`, for the thread's key."""
+        eights = self.config.heads // 8
+        first = index * (self.rows * 2 * eights)
+        sums = [[Float32(0.0)] * 2 for _ in range(self.rows)]
+        for i in range_constexpr(2 * eights):
+            for row in range_constexpr(self.rows):
+                column = row * eights + i // 2
+                for half in range_constexpr(2):
+                    product = ptx.relu(products[column * 4 + half * 2 + i % 2])
+                    weight = weights[first + row * 2 * eights + i]
+                    if const_expr(i == 0):
+                        sums[row][half] = ptx.mul_rn(product, weight)
+                    else:
+                        sums[row][half] = ptx.fma_rn(product, weight, sums[row][half])
+        return self.reduce_quad(sums)
+
+    @cute.jit
+    def reduce_quad(self, sums: Any) -> Any:
+        """Sums over four lanes of what each has of every row's two keys."""
+        is_upper, is_odd = self.lane & 2 != 0, self.lane & 1 != 0
+        rows = []
+        for row in range_constexpr(self.rows):
+            low, high = sums[row]
+            got = cute.arch.shuffle_sync_bfly(low if is_upper else high, 2)
+            rows.append(ptx.add_rn(high if is_upper else low, got))
+        totals = []
+        for i in range_constexpr(0, self.rows, 2):
+            if const_expr(i + 1 < self.rows):
+                even, odd = rows[i], rows[i + 1]
+                got = cute.arch.shuffle_sync_bfly(even if is_odd else odd, 1)
+                totals.append(ptx.add_rn(odd if is_odd else even, got))
+            else:
+                totals.append(ptx.add_rn(rows[i], cute.arch.shuffle_sync_bfly(rows[i], 1)))
+        return totals

@@ -1,0 +1,1 @@
+"""Score kernels of every architecture from sm_80 on."""
