@@ -435,11 +435,15 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         """This rank's partial sum, into `result`."""
         qr_kv, kv_score, index_weights, index_kv_score = self.attn_gemm_parallel_execute(hidden_states)
         slots = capture is None and self.mla_attn.takes_slots
-        q, topk, kv = self.attention_front(qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture, slots)
-        table = self.rotary_emb.cos_sin_cache
-        if capture is None and self.o_proj.takes_codes and m.num_tokens and self.mla_attn.quantizes(q.device, m):
+        device, table = hidden_states.device, self.rotary_emb.cos_sin_cache
+        as_codes = capture is None and self.o_proj.takes_codes and m.num_tokens and self.mla_attn.quantizes(device, m)
+        raw = bool(as_codes) and self.mla_attn.takes_raw_queries(device, m)
+        q, topk, kv = self.attention_front(
+            qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture, slots, raw
+        )
+        if as_codes:
             codes, memory = self.o_proj.allocate_codes(m.num_tokens, q.device)
-            self.mla_attn(q, caches, m, topk, codes, None, slots, (m.positions, table, memory))
+            self.mla_attn(q, caches, m, topk, codes, None, slots, (m.positions, table, memory), raw)
             self.o_proj.project(codes, memory.permute(2, 0, 1)[: m.num_tokens], result)
             return
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
@@ -494,8 +498,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         m: DeepseekV4Metadata,
         caches: LayerCaches,
         slots: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`attention_front` of an indexer's layer behind its GEMMs: (query, top-k)."""
+    ) -> torch.Tensor:
+        """`attention_front` of an indexer's layer behind its GEMMs, with q in place: top-k."""
         indexer, compressor = self.indexer, self.compressor
         assert indexer is not None
         assert compressor is not None
@@ -543,12 +547,12 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             round_weights=True,
             use_pdl=self.options.use_pdl,
         )
-        return q, indexer.indexer_op(codes, weights, caches.indexer, m, slots)
+        return indexer.indexer_op(codes, weights, caches.indexer, m, slots)
 
     def _insert_and_compress(
         self, q: torch.Tensor, kv: torch.Tensor, kv_score: torch.Tensor, m: DeepseekV4Metadata, caches: LayerCaches
-    ) -> torch.Tensor:
-        """`attention_front` of a layer of ratio 128 behind its GEMMs, in one launch: the query."""
+    ) -> None:
+        """`attention_front` of a layer of ratio 128 behind its GEMMs, in one launch, with q in place."""
         compressor = self.compressor
         assert compressor is not None
         assert m.state_slot_mapping is not None
@@ -580,7 +584,6 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             kv_format=caches.swa.kv_format.id,
             use_pdl=self.options.use_pdl,
         )
-        return q
 
     def attention_front(
         self,
@@ -592,28 +595,33 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         caches: LayerCaches,
         capture: dict[str, torch.Tensor] | None = None,
         slots: bool = False,
+        raw_queries: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """From the first GEMMs' results to all caches written: (query [T, heads, 512], top-k or None, kv [T, 512]).
 
-        slots   decode rows of top-k are slots of the compressed cache instead of request-local entries
+        slots         decode rows of top-k are slots of the compressed cache instead of request-local entries
+        raw_queries   the query stays as its projection made it: attention norms and rotates it
         """
         table = self.rotary_emb.cos_sin_cache
         qr, kv = qr_kv.split([self.config.q_lora_rank, self.config.head_dim], dim=-1)
         q, index_q, kv = self._queries(qr, kv)
+        # of raw queries, the kernels that would finish them get no heads
+        unfinished = q[:, :0] if raw_queries else q
 
         def insert_and_compress() -> torch.Tensor:
-            query = self.mla_attn.insert(q, kv, caches, m, table)
+            query = self.mla_attn.insert(unfinished, kv, caches, m, table)
             if self.compressor is not None:
                 assert kv_score is not None
                 assert caches.state is not None
                 assert caches.compressed is not None
                 scale = self.mla_attn.compressor_scale
                 self.compressor(kv_score, m, caches.state, caches.compressed, table, scale)
-            return query
+            return q if raw_queries else query
 
         if self.indexer is None:
             if kv_score is not None and self._is_one_launch(q, caches):
-                return self._insert_and_compress(q, kv, kv_score, m, caches), None, kv
+                self._insert_and_compress(unfinished, kv, kv_score, m, caches)
+                return q, None, kv
             return insert_and_compress(), None, kv
         indexer = self.indexer
         assert index_weights is not None
@@ -624,7 +632,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if capture is None and self._is_one_launch(q, caches):
             assert kv_score is not None
             assert index_q is not None
-            return *self._one_launch(q, kv, kv_score, index_q, index_weights, index_kv_score, m, caches, slots), kv
+            scores = index_q, index_weights, index_kv_score
+            return q, self._one_launch(unfinished, kv, kv_score, *scores, m, caches, slots), kv
 
         def select() -> torch.Tensor:
             assert index_q is not None

@@ -182,6 +182,7 @@ class DeepseekV4MLAAttention(nn.Module):
         lse: torch.Tensor | None = None,
         slots: bool = False,
         output_quant: OutputQuant | None = None,
+        raw_queries: bool = False,
     ) -> None:
         """Attend with q bf16 [T, heads, 512]; writes out bf16 [T, heads, 512] and, if it is given, lse fp32 [T, heads].
 
@@ -189,14 +190,22 @@ class DeepseekV4MLAAttention(nn.Module):
         slots          those of decode rows are slots of the compressed cache
         output_quant   (positions, rotary table, memory of scales): out is e4m3 [T, groups, columns], what the output
                        projection reads (`sparse_mla_decode`). Only where `quantizes` says so
+        raw_queries    q is as its projection made it: only where `takes_raw_queries` says so
         """
         rows = metadata.num_decode_tokens
         if rows:
             self._decode(q[:rows], caches, metadata, topk_indices, out[:rows], _first(lse, rows), slots, output_quant)
         if metadata.num_prefill_tokens:
-            form = self._form(q.device, metadata)
-            attend = self._prefill_gathered if form == "gathered" else self._prefill_paged
-            attend(q, caches, metadata, topk_indices, out, lse, output_quant)
+            prefill = q, caches, metadata, topk_indices, out, lse, output_quant
+            if self._form(q.device, metadata) == "gathered":
+                self._prefill_gathered(*prefill, raw_queries)
+            else:
+                self._prefill_paged(*prefill)
+
+    def takes_raw_queries(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
+        """Whether `forward`, where it stores codes, norms and rotates the queries itself: as it does with gathered
+        rows."""
+        return not m.num_decode_tokens and self.quantizes(device, m) and self._form(device, m) == "gathered"
 
     def quantizes(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
         """Whether one attention kernel writes all rows of a step, and can write them as the output projection reads
@@ -312,11 +321,12 @@ class DeepseekV4MLAAttention(nn.Module):
         out: torch.Tensor,
         lse: torch.Tensor | None,
         output_quant: OutputQuant | None,
+        raw_queries: bool,
     ) -> None:
         end = m.num_decodes + m.num_prefills
         for first in range(m.num_decodes, end, PREFILL_CHUNK_SIZE):
             last = min(first + PREFILL_CHUNK_SIZE, end)
-            self._gathered_chunk(q, caches, m, topk_indices, out, lse, output_quant, first, last)
+            self._gathered_chunk(q, caches, m, topk_indices, out, lse, output_quant, raw_queries, first, last)
 
     def _gathered_chunk(
         self,
@@ -327,6 +337,7 @@ class DeepseekV4MLAAttention(nn.Module):
         out: torch.Tensor,
         lse: torch.Tensor | None,
         output_quant: OutputQuant | None,
+        raw_queries: bool,
         first: int,
         last: int,
     ) -> None:
@@ -387,6 +398,7 @@ class DeepseekV4MLAAttention(nn.Module):
             out=out[rows],
             lse=None if lse is None else lse[rows],
             return_lse=False,
+            q_norm_eps=self.config.rms_norm_eps if raw_queries else None,
             output_quant=output_quant,
         )
 
@@ -540,6 +552,7 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
         lse: torch.Tensor | None = None,
         slots: bool = False,
         output_quant: OutputQuant | None = None,
+        raw_queries: bool = False,
     ) -> None:
         m = metadata
         indices, lens = self._build_sparse_index_metadata(m, topk_indices)

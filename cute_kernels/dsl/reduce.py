@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
@@ -59,14 +60,18 @@ def lanes_sum(value: Any, lanes: int = 32) -> Any:
     return value
 
 
-def lanes_sums(values: list[Any]) -> list[Any]:
-    """fp32 sums over all 32 lanes of each of the values, in every lane, with the bits that lanes_sum gives.
-
-    Step by step for all of them: one after the other, each would wait for its own five shuffles.
-    """
-    for step in (1, 2, 4, 8, 16):
-        values = [ptx.add_rn(value, cute.arch.shuffle_sync_bfly(value, step)) for value in values]
-    return values
+@cute.jit
+def halve_sums(values: Sequence[Any], lane: Any, bit: cutlass.Constexpr, apart: cutlass.Constexpr) -> Any:
+    """fp32 sums of this lane's values and those of the lane whose number differs in `bit`, half of them: of two that
+    are `apart`, the first in the lanes where that bit is clear, and the second in the others. All lanes must call."""
+    is_upper = lane & (1 << bit) != 0
+    kept = []
+    for k in range_constexpr(len(values)):
+        if const_expr(k // apart % 2 == 0):
+            sent = values[k] if is_upper else values[k + apart]
+            mine = values[k + apart] if is_upper else values[k]
+            kept.append(ptx.add_rn(mine, cute.arch.shuffle_sync_bfly(sent, 1 << bit)))
+    return kept
 
 
 @cute.jit

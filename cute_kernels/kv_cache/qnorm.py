@@ -10,8 +10,9 @@ columns are the second run of the lanes 24 to 31.
 All rows of a part are under way before anything waits for the position, on which the angles depend. A row of q is
 written by the warp that read it, and by no other, so it may be overwritten.
 
-The mean square is a sum of fp32 in a fixed order, the same for every number of rows in a part: a row's bits do not
-depend on where it stands. A sum of squares beyond fp32, as of 512 numbers of 2^60, makes the inverse root zero.
+The mean square is a sum of fp32 in a fixed order (query_norm.py), the same for every number of rows in a part: a row's
+bits do not depend on where it stands. A sum of squares beyond fp32, as of 512 numbers of 2^60, makes the inverse root
+zero.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.dsl import convert, ptx, reduce, rope
+from cute_kernels.dsl import convert, ptx, rope
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8, ROPE_DIM
-from cute_kernels.kv_cache import encode, record
+from cute_kernels.kv_cache import encode, query_norm, record
 from cute_kernels.runtime.arch import arch_number
 from cute_kernels.runtime.compile import KernelKey
 
@@ -213,7 +214,9 @@ class QnormKernel:
             position, factor = self.load_position(angles, token), self.load_scale(scale)
         if const_expr(not self.early):
             cos, sin = self.load_angles(lane, position, angles)
-        factors = self.inverse_rms(rows, eps) if const_expr(self.norm) else []
+        factors = []
+        if const_expr(self.norm):
+            factors = [query_norm.inverse_rms(total, eps) for total in query_norm.sums_of_runs(rows, lane)]
         target += Int64(token) * out_token_stride
         for i in range_constexpr(self.rows):
             values = convert.bf16_floats(rows[i])
@@ -261,6 +264,9 @@ class QnormKernel:
                 quotients = [ptx.mul_rn(ptx.mul_f64(value, twice), Float32(0.5)) for value in values]
                 codes = convert.e4m3_words(quotients)
                 store_codes(page_start + Int64(row) * HEAD_DIM + Int64(lane * 8), codes, is_inside)
+        elif const_expr(self.early):
+            # a kernel behind this one counts on its having waited, even if it had nothing to do
+            cute.arch.griddepcontrol_wait()
 
     def load_row(self, load: Any, start: Any) -> Any:
         """A lane's eight words of a row."""
@@ -283,11 +289,6 @@ class QnormKernel:
         sin = load(start + rope.HALF_TABLE_BYTES)
         return [word.bitcast(Float32) for word in cos], [word.bitcast(Float32) for word in sin]
 
-    def inverse_rms(self, rows: Any, eps: Any) -> Any:
-        """1 / sqrt(mean of the squares + eps) of each row, in every lane."""
-        sums = reduce.lanes_sums([square_sum(convert.bf16_floats(words)) for words in rows])
-        return [ptx.rsqrt(ptx.fma_rn(total, Float32(1.0 / HEAD_DIM), eps)) for total in sums]
-
     @cute.jit
     def turned(self, lane: Any, values: Any, cos: Any, sin: Any) -> Any:
         """A lane's sixteen values of a row, the rope columns among them rotated."""
@@ -307,11 +308,6 @@ class QnormKernel:
             words, start = convert.bf16_words(values), target + Int64(lane * 16)
             ptx.store_global_128(start, words[:4], predicate)
             ptx.store_global_128(start + record.HALF_ROW, words[4:], predicate)
-
-
-def square_sum(values: list[Any]) -> Any:
-    """Sum of the squares of a lane's values: those of each half of a row one after the other, then both."""
-    return ptx.add_rn(reduce.square_sum(values[:8]), reduce.square_sum(values[8:]))
 
 
 def store_codes(target: Any, codes: list[Any], predicate: Any) -> None:

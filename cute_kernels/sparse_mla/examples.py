@@ -326,10 +326,16 @@ def prefill() -> Iterator[Example]:
         lengths = torch.randint(-1, topk + 9, (s_q,), generator=g, dtype=torch.int32) if with_lengths else None
         results = torch.full((s_q, h), -777.0), torch.full((s_q, h), -777.0)
         arguments = (q, kv, indices, _SCALE, _sink(h), lengths, _poisoned((s_q, h, formats.HEAD_DIM), torch.bfloat16))
-        example = Example(f"{s_q} x {h}, {topk} of {s_kv}", (*arguments, *results, *NOT_QUANTIZED), _agree_prefill)
+        example = Example(
+            f"{s_q} x {h}, {topk} of {s_kv}", (*arguments, *results, None, *NOT_QUANTIZED), _agree_prefill
+        )
         yield example
         if h in (64, 100, 128, 8):
-            yield quantized(example, 6)
+            as_codes = quantized(example, 6)
+            yield as_codes
+            if h >= 64:
+                with_norm = (*as_codes.args[:9], 1e-6, *as_codes.args[10:])
+                yield Example(f"{as_codes.name}, of raw queries", with_norm, as_codes.agree)
 
 
 def mixed() -> Iterator[Example]:

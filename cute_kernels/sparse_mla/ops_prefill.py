@@ -63,6 +63,7 @@ def _check_prefill(
     out: torch.Tensor,
     max_logits: torch.Tensor | None,
     lse: torch.Tensor | None,
+    q_norm_eps: float | None = None,
     positions: torch.Tensor | None = None,
     cos_sin_cache: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
@@ -75,6 +76,9 @@ def _check_prefill(
     arguments.check_sink(c, "attn_sink", attn_sink)
     c.tensor("topk_length", topk_length, torch.int32, ("s_q",), optional=True)
     _check_results(c, "s_q", q, out, max_logits, lse, positions, cos_sin_cache, out_scale)
+    if q_norm_eps is not None:
+        c.require(positions is not None, "q_norm_eps", "None without output_quant", q_norm_eps)
+        c.require(q_norm_eps >= 0, "q_norm_eps", "a number >= 0", q_norm_eps)
 
 
 def _cost_prefill(
@@ -92,7 +96,7 @@ def _cost_prefill(
 
 _prefill = define_op(
     "sparse_mla_prefill(Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, Tensor? topk_length, "
-    "Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!)? lse, Tensor? positions, "
+    "Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!)? lse, float? q_norm_eps, Tensor? positions, "
     "Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     check=_check_prefill,
     reference=reference.sparse_mla_prefill,
@@ -114,6 +118,7 @@ def sparse_mla_prefill(
     max_logits: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     return_lse: bool = True,
+    q_norm_eps: float | None = None,
     output_quant: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Any, Any]:
     """Attention of each query row to rows of one buffer that it names by number.
@@ -138,6 +143,10 @@ def sparse_mla_prefill(
                   e4m3 [s_q, groups, heads of a group * 512] with a dense last dimension, and out_scale is the memory of
                   `output_scale_shape`, padding included; both mutated. A position outside the table takes its nearest
                   row. On sm_90a
+    q_norm_eps    the queries are as their projection made them, and are first normed with this eps and rotated by
+                  positions and cos_sin_cache of output_quant, byte for byte as by
+                  `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`; q itself stays as it is. Only with output_quant.
+                  On sm_90a, for more than 16 heads
 
     Returns (out, max_logits, lse), with None for what nobody asks for: max_logits = max_n s_n; lse is the natural
     logarithm; neither includes the sink. A row that attends to nothing has out = 0, max_logits = -inf and lse = +inf.
@@ -148,7 +157,7 @@ def sparse_mla_prefill(
         Checker("sparse_mla_prefill").fail("d_v", str(formats.HEAD_DIM), d_v)
     out, max_logits, lse = _results("sparse_mla_prefill", q, out, max_logits, lse, return_lse, output_quant)
     quant = arguments.quant_tensors(output_quant, "sparse_mla_prefill")
-    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse, *quant)
+    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse, q_norm_eps, *quant)
     return out, max_logits, lse
 
 

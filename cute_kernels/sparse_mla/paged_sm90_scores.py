@@ -21,6 +21,7 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     P_BUFFERS,
     SLAB,
     SLAB_BYTES,
+    Output,
     Places,
     Query,
     Work,
@@ -43,7 +44,16 @@ class PagedScores(Scores):
 
     @cute.jit
     def take(
-        self, held: Any, item: Any, stage: Any, phase: Any, work: Work, q: Query, ready: Barriers, at: Places
+        self,
+        held: Any,
+        item: Any,
+        stage: Any,
+        phase: Any,
+        work: Work,
+        q: Query,
+        out: Output,
+        ready: Barriers,
+        at: Places,
     ) -> tuple[Any, Any, Any]:
         item = item + work.step
         # a warp's products have the heads that it has copied

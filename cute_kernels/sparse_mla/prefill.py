@@ -15,7 +15,7 @@ from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey, QuantFewPrefillKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
 from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey, QuantPrefillKey
+from cute_kernels.sparse_mla.prefill_sm90 import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
 from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 from cute_kernels.sparse_mla.schedule import block_heads
@@ -50,9 +50,11 @@ def scale_log2(scale: float) -> float:
     return scale * ptx.LOG2_E or LEAST_SCALE
 
 
-def key_for(arch: str, heads: int, is_quantized: bool = False) -> KernelKey:
+def key_for(arch: str, heads: int, is_quantized: bool = False, is_raw: bool = False) -> KernelKey:
     """The kernel for so many heads: the architecture's own one, if it has one. is_quantized: that stores codes, which
-    Hopper has"""
+    Hopper has; is_raw: that norms and rotates its queries first, too"""
+    if is_raw:
+        return NormQuantPrefillKey(arch)
     if is_quantized:
         is_few = heads <= FEW_HEADS[-1]
         return QuantFewPrefillKey(arch, block_heads(heads)) if is_few else QuantPrefillKey(arch)
@@ -63,7 +65,7 @@ def key_for(arch: str, heads: int, is_quantized: bool = False) -> KernelKey:
     return FewPrefillKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else PrefillKey(arch)
 
 
-def portable_key(arch: str, heads: int, is_quantized: bool = False) -> KernelKey:
+def portable_key(arch: str, heads: int, is_quantized: bool = False, is_raw: bool = False) -> KernelKey:
     return PortablePrefillKey(arch, item_heads(heads))
 
 
@@ -71,7 +73,9 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """One kernel takes every call of a rank; where it has to be trusted first, the portable one as well."""
     heads = config.num_attention_heads // tp
     keys = [key_for(arch, heads), *([portable_key(arch, heads)] if arch in BLACKWELL else [])]
-    return [*keys, key_for(arch, heads, True)] if arch == HOPPER else keys
+    if arch != HOPPER:
+        return keys
+    return [*keys, key_for(arch, heads, True), *([key_for(arch, heads, True, True)] if heads > FEW_HEADS[-1] else [])]
 
 
 @cache
@@ -96,6 +100,7 @@ class Call(NamedTuple):
     out: Any
     max_logits: Any
     lse: Any
+    q_norm_eps: float | None = None
     positions: Any = None
     cos_sin_cache: Any = None
     out_scale: Any = None
@@ -124,6 +129,8 @@ def supports(*args: Any) -> tuple[bool, str]:
     why = why_not_quantized(call) if call.is_quantized else misaligned("heads of out", call.out, (0, 1))
     if why:
         return False, why
+    if call.q_norm_eps is not None and call.q.shape[1] <= FEW_HEADS[-1]:
+        return False, f"q_norm_eps is supported for more than {FEW_HEADS[-1]} heads, got {call.q.shape[1]}"
     for name, tensor, axes in (("heads of q", call.q, (0, 1)), ("rows of kv", call.kv, (0,))):
         why = misaligned(name, tensor, axes)
         if why:
@@ -145,7 +152,7 @@ def launch(*args: Any) -> None:
     if arch in BLACKWELL and not is_own("sparse_mla_prefill", arch, device_index, _why_not_own(call)):
         choose = _portable_key
     launch_key(
-        choose(arch, call.q.shape[1], call.is_quantized),
+        choose(arch, call.q.shape[1], call.is_quantized, call.q_norm_eps is not None),
         device_index,
         call.q,
         call.kv,
@@ -155,6 +162,7 @@ def launch(*args: Any) -> None:
         0 if call.topk_length is None else call.topk_length.data_ptr(),
         0 if call.attn_sink is None else call.attn_sink.data_ptr(),
         scale_log2(call.sm_scale),
+        *(() if call.q_norm_eps is None else (call.q_norm_eps,)),
         multiprocessors(device_index),
     )
 

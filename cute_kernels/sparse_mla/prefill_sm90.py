@@ -96,6 +96,17 @@ class QuantPrefillKey(PrefillKey):
         return QuantPrefillKernel(), (q, kv, indices, *fake_quant(), *others)
 
 
+@dataclass(frozen=True)
+class NormQuantPrefillKey(QuantPrefillKey):
+    """As QuantPrefillKey: queries come as their projection made them, and are normed and rotated first."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_norm_quant"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        _, (*tensors, scale_log2, blocks, stream) = super().build()
+        return NormQuantPrefillKernel(), (*tensors, scale_log2, Float32(0), blocks, stream)
+
+
 def fake_rows(dtype: Any = BFloat16) -> Any:
     """[any, any, 512], strides multiples of 16 bytes."""
     row, head = (cute.sym_int64(divisibility=128 // dtype.width) for _ in range(2))
@@ -159,13 +170,14 @@ class PrefillKernel:
         scale_log2: Float32,
         blocks: Int32,
         stream: cuda.CUstream,
+        norm_eps: Any = None,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         heads = length(q, 1)
         blocks_bits = Int32(1) if heads > ROWS else Int32(0)
         items = length(q, 0) << blocks_bits
         kernel = self.kernel(
-            Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads),
+            Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads, norm_eps),
             sources,
             out,
             sink,
@@ -293,3 +305,33 @@ class QuantPrefillKernel(PrefillKernel):
         quant = quant_of(codes, scales, positions, table)
         results = Output(None, None, None, logs_of(max_logits), logs_of(lse), None, quant=quant)
         self.launch(q, self.gathered(kv, indices, lengths), results, sink, scale_log2, blocks, stream)
+
+
+class NormQuantPrefillKernel(PrefillKernel):
+    """Entry point: as QuantPrefillKernel, with eps of the queries' norm behind the scale."""
+
+    def __init__(self) -> None:
+        super().__init__("sparse_mla_prefill_norm_quant")
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv: cute.Tensor,
+        indices: cute.Tensor,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        positions: cute.Tensor,
+        table: cute.Tensor,
+        max_logits: cute.Tensor,
+        lse: cute.Tensor,
+        lengths: Int64,
+        sink: Int64,
+        scale_log2: Float32,
+        norm_eps: Float32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        quant = quant_of(codes, scales, positions, table)
+        results = Output(None, None, None, logs_of(max_logits), logs_of(lse), None, quant=quant)
+        self.launch(q, self.gathered(kv, indices, lengths), results, sink, scale_log2, blocks, stream, norm_eps)

@@ -247,12 +247,14 @@ class Work(NamedTuple):
 
 
 class Query(NamedTuple):
-    """q: address, strides in bytes, number of heads."""
+    """q: address, strides in bytes, number of heads. norm_eps: what is added to the mean square of heads that are still
+    to be normed and rotated, or None."""
 
     base: Any
     row: Any
     head: Any
     heads: Any
+    norm_eps: Any = None
 
     def count(self, first: Any) -> Any:
         """Heads of an item whose first is that one."""

@@ -15,11 +15,15 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.dsl import barriers, ptx
+from cute_kernels.dsl.convert import bf16_high, bf16_low
 from cute_kernels.dsl.reduce import over_quad, pairwise
-from cute_kernels.formats import HEAD_DIM
+from cute_kernels.dsl.rope import rotate_pair
+from cute_kernels.formats import HEAD_DIM, ROPE_DIM
+from cute_kernels.kv_cache.query_norm import RunningTree, inverse_rms, pair_square
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     END,
     HEADING,
+    KEPT,
     KEYS,
     LABEL,
     LAST,
@@ -45,6 +49,9 @@ STEP = 16
 """Columns that an instruction multiplies."""
 
 OWN_SCORES = ROWS * KEYS // 128
+
+NORMED = 1
+"""Barrier of the warpgroup: queries in shared memory have been normed."""
 
 
 class Scores:
@@ -82,7 +89,7 @@ class Scores:
         self.begin(work, q, at)
         while mark & END == 0:
             before = stage
-            item, stage, phase = self.take(held, item, stage, phase, work, q, ready, at)
+            item, stage, phase = self.take(held, item, stage, phase, work, q, out, ready, at)
 
             tops = [Float32(LEAST), Float32(LEAST)]
             most = [Float32(-Float32.inf), Float32(-Float32.inf)]
@@ -175,11 +182,27 @@ class Scores:
 
     @cute.jit
     def take(
-        self, held: Any, item: Any, stage: Any, phase: Any, work: Work, q: Query, ready: Barriers, at: Places
+        self,
+        held: Any,
+        item: Any,
+        stage: Any,
+        phase: Any,
+        work: Work,
+        q: Query,
+        out: Output,
+        ready: Barriers,
+        at: Places,
     ) -> tuple[Any, Any, Any]:
         """Have the queries of the item behind `item`, and its number; what stage and phase are then."""
-        ready.stages.wait_tile(stage, phase)
-        self.load(held, at.stages + stage * STAGE_BYTES)
+        place = at.stages + stage * STAGE_BYTES
+        if const_expr(q.norm_eps is not None):
+            # on their way while the queries are
+            angles = out.quant.angles(work.place(item + work.step)[0], own_number() & 31)
+            ready.stages.wait_tile(stage, phase)
+            self.load_normed(held, place, angles, q.norm_eps, at)
+        else:
+            ready.stages.wait_tile(stage, phase)
+            self.load(held, place)
         item = ptx.load_shared_s32(at.heading + stage * HEADING)
         stage, phase = ready.stages.advance(stage, phase)
         return item, stage, phase
@@ -243,15 +266,73 @@ class Scores:
 
     @cute.jit
     def load(self, held: cute.Tensor, place: Any) -> None:
-        """An item's queries, as many columns as it holds: lane i gives the address of row i % 8 of matrix i // 8."""
-        lane = own_number() & 31
-        row_at = place + ((own_number() >> 5) * 16 + (lane & 15)) * (SLAB * 2)
+        """An item's queries, as many columns as it holds."""
+        lane, row_at = self.lane_of_rows(place)
         words = cute.recast_tensor(held, Int32)
         for step in range_constexpr(self.held // STEP):
-            chunk = (2 * (step % 4) + (lane >> 4)) ^ (lane & 7)
-            four = ptx.load_matrices(row_at + step // 4 * SLAB_BYTES + chunk * 16)
+            four = ptx.load_matrices(self.matrices_at(row_at, lane, step))
             for i in range_constexpr(4):
                 words[4 * step + i] = four[i]
+
+    def lane_of_rows(self, place: Any) -> tuple[Any, Any]:
+        """The lane, and where the row lies whose address it gives of the warp's rows of slabs at `place`: by lane i, row
+        i % 8 of matrix i // 8."""
+        lane = own_number() & 31
+        return lane, place + ((own_number() >> 5) * 16 + (lane & 15)) * (SLAB * 2)
+
+    def matrices_at(self, row_at: Any, lane: Any, step: int) -> Any:
+        """Where the lane's row of 16 columns lies."""
+        chunk = (2 * (step % 4) + (lane >> 4)) ^ (lane & 7)
+        return row_at + step // 4 * SLAB_BYTES + chunk * 16
+
+    @cute.jit
+    def load_normed(self, held: cute.Tensor, place: Any, angles: tuple[Any, Any], eps: Any, at: Places) -> None:
+        """An item's queries, normed and rotated: those that it holds, and the others where they are. The bits are those
+        that kv_cache/qnorm.py makes.
+
+        angles   cosine and sine of the row's pair of columns number `lane`, as words
+        """
+        lane, row_at = self.lane_of_rows(place)
+        _, kept_at = self.lane_of_rows(at.kept)
+        # of every four words, the first and the third are of the thread's first head
+        trees = [RunningTree(), RunningTree()]
+        for step in range_constexpr(HEAD_DIM // STEP):
+            kept = step - self.held // STEP
+            source = self.matrices_at(row_at, lane, step) if kept < 0 else self.matrices_at(kept_at, lane, kept)
+            four = ptx.load_matrices(source)
+            for i in range_constexpr(4):
+                trees[i % 2].add(pair_square(four[i]))
+            if const_expr(step % 4 == 3):
+                # the assembler would have more of them on their way than it has registers for
+                cute.arch.sync_warp()
+        factors = [inverse_rms(over_quad(tree.total, ptx.add_rn), eps) for tree in trees]
+        for step in range_constexpr(KEPT // STEP):
+            source = self.matrices_at(kept_at, lane, step)
+            four = ptx.load_matrices(source)
+            results = []
+            for i in range_constexpr(4):
+                pair = None
+                run = step * 2 + i // 2 - (KEPT - ROPE_DIM) // 8
+                if const_expr(run >= 0):
+                    number = run * 4 + (lane & 3)
+                    pair = [cute.arch.shuffle_sync(angle, number).bitcast(Float32) for angle in angles]
+                results.append(self.scaled(four[i], factors[i % 2], pair))
+            ptx.store_matrices(source, results)
+        # tensor cores read what all warps have stored
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=NORMED, number_of_threads=128)
+        words = cute.recast_tensor(held, Int32)
+        for step in range_constexpr(self.held // STEP):
+            four = ptx.load_matrices(self.matrices_at(row_at, lane, step))
+            for i in range_constexpr(4):
+                words[4 * step + i] = self.scaled(four[i], factors[i % 2], None)
+
+    def scaled(self, word: Any, factor: Any, angle: Any) -> Any:
+        """A pair of columns, normed, and rotated if there is an angle."""
+        even, odd = (ptx.mul_rn(half(word), factor) for half in (bf16_low, bf16_high))
+        if angle is not None:
+            even, odd = rotate_pair(even, odd, *angle)
+        return ptx.bf16x2(even, odd)
 
     @cute.jit
     def multiply(

@@ -17,7 +17,7 @@ from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import FP8
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey, QuantFewPrefillKey
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey, QuantPrefillKey
+from cute_kernels.sparse_mla.prefill_sm90 import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Plan
 from tests.compile.reports import compile_report
 
@@ -25,7 +25,7 @@ GROUPS = 2
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
 
 
-@pytest.fixture(scope="module", params=[PrefillKey, MixedKey, MixedFp8Key, QuantPrefillKey])
+@pytest.fixture(scope="module", params=[PrefillKey, MixedKey, MixedFp8Key, QuantPrefillKey, NormQuantPrefillKey])
 def report(request: pytest.FixtureRequest) -> Report:
     return compile_report(request.param("sm_90a"))
 
@@ -77,5 +77,6 @@ def test_deployments(model: str, tp: int) -> None:
     few = FewPrefillKey("sm_90a", heads), FewMixedKey("sm_90a", heads), QuantFewPrefillKey("sm_90a", heads)
     many = PrefillKey("sm_90a"), MixedKey("sm_90a"), QuantPrefillKey("sm_90a")
     one, other, codes = few if heads <= 16 else many
-    assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [one, codes]
+    raw = [NormQuantPrefillKey("sm_90a")] if heads > 16 else []
+    assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [one, codes, *raw]
     assert mixed.deployment_keys(MODELS[model], tp, "sm_90a") == [other, MixedFp8Key("sm_90a")]

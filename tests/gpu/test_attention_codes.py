@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.kv_cache.ops import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
 from cute_kernels.output import reference
 from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime.arch import arch_of
@@ -208,6 +210,132 @@ def test_prefill(rows: int, heads: int, groups: int, topk: int) -> None:
     out, *others = sparse_mla_prefill(q, kv, indices, 512**-0.5, **given, return_lse=False)
     assert others == [None, None]
     assert same_bits(out, plain)
+
+
+def finished_queries(q: torch.Tensor, positions: torch.Tensor, eps: float) -> torch.Tensor:
+    """q normed and rotated by the op that stores keys, too."""
+    q = q.clone()
+    fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+        q,
+        torch.zeros(q.shape[0], 512, dtype=torch.bfloat16, device="cuda"),
+        FP8_DS_MLA.allocate(1, 64, device="cuda"),
+        torch.empty(0, dtype=torch.int64, device="cuda"),
+        positions.contiguous(),
+        TABLE.cuda(),
+        eps,
+        64,
+    )
+    return q
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "groups", "topk", "eps"),
+    [
+        (5, 64, 8, 200, 1e-6),
+        (9, 128, 16, 130, 1e-6),
+        (700, 64, 8, 70, 1e-5),
+        (301, 128, 8, 128, 1e-6),
+        (3, 33, 1, 65, 1e-6),
+        (4, 100, 4, 0, 0.0),
+    ],
+)
+def test_prefill_of_raw_queries(rows: int, heads: int, groups: int, topk: int, eps: float) -> None:
+    """The codes of queries that another op has normed and rotated, byte for byte."""
+    g = torch.Generator("cuda").manual_seed(rows)
+    scale = torch.exp2(torch.randint(-20, 20, (rows, heads, 1), device="cuda", generator=g).float())
+    q = (torch.randn(rows, heads, 512, device="cuda", generator=g) * scale).bfloat16()
+    q[0, 1] = 0.0 if eps else 1.0
+    q[rows // 2, 2] = 2.0**60  # beyond fp32 when squared
+    q[rows - 1, 3, 77] = math.nan
+    kv = (torch.randn(500, 1, 512, device="cuda", generator=g).clamp(-4, 4) * LARGEST / 4).bfloat16()
+    indices = torch.randint(-20, 520, (rows, 1, topk), device="cuda", generator=g).int()
+    sink = torch.randn(heads, device="cuda", generator=g)
+    finished = finished_queries(q, positions_of(rows), eps)
+    plain, top, lse = sparse_mla_prefill(finished, kv, indices, 512**-0.5, attn_sink=sink)
+    before = q.clone()
+    own = [torch.full((rows, heads), math.nan, device="cuda") for _ in range(2)]
+
+    def attend(**outputs: Any) -> None:
+        given = {"attn_sink": sink, "q_norm_eps": eps, "max_logits": own[0], "lse": own[1]}
+        sparse_mla_prefill(q, kv, indices, 512**-0.5, **given, **outputs)
+
+    check(rows, heads, plain, attend, groups, times=3)
+    assert same_bits(own[0], top)
+    assert same_bits(own[1], lse)
+    assert same_bits(q, before)
+
+
+def test_raw_queries_of_float64() -> None:
+    """Near float64 attention of float64 norms and rotations."""
+    rows, heads, topk = 40, 64, 100
+    g = torch.Generator("cuda").manual_seed(1)
+    q = torch.randn(rows, heads, 512, device="cuda", generator=g).bfloat16() * 30
+    kv = torch.randn(300, 1, 512, device="cuda", generator=g).bfloat16()
+    indices = torch.randint(0, 300, (rows, 1, topk), device="cuda", generator=g).int()
+    positions = positions_of(rows)
+    outputs = Outputs.make(rows, 8, 8)
+    own = [torch.full((rows, heads), math.nan, device="cuda") for _ in range(2)]
+    quant = (positions, TABLE.cuda(), outputs.scales)
+    given = {"out": outputs.codes, "output_quant": quant, "max_logits": own[0], "lse": own[1]}
+    sparse_mla_prefill(q, kv, indices, 512**-0.5, q_norm_eps=1e-6, **given)
+    x = q.double() / (q.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    angles = TABLE.double().cuda()[positions.clamp(0, 2999)][:, None]
+    cos, sin = angles[..., :32], angles[..., 32:]
+    even, odd = x[..., 448::2].clone(), x[..., 449::2].clone()
+    x[..., 448::2], x[..., 449::2] = even * cos - odd * sin, odd * cos + even * sin
+    logits = torch.einsum("thd,tkd->thk", x, kv.double()[indices[:, 0].long(), 0]) * 512**-0.5
+    assert bool(((own[1].double() - logits.logsumexp(-1)).abs() < 0.05).all())
+    assert bool(((own[0].double() - logits.amax(-1)).abs() < 0.05).all())
+
+
+def test_raw_queries_in_a_graph() -> None:
+    """Replayed with other queries and positions, behind the kernel that writes them."""
+    rows, heads = 200, 64
+    g = torch.Generator("cuda").manual_seed(2)
+    kv = torch.randn(300, 1, 512, device="cuda", generator=g).bfloat16()
+    indices = torch.randint(0, 300, (rows, 1, 70), device="cuda", generator=g).int()
+    source, q = (torch.randn(rows, heads, 512, device="cuda", generator=g).bfloat16() for _ in range(2))
+    positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    outputs = Outputs.make(rows, 8, 8)
+    quant = (positions, TABLE.cuda(), outputs.scales)
+
+    def step() -> None:
+        q.copy_(source)
+        sparse_mla_prefill(
+            q, kv, indices, 512**-0.5, q_norm_eps=1e-6, return_lse=False, out=outputs.codes, output_quant=quant
+        )
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for number in range(3):
+        source.normal_(generator=g)
+        positions.fill_(100 * number + 1)
+        outputs.codes.view(torch.uint8).fill_(0xA5)
+        graph.replay()
+        torch.cuda.synchronize()
+        got = outputs.codes.clone(), outputs.scales.clone()
+        step()
+        torch.cuda.synchronize()
+        assert torch.equal(raw_bytes(got[0]), raw_bytes(outputs.codes.clone()))
+        assert torch.equal(got[1], outputs.scales)
+        plain, _, _ = sparse_mla_prefill(finished_queries(source, positions, 1e-6), kv, indices, 512**-0.5)
+        want = outputs.on_cpu()
+        reference.fused_inv_rope_fp8_quant(
+            plain.cpu(), positions.cpu(), TABLE, want.codes, want.scales, 8, 8, False, False
+        )
+        outputs.assert_same(want)
+
+
+def test_raw_queries_of_few_heads_are_refused() -> None:
+    outputs = Outputs.make(3, 1, 16)
+    q, kv = (torch.zeros(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((3, 16, 512), (5, 1, 512)))
+    indices = torch.zeros(3, 1, 4, dtype=torch.int32, device="cuda")
+    quant = (positions_of(3), TABLE.cuda(), outputs.scales)
+    with pytest.raises(RuntimeError, match="q_norm_eps is supported for more than"):
+        sparse_mla_prefill(q, kv, indices, 1.0, q_norm_eps=1e-6, out=outputs.codes, output_quant=quant)
 
 
 @pytest.mark.parametrize(
