@@ -32,6 +32,7 @@ KERNEL_ARCHS = {
     "deepseek_v4_fp8_einsum": ARCHS,
     "dequantize_and_gather_k_cache": _E4M3_ARCHS,
     "fp8_gemm": ARCHS,
+    "fp8_gemm_squares": ("sm_90a",),
     "fused_compress_norm_rope_store": _E4M3_ARCHS,
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": ARCHS,
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": _E4M3_ARCHS,

@@ -13,7 +13,7 @@ from torch import nn
 from cute_kernels import numerics
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
 from cute_kernels.insert_compress.ops import fused_qkv_insert_compress, fused_qkv_insert_compress_index
-from cute_kernels.linear.ops import fp8_linear
+from cute_kernels.linear.ops import fp8_linear, fp8_linear_squares
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm, fused_q_kv_rmsnorm_quant
 from cute_kernels.runtime.checks import Checker
 from layers.bound import BoundSteps, bound_key
@@ -21,7 +21,7 @@ from layers.caches import INDEX_CACHES, KV_CACHES, SWA_BLOCK_SIZE, LayerCaches
 from layers.compressor import DeepseekCompressor
 from layers.config import DeepseekV4Config
 from layers.indexer import DeepseekV4Indexer
-from layers.linear import Fp8Rows, Linear, bf16_product
+from layers.linear import Linear, bf16_product
 from layers.metadata import DeepseekV4Metadata
 from layers.mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
 from layers.output import OutputProjection
@@ -38,6 +38,12 @@ AUX_STREAM_MAX_TOKENS = 1024
 
 BOUND_PREFILL_MAX_TOKENS = 4096
 """Steps of more prefill rows keep a GPU busy for longer than their ops take on the host."""
+
+LEAST_RAW_ROWS = 128
+"""From this many rows on a prefill step's attention norms and rotates its queries."""
+
+HEAD_BLOCKS = 4
+"""Sums of squares of a head."""
 
 ONE_LAUNCH_MAX_TOKENS = 512
 """Up to this many rows the kernels between the GEMMs and the scores, or attention, of a layer with a compressor are one
@@ -437,13 +443,16 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         slots = capture is None and self.mla_attn.takes_slots
         device, table = hidden_states.device, self.rotary_emb.cos_sin_cache
         as_codes = capture is None and self.o_proj.takes_codes and m.num_tokens and self.mla_attn.quantizes(device, m)
-        raw = bool(as_codes) and self.mla_attn.takes_raw_queries(device, m)
+        squares = None
+        if as_codes and self._has_squares(device, m):
+            squares = torch.empty(m.num_tokens, self.num_heads * HEAD_BLOCKS, device=device)
         q, topk, kv = self.attention_front(
-            qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture, slots, raw
+            qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture, slots, squares
         )
         if as_codes:
             codes, memory = self.o_proj.allocate_codes(m.num_tokens, q.device)
-            self.mla_attn(q, caches, m, topk, codes, None, slots, (m.positions, table, memory), raw)
+            q_norm = None if squares is None else (squares, self.config.rms_norm_eps)
+            self.mla_attn(q, caches, m, topk, codes, None, slots, (m.positions, table, memory), q_norm)
             self.o_proj.project(codes, memory.permute(2, 0, 1)[: m.num_tokens], result)
             return
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
@@ -460,22 +469,41 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 capture["topk"] = topk.clone()
         self.o_proj(out, m.positions, table, capture, result)
 
-    def _queries(self, qr: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Queries [T, heads, 512], the indexer's [T, heads * 128] if there is one, and the normed kv [T, 512]."""
+    def _has_squares(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
+        """Whether the queries' projection leaves their norm and rotation to attention."""
+        if self.options.batch_invariant or m.num_tokens < LEAST_RAW_ROWS or not self._is_query_product_fp8(device):
+            return False
+        return self.mla_attn.takes_raw_queries(device, m)
+
+    def _is_query_product_fp8(self, device: torch.device) -> bool:
+        """Whether all queries are one FP8 product of rows that their norm has quantized."""
+        if self.indexer is not None and self._query_weights is None:
+            return False
+        return self.wq_b.quantized and self.wq_b._has_fp8_product(device)
+
+    def _queries(
+        self, qr: torch.Tensor, kv: torch.Tensor, squares: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Queries [T, heads, 512], the indexer's [T, heads * 128] if there is one, and the normed kv [T, 512]. squares:
+        receives the sums of the queries' squares, or None."""
         norms = (self.q_norm_weight, self.kv_norm_weight, self.config.rms_norm_eps)
         shape, use_pdl = (self.num_heads, self.config.head_dim), self.options.use_pdl
         stack = self._query_weights
-        is_fused = self.wq_b.quantized and self.wq_b._has_fp8_product(qr.device)
-        if not is_fused or (self.indexer is not None and stack is None):
+        if not self._is_query_product_fp8(qr.device):
             qr, kv = fused_q_kv_rmsnorm(qr, kv, *norms, use_pdl=use_pdl)
             index_q = None if self.indexer is None else self.indexer.wq_b(qr)
             return self.wq_b(qr).unflatten(-1, shape), index_q, kv
         codes, scale, kv = fused_q_kv_rmsnorm_quant(qr, kv, *norms, use_pdl=use_pdl)
+        weight, weight_scale = (stack or self.wq_b).weight, (stack or self.wq_b).scale
+        assert weight_scale is not None
+        operands = codes, scale, weight, weight_scale
+        if squares is not None:
+            product, _ = fp8_linear_squares(*operands, squares.shape[1], squares=squares, use_pdl=use_pdl)
+        else:
+            product = fp8_linear(*operands, batch_invariant=self.options.batch_invariant, use_pdl=use_pdl)
         if stack is None:
-            return self.wq_b.multiply(Fp8Rows(codes, scale)).unflatten(-1, shape), None, kv
-        assert stack.scale is not None
-        gemm: dict[str, Any] = {"batch_invariant": self.options.batch_invariant, "use_pdl": use_pdl}
-        q, index_q = fp8_linear(codes, scale, stack.weight, stack.scale, **gemm).split(stack.splits, dim=1)
+            return product.unflatten(-1, shape), None, kv
+        q, index_q = product.split(stack.splits, dim=1)
         return q.unflatten(-1, shape), index_q, kv
 
     def _is_one_launch(self, q: torch.Tensor, caches: LayerCaches) -> bool:
@@ -595,18 +623,19 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         caches: LayerCaches,
         capture: dict[str, torch.Tensor] | None = None,
         slots: bool = False,
-        raw_queries: bool = False,
+        squares: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """From the first GEMMs' results to all caches written: (query [T, heads, 512], top-k or None, kv [T, 512]).
 
-        slots         decode rows of top-k are slots of the compressed cache instead of request-local entries
-        raw_queries   the query stays as its projection made it: attention norms and rotates it
+        slots     decode rows of top-k are slots of the compressed cache instead of request-local entries
+        squares   fp32 [T, heads * 4], receives the sums of the query's squares: it stays as its projection made it, and
+                  attention norms and rotates it
         """
         table = self.rotary_emb.cos_sin_cache
         qr, kv = qr_kv.split([self.config.q_lora_rank, self.config.head_dim], dim=-1)
-        q, index_q, kv = self._queries(qr, kv)
-        # of raw queries, the kernels that would finish them get no heads
-        unfinished = q[:, :0] if raw_queries else q
+        q, index_q, kv = self._queries(qr, kv, squares)
+        # the kernels that would finish queries which attention finishes get no heads
+        unfinished = q if squares is None else q[:, :0]
 
         def insert_and_compress() -> torch.Tensor:
             query = self.mla_attn.insert(unfinished, kv, caches, m, table)
@@ -616,7 +645,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 assert caches.compressed is not None
                 scale = self.mla_attn.compressor_scale
                 self.compressor(kv_score, m, caches.state, caches.compressed, table, scale)
-            return q if raw_queries else query
+            return query if squares is None else q
 
         if self.indexer is None:
             if kv_score is not None and self._is_one_launch(q, caches):

@@ -182,7 +182,7 @@ class DeepseekV4MLAAttention(nn.Module):
         lse: torch.Tensor | None = None,
         slots: bool = False,
         output_quant: OutputQuant | None = None,
-        raw_queries: bool = False,
+        q_norm: tuple[torch.Tensor, float] | None = None,
     ) -> None:
         """Attend with q bf16 [T, heads, 512]; writes out bf16 [T, heads, 512] and, if it is given, lse fp32 [T, heads].
 
@@ -190,7 +190,8 @@ class DeepseekV4MLAAttention(nn.Module):
         slots          those of decode rows are slots of the compressed cache
         output_quant   (positions, rotary table, memory of scales): out is e4m3 [T, groups, columns], what the output
                        projection reads (`sparse_mla_decode`). Only where `quantizes` says so
-        raw_queries    q is as its projection made it: only where `takes_raw_queries` says so
+        q_norm         q is as its projection made it, with these sums of squares and eps (`sparse_mla_prefill`): only
+                       where `takes_raw_queries` says so
         """
         rows = metadata.num_decode_tokens
         if rows:
@@ -198,12 +199,12 @@ class DeepseekV4MLAAttention(nn.Module):
         if metadata.num_prefill_tokens:
             prefill = q, caches, metadata, topk_indices, out, lse, output_quant
             if self._form(q.device, metadata) == "gathered":
-                self._prefill_gathered(*prefill, raw_queries)
+                self._prefill_gathered(*prefill, q_norm)
             else:
                 self._prefill_paged(*prefill)
 
     def takes_raw_queries(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
-        """Whether `forward`, where it stores codes, norms and rotates the queries itself: as it does with gathered
+        """Whether `forward` can norm and rotate the queries itself, where it stores codes: of one chunk of gathered
         rows."""
         return not m.num_decode_tokens and self.quantizes(device, m) and self._form(device, m) == "gathered"
 
@@ -321,12 +322,12 @@ class DeepseekV4MLAAttention(nn.Module):
         out: torch.Tensor,
         lse: torch.Tensor | None,
         output_quant: OutputQuant | None,
-        raw_queries: bool,
+        q_norm: tuple[torch.Tensor, float] | None,
     ) -> None:
         end = m.num_decodes + m.num_prefills
         for first in range(m.num_decodes, end, PREFILL_CHUNK_SIZE):
             last = min(first + PREFILL_CHUNK_SIZE, end)
-            self._gathered_chunk(q, caches, m, topk_indices, out, lse, output_quant, raw_queries, first, last)
+            self._gathered_chunk(q, caches, m, topk_indices, out, lse, output_quant, q_norm, first, last)
 
     def _gathered_chunk(
         self,
@@ -337,7 +338,7 @@ class DeepseekV4MLAAttention(nn.Module):
         out: torch.Tensor,
         lse: torch.Tensor | None,
         output_quant: OutputQuant | None,
-        raw_queries: bool,
+        q_norm: tuple[torch.Tensor, float] | None,
         first: int,
         last: int,
     ) -> None:
@@ -398,7 +399,7 @@ class DeepseekV4MLAAttention(nn.Module):
             out=out[rows],
             lse=None if lse is None else lse[rows],
             return_lse=False,
-            q_norm_eps=self.config.rms_norm_eps if raw_queries else None,
+            q_norm=q_norm,
             output_quant=output_quant,
         )
 
@@ -552,7 +553,7 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
         lse: torch.Tensor | None = None,
         slots: bool = False,
         output_quant: OutputQuant | None = None,
-        raw_queries: bool = False,
+        q_norm: tuple[torch.Tensor, float] | None = None,
     ) -> None:
         m = metadata
         indices, lens = self._build_sparse_index_metadata(m, topk_indices)

@@ -216,7 +216,7 @@ class QnormKernel:
             cos, sin = self.load_angles(lane, position, angles)
         factors = []
         if const_expr(self.norm):
-            factors = [query_norm.inverse_rms(total, eps) for total in query_norm.sums_of_runs(rows, lane)]
+            factors = [query_norm.inverse_rms(total, eps) for total in query_norm.sums_of_lanes(rows, lane)]
         target += Int64(token) * out_token_stride
         for i in range_constexpr(self.rows):
             values = convert.bf16_floats(rows[i])

@@ -52,7 +52,7 @@ def qnorm_rope_kv_rope_quant_insert(
     kv_format: str,
     use_pdl: bool,
 ) -> None:
-    q.copy_(turned_q(q, positions, cos_sin_cache, eps, apply_q_norm))
+    q.copy_(_turned_q(q, positions, cos_sin_cache, eps, apply_q_norm))
     rows = _turned_kv(kv, slot_mapping, positions, cos_sin_cache).to(torch.bfloat16)
     formats.FORMATS[kv_format].write(k_cache, block_size, slot_mapping, rows)
 
@@ -69,7 +69,7 @@ def qnorm_rope_kv_rope_full_cache_bf16_insert(
     kv_format: str,
     use_pdl: bool,
 ) -> None:
-    q.copy_(turned_q(q, positions, cos_sin_cache, eps))
+    q.copy_(_turned_q(q, positions, cos_sin_cache, eps))
     rows = _turned_kv(kv, slot_mapping, positions, cos_sin_cache)
     formats.FORMATS[kv_format].write(kv_cache, block_size, slot_mapping, rows)
 
@@ -89,13 +89,13 @@ def qnorm_rope_kv_rope_full_cache_fp8_insert(
     kv_format: str,
     use_pdl: bool,
 ) -> None:
-    turned = turned_q(q, positions, cos_sin_cache, eps)
+    turned = _turned_q(q, positions, cos_sin_cache, eps)
     q_fp8.copy_(numerics.to_e4m3(turned * q_scale_inv).view(torch.float8_e4m3fn))
     rows = _turned_kv(kv, slot_mapping, positions, cos_sin_cache)
     formats.FORMATS[kv_format].write(kv_cache, block_size, slot_mapping, rows, fp8_kv_scale)
 
 
-def turned_q(
+def _turned_q(
     q: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, eps: float, apply_q_norm: bool = True
 ) -> torch.Tensor:
     """fp32 [N, H, 512]: every head normalized without a weight (or not at all), then rotated."""

@@ -61,6 +61,18 @@ def fp8_gemm() -> Iterator[Example]:
             yield Example(f"{name}{', batch-invariant' * batch_invariant}", arguments, _near)
 
 
+def fp8_gemm_squares() -> Iterator[Example]:
+    """fp8_gemm_squares(a, a_scale, weight, weight_scale, out, squares, use_pdl)"""
+    for example in fp8_gemm():
+        a, a_scale, weight, weight_scale, out, _, batch_invariant, _ = example.args
+        if a.shape[1] > 1 or batch_invariant:
+            continue
+        blocks = weight.shape[1] // 128 - (a.shape[0] > 5)
+        squares = torch.full((a.shape[0], blocks + 3), torch.nan)[:, :-3]
+        arguments = a[:, 0], a_scale[:, 0], weight[0], weight_scale[0], out[:, 0], squares, a.shape[0] % 2 == 1
+        yield Example(f"{example.name}, squares of {blocks} blocks", arguments, _near_squares)
+
+
 def bf16_gemm() -> Iterator[Example]:
     """bf16_gemm(a, b, out, batch_invariant, use_pdl)"""
     for tokens, _, outputs, columns in _GEMMS:
@@ -69,6 +81,16 @@ def bf16_gemm() -> Iterator[Example]:
         for dtype in (torch.float32, torch.bfloat16):
             out = torch.full((tokens, outputs + 16), torch.nan, dtype=dtype)[..., :-16]
             yield Example(f"{tokens} tokens, {columns} -> {outputs}, {dtype}", (a, b, out, False, tokens == 1), _near)
+
+
+def _near_squares(got: Sequence[Any], want: Sequence[Any]) -> str:
+    """As `_near`, and the sums as near to those of the results at hand as fp32 is."""
+    operands = [x.unsqueeze(1 if i < 2 else 0) for i, x in enumerate(want[:4])]
+    difference = _near((*operands, got[4].unsqueeze(1)), operands)
+    blocks = got[5].shape[1]
+    exact = got[4][:, : blocks * 128].double().unflatten(1, (blocks, 128)).square().sum(-1)
+    excess = (got[5].double() - exact).abs() - FP32 * exact
+    return difference or ("" if bool((excess <= 0).all()) else f"squares: off by {excess.max().item():.3g} too much")
 
 
 def _near(got: Sequence[Any], want: Sequence[Any]) -> str:
@@ -86,4 +108,9 @@ def _near(got: Sequence[Any], want: Sequence[Any]) -> str:
     return "" if bool((excess <= 0).all()) else f"out: off by {excess.max().item():.3g} more than rounding explains"
 
 
-EXAMPLES = {"quantize_fp8_1x128": quantize, "fp8_gemm": fp8_gemm, "bf16_gemm": bf16_gemm}
+EXAMPLES = {
+    "quantize_fp8_1x128": quantize,
+    "fp8_gemm": fp8_gemm,
+    "fp8_gemm_squares": fp8_gemm_squares,
+    "bf16_gemm": bf16_gemm,
+}

@@ -49,21 +49,24 @@ def supports(
         if OUTPUTS[str(out.dtype)] != "bf16":
             return False, f"a result of {out.dtype} has a kernel on {select.HOPPER} only, this is {arch}"
         return einsum.supports(a, a_scale, b, b_scale, out, EQUATION, RECIPE)
-    if not _is_swapped(out, a.shape[2] // CHUNK, batch_invariant):
-        strides = [out.stride(axis) * out.element_size() for axis in range(2)]
-        if out.data_ptr() % 16 or any(stride % 16 or not 0 < stride < 2**40 for stride in strides):
-            return False, (
-                f"out must be 16-byte aligned row by row for many rows, got address {out.data_ptr():#x} and strides "
-                f"{tuple(out.stride())}"
-            )
+    if not _is_swapped(out, a.shape[2] // CHUNK, batch_invariant) and not is_aligned(out):
+        return False, (
+            f"out must be 16-byte aligned row by row for many rows, got address {out.data_ptr():#x} and strides "
+            f"{tuple(out.stride())}"
+        )
     return operands_fit(("a", a), ("b", b), out)
+
+
+def is_aligned(tensor: Any) -> bool:
+    """Whether bulk tensor copies can move its rows."""
+    strides = [tensor.stride(axis) * tensor.element_size() for axis in range(tensor.dim() - 1)]
+    return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 and 0 < stride < 2**40 for stride in strides)
 
 
 def operands_fit(a: tuple[str, Any], b: tuple[str, Any], out: Any) -> tuple[bool, str]:
     """Whether bulk tensor copies can bring the operands, and the epilogue store the result."""
     for name, tensor in (a, b):
-        strides = [tensor.stride(axis) * tensor.element_size() for axis in range(tensor.dim() - 1)]
-        if tensor.data_ptr() % 16 or any(stride % 16 or not 0 < stride < 2**40 for stride in strides):
+        if not is_aligned(tensor):
             return False, (
                 f"{name} must be 16-byte aligned row by row, got address {tensor.data_ptr():#x} and strides "
                 f"{tuple(tensor.stride())}"

@@ -159,6 +159,92 @@ def fp8_linear(
     return out
 
 
+def _check_squares(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out: torch.Tensor,
+    squares: torch.Tensor,
+    use_pdl: bool,
+) -> None:
+    c = Checker("fp8_gemm_squares")
+    c.tensor("a", a, torch.float8_e4m3fn, ("T", "K"))
+    c.require(a.shape[1] % BLOCK == 0, "a", f"K to be a multiple of {BLOCK}", list(a.shape))
+    chunks = a.shape[1] // BLOCK
+    c.tensor("weight", weight, torch.float8_e4m3fn, ("N", "K"))
+    c.tensor("a_scale", a_scale, torch.float32, ("T", chunks), dense_last=False)
+    c.tensor("weight_scale", weight_scale, torch.float32, (-(-weight.shape[0] // BLOCK), chunks), dense_last=False)
+    c.tensor("out", out, torch.bfloat16, ("T", "N"))
+    c.tensor("squares", squares, torch.float32, ("T", None))
+    most = weight.shape[0] // BLOCK
+    c.require(squares.shape[1] <= most, "squares", f"at most N / {BLOCK} = {most} columns", list(squares.shape))
+
+
+def _cost_squares(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out: torch.Tensor,
+    squares: torch.Tensor,
+    use_pdl: bool,
+) -> Cost:
+    moved = nbytes(a, a_scale, weight, weight_scale, out, squares)
+    return Cost(bytes=moved, flops=2 * out.numel() * a.shape[1] + 2 * BLOCK * squares.numel())
+
+
+_fp8_gemm_squares = define_op(
+    "fp8_gemm_squares(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor(a!) out, "
+    "Tensor(b!) squares, bool use_pdl) -> ()",
+    check=_check_squares,
+    reference=reference.fp8_gemm_squares,
+    kernel="cute_kernels.linear.fp8_gemm_squares",
+    cost=_cost_squares,
+)
+
+
+def fp8_linear_squares(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    blocks: int,
+    *,
+    out: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
+    use_pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply quantized rows by a quantized weight, and add up the squares of the results: what a norm of heads asks
+    for (`sparse_mla_prefill` with q_norm).
+
+    a              e4m3 [T, K], rows of any stride; a_scale fp32 [T, K / 128], any strides
+    weight         e4m3 [N, K], weight_scale fp32 [ceil(N / 128), K / 128]; constant, as of `fp8_grouped_linear`
+    blocks         of 128 columns, from the first one on, whose squares are added up; at most N / 128
+    out            bf16 [T, N], rows of any stride, or None: allocated; mutated
+    squares        fp32 [T, blocks], rows of any stride, or None: allocated; mutated: sums of the squares of the bf16
+                   results of each row and block
+    use_pdl        as of `fp8_grouped_linear`
+
+    Returns (out, squares). out is that of `fp8_linear`, in bits too where that takes its kernel for many rows. A sum is
+    one of fp32, in the order of cute_kernels/kv_cache/query_norm.py: a row's bits depend on nothing else. There is a
+    kernel on Hopper only, made for many rows, which needs rows of a, weight and out that are 16-byte aligned, and N to
+    be a multiple of 16. No output may share memory with anything else. Raises ValueError or TypeError on arguments that
+    do not fit.
+    """
+    c = Checker("fp8_gemm_squares")
+    c.tensor("a", a, torch.float8_e4m3fn, (None, None))
+    c.tensor("weight", weight, torch.float8_e4m3fn, (None, None))
+    if out is None:
+        out = torch.empty(a.shape[0], weight.shape[0], dtype=torch.bfloat16, device=a.device)
+    if squares is None:
+        c.require(blocks >= 0, "blocks", "a number >= 0", blocks)
+        squares = torch.empty(a.shape[0], blocks, dtype=torch.float32, device=a.device)
+    c.tensor("squares", squares, torch.float32, (None, blocks))
+    _fp8_gemm_squares(a, a_scale, weight, weight_scale, out, squares, use_pdl)
+    return out, squares
+
+
 def _check_bf16(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, batch_invariant: bool, use_pdl: bool) -> None:
     c = Checker("bf16_gemm")
     c.tensor("a", a, torch.bfloat16, ("T", "K"))

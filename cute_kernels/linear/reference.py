@@ -46,5 +46,20 @@ def fp8_gemm(
         out.view(torch.uint8).copy_(codes.view(torch.uint8).unflatten(1, (groups, outputs)))
 
 
+def fp8_gemm_squares(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out: torch.Tensor,
+    squares: torch.Tensor,
+    use_pdl: bool,
+) -> None:
+    operands = a.unsqueeze(1), a_scale.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0)
+    fp8_gemm(*operands, out.unsqueeze(1), None, False, use_pdl)
+    blocks = out[:, : squares.shape[1] * BLOCK].double().unflatten(1, (squares.shape[1], BLOCK))
+    squares.copy_(blocks.square().sum(-1))
+
+
 def bf16_gemm(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, batch_invariant: bool, use_pdl: bool) -> None:
     out.copy_((a.double() @ weight.double().t()).float())

@@ -84,6 +84,10 @@ TILES: tuple[Tile, ...] = (
 """Fitted to times on an H200."""
 
 
+SQUARES_TILES = tuple(tile._replace(key=replace(tile.key, squares=True)) for tile in TILES if tile.key.staged)
+"""Of kernels that store the sums of their results' squares as well."""
+
+
 def with_output(key: GemmKey, output: str) -> GemmKey:
     """`key` with another type of result: only bf16 goes out through shared memory."""
     return replace(key, output=output, staged=key.staged and output == "bf16")
@@ -106,6 +110,20 @@ def many_rows(
     fitting = [tile for tile in TILES if output != "e4m3" or tile.key.columns == SCALE_BLOCK]
     key = with_output(min(fitting, key=microseconds).key, output)
     return key, key.cluster * min(clusters(key), multiprocessors // key.cluster)
+
+
+@lru_cache(maxsize=4096)
+def with_squares(rows: int, outputs: int, chunks: int, multiprocessors: int = MULTIPROCESSORS) -> tuple[GemmKey, int]:
+    """As `many_rows`, of the kernels that store sums of squares, too."""
+
+    def work_tiles(key: GemmKey) -> int:
+        return -(-rows // key.rows) * -(-outputs // key.columns)
+
+    def microseconds(tile: Tile) -> float:
+        return -(-work_tiles(tile.key) // multiprocessors) * (chunks * tile.chunk_us + tile.tile_us)
+
+    key = min(SQUARES_TILES, key=microseconds).key
+    return key, min(work_tiles(key), multiprocessors)
 
 
 def many_rows_keys(output: str) -> list[GemmKey]:

@@ -327,14 +327,15 @@ def prefill() -> Iterator[Example]:
         results = torch.full((s_q, h), -777.0), torch.full((s_q, h), -777.0)
         arguments = (q, kv, indices, _SCALE, _sink(h), lengths, _poisoned((s_q, h, formats.HEAD_DIM), torch.bfloat16))
         example = Example(
-            f"{s_q} x {h}, {topk} of {s_kv}", (*arguments, *results, None, *NOT_QUANTIZED), _agree_prefill
+            f"{s_q} x {h}, {topk} of {s_kv}", (*arguments, *results, None, 0.0, *NOT_QUANTIZED), _agree_prefill
         )
         yield example
         if h in (64, 100, 128, 8):
             as_codes = quantized(example, 6)
             yield as_codes
             if h >= 64:
-                with_norm = (*as_codes.args[:9], 1e-6, *as_codes.args[10:])
+                squares = q.double().unflatten(2, (4, 128)).square().sum(-1).flatten(1).float()
+                with_norm = (*as_codes.args[:9], squares, 1e-6, *as_codes.args[11:])
                 yield Example(f"{as_codes.name}, of raw queries", with_norm, as_codes.agree)
 
 

@@ -15,6 +15,9 @@ from cute_kernels.sparse_mla.selection import paged_selections, prefill_selectio
 
 __all__ = ["sparse_mla_prefill", "sparse_mla_prefill_paged"]
 
+HEAD_BLOCKS = formats.HEAD_DIM // 128
+"""Blocks of a head whose squares are added up."""
+
 
 def _check_results(
     c: Checker,
@@ -63,7 +66,8 @@ def _check_prefill(
     out: torch.Tensor,
     max_logits: torch.Tensor | None,
     lse: torch.Tensor | None,
-    q_norm_eps: float | None = None,
+    q_squares: torch.Tensor | None = None,
+    q_norm_eps: float = 0.0,
     positions: torch.Tensor | None = None,
     cos_sin_cache: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
@@ -76,9 +80,10 @@ def _check_prefill(
     arguments.check_sink(c, "attn_sink", attn_sink)
     c.tensor("topk_length", topk_length, torch.int32, ("s_q",), optional=True)
     _check_results(c, "s_q", q, out, max_logits, lse, positions, cos_sin_cache, out_scale)
-    if q_norm_eps is not None:
-        c.require(positions is not None, "q_norm_eps", "None without output_quant", q_norm_eps)
-        c.require(q_norm_eps >= 0, "q_norm_eps", "a number >= 0", q_norm_eps)
+    if q_squares is not None:
+        c.require(positions is not None, "q_norm", "None without output_quant", "a tensor and a number")
+        c.tensor("q_norm", q_squares, torch.float32, ("s_q", q.shape[1] * HEAD_BLOCKS))
+        c.require(q_norm_eps >= 0, "q_norm", "an eps >= 0", q_norm_eps)
 
 
 def _cost_prefill(
@@ -96,7 +101,8 @@ def _cost_prefill(
 
 _prefill = define_op(
     "sparse_mla_prefill(Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, Tensor? topk_length, "
-    "Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!)? lse, float? q_norm_eps, Tensor? positions, "
+    "Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!)? lse, Tensor? q_squares, float q_norm_eps, "
+    "Tensor? positions, "
     "Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     check=_check_prefill,
     reference=reference.sparse_mla_prefill,
@@ -118,7 +124,7 @@ def sparse_mla_prefill(
     max_logits: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     return_lse: bool = True,
-    q_norm_eps: float | None = None,
+    q_norm: tuple[torch.Tensor, float] | None = None,
     output_quant: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Any, Any]:
     """Attention of each query row to rows of one buffer that it names by number.
@@ -143,10 +149,11 @@ def sparse_mla_prefill(
                   e4m3 [s_q, groups, heads of a group * 512] with a dense last dimension, and out_scale is the memory of
                   `output_scale_shape`, padding included; both mutated. A position outside the table takes its nearest
                   row. On sm_90a
-    q_norm_eps    the queries are as their projection made them, and are first normed with this eps and rotated by
-                  positions and cos_sin_cache of output_quant, byte for byte as by
-                  `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`; q itself stays as it is. Only with output_quant.
-                  On sm_90a, for more than 16 heads
+    q_norm        (squares fp32 [s_q, h * 4], eps): the queries are as `fp8_linear_squares` made them, squares the sums
+                  that came with them. They are first normed, that is multiplied by
+                  1 / sqrt(sum of a head's four / 512 + eps), and rotated by positions and cos_sin_cache of output_quant, to the bytes that
+                  `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert` would make of them; q itself stays as it is. Only
+                  with output_quant. On sm_90a, for more than 16 heads
 
     Returns (out, max_logits, lse), with None for what nobody asks for: max_logits = max_n s_n; lse is the natural
     logarithm; neither includes the sink. A row that attends to nothing has out = 0, max_logits = -inf and lse = +inf.
@@ -157,7 +164,10 @@ def sparse_mla_prefill(
         Checker("sparse_mla_prefill").fail("d_v", str(formats.HEAD_DIM), d_v)
     out, max_logits, lse = _results("sparse_mla_prefill", q, out, max_logits, lse, return_lse, output_quant)
     quant = arguments.quant_tensors(output_quant, "sparse_mla_prefill")
-    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse, q_norm_eps, *quant)
+    if q_norm is not None and not (isinstance(q_norm, tuple) and len(q_norm) == 2):
+        Checker("sparse_mla_prefill").fail("q_norm", "(squares, eps)", type(q_norm).__name__, TypeError)
+    squares, eps = (None, 0.0) if q_norm is None else q_norm
+    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse, squares, eps, *quant)
     return out, max_logits, lse
 
 

@@ -100,7 +100,8 @@ class Call(NamedTuple):
     out: Any
     max_logits: Any
     lse: Any
-    q_norm_eps: float | None = None
+    q_squares: Any = None
+    q_norm_eps: float = 0.0
     positions: Any = None
     cos_sin_cache: Any = None
     out_scale: Any = None
@@ -129,8 +130,12 @@ def supports(*args: Any) -> tuple[bool, str]:
     why = why_not_quantized(call) if call.is_quantized else misaligned("heads of out", call.out, (0, 1))
     if why:
         return False, why
-    if call.q_norm_eps is not None and call.q.shape[1] <= FEW_HEADS[-1]:
-        return False, f"q_norm_eps is supported for more than {FEW_HEADS[-1]} heads, got {call.q.shape[1]}"
+    if call.q_squares is not None:
+        if call.q.shape[1] <= FEW_HEADS[-1]:
+            return False, f"q_norm is supported for more than {FEW_HEADS[-1]} heads, got {call.q.shape[1]}"
+        why = misaligned("sums of squares of q_norm", call.q_squares, (0,))
+        if why:
+            return False, why
     for name, tensor, axes in (("heads of q", call.q, (0, 1)), ("rows of kv", call.kv, (0,))):
         why = misaligned(name, tensor, axes)
         if why:
@@ -152,9 +157,10 @@ def launch(*args: Any) -> None:
     if arch in BLACKWELL and not is_own("sparse_mla_prefill", arch, device_index, _why_not_own(call)):
         choose = _portable_key
     launch_key(
-        choose(arch, call.q.shape[1], call.is_quantized, call.q_norm_eps is not None),
+        choose(arch, call.q.shape[1], call.is_quantized, call.q_squares is not None),
         device_index,
         call.q,
+        *(() if call.q_squares is None else (call.q_squares,)),
         call.kv,
         call.indices,
         *results_of(call),
@@ -162,7 +168,7 @@ def launch(*args: Any) -> None:
         0 if call.topk_length is None else call.topk_length.data_ptr(),
         0 if call.attn_sink is None else call.attn_sink.data_ptr(),
         scale_log2(call.sm_scale),
-        *(() if call.q_norm_eps is None else (call.q_norm_eps,)),
+        *(() if call.q_squares is None else (call.q_norm_eps,)),
         multiprocessors(device_index),
     )
 

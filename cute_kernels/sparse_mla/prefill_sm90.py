@@ -103,8 +103,10 @@ class NormQuantPrefillKey(QuantPrefillKey):
     kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_norm_quant"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        _, (*tensors, scale_log2, blocks, stream) = super().build()
-        return NormQuantPrefillKernel(), (*tensors, scale_log2, Float32(0), blocks, stream)
+        _, (q, *others, blocks, stream) = super().build()
+        shape = cute.sym_int(), cute.sym_int()
+        squares = make_fake_tensor(Float32, shape, stride=(cute.sym_int64(divisibility=4), 1), assumed_align=16)
+        return NormQuantPrefillKernel(), (q, squares, *others, Float32(0), blocks, stream)
 
 
 def fake_rows(dtype: Any = BFloat16) -> Any:
@@ -170,14 +172,14 @@ class PrefillKernel:
         scale_log2: Float32,
         blocks: Int32,
         stream: cuda.CUstream,
-        norm_eps: Any = None,
+        norm: tuple[Any, ...] = (),
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         heads = length(q, 1)
         blocks_bits = Int32(1) if heads > ROWS else Int32(0)
         items = length(q, 0) << blocks_bits
         kernel = self.kernel(
-            Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads, norm_eps),
+            Query(address(q), stride_bytes(q, 0), stride_bytes(q, 1), heads, *norm),
             sources,
             out,
             sink,
@@ -308,7 +310,8 @@ class QuantPrefillKernel(PrefillKernel):
 
 
 class NormQuantPrefillKernel(PrefillKernel):
-    """Entry point: as QuantPrefillKernel, with eps of the queries' norm behind the scale."""
+    """Entry point: as QuantPrefillKernel, with the sums of squares fp32 [rows, heads * 4] behind q, and eps of the
+    queries' norm behind the scale."""
 
     def __init__(self) -> None:
         super().__init__("sparse_mla_prefill_norm_quant")
@@ -317,6 +320,7 @@ class NormQuantPrefillKernel(PrefillKernel):
     def __call__(
         self,
         q: cute.Tensor,
+        squares: cute.Tensor,
         kv: cute.Tensor,
         indices: cute.Tensor,
         codes: cute.Tensor,
@@ -334,4 +338,5 @@ class NormQuantPrefillKernel(PrefillKernel):
     ) -> None:
         quant = quant_of(codes, scales, positions, table)
         results = Output(None, None, None, logs_of(max_logits), logs_of(lse), None, quant=quant)
-        self.launch(q, self.gathered(kv, indices, lengths), results, sink, scale_log2, blocks, stream, norm_eps)
+        norm = norm_eps, address(squares), stride_bytes(squares, 0)
+        self.launch(q, self.gathered(kv, indices, lengths), results, sink, scale_log2, blocks, stream, norm)

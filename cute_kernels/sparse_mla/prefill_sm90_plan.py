@@ -247,14 +247,16 @@ class Work(NamedTuple):
 
 
 class Query(NamedTuple):
-    """q: address, strides in bytes, number of heads. norm_eps: what is added to the mean square of heads that are still
-    to be normed and rotated, or None."""
+    """q: address, strides in bytes, number of heads. Of heads that are still to be normed and rotated: what is added to
+    their mean square, or None; four sums of squares for each, fp32 [rows, heads, 4]: address, bytes from row to row."""
 
     base: Any
     row: Any
     head: Any
     heads: Any
     norm_eps: Any = None
+    squares: Any = None
+    squares_row: Any = None
 
     def count(self, first: Any) -> Any:
         """Heads of an item whose first is that one."""

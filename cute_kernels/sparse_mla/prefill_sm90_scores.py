@@ -19,7 +19,7 @@ from cute_kernels.dsl.convert import bf16_high, bf16_low
 from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.dsl.rope import rotate_pair
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
-from cute_kernels.kv_cache.query_norm import RunningTree, inverse_rms, pair_square
+from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     END,
     HEADING,
@@ -198,8 +198,9 @@ class Scores:
         if const_expr(q.norm_eps is not None):
             # on their way while the queries are
             angles = out.quant.angles(work.place(item + work.step)[0], own_number() & 31)
+            squares = [self.squares(item + work.step, half, work, q) for half in range(2)]
             ready.stages.wait_tile(stage, phase)
-            self.load_normed(held, place, angles, q.norm_eps, at)
+            self.load_normed(held, place, angles, [self.factor(four, q.norm_eps) for four in squares], at)
         else:
             ready.stages.wait_tile(stage, phase)
             self.load(held, place)
@@ -275,8 +276,8 @@ class Scores:
                 words[4 * step + i] = four[i]
 
     def lane_of_rows(self, place: Any) -> tuple[Any, Any]:
-        """The lane, and where the row lies whose address it gives of the warp's rows of slabs at `place`: by lane i, row
-        i % 8 of matrix i // 8."""
+        """The lane, and where the row lies whose address it gives, of the warp's rows of slabs at `place`: lane i that
+        of row i % 8 of matrix i // 8."""
         lane = own_number() & 31
         return lane, place + ((own_number() >> 5) * 16 + (lane & 15)) * (SLAB * 2)
 
@@ -286,26 +287,17 @@ class Scores:
         return row_at + step // 4 * SLAB_BYTES + chunk * 16
 
     @cute.jit
-    def load_normed(self, held: cute.Tensor, place: Any, angles: tuple[Any, Any], eps: Any, at: Places) -> None:
+    def load_normed(
+        self, held: cute.Tensor, place: Any, angles: tuple[Any, Any], factors: list[Any], at: Places
+    ) -> None:
         """An item's queries, normed and rotated: those that it holds, and the others where they are. The bits are those
         that kv_cache/qnorm.py makes.
 
-        angles   cosine and sine of the row's pair of columns number `lane`, as words
+        angles    cosine and sine of the row's pair of columns number `lane`, as words
+        factors   of the thread's two heads; of every four words, the first and the third are of the first one
         """
         lane, row_at = self.lane_of_rows(place)
         _, kept_at = self.lane_of_rows(at.kept)
-        # of every four words, the first and the third are of the thread's first head
-        trees = [RunningTree(), RunningTree()]
-        for step in range_constexpr(HEAD_DIM // STEP):
-            kept = step - self.held // STEP
-            source = self.matrices_at(row_at, lane, step) if kept < 0 else self.matrices_at(kept_at, lane, kept)
-            four = ptx.load_matrices(source)
-            for i in range_constexpr(4):
-                trees[i % 2].add(pair_square(four[i]))
-            if const_expr(step % 4 == 3):
-                # the assembler would have more of them on their way than it has registers for
-                cute.arch.sync_warp()
-        factors = [inverse_rms(over_quad(tree.total, ptx.add_rn), eps) for tree in trees]
         for step in range_constexpr(KEPT // STEP):
             source = self.matrices_at(kept_at, lane, step)
             four = ptx.load_matrices(source)
@@ -326,6 +318,18 @@ class Scores:
             four = ptx.load_matrices(self.matrices_at(row_at, lane, step))
             for i in range_constexpr(4):
                 words[4 * step + i] = self.scaled(four[i], factors[i % 2], None)
+
+    @cute.jit
+    def squares(self, item: Any, half: int, work: Work, q: Query) -> Any:
+        """The four sums of squares of the thread's first or second head; of one that is not there, of another."""
+        row, _ = work.place(item)
+        head = cutlass.min(self.head(item, half, work), q.heads - 1)
+        return ptx.load_global_128_in_order(q.squares + Int64(row) * q.squares_row + Int64(head) * 16)
+
+    def factor(self, squares: Any, eps: Any) -> Any:
+        """What a head is multiplied with."""
+        first, second, third, fourth = (word.bitcast(Float32) for word in squares)
+        return inverse_rms(ptx.add_rn(ptx.add_rn(first, second), ptx.add_rn(third, fourth)), eps)
 
     def scaled(self, word: Any, factor: Any, angle: Any) -> Any:
         """A pair of columns, normed, and rotated if there is an angle."""

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels import numerics
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.kv_cache.reference import turned_q
 from cute_kernels.output.reference import fused_inv_rope_fp8_quant
 from cute_kernels.sparse_mla import selection
 from cute_kernels.sparse_mla.selection import Selection, pooled_slots, read_pooled, row_chunks, used_columns
@@ -165,16 +165,18 @@ def sparse_mla_prefill(
     out: torch.Tensor,
     max_logits: torch.Tensor | None,
     lse: torch.Tensor | None,
-    q_norm_eps: float | None,
+    q_squares: torch.Tensor | None,
+    q_norm_eps: float,
     positions: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
     out_scale: torch.Tensor | None,
 ) -> None:
     selections = selection.prefill_selections(kv, indices, topk_length)
-    if q_norm_eps is not None:
+    if q_squares is not None:
         assert positions is not None
         assert cos_sin_cache is not None
-        q = turned_q(q, positions, cos_sin_cache, q_norm_eps).to(q.dtype)
+        mean = q_squares.unflatten(1, (q.shape[1], -1)).sum(-1, keepdim=True) / HEAD_DIM
+        q = numerics.rotate(q.float() * torch.rsqrt(mean + q_norm_eps), positions, cos_sin_cache).to(q.dtype)
     o = out if positions is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     for rows, result in attend(q, selections, sm_scale, attn_sink):
         _store(o, rows, result.out)

@@ -15,16 +15,17 @@ from cute_kernels.linear.hopper.gemm import REGISTERS, GemmKey
 from tests.compile.reports import check_fits, compile_report
 
 KEYS = [tile.key for tile in select.TILES]
+SQUARES = [tile.key for tile in select.SQUARES_TILES]
 
 
 def name(key: GemmKey) -> str:
-    return f"{key.output}_{key.rows}x{key.columns}"
+    return f"{key.output}_{key.rows}x{key.columns}{'_squares' * key.squares}"
 
 
 OUTPUTS = [select.with_output(key, output) for output in ("fp32", "e4m3") for key in KEYS if key.columns == 128]
 
 
-@pytest.mark.parametrize("key", [*KEYS, *OUTPUTS], ids=name)
+@pytest.mark.parametrize("key", [*KEYS, *OUTPUTS, *SQUARES], ids=name)
 def test_compiles(key: GemmKey) -> None:
     report = check_fits(key, key.threads)
     assert (report.spill_stores, report.spill_loads) == (0, 0)
@@ -36,7 +37,7 @@ def test_compiles(key: GemmKey) -> None:
     assert ("multicast::cluster" in report.ptx) == (key.cluster > 1)
 
 
-@pytest.mark.parametrize("key", [*KEYS, *OUTPUTS], ids=name)
+@pytest.mark.parametrize("key", [*KEYS, *OUTPUTS, *SQUARES], ids=name)
 def test_the_assembler_waits_for_no_product_on_its_own(key: GemmKey) -> None:
     """Where it cannot follow the accumulators, it waits after each instruction."""
     report = compile_report(key)
@@ -50,7 +51,7 @@ def test_the_assembler_waits_for_no_product_on_its_own(key: GemmKey) -> None:
     assert "WARPSYNC.COLLECTIVE" not in report.sass
 
 
-@pytest.mark.parametrize("key", KEYS, ids=name)
+@pytest.mark.parametrize("key", [*KEYS, *SQUARES], ids=name)
 def test_roles_stay_within_their_registers(key: GemmKey) -> None:
     report = compile_report(key)
     if report.sass is None:

@@ -212,6 +212,18 @@ def test_prefill(rows: int, heads: int, groups: int, topk: int) -> None:
     assert same_bits(out, plain)
 
 
+def sums_of_squares(q: torch.Tensor) -> torch.Tensor:
+    """fp32 [rows, heads * 4] of queries [rows, heads, 512], in the order of cute_kernels/kv_cache/query_norm.py: pairs,
+    neighbouring runs of eight columns, then a run's four pairs."""
+    low, high = q.float().unflatten(-1, (4, 16, 4, 2)).unbind(-1)
+    # a product of bf16 is exact in fp32, and its sum with another number in float64
+    sums = (high.double().square() + low.square().double()).float()
+    for dim in (3, 3, 3, 3, 4, 4):
+        first, second = (sums.index_select(dim, torch.arange(i, sums.shape[dim], 2, device=q.device)) for i in (0, 1))
+        sums = first + second
+    return sums.flatten(1)
+
+
 def finished_queries(q: torch.Tensor, positions: torch.Tensor, eps: float) -> torch.Tensor:
     """q normed and rotated by the op that stores keys, too."""
     q = q.clone()
@@ -256,7 +268,7 @@ def test_prefill_of_raw_queries(rows: int, heads: int, groups: int, topk: int, e
     own = [torch.full((rows, heads), math.nan, device="cuda") for _ in range(2)]
 
     def attend(**outputs: Any) -> None:
-        given = {"attn_sink": sink, "q_norm_eps": eps, "max_logits": own[0], "lse": own[1]}
+        given = {"attn_sink": sink, "q_norm": (sums_of_squares(q), eps), "max_logits": own[0], "lse": own[1]}
         sparse_mla_prefill(q, kv, indices, 512**-0.5, **given, **outputs)
 
     check(rows, heads, plain, attend, groups, times=3)
@@ -277,7 +289,7 @@ def test_raw_queries_of_float64() -> None:
     own = [torch.full((rows, heads), math.nan, device="cuda") for _ in range(2)]
     quant = (positions, TABLE.cuda(), outputs.scales)
     given = {"out": outputs.codes, "output_quant": quant, "max_logits": own[0], "lse": own[1]}
-    sparse_mla_prefill(q, kv, indices, 512**-0.5, q_norm_eps=1e-6, **given)
+    sparse_mla_prefill(q, kv, indices, 512**-0.5, q_norm=(sums_of_squares(q), 1e-6), **given)
     x = q.double() / (q.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
     angles = TABLE.double().cuda()[positions.clamp(0, 2999)][:, None]
     cos, sin = angles[..., :32], angles[..., 32:]
@@ -295,15 +307,16 @@ def test_raw_queries_in_a_graph() -> None:
     kv = torch.randn(300, 1, 512, device="cuda", generator=g).bfloat16()
     indices = torch.randint(0, 300, (rows, 1, 70), device="cuda", generator=g).int()
     source, q = (torch.randn(rows, heads, 512, device="cuda", generator=g).bfloat16() for _ in range(2))
+    own, squares = (torch.zeros(rows, heads * 4, device="cuda") for _ in range(2))
     positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
     outputs = Outputs.make(rows, 8, 8)
     quant = (positions, TABLE.cuda(), outputs.scales)
 
     def step() -> None:
         q.copy_(source)
-        sparse_mla_prefill(
-            q, kv, indices, 512**-0.5, q_norm_eps=1e-6, return_lse=False, out=outputs.codes, output_quant=quant
-        )
+        squares.copy_(own)
+        given = {"return_lse": False, "out": outputs.codes, "output_quant": quant}
+        sparse_mla_prefill(q, kv, indices, 512**-0.5, q_norm=(squares, 1e-6), **given)
 
     step()
     torch.cuda.synchronize()
@@ -312,6 +325,7 @@ def test_raw_queries_in_a_graph() -> None:
         step()
     for number in range(3):
         source.normal_(generator=g)
+        own.copy_(sums_of_squares(source))
         positions.fill_(100 * number + 1)
         outputs.codes.view(torch.uint8).fill_(0xA5)
         graph.replay()
@@ -334,8 +348,9 @@ def test_raw_queries_of_few_heads_are_refused() -> None:
     q, kv = (torch.zeros(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((3, 16, 512), (5, 1, 512)))
     indices = torch.zeros(3, 1, 4, dtype=torch.int32, device="cuda")
     quant = (positions_of(3), TABLE.cuda(), outputs.scales)
-    with pytest.raises(RuntimeError, match="q_norm_eps is supported for more than"):
-        sparse_mla_prefill(q, kv, indices, 1.0, q_norm_eps=1e-6, out=outputs.codes, output_quant=quant)
+    with pytest.raises(RuntimeError, match="q_norm is supported for more than"):
+        q_norm = torch.zeros(3, 64, device="cuda"), 1e-6
+        sparse_mla_prefill(q, kv, indices, 1.0, q_norm=q_norm, out=outputs.codes, output_quant=quant)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from tests.helpers import check_op
 from tests.sparse_mla import model
 from tests.sparse_mla.model import INT_MAX, INT_MIN, SCALE
 
-NOT_QUANTIZED = (None, None, None, None)
-"""q_norm_eps, positions, cos_sin_cache and out_scale of a call without output_quant."""
+NOT_QUANTIZED = (None, 0.0, None, None, None)
+"""q_squares, q_norm_eps, positions, cos_sin_cache and out_scale of a call without output_quant."""
 
 
 def make_kv(rows, seed, unused=torch.nan):

@@ -45,6 +45,7 @@ from cute_kernels.dsl import barriers, convert, ptx, wgmma
 from cute_kernels.dsl.reduce import exchange_in_quad, over_quad
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import round_up
+from cute_kernels.kv_cache.query_norm import sum_of_quad
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.compile import KernelKey
 
@@ -85,6 +86,7 @@ class GemmKey(KernelKey):
     lag          chunks that the second of two warpgroups starts behind the first, so that one multiplies while the
                  other stores; 0: together
     staged       a bf16 result goes out through shared memory, while the next work tile is multiplied
+    squares      the sums of the squares of a staged result are stored as well, for each row and 128 columns
     """
 
     kernel_name: ClassVar[str] = "linear.hopper.gemm"
@@ -97,6 +99,7 @@ class GemmKey(KernelKey):
     cluster: int = 1
     lag: int = 0
     staged: bool = False
+    squares: bool = False
 
     @property
     def waves(self) -> int:
@@ -145,8 +148,12 @@ class GemmKey(KernelKey):
             out_scale = make_fake_tensor(
                 Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4
             )
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return GemmKernel(self), (a, a_scale, b, b_scale, out, out_scale, Int32(1), Boolean(False), stream)
+        call = Int32(1), Boolean(False), make_fake_stream(use_tvm_ffi_env_stream=True)
+        if not self.squares:
+            return GemmKernel(self), (a, a_scale, b, b_scale, out, out_scale, *call)
+        shape = cute.sym_int(), cute.sym_int()
+        squares = make_fake_tensor(Float32, shape, stride=(cute.sym_int64(), 1), assumed_align=4)
+        return SquaresGemmKernel(self), (a, a_scale, b, b_scale, out, squares, *call)
 
 
 class Strided(NamedTuple):
@@ -161,6 +168,24 @@ class Strided(NamedTuple):
 
     def at(self, *index: Any) -> Any:
         return self.address + sum(Int64(i) * stride for i, stride in zip(index, self.strides, strict=False))
+
+
+class Squares(NamedTuple):
+    """Sums of squares fp32 [rows, blocks of 128 columns]: address, stride in bytes, how many blocks have them."""
+
+    address: Any
+    row_bytes: Any
+    blocks: Any
+
+    @cute.jit
+    def store(self, words: Any, first: Any, block: Any, lane: Any, rows: Any) -> None:
+        """Store those of a thread's two rows, `first` and the one 8 below, of which it has so many pairs each."""
+        if block < self.blocks:
+            for half in range_constexpr(2):
+                total = sum_of_quad(words[half])
+                row = first + 8 * half
+                target = self.address + Int64(row) * self.row_bytes + block * 4
+                ptx.store_global_s32(target, total.bitcast(Int32), lane % 4 == 0 and row < rows)
 
 
 class TileScheduler(NamedTuple):
@@ -197,6 +222,7 @@ class GemmKernel:
         self.share = key.rows // key.cluster
         self.name = (
             f"gemm_e4m3_{key.output}_{key.rows}x{key.columns}_w{key.warpgroups}s{key.stages}d{key.depth}c{key.cluster}"
+            + "_squares" * key.squares
         )
 
     @cute.jit
@@ -212,10 +238,17 @@ class GemmKernel:
         use_pdl: Boolean,
         stream: cuda.CUstream,
     ) -> None:
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         result_scale = (Int64(0), Int64(0), Int32(0))
         if const_expr(self.key.output == "e4m3"):
             result_scale = (address(out_scale), stride_bytes(out_scale, 0), length(out_scale, 1))
+        self.launch((a, a_scale, b, b_scale, out), result_scale, None, ctas, use_pdl, stream)
+
+    @cute.jit
+    def launch(
+        self, tensors: Any, result_scale: Any, squares: Any, ctas: Int32, use_pdl: Boolean, stream: cuda.CUstream
+    ) -> None:
+        a, a_scale, b, b_scale, out = tensors
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         kernel = self.kernel(
             *self.tma_atoms(a, b),
             *(self.result_atom(out) if const_expr(self.key.staged) else (None, None, None)),
@@ -228,6 +261,7 @@ class GemmKernel:
             length(out, 1),
             length(out, 2),
             length(a, 2) // CHUNK,
+            squares,
         )
         kernel.launch(
             grid=[ctas, 1, 1],
@@ -469,7 +503,9 @@ class GemmKernel:
                 ptx.store_global_s32(target, scale, lane % 4 == 0 and own < padded_rows and column < columns)
 
     @cute.jit
-    def store_staged(self, totals: Any, warp: Any, lane: Any, tile: Any, staging: Any) -> None:
+    def store_staged(
+        self, totals: Any, warp: Any, lane: Any, tile: Any, staging: Any, squares: Any, rows_end: Any
+    ) -> None:
         """Write a warp's rows to shared memory and have them copied out while the next work tile is multiplied."""
         memory, copy, written, read = staging
         group, row_tile, column_tile = tile
@@ -478,6 +514,7 @@ class GemmKernel:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         for wave in range_constexpr(self.waves):
+            of_rows: tuple[list[Any], list[Any]] = ([], [])
             for half in range_constexpr(across):
                 box = (warp * self.waves + wave) * across + half
                 row = lane % 8 + lane // 8 % 2 * 8
@@ -486,6 +523,11 @@ class GemmKernel:
                     words = [ptx.bf16x2(totals[wave][first + i], totals[wave][first + i + 1]) for i in range(0, 8, 2)]
                     piece = (pair * 2 + lane // 16) ^ (lane % 8)
                     ptx.store_matrices(memory + box * 2048 + row * 128 + piece * 16, words)
+                    for i in range_constexpr(4):
+                        of_rows[i % 2].append(words[i])
+            if const_expr(self.key.squares):
+                first = row_tile * self.rows + (wave * (self.warpgroups * 4) + warp) * STAGED_ROWS + lane // 4
+                squares.store(of_rows, first, column_tile, lane, rows_end)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         for wave in range_constexpr(self.waves):
@@ -521,6 +563,7 @@ class GemmKernel:
         groups: Int32,
         columns: Int32,
         chunks: Int32,
+        squares: Any,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -601,7 +644,7 @@ class GemmKernel:
                 late = Int32(-1)
                 tile = work.coords(number)
                 if const_expr(self.key.staged):
-                    self.store_staged(totals, warp, lane, tile, staging)
+                    self.store_staged(totals, warp, lane, tile, staging, squares, rows)
                 row = tile[1] * self.rows + thread // WARP * 16 + lane // 4
                 for wave in range_constexpr(0 if self.key.staged else self.waves):
                     result = out, out_scale, scale_row, padded_rows
@@ -613,3 +656,28 @@ class GemmKernel:
             # a CTA stays until nobody copies to it or arrives at its barriers any more
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
+
+
+class SquaresGemmKernel:
+    """Entry point with `squares`: (a, a_scale, b, b_scale, out, sums of squares, number of CTAs, whether to launch as a
+    dependent of the kernel before, stream). Columns of out beyond those that have sums get none."""
+
+    def __init__(self, key: GemmKey) -> None:
+        self.gemm = GemmKernel(key)
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        a_scale: cute.Tensor,
+        b: cute.Tensor,
+        b_scale: cute.Tensor,
+        out: cute.Tensor,
+        squares: cute.Tensor,
+        ctas: Int32,
+        use_pdl: Boolean,
+        stream: cuda.CUstream,
+    ) -> None:
+        sums = Squares(address(squares), stride_bytes(squares, 0), length(squares, 1))
+        no_scale = Int64(0), Int64(0), Int32(0)
+        self.gemm.launch((a, a_scale, b, b_scale, out), no_scale, sums, ctas, use_pdl, stream)
