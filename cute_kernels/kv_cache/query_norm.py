@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
-from cute_kernels.dsl import ptx, reduce
+from cute_kernels.dsl import convert, ptx, reduce
 from cute_kernels.formats import HEAD_DIM
 
 PAIRS = 4
@@ -27,8 +27,7 @@ PAIRS = 4
 
 def pair_square(word: Any) -> Any:
     """Sum of the squares of a pair of bf16."""
-    low, high = (ptx.permute_bytes(word, Int32(0), order).bitcast(Float32) for order in (0x1044, 0x3244))
-    return reduce.square_sum([low, high])
+    return reduce.square_sum([convert.bf16_low(word), convert.bf16_high(word)])
 
 
 def inverse_rms(total: Any, eps: Any) -> Any:

@@ -21,7 +21,6 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     P_BUFFERS,
     SLAB,
     SLAB_BYTES,
-    Output,
     Places,
     Query,
     Work,
@@ -51,7 +50,7 @@ class PagedScores(Scores):
         phase: Any,
         work: Work,
         q: Query,
-        out: Output,
+        norm: Any,
         ready: Barriers,
         at: Places,
     ) -> tuple[Any, Any, Any]:

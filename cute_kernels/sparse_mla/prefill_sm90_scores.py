@@ -86,10 +86,13 @@ class Scores:
         tile = Int32(0)
         stage, phase = barriers.start()
         mark, item = Int32(0), work.first - work.step
+        norm = None
+        if const_expr(q.norm_eps is not None):
+            norm = self.ask_for_norm(work.first, work, q, out)
         self.begin(work, q, at)
         while mark & END == 0:
             before = stage
-            item, stage, phase = self.take(held, item, stage, phase, work, q, out, ready, at)
+            item, stage, phase = self.take(held, item, stage, phase, work, q, norm, ready, at)
 
             tops = [Float32(LEAST), Float32(LEAST)]
             most = [Float32(-Float32.inf), Float32(-Float32.inf)]
@@ -169,6 +172,9 @@ class Scores:
                 stage, phase = ready.stages.advance(stage, phase)
                 tile = tile + 1
 
+            if const_expr(q.norm_eps is not None):
+                # on their way while this item is finished
+                norm = self.ask_for_norm(item + work.step, work, q, out)
             self.publish(tile - 1, ready)
             for half in range_constexpr(2):
                 largest_of_all = over_quad(most[half], ptx.max_f32)
@@ -189,21 +195,19 @@ class Scores:
         phase: Any,
         work: Work,
         q: Query,
-        out: Output,
+        norm: Any,
         ready: Barriers,
         at: Places,
     ) -> tuple[Any, Any, Any]:
-        """Have the queries of the item behind `item`, and its number; what stage and phase are then."""
+        """Have the queries of the item behind `item`, and its number; what stage and phase are then. norm: what they
+        are normed and rotated with, or None."""
+        ready.stages.wait_tile(stage, phase)
         place = at.stages + stage * STAGE_BYTES
-        if const_expr(q.norm_eps is not None):
-            # on their way while the queries are
-            angles = out.quant.angles(work.place(item + work.step)[0], own_number() & 31)
-            squares = [self.squares(item + work.step, half, work, q) for half in range(2)]
-            ready.stages.wait_tile(stage, phase)
-            self.load_normed(held, place, angles, [self.factor(four, q.norm_eps) for four in squares], at)
-        else:
-            ready.stages.wait_tile(stage, phase)
+        if const_expr(norm is None):
             self.load(held, place)
+        else:
+            angles, squares = norm
+            self.load_normed(held, place, angles, [self.factor(four, q.norm_eps) for four in squares], at)
         item = ptx.load_shared_s32(at.heading + stage * HEADING)
         stage, phase = ready.stages.advance(stage, phase)
         return item, stage, phase
@@ -310,14 +314,22 @@ class Scores:
                     pair = [cute.arch.shuffle_sync(angle, number).bitcast(Float32) for angle in angles]
                 results.append(self.scaled(four[i], factors[i % 2], pair))
             ptx.store_matrices(source, results)
-        # tensor cores read what all warps have stored
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=NORMED, number_of_threads=128)
         words = cute.recast_tensor(held, Int32)
         for step in range_constexpr(self.held // STEP):
             four = ptx.load_matrices(self.matrices_at(row_at, lane, step))
             for i in range_constexpr(4):
                 words[4 * step + i] = self.scaled(four[i], factors[i % 2], None)
+        # tensor cores read what all warps have stored
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=NORMED, number_of_threads=128)
+
+    @cute.jit
+    def ask_for_norm(self, item: Any, work: Work, q: Query, out: Output) -> tuple[Any, Any]:
+        """Of an item, or of the last one if there are fewer: cosine and sine of pair number `lane`, and the sums of
+        squares of the thread's heads; as words."""
+        item = cutlass.min(item, work.end - 1)
+        angles = out.quant.angles(work.place(item)[0], own_number() & 31)
+        return angles, tuple(self.squares(item, half, work, q) for half in range(2))
 
     @cute.jit
     def squares(self, item: Any, half: int, work: Work, q: Query) -> Any:

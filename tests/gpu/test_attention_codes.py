@@ -348,8 +348,8 @@ def test_raw_queries_of_few_heads_are_refused() -> None:
     q, kv = (torch.zeros(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((3, 16, 512), (5, 1, 512)))
     indices = torch.zeros(3, 1, 4, dtype=torch.int32, device="cuda")
     quant = (positions_of(3), TABLE.cuda(), outputs.scales)
+    q_norm = torch.zeros(3, 64, device="cuda"), 1e-6
     with pytest.raises(RuntimeError, match="q_norm is supported for more than"):
-        q_norm = torch.zeros(3, 64, device="cuda"), 1e-6
         sparse_mla_prefill(q, kv, indices, 1.0, q_norm=q_norm, out=outputs.codes, output_quant=quant)
 
 

@@ -1,4 +1,4 @@
-"""fp8_gemm_squares on a Hopper GPU: results of fp8_gemm's kernel for many rows, and sums in the order that they have."""
+"""fp8_gemm_squares on a Hopper GPU: results of fp8_gemm's kernel for many rows, and sums in their order."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_results_and_sums(key: GemmKey, rows: int, outputs: int, blocks: int, k:
 
 
 def test_from_the_product_to_attention() -> None:
-    """Product, sums and attention give the codes that the product, another op's norm and rotation, and attention give."""
+    """Product, sums and attention give the codes of the product, norm and rotation by another op, and attention."""
     rows, heads = 700, 64
     call = Call.make(rows, 1, heads * 512 + 256, 1024, seed=9)
     call.a_scale *= 2.0**-6
