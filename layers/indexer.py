@@ -92,7 +92,7 @@ class SparseAttnIndexer(nn.Module):
         visible, decodes = m.visible, m.num_decode_tokens
         out = self.topk_indices_buffer[: m.num_tokens]
         translation: dict[str, Any] = {}
-        if slots:
+        if slots and decodes:
             translation["slot_block_table"] = m.decode_table(m.compressed_block_table)
             translation["slot_rows_per_page"] = KV_BLOCK_SIZE // self.compress_ratio
         if step_columns(m.max_seq_len // self.compress_ratio) <= self.topk_tokens:

@@ -45,6 +45,7 @@ ROOMS = {
     "deepseek_v4_fp8_einsum": "perf.einsum",
     "dequantize_and_gather_k_cache": "perf.kv_cache",
     "fp8_gemm": "perf.gemm",
+    "fp8_gemm_squares": "perf.gemm",
     "fused_compress_norm_rope_store": "perf.compressor_entries",
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": "perf.qnorm",
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": "perf.qnorm",

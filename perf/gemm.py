@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from cute_kernels.formats import HEAD_DIM, INDEX_DIM
 from cute_kernels.linear import ops as _ops  # noqa: F401  (registers them)
 from cute_kernels.linear.examples import FP32, PRODUCTS, ROUNDING
 from cute_kernels.models import MODELS
@@ -18,6 +19,8 @@ from perf.peers import deepgemm
 
 TOKENS = (1, 16, 64, 256, 4096)
 BF16_TOKENS = (1, 16, 64)
+SQUARES_TOKENS = (128, 512, 2048, 4096)
+BLOCK = 128
 
 NAMES = ("wqa_wkv", "wq_b", "indexer.wq_b", "wq_b+indexer.wq_b", "wo_a", "wo_b")
 
@@ -142,6 +145,45 @@ FP8 = Bench(
     same=partial(_near, PRODUCTS, ROUNDING),
 )
 
+
+def make_squares(tokens: int, heads: int, outputs: int, columns: int, seed: int) -> Arguments:
+    a, a_scale, weight, weight_scale, out, *_ = make_fp8(tokens, 1, outputs, columns, seed)
+    squares = torch.empty(tokens, heads * HEAD_DIM // BLOCK, device="cuda")
+    return a[:, 0], a_scale[:, 0], weight[0], weight_scale[0], out[:, 0], squares, True
+
+
+def _near_squares(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """As `_near`, and the sums as exact as fp32 is, of the results at hand."""
+    blocks = got[1].shape[1]
+    exact = got[0][:, : blocks * BLOCK].double().unflatten(1, (blocks, BLOCK)).square().sum(-1)
+    return _near(PRODUCTS, ROUNDING, got, want) and bool(((got[1].double() - exact).abs() <= 2.0**-20 * exact).all())
+
+
+def _squares_variants() -> Mapping[str, Run]:
+    overload = OPS["fp8_gemm_squares"].overload
+    return {"ours without use_pdl": lambda *args: overload(*args[:-1], False)}
+
+
+SQUARES = Bench(
+    "fp8_gemm_squares",
+    tuple(
+        Case(
+            f"{model} {heads} heads{' + indexer' * (others > 0)} T={tokens}",
+            tokens,
+            partial(make_squares, tokens, heads, heads * HEAD_DIM + others, MODELS[model].q_lora_rank),
+            {"model": model, "heads": heads, "N": heads * HEAD_DIM + others, "K": MODELS[model].q_lora_rank},
+            "e4m3",
+        )
+        for model in MODELS
+        for heads in (MODELS[model].num_attention_heads,)
+        for others in (0, MODELS[model].index_n_heads * INDEX_DIM)
+        for tokens in SQUARES_TOKENS
+    ),
+    quick=(512,),
+    variants=_squares_variants,
+    same=_near_squares,
+)
+
 BF16 = Bench(
     "bf16_gemm",
     tuple(
@@ -162,7 +204,7 @@ BF16 = Bench(
     same=partial(_near, FP32, 0.0),
 )
 
-BENCHES = (FP8, BF16)
+BENCHES = (FP8, SQUARES, BF16)
 SWEEPS = {bench.op: bench.sweep for bench in BENCHES}
 QUICK = {bench.op: bench.quick for bench in BENCHES}
 """Numbers of rows of a quick look."""

@@ -212,19 +212,29 @@ class QnormKernel:
             rows.append(self.load_row(ptx.load_global_128_cached_in_order, source))
         if const_expr(self.rows > 1 and not self.early):
             position, factor = self.load_position(angles, token), self.load_scale(scale)
-        if const_expr(not self.early):
-            cos, sin = self.load_angles(lane, position, angles)
+        known = (cos, sin) if self.early else None
+        # always so, which the assembler does not know: loads are in a block before that of what uses them, as it would
+        # have the position behind the first row's squares
+        if first_head < heads:
+            target += Int64(token) * out_token_stride
+            to = (target, out_head_stride, factor, first_head, heads)
+            self.finish(lane, rows, position, known, angles, eps, to)
+
+    @cute.jit
+    def finish(self, lane: Any, rows: Any, position: Any, known: Any, angles: Any, eps: Any, to: Any) -> None:
+        """Norm, rotate and store a warp's rows. known: their cosines and sines, or None."""
+        target, head_stride, factor, first_head, heads = to
+        cos, sin = self.load_angles(lane, position, angles) if const_expr(known is None) else known
         factors = []
         if const_expr(self.norm):
             factors = [query_norm.inverse_rms(total, eps) for total in query_norm.sums_of_lanes(rows, lane)]
-        target += Int64(token) * out_token_stride
         for i in range_constexpr(self.rows):
             values = convert.bf16_floats(rows[i])
             if const_expr(self.norm):
                 values = [ptx.mul_rn(value, factors[i]) for value in values]
             values = self.turned(lane, values, cos, sin)
             head = first_head + i
-            self.store_query(lane, target + Int64(head) * out_head_stride, values, factor, head < heads)
+            self.store_query(lane, target + Int64(head) * head_stride, values, factor, head < heads)
 
     @cute.jit
     def insert(self, lane: Any, token: Any, kv: Any, angles: Any, cache: Any, page_rows: Any) -> None:
