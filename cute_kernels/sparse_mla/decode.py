@@ -20,10 +20,10 @@ from cute_kernels.sparse_mla import arguments, decode_args, merge
 from cute_kernels.sparse_mla.decode_args import Call, ItemKey
 from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
-from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
 from cute_kernels.sparse_mla.gathered import ungathered
+from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.schedule import block_heads, head_blocks
 from cute_kernels.sparse_mla.teams_plan import ARCHS as TEAMS_ARCHS
 

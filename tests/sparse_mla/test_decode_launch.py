@@ -18,8 +18,8 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
 from cute_kernels.sparse_mla import decode, decode_args, merge
-from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
 from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
+from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 
 SMS = 132
 NAMES = (
