@@ -15,5 +15,5 @@ decode_sm100*.py       Blackwell's decode, decode_pair_sm100*.py of 2 CTAs: tcge
 decode_portable.py     decode by mma.sync, portable_*.py its parts; decode_teams.py, teams_*.py: few heads
 prefill_*, paged_*, mixed_*, portable_prefill*
                        kernels of the other ops, by architecture
-merge.py               splits combined
+combine.py             splits combined
 """
