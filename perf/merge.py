@@ -41,7 +41,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"held": 8, "vectors": 2},
     {"held": 16, "vectors": 1},
 )
-"""Fields of MergeKey."""
+"""Fields of CombineKey."""
 
 OUT = close(rtol=2.0**-7, atol=2.0**-17)
 LSE = close(rtol=2.0**-21, atol=1e-6)
@@ -72,7 +72,7 @@ def right(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
 def _variants() -> Mapping[str, Run]:
     from cute_kernels.runtime.arch import arch_of
     from cute_kernels.runtime.compile import launch as launch_key
-    from cute_kernels.sparse_mla.merge import key_for, launch
+    from cute_kernels.sparse_mla.combine import key_for, launch
 
     def run(fields: Mapping[str, Any], *args: Any) -> None:
         outs, lses, sink, out, lse = args

@@ -1,0 +1,19 @@
+"""Sparse attention over MLA rows: decode, prefill (contiguous, paged, mixed), and the combination of splits.
+
+ops.py                 what users call; ops_*.py: schemas, checks, costs; reference.py: what they mean
+arguments.py           checks that ops share
+decode.py, prefill.py, paged.py, mixed.py
+                       what an op runs on a GPU: which kernel, launch, keys of deployments
+decode_args.py         entry arguments of the decode kernels, and the op's call as theirs
+schedule.py            how many splits a row has; selection.py: which rows an index list names
+
+params.py              records that decode kernels share: query, caches, lists, work tiles
+softmax.py, logs.py, quant_output.py
+                       running maxima, log-sum-exps, results as codes: of all kernels
+hopper/                decode.py: wgmma
+decode_sm100*.py       Blackwell's decode, decode_pair_sm100*.py of 2 CTAs: tcgen05
+decode_portable.py     decode by mma.sync, portable_*.py its parts; decode_teams.py, teams_*.py: few heads
+prefill_*, paged_*, mixed_*, portable_prefill*
+                       kernels of the other ops, by architecture
+combine.py             splits combined
+"""

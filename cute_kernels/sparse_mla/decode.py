@@ -16,14 +16,14 @@ from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla import arguments, decode_args, merge
+from cute_kernels.sparse_mla import arguments, combine, decode_args
 from cute_kernels.sparse_mla.decode_args import Call, ItemKey
 from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
-from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
 from cute_kernels.sparse_mla.gathered import ungathered
+from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.schedule import block_heads, head_blocks
 from cute_kernels.sparse_mla.teams_plan import ARCHS as TEAMS_ARCHS
 
@@ -82,7 +82,7 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
             key_for(arch, heads, *kind) for kind in itertools.product(seconds, (False,), (fmt,), (fmt,), (False, True))
         ]
         decode |= {decode_args.quantized(key): None for key in plain}
-    return [*decode, *merge.deployment_keys(config, tp, arch)]
+    return [*decode, *combine.deployment_keys(config, tp, arch)]
 
 
 @cache

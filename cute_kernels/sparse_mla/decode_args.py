@@ -37,7 +37,7 @@ from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.runtime.arch import multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
-from cute_kernels.sparse_mla import merge, schedule
+from cute_kernels.sparse_mla import combine, schedule
 from cute_kernels.sparse_mla.arguments import as_floats, list_tiles, no_logs
 from cute_kernels.sparse_mla.logs import fake_logs
 
@@ -241,9 +241,9 @@ def launch(key_of: Callable[[Call, bool], ItemKey], call: Call) -> None:
         ctas,
     )
     if is_merged and call.is_quantized:
-        merge.launch_quantized(out, lse, call.attn_sink, call.quant, call.lse)
+        combine.launch_quantized(out, lse, call.attn_sink, call.quant, call.lse)
     elif is_merged:
-        merge.launch(out, lse, call.attn_sink, call.out, call.lse, use_pdl=True)
+        combine.launch(out, lse, call.attn_sink, call.out, call.lse, use_pdl=True)
 
 
 def supports(call: Call) -> tuple[bool, str]:

@@ -24,12 +24,12 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import barriers, ptx, umma
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.work import Shape, Work
-from cute_kernels.sparse_mla import decode_sm90_plan
-from cute_kernels.sparse_mla.schedule import BLOCK_HEADS
+from cute_kernels.sparse_mla.schedule import BLOCK_HEADS, TILE
 
-KEYS, SLAB, SLAB_BYTES = decode_sm90_plan.KEYS, decode_sm90_plan.SLAB, decode_sm90_plan.SLAB_BYTES
+KEYS, SLAB = TILE, 64
+SLAB_BYTES = KEYS * SLAB * 2
 
-FIRST, LAST, END = decode_sm90_plan.FIRST, decode_sm90_plan.LAST, decode_sm90_plan.END
+FIRST, LAST, END = 1, 2, 4
 SECOND = 8
 """Marks of a tile. Those of Hopper's; and its rows are of the second cache."""
 

@@ -39,7 +39,7 @@ _merge = define_op(
     "merge_attention_states(Tensor outs, Tensor lses, Tensor? attn_sink, Tensor(a!) out, Tensor(b!)? lse) -> ()",
     check=_check,
     reference=reference.merge_attention_states,
-    kernel="cute_kernels.sparse_mla.merge",
+    kernel="cute_kernels.sparse_mla.combine",
     cost=_cost,
 )
 

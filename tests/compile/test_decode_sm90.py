@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.sparse_mla import decode_sm90, decode_sm90_plan
-from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+from cute_kernels.sparse_mla.hopper import decode
+from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from tests.compile.reports import compile_report
 
 GROUPS = 2
@@ -31,35 +31,35 @@ def test_no_spills_and_products_in_flight(heads: int, second: str, results: str)
         assert len([line for line in products if "gsb0" in line]) == GROUPS < len(products)
 
 
-def test_a_front_lets_go_of_what_it_has_loaded() -> None:
+def test_a_dequantizer_releases_what_it_has_loaded() -> None:
     """An arrival at an mbarrier can overtake loads, so it comes behind a store of what was loaded last."""
     report = compile_report(DecodeKey("sm_90a", 64, "listed", False))
     if not report.sass:
         pytest.skip("nvdisasm is not there")
-    _, front, _ = re.split(
-        rf"USETMAXREG\S* {decode_sm90.FRONT_REGISTERS:#x} ;|USETMAXREG\S* {decode_sm90.SCOUT_REGISTERS:#x} ;",
+    _, dequantizer, _ = re.split(
+        rf"USETMAXREG\S* {decode.DEQUANT_REGISTERS:#x} ;|USETMAXREG\S* {decode.PRODUCER_REGISTERS:#x} ;",
         report.sass,
     )
-    work = re.findall(r"LDS\.128|STS\.128|SYNCS\.ARRIVE", front)
-    rows = 2 * (decode_sm90_plan.SLABS + 1)
+    work = re.findall(r"LDS\.128|STS\.128|SYNCS\.ARRIVE", dequantizer)
+    rows = 2 * (decode.SLABS + 1)
     stores = work.index("STS.128")
     assert work[:stores] == ["LDS.128"] * rows
     assert work.index("SYNCS.ARRIVE") > stores
 
 
 def test_registers_are_those_of_the_launch() -> None:
-    groups = decode_sm90_plan.THREADS // 128
+    groups = decode.THREADS // 128
     used = (
-        decode_sm90_plan.TURNS * (decode_sm90.SCORES_REGISTERS + decode_sm90.FRONT_REGISTERS)
-        + decode_sm90.BACK_REGISTERS
-        + decode_sm90.SCOUT_REGISTERS
+        decode.PING_PONG * (decode.SOFTMAX_REGISTERS + decode.DEQUANT_REGISTERS)
+        + decode.PV_REGISTERS
+        + decode.PRODUCER_REGISTERS
     )
-    launched = 65536 // decode_sm90_plan.THREADS // 8 * 8
+    launched = 65536 // decode.THREADS // 8 * 8
     assert used == groups * launched
 
 
-def test_no_tile_overtakes_a_heading() -> None:
-    """A tile's heading is written when all that read the one 8 tiles before are done: the scout is at most the halves
-    in flight ahead of the fronts, they a tile each ahead of the stages, and these not yet emptied."""
-    ahead = decode_sm90_plan.RAWS // 2 + decode_sm90_plan.TURNS + decode_sm90_plan.STAGES
-    assert ahead <= decode_sm90_plan.HEADINGS
+def test_no_tile_overtakes_a_header() -> None:
+    """A tile's header is written when all that read the one 8 tiles before are done: the producer is at most the halves
+    in flight ahead of the dequantizers, they a tile each ahead of the stages, and these not yet emptied."""
+    ahead = decode.FP8_STAGES // 2 + decode.PING_PONG + decode.KV_STAGES
+    assert ahead <= decode.HEADERS

@@ -12,8 +12,8 @@ from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla import merge
-from cute_kernels.sparse_mla.merge import MergeKey, key_for
+from cute_kernels.sparse_mla import combine
+from cute_kernels.sparse_mla.combine import CombineKey, key_for
 from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_120a")
@@ -28,14 +28,14 @@ def check(report: Report) -> None:
     assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local", report.ptx)
 
 
-def key_facts(key: MergeKey) -> tuple[int, int]:
+def key_facts(key: CombineKey) -> tuple[int, int]:
     """(loads of a thread's first parts, threads of a head)"""
     return key.held * key.vectors, 512 // ((4 if key.fp32_parts else 8) * key.vectors)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_deployed_kernels_compile(arch: str) -> None:
-    for key in merge.deployment_keys(MODELS["v4-flash"], 1, arch):
+    for key in combine.deployment_keys(MODELS["v4-flash"], 1, arch):
         report = compile_report(key)
         check(report)
         loads, _ = key_facts(key)
@@ -56,7 +56,7 @@ def test_bf16_parts(fp32_out: bool) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
 def test_all_loads_are_on_their_way_before_any_of_them_is_used(arch: str) -> None:
-    for key in merge.deployment_keys(MODELS["v4-flash"], 1, arch):
+    for key in combine.deployment_keys(MODELS["v4-flash"], 1, arch):
         report = compile_report(key)
         if report.sass is None:
             pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
@@ -69,7 +69,7 @@ def test_all_loads_are_on_their_way_before_any_of_them_is_used(arch: str) -> Non
 
 
 def test_every_number_of_parts_has_its_kernel() -> None:
-    keys = set(merge.deployment_keys(None, 1, "sm_90a"))
+    keys = set(combine.deployment_keys(None, 1, "sm_90a"))
     for fp32_out in (False, True):
         for parts in range(1, 200):
             key = key_for("sm_90a", True, fp32_out, parts)

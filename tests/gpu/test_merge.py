@@ -209,10 +209,10 @@ def test_many_rows(b: int, s_q: int) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 0, 1, 4), (2, 3, 0, 4)])
 def test_no_rows_launch_nothing(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.sparse_mla import merge
+    from cute_kernels.sparse_mla import combine
 
     launches: list[Any] = []
-    monkeypatch.setattr(merge, "launch_key", lambda *args: launches.append(args))
+    monkeypatch.setattr(combine, "launch_key", lambda *args: launches.append(args))
     n, b, s_q, h = shape
     out, _ = run(torch.zeros(n, b, s_q, h, 512, device="cuda"), torch.zeros(n, b, h, s_q, device="cuda"))
     assert out.shape == (b, s_q, h, 512)
@@ -223,7 +223,7 @@ def test_no_rows_launch_nothing(shape: tuple[int, ...], monkeypatch: pytest.Monk
 @pytest.mark.parametrize("n", [2, 9])
 def test_graph_replay_sees_new_data(n: int, pdl: bool) -> None:
     """As a dependent launch, the kernel must still wait for what wrote its parts, and hold up what overwrites them."""
-    from cute_kernels.sparse_mla import merge
+    from cute_kernels.sparse_mla import combine
 
     (outs, lses), sink = parts_of(n, 40, 1, 64), sink_of("mixed", 64).cuda()
     staging = outs.clone(), lses.clone()
@@ -234,8 +234,8 @@ def test_graph_replay_sees_new_data(n: int, pdl: bool) -> None:
         for _ in range(3):
             outs.copy_(staging[0])
             lses.copy_(staging[1])
-            merge.launch(outs, lses, sink, out, lse, pdl)
-            merge.launch(outs, lses, sink, out, lse, pdl)
+            combine.launch(outs, lses, sink, out, lse, pdl)
+            combine.launch(outs, lses, sink, out, lse, pdl)
             kept[0].copy_(out)
             kept[1].copy_(lse)
             outs.zero_()

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl.ptx import LOG2_E, READ_AGAIN
-from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 from tests.compile.reports import compile_report
 from tests.gpu import decode_cases

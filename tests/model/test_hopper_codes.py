@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import prefill
-from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from tests import oracle
 from tests.compile.reports import compile_report
 from tests.model import orders

@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla import reference
-from cute_kernels.sparse_mla.merge import key_for
+from cute_kernels.sparse_mla.combine import key_for
 from cute_kernels.sparse_mla.schedule import choose_parts, head_blocks, num_tiles
 from perf.merge import BENCH, CHOSEN, HEADS, OP, PARTS, SHAPES, VARIANTS, name_of, right
 from perf.targets import TARGETS_US

@@ -17,9 +17,9 @@ from tests.sparse_mla.test_decode import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
-from cute_kernels.sparse_mla import decode, decode_args, merge
-from cute_kernels.sparse_mla.decode_sm90 import DecodeKey
+from cute_kernels.sparse_mla import combine, decode, decode_args
 from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
+from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 
 SMS = 132
 NAMES = (
@@ -34,13 +34,13 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
         self.decodes: list[tuple[Any, dict[str, Any]]] = []
         self.merges: list[tuple[Any, ...]] = []
-        for module in (decode, decode_args, merge):
+        for module in (decode, decode_args, combine):
             monkeypatch.setattr(module, "arch_of", lambda index: arch, raising=False)
             monkeypatch.setattr(module, "multiprocessors", lambda index: SMS, raising=False)
         monkeypatch.setattr(decode_args, "launch_key", self.keep)
-        monkeypatch.setattr(merge, "launch_key", lambda *args: self.merges.append(args))
+        monkeypatch.setattr(combine, "launch_key", lambda *args: self.merges.append(args))
         decode._key.cache_clear()
-        merge._key.cache_clear()
+        combine._key.cache_clear()
 
     def keep(self, key: Any, device_index: Any, *args: Any) -> None:
         self.decodes.append((key, dict(zip(NAMES, args, strict=True))))
@@ -58,7 +58,7 @@ class Launches:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
     yield Launches(monkeypatch)
     decode._key.cache_clear()
-    merge._key.cache_clear()
+    combine._key.cache_clear()
 
 
 NO_EXTRA = {"extra_k_cache": None, "extra_indices": None, "extra_topk_length": None}
@@ -139,7 +139,7 @@ def test_parts_go_through_the_workspace(
     assert out.nbytes + lse.nbytes <= workspace.nbytes
     assert given["sink"] == 0
     ((key, _, outs, lses, sink, result, total, use_pdl),) = gpu.merges
-    assert key == merge.key_for("sm_90a", True, False, parts)
+    assert key == combine.key_for("sm_90a", True, False, parts)
     assert outs is out
     assert lses is lse
     assert (sink, result is args["out"], total is args["lse"]) == (args["attn_sink"].data_ptr(), True, True)
@@ -170,7 +170,7 @@ def test_a_partial_result_may_have_parts_too(gpu: Launches) -> None:
     memory = torch.zeros(2 * 8 * schedule.PART_BYTES, dtype=torch.uint8)
     gpu.run(num_splits=2, workspace=memory, attn_sink=None, out=torch.zeros(2, 1, 4, 512))
     assert gpu.decodes[0][0].out_fp32
-    assert gpu.merges[0][0] == merge.key_for("sm_90a", True, True, 2)
+    assert gpu.merges[0][0] == combine.key_for("sm_90a", True, True, 2)
     gpu.run(attn_sink=None, out=torch.zeros(2, 1, 4, 512))
     assert gpu.decodes[1][0].out_fp32
 
@@ -274,4 +274,4 @@ def test_deployments(model: str, tp: int) -> None:
     assert len(set(keys)) == len(keys)
     kinds = {(key.second, key.out_fp32) for key in keys if isinstance(key, (DecodeKey, TeamsDecodeKey))}
     assert kinds == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
-    assert set(merge.deployment_keys(MODELS[model], tp, "sm_90a")) <= set(keys)
+    assert set(combine.deployment_keys(MODELS[model], tp, "sm_90a")) <= set(keys)

@@ -12,7 +12,7 @@ from tests.sparse_mla.test_decode import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
-from cute_kernels.sparse_mla import decode, examples, merge, schedule
+from cute_kernels.sparse_mla import combine, decode, examples, schedule
 from cute_kernels.sparse_mla.decode_args import Call
 from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
@@ -24,7 +24,7 @@ from tests.sparse_mla.test_decode_launch import DENSE, NO_EXTRA, SMS, Launches, 
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Launches:
     yield Launches(monkeypatch, request.param)
     decode._key.cache_clear()
-    merge._key.cache_clear()
+    combine._key.cache_clear()
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -110,7 +110,7 @@ def test_deployments_have_both_kernels(arch: str, model: str, tp: int) -> None:
     keys = decode.deployment_keys(MODELS[model], tp, arch)
     assert len(set(keys)) == len(keys)
     every = {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
-    decodes = [key for key in keys if not isinstance(key, merge.MergeKey)]
+    decodes = [key for key in keys if not isinstance(key, combine.CombineKey)]
     for is_own in (True, False):
         kinds = {(k.second, k.out_fp32) for k in decodes if isinstance(k, BlackwellDecodeKey) == is_own}
         assert kinds == every

@@ -1,14 +1,18 @@
-"""Kernel that merges parts of an attention: of merge_attention_states, and of sparse_mla_decode where it splits rows.
+"""Combination of splits: of merge_attention_states, and of sparse_mla_decode where it splits rows.
 
-One head of one row has 512 columns in each of n parts, and a log-sum-exp with each:
+One head of one row has 512 columns in each of n splits, and a log-sum-exp with each:
 
-    thread t of a head's T    vectors t, t + T, ... of every part: 16 bytes each, four fp32 columns or eight bf16 ones
-    lane i of its warps       the log-sum-exps of parts i, i + 32, ...
+    CTA                       as many heads of one row as its warps have threads for
+    thread t of a head's T    vectors t, t + T, ... of every split: 16 bytes each, four fp32 columns or eight bf16 ones
+    lane i of its warps       the log-sum-exps of splits i, i + 32, ...
+
+    lses   gmem --> registers --max, sum over lanes--> a split's scale, in its lane --shuffle--+
+    outs   gmem --> registers, `held` splits at once ------------------------------------------+--> fp32 sums --> out
 
 All of a thread's loads are under way before any of them is used: most calls are so short that they cost one trip to the
-memory and the launch. Parts beyond the `held` first are taken in further rounds; those that are empty are not read.
-A part's number alone decides where it stands in every sum, and an empty one adds nothing: a row has the same bits
-whatever its batch, and however many empty parts follow.
+memory and the launch. Splits beyond the `held` first are taken in further rounds; those that are empty are not read.
+A split's number alone decides where it stands in every sum, and an empty one adds nothing: a row has the same bits
+whatever its batch, and however many empty splits follow.
 """
 
 from __future__ import annotations
@@ -46,8 +50,8 @@ from cute_kernels.sparse_mla.quant_output import (
 )
 
 SHAPES = ((4, 4), (8, 2), (16, 1))
-"""(parts that a thread holds at once, vectors of each), by kernel: the same registers, and with few parts as few warps
-as there are heads. On an H200 16.8 MB in four parts take 3.8 us so, 5.5 us with one vector a thread
+"""(splits that a thread holds at once, vectors of each), by kernel: the same registers, and with few splits as few
+warps as there are heads. On an H200 16.8 MB in four splits take 3.8 us so, 5.5 us with one vector a thread
 (perf/notes/data/merge_2.txt)."""
 
 MOST_TOKENS = 65535
@@ -59,55 +63,14 @@ QUANTIZED_ARCHS = ("sm_90a",)
 """Where attention's results can be stored as codes."""
 
 
-@dataclass(frozen=True)
-class MergeKey(KernelKey):
-    """What distinguishes one compiled kernel from another.
-
-    fp32_parts   whether the parts are fp32; else they are bf16
-    fp32_out     the same of the result
-    held         parts of which a thread holds its columns at once, a power of two and at most 32
-    vectors      16-byte vectors of a part that a thread has
-    more         whether there may be more parts than `held`
-    warps        of a block, a multiple of those of a head
-    quantized    whether results are turned back and become e4m3 codes, see quant_output; the parts are fp32 then
-    """
-
-    kernel_name: ClassVar[str] = "sparse_mla.combine"
-    fp32_parts: bool
-    fp32_out: bool
-    held: int
-    vectors: int
-    more: bool = False
-    warps: int = 4
-    quantized: bool = False
-
-    @property
-    def instructions(self) -> tuple[str, ...]:
-        if self.quantized:
-            return "ld.global.128", "cvt.e4m3"
-        return "ld.global.128", "st.global.64" if self.fp32_parts and not self.fp32_out else "st.global.128"
-
-    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        def values(is_fp32: bool, dimensions: int) -> Any:
-            shape = tuple(cute.sym_int() for _ in range(dimensions))
-            strides = tuple(cute.sym_int64(divisibility=4 if is_fp32 else 8) for _ in range(dimensions))
-            kind = Float32 if is_fp32 else BFloat16
-            return make_fake_tensor(kind, (*shape, HEAD_DIM), stride=(*strides, 1), assumed_align=16)
-
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        if self.quantized:
-            parts = values(True, 4), fake_logs(4), Int64(0)
-            steps = Int32(1), Int32(1)
-            return QuantMergeKernel(self), (*parts, *fake_quant(), fake_logs(3), *steps, Boolean(False), stream)
-        tensors = values(self.fp32_parts, 4), fake_logs(4), Int64(0), values(self.fp32_out, 3), fake_logs(3)
-        return MergeKernel(self), (*tensors, Boolean(False), stream)
+# ---- kernel
 
 
-class MergeKernel:
+class CombineKernel:
     """Entry point: (outs [n, b, s_q, h, 512], lses [n, b, h, s_q], address of the sink or 0, out [b, s_q, h, 512],
     lse [b, h, s_q] or empty, whether to launch as a dependent of the kernel before, stream)."""
 
-    def __init__(self, key: MergeKey) -> None:
+    def __init__(self, key: CombineKey) -> None:
         self.held = key.held
         self.vectors = key.vectors
         self.more = key.more
@@ -115,7 +78,7 @@ class MergeKernel:
         self.fp32_out = key.fp32_out
         self.columns = 4 if key.fp32_parts else 8  # of a vector
         self.threads = HEAD_DIM // (self.columns * key.vectors)  # of a head
-        self.heads = key.warps * 32 // self.threads  # of a block
+        self.heads = key.warps * 32 // self.threads  # of a CTA
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         kinds = ["fp32" if is_fp32 else "bf16" for is_fp32 in (key.fp32_parts, key.fp32_out)]
         self.name = f"merge_attention_states_{kinds[0]}_{kinds[1]}_{key.held}{'_more' if key.more else ''}"
@@ -166,12 +129,12 @@ class MergeKernel:
     def kernel(
         self,
         outs: Int64,
-        outs_part: Int64,
+        outs_split: Int64,
         outs_row: Int64,
         outs_token: Int64,
         outs_head: Int64,
         lses: Int64,
-        lses_part: Int64,
+        lses_split: Int64,
         lses_row: Int64,
         lses_head: Int64,
         lses_token: Int64,
@@ -184,22 +147,22 @@ class MergeKernel:
         lse_row: Int64,
         lse_head: Int64,
         lse_token: Int64,
-        parts: Int32,
+        splits: Int32,
         heads: Int32,
         quant: Any,
         steps: tuple[Any, Any],
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         row, block, token = (Int64(i) for i in cute.arch.block_idx())
-        team = cute.arch.make_warp_uniform(thread // self.threads)
+        slot = cute.arch.make_warp_uniform(thread // self.threads)
         thread = thread % self.threads
         lane = thread % 32
-        head = Int32(block) * self.heads + team
+        head = Int32(block) * self.heads + slot
         is_there = head < heads
         # past the end the last one is loaded again, and nothing else is done
         head = Int64(cutlass.min(head, heads - 1))
         source = outs + row * outs_row + token * outs_token + head * outs_head + Int64(thread) * 16
-        logs = lses + row * lses_row + token * lses_token + head * lses_head
+        lse_row_at = lses + row * lses_row + token * lses_token + head * lses_head
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -208,43 +171,45 @@ class MergeKernel:
             # the table's row is asked for as soon as the position is there
             number = Int32(row) * steps[0] + Int32(token) * steps[1]
             angles_at = quant.angles_at(number) + Int64(lane % 16 * 8)
-        # with no more parts than are held, groups of so many lanes do the same
-        own = self.load_log(logs, lses_part, lane if const_expr(self.more) else lane % self.held, parts)
-        mark = ptx.load_global_s32_where(sink != 0, sink + head * 4)
-        held = self.load_parts(source, outs_part, Int32(0), [i < parts for i in range(self.held)])
+        # with no more splits than are held, groups of so many lanes do the same
+        own = self.load_lse(lse_row_at, lses_split, lane if const_expr(self.more) else lane % self.held, splits)
+        logit = ptx.load_global_s32_where(sink != 0, sink + head * 4)
+        held = self.load_splits(source, outs_split, Int32(0), [i < splits for i in range(self.held)])
         if const_expr(quant is not None):
             angles = load_two_angles(angles_at)
-        # keeps the loads together: the assembler would begin to add before it asks for all parts
+        # keeps the loads together: the assembler would begin to add before it asks for all splits
         cute.arch.sync_warp()
         if is_there:
-            most, total = self.sum_weights(own, logs, lses_part, lane, parts)
-            extra = cutlass.select_(sink != 0, mark.bitcast(Float32), Float32(-INFINITY))
-            factor = ptx.reciprocal(ptx.add_rn(total, ptx.exp2((extra - most) * ptx.LOG2_E)))
+            lse_max, total = self.reduce_lses(own, lse_row_at, lses_split, lane, splits)
+            extra = cutlass.select_(sink != 0, logit.bitcast(Float32), Float32(-INFINITY))
+            factor = ptx.reciprocal(ptx.add_rn(total, ptx.exp2((extra - lse_max) * ptx.LOG2_E)))
             sums = cute.make_rmem_tensor((self.vectors * self.columns,), Float32)
             sums.fill(0.0)
-            self.add(sums, held, self.share(own, most, factor))
+            self.accumulate(sums, held, self.scale(own, lse_max, factor))
             if const_expr(self.more):
-                for first in cutlass.range(Int32(self.held), parts, self.held, unroll=1):
-                    share = self.share(self.load_log(logs, lses_part, first + lane % self.held, parts), most, factor)
-                    wanted = [cute.arch.shuffle_sync(share, i) >= 0.0 for i in range(self.held)]
-                    self.add(sums, self.load_parts(source, outs_part, first, wanted), share)
+                for first in cutlass.range(Int32(self.held), splits, self.held, unroll=1):
+                    scale = self.scale(
+                        self.load_lse(lse_row_at, lses_split, first + lane % self.held, splits), lse_max, factor
+                    )
+                    wanted = [cute.arch.shuffle_sync(scale, i) >= 0.0 for i in range(self.held)]
+                    self.accumulate(sums, self.load_splits(source, outs_split, first, wanted), scale)
             if const_expr(quant is not None):
                 self.store_quantized(quant, number, Int32(head), thread, sums, angles)
             else:
                 self.store(out + row * out_row + token * out_token + head * out_head, thread, sums)
-            # only where all parts are empty the largest weight is not 1
-            result = most + ptx.log2(total) * ptx.LN_2
+            # only where all splits are empty the largest weight is not 1
+            result = lse_max + ptx.log2(total) * ptx.LN_2
             result = Float32(cutlass.select_(total == 0.0, Float32(INFINITY), result))
             where = lse + row * lse_row + token * lse_token + head * lse_head
             ptx.store_global_s32(where, result.bitcast(Int32), (thread == 0) & (lse != 0))
 
-    def load_log(self, logs: Any, stride: Any, part: Any, parts: Any) -> Any:
-        """Log-sum-exp of a part, or that of an empty one if there is no such part."""
-        bits = ptx.load_global_s32_where(part < parts, logs + Int64(part) * stride)
-        return cutlass.select_(part < parts, bits.bitcast(Float32), Float32(INFINITY))
+    def load_lse(self, lse_row_at: Any, stride: Any, split: Any, splits: Any) -> Any:
+        """Log-sum-exp of a split, or that of an empty one if there is no such split."""
+        bits = ptx.load_global_s32_where(split < splits, lse_row_at + Int64(split) * stride)
+        return cutlass.select_(split < splits, bits.bitcast(Float32), Float32(INFINITY))
 
-    def load_parts(self, source: Any, stride: Any, first: Any, wanted: Any) -> list[Any]:
-        """A thread's vectors of the parts from `first` on, four words each; nothing is read of unwanted ones."""
+    def load_splits(self, source: Any, stride: Any, first: Any, wanted: Any) -> list[Any]:
+        """A thread's vectors of the splits from `first` on, four words each; nothing is read of unwanted ones."""
         held = []
         for i, is_wanted in enumerate(wanted):
             at = source + Int64(first + i) * stride
@@ -253,35 +218,37 @@ class MergeKernel:
         return held
 
     @cute.jit
-    def sum_weights(self, own: Any, logs: Any, stride: Any, lane: Any, parts: Any) -> Any:
-        """(largest log-sum-exp, or -inf if all parts are empty; sum of exp(log-sum-exp - largest)), in every lane."""
+    def reduce_lses(self, own: Any, lse_row_at: Any, stride: Any, lane: Any, splits: Any) -> Any:
+        """(largest log-sum-exp, or -inf if all splits are empty; sum of exp(log-sum-exp - largest)), in every lane."""
         lanes = 32 if const_expr(self.more) else self.held
-        most = cutlass.select_(is_empty(own), Float32(-INFINITY), own)
+        lse_max = cutlass.select_(is_empty(own), Float32(-INFINITY), own)
         if const_expr(self.more):
-            for first in cutlass.range(Int32(32), parts, 32, unroll=1):
-                log = self.load_log(logs, stride, first + lane, parts)
-                most = ptx.max_f32(most, cutlass.select_(is_empty(log), Float32(-INFINITY), log))
-        most = lanes_max(most, lanes)
-        total = cutlass.select_(is_empty(own), Float32(0.0), ptx.exp2((own - most) * ptx.LOG2_E))
+            for first in cutlass.range(Int32(32), splits, 32, unroll=1):
+                split_lse = self.load_lse(lse_row_at, stride, first + lane, splits)
+                lse_max = ptx.max_f32(lse_max, cutlass.select_(is_empty(split_lse), Float32(-INFINITY), split_lse))
+        lse_max = lanes_max(lse_max, lanes)
+        total = cutlass.select_(is_empty(own), Float32(0.0), ptx.exp2((own - lse_max) * ptx.LOG2_E))
         if const_expr(self.more):
-            for first in cutlass.range(Int32(32), parts, 32, unroll=1):
-                log = self.load_log(logs, stride, first + lane, parts)
-                weight = ptx.exp2((log - most) * ptx.LOG2_E)
-                total = ptx.add_rn(total, cutlass.select_(is_empty(log), Float32(0.0), weight))
-        return most, lanes_sum(total, lanes)
+            for first in cutlass.range(Int32(32), splits, 32, unroll=1):
+                split_lse = self.load_lse(lse_row_at, stride, first + lane, splits)
+                weight = ptx.exp2((split_lse - lse_max) * ptx.LOG2_E)
+                total = ptx.add_rn(total, cutlass.select_(is_empty(split_lse), Float32(0.0), weight))
+        return lse_max, lanes_sum(total, lanes)
 
-    def share(self, log: Any, most: Any, factor: Any) -> Any:
-        """What a part of this log-sum-exp is multiplied by; negative if it is empty."""
-        return cutlass.select_(is_empty(log), Float32(-1.0), ptx.exp2((log - most) * ptx.LOG2_E) * factor)
+    def scale(self, split_lse: Any, lse_max: Any, factor: Any) -> Any:
+        """What a split of this log-sum-exp is multiplied by; negative if it is empty."""
+        return cutlass.select_(
+            is_empty(split_lse), Float32(-1.0), ptx.exp2((split_lse - lse_max) * ptx.LOG2_E) * factor
+        )
 
     @cute.jit
-    def add(self, sums: Any, held: Any, share: Any) -> None:
-        """Add the held parts to the sums; the share of number i is lane i's."""
+    def accumulate(self, sums: Any, held: Any, scale: Any) -> None:
+        """Add the held splits to the sums; the scale of number i is lane i's."""
         for i in range_constexpr(self.held):
-            factor = cute.arch.shuffle_sync(share, i)
+            factor = cute.arch.shuffle_sync(scale, i)
             values = [word.bitcast(Float32) for word in held[i]] if self.fp32_parts else bf16_floats(held[i])
             for c in range_constexpr(self.vectors * self.columns):
-                # nothing of an empty part may get into the sum, even 0 times NaN
+                # nothing of an empty split may get into the sum, even 0 times NaN
                 sums[c] = cutlass.select_(factor < 0.0, sums[c], ptx.fma_rn(factor, values[c], sums[c]))
 
     def store(self, target: Any, thread: Any, sums: Any) -> None:
@@ -314,9 +281,12 @@ class MergeKernel:
             ptx.store_global_s32(target + chunk * SCALED, codes[0])
 
 
-class QuantMergeKernel(MergeKernel):
-    """Entry point: as MergeKernel, with codes, scales, positions and the table of cosines and sines in place of out.
-    Row i and token j of the parts become row i * row_step + j * token_step of the codes."""
+class QuantCombineKernel:
+    """Entry point: as CombineKernel, with codes, scales, positions and the table of cosines and sines in place of out.
+    Row i and token j of the splits become row i * row_step + j * token_step of the codes."""
+
+    def __init__(self, key: CombineKey) -> None:
+        self.combine = CombineKernel(key)
 
     @cute.jit
     def __call__(
@@ -334,11 +304,11 @@ class QuantMergeKernel(MergeKernel):
         use_pdl: Boolean,
         stream: cuda.CUstream,
     ) -> None:
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.combine.kernel.set_name_prefix(self.combine.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         strides = []
         for tensor in (outs, lses, lse):
             strides += [stride_bytes(tensor, axis) for axis in range(cute.rank(tensor))]
-        kernel = self.kernel(
+        kernel = self.combine.kernel(
             address(outs),
             *strides[:4],
             address(lses),
@@ -352,34 +322,81 @@ class QuantMergeKernel(MergeKernel):
             quant_of(codes, scales, positions, table),
             (row_step, token_step),
         )
-        self.launch(kernel, outs, use_pdl, stream)
+        self.combine.launch(kernel, outs, use_pdl, stream)
 
 
-def is_empty(log: Any) -> Any:
-    """Whether a log-sum-exp, infinite of either sign, marks a part that attended to nothing."""
-    return ptx.abs_f32(log) == INFINITY
+def is_empty(split_lse: Any) -> Any:
+    """Whether a log-sum-exp, infinite of either sign, marks a split that attended to nothing."""
+    return ptx.abs_f32(split_lse) == INFINITY
 
 
-def key_for(arch: str, fp32_parts: bool, fp32_out: bool, parts: int, quantized: bool = False) -> MergeKey:
-    """The kernel that merges so many parts of these types."""
-    held, vectors = next((shape for shape in SHAPES if parts <= shape[0]), SHAPES[-1])
+# ---- key
+
+
+@dataclass(frozen=True)
+class CombineKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    fp32_parts   whether the splits are fp32; else they are bf16
+    fp32_out     the same of the result
+    held         splits of which a thread holds its columns at once, a power of two and at most 32
+    vectors      16-byte vectors of a split that a thread has
+    more         whether there may be more splits than `held`
+    warps        of a CTA, a multiple of those of a head
+    quantized    whether results are turned back and become e4m3 codes, see quant_output; the splits are fp32 then
+    """
+
+    kernel_name: ClassVar[str] = "sparse_mla.combine"
+    fp32_parts: bool
+    fp32_out: bool
+    held: int
+    vectors: int
+    more: bool = False
+    warps: int = 4
+    quantized: bool = False
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        if self.quantized:
+            return "ld.global.128", "cvt.e4m3"
+        return "ld.global.128", "st.global.64" if self.fp32_parts and not self.fp32_out else "st.global.128"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def values(is_fp32: bool, dimensions: int) -> Any:
+            shape = tuple(cute.sym_int() for _ in range(dimensions))
+            strides = tuple(cute.sym_int64(divisibility=4 if is_fp32 else 8) for _ in range(dimensions))
+            kind = Float32 if is_fp32 else BFloat16
+            return make_fake_tensor(kind, (*shape, HEAD_DIM), stride=(*strides, 1), assumed_align=16)
+
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        if self.quantized:
+            splits = values(True, 4), fake_logs(4), Int64(0)
+            steps = Int32(1), Int32(1)
+            return QuantCombineKernel(self), (*splits, *fake_quant(), fake_logs(3), *steps, Boolean(False), stream)
+        tensors = values(self.fp32_parts, 4), fake_logs(4), Int64(0), values(self.fp32_out, 3), fake_logs(3)
+        return CombineKernel(self), (*tensors, Boolean(False), stream)
+
+
+def key_for(arch: str, fp32_parts: bool, fp32_out: bool, splits: int, quantized: bool = False) -> CombineKey:
+    """The kernel that merges so many splits of these types."""
+    held, vectors = next((shape for shape in SHAPES if splits <= shape[0]), SHAPES[-1])
     if not fp32_parts:  # a vector has twice the columns: a head has at least one warp
         vectors = min(vectors, 2)
-    return MergeKey(arch, fp32_parts, fp32_out, held, vectors, parts > held, quantized=quantized)
+    return CombineKey(arch, fp32_parts, fp32_out, held, vectors, splits > held, quantized=quantized)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[MergeKey]:
-    """For rows that sparse_mla_decode splits, and for contexts that are distributed: few parts or many."""
+def deployment_keys(config: Any, tp: int, arch: str) -> list[CombineKey]:
+    """For rows that sparse_mla_decode splits, and for contexts that are distributed: few splits or many."""
     counts = [*(held for held, _ in SHAPES), SHAPES[-1][0] + 1]
-    keys = [key_for(arch, True, fp32_out, parts) for fp32_out in (False, True) for parts in counts]
+    keys = [key_for(arch, True, fp32_out, splits) for fp32_out in (False, True) for splits in counts]
     if arch in QUANTIZED_ARCHS:
-        keys += [key_for(arch, True, False, parts, quantized=True) for parts in counts]
+        keys += [key_for(arch, True, False, splits, quantized=True) for splits in counts]
     return keys
 
 
 @cache
-def _key(device_index: int, fp32_parts: bool, fp32_out: bool, parts: int, quantized: bool = False) -> MergeKey:
-    return key_for(arch_of(device_index), fp32_parts, fp32_out, parts, quantized)
+def _key(device_index: int, fp32_parts: bool, fp32_out: bool, splits: int, quantized: bool = False) -> CombineKey:
+    return key_for(arch_of(device_index), fp32_parts, fp32_out, splits, quantized)
 
 
 def supports(outs: Any, lses: Any, attn_sink: Any, out: Any, lse: Any) -> tuple[bool, str]:
@@ -415,7 +432,7 @@ def launch(outs: Any, lses: Any, attn_sink: Any, out: Any, lse: Any, use_pdl: bo
 
 
 def launch_quantized(outs: Any, lses: Any, attn_sink: Any, quant: tuple[Any, ...], lse: Any) -> None:
-    """As `launch`, as a dependent of the kernel before, of fp32 parts that become codes.
+    """As `launch`, as a dependent of the kernel before, of fp32 splits that become codes.
 
     quant   codes, their scales, positions and the table of cosines and sines: see quant_output
     """

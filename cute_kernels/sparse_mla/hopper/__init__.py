@@ -1,0 +1,1 @@
+"""Attention kernels with wgmma, one file each."""
