@@ -28,20 +28,19 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime.arch import arch_number
 from cute_kernels.sparse_mla import portable_products as products
-from cute_kernels.sparse_mla import portable_source
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
+from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, TileScheduler
 from cute_kernels.sparse_mla.portable_operands import columns_of, of_its_kind, paired
 from cute_kernels.sparse_mla.portable_output import Output, output_of
 from cute_kernels.sparse_mla.portable_plan import (
     LANES,
     ROW_STATE,
-    SECONDS,
     WALK_BYTES,
     WARP_COLUMNS,
     WARPS,
     Plan,
 )
-from cute_kernels.sparse_mla.portable_source import DONE, SECOND, Items, Walk
+from cute_kernels.sparse_mla.portable_source import DONE, SECOND, Walk
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class PortableDecodeKey(ItemKey):
     out_fp32: bool = False
 
     def __post_init__(self) -> None:
-        if self.second not in SECONDS:
-            raise ValueError(f"second: expected one of {SECONDS}, got {self.second!r}")
+        if self.second not in EXTRA:
+            raise ValueError(f"second: expected one of {EXTRA}, got {self.second!r}")
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -123,14 +122,14 @@ class PortableDecodeKernel:
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
-        items = portable_source.items_of(q, self.heads, parts, part_tiles, ctas)
+        items = TileScheduler.of(q, self.heads, parts, part_tiles, ctas)
         kernel = self.kernel(
             address(q),
             tuple(stride_bytes(q, axis) for axis in range(3)),
-            (portable_source.cache_of(cache0), portable_source.cache_of(cache1)),
+            (KVCache.of(cache0), KVCache.of(cache1)),
             (
-                portable_source.lists_of(list0, (len0, len0_batch, len0_token), 1),
-                portable_source.lists_of(list1, (len1, len1_batch, len1_token), page_rows),
+                IndexList.of_rows(list0, (len0, len0_batch, len0_token), 1),
+                IndexList.of_rows(list1, (len1, len1_batch, len1_token), page_rows),
             ),
             output_of(out, lse, sink),
             scale_log2,
@@ -149,7 +148,7 @@ class PortableDecodeKernel:
         lists: Any,
         out: Output,
         scale_log2: Float32,
-        items: Items,
+        items: TileScheduler,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -189,11 +188,11 @@ class PortableDecodeKernel:
             cute.arch.sync_warp()
             ptx.store_shared_s32(walk.home + DONE * 4, item)
             lane = ptx.again(lane)
-            batch, token, part, head_block = items.place(item)
-            used = lists[0].used(batch, token)
+            batch, token, part, head_block = items.coords(item)
+            used = lists[0].live(batch, token)
             used_second = Int32(0)
             if const_expr(self.second != "none"):
-                used_second = lists[1].used(batch, token)
+                used_second = lists[1].live(batch, token)
             first, end, first_second, end_second = items.columns(part, used, used_second)
             left = self.steps(first_second, end_second)
             ptx.store_shared_s32(walk.home + SECOND * 4, left)
@@ -212,7 +211,7 @@ class PortableDecodeKernel:
                 self.step(walk, q_words, o, base, stage, left, scale_log2, warp, lane)
                 left -= 1
                 stage = Int32(0) if stage + 1 == plan.stages else stage + 1
-            batch, token, part, head_block = items.place(ptx.load_shared_s32(walk.home + DONE * 4))
+            batch, token, part, head_block = items.coords(ptx.load_shared_s32(walk.home + DONE * 4))
             lane = ptx.again(lane)
             head = head_block * self.heads
             # without steps in between, some warps may still read what the item before has left

@@ -47,7 +47,6 @@ ROW_STATE = 8 * LANES
 FLAG_BYTES = 4 * WARPS
 MOST_STAGES = 4
 FORMATS = (FP8_DS_MLA.id, PLAIN_BF16.id)
-SECONDS = ("none", "listed", "dense")
 HEADS = (8, 16, 32, 64)
 
 

@@ -8,20 +8,15 @@ many steps as there are stages, but one, with the rows themselves. Four lanes co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM, PLAIN_BF16
 from cute_kernels.sparse_mla.portable_plan import CHUNK, KEY_LANES, LANES, WARPS, fp8_chunk, wide_chunk
-from cute_kernels.sparse_mla.schedule import TILE
-
-MOST_COLUMNS = 2**31 - 2 * TILE
-"""Of a list: the columns of a step that goes beyond the last one are still int32 numbers."""
 
 ITEM, LIST, COLUMN, END, COLUMN_SECOND, END_SECOND, FETCHED_LIST, FETCHED_COLUMN = range(8)
 ROW, ROW_SECOND, DONE, SECOND = 8, 10, 12, 13
@@ -29,107 +24,6 @@ ROW, ROW_SECOND, DONE, SECOND = 8, 10, 12, 13
 column, the end of the item's columns in that list, the same two of the second list; list (-1: there is none) and first
 column of the step that is fetched but not copied; two words each, addresses of the rows of both lists; the item whose
 products are under way, and how many steps it has in the second list."""
-
-
-class Cache(NamedTuple):
-    """Pages `stride` bytes apart, each of as many rows as `rows` divides by."""
-
-    base: Any
-    stride: Any
-    pages: Any
-    rows: Any
-
-
-class Lists(NamedTuple):
-    """Rows of int32, one per query row, and how many columns of them are used: the lengths, if their address is not 0,
-    but at most `columns`. Of a dense list, which has block tables, a column is a row of a page."""
-
-    base: Any
-    batch: Any
-    token: Any
-    columns: Any
-    lengths: Any
-    lengths_batch: Any
-    lengths_token: Any
-
-    def row(self, batch: Any, token: Any) -> Any:
-        return self.base + Int64(batch) * self.batch + Int64(token) * self.token
-
-    @cute.jit
-    def used(self, batch: Any, token: Any) -> Any:
-        """Columns that a row has."""
-        used = self.columns
-        if self.lengths != 0:
-            offset = Int64(batch) * Int64(self.lengths_batch) + Int64(token) * Int64(self.lengths_token)
-            length = ptx.load_global_s32_in_order(self.lengths + offset * 4, is_shared=True)
-            used = cutlass.min(cutlass.max(length, Int32(0)), used)
-        return cute.arch.make_warp_uniform(used)
-
-
-class Items(NamedTuple):
-    """A block's items: first, first + step ... below end, by block of heads, then part of a row, then row.
-
-    head_blocks, parts, tokens   divisors by the numbers of those
-    """
-
-    first: Any
-    end: Any
-    step: Any
-    head_blocks: Any
-    parts: Any
-    tokens: Any
-    part_tiles: Any
-
-    def place(self, item: Any) -> tuple[Any, Any, Any, Any]:
-        """(batch, token, part, block of heads)."""
-        rest, head_block = divmod(item, self.head_blocks)
-        row, part = divmod(rest, self.parts)
-        batch, token = divmod(row, self.tokens)
-        return batch, token, part, head_block
-
-    @cute.jit
-    def columns(self, part: Any, used: Any, used_second: Any) -> tuple[Any, Any, Any, Any]:
-        """(first, end, first, end): the columns of both lists that a part of a row has."""
-        tiles = tiles_of(used)
-        all_tiles = tiles + tiles_of(used_second)
-        first, end = Int32(0), all_tiles
-        if self.part_tiles != 0:
-            first = cutlass.min(part * self.part_tiles, all_tiles)
-            end = cutlass.min((part + 1) * self.part_tiles, all_tiles)
-        else:
-            parts = Int64(self.parts.divisor)
-            first = Int32(Int64(all_tiles) * part // parts)
-            end = Int32(Int64(all_tiles) * (part + 1) // parts)
-        return (
-            cutlass.min(first, tiles) * TILE,
-            cutlass.min(cutlass.min(end, tiles) * TILE, used),
-            cutlass.max(first - tiles, Int32(0)) * TILE,
-            cutlass.min(cutlass.max(end - tiles, Int32(0)) * TILE, used_second),
-        )
-
-
-def tiles_of(columns: Any) -> Any:
-    return (columns + (TILE - 1)) >> (TILE.bit_length() - 1)
-
-
-def items_of(q: cute.Tensor, own_heads: int, parts: Any, part_tiles: Any, ctas: Any) -> Items:
-    """All items of a call whose blocks have `own_heads` heads each. On the host's side of the launch."""
-    divisor = cute.fast_divmod_create_divisor_v2
-    head_blocks, tokens = (length(q, 2) + (own_heads - 1)) // own_heads, length(q, 1)
-    end = length(q, 0) * tokens * parts * head_blocks
-    return Items(Int32(0), end, ctas, divisor(head_blocks), divisor(parts), divisor(tokens), part_tiles)
-
-
-def cache_of(tensor: cute.Tensor) -> Cache:
-    """A cache argument. On the host's side of the launch."""
-    rows = cute.fast_divmod_create_divisor_v2(length(tensor, 1))
-    return Cache(address(tensor), stride_bytes(tensor, 0), length(tensor, 0), rows)
-
-
-def lists_of(tensor: cute.Tensor, lengths: tuple[Any, Any, Any], page_rows: Any) -> Lists:
-    """A list argument with its lengths. page_rows: 1, or of a dense list the rows of a page. On the host's side."""
-    columns = cutlass.min(Int64(length(tensor, 2)) * Int64(page_rows), Int64(MOST_COLUMNS))
-    return Lists(address(tensor), stride_bytes(tensor, 0), stride_bytes(tensor, 1), Int32(columns), *lengths)
 
 
 @dataclass(frozen=True)
@@ -215,12 +109,12 @@ class Walk:
         words[COLUMN] = Int32(0)
         words[END] = Int32(0)
         if item < self.items.end:
-            batch, token, part, _ = self.items.place(item)
-            used = self.lists[0].used(batch, token)
+            batch, token, part, _ = self.items.coords(item)
+            used = self.lists[0].live(batch, token)
             used_second = Int32(0)
             words[ROW], words[ROW + 1] = ptx.halves(self.lists[0].row(batch, token))
             if const_expr(self.second != "none"):
-                used_second = self.lists[1].used(batch, token)
+                used_second = self.lists[1].live(batch, token)
                 words[ROW_SECOND], words[ROW_SECOND + 1] = ptx.halves(self.lists[1].row(batch, token))
             first, end, first_second, end_second = self.items.columns(part, used, used_second)
             words[COLUMN] = first
@@ -264,7 +158,7 @@ class Walk:
         part = lane & (KEY_LANES - 1)
         if part == 0:
             ptx.store_shared_s32(self.masks + (stage * plan.keys + key) * 4, Int32(is_valid))
-        start = cache.base + (Int64(page) * cache.stride if is_valid else Int64(0))
+        start = cache.base + (Int64(page) * cache.page_stride if is_valid else Int64(0))
         row = row if is_valid else Int32(0)
         read = Int32(CHUNK) if is_valid else Int32(0)
         target = self.stages + stage * plan.stage_bytes

@@ -14,7 +14,8 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
-from cute_kernels.sparse_mla.portable_plan import HEADS, SECONDS, Plan, fp8_chunk, wide_chunk
+from cute_kernels.sparse_mla.params import EXTRA
+from cute_kernels.sparse_mla.portable_plan import HEADS, Plan, fp8_chunk, wide_chunk
 from tests.compile.reports import compile_report
 
 FP8, BF16 = FP8_DS_MLA.id, PLAIN_BF16.id
@@ -147,7 +148,7 @@ def test_places_differ_by_single_bits() -> None:
 def test_keys() -> None:
     keys = {
         PortableDecodeKey(arch, heads, FP8, second, format1, fp32)
-        for arch, heads, second, format1, fp32 in itertools.product(ARCHS, HEADS, SECONDS, (FP8, BF16), (False, True))
+        for arch, heads, second, format1, fp32 in itertools.product(ARCHS, HEADS, EXTRA, (FP8, BF16), (False, True))
     }
     assert len(keys) == 6 * 4 * 3 * 2 * 2
     assert PortableDecodeKey("sm_80", second="none", format1=BF16).formats == (FP8,)
