@@ -19,10 +19,10 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import arguments, combine, decode_args
 from cute_kernels.sparse_mla.decode_args import Call, ItemKey
 from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
-from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from cute_kernels.sparse_mla.gathered import ungathered
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
+from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import ARCHS as SMALL_HEADS_ARCHS
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 from cute_kernels.sparse_mla.schedule import block_heads, head_blocks

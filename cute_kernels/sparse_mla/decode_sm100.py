@@ -45,8 +45,7 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
 from cute_kernels.sparse_mla.decode_sm100_products import Products
 from cute_kernels.sparse_mla.decode_sm100_scores import Scores
 from cute_kernels.sparse_mla.decode_sm100_scout import Gather, Scout
-from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Query, TileScheduler
-from cute_kernels.sparse_mla.portable_output import Output, output_of
+from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler
 
 WORD = 4
 
@@ -137,7 +136,7 @@ class DecodeKernel:
                 IndexList.of_rows(list0, (len0, len0_batch, len0_token), 1),
                 IndexList.of_rows(list1, (len1, len1_batch, len1_token), page_rows),
             ),
-            output_of(out, lse, sink),
+            Output.of(out, lse, sink),
             scale_log2,
             items,
         )

@@ -40,8 +40,7 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
     chunk_offset,
     places,
 )
-from cute_kernels.sparse_mla.params import Query, TileScheduler
-from cute_kernels.sparse_mla.portable_output import Output
+from cute_kernels.sparse_mla.params import Output, Query, TileScheduler
 from cute_kernels.sparse_mla.softmax import GROWTH, LEAST
 
 

@@ -45,7 +45,7 @@ class Scout:
     """A walk over the tiles of a block's items, by a warp. Behind the last item comes one tile marked END. Lane i has
     keys i and 32 + i.
 
-    caches, lists   of portable_source: two of each
+    caches, lists   two of each
     pitches         of each cache, from page to page in rows of the tensor that copies gather from
     """
 

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.sparse_mla.logs import Logs
+from cute_kernels.sparse_mla.logs import Logs, logs_of
 from cute_kernels.sparse_mla.schedule import TILE
 
 EXTRA = ("none", "listed", "dense")
@@ -163,10 +163,19 @@ class KVSources(NamedTuple):
 
 class Output(NamedTuple):
     """out: address, strides of splits, batches, tokens and heads in bytes; lse by splits, batches, heads and tokens;
-    number of heads. quant: where the results go instead as codes, their row being batch * tokens + token; or None."""
+    address of the sink, or 0; number of heads. quant: where the results go instead as codes, their row being
+    batch * tokens + token; or None."""
 
     base: Any
     strides: Any
     lse: Logs
+    sink: Any
     heads: Any
     quant: Any = None
+    tokens: Any = None
+
+    @classmethod
+    def of(cls, out: cute.Tensor, lse: cute.Tensor, sink: Any) -> Output:
+        """On the host's side of the launch."""
+        strides = tuple(stride_bytes(out, axis) for axis in range(4))
+        return cls(address(out), strides, logs_of(lse), sink, length(out, 3))

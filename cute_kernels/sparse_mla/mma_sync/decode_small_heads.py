@@ -1,8 +1,8 @@
 """sparse_mla_decode for up to 16 heads and fp8_ds_mla caches, by mma.sync: a work tile's KV is split in the CTA.
 
-A CTA of four warps takes work tiles (params.TileScheduler): a split of a query row's KV, a head group of 8 or 16. For
-each 8 heads a warp: KV groups of one or two warps, four or two of them, share a work tile's steps of 16 keys, every so
-many of them each. All warps have the same role; in a step each
+A CTA of four warps takes work tiles (params.TileScheduler): a split of a query row's KV, a head group of 8 or 16. A KV
+group is one warp (8 heads) or two (16), so there are four or two KV groups; group g of G takes steps g, g + G ... of 16
+keys each. Within a group each warp has as many of the 512 columns, in both products. All warps have the same role:
 
     1. copies    its columns of the keys of a later step, by cp.async, to a ring that is its own
     2. S         multiplies its columns of K with those of Q, and adds the other warps' parts of S
@@ -65,8 +65,7 @@ from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
 from cute_kernels.sparse_mla.logs import logs_of
-from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Query, TileScheduler
-from cute_kernels.sparse_mla.portable_output import Output, output_of
+from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler
 from cute_kernels.sparse_mla.quant_output import (
     SCALED,
     codes_of_lanes,
@@ -491,7 +490,7 @@ class Producer:
 
     @cute.jit
     def copy_async(self, stage: Any, warp: Any, lane: Any) -> None:
-        """Have the fetched step's rows copied to a stage, and load_indices the next one."""
+        """Have the fetched step's rows copied to a stage, and load the indices of the next one."""
         self.copy_stage_async(stage, lane)
         self.load_indices(warp, lane)
 
@@ -965,7 +964,7 @@ def combine_maxima(out: Output, place: Any, row_max: Any, row_sum: Any, warp: Wa
         for group in range_constexpr(config.groups):
             words = [value[2 * group + i].bitcast(Int32) for i in range(2) for value in (row_max, row_sum)]
             ptx.store_shared_128(maxima + (own.kv_group * config.heads + group * GROUP) * 8, words)
-    # the results of the work_tile before have been read, too
+    # the results of the work tile before have been read, too
     cute.arch.sync_threads()
     for group in range_constexpr(config.groups):
         mine = maxima + group * (GROUP * 8)
@@ -1063,7 +1062,7 @@ def sum_kv_groups(at: Any, config: Any) -> list[Any]:
 def store_codes(
     out: Output, place: Any, number: cutlass.Constexpr, held: Any, angles_at: Any, warp: Warp,
 ) -> None:  # fmt: skip
-    """As add_up, for codes. The 128 columns of a scale come in one turn, or in two.
+    """As store_out, for codes. The 128 columns of a scale come in one turn, or in two.
 
     held        registers for bf16 pairs of columns that come in the first of two turns
     angles_at   address of the cosines of the lane's pairs, if its columns are rotary
@@ -1135,7 +1134,7 @@ class SmallHeadsDecodeKernel:
     ) -> None:
         lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
         tensors = q, cache0, list0, cache1, list1
-        self.launch(*tensors, output_of(out, lse, sink), *lengths, scale_log2, splits, split_tiles, ctas, stream)
+        self.launch(*tensors, Output.of(out, lse, sink), *lengths, scale_log2, splits, split_tiles, ctas, stream)
 
     @cute.jit
     def launch(
