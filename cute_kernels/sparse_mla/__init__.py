@@ -11,8 +11,9 @@ params.py              records that decode kernels share: query, caches, lists, 
 softmax.py, logs.py, quant_output.py
                        running maxima, log-sum-exps, results as codes: of all kernels
 hopper/                decode.py: wgmma
+mma_sync/              decode.py: sm_80 and up; decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a;
+                       operands.py: of decode.py and prefill
 decode_sm100*.py       Blackwell's decode, decode_pair_sm100*.py of 2 CTAs: tcgen05
-decode_portable.py     decode by mma.sync, portable_*.py its parts; decode_teams.py, teams_*.py: few heads
 prefill_*, paged_*, mixed_*, portable_prefill*
                        kernels of the other ops, by architecture
 combine.py             splits combined

@@ -378,7 +378,7 @@ class CombineKey(KernelKey):
 
 
 def key_for(arch: str, fp32_parts: bool, fp32_out: bool, splits: int, quantized: bool = False) -> CombineKey:
-    """The kernel that merges so many splits of these types."""
+    """The kernel that combines so many splits of these types."""
     held, vectors = next((shape for shape in SHAPES if splits <= shape[0]), SHAPES[-1])
     if not fp32_parts:  # a vector has twice the columns: a head has at least one warp
         vectors = min(vectors, 2)

@@ -1,8 +1,8 @@
 """Which kernel sparse_mla_decode runs.
 
-For fp8_ds_mla caches Hopper's own, or for few heads that of teams of warps; or Blackwell's own, where it can address
+For fp8_ds_mla caches Hopper's own, or for few heads that of mma_sync/; or Blackwell's own, where it can address
 the caches and is trusted, with more than 64 heads that for pairs of blocks; for everything else the portable one. With
-9 to 16 heads Hopper's is faster as long as it has all rows at once, and that of teams with more of them; which of the
+9 to 16 heads Hopper's is faster as long as it has all rows at once, and the other with more of them; which of the
 two depends on the number of rows where the split does, too, and nowhere else.
 """
 
@@ -19,18 +19,18 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import arguments, combine, decode_args
 from cute_kernels.sparse_mla.decode_args import Call, ItemKey
 from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
-from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
-from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
 from cute_kernels.sparse_mla.gathered import ungathered
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
+from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
+from cute_kernels.sparse_mla.mma_sync.decode_small_heads import ARCHS as SMALL_HEADS_ARCHS
+from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 from cute_kernels.sparse_mla.schedule import block_heads, head_blocks
-from cute_kernels.sparse_mla.teams_plan import ARCHS as TEAMS_ARCHS
 
 HOPPER = "sm_90a"
 
-TEAMS_HEADS = (8, 16)
-"""Heads of a block that the kernel of teams runs with."""
+SMALL_HEADS = (8, 16)
+"""Heads of a CTA that the kernel for few heads runs with."""
 
 FEW_ROWS_HEADS = (16,)
 """Those of which Hopper's kernel takes calls with few rows."""
@@ -60,8 +60,8 @@ def key_for(
         is_pairs = arch in PAIR_ARCHS and head_blocks(heads) > 1
         return (BlackwellPairDecodeKey if is_pairs else BlackwellDecodeKey)(arch, second, out_fp32)
     is_hoppers = has_few_rows and arch == HOPPER and block_heads(heads) in FEW_ROWS_HEADS
-    if is_fp8 and arch in TEAMS_ARCHS and block_heads(heads) in TEAMS_HEADS and not is_hoppers:
-        return TeamsDecodeKey(arch, block_heads(heads), second, out_fp32)
+    if is_fp8 and arch in SMALL_HEADS_ARCHS and block_heads(heads) in SMALL_HEADS and not is_hoppers:
+        return SmallHeadsDecodeKey(arch, block_heads(heads), second, out_fp32)
     if is_fp8 and arch == HOPPER:
         return DecodeKey(arch, block_heads(heads), second, out_fp32)
     return PortableDecodeKey(arch, block_heads(heads), format0, second, format1, out_fp32)

@@ -23,7 +23,7 @@ from cute_kernels.sparse_mla.decode_pair_sm100_rows import PairFront, PairGather
 from cute_kernels.sparse_mla.decode_pair_sm100_scores import PairScores
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey, DecodeKernel
 from cute_kernels.sparse_mla.decode_sm100_products import Products
-from cute_kernels.sparse_mla.portable_source import Items
+from cute_kernels.sparse_mla.params import TileScheduler
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class PairProducts(Products):
             Products.run(self, ready, at)
 
 
-class PairItems(Items):
+class PairItems(TileScheduler):
     """Of a pair. A block's heads are those of a block of 64."""
 
-    def place(self, item: Any) -> tuple[Any, Any, Any, Any]:
-        batch, token, part, head_block = super().place(item)
+    def coords(self, item: Any) -> tuple[Any, Any, Any, Any]:
+        batch, token, part, head_block = super().coords(item)
         return batch, token, part, head_block * BLOCKS + ptx.rank_again()
 
 
@@ -64,7 +64,7 @@ class PairDecodeKernel(DecodeKernel):
     barriers = PairBarriers
     roles = (PairFront, PairProducts, PairScores, PairGather)
 
-    def own(self, items: Items, block: Any) -> Items:
+    def own(self, items: TileScheduler, block: Any) -> TileScheduler:
         return PairItems(*items)._replace(first=block // BLOCKS)
 
     def synchronize(self) -> None:

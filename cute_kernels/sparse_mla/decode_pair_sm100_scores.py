@@ -27,8 +27,7 @@ from cute_kernels.sparse_mla.decode_pair_sm100_plan import (
 )
 from cute_kernels.sparse_mla.decode_sm100_plan import HEADS, PAIR_THREADS, SLAB, Places, chunk_offset
 from cute_kernels.sparse_mla.decode_sm100_scores import CHUNKS, Scores
-from cute_kernels.sparse_mla.portable_source import Items
-from cute_kernels.sparse_mla.teams_source import Queries
+from cute_kernels.sparse_mla.params import Query, TileScheduler
 
 KEPT = S_COLUMNS // 2
 FOUR = PAIR_THREADS * 16
@@ -55,17 +54,17 @@ class PairScores(Scores):
 
     @cute.jit
     def load_queries(
-        self, item: Any, thread: Any, lanes: Any, items: Items, queries: Queries, ready: PairBarriers, at: Places
+        self, item: Any, thread: Any, lanes: Any, items: TileScheduler, queries: Query, ready: PairBarriers, at: Places
     ) -> None:
         """Store half of an item's Q, that of the thread's head in its lane of tensor memory, by way of the place where
         warps trade. Of heads beyond the last, the last one's."""
         if item < items.end:
             # found out again: during tiles there is no register for them
             thread, at = ptx.thread_again(), places(ptx.again(at.v))
-            batch, token, _, head_block = items.place(item)
+            batch, token, _, head_block = items.coords(item)
             lane, half = thread % 32, thread // HEADS
             first = head_block * HEADS + thread % HEADS // 32 * 32
-            row = queries.row(batch, token, first) + Int64(half * (SIDE * 2) + thread % CHUNKS * 16)
+            row = queries.at(batch, token, first) + Int64(half * (SIDE * 2) + thread % CHUNKS * 16)
             last = queries.heads - 1 - first
             # the other warp has its half of their place
             slab_at = at.q + thread // 32 % 2 * decode_pair_sm100_plan.TRADE_BYTES + half * (32 * SLAB * 2)

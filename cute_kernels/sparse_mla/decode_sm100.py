@@ -26,9 +26,9 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import ptx, tensor_maps
-from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.dsl.tensor import length, stride_bytes
 from cute_kernels.formats import NOPE_DIM
-from cute_kernels.sparse_mla import decode_sm100_plan, portable_source
+from cute_kernels.sparse_mla import decode_sm100_plan
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
 from cute_kernels.sparse_mla.decode_sm100_front import Front
 from cute_kernels.sparse_mla.decode_sm100_plan import (
@@ -45,10 +45,7 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
 from cute_kernels.sparse_mla.decode_sm100_products import Products
 from cute_kernels.sparse_mla.decode_sm100_scores import Scores
 from cute_kernels.sparse_mla.decode_sm100_scout import Gather, Scout
-from cute_kernels.sparse_mla.portable_output import Output, output_of
-from cute_kernels.sparse_mla.portable_plan import SECONDS
-from cute_kernels.sparse_mla.portable_source import Items
-from cute_kernels.sparse_mla.teams_source import Queries
+from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler
 
 WORD = 4
 
@@ -67,8 +64,8 @@ class BlackwellDecodeKey(ItemKey):
     out_fp32: bool = False
 
     def __post_init__(self) -> None:
-        if self.second not in SECONDS:
-            raise ValueError(f"second: expected one of {SECONDS}, got {self.second!r}")
+        if self.second not in EXTRA:
+            raise ValueError(f"second: expected one of {EXTRA}, got {self.second!r}")
 
     @property
     def smem_bytes(self) -> int:
@@ -127,19 +124,19 @@ class DecodeKernel:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
         blocks = const_expr(self.plan.BLOCKS)
-        items = portable_source.items_of(q, blocks * HEADS, parts, part_tiles, ctas // blocks)
+        items = TileScheduler.of(q, blocks * HEADS, parts, part_tiles, ctas // blocks)
         caches = (cache0,) if const_expr(self.second == "none") else (cache0, cache1)
         kernel = self.kernel(
             tuple(codes_copy(cache, self.plan.CODES) for cache in caches),
             tuple(rope_copy(cache) for cache in caches),
-            Queries(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), length(q, 2)),
-            tuple(portable_source.cache_of(cache) for cache in caches),
+            Query.of(q),
+            tuple(KVCache.of(cache) for cache in caches),
             tuple(pitch_of(cache) for cache in caches),
             (
-                portable_source.lists_of(list0, (len0, len0_batch, len0_token), 1),
-                portable_source.lists_of(list1, (len1, len1_batch, len1_token), page_rows),
+                IndexList.of_rows(list0, (len0, len0_batch, len0_token), 1),
+                IndexList.of_rows(list1, (len1, len1_batch, len1_token), page_rows),
             ),
-            output_of(out, lse, sink),
+            Output.of(out, lse, sink),
             scale_log2,
             items,
         )
@@ -156,13 +153,13 @@ class DecodeKernel:
         self,
         codes_copies: Any,
         rope_copies: Any,
-        queries: Queries,
+        queries: Query,
         caches: Any,
         pitches: Any,
         lists: Any,
         out: Output,
         scale_log2: Float32,
-        items: Items,
+        items: TileScheduler,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -203,7 +200,7 @@ class DecodeKernel:
         if warp == PRODUCTS_WARP:
             ptx.free_tensor_memory(ptx.load_shared_s32(at.tensor_memory), ptx.COLUMNS, self.plan.BLOCKS)
 
-    def own(self, items: Items, block: Any) -> Items:
+    def own(self, items: TileScheduler, block: Any) -> TileScheduler:
         """A block's items."""
         return items._replace(first=block)
 

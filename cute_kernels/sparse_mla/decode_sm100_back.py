@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.sparse_mla.decode_sm100_plan import O_BLOCK, O_COLUMN, O_COLUMNS, chunk_offset
-from cute_kernels.sparse_mla.portable_output import Output
+from cute_kernels.sparse_mla.params import Output
 from cute_kernels.sparse_mla.softmax import share
 
 LINE = 128

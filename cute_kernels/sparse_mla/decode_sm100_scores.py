@@ -40,10 +40,8 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
     chunk_offset,
     places,
 )
-from cute_kernels.sparse_mla.portable_output import Output
-from cute_kernels.sparse_mla.portable_source import Items
+from cute_kernels.sparse_mla.params import Output, Query, TileScheduler
 from cute_kernels.sparse_mla.softmax import GROWTH, LEAST
-from cute_kernels.sparse_mla.teams_source import Queries
 
 
 def maximum(values: list[Any]) -> Any:
@@ -70,8 +68,8 @@ class Scores:
     def run(
         self,
         thread: Any,
-        items: Items,
-        queries: Queries,
+        items: TileScheduler,
+        queries: Query,
         out: Output,
         scale_log2: Any,
         ready: Barriers,
@@ -175,7 +173,7 @@ class Scores:
         tile: Any,
         thread: Any,
         lanes: Any,
-        items: Items,
+        items: TileScheduler,
         out: Output,
         ready: Barriers,
         at: Places,
@@ -183,7 +181,7 @@ class Scores:
         """Store an item's results."""
         whole = amount + self.others(amount, 1, thread, at)
         thread = ptx.thread_again()
-        batch, token, part, head_block = items.place(item)
+        batch, token, part, head_block = items.coords(item)
         first = head_block * HEADS + thread % HEADS // 32 * 32
         lane, half = thread % 32, thread // HEADS
         factor = self.back.close((part, batch, token, first + lane), half == 0, top, whole, out)
@@ -210,7 +208,7 @@ class Scores:
 
     @cute.jit
     def load_queries(
-        self, item: Any, thread: Any, lanes: Any, items: Items, queries: Queries, ready: Barriers, at: Places
+        self, item: Any, thread: Any, lanes: Any, items: TileScheduler, queries: Query, ready: Barriers, at: Places
     ) -> None:
         """Store an item's Q: its first slabs in the thread's lane of tensor memory, the last two in shared memory, and
         on the way there whole lines of all. Of heads beyond the last, the last one's.
@@ -220,10 +218,10 @@ class Scores:
         if item < items.end:
             # found out again: during tiles there is no register for them
             thread, at = ptx.thread_again(), places(ptx.again(at.v))
-            batch, token, _, head_block = items.place(item)
+            batch, token, _, head_block = items.coords(item)
             pair, side = thread % HEADS // 32 * 32, thread // HEADS
             first = head_block * HEADS + pair
-            row = queries.row(batch, token, first) + Int64(side * (SLAB * 2) + thread % CHUNKS * 16)
+            row = queries.at(batch, token, first) + Int64(side * (SLAB * 2) + thread % CHUNKS * 16)
             last = queries.heads - 1 - first
             # of every eight rows of a slab, the chunks of two lie differently
             lines = [chunk_offset(pair + 4 * i + thread % 32 // CHUNKS, thread % CHUNKS) for i in range(2)]
@@ -247,7 +245,7 @@ class Scores:
             if thread % 32 == 0:
                 ready.arrive(ready.queries)
 
-    def load_slab(self, words: Any, row: Any, thread: Any, last: Any, queries: Queries) -> None:
+    def load_slab(self, words: Any, row: Any, thread: Any, last: Any, queries: Query) -> None:
         """Chunks of a slab of 32 heads: every fourth head's, of those up to `last`. row: the first one's chunk."""
         for i in range(CHUNKS):
             head = cutlass.min(4 * i + thread % 32 // CHUNKS, last)

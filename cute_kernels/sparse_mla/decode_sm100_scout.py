@@ -30,8 +30,7 @@ from cute_kernels.sparse_mla.decode_sm100_plan import (
     raw_offset,
     rope_offset,
 )
-from cute_kernels.sparse_mla.portable_source import Items
-from cute_kernels.sparse_mla.teams_source import Queries
+from cute_kernels.sparse_mla.params import Query, TileScheduler
 
 SCALE_BYTES = FP8_DS_MLA.scale_bytes
 LINE = 128
@@ -46,16 +45,16 @@ class Scout:
     """A walk over the tiles of a block's items, by a warp. Behind the last item comes one tile marked END. Lane i has
     keys i and 32 + i.
 
-    caches, lists   of portable_source: two of each
+    caches, lists   two of each
     pitches         of each cache, from page to page in rows of the tensor that copies gather from
     """
 
     second: str
-    items: Items
+    items: TileScheduler
     caches: Any
     pitches: Any
     lists: Any
-    queries: Queries
+    queries: Query
 
     @cute.jit
     def run(self, lane: Any, ready: Barriers, at: Places) -> None:
@@ -107,10 +106,10 @@ class Scout:
         """To an item's first tile. One that attends to nothing has a tile without keys."""
         walk.fill(0)
         if item < self.items.end:
-            batch, token, part, head_block = self.items.place(item)
-            used, used_second = self.lists[0].used(batch, token), Int32(0)
+            batch, token, part, head_block = self.items.coords(item)
+            used, used_second = self.lists[0].live(batch, token), Int32(0)
             if const_expr(self.second != "none"):
-                used_second = self.lists[1].used(batch, token)
+                used_second = self.lists[1].live(batch, token)
             self.ask_for_queries(batch, token, head_block, lane)
             walk[BATCH], walk[TOKEN] = batch, token
             columns = self.items.columns(part, used, used_second)
@@ -124,14 +123,14 @@ class Scout:
         """L2 has the item's queries by the time they are wanted."""
         lines, head = const_expr(1024 // LINE), head_block * HEADS
         for line in cutlass.range(lane, self.queries.left(head, HEADS) * lines, 32, unroll=1):
-            row = self.queries.row(batch, token, head + line // lines)
+            row = self.queries.at(batch, token, head + line // lines)
             ptx.prefetch_l2(row + line % lines * LINE, None)
 
     @cute.jit
     def ask_for_lists(self, item: Any, lane: Any) -> None:
         """L2 has the lengths and the first columns of an item by the time they are wanted."""
         if item < self.items.end:
-            batch, token, _, _ = self.items.place(item)
+            batch, token, _, _ = self.items.coords(item)
             for i in range_constexpr(1 if self.second == "none" else 2):
                 lists = self.lists[i]
                 columns = lists.columns
@@ -165,7 +164,7 @@ class Scout:
             cache, pitch = self.caches[0], self.pitches[0]
             known = cutlass.max(index, Int32(0))
             page, inside = divmod(known, cache.rows)
-            base, stride, pages, page_rows = cache.base, cache.stride, cache.pages, cache.rows.divisor
+            base, stride, pages, page_rows = cache.base, cache.page_stride, cache.pages, cache.rows.divisor
             if const_expr(self.second != "none"):
                 is_first, other = walk[LIST] == 0, self.caches[1]
                 if const_expr(self.second == "dense"):
@@ -174,7 +173,7 @@ class Scout:
                 else:
                     second_page, second_inside = divmod(known, other.rows)
                 page, inside = (page if is_first else second_page), (inside if is_first else second_inside)
-                base, stride = (base if is_first else other.base), (stride if is_first else other.stride)
+                base, stride = (base if is_first else other.base), (stride if is_first else other.page_stride)
                 pages, pitch = (pages if is_first else other.pages), (pitch if is_first else self.pitches[1])
                 page_rows = page_rows if is_first else other.rows.divisor
             exists = index >= 0 and page < pages

@@ -9,7 +9,7 @@ Per step, after its rows have come to shared memory, and have become bf16 there 
 
 Between these the warps of the same heads wait for one another, and all warps of the block between two steps. What is
 where: portable_prefill_plan.py; which rows an item has: portable_prefill_rows.py; how they get there:
-portable_prefill_walk.py; the steps above: portable_prefill_products.py and, for softmax, portable_products.py; what
+portable_prefill_walk.py; the steps above: portable_prefill_products.py and, for softmax, mma_sync/operands.py; what
 becomes of O: portable_prefill_output.py. The ops' own entry points: prefill_portable.py and mixed_portable.py.
 """
 
@@ -27,11 +27,10 @@ from cute_kernels.dsl import mma_sync, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.runtime.arch import arch_number
 from cute_kernels.sparse_mla import portable_prefill_products as products
-from cute_kernels.sparse_mla.portable_plan import LANES, ROW_STATE, WARPS
+from cute_kernels.sparse_mla.mma_sync.operands import LANES, ROW_STATE, WARPS, any_grows, rescale, softmax
 from cute_kernels.sparse_mla.portable_prefill_output import Results
 from cute_kernels.sparse_mla.portable_prefill_plan import MAX_HEADS, SLAB, WALK_BYTES, Plan
 from cute_kernels.sparse_mla.portable_prefill_walk import Walk, Work
-from cute_kernels.sparse_mla.portable_products import any_grows, rescale, weigh
 
 
 class Query(NamedTuple):
@@ -174,7 +173,7 @@ class PortablePrefillKernel:
         if warp < plan.groups:
             place = warp // plan.group_flags * (plan.shares * plan.share_bytes)
             place += warp % plan.group_flags * plan.group_bytes
-            weigh(
+            softmax(
                 base + plan.shares_at + place + lane * 8,
                 weights + (warp >> 1) * plan.operand_bytes + (warp & 1) * 4,
                 masks + (lane & 3) * 8,

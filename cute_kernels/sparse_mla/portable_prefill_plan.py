@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.sparse_mla.portable_plan import FLAG_BYTES, LANES, ROW_STATE, WARPS
+from cute_kernels.sparse_mla.mma_sync.operands import FLAG_BYTES, LANES, ROW_STATE, WARPS
 
 FORMATS = (PLAIN_BF16.id, FP8_DS_MLA.id, PLAIN_FP8.id)
 HEADS = (16, 32, 64)

@@ -20,7 +20,7 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import convert, mma_sync, ptx
 from cute_kernels.formats import FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8
-from cute_kernels.sparse_mla.portable_plan import CHUNK, LANES, WARPS, wide_chunk
+from cute_kernels.sparse_mla.mma_sync.operands import CHUNK, LANES, WARPS, wide_chunk
 from cute_kernels.sparse_mla.portable_prefill_plan import SLAB, SLAB_ROW, SLABS
 
 NO_SCALE = 127

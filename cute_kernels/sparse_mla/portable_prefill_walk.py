@@ -22,7 +22,7 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.formats import FP8_DS_MLA
-from cute_kernels.sparse_mla.portable_plan import CHUNK, WARPS, wide_chunk
+from cute_kernels.sparse_mla.mma_sync.operands import CHUNK, WARPS, wide_chunk
 from cute_kernels.sparse_mla.portable_prefill_plan import AT_ONCE, KEY_LANES, LOOK_AHEAD, SLABS, row_bytes
 
 NAMED = 12

@@ -20,7 +20,7 @@ from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_sm100_plan import HEADS, KEYS, SLAB, SLAB_BYTES, THREADS
 from tests.compile.reports import check_fits, compile_report
 from tests.compile.test_decode_sm100 import check_shared_memory
-from tests.compile.test_decode_teams import banks
+from tests.compile.test_decode_small_heads import banks
 
 KEYS_TO_COMPILE = [BlackwellPairDecodeKey("sm_100a", "listed", False), BlackwellPairDecodeKey("sm_100a", "dense", True)]
 

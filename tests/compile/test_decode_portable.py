@@ -13,8 +13,9 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
-from cute_kernels.sparse_mla.portable_plan import HEADS, SECONDS, Plan, fp8_chunk, wide_chunk
+from cute_kernels.sparse_mla.mma_sync.decode import HEADS, DecodeConfig, PortableDecodeKey
+from cute_kernels.sparse_mla.mma_sync.operands import fp8_chunk, wide_chunk
+from cute_kernels.sparse_mla.params import EXTRA
 from tests.compile.reports import compile_report
 
 FP8, BF16 = FP8_DS_MLA.id, PLAIN_BF16.id
@@ -50,8 +51,8 @@ def test_compiles(key: PortableDecodeKey) -> None:
     assert set(key.instructions) <= set(report.instructions)
     # per 16 rows, 4 products for 8 keys of scores and 8 for 16 keys of O, for each kind of columns; the loop over the
     # latter is unrolled once
-    products = key.plan.rows // 16 * (4 + 8 * min(2, key.plan.keys // 16))
-    assert report.instructions["mma.sync"] == products * (1 if key.plan.is_plain else 3)
+    products = key.config.rows // 16 * (4 + 8 * min(2, key.config.keys // 16))
+    assert report.instructions["mma.sync"] == products * (1 if key.config.is_plain else 3)
     assert ("ldmatrix" in report.instructions) == (FP8 in key.formats)
     assert ("griddepcontrol" in report.instructions) == (key.arch not in ("sm_80", "sm_89"))
     assert not re.search(r"st\.local|ld\.local|cvt\.\S*e4m3", report.ptx)
@@ -61,7 +62,7 @@ def test_compiles(key: PortableDecodeKey) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("formats", FORMATS)
 def test_plan(arch: str, heads: int, formats: tuple[str, ...]) -> None:
-    plan = Plan(arch, heads, formats)
+    plan = DecodeConfig(arch, heads, formats)
     assert plan.smem_bytes <= SMEM_BYTES[arch]
     assert plan.rows >= heads
     assert plan.rows % 16 == 0
@@ -70,7 +71,7 @@ def test_plan(arch: str, heads: int, formats: tuple[str, ...]) -> None:
     assert 2 <= plan.stages <= 4
     # places follow one another, with room for what is in them; chunks are told apart by low bits of their addresses
     places = [0, plan.shares_at, plan.weights_at, plan.masks_at, plan.factors_at, plan.flags_at, plan.rows_at]
-    places.append(plan.walks_at)
+    places.append(plan.cursors_at)
     sizes = [
         plan.stages * plan.stage_bytes,
         8 * plan.rows * plan.keys * 4,
@@ -95,9 +96,9 @@ def test_plan(arch: str, heads: int, formats: tuple[str, ...]) -> None:
 
 
 def test_most_keys_that_fit_are_taken() -> None:
-    assert [Plan(arch, 64, (FP8, FP8)).keys for arch in ARCHS] == [32, 16, 64, 64, 64, 16]
-    assert [Plan(arch, 64, (BF16,)).keys for arch in ARCHS] == [32, 16, 32, 32, 32, 16]
-    assert [Plan("sm_90a", heads, (FP8,)).keys for heads in HEADS] == [64] * 4
+    assert [DecodeConfig(arch, 64, (FP8, FP8)).keys for arch in ARCHS] == [32, 16, 64, 64, 64, 16]
+    assert [DecodeConfig(arch, 64, (BF16,)).keys for arch in ARCHS] == [32, 16, 32, 32, 32, 16]
+    assert [DecodeConfig("sm_90a", heads, (FP8,)).keys for heads in HEADS] == [64] * 4
 
 
 def test_every_byte_of_a_key_has_its_place() -> None:
@@ -147,13 +148,13 @@ def test_places_differ_by_single_bits() -> None:
 def test_keys() -> None:
     keys = {
         PortableDecodeKey(arch, heads, FP8, second, format1, fp32)
-        for arch, heads, second, format1, fp32 in itertools.product(ARCHS, HEADS, SECONDS, (FP8, BF16), (False, True))
+        for arch, heads, second, format1, fp32 in itertools.product(ARCHS, HEADS, EXTRA, (FP8, BF16), (False, True))
     }
     assert len(keys) == 6 * 4 * 3 * 2 * 2
     assert PortableDecodeKey("sm_80", second="none", format1=BF16).formats == (FP8,)
     with pytest.raises(ValueError, match=r"second: expected one of .*'dense'.*, got 'some'"):
         PortableDecodeKey("sm_80", second="some")
     with pytest.raises(ValueError, match=r"heads: expected one of \(8, 16, 32, 64\), got 24"):
-        _ = PortableDecodeKey("sm_80", heads=24).plan
+        _ = PortableDecodeKey("sm_80", heads=24).config
     with pytest.raises(ValueError, match=r"format: expected one of .*, got 'plain_fp8/1'"):
-        _ = PortableDecodeKey("sm_80", format0="plain_fp8/1").plan
+        _ = PortableDecodeKey("sm_80", format0="plain_fp8/1").config

@@ -17,7 +17,7 @@ from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla import decode_sm100_plan as plan
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from tests.compile.reports import check_fits, compile_report
-from tests.compile.test_decode_teams import banks
+from tests.compile.test_decode_small_heads import banks
 
 KEYS_TO_COMPILE = [
     BlackwellDecodeKey("sm_100a", "listed", False),

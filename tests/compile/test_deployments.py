@@ -21,9 +21,9 @@ from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
 from cute_kernels.output.einsum_portable import PortableEinsumKey
 from cute_kernels.output.einsum_sm100 import BlackwellEinsumKey
-from cute_kernels.sparse_mla.decode_portable import PortableDecodeKey
 from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
-from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
+from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
+from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 from cute_kernels.sparse_mla.prefill_portable import PortableKey
 from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
 from tests.compile.reports import compile_report
@@ -47,8 +47,8 @@ def test_kernels_of_a_deployment(arch: str, model: str, tp: int) -> None:
 
 
 def is_left_out(key: KernelKey) -> bool:
-    """The portable kernels, that of teams and Blackwell's own, whose keys take longest: test_decode_portable.py,
-    test_decode_teams.py, test_decode_sm100.py, test_decode_pair_sm100.py, test_einsum_portable.py,
+    """The portable kernels, that for few heads and Blackwell's own, whose keys take longest: test_decode_portable.py,
+    test_decode_small_heads.py, test_decode_sm100.py, test_decode_pair_sm100.py, test_einsum_portable.py,
     test_einsum_sm100.py, test_logits_portable.py, test_prefill_portable.py and test_prefill_sm100.py have samples of
     them. test_logits_sm100.py has samples of Blackwell's scores, which sm_103a compiles as sm_100a does."""
     if isinstance(key, PortableKey | BlackwellDecodeKey | BlackwellPrefillKey):
@@ -59,7 +59,7 @@ def is_left_out(key: KernelKey) -> bool:
         return key.paged
     if isinstance(key, BlackwellLogitsKey):
         return key.arch != "sm_100a" or key.rows in (2, 3)
-    if isinstance(key, (PortableDecodeKey, TeamsDecodeKey)):
+    if isinstance(key, (PortableDecodeKey, SmallHeadsDecodeKey)):
         return (key.second, key.out_fp32) != ("listed", False)
     return False
 

@@ -19,9 +19,9 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl import convert
 from cute_kernels.formats import FP8_DS_MLA, PLAIN_BF16
-from cute_kernels.sparse_mla import portable_operands as operands
-from cute_kernels.sparse_mla.portable_operands import CODES, LARGE, WIDE
-from cute_kernels.sparse_mla.portable_plan import Plan, fp8_chunk, wide_chunk
+from cute_kernels.sparse_mla.mma_sync import operands
+from cute_kernels.sparse_mla.mma_sync.decode import DecodeConfig
+from cute_kernels.sparse_mla.mma_sync.operands import CODES, LARGE, WIDE, fp8_chunk, wide_chunk
 
 KEYS = 32
 LANE = np.arange(32)
@@ -118,7 +118,7 @@ def fill(memory: Memory, kind: int) -> tuple[np.ndarray, list[np.ndarray], int]:
 def test_keys(memory: Memory, kind: int, formats: tuple[str, ...]) -> None:
     """Words 2 s and 2 s + 1 for product s: columns 16 c + 4 s .. + 3 of key r, paired as those of Q are."""
     values, factors, at = fill(memory, kind)
-    plan = Plan("sm_90a", 64, formats)
+    plan = DecodeConfig("sm_90a", 64, formats)
     if plan.is_plain and kind != WIDE:
         return
     numbers = [np.full(32, 2 * i) | np.full(32, 2 * i + 1) << 16 for i in range(8)]

@@ -14,8 +14,8 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import mixed, paged, prefill
 from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
+from cute_kernels.sparse_mla.mma_sync.operands import wide_chunk
 from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
-from cute_kernels.sparse_mla.portable_plan import wide_chunk
 from cute_kernels.sparse_mla.portable_prefill_plan import FORMATS, HEADS, SLAB_ROW, WALK_BYTES, Plan, item_heads
 from cute_kernels.sparse_mla.prefill_portable import PortableKey, PortablePrefillKey
 from tests.compile.reports import compile_report

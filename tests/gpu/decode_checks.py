@@ -17,8 +17,8 @@ from tests.helpers import bits
 FP8, BF16 = "fp8_ds_mla/1", "plain_bf16/1"
 KERNELS: dict[str, dict[str, Any]] = {
     "chosen": {},
-    "teams": {"BLACKWELL": (), "TEAMS_HEADS": (8, 16), "FEW_ROWS_HEADS": ()},
-    "portable": {"HOPPER": "", "BLACKWELL": (), "TEAMS_HEADS": ()},
+    "teams": {"BLACKWELL": (), "SMALL_HEADS": (8, 16), "FEW_ROWS_HEADS": ()},
+    "portable": {"HOPPER": "", "BLACKWELL": (), "SMALL_HEADS": ()},
 }
 """Kernels to run the tests with -> what to change where one is chosen."""
 

@@ -18,8 +18,8 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
 from cute_kernels.sparse_mla import combine, decode, decode_args
-from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
+from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 
 SMS = 132
 NAMES = (
@@ -68,7 +68,7 @@ DENSE = {"extra_indices": None, "extra_topk_length": None}
 def test_one_part_goes_straight_to_the_callers_results(gpu: Launches) -> None:
     args = gpu.run()
     ((key, given),) = gpu.decodes
-    assert isinstance(key, TeamsDecodeKey)
+    assert isinstance(key, SmallHeadsDecodeKey)
     assert (key.arch, key.second, key.out_fp32) == ("sm_90a", "listed", False)
     assert gpu.merges == []
     assert [given[n] is args[m] for n, m in (("q", "q"), ("cache0", "k_cache"), ("list0", "indices"))] == [True] * 3
@@ -191,7 +191,7 @@ def test_hoppers_kernel_takes_no_other_caches_and_architectures(monkeypatch: pyt
 
 
 def test_many_heads_are_for_hoppers_kernel(gpu: Launches) -> None:
-    for heads, kind in ((8, TeamsDecodeKey), (9, DecodeKey), (17, DecodeKey), (65, DecodeKey)):
+    for heads, kind in ((8, SmallHeadsDecodeKey), (9, DecodeKey), (17, DecodeKey), (65, DecodeKey)):
         gpu.run(**of_rows(2, heads))
         key, given = gpu.decodes[-1]
         assert isinstance(key, kind)
@@ -202,10 +202,10 @@ def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> No
     few, room = SMS // 2, torch.zeros(2**22, dtype=torch.uint8)
     for splits, few_kind in (
         ({}, DecodeKey),
-        ({"num_splits": 1}, TeamsDecodeKey),
-        ({"split_tokens": 64, "workspace": room}, TeamsDecodeKey),
+        ({"num_splits": 1}, SmallHeadsDecodeKey),
+        ({"split_tokens": 64, "workspace": room}, SmallHeadsDecodeKey),
     ):
-        for rows, kind in ((few, few_kind), (few + 1, TeamsDecodeKey)):
+        for rows, kind in ((few, few_kind), (few + 1, SmallHeadsDecodeKey)):
             gpu.run(**of_rows(rows, 16), **splits)
             assert isinstance(gpu.decodes[-1][0], kind)
 
@@ -272,6 +272,6 @@ def test_what_is_not_supported_says_so(gpu: Launches, changes: dict[str, Any], w
 def test_deployments(model: str, tp: int) -> None:
     keys = decode.deployment_keys(MODELS[model], tp, "sm_90a")
     assert len(set(keys)) == len(keys)
-    kinds = {(key.second, key.out_fp32) for key in keys if isinstance(key, (DecodeKey, TeamsDecodeKey))}
+    kinds = {(key.second, key.out_fp32) for key in keys if isinstance(key, (DecodeKey, SmallHeadsDecodeKey))}
     assert kinds == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
     assert set(combine.deployment_keys(MODELS[model], tp, "sm_90a")) <= set(keys)

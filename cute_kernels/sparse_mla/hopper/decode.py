@@ -52,7 +52,7 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
 from cute_kernels.sparse_mla.logs import logs_of
-from cute_kernels.sparse_mla.params import IndexList, KVCache, KVSources, Lengths, Output, Query, TileScheduler
+from cute_kernels.sparse_mla.params import IndexList, KVCache, KVSources, Output, Query, TileScheduler
 from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
 from cute_kernels.sparse_mla.softmax import GROWTH as RESCALE_THRESHOLD
@@ -344,12 +344,12 @@ class Producer:
             row0, row1 = sources.indices.row(batch, token), sources.extra_indices.row(batch, token)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
-            live0 = self.live(sources.lengths, sources.indices.columns, 24)
+            live0 = self.live(sources.indices, sources.indices.columns, 24)
             if const_expr(self.config.extra != "none"):
                 columns = sources.extra_indices.columns
                 if const_expr(self.config.extra == "dense"):
                     columns = columns * sources.extra_cache.rows.divisor
-                live1 = self.live(sources.extra_lengths, columns, 52)
+                live1 = self.live(sources.extra_indices, columns, 52)
             self.prefetch_queries(queries, heads)
             tiles0 = (live0 + (KEYS - 1)) // KEYS
             tiles = tiles0 + (live1 + (KEYS - 1)) // KEYS
@@ -390,23 +390,23 @@ class Producer:
         if work_tile < scheduler.end:
             batch, token, _, _ = scheduler.coords(work_tile)
             self.prefetch_list(sources.indices.row(batch, token), sources.indices, 0)
-            self.copy_length_async(sources.lengths, batch, token, 24)
+            self.copy_length_async(sources.indices, batch, token, 24)
             if const_expr(self.config.extra != "none"):
                 self.prefetch_list(sources.extra_indices.row(batch, token), sources.extra_indices, KEYS)
-                self.copy_length_async(sources.extra_lengths, batch, token, 52)
+                self.copy_length_async(sources.extra_indices, batch, token, 52)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def copy_length_async(self, lengths: Lengths, batch: Any, token: Any, offset: cutlass.Constexpr) -> None:
-        if lengths.base != 0 and self.thread % 32 == 0:
-            element = Int64(batch) * lengths.batch + Int64(token) * lengths.token
-            ptx.copy_async_32(self.cursor + offset, lengths.base + element * 4)
+    def copy_length_async(self, indices: IndexList, batch: Any, token: Any, offset: cutlass.Constexpr) -> None:
+        if indices.lengths != 0 and self.thread % 32 == 0:
+            element = Int64(batch) * indices.lengths_batch + Int64(token) * indices.lengths_token
+            ptx.copy_async_32(self.cursor + offset, indices.lengths + element * 4)
 
     @cute.jit
-    def live(self, lengths: Lengths, columns: Any, offset: cutlass.Constexpr) -> Any:
+    def live(self, indices: IndexList, columns: Any, offset: cutlass.Constexpr) -> Any:
         """How many columns count."""
         count = columns
-        if lengths.base != 0:
+        if indices.lengths != 0:
             count = cutlass.max(cutlass.min(ptx.load_shared_s32(self.cursor + offset), columns), 0)
         return count
 
@@ -1078,13 +1078,11 @@ class DecodeKernel:
             q,
             KVSources(
                 KVCache.of(cache0),
-                IndexList.of(list0),
-                Lengths(len0, len0_batch, len0_token),
+                IndexList.of(list0, (len0, len0_batch, len0_token)),
                 KVCache.of(cache1),
-                IndexList.of(list1),
-                Lengths(len1, len1_batch, len1_token),
+                IndexList.of(list1, (len1, len1_batch, len1_token)),
             ),
-            Output(address(out), strides, logs_of(lse), length(q, 2)),
+            Output(address(out), strides, logs_of(lse), None, length(q, 2)),
             sink,
             scale_log2,
             splits,
@@ -1202,8 +1200,8 @@ class DecodeKernel:
 
         wgmma.accumulate(qk_more)
         wgmma.accumulate(pv)
-        cluster, clusters = cta // CLUSTER, ctas // CLUSTER
-        scheduler = TileScheduler(tokens, head_groups, splits, split_tiles, cluster, work_tiles, clusters)
+        first, step = cta // CLUSTER, ctas // CLUSTER
+        scheduler = TileScheduler(first, work_tiles, step, head_groups, splits, tokens, split_tiles)
         config = self.config
         if group < FIRST_PV_THREAD // 128:
             cute.arch.setmaxregister_decrease(SOFTMAX_REGISTERS)
@@ -1276,13 +1274,11 @@ class QuantDecodeKernel:
             q,
             KVSources(
                 KVCache.of(cache0),
-                IndexList.of(list0),
-                Lengths(len0, len0_batch, len0_token),
+                IndexList.of(list0, (len0, len0_batch, len0_token)),
                 KVCache.of(cache1),
-                IndexList.of(list1),
-                Lengths(len1, len1_batch, len1_token),
+                IndexList.of(list1, (len1, len1_batch, len1_token)),
             ),
-            Output(None, None, logs_of(lse), length(q, 2), quant_of(codes, scales, positions, table)),
+            Output(None, None, logs_of(lse), None, length(q, 2), quant_of(codes, scales, positions, table)),
             sink,
             scale_log2,
             splits,

@@ -1,4 +1,4 @@
-"""The decode kernel of teams: what ptxas makes of it, and its plan. Needs CuTe DSL, no GPU."""
+"""The decode kernel for few heads: what ptxas makes of it, and its config. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.compile.reports import compile_report
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import decode
-from cute_kernels.sparse_mla.decode_teams import TeamsDecodeKey
-from cute_kernels.sparse_mla.teams_plan import (
+from cute_kernels.sparse_mla.mma_sync.decode_small_heads import (
     ARCHS,
     BLOCK,
-    BLOCKS_PER_SM,
+    CTAS_PER_SM,
     HEADS,
     KEYS,
     LANES,
     WARPS,
-    Plan,
+    SmallHeadsConfig,
+    SmallHeadsDecodeKey,
     code_place,
     first_column,
     rope_place,
@@ -31,18 +31,18 @@ from cute_kernels.sparse_mla.teams_plan import (
 
 FP8 = FP8_DS_MLA.id
 KEYS_TO_COMPILE = [
-    TeamsDecodeKey("sm_90a", 8, "dense", True),
-    TeamsDecodeKey("sm_90a", 16, "listed", False),
-    TeamsDecodeKey("sm_90a", 8, "listed", False, True),
-    TeamsDecodeKey("sm_90a", 16, "dense", False, True),
-    TeamsDecodeKey("sm_90a", 16, "dense", True),
-    TeamsDecodeKey("sm_100a", 8, "listed", False),
-    TeamsDecodeKey("sm_103a", 16, "none", False),
+    SmallHeadsDecodeKey("sm_90a", 8, "dense", True),
+    SmallHeadsDecodeKey("sm_90a", 16, "listed", False),
+    SmallHeadsDecodeKey("sm_90a", 8, "listed", False, True),
+    SmallHeadsDecodeKey("sm_90a", 16, "dense", False, True),
+    SmallHeadsDecodeKey("sm_90a", 16, "dense", True),
+    SmallHeadsDecodeKey("sm_100a", 8, "listed", False),
+    SmallHeadsDecodeKey("sm_103a", 16, "none", False),
 ]
 
 
 @pytest.mark.parametrize("key", KEYS_TO_COMPILE, ids=str)
-def test_compiles(key: TeamsDecodeKey) -> None:
+def test_compiles(key: SmallHeadsDecodeKey) -> None:
     report = compile_report(key)
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem == key.smem_bytes <= SMEM_BYTES[key.arch]
@@ -52,38 +52,38 @@ def test_compiles(key: TeamsDecodeKey) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_plan(arch: str, heads: int) -> None:
-    plan = Plan(arch, heads)
-    assert BLOCKS_PER_SM * (plan.smem_bytes + 1024) <= SMEM_BYTES[arch] + 1024, "the system takes 1 KB for each block"
-    assert 2 <= plan.stages <= 4
-    assert plan.team * plan.columns == HEAD_DIM
-    assert plan.teams * plan.shares == plan.blocks, "each team converts as many blocks of Q"
-    assert plan.columns % plan.width == 0, "results go out in equal passes"
+def test_config(arch: str, heads: int) -> None:
+    config = SmallHeadsConfig(arch, heads)
+    assert CTAS_PER_SM * (config.smem_bytes + 1024) <= SMEM_BYTES[arch] + 1024, "the system takes 1 KB for each CTA"
+    assert 2 <= config.stages <= 4
+    assert config.ranks * config.columns == HEAD_DIM
+    assert config.kv_groups * config.shares == config.blocks, "each KV group converts as many blocks of Q"
+    assert config.columns % config.width == 0, "results go out in equal passes"
     # places follow one another
     places = [
-        (plan.partials_at, 2 * WARPS * plan.partial_bytes if plan.team > 1 else 0),
-        (plan.queries_at, heads * HEAD_DIM * 2),
-        (plan.peaks_at, WARPS * plan.peak_bytes),
-        (plan.results_at, WARPS * plan.result_bytes),
-        (plan.maxima_at, plan.teams * heads * 8),
-        (plan.walks_at, WARPS * 64),
+        (config.partials_at, 2 * WARPS * config.partial_bytes if config.ranks > 1 else 0),
+        (config.queries_at, heads * HEAD_DIM * 2),
+        (config.peaks_at, WARPS * config.peak_bytes),
+        (config.results_at, WARPS * config.result_bytes),
+        (config.maxima_at, config.kv_groups * heads * 8),
+        (config.cursors_at, WARPS * 64),
     ]
-    assert places[0][0] == WARPS * plan.stages * plan.stage_bytes
+    assert places[0][0] == WARPS * config.stages * config.stage_bytes
     assert [place for place, _ in places[1:]] == [place + size for place, size in places[:-1]]
-    assert sum(places[-1]) == plan.smem_bytes
+    assert sum(places[-1]) == config.smem_bytes
     # chunks are told apart by low bits of their addresses
-    assert all(place % 128 == 0 for place in (plan.stage_bytes, plan.rope_at, plan.ring_bytes))
+    assert all(place % 128 == 0 for place in (config.stage_bytes, config.rope_at, config.ring_bytes))
     assert all(place % 16 == 0 for place, _ in places)
     # the last warp has one block of codes less, and rotated columns twice as wide
-    assert plan.stage_bytes == KEYS * (plan.codes * BLOCK + 2 * BLOCK + 8)
+    assert config.stage_bytes == KEYS * (config.codes * BLOCK + 2 * BLOCK + 8)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_each_sum_has_a_register(heads: int) -> None:
-    plan = Plan("sm_90a", heads)
-    triples = list(itertools.product(range(plan.blocks), range(4), range(plan.groups)))
-    assert sorted(plan.sums(*triple) for triple in triples) == list(range(0, 128, 4))
-    assert sorted(plan.query(*triple) for triple in triples) == list(range(0, 64, 2))
+    config = SmallHeadsConfig("sm_90a", heads)
+    triples = list(itertools.product(range(config.blocks), range(4), range(config.groups)))
+    assert sorted(config.sums(*triple) for triple in triples) == list(range(0, 128, 4))
+    assert sorted(config.query(*triple) for triple in triples) == list(range(0, 64, 2))
 
 
 def banks(addresses: list[int], size: int) -> set[int]:
@@ -105,7 +105,7 @@ def test_no_two_lanes_reach_for_the_same_bank() -> None:
         assert len(banks([rope_place(key, chunk) for key in range(8)], 16)) == 32
     # results: 8 bytes of half of the lanes, or 4 of all
     for heads in HEADS:
-        pitch = Plan("sm_90a", heads).pitch
+        pitch = SmallHeadsConfig("sm_90a", heads).pitch
         for lanes_ in (range(16), range(16, 32)):
             places = [2 * (lane % 4) * pitch + first_column(False, lane // 4)[0] * 4 for lane in lanes_]
             assert len(banks(places, 8)) == 32
@@ -121,15 +121,15 @@ def test_columns_of_a_chunk_are_all_there() -> None:
 
 def test_keys() -> None:
     with pytest.raises(ValueError, match=r"second: expected one of .*'dense'.*, got 'some'"):
-        TeamsDecodeKey("sm_90a", second="some")
+        SmallHeadsDecodeKey("sm_90a", second="some")
     with pytest.raises(ValueError, match=r"heads: expected one of \(8, 16\), got 64"):
-        _ = TeamsDecodeKey("sm_90a", heads=64).plan
+        _ = SmallHeadsDecodeKey("sm_90a", heads=64).config
     with pytest.raises(ValueError, match=r"arch: expected one of sm_90a, .*, got 'sm_80'"):
-        _ = TeamsDecodeKey("sm_80").plan
+        _ = SmallHeadsDecodeKey("sm_80").config
 
 
 def test_it_is_chosen_by_heads_formats_and_architecture() -> None:
-    for arch, heads, other, is_teams in (
+    for arch, heads, other, is_small in (
         ("sm_90a", 5, FP8, True),
         ("sm_90a", 16, FP8, True),
         ("sm_90a", 17, FP8, False),
@@ -137,7 +137,7 @@ def test_it_is_chosen_by_heads_formats_and_architecture() -> None:
         ("sm_80", 8, FP8, False),
     ):
         key = decode.key_for(arch, heads, "listed", False, FP8, other)
-        assert isinstance(key, TeamsDecodeKey) == is_teams
-    for arch, heads, is_teams in (("sm_90a", 8, True), ("sm_90a", 9, False), ("sm_100a", 9, True)):
+        assert isinstance(key, SmallHeadsDecodeKey) == is_small
+    for arch, heads, is_small in (("sm_90a", 8, True), ("sm_90a", 9, False), ("sm_100a", 9, True)):
         key = decode.key_for(arch, heads, "listed", False, FP8, FP8, True, takes_own=False)
-        assert isinstance(key, TeamsDecodeKey) == is_teams
+        assert isinstance(key, SmallHeadsDecodeKey) == is_small

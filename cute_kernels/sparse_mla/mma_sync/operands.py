@@ -1,22 +1,40 @@
-"""How a warp of the portable decode kernel gets operands for its products from its columns of a step.
+"""What the mma.sync kernels share: columns of a step as operands, softmax of a row group, places in shared memory.
 
 A warp's columns are e4m3 codes with a scale for all 64 of them, or bf16. Words are loaded as they are in shared memory,
 well before they are needed, and become operand b of the products when they are: see mma_sync.py. Of Q and K, a lane
 l = 4 r + c has 16 neighbouring columns 16 c .. of row r, so that is the order in which columns are summed; of V, a word
 of a transposed matrix of bytes has an even and an odd column, so those belong to different products.
+
+Copies are in chunks of 16 bytes. Chunks of different keys that a warp reads at a time lie in different banks: those of
+64 e4m3 columns at chunk ^ (key // 2 % 4), where keys are 448 bytes apart, and those of 64 bf16 columns at
+chunk ^ (key % 8).
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from cute_kernels.dsl import convert, ptx
-from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM, PLAIN_BF16
-from cute_kernels.sparse_mla.portable_plan import ROPE_BYTES, WARP_COLUMNS, WARPS, fp8_chunk, wide_chunk
+from cute_kernels.dsl.reduce import pairwise
+from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM, PLAIN_BF16, ROPE_DIM
+from cute_kernels.sparse_mla.softmax import GROWTH as RESCALE_THRESHOLD
+
+WARPS = 8
+LANES = 32
+WARP_COLUMNS = 64
+CHUNK = 16
+
+ROPE_BYTES = 2 * ROPE_DIM
+
+ROW_STATE = 8 * LANES
+"""Shared memory of a row group of 8 heads: of each lane its row's maximum and its part of the sum of P."""
+
+FLAG_BYTES = 4 * WARPS
 
 EVEN_HALVES, ODD_HALVES = 0x5410, 0x7632
 """Of two words: both low halves, both high halves."""
@@ -184,3 +202,95 @@ def value_operands(words: Any, kind: int, factors: list[Any], p: Any, lane: Any)
         return [ptx.permute_bytes(*pairs[i], ODD_HALVES if i // 2 % 2 else EVEN_HALVES) for i in range(8)]
     codes = [ptx.bf16x2_of_codes(words[i // 4 * 2 + i % 2], 0 if i % 4 // 2 else 8) for i in range(8)]
     return codes_times(codes, factors, [p * 8 + 4 * g + (lane & 3) for g in range(2)], None)
+
+
+def fp8_chunk(key: int, chunk: int) -> int:
+    """Place of 16 of a key's e4m3 columns, from the warp's first ones of key 0. Also of a traced key and chunk."""
+    return key * NOPE_DIM + (chunk ^ (key >> 1 & 3)) * CHUNK
+
+
+def wide_chunk(key: int, chunk: int) -> int:
+    """The same of 8 bf16 columns."""
+    return key * ROPE_BYTES + (chunk ^ (key & 7)) * CHUNK
+
+
+# ---- softmax
+
+
+@cute.jit
+def softmax(
+    shares: Any,
+    weights: Any,
+    mask: Any,
+    factor: Any,
+    flag: Any,
+    scale_log2: Any,
+    state: Any,
+    lane: Any,
+    plan: cutlass.Constexpr,
+    top: Any = None,
+) -> None:
+    """Softmax of the warp's row group: P of a step from all warps' shares.
+
+    shares    where the lane finds warp 0's share for the group's keys 0 to 7
+    weights   where it stores its words of P for keys 0 to 15
+    mask      address of the masks of the lane's keys among the first 8
+    factor    where it stores what its row of O is multiplied with
+    flag      where the warp stores whether a maximum has moved, and such a factor is not 1
+    state     address of the lane's row: its maximum, and the sum of the weights that the lane has stored
+    top       address of the lane's row: its largest score, as maxima do not always move; None: nobody asks
+    """
+    known = ptx.load_shared_f32(top) if const_expr(top is not None) else None
+    scores = []
+    for n in range_constexpr(plan.keys // 8):
+        low, high = ptx.load_shared_f32x2(shares + n * (LANES * 8))
+        for other in range_constexpr(1, plan.shares):
+            one = ptx.load_shared_f32x2(shares + other * plan.share_bytes + n * (LANES * 8))
+            low, high = low + one[0], high + one[1]
+        # not added: the score of a masked key is NaN if the query is
+        masks = ptx.load_shared_64(mask + n * 32)
+        scores += [
+            score * scale_log2 if is_valid != 0 else Float32(-Float32.inf)
+            for score, is_valid in ((low, masks[0]), (high, masks[1]))
+        ]
+    largest = scores[0]
+    for score in scores[1:]:
+        largest = ptx.max_f32(largest, score)
+    for step in (1, 2):
+        largest = ptx.max_f32(largest, cute.arch.shuffle_sync_bfly(largest, step))
+    before, total = ptx.load_shared_f32x2(state)
+    grows = largest > before + Float32(RESCALE_THRESHOLD)
+    after = largest if grows else before
+    base = Float32(0.0) if after == -Float32.inf else after
+    rescale = ptx.exp2(before - base) if grows else Float32(1.0)
+    scores = [ptx.exp2(score - base) for score in scores]
+    total = total * rescale + pairwise(scores, operator.add)
+    ptx.store_shared_64(state, after.bitcast(Int32), total.bitcast(Int32))
+    for p in range_constexpr(plan.keys // 16):
+        words = [ptx.bf16x2(scores[4 * p + 2 * i], scores[4 * p + 2 * i + 1]) for i in range(2)]
+        for i in range_constexpr(2):
+            ptx.store_shared_s32(weights + p * (LANES * 16) + 8 * i, words[i])
+    ptx.store_shared_f32(factor, rescale, lane & 3 == 0)
+    any_grows = Int32(cute.arch.vote_any_sync(grows))
+    if lane == 0:
+        ptx.store_shared_s32(flag, any_grows)
+    if const_expr(top is not None):
+        ptx.store_shared_f32(top, ptx.max_f32(known, largest))
+
+
+@cute.jit
+def rescale(o: Any, factors: Any, lane: Any, tiles: cutlass.Constexpr) -> None:
+    """Multiply the rows of O with their factors. tiles: of 16 rows."""
+    own = const_expr(o.count // tiles)
+    for m in range_constexpr(tiles):
+        for side in range_constexpr(2):
+            factor = ptx.load_shared_f32(factors + (16 * m + 8 * side + (lane >> 2)) * 4)
+            o.scale([m * own + i // 2 * 4 + 2 * side + i % 2 for i in range(own // 2)], factor)
+
+
+def any_grows(flags: Any, groups: int) -> Any:
+    """0 if the maximum of no row group has moved."""
+    result = Int32(0)
+    for i in range(groups):
+        result = result | ptx.load_shared_s32(flags + 4 * i)
+    return result

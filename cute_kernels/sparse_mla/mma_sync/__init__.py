@@ -1,0 +1,1 @@
+"""Attention kernels with mma.sync, sm_80 and up, one file each."""
