@@ -83,6 +83,7 @@ MEASURED = (
     "cp_gather_indexer_k_quant_cache",
     "deepseek_v4_fp8_einsum",
     "dequantize_and_gather_k_cache",
+    "fp8_gemm_squares",
     "fused_compress_norm_rope_store",
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert",
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert",
