@@ -13,7 +13,7 @@ softmax.py, logs.py, quant_output.py
 hopper/                decode.py: wgmma
 mma_sync/              decode.py: sm_80 and up; decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a;
                        operands.py: of decode.py and prefill
-decode_sm100*.py       Blackwell's decode, decode_pair_sm100*.py of 2 CTAs: tcgen05
+blackwell/             decode.py, decode_2cta.py (more than 64 heads): tcgen05
 prefill_*, paged_*, mixed_*, portable_prefill*
                        kernels of the other ops, by architecture
 combine.py             splits combined

@@ -17,9 +17,9 @@ from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import arguments, combine, decode_args
+from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
+from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_args import Call, ItemKey
-from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
-from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from cute_kernels.sparse_mla.gathered import ungathered
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey

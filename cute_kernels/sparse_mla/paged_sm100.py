@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.sparse_mla import paged_sm90, paged_sm90_plan
-from cute_kernels.sparse_mla.decode_sm100 import codes_copy, pitch_of, rope_copy
+from cute_kernels.sparse_mla.blackwell.decode import codes_copy, pitch_of, rope_copy
 from cute_kernels.sparse_mla.logs import logs_of
 from cute_kernels.sparse_mla.paged_sm100_plan import PAGED, Sources
 from cute_kernels.sparse_mla.paged_sm100_rows import Front, PagedLists, PagedRows

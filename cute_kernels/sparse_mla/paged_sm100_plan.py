@@ -17,7 +17,7 @@ from cute_kernels.dsl import barriers
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime.work import Work
 from cute_kernels.sparse_mla import paged_sm90_plan
-from cute_kernels.sparse_mla.decode_sm100_plan import RAW_BYTES, RAWS, STAGES
+from cute_kernels.sparse_mla.blackwell.decode import RAW_BYTES, RAWS, STAGES
 from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS, P_BUFFERS, STAGE_BYTES
 from cute_kernels.sparse_mla.prefill_sm100_plan import (
     FRONT_WARPS,

@@ -13,19 +13,19 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
-from cute_kernels.sparse_mla.decode_sm100_front import ROWS_APART
-from cute_kernels.sparse_mla.decode_sm100_front import Front as DecodeFront
-from cute_kernels.sparse_mla.decode_sm100_plan import (
+from cute_kernels.sparse_mla.blackwell.decode import (
     CODES_BYTES,
     GATHERED,
     LAST_SLAB,
     RAWS,
     ROPE_BYTES,
+    ROWS_APART,
     STAGES,
     raw_offset,
     rope_offset,
     stage_offset,
 )
+from cute_kernels.sparse_mla.blackwell.decode import Dequantizer as DecodeFront
 from cute_kernels.sparse_mla.paged_sm90_plan import RAW_ROW
 from cute_kernels.sparse_mla.paged_sm90_walk import selected
 from cute_kernels.sparse_mla.paged_sm100_plan import SCALES, PagedBarriers, Sources

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
-from cute_kernels.sparse_mla.decode_sm100_plan import O_BLOCK, O_COLUMN, O_COLUMNS, o_dim
+from cute_kernels.sparse_mla.blackwell.decode import O_BLOCK, O_COLUMN, O_COLUMNS, o_dim
 from cute_kernels.sparse_mla.prefill_sm90_plan import END, ROWS, Output, Query, Work
 from cute_kernels.sparse_mla.prefill_sm100_plan import LANE, Barriers, Places
 

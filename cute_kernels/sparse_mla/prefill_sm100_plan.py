@@ -4,7 +4,7 @@ Items, tiles, slabs and the ring of stages are those of prefill_sm90_plan: what 
 queries. Of those, HELD columns are copied to tensor memory, and the stage is let go of; the others stay in shared
 memory while the item lasts.
 
-Products and tensor memory are those of decode_sm100_plan: lanes h and h + 64 belong to head h, of scores they have 32
+Products and tensor memory are those of blackwell/decode.py: lanes h and h + 64 belong to head h, of scores they have 32
 keys each, of O the columns that `o_dim` says.
 """
 
@@ -21,7 +21,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import barriers
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.work import Shape, Work
-from cute_kernels.sparse_mla.decode_sm100_plan import GATHERED, O_COLUMNS, Q_COLUMN
+from cute_kernels.sparse_mla.blackwell.decode import GATHERED, O_COLUMNS, Q_COLUMN
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     HELD,
     KEPT,

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx, umma
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.sparse_mla.decode_sm100_plan import KEY_ROWS, S_COLUMNS, VALUE_ROWS, scores_steps, values_steps
+from cute_kernels.sparse_mla.blackwell.decode import KEY_ROWS, S_COLUMNS, VALUE_ROWS, scores_steps, values_steps
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     END,
     KEYS,

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
-from cute_kernels.sparse_mla.decode_sm100_plan import GATHERED
+from cute_kernels.sparse_mla.blackwell.decode import GATHERED
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     END,
     HELD,

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.dsl.reduce import pairwise
-from cute_kernels.sparse_mla.decode_sm100_plan import (
+from cute_kernels.sparse_mla.blackwell.decode import (
     O_BLOCK,
     O_COLUMN,
     O_COLUMNS,

@@ -14,10 +14,10 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.dsl import ptx, umma
 from cute_kernels.facts import meaning, products
 from cute_kernels.formats import HEAD_DIM, NOPE_DIM
-from cute_kernels.sparse_mla import decode_pair_sm100_plan as plan
-from cute_kernels.sparse_mla import decode_sm100_plan as single
-from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
-from cute_kernels.sparse_mla.decode_sm100_plan import HEADS, KEYS, SLAB, SLAB_BYTES, THREADS
+from cute_kernels.sparse_mla.blackwell import decode as single
+from cute_kernels.sparse_mla.blackwell import decode_2cta as plan
+from cute_kernels.sparse_mla.blackwell.decode import HEADS, KEYS, SLAB, SLAB_BYTES, THREADS
+from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
 from tests.compile.reports import check_fits, compile_report
 from tests.compile.test_decode_sm100 import check_shared_memory
 from tests.compile.test_decode_small_heads import banks

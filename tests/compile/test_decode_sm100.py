@@ -14,8 +14,8 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.dsl import ptx, umma
 from cute_kernels.facts import meaning
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.sparse_mla import decode_sm100_plan as plan
-from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
+from cute_kernels.sparse_mla.blackwell import decode as plan
+from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from tests.compile.reports import check_fits, compile_report
 from tests.compile.test_decode_small_heads import banks
 
@@ -74,7 +74,7 @@ def test_shared_memory() -> None:
 
 def check_shared_memory(plan: Any) -> None:
     """Of this plan, or that for pairs of blocks."""
-    parts, at = plan.smem_parts(), plan.places(0)
+    parts, at = plan.smem_parts(), plan.smem_at(0)
     assert list(parts) == list(at._fields)
     ends = [place + size for place, size in zip(at, parts.values(), strict=True)]
     assert list(at[1:]) == ends[:-1]

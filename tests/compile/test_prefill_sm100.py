@@ -14,8 +14,9 @@ from cute_kernels.dsl import umma
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.report import Report
-from cute_kernels.sparse_mla import decode_sm100_plan, mixed, mixed_sm100_plan, paged, prefill, prefill_sm90_plan
-from cute_kernels.sparse_mla.decode_sm100_plan import CODES_BYTES, ROPE_BYTES
+from cute_kernels.sparse_mla import mixed, mixed_sm100_plan, paged, prefill, prefill_sm90_plan
+from cute_kernels.sparse_mla.blackwell import decode
+from cute_kernels.sparse_mla.blackwell.decode import CODES_BYTES, ROPE_BYTES
 from cute_kernels.sparse_mla.mixed_sm100 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm100_plan import FP8, RAW_BYTES, code_place, lane_row, stage_place
@@ -97,7 +98,7 @@ def test_shared_memory(plan: Plan) -> None:
 
 def test_gathered_rows_and_queries_fill_a_stage() -> None:
     """Each 16 bytes of a stage come from one place, and tensor cores find them there."""
-    operand = decode_sm100_plan.KEY_ROWS
+    operand = decode.KEY_ROWS
     found = np.full(STAGE_BYTES // 16, -1)
     for group, slab in itertools.product(range(KEYS // 4), range(SLABS)):
         start = group_place(group, slab)
@@ -113,7 +114,7 @@ def test_gathered_rows_and_queries_fill_a_stage() -> None:
 def test_copies_of_queries_are_the_steps_of_the_scores() -> None:
     """A product reads 8 columns of tensor memory: two chunks, of the slab and the columns that it multiplies."""
     copied = {copy.column: copy.offset for copy in query_copies()}
-    resident = [step for step in decode_sm100_plan.scores_steps() if step.is_resident]
+    resident = [step for step in decode.scores_steps() if step.is_resident]
     assert [copied[step.a] for step in resident] == [step.b for step in resident]
     assert [copied[step.a + 4] for step in resident] == [step.b + 16 for step in resident]
     assert len(copied) == 2 * len(resident) == prefill_sm90_plan.HELD // 8
@@ -130,7 +131,7 @@ def test_codes_become_stages() -> None:
         chunks = [stage_place(rows, slab, members, chunk) for chunk in range(2)]
         for chunk, target in enumerate(chunks):
             column = members * 16 + chunk * 8
-            assert (target == slab * SLAB_BYTES + decode_sm100_plan.KEY_ROWS.offset(rows, column)).all()
+            assert (target == slab * SLAB_BYTES + decode.KEY_ROWS.offset(rows, column)).all()
         for access in (place, *chunks):
             for served in access.reshape(4, 8):
                 assert len(set(served % 128 // 16)) == 8

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla import decode_pair_sm100_plan as plan
-from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
+from cute_kernels.sparse_mla.blackwell import decode_2cta as plan
+from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
 from tests.compile.reports import compile_report
 from tests.model import edits, orders
 from tests.model import test_decode_sm100 as single

@@ -14,7 +14,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl.ptx import LOG2_E
 from cute_kernels.facts.meaning import TensorMap
-from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
+from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from tests.compile.reports import compile_report
 from tests.gpu import decode_cases
 from tests.gpu.decode_checks import assert_near

@@ -14,8 +14,8 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels import formats
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
-from cute_kernels.sparse_mla import decode_sm100_plan
-from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
+from cute_kernels.sparse_mla.blackwell import decode
+from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from cute_kernels.sparse_mla.mixed_sm100 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.paged_sm100 import PagedKey
@@ -147,7 +147,7 @@ def of_scores(name: str) -> Kernel:
 # ---- decode ----------------------------------------------------------------------------------------------------------
 
 
-FRONT_WARP, PRODUCTS_WARP = decode_sm100_plan.FRONT_WARP, decode_sm100_plan.PRODUCTS_WARP
+FRONT_WARP, PRODUCTS_WARP = decode.DEQUANT_WARP, decode.MMA_WARP
 DECODE_ROLES = {
     "scores": range(FRONT_WARP),
     "front": range(FRONT_WARP, PRODUCTS_WARP),

@@ -13,9 +13,9 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
 from cute_kernels.sparse_mla import combine, decode, examples, schedule
+from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
+from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_args import Call
-from cute_kernels.sparse_mla.decode_pair_sm100 import BlackwellPairDecodeKey
-from cute_kernels.sparse_mla.decode_sm100 import BlackwellDecodeKey
 from cute_kernels.sparse_mla.gathered import ungathered
 from tests.sparse_mla.test_decode_launch import DENSE, NO_EXTRA, SMS, Launches, of_rows
 

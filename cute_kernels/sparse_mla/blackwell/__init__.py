@@ -1,0 +1,1 @@
+"""Attention kernels with tcgen05, one file each."""
