@@ -12,6 +12,7 @@ from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
 from layers import BlockTables, DeepseekV4MetadataBuilder, LayerCaches
+from layers import indexer as indexer_module
 from layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper
 from layers.bound import scratch_of
 from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE
@@ -126,6 +127,22 @@ def test_chunks_are_bound_when_they_come_again(
     assert not bound.layer._bound.foreign
     monkeypatch.setattr(DeepseekV4MultiHeadLatentAttentionWrapper, "_forward", None)
     chunk(bound, *steps[0], decodes, 9)
+
+
+def test_scores_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the indexer whose scores do not fit into its memory at once are bound as others are."""
+    launches = []
+    for size in (indexer_module.SCORE_BYTES, 1 << 15):
+        monkeypatch.setattr(indexer_module, "SCORE_BYTES", size)
+        bound, free = pair(4, 2)
+        for seed in range(3):
+            got, want = (chunk(server, [40, 200], [1340, 1500], 0, seed) for server in (bound, free))
+            assert torch.equal(got, want), seed
+        assert not bound.layer._bound.foreign
+        (step,) = bound.layer._bound._prefills.values()
+        assert step is not None
+        launches.append(len(step.calls))
+    assert launches[1] > launches[0]
 
 
 def test_chunks_of_other_lengths_and_a_workspace_that_grew() -> None:
