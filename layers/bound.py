@@ -33,7 +33,7 @@ from cute_kernels.runtime.compile import function, is_calling, record_launches
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import CHECKED, NAMESPACE, NVTX
 from layers.indexer import step_columns
-from layers.metadata import DeepseekV4Metadata
+from layers.metadata import DeepseekV4Metadata, Places
 
 MOST_STEPS = 32
 """Bound steps that a layer keeps: the batch sizes of a server's decode steps. The one used longest ago goes first."""
@@ -140,6 +140,8 @@ class _View:
 
 
 _numbers: dict[Any, int] = {}
+_prefill_numbers: dict[Any, int] = {}
+"""Of steps with prefill rows, many of which never come again: they leave the others' numbers alone."""
 _counter = itertools.count()
 
 
@@ -148,17 +150,25 @@ def bound_key(m: DeepseekV4Metadata) -> int:
     by, with prefill rows the lengths of all requests, as a number that stands for all of it. Found once for all layers
     of a kind."""
     if m.bound_key is None:
-        tensors = [value for value in vars(m).values() if isinstance(value, torch.Tensor)]
-        described = [(t.data_ptr(), tuple(t.shape), t.stride()) for t in tensors]
+        places = Places() if m.places is None else m.places
+        if places.number is None:
+            tensors = [value for value in vars(m).values() if isinstance(value, torch.Tensor)]
+            places.number = _number_of(tuple((t.data_ptr(), tuple(t.shape), t.stride()) for t in tensors), _numbers)
         columns = step_columns(m.max_seq_len // max(m.compress_ratio, 1))
-        lengths = (m.num_decodes, m.query_start_loc_cpu, m.seq_lens_cpu) if m.num_prefill_tokens else ()
-        whole = (m.compress_ratio, m.decode_batch(), columns, lengths, tuple(described))
-        if whole not in _numbers:
-            if len(_numbers) >= MOST_KEYS:
-                _numbers.clear()
-            _numbers[whole] = next(_counter)
-        m.bound_key = _numbers[whole]
+        key: tuple[Any, ...] = (places.number, m.compress_ratio, m.decode_batch(), columns)
+        if m.num_prefill_tokens:
+            key += m.num_decodes, m.query_start_loc_cpu, m.seq_lens_cpu
+        m.bound_key = _number_of(key, _prefill_numbers if m.num_prefill_tokens else _numbers)
     return m.bound_key
+
+
+def _number_of(key: Any, numbers: dict[Any, int]) -> int:
+    number = numbers.get(key)
+    if number is None:
+        if len(numbers) >= MOST_KEYS:
+            numbers.clear()
+        number = numbers[key] = next(_counter)
+    return number
 
 
 class BoundStep:

@@ -6,8 +6,8 @@ A step of any number of kinds takes one copy to the device and one launch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,14 @@ Ints: TypeAlias = "Sequence[int] | npt.NDArray[Any]"
 RING_SLOTS = 4
 """Steps whose numbers may be on their way to the device at once; the host waits for the oldest before another."""
 
+MOST_PYTHON_NUMBERS = 48
+"""Of so many numbers Python finds the largest in less time than numpy, which takes a microsecond for any few."""
+
 MOST_KEPT = 256
 """Shapes of steps whose views and launches are kept: those of a server's decode steps come again and again."""
+
+MOST_LAUNCHES = 16
+"""Of a shape, with lengths or restarts in different places on the device."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,15 @@ class BlockTables:
     swa: torch.Tensor
     compressed: torch.Tensor | None = None
     state: torch.Tensor | None = None
+
+
+class Places:
+    """Stands for the addresses and shapes of all tensors of a step, and is the same for steps that agree in them.
+
+    number   for `layers.bound`, which finds it when it first wants it
+    """
+
+    number: int | None = None
 
 
 @dataclass
@@ -102,7 +117,18 @@ class DeepseekV4Metadata:
     prefill_key_starts: torch.Tensor | None = None
     row_key_starts: torch.Tensor | None = None
     row_key_ends: torch.Tensor | None = None
-    bound_key: int | None = None
+    bound_key: int | None = field(default=None, init=False, compare=False, repr=False)
+    places: Places | None = field(default=None, init=False, compare=False, repr=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What somebody changes is no longer the step that its key was found for."""
+        vars(self)[name] = value
+        if name != "bound_key":
+            vars(self).update(bound_key=None, places=None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy may have tensors of its own."""
+        return {**vars(self), "bound_key": None, "places": None}
 
     @property
     def num_tokens(self) -> int:
@@ -130,7 +156,7 @@ class UploadRing:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.device_buffer = torch.empty(size, dtype=torch.int32, device=device)
-        self._is_cuda = device.type == "cuda"
+        self._is_cuda, self._device_index = device.type == "cuda", self.device_buffer.device.index
         self._pinned: list[torch.Tensor] = []
         self._arrays: list[npt.NDArray[np.int32]] = []
         self._copied: list[Any] = []
@@ -161,12 +187,11 @@ class UploadRing:
                 ends = self.device_buffer[:count], self._pinned[self._turn][:count]
                 self._copies[self._turn, count] = ends
             ends[0].copy_(ends[1], non_blocking=True)
-            self._copied[self._turn].record(torch.cuda.current_stream(self.device_buffer.device))
+            self._copied[self._turn].record(torch.cuda.current_stream(self._device_index))
         return self.device_buffer
 
 
-@dataclass(frozen=True)
-class _Shape:
+class _Shape(NamedTuple):
     """What the shapes of a step's tensors follow from."""
 
     requests: int
@@ -225,8 +250,9 @@ class _StepBuffers:
             if len(self._views) >= MOST_KEPT:
                 self._views.clear()
             shared: dict[str, torch.Tensor] = {}
+            used = {name: shape.used(name) for name in self._arrays[0]}
             found = [
-                self._fields(shape, ratio, arrays, shared, lists)
+                self._fields(shape, used, ratio, arrays, shared, lists)
                 for ratio, arrays in zip(self.ratios, self._arrays, strict=True)
             ]
             self._views[shape] = found
@@ -235,6 +261,7 @@ class _StepBuffers:
     @staticmethod
     def _fields(
         shape: _Shape,
+        used: dict[str, slice],
         ratio: int,
         arrays: dict[str, torch.Tensor],
         shared: dict[str, torch.Tensor],
@@ -242,13 +269,13 @@ class _StepBuffers:
     ) -> dict[str, torch.Tensor]:
         """Kinds share the tensors that are the same for all of them."""
         if not shared:
-            shared |= {name: arrays[name][shape.used(name)] for name in StepLayout.SHARED}
+            shared |= {name: arrays[name][used[name]] for name in StepLayout.SHARED}
             shared["prefill_gather_lens"] = shared.pop("gather_lens")
             shared["prefill_seq_lens"] = shared["seq_lens"][shape.num_decodes :]
         own = arrays.keys() - StepLayout.SHARED - _NO_FIELDS[ratio]
         if shape.num_decodes == shape.requests:
             own -= set(_KEYS)
-        fields = shared | {name: arrays[name][shape.used(name)] for name in own}
+        fields = shared | {name: arrays[name][used[name]] for name in own}
         if ratio > 1:
             fields["prefill_entry_lens"] = fields.pop("entry_lens")
         if "key_starts" in fields:
@@ -262,6 +289,43 @@ class _StepBuffers:
             rows = shape.tokens - shape.decode_rows
             fields["c128a_prefill_topk_indices"] = prefill[:rows, : shape.c128a_columns]
         return fields
+
+
+class _Rows:
+    """What follows from query_lens alone: the same list comes with every decode step of a batch."""
+
+    def __init__(self, query: npt.NDArray[np.int64]) -> None:
+        self.query, self.requests = query, len(query)
+        starts = np.zeros(self.requests + 1, dtype=np.int64)
+        query.cumsum(out=starts[1:])
+        self.total = int(starts[-1])
+        self.starts, self.starts_cpu = starts.astype(np.int32), tuple(starts.tolist())
+        self.least, self.most = (int(query.min()), int(query.max())) if self.requests else (0, 0)
+        others = (query != query[:1]).nonzero()[0]
+        self.same = int(others[0]) if len(others) else self.requests
+        """How many requests from the first on have as many rows as the first."""
+
+    def decode_query_len(self, num_decodes: int) -> int | None:
+        return int(self.query[0]) if 0 < num_decodes <= self.same else None
+
+
+class _Plan:
+    """What all steps of one shape over block tables in the same places have in common.
+
+    of_kinds   by ratio, ascending, the metadata's fields; those that differ from step to step are None
+    launches   the launch that a step came down to, by all that it takes beside, or None if there is not one that can be
+               repeated. Their arguments have been checked
+    """
+
+    def __init__(self, buffers: _StepBuffers, of_kinds: dict[int, dict[str, Any]]) -> None:
+        self.buffers, self.of_kinds = buffers, of_kinds
+        self.launches: dict[Any, Any] = {}
+
+
+_FIELDS: dict[str, Any] = dict.fromkeys(f.name for f in fields(DeepseekV4Metadata))
+"""Of metadata that have nothing yet."""
+
+_NEW: Any = object()
 
 
 class DeepseekV4MetadataBuilder:
@@ -299,8 +363,9 @@ class DeepseekV4MetadataBuilder:
         self._max_num_tokens = max_num_tokens
         self._ring: UploadRing | None = None
         self._buffers: dict[tuple[int, ...], _StepBuffers] = {}
+        self._rows: dict[Any, _Rows] = {}
+        self._plans: dict[Any, _Plan] = {}
         self._accepted: set[Any] = set()
-        self._launches: dict[Any, Any] = {}
 
     def build(
         self,
@@ -362,27 +427,42 @@ class DeepseekV4MetadataBuilder:
         seq_lens_device: torch.Tensor | None,
         min_restart: torch.Tensor | Ints | None,
     ) -> dict[int, DeepseekV4Metadata]:
-        query, seqs = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.int64)
-        requests, ring = len(query), self._upload_ring()
-        restart, restarts = None, None
+        rows, seqs = self._rows_of(query_lens), np.asarray(seq_lens, dtype=np.int64)
+        requests, restart, restarts = rows.requests, None, None
         if min_restart is None or isinstance(min_restart, torch.Tensor):
             restart = min_restart
         else:
             restarts = np.asarray(min_restart, dtype=np.int64)
-        total, longest = self._check_numbers(op, query, seqs, restarts, block_tables, num_decodes)
-        given = _described(block_tables, seq_lens_device, restart)
-        if given is None or (requests, given) not in self._accepted:
+        lengths = tuple(seqs.tolist())
+        longest = self._check_numbers(op, rows, seqs, lengths, restarts, num_decodes)
+        columns = self._c128a_columns(longest) if 128 in block_tables else 0
+        shape = _Shape(requests, rows.total, num_decodes, rows.starts_cpu[num_decodes], columns)
+        ring = self._upload_ring()
+        try:
+            places = shape, _places(block_tables)
+            others = restarts is not None, _place(seq_lens_device), _place(restart)
+        except AttributeError:  # of what is no tensor
             self._check_tensors(op, requests, block_tables, seq_lens_device, restart, ring)
-            if len(self._accepted) >= MOST_KEPT:
-                self._accepted.clear()
-            self._accepted.add((requests, given))
+            raise
+        plan, kept = self._plans.get(places), _NEW
+        if plan is not None:
+            kept = plan.launches.get(others, _NEW)
+        if plan is None or kept is _NEW:
+            given = requests, places[1], others[1:]
+            if given not in self._accepted:
+                self._check_tensors(op, requests, block_tables, seq_lens_device, restart, ring)
+                if len(self._accepted) >= MOST_KEPT:
+                    self._accepted.clear()
+                self._accepted.add(given)
+            plan = plan or self._plan(places, block_tables)
+            if len(plan.launches) >= MOST_LAUNCHES:
+                plan.launches.clear()
+            plan.launches[others] = kept = None
 
         numbers = ring.slot()
-        starts = numbers[: requests + 1]
-        starts[0] = 0
-        query.cumsum(dtype=np.int32, out=starts[1:])
-        numbers[requests + 1 : 2 * requests + 1] = seqs
         used = 2 * requests + 1
+        numbers[: requests + 1] = rows.starts
+        numbers[requests + 1 : used] = seqs
         if restarts is not None:
             numbers[used : used + requests] = restarts
             used += requests
@@ -392,62 +472,87 @@ class DeepseekV4MetadataBuilder:
             keys[: num_decodes + 1] = 0
             (seqs[num_decodes:] // 4).cumsum(dtype=np.int32, out=keys[num_decodes + 1 :])
             used += requests + 1
-        starts_cpu = tuple(starts.tolist())
         upload = ring.send(used)
-        if restarts is not None:
-            restart = upload[2 * requests + 1 : 3 * requests + 1]
-        key_starts = upload[used - requests - 1 : used] if has_keys else None
 
-        ratios = tuple(sorted(block_tables))
-        buffers = self._step_buffers(ratios)
-        shape = _Shape(requests, total, num_decodes, starts_cpu[num_decodes], self._c128a_columns(longest, ratios))
-        vectors = seq_lens_device, restart, key_starts
-        self._launch(shape, given, restarts is not None, buffers, block_tables, upload, *vectors)
-        decode_lens = query[:num_decodes]
-        is_even = num_decodes > 0 and bool((decode_lens == decode_lens[0]).all())
-        host: dict[str, Any] = {
-            "num_decodes": num_decodes,
-            "num_prefills": requests - num_decodes,
-            "num_decode_tokens": shape.decode_rows,
-            "num_prefill_tokens": total - shape.decode_rows,
-            "query_start_loc_cpu": starts_cpu,
-            "seq_lens_cpu": tuple(seqs.tolist()),
+        is_plain = record.active() is None and not CHECKED and not NVTX
+        if kept is not None and is_plain:
+            kernel_key, device_index, args = kept
+            launch(kernel_key, device_index, *args)
+        else:
+            if restarts is not None:
+                restart = upload[2 * requests + 1 : 3 * requests + 1]
+            key_starts = upload[used - requests - 1 : used] if has_keys else None
+            noted = self._launch(shape, plan.buffers, block_tables, upload, seq_lens_device, restart, key_starts)
+            if is_plain:
+                plan.launches[others] = noted
+        own = {
+            "query_start_loc_cpu": rows.starts_cpu,
+            "seq_lens_cpu": lengths,
             "max_seq_len": longest,
-            "decode_query_len": int(decode_lens[0]) if is_even else None,
+            "decode_query_len": rows.decode_query_len(num_decodes),
         }
-        return {
-            ratio: DeepseekV4Metadata(
-                compress_ratio=ratio,
-                swa_block_table=block_tables[ratio].swa,
-                compressed_block_table=block_tables[ratio].compressed if ratio > 1 else None,
-                state_block_table=block_tables[ratio].state if ratio > 1 else None,
-                **host,
-                **views,
-            )
-            for ratio, views in zip(ratios, buffers.views(shape, self._c128a_buffers(ratios)), strict=True)
+        built = {}
+        for ratio, kept_fields in plan.of_kinds.items():
+            tables, metadata = block_tables[ratio], object.__new__(DeepseekV4Metadata)
+            found = metadata.__dict__
+            found.update(kept_fields, **own)
+            found["swa_block_table"] = tables.swa
+            if ratio > 1:
+                found["compressed_block_table"], found["state_block_table"] = tables.compressed, tables.state
+            built[ratio] = metadata
+        return built
+
+    def _rows_of(self, query_lens: Ints) -> _Rows:
+        key: Any
+        if isinstance(query_lens, (list, tuple)):
+            key, is_plain = tuple(query_lens), False
+        else:
+            query = np.asarray(query_lens, dtype=np.int64)
+            key, is_plain = (query.shape, query.tobytes()), True
+        try:
+            rows = self._rows.get(key)
+        except TypeError:  # numbers in something that cannot be a key
+            return _Rows(np.array(query_lens, dtype=np.int64))
+        if rows is None:
+            rows = _Rows(np.array(query_lens, dtype=np.int64))
+            # anything else may change and stay equal to itself
+            if is_plain or all(isinstance(count, (int, np.integer)) for count in key):
+                if len(self._rows) >= MOST_KEPT:
+                    self._rows.clear()
+                self._rows[key] = rows
+        return rows
+
+    def _plan(self, places: tuple[_Shape, Any], block_tables: Mapping[int, BlockTables]) -> _Plan:
+        shape, ratios = places[0], tuple(sorted(block_tables))
+        buffers = self._step_buffers(ratios)
+        numbers: dict[str, Any] = {
+            "num_decodes": shape.num_decodes,
+            "num_prefills": shape.requests - shape.num_decodes,
+            "num_decode_tokens": shape.decode_rows,
+            "num_prefill_tokens": shape.tokens - shape.decode_rows,
         }
+        views = buffers.views(shape, self._c128a_buffers(ratios))
+        of_kinds = {
+            ratio: {**_FIELDS, "compress_ratio": ratio, **numbers, **own, "places": Places()}
+            for ratio, own in zip(ratios, views, strict=True)
+        }
+        if len(self._plans) >= MOST_KEPT:
+            self._plans.clear()
+        plan = self._plans[places] = _Plan(buffers, of_kinds)
+        return plan
 
     def _launch(
         self,
         shape: _Shape,
-        given: Any,
-        has_restarts: bool,
         buffers: _StepBuffers,
         block_tables: Mapping[int, BlockTables],
         upload: torch.Tensor,
         seq_lens: torch.Tensor | None,
         min_restart: torch.Tensor | None,
         key_starts: torch.Tensor | None,
-    ) -> None:
-        """Fill the buffers: by the op, or by the launch that it came down to when it last had these arguments, which
-        are numbers and addresses, and the buffer."""
-        is_plain = record.active() is None and not CHECKED and not NVTX
-        key = (shape, given, has_restarts) if is_plain and given is not None else None
-        kept = self._launches.get(key)
-        if kept is not None:
-            kernel_key, device_index, args = kept
-            launch(kernel_key, device_index, *args)
-            return
+    ) -> Any:
+        """Fill the buffers by the op: the launch that it came down to, if that may be repeated for the same arguments,
+        which are numbers and addresses."""
         lens, restart = _apart(seq_lens, buffers), _apart(min_restart, buffers)
         is_apart = lens is seq_lens and restart is min_restart
         lists = self._c128a_buffers(buffers.ratios)
@@ -477,42 +582,45 @@ class DeepseekV4MetadataBuilder:
                 out=buffers.buffer,
                 use_pdl=self.use_pdl,
             )
-        if key is not None and is_apart and len(launches) == 1:
-            if len(self._launches) >= MOST_KEPT:
-                self._launches.clear()
-            self._launches[key] = launches[0]
+        return launches[0] if is_apart and len(launches) == 1 else None
 
     def _check_numbers(
         self,
         op: str,
-        query: npt.NDArray[np.int64],
+        rows: _Rows,
         seqs: npt.NDArray[np.int64],
+        lengths: tuple[int, ...],
         restarts: npt.NDArray[np.int64] | None,
-        block_tables: Mapping[int, BlockTables],
         num_decodes: int,
-    ) -> tuple[int, int]:
-        """(rows, longest sequence) of the step, if its numbers fit."""
-        requests, check, most = len(query), Checker(op), self._max_num_tokens
+    ) -> int:
+        """The longest sequence of the step, if its numbers fit."""
+        requests, most, limit = rows.requests, self._max_num_tokens, self.max_model_len
         if len(seqs) != requests:
             raise ValueError(f"{op}: seq_lens: expected {requests} entries as in query_lens, got {len(seqs)}")
-        check.require(0 <= num_decodes <= requests, "num_decodes", f"0..{requests}", num_decodes)
-        check.require(block_tables, "block_tables", "tables of at least one kind", "none")
-        for ratio in block_tables:
-            check.one_of("compress_ratio", ratio, COMPRESS_RATIOS)
-        wrong = (query < 0) | ((seqs > 0) & (query > seqs))
-        if wrong.any():
-            first = int(wrong.argmax())
-            count, length = int(query[first]), int(seqs[first])
-            check.require(count >= 0, "query_lens", "no negative entry", count)
-            check.fail("seq_lens", f"at least the {count} rows of the step", length)
-        check.require(requests <= most, "query_lens", f"at most max_num_tokens = {most}", requests)
-        if restarts is not None:
-            check.require(restarts.shape == (requests,), "min_restart", f"{requests} entries", restarts.size)
-        longest, total = int(seqs.max()) if requests else 0, int(query.sum())
-        limit = self.max_model_len
-        check.require(longest <= limit, "seq_lens", f"at most max_model_len = {limit}", longest)
-        check.require(total <= most, "query_lens", f"at most {most} rows in all", total)
-        return total, longest
+        check = Checker(op)
+        if not 0 <= num_decodes <= requests:
+            check.fail("num_decodes", f"0..{requests}", num_decodes)
+        if requests > MOST_PYTHON_NUMBERS:
+            longest, shortest = int(seqs.max()), int(seqs.min())
+        else:
+            longest, shortest = max(lengths, default=0), min(lengths, default=0)
+        if rows.least < 0 or shortest < rows.most:
+            query = rows.query
+            wrong = (query < 0) | ((seqs > 0) & (query > seqs))
+            if wrong.any():
+                first = int(wrong.argmax())
+                count, length = int(query[first]), int(seqs[first])
+                check.require(count >= 0, "query_lens", "no negative entry", count)
+                check.fail("seq_lens", f"at least the {count} rows of the step", length)
+        if requests > most:
+            check.fail("query_lens", f"at most max_num_tokens = {most}", requests)
+        if restarts is not None and restarts.shape != (requests,):
+            check.fail("min_restart", f"{requests} entries", restarts.size)
+        if longest > limit:
+            check.fail("seq_lens", f"at most max_model_len = {limit}", longest)
+        if rows.total > most:
+            check.fail("query_lens", f"at most {most} rows in all", rows.total)
+        return longest
 
     @staticmethod
     def _check_tensors(
@@ -524,8 +632,10 @@ class DeepseekV4MetadataBuilder:
         ring: UploadRing,
     ) -> None:
         check = Checker(op)
+        check.require(block_tables, "block_tables", "tables of at least one kind", "none")
         check.device = ring.device_buffer.device
         for ratio, tables in block_tables.items():
+            check.one_of("compress_ratio", ratio, COMPRESS_RATIOS)
             if ratio > 1 and (tables.compressed is None or tables.state is None):
                 check.fail("block_tables", f"compressed and state tables for ratio {ratio}", "None")
             for name, table in vars(tables).items():
@@ -550,10 +660,8 @@ class DeepseekV4MetadataBuilder:
             self._buffers[ratios] = _StepBuffers(ratios, rows, window, self.device)
         return self._buffers[ratios]
 
-    def _c128a_columns(self, longest: int, ratios: tuple[int, ...]) -> int:
+    def _c128a_columns(self, longest: int) -> int:
         """Columns of C128A's index tables in a step: the next power of two of its entries, at least 128."""
-        if 128 not in ratios:
-            return 0
         needed = max(longest // 128, 1)
         return min(max(1 << (needed - 1).bit_length(), 128), self._c128a_width)
 
@@ -570,18 +678,17 @@ class DeepseekV4MetadataBuilder:
         return self._c128a
 
 
-def _described(block_tables: Mapping[int, BlockTables], *vectors: torch.Tensor | None) -> Any:
-    """All that checks and launches look at in a step's tensors; None if one of them is no tensor."""
-    tensors: list[torch.Tensor | None] = list(vectors)
-    for ratio in sorted(block_tables):
-        tables = block_tables[ratio]
-        tensors += tables.swa, tables.compressed, tables.state
-    try:
-        return tuple(block_tables), tuple(
-            None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors
-        )
-    except AttributeError:
-        return None
+def _place(x: torch.Tensor | None) -> Any:
+    """All that checks and launches look at in a tensor."""
+    return None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype)
+
+
+def _places(block_tables: Mapping[int, BlockTables]) -> Any:
+    """The same of the tables of all kinds."""
+    found: list[Any] = []
+    for ratio, tables in block_tables.items():
+        found += ratio, _place(tables.swa), _place(tables.compressed), _place(tables.state)
+    return tuple(found)
 
 
 def _compressed_tables(
