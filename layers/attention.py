@@ -370,20 +370,21 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         capture: dict[str, torch.Tensor] | None,
     ) -> torch.Tensor:
         rows, device = metadata.num_tokens, hidden_states.device
-        out = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=device)
+        out = whole = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=device)
         if hidden_states.shape[0] > rows:
             out[rows:].zero_()
+            hidden_states, out = hidden_states[:rows], out[:rows]
         if capture is None and self._is_bindable(hidden_states, metadata):
             self._bound.run(
                 (bound_key(metadata), caches.addresses, self._weight_addresses()),
-                hidden_states[:rows],
-                out[:rows],
+                hidden_states,
+                out,
                 lambda hidden, result: self._forward(hidden, metadata, caches, None, result),
                 has_prefills=bool(metadata.num_prefill_tokens),
             )
         else:
-            self._forward(hidden_states[:rows], metadata, caches, capture, out[:rows])
-        return self.tp.sum(out)
+            self._forward(hidden_states, metadata, caches, capture, out)
+        return self.tp.sum(whole)
 
     def _is_bindable(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> bool:
         """Whether the launches of this step may be kept for others of its kind: on one stream."""
@@ -404,31 +405,39 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 if buffer is not None
             ]
         found = [buffers[name].data_ptr() for buffers, name in self._weight_places]  # type: ignore[union-attr]
-        self.mla_attn.reserve_parts(self.q_norm_weight.device)
-        found += self.mla_attn.workspace.addresses
-        if self.indexer is not None:
+        attention = self.mla_attn
+        attention.reserve_parts(self.q_norm_weight.device)
+        found += attention.workspace.addresses
+        if self.compress_ratio == 4:
+            assert self.indexer is not None
             found.append(self.indexer.indexer_op.topk_indices_buffer.data_ptr())
         return tuple(found)
 
     def _check_step(self, check: Checker, m: DeepseekV4Metadata, caches: LayerCaches) -> None:
         """Refuse metadata and caches of another layer kind or size: they would give numbers, only wrong ones."""
         ratio = self.compress_ratio
-        check.require(m.compress_ratio == ratio, "metadata", f"those of compress ratio {ratio}", m.compress_ratio)
+        if m.compress_ratio != ratio:
+            check.fail("metadata", f"those of compress ratio {ratio}", m.compress_ratio)
         longest = self.rotary_emb.cos_sin_cache.shape[0]
-        check.require(
-            m.max_seq_len <= longest, "metadata", f"sequences within max_model_len = {longest}", m.max_seq_len
-        )
-        for name, needed in (
-            ("compressed", ratio > 1), ("state", ratio > 1), ("indexer", ratio == 4), ("indexer_state", ratio == 4),
+        if m.max_seq_len > longest:
+            check.fail("metadata", f"sequences within max_model_len = {longest}", m.max_seq_len)
+        compresses, indexes = ratio > 1, ratio == 4
+        for name, cache, needed in (
+            ("compressed", caches.compressed, compresses), ("state", caches.state, compresses),
+            ("indexer", caches.indexer, indexes), ("indexer_state", caches.indexer_state, indexes),
         ):  # fmt: skip
-            given = "None" if getattr(caches, name) is None else "a cache"
-            expected = "a cache" if needed else "None"
-            check.require(given == expected, f"caches.{name}", f"{expected} for compress ratio {ratio}", given)
-        if self.indexer is not None and caches.indexer is not None:
+            if (cache is not None) != needed:
+                given, expected = ("None", "a cache") if needed else ("a cache", "None")
+                check.fail(f"caches.{name}", f"{expected} for compress ratio {ratio}", given)
+        if indexes:
+            assert self.indexer is not None
+            assert caches.indexer is not None
             rows = self.indexer.indexer_op.topk_indices_buffer.shape[0]
-            check.require(m.num_tokens <= rows, "metadata", f"at most max_num_tokens = {rows} rows", m.num_tokens)
+            if m.num_tokens > rows:
+                check.fail("metadata", f"at most max_num_tokens = {rows} rows", m.num_tokens)
             mine, theirs = INDEX_CACHES[self.options.index_cache], caches.indexer.kv_format
-            check.require(isinstance(theirs, type(mine)), "caches.indexer", f"format {mine.id}", theirs.id)
+            if not isinstance(theirs, type(mine)):
+                check.fail("caches.indexer", f"format {mine.id}", theirs.id)
 
     def _forward(
         self,

@@ -128,12 +128,12 @@ class _Watch(TorchDispatchMode):
 
 @dataclass
 class _View:
-    """An argument that is a view of the hidden states or of the result."""
+    """An argument that is a view of the hidden states or of the result, or all of it."""
 
     of: int  # 0: the hidden states, 1: the result
     arguments: list[Any]
     position: int
-    dtype: torch.dtype
+    is_all: bool
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int  # elements from the tensor's first
@@ -200,15 +200,17 @@ class BoundStep:
             self.is_whole = False  # a reinterpreted view: nothing here makes one
             return
         offset = distance // base.element_size()
-        self.views.append(_View(of, arguments, position, value.dtype, tuple(value.shape), value.stride(), offset))
+        shape, stride = tuple(value.shape), value.stride()
+        is_all = offset == 0 and (shape, stride) == (tuple(base.shape), base.stride())
+        self.views.append(_View(of, arguments, position, is_all, shape, stride, offset))
 
     def run(self, hidden_states: torch.Tensor, out: torch.Tensor) -> None:
         bases = hidden_states, out
         for view in self.views:
             base = bases[view.of]
-            view.arguments[view.position] = base.as_strided(
-                view.shape, view.stride, base.storage_offset() + view.offset
-            )
+            if not view.is_all:
+                base = base.as_strided(view.shape, view.stride, base.storage_offset() + view.offset)
+            view.arguments[view.position] = base
         for run, arguments in self.calls:
             run(*arguments)
 
@@ -261,7 +263,7 @@ class BoundSteps:
         has_prefills   whether there are prefill rows
         """
         device = hidden_states.device
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
         key = (key, hidden_states.stride(), stream, threading.get_ident())
         steps, most = (self._prefills, MOST_PREFILL_STEPS) if has_prefills else (self._decodes, MOST_STEPS)
         if key in steps:

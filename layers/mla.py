@@ -125,6 +125,7 @@ class DeepseekV4MLAAttention(nn.Module):
         self.use_pdl = use_pdl
         self.num_splits = 1 if batch_invariant else 0
         self.workspace = workspace or Workspace()
+        self._reserved: Workspace | None = None
         self.query_scale = 1.0
         self.register_buffer("attn_sink", torch.zeros(num_heads, device=device))
 
@@ -138,8 +139,9 @@ class DeepseekV4MLAAttention(nn.Module):
 
     def reserve_parts(self, device: torch.device) -> None:
         """Allocate what decode steps need, once."""
-        if not self.workspace.address:
+        if self._reserved is not self.workspace:
             self._decode_workspace(device)
+            self._reserved = self.workspace
 
     def _decode_workspace(self, device: torch.device) -> torch.Tensor:
         """What a decode step of any layer of this model can need, whatever its kind."""

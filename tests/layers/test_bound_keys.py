@@ -12,7 +12,7 @@ import torch
 
 from layers import BlockTables, DeepseekV4Metadata, DeepseekV4MetadataBuilder
 from layers import bound as bound_module
-from layers.bound import bound_key
+from layers.bound import BoundStep, bound_key
 from tests.layers.engine import CONFIG, KINDS
 
 MAX_TOKENS, MAX_LEN = 64, 4096
@@ -160,3 +160,36 @@ def test_checks_do_not_wear_off(count: int) -> None:
         lens = torch.zeros(count + 1, dtype=torch.int32)
         with pytest.raises(ValueError, match="seq_lens_device"):
             builder.build(1, [1] * count, [5] * count, tables, count, seq_lens_device=lens)
+
+
+def test_arguments_that_are_views_are_made_anew() -> None:
+    """Of the hidden states and the result, wherever these lie; all other arguments stay."""
+    calls: list[tuple[torch.Tensor, ...]] = []
+    wide = torch.arange(240.0).view(6, 40)
+    other = torch.ones(3)
+
+    def views(hidden: torch.Tensor, out: torch.Tensor) -> list[tuple[Any, ...]]:
+        return [
+            (hidden, hidden.unsqueeze(1), hidden[1:], hidden[:, 8:], 5, other),
+            (hidden.t(), out, out[2:], out.view(-1)[:7], hidden[:0]),
+        ]
+
+    def run(*args: Any) -> None:
+        calls.append(args)
+
+    first, result = wide[:3, :32], torch.zeros(3, 32)
+    step = BoundStep([(run, None, args) for args in views(first, result)], first, result)  # type: ignore[list-item]
+    assert step.is_whole
+    # in the same rows, and beginning inside of the first tensor's memory
+    assert not BoundStep([(run, None, (wide[:3, 4:36],))], first, result).views[0].is_all  # type: ignore[list-item]
+    for hidden, out in ((wide[2:5, 3:35], torch.zeros(3, 32)), (wide[1:4, :32], torch.zeros(9, 32)[4:7])):
+        calls.clear()
+        step.run(hidden, out)
+        for got, want in zip(calls, views(hidden, out), strict=True):
+            for mine, expected in zip(got, want, strict=True):
+                if isinstance(expected, torch.Tensor) and expected.numel():
+                    assert (mine.data_ptr(), mine.shape, mine.stride()) == (
+                        expected.data_ptr(), expected.shape, expected.stride(),
+                    )  # fmt: skip
+                elif not isinstance(expected, torch.Tensor):
+                    assert mine == expected
