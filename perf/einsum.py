@@ -97,8 +97,7 @@ def _variants() -> dict[str, Callable[[EinsumSet], None]]:
     def run(key: GemmKey | PortableEinsumKey, s: EinsumSet) -> None:
         tokens, groups, rank = s.out.shape
         if isinstance(key, GemmKey):
-            clusters = groups * -(-tokens // key.rows) * -(-rank // (key.columns * key.cluster))
-            ctas = key.cluster * min(clusters, multiprocessors(0) // key.cluster)
+            ctas = min(select.count_work_tiles(key, tokens, groups, rank), multiprocessors(0))
             launch(key, 0, s.a, s.a_scale, s.b, s.b_scale, s.out, None, ctas, False)
         else:
             tiles = groups * -(-tokens // key.rows) * -(-rank // key.columns)

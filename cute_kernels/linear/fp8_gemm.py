@@ -16,9 +16,9 @@ RECIPE = (1, 128, 128)
 EQUATION = "bhr,hdr->bhd"
 
 MOST_SWAPPED_ROWS = 32
-MOST_SPLIT_ROWS, MOST_SPLIT_OUTPUTS = 64, 2048
-"""More rows are faster the other way round on an H200; the second number is for weights whose K is split, of so few
-outputs that the kernel for many rows has too few work tiles."""
+MOST_ROWS_OF_FEW_CODES, FEW_CODES = 64, 1024
+"""More rows are faster the other way round on an H200. The others are for e4m3 results with few outputs, whose K only
+the swapped operands' kernel cuts into more than two splits."""
 
 OUTPUTS = {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float8_e4m3fn": "e4m3"}
 
@@ -28,16 +28,18 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     if arch != select.HOPPER:
         return [*einsum.deployment_keys(config, tp, arch)]
     outputs = {output for kind, output, *_ in select.layer_gemms(config, tp) if kind == "e4m3"}
-    many = [key for output in OUTPUTS.values() if output in outputs for key in select.many_rows_keys(output)]
+    many = [
+        key for output in OUTPUTS.values() if output in outputs for key in select.many_rows_keys(output, may_split=True)
+    ]
     return [*select.swap_ab_keys(config, tp, arch, "e4m3"), *many]
 
 
-def _is_swapped(out: Any, chunks: int, batch_invariant: bool) -> bool:
+def _is_swapped(out: Any, batch_invariant: bool) -> bool:
     rows, groups, outputs = out.shape
     if batch_invariant or rows <= MOST_SWAPPED_ROWS:
         return True
-    is_small = rows <= MOST_SPLIT_ROWS and groups * outputs <= MOST_SPLIT_OUTPUTS
-    return bool(is_small and select.splits_of(groups, outputs, chunks) > 1)
+    is_small = rows <= MOST_ROWS_OF_FEW_CODES and groups * outputs <= FEW_CODES
+    return is_small and OUTPUTS[str(out.dtype)] == "e4m3"
 
 
 def supports(
@@ -49,7 +51,7 @@ def supports(
         if OUTPUTS[str(out.dtype)] != "bf16":
             return False, f"a result of {out.dtype} has a kernel on {select.HOPPER} only, this is {arch}"
         return einsum.supports(a, a_scale, b, b_scale, out, EQUATION, RECIPE)
-    if not _is_swapped(out, a.shape[2] // CHUNK, batch_invariant) and not is_aligned(out):
+    if not _is_swapped(out, batch_invariant) and not is_aligned(out):
         return False, (
             f"out must be 16-byte aligned row by row for many rows, got address {out.data_ptr():#x} and strides "
             f"{tuple(out.stride())}"
@@ -96,8 +98,8 @@ def launch(
         return
     shape = OUTPUTS[str(out.dtype)], rows, groups, outputs, a.shape[2] // CHUNK
     key: KernelKey
-    if _is_swapped(out, shape[4], batch_invariant):
+    if _is_swapped(out, batch_invariant):
         key, number = select.swap_ab("e4m3", *shape)
     else:
-        key, number = select.many_rows(*shape, multiprocessors(device_index))
+        key, number = select.many_rows(*shape, multiprocessors(device_index), may_split=True)
     launch_key(key, device_index, a, a_scale, b, b_scale, out, out_scale, number, use_pdl)

@@ -6,6 +6,7 @@ so that a row's bits do not depend on how many rows there are.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -84,8 +85,25 @@ TILES: tuple[Tile, ...] = (
 """Fitted to times on an H200."""
 
 
+SPLIT_TILES: tuple[Tile, ...] = (
+    Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.239, 2.0),
+    Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4), 0.239, 2.7),
+    Tile(GemmKey(HOPPER, rows=64, warpgroups=1, stages=7, depth=2, splits=2), 0.307, 2.8),
+    Tile(GemmKey(HOPPER, rows=128, stages=4, depth=2, splits=2), 0.416, 3.0),
+)
+"""The same of kernels that cut K, for weights with fewer work tiles than there are multiprocessors."""
+
+LEAST_SPLIT_CHUNKS = 8
+"""Chunks of a split: with fewer its sums cost more than they save, and queries' products are never cut, whose bits with
+and without sums of squares are the same."""
+
 SQUARES_TILES = tuple(tile._replace(key=replace(tile.key, squares=True)) for tile in TILES if tile.key.staged)
 """Of kernels that store the sums of their results' squares as well."""
+
+
+def has_result(key: GemmKey, output: str) -> bool:
+    """Whether the kernel can make such a result: a row of e4m3 codes has a scale for 128 columns, by one CTA."""
+    return output != "e4m3" or (key.columns == SCALE_BLOCK and key.splits <= 2)
 
 
 def with_output(key: GemmKey, output: str) -> GemmKey:
@@ -93,43 +111,58 @@ def with_output(key: GemmKey, output: str) -> GemmKey:
     return replace(key, output=output, staged=key.staged and output == "bf16")
 
 
+def count_work_tiles(key: GemmKey, rows: int, groups: int, outputs: int) -> int:
+    return groups * -(-rows // key.rows) * -(-outputs // key.columns)
+
+
 @lru_cache(maxsize=4096)
 def many_rows(
-    output: str, rows: int, groups: int, outputs: int, chunks: int, multiprocessors: int = MULTIPROCESSORS
+    output: str,
+    rows: int,
+    groups: int,
+    outputs: int,
+    chunks: int,
+    multiprocessors: int = MULTIPROCESSORS,
+    may_split: bool = False,
 ) -> tuple[GemmKey, int]:
     """The kernel for many rows that is through soonest if every round of work tiles takes its time, and its number of
-    CTAs. No choice changes a row's bits: K is not cut."""
+    CTAs.
 
-    def clusters(key: GemmKey) -> int:
-        return groups * -(-rows // key.rows) * -(-outputs // (key.columns * key.cluster))
+    may_split   K may be cut, differently for different numbers of rows; if not, no choice changes a row's bits
+    """
 
     def microseconds(tile: Tile) -> float:
-        rounds = -(-clusters(tile.key) // (multiprocessors // tile.key.cluster))
-        return rounds * (chunks * tile.chunk_us + tile.tile_us)
+        work_tiles, splits = count_work_tiles(tile.key, rows, groups, outputs), tile.key.splits
+        if splits > 1 and (
+            work_tiles > CLUSTERS[splits][0] * multiprocessors // MULTIPROCESSORS
+            or chunks < splits * LEAST_SPLIT_CHUNKS
+        ):
+            return math.inf
+        return -(-work_tiles * splits // multiprocessors) * (-(-chunks // splits) * tile.chunk_us + tile.tile_us)
 
-    fitting = [tile for tile in TILES if output != "e4m3" or tile.key.columns == SCALE_BLOCK]
-    key = with_output(min(fitting, key=microseconds).key, output)
-    return key, key.cluster * min(clusters(key), multiprocessors // key.cluster)
+    tiles = TILES + SPLIT_TILES if may_split else TILES
+    key = min((tile for tile in tiles if has_result(tile.key, output)), key=microseconds).key
+    key = with_output(key, output)
+    work_tiles = count_work_tiles(key, rows, groups, outputs)
+    return key, work_tiles * key.splits if key.splits > 1 else min(work_tiles, multiprocessors)
 
 
 @lru_cache(maxsize=4096)
 def with_squares(rows: int, outputs: int, chunks: int, multiprocessors: int = MULTIPROCESSORS) -> tuple[GemmKey, int]:
     """As `many_rows`, of the kernels that store sums of squares, too."""
 
-    def work_tiles(key: GemmKey) -> int:
-        return -(-rows // key.rows) * -(-outputs // key.columns)
-
     def microseconds(tile: Tile) -> float:
-        return -(-work_tiles(tile.key) // multiprocessors) * (chunks * tile.chunk_us + tile.tile_us)
+        rounds = -(-count_work_tiles(tile.key, rows, 1, outputs) // multiprocessors)
+        return rounds * (chunks * tile.chunk_us + tile.tile_us)
 
     key = min(SQUARES_TILES, key=microseconds).key
-    return key, min(work_tiles(key), multiprocessors)
+    return key, min(count_work_tiles(key, rows, 1, outputs), multiprocessors)
 
 
-def many_rows_keys(output: str) -> list[GemmKey]:
+def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
     """Every key of a type of result: a batch may have any size."""
-    fitting = [tile.key for tile in TILES if output != "e4m3" or tile.key.columns == SCALE_BLOCK]
-    return [with_output(key, output) for key in fitting]
+    tiles = TILES + SPLIT_TILES if may_split else TILES
+    return [with_output(tile.key, output) for tile in tiles if has_result(tile.key, output)]
 
 
 def layer_gemms(config: Any, tp: int) -> list[tuple[str, str, int, int, int]]:

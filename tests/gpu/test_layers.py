@@ -92,7 +92,6 @@ def test_recordings_name_the_implementation() -> None:
     assert {op: ran.get(op) for op in ("fused_q_kv_rmsnorm_quant", "fp8_gemm", "sparse_mla_decode")} == dict.fromkeys(
         ("fused_q_kv_rmsnorm_quant", "fp8_gemm", "sparse_mla_decode"), "kernel"
     )
-    assert ran["linear wq_b"] == "torch"
     assert all(call.seconds > 0 for call in recording.calls)
 
 

@@ -127,6 +127,35 @@ def test_how_k_is_cut_follows_from_the_weight_alone() -> None:
                     assert key.smem_bytes <= 232448
 
 
+def test_k_is_cut_for_many_rows_where_work_tiles_are_few() -> None:
+    """Only where a cluster for each work tile runs at once, and never of queries, whose product has the same bits with
+    the sums of squares."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cute_kernels.linear import fp8_gemm, select
+    from cute_kernels.models import MODELS
+
+    used = set()
+    for model in MODELS.values():
+        for tp in (1, 2, 4, 8):
+            declared = set(fp8_gemm.deployment_keys(model, tp, "sm_90a"))
+            for operands, output, groups, outputs, k in select.layer_gemms(model, tp):
+                for rows in range(33, 1200, 31) if operands == "e4m3" else ():
+                    shape = output, rows, groups, outputs, k // 128
+                    key, ctas = select.many_rows(*shape, may_split=True)
+                    tiles = groups * -(-rows // key.rows) * -(-outputs // key.columns)
+                    assert key in declared
+                    if key.splits > 1:
+                        used.add((key.rows, key.columns, key.splits))
+                        assert ctas == tiles * key.splits
+                        assert tiles <= select.CLUSTERS[key.splits][0]
+                        assert k > model.q_lora_rank
+                        assert output != "e4m3" or key.splits == 2
+                    else:
+                        assert ctas == min(tiles, select.MULTIPROCESSORS)
+                    assert select.many_rows(*shape)[0].splits == 1
+    assert used == {(tile.key.rows, tile.key.columns, tile.key.splits) for tile in select.SPLIT_TILES}
+
+
 def test_every_call_of_a_deployment_has_its_kernel() -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from cute_kernels.linear import bf16_gemm, fp8_gemm, select

@@ -19,12 +19,18 @@ What binds is shared memory, then the power of the chip. A product of 64 x 128 r
 clocks that it takes, and the copies of the operands write (rows + columns) * 128 bytes in rows * columns / 32 clocks:
 together 160 bytes a clock with 128 x 128 tiles and 144 with 256 x 128, of 128 that there are.
 
-With a cluster of two, the CTAs have the same rows and neighbouring columns: each brings half of the rows for both. A
-stage is free when the consumers of both have released it.
+Where there are fewer work tiles than multiprocessors K is cut (`splits`): the CTAs of a cluster have a split of one
+work tile each, and send their totals to each other. Each adds up a share of the tile, split by split, and stores it:
 
-Every key adds the chunks of a row in the same order, so a row's bits do not depend on what else is in the batch.
+    share of CTA r        of every 16 rows the first 8 (r even) or the others (r odd); of the columns, with 4 splits,
+                          the first half (r < 2) or the other one
+    received              [split, 16 bytes of the share, thread] 16 bytes, for each consumer warpgroup
 
-Tiles of 256 x 128 with two waves are known from DeepGEMM, multicast in clusters from CUTLASS.
+Every key without splits adds the chunks of a row in the same order, so a row's bits do not depend on what else is in
+the batch. With splits they depend on how K is cut.
+
+Tiles of 256 x 128 with two waves are known from DeepGEMM, split-K through distributed shared memory from DeepGEMM and
+CUTLASS.
 """
 
 from __future__ import annotations
@@ -82,7 +88,8 @@ class GemmKey(KernelKey):
     warpgroups   that multiply: 1 to 3
     stages       of the ring
     depth        chunks whose products a warpgroup has under way together; 1 with several waves
-    cluster      CTAs that share the rows: 1 or 2
+    splits       of K: CTAs of a cluster, 1, 2 or 4; 2 for an e4m3 result, whose scales are those of whole rows. More
+                 than one: one wave, no lag, not staged, and a cluster for each work tile
     lag          chunks that the second of two warpgroups starts behind the first, so that one multiplies while the
                  other stores; 0: together
     staged       a bf16 result goes out through shared memory, while the next work tile is multiplied
@@ -96,7 +103,7 @@ class GemmKey(KernelKey):
     warpgroups: int = 2
     stages: int = 4
     depth: int = 1
-    cluster: int = 1
+    splits: int = 1
     lag: int = 0
     staged: bool = False
     squares: bool = False
@@ -124,9 +131,16 @@ class GemmKey(KernelKey):
         return self.rows * self.columns * 2 if self.staged else 0
 
     @property
+    def received_bytes(self) -> int:
+        """Of one consumer warpgroup: a share from each split."""
+        return wgmma.ROWS * self.columns * 4 if self.splits > 1 else 0
+
+    @property
     def smem_bytes(self) -> int:
-        before = self.stages * (barriers.BYTES_PER_STAGE + self.scales_per_stage * 4)
-        return round_up(before, 1024) + self.stages * self.stage_bytes + self.result_bytes
+        bars = self.stages * barriers.BYTES_PER_STAGE + (self.warpgroups * 8 if self.splits > 1 else 0)
+        before = round_up(bars, 16) + self.stages * self.scales_per_stage * 4
+        received = self.warpgroups * self.received_bytes
+        return round_up(before, 1024) + self.stages * self.stage_bytes + self.result_bytes + received
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -189,8 +203,8 @@ class Squares(NamedTuple):
 
 
 class TileScheduler(NamedTuple):
-    """The work tiles of a CTA: numbers first, first + step ... below `end`. A number is a cluster's: neighbouring
-    columns, as many as the cluster has CTAs. By rows within a band, then columns, then bands, then groups."""
+    """The work tiles of a CTA: numbers first, first + step ... below `end`, by rows within a band, then columns, then
+    bands, then groups; and its chunks of K."""
 
     first: Any
     end: Any
@@ -198,30 +212,29 @@ class TileScheduler(NamedTuple):
     row_tiles: Any
     column_tiles: Any
     band: Any
-    rank: Any
-    cluster: Any
+    first_chunk: Any
+    chunks: Any
 
     def coords(self, number: Any) -> tuple[Any, Any, Any]:
         """Group, tile of rows and tile of columns."""
-        columns = (self.column_tiles + self.cluster - 1) // self.cluster
-        group, number = number // (self.row_tiles * columns), number % (self.row_tiles * columns)
-        first_row = number // (self.band * columns) * self.band
+        tiles = self.row_tiles * self.column_tiles
+        group, number = number // tiles, number % tiles
+        first_row = number // (self.band * self.column_tiles) * self.band
         height = cutlass.min(self.row_tiles - first_row, self.band)
-        number -= first_row * columns
-        return group, first_row + number % height, number // height * self.cluster + self.rank
+        number -= first_row * self.column_tiles
+        return group, first_row + number % height, number // height
 
 
 class GemmKernel:
     """Entry point: (a, a_scale, b, b_scale, out, memory of out's scales or None, number of CTAs, whether to launch as a
-    dependent of the kernel before, stream). The number of CTAs is a multiple of the cluster."""
+    dependent of the kernel before, stream). With splits the number of CTAs is that of the work tiles' splits."""
 
     def __init__(self, key: GemmKey) -> None:
         self.key = key
         self.rows, self.columns, self.stages, self.depth = key.rows, key.columns, key.stages, key.depth
-        self.warpgroups, self.waves, self.cluster = key.warpgroups, key.waves, key.cluster
-        self.share = key.rows // key.cluster
+        self.warpgroups, self.waves, self.splits = key.warpgroups, key.waves, key.splits
         self.name = (
-            f"gemm_e4m3_{key.output}_{key.rows}x{key.columns}_w{key.warpgroups}s{key.stages}d{key.depth}c{key.cluster}"
+            f"gemm_e4m3_{key.output}_{key.rows}x{key.columns}_w{key.warpgroups}s{key.stages}d{key.depth}k{key.splits}"
             + "_squares" * key.squares
         )
 
@@ -266,7 +279,7 @@ class GemmKernel:
         kernel.launch(
             grid=[ctas, 1, 1],
             block=[self.key.threads, 1, 1],
-            cluster=[self.cluster, 1, 1],
+            cluster=[self.splits, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=use_pdl,
@@ -274,15 +287,13 @@ class GemmKernel:
 
     def tma_atoms(self, a: Any, b: Any) -> tuple[Any, ...]:
         """Of each operand the copy and what it reads, then of each where it writes."""
-        a_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.share, self.stages * self.cluster)
+        a_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.rows, self.stages)
         b_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.columns, self.stages)
         # both as [rows, K, groups]
         a_view = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
         b_view = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        shared_load = load if self.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        # a CTA brings its share of the rows, to all CTAs of the cluster
-        a_copy, a_source = cpasync.make_tiled_tma_atom(shared_load, a_view, a_tiles, (self.share, CHUNK))
+        a_copy, a_source = cpasync.make_tiled_tma_atom(load, a_view, a_tiles, (self.rows, CHUNK))
         b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, CHUNK))
         return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
 
@@ -307,54 +318,48 @@ class GemmKernel:
     # ---- producer
 
     @cute.jit
-    def load_a(self, a: Any, rank: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
+    def load_a(self, a: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
         copy, target, source = a
         group, row_tile, _ = tile
-        read = source[None, row_tile * self.cluster + rank, chunk, group]
-        written = target[None, stage * self.cluster + rank]
-        if const_expr(self.cluster == 1):
-            cute.copy(copy, read, written, tma_bar_ptr=full)
-        else:
-            everyone = cutlass.Int16((1 << self.cluster) - 1)
-            cute.copy(copy, read, written, tma_bar_ptr=full, mcast_mask=everyone)
+        cute.copy(copy, source[None, row_tile, chunk, group], target[None, stage], tma_bar_ptr=full)
 
     @cute.jit
     def load_b(self, b: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
         copy, target, source = b
         group, _, column_tile = tile
-        # the bytes of `a` are announced as well, those from the cluster's other CTA included
+        # the bytes of `a` are announced as well
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.key.stage_bytes)
         cute.copy(copy, source[None, column_tile, chunk, group], target[None, stage], tma_bar_ptr=full)
 
     @cute.jit
-    def produce(self, work: Any, ring: Any, a: Any, b: Any, chunks: Any) -> None:
+    def produce(self, work: Any, ring: Any, a: Any, b: Any) -> None:
         """Fill the ring with the chunks of all work tiles. By one warp."""
         tile = work.coords(work.first)
         # b is a constant operand: of the first work tile it is on its way before the kernel ahead has ended
-        ahead = cutlass.min(chunks, self.stages)
+        ahead = cutlass.min(work.chunks, self.stages)
         if work.first < work.end:
             for chunk in cutlass.range(ahead, unroll=1):
-                self.load_b(b, tile, chunk, chunk, ring.full(chunk))
+                self.load_b(b, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
         cute.arch.griddepcontrol_wait()
         if work.first < work.end:
             for chunk in cutlass.range(ahead, unroll=1):
-                self.load_a(a, work.rank, tile, chunk, chunk, ring.full(chunk))
+                self.load_a(a, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
         stage, phase = ahead % self.stages, ahead // self.stages
         first_chunk = ahead
         for number in cutlass.range(work.first, work.end, work.step, unroll=1):
             tile = work.coords(number)
-            for chunk in cutlass.range(first_chunk, chunks, 1, unroll=1):
+            for chunk in cutlass.range(first_chunk, work.chunks, 1, unroll=1):
                 ring.wait_empty(stage, phase)
                 full = ring.full(stage)
-                self.load_b(b, tile, chunk, stage, full)
-                self.load_a(a, work.rank, tile, chunk, stage, full)
+                self.load_b(b, tile, work.first_chunk + chunk, stage, full)
+                self.load_a(a, tile, work.first_chunk + chunk, stage, full)
                 stage, phase = barriers.advance(stage, phase, self.stages)
             first_chunk = Int32(0)
 
     @cute.jit
     def copy_scales(
-        self, work: Any, ring: Any, scales: Any, a_scale: Any, b_scale: Any, rows: Any, columns: Any, chunks: Any
+        self, work: Any, ring: Any, scales: Any, a_scale: Any, b_scale: Any, rows: Any, columns: Any
     ) -> None:
         """Fill the ring with the scales of the chunks of all work tiles. By one warp."""
         lane = cute.arch.lane_idx()
@@ -367,13 +372,14 @@ class GemmKernel:
             sources = [a_scale.at(cutlass.min(first + i * WARP, rows - 1), group) for i in range(self.rows // WARP)]
             block = cutlass.min(column_tile * self.columns, columns - 1) // SCALE_BLOCK
             block_source = b_scale.at(group, block)
-            for chunk in cutlass.range(chunks, unroll=1):
+            for local in cutlass.range(work.chunks, unroll=1):
+                chunk = Int64(work.first_chunk + local)
                 ring.wait_empty(stage, phase)
                 target = scales + (stage * self.key.scales_per_stage + lane) * 4
                 for i in range_constexpr(self.rows // WARP):
-                    ptx.copy_async_32(target + i * WARP * 4, sources[i] + Int64(chunk) * a_scale.strides[2])
+                    ptx.copy_async_32(target + i * WARP * 4, sources[i] + chunk * a_scale.strides[2])
                 if lane == 0:
-                    ptx.copy_async_32(target + self.rows * 4, block_source + Int64(chunk) * b_scale.strides[2])
+                    ptx.copy_async_32(target + self.rows * 4, block_source + chunk * b_scale.strides[2])
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
                 stage, phase = barriers.advance(stage, phase, self.stages)
         # no lane ends with copies under way
@@ -451,8 +457,6 @@ class GemmKernel:
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(ring.empty(stage))
-            if const_expr(self.cluster > 1):
-                ptx.arrive_cluster(ptx.map_shared(ring.empty(stage).toint(), cute.arch.block_idx_in_cluster() ^ 1))
 
     @cute.jit
     def promote(self, totals: cute.Tensor, products: cute.Tensor, factors: Any) -> None:
@@ -465,7 +469,7 @@ class GemmKernel:
     @cute.jit
     def store(self, totals: Any, lane: Any, row: Any, tile: Any, result: Any, rows: Any, columns: Any) -> None:
         """Store the 64 x columns totals of a warpgroup's wave, whose first row of the thread is `row`."""
-        out, out_scale, scale_row, padded_rows = result
+        out = result[0]
         group, _, column_tile = tile
         column = column_tile * self.columns
         if const_expr(self.key.output == "bf16"):
@@ -482,25 +486,93 @@ class GemmKernel:
             for half in range_constexpr(2):
                 own = row + 8 * half
                 pairs = [ptx.bf16x2(totals[i], totals[i + 1]) for i in range(2 * half, SCALE_BLOCK // 2, 4)]
-                halves = convert.absmax_bf16x2(*pairs)
-                largest = ptx.max_f32(convert.bf16_low(halves), convert.bf16_high(halves))
-                byte = convert.ue8m0_from_absmax(over_quad(largest, ptx.max_f32), E4M3_MAX, OUTPUT_FLOOR)
-                factor = convert.ue8m0_inverse(byte)
-                for part in range_constexpr(2):
-                    first = [8 * part + 2 * i for i in range(4)]
-                    words = [convert.e4m3_from_bf16x4(pairs[i], pairs[i + 1], factor) for i in first]
-                    # of 16 neighbouring columns, a word has two of the first 8 and two of the others
-                    words = exchange_in_quad(lane, words)
-                    codes = [
-                        ptx.permute_bytes(words[i], words[i + 1], order) for order in (0x5410, 0x7632) for i in (0, 2)
-                    ]
-                    target = out.at(own, group) + Int64(column + part * 64 + lane % 4 * 16)
-                    ptx.store_global_128(target, codes, own < rows and column < columns)
-                # the rows between the last one and the padded length get zeros
-                scale = byte << 23 if own < rows else Int32(0)
-                scale_block = group * (columns // SCALE_BLOCK) + column_tile
-                target = out_scale + Int64(scale_block) * scale_row + Int64(own) * 4
-                ptx.store_global_s32(target, scale, lane % 4 == 0 and own < padded_rows and column < columns)
+                self.store_codes(pairs, lane, own, tile, result, rows, columns)
+
+    @cute.jit
+    def store_codes(self, pairs: Any, lane: Any, own: Any, tile: Any, result: Any, rows: Any, columns: Any) -> None:
+        """Quantize and store a quad's row `own` of 128 columns; a lane has a pair of every 8."""
+        out, out_scale, scale_row, padded_rows = result
+        group, _, column_tile = tile
+        column = column_tile * self.columns
+        halves = convert.absmax_bf16x2(*pairs)
+        largest = ptx.max_f32(convert.bf16_low(halves), convert.bf16_high(halves))
+        byte = convert.ue8m0_from_absmax(over_quad(largest, ptx.max_f32), E4M3_MAX, OUTPUT_FLOOR)
+        factor = convert.ue8m0_inverse(byte)
+        for part in range_constexpr(2):
+            first = [8 * part + 2 * i for i in range(4)]
+            words = [convert.e4m3_from_bf16x4(pairs[i], pairs[i + 1], factor) for i in first]
+            # of 16 neighbouring columns, a word has two of the first 8 and two of the others
+            words = exchange_in_quad(lane, words)
+            codes = [ptx.permute_bytes(words[i], words[i + 1], order) for order in (0x5410, 0x7632) for i in (0, 2)]
+            target = out.at(own, group) + Int64(column + part * 64 + lane % 4 * 16)
+            ptx.store_global_128(target, codes, own < rows and column < columns)
+        # the rows between the last one and the padded length get zeros
+        scale = byte << 23 if own < rows else Int32(0)
+        scale_block = group * (columns // SCALE_BLOCK) + column_tile
+        target = out_scale + Int64(scale_block) * scale_row + Int64(own) * 4
+        ptx.store_global_s32(target, scale, lane % 4 == 0 and own < padded_rows and column < columns)
+
+    @cute.jit
+    def combine(self, totals: Any, rank: Any, warp: Any, lane: Any, received: Any, full: Any) -> None:
+        """Send each CTA of the cluster its share of the totals, and put the sums of this one's at the front of
+        `totals`. By one warpgroup, with memory and a barrier of its own."""
+        words_per_share = const_expr(self.columns // 2 // self.splits)
+        share_bytes = const_expr(words_per_share * 4 * wgmma.WARPGROUP)
+        row_bytes = const_expr(16 * wgmma.WARPGROUP)
+        place = received + (warp % 4 * WARP + lane) * 16
+        if warp % 4 == 0 and lane == 0:
+            ptx.expect_bytes(full, (self.splits - 1) * share_bytes)
+        for share in range_constexpr(self.splits):
+            words = [totals[i].bitcast(Int32) for i in self.share_of(share)]
+            own = place + rank * share_bytes
+            if rank == share:
+                for i in range_constexpr(0, words_per_share, 4):
+                    ptx.store_shared_128_in_order(own + i // 4 * row_bytes, words[i : i + 4])
+            else:
+                target, bar = ptx.map_shared(own, share), ptx.map_shared(full, share)
+                for i in range_constexpr(0, words_per_share, 4):
+                    ptx.store_remote_128(target + i // 4 * row_bytes, words[i : i + 4], bar)
+        ptx.wait_mbarrier_cluster(full, 0)
+        for i in range_constexpr(0, words_per_share, 4):
+            sums: Any = None
+            for split in range_constexpr(self.splits):
+                found = ptx.load_shared_128_in_order(place + split * share_bytes + i // 4 * row_bytes)
+                values = [word.bitcast(Float32) for word in found]
+                sums = values if const_expr(split == 0) else [a + b for a, b in zip(sums, values, strict=True)]
+            for j in range_constexpr(4):
+                totals[i + j] = sums[j]
+
+    def share_of(self, rank: int) -> list[int]:
+        """Which of a thread's totals CTA `rank` of the cluster adds up: pairs of every 8 columns of one of its rows."""
+        blocks = self.columns // 8 // (self.splits // 2)
+        first = rank // 2 * blocks
+        return [4 * block + rank % 2 * 2 + i for block in range(first, first + blocks) for i in range(2)]
+
+    @cute.jit
+    def store_share(
+        self, sums: Any, lane: Any, rank: Any, own: Any, tile: Any, result: Any, rows: Any, columns: Any
+    ) -> None:
+        """Store a thread's sums, pairs of every 8 columns of its row `own`."""
+        out = result[0]
+        group, _, column_tile = tile
+        across = const_expr(self.columns // (self.splits // 2))
+        column = column_tile * self.columns + rank // 2 * across
+        pairs = [(sums[2 * i], sums[2 * i + 1]) for i in range(across // 8)]
+        if const_expr(self.key.output == "fp32"):
+            for i in range_constexpr(across // 8):
+                at = column + 8 * i + lane % 4 * 2
+                low, high = (value.bitcast(Int32) for value in pairs[i])
+                ptx.store_global_64(out.at(own, group) + Int64(at) * 4, low, high, own < rows and at < columns)
+        else:
+            words = [ptx.bf16x2(*pair) for pair in pairs]
+            if const_expr(self.key.output == "e4m3"):
+                self.store_codes(words, lane, own, tile, result, rows, columns)
+            else:
+                for i in range_constexpr(0, across // 8, 4):
+                    # a lane gets all of one of four blocks of 8 columns
+                    at = column + 8 * i + lane % 4 * 8
+                    found = exchange_in_quad(lane, words[i : i + 4])
+                    ptx.store_global_128(out.at(own, group) + Int64(at) * 2, found, own < rows and at < columns)
 
     @cute.jit
     def store_staged(
@@ -571,11 +643,14 @@ class GemmKernel:
         warp = cute.arch.make_warp_uniform(thread // WARP)
         lane = thread % WARP
         rank = Int32(0)
-        if const_expr(self.cluster > 1):
-            rank = cute.arch.make_warp_uniform(cta % self.cluster)
+        if const_expr(self.splits > 1):
+            rank = cute.arch.make_warp_uniform(cta % self.splits)
 
         smem = SmemAllocator()
         ring = barriers.Ring.allocate(smem, self.stages)
+        bars: Any = None
+        if const_expr(self.splits > 1):
+            bars = smem.allocate_array(Int64, self.warpgroups)
         scales = smem.allocate_tensor(
             Float32, cute.make_layout(self.key.scales_per_stage * self.stages), byte_alignment=16
         ).iterator.toint()
@@ -589,41 +664,50 @@ class GemmKernel:
                 out_copy, 0, cute.make_layout(1), cute.group_modes(results, 0, 2), cute.group_modes(grid, 0, 2)
             )
             staging = results.iterator.toint(), out_copy, written, read
+        received = Int32(0)
+        if const_expr(self.splits > 1):
+            words = cute.make_layout(self.warpgroups * self.key.received_bytes // 4)
+            received = smem.allocate_tensor(Int32, words, byte_alignment=128).iterator.toint()
         if warp == self.warpgroups * 4:
             for copy in (a_copy, b_copy):
                 cpasync.prefetch_descriptor(copy)
         if thread == 0:
-            # one arrival announces the bytes, one per lane its scales; every warp that uses a stage, or of the other
-            # CTA the half that this one brings, releases it
-            ring.initialize(1 + WARP, self.warpgroups * 4 * self.cluster)
-        if const_expr(self.cluster > 1):
-            # nobody copies to a CTA whose barriers are not there yet
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
+            # one arrival announces the bytes, one per lane its scales; every warp that uses a stage releases it
+            ring.initialize(1 + WARP, self.warpgroups * 4)
+            if const_expr(self.splits > 1):
+                for group in range_constexpr(self.warpgroups):
+                    cute.arch.mbarrier_init(bars + group, 1)
+                cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if const_expr(self.splits > 1):
+            # nobody sends to a CTA whose barriers are not there yet: waited for behind the mainloop
+            cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
 
         row_tiles, column_tiles = cute.ceil_div(rows, self.rows), cute.ceil_div(columns, self.columns)
+        first_chunk = rank * chunks // self.splits
         work = TileScheduler(
-            cta // self.cluster,
-            groups * row_tiles * cute.ceil_div(column_tiles, self.cluster),
-            ctas // self.cluster,
+            cta // self.splits,
+            groups * row_tiles * column_tiles,
+            ctas // self.splits,
             row_tiles,
             column_tiles,
             BAND_ROWS // self.rows,
-            rank,
-            self.cluster,
+            first_chunk,
+            (rank + 1) * chunks // self.splits - first_chunk,
         )
         wgmma.accumulate(mma_more)
         if warp >= self.warpgroups * 4:
             if const_expr(self.warpgroups > 1):
                 cute.arch.setmaxregister_decrease(REGISTERS[self.warpgroups][0])
             if warp == self.warpgroups * 4:
-                a_memory = (a_copy, *self.partition(a_copy, a_source, a, self.share))
+                a_memory = (a_copy, *self.partition(a_copy, a_source, a, self.rows))
                 b_memory = (b_copy, *self.partition(b_copy, b_source, b, self.columns))
-                self.produce(work, ring, a_memory, b_memory, chunks)
+                self.produce(work, ring, a_memory, b_memory)
             if warp == self.warpgroups * 4 + 1:
-                self.copy_scales(work, ring, scales, a_scale, b_scale, rows, columns, chunks)
+                self.copy_scales(work, ring, scales, a_scale, b_scale, rows, columns)
+            if const_expr(self.splits > 1):
+                cute.arch.cluster_wait()
         else:
             if const_expr(self.warpgroups > 1):
                 cute.arch.setmaxregister_increase(REGISTERS[self.warpgroups][1])
@@ -636,24 +720,30 @@ class GemmKernel:
             late = Int32(-1)
             if const_expr(self.key.lag > 0):
                 if consumer == 0:
-                    late = cutlass.min(Int32(self.key.lag), chunks // self.depth - 1)
+                    late = cutlass.min(Int32(self.key.lag), work.chunks // self.depth - 1)
                 else:
                     cute.arch.barrier(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
             for number in cutlass.range(work.first, work.end, work.step, unroll=1):
-                place = self.consume((mma, mma_more), ring, operands, scales, totals, place, chunks, late)
+                place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work.chunks, late)
                 late = Int32(-1)
                 tile = work.coords(number)
+                result = out, out_scale, scale_row, padded_rows
+                row = tile[1] * self.rows + thread // WARP * 16 + lane // 4
                 if const_expr(self.key.staged):
                     self.store_staged(totals, warp, lane, tile, staging, squares, rows)
-                row = tile[1] * self.rows + thread // WARP * 16 + lane // 4
-                for wave in range_constexpr(0 if self.key.staged else self.waves):
-                    result = out, out_scale, scale_row, padded_rows
-                    first = row + wave * self.warpgroups * wgmma.ROWS
-                    self.store(totals[wave], lane, first, tile, result, rows, columns)
+                elif const_expr(self.splits > 1):
+                    cute.arch.cluster_wait()
+                    own_received = received + consumer * self.key.received_bytes
+                    self.combine(totals[0], rank, warp, lane, own_received, bars.toint() + consumer * 8)
+                    self.store_share(totals[0], lane, rank, row + rank % 2 * 8, tile, result, rows, columns)
+                else:
+                    for wave in range_constexpr(self.waves):
+                        first = row + wave * self.warpgroups * wgmma.ROWS
+                        self.store(totals[wave], lane, first, tile, result, rows, columns)
             if const_expr(self.key.staged):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if const_expr(self.cluster > 1):
-            # a CTA stays until nobody copies to it or arrives at its barriers any more
+        if const_expr(self.splits > 1):
+            # a CTA stays until nobody sends to it any more
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
