@@ -32,8 +32,15 @@ def quantize() -> Iterator[Example]:
         yield Example(f"{tokens} rows of {columns}", (x, out, scales, tokens % 2 == 1))
 
 
-_GEMMS = ((1, 1, 256, 512), (5, 2, 128, 384), (33, 1, 400, 1024), (70, 3, 256, 128), (130, 1, 1536, 4096))
-"""(tokens, groups, N, K)"""
+_GEMMS = (
+    (1, 1, 256, 512),
+    (5, 2, 128, 384),
+    (33, 1, 400, 1024),
+    (70, 3, 256, 128),
+    (61, 1, 1536, 4096),
+    (130, 1, 1536, 4096),
+)
+"""(tokens, groups, N, K). On Hopper K of the last two is cut for many rows, into four and two splits."""
 
 ROUNDING, PRODUCTS, FP32 = 2.0**-8, 2.0**-11, 2.0**-18
 """Shares of the exact result, and of the sum of the products' magnitudes, that a result may differ by: bf16 rounding,

@@ -16,9 +16,10 @@ RECIPE = (1, 128, 128)
 EQUATION = "bhr,hdr->bhd"
 
 MOST_SWAPPED_ROWS = 32
-MOST_ROWS_OF_FEW_CODES, FEW_CODES = 64, 1024
-"""More rows are faster the other way round on an H200. The others are for e4m3 results with few outputs, whose K only
-the swapped operands' kernel cuts into more than two splits."""
+"""More rows are faster the other way round on an H200."""
+
+MOST_SWAPPED_CODE_ROWS, FEW_CODES = 64, 1024
+"""The same for e4m3 results of so few columns: only the swapped operands' kernel cuts their K into more than two."""
 
 OUTPUTS = {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float8_e4m3fn": "e4m3"}
 
@@ -38,7 +39,7 @@ def _is_swapped(out: Any, batch_invariant: bool) -> bool:
     rows, groups, outputs = out.shape
     if batch_invariant or rows <= MOST_SWAPPED_ROWS:
         return True
-    is_small = rows <= MOST_ROWS_OF_FEW_CODES and groups * outputs <= FEW_CODES
+    is_small = rows <= MOST_SWAPPED_CODE_ROWS and groups * outputs <= FEW_CODES
     return is_small and OUTPUTS[str(out.dtype)] == "e4m3"
 
 

@@ -1,7 +1,8 @@
 """Which kernel a GEMM of a layer takes, and how it cuts K.
 
-How K is cut is a function of the weight's shape alone (and of the multiprocessors of the chip the table was made for),
-so that a row's bits do not depend on how many rows there are.
+For few rows how K is cut is a function of the weight's shape alone (and of the multiprocessors of the chip the table
+was made for), so that a row's bits do not depend on how many rows there are. For many rows it follows from their number,
+too.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ SPLIT_TILES: tuple[Tile, ...] = (
 """The same of kernels that cut K, for weights with fewer work tiles than there are multiprocessors."""
 
 LEAST_SPLIT_CHUNKS = 8
-"""Chunks of a split: with fewer its sums cost more than they save, and queries' products are never cut, whose bits with
-and without sums of squares are the same."""
+"""Of 128 columns. With fewer in a split its sums cost more than they save. It keeps queries' products whole, whose bits
+are to be the same with and without sums of squares."""
 
 SQUARES_TILES = tuple(tile._replace(key=replace(tile.key, squares=True)) for tile in TILES if tile.key.staged)
 """Of kernels that store the sums of their results' squares as well."""
@@ -112,6 +113,7 @@ def with_output(key: GemmKey, output: str) -> GemmKey:
 
 
 def count_work_tiles(key: GemmKey, rows: int, groups: int, outputs: int) -> int:
+    """Tiles of results; each takes as many CTAs as K has splits."""
     return groups * -(-rows // key.rows) * -(-outputs // key.columns)
 
 
