@@ -227,9 +227,9 @@ def fp8_linear_squares(
     use_pdl        as of `fp8_grouped_linear`
 
     Returns (out, squares). out is that of `fp8_linear`, in bits too where that takes its kernel for many rows and does
-    not cut K (as where K < 2048). A sum is one of fp32, in the order of cute_kernels/kv_cache/query_norm.py: a row's bits
-    depend on nothing else. There is a kernel on Hopper only, made for many rows, which needs rows of a, weight and out
-    that are 16-byte aligned, and N to be a multiple of 16. No output may share memory with anything else. Raises
+    not cut K (as where K < 2048). A sum is one of fp32, in the order of cute_kernels/kv_cache/query_norm.py: a row's
+    bits depend on nothing else. There is a kernel on Hopper only, made for many rows, which needs rows of a, weight and
+    out that are 16-byte aligned, and N to be a multiple of 16. No output may share memory with anything else. Raises
     ValueError or TypeError on arguments that do not fit.
     """
     c = Checker("fp8_gemm_squares")

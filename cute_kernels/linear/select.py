@@ -1,8 +1,8 @@
 """Which kernel a GEMM of a layer takes, and how it cuts K.
 
 For few rows how K is cut is a function of the weight's shape alone (and of the multiprocessors of the chip the table
-was made for), so that a row's bits do not depend on how many rows there are. For many rows it follows from their number,
-too.
+was made for), so that a row's bits do not depend on how many rows there are. For many rows it follows from their
+number, too.
 """
 
 from __future__ import annotations
