@@ -281,10 +281,12 @@ class GatheredKV(NamedTuple):
         return cls(address(kv), stride_bytes(kv, 0), length(kv, 0), *lists, lengths)
 
     @cute.jit
-    def count(self, row: Any, is_row: Any) -> Any:
-        """Of a query row's columns that count; of what is no row, anything."""
+    def count(self, work_tile: Any, scheduler: PrefillScheduler) -> Any:
+        """Of a work tile's columns that count; of what is no work tile, anything."""
         count = self.columns
         if self.lengths != 0:
+            row, _ = scheduler.coords(work_tile)
+            is_row = work_tile < scheduler.end
             found = ptx.load_global_s32_where(is_row, self.lengths + Int64(row) * 4)
             count = cutlass.max(cutlass.min(found, count), 0)
         return count
@@ -347,8 +349,10 @@ class MixedKV(NamedTuple):
         return cls(window, compressed, *lists, window_size, lengths, batch)
 
     @cute.jit
-    def count(self, row: Any, is_row: Any) -> Any:
-        """Of a query row's columns that count, as two numbers in one: the window's, and the compressed ones."""
+    def count(self, work_tile: Any, scheduler: PrefillScheduler) -> Any:
+        """Of a work tile's columns that count, as two numbers in one: the window's, and the compressed ones."""
+        row, _ = scheduler.coords(work_tile)
+        is_row = work_tile < scheduler.end
         found = ptx.load_global_s32_where(is_row, self.lengths + Int64(row) * 4)
         position = self.batch.position(row, self.batch.search(row, is_row))
         window = cutlass.min(self.window_size, position + 1)
