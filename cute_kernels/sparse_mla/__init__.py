@@ -12,12 +12,12 @@ prefill_args.py        entry arguments of the kernels of the other ops
 softmax.py, logs.py, quant_output.py
                        running maxima, log-sum-exps, results as codes: of all kernels
 hopper/                decode.py: wgmma
-mma_sync/              decode.py: sm_80 and up; decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a;
-                       operands.py: of decode.py and prefill
+mma_sync/              decode.py, prefill.py (all three ops): sm_80 and up; operands.py: of both;
+                       decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a
 blackwell/             decode.py, decode_2cta.py (more than 64 heads), prefill.py, prefill_mixed.py, prefill_paged.py:
                        tcgen05
 gathered.py            which calls Blackwell's own kernels of prefill's ops take
-prefill_*, paged_*, mixed_*, portable_prefill*
+prefill_*, paged_*, mixed_*
                        kernels of the other ops, by architecture
 combine.py             splits combined
 """

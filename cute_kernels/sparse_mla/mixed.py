@@ -13,11 +13,10 @@ from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.arguments import no_logs
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
 from cute_kernels.sparse_mla.gathered import is_own, ungathered, unmapped
-from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm90_rows import COUNT_BITS, UNIT
-from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
+from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey, group_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
@@ -39,7 +38,7 @@ def key_for(arch: str, heads: int, kv_format: str) -> KernelKey:
 
 
 def portable_key(arch: str, heads: int, kv_format: str) -> KernelKey:
-    return PortableMixedKey(arch, item_heads(heads), kv_format)
+    return PortableMixedKey(arch, group_heads(heads), kv_format)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:

@@ -13,10 +13,9 @@ from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.arguments import misaligned_quant, no_logs
 from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
 from cute_kernels.sparse_mla.gathered import is_own, unmapped
-from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
+from cute_kernels.sparse_mla.mma_sync.prefill import PortablePrefillKey, group_heads
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey, QuantFewPrefillKey
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
-from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.schedule import block_heads
 
@@ -66,7 +65,7 @@ def key_for(arch: str, heads: int, is_quantized: bool = False, is_raw: bool = Fa
 
 
 def portable_key(arch: str, heads: int, is_quantized: bool = False, is_raw: bool = False) -> KernelKey:
-    return PortablePrefillKey(arch, item_heads(heads))
+    return PortablePrefillKey(arch, group_heads(heads))
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:

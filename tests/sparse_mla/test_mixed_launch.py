@@ -13,9 +13,9 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import mixed
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
-from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
+from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 

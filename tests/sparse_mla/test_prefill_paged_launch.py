@@ -15,7 +15,7 @@ from cute_kernels import formats
 from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import gathered, paged
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
-from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
 from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
