@@ -13,10 +13,10 @@ from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.compile import Report
 from cute_kernels.sparse_mla import mixed, prefill, prefill_sm90_plan
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
 from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
 from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import FP8
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey, QuantFewPrefillKey
 from cute_kernels.sparse_mla.prefill_sm90 import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Plan
 from tests.compile.reports import compile_report
@@ -74,7 +74,7 @@ def test_indices_are_asked_for_no_later_than_a_stage_comes_round() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
     heads = MODELS[model].num_attention_heads // tp
-    few = FewPrefillKey("sm_90a", heads), FewMixedKey("sm_90a", heads), QuantFewPrefillKey("sm_90a", heads)
+    few = SwapAbPrefillKey("sm_90a", heads), SwapAbMixedKey("sm_90a", heads), QuantSwapAbPrefillKey("sm_90a", heads)
     many = PrefillKey("sm_90a"), MixedKey("sm_90a"), QuantPrefillKey("sm_90a")
     one, other, codes = few if heads <= 16 else many
     raw = [NormQuantPrefillKey("sm_90a")] if heads > 16 else []
