@@ -50,7 +50,6 @@ class PagedScores(Scores):
         phase: Any,
         work: Work,
         q: Query,
-        norm: Any,
         ready: Barriers,
         at: Places,
     ) -> tuple[Any, Any, Any]:
@@ -85,6 +84,7 @@ class PagedScores(Scores):
         tile: tuple[Any, Any],
         is_first: Any,
         waiting: tuple[Any, Any],
+        q: Query,
         ready: Barriers,
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
         at: Places,

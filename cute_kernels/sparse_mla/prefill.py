@@ -19,14 +19,12 @@ from cute_kernels.sparse_mla.prefill_sm90 import NormQuantPrefillKey, PrefillKey
 from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
 from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 from cute_kernels.sparse_mla.schedule import block_heads
+from cute_kernels.sparse_mla.softmax import LEAST_SCALE
 
 HOPPER = "sm_90a"
 
 MOST_NUMBERS = 2**30
 """Rows, columns and work items are counted in int32, with room for what is added to the last of them."""
-
-LEAST_SCALE = 1e-37
-"""What a scale of 0 becomes: the scores of what is skipped are infinite, and 0 times that is NaN."""
 
 
 def misaligned(name: str, tensor: Any, axes: tuple[int, ...]) -> str:

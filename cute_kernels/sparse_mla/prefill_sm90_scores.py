@@ -23,7 +23,6 @@ from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.prefill_sm90_plan import (
     END,
     HEADING,
-    KEPT,
     KEYS,
     LABEL,
     LAST,
@@ -43,15 +42,15 @@ from cute_kernels.sparse_mla.prefill_sm90_plan import (
     Work,
     uniform_tile,
 )
-from cute_kernels.sparse_mla.softmax import GROWTH, LEAST, share
+from cute_kernels.sparse_mla.softmax import GROWTH, LEAST, LEAST_SCALE, share
 
 STEP = 16
 """Columns that an instruction multiplies."""
 
 OWN_SCORES = ROWS * KEYS // 128
 
-NORMED = 1
-"""Barrier of the warpgroup: queries in shared memory have been normed."""
+NAN_PAIR = 0x7FFF7FFF
+"""Two bf16."""
 
 
 class Scores:
@@ -92,7 +91,10 @@ class Scores:
         self.begin(work, q, at)
         while mark & END == 0:
             before = stage
-            item, stage, phase = self.take(held, item, stage, phase, work, q, norm, ready, at)
+            item, stage, phase = self.take(held, item, stage, phase, work, q, ready, at)
+            scales = [scale, scale]
+            if const_expr(q.norm_eps is not None):
+                scales = self.rotate(held, scale, norm, q.norm_eps)
 
             tops = [Float32(LEAST), Float32(LEAST)]
             most = [Float32(-Float32.inf), Float32(-Float32.inf)]
@@ -114,6 +116,7 @@ class Scores:
                     (stage, phase),
                     is_first,
                     (tile - 1, is_public),
+                    q,
                     ready,
                     (k_layout, kept_layout),
                     at,
@@ -135,7 +138,7 @@ class Scores:
                         bit = there[i // 8] >> ((own_number() & 3) * 2 + (8 * (i // 4 % 2) + i % 2))
                         scores[i] = scores[i] if bit & 1 != 0 else Float32(-Float32.inf)
                 factors = [Float32(1.0), Float32(1.0)]
-                largest = [self.reduce(scores, half, ptx.max_f32) * scale for half in range(2)]
+                largest = [self.reduce(scores, half, ptx.max_f32) * scales[half] for half in range(2)]
                 most = [ptx.max_f32(most[half], largest[half]) for half in range(2)]
                 grown = [largest[half] - tops[half] > Float32(GROWTH) for half in range(2)]
                 if cute.arch.vote_any_sync(grown[0] | grown[1]):
@@ -147,7 +150,7 @@ class Scores:
                         factors[half] = Float32(1.0) if is_new else ptx.exp2(tops[half] - moved)
                         tops[half] = moved
                 for i in range_constexpr(OWN_SCORES):
-                    scores[i] = ptx.exp2(ptx.fma_rn(scores[i], scale, -tops[i // 2 % 2]))
+                    scores[i] = ptx.exp2(ptx.fma_rn(scores[i], scales[i // 2 % 2], -tops[i // 2 % 2]))
                 for half in range_constexpr(2):
                     sums[half] = sums[half] * factors[half] + self.reduce(scores, half, operator.add)
 
@@ -195,19 +198,12 @@ class Scores:
         phase: Any,
         work: Work,
         q: Query,
-        norm: Any,
         ready: Barriers,
         at: Places,
     ) -> tuple[Any, Any, Any]:
-        """Have the queries of the item behind `item`, and its number; what stage and phase are then. norm: what they
-        are normed and rotated with, or None."""
+        """Have the queries of the item behind `item`, and its number; what stage and phase are then."""
         ready.stages.wait_tile(stage, phase)
-        place = at.stages + stage * STAGE_BYTES
-        if const_expr(norm is None):
-            self.load(held, place)
-        else:
-            angles, squares = norm
-            self.load_normed(held, place, angles, [self.factor(four, q.norm_eps) for four in squares], at)
+        self.load(held, at.stages + stage * STAGE_BYTES)
         item = ptx.load_shared_s32(at.heading + stage * HEADING)
         stage, phase = ready.stages.advance(stage, phase)
         return item, stage, phase
@@ -271,57 +267,39 @@ class Scores:
 
     @cute.jit
     def load(self, held: cute.Tensor, place: Any) -> None:
-        """An item's queries, as many columns as it holds."""
-        lane, row_at = self.lane_of_rows(place)
+        """An item's queries, as many columns as it holds: lane i gives the address of row i % 8 of matrix i // 8."""
+        lane, warp = own_number() & 31, own_number() >> 5
+        row_at = place + (warp * 16 + (lane & 15)) * (SLAB * 2)
         words = cute.recast_tensor(held, Int32)
         for step in range_constexpr(self.held // STEP):
-            four = ptx.load_matrices(self.matrices_at(row_at, lane, step))
+            chunk = (2 * (step % 4) + (lane >> 4)) ^ (lane & 7)
+            four = ptx.load_matrices(row_at + step // 4 * SLAB_BYTES + chunk * 16)
             for i in range_constexpr(4):
                 words[4 * step + i] = four[i]
 
-    def lane_of_rows(self, place: Any) -> tuple[Any, Any]:
-        """The lane, and where the row lies whose address it gives, of the warp's rows of slabs at `place`: lane i that
-        of row i % 8 of matrix i // 8."""
-        lane = own_number() & 31
-        return lane, place + ((own_number() >> 5) * 16 + (lane & 15)) * (SLAB * 2)
-
-    def matrices_at(self, row_at: Any, lane: Any, step: int) -> Any:
-        """Where the lane's row of 16 columns lies."""
-        chunk = (2 * (step % 4) + (lane >> 4)) ^ (lane & 7)
-        return row_at + step // 4 * SLAB_BYTES + chunk * 16
-
     @cute.jit
-    def load_normed(
-        self, held: cute.Tensor, place: Any, angles: tuple[Any, Any], factors: list[Any], at: Places
-    ) -> None:
-        """An item's queries, normed and rotated: those that it holds, and the others where they are. The bits are those
-        that kv_cache/qnorm.py makes.
+    def rotate(self, held: cute.Tensor, scale: Any, norm: tuple[Any, Any], eps: Any) -> list[Any]:
+        """Rotate an item's raw queries, and return what to multiply the scores of the thread's two heads with: the
+        norm is one factor for a whole head, and has no place in its columns.
 
-        angles    cosine and sine of the row's pair of columns number `lane`, as words
-        factors   of the thread's two heads; of every four words, the first and the third are of the first one
+        held    of every four words, of 16 columns, the first and the third are of the first head
+        norm    as ask_for_norm has it
         """
-        lane, row_at = self.lane_of_rows(place)
-        _, kept_at = self.lane_of_rows(at.kept)
-        for step in range_constexpr(KEPT // STEP):
-            source = self.matrices_at(kept_at, lane, step)
-            four = ptx.load_matrices(source)
-            results = []
-            for i in range_constexpr(4):
-                pair = None
-                run = step * 2 + i // 2 - (KEPT - ROPE_DIM) // 8
-                if const_expr(run >= 0):
-                    number = run * 4 + (lane & 3)
-                    pair = [cute.arch.shuffle_sync(angle, number).bitcast(Float32) for angle in angles]
-                results.append(self.scaled(four[i], factors[i % 2], pair))
-            ptx.store_matrices(source, results)
+        angles, squares = norm
         words = cute.recast_tensor(held, Int32)
-        for step in range_constexpr(self.held // STEP):
-            four = ptx.load_matrices(self.matrices_at(row_at, lane, step))
-            for i in range_constexpr(4):
-                words[4 * step + i] = self.scaled(four[i], factors[i % 2], None)
-        # tensor cores read what all warps have stored
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=NORMED, number_of_threads=128)
+        for run in range_constexpr(ROPE_DIM // 8):
+            number = run * 4 + (own_number() & 3)
+            cos, sin = (cute.arch.shuffle_sync(angle, number).bitcast(Float32) for angle in angles)
+            for half in range_constexpr(2):
+                i = (self.held - ROPE_DIM) // STEP * 4 + run * 2 + half
+                pair = rotate_pair(bf16_low(words[i]), bf16_high(words[i]), cos, sin)
+                words[i] = ptx.bf16x2(*pair)
+        factors = [self.factor(four, eps) for four in squares]
+        for half in range_constexpr(2):
+            # keys that are not attended to have the score -inf, which neither NaN nor 0 may be multiplied with: a head
+            # whose sums are NaN has NaN for a query instead
+            words[half] = words[half] if factors[half] == factors[half] else Int32(NAN_PAIR)
+        return [ptx.max_f32(scale * factor, Float32(LEAST_SCALE)) for factor in factors]
 
     @cute.jit
     def ask_for_norm(self, item: Any, work: Work, q: Query, out: Output) -> tuple[Any, Any]:
@@ -339,16 +317,9 @@ class Scores:
         return ptx.load_global_128_in_order(q.squares + Int64(row) * q.squares_row + Int64(head) * 16)
 
     def factor(self, squares: Any, eps: Any) -> Any:
-        """What a head is multiplied with."""
+        """1 / rms of a head."""
         first, second, third, fourth = (word.bitcast(Float32) for word in squares)
         return inverse_rms(ptx.add_rn(ptx.add_rn(first, second), ptx.add_rn(third, fourth)), eps)
-
-    def scaled(self, word: Any, factor: Any, angle: Any) -> Any:
-        """A pair of columns, normed, and rotated if there is an angle."""
-        even, odd = (ptx.mul_rn(half(word), factor) for half in (bf16_low, bf16_high))
-        if angle is not None:
-            even, odd = rotate_pair(even, odd, *angle)
-        return ptx.bf16x2(even, odd)
 
     @cute.jit
     def multiply(
@@ -360,6 +331,7 @@ class Scores:
         tile: tuple[Any, Any],
         is_first: Any,
         waiting: tuple[Any, Any],
+        q: Query,
         ready: Barriers,
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
         at: Places,
@@ -376,13 +348,14 @@ class Scores:
         # no proxy fence for what cp.async has brought, here and in the backs: other kernels that multiply such rows
         # have none either, and tests that repeat calls stand guard; fences cost 2%
         keys = self.keys(qk, part, tile, k_layout, at)
+        steps = [slab * (SLAB // STEP) + i for slab in q.slabs for i in range(SLAB // STEP)]
         kept = qk[2].make_fragment_A(part.partition_A(uniform_tile(at.kept, kept_layout, self.dtype)))
         warpgroup.fence()
         for step in range_constexpr(self.held // STEP):
             chosen = qk[0] if const_expr(step == 0) else qk[1]
-            cute.gemm(chosen, scores, held[None, None, step], keys[None, None, step], scores)
+            cute.gemm(chosen, scores, held[None, None, step], keys[None, None, steps[step]], scores)
         for step in range_constexpr((HEAD_DIM - self.held) // STEP):
-            some = keys[None, None, self.held // STEP + step]
+            some = keys[None, None, steps[self.held // STEP + step]]
             cute.gemm(qk[2], scores, kept[None, None, step], some, scores)
         warpgroup.commit_group()
         if waiting[1] == 0:
