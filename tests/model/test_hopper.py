@@ -89,12 +89,14 @@ class Prefill:
         self.lengths = torch.tensor([columns, 0, 65]).int()
         self.sink = torch.randn(heads, generator=g)
 
-    def run(self, own: Program, blocks: int, codes: Any = None, **options: Any) -> None:
-        """codes: what results become, instead of bf16"""
+    def run(self, own: Program, blocks: int, codes: Any = None, squares: Any = None, **options: Any) -> None:
+        """codes: what results become, instead of bf16. squares: sums of the queries' squares, if they are raw"""
         (rows, heads, _), columns = self.q.shape, self.indices.shape[2]
         memory = self.memory = GlobalMemory()
         self.places = [memory.reserve(rows * heads * size) for size in (0 if codes else 1024, 4, 4)]
         values = [put(memory, self.q), self.q.stride(0) * 2, self.q.stride(1) * 2, heads]
+        if squares is not None:
+            values += [0.0, put(memory, squares), squares.stride(0) * 4]
         values += [put(memory, self.kv), self.kv.stride(0) * 2, len(self.kv)]
         values += [put(memory, self.indices), self.indices.stride(0) * 4, columns, put(memory, self.lengths)]
         logs = [value for place in self.places[1:] for value in (place, heads * 4, 4)]
