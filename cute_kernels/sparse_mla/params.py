@@ -1,4 +1,7 @@
-"""Records that the decode kernels share: query, paged caches, index lists, where results go, the tiles of a CTA."""
+"""Records that kernels share: query, caches, index lists, where results go, the work tiles of a CTA.
+
+Those of decode first; from PrefillScheduler on, those of prefill's kernels, whose query rows have no batch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.dsl import ptx
+from cute_kernels.dsl.paging import Batch, visible_entries
 from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.logs import Logs, logs_of
 from cute_kernels.sparse_mla.schedule import TILE
 
@@ -179,3 +184,231 @@ class Output(NamedTuple):
         """On the host's side of the launch."""
         strides = tuple(stride_bytes(out, axis) for axis in range(4))
         return cls(address(out), strides, logs_of(lse), sink, length(out, 3))
+
+
+# ---- prefill
+
+HEAD_GROUP = 64
+"""Heads of a work tile."""
+
+
+class PrefillScheduler(NamedTuple):
+    """The work tiles of a CTA: numbers first, first + step ... below `end`. A work tile is a query row and a group of
+    its heads; the groups of a row follow each other, and there are 1 << group_bits of them."""
+
+    first: Any
+    end: Any
+    step: Any
+    group_bits: Any
+
+    def coords(self, work_tile: Any, heads: int = HEAD_GROUP) -> tuple[Any, Any]:
+        """(query row, first head) of a work tile. heads: of a group."""
+        row = work_tile >> self.group_bits
+        return row, (work_tile - (row << self.group_bits)) * heads
+
+
+class PrefillQuery(NamedTuple):
+    """q: address, strides in bytes, number of heads."""
+
+    base: Any
+    row: Any
+    head: Any
+    heads: Any
+
+    @classmethod
+    def of(cls, q: cute.Tensor) -> PrefillQuery:
+        """On the host's side of the launch."""
+        return cls(address(q), stride_bytes(q, 0), stride_bytes(q, 1), length(q, 1))
+
+    def left(self, head: Any, most: int = HEAD_GROUP) -> Any:
+        """Heads of a work tile that begins with a head and has so many at most."""
+        return cutlass.min(self.heads - head, most)
+
+
+class PrefillOutput(NamedTuple):
+    """out: address, strides in bytes of rows and heads; max_logits, or None, and lse by rows and heads; what to
+    multiply out with, or None; L2's policy for out, or None; where splits of rows are combined, the address of the
+    sink, or 0. quant: where the results go instead as codes, or None."""
+
+    base: Any
+    row: Any
+    head: Any
+    max_logits: Any
+    lse: Logs
+    scale: Any = None
+    policy: Any = None
+    sink: Any = None
+    quant: Any = None
+
+    @classmethod
+    def of(cls, out: cute.Tensor, max_logits: Any, lse: cute.Tensor, **more: Any) -> PrefillOutput:
+        """On the host's side of the launch."""
+        logits = None if max_logits is None else logs_of(max_logits)
+        return cls(address(out), stride_bytes(out, 0), stride_bytes(out, 1), logits, logs_of(lse), **more)
+
+    @classmethod
+    def of_codes(cls, quant: Any, max_logits: cute.Tensor, lse: cute.Tensor) -> PrefillOutput:
+        """On the host's side of the launch."""
+        return cls(None, None, None, logs_of(max_logits), logs_of(lse), quant=quant)
+
+
+STREAMED = 1 << 15
+"""Heads of all rows, 1 KB of results each: of more than that L2 has lost the first before anybody reads them."""
+
+
+@cute.jit
+def output_policy(heads: Any) -> Any:
+    """L2's policy for the results of so many heads of all rows: what it would lose anyway shall not push out kv."""
+    return Int64(ptx.READ_ONCE) if heads > STREAMED else Int64(ptx.READ_AGAIN)
+
+
+class GatheredKV(NamedTuple):
+    """kv: address, bytes from row to row, number of rows. Lists: address, bytes from list to list, columns. Columns
+    that count: address of int32 [rows], or 0."""
+
+    base: Any
+    row: Any
+    rows: Any
+    lists: Any
+    list_row: Any
+    columns: Any
+    lengths: Any
+
+    @classmethod
+    def of(cls, kv: cute.Tensor, indices: cute.Tensor, lengths: Any) -> GatheredKV:
+        """On the host's side of the launch."""
+        lists = address(indices), stride_bytes(indices, 0), length(indices, 2)
+        return cls(address(kv), stride_bytes(kv, 0), length(kv, 0), *lists, lengths)
+
+    @cute.jit
+    def count(self, row: Any, is_row: Any) -> Any:
+        """Of a query row's columns that count; of what is no row, anything."""
+        count = self.columns
+        if self.lengths != 0:
+            found = ptx.load_global_s32_where(is_row, self.lengths + Int64(row) * 4)
+            count = cutlass.max(cutlass.min(found, count), 0)
+        return count
+
+
+UNIT = 16
+"""Bytes in which places in a cache are counted: as many as int32 has numbers for are 32 GiB."""
+
+COUNT_BITS = 16
+"""Of each of the two numbers that are packed into one."""
+
+
+def row_units(dtype: Any) -> int:
+    return HEAD_DIM * dtype.width // 8 // UNIT
+
+
+class SlotCache(NamedTuple):
+    """A paged cache whose rows are named by slot: address, number of rows, rows of a page as a divisor, and units
+    between the end of a page and the next one."""
+
+    base: Any
+    rows: Any
+    page_rows: Any
+    gap: Any
+
+    @classmethod
+    def of(cls, cache: cute.Tensor) -> SlotCache:
+        """A cache [pages, rows of a page, 512] with dense pages. On the host's side of the launch."""
+        page_rows = length(cache, 1)
+        gap = Int32(stride_bytes(cache, 0) // UNIT) - page_rows * row_units(cache.element_type)
+        divisor = cute.fast_divmod_create_divisor_v2(page_rows)
+        return cls(address(cache), length(cache, 0) * page_rows, divisor, gap)
+
+    @cute.jit
+    def offset(self, slot: Any, row_units: cutlass.Constexpr) -> Any:
+        """Units from the base on to the row of a slot, -1 if the cache has no such row."""
+        offset = slot * row_units + (slot // self.page_rows) * self.gap
+        return offset if (slot >= 0) & (slot < self.rows) else Int32(-1)
+
+
+class MixedKV(NamedTuple):
+    """The caches. Lists: address, bytes from list to list, columns, the first of them that name rows of the window's
+    cache. Columns that count: address of int32 [rows], the window's included. Where the query rows are."""
+
+    window: SlotCache
+    compressed: SlotCache
+    lists: Any
+    list_row: Any
+    columns: Any
+    window_size: Any
+    lengths: Any
+    batch: Batch
+
+    @classmethod
+    def of(
+        cls, window: SlotCache, compressed: SlotCache, indices: cute.Tensor, window_size: Any, lengths: Any, batch: Any
+    ) -> MixedKV:
+        """On the host's side of the launch."""
+        lists = address(indices), stride_bytes(indices, 0), length(indices, 1)
+        return cls(window, compressed, *lists, window_size, lengths, batch)
+
+    @cute.jit
+    def count(self, row: Any, is_row: Any) -> Any:
+        """Of a query row's columns that count, as two numbers in one: the window's, and the compressed ones."""
+        found = ptx.load_global_s32_where(is_row, self.lengths + Int64(row) * 4)
+        position = self.batch.position(row, self.batch.search(row, is_row))
+        window = cutlass.min(self.window_size, position + 1)
+        compressed = cutlass.max(found, self.window_size) - self.window_size
+        compressed = cutlass.min(compressed, self.columns - self.window_size)
+        return window | (compressed << COUNT_BITS) if position >= 0 else Int32(0)
+
+
+def window_columns(count: Any) -> Any:
+    """Of what MixedKV.count says."""
+    return count & (1 << COUNT_BITS) - 1
+
+
+def compressed_columns(count: Any) -> Any:
+    """Of what MixedKV.count says."""
+    return count >> COUNT_BITS & (1 << COUNT_BITS) - 1
+
+
+class PagedCache(NamedTuple):
+    """Pages `page_stride` bytes apart, of as many rows as `rows` divides by; a block table: address, bytes from row to
+    row, columns."""
+
+    base: Any
+    page_stride: Any
+    pages: Any
+    rows: Any
+    table: Any
+    table_row: Any
+    columns: Any
+
+    @classmethod
+    def of(cls, cache: cute.Tensor, table: cute.Tensor) -> PagedCache:
+        """On the host's side of the launch."""
+        return cls(*KVCache.of(cache), address(table), stride_bytes(table, 0), length(table, 1))
+
+
+class PagedKV(NamedTuple):
+    """Both caches. The window's positions. Entries: address of the lists that name them, bytes from list to list; 0:
+    all visible ones in order. Most columns of them. Tokens of an entry, as a divisor. Where the query rows are. Where
+    rows are split: splits, and KV tiles of a split, or 0 (schedule.part_range)."""
+
+    window: PagedCache
+    compressed: PagedCache
+    window_size: Any
+    lists: Any
+    list_row: Any
+    columns: Any
+    ratio: Any
+    batch: Batch
+    splits: Any = None
+    split_tiles: Any = None
+
+    @cute.jit
+    def keys_of(self, row: Any, is_row: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """Of a query row: its request, visible entries, how many of them count, the first position of its window and
+        the end of it. What is no row has none."""
+        request = self.batch.search(row, is_row)
+        position = self.batch.position(row, request) if is_row else Int32(-1)
+        visible = visible_entries(position, self.ratio)
+        compressed = cutlass.min(visible, self.columns)
+        first = cutlass.max(position + 1 - self.window_size, 0)
+        end = cutlass.min(position + 1, ptx.again(self.window.columns) * self.window.rows.divisor)
+        return request, visible, compressed, first, end
