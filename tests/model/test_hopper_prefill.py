@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
+from cute_kernels.sparse_mla.hopper.prefill import PrefillKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key
 from cute_kernels.sparse_mla.paged_sm90 import PagedKey
 from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
 from tests.compile.reports import compile_report
 from tests.gpu import paged_cases, test_mixed, test_prefill
 from tests.model import mutations, orders

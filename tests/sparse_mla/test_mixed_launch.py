@@ -12,9 +12,8 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import mixed
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
-from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
-from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from cute_kernels.sparse_mla.mixed_sm100 import MixedKey as BlackwellMixedKey
 from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key as BlackwellMixedFp8Key
 from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
