@@ -16,11 +16,12 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, stride_bytes
-from cute_kernels.sparse_mla import paged_sm90, paged_sm90_plan
 from cute_kernels.sparse_mla.blackwell.decode import codes_copy, pitch_of, rope_copy
 from cute_kernels.sparse_mla.logs import logs_of
 from cute_kernels.sparse_mla.paged_sm100_plan import PAGED, Sources
 from cute_kernels.sparse_mla.paged_sm100_rows import Front, PagedLists, PagedRows
+from cute_kernels.sparse_mla.params import PagedCache, PagedKV
+from cute_kernels.sparse_mla.prefill_args import fake_paged
 from cute_kernels.sparse_mla.prefill_sm90_plan import Output
 from cute_kernels.sparse_mla.prefill_sm100 import PrefillKernel, PrefillKey
 
@@ -40,12 +41,11 @@ class PagedKey(PrefillKey):
         return *super().instructions, "cp.async"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        _, arguments = paged_sm90.PagedKey(self.arch).build()
-        return PagedKernel(), arguments
+        return PagedKernel(), fake_paged()
 
 
 class PagedKernel(PrefillKernel):
-    """Entry point: as paged_sm90's. Strides of q and of pages are what prefill_sm100_choice says."""
+    """Entry point: see prefill_args, paged. Strides of q and of pages are what prefill_sm100_choice says."""
 
     def __init__(self) -> None:
         super().__init__("sparse_mla_prefill_paged", PagedLists(), PAGED)
@@ -75,9 +75,9 @@ class PagedKernel(PrefillKernel):
         grid_blocks: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        named = paged_sm90_plan.Sources(
-            paged_sm90_plan.cache_of(swa_cache, swa_block_table),
-            paged_sm90_plan.cache_of(compressed_cache, compressed_block_table),
+        named = PagedKV(
+            PagedCache.of(swa_cache, swa_block_table),
+            PagedCache.of(compressed_cache, compressed_block_table),
             window_size,
             lists,
             list_row,

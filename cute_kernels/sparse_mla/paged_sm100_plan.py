@@ -16,8 +16,8 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import barriers
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime.work import Work
-from cute_kernels.sparse_mla import paged_sm90_plan
 from cute_kernels.sparse_mla.blackwell.decode import RAW_BYTES, RAWS, STAGES
+from cute_kernels.sparse_mla.params import PagedKV
 from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS, P_BUFFERS, STAGE_BYTES
 from cute_kernels.sparse_mla.prefill_sm100_plan import (
     FRONT_WARPS,
@@ -83,7 +83,7 @@ PAGED = Plan("bf16", STAGES, memory(), PagedBarriers, MBARRIERS, has_front=True)
 class Sources(NamedTuple):
     """What Hopper's kernel knows; rows from a page of the window's cache to the next, and of the other."""
 
-    named: paged_sm90_plan.Sources
+    named: PagedKV
     window_step: Any
     compressed_step: Any
 

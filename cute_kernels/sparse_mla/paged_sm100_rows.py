@@ -19,6 +19,7 @@ from cute_kernels.sparse_mla.blackwell.decode import (
     LAST_SLAB,
     RAWS,
     ROPE_BYTES,
+    ROW_BYTES,
     ROWS_APART,
     STAGES,
     raw_offset,
@@ -26,8 +27,6 @@ from cute_kernels.sparse_mla.blackwell.decode import (
     stage_offset,
 )
 from cute_kernels.sparse_mla.blackwell.decode import Dequantizer as DecodeFront
-from cute_kernels.sparse_mla.paged_sm90_plan import RAW_ROW
-from cute_kernels.sparse_mla.paged_sm90_walk import selected
 from cute_kernels.sparse_mla.paged_sm100_plan import SCALES, PagedBarriers, Sources
 from cute_kernels.sparse_mla.prefill_sm90_plan import END, KEYS, LAST, Work
 from cute_kernels.sparse_mla.prefill_sm100_plan import LIST, LISTS, MARK_AT, SECOND, Places
@@ -40,7 +39,7 @@ class PagedLists(Lists):
     numbers = 5
 
     def count(self, item: Any, work: Work, sources: Sources) -> tuple[Any, ...]:
-        request, visible, compressed, first, end = selected(item, work, sources.named)
+        request, visible, compressed, first, end = sources.named.keys_of(work.place(item)[0], item < work.end)
         return request, visible, compressed, cutlass.max(end - first, 0), first
 
     def window_tiles(self, count: Any) -> Any:
@@ -123,7 +122,7 @@ class PagedLists(Lists):
         base = named.compressed.base if is_second else named.window.base
         stride = named.compressed.page_stride if is_second else named.window.page_stride
         page_rows = named.compressed.rows.divisor if is_second else named.window.rows.divisor
-        offset = Int64(page) * stride + Int64(page_rows * RAW_ROW + inside * SCALES)
+        offset = Int64(page) * stride + Int64(page_rows * ROW_BYTES + inside * SCALES)
         return base + (offset if row >= 0 else Int64(0))
 
 

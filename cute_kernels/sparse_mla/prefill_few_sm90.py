@@ -26,7 +26,10 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.dsl import ptx, wgmma
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.sparse_mla.mixed_sm90 import MixedKernel, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill import PrefillKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedKey
+from cute_kernels.sparse_mla.mixed_sm90 import MixedKernel
+from cute_kernels.sparse_mla.prefill_args import fake_gathered, fake_mixed
 from cute_kernels.sparse_mla.prefill_few_sm90_back import FewBack
 from cute_kernels.sparse_mla.prefill_few_sm90_plan import (
     BACK,
@@ -40,7 +43,7 @@ from cute_kernels.sparse_mla.prefill_few_sm90_plan import (
 )
 from cute_kernels.sparse_mla.prefill_few_sm90_rows import FewMixedRows, FewRows
 from cute_kernels.sparse_mla.prefill_few_sm90_scores import FewScores
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, QuantPrefillKernel
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, QuantPrefillKernel
 from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS, Output, Query, Work
 from cute_kernels.sparse_mla.quant_output import fake_quant
 
@@ -68,8 +71,8 @@ class FewPrefillKey(PrefillKey):
     def instructions(self) -> tuple[str, ...]:
         return INSTRUCTIONS
 
-    def kernel(self) -> PrefillKernel:
-        return FewPrefillKernel(self.heads)
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return FewPrefillKernel(self.heads), fake_gathered()
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ class FewMixedKey(MixedKey):
     def instructions(self) -> tuple[str, ...]:
         return INSTRUCTIONS
 
-    def kernel(self) -> PrefillKernel:
-        return FewMixedKernel(self.heads)
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return FewMixedKernel(self.heads), fake_mixed(BFloat16)
 
 
 class FewPrefillKernel(PrefillKernel):
