@@ -13,9 +13,9 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.sparse_mla.logs import logs_of
-from cute_kernels.sparse_mla.mixed_sm90 import fake_arguments
 from cute_kernels.sparse_mla.mixed_sm90_rows import MixedSources
 from cute_kernels.sparse_mla.mixed_sm100_rows import MixedLists, row_pool, rows_of
+from cute_kernels.sparse_mla.prefill_args import fake_mixed
 from cute_kernels.sparse_mla.prefill_sm90_plan import Output
 from cute_kernels.sparse_mla.prefill_sm100 import PrefillKernel, PrefillKey
 from cute_kernels.sparse_mla.prefill_sm100_plan import BF16, Plan
@@ -28,7 +28,7 @@ class MixedKey(PrefillKey):
     kernel_name: ClassVar[str] = "sparse_mla.blackwell.prefill_mixed"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedKernel(), fake_arguments(BFloat16)
+        return MixedKernel(), fake_mixed(BFloat16)
 
 
 class MixedKernel(PrefillKernel):

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from cutlass import Float8E4M3FN
 
-from cute_kernels.sparse_mla.mixed_sm90 import fake_arguments
 from cute_kernels.sparse_mla.mixed_sm100 import MixedKernel, MixedKey
 from cute_kernels.sparse_mla.mixed_sm100_fp8_rows import CodeRows, Front
 from cute_kernels.sparse_mla.mixed_sm100_plan import FP8
+from cute_kernels.sparse_mla.prefill_args import fake_mixed
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MixedFp8Key(MixedKey):
         return *super().instructions, "cvt.e4m3"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedFp8Kernel(), fake_arguments(Float8E4M3FN)
+        return MixedFp8Kernel(), fake_mixed(Float8E4M3FN)
 
 
 class MixedFp8Kernel(MixedKernel):

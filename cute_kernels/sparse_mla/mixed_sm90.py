@@ -1,50 +1,17 @@
-"""sparse_mla_mixed on Hopper: prefill's kernel, with rows of two paged caches."""
+"""The entry point that Hopper's mixed kernel for few heads inherits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass import Float32, Int32, Int64
 
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.formats import HEAD_DIM
-from cute_kernels.sparse_mla.logs import fake_logs, logs_of
-from cute_kernels.sparse_mla.mixed_sm90_rows import MixedRows, MixedSources, pool
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel, PrefillKey, fake_rows
-from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Output, Plan, results_policy
-
-
-@dataclass(frozen=True)
-class MixedKey(PrefillKey):
-    """What distinguishes one compiled kernel from another: nothing but the architecture."""
-
-    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_mixed"
-
-    def kernel(self) -> PrefillKernel:
-        return MixedKernel()
-
-    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return self.kernel(), fake_arguments(BFloat16)
-
-
-def fake_arguments(dtype: Any) -> tuple[Any, ...]:
-    """Of the entry point; dtype: of queries and caches."""
-
-    def cache() -> Any:
-        strides = (cute.sym_int64(divisibility=128 // dtype.width), HEAD_DIM, 1)
-        return make_fake_tensor(dtype, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=strides, assumed_align=16)
-
-    indices = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Float32(0), Float32(0), Int32(1))
-    tensors = (fake_rows(dtype), cache(), cache(), indices, fake_rows(), fake_logs(2))
-    return *tensors, *scalars, stream
+from cute_kernels.sparse_mla.logs import logs_of
+from cute_kernels.sparse_mla.mixed_sm90_rows import MixedSources, pool
+from cute_kernels.sparse_mla.prefill_sm90 import PrefillKernel
+from cute_kernels.sparse_mla.prefill_sm90_plan import Output, results_policy
 
 
 class MixedKernel(PrefillKernel):
@@ -64,9 +31,6 @@ class MixedKernel(PrefillKernel):
     blocks       of the grid, at most
     stream
     """
-
-    def __init__(self, name: str = "sparse_mla_mixed", rows: Any = None, plan: Plan = BF16) -> None:
-        super().__init__(name, rows or MixedRows(BFloat16), plan)
 
     @cute.jit
     def __call__(

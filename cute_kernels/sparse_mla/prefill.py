@@ -11,22 +11,20 @@ from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.arguments import misaligned_quant, no_logs
+from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import HEADS as SWAP_AB_HEADS
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbPrefillKey
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
-from cute_kernels.sparse_mla.prefill_sm90 import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
 from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 from cute_kernels.sparse_mla.schedule import block_heads
+from cute_kernels.sparse_mla.softmax import LEAST_SCALE
 
 HOPPER = "sm_90a"
 
 MOST_NUMBERS = 2**30
 """Rows, columns and work items are counted in int32, with room for what is added to the last of them."""
-
-LEAST_SCALE = 1e-37
-"""What a scale of 0 becomes: the scores of what is skipped are infinite, and 0 times that is NaN."""
 
 
 def misaligned(name: str, tensor: Any, axes: tuple[int, ...]) -> str:

@@ -29,7 +29,7 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla.logs import fake_logs, logs_of
-from cute_kernels.sparse_mla.prefill_sm90 import fake_rows
+from cute_kernels.sparse_mla.prefill_args import fake_rows
 from cute_kernels.sparse_mla.prefill_sm90_plan import ROWS, SLAB, Output, Query, Sources, Work
 from cute_kernels.sparse_mla.prefill_sm100_back import Back
 from cute_kernels.sparse_mla.prefill_sm100_plan import (

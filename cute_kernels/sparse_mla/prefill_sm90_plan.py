@@ -247,8 +247,9 @@ class Work(NamedTuple):
 
 
 class Query(NamedTuple):
-    """q: address, strides in bytes, number of heads. Of heads that are still to be normed and rotated: what is added to
-    their mean square, or None; four sums of squares for each, fp32 [rows, heads, 4]: address, bytes from row to row."""
+    """q: address, strides in bytes, number of heads. Of raw heads, which are still to be normed and rotated: what is
+    added to their mean square, or None; four sums of squares for each, fp32 [rows, heads, 4]: address, bytes from row
+    to row."""
 
     base: Any
     row: Any
@@ -261,6 +262,14 @@ class Query(NamedTuple):
     def count(self, first: Any) -> Any:
         """Heads of an item whose first is that one."""
         return cutlass.min(self.heads - first, ROWS)
+
+    @property
+    def slabs(self) -> tuple[int, ...]:
+        """Slabs of the queries, those first that are held in registers. Raw heads have their rotary one there, the
+        last: it is rotated in registers, and tensor cores wait for no store."""
+        if self.norm_eps is None:
+            return tuple(range(SLABS))
+        return *range(HELD // SLAB - 1), SLABS - 1, *range(HELD // SLAB - 1, SLABS - 1)
 
 
 class Sources(NamedTuple):

@@ -90,10 +90,10 @@ class Rows:
         stage, phase = barriers.start()
         while mark & END == 0:
             ready.stages.wait_empty(stage, phase)
-            self.ask_for_queries(at.stages + stage * STAGE_BYTES, range(HELD // SLAB), work, q, at)
+            self.ask_for_queries(at.stages + stage * STAGE_BYTES, q.slabs[: HELD // SLAB], work, q, at)
             # the item before is done with what it kept
             ptx.wait_mbarrier(ready.kept.toint(), ptx.load_shared_s32(self.walk_at(at) + 20))
-            self.ask_for_queries(at.kept, range(HELD // SLAB, SLABS), work, q, at)
+            self.ask_for_queries(at.kept, q.slabs[HELD // SLAB :], work, q, at)
             item, turn = ptx.load_shared_64(self.walk_at(at) + 16)
             if (self.own_warp() == 0) & (own_lane() == 0):
                 ptx.store_shared_s32(at.heading + stage * HEADING, item)
@@ -181,9 +181,9 @@ class Rows:
             # nothing is read of heads that are not there
             read = Int32(16) if AT_ONCE * i < rest else Int32(0)
             to = target + (place ^ (i % 2 * 64)) + i * (AT_ONCE * ROW_BYTES)
-            for slab in slabs:
-                slab_at = to + (slab - slabs[0]) * SLAB_BYTES
-                ptx.copy_async_or_zero(slab_at, source + slab * ROW_BYTES, 16, read, is_read_once=True)
+            for place_of_slab in range_constexpr(len(slabs)):
+                slab_at, offset = to + place_of_slab * SLAB_BYTES, slabs[place_of_slab] * ROW_BYTES
+                ptx.copy_async_or_zero(slab_at, source + offset, 16, read, is_read_once=True)
             source = source + AT_ONCE * q.head
 
     @cute.jit

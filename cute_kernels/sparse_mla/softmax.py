@@ -17,6 +17,10 @@ LEAST = -3.0e38
 """The running maximum of nothing, where it is a number."""
 
 
+LEAST_SCALE = 1e-37
+"""What a scale of 0 becomes: the scores of what is skipped are infinite, and 0 times that is NaN."""
+
+
 @cute.jit
 def share(amount: Any, top: Any, logit: Any, sink: Any) -> Any:
     """What to multiply a head's row of O with.

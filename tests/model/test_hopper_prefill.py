@@ -13,10 +13,10 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime.key import KernelKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbPrefillKey
-from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
 from tests.compile.reports import compile_report
 from tests.gpu import paged_cases, test_mixed, test_prefill
 from tests.model import mutations, orders
