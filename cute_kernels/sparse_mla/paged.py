@@ -14,9 +14,9 @@ from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla import paged_parts, schedule
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from cute_kernels.sparse_mla.gathered import is_own, ungathered, unmapped
+from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
+from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey, group_heads
-from cute_kernels.sparse_mla.paged_sm90 import PagedKey, QuantPagedKey
-from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
 from cute_kernels.sparse_mla.prefill import (
     HOPPER,
     MOST_NUMBERS,
@@ -46,7 +46,7 @@ def key_for(
     if arch not in (HOPPER, *BLACKWELL) or {format0, format1} != {FP8_DS_MLA.id}:
         return portable_key(arch, heads, compressed, format0, format1)
     if is_cut:
-        return PagedPartsKey(arch, paged_parts.cluster_of(parts))
+        return PagedClusterKey(arch, paged_parts.cluster_of(parts))
     return BlackwellPagedKey(arch) if arch in BLACKWELL else PagedKey(arch)
 
 
@@ -64,7 +64,7 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     ways: list[Callable[..., KernelKey]] = [key_for, *([portable_key] if arch in BLACKWELL else [])]
     keys = [way(arch, heads, compressed, fmt, fmt) for way in ways for compressed in chosen]
     if arch == HOPPER:
-        keys += [PagedPartsKey(arch, blocks) for blocks in paged_parts.CLUSTERS]
+        keys += [PagedClusterKey(arch, blocks) for blocks in paged_parts.CLUSTERS]
         keys.append(QuantPagedKey(arch))
     return list(dict.fromkeys(keys))
 

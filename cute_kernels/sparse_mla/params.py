@@ -5,11 +5,12 @@ Those of decode first; from PrefillScheduler on, those of prefill's kernels, who
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import Batch, visible_entries
@@ -212,17 +213,22 @@ class PrefillScheduler(NamedTuple):
 
 
 class PrefillQuery(NamedTuple):
-    """q: address, strides in bytes, number of heads."""
+    """q: address, strides in bytes, number of heads. Of raw queries, which are still to be normed and rotated: what is
+    added to a head's mean square, or None; four sums of squares of each head, fp32 [rows, heads, 4]: address, bytes
+    from row to row."""
 
     base: Any
     row: Any
     head: Any
     heads: Any
+    norm_eps: Any = None
+    squares: Any = None
+    squares_row: Any = None
 
     @classmethod
-    def of(cls, q: cute.Tensor) -> PrefillQuery:
+    def of(cls, q: cute.Tensor, *norm: Any) -> PrefillQuery:
         """On the host's side of the launch."""
-        return cls(address(q), stride_bytes(q, 0), stride_bytes(q, 1), length(q, 1))
+        return cls(address(q), stride_bytes(q, 0), stride_bytes(q, 1), length(q, 1), *norm)
 
     def left(self, head: Any, most: int = HEAD_GROUP) -> Any:
         """Heads of a work tile that begins with a head and has so many at most."""
@@ -266,6 +272,10 @@ def output_policy(heads: Any) -> Any:
     return Int64(ptx.READ_ONCE) if heads > STREAMED else Int64(ptx.READ_AGAIN)
 
 
+FLAG_BITS = 2
+"""Of a tile's flags, those that are the kernel's: the KV may remember something in the bits above."""
+
+
 class GatheredKV(NamedTuple):
     """kv: address, bytes from row to row, number of rows. Lists: address, bytes from list to list, columns. Columns
     that count: address of int32 [rows], or 0."""
@@ -285,15 +295,39 @@ class GatheredKV(NamedTuple):
         return cls(address(kv), stride_bytes(kv, 0), length(kv, 0), *lists, lengths)
 
     @cute.jit
-    def count(self, work_tile: Any, scheduler: PrefillScheduler) -> Any:
+    def count(self, work_tile: Any, scheduler: PrefillScheduler, is_short: cutlass.Constexpr = False) -> Any:
         """Of a work tile's columns that count; of what is no work tile, anything."""
         count = self.columns
         if self.lengths != 0:
             row, _ = scheduler.coords(work_tile)
-            is_row = work_tile < scheduler.end
-            found = ptx.load_global_s32_where(is_row, self.lengths + Int64(row) * 4)
+            found = ptx.load_global_s32_where(work_tile < scheduler.end, self.lengths + Int64(row) * 4)
             count = cutlass.max(cutlass.min(found, count), 0)
         return count
+
+    def total(self, count: Any) -> Any:
+        """The number of columns that `count` says count."""
+        return count
+
+    def column(self, number: Any, count: Any) -> Any:
+        """Where the column is of that number among those that count."""
+        return number
+
+    def flags(self, number: Any, count: Any) -> Any:
+        """What to remember of a tile whose first column has that number, in bits from FLAG_BITS on."""
+        return Int32(0)
+
+    @cute.jit
+    def resolve_row(self, index: Any, flags: Any, row: Callable[[], Any], row_units: cutlass.Constexpr) -> Any:
+        """Where the row of an index is, a number >= 0, or -1 if there is none.
+
+        row        computes its number in the tile
+        row_units  of MixedKV
+        """
+        return index if (index >= 0) & (index < self.rows) else Int32(-1)
+
+    def address(self, place: Any, flags: Any, row: Any) -> Any:
+        """Of what `resolve_row` found for a row of the tile; of -1, any."""
+        return self.base + Int64(cutlass.max(place, 0)) * self.row
 
 
 UNIT = 16
@@ -354,16 +388,46 @@ class MixedKV(NamedTuple):
         return cls(window, compressed, *lists, window_size, lengths, batch)
 
     @cute.jit
-    def count(self, work_tile: Any, scheduler: PrefillScheduler) -> Any:
-        """Of a work tile's columns that count, as two numbers in one: the window's, and the compressed ones."""
+    def count(self, work_tile: Any, scheduler: PrefillScheduler, is_short: cutlass.Constexpr = False) -> Any:
+        """Of a work tile's columns that count, as two numbers in one: the window's, and the compressed ones. is_short:
+        of registers"""
         row, _ = scheduler.coords(work_tile)
         is_row = work_tile < scheduler.end
         found = ptx.load_global_s32_where(is_row, self.lengths + Int64(row) * 4)
         position = self.batch.position(row, self.batch.search(row, is_row))
         window = cutlass.min(self.window_size, position + 1)
         compressed = cutlass.max(found, self.window_size) - self.window_size
-        compressed = cutlass.min(compressed, self.columns - self.window_size)
+        columns = ptx.again(self.columns) if const_expr(is_short) else self.columns
+        compressed = cutlass.min(compressed, columns - self.window_size)
         return window | (compressed << COUNT_BITS) if position >= 0 else Int32(0)
+
+    def total(self, count: Any) -> Any:
+        return window_columns(count) + compressed_columns(count)
+
+    @cute.jit
+    def column(self, number: Any, count: Any) -> Any:
+        behind = number - window_columns(count)
+        return self.window_size + behind if behind >= 0 else number
+
+    def flags(self, number: Any, count: Any) -> Any:
+        """How many rows are the window's, of this tile and what follows."""
+        return cutlass.max(window_columns(count) - number, 0) << FLAG_BITS
+
+    @cute.jit
+    def resolve_row(self, index: Any, flags: Any, row: Callable[[], Any], row_units: cutlass.Constexpr) -> Any:
+        """Units from its cache's base on. row_units: of the caches"""
+        # a name of its own: the compiler then merges what both branches do
+        kv, place = self, Int32(-1)
+        if row() < flags >> FLAG_BITS:
+            place = kv.window.offset(index, row_units)
+        else:
+            place = kv.compressed.offset(index, row_units)
+        return place
+
+    @cute.jit
+    def address(self, place: Any, flags: Any, row: Any) -> Any:
+        base = self.window.base if row < flags >> FLAG_BITS else self.compressed.base
+        return base + Int64(cutlass.max(place, 0)) * UNIT
 
 
 def window_columns(count: Any) -> Any:
@@ -409,6 +473,25 @@ class PagedKV(NamedTuple):
     batch: Batch
     splits: Any = None
     split_tiles: Any = None
+
+    @classmethod
+    def of(
+        cls,
+        swa_cache: cute.Tensor,
+        swa_block_table: cute.Tensor,
+        compressed_cache: cute.Tensor,
+        compressed_block_table: cute.Tensor,
+        window_size: Any,
+        lists: tuple[Any, Any, Any],
+        compress_ratio: Any,
+        batch: Batch,
+        *splits: Any,
+    ) -> PagedKV:
+        """lists   their address, bytes from list to list, columns. On the host's side of the launch."""
+        window = PagedCache.of(swa_cache, swa_block_table)
+        compressed = PagedCache.of(compressed_cache, compressed_block_table)
+        ratio = cute.fast_divmod_create_divisor_v2(compress_ratio)
+        return cls(window, compressed, window_size, *lists, ratio, batch, *splits)
 
     @cute.jit
     def keys_of(self, row: Any, is_row: Any) -> tuple[Any, Any, Any, Any, Any]:

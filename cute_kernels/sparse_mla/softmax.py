@@ -17,8 +17,12 @@ NEG_MAX = -3.0e38
 """The running maximum of nothing, where it is a number."""
 
 
+LEAST_SCALE = 1e-37
+"""What a scale of 0 becomes: the scores of what is skipped are infinite, and 0 times that is NaN."""
+
+
 @cute.jit
-def out_scale(row_sum: Any, row_max: Any, logit: Any, sink: Any) -> Any:
+def out_scale_of(row_sum: Any, row_max: Any, logit: Any, sink: Any) -> Any:
     """What to multiply a head's row of O with.
 
     row_sum   of its weights, relative to `row_max`, its running maximum
@@ -28,6 +32,3 @@ def out_scale(row_sum: Any, row_max: Any, logit: Any, sink: Any) -> Any:
     if sink != 0:
         whole = row_sum + ptx.exp2(logit.bitcast(Float32) * Float32(ptx.LOG2_E) - row_max)
     return Float32(0.0) if row_sum == Float32(0.0) else ptx.reciprocal(whole)
-
-
-GROWTH, LEAST, share = RESCALE_THRESHOLD, NEG_MAX, out_scale

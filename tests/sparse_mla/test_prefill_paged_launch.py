@@ -15,9 +15,9 @@ from cute_kernels import formats
 from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import gathered, paged
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
+from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
+from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey
-from cute_kernels.sparse_mla.paged_sm90 import PagedKey
-from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (
@@ -157,7 +157,7 @@ def test_rows_in_parts(
     launched = keep_launches(monkeypatch, paged, PART_NAMES)
     args = run(**WIDE, **splits)
     ((key, given),) = launched
-    assert key == PagedPartsKey("sm_90a", blocks)
+    assert key == PagedClusterKey("sm_90a", blocks)
     assert (given["parts"], given["part_tiles"], given["sink"]) == (parts, part_tiles, args["attn_sink"].data_ptr())
     for name in NAMES[:8]:
         assert given[name] is args[name]

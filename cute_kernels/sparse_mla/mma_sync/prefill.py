@@ -75,7 +75,7 @@ from cute_kernels.sparse_mla.mma_sync.operands import (
     wide_chunk,
 )
 from cute_kernels.sparse_mla.params import GatheredKV, KVCache, MixedKV, PrefillQuery, PrefillScheduler
-from cute_kernels.sparse_mla.softmax import out_scale
+from cute_kernels.sparse_mla.softmax import out_scale_of
 
 # ---- config
 
@@ -820,7 +820,7 @@ class Results(NamedTuple):
         exists = head < self.heads
         row_max, row_sum = ptx.load_shared_f32x2(state)
         row_sum = over_quad(row_sum, operator.add)
-        whole = out_scale(row_sum, row_max, logit, self.sink)
+        whole = out_scale_of(row_sum, row_max, logit, self.sink)
         if const_expr(self.scale is not None):
             whole = whole * self.scale
         ptx.store_shared_f32(factor, whole, lane & 3 == 0)
