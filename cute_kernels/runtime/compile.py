@@ -22,6 +22,7 @@ import torch
 
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.log import logger
 from cute_kernels.runtime.report import Facts, Report, find_nvdisasm, make_report
 
 __all__ = [
@@ -109,6 +110,18 @@ def record_launches() -> Iterator[list[tuple[KernelKey | Callable[..., None], in
         yield launches
     finally:
         _recorder.launches = None
+
+
+@contextlib.contextmanager
+def watch_launches() -> Iterator[list[tuple[KernelKey | Callable[..., None], int, tuple[Any, ...]]]]:
+    """As `record_launches`, which may be active: the list has this thread's launches afterwards."""
+    if _recorder.launches is None:
+        with record_launches() as launches:
+            yield launches
+        return
+    before, seen = len(_recorder.launches), list(_recorder.launches[:0])
+    yield seen
+    seen += _recorder.launches[before:]
 
 
 def call(body: Callable[..., None], device_index: int, *args: Any) -> None:
@@ -229,6 +242,7 @@ def _link_once(key: KernelKey) -> Callable[..., None]:
                 "once with the same formats on the same device."
             )
         entry = _entry(key)
+        start = time.perf_counter()
         try:
             raw = _link(entry)
         except Exception as error:
@@ -236,7 +250,8 @@ def _link_once(key: KernelKey) -> Callable[..., None]:
                 raise
             if jit_forbidden():
                 raise RuntimeError(f"{key}: its object in the kernel cache does not load: {error}") from error
-            raw = _link(_compile_entry(key, cache.current()))
+            raw = _link(_compile_entry(key, cache.current(), f"its object does not load: {error}"))
+        logger.info("%s: loaded in %.1f ms", key.identity, 1e3 * (time.perf_counter() - start))
         _linked[key] = raw
         return raw
 
@@ -260,11 +275,11 @@ def _entry(key: KernelKey) -> cache.Entry:
             )
         lock = None if store is None else store.acquire(key)
         if store is None or lock is None:
-            return _compile_entry(key, None)
+            return _compile_entry(key, None, miss)
         try:
             with contextlib.suppress(cache.Miss):
                 return _read(store, key)  # another process compiled it while this one waited
-            return _compile_entry(key, store)
+            return _compile_entry(key, store, miss)
         finally:
             lock.release()
 
@@ -273,13 +288,16 @@ def _read(store: cache.Store, key: KernelKey) -> cache.Entry:
     global _disk_loads
     entry = store.read(key)
     _disk_loads += 1
+    logger.info("%s: in the kernel cache, %s", key.identity, store.root)
     return entry
 
 
-def _compile_entry(key: KernelKey, store: cache.Store | None) -> cache.Entry:
+def _compile_entry(key: KernelKey, store: cache.Store | None, why: str) -> cache.Entry:
     global _compilations
+    logger.info("%s: compiling it: %s", key.identity, why)
     data, report = compile_object(key)
     _compilations += 1
+    logger.info("%s: compiled in %.1f s, %d registers", key.identity, report.seconds, report.registers)
     if store is not None:
         store.write(key, data, report.facts)
     return cache.Entry(data, key.symbol, report.facts, from_disk=False)

@@ -8,6 +8,7 @@ arguments; the functions users call allocate outputs and then call the op.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from cute_kernels.runtime import record
+from cute_kernels.runtime.log import describe, logger
 from cute_kernels.runtime.record import Cost
 
 NAMESPACE = "cute_kernels"
@@ -73,6 +75,9 @@ class Op:
 
 OPS: dict[str, Op] = {}
 
+_told: set[tuple[str, str]] = set()
+"""Op and reason of the references that were logged."""
+
 
 def fallback_allowed() -> bool:
     """Whether a CUDA call without a kernel may run the reference (CUTE_KERNELS_FALLBACK=reference)."""
@@ -124,6 +129,8 @@ def define_op(
                 if len(accepted) >= MOST_ACCEPTED:
                     accepted.clear()
                 accepted[metadata] = body
+                if logger.isEnabledFor(logging.DEBUG):
+                    body = _logged(op, body)
         if record.active() is None:
             body(*args)
         else:
@@ -217,11 +224,29 @@ def _choose_cuda(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., None], st
             is_plain = all(new is old for new, old in zip(replaced, args, strict=True))
             return module.launch if is_plain else _launcher_of_plain_empties(module.launch), "kernel"
     if fallback_allowed():
+        if (op.name, why) not in _told:
+            _told.add((op.name, why))
+            logger.info("%s: the reference runs, slowly: no kernel for this call: %s", op.name, why)
         return op.reference, "reference"
     raise NotImplementedError(
         f"{op.name}: no kernel for this call on CUDA: {why}. Set {FALLBACK_VARIABLE}=reference to run the "
         "reference implementation (slow, exact) instead."
     )
+
+
+def _logged(op: Op, body: Callable[..., None]) -> Callable[..., None]:
+    """`body`, with a line on what it is called with and which kernels it launches."""
+    # by name, as kernels are: nothing that this module imports may bring the compiler
+    compile_ = importlib.import_module("cute_kernels.runtime.compile")
+
+    def logged(*args: Any) -> None:
+        with compile_.watch_launches() as launches:
+            body(*args)
+        kernels = [getattr(key, "identity", key) for key, *_ in launches]
+        arguments = ", ".join(map(describe, args))
+        logger.debug("%s(%s): %s", op.name, arguments, "; ".join(map(str, kernels)) or "nothing to launch")
+
+    return logged
 
 
 def _do_nothing(*args: Any) -> None:

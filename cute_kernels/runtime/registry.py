@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import time
 from typing import Any
 
 import cute_kernels
+from cute_kernels.runtime.log import logger
 from cute_kernels.runtime.ops import OPS, Op
 
 
@@ -88,9 +90,12 @@ def warmup(config: Any, tp: int = 1, arch: str | None = None) -> list[Any]:
     if target != here and cache.current() is None:
         raise RuntimeError(f"warmup: no disk cache to keep kernels for {target} in ({cache.DIRECTORY_VARIABLE})")
     keys = deployment_keys(config, tp, target)
+    start, compiled = time.perf_counter(), compile_.compilations()
     for key in keys:
         if target == here:
             compile_.function(key)
         else:
             compile_.prepare(key)
+    compiled = compile_.compilations() - compiled
+    logger.info("warmup: %d kernels, %d compiled, in %.1f s", len(keys), compiled, time.perf_counter() - start)
     return keys
