@@ -46,7 +46,7 @@ VERDICTS = {
 }
 """Status in the support table -> what a sentence says of the ops that have it, best first."""
 
-TENSOR_CORE_SECONDS, PLAIN_SECONDS = 8.0, 2.0
+TENSOR_CORE_SECONDS, PLAIN_SECONDS = 4.0, 1.5
 """What compiling a kernel takes a core, roughly."""
 
 TICK_SECONDS = 10.0

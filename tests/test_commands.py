@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from tests.scripts.runs import run_layer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROGRAMS = r"python3? -m (?:cute_kernels|perf|pytest)|(?:python3? )?scripts/[a-z_]+\.(?:sh|py)|\.ci/run"
+PROGRAMS = (
+    r"python3? -m (?:cute_kernels|perf|pytest)|(?:python3? )?(?:scripts|docs/examples)/[a-z_]+\.(?:sh|py)|\.ci/run"
+)
 
 
 def commands(text: str) -> list[str]:
@@ -52,6 +55,11 @@ def test_a_parser_takes_it(command: str, monkeypatch: pytest.MonkeyPatch) -> Non
             parser.parse_args(arguments)
     elif program in ("scripts/run_layer.py", "scripts/quickstart.sh"):
         run_layer.parse_arguments(arguments)
+    elif program.startswith("docs/examples/"):
+        monkeypatch.syspath_prepend(str(ROOT / "docs/examples"))
+        monkeypatch.setattr("sys.argv", [program, *arguments, "--help"])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            runpy.run_path(str(ROOT / program), run_name="__main__")
     else:
         assert program == "pytest" or (ROOT / program).is_file()
         assert all((ROOT / word).exists() for word in arguments if not word.startswith("-"))

@@ -1,0 +1,71 @@
+"""The programs of docs/examples run, on the CPU with what needs a GPU skipped, on a GPU as a whole."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "docs/examples"
+SHOWN = {
+    "decode_loop.py": ("prefill of (150, 7, 64) tokens: [221, 512], all finite: True", "step 3: lengths [155, 12, 69]"),
+    "layer_from_checkpoint.py": ("layer 0, ratio 1", "layer 2, ratio 4", "layer 3, ratio 128", "output [100, 128]"),
+    "profile_step.py": ("build_step_metadata", "sparse_mla_decode", "linear wo_b"),
+    "replace_flashmla.py": ("out [3, 1, 16, 512], lse [3, 16, 1]; relative to float64",),
+    "torch_compile.py": ("5 tokens in one graph", "17 tokens in one graph"),
+}
+"""Program -> what it prints wherever it runs."""
+ON_GPU = {
+    "decode_loop.py": ("kernels ready in", "step 3: lengths [155, 12, 69]"),
+    "profile_step.py": ("kernel ", "Self CUDA"),
+    "replace_flashmla.py": (),
+    "torch_compile.py": (),
+}
+"""Those that take --device cuda, and what they print there."""
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_every_example_is_run() -> None:
+    assert sorted(SHOWN) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(name, monkeypatch, capsys)
+    for part in SHOWN[name]:
+        assert part in out
+    assert ("is skipped: there is no GPU in this run" in out) == (name in ("decode_loop.py", "profile_step.py"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ON_GPU)
+def test_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(name, monkeypatch, capsys, "--device", "cuda")
+    for part in (*ON_GPU[name], *SHOWN[name]):
+        assert part in out
+    assert "skipped" not in out
+
+
+def test_a_step_is_the_same_alone_and_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the loop computes is attention over the right tokens: a request alone gives the same."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    loop: Any = runpy.run_path(str(EXAMPLES / "decode_loop.py"))
+    config = loop["PRESETS"]["v4-flash"].reduced()
+    hidden = torch.randn(20, config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    both, alone = (loop["Engine"](config, (2,), requests, "cpu") for requests in (2, 1))
+    both.prefill(torch.cat([hidden[:5], hidden]), (5, 20))
+    alone.prefill(hidden, (20,))
+    row = hidden[:1]
+    together = both.forward(torch.cat([row, row]), both.next_step())
+    assert torch.equal(together[1:], alone.forward(row, alone.next_step()))
+    assert not torch.equal(together[:1], together[1:])
