@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+
+from cute_kernels.runtime.compile import compile_report
+from tests.model.launch import pack, run_grid
+from tests.model.memory import GlobalMemory
+from tests.model.problems import put
+from tests.model.ptx import parse
 
 EXAMPLES = Path(__file__).parent.parent / "docs/examples"
 SHOWN = {
@@ -18,6 +26,7 @@ SHOWN = {
     "torch_compile.py": ("5 tokens in one graph", "17 tokens in one graph"),
 }
 """Program -> what it prints wherever it runs."""
+KERNEL = "own_kernel.py"
 ON_GPU = {
     "decode_loop.py": ("kernels ready in", "step 3: lengths [155, 12, 69]"),
     "profile_step.py": ("kernel ", "Self CUDA"),
@@ -35,7 +44,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 def test_every_example_is_run() -> None:
-    assert sorted(SHOWN) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert sorted([*SHOWN, KERNEL]) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -47,13 +56,33 @@ def test_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ON_GPU)
 def test_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = run(name, monkeypatch, capsys, "--device", "cuda")
     for part in (*ON_GPU[name], *SHOWN[name]):
         assert part in out
     assert "skipped" not in out
+
+
+def test_own_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It compiles without a GPU, and in the model of the SM its PTX gives what torch does."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    module: Any = importlib.import_module("own_kernel")
+    module.main()
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["sm_80", "sm_90a", "sm_100a"]
+
+    x = torch.randn(5, 2 * 512, generator=torch.Generator().manual_seed(0)).bfloat16()[:, :512]  # rows apart
+    x[1, 511], x[2, 0], x[3] = -100.0, 50.0, 0.0
+    key, memory = module.RowMaxKey("sm_90a", warps=2), GlobalMemory()
+    program = parse(compile_report(key).ptx)
+    out = memory.reserve(5 * 4)
+    parameters = pack(program, [put(memory, x), x.stride(0) * 2, out, 5])
+    run_grid(program, parameters, memory, blocks=3, size=key.smem_bytes, seed=1)
+    got = torch.from_numpy(memory.get(out, (5,), np.float32))
+    assert torch.equal(got, x.float().abs().amax(dim=1))
+    assert got[1:4].tolist() == [100.0, 50.0, 0.0]
 
 
 def test_a_step_is_the_same_alone_and_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

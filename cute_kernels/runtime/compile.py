@@ -15,6 +15,7 @@ import os
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -322,6 +323,7 @@ def compile_report(key: KernelKey) -> Report:
 def _compile(key: KernelKey, folder: str) -> tuple[Any, Report]:
     import cutlass.cute as cute
 
+    _silence_dsl()
     remarks = os.path.join(folder, "remarks.yaml")
     start = time.perf_counter()
     entry, arguments = key.build()
@@ -334,6 +336,15 @@ def _compile(key: KernelKey, folder: str) -> tuple[Any, Report]:
     seconds = time.perf_counter() - start
     with open(remarks) as f:
         return compiled, make_report(key, f.read(), compiled.__ptx__, compiled.__cubin__, seconds)
+
+
+def _silence_dsl() -> None:
+    """The DSL warns of long loops that are unrolled: ours are meant to be, and who runs a kernel cannot change that. It
+    says nothing by default; this holds where the process has reset its filters since."""
+    from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
+
+    if not os.environ.get("CUTE_DSL_ENABLE_OPTIMIZATION_WARNINGS"):
+        warnings.filterwarnings("ignore", category=DSLOptimizationWarning)
 
 
 def _link(entry: cache.Entry) -> Callable[..., None]:
