@@ -91,6 +91,17 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     assert broken_links(page) == ["none.md", "#a-b"]
 
 
+def test_the_architecture_page_names_what_is_there() -> None:
+    """Files behind its links have the classes, functions and constants named beside them."""
+    page = ROOT / "docs/architecture.md"
+    named = re.findall(r"\]\(([^)\s#]+\.py)\): ((?:`\w+`(?:, )?)+)", page.read_text())
+    assert len(named) > 25
+    for target, names in named:
+        source = (page.parent / target).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^ *(?:def|class) {name}\b|^{name}\b", source, re.M), (target, name)
+
+
 def _has_dsl() -> bool:
     import importlib.util
 
