@@ -100,7 +100,7 @@ def _check_inv_rope(
     heads_per_group: int,
     use_pdl: bool,
 ) -> None:
-    c = Checker("fused_inv_rope_fp8_quant")
+    c = Checker("fused_inv_rope")
     _check_rotation(c, o, positions, cos_sin_cache, out, n_groups, heads_per_group, torch.bfloat16)
 
 

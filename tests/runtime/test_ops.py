@@ -344,7 +344,7 @@ def test_calls_that_differ_in_metadata_are_checked_apart() -> None:
         (*base[:4], "b", base[5]),
         (*base[:5], [1, 3]),
     ]
-    described = [ops._metadata(args) for args in (base, *others)]
+    described = [ops._describe(args) for args in (base, *others)]
     assert len(set(described)) == len(described)
-    assert ops._metadata((x[:4, :32].clone()[:, :], *base[1:])) != ops._metadata(base)  # other strides
-    assert ops._metadata(base) == ops._metadata((x[:4, :32], *base[1:]))
+    assert ops._describe((x[:4, :32].clone()[:, :], *base[1:])) != ops._metadata(base)  # other strides
+    assert ops._describe(base) == ops._metadata((x[:4, :32], *base[1:]))
