@@ -83,9 +83,11 @@ def compute_decode_swa_indices(
     A column whose position the block table does not map (outside the table, page < 0, slot beyond int32) is -1; the
     length stays. Returns (out_indices, out_lens). Raises ValueError or TypeError on arguments that do not fit.
     """
-    Checker("compute_decode_swa_indices").tensor("positions", positions, POSITION_DTYPES, (None,))
+    c = Checker("compute_decode_swa_indices")
+    c.tensor("positions", positions, POSITION_DTYPES, (None,))
     rows = positions.shape[0]
     if out_indices is None:
+        c.ints(window_size=window_size)
         out_indices = torch.empty(rows, 1, max(window_size, 0), dtype=torch.int32, device=positions.device)
     if out_lens is None:
         out_lens = torch.empty(rows, dtype=torch.int32, device=positions.device)

@@ -100,8 +100,8 @@ def fused_q_kv_rmsnorm(
     q_weight    bf16 or fp32 [q_lora_rank]
     kv_weight   bf16 or fp32 [head_dim]
     eps         added to the mean of the squares
-    out         (bf16 like qr, bf16 like kv), rows of any stride, or None: allocated, contiguous; mutated. It may be (qr,
-                kv) themselves, either of them
+    out         (bf16 like qr, bf16 like kv), rows of any stride, or None: allocated, contiguous; mutated. It may be
+                (qr, kv) themselves, either of them
     use_pdl     start while the kernel before on the stream still runs (programmatic dependent launch), and wait for it
 
     Returns (qr_out, kv_out). Raises ValueError or TypeError on arguments that do not fit.

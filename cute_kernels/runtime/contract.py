@@ -17,41 +17,10 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cute_kernels.runtime.checks import Checker
-
-INT_LIMIT = 2**31
-FLOAT_LIMIT = float(np.finfo(np.float32).max)
+from cute_kernels.runtime.checks import SCALARS, Checker
 
 MOST_WORK = 10_000
 """Steps of the search for a shared element of two interleaved tensors; without an answer they are accepted."""
-
-_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
-    "int": ("an int", (int, torch.SymInt)),
-    "float": ("a number", (float, int, torch.SymFloat, torch.SymInt)),
-    "bool": ("True or False", (bool,)),
-    "str": ("a string", (str,)),
-    "List[int]": ("a list of ints", (list, tuple)),
-}
-
-
-def check_scalar(c: Checker, argument: str, kind: str, value: Any) -> None:
-    """A scalar of a schema's type `kind` that kernels can take."""
-    what, types = _TYPES[kind]
-    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
-        c.fail(argument, what, _shown(value), TypeError)
-    if kind == "List[int]":
-        for number in value:
-            check_scalar(c, argument, "int", number)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        if kind == "int":
-            c.require(-INT_LIMIT <= value < INT_LIMIT, argument, "an int of 32 bits", _shown(value))
-        else:
-            # not(...) for NaN
-            c.require(abs(value) <= FLOAT_LIMIT, argument, "a finite fp32 number", _shown(value))
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 class Contract:
@@ -65,7 +34,7 @@ class Contract:
         self.op = op
         self.names = [argument.name for argument in schema.arguments]
         kinds = [str(argument.type) for argument in schema.arguments]
-        self.scalars = [(i, kind) for i, kind in enumerate(kinds) if kind in _TYPES]
+        self.scalars = [(i, kind) for i, kind in enumerate(kinds) if kind in SCALARS]
         tensors = [i for i in range(len(kinds)) if i not in dict(self.scalars)]
         self.tensors = tensors
         self.written = [i for i in tensors if schema.arguments[i].alias_info is not None]
@@ -79,7 +48,7 @@ class Contract:
     def check_scalars(self, args: Sequence[Any]) -> None:
         c = Checker(self.op)
         for i, kind in self.scalars:
-            check_scalar(c, self.names[i], kind, args[i])
+            c.scalar(self.names[i], args[i], kind)
 
     def check_tensors(self, args: Sequence[Any]) -> None:
         """Gradients and shared elements; tensors that are none are left to the op's own checks."""
@@ -154,7 +123,9 @@ def lies_apart(tensor: torch.Tensor) -> bool:
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         sizes = zip(tensor.stride(), tensor.shape, strict=True)
-        return not any(isinstance(stride, int) and stride == 0 and statically_known_true(size > 1) for stride, size in sizes)
+        return not any(
+            isinstance(stride, int) and stride == 0 and statically_known_true(size > 1) for stride, size in sizes
+        )
     if tensor.is_contiguous() or tensor.numel() == 0:
         return True
     reach = 0
@@ -209,6 +180,6 @@ def shares_element(a: torch.Tensor, b: torch.Tensor, distance: Any) -> bool:
     base = 1 << 60
     first, second = (np.asarray(_Elements(t, at)) for t, at in ((a, base), (b, base + distance)))
     try:
-        return bool(np.shares_memory(first, second, max_work=MOST_WORK))
+        return bool(np.shares_memory(first, second, MOST_WORK))  # type: ignore[arg-type]  # any number of steps
     except np.exceptions.TooHardError:
         return False

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from cute_kernels.runtime import record
-from cute_kernels.runtime.checks import Checker
-from cute_kernels.runtime.contract import Contract, check_scalar
+from cute_kernels.runtime.contract import Contract
 from cute_kernels.runtime.record import Cost
 
 NAMESPACE = "cute_kernels"
@@ -120,7 +119,8 @@ def define_op(
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
     contract = Contract(name, overload._schema, in_place or {})
-    check = _with_contract(contract, check)
+    check, reference = _with_contract(contract, check), _of_plain_empties(reference)
+
     def call(*args: Any) -> None:
         if not contract.has_plain_scalars(args):
             contract.check_scalars(args)
@@ -135,7 +135,7 @@ def define_op(
 
     def on_cpu(*args: Any) -> None:
         check(*args)
-        _execute(op, "reference", reference, _with_plain_empties(args))
+        _execute(op, "reference", reference, args)
 
     accepted: dict[Any, tuple[Callable[..., None], set[Any]]] = {}
 
@@ -183,14 +183,6 @@ def _with_contract(contract: Contract, check: Callable[..., None]) -> Callable[.
         contract.check_tensors(args)
 
     return whole
-
-
-def check_scalars(name: str, **values: Any) -> None:
-    """Check scalars of the op `name` before its public function asks them, or a tensor, for anything; None is allowed
-    where the function has a default of its own."""
-    kinds = {argument.name: str(argument.type) for argument in OPS[name].overload._schema.arguments}
-    for argument, value in values.items():
-        check_scalar(Checker(name), argument, kinds[argument], value)
 
 
 def _instrumented(op: Op, body: Callable[..., None]) -> Callable[..., None]:
@@ -252,9 +244,9 @@ def _choose_cuda(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., None], st
         supported, why = module.supports(*replaced)
         if supported:
             is_plain = all(new is old for new, old in zip(replaced, args, strict=True))
-            return module.launch if is_plain else _launcher_of_plain_empties(module.launch), "kernel"
+            return module.launch if is_plain else _of_plain_empties(module.launch), "kernel"
     if fallback_allowed():
-        return _launcher_of_plain_empties(op.reference), "reference"
+        return op.reference, "reference"
     raise NotImplementedError(
         f"{op.name}: no kernel for this call on CUDA: {why}. Set {FALLBACK_VARIABLE}=reference to run the "
         "reference implementation (slow, exact) instead."
@@ -277,8 +269,14 @@ def _plain(empty: torch.Tensor) -> torch.Tensor:
     return empty if is_plain else plain
 
 
-def _launcher_of_plain_empties(launch: Callable[..., None]) -> Callable[..., None]:
-    return lambda *args: launch(*_with_plain_empties(args))
+def _of_plain_empties(body: Callable[..., None]) -> Callable[..., None]:
+    """`body`, called with plain tensors where they have no elements."""
+
+    @functools.wraps(body)
+    def called(*args: Any) -> None:
+        body(*_with_plain_empties(args))
+
+    return called
 
 
 def _execute(op: Op, implementation: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:

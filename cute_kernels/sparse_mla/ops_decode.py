@@ -230,6 +230,7 @@ def sparse_mla_decode(
     if lse is None and return_lse:
         lse = torch.empty(q.shape[0], q.shape[-2], q.shape[1], dtype=torch.float32, device=q.device)
     if workspace is None:
+        Checker("sparse_mla_decode").ints(num_splits=num_splits, split_tokens=split_tokens)
         tiles = arguments.list_tiles(indices, extra_k_cache, extra_indices, extra_block_table)
         workspace = _allocate_workspace(q, tiles, num_splits, split_tokens)
     _decode(

@@ -10,7 +10,22 @@ import torch
 
 NUMBERS: list[Any] = [
     *(-(2**31) - 1, -(2**31), -64, -1, 0, 1, 2, 3, 4, 7, 64, 100, 128, 129, 2**20, 2**31 - 1, 2**31, 2**40),
-    *(2**63 - 1, 2**63, 2**64, -(2**64), 0.0, 0.5, 1.5, -1.0, 1e-30, 1e38, 1e39, float("nan"), float("inf"), -float("inf")),
+    *(
+        2**63 - 1,
+        2**63,
+        2**64,
+        -(2**64),
+        0.0,
+        0.5,
+        1.5,
+        -1.0,
+        1e-30,
+        1e38,
+        1e39,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+    ),
 ]
 """Of any scalar's place: whole, broken, huge."""
 
@@ -54,7 +69,9 @@ def _longer(draw: random.Random, x: torch.Tensor, others: Sequence[torch.Tensor]
 
 
 def _rank(draw: random.Random, x: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    return draw.choice([x[None], x.unsqueeze(-1), x.flatten() if x.is_contiguous() else x[None], x[:0] if x.dim() else x])
+    return draw.choice(
+        [x[None], x.unsqueeze(-1), x.flatten() if x.is_contiguous() else x[None], x[:0] if x.dim() else x]
+    )
 
 
 def _transposed(draw: random.Random, x: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -109,7 +126,20 @@ def _same(draw: random.Random, x: torch.Tensor, others: Sequence[torch.Tensor]) 
     return x
 
 
-CHANGES = [_dtype, _shorter, _shorter, _longer, _rank, _transposed, _gaps, _gaps, _stacked, _stacked, _gradient, _elsewhere]
+CHANGES = [
+    _dtype,
+    _shorter,
+    _shorter,
+    _longer,
+    _rank,
+    _transposed,
+    _gaps,
+    _gaps,
+    _stacked,
+    _stacked,
+    _gradient,
+    _elsewhere,
+]
 CHANGES += [_another, _another, _same]
 
 
