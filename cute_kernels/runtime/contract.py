@@ -38,7 +38,7 @@ class Contract:
         tensors = [i for i in range(len(kinds)) if i not in dict(self.scalars)]
         self.tensors = tensors
         self.written = [i for i in tensors if schema.arguments[i].alias_info is not None]
-        caches = {i for i in tensors if _is_cache(self.names[i])}
+        caches = {i for i in tensors if is_cache(self.names[i])}
         pairs = [(i, j) for i in tensors for j in tensors if i < j]
         # pairs that may share elements, and those that may be one tensor
         self.free = {(i, j) for i, j in pairs if {i, j} <= caches or not {i, j} & set(self.written)}
@@ -92,7 +92,7 @@ class Contract:
         Checker(self.op).fail(self.names[out], expected, f"a tensor that overlaps {self.names[given]}")
 
 
-def _is_cache(name: str) -> bool:
+def is_cache(name: str) -> bool:
     return name.endswith("cache") and not name.endswith("cos_sin_cache")
 
 

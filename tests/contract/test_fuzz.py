@@ -35,12 +35,17 @@ def memory_of(args: tuple[Any, ...]) -> int:
     return sum(value.untyped_storage().nbytes() for value in args if isinstance(value, torch.Tensor))
 
 
-def good_calls(op: Op) -> list[tuple[Any, ...]]:
-    """Few and small, but with every optional tensor in one of them."""
+def verified_calls(op: Op) -> list[tuple[Any, ...]]:
+    """All that write something, small ones first."""
     examples = verify.examples_of(op)
     assert examples is not None, op.name
     calls = [e.args for e in examples() if any(value.numel() for value in op.mutated(e.args).values())]
-    calls.sort(key=memory_of)
+    return sorted(calls, key=memory_of)
+
+
+def good_calls(op: Op) -> list[tuple[Any, ...]]:
+    """Few and small, but with every optional tensor in one of them."""
+    calls = verified_calls(op)
     absent = {place for place in range(len(calls[0])) if calls[0][place] is None}
     chosen = calls[: EXAMPLES - 1]
     fuller = [c for c in calls if any(c[place] is not None for place in absent)]
