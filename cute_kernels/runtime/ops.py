@@ -174,10 +174,14 @@ def define_op(
 
 
 def _with_contract(contract: Contract, check: Callable[..., None]) -> Callable[..., None]:
-    """`check` behind the checks of the op's contract."""
+    """`check` within the checks of the op's contract. The last arguments may be left out if `check` has defaults."""
+    defaults = getattr(check, "__defaults__", None) or ()
 
     @functools.wraps(check)
     def whole(*args: Any) -> None:
+        missing = len(contract.names) - len(args)
+        if missing > 0:
+            args += defaults[-missing:]
         contract.check_scalars(args)
         check(*args)
         contract.check_tensors(args)
