@@ -146,6 +146,7 @@ def fused_indexer_q_rope_quant(
     """
     c = Checker("fused_indexer_q_rope_quant")
     c.tensor("index_q", index_q, torch.bfloat16, (None, None, _DIM))
+    c.flags(use_fp4=use_fp4)
     c.one_of("weights_out_dtype", weights_out_dtype, (torch.float32, torch.bfloat16) if use_fp4 else (torch.float32,))
     if out is None:
         rows, heads = index_q.shape[0], index_q.shape[1]

@@ -26,6 +26,7 @@ def _check_common(c: Checker, logits: torch.Tensor, out: torch.Tensor, num_rows:
 def _check_strides(op: str, logits: Any, stride0: int, stride1: int) -> None:
     c = Checker(op)
     c.tensor("logits", logits, torch.float32, (None, None))
+    c.ints(stride0=stride0, stride1=stride1)
     for argument, axis, got in (("stride0", 0, stride0), ("stride1", 1, stride1)):
         if logits.shape[axis] > 1:
             c.require(got == logits.stride(axis), argument, f"logits.stride({axis}) = {logits.stride(axis)}", got)
@@ -180,6 +181,7 @@ def top_k_per_row_decode(
     """
     c = Checker("top_k_per_row_decode")
     c.tensor("seq_lens", seq_lens, torch.int32)
+    c.ints(next_n=next_n)
     c.require(next_n > 0, "next_n", "a positive number", next_n)
     if seq_lens.dim() == 1 and next_n == 1:
         seq_lens = seq_lens[:, None]
@@ -239,6 +241,7 @@ def all_visible_entries(
     if visible.dim() == 1:
         visible = visible[:, None]
     c.tensor("visible", visible, torch.int32, (None, None))
+    c.ints(k=k)
     c.require(k > 0, "k", "a positive number", k)
     if out is None:
         out = visible.new_empty((visible.shape[0] * visible.shape[1], k))

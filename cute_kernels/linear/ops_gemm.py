@@ -109,7 +109,7 @@ def fp8_grouped_linear(
     rows, groups, outputs = a.shape[0], weight.shape[0], weight.shape[1]
     if out is None:
         out = torch.empty(rows, groups, outputs, dtype=out_dtype, device=a.device)
-    if out_scale is None and out.dtype == torch.float8_e4m3fn:
+    if out_scale is None and isinstance(out, torch.Tensor) and out.dtype == torch.float8_e4m3fn:
         shape = activation_scale_shape(rows, groups * outputs)
         out_scale = torch.empty(shape, dtype=torch.float32, device=a.device)
     _fp8_gemm(a, a_scale, weight, weight_scale, out, out_scale, batch_invariant, use_pdl)
@@ -237,6 +237,7 @@ def fp8_linear_squares(
     c.tensor("weight", weight, torch.float8_e4m3fn, (None, None))
     if out is None:
         out = torch.empty(a.shape[0], weight.shape[0], dtype=torch.bfloat16, device=a.device)
+    c.ints(blocks=blocks)
     if squares is None:
         c.require(blocks >= 0, "blocks", "a number >= 0", blocks)
         squares = torch.empty(a.shape[0], blocks, dtype=torch.float32, device=a.device)

@@ -31,6 +31,7 @@ def output_scale_shape(
 
 
 def _check_groups(c: Checker, n_groups: int, heads_per_group: int) -> None:
+    c.ints(n_groups=n_groups, heads_per_group=heads_per_group)
     c.require(n_groups > 0, "n_groups", "a positive number", n_groups)
     c.require(heads_per_group > 0, "heads_per_group", "a positive number", heads_per_group)
 
@@ -100,7 +101,7 @@ def _check_inv_rope(
     heads_per_group: int,
     use_pdl: bool,
 ) -> None:
-    c = Checker("fused_inv_rope_fp8_quant")
+    c = Checker("fused_inv_rope")
     _check_rotation(c, o, positions, cos_sin_cache, out, n_groups, heads_per_group, torch.bfloat16)
 
 
@@ -169,6 +170,7 @@ def fused_inv_rope_fp8_quant(
     c.one_of("nope_dim", nope_dim, (formats.NOPE_DIM,))
     c.one_of("rope_dim", rope_dim, (formats.ROPE_DIM,))
     c.one_of("quant_group_size", quant_group_size, (BLOCK,))
+    c.flags(quantize=quantize, tma_aligned_scales=tma_aligned_scales)
     _check_groups(c, n_groups, heads_per_group)
     c.tensor("o", o, torch.bfloat16, (None, n_groups * heads_per_group, formats.HEAD_DIM))
     if out is None:
