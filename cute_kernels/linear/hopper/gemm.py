@@ -432,9 +432,7 @@ class GemmKernel:
         return stage, phase
 
     @cute.jit
-    def consume_bf16(
-        self, mma: Any, ring: Any, operands: Any, totals: Any, place: Any, chunks: Any
-    ) -> tuple[Any, Any]:
+    def consume_bf16(self, mma: Any, ring: Any, operands: Any, totals: Any, place: Any, chunks: Any) -> tuple[Any, Any]:
         """The same of bf16 operands: the tensor cores add up all chunks."""
         thread = cute.arch.thread_idx()[0]
         lane = thread % WARP
@@ -805,7 +803,9 @@ class GemmKernel:
                     cute.arch.cluster_wait()
                     own_received = received + consumer * self.key.received_bytes
                     self.combine(totals[0], rank, warp, lane, own_received, bars.toint() + consumer * 8)
-                    self.store_share(totals[0], lane, rank, row + rank // (self.splits // 2) * 8, tile, result, rows, columns)
+                    self.store_share(
+                        totals[0], lane, rank, row + rank // (self.splits // 2) * 8, tile, result, rows, columns
+                    )
                 else:
                     for wave in range_constexpr(self.waves):
                         first = row + wave * self.warpgroups * wgmma.ROWS
