@@ -800,6 +800,7 @@ class GemmKernel:
                 if const_expr(self.key.staged):
                     self.store_staged(totals, warp, lane, tile, staging, squares, rows)
                 elif const_expr(self.splits > 1):
+                    # a CTA ends when all have sent to it
                     cute.arch.cluster_wait()
                     own_received = received + consumer * self.key.received_bytes
                     self.combine(totals[0], rank, warp, lane, own_received, bars.toint() + consumer * 8)
@@ -812,10 +813,6 @@ class GemmKernel:
                         self.store(totals[wave], lane, first, tile, result, rows, columns)
             if const_expr(self.key.staged):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if const_expr(self.splits > 1):
-            # a CTA stays until nobody sends to it any more
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
 
 
 class SquaresGemmKernel:
