@@ -66,7 +66,7 @@ class Schedule:
         """A wait that tells its threads nothing: is there anything then that they do not know when they go on?"""
         self.untold: dict[int, list[tuple[Step, Any, bool]]] = defaultdict(list)
         self.published: dict[Any, set[Any]] = defaultdict(set)
-        """Agent or barrier -> mbarriers that were made before a fence of their making: relaxed arrivals tell of them."""
+        """Agent or barrier -> mbarriers whose making a fence lies behind: relaxed arrivals tell of them, too."""
         self.running = [trace.per_block] * trace.record.blocks
         """Warps of each block that have not left."""
         self.problems: dict[str, None] = {}

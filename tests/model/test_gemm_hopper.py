@@ -45,10 +45,15 @@ def program(key: Key) -> Program:
     return parse(compile_report(key).ptx)
 
 
+def bf16_bytes(x: Any) -> Any:
+    """uint8, of fp32 numbers cut to bf16."""
+    return (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
 @dataclass
 class Call:
-    """`a` [groups, rows, K] and `b` [groups, columns, K] with scales [groups, chunks, rows] and [groups, blocks, chunks]
-    of e4m3 codes; results [rows, groups, columns and a gap]. chunks: of 128 bytes of K."""
+    """`a` [groups, rows, K] and `b` [groups, columns, K]; of e4m3 codes with scales [groups, chunks, rows] and [groups,
+    blocks, chunks]; results [rows, groups, columns and a gap]. chunks: of 128 bytes of K."""
 
     rows: int
     groups: int
@@ -65,7 +70,7 @@ class Call:
             a, b = (e4m3_codes(rng, *shape) for shape in shapes)
             return a, b
         a, b = (rng.standard_normal((*shape[:2], shape[2] // 2), dtype=np.float32) for shape in shapes)
-        return tuple((x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) for x in (a, b))  # type: ignore[return-value]
+        return bf16_bytes(a), bf16_bytes(b)
 
     def scales(self) -> tuple[Any, Any]:
         rng = np.random.default_rng(self.seed + 1)
@@ -199,34 +204,62 @@ def test_codes_are_those_of_the_rounded_result(key: Key) -> None:
     assert not got[:, 5:].any()
 
 
-def test_sums_are_added_split_by_split() -> None:
-    """Of splits that all have one product of another size, in fp32."""
-    for key in (gemm("bf16", "fp32", 64, 64, 4), swap_ab("bf16", "fp32", 8, 4, False)):
-        call = Call(8, 1, 64, 4)
-        values = np.float32([2.0**24, 1.0, -(2.0**24), 1.0])
+ORDER_KEYS = {"gemm": gemm("bf16", "fp32", 64, 64, 4), "swap_ab": swap_ab("bf16", "fp32", 8, 4, False)}
 
-        def operands(kind: str, values: Any = values) -> tuple[Any, Any]:
-            a, b = np.zeros((1, 8, 256), np.float32), np.zeros((1, 64, 256), np.float32)
-            a[:, :, ::64], b[:, :, ::64] = values, 1.0
-            return tuple((x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) for x in (a, b))  # type: ignore[return-value]
 
-        call.operands = operands  # type: ignore[method-assign]
-        call.run(key, 1)
-        want = np.float32(0)
-        for value in values:
-            want = np.float32(want + value)
-        assert want == 1.0
-        assert (call.results(key) == want).all()
+class OneOfEach(Call):
+    """Each of four splits has one product, of another size: their sum in fp32 is 1 in this order, and in others not."""
+
+    def operands(self, kind: str) -> tuple[Any, Any]:
+        a, b = (np.zeros((1, rows, 256), np.float32) for rows in (self.rows, self.columns))
+        a[:, :, ::64], b[:, :, ::64] = [2.0**24, 1.0, -(2.0**24), 1.0], 1.0
+        return bf16_bytes(a), bf16_bytes(b)
+
+
+def check_order(key: Key, own: Program | None = None) -> None:
+    call = OneOfEach(8, 1, 64, 4)
+    call.run(key, 1, own)
+    assert (call.results(key) == 1.0).all()
+
+
+@pytest.mark.parametrize("name", ORDER_KEYS)
+def test_sums_are_added_split_by_split(name: str) -> None:
+    check_order(ORDER_KEYS[name])
+
+
+@pytest.mark.parametrize("name", ORDER_KEYS)
+def test_another_order_of_splits_is_found(name: str) -> None:
+    key = ORDER_KEYS[name]
+
+    def exchange(changed: Program) -> None:
+        """The second and the third split's sums."""
+        loads = [op for op in changed.ops if op.parts[0] == "ld" and "shared" in op.parts and "v4" in op.parts]
+        # their addresses, or what is added to the first one's just before
+        before = [changed.ops[op.number - 1] for op in loads[1:3]]
+        second, third = (add if add.opcode == "add.s32" else op for add, op in zip(before, loads[1:3], strict=True))
+        second.args[-1], third.args[-1] = third.args[-1], second.args[-1]
+
+    with pytest.raises(AssertionError):
+        check_order(key, parse(compile_report(key).ptx, exchange))
 
 
 # ---- orders and planted bugs -----------------------------------------------------------------------------------------
 
 ORDERED: dict[str, tuple[Key, Call]] = {
-    "gemm": (gemm("e4m3", "fp32", 64, 32, 2, stages=2), Call(9, 1, 32, 10, seed=12)),
+    "gemm": (gemm("e4m3", "fp32", 64, 32, 2, stages=2), Call(9, 1, 32, 12, seed=12)),
     "bf16": (gemm("bf16", "fp32", 64, 32, 4, stages=2, depth=1), Call(9, 1, 32, 16, seed=13)),
-    "swap_ab": (replace(swap_ab("e4m3", "fp32", 16, 2, False)), Call(12, 1, 256, 14, seed=14)),
+    "swap_ab": (swap_ab("e4m3", "fp32", 16, 2, False), Call(12, 1, 256, 24, seed=14)),
 }
-"""By one cluster, whose rings go round."""
+"""By one cluster, whose rings go round; with swapped operands it has four work tiles."""
+
+IMPLIED = {
+    (
+        "no barrier of the warp",
+        "bar",
+    ): "another one, or products that all of the warp wait for, come before the arrival",
+    ("no barrier", "barrier"): "the cluster's: of its warps only those have to wait that send something",
+}
+"""What a replay rightly does not find, and of which instructions, as something else keeps the same order -> what."""
 
 
 @functools.cache
@@ -243,3 +276,32 @@ def trace(name: str) -> Trace:
 @pytest.mark.parametrize("name", ORDERED)
 def test_in_any_order(name: str) -> None:
     trace(name)
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_bugs_in_the_order_are_found(name: str) -> None:
+    """Waits, arrivals, barriers and fences that are missing, wait for the other parity or are another one's."""
+    ops = program(ORDERED[name][0]).ops
+    planted = list(mutations.mutants(trace(name), one_way=True))
+    missed = [mutant for mutant in planted if not mutations.problems(trace(name), mutant)]
+    assert len(planted) > 25
+    assert {(mutant.name, ops[mutant.op].parts[0]) for mutant in missed} <= set(IMPLIED)
+    waits = [op.number for op in ops if op.opcode == "barrier.cluster.wait"]
+    assert len([mutant for mutant in missed if mutant.op in waits]) == len(waits) - 1
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_bugs_in_the_places_are_found(name: str) -> None:
+    """Of operands, products and stores, and results that are not waited for: of a sample of all there are."""
+    key, call = ORDERED[name]
+    # that of copies is implied
+    own = program(key)
+    planted = [edit for edit in edits.edits(own) if not own.ops[edit.op].opcode.startswith("cp.async.wait_group")]
+    assert len(planted) > 15
+
+    def check(changed: Program) -> None:
+        one = replace(call, columns=min(call.columns, 128), chunks=6, memory=GlobalMemory())
+        one.run(key, 1, own=changed, seed=2)
+        one.check(key)
+
+    assert edits.unfound(planted[::3], compile_report(key).ptx, check) == []
