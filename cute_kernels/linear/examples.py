@@ -85,9 +85,10 @@ def bf16_gemm() -> Iterator[Example]:
     for tokens, _, outputs, columns in _GEMMS:
         g = torch.Generator().manual_seed(tokens + outputs)
         a, b = (torch.randn(rows, columns + 8, generator=g).bfloat16()[:, 8:] for rows in (tokens, outputs))
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype, batch_invariant in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
             out = torch.full((tokens, outputs + 16), torch.nan, dtype=dtype)[..., :-16]
-            yield Example(f"{tokens} tokens, {columns} -> {outputs}, {dtype}", (a, b, out, False, tokens == 1), _near)
+            name = f"{tokens} tokens, {columns} -> {outputs}, {dtype}{', batch-invariant' * batch_invariant}"
+            yield Example(name, (a, b, out, batch_invariant, tokens == 1), _near)
 
 
 def _near_squares(got: Sequence[Any], want: Sequence[Any]) -> str:

@@ -281,8 +281,7 @@ def bf16_linear(
     weight            bf16 [N, K], rows of any stride. Constant: with use_pdl it may be read before an earlier kernel of
                       the stream has ended
     out               bf16 or fp32 [T, N], rows of any stride, or None: allocated, of out_dtype; mutated
-    batch_invariant   accepted for the symmetry of the layers: the kernel's order of sums always follows from the
-                      weight's shape alone
+    batch_invariant   as of `fp8_grouped_linear`
     use_pdl           start while the kernel before on the stream still runs, and wait for it before a is read
 
     Returns out. Made for few rows: from some hundred on a library's GEMM is faster. Kernels need rows of a and weight

@@ -65,6 +65,8 @@ class Schedule:
         self.mute = -1
         """A wait that tells its threads nothing: is there anything then that they do not know when they go on?"""
         self.untold: dict[int, list[tuple[Step, Any, bool]]] = defaultdict(list)
+        self.published: dict[Any, set[Any]] = defaultdict(set)
+        """Agent or barrier -> mbarriers whose making a fence lies behind: relaxed arrivals tell of them, too."""
         self.running = [trace.per_block] * trace.record.blocks
         """Warps of each block that have not left."""
         self.problems: dict[str, None] = {}
@@ -194,7 +196,7 @@ class Schedule:
             self.report("nobody has made the mbarrier", step)
             return None
         agent, clock = self.made[place]
-        if self.clocks.known[step.agents[0], agent] < clock:
+        if self.clocks.known[step.agents[0], agent] < clock and place not in self.published[step.agents[0]]:
             self.report("not after the mbarrier was made", step)
         return self.barriers[place]
 
@@ -271,6 +273,7 @@ class Schedule:
         state = self.named[key]
         for agent in step.agents:
             self.meetings[key].arrive(self.clocks, agent, order)
+            self.published[key] |= self.published[agent]
         self.entered[warp, key] = state[1]
         state[0] += sum(step.counts)
         expected = expected or self.threads
@@ -286,6 +289,7 @@ class Schedule:
             return False
         for agent in step.agents:
             self.meetings[key].wait(self.clocks, agent)
+            self.published[agent] |= self.published[key]
         self.has_waited.add(warp)
         return True
 
@@ -295,6 +299,8 @@ class Schedule:
             if kind.startswith("proxy.async"):
                 np.maximum(clocks.fenced[agent], clocks.known[agent], out=clocks.fenced[agent])
                 clocks.tick(agent)
+            elif kind.startswith("mbarrier_init"):
+                self.published[agent] |= {place for place, (maker, _) in self.made.items() if maker == agent}
             elif kind == "tcgen05.after":
                 np.maximum(clocks.tensor[agent], clocks.of_issuer(agent), out=clocks.tensor[agent])
             elif kind == "tcgen05.before":
