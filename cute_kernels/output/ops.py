@@ -82,7 +82,7 @@ _quant = define_op(
     "SymInt n_groups, SymInt heads_per_group, bool tma_aligned_scales, bool use_pdl) -> ()",
     check=_check_quant,
     reference=reference.fused_inv_rope_fp8_quant,
-    kernel="cute_kernels.output.inv_rope_quant",
+    kernel="cute_kernels.output.inv_rope:QUANTIZED",
     cost=_cost_quant,
 )
 
@@ -111,7 +111,7 @@ _inv_rope = define_op(
     "SymInt heads_per_group, bool use_pdl) -> ()",
     check=_check_inv_rope,
     reference=reference.fused_inv_rope,
-    kernel="cute_kernels.output.inv_rope",
+    kernel="cute_kernels.output.inv_rope:ROTATED",
     cost=_cost_inv_rope,
 )
 
