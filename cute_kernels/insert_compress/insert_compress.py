@@ -57,7 +57,7 @@ from cute_kernels.dsl.convert import FP32_MAX
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, ROPE_DIM
 from cute_kernels.insert_compress.call import CompressCall
-from cute_kernels.kv_cache import qnorm_quant
+from cute_kernels.kv_cache import qnorm
 from cute_kernels.kv_cache.qnorm import QnormKernel, QnormKey, Rows, make_rows
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -532,7 +532,7 @@ def tokens_per_cluster(count: int) -> int:
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     call = CompressCall(*args)
-    for able, why in (qnorm_quant.supports(*call.insert()), ratio128.supports(FusedCall(*call.compress()))):
+    for able, why in (qnorm.supports_quant_insert(*call.insert()), ratio128.supports(FusedCall(*call.compress()))):
         if not able:
             return False, why
     for name, tensor, size in (("norm_weight", call.norm_weight, 2), ("cos_sin_cache", call.cos_sin_cache, 4)):

@@ -37,7 +37,7 @@ from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEX_DIM, INDEXER_FP8, R
 from cute_kernels.indexer import query_fp8
 from cute_kernels.indexer.query import Queries, QueryKernel, QueryKey, make_queries
 from cute_kernels.insert_compress.call import Call
-from cute_kernels.kv_cache import qnorm_quant
+from cute_kernels.kv_cache import qnorm
 from cute_kernels.kv_cache.qnorm import QnormKernel, QnormKey, Rows, make_rows
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -302,7 +302,7 @@ def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     call = Call(*args)
     for able, why in (
-        qnorm_quant.supports(*call.insert()),
+        qnorm.supports_quant_insert(*call.insert()),
         ratio4.supports(FusedCall(*call.compress())),
         ratio4.supports(FusedCall(*call.compress_index())),
         query_fp8.supports(*call.query()),

@@ -257,7 +257,7 @@ def test_the_clusters_shares_do_not_matter(
     a = inputs(MIXED, kv_format="plain_bf16/1")
     first = raw_bytes(check(op, inputs(MIXED, kv_format="plain_bf16/1"))["kv_cache"])
     per_cluster(tokens)
-    monkeypatch.setattr(ratio128, "blocks_per_entry", lambda _: blocks)
+    monkeypatch.setattr(ratio128, "ctas_per_entry", lambda _: blocks)
     assert torch.equal(raw_bytes(check(op, a)["kv_cache"]), first)
     check(op, {**inputs(MIXED), "persist": "window"})
 
