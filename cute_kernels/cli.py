@@ -326,7 +326,7 @@ def precompile(options: argparse.Namespace) -> int:
         return write_hashes(keys, options)
     from cute_kernels.runtime import cache
     from cute_kernels.runtime.precompile import precompile as run
-    from cute_kernels.runtime.registry import kernel_modules
+    from cute_kernels.runtime.registry import op_kernels
 
     folder = options.out or cache.default_directory()
     if folder is None:
@@ -345,7 +345,7 @@ def precompile(options: argparse.Namespace) -> int:
     outcomes = list(results if options.quiet else with_progress(results, len(keys), "compiling"))
     seconds = time.perf_counter() - start
     outcomes.sort(key=lambda outcome: keys.index(outcome.key))
-    served = {name for names in kernel_modules().values() for name in names}
+    served = {op.name for ops in op_kernels().values() for op in ops}
     if options.json:
         print_json(
             {

@@ -91,7 +91,7 @@ def _vllm() -> Run:
 
 def _variants(fmt: Any) -> dict[str, Run]:
     from cute_kernels.kv_cache.qnorm import QnormKey
-    from cute_kernels.kv_cache.qnorm_launch import run as launch
+    from cute_kernels.kv_cache.qnorm import launch_with as launch
     from cute_kernels.runtime.arch import arch_of
 
     def run(key: Any, *args: Any) -> None:

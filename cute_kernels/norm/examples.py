@@ -11,7 +11,7 @@ import torch
 from cute_kernels import numerics
 from cute_kernels.linear.ops_quantize import activation_scale_shape
 from cute_kernels.linear.reference import quantize_fp8_1x128
-from cute_kernels.output.scales import BLOCK
+from cute_kernels.linear.scales import BLOCK
 from cute_kernels.runtime.verify import Example
 
 _EPS = 1e-6

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
-from cute_kernels.output import examples_einsum
 from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime.verify import Example, raw_memory
 
@@ -59,4 +58,4 @@ def inv_rope() -> Iterator[Example]:
         yield Example(name, (*tensors, groups, per_group, tokens == 9))
 
 
-EXAMPLES = {"fused_inv_rope_fp8_quant": inv_rope_quant, "fused_inv_rope": inv_rope, **examples_einsum.EXAMPLES}
+EXAMPLES = {"fused_inv_rope_fp8_quant": inv_rope_quant, "fused_inv_rope": inv_rope}

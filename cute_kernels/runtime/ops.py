@@ -70,13 +70,12 @@ class Op:
     call: Callable[..., None] | None = None
 
     def load_kernel(self) -> Any:
-        """The module of this op's kernel.
-
-        It has `launch(*args)`, `supports(*args) -> (bool, reason)` and `deployment_keys(config, tp, arch)`, all keys
-        that a model's layers need on one of `tp` ranks; none where the kernel does not run on `arch`.
-        """
+        """The module of this op's kernel, or the runtime.key.OpKernel in it: either has `launch`, `supports` and
+        `deployment_keys` as described there."""
         assert self.kernel is not None
-        return importlib.import_module(self.kernel)
+        module, _, name = self.kernel.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, name) if name else found
 
     def mutated(self, args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
         """The tensors that a call writes, by name."""
@@ -114,7 +113,8 @@ def define_op(
     check       raises ValueError or TypeError on bad arguments, from metadata alone; scalars have their types by then,
                 and inputs and results fit each other as runtime.contract has it
     reference   what the op means, in torch; it is the CPU implementation
-    kernel      dotted name of the module with the CUDA kernel, imported at the first CUDA call
+    kernel      dotted name of the module with the CUDA kernel, imported at the first CUDA call; where it has those of
+                several ops, a colon and the name of this one's OpKernel follow
     cost        bytes and flops of a call, for recordings and benchmarks; it may read data
     validate    raises ValueError on data that breaks the op's contract (runtime.validate); only called with
                 CUTE_KERNELS_CHECK=1, on checked arguments

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.linear import fp8_einsum
+from cute_kernels.linear.blackwell.gemm import BlackwellGemmKey
 from cute_kernels.linear.hopper.gemm import GemmKey
-from cute_kernels.output import einsum
-from cute_kernels.output.einsum_portable import PortableEinsumKey
-from cute_kernels.output.einsum_sm100 import BlackwellEinsumKey
+from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from cute_kernels.runtime import trust
 from tests.sparse_mla.launches import Launches, keep_launches, launch
 
@@ -44,13 +44,13 @@ WORDS = {
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    kept = keep_launches(monkeypatch, einsum, ())
+    kept = keep_launches(monkeypatch, fp8_einsum, ())
 
     def keep(key: Any, index: Any, *args: Any) -> None:
         names = (*TENSORS, "out_scale", "blocks", "use_pdl") if isinstance(key, GemmKey) else (*TENSORS, "blocks")
         kept.append((key, dict(zip(names, args, strict=True))))
 
-    monkeypatch.setattr(einsum, "launch_key", keep)
+    monkeypatch.setattr(fp8_einsum, "launch_key", keep)
     return kept
 
 
@@ -58,11 +58,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
     ("arch", "changes", "expected", "blocks"),
     [
         ("sm_90a", {}, GemmKey("sm_90a", rows=64, columns=32, warpgroups=1, stages=16, depth=2), 10),
-        ("sm_90a", WORDS, PortableEinsumKey("sm_90a", 16, 64, True), 6),
-        ("sm_80", {}, PortableEinsumKey("sm_80", 16, 64, False), 6),
-        ("sm_120a", WORDS, PortableEinsumKey("sm_120a", 16, 64, True), 6),
-        ("sm_100a", WORDS, BlackwellEinsumKey("sm_100a", 64, True), 6),
-        ("sm_103a", {}, BlackwellEinsumKey("sm_103a", 64), 6),
+        ("sm_90a", WORDS, PortableGemmKey("sm_90a", 16, 64, True), 6),
+        ("sm_80", {}, PortableGemmKey("sm_80", 16, 64, False), 6),
+        ("sm_120a", WORDS, PortableGemmKey("sm_120a", 16, 64, True), 6),
+        ("sm_100a", WORDS, BlackwellGemmKey("sm_100a", 64, True), 6),
+        ("sm_103a", {}, BlackwellGemmKey("sm_103a", 64), 6),
     ],
 )
 def test_arguments_go_as_they_are(
@@ -73,9 +73,9 @@ def test_arguments_go_as_they_are(
     expected: Any,
     blocks: int,
 ) -> None:
-    monkeypatch.setattr(einsum, "arch_of", lambda index: arch)
+    monkeypatch.setattr(fp8_einsum, "arch_of", lambda index: arch)
     monkeypatch.setattr(trust, "is_trusted", lambda op, index: op == OP)
-    args = launch(OP, einsum, arguments(**changes))
+    args = launch(OP, fp8_einsum, arguments(**changes))
     ((key, given),) = launched
     assert key == expected
     for name in TENSORS:
@@ -88,11 +88,11 @@ def test_what_blackwell_leaves_to_the_portable_kernel(
     launched: Launches, monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:
     """A kernel that nobody has verified, and an operand that no descriptor can tell of."""
-    monkeypatch.setattr(einsum, "arch_of", lambda index: "sm_100a")
+    monkeypatch.setattr(fp8_einsum, "arch_of", lambda index: "sm_100a")
     monkeypatch.setattr(trust, "is_trusted", lambda op, index: trusted)
     same_weight = torch.zeros(1, 136, 512, dtype=torch.float8_e4m3fn).expand(2, -1, -1)
-    launch(OP, einsum, arguments(**({"b": same_weight} if trusted else {})))
-    assert [key for key, _ in launched] == [PortableEinsumKey("sm_100a", 16, 64, False)]
+    launch(OP, fp8_einsum, arguments(**({"b": same_weight} if trusted else {})))
+    assert [key for key, _ in launched] == [PortableGemmKey("sm_100a", 16, 64, False)]
 
 
 def test_calls_without_results_launch_nothing(launched: Launches) -> None:
@@ -101,7 +101,7 @@ def test_calls_without_results_launch_nothing(launched: Launches) -> None:
             name: tensor[:rows, :groups] for name, tensor in arguments().items() if name in ("a", "a_scale", "out")
         }
         weights = {name: arguments()[name][:groups] for name in ("b", "b_scale")}
-        launch(OP, einsum, arguments(**tensors, **weights))
+        launch(OP, fp8_einsum, arguments(**tensors, **weights))
     assert launched == []
 
 
@@ -122,7 +122,7 @@ def test_calls_without_results_launch_nothing(launched: Launches) -> None:
     ],
 )
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, arch: str, change: dict[str, Any], why: str) -> None:
-    monkeypatch.setattr(einsum, "arch_of", lambda index: arch)
-    supported, reason = einsum.supports(*arguments(**change).values())
+    monkeypatch.setattr(fp8_einsum, "arch_of", lambda index: arch)
+    supported, reason = fp8_einsum.supports(*arguments(**change).values())
     assert not supported
     assert reason.startswith(why)

@@ -1,4 +1,4 @@
-"""Tensors and tiles of deepseek_v4_fp8_einsum, as all its kernels count them."""
+"""Tensors and work tiles of the GEMMs of Blackwell and of those by mma.sync."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from cute_kernels.dsl.tensor import address, stride_bytes
 
 CHUNK = 128
 """Columns of K that share a scale: 128 bytes."""
+
+CHUNKS_PER_WORD = 4
+"""Scales in a word, where they are packed."""
 
 WARP = 32
 
@@ -30,23 +33,23 @@ class Strided(NamedTuple):
         return self.address + sum(Int64(i) * stride for i, stride in zip(index, self.strides, strict=False))
 
 
-class Tiles(NamedTuple):
-    """The tiles of a block: numbers first, first + step ... below `end`, by columns, then rows, then groups."""
+class TileScheduler(NamedTuple):
+    """The work tiles of a CTA: numbers first, first + step ... below `end`, by columns, then rows, then groups."""
 
     first: Any
     end: Any
     step: Any
-    of_rows: Any
-    of_columns: Any
+    row_tiles: Any
+    column_tiles: Any
 
-    def place(self, number: Any) -> tuple[Any, Any, Any]:
+    def coords(self, number: Any) -> tuple[Any, Any, Any]:
         """Group, tile of rows and tile of columns."""
-        line = number // self.of_columns
-        return line // self.of_rows, line % self.of_rows, number % self.of_columns
+        line = number // self.column_tiles
+        return line // self.row_tiles, line % self.row_tiles, number % self.column_tiles
 
 
 def fake_arguments(scales: Any = Float32) -> tuple[Any, ...]:
-    """Of every kernel: (a, a_scale, b, b_scale, out, number of blocks, stream)."""
+    """Of every kernel: (a, a_scale, b, b_scale, out, number of CTAs, stream)."""
 
     def tensor(dtype: Any, divisibility: int, dense: bool) -> Any:
         stride = [cute.sym_int64(divisibility=divisibility) for _ in range(2)]

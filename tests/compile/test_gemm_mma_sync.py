@@ -12,18 +12,18 @@ from tests.compile.reports import compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.output import einsum
-from cute_kernels.output.einsum_portable import PortableEinsumKey
-from cute_kernels.output.einsum_portable_plan import (
+from cute_kernels.linear import fp8_einsum
+from cute_kernels.linear.mma_sync.gemm import (
     COLUMN_WARPS,
-    PIECE,
-    PIECES,
-    EinsumPlan,
+    VECTOR,
+    VECTORS,
+    GemmConfig,
+    PortableGemmKey,
     column_of,
-    column_turn,
-    row_turn,
+    column_swizzle,
+    row_swizzle,
 )
-from cute_kernels.output.einsum_tiles import CHUNK
+from cute_kernels.linear.params import CHUNK
 
 # (rows, columns, whether scales are in words); what takes most registers or shared memory on each
 CHOSEN = {
@@ -32,19 +32,19 @@ CHOSEN = {
     "sm_100a": ((128, 128, False),),
     "sm_120a": ((128, 128, True),),
 }
-KEYS = [PortableEinsumKey(arch, *fields) for arch, chosen in CHOSEN.items() for fields in chosen]
-SHAPES = [tile[:2] for tile in einsum.PORTABLE_TILES]
+KEYS = [PortableGemmKey(arch, *fields) for arch, chosen in CHOSEN.items() for fields in chosen]
+SHAPES = [tile[:2] for tile in fp8_einsum.PORTABLE_TILES]
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_compiles(key: PortableEinsumKey) -> None:
-    report, plan = compile_report(key), key.plan
+def test_compiles(key: PortableGemmKey) -> None:
+    report, config = compile_report(key), key.config
     assert report.cubin[:4] == b"\x7fELF"
     assert f".target {key.arch}" in report.ptx
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.smem <= SMEM_BYTES[key.arch]
     assert set(key.instructions) <= set(report.instructions)
-    assert report.instructions["mma.sync"] == plan.row_tiles * plan.column_tiles * PIECES
+    assert report.instructions["mma.sync"] == config.row_tiles * config.column_tiles * VECTORS
     assert ("griddepcontrol" in report.instructions) == (key.arch not in ("sm_80", "sm_89"))
     assert ("cvt.e4m3" in report.instructions) == (key.arch != "sm_80")
     assert not re.search(r"st\.local|ld\.local", report.ptx)
@@ -55,28 +55,28 @@ def test_compiles(key: PortableEinsumKey) -> None:
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("packed", [False, True])
 def test_plan(arch: str, rows: int, columns: int, packed: bool) -> None:
-    plan = EinsumPlan(arch, rows, columns, packed)
-    assert plan.smem_bytes <= SMEM_BYTES[arch]
+    config = GemmConfig(arch, rows, columns, packed)
+    assert config.smem_bytes <= SMEM_BYTES[arch]
     # one chunk is multiplied, the next one has to be there, another one is on its way
-    assert plan.stages >= 3
-    assert plan.row_warps * plan.row_tiles * 16 == rows
-    assert COLUMN_WARPS * plan.column_tiles * 8 == columns
-    assert plan.column_tiles % 2 == 0
+    assert config.stages >= 3
+    assert config.row_warps * config.row_tiles * 16 == rows
+    assert COLUMN_WARPS * config.column_tiles * 8 == columns
+    assert config.column_tiles % 2 == 0
     assert CHUNK % columns == 0
     # every piece and every scale is copied by one thread
-    assert rows % plan.rows_at_once == columns % plan.rows_at_once == 0
-    assert plan.scales_of_thread * plan.threads >= plan.scale_count
-    assert plan.b_at % CHUNK == plan.scales_at % CHUNK == plan.stage_bytes % CHUNK == 0
+    assert rows % config.rows_at_once == columns % config.rows_at_once == 0
+    assert config.scales_of_thread * config.threads >= config.scale_count
+    assert config.b_at % CHUNK == config.scales_at % CHUNK == config.stage_bytes % CHUNK == 0
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_places(rows: int, columns: int) -> None:
     """Each code has a place of its own, and what eight lanes read at a time is in different banks."""
-    width = EinsumPlan("sm_90a", rows, columns, False).lane_columns
+    width = GemmConfig("sm_90a", rows, columns, False).lane_columns
     warp = columns // COLUMN_WARPS
-    turns = {"a": [row_turn(row) for row in range(rows)], "b": [column_turn(c, width) for c in range(columns)]}
+    turns = {"a": [row_swizzle(row) for row in range(rows)], "b": [column_swizzle(c, width) for c in range(columns)]}
     assert all(
-        sorted(piece ^ turn for piece in range(PIECES)) == list(range(PIECES)) for t in turns.values() for turn in t
+        sorted(piece ^ turn for piece in range(VECTORS)) == list(range(VECTORS)) for t in turns.values() for turn in t
     )
     together: dict[str, list[list[int]]] = {"a": [[*range(row, row + 8)] for row in range(0, rows, 8)], "b": []}
     for first in range(0, columns, warp):
@@ -91,7 +91,7 @@ def test_places(rows: int, columns: int) -> None:
     for operand, groups in together.items():
         for eight in groups:
             assert len({turns[operand][row] for row in eight}) == 8
-    assert PIECE * PIECES == CHUNK
+    assert VECTOR * VECTORS == CHUNK
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -99,26 +99,26 @@ def test_places(rows: int, columns: int) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
 def test_every_call_of_a_deployment_has_its_kernel(model: str, tp: int, arch: str) -> None:
     config = MODELS[model]
-    keys = einsum.deployment_keys(config, tp, arch)
+    keys = fp8_einsum.deployment_keys(config, tp, arch)
     assert len(set(keys)) == len(keys)
     for rows in [*range(1, 1200, 7), *range(1200, 40000, 777)]:
         size = rows, config.o_groups // tp, config.o_lora_rank
         for packed in (False, True):
-            assert einsum.key_for(arch, *size, 32, 108, packed)[0] in keys
-            assert einsum.portable_choice(arch, *size, 108, packed)[0] in keys
+            assert fp8_einsum.key_for(arch, *size, 32, 108, packed)[0] in keys
+            assert fp8_einsum.portable_choice(arch, *size, 108, packed)[0] in keys
 
 
 def test_hopper_has_its_own_for_one_kind_of_scales() -> None:
-    assert not isinstance(einsum.key_for("sm_90a", 100, 8, 1024, 32, 132, False)[0], PortableEinsumKey)
-    key, blocks = einsum.key_for("sm_90a", 1, 2, 1024, 32, 132, True)
-    assert key == PortableEinsumKey("sm_90a", 16, 64, True)
+    assert not isinstance(fp8_einsum.key_for("sm_90a", 100, 8, 1024, 32, 132, False)[0], PortableGemmKey)
+    key, blocks = fp8_einsum.key_for("sm_90a", 1, 2, 1024, 32, 132, True)
+    assert key == PortableGemmKey("sm_90a", 16, 64, True)
     assert blocks == 32
 
 
 def test_no_kernel_is_idle() -> None:
     chosen = {
-        einsum.portable_choice("sm_90a", rows, groups, 1024, 132, False)[0]
+        fp8_einsum.portable_choice("sm_90a", rows, groups, 1024, 132, False)[0]
         for groups in (1, 2, 4, 8, 16)
         for rows in range(1, 3000, 5)
     }
-    assert chosen == {PortableEinsumKey("sm_90a", *shape) for shape in SHAPES}
+    assert chosen == {PortableGemmKey("sm_90a", *shape) for shape in SHAPES}

@@ -1,4 +1,4 @@
-"""The second half of every kernel that stores compressed entries: norm, rotation, rounding, quantization, stores.
+"""Epilogue of every kernel that stores compressed entries: norm, rotation, rounding, quantization, stores.
 
 A lane holds four consecutive columns of an entry, and neighbouring lanes neighbouring columns. Sixteen lanes, aligned
 to half a warp, make a block of 64 columns; entries of 128 columns take a whole warp. Which warp has which block, and

@@ -1,4 +1,4 @@
-"""Packed scales of the output projection: four ue8m0 bytes of consecutive 128-column chunks in one int32 word."""
+"""Scales of 128 columns, as words: four ue8m0 bytes of consecutive 128-column chunks in one int32."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which kernel deepseek_v4_fp8_einsum runs: Hopper's own where it takes the call, Blackwell's own where it takes the
-call and is trusted, the portable one elsewhere, and of each the one whose tiles suit the call's size."""
+"""Which GEMM deepseek_v4_fp8_einsum runs: Hopper's own where it takes the call, Blackwell's own where it takes the call
+and is trusted, the portable one elsewhere, and of each the one whose work tiles suit the call's size."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 from cute_kernels.linear import select
+from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey
 from cute_kernels.linear.hopper.gemm import GemmKey
-from cute_kernels.output.einsum_portable import PortableEinsumKey
-from cute_kernels.output.einsum_sm100 import BlackwellEinsumKey
-from cute_kernels.output.einsum_sm100_plan import ROWS
-from cute_kernels.output.einsum_tiles import CHUNK
+from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
+from cute_kernels.linear.params import CHUNK
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
@@ -40,7 +39,7 @@ PORTABLE_TILES: tuple[tuple[int, int, float], ...] = (
 def key_for(
     arch: str, rows: int, groups: int, columns: int, chunks: int, multiprocessors: int, packed: bool
 ) -> tuple[KernelKey, int]:
-    """The kernel for a call, and its number of blocks: the architecture's own one, if it has one for such scales."""
+    """The kernel for a call, and its number of CTAs: the architecture's own one, if it has one for such scales."""
     if arch == HOPPER and not packed:
         return select.many_rows("bf16", rows, groups, columns, chunks, multiprocessors)
     if arch in BLACKWELL:
@@ -51,32 +50,32 @@ def key_for(
 @lru_cache(maxsize=4096)
 def blackwell_choice(
     arch: str, rows: int, groups: int, columns: int, multiprocessors: int, packed: bool
-) -> tuple[BlackwellEinsumKey, int]:
-    """The one of Blackwell's kernels that is through soonest, and its number of blocks."""
-    number, blocks = _soonest(BLACKWELL_TILES, rows, groups, columns, multiprocessors)
-    return BlackwellEinsumKey(arch, BLACKWELL_TILES[number][1], packed), blocks
+) -> tuple[BlackwellGemmKey, int]:
+    """The one of Blackwell's kernels that is through soonest, and its number of CTAs."""
+    number, ctas = _soonest(BLACKWELL_TILES, rows, groups, columns, multiprocessors)
+    return BlackwellGemmKey(arch, BLACKWELL_TILES[number][1], packed), ctas
 
 
 @lru_cache(maxsize=4096)
 def portable_choice(
     arch: str, rows: int, groups: int, columns: int, multiprocessors: int, packed: bool
-) -> tuple[PortableEinsumKey, int]:
+) -> tuple[PortableGemmKey, int]:
     """The same of the portable kernels."""
-    number, blocks = _soonest(PORTABLE_TILES, rows, groups, columns, multiprocessors)
-    return PortableEinsumKey(arch, *PORTABLE_TILES[number][:2], packed), blocks
+    number, ctas = _soonest(PORTABLE_TILES, rows, groups, columns, multiprocessors)
+    return PortableGemmKey(arch, *PORTABLE_TILES[number][:2], packed), ctas
 
 
 def _soonest(
     tiles: tuple[tuple[int, int, float], ...], rows: int, groups: int, columns: int, multiprocessors: int
 ) -> tuple[int, int]:
-    """Which tiles are through soonest if every round of them takes its time, and how many blocks run then."""
-    best, least, blocks = len(tiles) - 1, float("inf"), 1
+    """Which tiles are through soonest if every round of them takes its time, and how many CTAs run then."""
+    best, least, ctas = len(tiles) - 1, float("inf"), 1
     for number, (tile_rows, tile_columns, cost) in enumerate(tiles):
         count = groups * -(-rows // tile_rows) * -(-columns // tile_columns)
         time = -(-count // multiprocessors) * cost
         if time < least:
-            best, least, blocks = number, time, min(count, multiprocessors)
-    return best, blocks
+            best, least, ctas = number, time, min(count, multiprocessors)
+    return best, ctas
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
@@ -86,8 +85,8 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     keys: list[KernelKey] = []
     for packed in (False, True):
         if arch in BLACKWELL:
-            keys += [BlackwellEinsumKey(arch, columns, packed) for _, columns, _ in BLACKWELL_TILES]
-        keys += [PortableEinsumKey(arch, rows, columns, packed) for rows, columns, _ in PORTABLE_TILES]
+            keys += [BlackwellGemmKey(arch, columns, packed) for _, columns, _ in BLACKWELL_TILES]
+        keys += [PortableGemmKey(arch, rows, columns, packed) for rows, columns, _ in PORTABLE_TILES]
     return keys
 
 
@@ -125,13 +124,13 @@ def launch(
     packed = tuple(recipe) != BLOCK_RECIPE
     key: KernelKey
     if arch in BLACKWELL and not (_is_mapped(a, b) and trust.is_trusted(OP, device_index)):
-        key, blocks = portable_choice(arch, rows, groups, columns, processors, packed)
+        key, ctas = portable_choice(arch, rows, groups, columns, processors, packed)
     else:
-        key, blocks = key_for(arch, rows, groups, columns, a.shape[2] // CHUNK, processors, packed)
+        key, ctas = key_for(arch, rows, groups, columns, a.shape[2] // CHUNK, processors, packed)
     if isinstance(key, GemmKey):
-        launch_key(key, device_index, a, a_scale, b, b_scale, out, None, blocks, use_pdl)
+        launch_key(key, device_index, a, a_scale, b, b_scale, out, None, ctas, use_pdl)
     else:
-        launch_key(key, device_index, a, a_scale, b, b_scale, out, blocks)
+        launch_key(key, device_index, a, a_scale, b, b_scale, out, ctas)
 
 
 def _is_mapped(*operands: Any) -> bool:

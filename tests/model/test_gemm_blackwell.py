@@ -14,8 +14,7 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.facts.meaning import TensorMap
-from cute_kernels.output.einsum_sm100 import BlackwellEinsumKey
-from cute_kernels.output.einsum_sm100_plan import ROWS
+from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey
 from tests import oracle
 from tests.compile.reports import compile_report
 from tests.indexer.meaning import e4m3_codes
@@ -34,7 +33,7 @@ OPERANDS = 0, 2
 
 
 @functools.cache
-def program(key: BlackwellEinsumKey) -> Program:
+def program(key: BlackwellGemmKey) -> Program:
     return parse(compile_report(key).ptx)
 
 
@@ -84,7 +83,7 @@ class Call:
         return self.columns + 8
 
     def place(self, own: Program, columns: int) -> tuple[bytes, dict[int, TensorMap]]:
-        """Parameters, as BlackwellEinsumKernel.__call__ makes them, and tensor maps, for tiles of so many columns."""
+        """Parameters, as BlackwellGemmKernel.__call__ makes them, and tensor maps, for tiles of so many columns."""
         memory, width = self.memory, self.chunks * CHUNK
         maps = {}
         for index, codes, tile in zip(OPERANDS, (self.a, self.b), (ROWS, columns), strict=True):
@@ -101,7 +100,7 @@ class Call:
         values += [self.out, self.groups * self.out_row * 2, self.out_row * 2, 2]
         return pack(own, [*values, self.rows, self.groups, self.columns, self.chunks]), maps
 
-    def run(self, key: BlackwellEinsumKey, blocks: int, own: Program | None = None, **options: Any) -> None:
+    def run(self, key: BlackwellGemmKey, blocks: int, own: Program | None = None, **options: Any) -> None:
         """own: another program than the key's."""
         own = own or program(key)
         parameters, maps = self.place(own, key.columns)
@@ -145,19 +144,19 @@ def test_results(name: str, laziness: float) -> None:
         one.a_scale[0, 0, 2, 1], one.b_scale[0, 0, 70, 3] = 255, 255
     else:
         one.a_scale[0, 1, 2] = np.nan
-    one.run(BlackwellEinsumKey("sm_100a", columns, one.packed), blocks, seed=call.seed, laziness=laziness)
+    one.run(BlackwellGemmKey("sm_100a", columns, one.packed), blocks, seed=call.seed, laziness=laziness)
     one.check()
 
 
-def key_of_rings(packed: bool) -> BlackwellEinsumKey:
-    return BlackwellEinsumKey("sm_100a", 64, packed)
+def key_of_rings(packed: bool) -> BlackwellGemmKey:
+    return BlackwellGemmKey("sm_100a", 64, packed)
 
 
 def run_rings(packed: bool, own: Program, events: Any) -> None:
     """By a block that has several tiles, so that all rings go round."""
     key = key_of_rings(packed)
     one = Call(20, 1, 136, 8 if packed else 5, seed=4, packed=packed)
-    assert 3 * one.chunks > max(key.plan.stages, key.plan.scale_stages * (4 if packed else 1), key.plan.buffers)
+    assert 3 * one.chunks > max(key.config.stages, key.config.scale_stages * (4 if packed else 1), key.config.buffers)
     one.run(key, 1, own=own, seed=4, laziness=0.8, events=events)
     one.check()
 
@@ -173,7 +172,7 @@ def test_in_any_order(packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_bugs_in_the_places_are_found(packed: bool) -> None:
     """Of operands, products and stores, and results that are not waited for: in a sample of all there are."""
-    key = BlackwellEinsumKey("sm_100a", 64, packed)
+    key = BlackwellGemmKey("sm_100a", 64, packed)
     own = program(key)
     # that of copies is implied
     planted = [edit for edit in edits.edits(own) if not own.ops[edit.op].opcode.startswith("cp.async.wait_group")]
