@@ -18,7 +18,7 @@ from cute_kernels.sparse_mla.hopper import index_loader
 from cute_kernels.sparse_mla.hopper import prefill as kernel
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey, QuantFewPrefillKey
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
 from tests.compile.reports import compile_report
 
 GROUPS = 2
@@ -74,7 +74,7 @@ def test_indices_are_copied_no_later_than_a_stage_comes_round() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
     heads = MODELS[model].num_attention_heads // tp
-    few = FewPrefillKey("sm_90a", heads), FewMixedKey("sm_90a", heads), QuantFewPrefillKey("sm_90a", heads)
+    few = SwapAbPrefillKey("sm_90a", heads), SwapAbMixedKey("sm_90a", heads), QuantSwapAbPrefillKey("sm_90a", heads)
     many = PrefillKey("sm_90a"), MixedKey("sm_90a"), QuantPrefillKey("sm_90a")
     one, other, codes = few if heads <= 16 else many
     raw = [NormQuantPrefillKey("sm_90a")] if heads > 16 else []

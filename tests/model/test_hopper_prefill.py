@@ -16,7 +16,7 @@ from cute_kernels.runtime.key import KernelKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbPrefillKey
 from tests.compile.reports import compile_report
 from tests.gpu import paged_cases, test_mixed, test_prefill
 from tests.model import mutations, orders
@@ -33,9 +33,9 @@ PREPARES = slice(4, 8)
 """Warps of a CTA that write the first row lists where rows are split."""
 
 
-def few() -> Case:
+def swap_ab() -> Case:
     call = test_prefill.make(s_q=3, heads=7, topk=130, lengths="odd", bad=0.2, seed=5)
-    return FewPrefillKey("sm_90a", 8), Prefill, call
+    return SwapAbPrefillKey("sm_90a", 8), Prefill, call
 
 
 def mixed_fp8() -> Case:
@@ -73,7 +73,7 @@ def three_splits() -> Case:
         # what scores have read of a tile's marks may be overwritten once their warp has voted
         (mixed_fp8, {"votes_order": True}),
         # rows of cp.async are multiplied without a proxy fence
-        (few, {"copies_are_fenced": False}),
+        (swap_ab, {"copies_are_fenced": False}),
     ],
 )
 def test_in_any_order(make: Callable[[], Case], takes_for_granted: Any) -> None:
