@@ -16,7 +16,9 @@ hopper/                wgmma: decode.py, prefill.py, prefill_mixed.py, prefill_s
                        producers of gathered and mixed rows share
 mma_sync/              decode.py: sm_80 and up; decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a;
                        operands.py: of decode.py and prefill
-blackwell/             decode.py, decode_2cta.py (more than 64 heads): tcgen05
+blackwell/             decode.py, decode_2cta.py (more than 64 heads), prefill.py, prefill_mixed.py, prefill_paged.py:
+                       tcgen05
+gathered.py            which calls Blackwell's own kernels of prefill's ops take
 prefill_*, paged_*, mixed_*, portable_prefill*
                        kernels of the other ops, by architecture
 combine.py             splits combined
