@@ -150,10 +150,10 @@ def sparse_mla_prefill(
                   `output_scale_shape`, padding included; both mutated. A position outside the table takes its nearest
                   row. On sm_90a
     q_norm        (squares fp32 [s_q, h * 4], eps): the queries are as `fp8_linear_squares` made them, squares the sums
-                  that came with them. They are first normed, that is multiplied by
-                  1 / sqrt(sum of a head's four / 512 + eps), and rotated by positions and cos_sin_cache of
-                  output_quant, to the bytes that `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert` would make of
-                  them; q itself stays as it is. Only with output_quant. On sm_90a, for more than 16 heads
+                  that came with them. Their last 64 columns are first rotated by positions and cos_sin_cache of
+                  output_quant and rounded to bf16; their norm, which is one factor for a head, comes behind the
+                  products: s_n = sm_scale * (q . k_n) / sqrt(sum of the head's four / 512 + eps). q itself stays as it
+                  is. Only with output_quant. On sm_90a, for more than 16 heads
 
     Returns (out, max_logits, lse), with None for what nobody asks for: max_logits = max_n s_n; lse is the natural
     logarithm; neither includes the sink. A row that attends to nothing has out = 0, max_logits = -inf and lse = +inf.

@@ -55,3 +55,33 @@ def test_prefill(heads: int) -> None:
     assert torch.equal(quantized.lse(), plain.lse())
     # as in test_hopper
     orders.check(records[0], copies_are_fenced=False, votes_order=True)
+
+
+def test_prefill_of_raw_queries() -> None:
+    """The bytes of queries that are normed and rotated before, where that rounds nothing: whole numbers times a power
+    of two, sums of squares whose root is one, quarter turns."""
+    g = torch.Generator().manual_seed(7)
+    plain, raw, own = Prefill(HEADS), Prefill(HEADS), codes()
+    turns = torch.randint(0, 4, (50, 32), generator=g)
+    own.table = torch.cat([torch.tensor(part)[turns] for part in ([1.0, 0, -1, 0], [0, 1.0, 0, -1])], dim=1)
+    whole = torch.randint(-3, 4, (3, HEADS, 512), generator=g).float()
+    rms = torch.exp2(torch.randint(-20, 21, (3, HEADS, 1), generator=g).float())
+    squares = (torch.tensor([96.0, 224, 64, 128]) * rms**2).flatten(1)
+    kv = torch.randint(-2, 3, plain.kv.shape, generator=g).bfloat16()
+    cos, sin = own.table[own.positions.clamp(0, 49), None].split(32, dim=-1)
+    even, odd = whole[..., 448::2], whole[..., 449::2]
+    finished = whole.clone()
+    finished[..., 448::2], finished[..., 449::2] = even * cos - odd * sin, odd * cos + even * sin
+    plain.q, raw.q, plain.kv, raw.kv = finished.bfloat16(), (whole * rms).bfloat16(), kv, kv
+    # the row that attends to nothing is none of NaN's either
+    raw.q[1, 2], squares[1, 12], squares[2, 20] = torch.nan, torch.nan, torch.nan
+    plain.q[2, 5] = torch.nan
+    keys = prefill.key_for("sm_90a", HEADS), prefill.key_for("sm_90a", HEADS, True, True)
+    plain.run(parse(compile_report(keys[0]).ptx), 1, seed=1)
+    program = parse(compile_report(keys[1]).ptx)
+    records, make = orders.recorder(program)
+    raw.run(program, 1, own, squares, seed=2, events=make)
+    own.assert_those_of(plain.out(), raw.memory)
+    torch.testing.assert_close(raw.lse(), plain.lse(), rtol=0, atol=0, equal_nan=True)
+    # as in test_hopper
+    orders.check(records[0], copies_are_fenced=False, votes_order=True)
