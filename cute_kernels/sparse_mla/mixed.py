@@ -11,17 +11,15 @@ from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.arguments import no_logs
-from cute_kernels.sparse_mla.gathered import ungathered
+from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
+from cute_kernels.sparse_mla.gathered import is_own, ungathered, unmapped
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import HEADS as SWAP_AB_HEADS
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbMixedKey
 from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
-from cute_kernels.sparse_mla.mixed_sm100 import MixedKey as BlackwellMixedKey
-from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key as BlackwellMixedFp8Key
 from cute_kernels.sparse_mla.params import COUNT_BITS, UNIT
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
-from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 from cute_kernels.sparse_mla.schedule import block_heads
 
 MOST_POOL_BYTES = UNIT << 31

@@ -12,11 +12,11 @@ from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla import paged_parts, schedule
-from cute_kernels.sparse_mla.gathered import ungathered
+from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
+from cute_kernels.sparse_mla.gathered import is_own, ungathered, unmapped
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
-from cute_kernels.sparse_mla.paged_sm100 import PagedKey as BlackwellPagedKey
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import (
     HOPPER,
@@ -27,7 +27,6 @@ from cute_kernels.sparse_mla.prefill import (
     scale_log2,
     why_not_quantized,
 )
-from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 
 MOST_KEYS = 2**29
 """Entries and positions that own kernels take of a query row: what their tables have room for, of each cache."""

@@ -11,13 +11,13 @@ from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.arguments import misaligned_quant, no_logs
+from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
+from cute_kernels.sparse_mla.gathered import is_own, unmapped
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import HEADS as SWAP_AB_HEADS
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbPrefillKey
 from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
-from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
-from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 from cute_kernels.sparse_mla.schedule import block_heads
 from cute_kernels.sparse_mla.softmax import LEAST_SCALE
 

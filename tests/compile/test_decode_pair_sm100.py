@@ -88,7 +88,7 @@ def test_tensor_memory() -> None:
 
 
 def tile_stores(rank: int) -> list[list[tuple[int, int, int, list[int]]]]:
-    """Of eight threads at a time (slab, code read, address read in raw, addresses written in v): the front's accesses,
+    """Of eight threads at a time (slab, code read, address read in raw, addresses written in kv): the front's accesses,
     in order."""
     found = []
     for step, half, first in itertools.product(range(plan.SLABS), range(2), range(0, 128, 8)):

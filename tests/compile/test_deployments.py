@@ -22,10 +22,10 @@ from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
 from cute_kernels.output.einsum_portable import PortableEinsumKey
 from cute_kernels.output.einsum_sm100 import BlackwellEinsumKey
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
+from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
 from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 from cute_kernels.sparse_mla.prefill_portable import PortableKey
-from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
 from tests.compile.reports import compile_report
 
 LIKE_ANOTHER = ("sm_89", "sm_103a")

@@ -12,11 +12,10 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import mixed
+from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbMixedKey
 from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
-from cute_kernels.sparse_mla.mixed_sm100 import MixedKey as BlackwellMixedKey
-from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key as BlackwellMixedFp8Key
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (
