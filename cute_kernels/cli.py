@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cute_kernels import __version__
 from cute_kernels.models import MODELS, ModelShape
 from cute_kernels.runtime.key import KernelKey
 
@@ -149,7 +150,7 @@ def gather_info() -> dict[str, Any]:
         ops[name] = {arch: {"status": s.status, "record": s.record} for arch, s in found.items()}
     return {
         "versions": {
-            "cute_kernels": version("cute-kernels"),
+            "cute_kernels": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,

@@ -155,9 +155,9 @@ def _folder_for_kernels() -> Iterator[str]:
 
 def _layers() -> Any:
     """The layers are built on this package: they are looked up by name, and only here."""
-    if importlib.util.find_spec("layers") is None:
-        raise Refusal("--layers: the package 'layers' is not installed")
-    return importlib.import_module("layers.verify")
+    if importlib.util.find_spec("cute_kernels.layers") is None:
+        raise Refusal("--layers: the package cute_kernels.layers is not installed")
+    return importlib.import_module("cute_kernels.layers.verify")
 
 
 def report_verdicts(verdicts: Sequence[Any], gpu: str, arch: str, as_json: bool) -> int:

@@ -26,10 +26,11 @@ from cute_kernels.sparse_mla.ops import (
     sparse_mla_prefill,
     sparse_mla_prefill_paged,
 )
-from layers.caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches
-from layers.config import DeepseekV4Config
-from layers.metadata import DeepseekV4Metadata
-from layers.prefill_form import PREFILL_FORMS, prefill_form
+
+from .caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches
+from .config import DeepseekV4Config
+from .metadata import DeepseekV4Metadata
+from .prefill_form import PREFILL_FORMS, prefill_form
 
 PREFILL_CHUNK_SIZE = 4
 """Prefill requests gathered into the workspace at a time."""

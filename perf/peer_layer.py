@@ -32,16 +32,16 @@ from torch.nn import functional as F
 
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEXER_FP8
 from cute_kernels.indexer.ops import fused_indexer_q_rope_quant
+from cute_kernels.layers import PRESETS, DeepseekV4MetadataBuilder
+from cute_kernels.layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper, run_on_streams
+from cute_kernels.layers.caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches, PagedCache
+from cute_kernels.layers.compressor import DeepseekCompressor
+from cute_kernels.layers.config import DeepseekV4Config
+from cute_kernels.layers.indexer import step_columns
+from cute_kernels.layers.linear import Linear, matmul
+from cute_kernels.layers.metadata import DeepseekV4Metadata
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm
 from cute_kernels.output.ops import fused_inv_rope_fp8_quant
-from layers import PRESETS, DeepseekV4MetadataBuilder
-from layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper, run_on_streams
-from layers.caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches, PagedCache
-from layers.compressor import DeepseekCompressor
-from layers.config import DeepseekV4Config
-from layers.indexer import step_columns
-from layers.linear import Linear, matmul
-from layers.metadata import DeepseekV4Metadata
 from perf.compressor_c4 import two_steps, vllm_cutedsl, vllm_triton
 from perf.measure import capture
 from perf.peers import deepgemm

@@ -36,8 +36,7 @@ from layer_runner.run import KINDS, LayerReport, count_steps, max_rows, run_laye
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cute_kernels.runtime.ops import FALLBACK_VARIABLE
-from layers import (
+from cute_kernels.layers import (
     PRESETS,
     AttentionOptions,
     CheckpointError,
@@ -48,8 +47,9 @@ from layers import (
     random_layer_tensors,
     read_layer_tensors,
 )
-from layers.caches import INDEX_CACHES, KV_CACHES
-from layers.mla import PREFILL_FORMS
+from cute_kernels.layers.caches import INDEX_CACHES, KV_CACHES
+from cute_kernels.layers.mla import PREFILL_FORMS
+from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
 SAMPLE_TEXT = Path(__file__).resolve().parent / "data" / "sample.txt"
 TEXT_PREFILL = 400

@@ -11,9 +11,9 @@ schedule.py            how many splits a row has; selection.py: which rows an in
 params.py              records that kernels share: query, caches, lists, output, work tiles
 softmax.py, logs.py, quant_output.py
                        running maxima, log-sum-exps, results as codes: of all kernels
-hopper/                decode.py, prefill.py, prefill_mixed.py, prefill_swap_ab.py (both for up to 16 heads),
-                       prefill_paged.py, prefill_paged_cluster.py (few query rows, split): wgmma;
-                       index_loader.py: of the producers of prefill, mixed and swap_ab
+hopper/                wgmma: decode.py, prefill.py, prefill_mixed.py, prefill_swap_ab.py (up to 16 heads; mixed, too),
+                       prefill_paged.py, prefill_paged_cluster.py (few query rows: split); index_loader.py: what their
+                       producers of gathered and mixed rows share
 mma_sync/              decode.py: sm_80 and up; decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a;
                        operands.py: of decode.py and prefill
 blackwell/             decode.py, decode_2cta.py (more than 64 heads), prefill.py, prefill_mixed.py, prefill_paged.py:
