@@ -1384,7 +1384,7 @@ class RawDecodeKernel:
         cache1: cute.Tensor,
         list1: cute.Tensor,
         out: cute.Tensor,
-        scales: cute.Tensor | None,
+        scales: Any,
         positions: cute.Tensor,
         table: cute.Tensor,
         lse: cute.Tensor,
