@@ -98,7 +98,9 @@ LEAST_SPLIT_CHUNKS = 8
 """Of 128 columns. With fewer in a split its sums cost more than they save. It keeps queries' products whole, whose bits
 are to be the same with and without sums of squares."""
 
-SQUARES_TILES = tuple(tile._replace(key=replace(tile.key, squares=True)) for tile in TILES if tile.key.staged)
+SQUARES_TILES = tuple(
+    tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK
+)
 """Of kernels that store the sums of their results' squares as well."""
 
 
