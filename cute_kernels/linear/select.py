@@ -105,7 +105,9 @@ BF16_TILES: tuple[Tile, ...] = (
 )
 """The same of bf16 operands, of more rows than swapped operands are made for."""
 
-SQUARES_TILES = tuple(tile._replace(key=replace(tile.key, squares=True)) for tile in TILES if tile.key.staged)
+SQUARES_TILES = tuple(
+    tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK
+)
 """Of kernels that store the sums of their results' squares as well."""
 
 

@@ -19,7 +19,7 @@ mma_sync/              decode.py: sm_80 and up; decode_small_heads.py: up to 16 
 blackwell/             decode.py, decode_2cta.py (more than 64 heads), prefill.py, prefill_mixed.py, prefill_paged.py:
                        tcgen05
 gathered.py            which calls Blackwell's own kernels of prefill's ops take
-prefill_*, paged_*, mixed_*, portable_prefill*
-                       kernels of the other ops, by architecture
+portable_prefill*, *_portable.py
+                       kernels of the other ops, sm_80 and up
 combine.py             splits combined
 """
