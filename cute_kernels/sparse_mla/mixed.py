@@ -16,9 +16,8 @@ from cute_kernels.sparse_mla.gathered import is_own, ungathered, unmapped
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import HEADS as SWAP_AB_HEADS
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbMixedKey
-from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey, group_heads
 from cute_kernels.sparse_mla.params import COUNT_BITS, UNIT
-from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
 from cute_kernels.sparse_mla.schedule import block_heads
 
@@ -38,7 +37,7 @@ def key_for(arch: str, heads: int, kv_format: str) -> KernelKey:
 
 
 def portable_key(arch: str, heads: int, kv_format: str) -> KernelKey:
-    return PortableMixedKey(arch, item_heads(heads), kv_format)
+    return PortableMixedKey(arch, group_heads(heads), kv_format)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:

@@ -16,8 +16,7 @@ from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from cute_kernels.sparse_mla.gathered import is_own, ungathered, unmapped
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
-from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
-from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
+from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey, group_heads
 from cute_kernels.sparse_mla.prefill import (
     HOPPER,
     MOST_NUMBERS,
@@ -53,7 +52,7 @@ def key_for(
 
 @cache
 def portable_key(arch: str, heads: int, compressed: str, format0: str, format1: str) -> KernelKey:
-    return PortablePagedKey(arch, item_heads(heads), compressed, format0, format1)
+    return PortablePagedKey(arch, group_heads(heads), compressed, format0, format1)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:

@@ -16,8 +16,7 @@ from cute_kernels.sparse_mla.gathered import is_own, unmapped
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import HEADS as SWAP_AB_HEADS
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbPrefillKey
-from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
-from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortablePrefillKey, group_heads
 from cute_kernels.sparse_mla.schedule import block_heads
 from cute_kernels.sparse_mla.softmax import LEAST_SCALE
 
@@ -64,7 +63,7 @@ def key_for(arch: str, heads: int, is_quantized: bool = False, is_raw: bool = Fa
 
 
 def portable_key(arch: str, heads: int, is_quantized: bool = False, is_raw: bool = False) -> KernelKey:
-    return PortablePrefillKey(arch, item_heads(heads))
+    return PortablePrefillKey(arch, group_heads(heads))
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
