@@ -247,8 +247,9 @@ class TensorMap:
     swizzle: int = 0
 
 
-def box_of(map_: TensorMap, memory: Any, at: Sequence[int]) -> Any:
-    """uint8, dense: the box at these coordinates, zeros where there is no tensor."""
+def bytes_of(map_: TensorMap, at: Sequence[int]) -> tuple[Any, Any]:
+    """int64 [..., bytes of an element] and bool [..., 1], dense: positions in the memory of the box at these
+    coordinates, and whether there is a tensor."""
     inside = np.ones(map_.box[::-1], np.bool_)
     byte = np.full(map_.box[::-1], map_.base, np.int64)
     for axis, (first, count) in enumerate(zip(at, map_.box, strict=True)):
@@ -256,8 +257,13 @@ def box_of(map_: TensorMap, memory: Any, at: Sequence[int]) -> Any:
         index = (first + np.arange(count)).reshape([-1 if i == axis else 1 for i in range(len(at))][::-1])
         inside &= (index >= 0) & (index < map_.sizes[axis])
         byte = byte + index * stride
-    bytes_ = np.where(inside, byte, 0)[..., None] + np.arange(map_.width)
-    return np.where(inside[..., None], memory[bytes_], 0).astype(np.uint8).reshape(-1)
+    return np.where(inside, byte, 0)[..., None] + np.arange(map_.width), inside[..., None]
+
+
+def box_of(map_: TensorMap, memory: Any, at: Sequence[int]) -> Any:
+    """uint8, dense: the box at these coordinates, zeros where there is no tensor."""
+    bytes_, inside = bytes_of(map_, at)
+    return np.where(inside, memory[bytes_], 0).astype(np.uint8).reshape(-1)
 
 
 def rows_of(map_: TensorMap, memory: Any, column: int, rows: Sequence[int]) -> Any:

@@ -205,6 +205,9 @@ class Schedule:
         for agent, copies in self._copies(step):
             if self.clocks.known[agent, copies] < self.sequence[copies]:
                 self.report("leaves with copies under way", step)
+        stores = self.trace.numbers.get(("bulk store", warp))
+        if stores is not None and self.clocks.known[list(step.agents), stores].max() < self.sequence[stores]:
+            self.report("leaves with bulk stores under way, which read its memory", step)
 
     def _copies(self, step: Step) -> list[tuple[int, int]]:
         """(threads, their copies) of a step."""

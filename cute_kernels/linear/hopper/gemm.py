@@ -645,7 +645,7 @@ class GemmKernel:
         memory, copy, written, read = staging
         group, row_tile, column_tile = tile
         across = const_expr(self.columns // STAGED_COLUMNS)
-        # what it wrote of the work tile before has been read. The copy chooses its lane: all wait, and commit
+        # what it wrote of the work tile before has been read: the lane that had it copied waits
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         for wave in range_constexpr(self.waves):
@@ -665,12 +665,13 @@ class GemmKernel:
                 squares.store(of_rows, first, column_tile, lane, rows_end)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        for wave in range_constexpr(self.waves):
-            for half in range_constexpr(across):
-                box = (warp * self.waves + wave) * across + half
-                rows = row_tile * (self.rows // STAGED_ROWS) + wave * (self.warpgroups * 4) + warp
-                cute.copy(copy, written[None, box], read[None, rows, column_tile * across + half, group])
-        cute.arch.cp_async_bulk_commit_group()
+        with cute.arch.elect_one():
+            for wave in range_constexpr(self.waves):
+                for half in range_constexpr(across):
+                    box = (warp * self.waves + wave) * across + half
+                    rows = row_tile * (self.rows // STAGED_ROWS) + wave * (self.warpgroups * 4) + warp
+                    cute.copy(copy, written[None, box], read[None, rows, column_tile * across + half, group])
+            cute.arch.cp_async_bulk_commit_group()
 
     # ---- kernel
 
