@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from cute_kernels.linear.examples import PRODUCTS, ROUNDING
+from cute_kernels.linear.verify_cases import PRODUCTS, ROUNDING
 from cute_kernels.output.ops import deepseek_v4_fp8_einsum
 from cute_kernels.runtime.ops import OPS
 from perf.measure import Call, compare, number_of_sets

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cute_kernels.formats import HEAD_DIM, INDEX_DIM
 from cute_kernels.linear import ops as _ops  # noqa: F401  (registers them)
-from cute_kernels.linear.examples import FP32, PRODUCTS, ROUNDING
+from cute_kernels.linear.verify_cases import FP32, PRODUCTS, ROUNDING
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.ops import OPS
 from perf.bench import Arguments, Bench, Case, Run

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
-from cute_kernels.kv_cache.examples_qnorm import query_difference
 from cute_kernels.kv_cache.ops import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+from cute_kernels.kv_cache.verify_cases import query_difference
 from perf.bench import Arguments, Bench, Case, Run, same_bytes
 
 BLOCK_SIZE = 64

@@ -34,7 +34,7 @@ from cute_kernels.compressor.ratio4 import WARPS, C4Kernel, State, Step, Tokens,
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEX_DIM, INDEXER_FP8, ROPE_DIM
-from cute_kernels.indexer import query_fp8
+from cute_kernels.indexer import query
 from cute_kernels.indexer.query import Queries, QueryKernel, QueryKey, make_queries
 from cute_kernels.insert_compress.call import Call
 from cute_kernels.kv_cache import qnorm
@@ -305,7 +305,7 @@ def supports(*args: Any) -> tuple[bool, str]:
         qnorm.supports_quant_insert(*call.insert()),
         ratio4.supports(FusedCall(*call.compress())),
         ratio4.supports(FusedCall(*call.compress_index())),
-        query_fp8.supports(*call.query()),
+        query.supports_fp8(*call.query()),
     ):
         if not able:
             return False, why

@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from cute_kernels.linear.examples import PRODUCTS, ROUNDING
 from cute_kernels.linear.scales import pack_words
+from cute_kernels.linear.verify_cases import PRODUCTS, ROUNDING
 from cute_kernels.output.ops import deepseek_v4_fp8_einsum
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.arch import arch_of, multiprocessors

@@ -10,7 +10,7 @@ import torch
 from cute_kernels import formats
 from cute_kernels.compressor import ratio4
 from cute_kernels.compressor.call import CompressCall, FusedCall
-from cute_kernels.compressor.examples_entries import compress_arguments, random_step
+from cute_kernels.compressor.verify_cases import compress_arguments, random_step
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE, OPS
 from tests.compressor.meaning import KINDS, Kind, Scene
 from tests.compressor.test_fused import arguments as fused_arguments

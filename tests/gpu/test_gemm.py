@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cute_kernels.linear import reference
-from cute_kernels.linear.examples import FP32, PRODUCTS, ROUNDING
 from cute_kernels.linear.ops import activation_scale_shape, bf16_linear, fp8_grouped_linear, fp8_linear
+from cute_kernels.linear.verify_cases import FP32, PRODUCTS, ROUNDING
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from tests.helpers import bits

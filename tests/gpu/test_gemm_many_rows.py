@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_kernels import numerics
-from cute_kernels.linear.examples import FP32, PRODUCTS, ROUNDING
+from cute_kernels.linear.verify_cases import FP32, PRODUCTS, ROUNDING
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from tests.helpers import bits

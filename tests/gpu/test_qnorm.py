@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.kv_cache.examples_qnorm import query_difference
 from cute_kernels.kv_cache.ops import quantize_and_insert_k_cache
+from cute_kernels.kv_cache.verify_cases import query_difference
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.facts.meaning import TensorMap
+from cute_kernels.isa_probes.meaning import TensorMap
 from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey
 from tests import oracle
 from tests.compile.reports import compile_report

@@ -8,7 +8,7 @@ import torch
 
 from cute_kernels.dsl import umma
 from cute_kernels.dsl.umma import Operand
-from cute_kernels.facts import meaning, products
+from cute_kernels.isa_probes import meaning, products
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.compile import launch
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from cute_kernels.compressor.examples_entries import entry_difference, random_step
+from cute_kernels.compressor.verify_cases import entry_difference, random_step
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEX_DIM, INDEXER_FP8
 from cute_kernels.insert_compress.call import COMPRESS_RATIO, Call, CompressCall
-from cute_kernels.kv_cache.examples_qnorm import agree_but_for_queries
+from cute_kernels.kv_cache.verify_cases import agree_but_for_queries
 from cute_kernels.runtime.verify import Example, raw_memory
 
 _POISON = 0xA5

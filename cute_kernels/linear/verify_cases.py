@@ -1,4 +1,4 @@
-"""Calls that the kernels of this room are verified with: edge cases of values, widths and strides."""
+"""Calls that the kernels of this package are verified with: edge cases of values, widths and strides."""
 
 from __future__ import annotations
 

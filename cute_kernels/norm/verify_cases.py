@@ -1,4 +1,4 @@
-"""Calls that the kernels of this room are verified with: edge cases of values, widths, strides and positions."""
+"""Calls that the kernels of this package are verified with: edge cases of values, widths, strides and positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that the kernels of this room are verified with: edge cases of sizes, strides, batches, tables and numbers."""
+"""Calls that this package's kernels are verified with: edge cases of sizes, strides, batches, tables and numbers."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cute_kernels.facts import conversions, copies, products
+from cute_kernels.isa_probes import conversions, copies, products
 from cute_kernels.runtime.arch import BLACKWELL, arch_of
 from cute_kernels.runtime.compile import launch
 from cute_kernels.runtime.key import KernelKey
@@ -18,23 +18,17 @@ ARCHS = BLACKWELL
 """Whose facts they are."""
 
 PREFIX = "fact "
-NAMES = tuple(PREFIX + name for room in (conversions, copies, products) for name in room.NAMES)
+NAMES = tuple(PREFIX + name for kind in (conversions, copies, products) for name in kind.NAMES)
 
 
 def key_of(arch: str, name: str) -> KernelKey:
     """The kernel of an experiment; name: one of NAMES."""
+    from cute_kernels.isa_probes.kernels import ConversionKey, ProductKey, TransferKey
+
     name = name.removeprefix(PREFIX)
     if name in conversions.NAMES:
-        from cute_kernels.facts.conversions_kernel import ConversionKey
-
         return ConversionKey(arch, name)
-    if name in copies.NAMES:
-        from cute_kernels.facts.copies_kernel import TransferKey
-
-        return TransferKey(arch, name)
-    from cute_kernels.facts.products_kernel import ProductKey
-
-    return ProductKey(arch, name)
+    return TransferKey(arch, name) if name in copies.NAMES else ProductKey(arch, name)
 
 
 def keys(arch: str) -> list[KernelKey]:
@@ -45,7 +39,7 @@ def keys(arch: str) -> list[KernelKey]:
 def fact_of(name: str) -> str:
     """What an experiment finds out, in a line."""
     name = name.removeprefix(PREFIX)
-    return next(room.NAMES[name].fact for room in (conversions, copies, products) if name in room.NAMES)
+    return next(kind.NAMES[name].fact for kind in (conversions, copies, products) if name in kind.NAMES)
 
 
 def run(name: str, device: torch.device) -> tuple[Any, Any]:

@@ -4,6 +4,6 @@ They are the first thing that `python -m cute_kernels verify` does on a Blackwel
 
     meaning                         what the instructions do, on numpy arrays; the host model of the tests executes it
     products, copies, conversions   experiments of one to four instructions: memories in, memories out
-    *_kernel                        the same as kernels
+    kernels                         the same as kernels
     check                           runs them on the GPU at hand and compares every byte with the meaning
 """

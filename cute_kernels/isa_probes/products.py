@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from cute_kernels.dsl import umma
-from cute_kernels.facts import meaning
-from cute_kernels.facts.meaning import COLUMNS, LANES, Block
+from cute_kernels.isa_probes import meaning
+from cute_kernels.isa_probes.meaning import COLUMNS, LANES, Block
 
 SHARED_BYTES = 1 << 16
 SCALES_AT = 61440

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cute_kernels.dsl import umma
-from cute_kernels.facts import meaning
-from cute_kernels.facts.meaning import Block, TensorMap
+from cute_kernels.isa_probes import meaning
+from cute_kernels.isa_probes.meaning import Block, TensorMap
 
 SEED = np.random.default_rng(0)
 

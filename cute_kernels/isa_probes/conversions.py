@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_kernels.facts.meaning import decode, values_of
+from cute_kernels.isa_probes.meaning import decode, values_of
 
 SCALES = range(64, 135)
 """ue8m0 bytes with which every e4m3 number is one of bf16."""

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.facts import check, conversions, copies, products
-from cute_kernels.facts.meaning import TensorMap
+from cute_kernels.isa_probes import check, conversions, copies, products
+from cute_kernels.isa_probes.meaning import TensorMap
 from tests.compile.reports import compile_report
 from tests.model.events import Record
 from tests.model.launch import pack, run_grid

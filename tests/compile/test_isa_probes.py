@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.facts import check, conversions, copies, products
-from cute_kernels.facts.products import Copy
+from cute_kernels.isa_probes import check, conversions, copies, products
+from cute_kernels.isa_probes.products import Copy
 from cute_kernels.runtime.arch import SMEM_BYTES
 from tests.compile.reports import compile_report
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cute_kernels.facts import meaning
-from cute_kernels.facts.meaning import TensorMap
+from cute_kernels.isa_probes import meaning
+from cute_kernels.isa_probes.meaning import TensorMap
 
 ROWS = 192
 ROW_BYTES = 576
