@@ -271,7 +271,7 @@ def precompile(options: argparse.Namespace) -> int:
     keys = wanted_keys(options)
     if options.hash is not None:
         return write_hashes(keys, options)
-    from cute_kernels.runtime import cache
+    from cute_kernels.runtime import bundle, cache
     from cute_kernels.runtime.precompile import precompile as run
     from cute_kernels.runtime.registry import kernel_modules
 
@@ -284,11 +284,13 @@ def precompile(options: argparse.Namespace) -> int:
         raise Refusal(str(error)) from error
     outcomes = list(with_progress(run(keys, folder.resolve(), options.workers), len(keys), "compiling"))
     outcomes.sort(key=lambda outcome: keys.index(outcome.key))
+    digest = bundle.seal(folder) if options.out else None
     served = {name for names in kernel_modules().values() for name in names}
     if options.json:
         print_json(
             {
                 "directory": str(folder.resolve()),
+                "digest": digest,
                 "kernels": [
                     {
                         "key": outcome.key.identity,
@@ -304,11 +306,13 @@ def precompile(options: argparse.Namespace) -> int:
             }
         )
     else:
-        _print_outcomes(outcomes, folder.resolve())
+        _print_outcomes(outcomes, folder.resolve(), digest)
     return 1 if any(o.status == "failed" or o.problems for o in outcomes) else 0
 
 
-def _print_outcomes(outcomes: Sequence[Any], folder: Path) -> None:
+def _print_outcomes(outcomes: Sequence[Any], folder: Path, digest: str | None) -> None:
+    from cute_kernels.runtime import bundle
+
     console = Console(soft_wrap=True, highlight=False)
     arch = None
     for o in outcomes:
@@ -330,6 +334,8 @@ def _print_outcomes(outcomes: Sequence[Any], folder: Path) -> None:
     console.print(f"{len(outcomes) - failed} of {len(outcomes)} kernels in {escape(str(folder))}")
     if not failed:
         console.print(f"use them with CUTE_KERNELS_CACHE_DIR={escape(str(folder))} CUTE_KERNELS_JIT=forbid")
+    if digest is not None:
+        console.print(f"to load no other files than these, set {bundle.DIGEST_VARIABLE}={digest} too")
 
 
 def write_hashes(keys: Sequence[KernelKey], options: argparse.Namespace) -> int:
