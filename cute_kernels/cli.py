@@ -324,7 +324,7 @@ def precompile(options: argparse.Namespace) -> int:
     keys = wanted_keys(options)
     if options.hash is not None:
         return write_hashes(keys, options)
-    from cute_kernels.runtime import cache
+    from cute_kernels.runtime import bundle, cache
     from cute_kernels.runtime.precompile import precompile as run
     from cute_kernels.runtime.registry import op_kernels
 
@@ -345,11 +345,13 @@ def precompile(options: argparse.Namespace) -> int:
     outcomes = list(results if options.quiet else with_progress(results, len(keys), "compiling"))
     seconds = time.perf_counter() - start
     outcomes.sort(key=lambda outcome: keys.index(outcome.key))
+    digest = bundle.seal(folder) if options.out else None
     served = {op.name for ops in op_kernels().values() for op in ops}
     if options.json:
         print_json(
             {
                 "directory": str(folder.resolve()),
+                "digest": digest,
                 "kernels": [
                     {
                         "key": outcome.key.identity,
@@ -367,7 +369,7 @@ def precompile(options: argparse.Namespace) -> int:
     else:
         shown = [o for o in outcomes if o.problems or not options.quiet]
         _print_outcomes(shown)
-        _print_total(outcomes, folder.resolve(), seconds)
+        _print_total(outcomes, folder.resolve(), seconds, digest)
     return 1 if any(o.status == "failed" or o.problems for o in outcomes) else 0
 
 
@@ -386,7 +388,9 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _print_total(outcomes: Sequence[Any], folder: Path, seconds: float) -> None:
+def _print_total(outcomes: Sequence[Any], folder: Path, seconds: float, digest: str | None) -> None:
+    from cute_kernels.runtime import bundle
+
     failed = sum(o.status == "failed" for o in outcomes)
     cached = sum(o.status == "cached" for o in outcomes)
     print(
@@ -394,6 +398,8 @@ def _print_total(outcomes: Sequence[Any], folder: Path, seconds: float) -> None:
     )
     if not failed:
         print(f"use them with CUTE_KERNELS_CACHE_DIR={folder} CUTE_KERNELS_JIT=forbid")
+    if digest is not None:
+        print(f"to load no other files than these, set {bundle.DIGEST_VARIABLE}={digest} too")
 
 
 def _print_outcomes(outcomes: Sequence[Any]) -> None:

@@ -54,7 +54,21 @@ _functions: dict[int, dict[KernelKey, Callable[..., None]]] = {}
 _collected: dict[KernelKey, None] | None = None
 """Keys that were asked for inside `collect`, or None outside."""
 
-_lock = threading.RLock()  # CuTe DSL compiles one kernel at a time
+_lock = threading.RLock()
+"""Of the tables above; held for moments."""
+
+_key_locks: dict[KernelKey, threading.RLock] = {}
+"""Held while a key is looked for on disk, waited for or compiled: other keys go their way."""
+
+_compiler = threading.RLock()
+"""CuTe DSL compiles one kernel at a time."""
+
+_linker = threading.Lock()
+"""Objects are loaded one at a time, but beside a compilation."""
+
+COMPILER_SECONDS = 1800.0
+"""How long a thread waits for kernels that others compile, before it gives up."""
+
 _compilations = 0
 _disk_loads = 0
 
@@ -227,21 +241,39 @@ def _obtain(key: KernelKey, device_index: int) -> Callable[..., None]:
             _collected[key] = None
             return _do_nothing
         of_device = _functions.setdefault(device_index, {})
-        if key not in of_device:
-            of_device[key] = _FirstLaunch(key, device_index, _link_once(key))
-        return of_device[key]
+    raw = _link_once(key)
+    with _lock:
+        return of_device.setdefault(key, _FirstLaunch(key, device_index, raw))
+
+
+@contextlib.contextmanager
+def _held(lock: threading.RLock, what: str) -> Iterator[None]:
+    if not lock.acquire(timeout=COMPILER_SECONDS):
+        raise RuntimeError(f"{what}: another thread of this process has been compiling for {COMPILER_SECONDS:.0f} s")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _lock_of(key: KernelKey) -> contextlib.AbstractContextManager[None]:
+    with _lock:
+        lock = _key_locks.setdefault(key, threading.RLock())
+    return _held(lock, str(key))
 
 
 def _link_once(key: KernelKey) -> Callable[..., None]:
-    with _lock:
+    if key in _linked:
+        return _linked[key]
+    if _capturing():
+        raise RuntimeError(
+            f"{key}: this kernel is not loaded yet, and nothing is compiled or loaded while a CUDA graph is "
+            f"captured. Before the capture, call cute_kernels.warmup(config, tp=..., arch={key.arch!r}), or the op "
+            "once with the same formats on the same device."
+        )
+    with _lock_of(key):
         if key in _linked:
             return _linked[key]
-        if _capturing():
-            raise RuntimeError(
-                f"{key}: this kernel is not loaded yet, and nothing is compiled or loaded while a CUDA graph is "
-                f"captured. Before the capture, call cute_kernels.warmup(config, tp=..., arch={key.arch!r}), or the op "
-                "once with the same formats on the same device."
-            )
         entry = _entry(key)
         start = time.perf_counter()
         try:
@@ -259,7 +291,7 @@ def _link_once(key: KernelKey) -> Callable[..., None]:
 
 def _entry(key: KernelKey) -> cache.Entry:
     """The object of `key`, from the disk cache or compiled into it. Of several processes that want it, one compiles."""
-    with _lock:
+    with _lock_of(key):
         store = cache.current()
         miss = "there is no kernel cache"
         if store is not None:
@@ -288,7 +320,8 @@ def _entry(key: KernelKey) -> cache.Entry:
 def _read(store: cache.Store, key: KernelKey) -> cache.Entry:
     global _disk_loads
     entry = store.read(key)
-    _disk_loads += 1
+    with _lock:
+        _disk_loads += 1
     logger.info("%s: in the kernel cache, %s", key.identity, store.root)
     return entry
 
@@ -297,7 +330,8 @@ def _compile_entry(key: KernelKey, store: cache.Store | None, why: str) -> cache
     global _compilations
     logger.info("%s: compiling it: %s", key.identity, why)
     data, report = compile_object(key)
-    _compilations += 1
+    with _lock:
+        _compilations += 1
     logger.info("%s: compiled in %.1f s, %d registers", key.identity, report.seconds, report.registers)
     if store is not None:
         store.write(key, data, report.facts)
@@ -306,7 +340,7 @@ def _compile_entry(key: KernelKey, store: cache.Store | None, why: str) -> cache
 
 def compile_object(key: KernelKey) -> tuple[bytes, Report]:
     """Compile `key`: the object that `_link` loads, and the report. Needs no GPU, keeps nothing."""
-    with _lock, tempfile.TemporaryDirectory() as folder:
+    with _held(_compiler, str(key)), tempfile.TemporaryDirectory() as folder:
         compiled, report = _compile(key, folder)
         path = os.path.join(folder, "kernel.o")
         compiled.export_to_c(object_file_path=path, function_name=key.symbol)
@@ -316,7 +350,7 @@ def compile_object(key: KernelKey) -> tuple[bytes, Report]:
 
 def compile_report(key: KernelKey) -> Report:
     """Compile `key`, without keeping the result, and say what came out. Needs no GPU."""
-    with _lock, tempfile.TemporaryDirectory() as folder:
+    with _held(_compiler, str(key)), tempfile.TemporaryDirectory() as folder:
         return _compile(key, folder)[1]
 
 
@@ -352,7 +386,7 @@ def _link(entry: cache.Entry) -> Callable[..., None]:
     import cutlass.cute as cute
 
     # a file of our own: nobody can exchange it between the check of its bytes and their use
-    with tempfile.NamedTemporaryFile(suffix=".o") as f:
+    with _linker, tempfile.NamedTemporaryFile(suffix=".o") as f:
         f.write(entry.data)
         f.flush()
         function: Callable[..., None] = getattr(cute.runtime.load_module(f.name, enable_tvm_ffi=True), entry.symbol)
