@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cute_kernels import support
+from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.report import Facts
@@ -45,6 +46,17 @@ def test_the_readme_has_the_support_table_of_the_package() -> None:
 def test_every_measured_cell_has_its_record() -> None:
     for record in support.RECORDS.values():
         assert (ROOT / "perf/results" / record).is_file()
+
+
+def test_the_readme_op_example_runs() -> None:
+    """On the CPU instead of a GPU."""
+    readme = (ROOT / "README.md").read_text()
+    block = readme[readme.index("    import torch, cute_kernels\n") :]
+    lines = block[: block.index("\nEach op's docstring")].replace("cuda", "cpu").splitlines()
+    scope: dict[str, Any] = {}
+    exec("\n".join(line[4:] for line in lines), scope)
+    stored = FP8_DS_MLA.read(scope["cache"], 64, scope["slots"]).float()
+    assert ((stored - scope["k"].float()).norm() / scope["k"].float().norm()) < 0.05
 
 
 def test_the_readme_layer_example_runs() -> None:

@@ -40,7 +40,7 @@ def op_kernels() -> dict[str, list[Op]]:
 def deployment_keys(config: Any, tp: int = 1, arch: str = "sm_90a") -> list[Any]:
     """Keys of all kernels that serving a model needs on one of `tp` ranks, each once. Imports CuTe DSL.
 
-    config   object with the attributes of layers.DeepseekV4Config, or cute_kernels.models.ModelShape
+    config   object with the attributes of cute_kernels.layers.DeepseekV4Config, or cute_kernels.models.ModelShape
     tp       tensor-parallel ranks, a divisor of num_attention_heads
     arch     compile target, for example "sm_90a"
 
@@ -69,7 +69,7 @@ def warmup(config: Any, tp: int = 1, arch: str | None = None) -> list[Any]:
     of two, pools that are not aligned as this project allocates them. Kernels come from the disk cache where it has
     them and are compiled into it where it does not.
 
-    config   object with the attributes of layers.DeepseekV4Config, or cute_kernels.models.ModelShape
+    config   object with the attributes of cute_kernels.layers.DeepseekV4Config, or cute_kernels.models.ModelShape
     tp       tensor-parallel ranks, a divisor of num_attention_heads
     arch     compile target; None: that of the current CUDA device. For another one than the device's, and on a machine
              without a GPU, the kernels are only put into the disk cache

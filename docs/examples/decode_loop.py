@@ -2,6 +2,7 @@
 
     python docs/examples/decode_loop.py                   # on a CPU: the references, every step eager
     python docs/examples/decode_loop.py --device cuda     # the kernels: warmed up, captured, replayed
+    python docs/examples/decode_loop.py --device cuda --all-kernels
 
 What an engine has to do is in `Engine`: pools, block tables at addresses that stay, metadata once a step for all
 layers.
@@ -111,12 +112,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=4, help="decode steps (4)")
+    parser.add_argument(
+        "--all-kernels", action="store_true", help="have all of the model's kernels first, as a server would (minutes)"
+    )
     args = parser.parse_args(argv)
 
     config, prompts = PRESETS["v4-flash"].reduced(), (150, 7, 64)
-    if args.device == "cuda":
+    if args.all_kernels:
+        # Nothing is compiled after this. A server's kernels come from a folder that `python -m cute_kernels precompile`
+        # has filled on all cores; without it they are compiled here, one after the other.
         start = time.perf_counter()
-        kernels = cute_kernels.warmup(config)  # nothing is compiled after this
+        kernels = cute_kernels.warmup(config)
         print(f"{len(kernels)} kernels ready in {time.perf_counter() - start:.1f} s")
     engine = Engine(config, (0, 2, 3), len(prompts), args.device)
     generator = torch.Generator().manual_seed(0)
@@ -129,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"prefill of {prompts} tokens: {list(out.shape)}, all finite: {bool(out.isfinite().all())}")
 
     hidden = embed(len(prompts))  # a captured step reads its input here
-    out = engine.forward(hidden, engine.next_step())  # eager, once: whatever is set up at the first step is set up now
+    # Eager, once, before the capture: kernels that nobody has had ready are compiled, workspaces are made.
+    out = engine.forward(hidden, engine.next_step())
     if args.device == "cuda":
         graph, out = capture(engine, hidden, engine.next_step())
     else:
