@@ -16,19 +16,20 @@ from cute_kernels.insert_compress.ops import fused_qkv_insert_compress, fused_qk
 from cute_kernels.linear.ops import fp8_linear, fp8_linear_squares
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm, fused_q_kv_rmsnorm_quant
 from cute_kernels.runtime.checks import Checker
-from layers.bound import BoundSteps, bound_key
-from layers.caches import INDEX_CACHES, KV_CACHES, SWA_BLOCK_SIZE, LayerCaches
-from layers.compressor import DeepseekCompressor
-from layers.config import DeepseekV4Config
-from layers.indexer import DeepseekV4Indexer
-from layers.linear import Linear, bf16_product
-from layers.metadata import DeepseekV4Metadata
-from layers.mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
-from layers.output import OutputProjection
-from layers.parallel import TensorParallel
-from layers.prefill_form import PREFILL_FORMS
-from layers.rotary import RotaryEmbedding
-from layers.stacked import StackedLinears
+
+from .bound import BoundSteps, bound_key
+from .caches import INDEX_CACHES, KV_CACHES, SWA_BLOCK_SIZE, LayerCaches
+from .compressor import DeepseekCompressor
+from .config import DeepseekV4Config
+from .indexer import DeepseekV4Indexer
+from .linear import Linear, bf16_product
+from .metadata import DeepseekV4Metadata
+from .mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
+from .output import OutputProjection
+from .parallel import TensorParallel
+from .prefill_form import PREFILL_FORMS
+from .rotary import RotaryEmbedding
+from .stacked import StackedLinears
 
 QUANTIZED_LINEARS = frozenset({"wqa_wkv", "wq_b", "wo_a", "wo_b", "indexer.wq_b"})
 """Linears that a published checkpoint stores as FP8."""
@@ -39,8 +40,8 @@ AUX_STREAM_MAX_TOKENS = 1024
 BOUND_PREFILL_MAX_TOKENS = 4096
 """Steps of more prefill rows keep a GPU busy for longer than their ops take on the host."""
 
-LEAST_RAW_ROWS = 128
-"""From this many rows on a prefill step's attention norms and rotates its queries."""
+LEAST_RAW_ROWS, LEAST_RAW_DECODE_ROWS = 128, 33
+"""From this many rows on a prefill step's attention, or a decode step's, norms and rotates its queries."""
 
 HEAD_BLOCKS = 4
 """Sums of squares of a head."""
@@ -480,7 +481,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
 
     def _has_squares(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
         """Whether the queries' projection leaves their norm and rotation to attention."""
-        if self.options.batch_invariant or m.num_tokens < LEAST_RAW_ROWS or not self._is_query_product_fp8(device):
+        least = LEAST_RAW_ROWS if m.num_prefill_tokens else LEAST_RAW_DECODE_ROWS
+        if self.options.batch_invariant or m.num_tokens < least or not self._is_query_product_fp8(device):
             return False
         return self.mla_attn.takes_raw_queries(device, m)
 

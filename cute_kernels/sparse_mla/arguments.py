@@ -17,7 +17,6 @@ from cute_kernels.sparse_mla import schedule
 from cute_kernels.sparse_mla.selection import Selection, count_rows
 
 MAX_HEADS = 128
-PLAIN_PAGE_MULTIPLE = 16
 PAGED_FORMATS = (formats.FP8_DS_MLA, formats.PLAIN_BF16)
 
 
@@ -28,17 +27,9 @@ def check_query(c: Checker, argument: str, q: Any, dtypes: tuple[torch.dtype, ..
 
 
 def check_cache(c: Checker, argument: str, cache: Any, fmt: formats.KVFormat) -> None:
-    """A paged cache of the given format whose pages start where kernels can address them.
-
-    Pages of fp8_ds_mla must lie multiples of 576 bytes apart, so that the records of a whole pool form one table of
-    576-byte rows; those of plain caches multiples of 16.
-    """
+    """A paged cache of the given format with rows in its pages."""
     fmt.check(c, argument, cache)
     c.require(cache.shape[1] >= 1, argument, "at least one row per page", f"shape {list(cache.shape)}")
-    multiple = fmt.alignment if fmt is formats.FP8_DS_MLA else PLAIN_PAGE_MULTIPLE
-    if cache.shape[0] > 1:
-        stride = cache.stride(0) * fmt.dtype.itemsize
-        c.require(stride % multiple == 0, argument, f"a page stride that is a multiple of {multiple} bytes", stride)
 
 
 def check_sink(c: Checker, argument: str, sink: Any) -> None:
@@ -111,6 +102,30 @@ def check_quantized(c: Checker, q: torch.Tensor, out: Any, positions: Any, cos_s
     c.require(is_whole, "out", expected, f"shape {list(out.shape)}")
     c.tensor("out_scale", out_scale, torch.float32, output_scale_shape(tokens, groups, width // formats.HEAD_DIM))
     return True
+
+
+HEAD_BLOCKS = formats.HEAD_DIM // 128
+"""Blocks of a head whose squares are added up."""
+
+
+def check_q_norm(c: Checker, q: torch.Tensor, squares: Any, eps: float, positions: Any) -> None:
+    """Sums of squares of each query row's heads, and eps; they come with output_quant, whose angles they need."""
+    if squares is None:
+        return
+    *rows, heads, _ = q.shape
+    c.require(positions is not None, "q_norm", "None without output_quant", "a tensor and a number")
+    c.tensor("q_norm", squares, torch.float32, (math.prod(rows), heads * HEAD_BLOCKS))
+    c.require(eps >= 0, "q_norm", "an eps >= 0", eps)
+
+
+def norm_arguments(q_norm: Any, op: str) -> tuple[Any, float]:
+    """The elements of q_norm, or what stands for None."""
+    if q_norm is None:
+        return None, 0.0
+    if not isinstance(q_norm, tuple) or len(q_norm) != 2:
+        Checker(op).fail("q_norm", "(squares, eps)", type(q_norm).__name__, TypeError)
+    squares, eps = q_norm
+    return squares, eps
 
 
 def misaligned_quant(out: Any, cos_sin_cache: Any) -> str:

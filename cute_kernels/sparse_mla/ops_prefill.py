@@ -15,9 +15,6 @@ from cute_kernels.sparse_mla.selection import paged_selections, prefill_selectio
 
 __all__ = ["sparse_mla_prefill", "sparse_mla_prefill_paged"]
 
-HEAD_BLOCKS = formats.HEAD_DIM // 128
-"""Blocks of a head whose squares are added up."""
-
 
 def _check_results(
     c: Checker,
@@ -80,10 +77,7 @@ def _check_prefill(
     arguments.check_sink(c, "attn_sink", attn_sink)
     c.tensor("topk_length", topk_length, torch.int32, ("s_q",), optional=True)
     _check_results(c, "s_q", q, out, max_logits, lse, positions, cos_sin_cache, out_scale)
-    if q_squares is not None:
-        c.require(positions is not None, "q_norm", "None without output_quant", "a tensor and a number")
-        c.tensor("q_norm", q_squares, torch.float32, ("s_q", q.shape[1] * HEAD_BLOCKS))
-        c.require(q_norm_eps >= 0, "q_norm", "an eps >= 0", q_norm_eps)
+    arguments.check_q_norm(c, q, q_squares, q_norm_eps, positions)
 
 
 def _cost_prefill(
@@ -133,7 +127,7 @@ def sparse_mla_prefill(
     out = sum_n exp(s_n - lse) k_n / (1 + exp(attn_sink - lse)). K and V are the same 512 values.
 
     q             bf16 [s_q, h, 512], any strides with a dense last dimension, 1 <= h <= 128
-    kv            bf16 [s_kv, 1, 512], row stride a multiple of 16 bytes
+    kv            bf16 [s_kv, 1, 512], rows of any stride; kernels need multiples of 16 bytes
     indices       int32 [s_q, 1, topk], topk >= 0: rows of kv. A value outside 0 .. s_kv - 1 is skipped, a value that
                   appears twice counts twice
     sm_scale      softmax scale
@@ -164,10 +158,8 @@ def sparse_mla_prefill(
         Checker("sparse_mla_prefill").fail("d_v", str(formats.HEAD_DIM), d_v)
     out, max_logits, lse = _results("sparse_mla_prefill", q, out, max_logits, lse, return_lse, output_quant)
     quant = arguments.quant_tensors(output_quant, "sparse_mla_prefill")
-    if q_norm is not None and not (isinstance(q_norm, tuple) and len(q_norm) == 2):
-        Checker("sparse_mla_prefill").fail("q_norm", "(squares, eps)", type(q_norm).__name__, TypeError)
-    squares, eps = (None, 0.0) if q_norm is None else q_norm
-    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse, squares, eps, *quant)
+    norm = arguments.norm_arguments(q_norm, "sparse_mla_prefill")
+    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse, *norm, *quant)
     return out, max_logits, lse
 
 
@@ -306,8 +298,9 @@ def sparse_mla_prefill_paged(
     and to its compressed entries below v = (p + 1) // compress_ratio: those that topk_indices names, or all of them.
 
     q                        bf16 [T, h, 512], any strides with a dense last dimension, 1 <= h <= 128
-    swa_cache                [num_blocks, rows per page, row elements] of kv_format, one row per token; page strides are
-                             multiples of 576 bytes (fp8_ds_mla) or 16 bytes (plain_bf16)
+    swa_cache                [num_blocks, rows per page, row elements] of kv_format, one row per token; any
+                             page stride that holds a page. Kernels need multiples of 16 bytes, Blackwell's own of 576
+                             for fp8_ds_mla, as `formats.FP8_DS_MLA.allocate` makes them
     swa_block_table          int32 [R, pages], row-strided: position p lies in row p % bs of page
                              swa_block_table[r, p // bs], bs rows per page; positions without a page of the cache are
                              skipped

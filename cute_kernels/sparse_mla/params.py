@@ -57,6 +57,12 @@ class TileScheduler(NamedTuple):
         batch, token = divmod(row, self.tokens)
         return batch, token, split_idx, head_group
 
+    def row(self, work_tile: Any) -> tuple[Any, Any]:
+        """(number of the query row, batch * tokens + token, head group) of a work tile."""
+        rest, head_group = divmod(work_tile, self.head_groups)
+        row, _ = divmod(rest, self.splits)
+        return row, head_group
+
     @cute.jit
     def columns(self, split_idx: Any, live: Any, extra_live: Any) -> tuple[Any, Any, Any, Any]:
         """(first, end, first, end): the columns of both lists that a split of a row has."""
@@ -83,18 +89,20 @@ def tiles_of(columns: Any) -> Any:
 
 
 class Query(NamedTuple):
-    """q: address, strides in bytes, number of heads."""
+    """q: address, strides in bytes, number of heads. norm: how a kernel that takes raw queries norms and rotates them;
+    or None."""
 
     base: Any
     batch: Any
     token: Any
     head: Any
     heads: Any
+    norm: Any = None
 
     @classmethod
-    def of(cls, q: cute.Tensor) -> Query:
+    def of(cls, q: cute.Tensor, norm: Any = None) -> Query:
         """On the host's side of the launch."""
-        return cls(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), length(q, 2))
+        return cls(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), length(q, 2), norm)
 
     def at(self, batch: Any, token: Any, head: Any) -> Any:
         """Address of a head's row."""

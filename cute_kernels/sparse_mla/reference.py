@@ -144,6 +144,8 @@ def sparse_mla_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    q_squares: torch.Tensor | None,
+    q_norm_eps: float,
     positions: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
     out_scale: torch.Tensor | None,
@@ -162,7 +164,12 @@ def sparse_mla_decode(
         extra_kv_format,
     )
     o = out if positions is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    for rows, result in attend(q.flatten(0, 1), selections, softmax_scale, attn_sink):
+    queries, factors = q.flatten(0, 1), None
+    if q_squares is not None:
+        assert positions is not None
+        assert cos_sin_cache is not None
+        queries, factors = rotate_raw(queries, q_squares, q_norm_eps, positions, cos_sin_cache)
+    for rows, result in attend(queries, selections, softmax_scale, attn_sink, factors):
         row = torch.arange(rows.start, rows.stop, device=q.device)
         batch, token = row // q.shape[1], row % q.shape[1]
         o[batch, token] = result.out.float().to(o.dtype)

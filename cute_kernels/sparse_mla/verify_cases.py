@@ -136,6 +136,14 @@ def quantized(example: Example, place: int) -> Example:
     return Example(f"{example.name}, as codes", tuple(arguments), partial(_agree_codes, place))
 
 
+def _of_raw_queries(example: Example, place: int) -> Example:
+    """The call, which has output_quant, with q_norm. place: number of q_squares"""
+    arguments = list(example.args)
+    rows = arguments[0].flatten(0, -3).double()
+    arguments[place : place + 2] = rows.unflatten(2, (4, 128)).square().sum(-1).flatten(1).float(), 1e-6
+    return Example(f"{example.name}, of raw queries", tuple(arguments), example.agree)
+
+
 def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """NaN, with NaN around it that must stay."""
     wide = torch.full((shape[0] + 1, *shape[1:-2], shape[-2] + 1, shape[-1] + 8), math.nan, dtype=dtype)
@@ -230,6 +238,7 @@ class _Case:
             _poisoned((b, s_q, h, formats.HEAD_DIM), torch.float32 if self.partial else torch.bfloat16),
             torch.full((b, h, s_q), -777.0),
             workspace if size else None,
+            *(None, 0.0),
             *NOT_QUANTIZED,
         )
         return Example(name, arguments, _agree_decode)
@@ -275,7 +284,10 @@ def decode() -> Iterator[Example]:
         example = case.example(name)
         yield example
         if case.first == _FP8 and case.second != _BF16 and not case.partial:
-            yield quantized(example, 15)
+            as_codes = quantized(example, 15)
+            yield as_codes
+            if case.heads > 16:
+                yield _of_raw_queries(as_codes, 18)
 
 
 def merge() -> Iterator[Example]:
@@ -333,9 +345,7 @@ def prefill() -> Iterator[Example]:
             as_codes = quantized(example, 6)
             yield as_codes
             if h >= 64:
-                squares = q.double().unflatten(2, (4, 128)).square().sum(-1).flatten(1).float()
-                with_norm = (*as_codes.args[:9], squares, 1e-6, *as_codes.args[11:])
-                yield Example(f"{as_codes.name}, of raw queries", with_norm, as_codes.agree)
+                yield _of_raw_queries(as_codes, 9)
 
 
 def paged() -> Iterator[Example]:

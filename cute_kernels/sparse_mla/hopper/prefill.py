@@ -47,7 +47,7 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.convert import bf16_high, bf16_low
 from cute_kernels.dsl.reduce import over_quad, pairwise
-from cute_kernels.dsl.rope import rotate_pair
+from cute_kernels.dsl.rope import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
 from cute_kernels.kv_cache.query_norm import inverse_rms
@@ -221,11 +221,9 @@ class Bars:
 
 
 def query_slabs(q: PrefillQuery) -> tuple[int, ...]:
-    """Slabs of the queries, those first that are held in registers. Raw ones have their rotary slab there, the last: it
-    is rotated in registers, and tensor cores wait for no store."""
-    if q.norm_eps is None:
-        return tuple(range(SLABS))
-    return *range(HELD // SLAB - 1), SLABS - 1, *range(HELD // SLAB - 1, SLABS - 1)
+    """Slabs of the queries, those first that are held in registers. Of raw ones the rotary slab, the last, comes first:
+    it is rotated in registers, where tensor cores wait for no store, and while the other slabs come."""
+    return tuple(range(SLABS)) if q.norm_eps is None else (SLABS - 1, *range(SLABS - 1))
 
 
 @dataclass(frozen=True)
@@ -394,6 +392,9 @@ class QkSoftmax:
             norm = self.load_norm(scheduler.first)
         while flags & END == 0:
             q_stage = stage
+            if const_expr(q.norm_eps is not None):
+                # before the queries are there
+                norm = self.finish_norm(norm)
             bars.kv.wait_full(stage, phase)
             self.load_q(held, smem.kv + stage * KV_STAGE_BYTES)
             work_tile = ptx.load_shared_s32(smem.header + stage * HEADER)
@@ -421,6 +422,8 @@ class QkSoftmax:
                 logits = [Int32(0), Int32(0)]
                 if flags & LAST != 0:
                     logits = [self.sink_logit(self.head(work_tile, half)) for half in range(2)]
+                    if const_expr(q.norm_eps is not None):
+                        self.prefetch_squares(work_tile + scheduler.step)
                 warpgroup.wait_group(0)
                 if softmax_thread() & 31 == 0:
                     if is_first:
@@ -475,10 +478,10 @@ class QkSoftmax:
                 stage, phase = barriers.advance(stage, phase, KV_STAGES)
                 tile = tile + 1
 
-            if const_expr(q.norm_eps is not None):
-                # on their way while this work tile is finished
-                norm = self.load_norm(work_tile + scheduler.step)
             self.publish_p(tile - 1)
+            if const_expr(q.norm_eps is not None):
+                # not before: the fence of `publish_p` waits for loads
+                norm = self.load_norm(work_tile + scheduler.step)
             for half in range_constexpr(2):
                 most = over_quad(max_logit[half], ptx.max_f32)
                 self.store_logs(work_tile, half, most, row_max[half], row_sum[half])
@@ -497,36 +500,52 @@ class QkSoftmax:
 
     @cute.jit
     def load_norm(self, work_tile: Any) -> tuple[Any, Any]:
-        """Of a work tile, or of the last one if there are fewer: cosine and sine of pair number `lane`, and the sums of
-        squares of the thread's heads; as words."""
+        """Of a work tile, or of the last one if there are fewer: the address of its angles, and the sums of squares of
+        the thread's two heads, or of the last head where there are fewer."""
         work_tile = cutlass.min(work_tile, self.scheduler.end - 1)
-        angles = self.out.quant.angles(self.scheduler.coords(work_tile)[0], softmax_thread() & 31)
-        return angles, tuple(self.load_squares(work_tile, half) for half in range(2))
+        row, _ = self.scheduler.coords(work_tile)
+        angles_at = self.out.quant.angles_at(row)
+        heads = [cutlass.min(self.head(work_tile, half), self.q.heads - 1) for half in range(2)]
+        return angles_at, [ptx.load_global_128_in_order(self.squares_at(row, head)) for head in heads]
+
+    def squares_at(self, row: Any, head: Any) -> Any:
+        return self.q.squares + Int64(row) * self.q.squares_row + Int64(head) * 16
 
     @cute.jit
-    def load_squares(self, work_tile: Any, half: int) -> Any:
-        """The four sums of squares of the thread's first or second head; of one that is not there, of another."""
-        row, _ = self.scheduler.coords(work_tile)
-        head = cutlass.min(self.head(work_tile, half), self.q.heads - 1)
-        return ptx.load_global_128_in_order(self.q.squares + Int64(row) * self.q.squares_row + Int64(head) * 16)
+    def prefetch_squares(self, work_tile: Any) -> None:
+        """L2 has the squares of a work tile by the time they are wanted: a lane asks for one of the warp's heads."""
+        row, first = self.scheduler.coords(work_tile)
+        head = first + (softmax_thread() >> 5) * 16 + (softmax_thread() & 15)
+        ptx.prefetch_l2(self.squares_at(row, head), (work_tile < self.scheduler.end) & (head < self.q.heads))
+
+    @cute.jit
+    def finish_norm(self, norm: tuple[Any, Any]) -> tuple[Any, Any]:
+        """What load_norm has loaded: cosines and sines of the thread's pair of every 8 rotary columns, and 1 / rms of
+        its heads."""
+        angles_at, squares = norm
+        lane_at = angles_at + (softmax_thread() & 31) * 4
+        own = [ptx.load_global_s32_again(lane_at + half * HALF_TABLE_BYTES) for half in range(2)]
+        angles = []
+        for run in range_constexpr(ROPE_DIM // 8):
+            number = run * 4 + (softmax_thread() & 3)
+            angles.append([cute.arch.shuffle_sync(angle, number).bitcast(Float32) for angle in own])
+        return angles, [self.inverse_rms(four) for four in squares]
 
     @cute.jit
     def rotate(self, held: cute.Tensor, scale: Any, norm: tuple[Any, Any]) -> list[Any]:
         """Rotate raw queries, and return what to multiply the scores of the thread's two heads with.
 
-        held    of every four words, of 16 columns, the first and the third are of the first head
-        norm    as load_norm has it
+        held   of every four words, of 16 columns, the first and the third are of the first head; the first slab is the
+               rotary one
+        norm   as finish_norm has it
         """
-        angles, squares = norm
+        angles, factors = norm
         words = cute.recast_tensor(held, Int32)
         for run in range_constexpr(ROPE_DIM // 8):
-            number = run * 4 + (softmax_thread() & 3)
-            cos, sin = (cute.arch.shuffle_sync(angle, number).bitcast(Float32) for angle in angles)
             for half in range_constexpr(2):
-                i = (HELD - ROPE_DIM) // STEP * 4 + run * 2 + half
-                pair = rotate_pair(bf16_low(words[i]), bf16_high(words[i]), cos, sin)
+                i = run * 2 + half
+                pair = rotate_pair(bf16_low(words[i]), bf16_high(words[i]), *angles[run])
                 words[i] = ptx.bf16x2(*pair)
-        factors = [self.inverse_rms(four) for four in squares]
         for half in range_constexpr(2):
             # keys that are not attended to have the score -inf, which neither NaN nor 0 may be multiplied with: a head
             # whose sums are NaN has NaN for a query instead
