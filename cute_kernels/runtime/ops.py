@@ -8,6 +8,7 @@ arguments; the functions users call allocate outputs and then call the op.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ def define_op(
     kernel: str | None = None,
     cost: Callable[..., Cost] | None = None,
     validate: Callable[..., None] | None = None,
+    call: Any = None,
 ) -> Callable[..., None]:
     """Register `cute_kernels::<schema>` and return the function that calls it.
 
@@ -100,10 +102,19 @@ def define_op(
     cost        bytes and flops of a call, for recordings and benchmarks; it may read data
     validate    raises ValueError on data that breaks the op's contract (runtime.validate); only called with
                 CUTE_KERNELS_CHECK=1, on checked arguments
+    call        NamedTuple of the arguments in the schema's order: check, reference, cost and validate take one, if it
+                is given, and the arguments one by one otherwise
     """
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    if call is not None:
+        names = tuple(argument.name for argument in overload._schema.arguments)
+        if call._fields != names:
+            raise TypeError(f"{name}: expected a call record with {names}, got {call._fields}")
+        check, reference = _of_record(call, check), _of_record(call, reference)
+        cost = None if cost is None else _of_record(call, cost)
+        validate = None if validate is None else _of_record(call, validate)
     # without gradients, or a reference would record its torch calls for a backward pass that no op has
     reference = torch.no_grad()(reference)
     op = Op(name, overload, check, reference, kernel, cost, validate)
@@ -137,7 +148,7 @@ def define_op(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     OPS[name] = op
 
-    def call(*args: Any) -> None:
+    def run(*args: Any) -> None:
         try:
             overload(*args)
         except RuntimeError:
@@ -145,7 +156,17 @@ def define_op(
             check(*args)
             raise
 
-    return call
+    return run
+
+
+def _of_record(call: Callable[..., Any], function: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`function`, which takes a record, for arguments one by one."""
+
+    def adapted(*args: Any) -> Any:
+        return function(call(*args))
+
+    adapted.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+    return adapted
 
 
 def _instrumented(op: Op, body: Callable[..., None]) -> Callable[..., None]:

@@ -2,10 +2,12 @@
 
 ops.py                 what users call; ops_*.py: schemas, checks, costs; reference.py: what they mean
 arguments.py           checks that ops share
+call.py                an op's arguments by name: what checks, references, select.py and launches take
+select.py              which kernel runs a call, and the keys of deployments: one table
 decode.py, prefill.py, paged.py, mixed.py
-                       what an op runs on a GPU: which kernel, launch, keys of deployments
-decode_args.py         entry arguments of the decode kernels, and the op's call as theirs
-prefill_args.py        entry arguments of prefill's kernels
+                       launches: a call as its kernel's arguments
+decode_args.py, prefill_args.py
+                       entry arguments of the kernels
 schedule.py            how many splits a row has; selection.py: which rows an index list names
 
 params.py              records that kernels share: query, caches, lists, output, work tiles
@@ -18,7 +20,6 @@ mma_sync/              decode.py: sm_80 and up; decode_small_heads.py: up to 16 
                        operands.py: of decode.py and prefill
 blackwell/             decode.py, decode_2cta.py (more than 64 heads), prefill.py, prefill_mixed.py, prefill_paged.py:
                        tcgen05
-gathered.py            which calls Blackwell's own kernels of prefill's ops take
 portable_prefill*, *_portable.py
                        kernels of the other ops, sm_80 and up
 combine.py             splits combined
