@@ -60,12 +60,13 @@ class Verdict:
 
 
 def examples_of(op: Op) -> Callable[[], Iterable[Example]] | None:
-    """The examples of the room that defines `op`, or None."""
-    room = op.check.__module__.rpartition(".")[0]
-    if importlib.util.find_spec(f"{room}.examples") is None:
-        return None
-    found: Callable[[], Iterable[Example]] | None = importlib.import_module(f"{room}.examples").EXAMPLES.get(op.name)
-    return found
+    """The examples of the package that defines `op`, in its verify_cases.py or examples.py, or None."""
+    package = op.check.__module__.rpartition(".")[0]
+    for name in (f"{package}.verify_cases", f"{package}.examples"):
+        if importlib.util.find_spec(name) is not None:
+            found: Callable[[], Iterable[Example]] | None = importlib.import_module(name).EXAMPLES.get(op.name)
+            return found
+    return None
 
 
 def verify_op(

@@ -13,14 +13,11 @@ schedule.py            how many splits a row has; selection.py: which rows an in
 params.py              records that kernels share: query, caches, lists, output, work tiles
 softmax.py, logs.py, quant_output.py
                        running maxima, log-sum-exps, results as codes: of all kernels
-hopper/                wgmma: decode.py, prefill.py, prefill_mixed.py, prefill_swap_ab.py (up to 16 heads; mixed, too),
-                       prefill_paged.py, prefill_paged_cluster.py (few query rows: split); index_loader.py: what their
-                       producers of gathered and mixed rows share
-mma_sync/              decode.py: sm_80 and up; decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a;
-                       operands.py: of decode.py and prefill
-blackwell/             decode.py, decode_2cta.py (more than 64 heads), prefill.py, prefill_mixed.py, prefill_paged.py:
-                       tcgen05
-portable_prefill*, *_portable.py
-                       kernels of the other ops, sm_80 and up
+hopper/                wgmma: decode.py, prefill.py, prefill_mixed.py, prefill_paged.py, prefill_paged_cluster.py (few
+                       query rows: split), prefill_swap_ab.py (up to 16 heads; mixed, too), index_loader.py
+blackwell/             tcgen05: decode.py, decode_2cta.py (more than 64 heads), prefill.py, prefill_mixed.py,
+                       prefill_paged.py
+mma_sync/              sm_80 and up: decode.py, prefill.py (all three ops), operands.py (of both);
+                       decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a
 combine.py             splits combined
 """

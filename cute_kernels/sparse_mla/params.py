@@ -210,9 +210,13 @@ class PrefillScheduler(NamedTuple):
     step: Any
     group_bits: Any
 
+    def row(self, work_tile: Any) -> Any:
+        """The query row of a work tile."""
+        return work_tile >> self.group_bits
+
     def coords(self, work_tile: Any, heads: int = HEAD_GROUP) -> tuple[Any, Any]:
         """(query row, first head) of a work tile. heads: of a group."""
-        row = work_tile >> self.group_bits
+        row = self.row(work_tile)
         return row, (work_tile - (row << self.group_bits)) * heads
 
 
@@ -370,11 +374,12 @@ class SlotCache(NamedTuple):
 
 
 class MixedKV(NamedTuple):
-    """The caches. Lists: address, bytes from list to list, columns, the first of them that name rows of the window's
-    cache. Columns that count: address of int32 [rows], the window's included. Where the query rows are."""
+    """The caches, SlotCache or KVCache. Lists: address, bytes from list to list, columns, the first of them that name
+    rows of the window's cache. Columns that count: address of int32 [rows], the window's included. Where the query rows
+    are."""
 
-    window: SlotCache
-    compressed: SlotCache
+    window: Any
+    compressed: Any
     lists: Any
     list_row: Any
     columns: Any
@@ -384,7 +389,7 @@ class MixedKV(NamedTuple):
 
     @classmethod
     def of(
-        cls, window: SlotCache, compressed: SlotCache, indices: cute.Tensor, window_size: Any, lengths: Any, batch: Any
+        cls, window: Any, compressed: Any, indices: cute.Tensor, window_size: Any, lengths: Any, batch: Batch
     ) -> MixedKV:
         """On the host's side of the launch."""
         lists = address(indices), stride_bytes(indices, 0), length(indices, 1)

@@ -69,14 +69,17 @@ def fake_table() -> Any:
     return make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
 
 
+def fake_stream() -> Any:
+    return make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
 def fake_gathered() -> tuple[Any, ...]:
     indices = make_fake_tensor(
         Int32, (cute.sym_int(), 1, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)
     )
     results = (fake_rows(), fake_logs(2), fake_logs(2))
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     scalars = (Int64(0), Int64(0), Float32(0), Int32(1))
-    return fake_rows(), fake_rows(), indices, *results, *scalars, stream
+    return fake_rows(), fake_rows(), indices, *results, *scalars, fake_stream()
 
 
 def fake_paged(*last: Any) -> tuple[Any, ...]:
@@ -84,12 +87,11 @@ def fake_paged(*last: Any) -> tuple[Any, ...]:
     caches = [fake() for _ in range(2) for fake in (lambda: fake_cache(Uint8, FP8_DS_MLA.row_elements), fake_table)]
     tensors = (fake_rows(), *caches, fake_rows(), fake_logs(2), fake_logs(2))
     scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(1))
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return *tensors, *scalars, Int64(0), Float32(0), *(last or (Int32(1),)), stream
+    return *tensors, *scalars, Int64(0), Float32(0), *(last or (Int32(1),)), fake_stream()
 
 
 def fake_mixed(dtype: Any) -> tuple[Any, ...]:
     """dtype   of queries and caches"""
     tensors = (fake_rows(dtype), fake_cache(dtype), fake_cache(dtype), fake_table(), fake_rows(), fake_logs(2))
     scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Float32(0), Float32(0), Int32(1))
-    return *tensors, *scalars, make_fake_stream(use_tvm_ffi_env_stream=True)
+    return *tensors, *scalars, fake_stream()

@@ -55,13 +55,10 @@ from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
-from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import ARCHS as SMALL_HEADS_ARCHS
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
-from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
-from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
-from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey, PortablePagedKey, PortablePrefillKey, group_heads
 from cute_kernels.sparse_mla.schedule import CLUSTERS, block_heads, cluster_of, head_blocks
 
 HOPPER = "sm_90a"
@@ -200,7 +197,7 @@ def prefill_key(
         return SwapAbPrefillKey(arch, block_heads(heads)) if is_few else PrefillKey(arch)
     if arch in BLACKWELL and may_own:
         return BlackwellPrefillKey(arch)
-    return PortablePrefillKey(arch, item_heads(heads))
+    return PortablePrefillKey(arch, group_heads(heads))
 
 
 def of_prefill(call: PrefillCall) -> KernelKey:
@@ -253,7 +250,7 @@ def paged_key(
         if splits:
             return PagedClusterKey(arch, cluster_of(splits))
         return BlackwellPagedKey(arch) if arch in BLACKWELL else PagedKey(arch)
-    return PortablePagedKey(arch, item_heads(heads), compressed, format0, format1)
+    return PortablePagedKey(arch, group_heads(heads), compressed, format0, format1)
 
 
 def of_paged(call: PagedCall, splits: int) -> KernelKey:
@@ -318,7 +315,7 @@ def mixed_key(arch: str, heads: int, kv_format: str, may_own: bool = True) -> Ke
         return SwapAbMixedKey(arch, block_heads(heads)) if heads <= SMALL_HEADS[-1] else MixedKey(arch)
     if arch in BLACKWELL and may_own:
         return BlackwellMixedFp8Key(arch) if is_fp8 else BlackwellMixedKey(arch)
-    return PortableMixedKey(arch, item_heads(heads), kv_format)
+    return PortableMixedKey(arch, group_heads(heads), kv_format)
 
 
 def of_mixed(call: MixedCall) -> KernelKey:

@@ -22,7 +22,7 @@ LEAST_SCALE = 1e-37
 
 
 @cute.jit
-def out_scale(row_sum: Any, row_max: Any, logit: Any, sink: Any) -> Any:
+def out_scale_of(row_sum: Any, row_max: Any, logit: Any, sink: Any) -> Any:
     """What to multiply a head's row of O with.
 
     row_sum   of its weights, relative to `row_max`, its running maximum
@@ -32,6 +32,3 @@ def out_scale(row_sum: Any, row_max: Any, logit: Any, sink: Any) -> Any:
     if sink != 0:
         whole = row_sum + ptx.exp2(logit.bitcast(Float32) * Float32(ptx.LOG2_E) - row_max)
     return Float32(0.0) if row_sum == Float32(0.0) else ptx.reciprocal(whole)
-
-
-GROWTH, LEAST, share = RESCALE_THRESHOLD, NEG_MAX, out_scale

@@ -25,7 +25,7 @@ from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
 from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
-from cute_kernels.sparse_mla.prefill_portable import PortableKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortableKey
 from tests.compile.reports import compile_report
 
 LIKE_ANOTHER = ("sm_89", "sm_103a")

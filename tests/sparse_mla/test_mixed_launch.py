@@ -16,7 +16,7 @@ from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key
 from cute_kernels.sparse_mla.call import MixedCall
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbMixedKey
-from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (

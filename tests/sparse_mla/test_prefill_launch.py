@@ -18,7 +18,7 @@ from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
 from cute_kernels.sparse_mla.call import PrefillCall
 from cute_kernels.sparse_mla.hopper.prefill import PrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbPrefillKey
-from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortablePrefillKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (

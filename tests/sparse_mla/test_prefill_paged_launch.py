@@ -17,7 +17,7 @@ from cute_kernels.sparse_mla import paged, select
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
-from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (

@@ -52,7 +52,7 @@ from cute_kernels.runtime.work import Shape, Work
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
 from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler
 from cute_kernels.sparse_mla.schedule import BLOCK_HEADS, TILE
-from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale
+from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -776,7 +776,7 @@ class Epilogue:
         lse = (row_max + ptx.log2(whole)) * Float32(ptx.LN_2)
         lse = Float32(Float32.inf) if whole == Float32(0.0) else lse
         out.lse.store((split_idx, batch, head, token), lse, is_first and head < out.heads)
-        return out_scale(whole, row_max, logit, out.sink)
+        return out_scale_of(whole, row_max, logit, out.sink)
 
     @cute.jit
     def store(self, place: Any, factor: Any, lane: Any, half: Any, lanes: Any, rows_at: Any, out: Output) -> None:

@@ -76,7 +76,7 @@ from cute_kernels.sparse_mla.blackwell.decode import (
     values_steps,
 )
 from cute_kernels.sparse_mla.params import GatheredKV, PrefillOutput, PrefillQuery, PrefillScheduler
-from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale
+from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -660,7 +660,7 @@ class Softmax:
             largest = self.of_both(largest, ptx.max_f32)
             bars.o.wait_empty(0, o_phase)
             if half == 0:
-                ptx.store_shared_f32(smem.factor + head * 4, out_scale(row_sum, row_max, logit, self.sink))
+                ptx.store_shared_f32(smem.factor + head * 4, out_scale_of(row_sum, row_max, logit, self.sink))
                 self.store_logs(row, first + head, largest, row_max, row_sum)
             if thread == 0:
                 ptx.store_shared_s32(smem.flags, flags)

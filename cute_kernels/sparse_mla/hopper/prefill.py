@@ -76,9 +76,7 @@ from cute_kernels.sparse_mla.params import (
 from cute_kernels.sparse_mla.prefill_args import fake_gathered
 from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
-from cute_kernels.sparse_mla.softmax import GROWTH as RESCALE_THRESHOLD
-from cute_kernels.sparse_mla.softmax import LEAST as NEG_MAX
-from cute_kernels.sparse_mla.softmax import LEAST_SCALE, share
+from cute_kernels.sparse_mla.softmax import LEAST_SCALE, NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -470,7 +468,7 @@ class QkSoftmax:
                 if flags & LAST != 0:
                     for half in range_constexpr(2):
                         row_sum[half] = over_quad(row_sum[half], operator.add)
-                        out_scale[half] = share(row_sum[half], row_max[half], logits[half], self.sink)
+                        out_scale[half] = out_scale_of(row_sum[half], row_max[half], logits[half], self.sink)
                 if (lane & 3) == 0:
                     for half in range_constexpr(2):
                         factor_at = smem.factor + (buffer * ROWS + warp * 16 + (lane >> 2) + 8 * half) * FACTOR

@@ -55,9 +55,7 @@ from cute_kernels.sparse_mla.params import HEAD_GROUP, PagedKV, PrefillOutput, P
 from cute_kernels.sparse_mla.prefill_args import fake_paged
 from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
-from cute_kernels.sparse_mla.softmax import GROWTH as RESCALE_THRESHOLD
-from cute_kernels.sparse_mla.softmax import LEAST as NEG_MAX
-from cute_kernels.sparse_mla.softmax import share
+from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -873,7 +871,7 @@ class QkSoftmax:
                 if flags & LAST != 0:
                     for half in range_constexpr(2):
                         row_sum[half] = over_quad(row_sum[half], operator.add)
-                        out_scales[half] = share(row_sum[half], row_max[half], logits[half], self.sink)
+                        out_scales[half] = out_scale_of(row_sum[half], row_max[half], logits[half], self.sink)
                 if (lane & 3) == 0:
                     for half in range_constexpr(2):
                         factor_at = smem.factor + (buffer * ROWS + warp * 16 + (lane >> 2) + 8 * half) * FACTOR

@@ -61,7 +61,7 @@ from cute_kernels.sparse_mla.hopper.prefill_paged import (
 from cute_kernels.sparse_mla.params import PagedKV, PrefillOutput, PrefillQuery, PrefillScheduler
 from cute_kernels.sparse_mla.prefill_args import fake_paged
 from cute_kernels.sparse_mla.schedule import CLUSTERS
-from cute_kernels.sparse_mla.softmax import share
+from cute_kernels.sparse_mla.softmax import out_scale_of
 
 # ---- shared memory
 
@@ -296,7 +296,7 @@ class CombineEpilogue:
             weights = [ptx.exp2(one - row_max) for one in row_maxes]
             for i in range_constexpr(self.ctas):
                 row_sum = ptx.fma_rn(weights[i], row_sums[i], row_sum)
-            whole = share(row_sum, row_max, logits[half], out.sink)
+            whole = out_scale_of(row_sum, row_max, logits[half], out.sink)
             factors.append([weight * whole for weight in weights])
             lse = (row_max + ptx.log2(row_sum)) * Float32(ptx.LN_2)
             lse = Float32(Float32.inf) if row_sum == Float32(0.0) else lse

@@ -76,9 +76,7 @@ from cute_kernels.sparse_mla.params import (
 )
 from cute_kernels.sparse_mla.prefill_args import fake_gathered, fake_mixed
 from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
-from cute_kernels.sparse_mla.softmax import GROWTH as RESCALE_THRESHOLD
-from cute_kernels.sparse_mla.softmax import LEAST as NEG_MAX
-from cute_kernels.sparse_mla.softmax import share
+from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -616,7 +614,7 @@ class QkSoftmax:
         if const_expr(out.max_logits is not None):
             out.max_logits.store((work_tile, head), max_logit * Float32(ptx.LN_2), head < q.heads)
         out.lse.store((work_tile, head), lse, head < q.heads)
-        return share(row_sum, row_max, logit, self.sink)
+        return out_scale_of(row_sum, row_max, logit, self.sink)
 
 
 def _index(head: int, half: int) -> int:
