@@ -65,8 +65,8 @@ MOST_OF_MEMORY = 0.8
 """Share of the free memory that the caches of a cell may take: layers and graphs need some too."""
 CHECKED = 0.05
 """Relative difference allowed between the layer as it runs and the one whose steps are taken one by one. The latter
-rounds normed queries to bf16, and the former may not: a difference d of results becomes sqrt(d / 12) or so where they are
-rounded to e4m3, which they are twice."""
+rounds normed queries to bf16, and the former may not: a difference d of results becomes sqrt(d / 12) or so where they
+are rounded to e4m3, which they are twice."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl import ptx, umma
-from cute_kernels.facts import meaning, products
 from cute_kernels.formats import HEAD_DIM, NOPE_DIM
+from cute_kernels.isa_probes import meaning, products
 from cute_kernels.sparse_mla.blackwell import decode as single
 from cute_kernels.sparse_mla.blackwell import decode_2cta as plan
 from cute_kernels.sparse_mla.blackwell.decode import HEADS, KEYS, SLAB, SLAB_BYTES, THREADS

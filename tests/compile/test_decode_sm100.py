@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl import ptx, umma
-from cute_kernels.facts import meaning
 from cute_kernels.formats import HEAD_DIM
+from cute_kernels.isa_probes import meaning
 from cute_kernels.sparse_mla.blackwell import decode as plan
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from tests.compile.reports import check_fits, compile_report

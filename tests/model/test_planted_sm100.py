@@ -29,7 +29,7 @@ from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from tests.compile.reports import compile_report
 from tests.gpu import test_mixed
 from tests.model import test_decode_pair_sm100 as pairs
-from tests.model import test_einsum_sm100 as einsum
+from tests.model import test_gemm_blackwell as einsum
 from tests.model.planted import IS_REPEATED, TELLS_NOTHING, Call, Kernel
 from tests.model.prefill_problems import Problem
 from tests.model.ptx import Program

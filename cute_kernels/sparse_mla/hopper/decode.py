@@ -546,7 +546,7 @@ class QueryLoader:
             # there is time: the queries before have not served yet
             angles = self.load_angles(work_tile, chunk)
         # by both warpgroups; of tiles before these Q K^T is done, as they are out of their stages
-        for before in cutlass.range(cutlass.max(tile - PING_PONG, 0), tile, unroll=1):
+        for before in cutlass.range(cutlass.max(tile - PING_PONG, 0), tile, 1, unroll=1):
             ptx.wait_mbarrier((self.bars.qk_done + before % KV_STAGES).toint(), before // KV_STAGES & 1)
         sources = [
             queries + Int64(cutlass.min(head + 16 * i, heads - 1)) * self.q.head + chunk * 16
