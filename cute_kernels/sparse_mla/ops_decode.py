@@ -11,85 +11,52 @@ from cute_kernels.runtime.arch import multiprocessors
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 from cute_kernels.sparse_mla import arguments, reference, schedule
+from cute_kernels.sparse_mla.call import DecodeCall
 from cute_kernels.sparse_mla.selection import decode_selections
 
 __all__ = ["sparse_mla_decode", "sparse_mla_decode_workspace_size"]
 
 
-def _check(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    softmax_scale: float,
-    kv_format: str,
-    extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    extra_block_table: torch.Tensor | None,
-    extra_length: torch.Tensor | None,
-    extra_kv_format: str,
-    num_splits: int,
-    split_tokens: int,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    q_squares: torch.Tensor | None = None,
-    q_norm_eps: float = 0.0,
-    positions: torch.Tensor | None = None,
-    cos_sin_cache: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-) -> None:
+def _check(call: DecodeCall) -> None:
     c = Checker("sparse_mla_decode")
-    arguments.check_query(c, "q", q, (torch.bfloat16,), ("b", "s_q"))
-    fmt = formats.get_format(c, "kv_format", kv_format, *arguments.PAGED_FORMATS)
-    arguments.check_cache(c, "k_cache", k_cache, fmt)
-    c.tensor("indices", indices, torch.int32, ("b", "s_q", None))
-    arguments.check_lengths(c, "topk_length", topk_length)
-    arguments.check_sink(c, "attn_sink", attn_sink)
-    fmt = formats.get_format(c, "extra_kv_format", extra_kv_format, *arguments.PAGED_FORMATS)
-    table = {"extra_block_table": extra_block_table, "extra_length": extra_length}
-    picked = {"extra_indices": extra_indices, "extra_topk_length": extra_topk_length}
-    if extra_k_cache is None:
+    arguments.check_query(c, "q", call.q, (torch.bfloat16,), ("b", "s_q"))
+    fmt = formats.get_format(c, "kv_format", call.kv_format, *arguments.PAGED_FORMATS)
+    arguments.check_cache(c, "k_cache", call.k_cache, fmt)
+    c.tensor("indices", call.indices, torch.int32, ("b", "s_q", None))
+    arguments.check_lengths(c, "topk_length", call.topk_length)
+    arguments.check_sink(c, "attn_sink", call.attn_sink)
+    fmt = formats.get_format(c, "extra_kv_format", call.extra_kv_format, *arguments.PAGED_FORMATS)
+    table = {"extra_block_table": call.extra_block_table, "extra_length": call.extra_length}
+    picked = {"extra_indices": call.extra_indices, "extra_topk_length": call.extra_topk_length}
+    if call.extra_k_cache is None:
         arguments.check_absent(c, "without extra_k_cache", **picked, **table)
     else:
-        arguments.check_cache(c, "extra_k_cache", extra_k_cache, fmt)
-        if extra_indices is not None:
+        arguments.check_cache(c, "extra_k_cache", call.extra_k_cache, fmt)
+        if call.extra_indices is not None:
             arguments.check_absent(c, "with extra_indices", **table)
-            c.tensor("extra_indices", extra_indices, torch.int32, ("b", "s_q", None))
-            arguments.check_lengths(c, "extra_topk_length", extra_topk_length)
+            c.tensor("extra_indices", call.extra_indices, torch.int32, ("b", "s_q", None))
+            arguments.check_lengths(c, "extra_topk_length", call.extra_topk_length)
         else:
             arguments.check_absent(c, "without extra_indices", **picked)
-            c.require(extra_block_table is not None, "extra_indices", "indices, or extra_block_table", "neither")
-            c.tensor("extra_block_table", extra_block_table, torch.int32, ("b", None))
-            c.tensor("extra_length", extra_length, torch.int32, ("b", "s_q"))
-    arguments.check_splits(c, num_splits, split_tokens)
-    if not arguments.check_quantized(c, q, out, positions, cos_sin_cache, out_scale):
-        c.tensor("out", out, (torch.bfloat16, torch.float32), ("b", "s_q", "h", formats.HEAD_DIM))
-        arguments.check_partial(c, out, attn_sink)
-    arguments.check_q_norm(c, q, q_squares, q_norm_eps, positions)
-    arguments.check_logs(c, "lse", lse, ("b", "h", "s_q"))
-    c.tensor("workspace", workspace, (torch.uint8, torch.float32), (None,), optional=True, contiguous=True)
-    if num_splits or split_tokens:
-        tiles = arguments.list_tiles(indices, extra_k_cache, extra_indices, extra_block_table)
-        needed = schedule.workspace_bytes(q.shape[0] * q.shape[1], q.shape[2], tiles, num_splits, split_tokens, 0)
-        have = nbytes(workspace)
+            c.require(call.extra_block_table is not None, "extra_indices", "indices, or extra_block_table", "neither")
+            c.tensor("extra_block_table", call.extra_block_table, torch.int32, ("b", None))
+            c.tensor("extra_length", call.extra_length, torch.int32, ("b", "s_q"))
+    arguments.check_splits(c, call.num_splits, call.split_tokens)
+    if not arguments.check_quantized(c, call.q, call.out, call.positions, call.cos_sin_cache, call.out_scale):
+        c.tensor("out", call.out, (torch.bfloat16, torch.float32), ("b", "s_q", "h", formats.HEAD_DIM))
+        arguments.check_partial(c, call.out, call.attn_sink)
+    arguments.check_q_norm(c, call.q, call.q_squares, call.q_norm_eps, call.positions)
+    arguments.check_logs(c, "lse", call.lse, ("b", "h", "s_q"))
+    c.tensor("workspace", call.workspace, (torch.uint8, torch.float32), (None,), optional=True, contiguous=True)
+    if call.num_splits or call.split_tokens:
+        tiles = call.max_tiles
+        needed = schedule.workspace_bytes(call.rows, call.q.shape[2], tiles, call.num_splits, call.split_tokens, sms=0)
+        have = nbytes(call.workspace)
         c.require(have >= needed, "workspace", f"at least {needed} bytes (sparse_mla_decode_workspace_size)", have)
 
 
-def _cost(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    softmax_scale: float,
-    kv_format: str,
-    *rest: Any,
-) -> Cost:
-    *extra, _num_splits, _split_tokens, out, _lse, _workspace, _q_squares, _q_norm_eps = rest[:-3]
-    return arguments.attention_cost(q, out, decode_selections(q, k_cache, indices, topk_length, kv_format, *extra))
+def _cost(call: DecodeCall) -> Cost:
+    return arguments.attention_cost(call.q, call.out, decode_selections(call))
 
 
 _decode = define_op(
@@ -100,6 +67,7 @@ _decode = define_op(
     "Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     check=_check,
     reference=reference.sparse_mla_decode,
+    call_type=DecodeCall,
     kernel="cute_kernels.sparse_mla.decode",
     cost=_cost,
 )

@@ -11,89 +11,40 @@ from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op
 from cute_kernels.sparse_mla import arguments, reference
+from cute_kernels.sparse_mla.call import MixedCall
 from cute_kernels.sparse_mla.selection import mixed_selections
 
 __all__ = ["sparse_mla_mixed"]
 
 
-def _check(
-    query: torch.Tensor,
-    swa_kv_cache: torch.Tensor,
-    sparse_indices: torch.Tensor,
-    compressed_kv_cache: torch.Tensor | None,
-    sparse_topk_lens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cum_seq_lens_q: torch.Tensor,
-    bmm1_scale: float,
-    bmm2_scale: float,
-    sinks: torch.Tensor | None,
-    window_size: int,
-    kv_format: str,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def _check(call: MixedCall) -> None:
     c = Checker("sparse_mla_mixed")
-    fmt = formats.get_format(c, "kv_format", kv_format, formats.PLAIN_BF16, formats.PLAIN_FP8)
-    arguments.check_query(c, "query", query, (fmt.dtype,), ("sum_q",))
-    arguments.check_cache(c, "swa_kv_cache", swa_kv_cache, fmt)
-    c.require(window_size >= 1, "window_size", "a positive number", window_size)
-    c.tensor("sparse_indices", sparse_indices, torch.int32, ("sum_q", None))
-    width = sparse_indices.shape[1]
-    if compressed_kv_cache is None:
-        expected = f"{window_size} columns (window_size) without compressed_kv_cache"
-        c.require(width == window_size, "sparse_indices", expected, list(sparse_indices.shape))
+    fmt = formats.get_format(c, "kv_format", call.kv_format, formats.PLAIN_BF16, formats.PLAIN_FP8)
+    arguments.check_query(c, "query", call.query, (fmt.dtype,), ("sum_q",))
+    arguments.check_cache(c, "swa_kv_cache", call.swa_kv_cache, fmt)
+    c.require(call.window_size >= 1, "window_size", "a positive number", call.window_size)
+    c.tensor("sparse_indices", call.sparse_indices, torch.int32, ("sum_q", None))
+    width = call.sparse_indices.shape[1]
+    if call.compressed_kv_cache is None:
+        expected = f"{call.window_size} columns (window_size) without compressed_kv_cache"
+        c.require(width == call.window_size, "sparse_indices", expected, list(call.sparse_indices.shape))
     else:
-        expected = f"at least {window_size} columns (window_size)"
-        c.require(width >= window_size, "sparse_indices", expected, list(sparse_indices.shape))
-        arguments.check_cache(c, "compressed_kv_cache", compressed_kv_cache, fmt)
-    c.tensor("sparse_topk_lens", sparse_topk_lens, torch.int32, ("sum_q",))
-    arguments.check_batch(c, "cum_seq_lens_q", cum_seq_lens_q, seq_lens)
-    arguments.check_sink(c, "sinks", sinks)
-    c.tensor("out", out, torch.bfloat16, ("sum_q", "h", formats.HEAD_DIM))
-    arguments.check_logs(c, "lse", lse, ("sum_q", "h"))
+        expected = f"at least {call.window_size} columns (window_size)"
+        c.require(width >= call.window_size, "sparse_indices", expected, list(call.sparse_indices.shape))
+        arguments.check_cache(c, "compressed_kv_cache", call.compressed_kv_cache, fmt)
+    c.tensor("sparse_topk_lens", call.sparse_topk_lens, torch.int32, ("sum_q",))
+    arguments.check_batch(c, "cum_seq_lens_q", call.cum_seq_lens_q, call.seq_lens)
+    arguments.check_sink(c, "sinks", call.sinks)
+    c.tensor("out", call.out, torch.bfloat16, ("sum_q", "h", formats.HEAD_DIM))
+    arguments.check_logs(c, "lse", call.lse, ("sum_q", "h"))
 
 
-def _cost(
-    query: torch.Tensor,
-    swa_kv_cache: torch.Tensor,
-    sparse_indices: torch.Tensor,
-    compressed_kv_cache: torch.Tensor | None,
-    sparse_topk_lens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cum_seq_lens_q: torch.Tensor,
-    bmm1_scale: float,
-    bmm2_scale: float,
-    sinks: torch.Tensor | None,
-    window_size: int,
-    kv_format: str,
-    out: torch.Tensor,
-    *_: Any,
-) -> Cost:
-    selections = mixed_selections(
-        query,
-        swa_kv_cache,
-        sparse_indices,
-        compressed_kv_cache,
-        sparse_topk_lens,
-        seq_lens,
-        cum_seq_lens_q,
-        window_size,
-        kv_format,
-    )
-    return arguments.attention_cost(query, out, selections)
+def _cost(call: MixedCall) -> Cost:
+    return arguments.attention_cost(call.query, call.out, mixed_selections(call))
 
 
-def _validate(
-    query: torch.Tensor,
-    swa_kv_cache: torch.Tensor,
-    sparse_indices: torch.Tensor,
-    compressed_kv_cache: torch.Tensor | None,
-    sparse_topk_lens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cum_seq_lens_q: torch.Tensor,
-    *_: Any,
-) -> None:
-    validate.ascending("sparse_mla_mixed", "cum_seq_lens_q", cum_seq_lens_q)
+def _validate(call: MixedCall) -> None:
+    validate.ascending("sparse_mla_mixed", "cum_seq_lens_q", call.cum_seq_lens_q)
 
 
 _mixed = define_op(
@@ -102,6 +53,7 @@ _mixed = define_op(
     "Tensor? sinks, SymInt window_size, str kv_format, Tensor(a!) out, Tensor(b!)? lse) -> ()",
     check=_check,
     reference=reference.sparse_mla_mixed,
+    call_type=MixedCall,
     cost=_cost,
     kernel="cute_kernels.sparse_mla.mixed",
     validate=_validate,

@@ -11,24 +11,17 @@ from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op
 from cute_kernels.sparse_mla import arguments, reference
+from cute_kernels.sparse_mla.call import PagedCall, PrefillCall
 from cute_kernels.sparse_mla.selection import paged_selections, prefill_selections
 
 __all__ = ["sparse_mla_prefill", "sparse_mla_prefill_paged"]
 
 
-def _check_results(
-    c: Checker,
-    tokens: str,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    max_logits: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    *quant: torch.Tensor | None,
-) -> None:
-    if not arguments.check_quantized(c, q, out, *quant):
-        c.tensor("out", out, torch.bfloat16, (tokens, "h", formats.HEAD_DIM))
-    arguments.check_logs(c, "max_logits", max_logits, (tokens, "h"))
-    arguments.check_logs(c, "lse", lse, (tokens, "h"))
+def _check_results(c: Checker, tokens: str, call: PrefillCall | PagedCall) -> None:
+    if not arguments.check_quantized(c, call.q, call.out, call.positions, call.cos_sin_cache, call.out_scale):
+        c.tensor("out", call.out, torch.bfloat16, (tokens, "h", formats.HEAD_DIM))
+    arguments.check_logs(c, "max_logits", call.max_logits, (tokens, "h"))
+    arguments.check_logs(c, "lse", call.lse, (tokens, "h"))
 
 
 def _results(
@@ -53,44 +46,20 @@ def _results(
     return out, max_logits, lse
 
 
-def _check_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    attn_sink: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    out: torch.Tensor,
-    max_logits: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    q_squares: torch.Tensor | None = None,
-    q_norm_eps: float = 0.0,
-    positions: torch.Tensor | None = None,
-    cos_sin_cache: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-) -> None:
+def _check_prefill(call: PrefillCall) -> None:
     c = Checker("sparse_mla_prefill")
-    arguments.check_query(c, "q", q, (torch.bfloat16,), ("s_q",))
-    c.tensor("kv", kv, torch.bfloat16, (None, 1, formats.HEAD_DIM))
-    arguments.check_cache(c, "kv", kv, formats.PLAIN_BF16)
-    c.tensor("indices", indices, torch.int32, ("s_q", 1, None))
-    arguments.check_sink(c, "attn_sink", attn_sink)
-    c.tensor("topk_length", topk_length, torch.int32, ("s_q",), optional=True)
-    _check_results(c, "s_q", q, out, max_logits, lse, positions, cos_sin_cache, out_scale)
-    arguments.check_q_norm(c, q, q_squares, q_norm_eps, positions)
+    arguments.check_query(c, "q", call.q, (torch.bfloat16,), ("s_q",))
+    c.tensor("kv", call.kv, torch.bfloat16, (None, 1, formats.HEAD_DIM))
+    arguments.check_cache(c, "kv", call.kv, formats.PLAIN_BF16)
+    c.tensor("indices", call.indices, torch.int32, ("s_q", 1, None))
+    arguments.check_sink(c, "attn_sink", call.attn_sink)
+    c.tensor("topk_length", call.topk_length, torch.int32, ("s_q",), optional=True)
+    _check_results(c, "s_q", call)
+    arguments.check_q_norm(c, call.q, call.q_squares, call.q_norm_eps, call.positions)
 
 
-def _cost_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    attn_sink: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    out: torch.Tensor,
-    *_: Any,
-) -> Cost:
-    return arguments.attention_cost(q, out, prefill_selections(kv, indices, topk_length))
+def _cost_prefill(call: PrefillCall) -> Cost:
+    return arguments.attention_cost(call.q, call.out, prefill_selections(call))
 
 
 _prefill = define_op(
@@ -100,6 +69,7 @@ _prefill = define_op(
     "Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     check=_check_prefill,
     reference=reference.sparse_mla_prefill,
+    call_type=PrefillCall,
     cost=_cost_prefill,
     kernel="cute_kernels.sparse_mla.prefill",
 )
@@ -163,93 +133,34 @@ def sparse_mla_prefill(
     return out, max_logits, lse
 
 
-def _check_paged(
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    sm_scale: float,
-    window_size: int,
-    compressed_cache: torch.Tensor | None,
-    compressed_block_table: torch.Tensor | None,
-    compress_ratio: int,
-    topk_indices: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    kv_format: str,
-    compressed_kv_format: str,
-    num_splits: int,
-    split_tokens: int,
-    out: torch.Tensor,
-    max_logits: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    positions: torch.Tensor | None = None,
-    cos_sin_cache: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-) -> None:
+def _check_paged(call: PagedCall) -> None:
     c = Checker("sparse_mla_prefill_paged")
-    arguments.check_query(c, "q", q, (torch.bfloat16,), ("T",))
-    fmt = formats.get_format(c, "kv_format", kv_format, *arguments.PAGED_FORMATS)
-    arguments.check_cache(c, "swa_cache", swa_cache, fmt)
-    arguments.check_batch(c, "query_start_loc", query_start_loc, seq_lens)
-    c.tensor("swa_block_table", swa_block_table, torch.int32, ("R", None))
-    c.require(window_size >= 1, "window_size", "a positive number", window_size)
-    fmt = formats.get_format(c, "compressed_kv_format", compressed_kv_format, *arguments.PAGED_FORMATS)
-    if compressed_cache is None:
-        arguments.check_absent(
-            c, "without compressed_cache", compressed_block_table=compressed_block_table, topk_indices=topk_indices
-        )
+    arguments.check_query(c, "q", call.q, (torch.bfloat16,), ("T",))
+    fmt = formats.get_format(c, "kv_format", call.kv_format, *arguments.PAGED_FORMATS)
+    arguments.check_cache(c, "swa_cache", call.swa_cache, fmt)
+    arguments.check_batch(c, "query_start_loc", call.query_start_loc, call.seq_lens)
+    c.tensor("swa_block_table", call.swa_block_table, torch.int32, ("R", None))
+    c.require(call.window_size >= 1, "window_size", "a positive number", call.window_size)
+    fmt = formats.get_format(c, "compressed_kv_format", call.compressed_kv_format, *arguments.PAGED_FORMATS)
+    if call.compressed_cache is None:
+        absent = {"compressed_block_table": call.compressed_block_table, "topk_indices": call.topk_indices}
+        arguments.check_absent(c, "without compressed_cache", **absent)
     else:
-        arguments.check_cache(c, "compressed_cache", compressed_cache, fmt)
-        c.tensor("compressed_block_table", compressed_block_table, torch.int32, ("R", None))
-        c.require(compress_ratio >= 1, "compress_ratio", "a positive number", compress_ratio)
-        c.tensor("topk_indices", topk_indices, torch.int32, ("T", None), optional=True)
-    arguments.check_sink(c, "attn_sink", attn_sink)
-    arguments.check_splits(c, num_splits, split_tokens)
-    _check_results(c, "T", q, out, max_logits, lse, positions, cos_sin_cache, out_scale)
+        arguments.check_cache(c, "compressed_cache", call.compressed_cache, fmt)
+        c.tensor("compressed_block_table", call.compressed_block_table, torch.int32, ("R", None))
+        c.require(call.compress_ratio >= 1, "compress_ratio", "a positive number", call.compress_ratio)
+        c.tensor("topk_indices", call.topk_indices, torch.int32, ("T", None), optional=True)
+    arguments.check_sink(c, "attn_sink", call.attn_sink)
+    arguments.check_splits(c, call.num_splits, call.split_tokens)
+    _check_results(c, "T", call)
 
 
-def _cost_paged(
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    sm_scale: float,
-    window_size: int,
-    compressed_cache: torch.Tensor | None,
-    compressed_block_table: torch.Tensor | None,
-    compress_ratio: int,
-    topk_indices: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    kv_format: str,
-    compressed_kv_format: str,
-    num_splits: int,
-    split_tokens: int,
-    out: torch.Tensor,
-    *_: Any,
-) -> Cost:
-    selections = paged_selections(
-        q,
-        swa_cache,
-        swa_block_table,
-        query_start_loc,
-        seq_lens,
-        window_size,
-        compressed_cache,
-        compressed_block_table,
-        compress_ratio,
-        topk_indices,
-        kv_format,
-        compressed_kv_format,
-    )
-    return arguments.attention_cost(q, out, selections)
+def _cost_paged(call: PagedCall) -> Cost:
+    return arguments.attention_cost(call.q, call.out, paged_selections(call))
 
 
-def _validate_paged(
-    q: torch.Tensor, swa_cache: torch.Tensor, swa_block_table: torch.Tensor, query_start_loc: torch.Tensor, *_: Any
-) -> None:
-    validate.ascending("sparse_mla_prefill_paged", "query_start_loc", query_start_loc)
+def _validate_paged(call: PagedCall) -> None:
+    validate.ascending("sparse_mla_prefill_paged", "query_start_loc", call.query_start_loc)
 
 
 _prefill_paged = define_op(
@@ -260,6 +171,7 @@ _prefill_paged = define_op(
     "Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     check=_check_paged,
     reference=reference.sparse_mla_prefill_paged,
+    call_type=PagedCall,
     cost=_cost_paged,
     kernel="cute_kernels.sparse_mla.paged",
     validate=_validate_paged,

@@ -14,9 +14,11 @@ Launches = list[tuple[Any, dict[str, Any]]]
 
 
 def keep_launches(monkeypatch: pytest.MonkeyPatch, module: Any, names: tuple[str, ...]) -> Launches:
-    """(key, arguments by name) of all launches of a kernel's module, in order."""
+    """(key, arguments by name) of all launches of an op's module, in order."""
+    from cute_kernels.sparse_mla import select
+
     kept: Launches = []
-    monkeypatch.setattr(module, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_90a")
     monkeypatch.setattr(module, "multiprocessors", lambda index: SMS)
     monkeypatch.setattr(
         module, "launch_key", lambda key, index, *args: kept.append((key, dict(zip(names, args, strict=True))))

@@ -17,7 +17,7 @@ from tests.sparse_mla.test_decode import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
-from cute_kernels.sparse_mla import combine, decode, decode_args
+from cute_kernels.sparse_mla import combine, decode, select
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 
@@ -34,12 +34,11 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
         self.decodes: list[tuple[Any, dict[str, Any]]] = []
         self.merges: list[tuple[Any, ...]] = []
-        for module in (decode, decode_args, combine):
+        for module in (decode, select, combine):
             monkeypatch.setattr(module, "arch_of", lambda index: arch, raising=False)
             monkeypatch.setattr(module, "multiprocessors", lambda index: SMS, raising=False)
-        monkeypatch.setattr(decode_args, "launch_key", self.keep)
+        monkeypatch.setattr(decode, "launch_key", self.keep)
         monkeypatch.setattr(combine, "launch_key", lambda *args: self.merges.append(args))
-        decode._key.cache_clear()
         combine._key.cache_clear()
 
     def keep(self, key: Any, device_index: Any, *args: Any) -> None:
@@ -57,7 +56,6 @@ class Launches:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
     yield Launches(monkeypatch)
-    decode._key.cache_clear()
     combine._key.cache_clear()
 
 

@@ -95,14 +95,14 @@ def test_bad_arguments(changes: dict[str, Any], error: type[Exception]) -> None:
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     """Rows that are split get angles too, though their codes come from the merge behind. Nothing is launched."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from cute_kernels.sparse_mla import decode, decode_args
+    from cute_kernels.sparse_mla import decode
     from cute_kernels.sparse_mla.hopper.decode import DecodeKey
     from tests.sparse_mla.test_decode_launch import Launches
 
     _, given = make()
     fakes = Launches(monkeypatch)
     launched: list[tuple[Any, tuple[Any, ...]]] = []
-    monkeypatch.setattr(decode_args, "launch_key", lambda key, _, *args: launched.append((key, args)))
+    monkeypatch.setattr(decode, "launch_key", lambda key, _, *args: launched.append((key, args)))
     heads = 24
     q, squares = torch.zeros(B, S_Q, heads, 512, dtype=torch.bfloat16), torch.zeros(6, heads * 4 + 3)[:, 3:]
     codes, scales = results(6, heads)

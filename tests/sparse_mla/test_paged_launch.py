@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla import paged
+from cute_kernels.sparse_mla import paged, select
 from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -56,7 +56,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
     launches = keep_launches(monkeypatch, paged, NAMES)
     # an architecture without a kernel of its own
-    monkeypatch.setattr(paged, "arch_of", lambda index: "sm_120a")
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_120a")
     return launches
 
 

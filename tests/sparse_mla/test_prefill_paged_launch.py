@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels import formats
 from cute_kernels.runtime import trust
-from cute_kernels.sparse_mla import gathered, paged
+from cute_kernels.sparse_mla import paged, select
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
@@ -233,7 +233,7 @@ def test_what_the_portable_kernel_runs(
 
 def test_other_architectures_have_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = keep_launches(monkeypatch, paged, PORTABLE_NAMES)
-    monkeypatch.setattr(paged, "arch_of", lambda index: "sm_120a")
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_120a")
     run()
     ((key, _),) = launched
     assert key == PortablePagedKey("sm_120a", 16, "listed", FMT.id, FMT.id)
@@ -242,7 +242,7 @@ def test_other_architectures_have_the_portable_kernel(monkeypatch: pytest.Monkey
 def test_blackwells_own_kernel_runs_if_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     for own, names in ((True, NAMES), (False, PORTABLE_NAMES)):
         launched = keep_launches(monkeypatch, paged, names)
-        monkeypatch.setattr(paged, "arch_of", lambda index: "sm_100a")
+        monkeypatch.setattr(select, "arch_of", lambda index: "sm_100a")
         with trust.choose(own) as asked:
             args = run(heads=128)
         assert asked == {"sparse_mla_prefill_paged"}
@@ -272,14 +272,14 @@ def test_what_cannot_be_gathered_is_the_portable_kernels(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reasons: list[str]
 ) -> None:
     launched = keep_launches(monkeypatch, paged, PORTABLE_NAMES)
-    monkeypatch.setattr(paged, "arch_of", lambda index: "sm_100a")
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_100a")
     found: list[str] = []
 
-    def is_own(op: str, arch: str, device_index: int, why_not: str) -> bool:
+    def is_own(op: str, device_index: int, why_not: str, real: Any = select.is_own) -> bool:
         found.append(why_not)
-        return gathered.is_own(op, arch, device_index, why_not)
+        return bool(real(op, device_index, why_not))
 
-    monkeypatch.setattr(paged, "is_own", is_own)
+    monkeypatch.setattr(select, "is_own", is_own)
     with trust.choose(True) as asked:
         paged.launch(*arguments(**changes).values())
     assert not asked
