@@ -13,8 +13,9 @@ SMS = 132
 Launches = list[tuple[Any, dict[str, Any]]]
 
 
-def keep_launches(monkeypatch: pytest.MonkeyPatch, module: Any, names: tuple[str, ...]) -> Launches:
-    """(key, arguments by name) of all launches of an op's module, in order."""
+def keep_launches(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> Launches:
+    """(key, arguments by name) of all launches, in order."""
+    from cute_kernels.sparse_mla import launch as module
     from cute_kernels.sparse_mla import select
 
     kept: Launches = []
@@ -26,10 +27,11 @@ def keep_launches(monkeypatch: pytest.MonkeyPatch, module: Any, names: tuple[str
     return kept
 
 
-def launch(op: str, module: Any, args: dict[str, Any]) -> dict[str, Any]:
+def launch(op: str, args: dict[str, Any]) -> dict[str, Any]:
     """Do what the op does with these arguments. Returns them."""
     OPS[op].check(*args.values())
-    supported, why = module.supports(*args.values())
+    kernel = OPS[op].load_kernel()
+    supported, why = kernel.supports(*args.values())
     assert supported, why
-    module.launch(*args.values())
+    kernel.launch(*args.values())
     return args

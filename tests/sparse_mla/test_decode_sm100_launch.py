@@ -12,10 +12,11 @@ from tests.sparse_mla.test_decode import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
-from cute_kernels.sparse_mla import combine, decode, schedule, select, verify_cases
+from cute_kernels.sparse_mla import combine, schedule, select, verify_cases
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.call import DecodeCall
+from cute_kernels.sparse_mla.launch import decode
 from cute_kernels.sparse_mla.select import ungathered
 from tests.sparse_mla.test_decode_launch import DENSE, NO_EXTRA, SMS, Launches, of_rows
 

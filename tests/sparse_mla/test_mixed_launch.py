@@ -11,11 +11,12 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime import trust
-from cute_kernels.sparse_mla import mixed, select
+from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
 from cute_kernels.sparse_mla.call import MixedCall
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbMixedKey
+from cute_kernels.sparse_mla.launch import mixed
 from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -62,11 +63,11 @@ def distant(pages: int, rows: int, stride: int, dtype: torch.dtype = BF16) -> to
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return keep_launches(monkeypatch, mixed, NAMES)
+    return keep_launches(monkeypatch, NAMES)
 
 
 def run(**changes: Any) -> dict[str, Any]:
-    return launch("sparse_mla_mixed", mixed, arguments(**changes))
+    return launch("sparse_mla_mixed", arguments(**changes))
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from tests.sparse_mla.test_prefill import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime import trust
-from cute_kernels.sparse_mla import prefill, select
+from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
 from cute_kernels.sparse_mla.call import PrefillCall
 from cute_kernels.sparse_mla.hopper.prefill import PrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbPrefillKey
+from cute_kernels.sparse_mla.launch import prefill
 from cute_kernels.sparse_mla.mma_sync.prefill import PortablePrefillKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -28,11 +29,11 @@ NAMES = (
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return keep_launches(monkeypatch, prefill, NAMES)
+    return keep_launches(monkeypatch, NAMES)
 
 
 def run(**changes: Any) -> dict[str, Any]:
-    return launch("sparse_mla_prefill", prefill, arguments(**changes))
+    return launch("sparse_mla_prefill", arguments(**changes))
 
 
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:
