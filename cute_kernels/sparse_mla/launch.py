@@ -246,11 +246,10 @@ def _why_not_split(call: PagedCall) -> str:
 def launch_paged(call: PagedCall) -> None:
     device_index = call.q.device.index
     sms = multiprocessors(device_index)
-    is_split, splits = False, (1, 0)
-    if select.has_hoppers_paged(call):
-        splits = call.splits(sms)
-        is_split = schedule.goes_through_workspace(*splits)
-    key = select.of_paged(call, splits[0] if is_split else 0)
+    is_hoppers = select.has_hoppers_paged(call)
+    splits = call.splits(sms) if is_hoppers else (1, 0)
+    is_split = schedule.goes_through_workspace(*splits)
+    key = select.of_paged(call, is_hoppers, splits[0] if is_split else 0)
     if isinstance(key, select.PortablePagedKey):
         launch_key(key, device_index, *_portable_arguments(call, device_index), sms)
     else:

@@ -253,13 +253,13 @@ def paged_key(
     return PortablePagedKey(arch, group_heads(heads), compressed, format0, format1)
 
 
-def of_paged(call: PagedCall, splits: int) -> KernelKey:
-    """The kernel of a call; splits: as of `paged_key`."""
+def of_paged(call: PagedCall, is_hoppers: bool, splits: int) -> KernelKey:
+    """The kernel of a call; is_hoppers: `has_hoppers_paged`; splits: as of `paged_key`."""
     index = call.q.device.index
     arch = arch_of(index)
     if call.is_quantized:
         return QuantPagedKey(arch)
-    may_own = has_hoppers_paged(call)
+    may_own = is_hoppers
     if arch in BLACKWELL and is_countable(call):
         may_own = is_own("sparse_mla_prefill_paged", index, why_not_own_paged(call))
     return paged_key(arch, call.q.shape[1], call.compressed, *call.formats, splits, may_own)
