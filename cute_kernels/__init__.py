@@ -59,6 +59,8 @@ from cute_kernels.sparse_mla.ops import (
     sparse_mla_prefill_paged,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "all_visible_entries",
     "build_c128a_topk_metadata",

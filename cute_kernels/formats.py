@@ -1,7 +1,8 @@
 """Byte layouts of every cache record, each behind a versioned id.
 
 A cache is a strided view over raw pages. Inside a page everything is dense; `stride(0)`, the page stride, is read from
-the tensor and may exceed the natural page size. Each format knows its sizes and offsets, allocates pools, checks a
+the tensor and may exceed the natural page size: every op takes any that holds a page. (Kernels ask for pages at
+multiples of 8 or 16 bytes.) Each format knows its sizes and offsets, allocates pools, checks a
 cache tensor that claims to have it, and moves records in and out: `write` and `read` are the reference meaning of the
 bytes.
 
@@ -84,6 +85,17 @@ class KVFormat:
         pool = torch.zeros(num_blocks, stride // size, dtype=self.dtype, device=device)
         return pool.as_strided((num_blocks, block_size, self.row_elements), (stride // size, self.row_elements, 1))
 
+    def clone(self, cache: torch.Tensor) -> torch.Tensor:
+        """A copy of a pool with the page stride that it has: `cache.clone()` drops what lies between pages."""
+        stride = max(cache.stride(0), cache.shape[1] * cache.stride(1))
+        pool = torch.zeros(cache.shape[0], stride, dtype=cache.dtype, device=cache.device)
+        return pool.as_strided(cache.shape, (stride, *cache.stride()[1:])).copy_(cache)
+
+    @property
+    def name(self) -> str:
+        """Of the format in this module."""
+        return next((f"formats.{name}" for name, value in globals().items() if value is self), self.id)
+
     def check(self, c: Checker, argument: str, cache: Any, block_size: int | None = None) -> None:
         """Check that `cache` can hold pages of this format: dtype, shape, strides, and its block size if given."""
         c.tensor(argument, cache, self.dtype, (None, None, self.row_elements))
@@ -91,12 +103,14 @@ class KVFormat:
         if block_size is not None and rows != block_size:
             c.fail(argument, f"pages of {block_size} rows", f"shape {list(cache.shape)}")
         if rows > 1 and cache.stride(1) != self.row_elements:
-            c.fail(argument, f"row stride {self.row_elements} ({self.id})", f"strides {tuple(cache.stride())}")
+            rows = f"rows {self.row_elements} elements apart, as {self.name}.allocate and .clone make them"
+            c.fail(argument, rows, f"strides {tuple(cache.stride())}")
         self._check_page_stride(c, argument, cache, rows * self.row_elements)
 
     def _check_page_stride(self, c: Checker, argument: str, cache: torch.Tensor, least: Any) -> None:
         if cache.shape[0] > 1 and cache.stride(0) < least:
-            c.fail(argument, f"a page stride of at least {least}", f"strides {tuple(cache.stride())}")
+            pages = f"pages at least {least} elements apart, as {self.name}.allocate and .clone make them"
+            c.fail(argument, pages, f"strides {tuple(cache.stride())}")
 
     def pages(self, cache: torch.Tensor, block_size: int) -> torch.Tensor:
         """The pool as raw pages, uint8 [num_blocks, page_bytes] over the same memory."""

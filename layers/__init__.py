@@ -1,22 +1,35 @@
-"""DeepSeek-V4 attention layers made of cute_kernels' ops: torch modules, caches, metadata and checkpoints."""
+"""DeepSeek-V4 attention layers made of cute_kernels' ops: torch modules, caches, metadata and checkpoints.
 
-from layers.attention import AttentionOptions, DeepseekV4MultiHeadLatentAttentionWrapper
-from layers.caches import (
+The package is cute_kernels.layers. In a checkout, whose top level has its folder, `layers` is a second name of it.
+"""
+
+import importlib
+import pkgutil
+import sys
+
+if __name__ == "layers":
+    # Imported by its short name: everything here is, and stays, what the installed name gives.
+    sys.modules[__name__] = importlib.import_module("cute_kernels.layers")
+    for _module in pkgutil.iter_modules(__path__):
+        sys.modules[f"layers.{_module.name}"] = importlib.import_module(f"cute_kernels.layers.{_module.name}")
+
+from .attention import AttentionOptions, DeepseekV4MultiHeadLatentAttentionWrapper
+from .caches import (
     CompressorStateCache,
     DeepseekV4CompressedCache,
     DeepseekV4IndexerCache,
     DeepseekV4SWACache,
     LayerCaches,
 )
-from layers.checkpoint import CheckpointError, build_layer, held_layers, random_layer_tensors, read_layer_tensors
-from layers.compressor import DeepseekCompressor
-from layers.config import PRESETS, ConfigError, DeepseekV4Config
-from layers.indexer import DeepseekV4Indexer, SparseAttnIndexer
-from layers.metadata import BlockTables, DeepseekV4Metadata, DeepseekV4MetadataBuilder
-from layers.mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention
-from layers.mtp import DeepseekV4MTPNorms
-from layers.parallel import TensorParallel
-from layers.rotary import RotaryEmbedding
+from .checkpoint import CheckpointError, build_layer, held_layers, random_layer_tensors, read_layer_tensors
+from .compressor import DeepseekCompressor
+from .config import PRESETS, ConfigError, DeepseekV4Config
+from .indexer import DeepseekV4Indexer, SparseAttnIndexer
+from .metadata import BlockTables, DeepseekV4Metadata, DeepseekV4MetadataBuilder
+from .mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention
+from .mtp import DeepseekV4MTPNorms
+from .parallel import TensorParallel
+from .rotary import RotaryEmbedding
 
 __all__ = [
     "PRESETS",

@@ -16,19 +16,20 @@ from cute_kernels.insert_compress.ops import fused_qkv_insert_compress, fused_qk
 from cute_kernels.linear.ops import fp8_linear, fp8_linear_squares
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm, fused_q_kv_rmsnorm_quant
 from cute_kernels.runtime.checks import Checker
-from layers.bound import BoundSteps, bound_key
-from layers.caches import INDEX_CACHES, KV_CACHES, SWA_BLOCK_SIZE, LayerCaches
-from layers.compressor import DeepseekCompressor
-from layers.config import DeepseekV4Config
-from layers.indexer import DeepseekV4Indexer
-from layers.linear import Linear, bf16_product
-from layers.metadata import DeepseekV4Metadata
-from layers.mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
-from layers.output import OutputProjection
-from layers.parallel import TensorParallel
-from layers.prefill_form import PREFILL_FORMS
-from layers.rotary import RotaryEmbedding
-from layers.stacked import StackedLinears
+
+from .bound import BoundSteps, bound_key
+from .caches import INDEX_CACHES, KV_CACHES, SWA_BLOCK_SIZE, LayerCaches
+from .compressor import DeepseekCompressor
+from .config import DeepseekV4Config
+from .indexer import DeepseekV4Indexer
+from .linear import Linear, bf16_product
+from .metadata import DeepseekV4Metadata
+from .mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
+from .output import OutputProjection
+from .parallel import TensorParallel
+from .prefill_form import PREFILL_FORMS
+from .rotary import RotaryEmbedding
+from .stacked import StackedLinears
 
 QUANTIZED_LINEARS = frozenset({"wqa_wkv", "wq_b", "wo_a", "wo_b", "indexer.wq_b"})
 """Linears that a published checkpoint stores as FP8."""

@@ -32,8 +32,9 @@ from cute_kernels.runtime import record
 from cute_kernels.runtime.compile import function, is_calling, record_launches
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import CHECKED, NAMESPACE, NVTX
-from layers.indexer import step_columns
-from layers.metadata import DeepseekV4Metadata, Places
+
+from .indexer import step_columns
+from .metadata import DeepseekV4Metadata, Places
 
 MOST_STEPS = 32
 """Bound steps that a layer keeps: the batch sizes of a server's decode steps. The one used longest ago goes first."""

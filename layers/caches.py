@@ -9,7 +9,8 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.runtime.checks import Checker
-from layers.config import COMPRESS_RATIOS, DeepseekV4Config
+
+from .config import COMPRESS_RATIOS, DeepseekV4Config
 
 SWA_BLOCK_SIZE = 64
 """Tokens per page of the sliding-window cache."""

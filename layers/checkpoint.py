@@ -11,11 +11,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from cute_kernels import numerics
-from layers.attention import QUANTIZED_LINEARS, AttentionOptions, DeepseekV4MultiHeadLatentAttentionWrapper
-from layers.compressor import DeepseekCompressor
-from layers.config import DeepseekV4Config
-from layers.linear import WEIGHT_BLOCK, Linear, quantize_weight
-from layers.rotary import RotaryEmbedding
+
+from .attention import QUANTIZED_LINEARS, AttentionOptions, DeepseekV4MultiHeadLatentAttentionWrapper
+from .compressor import DeepseekCompressor
+from .config import DeepseekV4Config
+from .linear import WEIGHT_BLOCK, Linear, quantize_weight
+from .rotary import RotaryEmbedding
 
 SCALE_SUFFIXES = (".scale", ".weight_scale_inv")
 Tensors = dict[str, torch.Tensor]

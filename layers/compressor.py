@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from cute_kernels.compressor.ops import fused_compress_norm_rope_store
-from layers.caches import CompressorStateCache, PagedCache
-from layers.config import DeepseekV4Config
-from layers.linear import Linear
-from layers.metadata import DeepseekV4Metadata
+
+from .caches import CompressorStateCache, PagedCache
+from .config import DeepseekV4Config
+from .linear import Linear
+from .metadata import DeepseekV4Metadata
 
 
 class DeepseekCompressor(nn.Module):

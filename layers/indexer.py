@@ -17,11 +17,12 @@ from cute_kernels.indexer.ops import (
     score_top_k_workspace_size,
 )
 from cute_kernels.runtime.checks import Checker
-from layers.caches import KV_BLOCK_SIZE, CompressorStateCache, DeepseekV4IndexerCache
-from layers.compressor import DeepseekCompressor
-from layers.config import DeepseekV4Config
-from layers.linear import Linear
-from layers.metadata import DeepseekV4Metadata
+
+from .caches import KV_BLOCK_SIZE, CompressorStateCache, DeepseekV4IndexerCache
+from .compressor import DeepseekCompressor
+from .config import DeepseekV4Config
+from .linear import Linear
+from .metadata import DeepseekV4Metadata
 
 SCORE_BYTES = 256_000_000
 """Of scores in memory at a time. Calls with more are scored in chunks, each of which costs about 20 microseconds on an

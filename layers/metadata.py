@@ -19,8 +19,9 @@ from cute_kernels.runtime import record
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.compile import launch, record_launches
 from cute_kernels.runtime.ops import CHECKED, NVTX
-from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE
-from layers.config import COMPRESS_RATIOS, DeepseekV4Config
+
+from .caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE
+from .config import COMPRESS_RATIOS, DeepseekV4Config
 
 Ints: TypeAlias = "Sequence[int] | npt.NDArray[Any]"
 

@@ -26,10 +26,11 @@ from cute_kernels.sparse_mla.ops import (
     sparse_mla_prefill,
     sparse_mla_prefill_paged,
 )
-from layers.caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches
-from layers.config import DeepseekV4Config
-from layers.metadata import DeepseekV4Metadata
-from layers.prefill_form import PREFILL_FORMS, prefill_form
+
+from .caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches
+from .config import DeepseekV4Config
+from .metadata import DeepseekV4Metadata
+from .prefill_form import PREFILL_FORMS, prefill_form
 
 PREFILL_CHUNK_SIZE = 4
 """Prefill requests gathered into the workspace at a time."""
@@ -48,22 +49,39 @@ def _first(x: torch.Tensor | None, rows: int) -> torch.Tensor | None:
 
 class Workspace:
     """Scratch memory that is reused, and shared by all layers of a model: for the prefill gather, which may make it
-    grow, and for the parts of decode rows, where it stays where it is: all layers ask for the same number of bytes."""
+    grow, and for the parts of decode rows, where it stays where it is: all layers ask for the same number of bytes.
+
+    It does not grow while a CUDA graph is captured, and what a captured step was given stays as long as this object."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.bfloat16)
         self._parts = torch.empty(0)
+        self._captured: dict[int, torch.Tensor] = {}
+
+    def _at_least(self, memory: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
+        """`memory`, or new memory where it is too small or elsewhere."""
+        is_enough = memory.numel() >= count and memory.device == device
+        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if is_captured and not is_enough:
+            need, have = count * memory.element_size(), memory.nbytes
+            raise RuntimeError(
+                f"Workspace: expected {need} bytes on {device} before a CUDA graph is captured, got {have} on "
+                f"{memory.device}: memory made inside would be the graph's. Run the layer with metadata None "
+                "(mla_attn.reserve), or the step once, before the capture."
+            )
+        if is_captured:
+            self._captured[memory.data_ptr()] = memory
+        return memory if is_enough else torch.empty(count, dtype=memory.dtype, device=device)
 
     def get(self, rows: int, columns: int, width: int, device: torch.device) -> torch.Tensor:
         """Uninitialized bf16 [rows, columns, width]."""
         size = rows * columns * width
-        if self._buffer.numel() < size or self._buffer.device != device:
-            self._buffer = torch.empty(size, dtype=torch.bfloat16, device=device)
+        self._buffer = self._at_least(self._buffer, size, device)
         return self._buffer[:size].view(rows, columns, width)
 
     @property
     def nbytes(self) -> int:
-        """What it holds by now."""
+        """What it holds by now for steps to come."""
         return self._buffer.nbytes + self._parts.nbytes
 
     @property
@@ -78,8 +96,7 @@ class Workspace:
 
     def parts(self, size: int, device: torch.device) -> torch.Tensor:
         """`size` bytes of uninitialized fp32, for `sparse_mla_decode`."""
-        if self._parts.nbytes < size or self._parts.device != device:
-            self._parts = torch.empty(size // 4, device=device)
+        self._parts = self._at_least(self._parts, size // 4, device)
         return self._parts[: size // 4]
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from cute_kernels.norm.ops import fused_mtp_input_rmsnorm, mtp_shared_head_rmsnorm
-from layers.config import DeepseekV4Config
+
+from .config import DeepseekV4Config
 
 
 class DeepseekV4MTPNorms(nn.Module):

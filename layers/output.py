@@ -17,9 +17,10 @@ from cute_kernels.output.ops import (
 from cute_kernels.runtime import record
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.record import Cost
-from layers.config import DeepseekV4Config
-from layers.linear import WEIGHT_BLOCK, Fp8Rows, Linear, matmul
-from layers.parallel import TensorParallel
+
+from .config import DeepseekV4Config
+from .linear import WEIGHT_BLOCK, Fp8Rows, Linear, matmul
+from .parallel import TensorParallel
 
 RECIPES = {False: (1, 128, 128), True: (1, 1, 128)}
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from layers.config import DeepseekV4Config
+from .config import DeepseekV4Config
 
 
 def inverse_frequencies(config: DeepseekV4Config, compressed: bool) -> torch.Tensor:

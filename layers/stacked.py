@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from layers.linear import WEIGHT_BLOCK, Linear
+from .linear import WEIGHT_BLOCK, Linear
 
 
 class StackedLinears:

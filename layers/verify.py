@@ -12,11 +12,12 @@ from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
 from cute_kernels.runtime.registry import deployment_keys
 from cute_kernels.runtime.verify import Verdict, describe
-from layers.attention import AttentionOptions
-from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches
-from layers.checkpoint import build_layer, random_layer_tensors
-from layers.config import PRESETS, DeepseekV4Config
-from layers.metadata import BlockTables, DeepseekV4MetadataBuilder
+
+from .attention import AttentionOptions
+from .caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches
+from .checkpoint import build_layer, random_layer_tensors
+from .config import PRESETS, DeepseekV4Config
+from .metadata import BlockTables, DeepseekV4MetadataBuilder
 
 KINDS = {"layer SWA": 1, "layer C4A": 4, "layer C128A": 128}
 STEPS = (90, 90, 20, 1, 1, 1)

@@ -26,16 +26,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8, round_up
+from cute_kernels.layers import (
+    PRESETS,
+    AttentionOptions,
+    BlockTables,
+    DeepseekV4MetadataBuilder,
+    LayerCaches,
+    TensorParallel,
+)
+from cute_kernels.layers.attention import AUX_STREAM_MAX_TOKENS, DeepseekV4MultiHeadLatentAttentionWrapper
+from cute_kernels.layers.bound import scratch_of
+from cute_kernels.layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE, PagedCache
+from cute_kernels.layers.config import DeepseekV4Config
+from cute_kernels.layers.linear import Linear
+from cute_kernels.layers.mla import Workspace
+from cute_kernels.layers.rotary import RotaryEmbedding
 from cute_kernels.runtime.compile import launch, record_launches
 from cute_kernels.runtime.record import Cost, record_calls
-from layers import PRESETS, AttentionOptions, BlockTables, DeepseekV4MetadataBuilder, LayerCaches, TensorParallel
-from layers.attention import AUX_STREAM_MAX_TOKENS, DeepseekV4MultiHeadLatentAttentionWrapper
-from layers.bound import scratch_of
-from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE, PagedCache
-from layers.config import DeepseekV4Config
-from layers.linear import Linear
-from layers.mla import Workspace
-from layers.rotary import RotaryEmbedding
 from perf.measure import OURS, capture, peak, row, skipped, time_graphs
 from perf.timeline import Timeline, profile
 
@@ -58,8 +65,8 @@ MOST_OF_MEMORY = 0.8
 """Share of the free memory that the caches of a cell may take: layers and graphs need some too."""
 CHECKED = 0.05
 """Relative difference allowed between the layer as it runs and the one whose steps are taken one by one. The latter
-rounds normed queries to bf16, and the former may not: a difference d of results becomes sqrt(d / 12) or so where they are
-rounded to e4m3, which they are twice."""
+rounds normed queries to bf16, and the former may not: a difference d of results becomes sqrt(d / 12) or so where they
+are rounded to e4m3, which they are twice."""
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ def check_op(name: str, *args: Any) -> None:
         for argument, a in zip(overload._schema.arguments, args, strict=True)
         if isinstance(a, torch.Tensor) and not (argument.alias_info and argument.alias_info.is_write)
     ]
-    before = [raw_bytes(a).clone() for a in inputs]
+    before = [bits(a).clone() for a in inputs]
     overload(*args)
-    assert all(torch.equal(raw_bytes(a), old) for a, old in zip(inputs, before, strict=True))
+    assert all(torch.equal(bits(a), old) for a, old in zip(inputs, before, strict=True))
 
 
 def generator(seed: int) -> torch.Generator:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cute_kernels import support
+from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.report import Facts
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = (ROOT / "docs/environment.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "perf/notes").glob("*.md"))]
 CACHE = (ROOT / "docs/cache.md").read_text()
 
 
@@ -43,14 +48,70 @@ def test_every_measured_cell_has_its_record() -> None:
         assert (ROOT / "perf/results" / record).is_file()
 
 
+def test_the_readme_op_example_runs() -> None:
+    """On the CPU instead of a GPU."""
+    readme = (ROOT / "README.md").read_text()
+    block = readme[readme.index("    import torch, cute_kernels\n") :]
+    lines = block[: block.index("\nEach op's docstring")].replace("cuda", "cpu").splitlines()
+    scope: dict[str, Any] = {}
+    exec("\n".join(line[4:] for line in lines), scope)
+    stored = FP8_DS_MLA.read(scope["cache"], 64, scope["slots"]).float()
+    assert ((stored - scope["k"].float()).norm() / scope["k"].float().norm()) < 0.05
+
+
 def test_the_readme_layer_example_runs() -> None:
     readme = (ROOT / "README.md").read_text()
-    block = readme[readme.index("    import torch\n    from layers import") :]
+    block = readme[readme.index("    import torch\n    from cute_kernels.layers import") :]
     lines = block[: block.index("\nMetadata is built")].splitlines()
     scope: dict[str, Any] = {}
     exec("\n".join(line[4:] for line in lines), scope)
     assert scope["out"].shape == (200, scope["config"].hidden_size)
     assert scope["out"].isfinite().all()
+
+
+def test_the_compatibility_table_is_that_of_the_records() -> None:
+    fields = ("gpu", "driver", "torch", "python", "dsl", "tvm_ffi")
+    records = [json.loads(path.read_text()) for path in (ROOT / "perf/results").rglob("*.json")]
+    rows = {"| " + " | ".join(record[name] for name in fields) + " |" for record in records}
+    assert rows == set(re.findall(r"^\| NVIDIA .*\|$", (ROOT / "docs/compatibility.md").read_text(), re.M))
+
+
+def anchors(text: str) -> set[str]:
+    """The names of a page's headings, as hosts make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    found = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", page.read_text())):
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if "://" not in target and (not file.exists() or (anchor and anchor not in anchors(file.read_text()))):
+            found.append(target)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A b, c\n[1](#a-b-c) [2](page.md#a-b-c) [3](none.md) [4](#a-b) [5](page.md) `[6](none.md)`\n")
+    assert broken_links(page) == ["none.md", "#a-b"]
+
+
+def test_the_architecture_page_names_what_is_there() -> None:
+    """Files behind its links have the classes, functions and constants named beside them."""
+    page = ROOT / "docs/architecture.md"
+    named = re.findall(r"\]\(([^)\s#]+\.py)\): ((?:`\w+`(?:, )?)+)", page.read_text())
+    assert len(named) > 25
+    for target, names in named:
+        source = (page.parent / target).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^ *(?:def|class) {name}\b|^{name}\b", source, re.M), (target, name)
 
 
 def _has_dsl() -> bool:

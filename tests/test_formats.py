@@ -497,9 +497,9 @@ def test_check_refuses_what_does_not_fit(fmt: Any, block_size: int) -> None:
     assert f"pages of {block_size + 1} rows" in complaint(fmt, pool, block_size + 1)
     rows = block_size * fmt.row_elements
     overlapping = pool.as_strided((2, block_size, fmt.row_elements), (rows - 4, fmt.row_elements, 1))
-    assert f"page stride of at least {rows}" in complaint(fmt, overlapping, block_size)
+    assert f"pages at least {rows} elements apart" in complaint(fmt, overlapping, block_size)
     loose = torch.zeros(2, block_size, 2 * fmt.row_elements, dtype=fmt.dtype)[..., : fmt.row_elements]
-    assert "row stride" in complaint(fmt, loose, block_size)
+    assert "elements apart" in complaint(fmt, loose, block_size)
     spaced = torch.zeros(2, block_size, 2 * fmt.row_elements, dtype=fmt.dtype)[..., ::2]
     assert "stride 1" in complaint(fmt, spaced, block_size)
 
@@ -512,8 +512,30 @@ def test_mla_flat_view() -> None:
     assert "3 dimensions" in complaint(fmt, torch.zeros(3, 1168, dtype=torch.uint8))
     assert "torch.uint8" in complaint(fmt, torch.zeros(3, 1168), 2)
     overlapping = torch.zeros(4000, dtype=torch.uint8).as_strided((3, 1168), (1000, 1))
-    assert "page stride of at least 1168" in complaint(fmt, overlapping, 2)
-    assert "page stride of at least 1168" in complaint(fmt, torch.zeros(1, 1168, dtype=torch.uint8).expand(3, 1168), 2)
+    told = "pages at least 1168 elements apart, as formats.FP8_DS_MLA.allocate and .clone make them"
+    assert told in complaint(fmt, overlapping, 2)
+    assert told in complaint(fmt, torch.zeros(1, 1168, dtype=torch.uint8).expand(3, 1168), 2)
+
+
+@pytest.mark.parametrize(("fmt", "block_size"), ALL)
+def test_clones_keep_the_page_stride(fmt: Any, block_size: int) -> None:
+    pool = fmt.allocate(3, block_size, page_stride=fmt.page_stride(block_size) + fmt.alignment)
+    pool.view(torch.uint8)[...] = torch.randint(0, 256, pool.view(torch.uint8).shape, dtype=torch.uint8)
+    copy = fmt.clone(pool)
+    assert copy.stride() == pool.stride() != pool.clone().stride()
+    assert torch.equal(copy.view(torch.uint8), pool.view(torch.uint8))
+    copy.view(torch.uint8)[1] ^= 1
+    assert not torch.equal(copy.view(torch.uint8), pool.view(torch.uint8))
+    fmt.check(Checker("op"), "cache", copy, block_size)
+    fmt.check(Checker("op"), "cache", pool.clone(), block_size)
+    assert fmt.clone(pool[:0]).shape == pool[:0].shape
+
+
+def test_a_flat_pool_is_cloned_as_one() -> None:
+    flat = torch.arange(3 * 1728, dtype=torch.int64).to(torch.uint8).view(3, 1728)[:, :1168]
+    copy = formats.FP8_DS_MLA.clone(flat)
+    assert copy.stride() == (1728, 1)
+    assert torch.equal(copy, flat)
 
 
 def test_other_formats_take_no_flat_view() -> None:

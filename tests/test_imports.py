@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = {"cute_kernels": "cute_kernels", "layers": "cute_kernels.layers", "perf": "perf", "scripts": "scripts"}
 DSL = ("cutlass", "triton", "tvm_ffi", "cuda")
 
 
@@ -40,15 +41,16 @@ def scan(source: str, module: str, is_package: bool, known: Iterable[str]) -> se
 def load() -> dict[str, set[str]]:
     """Module name -> what it imports, for every module of the project outside tests/."""
     paths: dict[str, Path] = {}
-    for top in ("cute_kernels", "layers", "perf", "scripts"):
+    for top, package in PACKAGES.items():
         for path in (ROOT / top).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = (package, *path.relative_to(ROOT / top).with_suffix("").parts)
             paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return {name: scan(p.read_text(), name, p.name == "__init__.py", paths) for name, p in paths.items()}
 
 
 IMPORTS = load()
 ROOMS = ("compressor", "indexer", "indices", "insert_compress", "kv_cache", "linear", "norm", "output", "sparse_mla")
+LAYERS = ("cute_kernels.layers", "layers")
 ROOMS = tuple(f"cute_kernels.{room}" for room in ROOMS)
 
 
@@ -99,15 +101,15 @@ def test_layers_reach_kernels_through_ops_only() -> None:
     def forbidden(name: str) -> bool:
         if within(name, ["cute_kernels"]):
             is_ops = name.rpartition(".")[0] in ROOMS and last(name).startswith("ops")
-            return not (is_ops or name == "cute_kernels" or within(name, shared))
-        return within(name, (*DSL, "perf", "scripts", "tests"))
+            return not (is_ops or name == "cute_kernels" or within(name, (*shared, LAYERS[0])))
+        return within(name, (*DSL, LAYERS[1], "perf", "scripts", "tests"))
 
-    assert violations((m for m in IMPORTS if within(m, ["layers"])), forbidden) == {}
+    assert violations((m for m in IMPORTS if within(m, LAYERS)), forbidden) == {}
 
 
 def test_the_library_imports_nothing_above_it() -> None:
-    library = [m for m in IMPORTS if within(m, ["cute_kernels"])]
-    assert violations(library, lambda name: within(name, ("layers", "perf", "scripts", "tests"))) == {}
+    library = [m for m in IMPORTS if within(m, ["cute_kernels"]) and not within(m, LAYERS)]
+    assert violations(library, lambda name: within(name, (*LAYERS, "perf", "scripts", "tests"))) == {}
     rooms_go_here = (*ROOMS, "cute_kernels.__main__", "cute_kernels.compat")
     below = [m for m in library if m != "cute_kernels" and not within(m, rooms_go_here)]
     assert violations(below, lambda name: within(name, ROOMS)) == {}
@@ -129,7 +131,7 @@ def test_importing_the_packages_is_silent_and_loads_no_compiler(tmp_path: Path) 
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
-        "import cute_kernels, layers\n"
+        "import cute_kernels.layers, layers\n"
         f"bad = sorted(m for m in set(sys.modules) - before if m.split('.')[0] in {DSL!r})\n"
         "sys.exit(f'loaded: {bad}' if bad else 0)\n"
     )
@@ -147,8 +149,6 @@ def test_importing_the_packages_is_silent_and_loads_no_compiler(tmp_path: Path) 
 
 def test_every_module_of_ops_references_and_layers_imports_without_a_compiler() -> None:
     """What importing the packages does not load: submodules that users import by name."""
-    names = sorted(
-        m for m in IMPORTS if within(m, ["layers"]) or (within(m, ROOMS) and last(m).startswith(("ops", "ref")))
-    )
+    names = sorted(m for m in IMPORTS if within(m, LAYERS) or (within(m, ROOMS) and last(m).startswith(("ops", "ref"))))
     code = f"import importlib, sys\nfor m in {names!r}: importlib.import_module(m)\nsys.exit('cutlass' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

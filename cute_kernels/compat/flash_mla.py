@@ -67,7 +67,7 @@ def flash_mla_with_kvcache(
     """Sparse decode attention over fp8_ds_mla caches: `sparse_mla_decode`.
 
     q                          bf16 [b, s_q, h, 512]. Any h from 1 to 128, without padding; FlashMLA has 64 and 128
-    k_cache                    uint8, int8 or e4m3 [num_blocks, rows, 1, 584]; the page stride is a multiple of 576
+    k_cache                    uint8, int8 or e4m3 [num_blocks, rows, 1, 584]; any page stride of 16-byte multiples
     block_table, cache_seqlens
                                ignored, as in FlashMLA's sparse mode
     head_dim_v                 512

@@ -70,7 +70,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     swa_kv_cache, compressed_kv_cache
                          "HND": [num_pages, 1, rows, width] or [num_pages, rows, width]; "NHD": [num_pages, rows, 1,
                          width]. Both layouts are the same memory and both work. One table: width 512 in the query's
-                         dtype; two tables: uint8 of width 584, page stride a multiple of 576 bytes, or bf16 of width
+                         dtype; two tables: uint8 of width 584, or bf16 of width
                          512. With one table and 128 columns compressed_kv_cache may be None; any value of it is ignored
                          with two tables if extra_sparse_indices is None
     workspace_buffer, remapped_sparse_indices_buffer, multi_ctas_kv_counter_buffer

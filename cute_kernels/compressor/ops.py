@@ -201,6 +201,7 @@ def get_compressed_slot_mapping(
     if out is None:
         c = Checker("get_compressed_slot_mapping")
         c.tensor("query_start_loc", query_start_loc, torch.int32, (None,))
+        c.ints(num_tokens=num_tokens)
         c.require(num_tokens >= 0, "num_tokens", "a number >= 0", num_tokens)
         out = torch.empty(num_tokens, dtype=torch.int64, device=query_start_loc.device)
     _slots(out, query_start_loc, seq_lens, block_table, slot_mapping, num_tokens, block_size, compress_ratio)

@@ -185,7 +185,7 @@ _compress = define_op(
     "-> ()",
     check=_check_compress,
     reference=reference.compress_norm_rope_store,
-    kernel="cute_kernels.compressor.compress",
+    kernel="cute_kernels.compressor.select:COMPRESS",
     cost=_cost_compress,
     validate=_validate_compress,
 )
@@ -277,6 +277,9 @@ def compress_norm_rope_store(
     width = formats.compressor_state(head_dim, compress_ratio).width
     block, stride, scale = _GEOMETRY[kv_format]
     c.tensor("state_cache", state_cache, torch.float32, (None, None, None))
+    c.flags(overlap=overlap, use_fp4_cache=use_fp4_cache)
+    c.ints(num_actual=num_actual, rope_head_dim=rope_head_dim, block_size=block_size, state_width=state_width)
+    c.ints(quant_block=quant_block, token_stride=token_stride, scale_dim=scale_dim)
     for argument, got, expected in (
         ("rope_head_dim", rope_head_dim, formats.ROPE_DIM),
         ("overlap", overlap, compress_ratio == 4),

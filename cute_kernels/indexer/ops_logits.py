@@ -159,7 +159,7 @@ _logits = define_op(
     "Tensor cu_seq_len_k_end, bool clean_logits, SymInt max_seqlen_k, Tensor(a!) out) -> ()",
     check=_check_logits,
     reference=reference.mqa_logits,
-    kernel="cute_kernels.indexer.logits",
+    kernel="cute_kernels.indexer.call:MQA_LOGITS",
     cost=_cost_logits,
 )
 
@@ -196,6 +196,7 @@ def mqa_logits(
     """
     q, q_scale, k, k_scale = arguments.split_contiguous("mqa_logits", q, kv)
     if out is None:
+        Checker("mqa_logits").ints(max_seqlen_k=max_seqlen_k)
         out = _empty_logits(q, q.shape[0], max_seqlen_k if max_seqlen_k > 0 else k.shape[0])
     _logits(q, q_scale, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, out)
     return out
@@ -249,7 +250,7 @@ _paged = define_op(
     "Tensor block_tables, SymInt max_model_len, bool clean_logits, str kv_format, Tensor(a!) out) -> ()",
     check=_check_paged,
     reference=reference.paged_mqa_logits,
-    kernel="cute_kernels.indexer.paged_logits",
+    kernel="cute_kernels.indexer.call:PAGED_MQA_LOGITS",
     cost=_cost_paged,
 )
 
@@ -290,6 +291,9 @@ def paged_mqa_logits(
     """
     q, q_scale, pages, context_lens = arguments.split_paged("paged_mqa_logits", q, kv_cache, context_lens)
     if out is None:
+        c = Checker("paged_mqa_logits")
+        c.ints(max_model_len=max_model_len)
+        c.require(max_model_len >= 0, "max_model_len", "a number >= 0", max_model_len)
         out = _empty_logits(q, q.shape[0] * q.shape[1], max_model_len)
     _paged(q, q_scale, pages, weights, context_lens, block_tables, max_model_len, clean_logits, kv_format, out)
     return out

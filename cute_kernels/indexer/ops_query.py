@@ -84,7 +84,7 @@ _fp8 = define_op(
     "Tensor(a!) q_quant, Tensor(b!) weights_out, bool round_weights, bool use_pdl) -> ()",
     check=_check_fp8,
     reference=reference.fused_indexer_q_rope_quant_fp8,
-    kernel="cute_kernels.indexer.query_fp8",
+    kernel="cute_kernels.indexer.query:FP8",
     cost=_cost,
 )
 
@@ -95,7 +95,7 @@ _mxfp4 = define_op(
     "bool use_pdl) -> ()",
     check=_check_mxfp4,
     reference=reference.fused_indexer_q_rope_quant_mxfp4,
-    kernel="cute_kernels.indexer.query_mxfp4",
+    kernel="cute_kernels.indexer.query:MXFP4",
     cost=_cost,
 )
 
@@ -146,6 +146,7 @@ def fused_indexer_q_rope_quant(
     """
     c = Checker("fused_indexer_q_rope_quant")
     c.tensor("index_q", index_q, torch.bfloat16, (None, None, _DIM))
+    c.flags(use_fp4=use_fp4)
     c.one_of("weights_out_dtype", weights_out_dtype, (torch.float32, torch.bfloat16) if use_fp4 else (torch.float32,))
     if out is None:
         rows, heads = index_q.shape[0], index_q.shape[1]

@@ -101,7 +101,7 @@ _prefill = define_op(
     "-> ()",
     check=_check_prefill,
     reference=reference.score_top_k_prefill,
-    kernel="cute_kernels.indexer.score_top_k_prefill",
+    kernel="cute_kernels.indexer.call:SCORE_TOP_K_PREFILL",
     cost=_cost_prefill,
 )
 
@@ -142,6 +142,7 @@ def score_top_k_prefill(
     else:
         _check_width("score_top_k_prefill", out, k)
     if workspace is None:
+        Checker("score_top_k_prefill").ints(max_seqlen_k=max_seqlen_k)
         size = chunks.workspace_bytes(
             rows, max_seqlen_k if max_seqlen_k > 0 else keys.shape[0], 1, k, chunks.WORKSPACE_BYTES
         )
@@ -202,7 +203,7 @@ _decode = define_op(
     "Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
     check=_check_decode,
     reference=reference.score_top_k_decode,
-    kernel="cute_kernels.indexer.score_top_k_decode",
+    kernel="cute_kernels.indexer.call:SCORE_TOP_K_DECODE",
     cost=_cost_decode,
 )
 
@@ -247,6 +248,7 @@ def score_top_k_decode(
     else:
         _check_width("score_top_k_decode", out, k)
     if workspace is None:
+        Checker("score_top_k_decode").ints(max_model_len=max_model_len)
         size = chunks.workspace_bytes(requests, max_model_len, next_n, k, chunks.WORKSPACE_BYTES)
         workspace = _empty_workspace(q, size)
     slots = slot_block_table, slot_rows_per_page
@@ -255,13 +257,16 @@ def score_top_k_decode(
 
 
 def _empty_picks(op: str, like: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    Checker(op).require(k > 0, "k", "a positive number", k)
+    c = Checker(op)
+    c.ints(k=k)
+    c.require(k > 0, "k", "a positive number", k)
     return like.new_empty((rows, k), dtype=torch.int32)
 
 
 def _check_width(op: str, out: Any, k: int) -> None:
     c = Checker(op)
     c.tensor("out", out, torch.int32, (None, None))
+    c.ints(k=k)
     c.require(out.shape[1] == k, "out", f"k = {k} columns", f"shape {list(out.shape)}")
 
 

@@ -26,6 +26,7 @@ def _check_common(c: Checker, logits: torch.Tensor, out: torch.Tensor, num_rows:
 def _check_strides(op: str, logits: Any, stride0: int, stride1: int) -> None:
     c = Checker(op)
     c.tensor("logits", logits, torch.float32, (None, None))
+    c.ints(stride0=stride0, stride1=stride1)
     for argument, axis, got in (("stride0", 0, stride0), ("stride1", 1, stride1)):
         if logits.shape[axis] > 1:
             c.require(got == logits.stride(axis), argument, f"logits.stride({axis}) = {logits.stride(axis)}", got)
@@ -63,7 +64,7 @@ _prefill = define_op(
     "SymInt k) -> ()",
     check=_check_prefill,
     reference=reference.top_k_per_row_prefill,
-    kernel="cute_kernels.indexer.topk_prefill",
+    kernel="cute_kernels.indexer.topk_select:PREFILL",
     cost=_cost_prefill,
 )
 
@@ -141,7 +142,7 @@ _decode = define_op(
     "Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
     check=_check_decode,
     reference=reference.top_k_per_row_decode,
-    kernel="cute_kernels.indexer.topk_decode",
+    kernel="cute_kernels.indexer.topk_select:DECODE",
     cost=_cost_decode,
 )
 
@@ -180,6 +181,7 @@ def top_k_per_row_decode(
     """
     c = Checker("top_k_per_row_decode")
     c.tensor("seq_lens", seq_lens, torch.int32)
+    c.ints(next_n=next_n)
     c.require(next_n > 0, "next_n", "a positive number", next_n)
     if seq_lens.dim() == 1 and next_n == 1:
         seq_lens = seq_lens[:, None]
@@ -209,7 +211,7 @@ _all_visible = define_op(
     "all_visible_entries(Tensor visible, Tensor(a!) out, Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
     check=_check_all_visible,
     reference=reference.all_visible_entries,
-    kernel="cute_kernels.indexer.all_visible",
+    kernel="cute_kernels.indexer.topk_select:ALL_VISIBLE",
     cost=_cost_all_visible,
 )
 
@@ -239,6 +241,7 @@ def all_visible_entries(
     if visible.dim() == 1:
         visible = visible[:, None]
     c.tensor("visible", visible, torch.int32, (None, None))
+    c.ints(k=k)
     c.require(k > 0, "k", "a positive number", k)
     if out is None:
         out = visible.new_empty((visible.shape[0] * visible.shape[1], k))

@@ -122,6 +122,7 @@ def combine_topk_swa_indices(
     c = Checker("combine_topk_swa_indices")
     c.tensor("topk_indices", topk_indices, torch.int32, (None, None))
     if out is None:
+        c.ints(window_size=window_size, topk=topk)
         rows, device = topk_indices.shape[0], topk_indices.device
         indices = torch.empty(rows, combined_width(topk, window_size), dtype=torch.int32, device=device)
         lens = torch.empty(rows, dtype=torch.int32, device=device)
@@ -319,6 +320,7 @@ def build_flashinfer_mixed_sparse_indices(
     c.tensor("decode_compressed_indices", decode_compressed_indices, torch.int32, optional=True)
     c.tensor("prefill_topk_indices", prefill_topk_indices, torch.int32, (None, None))
     if out is None:
+        c.ints(window_size=window_size, topk=topk)
         rows, device = decode_swa_indices.shape[0] + prefill_topk_indices.shape[0], decode_swa_indices.device
         width = mixed_width(window_size, topk, decode_compressed_indices)
         indices = torch.empty(rows, width, dtype=torch.int32, device=device)

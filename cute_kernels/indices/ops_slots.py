@@ -83,9 +83,11 @@ def compute_decode_swa_indices(
     A column whose position the block table does not map (outside the table, page < 0, slot beyond int32) is -1; the
     length stays. Returns (out_indices, out_lens). Raises ValueError or TypeError on arguments that do not fit.
     """
-    Checker("compute_decode_swa_indices").tensor("positions", positions, POSITION_DTYPES, (None,))
+    c = Checker("compute_decode_swa_indices")
+    c.tensor("positions", positions, POSITION_DTYPES, (None,))
     rows = positions.shape[0]
     if out_indices is None:
+        c.ints(window_size=window_size)
         out_indices = torch.empty(rows, 1, max(window_size, 0), dtype=torch.int32, device=positions.device)
     if out_lens is None:
         out_lens = torch.empty(rows, dtype=torch.int32, device=positions.device)
@@ -147,9 +149,9 @@ def compute_global_topk_indices_and_lens(
     """Translate request-local top-k picks to slots of the compressed cache, and count them.
 
     Entry x of row t becomes block_table[req, x // block_size] * block_size + x % block_size where x >= 0, its page lies
-    inside the table and is >= 0, and the slot fits int32; anything else becomes -1. Entries keep their columns. lens[t]
-    is the number of entries that are not -1, or 0 for an invalid token (its row is still translated). Attention reads
-    the first lens[t] columns, so invalid entries belong at the end of a row, where top-k leaves them.
+    inside the table and is >= 0, and the slot fits int32; anything else is invalid. Valid entries move to the left, in
+    order, -1 behind them, so that a reader which stops at the length loses none. lens[t] is their number, or 0 for an
+    invalid token (its row is still translated).
 
     topk_indices           int32 [T, K], row-strided
     token_to_req_indices   int32 [>= T], row of the block table of each token

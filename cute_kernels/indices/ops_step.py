@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cute_kernels.indices import reference
@@ -158,9 +160,12 @@ def build_step_metadata(
 
     Returns the buffer. Raises ValueError or TypeError on arguments that do not fit.
     """
-    c4, c128 = c4_block_tables or (None, None, None), c128_block_tables or (None, None, None)
+    c = Checker("build_step_metadata")
+    c4 = _tables(c, "c4_block_tables", c4_block_tables)
+    c128 = _tables(c, "c128_block_tables", c128_block_tables)
     if out is None:
-        Checker("build_step_metadata").tensor("upload", upload, torch.int32, (None,))
+        c.tensor("upload", upload, torch.int32, (None,))
+        c.ints(max_num_tokens=max_num_tokens, window_size=window_size)
         kinds = sum(table is not None for table in (swa_block_table, c4[0], c128[0]))
         size = StepLayout(max(max_num_tokens, 0), max(window_size, 0), kinds).nbytes
         out = torch.empty(size, dtype=torch.uint8, device=upload.device)
@@ -171,3 +176,13 @@ def build_step_metadata(
         *(c128a_columns, swa_block_size, kv_block_size, c4_state_block_size, c128_state_block_size, use_pdl),
     )
     return out
+
+
+def _tables(c: Checker, argument: str, tables: Any) -> tuple[Any, Any, Any]:
+    """Tables of windows, entries and states; three times None of a kind that the step has not."""
+    if tables is None:
+        return None, None, None
+    if not isinstance(tables, (tuple, list)) or len(tables) != 3:
+        c.fail(argument, "(window, compressed, state)", type(tables).__name__, TypeError)
+    window, compressed, state = tables
+    return window, compressed, state

@@ -85,7 +85,8 @@ def compute_global_topk_indices_and_lens(
 ) -> None:
     rows = topk_indices.shape[0]
     slots = to_index(entries_to_slots(topk_indices, token_to_req_indices[:rows, None], block_table, block_size))
-    out_indices.copy_(slots)
+    order = (slots < 0).int().argsort(dim=-1, stable=True)
+    out_indices.copy_(slots.gather(-1, order))
     out_lens.copy_((slots >= 0).sum(dim=-1).masked_fill(~is_valid_token[:rows], 0))
 
 

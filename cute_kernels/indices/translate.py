@@ -4,7 +4,9 @@
     lane                `width` neighbouring columns of each group
 
 All picks of a pass are loaded before any is used, then all pages they name: two waits a pass, whatever its length. The
-pages of one request are few enough to stay in L1 while its rows are translated.
+pages of one request are few enough to stay in L1 while its rows are translated. Slots are stored in their picks'
+columns: that is all where picks end with the first one that names nothing, as they do behind top-k. Of a row with holes
+the first warp then moves slots to the left.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream
@@ -57,7 +60,7 @@ class TranslateKey(KernelKey):
 
     @property
     def smem_bytes(self) -> int:
-        return self.warps * 4
+        return 2 * self.warps * 4
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -115,7 +118,7 @@ class TranslateKernel:
 
         # for the one thread that stores the length
         is_valid = ptx.load_global_bool_where(thread == 0, valid + Int64(row))
-        count, missing = Int32(0), Int32(0)
+        count, missing, end = Int32(0), Int32(0), Int32(0)
         for start in range(0, picks.columns, self.groups * self.group):
             count += self.groups * self.group
             columns = [start + thread * self.width + group * self.group for group in range(self.groups)]
@@ -132,11 +135,32 @@ class TranslateKernel:
                 column = columns[group]
                 slots = [pages.slot_index(one) for one in found[group]]
                 store_run(indices.row(row) + Int64(column) * 4, slots, column < picks.columns)
-                for slot in slots:
+                for i, slot in enumerate(slots):
                     missing += slot >> 31
+                    end = cutlass.max(end, column + i + 1 if slot >= 0 else Int32(0))
         # what was not loaded is missing too
         count += block_sum(missing, self.warps)
+        if block_sum(Int32(end > count), self.warps) > 0:
+            cute.arch.sync_threads()
+            if thread < LANES:
+                self.close_holes(indices.row(row), indices.columns)
         ptx.store_global_s32(lens + Int64(row) * 4, count if is_valid != 0 else Int32(0), thread == 0)
+
+    @cute.jit
+    def close_holes(self, row: Int64, columns: Int32) -> None:
+        """By one warp: move the slots of a row, which the block has stored, to the left, -1 behind them."""
+        lane = cute.arch.lane_idx()
+        count = Int32(0)
+        for start in range(0, columns, LANES):
+            column = start + lane
+            slot = ptx.load_global_s32_where(column < columns, row + Int64(column) * 4)
+            there = cute.arch.vote_ballot_sync(slot >= 0)
+            place = count + cute.arch.popc(there & ((Int32(1) << lane) - 1))
+            ptx.store_global_s32(row + Int64(place) * 4, slot, slot >= 0)
+            count += cute.arch.popc(there)
+        for start in range(count, columns, LANES):
+            column = start + lane
+            ptx.store_global_s32(row + Int64(column) * 4, Int32(-1), column < columns)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[TranslateKey]:

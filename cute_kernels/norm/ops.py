@@ -77,8 +77,9 @@ _q_kv = define_op(
     "Tensor(b!) kv_out, bool use_pdl) -> ()",
     check=_check_q_kv,
     reference=reference.fused_q_kv_rmsnorm,
-    kernel="cute_kernels.norm.q_kv",
+    kernel="cute_kernels.norm.rms:Q_KV",
     cost=_cost_q_kv,
+    in_place={"qr_out": "qr", "kv_out": "kv"},
 )
 
 
@@ -99,7 +100,8 @@ def fused_q_kv_rmsnorm(
     q_weight    bf16 or fp32 [q_lora_rank]
     kv_weight   bf16 or fp32 [head_dim]
     eps         added to the mean of the squares
-    out         (bf16 like qr, bf16 like kv), rows of any stride, or None: allocated, contiguous; mutated
+    out         (bf16 like qr, bf16 like kv), rows of any stride, or None: allocated, contiguous; mutated. It may be
+                (qr, kv) themselves, either of them
     use_pdl     start while the kernel before on the stream still runs (programmatic dependent launch), and wait for it
 
     Returns (qr_out, kv_out). Raises ValueError or TypeError on arguments that do not fit.
@@ -256,8 +258,9 @@ _mtp_input = define_op(
     "Tensor(a!) enorm_out, Tensor(b!) hnorm_out, bool use_pdl) -> ()",
     check=_check_mtp_input,
     reference=reference.fused_mtp_input_rmsnorm,
-    kernel="cute_kernels.norm.mtp_input",
+    kernel="cute_kernels.norm.rms:MTP_INPUT",
     cost=_cost_mtp_input,
+    in_place={"enorm_out": "inputs_embeds", "hnorm_out": "previous_hidden_states"},
 )
 
 
@@ -286,7 +289,8 @@ def fused_mtp_input_rmsnorm(
     eps                      added to the mean of the squares
     hc_mult                  residual streams per token (4)
     out                      (bf16 like inputs_embeds, bf16 like previous_hidden_states), dense in the last dimension,
-                             or None: allocated, contiguous; mutated
+                             or None: allocated, contiguous; mutated. It may be (inputs_embeds, previous_hidden_states)
+                             themselves, either of them
     use_pdl                  start while the kernel before on the stream still runs (programmatic dependent launch),
                              and wait for it
 
@@ -333,8 +337,9 @@ _shared_head = define_op(
     "mtp_shared_head_rmsnorm(Tensor hidden_states, Tensor weight, float eps, Tensor(a!) out, bool use_pdl) -> ()",
     check=_check_shared_head,
     reference=reference.mtp_shared_head_rmsnorm,
-    kernel="cute_kernels.norm.shared_head",
+    kernel="cute_kernels.norm.rms:SHARED_HEAD",
     cost=_cost_shared_head,
+    in_place={"out": "hidden_states"},
 )
 
 
@@ -351,7 +356,8 @@ def mtp_shared_head_rmsnorm(
     hidden_states   bf16 [T, hidden], rows of any stride
     weight          bf16 or fp32 [hidden]
     eps             added to the mean of the squares
-    out             bf16 [T, hidden], rows of any stride, or None: allocated, contiguous; mutated
+    out             bf16 [T, hidden], rows of any stride, or None: allocated, contiguous; mutated. It may be
+                    hidden_states itself
     use_pdl         start while the kernel before on the stream still runs (programmatic dependent launch), and wait for
                     it
 

@@ -24,7 +24,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cute_kernels.runtime import bundle
 from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.ownership import ForeignFile, make_folder, read_own
 from cute_kernels.runtime.report import Facts
 from cute_kernels.runtime.sources import Sources
 
@@ -39,7 +41,7 @@ COMPILE_FLAGS = "--enable-tvm-ffi"
 CODE_VARIABLES = tuple(
     f"CUTE_DSL_{name}"
     for name in (
-        "AUTO_M2S", "COMPILER_BACKEND", "COMPILER_OPT", "DEBUG", "DRYRUN", "ENABLE_ASSERTIONS", "ENABLE_PYIR",
+        "AUTO_M2S", "COMPILER_BACKEND", "COMPILER_OPT", "DEBUG", "DRYRUN", "ENABLE_ASSERTIONS", "ENABLE_PYIR", "LIBS",
         "LINEINFO", "LOC_TRACEBACKS", "TOLERATE_M2M",
     )
 )  # fmt: skip
@@ -188,18 +190,19 @@ class Store:
         }
 
     def read(self, key: KernelKey) -> Entry:
-        """The object of `key`, verified against its sidecar and this process. Miss if there is none to be trusted."""
+        """The object of `key`, verified against its sidecar and this process. Miss if there is none that fits;
+        ForeignFile if somebody else could have written it, BadBundle if it is not the one that is demanded."""
         path = self.object_path(key)
-        raw = _read_sidecar(path.with_suffix(".json"))
+        raw = self._read_sidecar(path.with_suffix(".json"))
         for name, want in self._expected(key).items():
             if raw.get(name) != want:
                 raise Miss(f"{path}: its sidecar is about something else ({name})")
         if not runs_on(raw.get("host"), host_level()):
             raise Miss(f"{path}: its host code needs {raw.get('host')}, this machine has {host_level()}")
         try:
-            data = path.read_bytes()
+            data = self.read_file(path)
             facts = Facts.from_json(raw["facts"])
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, LookupError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise Miss(f"{path}: cannot be read ({error})") from error
         if raw.get("object") != _checksum(data):
             raise Miss(f"{path}: damaged, its checksum is not the sidecar's")
@@ -217,7 +220,7 @@ class Store:
             "facts": facts.to_json(),
         }
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             replace_file(path, data)
             replace_file(path.with_suffix(".json"), (json.dumps(sidecar, indent=1) + "\n").encode())
         except OSError as error:
@@ -229,7 +232,7 @@ class Store:
 
         path = self.object_path(key).with_suffix(".lock")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             lock = filelock.FileLock(path)
             lock.acquire(timeout=LOCK_SECONDS)
         except (OSError, NotImplementedError) as error:  # filelock.Timeout is an OSError
@@ -237,13 +240,31 @@ class Store:
             return None
         return lock
 
+    def read_file(self, path: Path) -> bytes:
+        """The bytes of a file of this cache, if nobody else could have written it and it is in the bundle that is
+        demanded, if one is."""
+        data = read_own(self.root, path)
+        bundle.check(self.root, path, data)
+        return data
+
+    def _read_sidecar(self, path: Path) -> dict[str, Any]:
+        try:
+            raw = json.loads(self.read_file(path))
+        except FileNotFoundError as error:
+            raise Miss(f"{path.parent} does not hold it") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise Miss(f"{path}: cannot be read ({error})") from error
+        if not isinstance(raw, dict):
+            raise Miss(f"{path}: cannot be read (no JSON object)")
+        return raw
+
     def explain(self, key: KernelKey) -> str:
         """What the folder has of `key` for other sources or environments, and how these differ from what is here."""
         here = {**environment(), "sources": sources_of(key)}
         differences: set[str] = set()
         for path in self.root.glob(f"v{FORMAT}/{key.arch}/*/{_stem(key)}-*.json"):
-            with contextlib.suppress(Miss):
-                raw = _read_sidecar(path)
+            with contextlib.suppress(Miss, ForeignFile, bundle.BadBundle):
+                raw = self._read_sidecar(path)
                 environment_there = raw.get("environment")
                 if isinstance(environment_there, dict):
                     there = {**environment_there, "sources": raw.get("sources")}
@@ -258,7 +279,7 @@ class Store:
         """One line per environment folder: arch, environment, objects, bytes, and whether this process uses it."""
         lines = []
         for folder in sorted(self.root.glob("v*/*/*/")):
-            objects = list(folder.glob("*.o"))
+            objects = [path for path in folder.glob("*.o") if path.is_file()]
             sizes = [p.stat().st_size for p in objects]
             lines.append(
                 {
@@ -282,23 +303,16 @@ def _checksum(data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _read_sidecar(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise Miss(f"{path.parent} does not hold it") from error
-    except (OSError, ValueError) as error:
-        raise Miss(f"{path}: cannot be read ({error})") from error
-    if not isinstance(raw, dict):
-        raise Miss(f"{path}: cannot be read (no JSON object)")
-    return raw
+def _opener(path: str, flags: int) -> int:
+    """Others cannot write to the file, whatever the umask."""
+    return os.open(path, flags, 0o644)
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file as a whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     try:
-        with open(temporary, "xb") as f:
+        with open(temporary, "xb", opener=_opener) as f:
             f.write(data)
         os.replace(temporary, path)
     except BaseException:

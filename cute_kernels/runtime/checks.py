@@ -9,6 +9,18 @@ import torch
 
 Dim = int | str | None
 
+SCALARS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("an int", (int, torch.SymInt)),
+    "float": ("a number", (float, int, torch.SymFloat, torch.SymInt)),
+    "bool": ("True or False", (bool,)),
+    "str": ("a string", (str,)),
+    "List[int]": ("a list of ints", (list, tuple)),
+}
+"""Scalars by the name of their type in a schema: what they are called, and the Python types they may have."""
+
+INT_LIMIT = 2**31
+FLOAT_LIMIT = torch.finfo(torch.float32).max
+
 
 class Checker:
     """Checks the arguments of one call of one op.
@@ -31,8 +43,34 @@ class Checker:
             self.fail(argument, expected, got)
 
     def one_of(self, argument: str, value: object, choices: Sequence[object]) -> None:
-        if value not in choices:
+        """One of `choices`, of their type: True is not 1."""
+        same = [c for c in choices if isinstance(value, type(c)) and isinstance(value, bool) == isinstance(c, bool)]
+        if value not in same:
             self.fail(argument, "one of " + ", ".join(repr(c) for c in choices), repr(value))
+
+    def scalar(self, argument: str, value: Any, kind: str) -> None:
+        """A scalar that kernels can take: no bool for a number, ints of 32 bits, floats finite in fp32."""
+        what, types = SCALARS[kind]
+        if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+            plain = (bool, int, float, str, type(None))
+            self.fail(argument, what, repr(value) if isinstance(value, plain) else type(value).__name__, TypeError)
+        if kind == "int" and isinstance(value, int):
+            self.require(-INT_LIMIT <= value < INT_LIMIT, argument, "an int of 32 bits", value)
+        elif kind == "float" and isinstance(value, (int, float)):
+            self.require(-FLOAT_LIMIT <= value <= FLOAT_LIMIT, argument, "a finite fp32 number", value)
+        elif isinstance(value, (list, tuple)):
+            for number in value:
+                self.scalar(argument, number, "int")
+
+    def ints(self, **values: Any) -> None:
+        """Ints, where a function looks at them, or allocates by them, before its op does."""
+        for argument, value in values.items():
+            self.scalar(argument, value, "int")
+
+    def flags(self, **values: Any) -> None:
+        """Bools, as `ints`."""
+        for argument, value in values.items():
+            self.scalar(argument, value, "bool")
 
     def pair(self, argument: str, value: Any, of: str) -> tuple[Any, Any]:
         """The two elements of a tuple or list; `of` says what they are."""

@@ -15,6 +15,7 @@ import os
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.log import logger
 from cute_kernels.runtime.report import Facts, Report, find_nvdisasm, make_report
 
 __all__ = [
@@ -52,7 +54,21 @@ _functions: dict[int, dict[KernelKey, Callable[..., None]]] = {}
 _collected: dict[KernelKey, None] | None = None
 """Keys that were asked for inside `collect`, or None outside."""
 
-_lock = threading.RLock()  # CuTe DSL compiles one kernel at a time
+_lock = threading.RLock()
+"""Of the tables above; held for moments."""
+
+_key_locks: dict[KernelKey, threading.RLock] = {}
+"""Held while a key is looked for on disk, waited for or compiled: other keys go their way."""
+
+_compiler = threading.RLock()
+"""CuTe DSL compiles one kernel at a time."""
+
+_linker = threading.Lock()
+"""Objects are loaded one at a time, but beside a compilation."""
+
+COMPILER_SECONDS = 1800.0
+"""How long a thread waits for kernels that others compile, before it gives up."""
+
 _compilations = 0
 _disk_loads = 0
 
@@ -109,6 +125,18 @@ def record_launches() -> Iterator[list[tuple[KernelKey | Callable[..., None], in
         yield launches
     finally:
         _recorder.launches = None
+
+
+@contextlib.contextmanager
+def watch_launches() -> Iterator[list[tuple[KernelKey | Callable[..., None], int, tuple[Any, ...]]]]:
+    """As `record_launches`, which may be active: the list has this thread's launches afterwards."""
+    if _recorder.launches is None:
+        with record_launches() as launches:
+            yield launches
+        return
+    before, seen = len(_recorder.launches), list(_recorder.launches[:0])
+    yield seen
+    seen += _recorder.launches[before:]
 
 
 def call(body: Callable[..., None], device_index: int, *args: Any) -> None:
@@ -213,22 +241,41 @@ def _obtain(key: KernelKey, device_index: int) -> Callable[..., None]:
             _collected[key] = None
             return _do_nothing
         of_device = _functions.setdefault(device_index, {})
-        if key not in of_device:
-            of_device[key] = _FirstLaunch(key, device_index, _link_once(key))
-        return of_device[key]
+    raw = _link_once(key)
+    with _lock:
+        return of_device.setdefault(key, _FirstLaunch(key, device_index, raw))
+
+
+@contextlib.contextmanager
+def _held(lock: threading.RLock, what: str) -> Iterator[None]:
+    if not lock.acquire(timeout=COMPILER_SECONDS):
+        raise RuntimeError(f"{what}: another thread of this process has been compiling for {COMPILER_SECONDS:.0f} s")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _lock_of(key: KernelKey) -> contextlib.AbstractContextManager[None]:
+    with _lock:
+        lock = _key_locks.setdefault(key, threading.RLock())
+    return _held(lock, str(key))
 
 
 def _link_once(key: KernelKey) -> Callable[..., None]:
-    with _lock:
+    if key in _linked:
+        return _linked[key]
+    if _capturing():
+        raise RuntimeError(
+            f"{key}: this kernel is not loaded yet, and nothing is compiled or loaded while a CUDA graph is "
+            f"captured. Before the capture, call cute_kernels.warmup(config, tp=..., arch={key.arch!r}), or the op "
+            "once with the same formats on the same device."
+        )
+    with _lock_of(key):
         if key in _linked:
             return _linked[key]
-        if _capturing():
-            raise RuntimeError(
-                f"{key}: this kernel is not loaded yet, and nothing is compiled or loaded while a CUDA graph is "
-                f"captured. Before the capture, call cute_kernels.warmup(config, tp=..., arch={key.arch!r}), or the op "
-                "once with the same formats on the same device."
-            )
         entry = _entry(key)
+        start = time.perf_counter()
         try:
             raw = _link(entry)
         except Exception as error:
@@ -236,14 +283,15 @@ def _link_once(key: KernelKey) -> Callable[..., None]:
                 raise
             if jit_forbidden():
                 raise RuntimeError(f"{key}: its object in the kernel cache does not load: {error}") from error
-            raw = _link(_compile_entry(key, cache.current()))
+            raw = _link(_compile_entry(key, cache.current(), f"its object does not load: {error}"))
+        logger.info("%s: loaded in %.1f ms", key.identity, 1e3 * (time.perf_counter() - start))
         _linked[key] = raw
         return raw
 
 
 def _entry(key: KernelKey) -> cache.Entry:
     """The object of `key`, from the disk cache or compiled into it. Of several processes that want it, one compiles."""
-    with _lock:
+    with _lock_of(key):
         store = cache.current()
         miss = "there is no kernel cache"
         if store is not None:
@@ -260,11 +308,11 @@ def _entry(key: KernelKey) -> cache.Entry:
             )
         lock = None if store is None else store.acquire(key)
         if store is None or lock is None:
-            return _compile_entry(key, None)
+            return _compile_entry(key, None, miss)
         try:
             with contextlib.suppress(cache.Miss):
                 return _read(store, key)  # another process compiled it while this one waited
-            return _compile_entry(key, store)
+            return _compile_entry(key, store, miss)
         finally:
             lock.release()
 
@@ -272,14 +320,19 @@ def _entry(key: KernelKey) -> cache.Entry:
 def _read(store: cache.Store, key: KernelKey) -> cache.Entry:
     global _disk_loads
     entry = store.read(key)
-    _disk_loads += 1
+    with _lock:
+        _disk_loads += 1
+    logger.info("%s: in the kernel cache, %s", key.identity, store.root)
     return entry
 
 
-def _compile_entry(key: KernelKey, store: cache.Store | None) -> cache.Entry:
+def _compile_entry(key: KernelKey, store: cache.Store | None, why: str) -> cache.Entry:
     global _compilations
+    logger.info("%s: compiling it: %s", key.identity, why)
     data, report = compile_object(key)
-    _compilations += 1
+    with _lock:
+        _compilations += 1
+    logger.info("%s: compiled in %.1f s, %d registers", key.identity, report.seconds, report.registers)
     if store is not None:
         store.write(key, data, report.facts)
     return cache.Entry(data, key.symbol, report.facts, from_disk=False)
@@ -287,7 +340,7 @@ def _compile_entry(key: KernelKey, store: cache.Store | None) -> cache.Entry:
 
 def compile_object(key: KernelKey) -> tuple[bytes, Report]:
     """Compile `key`: the object that `_link` loads, and the report. Needs no GPU, keeps nothing."""
-    with _lock, tempfile.TemporaryDirectory() as folder:
+    with _held(_compiler, str(key)), tempfile.TemporaryDirectory() as folder:
         compiled, report = _compile(key, folder)
         path = os.path.join(folder, "kernel.o")
         compiled.export_to_c(object_file_path=path, function_name=key.symbol)
@@ -297,13 +350,14 @@ def compile_object(key: KernelKey) -> tuple[bytes, Report]:
 
 def compile_report(key: KernelKey) -> Report:
     """Compile `key`, without keeping the result, and say what came out. Needs no GPU."""
-    with _lock, tempfile.TemporaryDirectory() as folder:
+    with _held(_compiler, str(key)), tempfile.TemporaryDirectory() as folder:
         return _compile(key, folder)[1]
 
 
 def _compile(key: KernelKey, folder: str) -> tuple[Any, Report]:
     import cutlass.cute as cute
 
+    _silence_dsl()
     remarks = os.path.join(folder, "remarks.yaml")
     start = time.perf_counter()
     entry, arguments = key.build()
@@ -318,12 +372,21 @@ def _compile(key: KernelKey, folder: str) -> tuple[Any, Report]:
         return compiled, make_report(key, f.read(), compiled.__ptx__, compiled.__cubin__, seconds)
 
 
+def _silence_dsl() -> None:
+    """The DSL warns of long loops that are unrolled: ours are meant to be, and who runs a kernel cannot change that. It
+    says nothing by default; this holds where the process has reset its filters since."""
+    from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
+
+    if not os.environ.get("CUTE_DSL_ENABLE_OPTIMIZATION_WARNINGS"):
+        warnings.filterwarnings("ignore", category=DSLOptimizationWarning)
+
+
 def _link(entry: cache.Entry) -> Callable[..., None]:
     """The function inside an object: raw, without a wrapper for keyword arguments, which doubles the time of a call."""
     import cutlass.cute as cute
 
     # a file of our own: nobody can exchange it between the check of its bytes and their use
-    with tempfile.NamedTemporaryFile(suffix=".o") as f:
+    with _linker, tempfile.NamedTemporaryFile(suffix=".o") as f:
         f.write(entry.data)
         f.flush()
         function: Callable[..., None] = getattr(cute.runtime.load_module(f.name, enable_tvm_ffi=True), entry.symbol)

@@ -7,15 +7,19 @@ arguments; the functions users call allocate outputs and then call the op.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cute_kernels.runtime import record
+from cute_kernels.runtime.contract import Contract
+from cute_kernels.runtime.log import describe, logger
 from cute_kernels.runtime.record import Cost
 
 NAMESPACE = "cute_kernels"
@@ -38,6 +42,9 @@ NVTX = _switch(NVTX_VARIABLE) and torch.version.cuda is not None
 MOST_ACCEPTED = 512
 """Calls whose metadata an op remembers as checked: the shapes of a server's decode steps, at 3 kB each."""
 
+MOST_PLACES = 64
+"""Addresses of such a call's tensors that are remembered as those of tensors without a common element."""
+
 ALIGNMENT = 128
 """No kernel asks for addresses that are multiples of more."""
 
@@ -46,7 +53,11 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 @dataclass(frozen=True)
 class Op:
-    """A registered op: its schema's name and the functions behind it, all with the schema's argument order."""
+    """A registered op: its schema's name and the functions behind it, all with the schema's argument order.
+
+    check   the whole of it: the contract that follows from the schema, and the op's own checks
+    call    what `define_op` returned
+    """
 
     name: str
     overload: torch._ops.OpOverload
@@ -55,15 +66,16 @@ class Op:
     kernel: str | None
     cost: Callable[..., Cost] | None
     validate: Callable[..., None] | None = None
+    contract: Contract | None = None
+    call: Callable[..., None] | None = None
 
     def load_kernel(self) -> Any:
-        """The module of this op's kernel.
-
-        It has `launch(*args)`, `supports(*args) -> (bool, reason)` and `deployment_keys(config, tp, arch)`, all keys
-        that a model's layers need on one of `tp` ranks; none where the kernel does not run on `arch`.
-        """
+        """The module of this op's kernel, or the runtime.key.OpKernel in it: either has `launch`, `supports` and
+        `deployment_keys` as described there."""
         assert self.kernel is not None
-        return importlib.import_module(self.kernel)
+        module, _, name = self.kernel.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, name) if name else found
 
     def mutated(self, args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
         """The tensors that a call writes, by name."""
@@ -72,6 +84,9 @@ class Op:
 
 
 OPS: dict[str, Op] = {}
+
+_told: set[tuple[str, str]] = set()
+"""Op and reason of the references that were logged."""
 
 
 def fallback_allowed() -> bool:
@@ -90,40 +105,65 @@ def define_op(
     kernel: str | None = None,
     cost: Callable[..., Cost] | None = None,
     validate: Callable[..., None] | None = None,
+    in_place: Mapping[str, str] | None = None,
 ) -> Callable[..., None]:
     """Register `cute_kernels::<schema>` and return the function that calls it.
 
     schema      torch schema without namespace; mutated arguments carry their alias annotation; returns ()
-    check       raises ValueError or TypeError on bad arguments, from metadata alone
+    check       raises ValueError or TypeError on bad arguments, from metadata alone; scalars have their types by then,
+                and inputs and results fit each other as runtime.contract has it
     reference   what the op means, in torch; it is the CPU implementation
-    kernel      dotted name of the module with the CUDA kernel, imported at the first CUDA call
+    kernel      dotted name of the module with the CUDA kernel, imported at the first CUDA call; where it has those of
+                several ops, a colon and the name of this one's OpKernel follow
     cost        bytes and flops of a call, for recordings and benchmarks; it may read data
     validate    raises ValueError on data that breaks the op's contract (runtime.validate); only called with
                 CUTE_KERNELS_CHECK=1, on checked arguments
+    in_place    written argument -> the input that may be the very same tensor
     """
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    # without gradients, or a reference would record its torch calls for a backward pass that no op has
-    reference = torch.no_grad()(reference)
-    op = Op(name, overload, check, reference, kernel, cost, validate)
+    contract = Contract(name, overload._schema, in_place or {})
+    check, reference = _with_contract(contract, check), _of_plain_empties(reference)
+
+    def call(*args: Any) -> None:
+        if not contract.has_plain_scalars(args):
+            contract.check_scalars(args)
+        try:
+            overload(*args)
+        except RuntimeError:
+            # torch refuses what is no tensor before `check` sees it; say it as `check` does
+            check(*args)
+            raise
+
+    op = Op(name, overload, check, reference, kernel, cost, validate, contract, call)
 
     def on_cpu(*args: Any) -> None:
         check(*args)
         _execute(op, "reference", reference, args)
 
-    accepted: dict[Any, Callable[..., None]] = {}
+    accepted: dict[Any, tuple[Callable[..., None], set[Any]]] = {}
 
     def on_cuda(*args: Any) -> None:
-        metadata = _metadata(args)
-        body, implementation = accepted.get(metadata), "kernel"
-        if body is None:
+        metadata, addresses = _describe(args)
+        known = accepted.get(metadata)
+        implementation = "kernel"
+        if known is None:
             check(*args)
             body, implementation = _choose_cuda(op, args)
             if implementation == "kernel":
                 if len(accepted) >= MOST_ACCEPTED:
                     accepted.clear()
-                accepted[metadata] = body
+                accepted[metadata] = body, {addresses}
+                if logger.isEnabledFor(logging.DEBUG):
+                    body = _logged(op, body)
+        else:
+            body, apart = known
+            if addresses not in apart:
+                contract.check_apart(args)
+                if len(apart) >= MOST_PLACES:
+                    apart.clear()
+                apart.add(addresses)
         if record.active() is None:
             body(*args)
         else:
@@ -137,15 +177,23 @@ def define_op(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     OPS[name] = op
 
-    def call(*args: Any) -> None:
-        try:
-            overload(*args)
-        except RuntimeError:
-            # torch refuses a value of a type that is not the schema's before `check` sees it; say it as `check` does
-            check(*args)
-            raise
-
     return call
+
+
+def _with_contract(contract: Contract, check: Callable[..., None]) -> Callable[..., None]:
+    """`check` within the checks of the op's contract. The last arguments may be left out if `check` has defaults."""
+    defaults = getattr(check, "__defaults__", None) or ()
+
+    @functools.wraps(check)
+    def whole(*args: Any) -> None:
+        missing = len(contract.names) - len(args)
+        if missing > 0:
+            args += defaults[-missing:]
+        contract.check_scalars(args)
+        check(*args)
+        contract.check_tensors(args)
+
+    return whole
 
 
 def _instrumented(op: Op, body: Callable[..., None]) -> Callable[..., None]:
@@ -169,16 +217,7 @@ def _ranged(name: str, body: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checked(op: Op, body: Callable[..., None]) -> Callable[..., None]:
-    names = [argument.name for argument in op.overload._schema.arguments]
-
     def checked(*args: Any) -> None:
-        if torch.is_grad_enabled():
-            for name, value in zip(names, args, strict=True):
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    raise ValueError(
-                        f"{op.name}: {name}: expected a tensor that needs no gradient, got one with requires_grad: "
-                        "this op has no backward pass. Detach it, or call under torch.no_grad()."
-                    )
         op.check(*args)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if op.validate is not None and not capturing:
@@ -188,21 +227,22 @@ def _checked(op: Op, body: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def _metadata(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that checks and `supports` look at: calls that agree in it pass or fail alike, so one of them is checked."""
+def _describe(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """All that checks and `supports` look at, in two parts: metadata, calls that agree in which pass or fail alike, so
+    that one of them is checked; and the addresses of tensors, on which it depends whether they share elements."""
     described: list[Any] = []
+    addresses: list[int] = []
+    needs_gradient = torch.is_grad_enabled()
     for value in args:
         if isinstance(value, torch.Tensor):
-            described += (
-                value.dtype,
-                value.get_device(),
-                tuple(value.shape),
-                value.stride(),
-                value.data_ptr() % ALIGNMENT,
-            )
+            address = value.data_ptr()
+            addresses.append(address)
+            described += (value.dtype, value.get_device(), value.shape, value.stride(), address % ALIGNMENT)
+            if needs_gradient:
+                described.append(value.requires_grad)
         else:
             described.append(tuple(value) if isinstance(value, list) else value)
-    return tuple(described)
+    return tuple(described), tuple(addresses)
 
 
 def _choose_cuda(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., None], str]:
@@ -215,13 +255,31 @@ def _choose_cuda(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., None], st
         supported, why = module.supports(*replaced)
         if supported:
             is_plain = all(new is old for new, old in zip(replaced, args, strict=True))
-            return module.launch if is_plain else _launcher_of_plain_empties(module.launch), "kernel"
+            return module.launch if is_plain else _of_plain_empties(module.launch), "kernel"
     if fallback_allowed():
+        if (op.name, why) not in _told:
+            _told.add((op.name, why))
+            logger.info("%s: the reference runs, slowly: no kernel for this call: %s", op.name, why)
         return op.reference, "reference"
     raise NotImplementedError(
         f"{op.name}: no kernel for this call on CUDA: {why}. Set {FALLBACK_VARIABLE}=reference to run the "
         "reference implementation (slow, exact) instead."
     )
+
+
+def _logged(op: Op, body: Callable[..., None]) -> Callable[..., None]:
+    """`body`, with a line on what it is called with and which kernels it launches."""
+    # by name, as kernels are: nothing that this module imports may bring the compiler
+    compile_ = importlib.import_module("cute_kernels.runtime.compile")
+
+    def logged(*args: Any) -> None:
+        with compile_.watch_launches() as launches:
+            body(*args)
+        kernels = [getattr(key, "identity", key) for key, *_ in launches]
+        arguments = ", ".join(map(describe, args))
+        logger.debug("%s(%s): %s", op.name, arguments, "; ".join(map(str, kernels)) or "nothing to launch")
+
+    return logged
 
 
 def _do_nothing(*args: Any) -> None:
@@ -230,7 +288,7 @@ def _do_nothing(*args: Any) -> None:
 
 def _with_plain_empties(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """`args`, tensors without elements replaced by contiguous ones where their strides or address are unusual: nobody
-    reads them, but a compiled kernel would refuse them."""
+    reads them, but a compiled kernel would refuse them, and so may torch in a reference."""
     return tuple(_plain(value) if isinstance(value, torch.Tensor) and value.numel() == 0 else value for value in args)
 
 
@@ -240,8 +298,14 @@ def _plain(empty: torch.Tensor) -> torch.Tensor:
     return empty if is_plain else plain
 
 
-def _launcher_of_plain_empties(launch: Callable[..., None]) -> Callable[..., None]:
-    return lambda *args: launch(*_with_plain_empties(args))
+def _of_plain_empties(body: Callable[..., None]) -> Callable[..., None]:
+    """`body`, called with plain tensors where they have no elements."""
+
+    @functools.wraps(body)
+    def called(*args: Any) -> None:
+        body(*_with_plain_empties(args))
+
+    return called
 
 
 def _execute(op: Op, implementation: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +45,12 @@ class Recording:
         call = Call(op, implementation, cost)
         self.calls.append(call)
         if device.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            stream = torch.cuda.current_stream(device)
-            torch.cuda._sleep(HEAD_START_CYCLES)
-            start.record(stream)
-            result = body()
-            stop.record(stream)
+            with torch.cuda.device(device):
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(HEAD_START_CYCLES)
+                start.record()
+                result = body()
+                stop.record()
             self._events.append((call, start, stop))
             return result
         begin = time.perf_counter()
@@ -64,24 +65,24 @@ class Recording:
         self._events.clear()
 
 
-_active: Recording | None = None
+_active: ContextVar[Recording | None] = ContextVar("cute_kernels_recording", default=None)
 
 
 def active() -> Recording | None:
-    """The recording in progress, or None."""
-    return _active
+    """The recording in progress in this context, or None."""
+    return _active.get()
 
 
 @contextmanager
 def record_calls() -> Iterator[Recording]:
-    """Record every op call (and every GEMM of the layers) made inside the block. Not reentrant, not thread-safe."""
-    global _active
-    if _active is not None:
+    """Record every op call (and every GEMM of the layers) made inside the block, on any device, by this thread or task
+    (contextvars): calls of other threads are theirs. Not reentrant."""
+    if _active.get() is not None:
         raise RuntimeError("record_calls: a recording is already active")
     recording = Recording()
-    _active = recording
+    token = _active.set(recording)
     try:
         yield recording
     finally:
-        _active = None
+        _active.reset(token)
         recording.finish()

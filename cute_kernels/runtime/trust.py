@@ -29,6 +29,9 @@ import torch
 from cute_kernels import support
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.bundle import BadBundle
+from cute_kernels.runtime.log import logger
+from cute_kernels.runtime.ownership import make_folder
 
 FORMAT = 2
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
@@ -75,6 +78,9 @@ def _decide(op: str, device_index: int) -> bool:
     trusted = status == "pass" or (status is None and is_measured)
     if not trusted:
         _warn(op, device_index, verdict)
+    chosen = "its own kernel" if trusted else "the portable kernel"
+    seen = "measured" if verdict is None and is_measured else f"verify: {status or 'not run'}"
+    logger.info("%s on cuda:%d, %s: %s runs (%s)", op, device_index, arch_of(device_index), chosen, seen)
     _known[op, device_index] = trusted
     return trusted
 
@@ -140,8 +146,8 @@ def read(op: str, device_index: int) -> dict[str, Any] | None:
     if store is None:
         return None
     try:
-        raw = json.loads(path_of(store, op, device_index).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        raw = json.loads(store.read_file(path_of(store, op, device_index)))
+    except (OSError, ValueError, RecursionError, BadBundle):
         return None
     if not isinstance(raw, dict) or raw.get("status") not in ("pass", "fail") or not isinstance(raw.get("detail"), str):
         return None
@@ -174,7 +180,7 @@ def keep(op: str, device_index: int, status: str, cases: int, detail: str) -> st
             path.unlink(missing_ok=True)
             return ""
         verdict = {**_expected(op, device_index), "status": status, "cases": cases, "detail": detail}
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         cache.replace_file(path, (json.dumps(verdict, indent=1) + "\n").encode())
     except OSError as error:
         return str(error)

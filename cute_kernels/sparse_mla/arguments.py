@@ -17,7 +17,6 @@ from cute_kernels.sparse_mla import schedule
 from cute_kernels.sparse_mla.selection import Selection, count_rows
 
 MAX_HEADS = 128
-PLAIN_PAGE_MULTIPLE = 16
 PAGED_FORMATS = (formats.FP8_DS_MLA, formats.PLAIN_BF16)
 
 
@@ -28,17 +27,9 @@ def check_query(c: Checker, argument: str, q: Any, dtypes: tuple[torch.dtype, ..
 
 
 def check_cache(c: Checker, argument: str, cache: Any, fmt: formats.KVFormat) -> None:
-    """A paged cache of the given format whose pages start where kernels can address them.
-
-    Pages of fp8_ds_mla must lie multiples of 576 bytes apart, so that the records of a whole pool form one table of
-    576-byte rows; those of plain caches multiples of 16.
-    """
+    """A paged cache of the given format with rows in its pages."""
     fmt.check(c, argument, cache)
     c.require(cache.shape[1] >= 1, argument, "at least one row per page", f"shape {list(cache.shape)}")
-    multiple = fmt.alignment if fmt is formats.FP8_DS_MLA else PLAIN_PAGE_MULTIPLE
-    if cache.shape[0] > 1:
-        stride = cache.stride(0) * fmt.dtype.itemsize
-        c.require(stride % multiple == 0, argument, f"a page stride that is a multiple of {multiple} bytes", stride)
 
 
 def check_sink(c: Checker, argument: str, sink: Any) -> None:

@@ -188,7 +188,8 @@ def sparse_mla_decode(
 
     q                  bf16 [b, s_q, h, 512], any strides with a dense last dimension, 1 <= h <= 128
     k_cache            [num_blocks, rows per page, row elements] of kv_format; uint8 with 584 elements for fp8_ds_mla,
-                       whose page stride must be a multiple of 576 bytes; bf16 with 512 for plain_bf16, multiple of 16
+                       bf16 with 512 for plain_bf16; any page stride that holds a page. Kernels need multiples of 16
+                       bytes, Blackwell's own of 576 for fp8_ds_mla, as `formats.FP8_DS_MLA.allocate` makes them
     indices            int32 [b, s_q, topk], topk >= 0: slots of k_cache. A value that is not a row of the cache is
                        skipped, a value that appears twice counts twice
     topk_length        int32 [b] or [b, s_q]: only columns below it count; None: all
@@ -239,6 +240,7 @@ def sparse_mla_decode(
     if lse is None and return_lse:
         lse = torch.empty(q.shape[0], q.shape[-2], q.shape[1], dtype=torch.float32, device=q.device)
     if workspace is None:
+        Checker("sparse_mla_decode").ints(num_splits=num_splits, split_tokens=split_tokens)
         tiles = arguments.list_tiles(indices, extra_k_cache, extra_indices, extra_block_table)
         workspace = _allocate_workspace(q, tiles, num_splits, split_tokens)
     _decode(

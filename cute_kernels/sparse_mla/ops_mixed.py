@@ -135,7 +135,8 @@ def sparse_mla_mixed(
     out = bmm2_scale * sum_n exp(s_n - lse) k_n / (1 + exp(sinks - lse)). K and V are the same 512 values.
 
     query                 bf16 or e4m3 [sum_q, H, 512], any strides with a dense last dimension, 1 <= H <= 128
-    swa_kv_cache          [num_blocks, rows per page, 512] of the query's dtype, page stride a multiple of 16 bytes
+    swa_kv_cache          [num_blocks, rows per page, 512] of the query's dtype, any page stride that holds a page;
+                          kernels need multiples of 16 bytes
     sparse_indices        int32 [sum_q, window_size + K], row-strided. A value that is not a row of its cache is
                           skipped, a value that appears twice counts twice
     compressed_kv_cache   likewise, with its own page size; None if sparse_indices has no more than window_size columns

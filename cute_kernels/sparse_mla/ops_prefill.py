@@ -127,7 +127,7 @@ def sparse_mla_prefill(
     out = sum_n exp(s_n - lse) k_n / (1 + exp(attn_sink - lse)). K and V are the same 512 values.
 
     q             bf16 [s_q, h, 512], any strides with a dense last dimension, 1 <= h <= 128
-    kv            bf16 [s_kv, 1, 512], row stride a multiple of 16 bytes
+    kv            bf16 [s_kv, 1, 512], rows of any stride; kernels need multiples of 16 bytes
     indices       int32 [s_q, 1, topk], topk >= 0: rows of kv. A value outside 0 .. s_kv - 1 is skipped, a value that
                   appears twice counts twice
     sm_scale      softmax scale
@@ -298,8 +298,9 @@ def sparse_mla_prefill_paged(
     and to its compressed entries below v = (p + 1) // compress_ratio: those that topk_indices names, or all of them.
 
     q                        bf16 [T, h, 512], any strides with a dense last dimension, 1 <= h <= 128
-    swa_cache                [num_blocks, rows per page, row elements] of kv_format, one row per token; page strides are
-                             multiples of 576 bytes (fp8_ds_mla) or 16 bytes (plain_bf16)
+    swa_cache                [num_blocks, rows per page, row elements] of kv_format, one row per token; any
+                             page stride that holds a page. Kernels need multiples of 16 bytes, Blackwell's own of 576
+                             for fp8_ds_mla, as `formats.FP8_DS_MLA.allocate` makes them
     swa_block_table          int32 [R, pages], row-strided: position p lies in row p % bs of page
                              swa_block_table[r, p // bs], bs rows per page; positions without a page of the cache are
                              skipped

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from cute_kernels.layers import DeepseekV4MultiHeadLatentAttentionWrapper
 from layer_runner.pools import Pools
 from layer_runner.requests import Request
 from layer_runner.stepping import BatchResult
-from layers import DeepseekV4MultiHeadLatentAttentionWrapper
 
 HEAD_DIM = 512
 INDEX_DIM = 128

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from cute_kernels.layers import BlockTables, DeepseekV4Config, LayerCaches
+from cute_kernels.layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE, PagedCache
 from cute_kernels.paging import entries_to_slots
-from layers import BlockTables, DeepseekV4Config, LayerCaches
-from layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE, PagedCache
 
 POISON = 0xFF
 """Every byte of a pool before its first use: NaN in bf16, fp32, e4m3 and ue8m0, so that a stray read shows."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cute_kernels.layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
 from cute_kernels.runtime.record import record_calls
 from layer_runner.checks import (
     Check,
@@ -24,7 +25,6 @@ from layer_runner.report import Row, summarize
 from layer_runner.requests import Request, schedule
 from layer_runner.stepping import BatchResult, run_alone, run_batch
 from layer_runner.timing import StepTimes, time_steps
-from layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
 
 KINDS = {1: "SWA", 4: "C4A", 128: "C128A"}
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_kernels.layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
+from cute_kernels.layers.caches import KV_BLOCK_SIZE
 from layer_runner.pools import Pools
 from layer_runner.requests import Request, schedule
-from layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
-from layers.caches import KV_BLOCK_SIZE
 
 
 @dataclass(frozen=True)

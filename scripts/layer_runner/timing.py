@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from cute_kernels.layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
 from cute_kernels.runtime.record import Cost, record_calls
 from layer_runner.pools import Pools
 from layer_runner.requests import Part, Request, schedule
-from layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
 from perf.layer import least_work
 from perf.measure import capture, time_graphs
 from perf.timeline import Timeline, profile

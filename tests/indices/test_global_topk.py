@@ -32,9 +32,9 @@ def expected_global(
 ) -> tuple[Table, list[int]]:
     rows, lens = [], []
     for row, request, ok in zip(picks, requests, valid, strict=True):
-        slots = [slot_of(table, request, x, block_size) for x in row]
-        rows.append(slots)
-        lens.append(sum(1 for slot in slots if slot != -1) if ok else 0)
+        slots = [slot for slot in (slot_of(table, request, x, block_size) for x in row) if slot != -1]
+        rows.append(slots + [-1] * (len(row) - len(slots)))
+        lens.append(len(slots) if ok else 0)
     return rows, lens
 
 

@@ -57,7 +57,7 @@ RENAMED = {
     "fp8_einsum": "deepseek_v4_fp8_einsum",
     "MTP layer": "DeepseekV4MTPNorms",
 }
-PREFIXES = ("cute_kernels.", "layers.")
+PREFIXES = ("cute_kernels.",)
 
 
 def table() -> dict[str, list[str]]:

@@ -25,6 +25,39 @@ def test_parts_stay_where_they_are() -> None:
         assert workspace.parts(size, CPU).shape == (size // 4,)
 
 
+class OnGpu(torch.Tensor):
+    """A tensor on the CPU that says it lies on a GPU."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+def test_memory_of_captured_steps_is_kept_and_none_is_made_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(
+        mla.torch, "empty", lambda *size, dtype=None, device=None: empty(*size, dtype=dtype).as_subclass(OnGpu)
+    )
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    workspace = Workspace()
+    first = workspace.get(3, 70, 512, OnGpu.device)
+    parts = workspace.parts(1000, OnGpu.device)
+    capturing = True
+    assert workspace.get(2, 70, 512, OnGpu.device).data_ptr() == first.data_ptr()
+    assert workspace.parts(1000, OnGpu.device).data_ptr() == parts.data_ptr()
+    for grow in (lambda: workspace.get(3, 71, 512, OnGpu.device), lambda: workspace.parts(1004, OnGpu.device)):
+        with pytest.raises(
+            RuntimeError, match=r"Workspace: expected \d+ bytes .* before a CUDA graph is captured, got"
+        ):
+            grow()
+    capturing = False
+    told = {first.data_ptr(), parts.data_ptr()}
+    grown = workspace.get(9, 70, 512, OnGpu.device), workspace.parts(9000, OnGpu.device)
+    assert not told & {memory.data_ptr() for memory in grown}
+    assert set(workspace._captured) == told, "a graph replays into them"
+    workspace.get(900, 70, 512, OnGpu.device)
+    assert set(workspace._captured) == told, "no graph knows these"
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40, 5000])
 def test_layers_of_all_kinds_share_what_their_calls_need(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops_decode, "_multiprocessors", lambda device: 132)

@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl.ptx import LOG2_E, READ_AGAIN
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from cute_kernels.sparse_mla.hopper.prefill import PrefillKey
 from tests.compile.reports import compile_report
 from tests.gpu import decode_cases
 from tests.gpu.decode_checks import attention
@@ -134,7 +134,7 @@ def prefill_trace() -> Trace:
     records, make = orders.recorder(program(PREFILL))
     call.run(program(PREFILL), 1, seed=3, laziness=0.9, events=make)
     call.check()
-    # it has no fences behind cp.async, see prefill_sm90_scores.py
+    # it has no fences behind cp.async, see hopper/prefill.py
     return orders.check(records[0], copies_are_fenced=False, votes_order=True)
 
 

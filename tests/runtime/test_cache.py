@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 import filelock
 import pytest
 
-from cute_kernels.runtime import cache
+from cute_kernels.runtime import bundle, cache
 from cute_kernels.runtime.cache import Miss, Store
 from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.ownership import ForeignFile
 from cute_kernels.runtime.report import Facts
 from cute_kernels.runtime.sources import Sources
 
@@ -160,6 +161,15 @@ def foreign(store: Store) -> None:
         (edit("object", None), "damaged"),
         (edit("facts", None), "cannot be read"),
         (edit("facts", {"registers": "many"}), "cannot be read"),
+        (edit("facts", []), "cannot be read"),
+        (edit("facts", {**FACTS.to_json(), "registers": float("inf")}), "cannot be read"),
+        (lambda store: sidecar(store).write_text("[" * 200_000), "cannot be read"),
+        (lambda store: sidecar(store).write_text('{"a": ' * 200_000), "cannot be read"),
+        (lambda store: sidecar(store).write_text("1e400"), "cannot be read"),
+        (lambda store: sidecar(store).write_text('{"format": 1e400}'), "format"),
+        (lambda store: sidecar(store).write_text('{"format": 3, "key": ' + "9" * 5000 + "}"), "cannot be read"),
+        (lambda store: sidecar(store).write_text(""), "cannot be read"),
+        (lambda store: sidecar(store).write_text('"\\ud800"'), "cannot be read"),
         (foreign, "key"),
     ],
 )
@@ -171,6 +181,40 @@ def test_what_is_not_right_is_not_loaded_and_can_be_replaced(
         kept.read(KEY)
     kept.write(KEY, DATA, FACTS)
     assert kept.read(KEY).data == DATA
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, "1e400", '{"environment": 7}', '{"environment": {"dsl": []}}', "\0", ""]
+)
+def test_a_bad_file_in_another_environment_breaks_nothing(kept: Store, environment: dict[str, Any], text: str) -> None:
+    other = kept.folder("sm_90a").with_name("other")
+    other.mkdir()
+    (other / sidecar(kept).name).write_text(text)
+    (other / "gone.o").symlink_to("nowhere")
+    kept.explain(KEY)
+    assert [line["environment"] for line in kept.contents()] == sorted([kept.folder("sm_90a").name, "other"])
+    assert kept.read(KEY).data == DATA
+
+
+def test_what_somebody_else_could_have_written_is_not_loaded(kept: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.object_path(KEY).chmod(0o666)
+    with pytest.raises(ForeignFile, match="can be written by everybody"):
+        kept.read(KEY)
+    kept.object_path(KEY).chmod(0o644)
+    kept.object_path(KEY).parent.chmod(0o777)
+    with pytest.raises(ForeignFile, match="can be written by everybody"):
+        kept.read(KEY)
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_SHARED", "1")
+    assert kept.read(KEY).data == DATA
+
+
+def test_a_demanded_bundle_is_the_only_one(kept: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(bundle.DIGEST_VARIABLE, bundle.seal(kept.root))
+    assert kept.read(KEY).data == DATA
+    other = Key("sm_90a", rows=2)
+    kept.write(other, DATA, FACTS)
+    with pytest.raises(bundle.BadBundle, match="is not in the bundle"):
+        kept.read(other)
 
 
 # ---- hosts -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import filelock
 import pytest
 import torch
 
@@ -269,6 +270,47 @@ def test_the_capture_mode_is_exchanged_and_restored(monkeypatch: pytest.MonkeyPa
     assert state["mode"] == modes.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
+def test_a_key_that_is_waited_for_stalls_no_other(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process holds the lock of one key: threads that want others, loaded, on disk or new, go their way."""
+    loaded, on_disk, new, awaited = (Key("sm_90a", rows=rows) for rows in range(4))
+    for key in (on_disk, loaded):
+        compile_.function(key)
+    compile_._linked.pop(on_disk)
+    compile_._functions[0].pop(on_disk)
+    store = cache.current()
+    assert store is not None
+    lock = filelock.FileLock(store.object_path(awaited).with_suffix(".lock"))
+    lock.acquire()
+    waiting = threading.Thread(target=compile_.function, args=(awaited,))
+    waiting.start()
+    try:
+        others = [threading.Thread(target=compile_.function, args=(key,)) for key in (loaded, on_disk, new)]
+        for thread in others:
+            thread.start()
+        for thread in others:
+            thread.join(timeout=10)
+        assert not any(thread.is_alive() for thread in others)
+        assert all(compile_.is_ready(key) for key in (loaded, on_disk, new))
+        assert waiting.is_alive()
+        assert not compile_.is_ready(awaited)
+    finally:
+        lock.release()
+        waiting.join()
+    assert compile_.is_ready(awaited)
+
+
+def test_waiting_for_another_thread_ends(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_, "COMPILER_SECONDS", 0.1)
+    compiler.seconds = 1.0
+    first = threading.Thread(target=compile_.function, args=(Key("sm_90a"),))
+    first.start()
+    time.sleep(0.3)
+    with pytest.raises(RuntimeError, match="another thread of this process has been compiling for 0 s"):
+        compile_.function(Key("sm_90a"))
+    first.join()
+    compile_.function(Key("sm_90a"))
+
+
 def test_threads_that_want_the_same_key_compile_it_once(compiler: Compiler) -> None:
     compiler.seconds = 0.05
     found: list[Any] = []
@@ -379,3 +421,16 @@ def test_processes_share_a_folder(tree: Path, tmp_path: Path) -> None:
     assert "\nWARPS = 4\n" in text
     source.write_text(text.replace("\nWARPS = 4\n", "\nWARPS = 8\n"))
     assert finish(start(tree, folder, "d")) == "1 0"
+
+
+def test_the_dsls_advice_on_unrolled_loops_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
+
+    for variable, shown in (("", 0), ("1", 1)):
+        monkeypatch.setenv("CUTE_DSL_ENABLE_OPTIMIZATION_WARNINGS", variable)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compile_._silence_dsl()
+            warnings.warn("this loop is long", DSLOptimizationWarning, stacklevel=1)
+        assert len(caught) == shown

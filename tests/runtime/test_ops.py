@@ -21,6 +21,7 @@ import cute_kernels
 from cute_kernels.norm.ops import mtp_shared_head_rmsnorm
 from cute_kernels.runtime import ops
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import OPS, Cost, Op, define_op, nbytes
 from cute_kernels.runtime.record import record_calls
 from tests import helpers
@@ -77,6 +78,16 @@ def op_with(kernel: str | None) -> Op:
 
 def args(n: int) -> tuple[Any, ...]:
     return torch.ones(n), torch.zeros(n), 2.0
+
+
+def test_a_module_may_have_the_kernels_of_several_ops(kernel: Any) -> None:
+    assert op_with(kernel.__name__).load_kernel() is kernel
+    kernel.SECOND = OpKernel(lambda *_: calls.append("second"), lambda *_: (True, ""), lambda *_: [])
+    op = op_with(f"{kernel.__name__}:SECOND")
+    assert op.load_kernel() is kernel.SECOND
+    body, implementation = ops._choose_cuda(op, args(5))
+    body(*args(5))
+    assert (implementation, calls) == ("kernel", ["second"])
 
 
 # ---- every op of the package -----------------------------------------------------------------------------------------
@@ -321,8 +332,20 @@ def test_a_value_of_another_type_than_the_schema_names_op_and_argument(value: ob
 
 def test_references_record_nothing_for_a_backward_pass() -> None:
     x = torch.ones(2, 4, dtype=torch.bfloat16)
-    out = mtp_shared_head_rmsnorm(x, torch.ones(4, requires_grad=True), 1e-6)
+    with torch.no_grad():
+        out = mtp_shared_head_rmsnorm(x, torch.ones(4, requires_grad=True), 1e-6)
     assert not out.requires_grad
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it lies on the first GPU."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Elsewhere:
+        return data.as_subclass(cls)
+
+    def get_device(self) -> int:
+        return 0
 
 
 def test_calls_that_differ_in_metadata_are_checked_apart() -> None:
@@ -344,7 +367,19 @@ def test_calls_that_differ_in_metadata_are_checked_apart() -> None:
         (*base[:4], "b", base[5]),
         (*base[:5], [1, 3]),
     ]
-    described = [ops._metadata(args) for args in (base, *others)]
+    described = [ops._describe(args)[0] for args in (base, *others, (Elsewhere(x[:4, :32]), *base[1:]))]
     assert len(set(described)) == len(described)
-    assert ops._metadata((x[:4, :32].clone()[:, :], *base[1:])) != ops._metadata(base)  # other strides
-    assert ops._metadata(base) == ops._metadata((x[:4, :32], *base[1:]))
+    assert ops._describe((x[:4, :32].clone()[:, :], *base[1:]))[0] != ops._describe(base)[0]  # other strides
+    assert ops._describe(base) == ops._describe((x[:4, :32], *base[1:]))
+    later = x.view(-1)[ops.ALIGNMENT // 2 :][: 4 * 64].view(4, 64)[:, :32]  # as aligned as base's, at another address
+    assert ops._describe((later, *base[1:]))[0] == ops._describe(base)[0]
+    assert ops._describe((later, *base[1:]))[1] != ops._describe(base)[1]
+
+
+def test_a_call_that_needs_gradients_is_not_remembered_as_one_that_does_not() -> None:
+    x = torch.zeros(4)
+    plain = ops._describe((x,))
+    with torch.no_grad():
+        assert ops._describe((x,)) == ops._describe((x.detach().requires_grad_(),))
+    x.requires_grad_()
+    assert ops._describe((x,))[0] != plain[0]

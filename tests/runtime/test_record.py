@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
+
 import pytest
 import torch
 
@@ -51,6 +54,26 @@ def test_recordings_do_not_nest_and_the_outer_one_survives_the_attempt() -> None
             pass
         insert(1)
     assert len(recording.calls) == 1
+
+
+def test_other_threads_and_contexts_are_not_recorded() -> None:
+    def elsewhere() -> None:
+        assert record.active() is None
+        insert(1)
+        with record_calls() as own:
+            insert(2)
+        theirs.append(own)
+
+    theirs: list[record.Recording] = []
+    with record_calls() as recording:
+        insert(3)
+        for run in (elsewhere, lambda: contextvars.Context().run(elsewhere)):
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        contextvars.copy_context().run(insert, 1)
+    assert len(recording.calls) == 2
+    assert [len(own.calls) for own in theirs] == [1, 1]
 
 
 def test_an_exception_ends_the_recording() -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from cute_kernels import cli_verify
-from cute_kernels.facts import check
+from cute_kernels.isa_probes import check
 from cute_kernels.runtime import cache, registry, trust
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import isolated as isolated_
@@ -114,14 +114,14 @@ def test_verify_runs_layers_when_asked(
         "cute_kernels.runtime.verify.needs_by_name",
         "cute_kernels.runtime.verify.verify_by_name",
         "cute_kernels.runtime.verify.verify_by_name",
-        "layers.verify.verify_layer",
+        "cute_kernels.layers.verify.verify_layer",
     ]
     assert set(no_compiler) == set(layers_verify.keys("sm_90a"))
     assert {"layer SWA", "layer C4A", "layer C128A"} <= {v["name"] for v in json.loads(out)["verdicts"]}
     monkeypatch.setattr(cli_verify.importlib.util, "find_spec", lambda name: None)
     status, _, err = run(capsys, "verify", "--layers", "--op", "mqa_logits")
     assert status == 2
-    assert "the package 'layers' is not installed" in err
+    assert "the package cute_kernels.layers is not installed" in err
 
 
 def test_layers_agree_with_themselves_and_a_wrong_op_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

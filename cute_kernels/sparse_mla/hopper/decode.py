@@ -58,9 +58,7 @@ from cute_kernels.sparse_mla.logs import logs_of
 from cute_kernels.sparse_mla.params import IndexList, KVCache, KVSources, Output, Query, TileScheduler
 from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
-from cute_kernels.sparse_mla.softmax import GROWTH as RESCALE_THRESHOLD
-from cute_kernels.sparse_mla.softmax import LEAST as NEG_MAX
-from cute_kernels.sparse_mla.softmax import share
+from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -863,7 +861,7 @@ class QkSoftmax:
             out_scale = Float32(0.0)
             if flags & LAST != 0:
                 row_sum = over_quad(row_sum, operator.add)
-                out_scale = share(row_sum, row_max, logit, self.sink)
+                out_scale = out_scale_of(row_sum, row_max, logit, self.sink)
             counter = ptx.map_shared(full.toint(), rank ^ 1)
             own_at = smem.s_partial + tile % PING_PONG * S_PARTIAL_BYTES + thread * 16
             other_at = ptx.map_shared(smem.p + stage * P_BYTES + thread * 16, rank ^ 1)

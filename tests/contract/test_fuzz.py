@@ -1,0 +1,146 @@
+"""Wrong arguments of every op: refused with an error that names what is wrong, and nothing is written before it."""
+
+from __future__ import annotations
+
+import random
+import re
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.runtime import registry, verify
+from cute_kernels.runtime.ops import Op
+from tests.contract import arguments, public
+
+CALLS = 1000
+FUNCTION_CALLS = 300
+EXAMPLES = 4
+"""Good calls of each op that are changed, the smallest of those it is verified with that write something."""
+
+RUNS = 30
+"""Accepted calls of each op whose reference runs: what raises there has perhaps written."""
+
+LARGEST = 2**31 - 1
+"""An int that every op takes, as large as kernels can; what it asks for need not fit this machine."""
+
+CPU = torch.device("cpu")
+
+
+def memory_of(args: tuple[Any, ...]) -> int:
+    return sum(value.untyped_storage().nbytes() for value in args if isinstance(value, torch.Tensor))
+
+
+def verified_calls(op: Op) -> list[tuple[Any, ...]]:
+    """All that write something, small ones first."""
+    examples = verify.examples_of(op)
+    assert examples is not None, op.name
+    calls = [e.args for e in examples() if any(value.numel() for value in op.mutated(e.args).values())]
+    return sorted(calls, key=memory_of)
+
+
+def good_calls(op: Op) -> list[tuple[Any, ...]]:
+    """Few and small, but with every optional tensor in one of them."""
+    calls = verified_calls(op)
+    absent = {place for place in range(len(calls[0])) if calls[0][place] is None}
+    chosen = calls[: EXAMPLES - 1]
+    fuller = [c for c in calls if any(c[place] is not None for place in absent)]
+    return [*chosen, *fuller[:1]]
+
+
+def complaint(error: BaseException) -> str:
+    """What is wrong with a refusal, or nothing."""
+    if not isinstance(error, (ValueError, TypeError)):
+        return f"{type(error).__name__}: {error}"
+    if not re.match(r"\w+: ([\w ]+: )*[\w.\[\]]+: expected .+, got ", str(error), re.DOTALL):
+        return f"{type(error).__name__} without op, argument, expectation or what came: {error}"
+    return ""
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    """So that a call which asks for hundreds of GB does not get them, whatever the machine promises."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**32, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def run(function: Callable[[], object], values: Sequence[Any]) -> bool:
+    """Whether a call is refused as it must be, with nothing written to what it got."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.device == CPU]
+    before = [verify.raw_memory(value.detach()).clone() for value in tensors]
+    try:
+        function()
+    except Exception as error:
+        raised = error
+    else:
+        return False
+    told = [describe(value) for value in values]
+    if "allocate memory" in str(raised) and any(type(value) is int and value == LARGEST for value in values):
+        return False  # it asked for so much
+    assert complaint(raised) == "", f"{complaint(raised)}, {told}"
+    for value, was in zip(tensors, before, strict=True):
+        assert torch.equal(verify.raw_memory(value.detach()), was), f"written before it raised {raised!r}, {told}"
+    return True
+
+
+@pytest.mark.parametrize("name", sorted(registry.all_ops()))
+def test_wrong_arguments_of_ops(name: str) -> None:
+    op = registry.all_ops()[name]
+    assert op.call is not None
+    is_scalar = ["Tensor" not in str(argument.type) for argument in op.overload._schema.arguments]
+    draw = random.Random(name)
+    calls = good_calls(op)
+    accepted, refused = 0, 0
+    for number in range(CALLS):
+        args = arguments.mistaken(draw, verify.clone_arguments(calls[number % len(calls)], CPU), is_scalar)
+        if accepted < RUNS or not passes(op, args):
+            if run(partial(op.call, *args), args):
+                refused += 1
+            else:
+                accepted += 1
+    assert refused > CALLS // 4
+
+
+def passes(op: Op, args: Sequence[Any]) -> bool:
+    try:
+        op.check(*args)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", sorted(public.functions()))
+def test_wrong_arguments_of_functions(name: str) -> None:
+    function, op = public.functions()[name]
+    is_scalar = public.scalars_of(function)
+    draw = random.Random(name)
+    calls = [call for call in good_calls(op) if public.named(function, op, call, True) is not None]
+    accepted, refused = 0, 0
+    for number in range(FUNCTION_CALLS):
+        call = verify.clone_arguments(calls[number % len(calls)], CPU)
+        values = public.named(function, op, call, draw.random() < 0.7)
+        assert values is not None
+        more = {key: default for key, default in public.defaults(function).items() if key not in values}
+        values |= {key: more[key] for key in draw.sample(sorted(more), draw.randint(0, min(1, len(more))))}
+        changed = arguments.mistaken(draw, list(values.values()), [is_scalar[key] for key in values])
+        values = dict(zip(values, changed, strict=True))
+        if accepted >= RUNS:
+            continue
+        if run(partial(function, **values), list(values.values())):
+            refused += 1
+        else:
+            accepted += 1
+    assert refused > 20
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} {tuple(value.stride())} on {value.device}"
+    return repr(value)
