@@ -112,6 +112,7 @@ BF16_TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=13, depth=4), 0.197, 1.1),
     Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.190, 2.0),
     Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4), 0.234, 2.3),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=6, depth=2), 0.283, 2.0),
     Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=4, depth=2, splits=2), 0.481, 1.7),
     Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=4, depth=2, splits=4), 0.398, 2.9),
 )
