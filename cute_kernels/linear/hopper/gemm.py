@@ -1,5 +1,5 @@
 """GEMM for many rows on Hopper: out[t, n] = sum over 128-column chunks c of a_scale[t, c] b_scale[n / 128, c]
-dot(a[t, c], b[n, c]), by groups.
+dot(a[t, c], b[n, c]), by groups; or, of bf16 operands, a plain product.
 
 A persistent CTA walks over work tiles of [rows, columns] results. Its producer warp brings a chunk of the tile's rows
 of `a` and of `b` by bulk tensor copies into a ring of stages, and another warp their scales, which may lie anywhere, by
@@ -12,8 +12,10 @@ scaled and added to fp32 totals (promoted). While one warpgroup promotes, the te
     warp 4 W + 1          scales
     (two more warps complete the warpgroup, whose registers the consumers get)
 
-    stage                 a [rows, 128] e4m3, b [columns, 128] e4m3, both with the 128-byte swizzle; fp32 scales of the
-                          rows, then that of the columns
+    stage                 a [rows, 128 bytes of K], b [columns, 128 bytes of K], both with the 128-byte swizzle; e4m3:
+                          fp32 scales of the rows, then that of the columns
+
+bf16 operands have no scales: the tensor cores add up all chunks, of 64 columns, in one fp32 accumulator.
 
 What binds is shared memory, then the power of the chip. A product of 64 x 128 reads 24 KB of shared memory in the 256
 clocks that it takes, and the copies of the operands write (rows + columns) * 128 bytes in rows * columns / 32 clocks:
@@ -27,7 +29,7 @@ work tile each, and send their totals to each other. Each adds up a share of the
     received              [split, 16 bytes of the share, thread] 16 bytes, for each consumer warpgroup
 
 Every key without splits adds the chunks of a row in the same order, so a row's bits do not depend on what else is in
-the batch. With splits they depend on how K is cut.
+the batch. With splits they depend on how K is cut. A cluster meets once, before sums are sent.
 
 Tiles of 256 x 128 with two waves are known from DeepGEMM, split-K through distributed shared memory from DeepGEMM and
 CUTLASS.
