@@ -1,8 +1,8 @@
 """The least time that a kernel can take on a GPU that nobody measured: clocks per tile on memory, tensor cores and
 shared memory, and which of them binds.
 
-A kernel states what a tile costs: `work()` of `cute_kernels/<room>/blackwell/<kernel>.py`, or of a plan file
-`cute_kernels/<room>/<kernel>_sm100_plan.py`, returns
+A kernel states what a tile costs: `work()` of `cute_kernels/<package>/blackwell/<kernel>.py`, or of a plan file
+`cute_kernels/<package>/<kernel>_sm100_plan.py`, returns
 `cute_kernels.runtime.work.Work`s (bytes from memory, operations of the MMA instructions, bytes through shared memory,
 useful operations, the tiles of standard shapes). Whatever such file has the function is found and reported; nothing is
 registered elsewhere. `python -m perf compiled` keeps the figures, `python -m perf report` shows them, apart from
