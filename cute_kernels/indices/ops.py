@@ -8,8 +8,9 @@ import torch
 
 from cute_kernels.formats import round_up
 from cute_kernels.indices import reference
-from cute_kernels.indices.step import Call, StepLayout, of_arguments
+from cute_kernels.indices.step import Call, StepLayout
 from cute_kernels.runtime import validate
+from cute_kernels.runtime.arguments import of_arguments
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
@@ -695,7 +696,7 @@ def build_flashinfer_mixed_sparse_indices(
 # ---- what all layers of a step share, of every kind of layer, in one launch
 
 
-@of_arguments
+@of_arguments(Call)
 def _check_step(a: Call) -> None:
     c = Checker("build_step_metadata")
     c.tensor("upload", a.upload, torch.int32, (None,))
@@ -741,7 +742,7 @@ def _check_step(a: Call) -> None:
             c.require(table.shape[1] >= a.c128a_columns, name, f"at least {a.c128a_columns} columns", table.shape[1])
 
 
-@of_arguments
+@of_arguments(Call)
 def _cost_step(a: Call) -> Cost:
     tokens, decodes, kinds = a.num_tokens, a.num_decode_tokens, a.kinds()
     written = 4 * (4 * a.num_requests + 1) + 12 * tokens
@@ -768,7 +769,7 @@ _step = define_op(
     "SymInt window_size, SymInt index_topk, SymInt c128a_columns, SymInt swa_block_size, SymInt kv_block_size, "
     "SymInt c4_state_block_size, SymInt c128_state_block_size, bool use_pdl) -> ()",
     check=_check_step,
-    reference=of_arguments(reference.build_step_metadata),
+    reference=of_arguments(Call)(reference.build_step_metadata),
     kernel="cute_kernels.indices.step_metadata",
     cost=_cost_step,
 )
