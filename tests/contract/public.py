@@ -11,7 +11,7 @@ from typing import Any
 from cute_kernels.runtime import registry
 from cute_kernels.runtime.ops import Op
 
-ROOMS = ("compressor", "indexer", "indices", "insert_compress", "kv_cache", "linear", "norm", "output", "sparse_mla")
+PACKAGES = ("compressor", "indexer", "indices", "insert_compress", "kv_cache", "linear", "norm", "output", "sparse_mla")
 NO_OPS = (
     "activation_scale_shape",
     "output_scale_shape",
@@ -27,9 +27,9 @@ def functions() -> dict[str, tuple[Callable[..., Any], Op]]:
     """Public function -> the op that it calls with the arguments `named` makes."""
     found = {}
     ops = registry.all_ops()
-    for room in ROOMS:
-        for name, function in vars(importlib.import_module(f"cute_kernels.{room}.ops")).items():
-            is_own = inspect.isfunction(function) and function.__module__.startswith(f"cute_kernels.{room}.")
+    for package in PACKAGES:
+        for name, function in vars(importlib.import_module(f"cute_kernels.{package}.ops")).items():
+            is_own = inspect.isfunction(function) and function.__module__.startswith(f"cute_kernels.{package}.")
             if is_own and ".ops" in function.__module__ and not name.startswith("_") and name not in NO_OPS:
                 found[name] = (function, ops[OTHER_OPS.get(name, name)])
     return found

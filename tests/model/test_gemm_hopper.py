@@ -17,7 +17,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.isa_probes.meaning import TensorMap
 from cute_kernels.linear.hopper.gemm import START, GemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
-from cute_kernels.linear.ops_quantize import activation_scale_shape, quantize_fp8_1x128
+from cute_kernels.linear.ops import activation_scale_shape, quantize_fp8_1x128
 from tests import oracle
 from tests.compile.reports import compile_report
 from tests.indexer.meaning import e4m3_codes
