@@ -1,4 +1,4 @@
-"""The command line: what is installed and supported, kernels compiled ahead, kernels verified on the GPU at hand.
+"""What is installed and runs here (info), kernels compiled ahead (precompile), kernels verified on this GPU (verify).
 
 Exit status: 0 all is well, 1 a kernel failed or its code is not that of an older list, 2 the request cannot be met (bad
 argument, no GPU, GPU too old).
@@ -13,13 +13,16 @@ import json
 import os
 import platform
 import sys
+import tempfile
+import textwrap
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from cute_kernels import __version__
@@ -28,11 +31,26 @@ from cute_kernels.runtime.key import KernelKey
 
 PROGRAM = "python -m cute_kernels"
 VARIABLES = (
-    "CUTE_KERNELS_CACHE_DIR", "CUTE_KERNELS_CHECK", "CUTE_KERNELS_FALLBACK", "CUTE_KERNELS_JIT", "CUTE_KERNELS_NVTX",
+    "CUTE_KERNELS_CACHE_DIR", "CUTE_KERNELS_CHECK", "CUTE_KERNELS_FALLBACK", "CUTE_KERNELS_JIT", "CUTE_KERNELS_LOG",
+    "CUTE_KERNELS_NVTX",
     "CUTE_DSL_ARCH", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 TP_SIZES = (1, 2, 4, 8)
-STYLES = {"pass": "green", "fail": "bold red", "failed": "bold red", "measured": "green", "compiled": "cyan"}
+STYLES = {"pass": "green", "fail": "bold red"}
+VERDICTS = {
+    "measured": "have kernels measured on it",
+    "compiled": "kernels compiled for it and not measured",
+    "partly": "kernels compiled for it for some of their calls",
+    "reference": "no kernel (CUTE_KERNELS_FALLBACK=reference runs their references)",
+    "no": "no kernel for it",
+}
+"""Status in the support table -> what a sentence says of the ops that have it, best first."""
+
+TENSOR_CORE_SECONDS, PLAIN_SECONDS = 4.0, 1.5
+"""What compiling a kernel takes a core, roughly."""
+
+TICK_SECONDS = 10.0
+"""Between two lines of progress where standard error is no terminal."""
 
 
 class Refusal(Exception):
@@ -58,7 +76,8 @@ _positive.__name__ = "integer"
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    parser.add_argument("--version", action="version", version=f"cute_kernels {__version__}")
+    commands = parser.add_subparsers(dest="command", parser_class=Parser)
 
     info = commands.add_parser("info", help="versions, GPU, cache, environment, and how each op is supported")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -83,6 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     result.add_argument("--hash", type=Path, metavar="FILE", help="instead, list hashes of the kernels' code")
     result.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two such lists")
     ahead.add_argument("--workers", type=_positive, metavar="N", help="processes (one per core)")
+    ahead.add_argument("--quiet", action="store_true", help="no progress; list only the kernels with problems")
     ahead.add_argument("--json", action="store_true", help="print JSON")
 
     verify = commands.add_parser(
@@ -100,7 +120,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help()
+        return 0
     try:
         if options.command == "verify":
             from cute_kernels.cli_verify import verify
@@ -174,6 +198,7 @@ def info(options: argparse.Namespace) -> int:
         print_json(found)
         return 0
     console = Console(soft_wrap=True, highlight=False)
+    console.print(f"[bold]{escape(what_runs(found))}[/]\n")
     plain = Table(box=None, show_header=False, pad_edge=False)
     for name, value in found["versions"].items():
         plain.add_row(name, str(value) if value else "not installed")
@@ -192,26 +217,54 @@ def info(options: argparse.Namespace) -> int:
         if value is not None:
             plain.add_row(name, value)
     console.print(plain)
-    console.print("\nkernels (measured on that GPU; compiled and inspected, never run; no: not on this architecture)")
-    without = []
-    for name, by_arch in found["support"].items():
-        groups = support_groups(by_arch)
-        if list(groups) == ["reference"]:
-            without.append(name)
-            continue
-        parts = [f"[{STYLES.get(status, 'dim')}]{status}[/] {' '.join(archs)}" for status, archs in groups.items()]
-        console.print(f"  {name}\n    " + ", ".join(parts))
-    if without:
-        console.print("without a kernel (CUTE_KERNELS_FALLBACK=reference runs their references)")
-    for name in without:
-        console.print(f"  [dim]{name}[/]")
+    console.print(
+        "\nkernels (measured: ran on that GPU, with a record; compiled: inspected, never run there; partly: compiled, "
+        "for some calls; no: none there)"
+    )
+    for status, names in by_verdict(found["support"], found["arch"]).items():
+        console.print(f"  {status}: {len(names)} op{'s' * (len(names) > 1)}")
+        console.print(textwrap.fill(", ".join(names), 116, initial_indent=" " * 4, subsequent_indent=" " * 4))
     return 0
+
+
+def what_runs(found: dict[str, Any]) -> str:
+    """One sentence: what calls on this machine run."""
+    if not found["gpus"]:
+        why = "" if found["versions"]["cuda"] else " (this torch is built without CUDA)"
+        return f"No GPU here{why}: CPU tensors run the exact references; kernels can be compiled ahead for any GPU."
+    gpu = found["gpus"][0]
+    if gpu["arch"] is None:
+        return f"{gpu['name']}: no kernel runs on this GPU, CPU tensors run the exact references."
+    statuses = [by_arch[gpu["arch"]]["status"] for by_arch in found["support"].values() if gpu["arch"] in by_arch]
+    if not statuses:
+        return (
+            f"{gpu['name']}, {gpu['arch']}: kernels compile for it and were never run: start with `{PROGRAM} verify`."
+        )
+    counts = {status: statuses.count(status) for status in VERDICTS if status in statuses}
+    named = ", ".join(f"{count} {VERDICTS[status]}" for status, count in counts.items())
+    sentence = f"{gpu['name']}, {gpu['arch']}: of {len(statuses)} ops {named}"
+    if "measured" not in counts:
+        sentence += (
+            f"; its own tensor-core kernels run once `{PROGRAM} verify` has passed them, portable ones until then"
+        )
+    return sentence + "."
+
+
+def by_verdict(support: dict[str, dict[str, Any]], arch: str | None) -> dict[str, list[str]]:
+    """What is said of ops -> those it is said of: of all architectures, or of `arch` where the table has it."""
+    groups: dict[str, list[str]] = {}
+    for name, by_arch in support.items():
+        known = {arch: by_arch[arch]} if arch in by_arch else by_arch
+        found = support_groups(known)
+        if arch not in by_arch and list(found) == ["reference"]:
+            found = {"reference everywhere": []}
+        groups.setdefault(", ".join(" ".join([status, *archs]) for status, archs in found.items()), []).append(name)
+    return dict(sorted(groups.items(), key=lambda group: ([*VERDICTS].index(group[0].split()[0]), -len(group[1]))))
 
 
 def support_groups(by_arch: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     """Status -> architectures, best status first."""
-    order = ("measured", "compiled", "partly", "reference", "no")
-    groups = {status: [arch for arch, cell in by_arch.items() if cell["status"] == status] for status in order}
+    groups = {status: [arch for arch, cell in by_arch.items() if cell["status"] == status] for status in VERDICTS}
     return {status: archs for status, archs in groups.items() if archs}
 
 
@@ -273,19 +326,27 @@ def precompile(options: argparse.Namespace) -> int:
         return write_hashes(keys, options)
     from cute_kernels.runtime import bundle, cache
     from cute_kernels.runtime.precompile import precompile as run
-    from cute_kernels.runtime.registry import kernel_modules
+    from cute_kernels.runtime.registry import op_kernels
 
     folder = options.out or cache.default_directory()
     if folder is None:
         raise Refusal(f"--out: expected a folder: there is no kernel cache ({cache.DIRECTORY_VARIABLE})")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise Refusal(str(error)) from error
-    outcomes = list(with_progress(run(keys, folder.resolve(), options.workers), len(keys), "compiling"))
+        name = "--out" if options.out else cache.DIRECTORY_VARIABLE
+        raise Refusal(f"{name}: expected a folder that can be written, got {folder}: {error.strerror}") from error
+    if not options.quiet:
+        _announce(keys, options.workers)
+    start = time.perf_counter()
+    results = run(keys, folder.resolve(), options.workers)
+    outcomes = list(results if options.quiet else with_progress(results, len(keys), "compiling"))
+    seconds = time.perf_counter() - start
     outcomes.sort(key=lambda outcome: keys.index(outcome.key))
     digest = bundle.seal(folder) if options.out else None
-    served = {name for names in kernel_modules().values() for name in names}
+    served = {op.name for ops in op_kernels().values() for op in ops}
     if options.json:
         print_json(
             {
@@ -306,13 +367,42 @@ def precompile(options: argparse.Namespace) -> int:
             }
         )
     else:
-        _print_outcomes(outcomes, folder.resolve(), digest)
+        shown = [o for o in outcomes if o.problems or not options.quiet]
+        _print_outcomes(shown)
+        _print_total(outcomes, folder.resolve(), seconds, digest)
     return 1 if any(o.status == "failed" or o.problems for o in outcomes) else 0
 
 
-def _print_outcomes(outcomes: Sequence[Any], folder: Path, digest: str | None) -> None:
+def _announce(keys: Sequence[KernelKey], workers: int | None) -> None:
+    """Say on standard error how much there is to do."""
+    from cute_kernels.runtime.precompile import usable_cores
+
+    processes = min(len(keys), workers or usable_cores())
+    tensor_cores = sum(any("mma" in name for name in key.instructions) for key in keys)
+    seconds = (tensor_cores * TENSOR_CORE_SECONDS + (len(keys) - tensor_cores) * PLAIN_SECONDS) / processes
+    counts = f"{len(keys)} kernels, {processes} process{'es' * (processes > 1)}"
+    print(f"{counts}: about {_duration(seconds)} if none of them is there yet", file=sys.stderr)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _print_total(outcomes: Sequence[Any], folder: Path, seconds: float, digest: str | None) -> None:
     from cute_kernels.runtime import bundle
 
+    failed = sum(o.status == "failed" for o in outcomes)
+    cached = sum(o.status == "cached" for o in outcomes)
+    print(
+        f"{len(outcomes) - failed} of {len(outcomes)} kernels in {folder} ({cached} were there), {_duration(seconds)}"
+    )
+    if not failed:
+        print(f"use them with CUTE_KERNELS_CACHE_DIR={folder} CUTE_KERNELS_JIT=forbid")
+    if digest is not None:
+        print(f"to load no other files than these, set {bundle.DIGEST_VARIABLE}={digest} too")
+
+
+def _print_outcomes(outcomes: Sequence[Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     arch = None
     for o in outcomes:
@@ -330,12 +420,6 @@ def _print_outcomes(outcomes: Sequence[Any], folder: Path, digest: str | None) -
             )
         for problem in o.problems:
             console.print(f"    [bold red]{escape(problem)}[/]")
-    failed = sum(o.status == "failed" for o in outcomes)
-    console.print(f"{len(outcomes) - failed} of {len(outcomes)} kernels in {escape(str(folder))}")
-    if not failed:
-        console.print(f"use them with CUTE_KERNELS_CACHE_DIR={escape(str(folder))} CUTE_KERNELS_JIT=forbid")
-    if digest is not None:
-        console.print(f"to load no other files than these, set {bundle.DIGEST_VARIABLE}={digest} too")
 
 
 def write_hashes(keys: Sequence[KernelKey], options: argparse.Namespace) -> int:
@@ -378,11 +462,25 @@ def compare_hashes(options: argparse.Namespace) -> int:
 
 
 def with_progress(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
-    """The items, with a progress bar on standard error while they come, if that is a terminal."""
+    """The items, with their progress on standard error while they come: a bar, or lines where that is no terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    if not console.is_terminal:
+        yield from _with_lines(items, total, what)
+        return
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=total)
         for item in items:
             progress.advance(task)
             yield item
+
+
+def _with_lines(items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
+    start = said = time.perf_counter()
+    for count, item in enumerate(items, 1):
+        now = time.perf_counter()
+        if now - said >= TICK_SECONDS:
+            said, passed = now, now - start
+            left = "" if count == total else f", about {_duration(passed / count * (total - count))} left"
+            print(f"{what}: {count} of {total} in {_duration(passed)}{left}", file=sys.stderr, flush=True)
+        yield item

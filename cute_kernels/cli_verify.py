@@ -1,9 +1,9 @@
 """`python -m cute_kernels verify`: every kernel against its reference on the GPU at hand, and the verdicts kept.
 
 First what all ops need is found out, by calling everything but the kernels, and compiled in many processes. On a
-Blackwell, what its kernels take for granted about instructions is tried then, one by one (cute_kernels.facts). Ops with
-one kernel are then verified side by side. Where a kernel of the architecture's own, which may never have run, has a
-portable one beside it, both are verified, alone on the GPU. Layers come last, with the kernels that are trusted then.
+Blackwell, what its kernels take for granted about instructions is tried then, one by one (cute_kernels.isa_probes). Ops
+with one kernel are then verified side by side. Where a kernel of the architecture's own, which may never have run, has
+a portable one beside it, both are verified, alone on the GPU. Layers come last, with the kernels that are trusted then.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def _verify(ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> tuple[list[Any], str]:
     """Verdicts of the facts, the ops and the layers, and why they could not be kept, or ""."""
-    from cute_kernels.facts import check
+    from cute_kernels.isa_probes import check
     from cute_kernels.runtime.verify import PORTABLE, Needs, Verdict, needs_by_name, verify_by_name
 
     processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))

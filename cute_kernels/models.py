@@ -1,6 +1,6 @@
 """What kernels depend on in a model: names and numbers of the layers' configuration, for building without the layers.
 
-Kernels read attributes by these names, so a layers.DeepseekV4Config serves wherever a ModelShape does.
+Kernels read attributes by these names, so a cute_kernels.layers.DeepseekV4Config serves wherever a ModelShape does.
 """
 
 from __future__ import annotations

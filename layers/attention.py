@@ -40,8 +40,8 @@ AUX_STREAM_MAX_TOKENS = 1024
 BOUND_PREFILL_MAX_TOKENS = 4096
 """Steps of more prefill rows keep a GPU busy for longer than their ops take on the host."""
 
-LEAST_RAW_ROWS = 128
-"""From this many rows on a prefill step's attention norms and rotates its queries."""
+LEAST_RAW_ROWS, LEAST_RAW_DECODE_ROWS = 128, 33
+"""From this many rows on a prefill step's attention, or a decode step's, norms and rotates its queries."""
 
 HEAD_BLOCKS = 4
 """Sums of squares of a head."""
@@ -481,7 +481,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
 
     def _has_squares(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
         """Whether the queries' projection leaves their norm and rotation to attention."""
-        if self.options.batch_invariant or m.num_tokens < LEAST_RAW_ROWS or not self._is_query_product_fp8(device):
+        least = LEAST_RAW_ROWS if m.num_prefill_tokens else LEAST_RAW_DECODE_ROWS
+        if self.options.batch_invariant or m.num_tokens < least or not self._is_query_product_fp8(device):
             return False
         return self.mla_attn.takes_raw_queries(device, m)
 

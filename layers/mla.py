@@ -209,12 +209,13 @@ class DeepseekV4MLAAttention(nn.Module):
         slots          those of decode rows are slots of the compressed cache
         output_quant   (positions, rotary table, memory of scales): out is e4m3 [T, groups, columns], what the output
                        projection reads (`sparse_mla_decode`). Only where `quantizes` says so
-        q_norm         q is as its projection made it, with these sums of squares and eps (`sparse_mla_prefill`): only
-                       where `takes_raw_queries` says so
+        q_norm         q is as its projection made it, with these sums of squares and eps (`sparse_mla_decode`,
+                       `sparse_mla_prefill`): only where `takes_raw_queries` says so
         """
         rows = metadata.num_decode_tokens
         if rows:
-            self._decode(q[:rows], caches, metadata, topk_indices, out[:rows], _first(lse, rows), slots, output_quant)
+            decode = q[:rows], caches, metadata, topk_indices, out[:rows], _first(lse, rows), slots, output_quant
+            self._decode(*decode, q_norm)
         if metadata.num_prefill_tokens:
             prefill = q, caches, metadata, topk_indices, out, lse, output_quant
             if self._form(q.device, metadata) == "gathered":
@@ -223,9 +224,11 @@ class DeepseekV4MLAAttention(nn.Module):
                 self._prefill_paged(*prefill)
 
     def takes_raw_queries(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
-        """Whether `forward` can norm and rotate the queries itself, where it stores codes: of one chunk of gathered
-        rows."""
-        return not m.num_decode_tokens and self.quantizes(device, m) and self._form(device, m) == "gathered"
+        """Whether `forward` can norm and rotate the queries itself, where it stores codes: of decode rows, or of one
+        chunk of gathered rows."""
+        if not self.quantizes(device, m):
+            return False
+        return not m.num_prefill_tokens or self._form(device, m) == "gathered"
 
     def quantizes(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
         """Whether one attention kernel writes all rows of a step, and can write them as the output projection reads
@@ -254,6 +257,7 @@ class DeepseekV4MLAAttention(nn.Module):
         lse: torch.Tensor | None,
         slots: bool,
         output_quant: OutputQuant | None,
+        q_norm: tuple[torch.Tensor, float] | None,
     ) -> None:
         shape = m.decode_batch()
         rows = m.num_decode_tokens
@@ -293,6 +297,7 @@ class DeepseekV4MLAAttention(nn.Module):
             lse=None if lse is None else lse.unflatten(0, shape).transpose(1, 2),
             return_lse=False,
             workspace=self._decode_workspace(q.device),
+            q_norm=q_norm,
             output_quant=output_quant,
             **extra,
         )

@@ -74,6 +74,7 @@ class Bench:
     cases       the shapes of the report
     quick       numbers of rows of a quick look
     peers       name -> loader of another project's kernel; a loader may raise, the reason stands in the record
+    ahead       called with the cases before peers are loaded: what those compile when they are first called
     variants    loader of this project's other configurations, by name; names begin with "ours "
     inputs      mutated arguments that the op reads too: they are not poisoned, and restored after a check
     same        when this project's results are right; the default is bit for bit
@@ -84,6 +85,7 @@ class Bench:
     cases: tuple[Case, ...]
     quick: tuple[int, ...]
     peers: Mapping[str, Callable[[], Run]] = field(default_factory=dict)
+    ahead: Callable[[Sequence[Case]], None] | None = None
     variants: Callable[[], Mapping[str, Run]] = dict
     inputs: tuple[str, ...] = ()
     same: Same = same_bytes
@@ -101,6 +103,8 @@ class Bench:
         if variants:
             candidates.update({name: _on_set(run) for name, run in self.variants().items()})
         if peers:
+            if self.ahead is not None:
+                self.ahead(chosen)
             candidates.update({name: _load_peer(loader) for name, loader in self.peers.items()})
         return [self._measure(op, case, candidates, replays) for case in chosen]
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from rich.table import Table
 from cute_kernels.cli import Parser, Refusal
 from perf import compiled, plots, report
 from perf.compare import Change, compare
-from perf.records import LEAST_REPLAYS, Record, RecordError, collect, parse, usable
+from perf.records import LEAST_REPLAYS, Record, RecordError, collect, load, parse, usable
 from perf.targets import losses
 
 PROGRAM = "python -m perf"
@@ -90,7 +91,7 @@ _numbers.__name__ = "comma-separated integers"
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", parser_class=Parser)
 
     sweep = commands.add_parser(
         "sweep",
@@ -139,6 +140,15 @@ def make_parser() -> argparse.ArgumentParser:
     written.add_argument("--no-plots", action="store_true", help="leave the pictures as they are")
     written.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything is out of date")
 
+    shown = commands.add_parser(
+        "show",
+        help="what the records say of an op; no GPU needed",
+        description="Times of an op's cells and of its peers, from perf/results.",
+    )
+    shown.add_argument("op", choices=sorted([*ROOMS, "layer"]), metavar="OP", help="name of an op, or layer")
+    shown.add_argument("case", nargs="?", metavar="CASE", help="cells whose name this regular expression finds (all)")
+    shown.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository with the records (this one)")
+
     made = commands.add_parser(
         "compiled",
         help="compile the kernels for GPUs that nobody here has, for the report; no GPU needed",
@@ -158,11 +168,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help()
+        return 0
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "sweep": sweep,
         "layer": measure_layers,
         "report": write_report,
+        "show": show_records,
         "compiled": write_compiled,
         "compare": show_comparison,
     }
@@ -454,6 +469,34 @@ def _complain(rejected: Sequence[str]) -> None:
         print(f"{PROGRAM} report: rejected: {line}", file=sys.stderr)
 
 
+# ---- show ------------------------------------------------------------------------------------------------------------
+
+
+def show_records(options: argparse.Namespace) -> int:
+    paths = sorted((options.root / "perf/results").glob(f"*/{options.op}.json"))
+    if not paths:
+        raise Refusal(f"OP: no record of {options.op} in {options.root / 'perf/results'}")
+    total = 0
+    for path in paths:
+        record = load(path)
+        try:
+            cells = tuple(cell for cell in record.cells if re.search(options.case or "", cell.case))
+        except re.error as error:
+            raise Refusal(f"CASE: {options.case!r} is no regular expression: {error}") from error
+        if not cells:
+            continue
+        total += len(cells)
+        _print_record(replace(record, cells=cells))
+        ratios = [cell.best_peer.us / cell.ours.us for cell in cells if cell.best_peer is not None]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
+        beside = f", {mean:.2f} times as fast as the best peer in the mean of {len(ratios)}" if ratios else ", no peer"
+        losing = sum(bool(losses(record.gpu, cell)) for cell in cells)
+        print(f"{len(cells)} of {len(record.cells)} cells{beside}; {losing} slower than a peer or over their limit\n")
+    if not total:
+        raise Refusal(f"CASE: no cell's name has {options.case!r}")
+    return 0
+
+
 # ---- compare ---------------------------------------------------------------------------------------------------------
 
 
@@ -467,17 +510,18 @@ def show_comparison(options: argparse.Namespace) -> int:
         table.add_row(*change.key, *_change(change), "[bold red]regression[/]" if change.regressed(threshold) else "")
     console = _console()
     console.print(table)
-    mean = math.exp(sum(math.log(change.ratio) for change in found.changes) / len(found.changes))
-    regressions = found.regressions(threshold)
-    console.print(
-        f"cells in both: {len(found.changes)}; B/A {mean:.3f} on average; regressions over {options.threshold:g} %: "
-        f"{len(regressions)}"
-    )
     for which, keys in (("A", found.only_before), ("B", found.only_after)):
         for key in keys:
             console.print(f"[dim]only in {which}: {escape(' '.join(key))}[/]")
     for line in found.rejected:
         print(f"{PROGRAM} compare: rejected: {line}", file=sys.stderr)
+    mean = math.exp(sum(math.log(change.ratio) for change in found.changes) / len(found.changes))
+    regressions = found.regressions(threshold)
+    worst = f", the worst {' '.join(regressions[0].key)}, {regressions[0].ratio:.3f}" if regressions else ""
+    console.print(
+        f"cells in both: {len(found.changes)}; B/A {mean:.3f} on average; regressions over {options.threshold:g} %: "
+        f"{len(regressions)}{escape(worst)}"
+    )
     return 1 if options.fail and regressions else 0
 
 

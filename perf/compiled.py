@@ -7,7 +7,6 @@ report` reads it, so that a report needs no compiler. tests/compile compares wha
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import re
@@ -65,15 +64,15 @@ class Compiled:
 def own_keys(archs: Sequence[str] = ARCHS) -> dict[Any, tuple[str, ...]]:
     """Keys of Blackwell's own kernels in all deployments, and their ops. Imports CuTe DSL."""
     from cute_kernels.models import MODELS
-    from cute_kernels.runtime.registry import kernel_modules
+    from cute_kernels.runtime.registry import op_kernels
 
     found: dict[Any, tuple[str, ...]] = {}
-    for module, ops in kernel_modules().items():
-        declare = importlib.import_module(module).deployment_keys
+    for ops in op_kernels().values():
+        declare = ops[0].load_kernel().deployment_keys
         for arch in archs:
             for key in [key for model in MODELS.values() for tp in TP_SIZES for key in declare(model, tp, arch)]:
                 if MARK in key.kernel_name:
-                    found[key] = tuple(dict.fromkeys((*found.get(key, ()), *ops)))
+                    found[key] = tuple(dict.fromkeys((*found.get(key, ()), *(op.name for op in ops))))
     return found
 
 

@@ -97,15 +97,17 @@ def _cases(make: Any, *steps: tuple[int, str]) -> tuple[Case, ...]:
 
 
 def _variants(op: str) -> dict[str, Run]:
-    from cute_kernels.compressor import entry_c128
+    from cute_kernels.compressor import ratio128
+    from cute_kernels.compressor.call import CompressCall, FusedCall
     from cute_kernels.runtime.arch import multiprocessors
 
-    launch: Any = entry_c128.launch_fused if op == "fused" else entry_c128.launch_compress
-    slots = 6 if op == "fused" else 3
+    record: Any = FusedCall if op == "fused" else CompressCall
+    launch: Any = ratio128.launch_fused if op == "fused" else ratio128.launch_compress
 
     def run(blocks: int, clusters: float, *args: Any) -> None:
-        usual = entry_c128.tokens_per_cluster(args[slots].shape[0], multiprocessors(0), blocks)
-        launch(*args, max(1, math.ceil(usual / clusters)), blocks)
+        call = record(*args)
+        usual = ratio128.tokens_per_cluster(call.slot_mapping.shape[0], multiprocessors(0), blocks)
+        launch(call, max(1, math.ceil(usual / clusters)), blocks)
 
     return {f"ours {blocks} blocks, {clusters} x": partial(run, blocks, clusters) for blocks, clusters in VARIANTS}
 

@@ -137,10 +137,16 @@ def _differing(tolerated: float) -> Any:
     return same
 
 
-def _variants(launch: str) -> dict[str, Run]:
-    from cute_kernels.compressor import entry_c4
+def _variants(op: str) -> dict[str, Run]:
+    from cute_kernels.compressor import ratio4
+    from cute_kernels.compressor.call import CompressCall, FusedCall
 
-    run = getattr(entry_c4, launch)
+    record: Any = FusedCall if op == "fused" else CompressCall
+    launch: Any = ratio4.launch_fused if op == "fused" else ratio4.launch_compress
+
+    def run(*args: Any, **options: Any) -> None:
+        launch(record(*args), **options)
+
     return {
         f"ours per_team={n} through_l1={through_l1}": partial(run, per_team=n, through_l1=through_l1)
         for n in TOKENS_PER_TEAM
@@ -242,7 +248,7 @@ STORE = Bench(
     cases=_cases(_stored, ((1, "closing"), (64, "closing"), (1024, "all"), (8192, "all"), (32768, "all"))),
     quick=(1, 64, 8192),
     peers={"vllm-triton": vllm_triton, "vllm-cutedsl": vllm_cutedsl},
-    variants=partial(_variants, "launch_compress"),
+    variants=partial(_variants, "compress"),
     same=_differing(1e-3),
     peer_same=_differing(0.02),
 )
@@ -256,7 +262,7 @@ FUSED = Bench(
         "vllm-triton": partial(two_steps, vllm_triton),
         "vllm-cutedsl": partial(two_steps, vllm_cutedsl),
     },
-    variants=partial(_variants, "launch_fused"),
+    variants=partial(_variants, "fused"),
     inputs=("state_cache",),
     same=_differing(1e-3),
     peer_same=_entries_only(0.02),

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from cute_kernels.output.examples_einsum import PRODUCTS, ROUNDING
+from cute_kernels.linear.verify_cases import PRODUCTS, ROUNDING
 from cute_kernels.output.ops import deepseek_v4_fp8_einsum
 from cute_kernels.runtime.ops import OPS
 from perf.measure import Call, compare, number_of_sets
@@ -80,21 +80,21 @@ class EinsumSet:
 
 def _portable(s: EinsumSet) -> None:
     """The call by the portable kernel, whatever the architecture."""
-    from cute_kernels.output import einsum
+    from cute_kernels.linear import fp8_einsum
 
-    with mock.patch.object(einsum, "HOPPER", ""):
+    with mock.patch.object(fp8_einsum, "HOPPER", ""):
         s.ours()
 
 
 def _variants() -> dict[str, Callable[[EinsumSet], None]]:
     from cute_kernels.linear import select
+    from cute_kernels.linear.fp8_einsum import PORTABLE_TILES
     from cute_kernels.linear.hopper.gemm import GemmKey
-    from cute_kernels.output.einsum import PORTABLE_TILES
-    from cute_kernels.output.einsum_portable import PortableEinsumKey
+    from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
     from cute_kernels.runtime.arch import arch_of, multiprocessors
     from cute_kernels.runtime.compile import function, launch
 
-    def run(key: GemmKey | PortableEinsumKey, s: EinsumSet) -> None:
+    def run(key: GemmKey | PortableGemmKey, s: EinsumSet) -> None:
         tokens, groups, rank = s.out.shape
         if isinstance(key, GemmKey):
             ctas = min(select.count_work_tiles(key, tokens, groups, rank), multiprocessors(0))
@@ -104,11 +104,11 @@ def _variants() -> dict[str, Callable[[EinsumSet], None]]:
             launch(key, 0, s.a, s.a_scale, s.b, s.b_scale, s.out, min(tiles, multiprocessors(0)))
 
     found: dict[str, Callable[[EinsumSet], None]] = {PORTABLE: _portable}
-    keys: dict[str, GemmKey | PortableEinsumKey] = {}
+    keys: dict[str, GemmKey | PortableGemmKey] = {}
     if arch_of(0) == select.HOPPER:
         keys = {f"ours rows={key.rows} columns={key.columns}": key for key in select.many_rows_keys("bf16")}
     for rows, columns, _ in PORTABLE_TILES:
-        keys[f"{PORTABLE} rows={rows} columns={columns}"] = PortableEinsumKey(arch_of(0), rows, columns)
+        keys[f"{PORTABLE} rows={rows} columns={columns}"] = PortableGemmKey(arch_of(0), rows, columns)
     for name, key in keys.items():
         function(key)
         found[name] = partial(run, key)

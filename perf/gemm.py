@@ -11,14 +11,16 @@ from torch.nn import functional as F
 
 from cute_kernels.formats import HEAD_DIM, INDEX_DIM
 from cute_kernels.linear import ops as _ops  # noqa: F401  (registers them)
-from cute_kernels.linear.examples import FP32, PRODUCTS, ROUNDING
+from cute_kernels.linear.verify_cases import FP32, PRODUCTS, ROUNDING
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.ops import OPS
 from perf.bench import Arguments, Bench, Case, Run
-from perf.peers import deepgemm
+from perf.peers import Product, compile_products, deepgemm
 
-TOKENS = (1, 16, 64, 256, 4096)
-BF16_TOKENS = (1, 16, 64)
+TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
+BF16_TOKENS = (1, 8, 64, 128, 256, 512)
+FEW = 64
+"""Up to so many rows, and beyond, cells are summed up together."""
 SQUARES_TOKENS = (128, 512, 2048, 4096)
 BLOCK = 128
 
@@ -26,11 +28,15 @@ NAMES = ("wqa_wkv", "wq_b", "indexer.wq_b", "wq_b+indexer.wq_b", "wo_a", "wo_b")
 
 
 def _weights(model: str) -> list[tuple[str, int, int, int]]:
-    """(name, groups, N, K) of the FP8 linears of a whole model."""
+    """(name, groups, N, K) of the FP8 linears of a whole model, and of those of one rank of eight that are others."""
     from cute_kernels.linear.select import layer_gemms
 
-    found = [(g, n, k) for kind, output, g, n, k in layer_gemms(MODELS[model], 1) if (kind, output) == ("e4m3", "bf16")]
-    return [(name, *shape) for name, shape in zip(NAMES, found, strict=True)]
+    found: dict[tuple[int, int, int], str] = {}
+    for tp in (1, 8):
+        gemms = [each[2:] for each in layer_gemms(MODELS[model], tp) if each[:2] == ("e4m3", "bf16")]
+        for name, shape in zip(NAMES, gemms, strict=True):
+            found.setdefault(shape, name if tp == 1 else f"{name} tp{tp}")
+    return [(name, *shape) for shape, name in found.items()]
 
 
 def make_fp8(tokens: int, groups: int, outputs: int, columns: int, seed: int) -> Arguments:
@@ -121,7 +127,20 @@ def _fp8_variants() -> Mapping[str, Run]:
 
 def _bf16_variants() -> Mapping[str, Run]:
     overload = OPS["bf16_gemm"].overload
-    return {"ours without use_pdl": lambda *args: overload(*args[:-1], False)}
+    return {
+        "ours without use_pdl": lambda *args: overload(*args[:-1], False),
+        "ours batch-invariant": lambda *args: overload(*args[:-2], True, args[-1]),
+    }
+
+
+def _group(tokens: int) -> str:
+    return f"T {'at most' if tokens <= FEW else 'more than'} {FEW}"
+
+
+def _deepgemms_kernels(cases: Sequence[Case]) -> None:
+    """Have DeepGEMM compile what the cases take."""
+    shapes = [(case.rows, *(case.shape[name] for name in ("groups", "N", "K"))) for case in cases]
+    compile_products(Product(rows, groups, n, k, groups > 1) for rows, groups, n, k in shapes)
 
 
 FP8 = Bench(
@@ -131,15 +150,15 @@ FP8 = Bench(
             f"{model} {name} T={tokens}",
             tokens,
             partial(make_fp8, tokens, groups, outputs, columns),
-            {"model": model, "linear": name, "groups": groups, "N": outputs, "K": columns},
+            {"model": model, "linear": name, "groups": groups, "N": outputs, "K": columns, "group": _group(tokens)},
             "e4m3",
         )
         for model in MODELS
         for name, groups, outputs, columns in _weights(model)
-        if name != "indexer.wq_b"  # its layers multiply both at once
         for tokens in TOKENS
     ),
     quick=(1, 64),
+    ahead=_deepgemms_kernels,
     peers={"deepgemm": partial(_deepgemm, False), "deepgemm-pdl": partial(_deepgemm, True), "cublas": _cublas},
     variants=_fp8_variants,
     same=partial(_near, PRODUCTS, ROUNDING),
@@ -191,7 +210,7 @@ BF16 = Bench(
             f"{model} {name} T={tokens}",
             tokens,
             partial(make_bf16, tokens, outputs, MODELS[model].hidden_size),
-            {"model": model, "linear": name, "N": outputs, "K": MODELS[model].hidden_size},
+            {"model": model, "linear": name, "N": outputs, "K": MODELS[model].hidden_size, "group": _group(tokens)},
             "bf16",
         )
         for model in MODELS

@@ -109,13 +109,13 @@ def _nearly_right(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> 
 
 
 def _query_variants(fp4: bool) -> dict[str, Run]:
-    from cute_kernels.indexer import query_fp8
+    from cute_kernels.indexer import query
     from cute_kernels.indexer.query import QueryCall, QueryKey
     from cute_kernels.runtime.arch import arch_of
     from cute_kernels.runtime.compile import launch
 
     def run(fields: dict[str, Any], *args: Any) -> None:
-        call = QueryCall(*args) if fp4 else query_fp8.call_of(*args)
+        call = QueryCall(*args) if fp4 else query.fp8_call(*args)
         launch(QueryKey(arch_of(0), call.e2m1_rounding, call.index_hadamard, **fields), 0, *call.arguments())
 
     return {_name(fields): partial(run, fields) for fields in QUERY_VARIANTS}

@@ -58,7 +58,7 @@ def _table() -> torch.Tensor:
 
 
 def _variants() -> Mapping[str, Run]:
-    from cute_kernels.output.inv_rope_quant import InvRopeKey
+    from cute_kernels.output.inv_rope import InvRopeKey
     from cute_kernels.runtime.arch import arch_of
     from cute_kernels.runtime.compile import function, launch
 

@@ -212,8 +212,7 @@ class GatherSet:
 
 
 def _gather_variants() -> dict[str, Callable[[GatherSet], None]]:
-    from cute_kernels.kv_cache.gather import GatherKey, blocks_per_request
-    from cute_kernels.kv_cache.gather_bulk import CHUNK_ROWS, GatherBulkKey
+    from cute_kernels.kv_cache.gather import CHUNK_ROWS, GatherBulkKey, GatherKey, ctas_per_request
     from cute_kernels.runtime.arch import arch_of, multiprocessors
     from cute_kernels.runtime.compile import function, launch
 
@@ -222,7 +221,7 @@ def _gather_variants() -> dict[str, Callable[[GatherSet], None]]:
         if isinstance(key, GatherBulkKey) and s.block_size % CHUNK_ROWS:
             raise ValueError(f"pages of {s.block_size} rows have no chunks of {CHUNK_ROWS}")
         requests = s.seq_lens.shape[0]
-        blocks = blocks_per_request(key, requests, s.out.shape[1], multiprocessors(0), blocks_per_sm)
+        blocks = ctas_per_request(key, requests, s.out.shape[1], multiprocessors(0), blocks_per_sm)
         lens = s.seq_lens if s.gather_lens is None else s.gather_lens
         pool = (s.cache.data_ptr(), s.cache.stride(0), s.cache.shape[0], s.block_size)
         launch(key, 0, s.out, s.seq_lens, lens, s.table, *pool, 0, blocks)

@@ -17,15 +17,11 @@ step. They and all workspaces belong to the PeerStep, which outlives the graphs 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
@@ -44,7 +40,7 @@ from cute_kernels.norm.ops import fused_q_kv_rmsnorm
 from cute_kernels.output.ops import fused_inv_rope_fp8_quant
 from perf.compressor_c4 import two_steps, vllm_cutedsl, vllm_triton
 from perf.measure import capture
-from perf.peers import deepgemm
+from perf.peers import Product, compile_products, deepgemm
 
 if TYPE_CHECKING:
     from perf.layer import Case, Step
@@ -55,9 +51,6 @@ STREAMS_NAME = "flashmla + deepgemm + vllm-streams"
 
 HEADS = (64, 128)
 """FlashMLA has kernels for so many heads: fewer are filled up."""
-
-MOST_COMPILERS = 12
-"""Processes that compile DeepGEMM's kernels: each has a CUDA context of its own."""
 
 COOPERATIVE_ROWS = 64
 """Up to so many decode rows vLLM takes cooperative_topk, beyond them persistent_topk."""
@@ -124,19 +117,6 @@ def kernels() -> Kernels:
     )
 
 
-# ---- DeepGEMM compiles its kernels when they are first called --------------------------------------------------------
-
-
-class Product(NamedTuple):
-    """An FP8 product: a linear's, or wo_a's of so many groups at once."""
-
-    rows: int
-    groups: int
-    outputs: int
-    columns: int
-    is_grouped: bool = False
-
-
 def products_of(case: Case, config: DeepseekV4Config) -> list[Product]:
     """Those of a cell's layers."""
     heads, groups = config.num_attention_heads // case.tp, config.o_groups // case.tp
@@ -152,35 +132,9 @@ def products_of(case: Case, config: DeepseekV4Config) -> list[Product]:
     return found
 
 
-def compile_ahead(cases: Sequence[Case], workers: int | None = None) -> None:
-    """Let DeepGEMM compile the products of some cells into its cache on disk, in processes side by side: one by one,
-    between cells, that takes minutes. What cannot be compiled fails again in its cell, which then says why.
-
-    workers   processes; default: as the machine has cores, 12 at most
-    """
-    wanted = dict.fromkeys(product for case in cases for product in products_of(case, PRESETS[case.model]))
-    count = min(workers or os.cpu_count() or 1, MOST_COMPILERS, max(len(wanted), 1))
-    executor = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
-    with contextlib.suppress(BrokenExecutor), executor as pool:
-        for done in [pool.submit(_compile, product) for product in wanted]:
-            with contextlib.suppress(Exception):
-                done.result()
-
-
-def _compile(product: Product) -> None:
-    rows, groups, outputs, columns, is_grouped = product
-    codes = partial(torch.zeros, dtype=torch.float8_e4m3fn, device="cuda")
-    a, b = codes(groups, rows, columns).transpose(0, 1), codes(groups, outputs, columns)
-    padded = -(-rows // 4) * 4
-    a_scale = torch.ones(groups, columns // 128, padded, device="cuda").permute(2, 0, 1)[:rows]
-    b_scale = torch.ones(groups, -(-outputs // 128), columns // 128, device="cuda")
-    out = torch.empty(rows, groups, outputs, dtype=torch.bfloat16, device="cuda")
-    ops = deepgemm()
-    if is_grouped:
-        ops.fp8_einsum("bhr,hdr->bhd", a, a_scale, b, b_scale, out, None, [1, 128, 128])
-    else:
-        ops.fp8_fp4_gemm_nt(a[:, 0], a_scale[:, 0], b[0], b_scale[0], out[:, 0])
-    torch.cuda.synchronize()
+def compile_ahead(cases: Sequence[Case]) -> None:
+    """Let DeepGEMM compile the products of some cells: what cannot be compiled fails again in its cell."""
+    compile_products([product for case in cases for product in products_of(case, PRESETS[case.model])])
 
 
 class _Prefill:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
 import sys
-from typing import Any
+from collections.abc import Iterable
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 PACKAGES = {
     "deepgemm": ("vllm",),
@@ -23,6 +28,9 @@ PACKAGES = {
 }
 """Peer -> what its kernel depends on: module or distribution names, its own project first. A peer that is not named
 here is its project's name before the first "-"."""
+
+MOST_COMPILERS = 12
+"""Processes that compile DeepGEMM's kernels: each has a CUDA context of its own."""
 
 AND = " + "
 """Between the names of peers that are timed as one."""
@@ -56,3 +64,44 @@ def deepgemm() -> Any:
             load.load("deep_gemm/_C_extension.abi3.so")
             torch.ops.deep_gemm.init(os.path.join(load.LIB, "deep_gemm"), "deep_gemm")
     return torch.ops.deep_gemm
+
+
+class Product(NamedTuple):
+    """An FP8 product: a linear's, or of so many groups at once."""
+
+    rows: int
+    groups: int
+    outputs: int
+    columns: int
+    is_grouped: bool = False
+
+
+def compile_products(products: Iterable[Product]) -> None:
+    """Let DeepGEMM, which compiles a kernel when it is first called, compile those of some products into its cache on
+    disk, in processes side by side: one by one that takes minutes. What cannot be compiled fails when it is called."""
+    # by rows: products of one weight may take the same kernel, which two processes at a time would compile twice
+    wanted = sorted(set(products))
+    count = min(os.cpu_count() or 1, MOST_COMPILERS, max(len(wanted), 1))
+    executor = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
+    with contextlib.suppress(BrokenExecutor), executor as pool:
+        for done in [pool.submit(_compile, product) for product in wanted]:
+            with contextlib.suppress(Exception):
+                done.result()
+
+
+def _compile(product: Product) -> None:
+    import torch
+
+    rows, groups, outputs, columns, is_grouped = product
+    codes = partial(torch.zeros, dtype=torch.float8_e4m3fn, device="cuda")
+    a, b = codes(groups, rows, columns).transpose(0, 1), codes(groups, outputs, columns)
+    padded = -(-rows // 4) * 4
+    a_scale = torch.ones(groups, columns // 128, padded, device="cuda").permute(2, 0, 1)[:rows]
+    b_scale = torch.ones(groups, -(-outputs // 128), columns // 128, device="cuda")
+    out = torch.empty(rows, groups, outputs, dtype=torch.bfloat16, device="cuda")
+    ops = deepgemm()
+    if is_grouped:
+        ops.fp8_einsum("bhr,hdr->bhd", a, a_scale, b, b_scale, out, None, [1, 128, 128])
+    else:
+        ops.fp8_fp4_gemm_nt(a[:, 0], a_scale[:, 0], b[0], b_scale[0], out[:, 0])
+    torch.cuda.synchronize()

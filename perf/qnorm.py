@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
-from cute_kernels.kv_cache.examples_qnorm import query_difference
 from cute_kernels.kv_cache.ops import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+from cute_kernels.kv_cache.verify_cases import query_difference
 from perf.bench import Arguments, Bench, Case, Run, same_bytes
 
 BLOCK_SIZE = 64
@@ -91,7 +91,7 @@ def _vllm() -> Run:
 
 def _variants(fmt: Any) -> dict[str, Run]:
     from cute_kernels.kv_cache.qnorm import QnormKey
-    from cute_kernels.kv_cache.qnorm_launch import run as launch
+    from cute_kernels.kv_cache.qnorm import launch_with as launch
     from cute_kernels.runtime.arch import arch_of
 
     def run(key: Any, *args: Any) -> None:

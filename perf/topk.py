@@ -125,17 +125,18 @@ def _vllm(name: str) -> Callable[[], Run]:
 
 
 def _variants(op: str) -> dict[str, Run]:
-    from cute_kernels.indexer import topk, topk_decode, topk_prefill
+    from cute_kernels.indexer import topk_select
+    from cute_kernels.indexer.topk import TopKKey
     from cute_kernels.runtime.arch import arch_of
 
-    bounds_of = topk_decode.bounds if op == "decode" else topk_prefill.bounds
+    bounds_of = topk_select.decode_bounds if op == "decode" else topk_select.prefill_bounds
 
     def run(fields: dict[str, Any], logits: Any, *rest: Any) -> None:
         *bounds, out, rows, k = rest if op == "prefill" else _local(rest)
-        key = topk.TopKKey(arch_of(0), **fields)
+        key = TopKKey(arch_of(0), **fields)
         if not logits.shape[1] <= key.capacity <= 4 * logits.shape[1]:
             raise NotImplementedError(f"holds rows of {key.capacity} columns")
-        topk.launch_with(key, logits, *bounds_of(*bounds), out, rows, k)
+        topk_select.launch_with(key, logits, *bounds_of(*bounds), out, rows, k)
 
     return {
         "ours " + " ".join(f"{name}={value}" for name, value in fields.items()): partial(run, fields)

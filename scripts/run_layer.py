@@ -4,8 +4,8 @@
 Builds one attention layer of each kind (or one), feeds a batch of requests through paged caches with chunked
 prefill and decode steps, checks the result against itself, and prints every op with its implementation, calls and
 bytes: on a CPU with its time, on a GPU followed by what a prefill and a decode step of the layer take in a CUDA graph
-and eagerly, and by the launches of the last one.
-Exit status: 0 all checks passed, 1 a check failed, 2 bad input.
+and eagerly, and by the launches of the last one. At the reduced width it takes about half a minute on two cores.
+Exit status: 0 all checks passed, 1 a check failed, 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+if __name__ == "__main__":
+    # Until main says more, an interrupt ends the program without a word, not amid the import of torch.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # OpenMP threads that spin while they wait make small ops ten times slower on a CPU that others use too.
@@ -29,7 +35,9 @@ if importlib.util.find_spec("torch") is None:
     sys.exit(2)
 
 import torch
+from layer_runner import explain
 from layer_runner.dump import write_dump
+from layer_runner.picture import draw
 from layer_runner.report import CEILINGS, render, render_launches, render_steps, step_as_json
 from layer_runner.requests import InputError, Request, array_sequences, make_requests, text_sequences
 from layer_runner.run import KINDS, LayerReport, count_steps, max_rows, run_layer
@@ -51,7 +59,8 @@ from cute_kernels.layers.caches import INDEX_CACHES, KV_CACHES
 from cute_kernels.layers.mla import PREFILL_FORMS
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
-SAMPLE_TEXT = Path(__file__).resolve().parent / "data" / "sample.txt"
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLE_TEXT = ROOT / "scripts" / "data" / "sample.txt"
 TEXT_PREFILL = 400
 TEXT_BATCH = 3
 LONGEST_DRAFT = 1024
@@ -144,19 +153,32 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="write the first request's kv, comp, idx_k, topk, q, idx_q, o_raw, o, lse, oa, out and hidden_states",
     )  # fmt: skip
     run.add_argument("--json", type=Path, metavar="FILE", help="write the table and the checks as JSON")
+    run.add_argument("--html", type=Path, metavar="FILE", help="write a picture of where time and bytes go")
     args = parser.parse_args(argv)
 
-    if args.checkpoint is not None and args.wo_a is not None:
-        parser.error("argument --wo-a: only for seeded weights, not allowed with --checkpoint")
+    for flag, given in (("--wo-a", args.wo_a is not None), ("--full-width", args.full_width)):
+        if args.checkpoint is not None and given:
+            parser.error(f"argument {flag}: only for seeded weights, not allowed with --checkpoint")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda: this machine has no usable CUDA device")
-    for flag, path in (("--dump", args.dump), ("--json", args.json)):
+    for flag, path in (("--dump", args.dump), ("--json", args.json), ("--html", args.html)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             parser.error(f"argument {flag}: {path} is not a file in an existing directory")
+        if path is not None and not can_write(path):
+            parser.error(f"argument {flag}: cannot write {path}")
     text = args.hidden_states is None
     args.prefill = args.prefill or (TEXT_PREFILL if text else None)
     args.batch = args.batch or (TEXT_BATCH if text else 1)
     return args
+
+
+def can_write(path: Path) -> bool:
+    """Whether a file may be made, or written again, where `path` is. Permissions do not tell it all: a file is made."""
+    try:
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            return not path.exists() or os.access(path, os.W_OK)
+    except OSError:
+        return False
 
 
 def read_config(args: argparse.Namespace) -> DeepseekV4Config:
@@ -223,14 +245,37 @@ def make_layer(
     return build_layer(config, index, tensors, options=options, device=args.device)
 
 
-def print_report(console: Console, report: LayerReport, roofs: Mapping[str, float] | None, on_gpu: bool) -> None:
+def introduce(
+    args: argparse.Namespace,
+    config: DeepseekV4Config,
+    device_name: str,
+    kinds: Sequence[str],
+    requests: Sequence[Request],
+) -> list[str]:
+    published = None
+    if args.checkpoint is not None:
+        weights = str(args.checkpoint)
+    elif args.full_width:
+        weights = f"seeded (--seed {args.seed}), {args.model} at its published width"
+    else:
+        weights, published = f"seeded (--seed {args.seed}), {args.model} at a reduced width", PRESETS[args.model]
+    is_text = args.hidden_states is None
+    source = args.text if is_text else args.hidden_states
+    if source.is_relative_to(ROOT):
+        source = source.relative_to(ROOT)
+    return explain.introduction(kinds, device_name, weights, config, published, source, is_text, requests)
+
+
+def print_report(
+    console: Console, report: LayerReport, roofs: Mapping[str, float] | None, on_gpu: bool, top_k: int
+) -> None:
     title = f"layer {report.layer_index} ({report.kind})"
     console.print(render(report.rows, title, on_gpu))
     if report.steps:
         console.print(render_steps(report.steps, roofs))
         console.print(render_launches(report.steps[-1]))
     if report.truncated is not None:
-        print(f"{report.truncated[0]} of {report.truncated[1]} rows truncated by top-k")
+        print(explain.truncation(report.truncated, top_k))
     for check in report.checks:
         print(f"{'PASS' if check.passed else 'FAIL'} {check.name} ({check.detail})")
     print(flush=True)
@@ -252,6 +297,7 @@ def report_as_json(report: LayerReport, roofs: Mapping[str, float] | None, on_gp
 
 def run(args: argparse.Namespace) -> int:
     """Everything after the arguments; returns the exit status."""
+    start = time.perf_counter()
     on_gpu = args.device == "cuda"
     if on_gpu:
         os.environ[FALLBACK_VARIABLE] = args.fallback
@@ -263,10 +309,10 @@ def run(args: argparse.Namespace) -> int:
     layers = [make_layer(args, config, index, requests) for index in indices]
 
     # A narrow terminal wraps lines itself; cut numbers would be worse.
-    console = Console(width=max(Console().width, 100) if sys.stdout.isatty() else 140)
-    lengths = ", ".join(f"{r.prefill} + {r.length - r.prefill}" for r in requests)
-    print(f"{args.checkpoint or args.model}, {device_name}, hidden size {config.hidden_size}")
-    print(f"{len(requests)} requests, prefill + decode tokens: {lengths}\n", flush=True)
+    console = Console(width=max(Console().width, 120) if sys.stdout.isatty() else 150)
+    introduction = introduce(args, config, device_name, [KINDS[layer.compress_ratio] for layer in layers], requests)
+    words = explain.legend(config)
+    print("\n".join([*introduction, "", *words, ""]), flush=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     steps = count_steps(requests, args.chunk, args.device, args.dump is not None)
@@ -284,14 +330,23 @@ def run(args: argparse.Namespace) -> int:
                 on_step=lambda task=task: bar.advance(task),  # type: ignore[misc]
             )
             bar.remove_task(task)
-        print_report(console, report, roofs, on_gpu)
+        print_report(console, report, roofs, on_gpu, config.index_topk)
         if report.arrays is not None:
             write_dump(args.dump, report.arrays)
         reports.append(report)
 
     checks = [check for report in reports for check in report.checks]
     failed = sum(not check.passed for check in checks)
-    print(f"{len(checks) - failed} of {len(checks)} checks passed")
+    tokens = sum(request.length for request in requests)
+    plural = "s" * (len(layers) > 1)
+    seconds = time.perf_counter() - start
+    print(
+        f"{len(checks) - failed} of {len(checks)} checks passed: {len(layers)} layer{plural}, {tokens} tokens each, "
+        f"{sum(row.calls for report in reports for row in report.rows)} calls of ops in {seconds:.0f} s"
+    )
+    print("\nNext:", *explain.next_steps(args.device, torch.cuda.is_available()), sep="\n  ")
+    if args.html is not None:
+        args.html.write_text(draw(introduction, words, reports, on_gpu), encoding="utf-8")
     if args.json is not None:
         document = {
             "device": device_name,
@@ -318,6 +373,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         return run(args)
+    except KeyboardInterrupt:
+        print("run_layer.py: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # Whoever read the output has seen enough; nothing may be flushed into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -332,4 +390,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # Set up .venv and run every check this machine can run. Arguments go to pytest (tests that need a GPU skip without one).
-# --quick, as the first one, leaves out what takes long, and says what that is.
+# --quick, as the first one, leaves out what takes long. Either way it first says what it runs, what it leaves out and
+# about how long that takes, and at the end what was skipped, by reason.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/_setup.sh"
 
 left_out=()
+core_minutes=30
 if [[ ${1-} == --quick ]]; then
   shift
+  core_minutes=5
   left_out=(
     tests/compile tests/gpu tests/model tests/scripts
     tests/layers/test_{compile,exactness,meaning,parallel}.py tests/perf/test_layer.py tests/runtime/test_verify.py
@@ -18,7 +21,15 @@ cd "$ROOT"
 
 # One process per core with one thread each: the tests are many and small.
 workers=$(nproc)
+workers=$((workers < 8 ? workers : 8))
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+
+echo "lint, format, types and tests, with $workers processes"
+if (($# == 0)); then
+  echo "about $(((core_minutes + workers - 1) / workers)) minutes, longer where kernels are compiled for the first time"
+fi
+((${#left_out[@]} == 0)) || echo "left out (--quick): ${left_out[*]}"
+has_gpu || echo "skipped: what needs an NVIDIA GPU, there is none"
 
 failed=()
 check() {
@@ -31,8 +42,8 @@ check() {
 check lint ruff check .
 check format ruff format --check .
 check types mypy
-check tests pytest -n "$((workers < 8 ? workers : 8))" --dist worksteal "${left_out[@]/#/--ignore=}" "$@"
-((${#left_out[@]} == 0)) || echo "left out (--quick): ${left_out[*]}"
+check tests pytest -n "$workers" --dist worksteal "${left_out[@]/#/--ignore=}" "$@"
+echo "took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 
 if ((${#failed[@]})); then
   fail "failed: ${failed[*]}"

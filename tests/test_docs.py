@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cute_kernels import support
+from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.report import Facts
@@ -45,6 +46,17 @@ def test_the_readme_has_the_support_table_of_the_package() -> None:
 def test_every_measured_cell_has_its_record() -> None:
     for record in support.RECORDS.values():
         assert (ROOT / "perf/results" / record).is_file()
+
+
+def test_the_readme_op_example_runs() -> None:
+    """On the CPU instead of a GPU."""
+    readme = (ROOT / "README.md").read_text()
+    block = readme[readme.index("    import torch, cute_kernels\n") :]
+    lines = block[: block.index("\nEach op's docstring")].replace("cuda", "cpu").splitlines()
+    scope: dict[str, Any] = {}
+    exec("\n".join(line[4:] for line in lines), scope)
+    stored = FP8_DS_MLA.read(scope["cache"], 64, scope["slots"]).float()
+    assert ((stored - scope["k"].float()).norm() / scope["k"].float().norm()) < 0.05
 
 
 def test_the_readme_layer_example_runs() -> None:
@@ -89,6 +101,17 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A b, c\n[1](#a-b-c) [2](page.md#a-b-c) [3](none.md) [4](#a-b) [5](page.md) `[6](none.md)`\n")
     assert broken_links(page) == ["none.md", "#a-b"]
+
+
+def test_the_architecture_page_names_what_is_there() -> None:
+    """Files behind its links have the classes, functions and constants named beside them."""
+    page = ROOT / "docs/architecture.md"
+    named = re.findall(r"\]\(([^)\s#]+\.py)\): ((?:`\w+`(?:, )?)+)", page.read_text())
+    assert len(named) > 25
+    for target, names in named:
+        source = (page.parent / target).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^ *(?:def|class) {name}\b|^{name}\b", source, re.M), (target, name)
 
 
 def _has_dsl() -> bool:

@@ -89,7 +89,7 @@ def test_metadata(metadata: Message) -> None:
     assert metadata["Version"] == cute_kernels.__version__
     assert metadata["Author"] == "The cute_kernels developers"
     assert metadata["Requires-Python"] == ">=3.10"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"cu13", "perf", "test"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"cu13", "docs", "perf", "test"}
     required = metadata.get_all("Requires-Dist", [])
     for package in ("torch", "nvidia-cutlass-dsl"):
         assert any(line.startswith(package) and "extra ==" not in line for line in required)

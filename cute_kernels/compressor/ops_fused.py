@@ -186,7 +186,7 @@ _fused = define_op(
     "bool index_hadamard, bool use_pdl) -> ()",
     check=_check_fused,
     reference=reference.fused_compress_norm_rope_store,
-    kernel="cute_kernels.compressor.fused",
+    kernel="cute_kernels.compressor.select:FUSED",
     cost=_cost_fused,
     validate=_validate_fused,
 )

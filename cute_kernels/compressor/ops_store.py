@@ -185,7 +185,7 @@ _compress = define_op(
     "-> ()",
     check=_check_compress,
     reference=reference.compress_norm_rope_store,
-    kernel="cute_kernels.compressor.compress",
+    kernel="cute_kernels.compressor.select:COMPRESS",
     cost=_cost_compress,
     validate=_validate_compress,
 )

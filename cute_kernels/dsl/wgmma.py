@@ -40,6 +40,15 @@ def swizzled_tiles(dtype: Any, rows: int, stages: int) -> Any:
     return cute.tile_to_shape(atom, (rows, ROW_BYTES * 8 // dtype.width, stages), (0, 1, 2))
 
 
+def uniform_tile(address: Any, layout: Any, dtype: Any) -> Any:
+    """The tile of that layout at an address in shared memory that all lanes of a warp have. The reduction over lanes
+    leaves it in a register of the whole warp, where descriptors for tensor cores are made of it with no more ado; from
+    a register per lane each of them would be moved there, between two products."""
+    place = cute.arch.warp_redux_sync(address, "or")
+    pointer = cute.make_ptr(dtype, place, cutlass.AddressSpace.smem, assumed_align=1024, swizzle_=layout.inner)
+    return cute.make_tensor(pointer, layout.outer)
+
+
 def make_mma(dtype: Any, warpgroups: int, columns: int, **source: Any) -> Any:
     """The product of `warpgroups` times 64 rows with `columns` columns, each warpgroup doing its rows; fp32 sums.
     a_source: registers, if that is where rows are."""

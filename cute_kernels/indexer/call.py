@@ -1,17 +1,25 @@
-"""Calls of the ops that score: their arguments by name, and what they are to the kernels."""
+"""Calls of the ops that score: their arguments by name, what they are to the kernels, and what is launched for them.
+
+score_top_k_prefill and score_top_k_decode run, chunk after chunk, the kernel of mqa_logits or paged_mqa_logits, then
+that of the picks. Nothing but the order of the launches makes a chunk's picks wait for its scores, and the next chunk's
+scores for these picks.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from cute_kernels.formats import INDEX_DIM
-from cute_kernels.indexer import select
+from cute_kernels.indexer import chunks, select, topk_select
 from cute_kernels.indexer.hopper.logits import LogitsKey
 from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
 from cute_kernels.indexer.params import KEY_TILE
+from cute_kernels.indexer.topk_select import decode_bounds, prefill_bounds, slots
 from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 
 @dataclass
@@ -115,7 +123,7 @@ class PagedLogitsCall:
         return (0, lengths.data_ptr(), lengths.stride(0) * 4, self.out.shape[1], 0, skip)
 
 
-def launch(call: LogitsCall | PagedLogitsCall, op: str, skip: int) -> None:
+def launch_call(call: LogitsCall | PagedLogitsCall, op: str, skip: int) -> None:
     """Run a kernel on the current stream of out's device, for an op, on a call that has keys and scores. Rows that see
     no more than `skip` keys are not scored."""
     device_index = call.out.device.index
@@ -176,3 +184,210 @@ def scale_arguments(key: Any, q_scale: Any) -> tuple[int, ...]:
         return 0, 0, 0
     strides = [q_scale.stride(axis) * q_scale.element_size() for axis in range(q_scale.dim() - 1)]
     return q_scale.data_ptr(), *([0] * (2 - len(strides))), *strides
+
+
+# ---- mqa_logits
+
+
+def logits_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """One for each format: a prefill may have any number of rows. Every rank has all index heads."""
+    return select.deployment_keys(config, arch, paged=False)
+
+
+def supports_logits(*args: Any) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    why = LogitsCall(*args).why_not()
+    return not why, why
+
+
+def launch_logits(*args: Any, skip: int = 0, op: str = "mqa_logits") -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+    run_logits(LogitsCall(*args), skip, op)
+
+
+def run_logits(call: LogitsCall, skip: int, op: str) -> None:
+    """The same for an op. Rows that see no more than `skip` keys are not scored."""
+    if call.out.numel() == 0:
+        return
+    if call.k.shape[0] == 0:
+        if call.clean_logits:
+            call.out.fill_(float("-inf"))
+        return
+    launch_call(call, op, skip)
+
+
+MQA_LOGITS = OpKernel(launch_logits, supports_logits, logits_keys)
+
+
+# ---- paged_mqa_logits
+
+
+def paged_logits_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """One of each format for every size of a group, on pages of 64 keys. Every rank has all index heads."""
+    return select.deployment_keys(config, arch, paged=True)
+
+
+def supports_paged_logits(*args: Any) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    why = PagedLogitsCall(*args).why_not()
+    return not why, why
+
+
+def launch_paged_logits(*args: Any, skip: int = 0, op: str = "paged_mqa_logits") -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+    run_paged_logits(PagedLogitsCall(*args), skip, op)
+
+
+def run_paged_logits(call: PagedLogitsCall, skip: int, op: str) -> None:
+    """The same for an op. Rows that see no more than `skip` keys are not scored."""
+    if call.out.numel() == 0:
+        return
+    if call.kv_cache.shape[0] == 0 or call.block_tables.shape[1] == 0:
+        call.out.fill_(float("-inf"))
+        return
+    launch_call(call, op, skip)
+
+
+PAGED_MQA_LOGITS = OpKernel(launch_paged_logits, supports_paged_logits, paged_logits_keys)
+
+
+# ---- score_top_k_prefill
+
+
+class ScoreTopKPrefillCall(NamedTuple):
+    """The op's arguments, in the schema's order, checked."""
+
+    q: Any
+    q_scale: Any
+    k: Any
+    k_scale: Any
+    weights: Any
+    start: Any
+    end: Any
+    max_seqlen_k: int
+    out: Any
+    workspace: Any
+
+    @property
+    def columns(self) -> int:
+        return self.max_seqlen_k if self.max_seqlen_k > 0 else int(self.k.shape[0])
+
+    def walk(self) -> Any:
+        return chunks.walk(self.workspace, self.q.shape[0], self.columns, 1, self.out, self.weights.dtype)
+
+    def rows(self, first: int, last: int) -> ScoreTopKPrefillCall:
+        """The call of some rows."""
+        if last - first == self.q.shape[0]:
+            return self
+        rows = slice(first, last)
+        cut = {name: getattr(self, name)[rows] for name in ("q", "weights", "start", "end", "out")}
+        return self._replace(q_scale=None if self.q_scale is None else self.q_scale[rows], **cut)
+
+    def scores(self, out: Any) -> LogitsCall:
+        """The call of mqa_logits."""
+        keys = self.k, self.k_scale
+        return LogitsCall(
+            self.q, self.q_scale, *keys, self.weights, self.start, self.end, False, self.max_seqlen_k, out
+        )
+
+
+def score_top_k_prefill_keys(config: Any, tp: int, arch: str) -> list[Any]:
+    """Those of scores and picks, where there are scores."""
+    keys = logits_keys(config, tp, arch)
+    return [*keys, *topk_select.deployment_keys(config, tp, arch)] if keys else []
+
+
+def supports_score_top_k_prefill(*args: Any) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    call = ScoreTopKPrefillCall(*args)
+    for first, last, scores, _ in call.walk():
+        why = call.rows(first, last).scores(scores).why_not()
+        return (False, why) if why else topk_select.check(scores, last - first, call.out.shape[1])
+    return True, ""
+
+
+def launch_score_top_k_prefill(*args: Any) -> None:
+    """Run the kernels on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+    call = ScoreTopKPrefillCall(*args)
+    k, shifts = call.out.shape[1], -1 if call.max_seqlen_k > 0 else 0
+    for first, last, scores, is_scored in call.walk():
+        part = call.rows(first, last)
+        if is_scored:
+            run_logits(part.scores(scores), skip=k, op="score_top_k_prefill")
+        starts, ends = prefill_bounds(part.start, part.end)
+        topk_select.run(scores, starts, ends, part.out, last - first, k, call.k.shape[0], shifts)
+
+
+SCORE_TOP_K_PREFILL = OpKernel(launch_score_top_k_prefill, supports_score_top_k_prefill, score_top_k_prefill_keys)
+
+
+# ---- score_top_k_decode
+
+
+class ScoreTopKDecodeCall(NamedTuple):
+    """The op's arguments, in the schema's order, checked."""
+
+    q: Any
+    q_scale: Any
+    kv_cache: Any
+    weights: Any
+    context_lens: Any
+    block_tables: Any
+    max_model_len: int
+    kv_format: str
+    out: Any
+    workspace: Any
+    slot_block_table: Any
+    slot_rows_per_page: int
+
+    def walk(self) -> Any:
+        requests, next_n = self.q.shape[:2]
+        return chunks.walk(self.workspace, requests, self.max_model_len, next_n, self.out, self.weights.dtype)
+
+    def requests(self, first: int, last: int) -> ScoreTopKDecodeCall:
+        """The call of some requests."""
+        requests, next_n = self.q.shape[:2]
+        if last - first == requests:
+            return self
+        own, rows = slice(first, last), slice(first * next_n, last * next_n)
+        cut = {name: getattr(self, name)[own] for name in ("q", "context_lens", "block_tables")}
+        cut |= {name: getattr(self, name)[rows] for name in ("weights", "out")}
+        optional = {name: getattr(self, name) for name in ("q_scale", "slot_block_table")}
+        cut |= {name: None if value is None else value[own] for name, value in optional.items()}
+        return self._replace(**cut)
+
+    def scores(self, out: Any) -> PagedLogitsCall:
+        """The call of paged_mqa_logits."""
+        cache = self.kv_cache, self.weights, self.context_lens, self.block_tables, self.max_model_len
+        return PagedLogitsCall(self.q, self.q_scale, *cache, False, self.kv_format, out)
+
+
+def score_top_k_decode_keys(config: Any, tp: int, arch: str) -> list[Any]:
+    """Those of scores and picks, where there are scores."""
+    keys = paged_logits_keys(config, tp, arch)
+    return [*keys, *topk_select.deployment_keys(config, tp, arch)] if keys else []
+
+
+def supports_score_top_k_decode(*args: Any) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    call = ScoreTopKDecodeCall(*args)
+    for first, last, scores, _ in call.walk():
+        why = call.requests(first, last).scores(scores).why_not()
+        return (False, why) if why else topk_select.check(scores, scores.shape[0], call.out.shape[1])
+    return True, ""
+
+
+def launch_score_top_k_decode(*args: Any) -> None:
+    """Run the kernels on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+    call = ScoreTopKDecodeCall(*args)
+    k = call.out.shape[1]
+    for first, last, scores, is_scored in call.walk():
+        part = call.requests(first, last)
+        if is_scored:
+            run_paged_logits(part.scores(scores), skip=k, op="score_top_k_decode")
+        starts, ends = decode_bounds(part.context_lens)
+        places = slots(part.slot_block_table, part.slot_rows_per_page)
+        topk_select.run(scores, starts, ends, part.out, scores.shape[0], k, slots=places)
+
+
+SCORE_TOP_K_DECODE = OpKernel(launch_score_top_k_decode, supports_score_top_k_decode, score_top_k_decode_keys)

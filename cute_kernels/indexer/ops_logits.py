@@ -159,7 +159,7 @@ _logits = define_op(
     "Tensor cu_seq_len_k_end, bool clean_logits, SymInt max_seqlen_k, Tensor(a!) out) -> ()",
     check=_check_logits,
     reference=reference.mqa_logits,
-    kernel="cute_kernels.indexer.logits",
+    kernel="cute_kernels.indexer.call:MQA_LOGITS",
     cost=_cost_logits,
 )
 
@@ -250,7 +250,7 @@ _paged = define_op(
     "Tensor block_tables, SymInt max_model_len, bool clean_logits, str kv_format, Tensor(a!) out) -> ()",
     check=_check_paged,
     reference=reference.paged_mqa_logits,
-    kernel="cute_kernels.indexer.paged_logits",
+    kernel="cute_kernels.indexer.call:PAGED_MQA_LOGITS",
     cost=_cost_paged,
 )
 

@@ -84,7 +84,7 @@ _fp8 = define_op(
     "Tensor(a!) q_quant, Tensor(b!) weights_out, bool round_weights, bool use_pdl) -> ()",
     check=_check_fp8,
     reference=reference.fused_indexer_q_rope_quant_fp8,
-    kernel="cute_kernels.indexer.query_fp8",
+    kernel="cute_kernels.indexer.query:FP8",
     cost=_cost,
 )
 
@@ -95,7 +95,7 @@ _mxfp4 = define_op(
     "bool use_pdl) -> ()",
     check=_check_mxfp4,
     reference=reference.fused_indexer_q_rope_quant_mxfp4,
-    kernel="cute_kernels.indexer.query_mxfp4",
+    kernel="cute_kernels.indexer.query:MXFP4",
     cost=_cost,
 )
 

@@ -101,7 +101,7 @@ _prefill = define_op(
     "-> ()",
     check=_check_prefill,
     reference=reference.score_top_k_prefill,
-    kernel="cute_kernels.indexer.score_top_k_prefill",
+    kernel="cute_kernels.indexer.call:SCORE_TOP_K_PREFILL",
     cost=_cost_prefill,
 )
 
@@ -203,7 +203,7 @@ _decode = define_op(
     "Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
     check=_check_decode,
     reference=reference.score_top_k_decode,
-    kernel="cute_kernels.indexer.score_top_k_decode",
+    kernel="cute_kernels.indexer.call:SCORE_TOP_K_DECODE",
     cost=_cost_decode,
 )
 

@@ -64,7 +64,7 @@ _prefill = define_op(
     "SymInt k) -> ()",
     check=_check_prefill,
     reference=reference.top_k_per_row_prefill,
-    kernel="cute_kernels.indexer.topk_prefill",
+    kernel="cute_kernels.indexer.topk_select:PREFILL",
     cost=_cost_prefill,
 )
 
@@ -142,7 +142,7 @@ _decode = define_op(
     "Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
     check=_check_decode,
     reference=reference.top_k_per_row_decode,
-    kernel="cute_kernels.indexer.topk_decode",
+    kernel="cute_kernels.indexer.topk_select:DECODE",
     cost=_cost_decode,
 )
 
@@ -211,7 +211,7 @@ _all_visible = define_op(
     "all_visible_entries(Tensor visible, Tensor(a!) out, Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
     check=_check_all_visible,
     reference=reference.all_visible_entries,
-    kernel="cute_kernels.indexer.all_visible",
+    kernel="cute_kernels.indexer.topk_select:ALL_VISIBLE",
     cost=_cost_all_visible,
 )
 

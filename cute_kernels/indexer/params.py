@@ -1,17 +1,23 @@
-"""Records that the score kernels share: groups of query rows, the keys that rows see, where keys lie; entry arguments.
+"""What the score kernels share: groups of query rows, the keys that rows see, where keys lie; entry arguments; the
+tiles that a CTA takes; warps that write -inf.
 
 Query rows of one request that follow each other form a group, at most `rows` of them. A group is scored against the
 keys that any of its rows sees, a tile of keys at a time. A score depends on its row and its key alone, not on the tile
 or the CTA that computes it.
+
+The tiles of all groups, one group after the other, are one list, of which every CTA takes an equal share. Neither long
+requests nor few of them leave CTAs idle. If there are many groups, all warps of a CTA count the tiles first. Then each
+warp that has to do with tiles goes through the CTA's share for itself, work tile after work tile.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
@@ -128,3 +134,214 @@ class KeyCache(NamedTuple):
     table: Any
     table_stride: Any
     table_columns: Any
+
+
+# ---- tile scheduler
+
+COUNTERS = 256
+"""Counts of tiles in shared memory, one for each chunk of groups: a multiple of 32 groups."""
+
+LAST_OF_GROUP = 1
+"""Added to the first key of a tile, a multiple of 32 at least, if its consumer has no more tiles of the group."""
+
+
+class WorkTile(NamedTuple):
+    """What a CTA takes of a group: the group's number, its request and first row, the first key, the end of the group's
+    keys, and how many tiles of `keys` keys there are; of those a consumer takes number `own` and every `step`th after
+    it.
+    """
+
+    group: Any
+    request: Any
+    first_row: Any
+    first_key: Any
+    stop: Any
+    count: Any
+    own: Any
+    step: int
+    keys: int
+
+    @cute.jit
+    def tagged_key(self, tile: Any) -> Any:
+        """First key of a tile, plus LAST_OF_GROUP if that applies."""
+        return (
+            self.first_key + tile * self.keys + (Int32(LAST_OF_GROUP) if tile >= self.count - self.step else Int32(0))
+        )
+
+
+@dataclass(frozen=True)
+class TileScheduler:
+    """The share of a CTA.
+
+    rows      of a group
+    warps     of the CTA
+    paged     whether keys lie in pages
+    keys      of a tile
+    counts    address of COUNTERS words of shared memory
+    """
+
+    rows: int
+    warps: int
+    paged: bool
+    keys: int
+    groups: RowGroups
+    windows: Windows
+    counts: Any
+
+    @cute.jit
+    def count_tiles(self, warp: Any) -> None:
+        """Tiles of every chunk of groups, into shared memory. By all warps of the CTA, which then synchronize."""
+        lane = cute.arch.lane_idx()
+        width = self.chunk_width()
+        chunks = cute.ceil_div(self.groups.total(), width * WARP)
+        for chunk in cutlass.range(warp, chunks, self.warps, unroll=1):
+            tiles = Int32(0)
+            for i in cutlass.range(width, unroll=1):
+                group = (chunk * width + i) * WARP + lane
+                tiles += self.windows.span(self.groups, group, self.rows, self.paged, self.keys)[2]
+            tiles = cute.arch.warp_redux_sync(tiles, "add")
+            if lane == 0:
+                ptx.store_shared_s32(self.counts + chunk * 4, tiles)
+
+    def chunk_width(self) -> Any:
+        """Groups of a chunk, in 32s."""
+        return cute.ceil_div(self.groups.total(), WARP * COUNTERS)
+
+    @cute.jit
+    def share(self) -> tuple[Any, Any, Any]:
+        """The chunk that the CTA's share begins in, tiles of it that belong to others, and tiles of the share."""
+        lane = cute.arch.lane_idx()
+        chunks = cute.ceil_div(self.groups.total(), self.chunk_width() * WARP)
+        total = Int32(0)
+        for begin in cutlass.range(0, chunks, WARP, unroll=1):
+            tiles = ptx.load_shared_s32(self.counts + (begin + lane) * 4)
+            total += tiles if begin + lane < chunks else Int32(0)
+        skipped, count = self.portion(cute.arch.warp_redux_sync(total, "add"))
+        first, goes_on = Int32(0), count > 0
+        while goes_on:
+            tiles = ptx.load_shared_s32(self.counts + (first + lane) * 4)
+            tiles = tiles if first + lane < chunks else Int32(0)
+            until = self.sum_up_to_lane(tiles)
+            here = cute.arch.shuffle_sync(until, WARP - 1)
+            goes_on = skipped >= here
+            if goes_on:
+                skipped -= here
+                first += WARP
+            else:
+                number = cute.arch.popc(cute.arch.vote_ballot_sync(until <= skipped))
+                skipped -= cute.arch.shuffle_sync(until - tiles, number)
+                first += number
+        return first, skipped, count
+
+    @cute.jit
+    def portion(self, total: Any) -> tuple[Any, Any]:
+        """Of so many tiles, how many are those of CTAs before this one, and how many are this CTA's."""
+        cta, _, _ = cute.arch.block_idx()
+        each, rest = divmod(total, self.groups.ctas)
+        return cta * each + cutlass.min(cta, rest), each + (Int32(1) if cta < rest else Int32(0))
+
+    @cute.jit
+    def for_each(self, consumer: Any, step: cutlass.Constexpr, work: cutlass.Constexpr, state: Any) -> Any:
+        """state = work(work_tile, state) for all work tiles of which consumer number `consumer` of `step` has tiles."""
+        lane = cute.arch.lane_idx()
+        base, skipped, remaining = Int32(0), Int32(0), Int32(0)
+        is_counted = self.groups.total() > WARP
+        if is_counted:
+            chunk, skipped, remaining = self.share()
+            base = chunk * self.chunk_width() * WARP
+        done, goes_on = Int32(0), is_counted | True
+        while goes_on:
+            low, high, tiles = self.windows.span(self.groups, base + lane, self.rows, self.paged, self.keys)
+            until = self.sum_up_to_lane(tiles)
+            here = cute.arch.shuffle_sync(until, WARP - 1)
+            if not is_counted:
+                skipped, remaining = self.portion(here)
+            if skipped >= here:
+                skipped -= here
+            elif remaining > 0:
+                number = cute.arch.popc(cute.arch.vote_ballot_sync(until <= skipped))
+                skipped -= cute.arch.shuffle_sync(until - tiles, number)
+                while (number < WARP) & (remaining > 0):
+                    count = cutlass.min(cute.arch.shuffle_sync(tiles, number) - skipped, remaining)
+                    own = (consumer + step - done % step) % step
+                    if own < count:
+                        request, first_row = self.groups.coords(base + number, self.rows)
+                        first_key = cute.arch.shuffle_sync(low, number) + skipped * self.keys
+                        stop = cute.arch.shuffle_sync(high, number)
+                        work_tile = WorkTile(
+                            base + number, request, first_row, first_key, stop, count, own, step, self.keys
+                        )
+                        state = work(work_tile, state)
+                    done += count
+                    remaining -= count
+                    skipped = Int32(0)
+                    number += 1
+            base += WARP
+            goes_on = remaining > 0
+        return state
+
+    @cute.jit
+    def sum_up_to_lane(self, number: Any) -> Any:
+        lane = cute.arch.lane_idx()
+        for i in range_constexpr(5):
+            below = cute.arch.shuffle_sync(number, cutlass.max(lane - (1 << i), 0))
+            number += below if lane >= (1 << i) else Int32(0)
+        return number
+
+
+# ---- columns without keys
+
+PIECE = 4096
+"""Columns that a warp looks after at a time: of one row, 16 KB."""
+
+NEGATIVE_INFINITY = 0xFF800000 - (1 << 32)
+"""Bits of -inf, as an int32."""
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Warps that write -inf where a row sees no key, beside those that compute scores or before they do: what one of
+    them does. out: address of the scores, out_stride in bytes."""
+
+    paged: bool
+    groups: RowGroups
+    windows: Windows
+    out: Any
+    out_stride: Any
+
+    @cute.jit
+    def run(self, number: Any, warps: Any) -> None:
+        """Write the columns outside the rows' windows, as number `number` of so many warps. Every 32nd piece of a
+        warp's is a lane's, which finds out what the row sees; then all lanes write each of the 32 in turn."""
+        lane = cute.arch.lane_idx()
+        per_row = cute.ceil_div(self.windows.columns, PIECE)
+        pieces = Int64(self.groups.requests * self.groups.count) * Int64(per_row)
+        step, first = Int64(warps), Int64(number)
+        while first < pieces:
+            own = first + Int64(lane) * step
+            is_piece = own < pieces
+            row = Int32(own // Int64(per_row)) if is_piece else Int32(0)
+            begin = Int32(own % Int64(per_row)) * PIECE
+            request = row // self.groups.count
+            low, high, shift = self.windows.load(request, row % self.groups.count, is_piece, self.paged)
+            low, high = low - shift if low < high else Int32(0), high - shift if low < high else Int32(0)
+            end = cutlass.min(begin + PIECE, self.windows.columns) if is_piece else begin
+            for other in cutlass.range(WARP, unroll=1):
+                target = self.out + Int64(cute.arch.shuffle_sync(row, other)) * self.out_stride
+                one, two = cute.arch.shuffle_sync(begin, other), cute.arch.shuffle_sync(end, other)
+                self.write(target, one, cutlass.min(two, cute.arch.shuffle_sync(low, other)))
+                self.write(target, cutlass.max(one, cute.arch.shuffle_sync(high, other)), two)
+            first += step * WARP
+
+    @cute.jit
+    def write(self, row: Any, begin: Any, end: Any) -> None:
+        """-inf to columns begin .. end - 1 of the row at an address: 16 bytes a lane where they are aligned."""
+        lead = Int32((row >> 2) & 3)
+        words = [Int32(NEGATIVE_INFINITY)] * 4
+        for at in cutlass.range((begin + lead & -4) - lead + cute.arch.lane_idx() * 4, end, WARP * 4, unroll=1):
+            target = row + Int64(at) * 4
+            is_whole = (at >= begin) & (at + 4 <= end)
+            ptx.store_global_128(target, words, is_whole)
+            if not is_whole:
+                for i in range_constexpr(4):
+                    ptx.store_global_s32(target + i * 4, words[0], (at + i >= begin) & (at + i < end))

@@ -1,9 +1,9 @@
 """Producer warps of Hopper's and Blackwell's score kernels: they bring keys and queries, and say what they are.
 
-One warp goes through the CTA's share (tile_scheduler.py). For every tile of keys it fills a stage of the ring of keys:
-codes, scales and a header; for every group a stage of the ring of queries: codes, weights and windows. On Hopper every
-consumer warpgroup has a producer warp of its own, which brings its tiles. Codes come by TMA, what is not aligned for it
-by cp.async.
+One warp goes through the CTA's share (params.TileScheduler). For every tile of keys it fills a stage of the ring of
+keys: codes, scales and a header; for every group a stage of the ring of queries: codes, weights and windows. On Hopper
+every consumer warpgroup has a producer warp of its own, which brings its tiles. Codes come by TMA, what is not aligned
+for it by cp.async.
 
 Keys lie in pages, one after the other, a page's scales behind them or elsewhere. Contiguous keys are those of a single
 page.
@@ -25,8 +25,16 @@ from cutlass import Float8E4M3FN, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.dsl import barriers, ptx
-from cute_kernels.indexer.params import KEY_TILE, WARP, KeyCache, RowGroups, Windows
-from cute_kernels.indexer.tile_scheduler import LAST_OF_GROUP, TileScheduler, WorkTile
+from cute_kernels.indexer.params import (
+    KEY_TILE,
+    LAST_OF_GROUP,
+    WARP,
+    KeyCache,
+    RowGroups,
+    TileScheduler,
+    Windows,
+    WorkTile,
+)
 
 QUERY_STAGES = 2
 """Groups whose queries a consumer has in shared memory: the one in use, and the next."""

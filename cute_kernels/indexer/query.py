@@ -1,4 +1,5 @@
-"""Kernel of fused_indexer_q_rope_quant: eight lanes take a head of a token, a warp four heads at a time.
+"""Kernel of fused_indexer_q_rope_quant, of both formats (FP8, MXFP4): eight lanes take a head of a token, a warp four
+heads at a time.
 
     columns of a head      0 .. 63, not rotated      64 .. 127, rotated in pairs
     lane c of its eight    8 * c .. + 7              64 + 8 * c .. + 7, so four pairs
@@ -26,10 +27,13 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl import convert, hadamard, ptx, reduce, rope
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import INDEX_DIM
-from cute_kernels.numerics import CACHE_FLOOR, E2M1_MAX, E4M3_MAX
+from cute_kernels.numerics import CACHE_FLOOR, E2M1_MAX, E2M1_ROUNDINGS, E4M3_MAX
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
+
+# ---- config
 
 E4M3_ARCH, E2M1_ARCH = 89, 86
 """First architecture that converts to e4m3 in hardware, and first with what convert.e2m1_from_bf16s uses."""
@@ -40,47 +44,19 @@ HEADS_AT_ONCE = 4
 HALF_HEAD = INDEX_DIM
 """Bytes from a head's first column to its first rotated one."""
 
+SEVERAL_HEADS = 8192
+"""Heads of a call, of all its tokens together, from which on a warp takes two groups of four. The bound lies between
+calls of 4096 heads and of 65536: perf/notes/memory_bound.md has the times of one, two and four groups."""
 
-@dataclass(frozen=True)
-class QueryKey(KernelKey):
-    """What distinguishes one compiled kernel from another.
+MANY_HEADS = 262144
+"""Heads from which on queries go through L1, and a warp takes what the longest calls are fastest with; same note. The
+bound lies between calls of 65536 heads and of 2097152."""
 
-    rounding       of MXFP4 codes, one of numerics.E2M1_ROUNDINGS; "" for FP8
-    transformed    whether a Hadamard transform comes before the quantization
-    table_bf16     dtype of cosines and sines: bf16, or else fp32
-    weights_bf16   dtype of the heads' weights, likewise
-    out_bf16       dtype of the scaled weights, likewise
-    groups         of four heads per warp, all in flight together
-    through_l1     whether queries may go through L1
-    warps          per block
+SIZES = (0, SEVERAL_HEADS, MANY_HEADS)
+"""Numbers of heads that have kernels of their own, and all from there to the next."""
 
-    key_for chooses; perf/notes/memory_bound.md has the times.
-    """
 
-    kernel_name: ClassVar[str] = "indexer.query"
-    rounding: str = ""
-    transformed: bool = False
-    table_bf16: bool = False
-    weights_bf16: bool = True
-    out_bf16: bool = False
-    groups: int = 2
-    through_l1: bool = False
-    warps: int = 4
-
-    @property
-    def instructions(self) -> tuple[str, ...]:
-        if self.rounding:
-            return "ld.global.128", *convert.e2m1_instructions(self.arch)
-        return "ld.global.128", "cvt.e4m3", "st.global.64"
-
-    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        positions = make_fake_tensor(Int64, (cute.sym_int(),), stride=(cute.sym_int64(),))
-        strides = (cute.sym_int64(), cute.sym_int64(), 1)
-        q = make_fake_tensor(BFloat16, (cute.sym_int(), cute.sym_int(), INDEX_DIM), stride=strides)
-        table, weights, codes = (Int64(0), Int64(0), Int64(1)), (Int64(0), Int64(0)), (Int64(0), Int64(0), Int64(0))
-        scales, out, factors = (Int64(0), Int64(0)), (Int64(0), Int64(0)), (Float32(1), Float32(1))
-        numbers = (*table, *weights, *factors, *codes, *scales, *out, Boolean(False), Boolean(False))
-        return QueryKernel(self), (positions, q, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+# ---- tokens and their heads
 
 
 class Queries(NamedTuple):
@@ -127,6 +103,9 @@ def make_queries(
         *(length(q, 0) * parts, heads, cute.fast_divmod_create_divisor_v2(parts)),
         *(*table, *weights, *results, round_weights),
     )
+
+
+# ---- kernel
 
 
 class QueryKernel:
@@ -189,9 +168,9 @@ class QueryKernel:
             round_weights,
             self.groups,
         )
-        blocks = cute.ceil_div(queries.units, self.warps)
+        ctas = cute.ceil_div(queries.units, self.warps)
         self.kernel(queries).launch(
-            grid=[blocks, 1, 1],
+            grid=[ctas, 1, 1],
             block=[self.warps * 32, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
@@ -199,16 +178,16 @@ class QueryKernel:
 
     @cute.kernel
     def kernel(self, queries: Queries) -> None:
-        block, _, _ = cute.arch.block_idx()
-        self.run(block, queries)
+        cta, _, _ = cute.arch.block_idx()
+        self.run(cta, queries)
 
     @cute.jit
-    def run(self, block: Int32, queries: Queries) -> None:
+    def run(self, cta: Int32, queries: Queries) -> None:
         """What block number `block` does."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
         c = lane % 8
-        number = block * self.warps + cute.arch.make_warp_uniform(thread // 32)
+        number = cta * self.warps + cute.arch.make_warp_uniform(thread // 32)
         # warps past the end load what the last one loads, and store nothing
         here = number < queries.units
         token, part = divmod(cutlass.min(number, queries.units - 1), queries.parts)
@@ -337,18 +316,49 @@ class QueryKernel:
         return pair | (cute.arch.shuffle_sync_bfly(pair, 4) << 8)
 
 
-# ---- choice and launch: what both ops share
+# ---- key
 
-SEVERAL_HEADS = 8192
-"""Heads of a call, of all its tokens together, from which on a warp takes two groups of four. The bound lies between
-calls of 4096 heads and of 65536: perf/notes/memory_bound.md has the times of one, two and four groups."""
 
-MANY_HEADS = 262144
-"""Heads from which on queries go through L1, and a warp takes what the longest calls are fastest with; same note. The
-bound lies between calls of 65536 heads and of 2097152."""
+@dataclass(frozen=True)
+class QueryKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
 
-SIZES = (0, SEVERAL_HEADS, MANY_HEADS)
-"""Numbers of heads that have kernels of their own, and all from there to the next."""
+    rounding       of MXFP4 codes, one of numerics.E2M1_ROUNDINGS; "" for FP8
+    transformed    whether a Hadamard transform comes before the quantization
+    table_bf16     dtype of cosines and sines: bf16, or else fp32
+    weights_bf16   dtype of the heads' weights, likewise
+    out_bf16       dtype of the scaled weights, likewise
+    groups         of four heads per warp, all in flight together
+    through_l1     whether queries may go through L1
+    warps          per block
+
+    key_for chooses; perf/notes/memory_bound.md has the times.
+    """
+
+    kernel_name: ClassVar[str] = "indexer.query"
+    rounding: str = ""
+    transformed: bool = False
+    table_bf16: bool = False
+    weights_bf16: bool = True
+    out_bf16: bool = False
+    groups: int = 2
+    through_l1: bool = False
+    warps: int = 4
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        if self.rounding:
+            return "ld.global.128", *convert.e2m1_instructions(self.arch)
+        return "ld.global.128", "cvt.e4m3", "st.global.64"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        positions = make_fake_tensor(Int64, (cute.sym_int(),), stride=(cute.sym_int64(),))
+        strides = (cute.sym_int64(), cute.sym_int64(), 1)
+        q = make_fake_tensor(BFloat16, (cute.sym_int(), cute.sym_int(), INDEX_DIM), stride=strides)
+        table, weights, codes = (Int64(0), Int64(0), Int64(1)), (Int64(0), Int64(0)), (Int64(0), Int64(0), Int64(0))
+        scales, out, factors = (Int64(0), Int64(0)), (Int64(0), Int64(0)), (Float32(1), Float32(1))
+        numbers = (*table, *weights, *factors, *codes, *scales, *out, Boolean(False), Boolean(False))
+        return QueryKernel(self), (positions, q, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
 def size_of(heads: int) -> int:
@@ -372,6 +382,17 @@ def keys(arch: str, rounding: str, transformed: bool) -> list[QueryKey]:
         return []
     formats = [(False, weights_bf16, False) for weights_bf16 in (True, False)]
     return [key_for(arch, rounding, transformed, size, each) for each in formats for size in SIZES]
+
+
+@cache
+def _key(
+    device_index: int, rounding: str, transformed: bool, size: int, table_bytes: int, weight_bytes: int, out_bytes: int
+) -> QueryKey:
+    formats = (table_bytes == 2, weight_bytes == 2, out_bytes == 2)
+    return key_for(arch_of(device_index), rounding, transformed, size, formats)
+
+
+# ---- launch
 
 
 @dataclass
@@ -452,9 +473,61 @@ class QueryCall:
             launch_key(self.key(), self.index_q.device.index, *self.arguments())
 
 
-@cache
-def _key(
-    device_index: int, rounding: str, transformed: bool, size: int, table_bytes: int, weight_bytes: int, out_bytes: int
-) -> QueryKey:
-    formats = (table_bytes == 2, weight_bytes == 2, out_bytes == 2)
-    return key_for(arch_of(device_index), rounding, transformed, size, formats)
+def fp8_keys(config: Any, tp: int, arch: str) -> list[QueryKey]:
+    """Layers with an FP8 cache of indexer keys, with or without a Hadamard transform."""
+    if 4 not in config.compress_ratios:
+        return []
+    return [key for transformed in (False, True) for key in keys(arch, "", transformed)]
+
+
+def fp8_call(
+    positions: Any,
+    index_q: Any,
+    index_q_cos_sin_cache: Any,
+    index_weights: Any,
+    index_weights_softmax_scale: float,
+    index_weights_head_scale: float,
+    index_hadamard: bool,
+    q_quant: Any,
+    weights_out: Any,
+    round_weights: bool,
+    use_pdl: bool,
+) -> QueryCall:
+    """Of arguments in the schema's order."""
+    inputs = (positions, index_q, index_q_cos_sin_cache, index_weights)
+    factors = (index_weights_softmax_scale, index_weights_head_scale)
+    return QueryCall(*inputs, *factors, "", index_hadamard, q_quant, None, weights_out, round_weights, use_pdl)
+
+
+def supports_fp8(*args: Any) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    return fp8_call(*args).supported()
+
+
+def launch_fp8(*args: Any) -> None:
+    """Run the kernel on the current stream of index_q's device. Arguments in the schema's order, checked, supported."""
+    fp8_call(*args).launch()
+
+
+FP8 = OpKernel(launch_fp8, supports_fp8, fp8_keys)
+
+
+def mxfp4_keys(config: Any, tp: int, arch: str) -> list[QueryKey]:
+    """Layers with an MXFP4 cache of indexer keys: either rounding, with or without a Hadamard transform."""
+    if 4 not in config.compress_ratios:
+        return []
+    forms = [(rounding, transformed) for rounding in E2M1_ROUNDINGS for transformed in (False, True)]
+    return [key for form in forms for key in keys(arch, *form)]
+
+
+def supports_mxfp4(*args: Any) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    return QueryCall(*args).supported()
+
+
+def launch_mxfp4(*args: Any) -> None:
+    """Run the kernel on the current stream of index_q's device. Arguments in the schema's order, checked, supported."""
+    QueryCall(*args).launch()
+
+
+MXFP4 = OpKernel(launch_mxfp4, supports_mxfp4, mxfp4_keys)

@@ -1,123 +1,962 @@
-"""Kernel of top_k_per_row_prefill and top_k_per_row_decode: a block, or a cluster of blocks, picks the best of a row.
+"""Kernel of top_k_per_row_prefill and top_k_per_row_decode: a CTA, or a cluster of CTAs, picks the best of a row.
 
-A row of at most k columns has all of them written, without a look at its scores. What is done with a longer one says
-topk_row. The picks come in ascending order, whatever the shape of the block, so a row's result is the same bits in
-every call.
+A row of at most k columns has all of them written, without a look at its scores. The picks come in ascending order,
+whatever the shape of the CTA, so a row's result is the same bits in every call. Of a longer row:
+
+1. A bound leaves little more than k candidates. Every warp has columns from all over the row, so clusters of good
+   columns do not matter.
+   Of a row that a CTA takes in tiles: what probably a few more than k scores reach, guessed by the first tile. So the
+   row is read once. If the guess was wrong, because fewer than k scores reach it or more than there is room for, and
+   of other rows: a warp finds the best of some groups of its elements, and a score that its share of k of these reach,
+   or a few more. The worst of these scores is reached by at least k elements.
+2. Warps list their candidates. A histogram of them, between the bound and the best element, leaves those that share the
+   k-th one's bin. While these are too many, they get a histogram of their own, 512 times as fine.
+3. They are ranked by score and place; or, if they are many with the same score, they are picked by place.
+
+A warp with more candidates than its list holds goes through all of its columns again instead.
+
+Nothing here depends on the order in which threads come: histograms and lists are sums and sets, and the picks are
+written by column. Scores are compared as `descending_order` numbers: the smaller, the better; NaN last.
 
 Decode rows may have slots of the compressed cache written in place of columns: each pick's page comes from the
 request's row of a block table. A warp lists its picks in shared memory first, so that all their pages are under way at
 once and neighbouring lanes store neighbours.
+
+A CTA takes neighbouring columns, in tiles, one after the other:
+
+    chunk       128 neighbouring columns, which a warp loads at once, four a lane
+    tile        V chunks of each of W warps, held in registers. Of T tiles warp w has chunks (v W + w) T + t in tile t:
+                every tile has columns from all over the row, and so has every warp
+    place       of a column in its CTA, from the last 16-byte boundary before the row's range on
+    picks       bit p % 32 of word p // 32 for place p: whether it is one of the k best
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import ptx
+from cute_kernels.dsl.reduce import lanes_prefix, lanes_sum, pairwise
 from cute_kernels.dsl.tensor import address, stride_bytes
-from cute_kernels.indexer.topk_picks import Slots
-from cute_kernels.indexer.topk_plan import CHUNK, GROUPS, Here, Part, Plan
-from cute_kernels.indexer.topk_row import RowPicks
-from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of
+from cute_kernels.runtime.arch import arch_number
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.runtime.compile import launch as launch_key
+
+# ---- config
 
 CLUSTER_ARCHS = ("sm_90a", "sm_100a", "sm_103a")
-"""Where the blocks of a cluster can share a row."""
-
-MOST_PICKS, MOST_ROWS = 2048, 2**28
-
-LOCAL = 0, 0, 0, 1
-"""No block table: columns are written as they are."""
-
-SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
-"""(warps, vectors of a thread, cluster, tiles) of blocks that take whole rows: of up to 4096, 8192 and 16384 columns,
-which their registers hold, and of up to 131072, 262144 (the second one where there is less shared memory) and 524288,
-which come in tiles."""
-
-SHARED = (
-    (17, 16384, (8, 8, 4, 1)),
-    (17, 32768, (32, 4, 8, 8)),
-)
-"""(fewer rows than, more columns than, shape) of clusters, up to their capacity, the first that fits. On an H200 16
-rows of 20000 columns take 6.4 us with clusters of four and 7.1 us without, 8 rows of 70000 columns 10.2 and 11.5 us."""
-
-MANY_ROWS, MANY_COLUMNS, MANY = 264, 4096, (8, 4, 1, 8)
-"""Rows and columns from which on, and the shape of which, four blocks of a multiprocessor are faster than larger
-ones: what one waits for, others use. On an H200 2048 rows of 17408 columns take 58 us (k = 512) and 65 us (k = 1024),
-with shapes of 16 warps 71 and 80 us; 4096 rows of 4096 columns 58 us, with blocks whose registers hold them 49 us."""
-
-SPREAD_ROWS, SPREAD = 128, ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1))
-"""Calls of at most so many rows, and the shapes of which these take the kernels that are spread. A dependent launch
-puts blocks wherever the first multiprocessors become free: 64 rows of 2048 columns behind their scores took 9.3 us,
-with one block on each multiprocessor 5.2 us, and 11.9 and 6.1 us for 1024 picks."""
-
-EARLY_BYTES = 4 << 20
-"""Of scores in a call, up to which rows are asked for before their bounds are known."""
+"""Where the CTAs of a cluster can share a row."""
 
 SPREAD_BYTES = 117 << 10
 """More than half of the shared memory of a multiprocessor that has clusters."""
 
-MOST_CHOICES = 1024
-"""Kernels that are remembered by rows, width and k."""
+BIN_BITS = 9
+BINS = 1 << BIN_BITS
+
+RANKED = 32
+"""Elements of the k-th best one's bin that are ranked at once, one a lane."""
+
+GROUPS = 8
+"""Of which a thread keeps the maxima."""
+
+CHUNK_BITS = 7
+
+CHUNK = 1 << CHUNK_BITS
+"""Columns that a warp loads at once."""
+
+SPARE = 1 / 3
+"""Of the picks, that a bound is searched for beyond k in a sample: of random scores fewer than k reach it in less than
+one of a hundred rows, and 1.3 k on average."""
+
+AT_ONCE = 3
+"""Listed elements that a thread loads before it looks at one."""
+
+MOST_EACH = 1.5
+"""Scores of a lane in a sample that are to reach its bound: with more, too few lanes have none for a good guess."""
+
+GUESSES, FAR = 4, 1 << 26
+"""Times that a bound is searched where it would be if scores were spread evenly, before the middle of their orders is
+taken, and the distance of these for which that is worth it, eight binary orders: normal scores of both signs need 4
+steps at most, not 11, some others 4 more."""
+
+RANKED_AT_ONCE = 8
+"""Elements of the list with which a lane compares its own one before it looks for more."""
+
+PAGES_AT_ONCE = 4
+"""Pages that a lane asks for before it uses one."""
+
+
+# ---- shared memory
+
+# byte offsets in a CTA's shared memory; all before ZEROS is zero at first
+CANDIDATES = 0
+EQUALS_LENGTH, BEFORE, TIES_BEFORE = (4 * BINS + 4 * i for i in range(3))
+ZEROS = 4 * BINS + 16
+SUMS = ZEROS
+FOUND, EXTREMES = SUMS + 4 * BINS, SUMS + 4 * BINS + 16
+COUNTS, TIE_COUNTS, WINNERS, RANGES = (EXTREMES + 16 + 128 * i for i in range(4))
+AGREED = COUNTS  # 256 bytes, long before there are counts
+EQUALS = RANGES + 256
+LIST = EQUALS + 8 * RANKED
 
 
 @dataclass(frozen=True)
-class TopKKey(KernelKey):
-    """What distinguishes one compiled kernel from another.
+class Plan:
+    """CTAs of so many warps, `cluster` of which share a row; vectors of a thread and tile, most tiles of a CTA."""
 
-    warps     of a block, at most 32
-    vectors   of four scores that a thread holds at once
-    cluster   blocks that share a row
-    tiles     how often a thread fills its registers, at most, for a row
-    is_spread blocks ask for so much shared memory that a multiprocessor takes only one of them
-    """
-
-    kernel_name: ClassVar[str] = "indexer.topk"
-    warps: int = 32
-    vectors: int = 8
-    cluster: int = 1
-    tiles: int = 1
-    is_spread: bool = False
+    warps: int
+    vectors: int
+    cluster: int
+    tiles: int
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.warps, self.vectors, self.cluster, self.tiles
+    def threads(self) -> int:
+        return 32 * self.warps
 
     @property
-    def plan(self) -> Plan:
-        """What the kernel is cut by."""
-        return Plan(self.warps, self.vectors, self.cluster, self.tiles)
+    def is_streamed(self) -> bool:
+        """Whether a row's bound is guessed by its first tile, and what reaches it kept of all tiles as they come."""
+        return self.tiles > 1 and self.cluster == 1
+
+    @property
+    def tile(self) -> int:
+        """Columns."""
+        return 4 * self.vectors * self.threads
+
+    @property
+    def places(self) -> int:
+        """Of a CTA."""
+        return self.tile * self.tiles
+
+    @property
+    def width(self) -> int:
+        """Places whose picks a lane writes at a time: 16 where otherwise half of the lanes would have none."""
+        return 32 if self.places // self.threads >= 32 else 16
+
+    @property
+    def length(self) -> int:
+        """Candidates that a warp lists; fewer where the CTA's picks need much memory. All lists together have room
+        for the picks of a row, 4 bytes each, which wait there for the pages they lie in."""
+        if self.is_streamed:
+            most = 8192 if self.places <= 8192 * self.warps else 3584
+        else:
+            most = 8192 if self.places <= 131072 else 2048
+        return min(most, 512 * self.warps) // self.warps
+
+    @property
+    def picks(self) -> int:
+        """Byte offset of the words with a bit for each place that is picked."""
+        return LIST + 8 * self.length * self.warps
+
+    @property
+    def ties(self) -> int:
+        """Byte offset of those for the places that share the k-th best score and are picked after all better ones."""
+        return self.picks + self.places // 8
 
     @property
     def smem_bytes(self) -> int:
-        return max(self.plan.smem_bytes, SPREAD_BYTES) if self.is_spread else self.plan.smem_bytes
+        """Of a CTA."""
+        return self.ties + self.places // 8
 
-    @property
-    def capacity(self) -> int:
-        """Most columns of a row, those before it up to a multiple of 16 bytes included."""
-        return self.plan.places * self.cluster
 
-    @property
-    def instructions(self) -> tuple[str, ...]:
-        return "ld.global.128", "atomic"
+class Here(NamedTuple):
+    """A thread's place, and the address of shared memory: the CTA's own, and that of the cluster's first CTA."""
 
-    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        scores, starts, ends = (Int64(0), Int64(4), Int32(1)), (Int64(0), Int64(4)), (Int64(0), Int64(4), Int64(4))
-        out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
-        table = Int64(0), Int64(0), Int32(0), Int32(1)
-        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(3)), *table, *(Int32(1) for _ in range(5)))
-        return TopKKernel(self), (out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+    at: Any
+    lead: Any
+    thread: Any
+    warp: Any
+    lane: Any
+    rank: Any
+
+
+class Part(NamedTuple):
+    """A CTA's part of a row.
+
+    base    address of place 0, 16-byte aligned
+    head    first place of the row's range: less than 4 in the first CTA, else at most 0
+    stop    end of the part; 0 or less if there is none
+    tiles   of the part
+    first   column of the row's range that is place 0
+    step    places from a thread's vector to its next one
+    each    1 / (warps * tiles), fp32
+    """
+
+    base: Any
+    head: Any
+    stop: Any
+    tiles: Any
+    first: Any
+    step: Any
+    each: Any
+
+
+# ---- histogram
+
+OWN = BINS // 32
+"""Bins of a lane."""
+
+NAN_ORDER = 0xFFFFFFFF
+
+LOWEST_ORDER = 0xFF800000
+"""descending_order of NaN and of -inf."""
+
+TOO_MANY = -(1 << 20)
+"""Candidates of a warp whose list is too short: the sum of all warps is less than 0, whatever the others have."""
+
+
+class Scale(NamedTuple):
+    """Bins of 2^shift orders from `low` on."""
+
+    low: Any
+    shift: Any
+
+    def bin(self, order: Any) -> Any:
+        """Of an order; those outside are in none of the BINS first."""
+        return (order - self.low) >> Uint32(self.shift)
+
+    def start(self, number: Any) -> Any:
+        """First order of a bin."""
+        return self.low + (Uint32(number) << Uint32(self.shift))
+
+
+def finest(first: Any, last: Any) -> Scale:
+    """The finest one of which the bins hold all orders from `first` to `last`."""
+    width = 32 - Int32(cute.arch.clz(Int32(last - first)))
+    return Scale(first, cutlass.max(width - BIN_BITS, Int32(0)))
+
+
+class Bins:
+    """Of all CTAs that share a row. What is done once for a CTA, its first warp does: issue slots are scarce."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.warps, self.threads, self.cluster = plan.warps, plan.threads, plan.cluster
+
+    def barrier(self) -> None:
+        """Of all threads that share the row."""
+        if self.cluster > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def clear(self, here: Here, start: cutlass.Constexpr, size: cutlass.Constexpr) -> None:
+        for i in cutlass.range(here.thread * 16, size, 16 * self.threads, unroll=1):
+            ptx.store_shared_128(here.at + start + i, [Int32(0)] * 4)
+
+    @cute.jit
+    def clear_again(self, here: Here) -> None:
+        """All threads have read the bins, and now count in them again."""
+        self.barrier()
+        self.clear(here, CANDIDATES, 4 * BINS)
+        self.barrier()
+
+    def push(self, here: Here, scale: Scale, order: Any, is_wanted: Any, may_be_nan: bool) -> None:
+        """Count the order of a number, where it is wanted and in a bin."""
+        number = scale.bin(order)
+        is_wanted = (number < Uint32(BINS)) & is_wanted
+        if may_be_nan:
+            is_wanted = is_wanted & (order != Uint32(NAN_ORDER))
+        ptx.reduce_shared("add.u32", here.at + CANDIDATES + Int32(number) * 4, Int32(1), is_wanted)
+
+    @cute.jit
+    def extremes(self, here: Here, first: Uint32, last: Uint32) -> tuple[Any, Any]:
+        """(smallest `first`, largest `last`) of all warps, each of which brings its own."""
+        if here.lane == 0:
+            ptx.store_shared_64(here.at + RANGES + here.warp * 8, Int32(first), Int32(last))
+        self.barrier()
+        own = here.at + RANGES + here.lane % self.warps * 8
+        if const_expr(self.cluster == 1):
+            one, other = ptx.load_shared_64(own)
+            first, last = Uint32(one), Uint32(other)
+            first, last = self.over_lanes(first, last)
+        else:
+            if here.warp == 0:
+                pairs = [ptx.load_cluster_64(ptx.map_shared(own, rank)) for rank in range(self.cluster)]
+                for one, other in pairs:
+                    first, last = cutlass.min(first, Uint32(one)), cutlass.max(last, Uint32(other))
+                first, last = self.over_lanes(first, last)
+                if here.lane == 0:
+                    ptx.store_shared_64(here.at + EXTREMES, Int32(first), Int32(last))
+            cute.arch.sync_threads()
+            one, other = ptx.load_shared_64(here.at + EXTREMES)
+            first, last = Uint32(one), Uint32(other)
+        return Uint32(first), Uint32(last)
+
+    @cute.jit
+    def agree(self, here: Here, first: Uint32, listed: Int32, length: cutlass.Constexpr) -> tuple[Any, Any]:
+        """(smallest `first` of all warps, number of their candidates or, if one has more than its list holds, less than
+        0). One CTA only."""
+        if here.lane == 0:
+            number = listed if listed <= length else Int32(TOO_MANY)
+            ptx.store_shared_64(here.at + AGREED + here.warp * 8, Int32(first), number)
+        cute.arch.sync_threads()
+        one, number = ptx.load_shared_64(here.at + AGREED + here.lane % self.warps * 8)
+        number = number if here.lane < self.warps else Int32(0)
+        first = Uint32(cute.arch.warp_redux_sync(Uint32(one), "min"))
+        return first, Int32(cute.arch.warp_redux_sync(number, "add"))
+
+    @cute.jit
+    def average(self, here: Here, number: Float32) -> Float32:
+        """Of all warps' numbers, summed in a fixed order. One CTA only."""
+        if here.lane == 0:
+            ptx.store_shared_s32(here.at + RANGES + here.warp * 4, number.bitcast(Int32))
+        cute.arch.sync_threads()
+        number = ptx.load_shared_s32(here.at + RANGES + here.lane % self.warps * 4).bitcast(Float32)
+        return lanes_sum(number * Float32(1 / 32))
+
+    def over_lanes(self, first: Any, last: Any) -> tuple[Any, Any]:
+        """(smallest `first`, largest `last`) of the lanes."""
+        redux = cute.arch.warp_redux_sync
+        return Uint32(redux(first, "min")), Uint32(redux(last, "max"))
+
+    @cute.jit
+    def find(self, here: Here, wanted: Int32) -> tuple[Any, Any, Any]:
+        """(bin of element number `wanted` in the order of the bins, elements before that bin, elements in it); where
+        there are fewer, (any bin, their number, 0). Afterwards a barrier comes before the bins change."""
+        self.barrier()
+        source = here.at + CANDIDATES
+        if const_expr(self.cluster > 1):
+            for bin_ in cutlass.range(here.thread, BINS, self.threads, unroll=1):
+                own, sum_ = source + bin_ * 4, Int32(0)
+                for number in [ptx.load_cluster_s32(ptx.map_shared(own, rank)) for rank in range(self.cluster)]:
+                    sum_ += number
+                ptx.store_shared_s32(here.at + SUMS + bin_ * 4, sum_)
+            cute.arch.sync_threads()
+            source = here.at + SUMS
+        if here.warp == 0:
+            found = self.find_lane(source + here.lane * (4 * OWN), wanted)
+            if here.lane == 0:
+                ptx.store_shared_128(here.at + FOUND, [*found, Int32(0)])
+        cute.arch.sync_threads()
+        bin_, before, count, _nothing = ptx.load_shared_128(here.at + FOUND)
+        return bin_, before, count
+
+    @cute.jit
+    def find_lane(self, own: Int32, wanted: Int32) -> tuple[Any, Any, Any]:
+        """What `find` returns, by the bins at the address of each lane."""
+        sums, total = [], Int32(0)
+        for i in range_constexpr(OWN // 4):
+            for number in ptx.load_shared_128(own + 16 * i):
+                total += number
+                sums.append(total)
+        prefix = lanes_prefix(total)
+        rest = wanted - (prefix - total)
+        bin_, below, upto = Int32(0), Int32(0), total
+        for i in range_constexpr(OWN - 1):
+            is_below = sums[i] < rest
+            bin_ += Int32(is_below)
+            below = cutlass.select_(is_below, sums[i], below)
+            reverse = sums[OWN - 2 - i]
+            upto = cutlass.select_(reverse < rest, upto, reverse)
+        reached = cute.arch.vote_ballot_sync(prefix >= wanted)
+        # where no lane reaches it, `lane` is 0 and what it says is replaced
+        lane = cute.arch.popc((reached & -reached) - 1) & 31
+        shuffle = cute.arch.shuffle_sync
+        before, count = shuffle(prefix - total + below, lane), shuffle(upto - below, lane)
+        bin_, total = lane * OWN + shuffle(bin_, lane), shuffle(prefix, 31)
+        return bin_, (total if reached == 0 else before), (Int32(0) if reached == 0 else count)
+
+
+# ---- epilogue: the last ones ranked, picks written by column
+
+NOWHERE = 0x7FFFFFFF
+"""After all places."""
+
+
+class Slots(NamedTuple):
+    """The row of a block table that turns a request's entries into slots of its cache.
+
+    table        address of the table; 0: entries are written as they are
+    stride       of its rows in bytes
+    request      number of the row; its address, which takes two registers, is made where it is used
+    columns      of the table
+    rows         of a page, as a divisor
+    named_pages  pages of which int32 can name a row; unsigned
+    """
+
+    table: Any
+    stride: Any
+    request: Any
+    columns: Any
+    rows: Any
+    named_pages: Any
+
+    def load_page(self, entry: Any, is_wanted: Any) -> tuple[Any, Any]:
+        """(page, row of the page) of an entry >= 0; the page is negative if there is none or it is not wanted."""
+        column, row = divmod(entry, self.rows)
+        is_inside = is_wanted & (column < self.columns)
+        source = self.table + Int64(self.request) * self.stride + Int64(column) * 4
+        return ptx.load_global_s32_where(is_inside, source, is_shared=True), row
+
+    def slot(self, found: tuple[Any, Any]) -> Any:
+        """int32 slot of what `look_up` found, -1 if there is none or int32 cannot name it."""
+        page, row = found
+        # of the last named page a slot may pass 2^31, but not 2^32
+        slot = ptx.value_below(page, self.named_pages, page * self.rows.divisor + row)
+        return cutlass.max(slot, Int32(-1))
+
+
+class Picks:
+    """Of a row: bits of places that are picked, bits of others of which some are, and a list of the latter."""
+
+    def __init__(self, plan: Plan, bins: Bins) -> None:
+        self.plan, self.bins = plan, bins
+        self.cluster = plan.cluster
+
+    @cute.jit
+    def clear(self, here: Here) -> None:
+        """Pick nothing."""
+        self.bins.clear(here, self.plan.picks, self.plan.smem_bytes - self.plan.picks)
+
+    @cute.jit
+    def add(
+        self,
+        here: Here,
+        is_there: Boolean,
+        order: Uint32,
+        place: Int32,
+        low: Uint32,
+        shift: Int32,
+        is_tied: Boolean,
+        may_be_nan: cutlass.Constexpr,
+    ) -> None:
+        """Pick an element before `low`; note one of the 2^shift orders from there on as a tie, or list it."""
+        is_last = is_there & (Scale(low, shift).bin(order) == Uint32(0))
+        if const_expr(may_be_nan):
+            # of NaN there is a bin only if all numbers are picked
+            is_last = is_last & ((order != Uint32(NAN_ORDER)) | (low == Uint32(NAN_ORDER)))
+        word, bit = here.at + self.plan.picks + (place >> 5) * 4, Int32(1) << (place & 31)
+        ptx.reduce_shared("or.b32", word, bit, is_there & (order < low))
+        if is_last:
+            if is_tied:
+                ptx.reduce_shared("or.b32", word + (self.plan.ties - self.plan.picks), bit)
+            else:
+                self.list(here, order, place)
+
+    @cute.jit
+    def list(self, here: Here, order: Uint32, place: Int32) -> None:
+        place += here.rank * self.plan.places
+        number = ptx.fetch_add_shared(here.lead + EQUALS_LENGTH, Int32(1), self.cluster > 1)
+        if number < RANKED:
+            if const_expr(self.cluster > 1):
+                ptx.store_cluster_64(here.lead + EQUALS + number * 8, Int32(order), place)
+            else:
+                ptx.store_shared_64(here.lead + EQUALS + number * 8, Int32(order), place)
+
+    @cute.jit
+    def rank(self, here: Here, count: Int32, wanted: Int32) -> None:
+        """By one warp of each CTA: of the `count` elements of the list, note the CTA's among the `wanted` best as
+        ties, and the places of all of these."""
+        own = here.lead + EQUALS + here.lane * 8
+        word, place = ptx.load_cluster_64(own) if const_expr(self.cluster > 1) else ptx.load_shared_64(own)
+        is_there = here.lane < count
+        order, place = Uint32(word) if is_there else Uint32(NAN_ORDER), place if is_there else Int32(NOWHERE)
+        is_picked = is_there & (self.better(order, place, count) < wanted)
+        ptx.store_shared_s32(here.at + WINNERS + here.lane * 4, place if is_picked else Int32(NOWHERE))
+        place -= here.rank * self.plan.places
+        is_own = is_picked & (place >= 0) & (place < self.plan.places)
+        ptx.reduce_shared("or.b32", here.at + self.plan.ties + (place >> 5) * 4, Int32(1) << (place & 31), is_own)
+
+    @cute.jit
+    def better(self, order: Uint32, place: Int32, count: Int32) -> Int32:
+        """How many of the first `count` lanes have a better element than this one."""
+        number = Int32(0)
+        for first in cutlass.range(Int32(0), count, RANKED_AT_ONCE, unroll=1):
+            for i in range_constexpr(RANKED_AT_ONCE):
+                other = Uint32(cute.arch.shuffle_sync(Int32(order), first + i))
+                is_equal = (other == order) & (cute.arch.shuffle_sync(place, first + i) < place)
+                number += Int32((other < order) | is_equal)
+        return number
+
+    @cute.jit
+    def write(
+        self, here: Here, part: Part, count: Int32, wanted: Int32, is_tied: Boolean, k: Int32, out: Int64, slots: Slots
+    ) -> None:
+        """Write the picks and the first `wanted` ties by column, or the slots of these. If there are no ties, the list
+        becomes ones, all of which are picked."""
+        # warps share the words evenly
+        width = self.plan.width
+        words = (part.stop + (width - 1)) >> (width.bit_length() - 1)
+        share = (words + (self.plan.warps - 1)) >> (self.plan.warps.bit_length() - 1)
+        first = here.warp * share
+        stop = cutlass.min(first + share, words)
+        here_picks, here_ties = here.at + self.plan.picks, here.at + self.plan.ties
+        picks, ties = Int32(0), Int32(0)
+        for start in cutlass.range(first, stop, 32, unroll=1):
+            picks += cute.arch.popc(self.load(here_picks, start + here.lane, stop))
+        self.publish(here, picks, COUNTS, BEFORE)
+        if is_tied:
+            for start in cutlass.range(first, stop, 32, unroll=1):
+                ties += cute.arch.popc(self.load(here_ties, start + here.lane, stop))
+            self.publish(here, ties, TIE_COUNTS, TIES_BEFORE)
+        elif here.warp == 0:
+            self.rank(here, count, wanted)
+        self.bins.barrier()
+
+        picks = self.sum_before(here, COUNTS, BEFORE)
+        if is_tied:
+            ties = self.sum_before(here, TIE_COUNTS, TIES_BEFORE)
+        else:
+            place = ptx.load_shared_s32(here.at + WINNERS + here.lane * 4)
+            ties = cute.arch.popc(cute.arch.vote_ballot_sync(place < here.rank * self.plan.places + first * width))
+        target = picks + cutlass.min(ties, wanted)
+        start_of_warp = target
+        for start in cutlass.range(first, stop, 32, unroll=1):
+            word = self.load(here_picks, start + here.lane, stop)
+            tied = self.load(here_ties, start + here.lane, stop)
+            if is_tied:
+                number = cute.arch.popc(tied)
+                sums = lanes_prefix(number)
+                excess = number - (wanted - ties - (sums - number))
+                while excess > 0 and tied != 0:
+                    tied = tied ^ (Int32(1) << (31 - Int32(cute.arch.clz(tied))))
+                    excess -= 1
+                ties += cute.arch.shuffle_sync(sums, 31)
+            word = word | tied
+            number = cute.arch.popc(word)
+            sums = target + lanes_prefix(number)
+            column = part.first + (start + here.lane) * width
+            if slots.table == 0:
+                self.write_word(column, word, sums - number, k, out)
+            else:
+                self.list_word(here, column, word, sums - number, k)
+            target = cute.arch.shuffle_sync(sums, 31)
+        if slots.table != 0:
+            cute.arch.sync_warp()
+            stop = cutlass.min(target, k)
+            self.write_slots(here.at + LIST, start_of_warp + here.lane, 32, stop, out, slots)
+        if const_expr(self.cluster > 1):
+            self.bins.barrier()  # nobody leaves while others may read its shared memory
+
+    @cute.jit
+    def write_word(self, column: Int32, word: Int32, number: Int32, k: Int32, out: Int64) -> None:
+        """Write the columns that the bits of a word stand for, `column` for bit 0, as numbers `number`, ... of k."""
+        while word != 0:
+            bit = cute.arch.popc((word & -word) - 1)
+            word = word & (word - 1)
+            ptx.store_global_s32(out + Int64(number) * 4, column + bit, number < k)
+            number += 1
+
+    @cute.jit
+    def list_word(self, here: Here, column: Int32, word: Int32, number: Int32, k: Int32) -> None:
+        """As `write_word`, but to shared memory, where nobody needs the candidates any more."""
+        while word != 0:
+            bit = cute.arch.popc((word & -word) - 1)
+            word = word & (word - 1)
+            if number < k:
+                ptx.store_shared_s32(here.at + LIST + number * 4, column + bit)
+            number += 1
+
+    @cute.jit
+    def write_slots(
+        self, columns: Int32, first: Int32, step: cutlass.Constexpr, stop: Int32, out: Int64, slots: Slots
+    ) -> None:
+        """Write the slots of listed picks, up to `stop`, of which a thread has every step-th one from `first` on:
+        neighbours by neighbouring lanes, and as many pages under way as there can be."""
+        for start in cutlass.range(first, stop, step * PAGES_AT_ONCE, unroll=1):
+            found = []
+            for i in range_constexpr(PAGES_AT_ONCE):
+                number = start + step * i
+                entry = ptx.load_shared_s32(columns + cutlass.min(number, stop - 1) * 4)
+                found.append(slots.load_page(entry, number < stop))
+            for i in range_constexpr(PAGES_AT_ONCE):
+                number = start + step * i
+                ptx.store_global_s32(out + Int64(number) * 4, slots.slot(found[i]), number < stop)
+
+    @cute.jit
+    def load(self, words: Any, number: Any, stop: Any) -> Any:
+        """The bits of `width` places, or zero past the end."""
+        found = Int32(0)
+        if number < stop:
+            if const_expr(self.plan.width == 32):
+                found = ptx.load_shared_s32(words + number * 4)
+            else:
+                found = ptx.load_shared_u16(words + number * 2)
+        return found
+
+    @cute.jit
+    def publish(self, here: Here, number: Any, counts: cutlass.Constexpr, before: cutlass.Constexpr) -> None:
+        """Let the CTA's warps know this warp's sum, and CTAs of higher rank the CTA's."""
+        number = cute.arch.warp_redux_sync(number, "add")
+        if here.lane == 0:
+            ptx.store_shared_s32(here.at + counts + here.warp * 4, number)
+        if const_expr(self.cluster > 1):
+            is_later = (here.lane > here.rank) & (here.lane < self.cluster)
+            target = ptx.map_shared(here.at + before, cutlass.min(here.lane, Int32(self.cluster - 1)))
+            ptx.reduce_shared("add.u32", target, number, is_later, of_cluster=True)
+
+    @cute.jit
+    def sum_before(self, here: Here, counts: cutlass.Constexpr, before: cutlass.Constexpr) -> Any:
+        """What warps before this one published."""
+        number = ptx.load_shared_s32(here.at + counts + here.lane * 4)
+        number = number if here.lane < here.warp else Int32(0)
+        return cute.arch.warp_redux_sync(number, "add") + ptx.load_shared_s32(here.at + before)
+
+
+# ---- bound and candidates
+
+
+class RowPicks:
+    """Of a row that a CTA or a cluster shares."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.bins = plan, Bins(plan)
+        self.picks = Picks(plan, self.bins)
+        self.vectors, self.length = plan.vectors, plan.length
+
+    @cute.jit
+    def clear(self, here: Here) -> None:
+        """What must be zero at first. A barrier follows, in `select`."""
+        self.bins.clear(here, 0, ZEROS)
+        self.picks.clear(here)
+
+    @cute.jit
+    def select(self, here: Here, part: Part, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots) -> None:
+        """Write the k best of a row that has more columns, or their slots. Where the bound is none that is guessed, at
+        least `share` of a warp's maxima of `groups` groups a thread reach it."""
+        scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
+        best = cute.make_rmem_tensor((GROUPS,), Float32)
+        top, bound, listed = Uint32(NAN_ORDER), Uint32(LOWEST_ORDER), Int32(0)
+        if const_expr(not self.plan.is_streamed):
+            top, bound = self.bound_of_tiles(here, part, part.tiles, scores, best, groups, share)
+            listed = self.list_tiles(here, part, scores, bound)
+        else:
+            self.prefetch(here, part)
+            bound = self.bound_of_sample(here, part, scores, best, k)
+            listed = self.list_tiles(here, part, scores, bound)
+            top, total = self.bins.agree(here, self.complete(here, part, listed), listed, self.length)
+            if total < k:
+                top, bound = self.bound_of_tiles(here, part, part.tiles, scores, best, groups, share)
+                listed = self.list_tiles(here, part, scores, bound)
+                self.complete(here, part, listed)
+        scale = finest(top, bound)
+        low, shift = scale.low, scale.shift
+        self.count(here, part, listed, low, shift, self.plan.is_streamed)
+        bin_, before, count = self.bins.find(here, k)
+        wanted = k - before
+        is_nan = count == 0
+        low = Uint32(NAN_ORDER) if is_nan else Scale(low, shift).start(bin_)
+        shift = Int32(0) if is_nan else Int32(shift)
+        while count > RANKED and shift > 0:
+            shift = cutlass.max(shift - BIN_BITS, Int32(0))
+            self.bins.clear_again(here)
+            self.count(here, part, listed, low, shift)
+            bin_, before, count = self.bins.find(here, wanted)
+            wanted -= before
+            low = Scale(low, shift).start(bin_)
+
+        is_tied = is_nan or count > RANKED
+        # no NaN is a candidate
+        listed = Int32(self.length + 1) if is_nan else Int32(listed)
+        self.pick(here, part, listed, low, shift, is_tied)
+        self.bins.barrier()
+        self.picks.write(here, part, count, wanted, is_tied, k, out, slots)
+
+    @cute.jit
+    def prefetch(self, here: Here, part: Part) -> None:
+        """Ask for the row: tiles are read one after the other, but come from memory at once."""
+        for place in cutlass.range(here.thread * 32, part.stop, self.plan.threads * 32, unroll=1):
+            ptx.prefetch_l2(part.base + Int64(place) * 4, place < part.stop)
+
+    def first_chunk(self, here: Here, part: Part, tile: Any) -> Any:
+        """Of a warp in a tile."""
+        return here.warp * part.tiles + tile
+
+    def vectors_of(self, part: Part, chunks: Any, first: Any) -> Any:
+        """How many of a thread's vectors are in the first `chunks` chunks, its own beginning with chunk `first`."""
+        ahead = cutlass.max(chunks - first, Int32(0))
+        if self.plan.tiles == 1:
+            return (ahead + (self.plan.warps - 1)) >> (self.plan.warps.bit_length() - 1)
+        return Int32((Float32(ahead + self.plan.warps * part.tiles) - Float32(0.5)) * part.each)
+
+    @cute.jit
+    def bound_of_tiles(
+        self, here: Here, part: Part, tiles: Int32, scores: cute.Tensor, best: cute.Tensor, groups: Int32, share: Int32
+    ) -> tuple[Any, Any]:
+        """(order of the best score of the first `tiles` tiles, one that `share` maxima of every warp reach). The first
+        tile's scores remain."""
+        self.clear_best(best)
+        for number in cutlass.range(tiles, unroll=1):
+            self.load(here, part, tiles - 1 - number, scores)
+            self.update(best, scores)
+        return self.bins.extremes(here, *self.bound(best, groups, share))
+
+    @cute.jit
+    def bound_of_sample(self, here: Here, part: Part, scores: cute.Tensor, best: cute.Tensor, k: Int32) -> Uint32:
+        """An order that probably a few more than k elements of the row reach, by its first tile, whose scores remain.
+
+        If so many of a warp's scores are to reach a bound that a lane has n of them on average, the best score of a
+        lane reaches it in 1 - exp(-n) of all lanes: it is where so many of these are better. With many picks a lane's
+        columns are two halves, and with too many for these all numbers are candidates. The row's bound is the average
+        of the warps'."""
+        self.clear_best(best)
+        self.load(here, part, Int32(0), scores)
+        self.update(best, scores)
+        halves = [pairwise([best[2 * half + i] for i in (0, 1, 4, 5)], ptx.max_f32) for half in range(2)]
+        each = Float32(k) * Float32((1 + SPARE) / 32) * part.each
+        is_halved = each > Float32(MOST_EACH)
+        each = each * Float32(0.5) if is_halved else each
+        number = Int32(Float32(32.5) - Float32(32.0) * ptx.exp2(each * Float32(-ptx.LOG2_E)))
+        one, other = halves
+        if not is_halved:
+            one = ptx.max_f32(one, other)
+        bound = cute.arch.shuffle_sync(self.sorted(here, one), number & 31)
+        if is_halved:
+            bound = (bound + cute.arch.shuffle_sync(self.sorted(here, other), number & 31)) * Float32(0.5)
+        bound = bound if number < 31 else Float32(float("-inf"))
+        return Uint32(ptx.descending_order(self.bins.average(here, bound)))
+
+    def clear_best(self, best: Any) -> None:
+        for i in range(GROUPS):
+            best[i] = Int32(-1).bitcast(Float32)
+
+    @cute.jit
+    def sorted(self, here: Here, value: Float32) -> Float32:
+        """The lanes' values, the largest in lane 0; NaN as -inf."""
+        value = ptx.max_f32(value, Float32(float("-inf")))
+        for size in (2, 4, 8, 16, 32):
+            for step in range_constexpr(size.bit_length() - 1):
+                distance = size >> (step + 1)
+                other = cute.arch.shuffle_sync_bfly(value, distance)
+                is_upper = ((here.lane & distance) == 0) == ((here.lane & size) == 0)
+                value = cutlass.select_(is_upper, ptx.max_f32(value, other), ptx.min_f32(value, other))
+        return value
+
+    @cute.jit
+    def list_tiles(self, here: Here, part: Part, scores: cute.Tensor, bound: Uint32) -> Int32:
+        """List the candidates of all tiles, of which the first is loaded: how many a warp has."""
+        listed = Int32(0)
+        for tile in cutlass.range(part.tiles, unroll=1):
+            if const_expr(self.plan.tiles > 1):  # noqa: SIM102
+                if tile > 0:
+                    self.load(here, part, tile, scores)
+            listed = self.collect(here, part, tile, scores, bound, listed)
+        cute.arch.sync_warp()
+        return listed
+
+    @cute.jit
+    def complete(self, here: Here, part: Part, listed: Int32) -> Uint32:
+        """Add the orders to the warp's list of places, unless it is more than full: the smallest of them."""
+        first = Uint32(NAN_ORDER)
+        stop = listed if listed <= self.length else Int32(0)
+        for start in cutlass.range(Int32(0), stop, 32 * AT_ONCE, unroll=1):
+            found = []
+            for i in range_constexpr(AT_ONCE):
+                number = start + 32 * i + here.lane
+                where = here.at + LIST + (here.warp * self.length + cutlass.min(number, stop - 1)) * 8
+                place = ptx.load_shared_s32(where + 4)
+                word = ptx.load_global_s32_where(number < stop, part.base + Int64(place) * 4, is_shared=True)
+                found.append((number, where, word))
+            for number, where, word in found:
+                order = Uint32(ptx.descending_order(word.bitcast(Float32)))
+                ptx.store_shared_s32_where(number < stop, where, Int32(order))
+                first = cutlass.min(first, order)
+        cute.arch.sync_warp()
+        return Uint32(cute.arch.warp_redux_sync(first, "min"))
+
+    @cute.jit
+    def load(self, here: Here, part: Part, tile: Int32, scores: cute.Tensor) -> None:
+        """A tile's scores; NaN outside the row's range."""
+        number = self.first_chunk(here, part, tile)
+        place = number * CHUNK + here.lane * 4
+        source = part.base + Int64(place) * 4
+        whole = self.vectors_of(part, part.stop >> CHUNK_BITS, number)
+        some = self.vectors_of(part, (part.stop + (CHUNK - 1)) >> CHUNK_BITS, number)
+        # only the first chunk of a row may begin before it, and only the last one end behind it
+        is_cut = number * CHUNK < part.head
+        if const_expr(self.plan.is_streamed):
+            for i in range_constexpr(self.vectors):
+                words = (Int32(-1),) * 4
+                if i < whole:
+                    is_inside = True if const_expr(i > 0) else place >= part.head
+                    words = ptx.load_global_128_cached_where(is_inside, source + Int64(part.step * i) * 4)
+                self.take(scores, i, words)
+        elif whole == self.vectors and not is_cut:
+            for i in range_constexpr(self.vectors):
+                self.take(scores, i, ptx.load_global_128_cached_in_order(source + Int64(part.step * i) * 4))
+        else:
+            for i in range_constexpr(self.vectors):
+                is_inside = (i < whole) & ((place >= part.head) if const_expr(i == 0) else True)
+                self.take(scores, i, ptx.load_global_128_cached_where(is_inside, source + Int64(part.step * i) * 4))
+        if is_cut or some > whole:
+            for i in range_constexpr(self.vectors):
+                if (is_cut and i == 0) or (some > whole and whole == i):
+                    for j in range_constexpr(4):
+                        column = place + part.step * i + j
+                        is_wanted = (column >= part.head) & (column < part.stop)
+                        word = ptx.load_global_s32_where(is_wanted, part.base + Int64(column) * 4, is_shared=True)
+                        scores[4 * i + j] = word.bitcast(Float32)
+
+    def take(self, scores: Any, vector: int, words: Any) -> None:
+        for j in range(4):
+            scores[4 * vector + j] = words[j].bitcast(Float32)
+
+    def update(self, best: Any, scores: Any) -> None:
+        """The maxima of a thread's groups. Neighbours belong to different groups: they are often alike."""
+        half = self.vectors // 2
+        for group in range(GROUPS):
+            members = [scores[4 * (group // 4 * half + i) + group % 4] for i in range(half)]
+            best[group] = ptx.max_f32(best[group], pairwise(members, ptx.max_f32))
+
+    @cute.jit
+    def bound(self, best: cute.Tensor, groups: Int32, share: Int32) -> tuple[Any, Any]:
+        """(order of the warp's best score, one that `share` of its maxima of `groups` groups a thread reach or, if not
+        so many are numbers, that of -inf)"""
+        for level in (4, 2, 1):
+            if groups <= level:
+                for i in range_constexpr(level):
+                    best[i] = ptx.max_f32(best[i], best[i + level])
+                    best[i + level] = Int32(-1).bitcast(Float32)
+        scores: list[Any] = [best[i] for i in range(GROUPS)]
+        first = ptx.descending_order(pairwise(scores, ptx.max_f32))
+        last = ptx.descending_order(pairwise(scores, ptx.min_f32))
+        orders = cute.make_rmem_tensor((GROUPS,), Uint32)
+        for i in range_constexpr(GROUPS):
+            orders[i] = Uint32(NAN_ORDER)
+        orders[0] = ptx.descending_order(scores[0])
+        for level in (1, 2, 4):
+            if groups > level:
+                for i in range_constexpr(level, 2 * level):
+                    orders[i] = ptx.descending_order(scores[i])
+        first = Uint32(cute.arch.warp_redux_sync(first, "min"))
+        # orders of negative numbers have the highest bit set, and what select_ returns counts as signed
+        last = Uint32(cute.arch.warp_redux_sync(cutlass.select_(last == Uint32(NAN_ORDER), Uint32(0), last), "umax"))
+        low, high = first, last
+        reached = self.reach(orders, groups, high)
+        is_short = reached < share
+        limit = share + (share >> 3)
+        below, guesses = Int32(0), (Int32(GUESSES) if high - low >= Uint32(FAR) else Int32(0))
+        while reached > limit and low < high:
+            middle = low + ((high - low) >> Uint32(1))
+            if guesses > 0:
+                guesses -= 1
+                wanted = (Float32(share + limit) * Float32(0.5) - Float32(below)) * ptx.reciprocal(reached - below)
+                best_score, worst_score = ptx.of_descending_order(low), ptx.of_descending_order(high)
+                guess = ptx.descending_order(ptx.fma_rn(ptx.sub_rn(worst_score, best_score), wanted, best_score))
+                middle = Uint32(guess) if (guess >= low) & (guess < high) else middle
+            number = self.reach(orders, groups, middle)
+            if number >= share:
+                high, reached = Uint32(middle), number
+            else:
+                low, below = Uint32(middle + Uint32(1)), number
+        return first, (Uint32(LOWEST_ORDER) if is_short else high)
+
+    @cute.jit
+    def reach(self, orders: cute.Tensor, groups: Int32, order: Uint32) -> Int32:
+        """How many maxima of a warp have at most this order."""
+        number = Int32(orders[0] <= order)
+        for level in (1, 2, 4):
+            if groups > level:
+                for i in range_constexpr(level, 2 * level):
+                    number += Int32(orders[i] <= order)
+        return Int32(cute.arch.warp_redux_sync(number, "add"))
+
+    @cute.jit
+    def collect(self, here: Here, part: Part, tile: Int32, scores: cute.Tensor, bound: Uint32, listed: Int32) -> Int32:
+        """List a tile's candidates after those that are listed, as far as they fit: how many there are now."""
+        least, number = ptx.of_descending_order(bound), Int32(0)
+        chunk = self.first_chunk(here, part, tile)
+        place = chunk * CHUNK + here.lane * 4
+        if const_expr(self.plan.is_streamed):
+            some = self.vectors_of(part, (part.stop + (CHUNK - 1)) >> CHUNK_BITS, chunk)
+            marks = Int32(0)
+            for i in range_constexpr(self.vectors):
+                if i < some:
+                    for j in range_constexpr(4):
+                        marks = ptx.mark_where_at_least(marks, scores[4 * i + j], least, 4 * i + j)
+            number = cute.arch.popc(marks)
+            sums = listed + lanes_prefix(number)
+            marks = marks if sums <= self.length else Int32(0)
+            target = here.at + LIST + (here.warp * self.length + sums - number) * 8 + 4
+            while marks != 0:
+                bit = 31 - Int32(cute.arch.clz(marks))
+                marks = marks ^ (Int32(1) << bit)
+                ptx.store_shared_s32(target, place + (bit >> 2) * part.step + (bit & 3))
+                target += 8
+        else:
+            for i in range_constexpr(4 * self.vectors):
+                number = ptx.count_where_at_least(number, scores[i], least)
+            sums = listed + lanes_prefix(number)
+            least = cutlass.select_(sums <= self.length, least, Int32(-1).bitcast(Float32))
+            target = here.at + LIST + (here.warp * self.length + sums - number) * 8
+            for i in range_constexpr(4 * self.vectors):
+                column = place + (i // 4 * part.step + i % 4)
+                target = ptx.append_where_at_least(target, scores[i], least, column)
+        return cute.arch.shuffle_sync(sums, 31)
+
+    def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, has_orders: bool = True) -> None:
+        """Count the warp's candidates in bins. has_orders: the list has orders, not scores; it has them afterwards."""
+
+        def push(is_there: Any, order: Any, place: Any, may_be_nan: bool) -> None:
+            self.bins.push(here, Scale(low, shift), order, is_there, may_be_nan)
+
+        self.each(here, part, listed, push, has_orders)
+
+    def pick(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, is_tied: Boolean) -> None:
+        """Pick the warp's elements before `low`; those of the 2^shift orders from there on may be picked later."""
+
+        def add(is_there: Any, order: Any, place: Any, may_be_nan: bool) -> None:
+            self.picks.add(here, is_there, order, place, low, shift, is_tied, may_be_nan)
+
+        self.each(here, part, listed, add, True)
+
+    @cute.jit
+    def each(
+        self, here: Here, part: Part, listed: Int32, work: cutlass.Constexpr, has_orders: cutlass.Constexpr
+    ) -> None:
+        """work(whether there is such an element, its order, its place, whether it may be NaN) for what the warp lists
+        or, if that were more than a list holds, for all of its elements."""
+        if listed <= self.length:
+            for first in cutlass.range(Int32(0), listed, 32 * AT_ONCE, unroll=1):
+                found = self.load_list(here, first + here.lane, listed, has_orders)
+                for i in range_constexpr(AT_ONCE):
+                    if first + 32 * i < listed:
+                        work(*found[i], False)
+        else:
+            for tile in cutlass.range(part.tiles, unroll=1):
+                place = self.first_chunk(here, part, tile) * CHUNK + here.lane * 4
+                for _vector in cutlass.range(self.vectors, unroll=1):
+                    for element in self.load_again(part, place):
+                        work(*element, True)
+                    place += part.step
+
+    def load_list(self, here: Here, first: Any, listed: Any, has_orders: bool) -> list[Any]:
+        """(whether there is such an element, its order, its place) of a thread's next ones of its warp's list. Where
+        the list has scores, it has their orders afterwards."""
+        found = []
+        for i in range(AT_ONCE):
+            number = first + i * 32
+            where = here.at + LIST + (here.warp * self.length + cutlass.min(number, listed - 1)) * 8
+            found.append((number < listed, where, *ptx.load_shared_64(where)))
+        if not has_orders:
+            orders = [ptx.descending_order(word.bitcast(Float32)) for _, _, word, _ in found]
+            for (is_there, where, _, _), order in zip(found, orders, strict=True):
+                ptx.store_shared_s32_where(is_there, where, Int32(order))
+            return [(found[i][0], orders[i], found[i][3]) for i in range(AT_ONCE)]
+        return [(is_there, Uint32(word), place) for is_there, _, word, place in found]
+
+    def load_again(self, part: Part, first: Any) -> list[Any]:
+        """The same of four neighbouring places of the row."""
+        found = []
+        for j in range(4):
+            place = first + j
+            is_there = (place >= part.head) & (place < part.stop)
+            word = ptx.load_global_s32_where(is_there, part.base + Int64(place) * 4, is_shared=True)
+            found.append((is_there, ptx.descending_order(word.bitcast(Float32)), place))
+        return found
+
+
+# ---- kernel
 
 
 class TopKKernel:
@@ -131,7 +970,7 @@ class TopKKernel:
         self.plan = key.plan
         self.row = RowPicks(self.plan)
         self.threads, self.cluster, self.smem_bytes = self.plan.threads, key.cluster, key.smem_bytes
-        # so many blocks of a multiprocessor must find registers
+        # so many CTAs of a multiprocessor must find registers
         self.resident = 32 // key.warps if key.cluster == 1 else 0
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         self.name = f"top_k_per_row_w{key.warps}v{key.vectors}c{key.cluster}t{key.tiles}" + "s" * key.is_spread
@@ -224,12 +1063,12 @@ class TopKKernel:
         early_lines: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         memory = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.smem_bytes // 4), byte_alignment=16)
         at = memory.iterator.toint()
-        row, rank, lead = block, Int32(0), at
+        row, rank, lead = cta, Int32(0), at
         if const_expr(self.cluster > 1):
-            row = block // self.cluster
+            row = cta // self.cluster
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
             lead = ptx.map_shared(at, 0)
         here = Here(at, lead, thread, cute.arch.make_warp_uniform(thread // 32), thread % 32, rank)
@@ -256,7 +1095,7 @@ class TopKKernel:
             for i in cutlass.range(rank * self.threads + thread, k, self.cluster * self.threads, unroll=1):
                 entry = i if i < size else Int32(-1)
                 if table != 0:
-                    entry = slots.slot(slots.look_up(i, i < size))
+                    entry = slots.slot(slots.load_page(i, i < size))
                 ptx.store_global_s32(target + Int64(i) * 4, entry)
         else:
             source = scores + Int64(row) * scores_stride + Int64(start - shift) * 4
@@ -275,128 +1114,52 @@ class TopKKernel:
             self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride, slots)
 
 
-def keys_of(arch: str) -> list[TopKKey]:
-    """All kernels of an architecture: those for which a block is enough, by capacity, then others."""
-    shapes = [*SHAPES, MANY, *(shape for *_, shape in SHARED if arch in CLUSTER_ARCHS)]
-    keys = [TopKKey(arch, *shape) for shape in shapes]
-    spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD] if arch in CLUSTER_ARCHS else []
-    return [key for key in (*spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
+# ---- key
 
 
-def key_for(arch: str, rows: int, width: int) -> TopKKey:
-    """The kernel for so many rows of such a width; if none is wide enough, the widest."""
-    keys = keys_of(arch)
-    if arch in CLUSTER_ARCHS:
-        keys = [key for key in keys if key.is_spread == (rows <= SPREAD_ROWS) or key.shape not in SPREAD]
-        for fewer, more, shape in SHARED:
-            key = TopKKey(arch, *shape)
-            if rows < fewer and more < width <= key.capacity:
-                return key
-    many = TopKKey(arch, *MANY)
-    if rows >= MANY_ROWS and MANY_COLUMNS < width <= many.capacity:
-        return many
-    return next((key for key in keys if width <= key.capacity), max(keys, key=lambda key: key.capacity))
+@dataclass(frozen=True)
+class TopKKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
 
-
-def groups_for(key: Any, k: int) -> int:
-    """Maxima of a thread: twice as many of all threads as there are picks leave 1.4 k candidates of a random row."""
-    groups = 1
-    while groups < GROUPS and groups * 32 * key.warps * key.cluster < 2 * k:
-        groups *= 2
-    return groups
-
-
-def share_for(key: Any, k: int) -> int:
-    """Of k, a warp's."""
-    return -(-k // (key.warps * key.cluster))
-
-
-@lru_cache(MOST_CHOICES)
-def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, int, int]:
-    """(kernel, a warp's share of k, groups of a thread)"""
-    key = key_for(arch_of(device_index), rows, width)
-    return key, share_for(key, k), groups_for(key, k)
-
-
-def width_of(logits: Any) -> int:
-    """Columns of a row, and those before it up to a multiple of 16 bytes, at most."""
-    is_aligned = logits.data_ptr() % 16 == 0 and (logits.shape[0] <= 1 or logits.stride(0) % 4 == 0)
-    return int(logits.shape[1]) + (0 if is_aligned else 3)
-
-
-def deployment_keys(config: Any, tp: int, arch: str) -> list[TopKKey]:
-    """Layers with an indexer, with rows of any length."""
-    return keys_of(arch) if 4 in config.compress_ratios else []
-
-
-def check(logits: Any, num_rows: int, k: int) -> tuple[bool, str]:
-    """Whether `run` can take these (checked) arguments, and if not, why."""
-    if k > MOST_PICKS:
-        return False, f"k must be at most {MOST_PICKS}, got {k}"
-    if num_rows >= MOST_ROWS:
-        return False, f"there must be fewer than {MOST_ROWS} rows, got {num_rows}"
-    key = max(keys_of(arch_of(logits.device.index)), key=lambda key: key.capacity)
-    if width_of(logits) > key.capacity:
-        return False, f"rows must have at most {key.capacity} columns on {key.arch}, got {logits.shape[1]}"
-    return True, ""
-
-
-def run(
-    logits: Any,
-    starts: tuple[int, int],
-    ends: tuple[int, int, int, int],
-    out: Any,
-    rows: int,
-    k: int,
-    limit: int | None = None,
-    shifts: int = 0,
-    slots: tuple[int, int, int, int] = LOCAL,
-) -> None:
-    """Launch on the current stream of out's device.
-
-    starts   address of the first start, or 0 if all are 0, and stride in bytes
-    ends     address of the first end, strides of requests and of their tokens in bytes, and tokens of a request
-    limit    what no end exceeds; None: the columns
-    shifts   -1 if a row's first column is that of its start, 0 if it is that of key 0
-    slots    address of the block table, stride of its rows in bytes, its columns and rows of a page; LOCAL: none
+    warps     of a CTA, at most 32
+    vectors   of four scores that a thread holds at once
+    cluster   CTAs that share a row
+    tiles     how often a thread fills its registers, at most, for a row
+    is_spread CTAs ask for so much shared memory that a multiprocessor takes only one of them
     """
-    if rows == 0:
-        return
-    device_index = out.device.index
-    # more rows make no difference
-    key, *shares = choose(device_index, min(rows, MANY_ROWS), width_of(logits), k)
-    bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts), slots
-    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares))
 
+    kernel_name: ClassVar[str] = "indexer.topk"
+    warps: int = 32
+    vectors: int = 8
+    cluster: int = 1
+    tiles: int = 1
+    is_spread: bool = False
 
-def arguments(
-    logits: Any,
-    bounds: tuple[tuple[int, ...], ...],
-    out: Any,
-    rows: int,
-    k: int,
-    share: int,
-    groups: int,
-) -> tuple[Any, ...]:
-    """What the kernel's entry point takes. bounds: starts, ends, (limit, shifts), slots as `run` takes them."""
-    columns = logits.shape[1]
-    scores = logits.data_ptr(), logits.stride(0) * 4, columns
-    early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
-    numbers = (number for part in bounds for number in part)
-    return out, *scores, *numbers, rows, k, share, groups, early_lines
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.warps, self.vectors, self.cluster, self.tiles
 
+    @property
+    def plan(self) -> Plan:
+        """What the kernel is cut by."""
+        return Plan(self.warps, self.vectors, self.cluster, self.tiles)
 
-def launch_with(
-    key: TopKKey,
-    logits: Any,
-    starts: Any,
-    ends: Any,
-    out: Any,
-    rows: int,
-    k: int,
-    slots: tuple[int, int, int, int] = LOCAL,
-) -> None:
-    """`run` with a kernel of the caller's choice, wide enough for the rows: for tests and benchmarks."""
-    shares = share_for(key, k), groups_for(key, k)
-    bounds = starts, ends, (logits.shape[1], 0), slots
-    launch_key(key, out.device.index, *arguments(logits, bounds, out, rows, k, *shares))
+    @property
+    def smem_bytes(self) -> int:
+        return max(self.plan.smem_bytes, SPREAD_BYTES) if self.is_spread else self.plan.smem_bytes
+
+    @property
+    def capacity(self) -> int:
+        """Most columns of a row, those before it up to a multiple of 16 bytes included."""
+        return self.plan.places * self.cluster
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return "ld.global.128", "atomic"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        scores, starts, ends = (Int64(0), Int64(4), Int32(1)), (Int64(0), Int64(4)), (Int64(0), Int64(4), Int64(4))
+        out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
+        table = Int64(0), Int64(0), Int32(0), Int32(1)
+        numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(3)), *table, *(Int32(1) for _ in range(5)))
+        return TopKKernel(self), (out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))

@@ -13,7 +13,7 @@ its tokens closes an entry: then its warps save a token's columns each, and noth
                         of w + 4: per column the largest score, a sum of weights and a sum of weighted values. The
                         first warp merges them, exchanges the sums of squares with the other CTAs and stores the columns
 
-The sums of an entry have the order of compressor/c128_kernel.py, so that its bits are the same. That kernel keeps 64 KB
+The sums of an entry have the order of compressor/ratio128.py, so that its bits are the same. That kernel keeps 64 KB
 of rows on their way to shared memory, for many entries; here most CTAs have none, and many CTAs share a multiprocessor
 instead: rows of an entry are asked for into L2 as soon as they are known, and read from there.
 
@@ -35,16 +35,29 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.compressor import entry, entry_c128
-from cute_kernels.compressor.c128_mean import COLUMNS, MOVERS, PARTS, ROWS, SLICES, Mean, Memory
-from cute_kernels.compressor.c128_tables import RATIO, ROW_BYTES
-from cute_kernels.compressor.c128_units import State, Step, Tokens, Units
+from cute_kernels.compressor import epilogue, ratio128
+from cute_kernels.compressor.call import FusedCall
+from cute_kernels.compressor.ratio128 import (
+    COLUMNS,
+    CONSUMER_WARPS,
+    PARTS,
+    RATIO,
+    ROW_BYTES,
+    ROWS,
+    SLICES,
+    Mean,
+    MeanSmem,
+    Producer,
+    State,
+    Step,
+    Tokens,
+)
 from cute_kernels.dsl import ptx, reduce
 from cute_kernels.dsl.convert import FP32_MAX
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, ROPE_DIM
 from cute_kernels.insert_compress.call import CompressCall
-from cute_kernels.kv_cache import qnorm_quant
+from cute_kernels.kv_cache import qnorm
 from cute_kernels.kv_cache.qnorm import QnormKernel, QnormKey, Rows, make_rows
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -54,7 +67,7 @@ WARPS = 4
 LANES = 32
 HALF_ROW = HEAD_DIM * 4
 GROUPS = RATIO // ROWS
-TURNS = MOVERS // WARPS
+TURNS = CONSUMER_WARPS // WARPS
 """Parts of an entry's slice that a warp makes, one after the other."""
 
 LISTED = 1
@@ -87,7 +100,11 @@ class InsertCompressKey(KernelKey):
 
     @property
     def smem_bytes(self) -> int:
-        return (LANES * 4 + RATIO) * 8 + SLICES // self.cluster * MOVERS * 3 * COLUMNS * 4 + PARTS * (SLICES * 4 + 8)
+        return (
+            (LANES * 4 + RATIO) * 8
+            + SLICES // self.cluster * CONSUMER_WARPS * 3 * COLUMNS * 4
+            + PARTS * (SLICES * 4 + 8)
+        )
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -110,25 +127,25 @@ class InsertCompressKey(KernelKey):
             *(Int64(0), Int64(0), Int64(0), Int64(0), Int32(0), Int32(1)),
             *(Int64(0), Int64(0), Int64(0), Int64(0)),
             *(Int64(0), Int64(0), Int32(0), Int32(1)),
-            *entry.fake_numbers(),
+            *epilogue.fake_numbers(),
             Boolean(False),
         )
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         return InsertCompressKernel(self), (q, kv, slots, positions, table, state_slots, pages, *numbers, stream)
 
 
-class Shared(NamedTuple):
+class Smem(NamedTuple):
     """Shared memory of a CTA that has entries.
 
     closers    int64 [LANES * 4]: position, entry's slot, request and the request's first token of those that close
     sources    int64 [GROUPS, ROWS]: where rows i * GROUPS + group of the entry's window lie; odd: a row of the step,
                without its bias
-    memory     parts [slices, MOVERS, 3, COLUMNS], and what CTAs of a cluster exchange (c128_mean.py)
+    memory     parts [slices, CONSUMER_WARPS, 3, COLUMNS], and what CTAs of a cluster exchange (ratio128.MeanSmem)
     """
 
     closers: Any
     sources: Any
-    memory: Memory
+    memory: MeanSmem
 
 
 class Known(NamedTuple):
@@ -149,9 +166,9 @@ class InsertCompressKernel:
         self.ctas = key.ctas
         self.slices = SLICES // key.cluster
         self.qnorm = QnormKernel(QnormKey(key.arch, FP8_DS_MLA.id, True, key.rows, WARPS, True))
-        self.store = entry.EntryStore(FP8_DS_MLA.id, False, "", False, key.arch)
-        # what a token closes, saves and reads is decided as in c128_kernel.py
-        self.units = Units(True, None)  # type: ignore[arg-type]
+        self.store = epilogue.EntryStore(FP8_DS_MLA.id, False, "", False, key.arch)
+        # what a token closes, saves and reads is decided as in ratio128.py
+        self.producer = Producer(True, None)  # type: ignore[arg-type]
         self.mean = Mean(0, 0)
         self.name = f"qkv_insert_compress_r{key.rows}c{key.cluster}b{key.ctas}"
 
@@ -215,7 +232,7 @@ class InsertCompressKernel:
             length(block_table, 0),
         )
         step = Step(kv_score, row_stride, ape, ape_stride, starts, restart, window, Int32(0))
-        cache = entry.make_cache(
+        cache = epilogue.make_cache(
             pool, page_stride, page_rows, capacity, weight, angles, angles_stride, angles_rows, fp8_scale, eps
         )
         entry_ctas = cute.ceil_div(count, per_cluster) * self.cluster
@@ -233,15 +250,17 @@ class InsertCompressKernel:
 
     @cute.kernel
     def kernel(
-        self, tokens: Tokens, state: State, step: Step, cache: entry.Cache, rows: Rows, entry_ctas: Int32
+        self, tokens: Tokens, state: State, step: Step, cache: epilogue.Cache, rows: Rows, entry_ctas: Int32
     ) -> None:
         cta, _, _ = cute.arch.block_idx()
         smem = SmemAllocator()
-        shared = Shared(
+        shared = Smem(
             smem.allocate_tensor(Int64, cute.make_layout(LANES * 4), byte_alignment=16),
             smem.allocate_tensor(Int64, cute.make_layout(RATIO), byte_alignment=16),
-            Memory(
-                smem.allocate_tensor(Float32, cute.make_layout(self.slices * MOVERS * 3 * COLUMNS), byte_alignment=16),
+            MeanSmem(
+                smem.allocate_tensor(
+                    Float32, cute.make_layout(self.slices * CONSUMER_WARPS * 3 * COLUMNS), byte_alignment=16
+                ),
                 smem.allocate_tensor(Float32, cute.make_layout(PARTS * SLICES), byte_alignment=16),
                 smem.allocate_array(Int64, PARTS),
             ),
@@ -253,7 +272,7 @@ class InsertCompressKernel:
 
     @cute.jit
     def compress(
-        self, first: Int32, tokens: Tokens, state: State, step: Step, cache: entry.Cache, shared: Shared
+        self, first: Int32, tokens: Tokens, state: State, step: Step, cache: epilogue.Cache, shared: Smem
     ) -> None:
         """What a cluster does with its tokens, from `first` on; every CTA of it decides the same."""
         thread, _, _ = cute.arch.thread_idx()
@@ -289,18 +308,18 @@ class InsertCompressKernel:
 
     @cute.jit
     def look(
-        self, tokens: Tokens, state: State, step: Step, cache: entry.Cache, shared: Shared, first: Int32, lane: Int32
+        self, tokens: Tokens, state: State, step: Step, cache: epilogue.Cache, shared: Smem, first: Int32, lane: Int32
     ) -> tuple[Known, Int32]:
         """What a lane knows about token `first + lane`, and which lanes' tokens close entries."""
-        units = self.units
+        producer = self.producer
         token = first + lane
         is_token = lane < tokens.per_cluster and token < tokens.total
-        own = units.load_token(tokens, Int64(token if is_token else Int32(0)), is_token)
+        own = producer.load_token(tokens, Int64(token if is_token else Int32(0)), is_token)
         is_known = own.request >= 0 and own.request < state.requests
-        request = units.load_request(step, own.request if is_known else Int32(0), is_known)
-        is_kept = step.window == 0 or (is_known and own.position >= units.oldest(step, request, own.position, token))
-        is_saved = units.is_row(own.slot, state.capacity) and is_kept
-        closes = units.closes(state, cache.capacity, own)
+        request = producer.load_request(step, own.request if is_known else Int32(0), is_known)
+        is_kept = step.window == 0 or (is_known and own.position >= producer.oldest(step, request, own.position, token))
+        is_saved = producer.is_row(own.slot, state.capacity) and is_kept
+        closes = producer.closes(state, cache.capacity, own)
         if closes:
             # the same by each warp
             shared.closers[lane * 4] = own.position
@@ -309,7 +328,7 @@ class InsertCompressKernel:
             shared.closers[lane * 4 + 3] = Int64(request.start)
         pending = cute.arch.vote_ballot_sync(closes)
         cute.arch.sync_warp()
-        return Known(Int32(own.position) & (RATIO - 1), units.state_row(state, own.slot, is_saved)), pending
+        return Known(Int32(own.position) & (RATIO - 1), producer.state_row(state, own.slot, is_saved)), pending
 
     def place(self, rank: Any, slice_: int, lane: Any) -> Any:
         """Offset in bytes of four columns of the CTA in a half of a row."""
@@ -340,7 +359,7 @@ class InsertCompressKernel:
                 ptx.store_global_128(target + half + self.place(rank, i, lane), saved)
 
     @cute.jit
-    def list_rows(self, state: State, step: Step, shared: Shared, first: Int32, source: Int32, rank: Int32) -> Boolean:
+    def list_rows(self, state: State, step: Step, shared: Smem, first: Int32, source: Int32, rank: Int32) -> Boolean:
         """Write down where the rows of the window of lane `source`'s token lie: whether all of them can be read. All
         threads of the CTA must call; rows of the state are asked for at once."""
         row, _, _ = cute.arch.thread_idx()
@@ -369,8 +388,8 @@ class InsertCompressKernel:
     def close(
         self,
         step: Step,
-        cache: entry.Cache,
-        shared: Shared,
+        cache: epilogue.Cache,
+        shared: Smem,
         source: Int32,
         number: Int32,
     ) -> None:
@@ -386,7 +405,7 @@ class InsertCompressKernel:
             for i in range_constexpr(self.slices):
                 part = self.part(step, shared, first, self.place(rank, i, lane))
                 if lane < 16:
-                    target = parts + ((i * MOVERS + mover) * 3 * COLUMNS + lane * 4) * 4
+                    target = parts + ((i * CONSUMER_WARPS + mover) * 3 * COLUMNS + lane * 4) * 4
                     for k in range_constexpr(3):
                         ptx.store_shared_128(target + k * COLUMNS * 4, [x.bitcast(Int32) for x in part[k]])
         cute.arch.barrier()
@@ -396,7 +415,7 @@ class InsertCompressKernel:
             loaded = [self.store.load(cache, column, position - (RATIO - 1)) for column in columns]
             x, squares = [], []
             for i in range_constexpr(self.slices):
-                x.append(self.combine(parts + i * (MOVERS * 3 * COLUMNS * 4), lane))
+                x.append(self.combine(parts + i * (CONSUMER_WARPS * 3 * COLUMNS * 4), lane))
                 squares.append(reduce.lanes_sum(reduce.square_sum(x[i]), 16))
             total = self.mean.exchange(shared.memory, number, squares, rank, self.cluster)
             factor = self.store.factor(cache, total)
@@ -406,7 +425,7 @@ class InsertCompressKernel:
                 self.store.finish(cache, loaded[i], columns[i], x[i], factor, slot)
 
     @cute.jit
-    def part(self, step: Step, shared: Shared, first: Int32, place: Int64) -> Any:
+    def part(self, step: Step, shared: Smem, first: Int32, place: Int64) -> Any:
         """Largest scores, sums of weights and sums of weighted values of four columns over the rows of two half warps,
         as `Mean.add_part` makes them; in the lower half warp."""
         scores = []
@@ -447,13 +466,13 @@ class InsertCompressKernel:
             sums.append(both[2])
         return largest, weights, sums
 
-    def sources(self, shared: Shared, first: Any, rows: range) -> list[Any]:
+    def sources(self, shared: Smem, first: Any, rows: range) -> list[Any]:
         """Where some of a half warp's rows lie; read again rather than kept."""
         place = shared.sources.iterator.toint() + (first * ROWS + rows.start) * 8
         words = [ptx.load_shared_128_in_order(place, i * 16) for i in range(len(rows) // 2)]
         return [ptx.pair(*pair) for a, b, c, d in words for pair in ((a, b), (c, d))]
 
-    def values(self, shared: Shared, first: Any, rows: range, place: Any) -> list[Any]:
+    def values(self, shared: Smem, first: Any, rows: range, place: Any) -> list[Any]:
         """A lane's values of some of its rows."""
         return [ptx.load_global_128_in_order((x & Int64(-2)) + place) for x in self.sources(shared, first, rows)]
 
@@ -461,8 +480,11 @@ class InsertCompressKernel:
     def combine(self, parts: Int32, lane: Int32) -> Any:
         """A lane's four columns of a slice of an entry from all parts, as `Mean.combine` merges them: each half warp
         those of four movers, then both."""
-        place = parts + (lane // 16 * (MOVERS // 2) * 3 * COLUMNS + lane % 16 * 4) * 4
-        read = [[ptx.load_shared_128(place + (m * 3 + k) * COLUMNS * 4) for k in range(3)] for m in range(MOVERS // 2)]
+        place = parts + (lane // 16 * (CONSUMER_WARPS // 2) * 3 * COLUMNS + lane % 16 * 4) * 4
+        read = [
+            [ptx.load_shared_128(place + (m * 3 + k) * COLUMNS * 4) for k in range(3)]
+            for m in range(CONSUMER_WARPS // 2)
+        ]
         x = []
         for c in range_constexpr(4):
             own = self.mean.merge([[words[c].bitcast(Float32) for words in part] for part in read])
@@ -489,7 +511,7 @@ def key_for(arch: str, rows: int) -> InsertCompressKey:
 
 def keys_of(arch: str) -> list[InsertCompressKey]:
     """All kernels of an architecture."""
-    return [key_for(arch, rows) for rows in SHAPES] if entry_c128.runs_on(arch) else []
+    return [key_for(arch, rows) for rows in SHAPES] if ratio128.runs_on(arch) else []
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[InsertCompressKey]:
@@ -510,7 +532,7 @@ def tokens_per_cluster(count: int) -> int:
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     call = CompressCall(*args)
-    for able, why in (qnorm_quant.supports(*call.insert()), entry_c128.supports_fused(*call.compress())):
+    for able, why in (qnorm.supports_quant_insert(*call.insert()), ratio128.supports(FusedCall(*call.compress()))):
         if not able:
             return False, why
     for name, tensor, size in (("norm_weight", call.norm_weight, 2), ("cos_sin_cache", call.cos_sin_cache, 4)):
@@ -544,6 +566,6 @@ def launch_with(key: InsertCompressKey, call: CompressCall, per_cluster: int | N
         per_cluster or tokens_per_cluster(call.state_slot_mapping.shape[0]),
         *(kv_score.data_ptr(), kv_score.stride(0) * 4, ape.data_ptr(), ape.stride(0) * 4),
         *(state.data_ptr(), state.stride(0) * 4, pages, page_rows),
-        *entry.numbers(call.entry_cache, call.cos_sin_cache, call.norm_weight, None, call.eps),
+        *epilogue.numbers(call.entry_cache, call.cos_sin_cache, call.norm_weight, None, call.eps),
         call.use_pdl,
     )

@@ -1,17 +1,17 @@
-"""Kernel of fused_qkv_insert_compress_index: blocks of four kinds, those that take longest first.
+"""Kernel of fused_qkv_insert_compress_index: CTAs of four kinds, those that take longest first.
 
-    blocks                        do what a block of               warps
-    0 .. entry_end                compressor/c4_kernel.py does     a team of four for an entry of 512 columns
+    CTAs                        do what a CTA of               warps
+    0 .. entry_end                compressor/ratio4.py does        a team of four for an entry of 512 columns
     entry_end .. index_end        the same                         each a team of its own, for a key of 128 columns
     index_end .. rows_end         kv_cache/qnorm.py                each `rows` heads of a token, or its KV row
     rows_end ..                   indexer/query.py                 each `groups` times four index heads of a token
 
 All of them have four warps, and their code is that of the separate kernels, so the bytes are too. A step with few
-tokens takes as long as its longest block, and not the sum of four launches. What describes the step - positions,
+tokens takes as long as its longest CTA, and not the sum of four launches. What describes the step - positions,
 requests, slots, pages - and the rotary table are read while the kernel ahead runs, which does not write them.
 
-Registers are those of an entry's block, which holds eight rows of two times four columns a lane: 128 a thread, so that
-four blocks fit a multiprocessor. Blocks of queries have room for several rows a warp then, and need them where there
+Registers are those of an entry's CTA, which holds eight rows of two times four columns a lane: 128 a thread, so that
+four CTAs fit a multiprocessor. CTAs of queries have room for several rows a warp then, and need them where there
 are many: 16 warps must have as much under way as otherwise 40. Shared memory is an entry's: biases and the token's own
 row.
 """
@@ -28,16 +28,16 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.compressor import entry, entry_c4
-from cute_kernels.compressor.c4_kernel import WARPS, C4Kernel, allocate_own
-from cute_kernels.compressor.c4_tokens import State, Step, Tokens
+from cute_kernels.compressor import epilogue, ratio4
+from cute_kernels.compressor.call import FusedCall
+from cute_kernels.compressor.ratio4 import WARPS, C4Kernel, State, Step, Tokens, allocate_own
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEX_DIM, INDEXER_FP8, ROPE_DIM
-from cute_kernels.indexer import query_fp8
+from cute_kernels.indexer import query
 from cute_kernels.indexer.query import Queries, QueryKernel, QueryKey, make_queries
 from cute_kernels.insert_compress.call import Call
-from cute_kernels.kv_cache import qnorm_quant
+from cute_kernels.kv_cache import qnorm
 from cute_kernels.kv_cache.qnorm import QnormKernel, QnormKey, Rows, make_rows
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -86,7 +86,7 @@ class InsertCompressIndexKey(KernelKey):
         pages = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
         q_shape = (count, cute.sym_int(), INDEX_DIM)
         index_q = make_fake_tensor(BFloat16, q_shape, stride=(cute.sym_int64(), cute.sym_int64(), 1))
-        compressor = *(Int64(0),) * 4, *(Int64(0), Int64(0), Int32(0), Int32(1)), Int32(1), *entry.fake_numbers()
+        compressor = *(Int64(0),) * 4, *(Int64(0), Int64(0), Int32(0), Int32(1)), Int32(1), *epilogue.fake_numbers()
         numbers = (
             *(Int64(0), Int64(0), Int32(0), Int32(1), Float32(0)),
             *(Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int32(0)),
@@ -117,7 +117,7 @@ class InsertCompressIndexKernel:
         )
         self.query = QueryKernel(query, early=True)
         entries, keys = (
-            entry.EntryStore(kv_format, False, "", hadamard, key.arch)
+            epilogue.EntryStore(kv_format, False, "", hadamard, key.arch)
             for kv_format, hadamard in ((FP8_DS_MLA.id, False), (INDEXER_FP8.id, key.index_hadamard))
         )
         self.entries = C4Kernel("", True, False, entries, self.has_dependency, early=True)
@@ -235,9 +235,9 @@ class InsertCompressIndexKernel:
         entry_end = cute.ceil_div(count, per_team * self.entries.teams)
         index_end = entry_end + cute.ceil_div(count, index_per_team * self.index_keys.teams)
         rows_end = index_end + cute.ceil_div(rows.units, WARPS)
-        blocks = rows_end + cute.ceil_div(queries.units, WARPS)
+        ctas = rows_end + cute.ceil_div(queries.units, WARPS)
         self.kernel(entries, index_keys, rows, queries, entry_end, index_end, rows_end).launch(
-            grid=[blocks, 1, 1],
+            grid=[ctas, 1, 1],
             block=[WARPS * 32, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
@@ -246,31 +246,31 @@ class InsertCompressIndexKernel:
     @cute.kernel
     def kernel(
         self,
-        entries: tuple[Tokens, State, Step, entry.Cache],
-        index_keys: tuple[Tokens, State, Step, entry.Cache],
+        entries: tuple[Tokens, State, Step, epilogue.Cache],
+        index_keys: tuple[Tokens, State, Step, epilogue.Cache],
         rows: Rows,
         queries: Queries,
         entry_end: Int32,
         index_end: Int32,
         rows_end: Int32,
     ) -> None:
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         sums = cute.arch.alloc_smem(Float32, 2 * WARPS, 8 * WARPS).toint()
         own = allocate_own()
-        if block < entry_end:
-            self.entries.run(block, *entries, sums, own)
-        elif block < index_end:
-            self.index_keys.run(block - entry_end, *index_keys, sums, own)
-        elif block < rows_end:
-            self.qnorm.run(block - index_end, rows)
+        if cta < entry_end:
+            self.entries.run(cta, *entries, sums, own)
+        elif cta < index_end:
+            self.index_keys.run(cta - entry_end, *index_keys, sums, own)
+        elif cta < rows_end:
+            self.qnorm.run(cta - index_end, rows)
         else:
-            self.query.run(block - rows_end, queries)
+            self.query.run(cta - rows_end, queries)
 
 
 def make_compressor(
     tokens: Any, state: Any, block_table: Any, step: Any, cache: Any
-) -> tuple[Tokens, State, Step, entry.Cache]:
-    """From an entry point's numbers to what c4_kernel.py takes. state: address, page stride, pages, rows of a page."""
+) -> tuple[Tokens, State, Step, epilogue.Cache]:
+    """From an entry point's numbers to what ratio4.py takes. state: address, page stride, pages, rows of a page."""
     pool, page_stride, pages, page_rows = state
     table = address(block_table), stride_bytes(block_table, 0), length(block_table, 0), length(block_table, 1)
     divisor = cute.fast_divmod_create_divisor_v2(page_rows)
@@ -278,7 +278,7 @@ def make_compressor(
         Tokens(*tokens),
         State(pool, page_stride, pages, pages * page_rows, divisor, *table),
         Step(*step),
-        entry.make_cache(*cache),
+        epilogue.make_cache(*cache),
     )
 
 
@@ -290,7 +290,7 @@ def keys_of(arch: str) -> list[InsertCompressIndexKey]:
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[InsertCompressIndexKey]:
     """Layers of ratio 4, with the usual formats of both caches."""
-    return keys_of(arch) if 4 in config.compress_ratios and entry.runs_on(arch, FP8_DS_MLA.id) else []
+    return keys_of(arch) if 4 in config.compress_ratios and epilogue.runs_on(arch, FP8_DS_MLA.id) else []
 
 
 @cache
@@ -302,10 +302,10 @@ def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     call = Call(*args)
     for able, why in (
-        qnorm_quant.supports(*call.insert()),
-        entry_c4.supports_fused(*call.compress()),
-        entry_c4.supports_fused(*call.compress_index()),
-        query_fp8.supports(*call.query()),
+        qnorm.supports_quant_insert(*call.insert()),
+        ratio4.supports(FusedCall(*call.compress())),
+        ratio4.supports(FusedCall(*call.compress_index())),
+        query.supports_fp8(*call.query()),
     ):
         if not able:
             return False, why
@@ -365,6 +365,6 @@ def _compressor(
     return (
         *(kv_score.data_ptr(), kv_score.stride(0) * 4, ape.data_ptr(), ape.stride(0) * 4),
         *(state.data_ptr(), state.stride(0) * 4, pages, page_rows),
-        entry_c4.tokens_per_team(count, requests, dim, 4 if call.persist == "all" else 16),
-        *entry.numbers(kv_cache, call.cos_sin_cache, weight, None, call.eps),
+        ratio4.tokens_per_team(count, requests, dim, 4 if call.persist == "all" else 16),
+        *epilogue.numbers(kv_cache, call.cos_sin_cache, weight, None, call.eps),
     )

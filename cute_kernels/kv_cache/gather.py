@@ -1,15 +1,28 @@
-"""Kernel of dequantize_and_gather_k_cache: one warp takes some neighbouring rows of a request at a time. Lanes and
-columns: record.py. Calls of many rows have a kernel of their own where their pages allow it: gather_bulk.py.
+"""Kernels of dequantize_and_gather_k_cache: rows of requests, by warps. Lanes and columns: record.py.
 
-Blocks are numbered (i, request) and a request's rows are dealt to its blocks in turn, so the number of blocks need not
-know the lengths, which only the device has, and a block with nothing to do costs one look at its request's length.
+GatherKernel: one warp takes some neighbouring rows of a request at a time. CTAs are numbered (i, request) and a
+request's rows are dealt to its CTAs in turn, so the number of CTAs need not know the lengths, which only the device
+has, and a CTA with nothing to do costs one look at its request's length.
 
-While a warp works on its rows it has already asked for the pages of the next ones: the way from a length to a block
-table entry to a row is three waits long, and only the last one is for much data. A lane holds the page of one row.
-With gather_lens the first two of these waits are for one another. All warps of a request read the same lengths, and
+While a warp works on its rows it has already asked for the pages of the next ones: the way from a length to a CTA
+table entry to a row is three waits long, and only the last one is for much data. A lane holds the page of one row. With
+gather_lens the first two of these waits are for one another. All warps of a request read the same lengths, and
 neighbours the same entries, so those go through L1 and a multiprocessor asks for them once: when every warp asked the
 same L2 slice, a call of 4224 rows took 0.4 us longer. Without gather_lens both are under way at once, which loads in
 order keep so (perf/notes/memory_bound.md).
+
+GatherBulkKernel, for calls of many rows where their pages allow it: bulk copies bring four neighbouring rows of a page
+at a time.
+
+    a stage, in shared memory      4 x 576 bytes of data | 4 x 8 scale bytes
+    a warp                         two stages, each with an mbarrier; warps have nothing to do with one another
+
+Chunks of four rows are aligned in the request, and so in a page, whose rows are a multiple of four. The first and the
+last chunk may reach beyond the rows to gather: they are copied as wholes, and what is too much is not stored.
+
+Chunks are dealt to the warps in turn. A call that fits the grid gives a warp two of them, both under way at once; in
+longer ones a stage is filled again as soon as it is used up. A chunk without a page completes its stage's barrier too,
+with no bytes, so that every stage is waited for in the same way.
 """
 
 from __future__ import annotations
@@ -22,14 +35,14 @@ from typing import Any, ClassVar
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
-from cute_kernels.kv_cache import decode, gather_bulk, record
-from cute_kernels.kv_cache.gather_bulk import GatherBulkKey
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
+from cute_kernels.kv_cache import record
 from cute_kernels.runtime.arch import arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -37,59 +50,34 @@ from cute_kernels.runtime.compile import launch as launch_key
 MINIMUM_ARCH = 89
 """First architecture that converts from e4m3 in hardware."""
 
+BULK_ARCH = 90
+"""First architecture with bulk copies."""
+
 BULK_ROWS = {False: 4096, True: 12288}
-"""Rows of a call, of all its requests together, from which on the kernel of gather_bulk.py is faster, by whether there
+"""Rows of a call, of all its requests together, from which on the kernel with bulk copies is faster, by whether there
 are gather_lens (perf/notes/memory_bound.md)."""
 
-BLOCKS_PER_SM = 64
+CHUNK_ROWS = 4
+
+BULK_ALIGNMENT = 16
+"""Of pools and pages, and so of the rows and scales of a chunk."""
+
+CTAS_PER_SM = 64
 """Of either kernel, when there are rows enough: as fast as any (perf/notes/memory_bound.md)."""
 
 MOST_REQUESTS = 65535
 """Blocks that a grid can have in its second dimension."""
 
 MOST_ROWS = 2**29
-"""Per request: row numbers of the passes of all blocks stay within int32."""
+"""Per request: row numbers of the passes of all CTAs stay within int32."""
 
 
-@dataclass(frozen=True)
-class GatherKey(KernelKey):
-    """What distinguishes one compiled kernel from another.
-
-    kv_format     record format id
-    gathered      whether there are gather_lens; without them the first row to copy is known to be row 0
-    warps         per block
-    rows          per warp, asked for together: 1, 2, 4 ... 32; with more than two the compiler may delay the last ones
-    """
-
-    kernel_name: ClassVar[str] = "kv_cache.gather"
-    kv_format: str = FP8_DS_MLA.id
-    gathered: bool = False
-    warps: int = 4
-    rows: int = 2
-
-    @property
-    def instructions(self) -> tuple[str, ...]:
-        return "ld.global.64", "cvt.e4m3", "st.global.128"
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of one pass of a block."""
-        return self.warps * self.rows
-
-    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        def stride() -> Any:
-            return cute.sym_int64()
-
-        out = make_fake_tensor(BFloat16, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=(stride(), stride(), 1))
-        lens = [make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,)) for _ in range(2)]
-        table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(stride(), 1))
-        numbers = (Int64(0), Int64(0), Int32(0), Int32(1), Int32(0), Int32(1))
-        return GatherKernel(self), (out, *lens, table, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+# ---- kernel: rows by loads
 
 
 class GatherKernel:
     """Entry point: (out, seq_lens, gather_lens or anything like them, block table, cache address, page stride in bytes,
-    pages of the pool, rows of a page, first row of out to write, blocks per request, stream)."""
+    pages of the pool, rows of a page, first row of out to write, CTAs per request, stream)."""
 
     def __init__(self, key: GatherKey) -> None:
         self.arch = key.arch
@@ -111,7 +99,7 @@ class GatherKernel:
         pages: Int32,
         block_size: Int32,
         offset: Int32,
-        blocks: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -134,7 +122,7 @@ class GatherKernel:
             page_rows,
         )
         requests = length(seq_lens, 0)
-        kernel.launch(grid=[blocks, requests, 1], block=[self.warps * 32, 1, 1], stream=stream)
+        kernel.launch(grid=[ctas, requests, 1], block=[self.warps * 32, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -155,12 +143,12 @@ class GatherKernel:
         page_rows: cute.FastDivmodDivisorV2,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        block, request, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
+        cta, request, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        start = (block * self.warps + warp) * self.rows
-        step = blocks * (self.warps * self.rows)
+        start = (cta * self.warps + warp) * self.rows
+        step = ctas * (self.warps * self.rows)
         scales = pool + Int64(block_size) * FP8_DS_MLA.data_bytes
         is_rope = lane >= record.ROPE_LANE
         second_offset = Int64(record.second_offset(lane))
@@ -206,13 +194,296 @@ class GatherKernel:
                 # lanes with rope have no scales: they need those of block 3 for their first columns
                 low = cute.arch.shuffle_sync(third[0], lane % record.ROPE_LANE)
                 row_target = target + Int64(start + i) * out_row
-                decode.store_decoded(row_target, lane, codes, second, rope, (low, third[1]), row_page >= 0, self.arch)
+                record.store_decoded(row_target, lane, codes, second, rope, (low, third[1]), row_page >= 0, self.arch)
             start += step
 
     def load_entry(self, load: Any, position: Any, table: Any, width: Any, page_rows: Any) -> Any:
         """Block table entry of a row of the request, or of the nearest column if the table has none for it."""
         column, _ = divmod(position, page_rows)
         return load(table + Int64(cutlass.max(cutlass.min(column, width - 1), 0)) * 4)
+
+
+# ---- kernel: chunks by bulk copies
+
+
+class GatherBulkKernel:
+    """Entry point: as that of GatherKernel."""
+
+    def __init__(self, key: GatherBulkKey) -> None:
+        self.arch = key.arch
+        self.gathered = key.gathered
+        self.warps = key.warps
+        self.rows = key.rows
+        self.stages = key.stages
+        self.stage_bytes = key.stage_bytes
+        self.data_bytes = key.rows * FP8_DS_MLA.data_bytes
+        form = f"w{key.warps}r{key.rows}s{key.stages}" + ("_gathered" if key.gathered else "")
+        self.name = f"dequantize_and_gather_k_cache_bulk_{form}"
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,
+        seq_lens: cute.Tensor,
+        gather_lens: cute.Tensor,
+        table: cute.Tensor,
+        pool: Int64,
+        page_stride: Int64,
+        pages: Int32,
+        block_size: Int32,
+        offset: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        out_row = stride_bytes(out, 1)
+        page_rows = cute.fast_divmod_create_divisor_v2(block_size)
+        kernel = self.kernel(
+            address(out) + Int64(offset) * out_row,
+            stride_bytes(out, 0),
+            out_row,
+            length(out, 1) - offset,
+            address(seq_lens),
+            address(gather_lens),
+            address(table),
+            stride_bytes(table, 0),
+            length(table, 1),
+            pool,
+            page_stride,
+            pages,
+            block_size,
+            page_rows,
+        )
+        requests = length(seq_lens, 0)
+        kernel.launch(grid=[ctas, requests, 1], block=[self.warps * 32, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        out: Int64,
+        out_request: Int64,
+        out_row: Int64,
+        room: Int32,
+        seq_lens: Int64,
+        gather_lens: Int64,
+        table: Int64,
+        table_stride: Int64,
+        width: Int32,
+        pool: Int64,
+        page_stride: Int64,
+        pages: Int32,
+        block_size: Int32,
+        page_rows: cute.FastDivmodDivisorV2,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        cta, request, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = thread % 32
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        smem = SmemAllocator()
+        memory = smem.allocate_tensor(
+            Uint8, cute.make_layout(self.warps * self.stages * self.stage_bytes), byte_alignment=128
+        )
+        ring = memory.iterator.toint() + warp * (self.stages * self.stage_bytes)
+        barriers = smem.allocate_array(Int64, self.warps * self.stages) + warp * self.stages
+        if lane == 0:
+            for stage in range_constexpr(self.stages):
+                cute.arch.mbarrier_init(barriers + stage, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        target = out + Int64(request) * out_request
+        table += Int64(request) * table_stride
+        cute.arch.griddepcontrol_wait()
+
+        # all warps read the same lengths: through L1, a multiprocessor asks for them once
+        count = ptx.load_global_s32_again(seq_lens + Int64(request) * 4)
+        first = Int32(0)
+        if const_expr(self.gathered):
+            seq_len = count
+            count = cutlass.min(ptx.load_global_s32_again(gather_lens + Int64(request) * 4), seq_len)
+            first = seq_len - count
+        # rows of the first chunk that come before the first row; rows are counted from the first chunk on
+        lead = first & (self.rows - 1)
+        origin = first - lead
+        start = (cta * self.warps + warp) * self.rows
+        step = ctas * (self.warps * self.rows)
+        pending = [
+            self.load_page(origin + start + stage * step, table, width, pages, page_rows)
+            for stage in range(self.stages)
+        ]
+        count = cutlass.min(count, room)
+        end = lead + count if count > 0 else Int32(0)
+        for stage in range_constexpr(self.stages):
+            row = start + stage * step
+            if lane == 0 and row < end:
+                self.copy_chunk_async(
+                    stage, pending[stage], origin + row, ring, barriers, pool, page_stride, block_size, page_rows
+                )
+        phase = Int32(0)
+        while start < end:
+            for stage in range_constexpr(self.stages):
+                if start < end:
+                    page = pending[stage]
+                    later = start + self.stages * step
+                    pending[stage] = self.load_page(origin + later, table, width, pages, page_rows)
+                    cute.arch.mbarrier_wait(barriers + stage, phase)
+                    for i in range_constexpr(self.rows):
+                        row = start - lead + i
+                        is_wanted = page >= 0 and row >= 0 and row < count
+                        self.store_row(
+                            target + Int64(row) * out_row, lane, ring + stage * self.stage_bytes, i, is_wanted
+                        )
+                    # no lane reads the stage any more
+                    cute.arch.sync_warp()
+                    if lane == 0 and later < end:
+                        self.copy_chunk_async(
+                            stage,
+                            pending[stage],
+                            origin + later,
+                            ring,
+                            barriers,
+                            pool,
+                            page_stride,
+                            block_size,
+                            page_rows,
+                        )
+                    start += step
+            phase ^= 1
+
+    @cute.jit
+    def load_page(self, position: Any, table: Any, width: Any, pages: Any, page_rows: Any) -> Any:
+        """Page of a row of the request, -1 if it has none."""
+        column, _ = divmod(position, page_rows)
+        entry = ptx.load_global_s32_again(table + Int64(cutlass.max(cutlass.min(column, width - 1), 0)) * 4)
+        is_named = position >= 0 and column < width and entry >= 0 and entry < pages
+        return entry if is_named else Int32(-1)
+
+    @cute.jit
+    def copy_chunk_async(
+        self,
+        stage: Any,
+        page: Any,
+        position: Any,
+        ring: Any,
+        barriers: Any,
+        pool: Any,
+        page_stride: Any,
+        block_size: Any,
+        page_rows: Any,
+    ) -> None:
+        """By one lane: have a chunk copied into a stage, whose barrier completes when that is done."""
+        barrier = barriers + stage
+        if page >= 0:
+            _, row = divmod(position, page_rows)
+            start = pool + Int64(page) * page_stride
+            scales = start + Int64(block_size) * FP8_DS_MLA.data_bytes + Int64(row) * FP8_DS_MLA.scale_bytes
+            shared = ring + stage * self.stage_bytes
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.stage_bytes)
+            data = start + Int64(row) * FP8_DS_MLA.data_bytes
+            ptx.copy_bulk(shared, data, self.data_bytes, barrier.toint())
+            ptx.copy_bulk(shared + self.data_bytes, scales, self.stage_bytes - self.data_bytes, barrier.toint())
+        else:
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def store_row(self, target: Any, lane: Any, stage: Any, i: int, predicate: Any) -> None:
+        """Row `i` of the stage at shared address `stage`, to `target`."""
+        start = stage + i * FP8_DS_MLA.data_bytes
+        is_rope = lane >= record.ROPE_LANE
+        rope = start + NOPE_DIM + (lane % 8) * 16
+        codes = ptx.load_shared_64(start + lane * 8)
+        second = ptx.load_shared_64(rope if is_rope else start + record.HALF_CODES + lane * 8)
+        scales = ptx.load_shared_64(stage + self.data_bytes + i * FP8_DS_MLA.scale_bytes)
+        rope_words = second + ptx.load_shared_64(rope + 8)
+        record.store_decoded(target, lane, codes, second, rope_words, scales, predicate, self.arch)
+
+
+# ---- keys
+
+
+@dataclass(frozen=True)
+class GatherKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    kv_format     record format id
+    gathered      whether there are gather_lens; without them the first row to copy is known to be row 0
+    warps         per CTA
+    rows          per warp, asked for together: 1, 2, 4 ... 32; with more than two the compiler may delay the last ones
+    """
+
+    kernel_name: ClassVar[str] = "kv_cache.gather"
+    kv_format: str = FP8_DS_MLA.id
+    gathered: bool = False
+    warps: int = 4
+    rows: int = 2
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return "ld.global.64", "cvt.e4m3", "st.global.128"
+
+    @property
+    def cta_rows(self) -> int:
+        """Rows of one pass of a CTA."""
+        return self.warps * self.rows
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def stride() -> Any:
+            return cute.sym_int64()
+
+        out = make_fake_tensor(BFloat16, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=(stride(), stride(), 1))
+        lens = [make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,)) for _ in range(2)]
+        table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(stride(), 1))
+        numbers = (Int64(0), Int64(0), Int32(0), Int32(1), Int32(0), Int32(1))
+        return GatherKernel(self), (out, *lens, table, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+
+
+@dataclass(frozen=True)
+class GatherBulkKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    kv_format     record format id
+    gathered      whether there are gather_lens; without them the first row to copy is known to be row 0
+    warps         per CTA
+    rows          per chunk: 2, 4, 8 ...; divides the rows of a page
+    stages        of each warp
+
+    Four warps with two stages of four rows were the fastest, or as fast as any, in all measured calls of 16384 rows and
+    more on an H200: perf/notes/memory_bound.md.
+    """
+
+    kernel_name: ClassVar[str] = "kv_cache.gather_bulk"
+    kv_format: str = FP8_DS_MLA.id
+    gathered: bool = False
+    warps: int = 4
+    rows: int = CHUNK_ROWS
+    stages: int = 2
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return "bulk.load", "mbarrier", "cvt.e4m3", "st.global.128"
+
+    @property
+    def cta_rows(self) -> int:
+        """Rows of one pass of a CTA."""
+        return self.warps * self.stages * self.rows
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.rows * (FP8_DS_MLA.data_bytes + FP8_DS_MLA.scale_bytes)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.warps * self.stages * (self.stage_bytes + 8)
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def stride() -> Any:
+            return cute.sym_int64()
+
+        out = make_fake_tensor(BFloat16, (cute.sym_int(), cute.sym_int(), HEAD_DIM), stride=(stride(), stride(), 1))
+        lens = [make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,)) for _ in range(2)]
+        table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(stride(), 1))
+        numbers = (Int64(0), Int64(0), Int32(0), Int32(self.rows), Int32(0), Int32(1))
+        return GatherBulkKernel(self), (out, *lens, table, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
 def key_for(arch: str, kv_format: str, gathered: bool, is_bulk: bool) -> GatherKey | GatherBulkKey:
@@ -225,13 +496,16 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[GatherKey | GatherB
     number = arch_number(arch)
     if number < MINIMUM_ARCH:
         return []
-    forms = (False, True) if number >= gather_bulk.MINIMUM_ARCH else (False,)
+    forms = (False, True) if number >= BULK_ARCH else (False,)
     return [key_for(arch, FP8_DS_MLA.id, gathered, is_bulk) for gathered in (True, False) for is_bulk in forms]
 
 
 @cache
 def _key(device_index: int, kv_format: str, gathered: bool, is_bulk: bool) -> GatherKey | GatherBulkKey:
     return key_for(arch_of(device_index), kv_format, gathered, is_bulk)
+
+
+# ---- launch
 
 
 def supports(
@@ -264,23 +538,23 @@ def supports(
     return True, ""
 
 
-def blocks_per_request(
+def ctas_per_request(
     key: GatherKey | GatherBulkKey, requests: int, rows: int, multiprocessors: int, per_multiprocessor: int
 ) -> int:
-    """How many blocks share the rows of one request: no more than `rows` keep busy, and their share of the GPU."""
-    enough = -(-rows // key.block_rows)
+    """How many CTAs share the rows of one request: no more than `rows` keep busy, and their share of the GPU."""
+    enough = -(-rows // key.cta_rows)
     share = -(-multiprocessors * per_multiprocessor // requests)
     return max(1, min(enough, share))
 
 
 def wants_bulk(arch: str, k_cache: Any, block_size: int, gathered: bool, rows: int) -> bool:
-    """Whether a call of so many rows is one for gather_bulk.py, whose chunks must lie in one page, and aligned."""
+    """Whether a call of so many rows is one for bulk copies, whose chunks must lie in one page, and aligned."""
     return (
         rows >= BULK_ROWS[gathered]
-        and block_size % gather_bulk.CHUNK_ROWS == 0
-        and k_cache.data_ptr() % gather_bulk.ALIGNMENT == 0
-        and k_cache.stride(0) % gather_bulk.ALIGNMENT == 0
-        and arch_number(arch) >= gather_bulk.MINIMUM_ARCH
+        and block_size % CHUNK_ROWS == 0
+        and k_cache.data_ptr() % BULK_ALIGNMENT == 0
+        and k_cache.stride(0) % BULK_ALIGNMENT == 0
+        and arch_number(arch) >= BULK_ARCH
     )
 
 
@@ -315,5 +589,5 @@ def launch(
         pages,
         block_size,
         offset,
-        blocks_per_request(key, requests, rows, multiprocessors(device_index), BLOCKS_PER_SM),
+        ctas_per_request(key, requests, rows, multiprocessors(device_index), CTAS_PER_SM),
     )

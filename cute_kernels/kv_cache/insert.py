@@ -21,7 +21,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
-from cute_kernels.kv_cache import encode, record
+from cute_kernels.kv_cache import record
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -39,7 +39,7 @@ class InsertKey(KernelKey):
     """What distinguishes one compiled kernel from another.
 
     kv_format     record format id
-    warps         per block
+    warps         per CTA
     rows          per warp, all in flight together
     through_l1    whether rows may go through L1
 
@@ -93,8 +93,8 @@ class InsertKernel:
         kernel = self.kernel(
             address(k), stride_bytes(k, 0), address(slots), count, pool, page_stride, capacity, block_size, page_rows
         )
-        blocks = cute.ceil_div(count, self.warps * self.rows)
-        kernel.launch(grid=[blocks, 1, 1], block=[self.warps * 32, 1, 1], stream=stream)
+        ctas = cute.ceil_div(count, self.warps * self.rows)
+        kernel.launch(grid=[ctas, 1, 1], block=[self.warps * 32, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -110,7 +110,7 @@ class InsertKernel:
         page_rows: cute.FastDivmodDivisorV2,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
         k_lane = k + Int64(lane * 16)
@@ -119,7 +119,7 @@ class InsertKernel:
 
         loaded = []
         for i in range_constexpr(self.rows):
-            row = (block * self.rows + i) * self.warps + warp
+            row = (cta * self.rows + i) * self.warps + warp
             # rows past the end load the last row again, and store nothing
             source = Int64(cutlass.min(row, count - 1))
             slot = ptx.load_global_s64(slots + source * 8)
@@ -129,10 +129,10 @@ class InsertKernel:
 
         for i in range_constexpr(self.rows):
             slot, first, second = loaded[i]
-            pieces = encode.encoded(lane, first, second, second, self.arch)
+            pieces = record.encode(lane, first, second, second, self.arch)
             if slot >= 0 and slot < Int64(capacity):
                 page, row = divmod(Int32(slot), page_rows)
-                encode.store(lane, pool + Int64(page) * page_stride, row, block_size, pieces)
+                record.store_encoded(lane, pool + Int64(page) * page_stride, row, block_size, pieces)
 
     def load_half(self, address: Any) -> Any:
         """A lane's columns of one half of a row, as words."""

@@ -163,7 +163,7 @@ _quant_insert = define_op(
     "Tensor cos_sin_cache, float eps, SymInt block_size, bool apply_q_norm, str kv_format, bool use_pdl) -> ()",
     check=_check_quant_insert,
     reference=reference.qnorm_rope_kv_rope_quant_insert,
-    kernel="cute_kernels.kv_cache.qnorm_quant",
+    kernel="cute_kernels.kv_cache.qnorm:QUANT_INSERT",
     cost=_cost_quant_insert,
     validate=_validate_quant_insert,
 )
@@ -173,7 +173,7 @@ _bf16_insert = define_op(
     "Tensor cos_sin_cache, float eps, SymInt block_size, str kv_format, bool use_pdl) -> ()",
     check=_check_bf16_insert,
     reference=reference.qnorm_rope_kv_rope_full_cache_bf16_insert,
-    kernel="cute_kernels.kv_cache.qnorm_bf16",
+    kernel="cute_kernels.kv_cache.qnorm:BF16_INSERT",
     cost=_cost_bf16_insert,
     validate=_validate_bf16_insert,
 )
@@ -184,7 +184,7 @@ _fp8_insert = define_op(
     "str kv_format, bool use_pdl) -> ()",
     check=_check_fp8_insert,
     reference=reference.qnorm_rope_kv_rope_full_cache_fp8_insert,
-    kernel="cute_kernels.kv_cache.qnorm_fp8",
+    kernel="cute_kernels.kv_cache.qnorm:FP8_INSERT",
     cost=_cost_fp8_insert,
     validate=_validate_fp8_insert,
 )

@@ -1,4 +1,6 @@
 """The step before attention in one launch: norm and rotation of the queries, rotation and insertion of the KV rows.
+Kernel of the three ops that do so: with an fp8_ds_mla cache and queries in place (QUANT_INSERT), with a plain bf16
+cache (BF16_INSERT), with a plain e4m3 cache and result (FP8_INSERT).
 
 A token has one part for its KV row and one for every few of its heads, and a warp takes one part. All rows of a part
 are rotated by the same angles, so these are loaded once for them. Lanes and columns of a row: record.py; the rope
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -28,53 +31,26 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import convert, ptx, rope
+from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8, ROPE_DIM
-from cute_kernels.kv_cache import encode, query_norm, record
-from cute_kernels.runtime.arch import arch_number
+from cute_kernels.kv_cache import query_norm, record
+from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
+
+# ---- config
+
+MINIMUM_ARCH = {FP8_DS_MLA.id: 89, PLAIN_BF16.id: 80, PLAIN_FP8.id: 89}
+"""First architecture per format: e4m3 conversion in hardware needs sm_89."""
+
+FEW_ROWS = 4096
+"""Up to so many rows of q, all tokens and heads together, one row per warp and angles ahead of the wait are faster;
+from there on two, and rows first (perf/notes/memory_bound.md, perf/notes/insert_compress.md)."""
 
 
-@dataclass(frozen=True)
-class QnormKey(KernelKey):
-    """What distinguishes one compiled kernel from another.
-
-    kv_format     record format id; with plain_fp8 the queries become e4m3 too
-    norm          whether the queries are normalized
-    rows          heads per warp, all in flight together
-    warps         per block
-    early         positions, slots and angles are read before the wait for the kernel ahead, which does not write them
-
-    qnorm_launch.py says which of them serves a call.
-    """
-
-    kernel_name: ClassVar[str] = "kv_cache.qnorm"
-    kv_format: str = FP8_DS_MLA.id
-    norm: bool = True
-    rows: int = 2
-    warps: int = 4
-    early: bool = False
-
-    @property
-    def instructions(self) -> tuple[str, ...]:
-        stores = ("cvt.e4m3", "st.global.64") if self.kv_format != PLAIN_BF16.id else ()
-        return "ld.global.128", *stores
-
-    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        def stride() -> Any:
-            return cute.sym_int64(divisibility=8)
-
-        count = cute.sym_int()
-        q_shape = (count, cute.sym_int(), HEAD_DIM)
-        q = make_fake_tensor(BFloat16, q_shape, stride=(stride(), stride(), 1), assumed_align=16)
-        kv = make_fake_tensor(BFloat16, (count, HEAD_DIM), stride=(stride(), 1), assumed_align=16)
-        slots = make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,), assumed_align=8)
-        positions = make_fake_tensor(Int64, (count,), stride=(1,), assumed_align=8)
-        table_stride = cute.sym_int64(divisibility=4)
-        table = make_fake_tensor(Float32, (cute.sym_int(), ROPE_DIM), stride=(table_stride, 1), assumed_align=16)
-        numbers = (*(Int64(0),) * 7, Int32(0), Int32(1), Float32(0.0), Boolean(False))
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return QnormKernel(self), (q, kv, slots, positions, table, *numbers, stream)
+# ---- rows and where they lie
 
 
 class Rows(NamedTuple):
@@ -115,6 +91,9 @@ def make_rows(q: Any, out: Any, kv: Any, positions: Any, table: Any, cache: Any,
         cute.fast_divmod_create_divisor_v2(parts),
         eps,
     )
+
+
+# ---- kernel
 
 
 class QnormKernel:
@@ -160,9 +139,9 @@ class QnormKernel:
             result = (address(q), stride_bytes(q, 0), stride_bytes(q, 1), q_scale_inv)
         cache = (pool, page_stride, capacity, block_size)
         rows = make_rows(q, result, (kv, slots, kv_scale), positions, table, cache, eps, self.rows)
-        blocks = cute.ceil_div(rows.units, self.warps)
+        ctas = cute.ceil_div(rows.units, self.warps)
         self.kernel(rows).launch(
-            grid=[blocks, 1, 1],
+            grid=[ctas, 1, 1],
             block=[self.warps * 32, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
@@ -170,15 +149,15 @@ class QnormKernel:
 
     @cute.kernel
     def kernel(self, rows: Rows) -> None:
-        block, _, _ = cute.arch.block_idx()
-        self.run(block, rows)
+        cta, _, _ = cute.arch.block_idx()
+        self.run(cta, rows)
 
     @cute.jit
-    def run(self, block: Int32, rows: Rows) -> None:
-        """What block number `block` does."""
+    def run(self, cta: Int32, rows: Rows) -> None:
+        """What CTA number `CTA` does."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
-        unit = block * self.warps + cute.arch.make_warp_uniform(thread // 32)
+        unit = cta * self.warps + cute.arch.make_warp_uniform(thread // 32)
         token, part = divmod(unit, rows.token_parts)
         if const_expr(self.early):
             cute.arch.griddepcontrol_launch_dependents()
@@ -187,12 +166,12 @@ class QnormKernel:
             cute.arch.griddepcontrol_launch_dependents()
         if unit < rows.units:
             if part > 0:
-                self.turn_queries(lane, token, (part - 1) * self.rows, rows.q, rows.out, rows.angles, rows.eps)
+                self.rotate_queries(lane, token, (part - 1) * self.rows, rows.q, rows.out, rows.angles, rows.eps)
             else:
                 self.insert(lane, token, rows.kv, rows.angles, rows.cache, rows.page_rows)
 
     @cute.jit
-    def turn_queries(self, lane: Any, token: Any, first_head: Any, q: Any, out: Any, angles: Any, eps: Any) -> None:
+    def rotate_queries(self, lane: Any, token: Any, first_head: Any, q: Any, out: Any, angles: Any, eps: Any) -> None:
         start, token_stride, head_stride, heads = q
         target, out_token_stride, out_head_stride, scale = out
         rows = []
@@ -213,7 +192,7 @@ class QnormKernel:
         if const_expr(self.rows > 1 and not self.early):
             position, factor = self.load_position(angles, token), self.load_scale(scale)
         known = (cos, sin) if self.early else None
-        # always so, which the assembler does not know: loads are in a block before that of what uses them, as it would
+        # always so, which the assembler does not know: loads are in a CTA before that of what uses them, as it would
         # have the position behind the first row's squares
         if first_head < heads:
             target += Int64(token) * out_token_stride
@@ -232,7 +211,7 @@ class QnormKernel:
             values = convert.bf16_floats(rows[i])
             if const_expr(self.norm):
                 values = [ptx.mul_rn(value, factors[i]) for value in values]
-            values = self.turned(lane, values, cos, sin)
+            values = self.rotated(lane, values, cos, sin)
             head = first_head + i
             self.store_query(lane, target + Int64(head) * head_stride, values, factor, head < heads)
 
@@ -256,15 +235,15 @@ class QnormKernel:
                 # rounding, while no quotient of two fp32 is nearer than 2^-49 of it to where that turns
                 inverse = ptx.reciprocal_f64(divisor)
                 twice = inverse + inverse
-            values = self.turned(lane, convert.bf16_floats(words), cos, sin)
+            values = self.rotated(lane, convert.bf16_floats(words), cos, sin)
             is_inside = slot >= 0 and slot < Int64(capacity)
             page, row = divmod(Int32(slot if is_inside else Int64(0)), page_rows)
             page_start = pool + Int64(page) * page_stride
             if const_expr(self.form == FP8_DS_MLA.id):
                 # the codes need no angles, and are made while these are on their way
-                pieces = encode.encoded(lane, words[:4], words[4:], convert.bf16_words(values[8:]), self.arch)
+                pieces = record.encode(lane, words[:4], words[4:], convert.bf16_words(values[8:]), self.arch)
                 if is_inside:
-                    encode.store(lane, page_start, row, block_size, pieces)
+                    record.store_encoded(lane, page_start, row, block_size, pieces)
             elif const_expr(self.form == PLAIN_BF16.id):
                 target = page_start + Int64(row) * (2 * HEAD_DIM) + Int64(lane * 16)
                 ptx.store_global_128(target, words[:4], is_inside)
@@ -300,14 +279,14 @@ class QnormKernel:
         return [word.bitcast(Float32) for word in cos], [word.bitcast(Float32) for word in sin]
 
     @cute.jit
-    def turned(self, lane: Any, values: Any, cos: Any, sin: Any) -> Any:
+    def rotated(self, lane: Any, values: Any, cos: Any, sin: Any) -> Any:
         """A lane's sixteen values of a row, the rope columns among them rotated."""
         is_rope = lane >= record.ROPE_LANE
         result = list(values[:8])
         for pair in range_constexpr(4):
             even, odd = values[8 + 2 * pair], values[9 + 2 * pair]
-            turned_even, turned_odd = rope.rotate_pair(even, odd, cos[pair], sin[pair])
-            result += [turned_even if is_rope else even, turned_odd if is_rope else odd]
+            rotated_even, rotated_odd = rope.rotate_pair(even, odd, cos[pair], sin[pair])
+            result += [rotated_even if is_rope else even, rotated_odd if is_rope else odd]
         return result
 
     def store_query(self, lane: Any, target: Any, values: Any, factor: Any, predicate: Any) -> None:
@@ -324,3 +303,267 @@ def store_codes(target: Any, codes: list[Any], predicate: Any) -> None:
     """A lane's sixteen codes of a row of e4m3: eight bytes in each half."""
     ptx.store_global_64(target, codes[0], codes[1], predicate)
     ptx.store_global_64(target + HEAD_DIM // 2, codes[2], codes[3], predicate)
+
+
+# ---- key
+
+
+@dataclass(frozen=True)
+class QnormKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    kv_format     record format id; with plain_fp8 the queries become e4m3 too
+    norm          whether the queries are normalized
+    rows          heads per warp, all in flight together
+    warps         per CTA
+    early         positions, slots and angles are read before the wait for the kernel ahead, which does not write them
+    """
+
+    kernel_name: ClassVar[str] = "kv_cache.qnorm"
+    kv_format: str = FP8_DS_MLA.id
+    norm: bool = True
+    rows: int = 2
+    warps: int = 4
+    early: bool = False
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        stores = ("cvt.e4m3", "st.global.64") if self.kv_format != PLAIN_BF16.id else ()
+        return "ld.global.128", *stores
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def stride() -> Any:
+            return cute.sym_int64(divisibility=8)
+
+        count = cute.sym_int()
+        q_shape = (count, cute.sym_int(), HEAD_DIM)
+        q = make_fake_tensor(BFloat16, q_shape, stride=(stride(), stride(), 1), assumed_align=16)
+        kv = make_fake_tensor(BFloat16, (count, HEAD_DIM), stride=(stride(), 1), assumed_align=16)
+        slots = make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,), assumed_align=8)
+        positions = make_fake_tensor(Int64, (count,), stride=(1,), assumed_align=8)
+        table_stride = cute.sym_int64(divisibility=4)
+        table = make_fake_tensor(Float32, (cute.sym_int(), ROPE_DIM), stride=(table_stride, 1), assumed_align=16)
+        numbers = (*(Int64(0),) * 7, Int32(0), Int32(1), Float32(0.0), Boolean(False))
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return QnormKernel(self), (q, kv, slots, positions, table, *numbers, stream)
+
+
+def _shape(query_rows: int) -> tuple[int, bool]:
+    """(rows of a warp, whether it reads its angles early)."""
+    return (1, True) if query_rows <= FEW_ROWS else (2, False)
+
+
+def key_for(arch: str, kv_format: str, norm: bool = True, query_rows: int = 0) -> QnormKey:
+    """The kernel that serves calls of this kind with so many rows of q."""
+    return _key_of_shape(arch, kv_format, norm, *_shape(query_rows))
+
+
+def _key_of_shape(arch: str, kv_format: str, norm: bool, rows: int, early: bool) -> QnormKey:
+    return QnormKey(arch, kv_format, norm, rows, early=early and arch_number(arch) >= DEPENDENT_LAUNCH_ARCH)
+
+
+def deployment(arch: str, kv_format: str) -> list[QnormKey]:
+    """What the layers need: all of them normalize their queries."""
+    if arch_number(arch) < MINIMUM_ARCH[kv_format]:
+        return []
+    return [key_for(arch, kv_format, query_rows=rows) for rows in (FEW_ROWS, FEW_ROWS + 1)]
+
+
+@cache
+def _key(device_index: int, kv_format: str, norm: bool, shape: tuple[int, bool]) -> QnormKey:
+    return _key_of_shape(arch_of(device_index), kv_format, norm, *shape)
+
+
+def key_of(q: Any, kv_format: str, norm: bool = True) -> QnormKey:
+    """The kernel that serves a call on this q."""
+    return _key(q.device.index, kv_format, norm, _shape(q.shape[0] * q.shape[1]))
+
+
+# ---- launch
+
+
+def fits(
+    q: Any,
+    kv: Any,
+    cache: Any,
+    cos_sin_cache: Any,
+    block_size: int,
+    kv_format: str,
+    q_out: tuple[str, Any] | None = None,
+) -> tuple[bool, str]:
+    """Whether `launch_with` can take these (checked) arguments, and if not, why. q_out: name and tensor, where it is
+    not q."""
+    arch = arch_of(q.device.index)
+    if arch_number(arch) < MINIMUM_ARCH[kv_format]:
+        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH[kv_format]} and up have"
+    page_alignment = 16 if kv_format == PLAIN_BF16.id else 8
+    for name, tensor, what, alignment in (
+        ("q", q, "rows", 16),
+        ("kv", kv, "rows", 16),
+        ("cos_sin_cache", cos_sin_cache, "rows", 16),
+        ("the cache", cache, "pages", page_alignment),
+        *(() if q_out is None else ((*q_out, "rows", 8),)),
+    ):
+        if not _is_aligned(tensor, alignment):
+            return False, (
+                f"{what} of {name} must be {alignment}-byte aligned, got address {tensor.data_ptr():#x} and strides "
+                f"{tuple(tensor.stride())}"
+            )
+    if max(cache.shape[0], 1) * block_size >= 2**31:
+        return False, f"the cache must have fewer than 2^31 rows, got {cache.shape[0]} pages of {block_size}"
+    if q.shape[0] * (q.shape[1] + 1) >= 2**31:
+        return False, f"q must have fewer than 2^31 rows, got shape {tuple(q.shape)}"
+    return True, ""
+
+
+def _is_aligned(tensor: Any, alignment: int) -> bool:
+    """Whether everything that a row or page can start at is a multiple of `alignment` bytes."""
+    elements = alignment // tensor.element_size()
+    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return tensor.data_ptr() % alignment == 0 and all(size <= 1 or stride % elements == 0 for size, stride in outer)
+
+
+def launch_with(
+    key: QnormKey,
+    q: Any,
+    kv: Any,
+    cache: Any,
+    slot_mapping: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    eps: float,
+    block_size: int,
+    use_pdl: bool,
+    out: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
+) -> None:
+    """Run the kernel of `key` on the current stream of q's device, on checked arguments that fit.
+
+    out    for plain_fp8: address of the e4m3 queries, bytes from token to token and from head to head, addresses of the
+           KV scale and of the inverse query scale
+    """
+    if q.shape[0] == 0:
+        return
+    pool = cache.data_ptr(), cache.stride(0) * cache.element_size(), cache.shape[0] * block_size, block_size
+    launch_key(key, q.device.index, q, kv, slot_mapping, positions, cos_sin_cache, *out, *pool, eps, use_pdl)
+
+
+def supports_quant_insert(
+    q: Any,
+    kv: Any,
+    k_cache: Any,
+    slot_mapping: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    eps: float,
+    block_size: int,
+    apply_q_norm: bool,
+    kv_format: str,
+    use_pdl: bool,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    return fits(q, kv, k_cache, cos_sin_cache, block_size, kv_format)
+
+
+def launch_quant_insert(
+    q: Any,
+    kv: Any,
+    k_cache: Any,
+    slot_mapping: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    eps: float,
+    block_size: int,
+    apply_q_norm: bool,
+    kv_format: str,
+    use_pdl: bool,
+) -> None:
+    """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
+    key = key_of(q, kv_format, apply_q_norm)
+    launch_with(key, q, kv, k_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, use_pdl)
+
+
+QUANT_INSERT = OpKernel(
+    launch_quant_insert, supports_quant_insert, lambda config, tp, arch: deployment(arch, FP8_DS_MLA.id)
+)
+
+
+def supports_bf16_insert(
+    q: Any,
+    kv: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    eps: float,
+    block_size: int,
+    kv_format: str,
+    use_pdl: bool,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    return fits(q, kv, kv_cache, cos_sin_cache, block_size, kv_format)
+
+
+def launch_bf16_insert(
+    q: Any,
+    kv: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    eps: float,
+    block_size: int,
+    kv_format: str,
+    use_pdl: bool,
+) -> None:
+    """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
+    key = key_of(q, kv_format)
+    launch_with(key, q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, use_pdl)
+
+
+BF16_INSERT = OpKernel(
+    launch_bf16_insert, supports_bf16_insert, lambda config, tp, arch: deployment(arch, PLAIN_BF16.id)
+)
+
+
+def supports_fp8_insert(
+    q: Any,
+    kv: Any,
+    q_fp8: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    fp8_kv_scale: Any,
+    q_scale_inv: Any,
+    eps: float,
+    block_size: int,
+    kv_format: str,
+    use_pdl: bool,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    return fits(q, kv, kv_cache, cos_sin_cache, block_size, kv_format, ("q_fp8", q_fp8))
+
+
+def launch_fp8_insert(
+    q: Any,
+    kv: Any,
+    q_fp8: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    fp8_kv_scale: Any,
+    q_scale_inv: Any,
+    eps: float,
+    block_size: int,
+    kv_format: str,
+    use_pdl: bool,
+) -> None:
+    """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
+    key = key_of(q, kv_format)
+    scales = fp8_kv_scale.data_ptr(), q_scale_inv.data_ptr()
+    out = q_fp8.data_ptr(), q_fp8.stride(0), q_fp8.stride(1), *scales
+    launch_with(key, q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, use_pdl, out)
+
+
+FP8_INSERT = OpKernel(launch_fp8_insert, supports_fp8_insert, lambda config, tp, arch: deployment(arch, PLAIN_FP8.id))

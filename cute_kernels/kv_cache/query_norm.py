@@ -1,6 +1,6 @@
 """The sum of squares that a head of a query is normed by: in one order, however threads hold the head's 512 columns.
 
-Two ways lead to a normed query, with the same bits: qnorm.py, a warp of which has a head by runs of columns, and
+Two ways lead to a head's norm, with the same bits: qnorm.py, a warp of which has a head by runs of columns, and
 linear/hopper/gemm.py with `squares`, whose threads have results as tensor cores leave them, followed by attention. The
 order is a tree:
 

@@ -1,4 +1,4 @@
-"""How a warp holds one fp8_ds_mla row: shared by the kernels that write such rows and those that read them.
+"""fp8_ds_mla rows as a warp holds them: pieces of a record, from bf16 rows to records and back.
 
 A lane has two runs of eight columns, and so 16 bytes of bf16 in each half of a 1024-byte row:
 
@@ -16,15 +16,22 @@ aligned (one row: 584 bytes):
 The rope lanes move half of each run of 64 bytes at a time, so that every piece is made of whole 32-byte sectors: the
 memory system handles a sector at a time, and stores that cover a part of one cost it more than their bytes. The lanes
 whose number has bit 1 clear, and their neighbours two lanes up, trade eight bytes for that.
+
+A quantization block of 64 columns is eight lanes wide, in both halves of a row, so one sequence of three shuffles finds
+the maxima of two blocks. Lane 0 collects the eight scale bytes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
+from cutlass import Int32, Int64, range_constexpr
 
-from cute_kernels.formats import NOPE_DIM
+from cute_kernels.dsl import convert, ptx
+from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM
+from cute_kernels.numerics import CACHE_FLOOR, E4M3_MAX
 
 ROPE_LANE = 24
 """First lane whose second run of columns is rope, which is stored as it is."""
@@ -34,6 +41,9 @@ HALF_CODES = 256
 
 HALF_ROW = 512
 """Bytes from a lane's first run of bf16 columns to its second."""
+
+
+# ---- pieces
 
 
 @cute.jit
@@ -80,4 +90,121 @@ def rope_words(lane: Any, second: Any, third: Any) -> Any:
         got_1 if is_upper else second[1],
         third[0] if is_upper else got_0,
         third[1] if is_upper else got_1,
+    )
+
+
+# ---- from a bf16 row to its record
+
+
+@cute.jit
+def encode(lane: Any, first: Any, second: Any, rope: Any, arch: cutlass.Constexpr) -> Any:
+    """What a lane stores of a row whose words it has: its codes of both halves, its rope pieces, the scale bytes. All
+    lanes of the warp must call; whether the row is stored may then depend on its slot.
+
+    first, second    words of both halves; a rope lane's second ones mean nothing
+    rope             a rope lane's words of the second half
+    arch             compile target
+    """
+    byte_first, byte_second = _scale_bytes(first, second, arch)
+    scales = _collected(byte_first | (Int32(0) if lane >= ROPE_LANE else byte_second) << 16)
+    codes = _codes(first, byte_first, arch)
+    codes_second = _codes(second, byte_second, arch)
+    return codes, codes_second, rope_pieces(lane, rope), scales
+
+
+@cute.jit
+def store_encoded(lane: Any, start: Any, row: Any, block_size: Any, pieces: Any) -> None:
+    """Store what `encode` made as row `row` of the page at address `start`."""
+    codes, codes_second, rope, scales = pieces
+    data = start + Int64(row) * FP8_DS_MLA.data_bytes
+    scale = start + Int64(block_size) * FP8_DS_MLA.data_bytes + Int64(row) * FP8_DS_MLA.scale_bytes
+    is_rope = lane >= ROPE_LANE
+    ptx.store_global_64(data + Int64(lane * 8), *codes)
+    ptx.store_global_64(
+        data + Int64(second_offset(lane)),
+        rope[0] if is_rope else codes_second[0],
+        rope[1] if is_rope else codes_second[1],
+    )
+    if is_rope or lane == 0:
+        ptx.store_global_64(
+            data + Int64(third_offset(lane)) if is_rope else scale,
+            rope[2] if is_rope else scales[0],
+            rope[3] if is_rope else scales[1],
+        )
+
+
+@cute.jit
+def _scale_bytes(first: Any, second: Any, arch: cutlass.Constexpr) -> Any:
+    """ue8m0 bytes of the two blocks a lane has columns of."""
+    a = convert.absmax_bf16x2(*first)
+    b = convert.absmax_bf16x2(*second)
+    # one word per lane: maximum of the first half's block below, of the second half's above
+    both = ptx.max_bf16x2(ptx.permute_bytes(a, b, 0x5410), ptx.permute_bytes(a, b, 0x7632))
+    for step in range_constexpr(3):
+        both = ptx.max_bf16x2(both, cute.arch.shuffle_sync_bfly(both, 1 << step))
+    halves = (half(both) for half in (convert.bf16_low, convert.bf16_high))
+    low, high = convert.ue8m0_from_absmax_each(halves, E4M3_MAX, CACHE_FLOOR, arch)
+    return low, high
+
+
+@cute.jit
+def _collected(pair: Any) -> Any:
+    """The eight scale bytes as two words, right in lane 0. Bytes 0 and 2 of `pair` belong to the lane's blocks."""
+    pair = ptx.permute_bytes(pair, cute.arch.shuffle_sync_bfly(pair, 8), 0x6240)  # blocks 0 1 4 5
+    other = cute.arch.shuffle_sync_bfly(pair, 16)  # blocks 2 3 6 7
+    return ptx.permute_bytes(pair, other, 0x5410), ptx.permute_bytes(pair, other, 0x7632)
+
+
+def _codes(words: Any, byte: Any, arch: str) -> Any:
+    """A lane's eight codes, as two words."""
+    factor = convert.ue8m0_inverse(byte)
+    return (
+        convert.e4m3_from_bf16x4(words[0], words[1], factor, arch),
+        convert.e4m3_from_bf16x4(words[2], words[3], factor, arch),
+    )
+
+
+# ---- from a record to its bf16 row
+
+
+@cute.jit
+def store_decoded(
+    target: Any,
+    lane: Any,
+    codes: Any,
+    codes_second: Any,
+    rope: Any,
+    scales: Any,
+    predicate: Any,
+    arch: cutlass.Constexpr,
+) -> None:
+    """Store a lane's eight columns of each half of a row whose first column belongs at `target`, where predicate holds.
+
+    codes, codes_second   two words each; what a rope lane has in the second ones does not matter
+    rope                  a rope lane's four words; what others have does not matter
+    scales                the eight scale bytes as two words, in every lane
+    arch                  compile target
+    """
+    shift = lane // 8 * 8
+    factor = convert.ue8m0_value((scales[0] >> shift) & 0xFF)
+    factor_second = convert.ue8m0_value((scales[1] >> shift) & 0xFF)
+    words = _values(codes, factor, arch)
+    words_second = _values(codes_second, factor_second, arch)
+    start = target + Int64(lane * 16)
+    ptx.store_global_128(start, words, predicate)
+    words_second = _choose(lane >= ROPE_LANE, rope, words_second)
+    ptx.store_global_128(start + HALF_ROW, words_second, predicate)
+
+
+def _values(codes: Any, factor: Any, arch: str) -> Any:
+    return convert.bf16x4_from_e4m3(codes[0], factor, arch) + convert.bf16x4_from_e4m3(codes[1], factor, arch)
+
+
+@cute.jit
+def _choose(condition: Any, a: Any, b: Any) -> Any:
+    return (
+        a[0] if condition else b[0],
+        a[1] if condition else b[1],
+        a[2] if condition else b[2],
+        a[3] if condition else b[3],
     )

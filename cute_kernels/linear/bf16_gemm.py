@@ -1,19 +1,30 @@
-"""bf16_gemm on Hopper: the kernel with swapped operands, whatever the number of rows."""
+"""Which kernel bf16_gemm runs on Hopper: few rows, and whatever must not depend on their number, take the swapped
+operands' kernel and many rows the other one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from cute_kernels.linear import select
-from cute_kernels.linear.fp8_gemm import OUTPUTS, operands_fit
-from cute_kernels.runtime.arch import arch_of
+from cute_kernels.linear.fp8_gemm import OUTPUTS, is_aligned, operands_fit
+from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+
+CHUNK = 64
+"""Columns of K: 128 bytes."""
+
+MOST_SWAPPED_ROWS = 64
+"""More rows are faster the other way round on an H200."""
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """Of the linears that read the hidden states and stay bf16: compressors' and the indexer's weights."""
-    return [*select.swap_ab_keys(config, tp, arch, "bf16")]
+    if arch != select.HOPPER:
+        return []
+    outputs = dict.fromkeys(output for kind, output, *_ in select.layer_gemms(config, tp) if kind == "bf16")
+    many = [key for output in outputs for key in select.many_bf16_rows_keys(output)]
+    return [*select.swap_ab_keys(config, tp, arch, "bf16"), *many]
 
 
 def supports(a: Any, b: Any, out: Any, batch_invariant: bool, use_pdl: bool) -> tuple[bool, str]:
@@ -29,6 +40,12 @@ def launch(a: Any, b: Any, out: Any, batch_invariant: bool, use_pdl: bool) -> No
     rows, outputs = out.shape
     if rows == 0 or outputs == 0:
         return
-    key, clusters = select.swap_ab("bf16", OUTPUTS[str(out.dtype)], rows, 1, outputs, -(-a.shape[1] // 64))
+    shape = OUTPUTS[str(out.dtype)], rows
+    chunks, device_index = -(-a.shape[1] // CHUNK), out.device.index
     a, b, out = a.unsqueeze(1), b.unsqueeze(0), out.unsqueeze(1)
-    launch_key(key, a.device.index, a, None, b, None, out, None, clusters, use_pdl)
+    key: KernelKey
+    if batch_invariant or rows <= MOST_SWAPPED_ROWS or not is_aligned(out):
+        key, number = select.swap_ab("bf16", *shape, 1, outputs, chunks)
+    else:
+        key, number = select.many_bf16_rows(*shape, outputs, chunks, multiprocessors(device_index))
+    launch_key(key, device_index, a, None, b, None, out, None, number, use_pdl)

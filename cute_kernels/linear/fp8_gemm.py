@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_kernels.linear import select
-from cute_kernels.output import einsum
-from cute_kernels.output.einsum_tiles import CHUNK
+from cute_kernels.linear import fp8_einsum, select
+from cute_kernels.linear.params import CHUNK
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -27,7 +26,7 @@ OUTPUTS = {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float8_e4m3
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     """Of every FP8 linear of a model: for few rows one for each way to cut a weight's K, for many one for each tile."""
     if arch != select.HOPPER:
-        return [*einsum.deployment_keys(config, tp, arch)]
+        return [*fp8_einsum.deployment_keys(config, tp, arch)]
     outputs = {output for kind, output, *_ in select.layer_gemms(config, tp) if kind == "e4m3"}
     many = [
         key for output in OUTPUTS.values() if output in outputs for key in select.many_rows_keys(output, may_split=True)
@@ -51,7 +50,7 @@ def supports(
     if arch != select.HOPPER:
         if OUTPUTS[str(out.dtype)] != "bf16":
             return False, f"a result of {out.dtype} has a kernel on {select.HOPPER} only, this is {arch}"
-        return einsum.supports(a, a_scale, b, b_scale, out, EQUATION, RECIPE)
+        return fp8_einsum.supports(a, a_scale, b, b_scale, out, EQUATION, RECIPE)
     if not _is_swapped(out, batch_invariant) and not is_aligned(out):
         return False, (
             f"out must be 16-byte aligned row by row for many rows, got address {out.data_ptr():#x} and strides "
@@ -95,7 +94,7 @@ def launch(
         return
     device_index = out.device.index
     if arch_of(device_index) != select.HOPPER:
-        einsum.launch(a, a_scale, b, b_scale, out, EQUATION, RECIPE, use_pdl)
+        fp8_einsum.launch(a, a_scale, b, b_scale, out, EQUATION, RECIPE, use_pdl)
         return
     shape = OUTPUTS[str(out.dtype)], rows, groups, outputs, a.shape[2] // CHUNK
     key: KernelKey

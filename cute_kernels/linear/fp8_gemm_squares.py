@@ -6,7 +6,7 @@ from typing import Any
 
 from cute_kernels.linear import select
 from cute_kernels.linear.fp8_gemm import is_aligned, operands_fit
-from cute_kernels.linear.hopper.gemm import CHUNK, GemmKey
+from cute_kernels.linear.hopper.gemm import SCALE_BLOCK, GemmKey
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import launch as launch_key
 
@@ -40,6 +40,6 @@ def launch(a: Any, a_scale: Any, weight: Any, weight_scale: Any, out: Any, squar
         squares.zero_()
         return
     device_index = out.device.index
-    key, ctas = select.with_squares(rows, outputs, a.shape[1] // CHUNK, multiprocessors(device_index))
+    key, ctas = select.with_squares(rows, outputs, a.shape[1] // SCALE_BLOCK, multiprocessors(device_index))
     operands = a.unsqueeze(1), a_scale.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1)
     launch_key(key, device_index, *operands, squares, ctas, use_pdl)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from cute_kernels import formats
 from cute_kernels.linear import reference
 from cute_kernels.linear.ops_quantize import activation_scale_shape
-from cute_kernels.output.scales import BLOCK
+from cute_kernels.linear.scales import BLOCK, CHUNKS_PER_WORD
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
@@ -281,8 +284,7 @@ def bf16_linear(
     weight            bf16 [N, K], rows of any stride. Constant: with use_pdl it may be read before an earlier kernel of
                       the stream has ended
     out               bf16 or fp32 [T, N], rows of any stride, or None: allocated, of out_dtype; mutated
-    batch_invariant   accepted for the symmetry of the layers: the kernel's order of sums always follows from the
-                      weight's shape alone
+    batch_invariant   as of `fp8_grouped_linear`
     use_pdl           start while the kernel before on the stream still runs, and wait for it before a is read
 
     Returns out. Made for few rows: from some hundred on a library's GEMM is faster. Kernels need rows of a and weight
@@ -296,3 +298,83 @@ def bf16_linear(
         out = torch.empty(a.shape[0], weight.shape[0], dtype=out_dtype, device=a.device)
     _bf16_gemm(a, weight, out, batch_invariant, use_pdl)
     return out
+
+
+EQUATION = "bhr,hdr->bhd"
+BLOCK_RECIPE = (1, 128, 128)
+PACKED_RECIPE = (1, 1, 128)
+
+
+def _check_einsum(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    equation: str,
+    recipe: Sequence[int],
+) -> None:
+    c = Checker("deepseek_v4_fp8_einsum")
+    c.one_of("equation", equation, (EQUATION,))
+    c.one_of("recipe", tuple(recipe), (BLOCK_RECIPE, PACKED_RECIPE))
+    c.tensor("a", a, torch.float8_e4m3fn, ("T", "G", "K"))
+    packed = tuple(recipe) == PACKED_RECIPE
+    columns = BLOCK * CHUNKS_PER_WORD if packed else BLOCK
+    c.require(a.shape[2] % columns == 0, "a", f"K to be a multiple of {columns}", list(a.shape))
+    scales = a.shape[2] // columns
+    c.tensor("b", b, torch.float8_e4m3fn, ("G", "R", "K"))
+    dtype = torch.int32 if packed else torch.float32
+    scale_rows = "R" if packed else formats.round_up(b.shape[1], BLOCK) // BLOCK
+    c.tensor("a_scale", a_scale, dtype, ("T", "G", scales), dense_last=False)
+    c.tensor("b_scale", b_scale, dtype, ("G", scale_rows, scales), dense_last=False)
+    c.tensor("out", out, torch.bfloat16, ("T", "G", "R"))
+
+
+def _cost_einsum(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out: torch.Tensor, *_: object
+) -> Cost:
+    return Cost(bytes=nbytes(a, a_scale, b, b_scale, out), flops=2 * out.numel() * a.shape[2])
+
+
+_einsum = define_op(
+    "deepseek_v4_fp8_einsum(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out, str equation, "
+    "int[] recipe) -> ()",
+    check=_check_einsum,
+    reference=reference.deepseek_v4_fp8_einsum,
+    kernel="cute_kernels.linear.fp8_einsum",
+    cost=_cost_einsum,
+)
+
+
+def deepseek_v4_fp8_einsum(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    equation: str,
+    recipe: Sequence[int],
+) -> None:
+    """Multiply each group of quantized rows by the group's quantized weight.
+
+    out[t, g, d] = sum over 128-column chunks c of a_scale[t, g, c] * b_scale[g, d, c] * dot(a[t, g, c], b[g, d, c])
+
+    a          e4m3 [T, G, K], what `fused_inv_rope_fp8_quant` returns; any strides with a dense last dimension
+    a_scale    its scales, any strides
+    b          e4m3 [G, R, K], any strides with a dense last dimension
+    b_scale    scales of the weight, any strides
+    out        bf16 [T, G, R], any strides with a dense last dimension; mutated
+    equation   "bhr,hdr->bhd": nothing else exists
+    recipe     (1, 128, 128): a_scale fp32 [T, G, K / 128], b_scale fp32 [G, ceil(R / 128), K / 128], one for
+               each 128 x 128 block;
+               (1, 1, 128): a_scale int32 [T, G, K / 512], b_scale int32 [G, R, K / 512] (see `pack_block_scales`), four
+               exponent bytes a word, the first chunk in the low byte
+
+    The reference sums in float64, chunk by chunk, and rounds to fp32 and then to bf16. The kernels sum a chunk on
+    tensor cores, and the chunks in fp32: that for Hopper, which takes the first recipe, keeps about 14 bits of a
+    chunk's sum, the portable one, for calls and GPUs that have no other, those of fp32. Blackwell's own has tensor
+    cores multiply packed scales along. With any, the bits of a row do not depend on the other rows. Kernels need rows
+    of a, b and out that are 16-byte aligned, and R to be a multiple of 8. Raises ValueError or TypeError on arguments
+    that do not fit.
+    """
+    _einsum(a, a_scale, b, b_scale, out, equation, recipe)

@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.formats import round_up
 from cute_kernels.linear import reference
-from cute_kernels.output.scales import BLOCK, ROW_ALIGNMENT
+from cute_kernels.linear.scales import BLOCK, ROW_ALIGNMENT
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 

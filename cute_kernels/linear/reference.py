@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional as F
 
 from cute_kernels import numerics
-from cute_kernels.output.scales import BLOCK
+from cute_kernels.linear.scales import BLOCK, unpack_scales
 
 
 def quantize_fp8_1x128(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, use_pdl: bool) -> None:
@@ -63,3 +65,27 @@ def fp8_gemm_squares(
 
 def bf16_gemm(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, batch_invariant: bool, use_pdl: bool) -> None:
     out.copy_((a.double() @ weight.double().t()).float())
+
+
+def deepseek_v4_fp8_einsum(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    equation: str,
+    recipe: Sequence[int],
+) -> None:
+    by_group = a.transpose(0, 1)
+    row_scale = unpack_scales(a_scale).transpose(0, 1)
+    column_scale = unpack_scales(b_scale)
+    if recipe[1] == BLOCK:
+        column_scale = column_scale.repeat_interleave(BLOCK, dim=1)[:, : b.shape[1]]
+    total = torch.zeros(by_group.shape[0], by_group.shape[1], b.shape[1], dtype=torch.float64, device=a.device)
+    for chunk in range(a.shape[2] // BLOCK):
+        columns = slice(chunk * BLOCK, (chunk + 1) * BLOCK)
+        rows, weight = (numerics.from_e4m3(t[..., columns]).double() for t in (by_group, b))
+        # The dot products of a chunk are exact in float64: 128 multiples of 2^-18 below 2^18. No order can show.
+        dot = rows @ weight.transpose(1, 2)
+        total += dot * (row_scale[:, :, None, chunk] * column_scale[:, None, :, chunk])
+    out.copy_(total.float().transpose(0, 1))

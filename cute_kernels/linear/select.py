@@ -8,6 +8,7 @@ number, too.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -98,13 +99,24 @@ LEAST_SPLIT_CHUNKS = 8
 """Of 128 columns. With fewer in a split its sums cost more than they save. It keeps queries' products whole, whose bits
 are to be the same with and without sums of squares."""
 
-SQUARES_TILES = tuple(tile._replace(key=replace(tile.key, squares=True)) for tile in TILES if tile.key.staged)
+BF16_TILES: tuple[Tile, ...] = (
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4), 0.2, 0.5),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=4, depth=2, splits=4), 0.37, 2.8),
+)
+"""The same of bf16 operands, of more rows than swapped operands are made for."""
+
+SQUARES_TILES = tuple(
+    tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK
+)
 """Of kernels that store the sums of their results' squares as well."""
 
 
 def has_result(key: GemmKey, output: str) -> bool:
-    """Whether the kernel can make such a result: a row of e4m3 codes has a scale for 128 columns, by one CTA."""
-    return output != "e4m3" or (key.columns == SCALE_BLOCK and key.splits <= 2)
+    """Whether the kernel can make such a result: a row of e4m3 codes has a scale for 128 columns, by one CTA, and bf16
+    numbers leave 32 columns at a time."""
+    if output == "e4m3":
+        return key.columns == SCALE_BLOCK and key.splits <= 2
+    return output == "fp32" or key.splits == 1 or key.pieces % (2 * key.splits) == 0
 
 
 def with_output(key: GemmKey, output: str) -> GemmKey:
@@ -117,21 +129,10 @@ def count_work_tiles(key: GemmKey, rows: int, groups: int, outputs: int) -> int:
     return groups * -(-rows // key.rows) * -(-outputs // key.columns)
 
 
-@lru_cache(maxsize=4096)
-def many_rows(
-    output: str,
-    rows: int,
-    groups: int,
-    outputs: int,
-    chunks: int,
-    multiprocessors: int = MULTIPROCESSORS,
-    may_split: bool = False,
+def _soonest(
+    tiles: Iterable[Tile], rows: int, groups: int, outputs: int, chunks: int, multiprocessors: int
 ) -> tuple[GemmKey, int]:
-    """The kernel for many rows that is through soonest if every round of work tiles takes its time, and its number of
-    CTAs.
-
-    may_split   K may be cut, differently for different numbers of rows; if not, no choice changes a row's bits
-    """
+    """The kernel that is through soonest if every round of work tiles takes its time, and its number of CTAs."""
 
     def microseconds(tile: Tile) -> float:
         work_tiles, splits = count_work_tiles(tile.key, rows, groups, outputs), tile.key.splits
@@ -142,28 +143,57 @@ def many_rows(
             return math.inf
         return -(-work_tiles * splits // multiprocessors) * (-(-chunks // splits) * tile.chunk_us + tile.tile_us)
 
-    tiles = TILES + SPLIT_TILES if may_split else TILES
-    key = min((tile for tile in tiles if has_result(tile.key, output)), key=microseconds).key
-    key = with_output(key, output)
+    key = min(tiles, key=microseconds).key
     work_tiles = count_work_tiles(key, rows, groups, outputs)
     return key, work_tiles * key.splits if key.splits > 1 else min(work_tiles, multiprocessors)
 
 
 @lru_cache(maxsize=4096)
+def many_rows(
+    output: str,
+    rows: int,
+    groups: int,
+    outputs: int,
+    chunks: int,
+    multiprocessors: int = MULTIPROCESSORS,
+    may_split: bool = False,
+) -> tuple[GemmKey, int]:
+    """The kernel for many e4m3 rows and its number of CTAs.
+
+    may_split   K may be cut, differently for different numbers of rows; if not, no choice changes a row's bits
+    """
+    tiles = [tile for tile in (TILES + SPLIT_TILES if may_split else TILES) if has_result(tile.key, output)]
+    key, ctas = _soonest(tiles, rows, groups, outputs, chunks, multiprocessors)
+    return with_output(key, output), ctas
+
+
+@lru_cache(maxsize=4096)
+def many_bf16_rows(
+    output: str, rows: int, outputs: int, chunks: int, multiprocessors: int = MULTIPROCESSORS
+) -> tuple[GemmKey, int]:
+    """The same for bf16 operands. chunks: of 64 columns."""
+    tiles = [tile for tile in BF16_TILES if has_result(tile.key, output)]
+    key, ctas = _soonest(tiles, rows, 1, outputs, chunks, multiprocessors)
+    return with_output(key, output), ctas
+
+
+@lru_cache(maxsize=4096)
 def with_squares(rows: int, outputs: int, chunks: int, multiprocessors: int = MULTIPROCESSORS) -> tuple[GemmKey, int]:
     """As `many_rows`, of the kernels that store sums of squares, too."""
-
-    def microseconds(tile: Tile) -> float:
-        rounds = -(-count_work_tiles(tile.key, rows, 1, outputs) // multiprocessors)
-        return rounds * (chunks * tile.chunk_us + tile.tile_us)
-
-    key = min(SQUARES_TILES, key=microseconds).key
-    return key, min(count_work_tiles(key, rows, 1, outputs), multiprocessors)
+    return _soonest(SQUARES_TILES, rows, 1, outputs, chunks, multiprocessors)
 
 
 def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
     """Every key of a type of result: a batch may have any size."""
-    tiles = TILES + SPLIT_TILES if may_split else TILES
+    return _keys(TILES + SPLIT_TILES if may_split else TILES, output)
+
+
+def many_bf16_rows_keys(output: str) -> list[GemmKey]:
+    """The same for bf16 operands."""
+    return _keys(BF16_TILES, output)
+
+
+def _keys(tiles: Iterable[Tile], output: str) -> list[GemmKey]:
     return [with_output(tile.key, output) for tile in tiles if has_result(tile.key, output)]
 
 

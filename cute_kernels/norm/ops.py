@@ -77,7 +77,7 @@ _q_kv = define_op(
     "Tensor(b!) kv_out, bool use_pdl) -> ()",
     check=_check_q_kv,
     reference=reference.fused_q_kv_rmsnorm,
-    kernel="cute_kernels.norm.q_kv",
+    kernel="cute_kernels.norm.rms:Q_KV",
     cost=_cost_q_kv,
     in_place={"qr_out": "qr", "kv_out": "kv"},
 )
@@ -258,7 +258,7 @@ _mtp_input = define_op(
     "Tensor(a!) enorm_out, Tensor(b!) hnorm_out, bool use_pdl) -> ()",
     check=_check_mtp_input,
     reference=reference.fused_mtp_input_rmsnorm,
-    kernel="cute_kernels.norm.mtp_input",
+    kernel="cute_kernels.norm.rms:MTP_INPUT",
     cost=_cost_mtp_input,
     in_place={"enorm_out": "inputs_embeds", "hnorm_out": "previous_hidden_states"},
 )
@@ -337,7 +337,7 @@ _shared_head = define_op(
     "mtp_shared_head_rmsnorm(Tensor hidden_states, Tensor weight, float eps, Tensor(a!) out, bool use_pdl) -> ()",
     check=_check_shared_head,
     reference=reference.mtp_shared_head_rmsnorm,
-    kernel="cute_kernels.norm.shared_head",
+    kernel="cute_kernels.norm.rms:SHARED_HEAD",
     cost=_cost_shared_head,
     in_place={"out": "hidden_states"},
 )

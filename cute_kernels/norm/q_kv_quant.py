@@ -1,6 +1,6 @@
 """Kernel of fused_q_kv_rmsnorm_quant: norms of the latent query and of the KV vector, the query quantized to e4m3.
 
-Lanes hold a row as row.py has it, so a scale block of 128 columns is sixteen lanes wide:
+Lanes hold a row as rms.py has it, so a scale block of 128 columns is sixteen lanes wide:
 
     lane                  0 .. 15               16 .. 31
     vector i of a warp    scale block 2 v       scale block 2 v + 1      v: number of the vector in the row
@@ -31,8 +31,7 @@ from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.reduce import lanes_max_bf16x2, lanes_sum
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.norm.rms import supports_matrix
-from cute_kernels.norm.row import VECTOR, WARP_COLUMNS, Row
+from cute_kernels.norm.rms import VECTOR, WARP_COLUMNS, Row, supports_matrix
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey

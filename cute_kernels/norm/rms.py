@@ -1,96 +1,213 @@
-"""Kernel of the RMS norms. Warps and rows: row.py.
+"""Kernel of the RMS norms: of fused_q_kv_rmsnorm (Q_KV), fused_mtp_input_rmsnorm (MTP_INPUT) and
+mtp_shared_head_rmsnorm (SHARED_HEAD).
 
-A call norms one matrix, or two of different widths and weights in different blocks. The rows of the second may come in
-streams, several for each token.
+A call norms one matrix, or two of different widths and weights in different CTAs. The rows of the second may come in
+streams, several for each token. One warp, or all warps of a CTA, take a row of `width` columns:
+
+    vectors of 16 bytes, dealt to the lanes of its warps in turn
+    lane l of w warps    columns 8 * l .. + 7, 8 * (l + 32 * w) .. + 7, ...
+
+A row is read once and stays in registers: its squares are summed lane by lane, then by shuffles, then over the CTA's
+warps in shared memory. Who sums what follows from the widths alone, so a row's bits do not depend on its batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import convert, ptx
+from cute_kernels.dsl.reduce import lanes_sum, square_sum
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.norm.row import BLOCK_WARP_COLUMNS, VECTOR, Row, warps_for
-from cute_kernels.runtime.arch import arch_number
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
+
+# ---- config
+
+VECTOR = 8
+"""bf16 columns that a lane loads at once."""
+
+WARP_COLUMNS = 2048
+"""Widest row that one warp takes alone: sums need no shared memory, and a CTA takes several rows."""
+
+CTA_WARP_COLUMNS = 1024
+"""Columns for each warp of a CTA that takes one row."""
 
 WARPS = 4
-"""Of a block whose warps take a row each."""
+"""Of a CTA whose warps take a row each."""
 
 MOST_WARPS = 16
-"""Of a block. With more of them a lane's part of a row and its fp32 weights would not fit into registers."""
+"""Of a CTA. With more of them a lane's part of a row and its fp32 weights would not fit into registers."""
 
-MOST_COLUMNS = MOST_WARPS * BLOCK_WARP_COLUMNS
+MOST_COLUMNS = MOST_WARPS * CTA_WARP_COLUMNS
 """Of a row."""
 
 
-@dataclass(frozen=True)
-class RmsNormKey(KernelKey):
-    """What distinguishes one compiled kernel from another.
+def warps_for(width: int) -> int:
+    """Of a row."""
+    return 1 if width <= WARP_COLUMNS else -(-width // CTA_WARP_COLUMNS)
 
-    width            columns of the first matrix, a multiple of 8
-    fp32_weight      whether its weight is fp32; else it is bf16
-    second_width     columns of the second matrix; 0: there is none
-    second_fp32_weight
-                     the same of its weight
-    positions        "int64" or "int32": tokens have positions of that type, and rows of the first matrix at position 0
-                     come out as zeros; "": they have none
+
+# ---- a row
+
+
+class Row:
+    """How lanes hold a row, and what they do with it.
+
+    warps       of a row
+    rows        of a CTA
+    vectors     of a lane; the last one may lie beyond the row's end
+    positions   "int64" or "int32": rows at position 0 come out as zeros, and positions are of that type; "": none do
+    spread      all warps of a CTA take a row together, however narrow it is
     """
 
-    kernel_name: ClassVar[str] = "norm.rms"
-    width: int
-    fp32_weight: bool
-    second_width: int = 0
-    second_fp32_weight: bool = False
-    positions: str = ""
+    def __init__(
+        self,
+        width: int,
+        is_fp32_weight: bool,
+        cta_warps: int,
+        has_dependency: bool,
+        positions: str = "",
+        spread: bool = False,
+    ) -> None:
+        self.width = width
+        self.is_fp32_weight = is_fp32_weight
+        self.has_dependency = has_dependency
+        self.positions = positions
+        self.warps = 1 if warps_for(width) == 1 and not spread else cta_warps
+        self.rows = cta_warps // self.warps
+        self.vectors = -(-width // (self.step * VECTOR))
+
+    @cute.jit
+    def norm(
+        self,
+        cta: Any,
+        tokens: Any,
+        eps: Any,
+        x: Any,
+        x_token: Any,
+        weight: Any,
+        out: Any,
+        out_token: Any,
+        positions: Any,
+    ) -> None:
+        """Norm the rows of one CTA. Strides are in bytes."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        token = cta * self.rows + warp // self.warps
+        lane = thread % (self.warps * 32)
+        # rows past the end load the last row again, and store nothing
+        source = Int64(cutlass.min(token, tokens - 1))
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_wait()
+        words = self.load(x + source * x_token, lane)
+        is_zero = self.is_first_position(positions, source)
+        factors = self.load_weight(weight, lane)
+        # the next kernel's CTAs start once all loads of this one are under way, and do not compete with them
+        if const_expr(self.has_dependency):
+            cute.arch.griddepcontrol_launch_dependents()
+        # a branch keeps the loads together: the assembler would begin to sum before it asks for the weights
+        if token < tokens:
+            total = lanes_sum(self.squares(words, lane))
+            if const_expr(self.warps > 1):
+                total = self.cta_sum(total, warp)
+            scale = ptx.rsqrt(ptx.fma_rn(total, Float32(1.0 / self.width), eps))
+            self.store(out + Int64(token) * out_token, lane, words, factors, scale, is_zero)
+
+    def is_first_position(self, positions: Any, token: Any) -> Any:
+        """Whether the token is at position 0; None if there are no positions."""
+        if self.positions == "":
+            return None
+        if self.positions == "int64":
+            return ptx.load_global_s64_in_order(positions + token * 8) == 0
+        return ptx.load_global_s32_in_order(positions + token * 4) == 0
+
+    @cute.jit
+    def cta_sum(self, total: Any, warp: Any) -> Any:
+        """Sum over the CTA's warps of a number that all lanes of a warp have, in every thread."""
+        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.warps))
+        sums[warp] = total
+        cute.arch.sync_threads()
+        total = sums[0]
+        for i in range_constexpr(1, self.warps):
+            total = ptx.add_rn(total, sums[i])
+        return total
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        return (self.width, self.second_width) if self.second_width else (self.width,)
+    def step(self) -> int:
+        """Vectors from one of a lane's to its next."""
+        return self.warps * 32
 
-    @property
-    def warps(self) -> int:
-        """Of a block."""
-        needed = max(warps_for(width) for width in self.widths)
-        return WARPS if needed == 1 else needed
+    def is_inside(self, lane: Any, i: int) -> Any:
+        """Whether a lane's vector i is part of the row; None if it is whatever the lane."""
+        if (i + 1) * self.step * VECTOR <= self.width:
+            return None
+        return lane < self.width // VECTOR - i * self.step
 
-    @property
-    def smem_bytes(self) -> int:
-        return sum(4 * self.warps for width in self.widths if warps_for(width) > 1)
+    def load(self, start: Any, lane: Any) -> list[Any]:
+        """A lane's vectors, as four words each. Beyond the end it gets the row's first one.
 
-    @property
-    def instructions(self) -> tuple[str, ...]:
-        return "ld.global.128", "st.global.128"
+        They go through L1 although nobody reads them again: on an H200, loads that leave it out made a call that writes
+        as much as it reads 5% slower (hidden 4096, T = 8192: 180 µs instead of 171).
+        """
+        return [ptx.load_global_128_cached_in_order(start + self._offset(lane, i) * 16) for i in range(self.vectors)]
 
-    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        def matrix(width: int, streams: bool = False) -> Any:
-            outer = 2 if streams else 1
-            shape: list[Any] = [cute.sym_int() for _ in range(outer)]
-            strides: list[Any] = [cute.sym_int64(divisibility=VECTOR) for _ in range(outer)]
-            return make_fake_tensor(BFloat16, (*shape, width), stride=(*strides, 1), assumed_align=16)
+    def load_weight(self, start: Any, lane: Any) -> list[Any]:
+        """The weights of a lane's columns, as four words for each vector, or eight if they are fp32."""
+        loaded: list[Any] = []
+        for i in range(self.vectors):
+            if self.is_fp32_weight:
+                at = start + self._offset(lane, i) * 32
+                loaded.append((*ptx.load_global_128_cached_in_order(at), *ptx.load_global_128_cached_in_order(at + 16)))
+            else:
+                loaded.append(ptx.load_global_128_cached_in_order(start + self._offset(lane, i) * 16))
+        return loaded
 
-        def weight(width: int, is_fp32: bool) -> Any:
-            return make_fake_tensor(Float32 if is_fp32 else BFloat16, (width,), stride=(1,), assumed_align=16)
+    def _offset(self, lane: Any, i: int) -> Any:
+        inside = self.is_inside(lane, i)
+        vector = lane + i * self.step
+        return Int64(vector if inside is None else cutlass.select_(inside, vector, Int32(0)))
 
-        first = (matrix(self.width), weight(self.width, self.fp32_weight), matrix(self.width))
-        second: tuple[Any, ...] = (None, None, None)
-        if self.second_width:
-            streams, width = bool(self.positions), self.second_width
-            second = matrix(width, streams), weight(width, self.second_fp32_weight), matrix(width, streams)
-        positions = None
-        if self.positions:
-            positions = make_fake_tensor(
-                {"int64": Int64, "int32": Int32}[self.positions], (cute.sym_int(),), stride=(1,)
-            )
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return RmsNormKernel(self), (*first, *second, positions, Float32(0), Boolean(False), stream)
+    def squares(self, words: list[Any], lane: Any) -> Any:
+        """Sum of the squares of a lane's columns."""
+        total = Float32(0.0)
+        for i, vector in enumerate(words):
+            partial = square_sum(convert.bf16_floats(vector))
+            inside = self.is_inside(lane, i)
+            total = ptx.add_rn(total, partial if inside is None else cutlass.select_(inside, partial, Float32(0.0)))
+        return total
+
+    def store(self, start: Any, lane: Any, words: list[Any], factors: list[Any], scale: Any, is_zero: Any) -> None:
+        """Multiply a lane's columns, round them once and store them."""
+        for i, vector in enumerate(words):
+            rounded = self.normed(vector, factors[i], scale)
+            if is_zero is not None:
+                rounded = [cutlass.select_(is_zero, Int32(0), pair) for pair in rounded]
+            ptx.store_global_128(start + Int64(lane + i * self.step) * 16, rounded, self.is_inside(lane, i))
+
+    def normed(self, vector: Any, factors: Any, scale: Any) -> list[Any]:
+        """A vector times its row's scale and its weights, rounded once: four words."""
+        if self.is_fp32_weight:
+            weights = [word.bitcast(Float32) for word in factors]
+        else:
+            weights = convert.bf16_floats(factors)
+        pairs = zip(convert.bf16_floats(vector), weights, strict=True)
+        return convert.bf16_words([ptx.mul_rn(ptx.mul_rn(value, scale), weight) for value, weight in pairs])
+
+
+# ---- kernel
 
 
 class RmsNormKernel:
@@ -174,22 +291,102 @@ class RmsNormKernel:
         parts: cute.FastDivmodDivisorV2,
         eps: Float32,
     ) -> None:
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         if const_expr(self.second is None):
-            self.first.norm(block, tokens, eps, x, x_token, weight, out, out_token, positions)
+            self.first.norm(cta, tokens, eps, x, x_token, weight, out, out_token, positions)
         else:
             # neighbours in the grid take the matrices' rows of the same tokens: the streams of a token are neighbours
             # in memory, and one stream after the other was 3% slower (hidden 7168, T = 8192: 290 µs instead of 281)
-            block, part = divmod(block, parts)
+            cta, part = divmod(cta, parts)
             if part == 0:
-                self.first.norm(block, tokens, eps, x, x_token, weight, out, out_token, positions)
+                self.first.norm(cta, tokens, eps, x, x_token, weight, out, out_token, positions)
             else:
                 stream = Int64(part - 1)
                 source = second_x + stream * second_x_stream
                 target = second_out + stream * second_out_stream
                 self.second.norm(
-                    block, tokens, eps, source, second_x_token, second_weight, target, second_out_token, positions
+                    cta, tokens, eps, source, second_x_token, second_weight, target, second_out_token, positions
                 )
+
+
+# ---- key
+
+
+@dataclass(frozen=True)
+class RmsNormKey(KernelKey):
+    """What distinguishes one compiled kernel from another.
+
+    width            columns of the first matrix, a multiple of 8
+    fp32_weight      whether its weight is fp32; else it is bf16
+    second_width     columns of the second matrix; 0: there is none
+    second_fp32_weight
+                     the same of its weight
+    positions        "int64" or "int32": tokens have positions of that type, and rows of the first matrix at position 0
+                     come out as zeros; "": they have none
+    """
+
+    kernel_name: ClassVar[str] = "norm.rms"
+    width: int
+    fp32_weight: bool
+    second_width: int = 0
+    second_fp32_weight: bool = False
+    positions: str = ""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (self.width, self.second_width) if self.second_width else (self.width,)
+
+    @property
+    def warps(self) -> int:
+        """Of a CTA."""
+        needed = max(warps_for(width) for width in self.widths)
+        return WARPS if needed == 1 else needed
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(4 * self.warps for width in self.widths if warps_for(width) > 1)
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return "ld.global.128", "st.global.128"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        def matrix(width: int, streams: bool = False) -> Any:
+            outer = 2 if streams else 1
+            shape: list[Any] = [cute.sym_int() for _ in range(outer)]
+            strides: list[Any] = [cute.sym_int64(divisibility=VECTOR) for _ in range(outer)]
+            return make_fake_tensor(BFloat16, (*shape, width), stride=(*strides, 1), assumed_align=16)
+
+        def weight(width: int, is_fp32: bool) -> Any:
+            return make_fake_tensor(Float32 if is_fp32 else BFloat16, (width,), stride=(1,), assumed_align=16)
+
+        first = (matrix(self.width), weight(self.width, self.fp32_weight), matrix(self.width))
+        second: tuple[Any, ...] = (None, None, None)
+        if self.second_width:
+            streams, width = bool(self.positions), self.second_width
+            second = matrix(width, streams), weight(width, self.second_fp32_weight), matrix(width, streams)
+        positions = None
+        if self.positions:
+            positions = make_fake_tensor(
+                {"int64": Int64, "int32": Int32}[self.positions], (cute.sym_int(),), stride=(1,)
+            )
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return RmsNormKernel(self), (*first, *second, positions, Float32(0), Boolean(False), stream)
+
+
+@cache
+def _key(
+    device_index: int,
+    width: int,
+    is_fp32: bool,
+    second_width: int = 0,
+    second_is_fp32: bool = False,
+    positions: str = "",
+) -> RmsNormKey:
+    return RmsNormKey(arch_of(device_index), width, is_fp32, second_width, second_is_fp32, positions)
+
+
+# ---- launch
 
 
 def supports_matrix(name: str, x: Any, weight: Any, out: Any) -> tuple[bool, str]:
@@ -210,3 +407,133 @@ def supports_matrix(name: str, x: Any, weight: Any, out: Any) -> tuple[bool, str
                 f"{tuple(tensor.stride())}"
             )
     return True, ""
+
+
+def q_kv_keys(config: Any, tp: int, arch: str) -> list[RmsNormKey]:
+    """Every layer norms its latent query and its KV vector; checkpoints have bf16 weights."""
+    return [RmsNormKey(arch, config.q_lora_rank, False, HEAD_DIM, False)]
+
+
+def supports_q_kv(
+    qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, qr_out: Any, kv_out: Any, use_pdl: bool
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    for name, x, weight, out in (("qr", qr, q_weight, qr_out), ("kv", kv, kv_weight, kv_out)):
+        supported, why = supports_matrix(name, x, weight, out)
+        if not supported:
+            return False, why
+    return True, ""
+
+
+def launch_q_kv(
+    qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, qr_out: Any, kv_out: Any, use_pdl: bool
+) -> None:
+    """Run the kernel on the current stream of qr's device. Arguments in the schema's order, checked and supported."""
+    if qr.shape[0] == 0:
+        return
+    device_index = qr.device.index
+    is_fp32, kv_is_fp32 = q_weight.element_size() == 4, kv_weight.element_size() == 4
+    launch_key(
+        _key(device_index, qr.shape[1], is_fp32, kv.shape[1], kv_is_fp32),
+        device_index,
+        qr,
+        q_weight,
+        qr_out,
+        kv,
+        kv_weight,
+        kv_out,
+        None,
+        eps,
+        use_pdl,
+    )
+
+
+Q_KV = OpKernel(launch_q_kv, supports_q_kv, q_kv_keys)
+
+
+def mtp_input_keys(config: Any, tp: int, arch: str) -> list[RmsNormKey]:
+    """The layer of multi-token prediction; checkpoints have bf16 weights, positions are int64."""
+    return [RmsNormKey(arch, config.hidden_size, False, config.hidden_size, False, "int64")]
+
+
+def supports_mtp_input(
+    inputs_embeds: Any,
+    positions: Any,
+    previous_hidden_states: Any,
+    enorm_weight: Any,
+    hnorm_weight: Any,
+    eps: float,
+    hc_mult: int,
+    enorm_out: Any,
+    hnorm_out: Any,
+    use_pdl: bool,
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    rows = inputs_embeds.shape[0] * (hc_mult + 1)
+    if rows >= 2**31:
+        return False, f"there must be fewer than 2^31 rows, embeddings and streams, got {rows}"
+    supported, why = supports_matrix("inputs_embeds", inputs_embeds, enorm_weight, enorm_out)
+    if not supported:
+        return False, why
+    return supports_matrix("previous_hidden_states", previous_hidden_states, hnorm_weight, hnorm_out)
+
+
+def launch_mtp_input(
+    inputs_embeds: Any,
+    positions: Any,
+    previous_hidden_states: Any,
+    enorm_weight: Any,
+    hnorm_weight: Any,
+    eps: float,
+    hc_mult: int,
+    enorm_out: Any,
+    hnorm_out: Any,
+    use_pdl: bool,
+) -> None:
+    """Run the kernel on the current stream of the tensors' device. Arguments in the schema's order, checked and
+    supported."""
+    if inputs_embeds.shape[0] == 0:
+        return
+    device_index = inputs_embeds.device.index
+    is_fp32 = enorm_weight.element_size() == 4, hnorm_weight.element_size() == 4
+    width = inputs_embeds.shape[1]
+    kind = "int64" if positions.element_size() == 8 else "int32"
+    launch_key(
+        _key(device_index, width, is_fp32[0], width, is_fp32[1], kind),
+        device_index,
+        inputs_embeds,
+        enorm_weight,
+        enorm_out,
+        previous_hidden_states,
+        hnorm_weight,
+        hnorm_out,
+        positions,
+        eps,
+        use_pdl,
+    )
+
+
+MTP_INPUT = OpKernel(launch_mtp_input, supports_mtp_input, mtp_input_keys)
+
+
+def shared_head_keys(config: Any, tp: int, arch: str) -> list[RmsNormKey]:
+    """The layer of multi-token prediction; checkpoints have bf16 weights."""
+    return [RmsNormKey(arch, config.hidden_size, False)]
+
+
+def supports_shared_head(hidden_states: Any, weight: Any, eps: float, out: Any, use_pdl: bool) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    return supports_matrix("hidden_states", hidden_states, weight, out)
+
+
+def launch_shared_head(hidden_states: Any, weight: Any, eps: float, out: Any, use_pdl: bool) -> None:
+    """Run the kernel on the current stream of the tensors' device. Arguments in the schema's order, checked and
+    supported."""
+    if hidden_states.shape[0] == 0:
+        return
+    device_index = hidden_states.device.index
+    key = _key(device_index, hidden_states.shape[1], weight.element_size() == 4)
+    launch_key(key, device_index, hidden_states, weight, out, None, None, None, None, eps, use_pdl)
+
+
+SHARED_HEAD = OpKernel(launch_shared_head, supports_shared_head, shared_head_keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import cache
 
 import torch
@@ -59,7 +60,8 @@ def check_arch(arch: str) -> str:
     if arch not in SMEM_BYTES:
         digits = arch[3:].rstrip("af")
         old = arch.startswith("sm_") and digits.isdigit() and int(digits) < 80
-        hint = ": kernels need sm_80 or newer" if old else ""
+        close = get_close_matches(arch, SMEM_BYTES, n=1, cutoff=0.8)
+        hint = ": kernels need sm_80 or newer" if old else f": did you mean {close[0]}?" if close else ""
         raise ValueError(f"arch: expected one of {', '.join(SMEM_BYTES)}, got {arch!r}{hint}")
     return arch
 

@@ -15,6 +15,7 @@ import os
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.log import logger
 from cute_kernels.runtime.report import Facts, Report, find_nvdisasm, make_report
 
 __all__ = [
@@ -123,6 +125,18 @@ def record_launches() -> Iterator[list[tuple[KernelKey | Callable[..., None], in
         yield launches
     finally:
         _recorder.launches = None
+
+
+@contextlib.contextmanager
+def watch_launches() -> Iterator[list[tuple[KernelKey | Callable[..., None], int, tuple[Any, ...]]]]:
+    """As `record_launches`, which may be active: the list has this thread's launches afterwards."""
+    if _recorder.launches is None:
+        with record_launches() as launches:
+            yield launches
+        return
+    before, seen = len(_recorder.launches), list(_recorder.launches[:0])
+    yield seen
+    seen += _recorder.launches[before:]
 
 
 def call(body: Callable[..., None], device_index: int, *args: Any) -> None:
@@ -261,6 +275,7 @@ def _link_once(key: KernelKey) -> Callable[..., None]:
         if key in _linked:
             return _linked[key]
         entry = _entry(key)
+        start = time.perf_counter()
         try:
             raw = _link(entry)
         except Exception as error:
@@ -268,7 +283,8 @@ def _link_once(key: KernelKey) -> Callable[..., None]:
                 raise
             if jit_forbidden():
                 raise RuntimeError(f"{key}: its object in the kernel cache does not load: {error}") from error
-            raw = _link(_compile_entry(key, cache.current()))
+            raw = _link(_compile_entry(key, cache.current(), f"its object does not load: {error}"))
+        logger.info("%s: loaded in %.1f ms", key.identity, 1e3 * (time.perf_counter() - start))
         _linked[key] = raw
         return raw
 
@@ -292,11 +308,11 @@ def _entry(key: KernelKey) -> cache.Entry:
             )
         lock = None if store is None else store.acquire(key)
         if store is None or lock is None:
-            return _compile_entry(key, None)
+            return _compile_entry(key, None, miss)
         try:
             with contextlib.suppress(cache.Miss):
                 return _read(store, key)  # another process compiled it while this one waited
-            return _compile_entry(key, store)
+            return _compile_entry(key, store, miss)
         finally:
             lock.release()
 
@@ -306,14 +322,17 @@ def _read(store: cache.Store, key: KernelKey) -> cache.Entry:
     entry = store.read(key)
     with _lock:
         _disk_loads += 1
+    logger.info("%s: in the kernel cache, %s", key.identity, store.root)
     return entry
 
 
-def _compile_entry(key: KernelKey, store: cache.Store | None) -> cache.Entry:
+def _compile_entry(key: KernelKey, store: cache.Store | None, why: str) -> cache.Entry:
     global _compilations
+    logger.info("%s: compiling it: %s", key.identity, why)
     data, report = compile_object(key)
     with _lock:
         _compilations += 1
+    logger.info("%s: compiled in %.1f s, %d registers", key.identity, report.seconds, report.registers)
     if store is not None:
         store.write(key, data, report.facts)
     return cache.Entry(data, key.symbol, report.facts, from_disk=False)
@@ -338,6 +357,7 @@ def compile_report(key: KernelKey) -> Report:
 def _compile(key: KernelKey, folder: str) -> tuple[Any, Report]:
     import cutlass.cute as cute
 
+    _silence_dsl()
     remarks = os.path.join(folder, "remarks.yaml")
     start = time.perf_counter()
     entry, arguments = key.build()
@@ -350,6 +370,15 @@ def _compile(key: KernelKey, folder: str) -> tuple[Any, Report]:
     seconds = time.perf_counter() - start
     with open(remarks) as f:
         return compiled, make_report(key, f.read(), compiled.__ptx__, compiled.__cubin__, seconds)
+
+
+def _silence_dsl() -> None:
+    """The DSL warns of long loops that are unrolled: ours are meant to be, and who runs a kernel cannot change that. It
+    says nothing by default; this holds where the process has reset its filters since."""
+    from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
+
+    if not os.environ.get("CUTE_DSL_ENABLE_OPTIMIZATION_WARNINGS"):
+        warnings.filterwarnings("ignore", category=DSLOptimizationWarning)
 
 
 def _link(entry: cache.Entry) -> Callable[..., None]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
@@ -77,3 +77,18 @@ class KernelKey:
     def symbol(self) -> str:
         """Name of the compiled function inside its object."""
         return f"cute_kernels_{self.digest}"
+
+
+class OpKernel(NamedTuple):
+    """How an op reaches its kernels, in a module that has those of several ops. All take the arguments in the order of
+    the op's schema, checked; `launch` takes them supported as well.
+
+    launch            runs on the current stream of the tensors' device
+    supports          (True, "") or (False, why): alignment and sizes, never data
+    deployment_keys   (config, tp, arch) -> all keys that a model's layers need on one of `tp` ranks; none where the
+                      kernel does not run on `arch`
+    """
+
+    launch: Callable[..., None]
+    supports: Callable[..., tuple[bool, str]]
+    deployment_keys: Callable[[Any, int, str], Sequence[KernelKey]]

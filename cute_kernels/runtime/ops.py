@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 
 from cute_kernels.runtime import record
 from cute_kernels.runtime.contract import Contract
+from cute_kernels.runtime.log import describe, logger
 from cute_kernels.runtime.record import Cost
 
 NAMESPACE = "cute_kernels"
@@ -68,13 +70,12 @@ class Op:
     call: Callable[..., None] | None = None
 
     def load_kernel(self) -> Any:
-        """The module of this op's kernel.
-
-        It has `launch(*args)`, `supports(*args) -> (bool, reason)` and `deployment_keys(config, tp, arch)`, all keys
-        that a model's layers need on one of `tp` ranks; none where the kernel does not run on `arch`.
-        """
+        """The module of this op's kernel, or the runtime.key.OpKernel in it: either has `launch`, `supports` and
+        `deployment_keys` as described there."""
         assert self.kernel is not None
-        return importlib.import_module(self.kernel)
+        module, _, name = self.kernel.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, name) if name else found
 
     def mutated(self, args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
         """The tensors that a call writes, by name."""
@@ -83,6 +84,9 @@ class Op:
 
 
 OPS: dict[str, Op] = {}
+
+_told: set[tuple[str, str]] = set()
+"""Op and reason of the references that were logged."""
 
 
 def fallback_allowed() -> bool:
@@ -109,7 +113,8 @@ def define_op(
     check       raises ValueError or TypeError on bad arguments, from metadata alone; scalars have their types by then,
                 and inputs and results fit each other as runtime.contract has it
     reference   what the op means, in torch; it is the CPU implementation
-    kernel      dotted name of the module with the CUDA kernel, imported at the first CUDA call
+    kernel      dotted name of the module with the CUDA kernel, imported at the first CUDA call; where it has those of
+                several ops, a colon and the name of this one's OpKernel follow
     cost        bytes and flops of a call, for recordings and benchmarks; it may read data
     validate    raises ValueError on data that breaks the op's contract (runtime.validate); only called with
                 CUTE_KERNELS_CHECK=1, on checked arguments
@@ -150,6 +155,8 @@ def define_op(
                 if len(accepted) >= MOST_ACCEPTED:
                     accepted.clear()
                 accepted[metadata] = body, {addresses}
+                if logger.isEnabledFor(logging.DEBUG):
+                    body = _logged(op, body)
         else:
             body, apart = known
             if addresses not in apart:
@@ -250,11 +257,29 @@ def _choose_cuda(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., None], st
             is_plain = all(new is old for new, old in zip(replaced, args, strict=True))
             return module.launch if is_plain else _of_plain_empties(module.launch), "kernel"
     if fallback_allowed():
+        if (op.name, why) not in _told:
+            _told.add((op.name, why))
+            logger.info("%s: the reference runs, slowly: no kernel for this call: %s", op.name, why)
         return op.reference, "reference"
     raise NotImplementedError(
         f"{op.name}: no kernel for this call on CUDA: {why}. Set {FALLBACK_VARIABLE}=reference to run the "
         "reference implementation (slow, exact) instead."
     )
+
+
+def _logged(op: Op, body: Callable[..., None]) -> Callable[..., None]:
+    """`body`, with a line on what it is called with and which kernels it launches."""
+    # by name, as kernels are: nothing that this module imports may bring the compiler
+    compile_ = importlib.import_module("cute_kernels.runtime.compile")
+
+    def logged(*args: Any) -> None:
+        with compile_.watch_launches() as launches:
+            body(*args)
+        kernels = [getattr(key, "identity", key) for key, *_ in launches]
+        arguments = ", ".join(map(describe, args))
+        logger.debug("%s(%s): %s", op.name, arguments, "; ".join(map(str, kernels)) or "nothing to launch")
+
+    return logged
 
 
 def _do_nothing(*args: Any) -> None:

@@ -56,6 +56,10 @@ def precompile(keys: Iterable[KernelKey], folder: Path, workers: int | None = No
         yield result if isinstance(result, Outcome) else Outcome(key, "failed", None, (result,), 0.0)
 
 
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def in_processes(
     work: Callable[[KernelKey], Result], keys: Iterable[KernelKey], folder: str, workers: int | None = None
 ) -> Iterator[tuple[KernelKey, Result | str]]:
@@ -66,12 +70,11 @@ def in_processes(
     workers   processes; None: one per usable core
     """
     keys = list(dict.fromkeys(keys))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cute_kernels.runtime.compile"])
     for arch in dict.fromkeys(key.arch for key in keys):
         of_arch = [key for key in keys if key.arch == arch]
-        count = max(1, min(len(of_arch), cores if workers is None else workers))
+        count = max(1, min(len(of_arch), usable_cores() if workers is None else workers))
         with ProcessPoolExecutor(count, context, _blind, (arch, folder)) as pool:
             futures = {_submit(pool, work, key): key for key in of_arch}
             for future in as_completed(futures):

@@ -1,8 +1,8 @@
 """Which ops there are, which kernels they have, and which keys a deployment needs.
 
-A kernel module declares its keys once, as `deployment_keys(config, tp, arch)`; an op names its module in
-`define_op(kernel=...)`. So the kernels of a deployment can be enumerated, and compiled ahead, from the model's
-configuration, the number of tensor-parallel ranks and the architecture.
+A kernel declares its keys once, as `deployment_keys(config, tp, arch)` of its module or of an OpKernel there; an op
+names it in `define_op(kernel=...)`. So the kernels of a deployment can be enumerated, and compiled ahead, from the
+model's configuration, the number of tensor-parallel ranks and the architecture.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import time
 from typing import Any
 
 import cute_kernels
+from cute_kernels.runtime.log import logger
 from cute_kernels.runtime.ops import OPS, Op
 
 
@@ -26,19 +28,19 @@ def all_ops() -> dict[str, Op]:
     return dict(OPS)
 
 
-def kernel_modules() -> dict[str, list[str]]:
-    """Kernel module -> names of the ops it serves, in the order of definition."""
-    modules: dict[str, list[str]] = {}
+def op_kernels() -> dict[str, list[Op]]:
+    """Kernel, by the name that define_op has for it -> the ops it serves, in the order of definition."""
+    kernels: dict[str, list[Op]] = {}
     for op in all_ops().values():
         if op.kernel is not None:
-            modules.setdefault(op.kernel, []).append(op.name)
-    return modules
+            kernels.setdefault(op.kernel, []).append(op)
+    return kernels
 
 
 def deployment_keys(config: Any, tp: int = 1, arch: str = "sm_90a") -> list[Any]:
     """Keys of all kernels that serving a model needs on one of `tp` ranks, each once. Imports CuTe DSL.
 
-    config   object with the attributes of layers.DeepseekV4Config, or cute_kernels.models.ModelShape
+    config   object with the attributes of cute_kernels.layers.DeepseekV4Config, or cute_kernels.models.ModelShape
     tp       tensor-parallel ranks, a divisor of num_attention_heads
     arch     compile target, for example "sm_90a"
 
@@ -51,10 +53,10 @@ def deployment_keys(config: Any, tp: int = 1, arch: str = "sm_90a") -> list[Any]
     if type(tp) is not int or tp < 1 or heads % tp:
         raise ValueError(f"tp: expected a divisor of num_attention_heads = {heads}, got {tp!r}")
     keys: dict[Any, None] = {}
-    for module in kernel_modules():
-        declare = getattr(importlib.import_module(module), "deployment_keys", None)
+    for name, ops in op_kernels().items():
+        declare = getattr(ops[0].load_kernel(), "deployment_keys", None)
         if declare is None:
-            raise TypeError(f"{module}: expected a function deployment_keys(config, tp, arch), got none")
+            raise TypeError(f"{name}: expected a function deployment_keys(config, tp, arch), got none")
         keys.update(dict.fromkeys(declare(config, tp, arch)))
     return list(keys)
 
@@ -67,7 +69,7 @@ def warmup(config: Any, tp: int = 1, arch: str | None = None) -> list[Any]:
     of two, pools that are not aligned as this project allocates them. Kernels come from the disk cache where it has
     them and are compiled into it where it does not.
 
-    config   object with the attributes of layers.DeepseekV4Config, or cute_kernels.models.ModelShape
+    config   object with the attributes of cute_kernels.layers.DeepseekV4Config, or cute_kernels.models.ModelShape
     tp       tensor-parallel ranks, a divisor of num_attention_heads
     arch     compile target; None: that of the current CUDA device. For another one than the device's, and on a machine
              without a GPU, the kernels are only put into the disk cache
@@ -88,9 +90,12 @@ def warmup(config: Any, tp: int = 1, arch: str | None = None) -> list[Any]:
     if target != here and cache.current() is None:
         raise RuntimeError(f"warmup: no disk cache to keep kernels for {target} in ({cache.DIRECTORY_VARIABLE})")
     keys = deployment_keys(config, tp, target)
+    start, compiled = time.perf_counter(), compile_.compilations()
     for key in keys:
         if target == here:
             compile_.function(key)
         else:
             compile_.prepare(key)
+    compiled = compile_.compilations() - compiled
+    logger.info("warmup: %d kernels, %d compiled, in %.1f s", len(keys), compiled, time.perf_counter() - start)
     return keys

@@ -30,6 +30,7 @@ from cute_kernels import support
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.bundle import BadBundle
+from cute_kernels.runtime.log import logger
 from cute_kernels.runtime.ownership import make_folder
 
 FORMAT = 2
@@ -77,6 +78,9 @@ def _decide(op: str, device_index: int) -> bool:
     trusted = status == "pass" or (status is None and is_measured)
     if not trusted:
         _warn(op, device_index, verdict)
+    chosen = "its own kernel" if trusted else "the portable kernel"
+    seen = "measured" if verdict is None and is_measured else f"verify: {status or 'not run'}"
+    logger.info("%s on cuda:%d, %s: %s runs (%s)", op, device_index, arch_of(device_index), chosen, seen)
     _known[op, device_index] = trusted
     return trusted
 

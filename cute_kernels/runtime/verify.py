@@ -1,8 +1,8 @@
-"""Does a kernel do on this GPU what its reference says? Runs both on the examples of a room and compares every byte.
+"""Does a kernel do on this GPU what its reference says? Runs both on the examples of a package and compares every byte.
 
-A room offers examples in its module `examples`: EXAMPLES maps the name of an op to a function that yields `Example`s.
-Where an op asks runtime.trust whether the architecture's own kernel may run, both are verified: the own kernel whatever
-is known of it, and the portable one, as "<op> (portable)".
+A package offers examples in its module `verify_cases`: EXAMPLES maps the name of an op to a function that yields
+`Example`s. Where an op asks runtime.trust whether the architecture's own kernel may run, both are verified: the own
+kernel whatever is known of it, and the portable one, as "<op> (portable)".
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ class Verdict:
 
 
 def examples_of(op: Op) -> Callable[[], Iterable[Example]] | None:
-    """The examples of the room that defines `op`, or None."""
-    room = op.check.__module__.rpartition(".")[0]
-    if importlib.util.find_spec(f"{room}.examples") is None:
+    """The examples of the package that defines `op`, or None."""
+    package = op.check.__module__.rpartition(".")[0]
+    if importlib.util.find_spec(f"{package}.verify_cases") is None:
         return None
-    found: Callable[[], Iterable[Example]] | None = importlib.import_module(f"{room}.examples").EXAMPLES.get(op.name)
+    cases = importlib.import_module(f"{package}.verify_cases")
+    found: Callable[[], Iterable[Example]] | None = cases.EXAMPLES.get(op.name)
     return found
 
 

@@ -104,6 +104,30 @@ def check_quantized(c: Checker, q: torch.Tensor, out: Any, positions: Any, cos_s
     return True
 
 
+HEAD_BLOCKS = formats.HEAD_DIM // 128
+"""Blocks of a head whose squares are added up."""
+
+
+def check_q_norm(c: Checker, q: torch.Tensor, squares: Any, eps: float, positions: Any) -> None:
+    """Sums of squares of each query row's heads, and eps; they come with output_quant, whose angles they need."""
+    if squares is None:
+        return
+    *rows, heads, _ = q.shape
+    c.require(positions is not None, "q_norm", "None without output_quant", "a tensor and a number")
+    c.tensor("q_norm", squares, torch.float32, (math.prod(rows), heads * HEAD_BLOCKS))
+    c.require(eps >= 0, "q_norm", "an eps >= 0", eps)
+
+
+def norm_arguments(q_norm: Any, op: str) -> tuple[Any, float]:
+    """The elements of q_norm, or what stands for None."""
+    if q_norm is None:
+        return None, 0.0
+    if not isinstance(q_norm, tuple) or len(q_norm) != 2:
+        Checker(op).fail("q_norm", "(squares, eps)", type(q_norm).__name__, TypeError)
+    squares, eps = q_norm
+    return squares, eps
+
+
 def misaligned_quant(out: Any, cos_sin_cache: Any) -> str:
     """Why kernels cannot store codes where they belong, or read angles, or nothing."""
     for name, tensor, axes in (("out", out, (0, 1)), ("cos_sin_cache", cos_sin_cache, (0,))):

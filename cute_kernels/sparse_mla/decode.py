@@ -32,6 +32,9 @@ HOPPER = "sm_90a"
 SMALL_HEADS = (8, 16)
 """Heads of a CTA that the kernel for few heads runs with."""
 
+MOST_NORMED_HEADS = SMALL_HEADS[-1]
+"""No kernel for that many heads or fewer takes raw queries."""
+
 FEW_ROWS_HEADS = (16,)
 """Those of which Hopper's kernel takes calls with few rows."""
 
@@ -81,7 +84,10 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
         plain = [
             key_for(arch, heads, *kind) for kind in itertools.product(seconds, (False,), (fmt,), (fmt,), (False, True))
         ]
-        decode |= {decode_args.quantized(key): None for key in plain}
+        decode |= {decode_args.variant(key, quantized=True): None for key in plain}
+        if heads > MOST_NORMED_HEADS:
+            results = {"out_fp32": True}, {"quantized": True}
+            decode |= {decode_args.variant(key, raw=True, **kind): None for key in plain for kind in results}
     return [*decode, *combine.deployment_keys(config, tp, arch)]
 
 
@@ -123,6 +129,9 @@ def _why_not_quantized(call: Call) -> str:
     if arch != HOPPER or set(call.formats) != {FP8_DS_MLA.id}:
         caches = " and ".join(dict.fromkeys(call.formats))
         return f"output_quant is supported on {HOPPER} with caches of {FP8_DS_MLA.id}, got {arch} with {caches}"
+    heads = call.q.shape[2]
+    if call.q_squares is not None and heads <= MOST_NORMED_HEADS:
+        return f"q_norm is supported for more than {MOST_NORMED_HEADS} heads, got {heads}"
     return arguments.misaligned_quant(call.out, call.cos_sin_cache)
 
 

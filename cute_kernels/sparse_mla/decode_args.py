@@ -117,6 +117,8 @@ class Call(NamedTuple):
     out: Any
     lse: Any
     workspace: Any
+    q_squares: Any = None
+    q_norm_eps: float = 0.0
     positions: Any = None
     cos_sin_cache: Any = None
     out_scale: Any = None
@@ -191,9 +193,9 @@ def lengths_argument(lengths: Any) -> tuple[int, int, int]:
 
 
 @functools.cache
-def quantized(key: Any) -> Any:
-    """The kernel that stores codes in place of the bf16 results of another."""
-    return replace(key, quantized=True)
+def variant(key: Any, **fields: bool) -> Any:
+    """The kernel that stores codes in place of bf16 results (quantized), or norms and rotates its queries (raw)."""
+    return replace(key, **fields)
 
 
 def launch(key_of: Callable[[Call, bool], ItemKey], call: Call) -> None:
@@ -216,16 +218,23 @@ def launch(key_of: Callable[[Call, bool], ItemKey], call: Call) -> None:
     else:
         lse = no_logs(4, device_index) if call.lse is None else call.lse[None]
         if call.is_quantized:
-            key, results = quantized(key), call.quant
+            key, results = variant(key, quantized=True), call.quant
         else:
             results = (call.out[None],)
             key = key_of(call, True) if call.out.element_size() == 4 else key
     sink = 0 if is_merged or call.attn_sink is None else call.attn_sink.data_ptr()
     cache1, list1, *len1 = call.second_list()
+    squares: tuple[Any, ...] = ()
+    eps: tuple[float, ...] = ()
+    if call.q_squares is not None:
+        key, squares, eps = variant(key, raw=True), (call.q_squares,), (call.q_norm_eps,)
+        if is_merged:
+            results = out, None, call.positions, call.cos_sin_cache
     launch_key(
         key,
         device_index,
         call.q,
+        *squares,
         call.k_cache,
         call.indices,
         cache1,
@@ -236,6 +245,7 @@ def launch(key_of: Callable[[Call, bool], ItemKey], call: Call) -> None:
         *len1,
         sink,
         call.softmax_scale * ptx.LOG2_E,
+        *eps,
         parts,
         part_tiles,
         ctas,

@@ -11,18 +11,14 @@ from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.arguments import no_logs
-from cute_kernels.sparse_mla.gathered import ungathered
-from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
-from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
-from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
-from cute_kernels.sparse_mla.mixed_sm90_rows import COUNT_BITS, UNIT
-from cute_kernels.sparse_mla.mixed_sm100 import MixedKey as BlackwellMixedKey
-from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key as BlackwellMixedFp8Key
-from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
+from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
+from cute_kernels.sparse_mla.gathered import is_own, ungathered, unmapped
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import HEADS as SWAP_AB_HEADS
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbMixedKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey, group_heads
+from cute_kernels.sparse_mla.params import COUNT_BITS, UNIT
 from cute_kernels.sparse_mla.prefill import HOPPER, MOST_NUMBERS, misaligned, scale_log2
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
-from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
-from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 from cute_kernels.sparse_mla.schedule import block_heads
 
 MOST_POOL_BYTES = UNIT << 31
@@ -37,11 +33,11 @@ def key_for(arch: str, heads: int, kv_format: str) -> KernelKey:
         return portable_key(arch, heads, kv_format)
     if kv_format == formats.PLAIN_FP8.id:
         return MixedFp8Key(arch)
-    return FewMixedKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else MixedKey(arch)
+    return SwapAbMixedKey(arch, block_heads(heads)) if heads <= SWAP_AB_HEADS[-1] else MixedKey(arch)
 
 
 def portable_key(arch: str, heads: int, kv_format: str) -> KernelKey:
-    return PortableMixedKey(arch, item_heads(heads), kv_format)
+    return PortableMixedKey(arch, group_heads(heads), kv_format)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:

@@ -35,6 +35,8 @@ def _check(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    q_squares: torch.Tensor | None = None,
+    q_norm_eps: float = 0.0,
     positions: torch.Tensor | None = None,
     cos_sin_cache: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
@@ -66,6 +68,7 @@ def _check(
     if not arguments.check_quantized(c, q, out, positions, cos_sin_cache, out_scale):
         c.tensor("out", out, (torch.bfloat16, torch.float32), ("b", "s_q", "h", formats.HEAD_DIM))
         arguments.check_partial(c, out, attn_sink)
+    arguments.check_q_norm(c, q, q_squares, q_norm_eps, positions)
     arguments.check_logs(c, "lse", lse, ("b", "h", "s_q"))
     c.tensor("workspace", workspace, (torch.uint8, torch.float32), (None,), optional=True, contiguous=True)
     if num_splits or split_tokens:
@@ -85,7 +88,7 @@ def _cost(
     kv_format: str,
     *rest: Any,
 ) -> Cost:
-    *extra, _num_splits, _split_tokens, out, _lse, _workspace, _positions, _cos_sin_cache, _out_scale = rest
+    *extra, _num_splits, _split_tokens, out, _lse, _workspace, _q_squares, _q_norm_eps = rest[:-3]
     return arguments.attention_cost(q, out, decode_selections(q, k_cache, indices, topk_length, kv_format, *extra))
 
 
@@ -93,7 +96,7 @@ _decode = define_op(
     "sparse_mla_decode(Tensor q, Tensor k_cache, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
     "float softmax_scale, str kv_format, Tensor? extra_k_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
     "Tensor? extra_block_table, Tensor? extra_length, str extra_kv_format, SymInt num_splits, SymInt split_tokens, "
-    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, "
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, Tensor? q_squares, float q_norm_eps, "
     "Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     check=_check,
     reference=reference.sparse_mla_decode,
@@ -175,6 +178,7 @@ def sparse_mla_decode(
     lse: torch.Tensor | None = None,
     return_lse: bool = True,
     workspace: torch.Tensor | None = None,
+    q_norm: tuple[torch.Tensor, float] | None = None,
     output_quant: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """Attention of each query row to rows of one or two paged caches that it names by slot (or, densely, by page).
@@ -209,6 +213,11 @@ def sparse_mla_decode(
     workspace          uint8 or fp32, one dimension, contiguous, 16-byte aligned: scratch memory for the parts of rows;
                        `sparse_mla_decode_workspace_size` bytes, or more, if num_splits or split_tokens is given;
                        mutated. None: allocated if rows may be split
+    q_norm             (squares fp32 [T, h * 4], eps) with T = b * s_q: the queries are as `fp8_linear_squares` made
+                       them, squares the sums that came with them. Their last 64 columns are first rotated by positions
+                       and cos_sin_cache of output_quant and rounded to bf16; their norm, one factor for a head, comes
+                       behind the products: s_n = softmax_scale * (q . k_n) / sqrt(sum of the head's four / 512 + eps).
+                       q itself stays as it is. Only with output_quant; on a GPU for more than 16 heads
     output_quant       (positions int64 [T], cos_sin_cache fp32 [rows, 64], out_scale fp32) with T = b * s_q: the output
                        is stored as `fused_inv_rope_fp8_quant` would make it of the bf16 output, byte for byte.
                        Then out must be given, e4m3 [T, groups, heads of a group * 512] with a dense last dimension, and
@@ -253,6 +262,7 @@ def sparse_mla_decode(
         out,
         lse,
         workspace,
+        *arguments.norm_arguments(q_norm, "sparse_mla_decode"),
         *arguments.quant_tensors(output_quant, "sparse_mla_decode"),
     )
     return out, lse

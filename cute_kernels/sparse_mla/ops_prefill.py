@@ -15,9 +15,6 @@ from cute_kernels.sparse_mla.selection import paged_selections, prefill_selectio
 
 __all__ = ["sparse_mla_prefill", "sparse_mla_prefill_paged"]
 
-HEAD_BLOCKS = formats.HEAD_DIM // 128
-"""Blocks of a head whose squares are added up."""
-
 
 def _check_results(
     c: Checker,
@@ -80,10 +77,7 @@ def _check_prefill(
     arguments.check_sink(c, "attn_sink", attn_sink)
     c.tensor("topk_length", topk_length, torch.int32, ("s_q",), optional=True)
     _check_results(c, "s_q", q, out, max_logits, lse, positions, cos_sin_cache, out_scale)
-    if q_squares is not None:
-        c.require(positions is not None, "q_norm", "None without output_quant", "a tensor and a number")
-        c.tensor("q_norm", q_squares, torch.float32, ("s_q", q.shape[1] * HEAD_BLOCKS))
-        c.require(q_norm_eps >= 0, "q_norm", "an eps >= 0", q_norm_eps)
+    arguments.check_q_norm(c, q, q_squares, q_norm_eps, positions)
 
 
 def _cost_prefill(
@@ -150,10 +144,10 @@ def sparse_mla_prefill(
                   `output_scale_shape`, padding included; both mutated. A position outside the table takes its nearest
                   row. On sm_90a
     q_norm        (squares fp32 [s_q, h * 4], eps): the queries are as `fp8_linear_squares` made them, squares the sums
-                  that came with them. They are first normed, that is multiplied by
-                  1 / sqrt(sum of a head's four / 512 + eps), and rotated by positions and cos_sin_cache of
-                  output_quant, to the bytes that `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert` would make of
-                  them; q itself stays as it is. Only with output_quant. On sm_90a, for more than 16 heads
+                  that came with them. Their last 64 columns are first rotated by positions and cos_sin_cache of
+                  output_quant and rounded to bf16; their norm, which is one factor for a head, comes behind the
+                  products: s_n = sm_scale * (q . k_n) / sqrt(sum of the head's four / 512 + eps). q itself stays as it
+                  is. Only with output_quant. On sm_90a, for more than 16 heads
 
     Returns (out, max_logits, lse), with None for what nobody asks for: max_logits = max_n s_n; lse is the natural
     logarithm; neither includes the sink. A row that attends to nothing has out = 0, max_logits = -inf and lse = +inf.
@@ -164,10 +158,8 @@ def sparse_mla_prefill(
         Checker("sparse_mla_prefill").fail("d_v", str(formats.HEAD_DIM), d_v)
     out, max_logits, lse = _results("sparse_mla_prefill", q, out, max_logits, lse, return_lse, output_quant)
     quant = arguments.quant_tensors(output_quant, "sparse_mla_prefill")
-    if q_norm is not None and not (isinstance(q_norm, tuple) and len(q_norm) == 2):
-        Checker("sparse_mla_prefill").fail("q_norm", "(squares, eps)", type(q_norm).__name__, TypeError)
-    squares, eps = (None, 0.0) if q_norm is None else q_norm
-    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse, squares, eps, *quant)
+    norm = arguments.norm_arguments(q_norm, "sparse_mla_prefill")
+    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse, *norm, *quant)
     return out, max_logits, lse
 
 

@@ -12,12 +12,11 @@ from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla import paged_parts, schedule
-from cute_kernels.sparse_mla.gathered import ungathered
-from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
-from cute_kernels.sparse_mla.paged_sm90 import PagedKey, QuantPagedKey
-from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
-from cute_kernels.sparse_mla.paged_sm100 import PagedKey as BlackwellPagedKey
-from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
+from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
+from cute_kernels.sparse_mla.gathered import is_own, ungathered, unmapped
+from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
+from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey, group_heads
 from cute_kernels.sparse_mla.prefill import (
     HOPPER,
     MOST_NUMBERS,
@@ -27,7 +26,6 @@ from cute_kernels.sparse_mla.prefill import (
     scale_log2,
     why_not_quantized,
 )
-from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
 
 MOST_KEYS = 2**29
 """Entries and positions that own kernels take of a query row: what their tables have room for, of each cache."""
@@ -48,13 +46,13 @@ def key_for(
     if arch not in (HOPPER, *BLACKWELL) or {format0, format1} != {FP8_DS_MLA.id}:
         return portable_key(arch, heads, compressed, format0, format1)
     if is_cut:
-        return PagedPartsKey(arch, paged_parts.cluster_of(parts))
+        return PagedClusterKey(arch, paged_parts.cluster_of(parts))
     return BlackwellPagedKey(arch) if arch in BLACKWELL else PagedKey(arch)
 
 
 @cache
 def portable_key(arch: str, heads: int, compressed: str, format0: str, format1: str) -> KernelKey:
-    return PortablePagedKey(arch, item_heads(heads), compressed, format0, format1)
+    return PortablePagedKey(arch, group_heads(heads), compressed, format0, format1)
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
@@ -66,7 +64,7 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     ways: list[Callable[..., KernelKey]] = [key_for, *([portable_key] if arch in BLACKWELL else [])]
     keys = [way(arch, heads, compressed, fmt, fmt) for way in ways for compressed in chosen]
     if arch == HOPPER:
-        keys += [PagedPartsKey(arch, blocks) for blocks in paged_parts.CLUSTERS]
+        keys += [PagedClusterKey(arch, blocks) for blocks in paged_parts.CLUSTERS]
         keys.append(QuantPagedKey(arch))
     return list(dict.fromkeys(keys))
 

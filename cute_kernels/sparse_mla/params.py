@@ -1,15 +1,21 @@
-"""Records that the decode kernels share: query, paged caches, index lists, where results go, the tiles of a CTA."""
+"""Records that kernels share: query, caches, index lists, where results go, the work tiles of a CTA.
+
+Those of decode first; from PrefillScheduler on, those of prefill's kernels, whose query rows have no batch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.dsl import ptx
+from cute_kernels.dsl.paging import Batch, visible_entries
 from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla.logs import Logs, logs_of
 from cute_kernels.sparse_mla.schedule import TILE
 
@@ -51,6 +57,12 @@ class TileScheduler(NamedTuple):
         batch, token = divmod(row, self.tokens)
         return batch, token, split_idx, head_group
 
+    def row(self, work_tile: Any) -> tuple[Any, Any]:
+        """(number of the query row, batch * tokens + token, head group) of a work tile."""
+        rest, head_group = divmod(work_tile, self.head_groups)
+        row, _ = divmod(rest, self.splits)
+        return row, head_group
+
     @cute.jit
     def columns(self, split_idx: Any, live: Any, extra_live: Any) -> tuple[Any, Any, Any, Any]:
         """(first, end, first, end): the columns of both lists that a split of a row has."""
@@ -77,18 +89,20 @@ def tiles_of(columns: Any) -> Any:
 
 
 class Query(NamedTuple):
-    """q: address, strides in bytes, number of heads."""
+    """q: address, strides in bytes, number of heads. norm: how a kernel that takes raw queries norms and rotates them;
+    or None."""
 
     base: Any
     batch: Any
     token: Any
     head: Any
     heads: Any
+    norm: Any = None
 
     @classmethod
-    def of(cls, q: cute.Tensor) -> Query:
+    def of(cls, q: cute.Tensor, norm: Any = None) -> Query:
         """On the host's side of the launch."""
-        return cls(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), length(q, 2))
+        return cls(address(q), stride_bytes(q, 0), stride_bytes(q, 1), stride_bytes(q, 2), length(q, 2), norm)
 
     def at(self, batch: Any, token: Any, head: Any) -> Any:
         """Address of a head's row."""
@@ -179,3 +193,322 @@ class Output(NamedTuple):
         """On the host's side of the launch."""
         strides = tuple(stride_bytes(out, axis) for axis in range(4))
         return cls(address(out), strides, logs_of(lse), sink, length(out, 3))
+
+
+# ---- prefill
+
+HEAD_GROUP = 64
+"""Heads of a work tile."""
+
+
+class PrefillScheduler(NamedTuple):
+    """The work tiles of a CTA: numbers first, first + step ... below `end`. A work tile is a query row and a group of
+    its heads; the groups of a row follow each other, and there are 1 << group_bits of them."""
+
+    first: Any
+    end: Any
+    step: Any
+    group_bits: Any
+
+    def row(self, work_tile: Any) -> Any:
+        """The query row of a work tile."""
+        return work_tile >> self.group_bits
+
+    def coords(self, work_tile: Any, heads: int = HEAD_GROUP) -> tuple[Any, Any]:
+        """(query row, first head) of a work tile. heads: of a group."""
+        row = self.row(work_tile)
+        return row, (work_tile - (row << self.group_bits)) * heads
+
+
+class PrefillQuery(NamedTuple):
+    """q: address, strides in bytes, number of heads. Of raw queries, which are still to be normed and rotated: what is
+    added to a head's mean square, or None; four sums of squares of each head, fp32 [rows, heads, 4]: address, bytes
+    from row to row."""
+
+    base: Any
+    row: Any
+    head: Any
+    heads: Any
+    norm_eps: Any = None
+    squares: Any = None
+    squares_row: Any = None
+
+    @classmethod
+    def of(cls, q: cute.Tensor, *norm: Any) -> PrefillQuery:
+        """On the host's side of the launch."""
+        return cls(address(q), stride_bytes(q, 0), stride_bytes(q, 1), length(q, 1), *norm)
+
+    def left(self, head: Any, most: int = HEAD_GROUP) -> Any:
+        """Heads of a work tile that begins with a head and has so many at most."""
+        return cutlass.min(self.heads - head, most)
+
+
+class PrefillOutput(NamedTuple):
+    """out: address, strides in bytes of rows and heads; max_logits, or None, and lse by rows and heads; what to
+    multiply out with, or None; L2's policy for out, or None; where splits of rows are combined, the address of the
+    sink, or 0. quant: where the results go instead as codes, or None."""
+
+    base: Any
+    row: Any
+    head: Any
+    max_logits: Any
+    lse: Logs
+    scale: Any = None
+    policy: Any = None
+    sink: Any = None
+    quant: Any = None
+
+    @classmethod
+    def of(cls, out: cute.Tensor, max_logits: Any, lse: cute.Tensor, **more: Any) -> PrefillOutput:
+        """On the host's side of the launch."""
+        logits = None if max_logits is None else logs_of(max_logits)
+        return cls(address(out), stride_bytes(out, 0), stride_bytes(out, 1), logits, logs_of(lse), **more)
+
+    @classmethod
+    def of_codes(cls, quant: Any, max_logits: cute.Tensor, lse: cute.Tensor) -> PrefillOutput:
+        """On the host's side of the launch."""
+        return cls(None, None, None, logs_of(max_logits), logs_of(lse), quant=quant)
+
+
+STREAMED = 1 << 15
+"""Heads of all rows, 1 KB of results each: of more than that L2 has lost the first before anybody reads them."""
+
+
+@cute.jit
+def output_policy(heads: Any) -> Any:
+    """L2's policy for the results of so many heads of all rows: what it would lose anyway shall not push out kv."""
+    return Int64(ptx.READ_ONCE) if heads > STREAMED else Int64(ptx.READ_AGAIN)
+
+
+FLAG_BITS = 2
+"""Of a tile's flags, those that are the kernel's: the KV may remember something in the bits above."""
+
+
+class GatheredKV(NamedTuple):
+    """kv: address, bytes from row to row, number of rows. Lists: address, bytes from list to list, columns. Columns
+    that count: address of int32 [rows], or 0."""
+
+    base: Any
+    row: Any
+    rows: Any
+    lists: Any
+    list_row: Any
+    columns: Any
+    lengths: Any
+
+    @classmethod
+    def of(cls, kv: cute.Tensor, indices: cute.Tensor, lengths: Any) -> GatheredKV:
+        """On the host's side of the launch."""
+        lists = address(indices), stride_bytes(indices, 0), length(indices, 2)
+        return cls(address(kv), stride_bytes(kv, 0), length(kv, 0), *lists, lengths)
+
+    @cute.jit
+    def count(self, work_tile: Any, scheduler: PrefillScheduler, is_short: cutlass.Constexpr = False) -> Any:
+        """Of a work tile's columns that count; of what is no work tile, anything."""
+        count = self.columns
+        if self.lengths != 0:
+            row, _ = scheduler.coords(work_tile)
+            found = ptx.load_global_s32_where(work_tile < scheduler.end, self.lengths + Int64(row) * 4)
+            count = cutlass.max(cutlass.min(found, count), 0)
+        return count
+
+    def total(self, count: Any) -> Any:
+        """The number of columns that `count` says count."""
+        return count
+
+    def column(self, number: Any, count: Any) -> Any:
+        """Where the column is of that number among those that count."""
+        return number
+
+    def flags(self, number: Any, count: Any) -> Any:
+        """What to remember of a tile whose first column has that number, in bits from FLAG_BITS on."""
+        return Int32(0)
+
+    @cute.jit
+    def resolve_row(self, index: Any, flags: Any, row: Callable[[], Any], row_units: cutlass.Constexpr) -> Any:
+        """Where the row of an index is, a number >= 0, or -1 if there is none.
+
+        row        computes its number in the tile
+        row_units  of MixedKV
+        """
+        return index if (index >= 0) & (index < self.rows) else Int32(-1)
+
+    def address(self, place: Any, flags: Any, row: Any) -> Any:
+        """Of what `resolve_row` found for a row of the tile; of -1, any."""
+        return self.base + Int64(cutlass.max(place, 0)) * self.row
+
+
+UNIT = 16
+"""Bytes in which places in a cache are counted: as many as int32 has numbers for are 32 GiB."""
+
+COUNT_BITS = 16
+"""Of each of the two numbers that are packed into one."""
+
+
+def row_units(dtype: Any) -> int:
+    return HEAD_DIM * dtype.width // 8 // UNIT
+
+
+class SlotCache(NamedTuple):
+    """A paged cache whose rows are named by slot: address, number of rows, rows of a page as a divisor, and units
+    between the end of a page and the next one."""
+
+    base: Any
+    rows: Any
+    page_rows: Any
+    gap: Any
+
+    @classmethod
+    def of(cls, cache: cute.Tensor) -> SlotCache:
+        """A cache [pages, rows of a page, 512] with dense pages. On the host's side of the launch."""
+        page_rows = length(cache, 1)
+        gap = Int32(stride_bytes(cache, 0) // UNIT) - page_rows * row_units(cache.element_type)
+        divisor = cute.fast_divmod_create_divisor_v2(page_rows)
+        return cls(address(cache), length(cache, 0) * page_rows, divisor, gap)
+
+    @cute.jit
+    def offset(self, slot: Any, row_units: cutlass.Constexpr) -> Any:
+        """Units from the base on to the row of a slot, -1 if the cache has no such row."""
+        offset = slot * row_units + (slot // self.page_rows) * self.gap
+        return offset if (slot >= 0) & (slot < self.rows) else Int32(-1)
+
+
+class MixedKV(NamedTuple):
+    """The caches, SlotCache or KVCache. Lists: address, bytes from list to list, columns, the first of them that name
+    rows of the window's cache. Columns that count: address of int32 [rows], the window's included. Where the query rows
+    are."""
+
+    window: Any
+    compressed: Any
+    lists: Any
+    list_row: Any
+    columns: Any
+    window_size: Any
+    lengths: Any
+    batch: Batch
+
+    @classmethod
+    def of(
+        cls, window: Any, compressed: Any, indices: cute.Tensor, window_size: Any, lengths: Any, batch: Batch
+    ) -> MixedKV:
+        """On the host's side of the launch."""
+        lists = address(indices), stride_bytes(indices, 0), length(indices, 1)
+        return cls(window, compressed, *lists, window_size, lengths, batch)
+
+    @cute.jit
+    def count(self, work_tile: Any, scheduler: PrefillScheduler, is_short: cutlass.Constexpr = False) -> Any:
+        """Of a work tile's columns that count, as two numbers in one: the window's, and the compressed ones. is_short:
+        of registers"""
+        row, _ = scheduler.coords(work_tile)
+        is_row = work_tile < scheduler.end
+        found = ptx.load_global_s32_where(is_row, self.lengths + Int64(row) * 4)
+        position = self.batch.position(row, self.batch.search(row, is_row))
+        window = cutlass.min(self.window_size, position + 1)
+        compressed = cutlass.max(found, self.window_size) - self.window_size
+        columns = ptx.again(self.columns) if const_expr(is_short) else self.columns
+        compressed = cutlass.min(compressed, columns - self.window_size)
+        return window | (compressed << COUNT_BITS) if position >= 0 else Int32(0)
+
+    def total(self, count: Any) -> Any:
+        return window_columns(count) + compressed_columns(count)
+
+    @cute.jit
+    def column(self, number: Any, count: Any) -> Any:
+        behind = number - window_columns(count)
+        return self.window_size + behind if behind >= 0 else number
+
+    def flags(self, number: Any, count: Any) -> Any:
+        """How many rows are the window's, of this tile and what follows."""
+        return cutlass.max(window_columns(count) - number, 0) << FLAG_BITS
+
+    @cute.jit
+    def resolve_row(self, index: Any, flags: Any, row: Callable[[], Any], row_units: cutlass.Constexpr) -> Any:
+        """Units from its cache's base on. row_units: of the caches"""
+        # a name of its own: the compiler then merges what both branches do
+        kv, place = self, Int32(-1)
+        if row() < flags >> FLAG_BITS:
+            place = kv.window.offset(index, row_units)
+        else:
+            place = kv.compressed.offset(index, row_units)
+        return place
+
+    @cute.jit
+    def address(self, place: Any, flags: Any, row: Any) -> Any:
+        base = self.window.base if row < flags >> FLAG_BITS else self.compressed.base
+        return base + Int64(cutlass.max(place, 0)) * UNIT
+
+
+def window_columns(count: Any) -> Any:
+    """Of what MixedKV.count says."""
+    return count & (1 << COUNT_BITS) - 1
+
+
+def compressed_columns(count: Any) -> Any:
+    """Of what MixedKV.count says."""
+    return count >> COUNT_BITS & (1 << COUNT_BITS) - 1
+
+
+class PagedCache(NamedTuple):
+    """Pages `page_stride` bytes apart, of as many rows as `rows` divides by; a block table: address, bytes from row to
+    row, columns."""
+
+    base: Any
+    page_stride: Any
+    pages: Any
+    rows: Any
+    table: Any
+    table_row: Any
+    columns: Any
+
+    @classmethod
+    def of(cls, cache: cute.Tensor, table: cute.Tensor) -> PagedCache:
+        """On the host's side of the launch."""
+        return cls(*KVCache.of(cache), address(table), stride_bytes(table, 0), length(table, 1))
+
+
+class PagedKV(NamedTuple):
+    """Both caches. The window's positions. Entries: address of the lists that name them, bytes from list to list; 0:
+    all visible ones in order. Most columns of them. Tokens of an entry, as a divisor. Where the query rows are. Where
+    rows are split: splits, and KV tiles of a split, or 0 (schedule.part_range)."""
+
+    window: PagedCache
+    compressed: PagedCache
+    window_size: Any
+    lists: Any
+    list_row: Any
+    columns: Any
+    ratio: Any
+    batch: Batch
+    splits: Any = None
+    split_tiles: Any = None
+
+    @classmethod
+    def of(
+        cls,
+        swa_cache: cute.Tensor,
+        swa_block_table: cute.Tensor,
+        compressed_cache: cute.Tensor,
+        compressed_block_table: cute.Tensor,
+        window_size: Any,
+        lists: tuple[Any, Any, Any],
+        compress_ratio: Any,
+        batch: Batch,
+        *splits: Any,
+    ) -> PagedKV:
+        """lists   their address, bytes from list to list, columns. On the host's side of the launch."""
+        window = PagedCache.of(swa_cache, swa_block_table)
+        compressed = PagedCache.of(compressed_cache, compressed_block_table)
+        ratio = cute.fast_divmod_create_divisor_v2(compress_ratio)
+        return cls(window, compressed, window_size, *lists, ratio, batch, *splits)
+
+    @cute.jit
+    def keys_of(self, row: Any, is_row: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """Of a query row: its request, visible entries, how many of them count, the first position of its window and
+        the end of it. What is no row has none."""
+        request = self.batch.search(row, is_row)
+        position = self.batch.position(row, request) if is_row else Int32(-1)
+        visible = visible_entries(position, self.ratio)
+        compressed = cutlass.min(visible, self.columns)
+        first = cutlass.max(position + 1 - self.window_size, 0)
+        end = cutlass.min(position + 1, ptx.again(self.window.columns) * self.window.rows.divisor)
+        return request, visible, compressed, first, end

@@ -11,22 +11,19 @@ from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.arguments import misaligned_quant, no_logs
-from cute_kernels.sparse_mla.portable_prefill_plan import item_heads
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey, QuantFewPrefillKey
-from cute_kernels.sparse_mla.prefill_few_sm90_plan import FEW_HEADS
-from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
-from cute_kernels.sparse_mla.prefill_sm90 import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
-from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
-from cute_kernels.sparse_mla.prefill_sm100_choice import is_own, unmapped
+from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
+from cute_kernels.sparse_mla.gathered import is_own, unmapped
+from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import HEADS as SWAP_AB_HEADS
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbPrefillKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortablePrefillKey, group_heads
 from cute_kernels.sparse_mla.schedule import block_heads
+from cute_kernels.sparse_mla.softmax import LEAST_SCALE
 
 HOPPER = "sm_90a"
 
 MOST_NUMBERS = 2**30
 """Rows, columns and work items are counted in int32, with room for what is added to the last of them."""
-
-LEAST_SCALE = 1e-37
-"""What a scale of 0 becomes: the scores of what is skipped are infinite, and 0 times that is NaN."""
 
 
 def misaligned(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
@@ -56,17 +53,17 @@ def key_for(arch: str, heads: int, is_quantized: bool = False, is_raw: bool = Fa
     if is_raw:
         return NormQuantPrefillKey(arch)
     if is_quantized:
-        is_few = heads <= FEW_HEADS[-1]
-        return QuantFewPrefillKey(arch, block_heads(heads)) if is_few else QuantPrefillKey(arch)
+        is_few = heads <= SWAP_AB_HEADS[-1]
+        return QuantSwapAbPrefillKey(arch, block_heads(heads)) if is_few else QuantPrefillKey(arch)
     if arch in BLACKWELL:
         return BlackwellPrefillKey(arch)
     if arch != HOPPER:
         return portable_key(arch, heads)
-    return FewPrefillKey(arch, block_heads(heads)) if heads <= FEW_HEADS[-1] else PrefillKey(arch)
+    return SwapAbPrefillKey(arch, block_heads(heads)) if heads <= SWAP_AB_HEADS[-1] else PrefillKey(arch)
 
 
 def portable_key(arch: str, heads: int, is_quantized: bool = False, is_raw: bool = False) -> KernelKey:
-    return PortablePrefillKey(arch, item_heads(heads))
+    return PortablePrefillKey(arch, group_heads(heads))
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
@@ -75,7 +72,11 @@ def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
     keys = [key_for(arch, heads), *([portable_key(arch, heads)] if arch in BLACKWELL else [])]
     if arch != HOPPER:
         return keys
-    return [*keys, key_for(arch, heads, True), *([key_for(arch, heads, True, True)] if heads > FEW_HEADS[-1] else [])]
+    return [
+        *keys,
+        key_for(arch, heads, True),
+        *([key_for(arch, heads, True, True)] if heads > SWAP_AB_HEADS[-1] else []),
+    ]
 
 
 @cache
@@ -131,8 +132,8 @@ def supports(*args: Any) -> tuple[bool, str]:
     if why:
         return False, why
     if call.q_squares is not None:
-        if call.q.shape[1] <= FEW_HEADS[-1]:
-            return False, f"q_norm is supported for more than {FEW_HEADS[-1]} heads, got {call.q.shape[1]}"
+        if call.q.shape[1] <= SWAP_AB_HEADS[-1]:
+            return False, f"q_norm is supported for more than {SWAP_AB_HEADS[-1]} heads, got {call.q.shape[1]}"
         why = misaligned("sums of squares of q_norm", call.q_squares, (0,))
         if why:
             return False, why

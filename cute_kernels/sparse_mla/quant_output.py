@@ -42,15 +42,11 @@ BLOCK = 64
 """Columns whose codes four lanes exchange at a time."""
 
 
-class QuantOutput(NamedTuple):
-    """Where codes and scales go, and what the rotation needs.
+class Rotation(NamedTuple):
+    """The angles of each token.
 
     positions, position_stride         int64 of each token: address, stride in bytes
     table, table_stride, table_rows    rows of 32 cosines and 32 sines: address, stride in bytes, number
-    codes, token_stride, group_stride  e4m3 [tokens, groups, heads of a group * 512]: address, strides in bytes
-    scales, scale_group, scale_row     fp32 [groups, heads of a group * 4, padded tokens]: address, strides in bytes
-    tokens, padded_tokens              numbers of them
-    group_heads                        divisor by the heads of a group
     """
 
     positions: Any
@@ -58,6 +54,32 @@ class QuantOutput(NamedTuple):
     table: Any
     table_stride: Any
     table_rows: Any
+
+    @classmethod
+    def of(cls, positions: cute.Tensor, table: cute.Tensor) -> Rotation:
+        """On the host's side of the launch."""
+        return cls(
+            address(positions), stride_bytes(positions, 0), address(table), stride_bytes(table, 0), length(table, 0)
+        )
+
+    @cute.jit
+    def angles_at(self, token: Any) -> Any:
+        """Address of a token's cosines."""
+        # a kernel before may write positions, nobody the table
+        position = ptx.load_global_s64_in_order(self.positions + Int64(token) * self.position_stride)
+        return self.table + table_row(position, self.table_rows) * self.table_stride
+
+
+class QuantOutput(NamedTuple):
+    """Where codes and scales go, and what the rotation needs.
+
+    codes, token_stride, group_stride  e4m3 [tokens, groups, heads of a group * 512]: address, strides in bytes
+    scales, scale_group, scale_row     fp32 [groups, heads of a group * 4, padded tokens]: address, strides in bytes
+    tokens, padded_tokens              numbers of them
+    group_heads                        divisor by the heads of a group
+    """
+
+    rotation: Rotation
     codes: Any
     token_stride: Any
     group_stride: Any
@@ -68,12 +90,9 @@ class QuantOutput(NamedTuple):
     padded_tokens: Any
     group_heads: Any
 
-    @cute.jit
     def angles_at(self, token: Any) -> Any:
         """Address of a token's cosines."""
-        # a kernel before may write positions, nobody the table
-        position = ptx.load_global_s64_in_order(self.positions + Int64(token) * self.position_stride)
-        return self.table + table_row(position, self.table_rows) * self.table_stride
+        return self.rotation.angles_at(token)
 
     @cute.jit
     def angles(self, token: Any, lane: Any) -> tuple[Any, Any]:
@@ -226,11 +245,7 @@ def fake_quant() -> tuple[Any, ...]:
 def quant_of(codes: cute.Tensor, scales: cute.Tensor, positions: cute.Tensor, table: cute.Tensor) -> QuantOutput:
     """The kernel's argument. On the host's side of the launch."""
     return QuantOutput(
-        address(positions),
-        stride_bytes(positions, 0),
-        address(table),
-        stride_bytes(table, 0),
-        length(table, 0),
+        Rotation.of(positions, table),
         address(codes),
         stride_bytes(codes, 0),
         stride_bytes(codes, 1),

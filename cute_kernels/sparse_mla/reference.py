@@ -34,15 +34,23 @@ class Attention(NamedTuple):
 
 
 def attend(
-    q: torch.Tensor, selections: Sequence[Selection], scale: float, sink: torch.Tensor | None
+    q: torch.Tensor,
+    selections: Sequence[Selection],
+    scale: float,
+    sink: torch.Tensor | None,
+    factors: torch.Tensor | None = None,
 ) -> Iterator[tuple[slice, Attention]]:
-    """Attention of q [n, h, 512] to the selected rows, as (slice of query rows, their results), a chunk at a time."""
+    """Attention of q [n, h, 512] to the selected rows, as (slice of query rows, their results), a chunk at a time.
+    factors: of the heads' logits, [n, h, 1]; or None, which is 1."""
     columns = sum(s.width for s in selections)
     for outer in row_chunks(q.shape[0], columns, selection.SLOT_BUDGET):
         slots = pooled_slots(selections, outer)
         for inner in row_chunks(slots.shape[0], slots.shape[1], ROW_BUDGET):
             rows = slice(outer.start + inner.start, outer.start + inner.stop)
-            result = _attend_slots(q[rows].float().double(), selections, used_columns(slots[inner]), scale)
+            queries = q[rows].float().double()
+            if factors is not None:
+                queries *= factors[rows]
+            result = _attend_slots(queries, selections, used_columns(slots[inner]), scale)
             yield rows, result._replace(out=apply_sink(result.out, result.lse, sink))
 
 
@@ -93,6 +101,15 @@ def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, t
     return out, lse.masked_fill(empty.all(dim=0), torch.inf)
 
 
+def rotate_raw(
+    q: torch.Tensor, squares: torch.Tensor, eps: float, positions: torch.Tensor, cos_sin_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raw queries [T, h, 512], rotated, and what the heads' logits are multiplied with, fp32 [T, h, 1]: their norm has
+    no weight, so that it is one factor for a whole head."""
+    mean = squares.unflatten(1, (q.shape[1], -1)).sum(-1, keepdim=True) / HEAD_DIM
+    return numerics.rotate(q.float(), positions, cos_sin_cache).to(q.dtype), torch.rsqrt(mean + eps)
+
+
 def _store(out: torch.Tensor | None, rows: slice, result: torch.Tensor) -> None:
     if out is not None:
         out[rows] = result.float().to(out.dtype)
@@ -127,6 +144,8 @@ def sparse_mla_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    q_squares: torch.Tensor | None,
+    q_norm_eps: float,
     positions: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
     out_scale: torch.Tensor | None,
@@ -145,7 +164,12 @@ def sparse_mla_decode(
         extra_kv_format,
     )
     o = out if positions is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    for rows, result in attend(q.flatten(0, 1), selections, softmax_scale, attn_sink):
+    queries, factors = q.flatten(0, 1), None
+    if q_squares is not None:
+        assert positions is not None
+        assert cos_sin_cache is not None
+        queries, factors = rotate_raw(queries, q_squares, q_norm_eps, positions, cos_sin_cache)
+    for rows, result in attend(queries, selections, softmax_scale, attn_sink, factors):
         row = torch.arange(rows.start, rows.stop, device=q.device)
         batch, token = row // q.shape[1], row % q.shape[1]
         o[batch, token] = result.out.float().to(o.dtype)
@@ -172,13 +196,13 @@ def sparse_mla_prefill(
     out_scale: torch.Tensor | None,
 ) -> None:
     selections = selection.prefill_selections(kv, indices, topk_length)
+    factors = None
     if q_squares is not None:
         assert positions is not None
         assert cos_sin_cache is not None
-        mean = q_squares.unflatten(1, (q.shape[1], -1)).sum(-1, keepdim=True) / HEAD_DIM
-        q = numerics.rotate(q.float() * torch.rsqrt(mean + q_norm_eps), positions, cos_sin_cache).to(q.dtype)
+        q, factors = rotate_raw(q, q_squares, q_norm_eps, positions, cos_sin_cache)
     o = out if positions is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    for rows, result in attend(q, selections, sm_scale, attn_sink):
+    for rows, result in attend(q, selections, sm_scale, attn_sink, factors):
         _store(o, rows, result.out)
         _store(max_logits, rows, result.max_logits)
         _store(lse, rows, result.lse)

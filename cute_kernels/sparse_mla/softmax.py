@@ -9,22 +9,26 @@ from cutlass import Float32
 
 from cute_kernels.dsl import ptx
 
-GROWTH = 8.0
+RESCALE_THRESHOLD = 8.0
 """A head's running maximum moves when a score, in powers of two, is more than this above it: O is rarely rescaled,
 and weights are at most 2^8."""
 
-LEAST = -3.0e38
+NEG_MAX = -3.0e38
 """The running maximum of nothing, where it is a number."""
 
 
+LEAST_SCALE = 1e-37
+"""What a scale of 0 becomes: the scores of what is skipped are infinite, and 0 times that is NaN."""
+
+
 @cute.jit
-def share(amount: Any, top: Any, logit: Any, sink: Any) -> Any:
+def out_scale_of(row_sum: Any, row_max: Any, logit: Any, sink: Any) -> Any:
     """What to multiply a head's row of O with.
 
-    amount   sum of its weights, relative to `top`, its running maximum
-    logit    bits of its sink; means nothing if `sink` is 0
+    row_sum   of its weights, relative to `row_max`, its running maximum
+    logit     bits of its sink; means nothing if `sink` is 0
     """
-    whole = amount
+    whole = row_sum
     if sink != 0:
-        whole = amount + ptx.exp2(logit.bitcast(Float32) * Float32(ptx.LOG2_E) - top)
-    return Float32(0.0) if amount == Float32(0.0) else ptx.reciprocal(whole)
+        whole = row_sum + ptx.exp2(logit.bitcast(Float32) * Float32(ptx.LOG2_E) - row_max)
+    return Float32(0.0) if row_sum == Float32(0.0) else ptx.reciprocal(whole)

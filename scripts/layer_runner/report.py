@@ -17,7 +17,10 @@ from perf.layer import floor_us
 CEILINGS: Mapping[str, Mapping[str, float]] = {"NVIDIA H200": {"copy": 4280.0, "e4m3": 1348.0}}
 """By device name, as torch.cuda.get_device_name gives it: GB/s and TFLOPS that the GPU was measured to reach."""
 
-LONGEST_NAME = 70
+BAR_WIDTH = 16
+"""Characters of a bar that is everything."""
+
+LONGEST_NAME = 50
 """Characters of a kernel's name that a table shows."""
 
 
@@ -57,7 +60,7 @@ def summarize(calls: Sequence[Call]) -> list[Row]:
     return list(rows.values())
 
 
-def _bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     value, unit = float(count), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:
@@ -67,12 +70,24 @@ def _bytes(count: int) -> str:
 
 
 def render(rows: Sequence[Row], title: str, on_gpu: bool) -> Table:
-    """A rich table of ops, with times on a CPU."""
+    """A rich table of ops: their bytes, on a CPU their times, and their share of the times, on a GPU of the bytes."""
     table = _table(title, ["op", "by"], ["calls", *([] if on_gpu else ["ms"]), "bytes"])
-    for row in rows:
+    table.add_column("of bytes" if on_gpu else "of time", no_wrap=True)
+    parts = [row.bytes if on_gpu else row.seconds for row in rows]
+    for row, part in zip(rows, parts, strict=True):
         time = [] if on_gpu else [f"{row.seconds * 1e3:.2f}"]
-        table.add_row(row.op, row.implementation, str(row.calls), *time, _bytes(row.bytes))
+        share = bar(part / (sum(parts) or 1))
+        table.add_row(row.op, row.implementation, str(row.calls), *time, format_bytes(row.bytes), share)
+    table.add_section()
+    calls, total = sum(row.calls for row in rows), sum(row.bytes for row in rows)
+    time = [] if on_gpu else [f"{sum(parts) * 1e3:.2f}"]
+    table.add_row("all", "", str(calls), *time, format_bytes(total), "")
     return table
+
+
+def bar(share: float) -> str:
+    """A share in percent and as a bar."""
+    return f"{100 * share:3.0f}% " + "█" * round(BAR_WIDTH * share)
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
@@ -104,11 +119,13 @@ def render_steps(steps: Sequence[StepTimes], roofs: Mapping[str, float] | None) 
 def render_launches(times: StepTimes) -> Table:
     """A line per launch of a step, in order: how long it took, and what it added to those before it."""
     table = _table(f"launches: {times.name}", ["launch", "what"], ["from us", "us", "adds us"])
+    table.add_column("of what is added", no_wrap=True)
+    total = sum(times.timeline.added()) or 1.0
     first = times.timeline.launches[0].start if times.timeline.launches else 0.0
     for launch, added in zip(times.timeline.launches, times.timeline.added(), strict=True):
         name = launch.name if len(launch.name) <= LONGEST_NAME else launch.name[: LONGEST_NAME - 3] + "..."
         numbers = (f"{us:.2f}" for us in (launch.start - first, launch.us, added))
-        table.add_row(escape(name), launch.kind, *numbers)
+        table.add_row(escape(name), launch.kind, *numbers, bar(added / total))
     return table
 
 

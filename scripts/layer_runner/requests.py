@@ -166,6 +166,8 @@ def read_text(path: Path) -> bytes:
 def split_text(text: bytes, count: int) -> list[bytes]:
     """`count` pieces: one paragraph each, the last one takes all that is left. Too few paragraphs: the longest piece
     is cut at a third until there are enough."""
+    if count > len(text):
+        raise InputError(f"--text: {len(text)} bytes do not give {count} requests one each")
     # A maxsplit of 0 would split everywhere.
     pieces = [text] if count == 1 else re.split(rb"\n\s*\n", text, maxsplit=count - 1)
     while len(pieces) < count:
@@ -204,4 +206,6 @@ def array_sequences(path: Path, count: int, hidden_size: int) -> list[torch.Tens
     if not torch.isfinite(states).all():
         raise InputError(f"--hidden-states: {path} holds values that are not finite in bf16")
     tokens = states.shape[0]
+    if count > tokens:
+        raise InputError(f"--batch: expected at most {tokens} requests of an array of {tokens} tokens, got {count}")
     return [states[: max(tokens * (count - number) // count, 1)] for number in range(count)]

@@ -17,9 +17,15 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.compressor import c128_kernel
-from cute_kernels.compressor.c128_kernel import WARPS
-from cute_kernels.compressor.entry_c128 import CLUSTERS, C128Key, blocks_per_entry, deployment_keys, tokens_per_cluster
+from cute_kernels.compressor import ratio128
+from cute_kernels.compressor.ratio128 import (
+    CLUSTERS,
+    WARPS,
+    C128Key,
+    ctas_per_entry,
+    deployment_keys,
+    tokens_per_cluster,
+)
 from cute_kernels.formats import round_up
 from cute_kernels.models import MODELS
 from tests.compile.reports import compile_report
@@ -72,7 +78,7 @@ def test_the_key_knows_what_the_kernel_allocates(fused: bool, monkeypatch: pytes
             allocated.append(round_up(sum(allocated), size) - sum(allocated) + count * size)
             return super().allocate_array(element_type, count)
 
-    monkeypatch.setattr(c128_kernel, "SmemAllocator", Allocator)
+    monkeypatch.setattr(ratio128, "SmemAllocator", Allocator)
     key = C128Key("sm_90a", "fp8_ds_mla/1", False, fused, 2)
     compile_.compile_report(key)
     assert sum(allocated) == key.smem_bytes
@@ -80,7 +86,7 @@ def test_the_key_knows_what_the_kernel_allocates(fused: bool, monkeypatch: pytes
 
 def test_every_kernel_that_a_model_can_need_is_deployed() -> None:
     caches = ("fp8_ds_mla/1", "plain_bf16/1", "plain_fp8/1")
-    needed = {C128Key("sm_90a", fmt, False, True, blocks_per_entry(2**i)) for fmt in caches for i in range(20)}
+    needed = {C128Key("sm_90a", fmt, False, True, ctas_per_entry(2**i)) for fmt in caches for i in range(20)}
     for config in MODELS.values():
         expected = needed if 128 in config.compress_ratios else set()
         assert set(deployment_keys(config, 1, "sm_90a", True)) == expected

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl import ptx, umma
-from cute_kernels.facts import meaning, products
 from cute_kernels.formats import HEAD_DIM, NOPE_DIM
+from cute_kernels.isa_probes import meaning, products
 from cute_kernels.sparse_mla.blackwell import decode as single
 from cute_kernels.sparse_mla.blackwell import decode_2cta as plan
 from cute_kernels.sparse_mla.blackwell.decode import HEADS, KEYS, SLAB, SLAB_BYTES, THREADS
@@ -88,7 +88,7 @@ def test_tensor_memory() -> None:
 
 
 def tile_stores(rank: int) -> list[list[tuple[int, int, int, list[int]]]]:
-    """Of eight threads at a time (slab, code read, address read in raw, addresses written in v): the front's accesses,
+    """Of eight threads at a time (slab, code read, address read in raw, addresses written in kv): the front's accesses,
     in order."""
     found = []
     for step, half, first in itertools.product(range(plan.SLABS), range(2), range(0, 128, 8)):

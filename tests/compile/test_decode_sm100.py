@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl import ptx, umma
-from cute_kernels.facts import meaning
 from cute_kernels.formats import HEAD_DIM
+from cute_kernels.isa_probes import meaning
 from cute_kernels.sparse_mla.blackwell import decode as plan
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from tests.compile.reports import check_fits, compile_report
@@ -78,7 +78,7 @@ def check_shared_memory(plan: Any) -> None:
     assert list(parts) == list(at._fields)
     ends = [place + size for place, size in zip(at, parts.values(), strict=True)]
     assert list(at[1:]) == ends[:-1]
-    assert all(place % 1024 == 0 for place in (at.v, at.q, at.p, at.raw))
+    assert all(place % 1024 == 0 for place in (at.kv, at.q, at.p, at.raw))
     assert all(place % 16 == 0 for place in at)
     # behind the last place come barriers; addresses fit the 14 bits of 16 bytes that a descriptor has for them
     assert plan.smem_bytes() == ends[-1] + 8 * plan.BARRIERS < 1 << 18
@@ -98,7 +98,7 @@ def test_tensor_memory() -> None:
 
 
 def tile_stores() -> list[tuple[int, int, int, list[int]]]:
-    """(thread, address read in raw, row, addresses written in v) of the front's accesses, in order."""
+    """(thread, address read in raw, row, addresses written in kv) of the front's accesses, in order."""
     found = []
     for half, slab, thread in itertools.product(range(2), range(plan.LAST_SLAB), range(128)):
         row, member = thread // 4 + 32 * half, thread % 4

@@ -19,10 +19,19 @@ GROUPS = 2
 
 @pytest.mark.parametrize(
     ("heads", "second", "results"),
-    [(64, "listed", "bf16"), (64, "dense", "fp32"), (8, "none", "bf16"), (64, "listed", "e4m3"), (8, "none", "e4m3")],
+    [
+        (64, "listed", "bf16"),
+        (64, "dense", "fp32"),
+        (8, "none", "bf16"),
+        (64, "listed", "e4m3"),
+        (8, "none", "e4m3"),
+        (64, "listed", "e4m3 of raw queries"),
+        (32, "dense", "fp32 of raw queries"),
+    ],
 )
 def test_no_spills_and_products_in_flight(heads: int, second: str, results: str) -> None:
-    report = compile_report(DecodeKey("sm_90a", heads, second, results == "fp32", results == "e4m3"))
+    kind = "fp32" in results, "e4m3" in results, "raw" in results
+    report = compile_report(DecodeKey("sm_90a", heads, second, *kind))
     assert set(report.key.instructions) <= set(report.instructions)
     assert report.facts.spill_stores == 0
     assert report.smem == report.key.smem_bytes <= SMEM_BYTES["sm_90a"]

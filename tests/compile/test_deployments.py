@@ -19,13 +19,13 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
-from cute_kernels.output.einsum_portable import PortableEinsumKey
-from cute_kernels.output.einsum_sm100 import BlackwellEinsumKey
+from cute_kernels.linear.blackwell.gemm import BlackwellGemmKey
+from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
+from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
 from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
-from cute_kernels.sparse_mla.prefill_portable import PortableKey
-from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortableKey
 from tests.compile.reports import compile_report
 
 LIKE_ANOTHER = ("sm_89", "sm_103a")
@@ -48,12 +48,12 @@ def test_kernels_of_a_deployment(arch: str, model: str, tp: int) -> None:
 
 def is_left_out(key: KernelKey) -> bool:
     """The portable kernels, that for few heads and Blackwell's own, whose keys take longest: test_decode_portable.py,
-    test_decode_small_heads.py, test_decode_sm100.py, test_decode_pair_sm100.py, test_einsum_portable.py,
-    test_einsum_sm100.py, test_logits_portable.py, test_prefill_portable.py and test_prefill_sm100.py have samples of
+    test_decode_small_heads.py, test_decode_sm100.py, test_decode_pair_sm100.py, test_gemm_mma_sync.py,
+    test_gemm_blackwell.py, test_logits_portable.py, test_prefill_portable.py and test_prefill_sm100.py have samples of
     them. test_logits_sm100.py has samples of Blackwell's scores, which sm_103a compiles as sm_100a does."""
     if isinstance(key, PortableKey | BlackwellDecodeKey | BlackwellPrefillKey):
         return True
-    if isinstance(key, PortableEinsumKey | BlackwellEinsumKey):
+    if isinstance(key, PortableGemmKey | BlackwellGemmKey):
         return True
     if isinstance(key, PortableLogitsKey):
         return key.paged

@@ -11,9 +11,8 @@ from cute_kernels.runtime.compile import Report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.compressor.c4_tokens import BEHIND, MOST_TOKENS, WINDOW
-from cute_kernels.compressor.entry import runs_on, store_for
-from cute_kernels.compressor.entry_c4 import C4Key, deployment_keys, tokens_per_team
+from cute_kernels.compressor.epilogue import runs_on, store_for
+from cute_kernels.compressor.ratio4 import BEHIND, MOST_TOKENS, WINDOW, C4Key, deployment_keys, tokens_per_team
 from tests.compile.reports import compile_report
 
 FORMATS = ("fp8_ds_mla/1", "plain_bf16/1", "plain_fp8/1", "indexer_fp8/1", "indexer_mxfp4/1")

@@ -16,8 +16,15 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl import convert
 from cute_kernels.dsl.ptx import HAS_E4M3_AND_BF16
-from cute_kernels.kv_cache.gather import BULK_ROWS, GatherKey, blocks_per_request, deployment_keys, key_for, wants_bulk
-from cute_kernels.kv_cache.gather_bulk import GatherBulkKey
+from cute_kernels.kv_cache.gather import (
+    BULK_ROWS,
+    GatherBulkKey,
+    GatherKey,
+    ctas_per_request,
+    deployment_keys,
+    key_for,
+    wants_bulk,
+)
 from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
@@ -131,14 +138,14 @@ def test_every_kernel_that_a_call_can_need_is_deployed() -> None:
     assert deployment_keys(None, 1, "sm_80") == []
 
 
-def test_blocks_per_request() -> None:
+def test_ctas_per_request() -> None:
     key = GatherKey("sm_90a", warps=4, rows=2)
-    assert blocks_per_request(key, requests=1, rows=1, multiprocessors=132, per_multiprocessor=16) == 1
-    assert blocks_per_request(key, requests=1, rows=8, multiprocessors=132, per_multiprocessor=16) == 1
-    assert blocks_per_request(key, requests=1, rows=9, multiprocessors=132, per_multiprocessor=16) == 2
-    assert blocks_per_request(key, requests=1, rows=10**6, multiprocessors=132, per_multiprocessor=16) == 2112
-    assert blocks_per_request(key, requests=4, rows=10**6, multiprocessors=132, per_multiprocessor=16) == 528
-    assert blocks_per_request(key, requests=5000, rows=10**6, multiprocessors=132, per_multiprocessor=16) == 1
+    assert ctas_per_request(key, requests=1, rows=1, multiprocessors=132, per_multiprocessor=16) == 1
+    assert ctas_per_request(key, requests=1, rows=8, multiprocessors=132, per_multiprocessor=16) == 1
+    assert ctas_per_request(key, requests=1, rows=9, multiprocessors=132, per_multiprocessor=16) == 2
+    assert ctas_per_request(key, requests=1, rows=10**6, multiprocessors=132, per_multiprocessor=16) == 2112
+    assert ctas_per_request(key, requests=4, rows=10**6, multiprocessors=132, per_multiprocessor=16) == 528
+    assert ctas_per_request(key, requests=5000, rows=10**6, multiprocessors=132, per_multiprocessor=16) == 1
     bulk = GatherBulkKey("sm_90a", warps=4, rows=4, stages=2)
-    assert blocks_per_request(bulk, requests=1, rows=16384, multiprocessors=132, per_multiprocessor=64) == 512
-    assert blocks_per_request(bulk, requests=1, rows=16385, multiprocessors=132, per_multiprocessor=64) == 513
+    assert ctas_per_request(bulk, requests=1, rows=16384, multiprocessors=132, per_multiprocessor=64) == 512
+    assert ctas_per_request(bulk, requests=1, rows=16385, multiprocessors=132, per_multiprocessor=64) == 513

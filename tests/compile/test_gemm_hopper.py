@@ -17,10 +17,12 @@ from tests.compile.reports import check_fits, compile_report
 KEYS = [tile.key for tile in select.TILES]
 SPLITS = [tile.key for tile in select.SPLIT_TILES]
 SQUARES = [tile.key for tile in select.SQUARES_TILES]
+BF16 = [key for output in ("fp32", "bf16") for key in select.many_bf16_rows_keys(output)]
+"""Of bf16 operands."""
 
 
 def name(key: GemmKey) -> str:
-    return f"{key.output}_{key.rows}x{key.columns}_{key.splits}{'_squares' * key.squares}"
+    return f"{key.operands}_{key.output}_{key.rows}x{key.columns}_{key.splits}{'_squares' * key.squares}"
 
 
 OUTPUTS = [
@@ -31,7 +33,7 @@ OUTPUTS = [
 ]
 
 
-@pytest.mark.parametrize("key", [*KEYS, *SPLITS, *OUTPUTS, *SQUARES], ids=name)
+@pytest.mark.parametrize("key", [*KEYS, *SPLITS, *OUTPUTS, *SQUARES, *BF16], ids=name)
 def test_compiles(key: GemmKey) -> None:
     report = check_fits(key, key.threads)
     assert (report.spill_stores, report.spill_loads) == (0, 0)
@@ -43,21 +45,22 @@ def test_compiles(key: GemmKey) -> None:
     assert ("st.async" in report.ptx) == (key.splits > 1)
 
 
-@pytest.mark.parametrize("key", [*KEYS, *SPLITS, *OUTPUTS, *SQUARES], ids=name)
+@pytest.mark.parametrize("key", [*KEYS, *SPLITS, *OUTPUTS, *SQUARES, *BF16], ids=name)
 def test_the_assembler_waits_for_no_product_on_its_own(key: GemmKey) -> None:
     """Where it cannot follow the accumulators, it waits after each instruction."""
     report = compile_report(key)
     if report.sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    order = re.findall(r"QGMMA|WARPGROUP\.DEPBAR", report.sass)
-    together = ["QGMMA"] * (4 * key.depth) + ["WARPGROUP.DEPBAR"] * key.depth
-    alone = ["QGMMA"] * 4 + ["WARPGROUP.DEPBAR"]
+    order = re.findall(r"[QH]GMMA|WARPGROUP\.DEPBAR", report.sass)
+    product = "QGMMA" if key.operands == "e4m3" else "HGMMA"
+    together = [product] * (4 * key.depth) + ["WARPGROUP.DEPBAR"] * key.depth
+    alone = [product] * 4 + ["WARPGROUP.DEPBAR"]
     assert order == (together + alone if key.depth > 1 else alone * key.waves)
     # a shuffle among lanes of which some are not there would hang
     assert "WARPSYNC.COLLECTIVE" not in report.sass
 
 
-@pytest.mark.parametrize("key", [*KEYS, *SPLITS, *SQUARES], ids=name)
+@pytest.mark.parametrize("key", [*KEYS, *SPLITS, *SQUARES, *BF16], ids=name)
 def test_roles_stay_within_their_registers(key: GemmKey) -> None:
     report = compile_report(key)
     if report.sass is None:
@@ -88,6 +91,16 @@ def test_no_kernel_is_idle() -> None:
         for rows in [*range(1, 1000, 21), *range(1000, 9000, 61)]
     }
     assert chosen == set(KEYS)
+
+
+def test_no_kernel_of_bf16_operands_is_idle() -> None:
+    gemms = {gemm for config in MODELS.values() for gemm in select.layer_gemms(config, 1) if gemm[0] == "bf16"}
+    chosen = {
+        select.many_bf16_rows(output, rows, outputs, k // 64)[0]
+        for _, output, _, outputs, k in gemms
+        for rows in range(65, 4096, 31)
+    }
+    assert chosen == set(select.many_bf16_rows_keys("fp32"))
 
 
 def test_an_e4m3_result_has_tiles_of_whole_scale_blocks() -> None:

@@ -12,7 +12,7 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import logits, paged_logits, select
+from cute_kernels.indexer import call, select
 from cute_kernels.indexer.hopper.logits import (
     MANY_COLUMNS,
     REGISTERS,
@@ -25,7 +25,7 @@ from tests.compile.reports import compile_report
 
 def deployed(model: Any, tp: int = 1) -> list[LogitsKey]:
     """Keys of Hopper's kernel."""
-    found = [*logits.deployment_keys(model, tp, "sm_90a"), *paged_logits.deployment_keys(model, tp, "sm_90a")]
+    found = [*call.logits_keys(model, tp, "sm_90a"), *call.paged_logits_keys(model, tp, "sm_90a")]
     return [key for key in found if type(key) is LogitsKey]
 
 

@@ -11,7 +11,7 @@ from cute_kernels.runtime.compile import Report
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl import convert
-from cute_kernels.indexer import query, query_fp8, query_mxfp4
+from cute_kernels.indexer import query
 from cute_kernels.indexer.query import QueryKey
 from cute_kernels.models import MODELS
 from cute_kernels.numerics import E2M1_ROUNDINGS
@@ -85,10 +85,10 @@ def test_other_dtypes_compile() -> None:
 
 def test_deployments() -> None:
     config = MODELS["v4-flash"]
-    for module, forms in ((query_fp8, 2), (query_mxfp4, 4)):
-        keys = module.deployment_keys(config, 1, "sm_90a")
+    for kernel, forms in ((query.FP8, 2), (query.MXFP4, 4)):
+        keys = kernel.deployment_keys(config, 1, "sm_90a")
         assert len(set(keys)) == len(keys) == 2 * forms * len(query.SIZES)
-        assert module.deployment_keys(config, 1, "sm_80") == []
+        assert kernel.deployment_keys(config, 1, "sm_80") == []
 
 
 def test_sizes() -> None:

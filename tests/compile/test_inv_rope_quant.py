@@ -12,8 +12,7 @@ from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.output import inv_rope, inv_rope_quant
-from cute_kernels.output.inv_rope_quant import FEW_ROWS, MANY_ROWS, InvRopeKey, key_for
+from cute_kernels.output.inv_rope import FEW_ROWS, MANY_ROWS, QUANTIZED, ROTATED, InvRopeKey, key_for
 from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
@@ -67,18 +66,18 @@ def test_all_heads_are_on_their_way_before_one_is_used(arch: str, scales: str) -
 def test_every_kernel_that_a_call_can_need_is_deployed() -> None:
     config = MODELS["v4-flash"]
     for arch in ("sm_90a", "sm_100a"):
-        keys = inv_rope_quant.deployment_keys(config, 1, arch) + inv_rope.deployment_keys(config, 1, arch)
+        keys = QUANTIZED.deployment_keys(config, 1, arch) + ROTATED.deployment_keys(config, 1, arch)
         needed = {
             key_for(arch, s, rows) for s in ("fp32", "packed", "none") for rows in (1, FEW_ROWS + 1, MANY_ROWS, 2**30)
         }
         assert set(keys) == needed
         assert len(keys) == len(needed)
-    assert inv_rope_quant.deployment_keys(config, 1, "sm_80") == []
-    assert len(inv_rope.deployment_keys(config, 1, "sm_80")) == 3
+    assert QUANTIZED.deployment_keys(config, 1, "sm_80") == []
+    assert len(ROTATED.deployment_keys(config, 1, "sm_80")) == 3
 
 
 def test_without_quantization_on_old_architectures() -> None:
-    for key in inv_rope.deployment_keys(MODELS["v4-pro"], 1, "sm_80"):
+    for key in ROTATED.deployment_keys(MODELS["v4-pro"], 1, "sm_80"):
         report = compile_report(key)
         check(report)
         assert "griddepcontrol" not in report.ptx

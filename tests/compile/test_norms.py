@@ -12,9 +12,8 @@ from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.norm import mtp_input, q_kv, shared_head
-from cute_kernels.norm.rms import RmsNormKey
-from cute_kernels.norm.row import Row, warps_for
+from cute_kernels.norm import rms
+from cute_kernels.norm.rms import RmsNormKey, Row, warps_for
 from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_120a")
@@ -29,8 +28,8 @@ def check(report: Report) -> None:
 
 @pytest.mark.parametrize(("arch", "model"), [*((arch, "v4-pro") for arch in ARCHS), ("sm_90a", "v4-flash")])
 def test_deployed_kernels_compile(arch: str, model: str) -> None:
-    for module in (q_kv, mtp_input, shared_head):
-        (key,) = module.deployment_keys(MODELS[model], 1, arch)
+    for kernel in (rms.Q_KV, rms.MTP_INPUT, rms.SHARED_HEAD):
+        (key,) = kernel.deployment_keys(MODELS[model], 1, arch)
         report = compile_report(key)
         check(report)
         assert f".reqntid {32 * key.warps}" in report.ptx

@@ -12,9 +12,10 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.report import Report
-from cute_kernels.sparse_mla import paged, paged_parts, paged_sm90_plan, prefill_sm90_plan
-from cute_kernels.sparse_mla.paged_sm90 import PagedKey, QuantPagedKey
-from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
+from cute_kernels.sparse_mla import paged, paged_parts
+from cute_kernels.sparse_mla.hopper import prefill_paged
+from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
+from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from tests.compile.reports import compile_report
 
 GROUPS = 3
@@ -25,11 +26,11 @@ track."""
 KEYS = (
     PagedKey("sm_90a"),
     QuantPagedKey("sm_90a"),
-    *(PagedPartsKey("sm_90a", blocks) for blocks in paged_parts.CLUSTERS),
+    *(PagedClusterKey("sm_90a", blocks) for blocks in paged_parts.CLUSTERS),
 )
 
 
-@pytest.fixture(scope="module", params=KEYS, ids=["whole", "codes", *(f"parts{n}" for n in paged_parts.CLUSTERS)])
+@pytest.fixture(scope="module", params=KEYS, ids=["whole", "codes", *(f"cluster{n}" for n in paged_parts.CLUSTERS)])
 def report(request: pytest.FixtureRequest) -> Report:
     return compile_report(request.param)
 
@@ -53,14 +54,12 @@ def test_codes_are_stored_before_their_room_is_filled_anew(report: Report) -> No
     found = re.findall(r"(LDS\.128 \w+, |STS\.128 |LDGSTS\.E\.BYPASS\.128 |BRA)(?:\[(\w+?)(?:\+0x(\w+))?\])?", rows)
     kinds = [kind.split(".")[0].strip() for kind, _, _ in found]
     places = [(register, int(offset or "0", 16)) for _, register, offset in found]
-    slabs, groups = prefill_sm90_plan.SLABS - 1, paged_sm90_plan.GROUPS
+    slabs, groups = prefill_paged.LAST_SLAB, prefill_paged.GROUPS
     copies = [i for i, kind in enumerate(kinds) if kind == "LDGSTS"][-slabs * groups - 2 * groups :]
     register, start = places[copies[0]]
-    room = paged_sm90_plan.GROUP * paged_sm90_plan.CODES
+    room = prefill_paged.GROUP * prefill_paged.CODES
     codes = [
-        (register, start + slab * prefill_sm90_plan.SLAB + group * room)
-        for slab in range(slabs)
-        for group in range(groups)
+        (register, start + slab * prefill_paged.SLAB + group * room) for slab in range(slabs) for group in range(groups)
     ]
     assert [places[i] for i in copies if places[i] in codes] == codes
     stores = [i for i, kind in enumerate(kinds) if kind == "STS" and i < copies[-1]]
@@ -74,21 +73,23 @@ def test_codes_are_stored_before_their_room_is_filled_anew(report: Report) -> No
 
 
 def test_registers_are_those_of_the_launch() -> None:
-    used = paged_sm90_plan.SCORES_REGISTERS + 2 * prefill_sm90_plan.BACK_REGISTERS + paged_sm90_plan.ROWS_REGISTERS
-    assert used == prefill_sm90_plan.GROUPS * prefill_sm90_plan.LAUNCHED
+    launched = 65536 // prefill_paged.THREADS
+    assert launched == prefill_paged.SOFTMAX_REGISTERS
+    used = prefill_paged.SOFTMAX_REGISTERS + 2 * prefill_paged.PV_REGISTERS + prefill_paged.PRODUCER_REGISTERS
+    assert used == prefill_paged.WARPGROUPS * launched
 
 
 def test_tiles_begin_where_swizzles_do() -> None:
     place = 0
-    for name, size in paged_sm90_plan.smem_parts().items():
-        assert place % (1024 if name in prefill_sm90_plan.TILES else 16) == 0, name
+    for name, size in prefill_paged.smem_parts().items():
+        assert place % (1024 if name in prefill_paged.SWIZZLED else 16) == 0, name
         place += size
 
 
 def test_a_list_is_not_written_while_a_tile_needs_it() -> None:
     """A warp that begins a list four tiles ahead may be two tiles before another."""
-    lists = paged_sm90_plan.LISTS
-    assert lists > paged_sm90_plan.WARPS + 2
+    lists = prefill_paged.ROW_LISTS
+    assert lists > prefill_paged.PRODUCER_WARPS + 2
     assert lists & (lists - 1) == 0
 
 
@@ -100,4 +101,4 @@ def test_deployments(model: str, tp: int) -> None:
 
 def test_a_cluster_of_another_size_is_none() -> None:
     with pytest.raises(ValueError, match="blocks: expected one of"):
-        PagedPartsKey("sm_90a", 3)
+        PagedClusterKey("sm_90a", 3)

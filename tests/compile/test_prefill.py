@@ -9,16 +9,16 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.formats import ROPE_DIM
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.compile import Report
-from cute_kernels.sparse_mla import mixed, prefill, prefill_sm90_plan
-from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
-from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
-from cute_kernels.sparse_mla.mixed_sm90_fp8_plan import FP8
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey, FewPrefillKey, QuantFewPrefillKey
-from cute_kernels.sparse_mla.prefill_sm90 import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
-from cute_kernels.sparse_mla.prefill_sm90_plan import BF16, Plan
+from cute_kernels.sparse_mla import mixed, prefill
+from cute_kernels.sparse_mla.hopper import index_loader
+from cute_kernels.sparse_mla.hopper import prefill as kernel
+from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
 from tests.compile.reports import compile_report
 
 GROUPS = 2
@@ -40,33 +40,33 @@ def test_no_spills_and_products_in_flight(report: Report) -> None:
         assert len([line for line in products if "gsb0" in line]) == GROUPS < len(products)
 
 
-@pytest.mark.parametrize("plan", [BF16, FP8])
-def test_registers_are_those_of_the_launch(plan: Plan) -> None:
-    used = plan.scores_registers + 2 * prefill_sm90_plan.BACK_REGISTERS + plan.rows_registers
-    assert used == prefill_sm90_plan.GROUPS * (65536 // prefill_sm90_plan.THREADS // 8 * 8)
+def test_registers_are_those_of_the_launch() -> None:
+    used = kernel.SOFTMAX_REGISTERS + 2 * kernel.PV_REGISTERS + kernel.PRODUCER_REGISTERS
+    assert used == kernel.WARPGROUPS * (65536 // kernel.THREADS // 8 * 8)
 
 
-@pytest.mark.parametrize("plan", [BF16, FP8])
-def test_tiles_begin_where_swizzles_do(plan: Plan) -> None:
+def test_tiles_begin_where_swizzles_do() -> None:
     place = 0
-    for name, size in plan.memory.items():
-        assert place % (1024 if name in prefill_sm90_plan.TILES else 16) == 0, name
+    for name, size in kernel.smem_parts().items():
+        assert place % (1024 if name in kernel.SWIZZLED else 16) == 0, name
         place += size
 
 
-@pytest.mark.parametrize("plan", [BF16, FP8])
-def test_queries_and_ring_fit_the_columns(plan: Plan) -> None:
-    kept = plan.memory["kept"] // (prefill_sm90_plan.ROWS * 2)
-    assert plan.held + kept == prefill_sm90_plan.SLABS * prefill_sm90_plan.SLAB
-    assert plan.memory["stages"] % prefill_sm90_plan.STAGE_BYTES == 0
+def test_queries_fit_the_columns() -> None:
+    """In registers and in shared memory; raw ones have all of their rotary columns in registers."""
+    parts = kernel.smem_parts()
+    assert kernel.HELD + parts["q"] // (kernel.ROWS * 2) == kernel.SLABS * kernel.SLAB
+    usual, raw = (kernel.query_slabs(kernel.PrefillQuery(0, 0, 0, 0, eps)) for eps in (None, 1e-6))
+    assert sorted(raw) == sorted(usual) == list(usual) == list(range(kernel.SLABS))
+    assert raw[: ROPE_DIM // kernel.SLAB] == usual[-(ROPE_DIM // kernel.SLAB) :]
 
 
-def test_indices_are_asked_for_no_later_than_a_stage_comes_round() -> None:
-    """Whoever fills a stage waits for all copies but those of the AHEAD - 1 stages before: these are on their way while
-    the stage before them is let go of."""
-    assert prefill_sm90_plan.AHEAD == prefill_sm90_plan.STAGES
-    lists = prefill_sm90_plan.LISTS
-    assert lists > prefill_sm90_plan.AHEAD
+def test_indices_are_copied_no_later_than_a_stage_comes_round() -> None:
+    """The producer waits for all copies but those of the AHEAD - 1 stages before: these are on their way while the
+    stage before them is released."""
+    assert index_loader.AHEAD == kernel.KV_STAGES
+    lists = index_loader.LISTS
+    assert lists > index_loader.AHEAD
     assert lists & (lists - 1) == 0
 
 
@@ -74,7 +74,7 @@ def test_indices_are_asked_for_no_later_than_a_stage_comes_round() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
     heads = MODELS[model].num_attention_heads // tp
-    few = FewPrefillKey("sm_90a", heads), FewMixedKey("sm_90a", heads), QuantFewPrefillKey("sm_90a", heads)
+    few = SwapAbPrefillKey("sm_90a", heads), SwapAbMixedKey("sm_90a", heads), QuantSwapAbPrefillKey("sm_90a", heads)
     many = PrefillKey("sm_90a"), MixedKey("sm_90a"), QuantPrefillKey("sm_90a")
     one, other, codes = few if heads <= 16 else many
     raw = [NormQuantPrefillKey("sm_90a")] if heads > 16 else []

@@ -1,4 +1,4 @@
-"""The portable kernels of prefill, compiled for every architecture, and their plan. Needs CuTe DSL, no GPU."""
+"""The portable kernels of prefill, compiled for every architecture, and their config. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import mixed, paged, prefill
-from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
 from cute_kernels.sparse_mla.mma_sync.operands import wide_chunk
-from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
-from cute_kernels.sparse_mla.portable_prefill_plan import FORMATS, HEADS, SLAB_ROW, WALK_BYTES, Plan, item_heads
-from cute_kernels.sparse_mla.prefill_portable import PortableKey, PortablePrefillKey
+from cute_kernels.sparse_mla.mma_sync.prefill import (
+    CURSOR_BYTES,
+    FORMATS,
+    HEADS,
+    SLAB_ROW,
+    PortableKey,
+    PortableMixedKey,
+    PortablePagedKey,
+    PortablePrefillKey,
+    PrefillConfig,
+    group_heads,
+)
 from tests.compile.reports import compile_report
 from tests.compile.test_decode_portable import banks
 
@@ -45,8 +53,8 @@ def test_compiles(key: PortableKey) -> None:
     assert report.smem <= SMEM_BYTES[key.arch]
     assert set(key.instructions) <= set(report.instructions)
     # of 16 keys, Q K^T and P V have as many; both loops over these are unrolled once
-    plan = key.plan
-    assert report.instructions["mma.sync"] == 2 * plan.slabs * 8 * plan.tiles * min(2, plan.keys // 16)
+    config = key.config
+    assert report.instructions["mma.sync"] == 2 * config.slabs * 8 * config.tiles * min(2, config.keys // 16)
     assert ("griddepcontrol" in report.instructions) == (key.arch not in ("sm_80", "sm_89"))
     assert not re.search(r"st\.local|ld\.local|cvt\.\S*e4m3", report.ptx)
 
@@ -54,43 +62,43 @@ def test_compiles(key: PortableKey) -> None:
 @pytest.mark.parametrize("arch", SMEM_BYTES)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("formats", [*itertools.product(FORMATS, FORMATS), (BF16,)])
-def test_plan(arch: str, heads: int, formats: tuple[str, ...]) -> None:
-    plan = Plan(arch, heads, formats)
-    assert plan.smem_bytes <= SMEM_BYTES[arch]
-    assert plan.keys in (16, 32, 64)
-    assert 2 <= plan.stages <= 4
-    assert plan.head_groups * plan.shares == 8
-    assert plan.head_groups * plan.warp_rows == plan.rows == 8 * plan.groups
-    assert plan.shares * plan.slabs == 8
+def test_config(arch: str, heads: int, formats: tuple[str, ...]) -> None:
+    config = PrefillConfig(arch, heads, formats)
+    assert config.smem_bytes <= SMEM_BYTES[arch]
+    assert config.keys in (16, 32, 64)
+    assert 2 <= config.stages <= 4
+    assert config.head_groups * config.shares == 8
+    assert config.head_groups * config.warp_rows == config.rows == 8 * config.groups
+    assert config.shares * config.slabs == 8
     # a warp does the softmax of a row group of its own heads
-    assert all(group // plan.group_flags == group // plan.shares for group in range(plan.groups))
+    assert all(group // config.group_flags == group // config.shares for group in range(config.groups))
     places = {
-        "tile": (plan.tile_at, plan.stages * plan.stage_bytes, 128),
-        "shares": (plan.shares_at, 0 if plan.is_direct else plan.keys * 1024, 128),
-        "weights": (plan.weights_at, 8 * plan.warp_rows * plan.keys * 4, 16),
-        "masks": (plan.masks_at, plan.rows * plan.keys * 2, 16),
-        "labels": (plan.labels_at, plan.stages * plan.keys * 4, 16),
-        "factors": (plan.factors_at, 4 * 4, 16),
-        "flags": (plan.flags_at, 2 * plan.rows * 4, 16),
-        "rows": (plan.rows_at, 8 * 4, 16),
-        "tops": (plan.tops_at, plan.groups * 32 * 8, 16),
-        "sinks": (plan.sinks_at, plan.groups * 32 * 4, 16),
-        "walks": (plan.walks_at, 128 * 4, 16),
+        "tile": (config.tile_at, config.stages * config.stage_bytes, 128),
+        "shares": (config.shares_at, 0 if config.is_direct else config.keys * 1024, 128),
+        "weights": (config.weights_at, 8 * config.warp_rows * config.keys * 4, 16),
+        "masks": (config.masks_at, config.rows * config.keys * 2, 16),
+        "labels": (config.labels_at, config.stages * config.keys * 4, 16),
+        "factors": (config.factors_at, 4 * 4, 16),
+        "flags": (config.flags_at, 2 * config.rows * 4, 16),
+        "rows": (config.rows_at, 8 * 4, 16),
+        "tops": (config.tops_at, config.groups * 32 * 8, 16),
+        "sinks": (config.sinks_at, config.groups * 32 * 4, 16),
+        "cursors": (config.cursors_at, 128 * 4, 16),
     }
     place = 0
     for name, (begin, before, alignment) in places.items():
         place += before
         assert begin == place, name
         assert begin % alignment == 0, name
-    assert place + 8 * WALK_BYTES == plan.smem_bytes
-    assert plan.stage_bytes % 128 == plan.slab_bytes % 128 == 0
-    assert plan.scales_at % 8 == 0
-    assert plan.share_bytes == plan.warp_rows // 8 * plan.group_bytes
+    assert place + 8 * CURSOR_BYTES == config.smem_bytes
+    assert config.stage_bytes % 128 == config.slab_bytes % 128 == 0
+    assert config.scales_at % 8 == 0
+    assert config.share_bytes == config.warp_rows // 8 * config.group_bytes
 
 
 def test_most_keys_that_fit_are_taken() -> None:
-    assert [Plan(arch, 64, (BF16,)).keys for arch in ARCHS] == [32, 16, 64, 64, 64, 16]
-    assert [Plan(arch, 64, (FP8, FP8)).keys for arch in ARCHS] == [32, 16, 64, 64, 64, 16]
+    assert [PrefillConfig(arch, 64, (BF16,)).keys for arch in ARCHS] == [32, 16, 64, 64, 64, 16]
+    assert [PrefillConfig(arch, 64, (FP8, FP8)).keys for arch in ARCHS] == [32, 16, 64, 64, 64, 16]
 
 
 def test_no_two_lanes_read_or_write_the_same_bank() -> None:
@@ -105,7 +113,7 @@ def test_no_two_lanes_read_or_write_the_same_bank() -> None:
                 assert len(banks([wide_chunk(key + row, chunk) for row in range(8)], 16)) == 32
             # codes of raw rows
             for formats in ((FP8,), (E4M3,), (FP8, BF16)):
-                raw = Plan("sm_90a", 64, formats).raw_row
+                raw = PrefillConfig("sm_90a", 64, formats).raw_row
                 assert len(banks([k * raw + c * 16 for k, c in lanes], 16)) == 32
 
 
@@ -115,13 +123,13 @@ def test_every_chunk_of_a_slab_has_its_place() -> None:
 
 
 def test_keys() -> None:
-    assert [item_heads(heads) for heads in (1, 16, 17, 32, 33, 64, 128)] == [16, 16, 32, 32, 64, 64, 64]
+    assert [group_heads(heads) for heads in (1, 16, 17, 32, 33, 64, 128)] == [16, 16, 32, 32, 64, 64, 64]
     assert prefill.key_for("sm_80", 128) == PortablePrefillKey("sm_80", 64)
     assert mixed.key_for("sm_120a", 8, E4M3) == PortableMixedKey("sm_120a", 16, E4M3)
     assert paged.key_for("sm_120a", 32, "all", FP8, BF16) == PortablePagedKey("sm_120a", 32, "all", FP8, BF16)
     with pytest.raises(ValueError, match=r"heads: expected one of \(16, 32, 64\), got 24"):
-        _ = PortablePrefillKey("sm_80", 24).plan
+        _ = PortablePrefillKey("sm_80", 24).config
     with pytest.raises(ValueError, match=r"compressed: expected one of .*'listed'.*, got 'some'"):
         PortablePagedKey("sm_80", 64, "some")
     with pytest.raises(ValueError, match=r"format: expected one of .*, got 'x/1'"):
-        _ = PortableMixedKey("sm_80", 64, "x/1").plan
+        _ = PortableMixedKey("sm_80", 64, "x/1").config

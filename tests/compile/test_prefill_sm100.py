@@ -1,4 +1,4 @@
-"""What ptxas makes of Blackwell's prefill, mixed and paged kernels, and whether it is what their plans say."""
+"""What ptxas makes of Blackwell's prefill, mixed and paged kernels, and whether it is what their configs say."""
 
 from __future__ import annotations
 
@@ -14,55 +14,70 @@ from cute_kernels.dsl import umma
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.report import Report
-from cute_kernels.sparse_mla import mixed, mixed_sm100_plan, paged, prefill, prefill_sm90_plan
+from cute_kernels.sparse_mla import mixed, paged, prefill
 from cute_kernels.sparse_mla.blackwell import decode
-from cute_kernels.sparse_mla.blackwell.decode import CODES_BYTES, ROPE_BYTES
-from cute_kernels.sparse_mla.mixed_sm100 import MixedKey
-from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key
-from cute_kernels.sparse_mla.mixed_sm100_plan import FP8, RAW_BYTES, code_place, lane_row, stage_place
-from cute_kernels.sparse_mla.paged_sm100 import PagedKey
-from cute_kernels.sparse_mla.paged_sm100_plan import PAGED
-from cute_kernels.sparse_mla.prefill_sm90_plan import KEYS, ROWS, SLAB, SLAB_BYTES, SLABS, STAGE_BYTES
-from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey
-from cute_kernels.sparse_mla.prefill_sm100_plan import (
+from cute_kernels.sparse_mla.blackwell.decode import (
+    CODES_BYTES,
+    HEADS,
+    KEYS,
+    Q_SLABS,
+    ROPE_BYTES,
+    SLAB,
+    SLAB_BYTES,
+    SLABS,
+    STAGE_BYTES,
+)
+from cute_kernels.sparse_mla.blackwell.prefill import (
+    ALIGNED,
     BF16,
-    FRONT,
+    DEQUANT_WARP,
     GROUP_BYTES,
-    ROWS_WARPS,
-    TILES,
-    Plan,
-    group_place,
+    KV_WARPS,
+    BlackwellPrefillKey,
+    PrefillConfig,
+    group_offset,
     query_copies,
     smem_parts,
 )
+from cute_kernels.sparse_mla.blackwell.prefill_mixed import (
+    FP8,
+    LANES_ROWS,
+    RAW_BYTES,
+    BlackwellMixedFp8Key,
+    BlackwellMixedKey,
+    code_offset,
+    lane_row,
+    value_offset,
+)
+from cute_kernels.sparse_mla.blackwell.prefill_paged import PAGED, BlackwellPagedKey
 from tests.compile.reports import compile_report
 
-HALF = STAGE_BYTES // ROWS_WARPS
-PLANS = {
-    PrefillKey("sm_100a"): (BF16, 64, 4, {HALF}),
-    PrefillKey("sm_103a"): (BF16, 64, 4, {HALF}),
-    MixedKey("sm_100a"): (BF16, 64, 4, {HALF}),
-    MixedFp8Key("sm_100a"): (FP8, 32, 2, {RAW_BYTES // ROWS_WARPS}),
-    PagedKey("sm_100a"): (PAGED, 32, 8, {STAGE_BYTES, CODES_BYTES, ROPE_BYTES}),
+HALF = STAGE_BYTES // KV_WARPS
+CONFIGS = {
+    BlackwellPrefillKey("sm_100a"): (BF16, 64, 4, {HALF}),
+    BlackwellPrefillKey("sm_103a"): (BF16, 64, 4, {HALF}),
+    BlackwellMixedKey("sm_100a"): (BF16, 64, 4, {HALF}),
+    BlackwellMixedFp8Key("sm_100a"): (FP8, 32, 2, {RAW_BYTES // KV_WARPS}),
+    BlackwellPagedKey("sm_100a"): (PAGED, 32, 8, {STAGE_BYTES, CODES_BYTES, ROPE_BYTES}),
 }
-"""Key -> its plan; gathering copies and copies of queries in the code; what barriers are told to expect."""
+"""Key -> its config; gathering copies and copies of queries in the code; what barriers are told to expect."""
 
 
-@pytest.fixture(scope="module", params=PLANS, ids=lambda key: f"{type(key).__name__} {key.arch}")
+@pytest.fixture(scope="module", params=CONFIGS, ids=lambda key: f"{type(key).__name__} {key.arch}")
 def report(request: pytest.FixtureRequest) -> Report:
     return compile_report(request.param)
 
 
-def test_no_spills_and_the_instructions_of_the_plan(report: Report) -> None:
-    plan, gathers, loads, expected = PLANS[report.key]
+def test_no_spills_and_the_instructions_of_the_config(report: Report) -> None:
+    config, gathers, loads, expected = CONFIGS[report.key]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
-    assert report.registers <= 65536 // plan.threads // 8 * 8
-    assert report.smem == report.key.smem_bytes == plan.smem_bytes <= SMEM_BYTES[report.key.arch]
+    assert report.registers <= 65536 // config.threads // 8 * 8
+    assert report.smem == report.key.smem_bytes == config.smem_bytes <= SMEM_BYTES[report.key.arch]
     assert set(report.key.instructions) <= set(report.instructions)
     assert report.instructions["tcgen05.mma"] == 512 // 16 + 2 * (KEYS // 16)
     assert report.instructions["tcgen05.cp"] == len(list(query_copies()))
     assert (report.instructions["tma.gather4"], report.instructions["tma.load"]) == (gathers, loads)
-    assert len(re.findall(r"\bmbarrier\.init", report.ptx)) == plan.mbarriers
+    assert len(re.findall(r"\bmbarrier\.init", report.ptx)) == config.barriers
     told = re.findall(r"arrive\.expect_tx\S* %\w+, \[[^\]]+\], ([%\w]+);", report.ptx)
     assert {value_of(report.ptx, name) for name in told} == expected
     if report.sass:
@@ -76,24 +91,24 @@ def value_of(ptx: str, name: str) -> int:
     return int(found.group(1) if found else name)
 
 
-def test_scores_wait_for_their_weights_to_be_seen(report: Report) -> None:
+def test_p_is_seen_before_anybody_is_told_of_it(report: Report) -> None:
     """What threads store for tensor cores is fenced before anybody is told of it."""
     fences = report.ptx.count("fence.proxy.async")
-    plan = PLANS[report.key][0]
-    # of the scores, and of a front
-    assert fences >= 1 + plan.has_front
+    config = CONFIGS[report.key][0]
+    # of softmax warps, and of dequantizers
+    assert fences >= 1 + config.dequantizes
 
 
-@pytest.mark.parametrize("plan", [BF16, FP8, PAGED])
-def test_shared_memory(plan: Plan) -> None:
+@pytest.mark.parametrize("config", [BF16, FP8, PAGED])
+def test_shared_memory(config: PrefillConfig) -> None:
     place = 0
-    for name, size in plan.memory.items():
-        assert place % (1024 if name in TILES else 8) == 0, name
+    for name, size in config.smem_parts.items():
+        assert place % (1024 if name in ALIGNED else 8) == 0, name
         place += size
-    assert plan.memory["stages"] == plan.stages * STAGE_BYTES
-    assert place + plan.mbarriers * 8 == plan.smem_bytes
-    assert set(smem_parts()) <= set(plan.memory)
-    assert plan.threads == (FRONT + 4 * plan.has_front) * 32
+    assert config.smem_parts["kv"] == config.stages * STAGE_BYTES
+    assert place + config.barriers * 8 == config.smem_bytes
+    assert set(smem_parts()) <= set(config.smem_parts)
+    assert config.threads == (DEQUANT_WARP + 4 * config.dequantizes) * 32
 
 
 def test_gathered_rows_and_queries_fill_a_stage() -> None:
@@ -101,7 +116,7 @@ def test_gathered_rows_and_queries_fill_a_stage() -> None:
     operand = decode.KEY_ROWS
     found = np.full(STAGE_BYTES // 16, -1)
     for group, slab in itertools.product(range(KEYS // 4), range(SLABS)):
-        start = group_place(group, slab)
+        start = group_offset(group, slab)
         for row, chunk in itertools.product(range(4), range(8)):
             place = umma.swizzled(start + row * 128 + chunk * 16, 128)
             assert found[place // 16] == -1
@@ -117,18 +132,18 @@ def test_copies_of_queries_are_the_steps_of_the_scores() -> None:
     resident = [step for step in decode.scores_steps() if step.is_resident]
     assert [copied[step.a] for step in resident] == [step.b for step in resident]
     assert [copied[step.a + 4] for step in resident] == [step.b + 16 for step in resident]
-    assert len(copied) == 2 * len(resident) == prefill_sm90_plan.HELD // 8
+    assert len(copied) == 2 * len(resident) == Q_SLABS * SLAB // 8
 
 
 def test_codes_become_stages() -> None:
     """All codes of a tile are loaded once, all chunks of a stage stored once, and no access meets in a bank."""
     loaded, stored = [], []
     lanes = np.arange(32)
-    for first, slab in itertools.product(range(0, KEYS, mixed_sm100_plan.LANES_ROWS), range(SLABS)):
+    for first, slab in itertools.product(range(0, KEYS, LANES_ROWS), range(SLABS)):
         rows, members = first + lane_row(lanes), lanes & 3
-        place = code_place(rows, slab, members)
+        place = code_offset(rows, slab, members)
         assert (place == slab // 2 * SLAB_BYTES + umma.swizzled(rows * 128 + (slab % 2 * 4 + members) * 16, 128)).all()
-        chunks = [stage_place(rows, slab, members, chunk) for chunk in range(2)]
+        chunks = [value_offset(rows, slab, members, chunk) for chunk in range(2)]
         for chunk, target in enumerate(chunks):
             column = members * 16 + chunk * 8
             assert (target == slab * SLAB_BYTES + decode.KEY_ROWS.offset(rows, column)).all()
@@ -139,14 +154,18 @@ def test_codes_become_stages() -> None:
         stored += [place for chunk in chunks for place in chunk]
     assert sorted(loaded) == list(range(0, RAW_BYTES, 16))
     assert sorted(stored) == list(range(0, STAGE_BYTES, 16))
-    assert ROWS * SLAB * 2 == SLAB_BYTES
+    assert HEADS * SLAB * 2 == SLAB_BYTES
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_deployments(model: str, tp: int) -> None:
     """Both kernels are compiled ahead: which one runs is not known before the GPU is."""
-    for module, own in ((prefill, {PrefillKey}), (mixed, {MixedKey, MixedFp8Key}), (paged, {PagedKey})):
+    for module, own in (
+        (prefill, {BlackwellPrefillKey}),
+        (mixed, {BlackwellMixedKey, BlackwellMixedFp8Key}),
+        (paged, {BlackwellPagedKey}),
+    ):
         keys = module.deployment_keys(MODELS[model], tp, "sm_103a")
         assert own < {type(key) for key in keys}
         assert len(keys) == len(set(keys))

@@ -12,13 +12,12 @@ from cute_kernels.runtime.compile import Report
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.formats import FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8
-from cute_kernels.kv_cache import qnorm_bf16, qnorm_fp8, qnorm_launch, qnorm_quant
-from cute_kernels.kv_cache.qnorm import QnormKey
-from cute_kernels.kv_cache.qnorm_launch import key_for
+from cute_kernels.kv_cache import qnorm
+from cute_kernels.kv_cache.qnorm import QnormKey, key_for
 from tests.compile.reports import compile_report
 
 FORMS = {"mla": FP8_DS_MLA.id, "bf16": PLAIN_BF16.id, "fp8": PLAIN_FP8.id}
-MODULES = {"mla": qnorm_quant, "bf16": qnorm_bf16, "fp8": qnorm_fp8}
+KERNELS = {"mla": qnorm.QUANT_INSERT, "bf16": qnorm.BF16_INSERT, "fp8": qnorm.FP8_INSERT}
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
 
 
@@ -88,23 +87,23 @@ def test_the_kernel_follows_the_number_of_rows() -> None:
     chosen = {rows: key_for("sm_90a", FP8_DS_MLA.id, query_rows=rows) for rows in (1, 4096, 4097, 100_000)}
     assert [(key.rows, key.early) for key in chosen.values()] == [(1, True)] * 2 + [(2, False)] * 2
     assert not key_for("sm_89", FP8_DS_MLA.id, query_rows=1).early
-    assert set(chosen.values()) == set(qnorm_launch.deployment("sm_90a", FP8_DS_MLA.id))
+    assert set(chosen.values()) == set(qnorm.deployment("sm_90a", FP8_DS_MLA.id))
 
 
 def test_deployments() -> None:
-    for form, module in MODULES.items():
+    for form, kernel in KERNELS.items():
         for arch in ("sm_80", *ARCHS):
-            keys = module.deployment_keys(None, 1, arch)
+            keys = kernel.deployment_keys(None, 1, arch)
             assert all(key.kv_format == FORMS[form] and key.norm for key in keys)
             assert bool(keys) is (arch != "sm_80" or form == "bf16")
 
 
 def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qnorm_launch, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(qnorm, "arch_of", lambda index: "sm_90a")
     q, kv, table = torch.zeros(3, 2, 512).bfloat16(), torch.zeros(3, 512).bfloat16(), torch.zeros(4, 64)
 
     def why(q: torch.Tensor, pool: torch.Tensor, block_size: int, kv_format: str) -> str:
-        supported, reason = qnorm_launch.fits(q, kv, pool, table, block_size, kv_format)
+        supported, reason = qnorm.fits(q, kv, pool, table, block_size, kv_format)
         assert supported is (reason == "")
         return reason
 

@@ -11,16 +11,8 @@ from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer.topk import (
-    CLUSTER_ARCHS,
-    MANY,
-    TopKKey,
-    deployment_keys,
-    groups_for,
-    key_for,
-    keys_of,
-    share_for,
-)
+from cute_kernels.indexer.topk import CLUSTER_ARCHS, TopKKey
+from cute_kernels.indexer.topk_select import MANY, deployment_keys, groups_for, key_for, keys_of, share_for
 from cute_kernels.models import MODELS
 from tests.compile.reports import RESERVED, compile_report
 

@@ -10,7 +10,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl import umma
 from cute_kernels.dsl.umma import Operand
-from cute_kernels.facts.meaning import BITS
+from cute_kernels.isa_probes.meaning import BITS
 from tests.compile.atoms_kernel import AtomKey
 from tests.compile.reports import compile_report
 

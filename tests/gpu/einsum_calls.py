@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
-from cute_kernels.output.examples_einsum import PRODUCTS, ROUNDING
+from cute_kernels.linear.scales import pack_words
+from cute_kernels.linear.verify_cases import PRODUCTS, ROUNDING
 from cute_kernels.output.ops import deepseek_v4_fp8_einsum
-from cute_kernels.output.scales import pack_words
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.record import record_calls
@@ -70,10 +70,10 @@ class Call:
 
 def portable(call: Call) -> torch.Tensor:
     """The results of the portable kernel, with the tiles it has for the call."""
-    from cute_kernels.output import einsum
+    from cute_kernels.linear import fp8_einsum
 
     tokens, groups, rank = call.out.shape
-    key, blocks = einsum.portable_choice(arch_of(0), tokens, groups, rank, multiprocessors(0), False)
+    key, blocks = fp8_einsum.portable_choice(arch_of(0), tokens, groups, rank, multiprocessors(0), False)
     out = poison(*call.out.shape)
     compile_.launch(key, 0, call.a, call.a_scale, call.b, call.b_scale, out, blocks)
     return out

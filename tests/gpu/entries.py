@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cute_kernels.compressor import ops as _registered  # noqa: F401
-from cute_kernels.compressor.examples_entries import entry_difference
+from cute_kernels.compressor.verify_cases import entry_difference
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.runtime.record import record_calls
 from tests.helpers import raw_bytes

@@ -6,13 +6,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from cute_kernels.formats import FP8_DS_MLA
-from cute_kernels.kv_cache.ops import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
 from cute_kernels.output import reference
 from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime.arch import arch_of
@@ -86,17 +84,23 @@ class Outputs:
 
 
 def check(
-    rows: int, heads: int, plain: torch.Tensor, attend: Callable[..., Any], groups: int = 1, times: int = 1
+    rows: int,
+    heads: int,
+    plain: torch.Tensor,
+    attend: Callable[..., Any],
+    groups: int = 1,
+    times: int = 1,
+    table: torch.Tensor = TABLE,
 ) -> Outputs:
     """attend(out=..., output_quant=...) against bf16 results [rows, heads, 512]."""
     outputs, positions = Outputs.make(rows, groups, heads // groups), positions_of(rows)
     want = outputs.on_cpu()
     reference.fused_inv_rope_fp8_quant(
-        plain.reshape(rows, heads, 512).cpu(), positions.cpu(), TABLE, want.codes, want.scales, groups,
+        plain.reshape(rows, heads, 512).cpu(), positions.cpu(), table.cpu(), want.codes, want.scales, groups,
         heads // groups, False, False,
     )  # fmt: skip
     for _ in range(times):
-        attend(out=outputs.codes, output_quant=(positions, TABLE.cuda(), outputs.scales))
+        attend(out=outputs.codes, output_quant=(positions, table.cuda(), outputs.scales))
     outputs.assert_same(want)
     return outputs
 
@@ -224,99 +228,183 @@ def sums_of_squares(q: torch.Tensor) -> torch.Tensor:
     return sums.flatten(1)
 
 
-def finished_queries(q: torch.Tensor, positions: torch.Tensor, eps: float) -> torch.Tensor:
-    """q normed and rotated by the op that stores keys, too."""
-    q = q.clone()
-    fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
-        q,
-        torch.zeros(q.shape[0], 512, dtype=torch.bfloat16, device="cuda"),
-        FP8_DS_MLA.allocate(1, 64, device="cuda"),
-        torch.empty(0, dtype=torch.int64, device="cuda"),
-        positions.contiguous(),
-        TABLE.cuda(),
-        eps,
-        64,
-    )
-    return q
+def rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor = TABLE, way: int = 1) -> torch.Tensor:
+    """[rows, heads, 512] with the last 64 columns rotated, or rotated back: way -1. In float64."""
+    x = x.double()
+    cos, sin = table.double().cuda()[positions.clamp(0, len(table) - 1)][:, None].chunk(2, dim=-1)
+    sin = way * sin
+    even, odd = x[..., 448::2], x[..., 449::2]
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+    return torch.cat([x[..., :448], turned], dim=-1)
+
+
+QUARTERS = torch.tensor([[1.0, 0.0, -1.0, 0.0], [0.0, 1.0, 0.0, -1.0]])
+"""Cosines and sines of quarter turns."""
+
+
+class Exact(NamedTuple):
+    """Raw queries of which nothing is rounded: whole numbers times a power of two for each head, quarter turns, sums of
+    squares whose root is a power of two. So bits tell whether each is multiplied with what belongs to it."""
+
+    q: torch.Tensor
+    squares: torch.Tensor
+    table: torch.Tensor
+    finished: torch.Tensor
+
+    @classmethod
+    def make(cls, rows: int, heads: int, positions: torch.Tensor, eps: float, g: torch.Generator) -> Exact:
+        """eps: 0 or 3."""
+        whole = torch.randint(-3, 4, (rows, heads, 512), device="cuda", generator=g).double()
+        power = torch.randint(-20, 21, (rows, heads, 1), device="cuda", generator=g).double() * (eps == 0)
+        rms = torch.exp2(power)
+        shares = torch.tensor([96.0, 224.0, 64.0, 128.0], dtype=torch.float64, device="cuda")
+        squares = (shares * rms**2).flatten(1).float()
+        turns = torch.randint(0, 4, (len(TABLE), 32), device="cuda", generator=g)
+        table = torch.cat([part.cuda()[turns] for part in QUARTERS], dim=-1)
+        finished = rotated(whole, positions, table) * (1 + eps) ** -0.5
+        return cls((whole * rms).bfloat16(), squares, table, finished.bfloat16())
 
 
 @pytest.mark.parametrize(
     ("rows", "heads", "groups", "topk", "eps"),
     [
-        (5, 64, 8, 200, 1e-6),
-        (9, 128, 16, 130, 1e-6),
-        (700, 64, 8, 70, 1e-5),
-        (301, 128, 8, 128, 1e-6),
-        (3, 33, 1, 65, 1e-6),
+        (5, 64, 8, 200, 0.0),
+        (9, 128, 16, 130, 3.0),
+        (700, 64, 8, 70, 0.0),
+        (301, 128, 8, 128, 0.0),
+        (3, 33, 1, 65, 0.0),
         (4, 100, 4, 0, 0.0),
     ],
 )
 def test_prefill_of_raw_queries(rows: int, heads: int, groups: int, topk: int, eps: float) -> None:
-    """The codes of queries that another op has normed and rotated, byte for byte."""
+    """Byte for byte the codes of queries that are normed and rotated before, where that rounds nothing."""
     g = torch.Generator("cuda").manual_seed(rows)
-    scale = torch.exp2(torch.randint(-20, 20, (rows, heads, 1), device="cuda", generator=g).float())
-    q = (torch.randn(rows, heads, 512, device="cuda", generator=g) * scale).bfloat16()
-    q[0, 1] = 0.0 if eps else 1.0
-    q[rows // 2, 2] = 2.0**60  # beyond fp32 when squared
-    q[rows - 1, 3, 77] = math.nan
-    kv = (torch.randn(500, 1, 512, device="cuda", generator=g).clamp(-4, 4) * LARGEST / 4).bfloat16()
+    positions = positions_of(rows)
+    q, squares, table, finished = Exact.make(rows, heads, positions, eps, g)
+    finished[rows - 1, 3, 77] = q[rows - 1, 3, 77] = math.nan
+    finished[0, 5] = squares[0, 4 * 5 + 2] = math.nan
+    kv = torch.randint(-2, 3, (500, 1, 512), device="cuda", generator=g).bfloat16()
     indices = torch.randint(-20, 520, (rows, 1, topk), device="cuda", generator=g).int()
+    length = torch.randint(0, topk + 1, (rows,), device="cuda", generator=g).int()
+    length[1] = 0
     sink = torch.randn(heads, device="cuda", generator=g)
-    finished = finished_queries(q, positions_of(rows), eps)
-    plain, top, lse = sparse_mla_prefill(finished, kv, indices, 512**-0.5, attn_sink=sink)
-    before = q.clone()
+    given = {"attn_sink": sink, "topk_length": length}
+    plain, top, lse = sparse_mla_prefill(finished, kv, indices, 512**-0.5, **given)
+    before = q.clone(), squares.clone()
     own = [torch.full((rows, heads), math.nan, device="cuda") for _ in range(2)]
+    wide = torch.full((rows, heads * 4 + 8), math.nan, device="cuda")
+    wide[:, 4:-4] = squares
 
     def attend(**outputs: Any) -> None:
-        given = {"attn_sink": sink, "q_norm": (sums_of_squares(q), eps), "max_logits": own[0], "lse": own[1]}
-        sparse_mla_prefill(q, kv, indices, 512**-0.5, **given, **outputs)
+        more = {"q_norm": (wide[:, 4:-4], eps), "max_logits": own[0], "lse": own[1]}
+        sparse_mla_prefill(q, kv, indices, 512**-0.5, **given, **more, **outputs)
 
-    check(rows, heads, plain, attend, groups, times=3)
+    check(rows, heads, plain, attend, groups, times=3, table=table)
     assert same_bits(own[0], top)
     assert same_bits(own[1], lse)
-    assert same_bits(q, before)
+    assert same_bits(q, before[0])
+    assert same_bits(squares, before[1])
 
 
-def test_raw_queries_of_float64() -> None:
-    """Near float64 attention of float64 norms and rotations."""
-    rows, heads, topk = 40, 64, 100
-    g = torch.Generator("cuda").manual_seed(1)
-    q = torch.randn(rows, heads, 512, device="cuda", generator=g).bfloat16() * 30
+def assert_raw_queries(q: torch.Tensor, squares: torch.Tensor, eps: float, seed: int = 1) -> None:
+    """Attention of raw queries [rows, heads, 512] is near float64 norm, rotation and attention.
+
+    A logit is off by what rounding rotary columns to bf16 makes of it, 2^-9 of the sum of magnitudes, and a little for
+    sums in fp32. Results, in the codes' scale, are off by as much as their weights, by the rounding of weights to bf16
+    and of results to codes.
+    """
+    rows, heads = q.shape[:2]
+    g = torch.Generator("cuda").manual_seed(seed)
     kv = torch.randn(300, 1, 512, device="cuda", generator=g).bfloat16()
-    indices = torch.randint(0, 300, (rows, 1, topk), device="cuda", generator=g).int()
+    indices = torch.randint(0, 300, (rows, 1, 100), device="cuda", generator=g).int()
+    sink = torch.randn(heads, device="cuda", generator=g)
     positions = positions_of(rows)
-    outputs = Outputs.make(rows, 8, 8)
+    outputs = Outputs.make(rows, 1, heads)
     own = [torch.full((rows, heads), math.nan, device="cuda") for _ in range(2)]
     quant = (positions, TABLE.cuda(), outputs.scales)
-    given = {"out": outputs.codes, "output_quant": quant, "max_logits": own[0], "lse": own[1]}
-    sparse_mla_prefill(q, kv, indices, 512**-0.5, q_norm=(sums_of_squares(q), 1e-6), **given)
-    x = q.double() / (q.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    angles = TABLE.double().cuda()[positions.clamp(0, 2999)][:, None]
-    cos, sin = angles[..., :32], angles[..., 32:]
-    even, odd = x[..., 448::2].clone(), x[..., 449::2].clone()
-    x[..., 448::2], x[..., 449::2] = even * cos - odd * sin, odd * cos + even * sin
-    logits = torch.einsum("thd,tkd->thk", x, kv.double()[indices[:, 0].long(), 0]) * 512**-0.5
-    assert bool(((own[1].double() - logits.logsumexp(-1)).abs() < 0.05).all())
-    assert bool(((own[0].double() - logits.amax(-1)).abs() < 0.05).all())
+    given = {"out": outputs.codes, "output_quant": quant, "max_logits": own[0], "lse": own[1], "attn_sink": sink}
+    sparse_mla_prefill(q, kv, indices, 512**-0.5, q_norm=(squares, eps), **given)
+    for some in torch.arange(rows, device="cuda").split(16):
+        x, keys = rotated(q[some], positions[some]), kv.double()[indices[some, 0].long(), 0]
+        x /= (q[some].double().square().mean(-1, keepdim=True) + eps).sqrt()
+        logits = torch.einsum("thd,tkd->thk", x, keys) * 512**-0.5
+        magnitudes = [torch.einsum("thd,tkd->thk", x[..., i:].abs(), keys[..., i:].abs()) for i in (448, 0)]
+        off = ((2.0**-9 * magnitudes[0] + 2.0**-18 * magnitudes[1]) * 512**-0.5).amax(-1)
+        assert bool(((own[1][some].double() - logits.logsumexp(-1)).abs() <= off + 1e-5).all())
+        assert bool(((own[0][some].double() - logits.amax(-1)).abs() <= off + 1e-5).all())
+        whole = torch.cat([logits, sink.double().expand(len(some), heads)[..., None]], dim=-1)
+        weights = whole.softmax(-1)[..., :-1]
+        want = rotated(torch.einsum("thk,tkd->thd", weights, keys), positions[some], way=-1)
+        spread = torch.einsum("thk,tkd->thd", weights, keys.abs())
+        scales = outputs.scales[0].unflatten(0, (heads, 4))[..., some].permute(2, 0, 1).double()
+        got = outputs.codes[some, 0].double().unflatten(-1, (heads, 4, 128)) * scales[..., None]
+        allowed = (spread * (2.0**-8 + 2 * off[..., None])).unflatten(-1, (4, 128)).amax(-1, keepdim=True) * 1.5
+        allowed = allowed + 2.0**-4 * got.abs() + 2.0**-10 * scales[..., None]
+        assert bool(((got - want.unflatten(-1, (4, 128))).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize(("rows", "heads", "eps"), [(40, 64, 1e-6), (150, 128, 1e-6), (20, 40, 1.0)])
+def test_raw_queries_of_float64(rows: int, heads: int, eps: float) -> None:
+    """Also those so large that their squares are near the end of fp32, and so small that eps is all there is."""
+    g = torch.Generator("cuda").manual_seed(1)
+    scale = torch.exp2(torch.randint(-70, 57, (rows, heads, 1), device="cuda", generator=g).float())
+    q = (torch.randn(rows, heads, 512, device="cuda", generator=g) * scale).bfloat16()
+    assert_raw_queries(q, sums_of_squares(q), eps)
+
+
+def test_raw_queries_beyond_numbers() -> None:
+    """They spoil their own heads at most."""
+    rows, heads = 70, 64
+    g = torch.Generator("cuda").manual_seed(3)
+    positions = positions_of(rows)
+    q, kv = (torch.randn(*shape, 512, device="cuda", generator=g).bfloat16() for shape in ((rows, heads), (300, 1)))
+    indices = torch.randint(0, 300, (rows, 1, 100), device="cuda", generator=g).int()
+    indices[5], indices[:, :, 70:80] = -1, -1
+
+    def attend(q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = Outputs.make(rows, 1, heads)
+        quant = (positions, TABLE.cuda(), outputs.scales)
+        _, *logs = sparse_mla_prefill(
+            q, kv, indices, 512**-0.5, q_norm=(sums_of_squares(q), 0.0), out=outputs.codes, output_quant=quant
+        )
+        codes = raw_bytes(outputs.codes.clone()).view(rows, heads, 512)
+        return codes, outputs.scales[0, :, :rows].clone().unflatten(0, (heads, 4)).permute(2, 0, 1), *logs
+
+    usual, changed = attend(q), q.clone()
+    # of the two heads after those with -1: one whose squares are infinite, one that is zero, and has no norm
+    for head, value in enumerate((math.nan, math.inf, -math.inf, 2.0**127)):
+        changed[[2, 5, 69], head, 100 * head + 9] = value
+    changed[[2, 5, 69], 4], changed[[2, 5, 69], 5] = 2.0**60, 0.0
+    got = attend(changed)
+    others = torch.ones(rows, heads, dtype=torch.bool, device="cuda")
+    others[[2, 69], :6] = False
+    for mine, want in zip(got, usual, strict=True):
+        assert torch.equal(bits(mine[others]), bits(want[others]))
+    codes, _, top, lse = got
+    assert bool((top[5] == -math.inf).all() & (lse[5] == math.inf).all() & (codes[5] == 0).all())
+    for row in (2, 69):
+        assert bool((codes[row, [0, 1, 5]] & 0x7F == 0x7F).all())
+        # no norm is left of what is infinite when it is squared: all logits are zero
+        assert float(lse[row, 4]) == pytest.approx(math.log(90), abs=1e-5)
 
 
 def test_raw_queries_in_a_graph() -> None:
-    """Replayed with other queries and positions, behind the kernel that writes them."""
+    """Replayed with other queries, sums and positions, behind the kernel that writes them."""
     rows, heads = 200, 64
     g = torch.Generator("cuda").manual_seed(2)
-    kv = torch.randn(300, 1, 512, device="cuda", generator=g).bfloat16()
+    kv = torch.randint(-2, 3, (300, 1, 512), device="cuda", generator=g).bfloat16()
     indices = torch.randint(0, 300, (rows, 1, 70), device="cuda", generator=g).int()
-    source, q = (torch.randn(rows, heads, 512, device="cuda", generator=g).bfloat16() for _ in range(2))
+    positions, table = torch.zeros(rows, dtype=torch.int64, device="cuda"), torch.zeros_like(TABLE, device="cuda")
+    source, q = (torch.zeros(rows, heads, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     own, squares = (torch.zeros(rows, heads * 4, device="cuda") for _ in range(2))
-    positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
     outputs = Outputs.make(rows, 8, 8)
-    quant = (positions, TABLE.cuda(), outputs.scales)
+    quant = (positions, table, outputs.scales)
 
     def step() -> None:
         q.copy_(source)
         squares.copy_(own)
         given = {"return_lse": False, "out": outputs.codes, "output_quant": quant}
-        sparse_mla_prefill(q, kv, indices, 512**-0.5, q_norm=(squares, 1e-6), **given)
+        sparse_mla_prefill(q, kv, indices, 512**-0.5, q_norm=(squares, 0.0), **given)
 
     step()
     torch.cuda.synchronize()
@@ -324,21 +412,17 @@ def test_raw_queries_in_a_graph() -> None:
     with torch.cuda.graph(graph):
         step()
     for number in range(3):
-        source.normal_(generator=g)
-        own.copy_(sums_of_squares(source))
         positions.fill_(100 * number + 1)
-        outputs.codes.view(torch.uint8).fill_(0xA5)
+        case = Exact.make(rows, heads, positions, 0.0, g)
+        for target, numbers in ((source, case.q), (own, case.squares), (table, case.table)):
+            target.copy_(numbers)
+        raw_bytes(outputs.codes).fill_(0xA5)
         graph.replay()
         torch.cuda.synchronize()
-        got = outputs.codes.clone(), outputs.scales.clone()
-        step()
-        torch.cuda.synchronize()
-        assert torch.equal(raw_bytes(got[0]), raw_bytes(outputs.codes.clone()))
-        assert torch.equal(got[1], outputs.scales)
-        plain, _, _ = sparse_mla_prefill(finished_queries(source, positions, 1e-6), kv, indices, 512**-0.5)
+        plain, _, _ = sparse_mla_prefill(case.finished, kv, indices, 512**-0.5)
         want = outputs.on_cpu()
         reference.fused_inv_rope_fp8_quant(
-            plain.cpu(), positions.cpu(), TABLE, want.codes, want.scales, 8, 8, False, False
+            plain.cpu(), positions.cpu(), table.cpu(), want.codes, want.scales, 8, 8, False, False
         )
         outputs.assert_same(want)
 

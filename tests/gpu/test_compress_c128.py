@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cute_kernels import formats
-from cute_kernels.compressor import entry_c128, reference
+from cute_kernels.compressor import ratio128, reference
 from cute_kernels.compressor.ops import compress_norm_rope_store, fused_compress_norm_rope_store
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
@@ -44,7 +44,7 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def per_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    return lambda tokens: monkeypatch.setattr(entry_c128, "tokens_per_cluster", lambda *_: tokens)
+    return lambda tokens: monkeypatch.setattr(ratio128, "tokens_per_cluster", lambda *_: tokens)
 
 
 def inputs(
@@ -249,7 +249,7 @@ def test_pages(op: str, block_size: int, entry_rows: int, extra: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 128, 130, 4000])
-@pytest.mark.parametrize("blocks", entry_c128.CLUSTERS)
+@pytest.mark.parametrize("blocks", ratio128.CLUSTERS)
 @pytest.mark.parametrize("op", BOTH)
 def test_the_clusters_shares_do_not_matter(
     op: str, blocks: int, tokens: int, per_cluster: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
@@ -257,7 +257,7 @@ def test_the_clusters_shares_do_not_matter(
     a = inputs(MIXED, kv_format="plain_bf16/1")
     first = raw_bytes(check(op, inputs(MIXED, kv_format="plain_bf16/1"))["kv_cache"])
     per_cluster(tokens)
-    monkeypatch.setattr(entry_c128, "blocks_per_entry", lambda _: blocks)
+    monkeypatch.setattr(ratio128, "ctas_per_entry", lambda _: blocks)
     assert torch.equal(raw_bytes(check(op, a)["kv_cache"]), first)
     check(op, {**inputs(MIXED), "persist": "window"})
 
@@ -412,7 +412,7 @@ def test_padding_rows_and_short_slot_mappings(op: str) -> None:
 def test_nothing_is_launched_without_rows(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[Any] = []
     a = on_gpu(inputs(((0, 130),)))
-    monkeypatch.setattr(entry_c128, "launch_key", lambda *args: launches.append(args))
+    monkeypatch.setattr(ratio128, "launch_key", lambda *args: launches.append(args))
     run(op, {**a, "slot_mapping": a["slot_mapping"][:0]})
     assert launches == []
     run(op, a)

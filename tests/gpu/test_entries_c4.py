@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from cute_kernels import formats
-from cute_kernels.compressor import entry_c4
-from cute_kernels.compressor.examples_entries import compress_arguments, random_step
+from cute_kernels.compressor import ratio4
+from cute_kernels.compressor.call import CompressCall, FusedCall
+from cute_kernels.compressor.verify_cases import compress_arguments, random_step
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE, OPS
 from tests.compressor.meaning import KINDS, Kind, Scene
 from tests.compressor.test_fused import arguments as fused_arguments
@@ -104,10 +105,10 @@ def test_both_ops_and_any_number_of_tokens_per_team_give_the_same_bits(kv_format
     results = []
     for per_team, through_l1 in ((None, None), (1, False), (3, True), (4, False), (7, False), (16, True)):
         gpu = on_gpu(a)
-        entry_c4.launch_fused(*gpu.values(), per_team=per_team, through_l1=through_l1)
+        ratio4.launch_fused(FusedCall(*gpu.values()), per_team=per_team, through_l1=through_l1)
         two = on_gpu(compress_arguments(a))
         two["state_cache"] = gpu["state_cache"]
-        entry_c4.launch_compress(*two.values(), per_team=per_team)
+        ratio4.launch_compress(CompressCall(*two.values()), per_team=per_team)
         results.append((gpu["state_cache"], gpu["kv_cache"]))
         assert same_bytes(two["kv_cache"], gpu["kv_cache"])
     for state, cache in results[1:]:

@@ -37,7 +37,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
     monkeypatch.setattr(gather, "BULK_ROWS", dict.fromkeys((False, True), 2**62 if request.param == "rows" else 1))
     if request.param == "bulk, one block":
-        monkeypatch.setattr(gather, "BLOCKS_PER_SM", 0)
+        monkeypatch.setattr(gather, "CTAS_PER_SM", 0)
 
 
 def random_pool(num_blocks: int, block_size: int, extra: int = 0, seed: int = 0, nan: bool = False) -> torch.Tensor:

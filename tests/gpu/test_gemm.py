@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cute_kernels.linear import reference
-from cute_kernels.linear.examples import FP32, PRODUCTS, ROUNDING
 from cute_kernels.linear.ops import activation_scale_shape, bf16_linear, fp8_grouped_linear, fp8_linear
+from cute_kernels.linear.verify_cases import FP32, PRODUCTS, ROUNDING
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from tests.helpers import bits
@@ -132,12 +132,27 @@ def test_bf16(outputs: int, columns: int) -> None:
         exact, magnitude = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
         for dtype in (torch.float32, torch.bfloat16):
             wide = torch.full((tokens, outputs + 16), torch.nan, device="cuda", dtype=dtype)
-            got = bf16_linear(a, b, out=wide[:, :-16], use_pdl=tokens == 8)
-            rounding = ROUNDING if dtype == torch.bfloat16 else 0.0
-            assert ((got.double() - exact).abs() <= rounding * exact.abs() + FP32 * magnitude).all()
-            assert wide[:, -16:].isnan().all()
+            for batch_invariant in (False, True):
+                options = {"batch_invariant": batch_invariant, "use_pdl": tokens in (8, 300)}
+                got = bf16_linear(a, b, out=wide[:, :-16], **options)
+                rounding = ROUNDING if dtype == torch.bfloat16 else 0.0
+                assert ((got.double() - exact).abs() <= rounding * exact.abs() + FP32 * magnitude).all()
+                assert wide[:, -16:].isnan().all()
+                wide[:, :-16] = torch.nan
+            got = bf16_linear(a, b, out_dtype=dtype, batch_invariant=True)
             alone = bf16_linear(a[-1:], b, out_dtype=dtype)
-            assert torch.equal(bits(alone), bits(got[-1:].contiguous()))
+            assert torch.equal(bits(alone), bits(got[-1:]))
+
+
+def test_bf16_rows_that_are_not_aligned() -> None:
+    """Only the kernel for few rows stores them."""
+    g = torch.Generator(device="cuda").manual_seed(0)
+    a, b = (torch.randn(rows, 4096, device="cuda", generator=g).bfloat16() for rows in (200, 1024))
+    want = bf16_linear(a, b, out_dtype=torch.float32, batch_invariant=True)
+    wide = torch.full((200, 1025), torch.nan, device="cuda")
+    bf16_linear(a, b, out=wide[:, 1:])
+    assert torch.equal(wide[:, 1:], want)
+    assert wide[:, 0].isnan().all()
 
 
 def test_graph_chain_of_dependents() -> None:

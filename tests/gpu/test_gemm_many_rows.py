@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_kernels import numerics
-from cute_kernels.output.examples_einsum import PRODUCTS, ROUNDING
+from cute_kernels.linear.verify_cases import FP32, PRODUCTS, ROUNDING
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from tests.helpers import bits
@@ -33,7 +33,11 @@ SPLITS = [tile.key for tile in select.SPLIT_TILES]
 
 
 def name(key: GemmKey) -> str:
-    return f"{key.output}_{key.rows}x{key.columns}_{key.splits}"
+    return f"{key.operands}_{key.output}_{key.rows}x{key.columns}_{key.splits}"
+
+
+BF16 = [key for output in ("fp32", "bf16") for key in select.many_bf16_rows_keys(output)]
+"""Of bf16 operands."""
 
 
 SHAPES = [
@@ -60,6 +64,15 @@ def run(
     tiles = select.count_work_tiles(key, tokens, groups, outputs)
     ctas = tiles * key.splits if key.splits > 1 else min(tiles, most or multiprocessors(0))
     compile_.launch(key, 0, call.a, call.a_scale, call.b, call.b_scale, out, scale, ctas, use_pdl)
+
+
+def run_bf16(
+    key: GemmKey, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, most: int = 0, use_pdl: bool = False
+) -> None:
+    tiles = select.count_work_tiles(key, len(a), 1, len(b))
+    ctas = tiles * key.splits if key.splits > 1 else min(tiles, most or multiprocessors(0))
+    operands = a.unsqueeze(1), None, b.unsqueeze(0), None, out.unsqueeze(1), None
+    compile_.launch(key, 0, *operands, ctas, use_pdl)
 
 
 def nan(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -151,3 +164,42 @@ def test_in_a_graph_after_the_kernel_that_writes_its_rows(key: GemmKey) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(bits(out), bits(want))
+
+
+@pytest.mark.parametrize("key", BF16, ids=name)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "k"), [(1, 16, 64), (65, 1024, 4096), (257, 2624, 1000), (130, 208, 72), (700, 1040, 7168)]
+)
+def test_bf16_operands(key: GemmKey, rows: int, outputs: int, k: int) -> None:
+    """Near the float64 product; the same bits whoever walks over the work tiles, and in a graph as a dependent of what
+    writes its rows; nothing outside is written."""
+    g = torch.Generator(device="cuda").manual_seed(rows)
+    a, b = (torch.randn(count, k + 8, device="cuda", generator=g).bfloat16()[:, :-8] for count in (rows, outputs))
+    exact, magnitude = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[key.output]
+    whole = nan(rows + 2, outputs + 16, dtype=dtype)
+    out = whole[1:-1, 8:-8]
+    run_bf16(key, a, b, out)
+    rounding = ROUNDING if key.output == "bf16" else 0.0
+    assert bool(((out.double() - exact).abs() <= rounding * exact.abs() + FP32 * magnitude).all())
+    first = out.clone()
+    for most in (2, 0):
+        out.fill_(float("nan"))
+        run_bf16(key, a, b, out, most=most, use_pdl=True)
+        assert torch.equal(bits(out), bits(first))
+    rows_then = a.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        a.copy_(rows_then)
+        run_bf16(key, a, b, out, use_pdl=True)
+    for _ in range(3):
+        a.zero_()
+        out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(bits(out), bits(first))
+    whole[1:-1, 8:-8] = float("nan")
+    assert whole.isnan().all()

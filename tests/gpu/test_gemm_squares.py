@@ -5,16 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.formats import FP8_DS_MLA
-from cute_kernels.kv_cache.ops import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
 from cute_kernels.linear.ops import fp8_linear_squares
-from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
-from cute_kernels.sparse_mla.ops import sparse_mla_prefill
 from tests.gpu.einsum_calls import Call
-from tests.gpu.test_attention_codes import TABLE, sums_of_squares
+from tests.gpu.test_attention_codes import assert_raw_queries, sums_of_squares
 from tests.helpers import bits
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -83,46 +79,13 @@ def test_results_and_sums(key: GemmKey, rows: int, outputs: int, blocks: int, k:
 
 
 def test_from_the_product_to_attention() -> None:
-    """Product, sums and attention give the codes of the product, norm and rotation by another op, and attention."""
+    """Attention takes product and sums as they come."""
     rows, heads = 700, 64
     call = Call.make(rows, 1, heads * 512 + 256, 1024, seed=9)
     call.a_scale *= 2.0**-6
     operands = call.a[:, 0], call.a_scale[:, 0], call.b[0], call.b_scale[0]
     out, squares = fp8_linear_squares(*operands, heads * 4, use_pdl=True)
-    q = out[:, : heads * 512].unflatten(1, (heads, 512))
-    positions = torch.arange(rows, device="cuda") * 3
-    kv = torch.randn(900, 1, 512, device="cuda").bfloat16()
-    indices = torch.randint(-5, 900, (rows, 1, 200), device="cuda").int()
-    table = TABLE.cuda()
-    results = []
-    for raw in (True, False):
-        queries = q
-        if not raw:
-            queries = q.clone()
-            fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
-                queries,
-                torch.zeros(rows, 512, dtype=torch.bfloat16, device="cuda"),
-                FP8_DS_MLA.allocate(1, 64, device="cuda"),
-                torch.empty(0, dtype=torch.int64, device="cuda"),
-                positions,
-                table,
-                1e-6,
-                64,
-            )
-        codes = torch.zeros(rows, 8, 8 * 512, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-        scales = torch.zeros(output_scale_shape(rows, 8, 8), device="cuda")
-        sparse_mla_prefill(
-            queries,
-            kv,
-            indices,
-            512**-0.5,
-            q_norm=(squares, 1e-6) if raw else None,
-            out=codes,
-            output_quant=(positions, table, scales),
-        )
-        results.append((codes.view(torch.uint8), scales))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+    assert_raw_queries(out[:, : heads * 512].unflatten(1, (heads, 512)), squares, 1e-6)
 
 
 @pytest.mark.parametrize("key", KEYS, ids=name)

@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.insert_compress import ops as _registered  # noqa: F401
 from cute_kernels.insert_compress.call import Call
-from cute_kernels.insert_compress.examples import difference, random_call
+from cute_kernels.insert_compress.verify_cases import difference, random_call
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE, OPS
 from cute_kernels.runtime.verify import clone_arguments
 from tests.helpers import raw_bytes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.output.inv_rope_quant import FEW_ROWS, MANY_ROWS
+from cute_kernels.output.inv_rope import FEW_ROWS, MANY_ROWS
 from cute_kernels.output.ops import fused_inv_rope_fp8_quant, output_scale_shape
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
@@ -219,11 +219,10 @@ def test_addresses_beyond_four_gigabytes() -> None:
 
 
 def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.output import inv_rope, inv_rope_quant
+    from cute_kernels.output import inv_rope
 
     launches: list[Any] = []
-    for module in (inv_rope, inv_rope_quant):
-        monkeypatch.setattr(module, "launch_key", lambda *args: launches.append(args))
+    monkeypatch.setattr(inv_rope, "launch_key", lambda *args: launches.append(args))
     o, positions = torch.empty(0, 4, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(0, dtype=torch.int64)
     for quantize in (False, True):
         q, _ = fused_inv_rope_fp8_quant(o, positions.cuda(), TABLE.cuda(), 2, 2, quantize=quantize)

@@ -18,7 +18,7 @@ from layers.linear import Linear
 from tests.gpu.prefill_checks import ATOL, LARGEST, LOG_ATOL, LOG_RTOL, RTOL
 from tests.layers.engine import KINDS, Engine, Request, hidden_rows, make_layer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 ATTENTION = {
     "fp8_ds_mla": {"sparse_mla_decode", "sparse_mla_prefill"},

@@ -15,7 +15,7 @@ from layers.metadata import DeepseekV4Metadata
 from tests.helpers import raw_bytes
 from tests.layers.engine import KINDS, NO_PAGE, Engine, Request, hidden_rows, make_layer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 ROWS = 6
 LONGEST = 2048

@@ -11,7 +11,7 @@ from layers import BlockTables
 from layers.linear import Linear
 from tests.layers.engine import KINDS, Engine, Request, hidden_rows, make_layer, relative, same_bytes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.output import einsum
-from cute_kernels.output.einsum_portable import PortableEinsumKey
+from cute_kernels.linear import fp8_einsum
+from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from tests.gpu.einsum_calls import Call, close, poison, portable, same_bits, words
 
 pytestmark = [
@@ -66,13 +66,13 @@ def test_smallest_packed_scales() -> None:
     assert close(out, call.expected())
 
 
-@pytest.mark.parametrize(("rows", "columns", "_"), einsum.PORTABLE_TILES)
+@pytest.mark.parametrize(("rows", "columns", "_"), fp8_einsum.PORTABLE_TILES)
 @pytest.mark.parametrize("tokens", [1, 16, 17, 129, 600])
 def test_portable_tiles_agree(rows: int, columns: int, _: float, tokens: int) -> None:
     """Tiles of every size give the same bits, with one block for many tiles too."""
     call = Call.make(tokens, 2, 264, 640, seed=tokens)
     want = portable(call)
-    key = PortableEinsumKey(arch_of(0), rows, columns)
+    key = PortableGemmKey(arch_of(0), rows, columns)
     for blocks in (1, 3, 40):
         out = poison(*call.out.shape)
         compile_.launch(key, 0, call.a, call.a_scale, call.b, call.b_scale, out, blocks)

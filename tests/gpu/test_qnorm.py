@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.kv_cache.examples_qnorm import query_difference
 from cute_kernels.kv_cache.ops import quantize_and_insert_k_cache
+from cute_kernels.kv_cache.verify_cases import query_difference
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
@@ -297,7 +297,7 @@ def test_a_row_does_not_depend_on_its_batch(kind: str) -> None:
 
 @every_kind
 def test_same_bits_every_time_and_with_every_number_of_rows_per_warp(kind: str) -> None:
-    from cute_kernels.kv_cache import qnorm, qnorm_launch
+    from cute_kernels.kv_cache import qnorm
     from cute_kernels.runtime.arch import arch_of
 
     call = make(kind, 200, 13, 16, seed=9)
@@ -316,7 +316,7 @@ def test_same_bits_every_time_and_with_every_number_of_rows_per_warp(kind: str) 
         if kind == "fp8":
             scales = c["fp8_kv_scale"].data_ptr(), c["q_scale_inv"].data_ptr()
             out = c["q_fp8"].data_ptr(), c["q_fp8"].stride(0), c["q_fp8"].stride(1), *scales
-        qnorm_launch.run(key, c["q"], c["kv"], cache_of(kind, c), *where, False, out)
+        qnorm.launch_with(key, c["q"], c["kv"], cache_of(kind, c), *where, False, out)
         assert torch.equal(helpers.bits(out_of(kind, c)), helpers.bits(out_of(kind, first)))
         assert torch.equal(helpers.raw_bytes(cache_of(kind, c)), helpers.raw_bytes(cache_of(kind, first)))
 
@@ -408,10 +408,10 @@ def test_runs_on_the_current_stream() -> None:
 
 
 def test_nothing_is_launched_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.kv_cache import qnorm_launch
+    from cute_kernels.kv_cache import qnorm
 
     launches: list[Any] = []
-    monkeypatch.setattr(qnorm_launch, "launch_key", lambda *args: launches.append(args))
+    monkeypatch.setattr(qnorm, "launch_key", lambda *args: launches.append(args))
     for kind in OPS:
         run(kind, on_gpu(make(kind, 0, 4)))
         assert launches == []

@@ -120,7 +120,8 @@ PATTERNS: dict[str, Callable[[int, int, int], torch.Tensor]] = {
 
 
 def keys() -> list[Any]:
-    from cute_kernels.indexer.topk import TopKKey, keys_of
+    from cute_kernels.indexer.topk import TopKKey
+    from cute_kernels.indexer.topk_select import keys_of
     from cute_kernels.runtime.arch import arch_of
 
     arch = arch_of(0)
@@ -130,7 +131,7 @@ def keys() -> list[Any]:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_kernel_picks_what_a_stable_sort_does(pattern: str) -> None:
-    from cute_kernels.indexer import topk, topk_prefill
+    from cute_kernels.indexer import topk_select
 
     for number, key in enumerate(keys()):
         most = min(key.capacity, 200_000)
@@ -139,8 +140,8 @@ def test_every_kernel_picks_what_a_stable_sort_does(pattern: str) -> None:
             starts = torch.tensor([0, columns // 5 + 1, 2], dtype=INT).cuda()
             ends = torch.tensor([columns, columns - 3, min(k + 4, columns)], dtype=INT).cuda()
             out = torch.full((3, k), POISON, dtype=INT, device="cuda")
-            bounds = topk_prefill.bounds(starts, ends)
-            topk.launch_with(key, logits, *bounds, out, 3, k)
+            bounds = topk_select.prefill_bounds(starts, ends)
+            topk_select.launch_with(key, logits, *bounds, out, 3, k)
             check(out, logits, starts.tolist(), ends.tolist(), k, key)
 
 
@@ -228,7 +229,7 @@ def tables(requests: int, width: int, page_rows: int, seed: int) -> torch.Tensor
 @pytest.mark.parametrize("page_rows", [64, 1, 3, 256, 2**30])
 @pytest.mark.parametrize("pattern", ["normal", "few", "rising", "all nan"])
 def test_slots_of_picks(pattern: str, page_rows: int) -> None:
-    from cute_kernels.indexer import topk, topk_decode
+    from cute_kernels.indexer import topk_select
 
     for number, key in enumerate(keys()):
         columns, next_n = min(key.capacity, 100_000), 2
@@ -238,9 +239,9 @@ def test_slots_of_picks(pattern: str, page_rows: int) -> None:
         for k in (512, 2048, 1, 77):
             lengths = torch.tensor([[columns, columns - 1], [k, k + 1], [0, columns // 2]], dtype=INT).cuda()
             out, picks = (torch.full((6, k), POISON, dtype=INT, device="cuda") for _ in range(2))
-            bounds = topk_decode.bounds(lengths)
-            topk.launch_with(key, logits, *bounds, picks, 6, k)
-            topk.launch_with(key, logits, *bounds, out, 6, k, topk_decode.slots(table, page_rows))
+            bounds = topk_select.decode_bounds(lengths)
+            topk_select.launch_with(key, logits, *bounds, picks, 6, k)
+            topk_select.launch_with(key, logits, *bounds, out, 6, k, topk_select.slots(table, page_rows))
             want = slots_of(picks.cpu().numpy(), next_n, table.cpu().numpy(), page_rows)
             assert np.array_equal(out.cpu().numpy(), want), (key, k)
 

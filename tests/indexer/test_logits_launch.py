@@ -13,8 +13,8 @@ from cute_kernels.runtime.ops import OPS
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer import call as calls
-from cute_kernels.indexer import logits, paged_logits, select
 from cute_kernels.indexer import ops as _registered  # noqa: F401
+from cute_kernels.indexer import select
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.indexer.hopper.logits import LogitsKey
 from cute_kernels.indexer.hopper.logits_mxfp4 import Mxfp4LogitsKey
@@ -166,10 +166,10 @@ def test_blocks_are_as_many_as_multiprocessors_at_most(gpu: Launches) -> None:
 
 def test_calls_without_keys_launch_nothing(gpu: Launches) -> None:
     nothing = contiguous(6, 0, width=9)
-    logits.launch(*nothing.values())
+    calls.launch_logits(*nothing.values())
     assert (nothing["out"] == -torch.inf).all()
     unclean = contiguous(6, 0, width=9, clean_logits=False)
-    logits.launch(*unclean.values())
+    calls.launch_logits(*unclean.values())
     assert (unclean["out"] == 0).all()
     changes: tuple[dict[str, Any], ...] = (
         {"kv_cache": formats.INDEXER_FP8.allocate(0, 64)},
@@ -177,9 +177,9 @@ def test_calls_without_keys_launch_nothing(gpu: Launches) -> None:
     )
     for change in changes:
         args = paged(**change)
-        paged_logits.launch(*args.values())
+        calls.launch_paged_logits(*args.values())
         assert (args["out"] == -torch.inf).all()
-    paged_logits.launch(*paged(columns=0).values())
+    calls.launch_paged_logits(*paged(columns=0).values())
     assert gpu.kept == []
 
 
@@ -193,7 +193,7 @@ def test_calls_without_keys_launch_nothing(gpu: Launches) -> None:
     ],
 )
 def test_contiguous_calls_that_are_refused(gpu: Launches, change: dict[str, Any], why: str) -> None:
-    refused(logits, contiguous(**change), why)
+    refused(calls.MQA_LOGITS, contiguous(**change), why)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +204,11 @@ def test_contiguous_calls_that_are_refused(gpu: Launches, change: dict[str, Any]
     ],
 )
 def test_paged_calls_that_are_refused(gpu: Launches, change: dict[str, Any], why: str) -> None:
-    refused(paged_logits, paged(**change), why)
+    refused(calls.PAGED_MQA_LOGITS, paged(**change), why)
 
 
-def refused(module: Any, args: dict[str, Any], why: str) -> None:
-    supported, reason = module.supports(*args.values())
+def refused(kernel: Any, args: dict[str, Any], why: str) -> None:
+    supported, reason = kernel.supports(*args.values())
     assert not supported
     assert why.replace("\\", "") in reason
 
@@ -398,8 +398,8 @@ def test_each_op_is_trusted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Launches(monkeypatch, "sm_100a")
     assert isinstance(gpu.run("mqa_logits", contiguous())[0], BlackwellLogitsKey)
     assert isinstance(gpu.run("paged_mqa_logits", paged())[0], PortableLogitsKey)
-    logits.launch(*contiguous().values(), op="score_top_k_prefill")
-    paged_logits.launch(*paged().values(), op="score_top_k_decode")
+    calls.launch_logits(*contiguous().values(), op="score_top_k_prefill")
+    calls.launch_paged_logits(*paged().values(), op="score_top_k_decode")
     assert asked == ["mqa_logits", "paged_mqa_logits", "score_top_k_prefill", "score_top_k_decode"]
     # where the portable kernel is the only one, nobody asks
     gpu.run("paged_mqa_logits", paged(page_rows=12))

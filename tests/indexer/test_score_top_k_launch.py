@@ -14,14 +14,7 @@ from cute_kernels.runtime.ops import OPS
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer import call as calls
-from cute_kernels.indexer import (
-    chunks,
-    logits,
-    paged_logits,
-    score_top_k_decode,
-    score_top_k_prefill,
-    topk,
-)
+from cute_kernels.indexer import chunks, topk_select
 from cute_kernels.indexer import ops as _registered  # noqa: F401
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
@@ -39,12 +32,12 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
         self.kept: list[tuple[str, Any, dict[str, Any]]] = []
-        for module in (calls, topk):
+        for module in (calls, topk_select):
             monkeypatch.setattr(module, "arch_of", lambda index: arch)
         monkeypatch.setattr(calls, "multiprocessors", lambda index: SMS)
         monkeypatch.setattr(calls, "launch_key", lambda key, index, *args: self.keep("scores", key, args))
-        monkeypatch.setattr(topk, "launch_key", lambda key, index, *args: self.keep("picks", key, args))
-        topk.choose.cache_clear()
+        monkeypatch.setattr(topk_select, "launch_key", lambda key, index, *args: self.keep("picks", key, args))
+        topk_select.choose.cache_clear()
 
     def keep(self, kind: str, key: Any, args: Any) -> None:
         names = SCORE_NAMES[type(key)] if kind == "scores" else PICK_NAMES
@@ -206,11 +199,12 @@ def test_calls_that_are_refused(gpu: Launches, op: str, args: dict[str, Any], wh
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_keys_of_a_deployment_are_those_of_the_pairs(arch: str) -> None:
-    for module, score in ((score_top_k_prefill, logits), (score_top_k_decode, paged_logits)):
-        keys = {*module.deployment_keys(MODELS["v4-flash"], 1, arch)}
+    pairs = (calls.SCORE_TOP_K_PREFILL, calls.MQA_LOGITS), (calls.SCORE_TOP_K_DECODE, calls.PAGED_MQA_LOGITS)
+    for kernel, score in pairs:
+        keys = {*kernel.deployment_keys(MODELS["v4-flash"], 1, arch)}
         scores = score.deployment_keys(MODELS["v4-flash"], 1, arch)
-        assert keys == {*scores, *topk.deployment_keys(MODELS["v4-flash"], 1, arch)}
-        assert module.deployment_keys(ModelShape(compress_ratios=(1, 128)), 1, arch) == []
+        assert keys == {*scores, *topk_select.deployment_keys(MODELS["v4-flash"], 1, arch)}
+        assert kernel.deployment_keys(ModelShape(compress_ratios=(1, 128)), 1, arch) == []
 
 
 @pytest.mark.parametrize("trusted", ["score_top_k_prefill", "score_top_k_decode"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cute_kernels.insert_compress.call import CompressCall
-from cute_kernels.insert_compress.examples import random_compress_call
 from cute_kernels.insert_compress.ops import fused_qkv_insert_compress
+from cute_kernels.insert_compress.verify_cases import random_compress_call
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.runtime.record import record_calls
 from cute_kernels.runtime.verify import clone_arguments

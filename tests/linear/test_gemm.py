@@ -169,3 +169,9 @@ def test_every_call_of_a_deployment_has_its_kernel() -> None:
                 for rows in (1, 7, 8, 9, 16, 17, 33, 64, 65, 100, 4096):
                     chunks = k // (128 if operands == "e4m3" else 64)
                     assert select.swap_ab(operands, output, rows, groups, outputs, chunks)[0] in declared[operands]
+                    if operands == "bf16":
+                        key, ctas = select.many_bf16_rows(output, rows, outputs, chunks)
+                        assert key in declared[operands]
+                        tiles = -(-rows // key.rows) * -(-outputs // key.columns)
+                        assert key.splits == 1 or tiles <= select.CLUSTERS[key.splits][0]
+                        assert ctas == (tiles * key.splits if key.splits > 1 else min(tiles, select.MULTIPROCESSORS))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cute_kernels.dsl import umma
-from cute_kernels.facts import meaning
+from cute_kernels.isa_probes import meaning
 from tests.model import mbarriers
 from tests.model.events import tensor_positions
 from tests.model.hopper import UNKNOWN

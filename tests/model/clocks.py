@@ -87,7 +87,9 @@ class Clocks:
             early = self.read[readers, writes[:, None]] > known_of_reads[readers]
             if early.any():
                 wrong = f"write not after the read of {self.trace.name(int(readers[early][0]))}"
-            if not is_initial and (self.is_unread[writes] & self.trace.operand[writes]).any():
+            # what it has read in the same step it may replace
+            others = writes[~np.isin(writes, reads)]
+            if not is_initial and (self.is_unread[others] & self.trace.operand[others]).any():
                 wrong = wrong or "bytes of an operand written twice"
             self.writer[writes], self.written[writes] = agent, clock
             self.versions[writes] += not is_initial

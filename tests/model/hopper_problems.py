@@ -24,7 +24,7 @@ class OnHopper(Problem):
         return values
 
     def sinks(self, sink: int) -> list[int]:
-        """Where they are, of what merges results and of what makes them."""
+        """Where they are, of what combines splits and of what makes them."""
         return [sink]
 
     def grid(self, blocks: int, items: int) -> dict[str, int]:
@@ -67,19 +67,19 @@ class Paged(OnHopper, prefill_problems.Paged):
 
 
 @dataclasses.dataclass
-class PagedParts(Paged):
-    """Rows in so many parts, each of so many tiles (schedule.part_range), by clusters of so many blocks."""
+class PagedCluster(Paged):
+    """Rows in so many splits, each of so many tiles (schedule.part_range), by clusters of so many CTAs."""
 
-    blocks: int = 2
-    parts: int = 2
-    part_tiles: int = 0
+    ctas: int = 2
+    splits: int = 2
+    split_tiles: int = 0
 
     def values(self, values: list[Any]) -> list[Any]:
-        return [*super().values(values), self.parts, self.part_tiles]
+        return [*super().values(values), self.splits, self.split_tiles]
 
     def sinks(self, sink: int) -> list[int]:
         return [sink, 0]
 
     def grid(self, blocks: int, items: int) -> dict[str, int]:
         """Of every item a cluster."""
-        return {"blocks": items * self.blocks, "cluster": self.blocks, "rows": self.blocks}
+        return {"blocks": items * self.ctas, "cluster": self.ctas, "rows": self.ctas}

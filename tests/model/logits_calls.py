@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.facts.meaning import TensorMap
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
+from cute_kernels.isa_probes.meaning import TensorMap
 from cute_kernels.runtime import trust
 from tests.indexer.test_logits_launch import Launches
 from tests.model.launch import divisor, pack, run_grid

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_kernels.dsl.ptx import LOG2_E
-from cute_kernels.facts.meaning import TensorMap
+from cute_kernels.isa_probes.meaning import TensorMap
 from tests.gpu import decode_cases, paged_cases, test_mixed, test_prefill
 from tests.gpu.prefill_checks import assert_results
 from tests.model.launch import divisor, pack, run_grid

@@ -56,9 +56,20 @@ class Codes:
         """Parameters."""
         width, padded = heads // self.groups * 512, -(-rows // 4) * 4
         self.out, self.scales = memory.reserve(rows * heads * 512), memory.reserve(heads * 4 * padded * 4)
-        values = [put(memory, self.positions), 8, put(memory, self.table), 256, len(self.table)]
-        values += [self.out, self.groups * width, width, self.scales, width // 128 * padded * 4, padded * 4]
+        values = [
+            *self.place_angles(memory),
+            self.out,
+            self.groups * width,
+            width,
+            self.scales,
+            width // 128 * padded * 4,
+            padded * 4,
+        ]
         return [*values, rows, padded, *divisor(heads // self.groups)]
+
+    def place_angles(self, memory: GlobalMemory) -> list[Any]:
+        """Parameters."""
+        return [put(memory, self.positions), 8, put(memory, self.table), 256, len(self.table)]
 
     def get(self, memory: GlobalMemory, rows: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes uint8 [rows, groups, width] and scales [groups, width / 128, padded rows]."""
@@ -92,6 +103,8 @@ class Decode:
     part_tiles: int = 0
     codes: Any = None
     """Codes, where that is what results become."""
+    norm: Any = None
+    """Sums of squares fp32 [rows, heads * 4] and eps, where queries are raw; with codes."""
 
     def place(self, program: Program) -> tuple[GlobalMemory, bytes, int]:
         """(memory, parameters, work items) for Hopper's kernel: see DecodeKernel.__call__."""
@@ -116,7 +129,10 @@ class Decode:
         row = heads * 512 * size
         self.lse = memory.reserve(self.parts * batch * heads * tokens * 4)
         lse_strides = batch * heads * tokens * 4, heads * tokens * 4, tokens * 4, 4
-        values = [q, *(stride * 2 for stride in call.q.stride()[:3]), heads, *sources]
+        values = [q, *(stride * 2 for stride in call.q.stride()[:3]), heads]
+        if self.norm is not None:
+            values += [put(memory, self.norm[0]), heads * 16, self.norm[1], *self.codes.place_angles(memory)]
+        values += sources
         if self.codes is None:
             self.out = memory.reserve(self.parts * batch * tokens * row)
             values += [self.out, batch * tokens * row, tokens * row, row, 512 * size]

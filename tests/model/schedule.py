@@ -65,6 +65,8 @@ class Schedule:
         self.mute = -1
         """A wait that tells its threads nothing: is there anything then that they do not know when they go on?"""
         self.untold: dict[int, list[tuple[Step, Any, bool]]] = defaultdict(list)
+        self.published: dict[Any, set[Any]] = defaultdict(set)
+        """Agent or barrier -> mbarriers whose making a fence lies behind: relaxed arrivals tell of them, too."""
         self.running = [trace.per_block] * trace.record.blocks
         """Warps of each block that have not left."""
         self.problems: dict[str, None] = {}
@@ -194,7 +196,7 @@ class Schedule:
             self.report("nobody has made the mbarrier", step)
             return None
         agent, clock = self.made[place]
-        if self.clocks.known[step.agents[0], agent] < clock:
+        if self.clocks.known[step.agents[0], agent] < clock and place not in self.published[step.agents[0]]:
             self.report("not after the mbarrier was made", step)
         return self.barriers[place]
 
@@ -203,6 +205,9 @@ class Schedule:
         for agent, copies in self._copies(step):
             if self.clocks.known[agent, copies] < self.sequence[copies]:
                 self.report("leaves with copies under way", step)
+        stores = self.trace.numbers.get(("bulk store", warp))
+        if stores is not None and self.clocks.known[list(step.agents), stores].max() < self.sequence[stores]:
+            self.report("leaves with bulk stores under way, which read its memory", step)
 
     def _copies(self, step: Step) -> list[tuple[int, int]]:
         """(threads, their copies) of a step."""
@@ -271,6 +276,7 @@ class Schedule:
         state = self.named[key]
         for agent in step.agents:
             self.meetings[key].arrive(self.clocks, agent, order)
+            self.published[key] |= self.published[agent]
         self.entered[warp, key] = state[1]
         state[0] += sum(step.counts)
         expected = expected or self.threads
@@ -286,6 +292,7 @@ class Schedule:
             return False
         for agent in step.agents:
             self.meetings[key].wait(self.clocks, agent)
+            self.published[agent] |= self.published[key]
         self.has_waited.add(warp)
         return True
 
@@ -295,6 +302,8 @@ class Schedule:
             if kind.startswith("proxy.async"):
                 np.maximum(clocks.fenced[agent], clocks.known[agent], out=clocks.fenced[agent])
                 clocks.tick(agent)
+            elif kind.startswith("mbarrier_init"):
+                self.published[agent] |= {place for place, (maker, _) in self.made.items() if maker == agent}
             elif kind == "tcgen05.after":
                 np.maximum(clocks.tensor[agent], clocks.of_issuer(agent), out=clocks.tensor[agent])
             elif kind == "tcgen05.before":

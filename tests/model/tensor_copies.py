@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cute_kernels.dsl import umma
-from cute_kernels.facts import meaning
+from cute_kernels.isa_probes import meaning
 from tests.model import mbarriers
 from tests.model.memory import POISON
 from tests.model.moves import addresses
@@ -42,6 +42,8 @@ def _prefetch(op: Op) -> Run:
 
 @instruction("cp.async.bulk.tensor")
 def _copy(op: Op) -> Run:
+    if op.parts[5] == "global":
+        return _copy_out(op)
     if "global" not in op.parts[5:] or any(part.startswith("multicast") for part in op.parts):
         raise NotImplementedError
     is_gathered = "tile::gather4" in op.parts
@@ -57,6 +59,44 @@ def _copy(op: Op) -> Run:
             target = addresses(warp, *to)[lane : lane + 1]
             place = int(warp.shared.position(addresses(warp, *bar)[lane : lane + 1], 8)[0])
             _start(warp, op, int(lane), map_, where, target, place, is_gathered)
+
+    return copy
+
+
+def _copy_out(op: Op) -> Run:
+    """From shared memory, as part of the group of bulk copies that its thread commits next."""
+    if "bulk_group" not in op.parts or "tile" not in op.parts:
+        raise NotImplementedError
+    of = op.address(1, 32)
+    name, coordinates = split(op.args[0].strip("[] "))
+    target = op.program.slot(name, op.scope, 64)
+    at = [op.program.slot(one, op.scope, 32) for one in split(coordinates.strip("{} "))]
+
+    def copy(warp: Any, lanes: Any) -> None:
+        for lane in range(LANES) if lanes is None else np.flatnonzero(lanes):
+            map_ = warp.cluster.tensor_maps[int(warp.r[target][lane])]
+            where = [int(warp.r[slot][lane].view(np.int32)) for slot in at]
+            source = addresses(warp, *of)[lane : lane + 1]
+            check(map_)
+            if int(source[0]) % ALIGN:
+                raise IndexError(f"a tensor copy from {int(source[0]):#x}: misaligned")
+            first, size = int(warp.shared.position(source, 16)[0]), int(np.prod(map_.box)) * map_.width
+            warp.shared.position(source + U32(size - 16), 16)
+            bytes_, inside = meaning.bytes_of(map_, where)
+            start, rank = int(source[0]) & ((1 << warp.shared.RANK) - 1), first // warp.shared.SPAN
+            found = umma.swizzled(start + np.arange(size), map_.swizzle) + rank * warp.shared.SPAN
+            if not warp.memory.writable[bytes_[inside[..., 0]]].all():
+                raise IndexError(f"a tensor copy to {where} of {map_}")
+            if warp.events:
+                warp.events.bulk_read(op.number, int(lane), first, size)
+
+            def land(bytes_: Any = bytes_, inside: Any = inside, found: Any = found) -> None:
+                chosen = np.broadcast_to(inside, bytes_.shape).reshape(-1)
+                places = bytes_.reshape(-1)[chosen]
+                warp.memory.bytes[places] = warp.shared.bytes[found[chosen]]
+                warp.memory.note_written(places, 1)
+
+            warp.bulk_copies[-1].append(warp.cluster.add(Task(land)))
 
     return copy
 

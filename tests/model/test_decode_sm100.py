@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl.ptx import LOG2_E
-from cute_kernels.facts.meaning import TensorMap
+from cute_kernels.isa_probes.meaning import TensorMap
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from tests.compile.reports import compile_report
 from tests.gpu import decode_cases

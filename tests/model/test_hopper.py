@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl.ptx import LOG2_E, READ_AGAIN
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from cute_kernels.sparse_mla.hopper.prefill import PrefillKey
 from tests.compile.reports import compile_report
 from tests.gpu import decode_cases
 from tests.gpu.decode_checks import attention
@@ -89,12 +89,14 @@ class Prefill:
         self.lengths = torch.tensor([columns, 0, 65]).int()
         self.sink = torch.randn(heads, generator=g)
 
-    def run(self, own: Program, blocks: int, codes: Any = None, **options: Any) -> None:
-        """codes: what results become, instead of bf16"""
+    def run(self, own: Program, blocks: int, codes: Any = None, squares: Any = None, **options: Any) -> None:
+        """codes: what results become, instead of bf16. squares: sums of the queries' squares, if they are raw"""
         (rows, heads, _), columns = self.q.shape, self.indices.shape[2]
         memory = self.memory = GlobalMemory()
         self.places = [memory.reserve(rows * heads * size) for size in (0 if codes else 1024, 4, 4)]
         values = [put(memory, self.q), self.q.stride(0) * 2, self.q.stride(1) * 2, heads]
+        if squares is not None:
+            values += [0.0, put(memory, squares), squares.stride(0) * 4]
         values += [put(memory, self.kv), self.kv.stride(0) * 2, len(self.kv)]
         values += [put(memory, self.indices), self.indices.stride(0) * 4, columns, put(memory, self.lengths)]
         logs = [value for place in self.places[1:] for value in (place, heads * 4, 4)]
@@ -132,7 +134,7 @@ def prefill_trace() -> Trace:
     records, make = orders.recorder(program(PREFILL))
     call.run(program(PREFILL), 1, seed=3, laziness=0.9, events=make)
     call.check()
-    # it has no fences behind cp.async, see prefill_sm90_scores.py
+    # it has no fences behind cp.async, see hopper/prefill.py
     return orders.check(records[0], copies_are_fenced=False, votes_order=True)
 
 

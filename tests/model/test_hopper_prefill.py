@@ -12,30 +12,30 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
-from cute_kernels.sparse_mla.paged_sm90 import PagedKey
-from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
+from cute_kernels.runtime.key import KernelKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key
+from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
+from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbPrefillKey
 from tests.compile.reports import compile_report
 from tests.gpu import paged_cases, test_mixed, test_prefill
 from tests.model import mutations, orders
-from tests.model.hopper_problems import Mixed, OnHopper, Paged, PagedParts, Prefill
+from tests.model.hopper_problems import Mixed, OnHopper, Paged, PagedCluster, Prefill
 from tests.model.prefill_problems import on_host
 from tests.model.ptx import parse
 from tests.model.trace import Trace
 
-Case = tuple[PrefillKey, Callable[..., OnHopper], Any]
+Case = tuple[KernelKey, Callable[..., OnHopper], Any]
 """A kernel, a problem of its, and the call."""
 
 
 PREPARES = slice(4, 8)
-"""Warps of a block that write the first lists where rows are in parts."""
+"""Warps of a CTA that write the first row lists where rows are split."""
 
 
-def few() -> Case:
+def swap_ab() -> Case:
     call = test_prefill.make(s_q=3, heads=7, topk=130, lengths="odd", bad=0.2, seed=5)
-    return FewPrefillKey("sm_90a", 8), Prefill, call
+    return SwapAbPrefillKey("sm_90a", 8), Prefill, call
 
 
 def mixed_fp8() -> Case:
@@ -51,29 +51,29 @@ def paged() -> Case:
     return PagedKey("sm_90a"), Paged, paged_cases.make(heads=8, **rows)
 
 
-def two_parts() -> Case:
+def two_splits() -> Case:
     """Of six tiles at most, more than lists are prepared for: a row of eleven, of one, and without keys."""
     rows = {"query_lens": (1, 1), "seq_lens": (2500, 6), "window_size": 70, "width": 600, "more_stride": (576, 0)}
-    kind = functools.partial(PagedParts, blocks=2, parts=2, part_tiles=6)
-    return PagedPartsKey("sm_90a", 2), kind, paged_cases.make(heads=8, **rows)
+    kind = functools.partial(PagedCluster, ctas=2, splits=2, split_tiles=6)
+    return PagedClusterKey("sm_90a", 2), kind, paged_cases.make(heads=8, **rows)
 
 
-def three_parts() -> Case:
-    """As equal as can be, for four blocks: a row of four tiles, and of one, which the last part has."""
+def three_splits() -> Case:
+    """As equal as can be, for four CTAs: a row of four tiles, and of one, which the last split has."""
     rows = {"query_lens": (1, 1), "seq_lens": (600, 6), "window_size": 70, "width": 150, "padding": 0}
-    return PagedPartsKey("sm_90a", 4), functools.partial(PagedParts, blocks=4, parts=3), paged_cases.make(**rows)
+    return PagedClusterKey("sm_90a", 4), functools.partial(PagedCluster, ctas=4, splits=3), paged_cases.make(**rows)
 
 
 @pytest.mark.parametrize(
     ("make", "takes_for_granted"),
     [
         (paged, {}),
-        (two_parts, {}),
-        (three_parts, {}),
+        (two_splits, {}),
+        (three_splits, {}),
         # what scores have read of a tile's marks may be overwritten once their warp has voted
         (mixed_fp8, {"votes_order": True}),
         # rows of cp.async are multiplied without a proxy fence
-        (few, {"copies_are_fenced": False}),
+        (swap_ab, {"copies_are_fenced": False}),
     ],
 )
 def test_in_any_order(make: Callable[[], Case], takes_for_granted: Any) -> None:
@@ -91,15 +91,15 @@ def check(make: Callable[[], Case], takes_for_granted: Any) -> list[Trace]:
     return [orders.check(record, schedules=2, more=7, **more) for record in records]
 
 
-def test_parts_are_told_of_lists_behind_a_barrier_of_the_warp() -> None:
-    """What a back's warp writes for those that convert, and one lane tells them: racecheck, which does not follow this,
-    reports it."""
-    trace = check(two_parts, {})[0]
+def test_row_lists_are_published_behind_a_barrier_of_the_warp() -> None:
+    """What a PV warp writes for the producer, and one lane publishes: racecheck, which does not follow this, reports
+    it."""
+    trace = check(two_splits, {})[0]
     name = mutations.DROPPED["warp"]
     barriers = {mutant.op: mutant for mutant in mutations.mutants(trace) if mutant.name == name}
     for steps in trace.steps[PREPARES]:
-        told = next(i for i, step in enumerate(steps) if step.kind == "arrive")
-        before = next(step for step in reversed(steps[:told]) if step.kind == "warp")
+        published = next(i for i, step in enumerate(steps) if step.kind == "arrive")
+        before = next(step for step in reversed(steps[:published]) if step.kind == "warp")
         found = mutations.problems(trace, barriers[before.ops[0]])
         assert found
         assert all(one.startswith("read not after the write of warp") for one in found)

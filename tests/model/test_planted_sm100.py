@@ -16,15 +16,20 @@ from cute_kernels import formats
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.sparse_mla.blackwell import decode
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
-from cute_kernels.sparse_mla.mixed_sm100 import MixedKey
-from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key
-from cute_kernels.sparse_mla.paged_sm100 import PagedKey
-from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey
-from cute_kernels.sparse_mla.prefill_sm100_plan import BACK, FRONT, LISTS_WARP, PRODUCTS, ROWS_WARP
+from cute_kernels.sparse_mla.blackwell.prefill import (
+    DEQUANT_WARP,
+    EPILOGUE_WARP,
+    INDEX_WARP,
+    KV_WARP,
+    MMA_WARP,
+    BlackwellPrefillKey,
+)
+from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
+from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from tests.compile.reports import compile_report
 from tests.gpu import test_mixed
 from tests.model import test_decode_pair_sm100 as pairs
-from tests.model import test_einsum_sm100 as einsum
+from tests.model import test_gemm_blackwell as einsum
 from tests.model.planted import IS_REPEATED, TELLS_NOTHING, Call, Kernel
 from tests.model.prefill_problems import Problem
 from tests.model.ptx import Program
@@ -41,12 +46,12 @@ VERSIONS = ("bytes of an operand are of different versions",)
 # ---- prefill ---------------------------------------------------------------------------------------------------------
 
 ROLES = {
-    "scores": range(BACK),
-    "back": range(BACK, PRODUCTS),
-    "products": range(PRODUCTS, LISTS_WARP),
-    "lists": range(LISTS_WARP, ROWS_WARP),
-    "rows": range(ROWS_WARP, FRONT),
-    "front": range(FRONT, FRONT + 4),
+    "softmax": range(EPILOGUE_WARP),
+    "epilogue": range(EPILOGUE_WARP, MMA_WARP),
+    "MMA": range(MMA_WARP, INDEX_WARP),
+    "index loader": range(INDEX_WARP, KV_WARP),
+    "KV loaders": range(KV_WARP, DEQUANT_WARP),
+    "dequantizers": range(DEQUANT_WARP, DEQUANT_WARP + 4),
 }
 
 
@@ -60,7 +65,7 @@ def problem(make: Callable[..., Problem], order: int, slow: Any = (), **how: Any
     return call
 
 
-def of_mixed(dtype: Any, key: PrefillKey) -> Kernel:
+def of_mixed(dtype: Any, key: BlackwellPrefillKey) -> Kernel:
     def make(**how: Any) -> Problem:
         with pytest.MonkeyPatch.context() as patch:
             return mixed(dtype, patch, **how)
@@ -68,33 +73,33 @@ def of_mixed(dtype: Any, key: PrefillKey) -> Kernel:
     rows = {"query_lens": (1, 2, 1), "seq_lens": (300, 30, 3), "window_size": 7, "rows": (53, 2), "heads": 20}
     calls = [
         problem(make, 4, width=130, more_stride=(512, 1024), seed=4, **rows),
-        problem(make, 5, ROLES["scores"], width=65, more_stride=(512, 1024), seed=4, **rows),
+        problem(make, 5, ROLES["softmax"], width=65, more_stride=(512, 1024), seed=4, **rows),
     ]
     return Kernel(compile_report(key).ptx, calls, ROLES, VERSIONS)
 
 
 def of_prefill(name: str) -> Kernel:
     if name == "mixed":
-        return of_mixed(test_mixed.BF16, MixedKey("sm_100a"))
+        return of_mixed(test_mixed.BF16, BlackwellMixedKey("sm_100a"))
     if name == "mixed e4m3":
-        return of_mixed(test_mixed.FP8, MixedFp8Key("sm_100a"))
+        return of_mixed(test_mixed.FP8, BlackwellMixedFp8Key("sm_100a"))
     if name == "paged":
         many = {"query_lens": (1, 2, 1), "seq_lens": (300, 6, 400), "window_size": 70, "width": 70}
         few = {"query_lens": (2, 2, 1), "seq_lens": (30, 6, 40), "window_size": 30, "width": 0}
         calls = [
             problem(paged, 4, heads=8, more_stride=(576, 0), **many),
-            problem(paged, 5, ROLES["scores"], heads=8, more_stride=(576, 0), **few),
+            problem(paged, 5, ROLES["softmax"], heads=8, more_stride=(576, 0), **few),
         ]
-        return Kernel(compile_report(PagedKey("sm_100a")).ptx, calls, ROLES, VERSIONS)
+        return Kernel(compile_report(BlackwellPagedKey("sm_100a")).ptx, calls, ROLES, VERSIONS)
     calls = [
         problem(prefill, 1, s_q=5, heads=9, topk=200, lengths="odd", bad=0.2, seed=5),
-        problem(prefill, 2, ROLES["scores"], s_q=6, heads=9, topk=130, lengths="odd", bad=0.2, seed=5),
+        problem(prefill, 2, ROLES["softmax"], s_q=6, heads=9, topk=130, lengths="odd", bad=0.2, seed=5),
     ]
-    return Kernel(compile_report(PrefillKey("sm_100a")).ptx, calls, ROLES, VERSIONS)
+    return Kernel(compile_report(BlackwellPrefillKey("sm_100a")).ptx, calls, ROLES, VERSIONS)
 
 
-PREFILL: Left = {("scores", "no wait"): (1, TELLS_NOTHING)}
-"""For P V of the tile before last: scores are committed behind it. Phases that nobody waits for are what synccheck
+PREFILL: Left = {("softmax", "no wait"): (1, TELLS_NOTHING)}
+"""For P V of the tile before last: S is committed behind it. Phases that nobody waits for are what synccheck
 reports."""
 
 

@@ -12,20 +12,19 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla.mixed_sm100 import MixedKey
-from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key
-from cute_kernels.sparse_mla.paged_sm100 import PagedKey
-from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey
+from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
+from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
+from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from tests.compile.reports import compile_report
 from tests.gpu import paged_cases, test_mixed, test_prefill
 from tests.model import orders
 from tests.model.prefill_problems import Mixed, Paged, Prefill, Problem, on_host
 from tests.model.ptx import Program, parse
 
-_programs: dict[PrefillKey, Program] = {}
+_programs: dict[BlackwellPrefillKey, Program] = {}
 
 
-def problem(kind: type[Problem], key: PrefillKey, call: Any) -> Problem:
+def problem(kind: type[Problem], key: BlackwellPrefillKey, call: Any) -> Problem:
     if key not in _programs:
         _programs[key] = parse(compile_report(key).ptx)
     return kind(call, _programs[key], key.smem_bytes)
@@ -33,19 +32,19 @@ def problem(kind: type[Problem], key: PrefillKey, call: Any) -> Problem:
 
 def prefill(**how: Any) -> Problem:
     with on_host():
-        return problem(Prefill, PrefillKey("sm_100a"), test_prefill.make(**how))
+        return problem(Prefill, BlackwellPrefillKey("sm_100a"), test_prefill.make(**how))
 
 
 def mixed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Problem:
     monkeypatch.setattr(sys.modules[test_mixed.__name__], "made_of", dtype)
-    key = MixedKey("sm_100a") if dtype == test_mixed.BF16 else MixedFp8Key("sm_100a")
+    key = BlackwellMixedKey("sm_100a") if dtype == test_mixed.BF16 else BlackwellMixedFp8Key("sm_100a")
     with on_host():
         return problem(Mixed, key, test_mixed.make(**how))
 
 
 def paged(**how: Any) -> Problem:
     with on_host():
-        return problem(Paged, PagedKey("sm_100a"), paged_cases.make(**how))
+        return problem(Paged, BlackwellPagedKey("sm_100a"), paged_cases.make(**how))
 
 
 def check_in_any_order(one: Problem, **options: Any) -> None:

@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indices import step_metadata
-from cute_kernels.indices.examples import step
 from cute_kernels.indices.step import Call
 from cute_kernels.indices.step_metadata import LANES, SEGMENT, THREADS, WARPS, StepKey
+from cute_kernels.indices.verify_cases import step
 from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.verify import Example, raw_memory
 from tests.compile.reports import compile_report

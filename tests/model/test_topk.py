@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer.topk import TopKKey, groups_for, share_for
+from cute_kernels.indexer.topk import TopKKey
+from cute_kernels.indexer.topk_select import groups_for, share_for
 from tests.compile.reports import compile_report
 from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,6 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "the following arguments are required: command"),
         (["dance"], "invalid choice: 'dance'"),
         (["sweep", "--op", "nope"], "invalid choice: 'nope'"),
         (["sweep", "--rows", "many"], "--rows: invalid comma-separated integers value: 'many'"),
@@ -53,6 +53,10 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["compare", "a"], "the following arguments are required: B"),
         (["compare", "/nowhere/a", "/nowhere/b"], "compare: error: /nowhere/a: no such file or folder"),
         (["compare", "a", "b", "--threshold", "-1"], "--threshold: expected a percentage >= 0, got -1.0"),
+        (["show", "nope"], "invalid choice: 'nope'"),
+        (["show", INSERT, "("], "CASE: '(' is no regular expression"),
+        (["show", INSERT, "no such cell"], "CASE: no cell's name has 'no such cell'"),
+        (["show", INSERT, "--root", "/nowhere"], f"OP: no record of {INSERT} in /nowhere/perf/results"),
         (["report", "--root", "/nowhere"], "report: error: --root: /nowhere/README.md does not exist"),
     ],
 )
@@ -268,6 +272,32 @@ def test_report_needs_the_markers(root: Path, capsys: pytest.CaptureFixture[str]
     assert not (root / "perf/REPORT.md").exists()
 
 
+# ---- show ------------------------------------------------------------------------------------------------------------
+
+
+def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [
+        cell("one", 1616, 2.0, {"vllm-triton": 4.0}),
+        cell("two", 1616, 2.0, {"vllm-triton": 1.0}),
+        cell("three", 1616, 2.0),
+    ]
+    synthetic.write(tmp_path, record(cells))
+    assert cli.main(["show", INSERT, "--root", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "3 of 3 cells, 1.00 times as fast as the best peer in the mean of 2; 1 slower than a peer" in printed
+    assert cli.main(["show", INSERT, "^(one|three)$", "--root", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 3 cells, 2.00 times as fast as the best peer in the mean of 1; 0 slower than a peer" in printed
+    assert "two" not in printed
+    assert cli.main(["show", INSERT, "thr", "--root", str(tmp_path)]) == 0
+    assert "1 of 3 cells, no peer; 0 slower" in capsys.readouterr().out
+
+
+def test_without_a_command_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "{sweep,layer,report,show,compiled,compare}" in capsys.readouterr().out
+
+
 # ---- compare ---------------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +321,7 @@ def test_compare(
     assert f"{us / 2:.3f}" in printed
     assert "1.050" in printed
     assert f"cells in both: 1; B/A {us / 2:.3f} on average; regressions over" in printed
-    assert f"%: {regressions}\n" in printed
+    assert re.search(rf"%: {regressions}(, the worst {synthetic.GPU} {INSERT} T=1, {us / 2:.3f})?\n$", printed)
     assert (" regression" in printed.split("cells in both")[0]) == bool(regressions)
     assert f"only in A: {synthetic.GPU} {INSERT} T=2" in printed
     assert f"only in B: {synthetic.GPU} {INSERT} T=3" in printed

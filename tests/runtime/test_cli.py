@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import cute_kernels
 from cute_kernels import cli, support
 from cute_kernels.models import MODELS
 from cute_kernels.runtime import arch as arch_
@@ -55,16 +57,26 @@ def test_info_says_what_is_supported(capsys: Capture) -> None:
     status, out, err = run(capsys, "info")
     assert (status, err) == (0, "")
     assert torch.__version__ in out
-    assert "quantize_and_insert_k_cache\n    measured sm_90a, compiled sm_89 sm_100a sm_103a sm_120a, no sm_80" in out
-    assert "sparse_mla_decode" in out
-    # every op has a kernel: nothing to list
-    assert "without a kernel" not in out
+    assert out.startswith("No GPU here")
+    groups = listed_ops(out)
+    assert "quantize_and_insert_k_cache" in groups["measured sm_90a, compiled sm_89 sm_100a sm_103a sm_120a, no sm_80"]
+    assert sorted(name for names in groups.values() for name in names) == sorted(registry.all_ops())
+    # every op has a kernel
+    assert "reference everywhere" not in groups
+
+
+def listed_ops(out: str) -> dict[str, list[str]]:
+    """What `info` says of ops -> their names."""
+    lists = re.findall(r"^  (\S.*): (\d+) ops?\n((?:    .*\n)+)", out, re.M)
+    groups = {what: names.replace("\n", " ").replace(" ", "").split(",") for what, _, names in lists}
+    assert [len(names) for names in groups.values()] == [int(count) for _, count, _ in lists]
+    return groups
 
 
 def test_info_lists_ops_without_a_kernel(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "all_ops", lambda: ["norm_of_tomorrow"])
     _, out, _ = run(capsys, "info")
-    assert "without a kernel (CUTE_KERNELS_FALLBACK=reference runs their references)\n  norm_of_tomorrow\n" in out
+    assert listed_ops(out) == {"reference everywhere": ["norm_of_tomorrow"]}
 
 
 def test_info_as_json(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +111,43 @@ def test_info_on_gpus(capsys: Capture, gpu: SimpleNamespace) -> None:
     assert "got 7.5" in found["gpus"][0]["unsupported"]
     status, out, _ = run(capsys, "info")
     assert status == 0
+    assert out.startswith("A GPU: no kernel runs on this GPU")
     assert "got 7.5" in out
+
+
+@pytest.mark.parametrize(
+    ("capability", "sentence"),
+    [
+        (
+            (9, 0),
+            r"A GPU, sm_90a: of \d+ ops \d+ have kernels measured on it(, \d+ kernels compiled [^,]*)?\.\n",
+        ),
+        ((10, 0), r"A GPU, sm_100a: of \d+ ops \d+ kernels compiled .* run once `python -m cute_kernels verify` has"),
+        ((8, 6), r"A GPU, sm_86: .* were never run: start with `python -m cute_kernels verify`"),
+    ],
+)
+def test_info_says_what_a_gpu_will_run(
+    capsys: Capture, gpu: SimpleNamespace, capability: tuple[int, int], sentence: str
+) -> None:
+    gpu.capability = capability
+    out = run(capsys, "info")[1]
+    assert re.match(sentence, out)
+    arch = arch_.ARCH_OF_CAPABILITY[capability]
+    if arch in support.ARCHS:
+        assert {what.split()[1] for what in listed_ops(out)} == {arch}
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_command_it_helps(capsys: Capture) -> None:
+    status, out, err = run(capsys)
+    assert (status, err) == (0, "")
+    assert "{info,precompile,verify}" in out
+
+
+def test_version(capsys: Capture) -> None:
+    assert run(capsys, "--version") == (0, f"cute_kernels {cute_kernels.__version__}\n", "")
 
 
 # ---- precompile ------------------------------------------------------------------------------------------------------
@@ -109,7 +157,9 @@ def test_info_on_gpus(capsys: Capture, gpu: SimpleNamespace) -> None:
     ("arguments", "why"),
     [
         (["--arch", "sm_75"], "kernels need sm_80 or newer"),
-        (["--arch", "sm_91a"], "arch: expected one of sm_80"),
+        (["--arch", "sm_77x"], "arch: expected one of sm_80"),
+        (["--arch", "sm_90"], "got 'sm_90': did you mean sm_90a?"),
+        (["--arch", "sm100"], "did you mean sm_100a?"),
         ([], "--arch: expected a compile target"),
         (["--arch", "sm_90a", "--tp", "3"], "tp: expected a divisor of num_attention_heads = 64, got 3"),
         (["--arch", "sm_90a", "--tp", "0"], "--tp: expected a positive integer"),
@@ -117,7 +167,11 @@ def test_info_on_gpus(capsys: Capture, gpu: SimpleNamespace) -> None:
         (["--arch", "sm_90a", "--model", "v3"], "--model: invalid choice"),
         (["--arch", "sm_90a", "--config", "/nowhere/config.json"], "cannot read /nowhere/config.json"),
         (["--arch", "sm_90a", "--model", "v4-pro", "--all"], "not allowed with"),
-        (["--arch", "sm_90a", "--out", "/dev/null/x"], "Not a directory"),
+        (
+            ["--arch", "sm_90a", "--out", "/dev/null/x"],
+            "--out: expected a folder that can be written, got /dev/null/x",
+        ),
+        (["--arch", "sm_90a", "--out", __file__], "test_cli.py: File exists"),
     ],
 )
 def test_requests_that_cannot_be_met(capsys: Capture, arguments: list[str], why: str) -> None:
@@ -187,18 +241,33 @@ def test_what_precompile_shows(
     monkeypatch.setattr(registry, "deployment_keys", lambda model, tp, arch: [o.key for o in outcomes])
     monkeypatch.setattr(precompile_, "precompile", compile_all)
     arguments = ["precompile", "--arch", "sm_90a", "--out", str(tmp_path / "out"), "--workers", "3"]
-    got, out, _ = run(capsys, *arguments)
+    got, out, err = run(capsys, *arguments)
     assert got == status
     assert shown in out
     for part in ("sm_90a", "40 registers", "0 bytes spilled", "2048 bytes of shared memory", "32 wgmma", "4 bulk.load"):
         assert part in out
     assert (f"CUTE_KERNELS_CACHE_DIR={tmp_path / 'out'} CUTE_KERNELS_JIT=forbid" in out) is ("2 of 3" not in out)
     assert asked == [([o.key for o in outcomes], tmp_path / "out", 3)]
+    assert re.match(rf"{len(outcomes)} kernels, \d process(es)?: about \d+ s if none of them is there yet\n", err)
     got, out, _ = run(capsys, *arguments, "--json")
     assert got == status
+    quiet = run(capsys, *arguments, "--quiet")
+    assert (quiet[0], quiet[2]) == (status, "")
+    assert quiet[1].count("tests.cli") == len(extra)
+    assert shown in quiet[1]
     kernels = json.loads(out)["kernels"]
     assert [k["status"] for k in kernels] == [o.status for o in outcomes]
     assert kernels[0]["facts"]["instructions"] == {"wgmma": 32, "bulk.load": 4}
+
+
+def test_progress_without_a_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line at most every so often, with what is left."""
+    now = iter(range(0, 10**6, 4))
+    monkeypatch.setattr(cli.time, "perf_counter", lambda: float(next(now)))
+    assert list(cli.with_progress(iter("abcdefg"), 7, "compiling")) == list("abcdefg")
+    assert capsys.readouterr().err == (
+        "compiling: 3 of 7 in 12 s, about 16 s left\ncompiling: 6 of 7 in 24 s, about 4 s left\n"
+    )
 
 
 def test_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -421,3 +421,16 @@ def test_processes_share_a_folder(tree: Path, tmp_path: Path) -> None:
     assert "\nWARPS = 4\n" in text
     source.write_text(text.replace("\nWARPS = 4\n", "\nWARPS = 8\n"))
     assert finish(start(tree, folder, "d")) == "1 0"
+
+
+def test_the_dsls_advice_on_unrolled_loops_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
+
+    for variable, shown in (("", 0), ("1", 1)):
+        monkeypatch.setenv("CUTE_DSL_ENABLE_OPTIMIZATION_WARNINGS", variable)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compile_._silence_dsl()
+            warnings.warn("this loop is long", DSLOptimizationWarning, stacklevel=1)
+        assert len(caught) == shown

@@ -21,6 +21,7 @@ import cute_kernels
 from cute_kernels.norm.ops import mtp_shared_head_rmsnorm
 from cute_kernels.runtime import ops
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import OPS, Cost, Op, define_op, nbytes
 from cute_kernels.runtime.record import record_calls
 from tests import helpers
@@ -77,6 +78,16 @@ def op_with(kernel: str | None) -> Op:
 
 def args(n: int) -> tuple[Any, ...]:
     return torch.ones(n), torch.zeros(n), 2.0
+
+
+def test_a_module_may_have_the_kernels_of_several_ops(kernel: Any) -> None:
+    assert op_with(kernel.__name__).load_kernel() is kernel
+    kernel.SECOND = OpKernel(lambda *_: calls.append("second"), lambda *_: (True, ""), lambda *_: [])
+    op = op_with(f"{kernel.__name__}:SECOND")
+    assert op.load_kernel() is kernel.SECOND
+    body, implementation = ops._choose_cuda(op, args(5))
+    body(*args(5))
+    assert (implementation, calls) == ("kernel", ["second"])
 
 
 # ---- every op of the package -----------------------------------------------------------------------------------------

@@ -32,10 +32,11 @@ FLASH = MODELS["v4-flash"]
 def test_all_ops_imports_every_room_and_no_kernel() -> None:
     code = (
         "import sys\n"
-        "from cute_kernels.runtime.registry import all_ops, kernel_modules\n"
+        "from cute_kernels.runtime.registry import all_ops, op_kernels\n"
         "names = set(all_ops())\n"
         "assert {'sparse_mla_decode', 'fused_q_kv_rmsnorm', 'top_k_per_row_decode'} <= names, names\n"
-        "assert kernel_modules()['cute_kernels.kv_cache.insert'] == ['quantize_and_insert_k_cache']\n"
+        "ops = op_kernels()['cute_kernels.kv_cache.insert']\n"
+        "assert [op.name for op in ops] == ['quantize_and_insert_k_cache']\n"
         "sys.exit('cutlass' in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -59,21 +60,20 @@ def test_the_kernels_of_a_deployment_are_finite_and_enumerable(model: str, arch:
 @needs_dsl
 def test_the_support_table_says_what_the_kernels_say() -> None:
     """An op has a line if it has a kernel, and a kernel runs where it declares keys."""
-    modules = registry.kernel_modules()
-    assert sorted(support.KERNEL_ARCHS) == sorted(name for names in modules.values() for name in names)
-    for module, names in modules.items():
-        declare = importlib.import_module(module).deployment_keys
+    ops = [op for ops in registry.op_kernels().values() for op in ops]
+    assert sorted(support.KERNEL_ARCHS) == sorted(op.name for op in ops)
+    for op in ops:
+        declare = op.load_kernel().deployment_keys
         archs = {arch for arch in support.ARCHS if declare(FLASH, 1, arch)}
-        for name in names:
-            assert set(support.KERNEL_ARCHS[name]) == archs, name
+        assert set(support.KERNEL_ARCHS[op.name]) == archs, op.name
 
 
 @needs_dsl
 def test_where_the_compressor_has_kernels_for_one_ratio_only() -> None:
-    entry_c128 = importlib.import_module("cute_kernels.compressor.entry_c128")
+    ratio128 = importlib.import_module("cute_kernels.compressor.ratio128")
     for op, fused in (("compress_norm_rope_store", False), ("fused_compress_norm_rope_store", True)):
         for arch in support.KERNEL_ARCHS[op]:
-            has_both = bool(entry_c128.deployment_keys(FLASH, 1, arch, fused))
+            has_both = bool(ratio128.deployment_keys(FLASH, 1, arch, fused))
             assert (support.support(op, arch).status == "partly") != has_both, (op, arch)
     assert all(op in support.KERNEL_ARCHS for op, _ in support.PARTLY)
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from cute_kernels import cli_verify
-from cute_kernels.facts import check
+from cute_kernels.isa_probes import check
 from cute_kernels.runtime import cache, registry, trust
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import isolated as isolated_

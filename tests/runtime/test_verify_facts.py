@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.facts import check, copies
+from cute_kernels.isa_probes import check, copies
 from cute_kernels.runtime import isolated as isolated_
 from cute_kernels.runtime import precompile as precompile_
 from cute_kernels.runtime import trust

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ from tests.scripts.runs import (
         ("--checkpoint absent", "absent"),
         ("--checkpoint . --wo-a bf16", "--wo-a"),
         ("--checkpoint . --model v4-pro", "--model"),
+        ("--checkpoint . --full-width", "--full-width"),
+        ("--batch 7000", "6115 bytes do not give 7000 requests"),
+        ("--html absent/r.html", "--html"),
+        ("--html /proc/r.html", "cannot write /proc/r.html"),
+        ("--layer 0 --dump /proc/d.npz", "cannot write /proc/d.npz"),
         ("--text a --hidden-states b", "--hidden-states"),
         ("--dump d.npz", "--layer"),
         ("--layer 0 --dump absent/d.npz", "--dump"),
@@ -63,6 +69,21 @@ def test_bad_arguments(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert_refused(capsys, clue, *arguments.split())
+
+
+def test_more_requests_than_tokens(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "h.npy"
+    np.save(path, np.ones((5, 128), np.float32))
+    flags = ("--checkpoint", checkpoint, "--hidden-states", path, "--batch")
+    assert_refused(capsys, "--batch: expected at most 5 requests of an array of 5 tokens, got 1000000", *flags, 10**6)
+    assert_refused(capsys, "got 6", *flags, 6)
+
+
+def test_a_folder_without_permission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    tmp_path.chmod(0o500)
+    assert_refused(capsys, "--json: cannot write", "--json", tmp_path / "r.json")
 
 
 def test_cuda_without_cuda(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -278,8 +278,13 @@ def test_table_of_calls() -> None:
     def headers(on_gpu: bool) -> list[str]:
         return [str(column.header) for column in report.render(rows, "t", on_gpu).columns]
 
-    assert headers(False) == ["op", "by", "calls", "ms", "bytes"]
-    assert headers(True) == ["op", "by", "calls", "bytes"]
+    assert headers(False) == ["op", "by", "calls", "ms", "bytes", "of time"]
+    assert headers(True) == ["op", "by", "calls", "bytes", "of bytes"]
+    for on_gpu, shares, total in ((False, ("1%", "99%", "0%"), "503.00"), (True, ("100%", "0%", "0%"), "3.0 MB")):
+        *ops, whole = zip(*(column.cells for column in report.render(rows, "t", on_gpu).columns), strict=True)
+        assert [cells[-1].split()[0] for cells in ops] == list(shares)
+        assert whole[:3] == ("all", "", "4")
+        assert total in whole
 
 
 # ---- what a step takes on a GPU --------------------------------------------------------------------------------------
@@ -352,7 +357,7 @@ def test_tables_of_steps() -> None:
     assert "% of floor" not in "".join(lines(report.render_steps([TIMES], None)))
     launches = lines(report.render_launches(TIMES))
     (line,) = [line for line in launches if "gemm_b[x]" in line]
-    assert line.split() == ["gemm_b[x]", "products", "2.00", "10.00", "4.00"]
+    assert line.split() == ["gemm_b[x]", "products", "2.00", "10.00", "4.00", "24%", "████"]
     assert any("memomemo" in line and "..." in line for line in launches)
     written = report.step_as_json(TIMES, roofs)
     assert written["of_floor"] == pytest.approx(0.4)

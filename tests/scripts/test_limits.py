@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import struct
 import subprocess
 import sys
@@ -137,6 +138,16 @@ def test_a_reader_that_stops_reading_is_no_error(run_arguments: list[str]) -> No
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 1
+
+
+def test_an_interrupt_is_one_line() -> None:
+    command = [sys.executable, str(SCRIPT), "--prefill", "400", "--decode", "300"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("DeepSeek-V4")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "run_layer.py: interrupted\n")
 
 
 def test_a_python_without_torch_is_told_what_to_do() -> None:

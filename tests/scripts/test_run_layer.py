@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +32,8 @@ from tests.scripts.runs import (
 
 def test_default_run_from_anywhere(tmp_path: Path) -> None:
     """All three kinds, rows truncated, requests of unequal length, every check passed; no installation needed."""
-    path = tmp_path / "report.json"
-    done = run_script("--json", path, cwd=tmp_path)
+    path, picture = tmp_path / "report.json", tmp_path / "report.html"
+    done = run_script("--json", path, "--html", picture, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "FAIL" not in done.stdout
@@ -54,6 +56,43 @@ def test_default_run_from_anywhere(tmp_path: Path) -> None:
         # hidden 512, 2 groups of rank 256: the flops of wo_b say that every row ran exactly once.
         assert ops["linear wo_b"]["flops"] == 2 * sum(lengths) * 512 * 512
     assert {"score_top_k_prefill", "score_top_k_decode"} <= {op["op"] for op in c4a["ops"]}
+    assert_explained(done.stdout, written, lengths)
+    assert_drawn(picture.read_text(), written)
+
+
+def assert_explained(out: str, written: dict[str, Any], lengths: list[int]) -> None:
+    """A reader who knows nothing is told what ran, on what, what the words mean and what came out."""
+    first = out.splitlines()[:3]
+    assert first[0].startswith("DeepSeek-V4 attention, a layer of each kind (SWA, C4A, C128A), on cpu")
+    assert "hidden size 512 instead of 4096, 16 heads instead of 64, top-k 16 instead of 512" in first[1]
+    assert "seeded (--seed 0), v4-flash" in first[1]
+    assert re.search(r"^Input: scripts/data/sample.txt, .*; 3 requests of (\d+ \+ 8(, )?){3} tokens", first[2])
+    for word in ("SWA ", "C4A ", "C128A ", "by ", "kernel: ", "reference: ", "torch: "):
+        assert word in out[: out.index("layer 0")]
+    assert "a row that sees more than 16 entries attends to the 16 best" in out
+    calls = sum(op["calls"] for layer in written["layers"] for op in layer["ops"])
+    assert re.search(
+        rf"13 of 13 checks passed: 3 layers, {sum(lengths)} tokens each, {calls} calls of ops in \d+ s", out
+    )
+    assert "\nNext:\n  python -m cute_kernels info " in out
+    for table, layer in zip(re.findall(r"^layer .*?^PASS", out, re.M | re.S), written["layers"], strict=True):
+        shares = re.findall(r" (\d+)% (█*) *$", table, re.M)
+        assert len(shares) == len(layer["ops"])
+        assert abs(sum(int(percent) for percent, _ in shares) - 100) <= len(shares) / 2
+        assert all(len(bar) == pytest.approx(0.16 * int(percent), abs=0.6) for percent, bar in shares)
+
+
+def assert_drawn(page: str, written: dict[str, Any]) -> None:
+    """Every op has a bar of time and one of bytes, as long as its share of the largest."""
+    cells = re.findall(r'<tr><td>(.*?)</td><td class="bar"><div style="width: ([\d.]+)%">', page)
+    expected = []
+    for layer in written["layers"]:
+        for what in ("seconds", "bytes"):
+            largest = max(op[what] for op in layer["ops"])
+            expected += [(op["op"], f"{100 * op[what] / largest:.1f}") for op in layer["ops"]]
+    assert cells == expected
+    assert page.count("PASS") == 13
+    assert page.startswith("<!doctype html>")
 
 
 def test_bad_input_in_a_process_of_its_own(tmp_path: Path) -> None:

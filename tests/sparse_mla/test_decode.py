@@ -16,7 +16,7 @@ from tests.helpers import check_op
 from tests.sparse_mla import model
 from tests.sparse_mla.model import BF16, FP8, INT_MAX, INT_MIN, SCALE, Pool
 
-NOT_QUANTIZED = (None, None, None)
+NOT_QUANTIZED = (None, 0.0, None, None, None)
 """positions, cos_sin_cache and out_scale of a call without output_quant."""
 
 

@@ -12,7 +12,7 @@ from tests.sparse_mla.test_decode import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
-from cute_kernels.sparse_mla import combine, decode, examples, schedule
+from cute_kernels.sparse_mla import combine, decode, schedule, verify_cases
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.decode_args import Call
@@ -127,7 +127,7 @@ def test_without_pairs_blocks_have_all_heads(arch: str, monkeypatch: pytest.Monk
 
 def test_verify_asks_for_all_kernels_of_pairs(gpu: Launches) -> None:
     with trust.choose(own=True):
-        for name, case in examples._DECODE.items():
+        for name, case in verify_cases._DECODE.items():
             if case.heads > 64:
                 decode.launch(*case.example(name).args)
     asked = {(k.second, k.out_fp32) for k, _ in gpu.decodes if isinstance(k, BlackwellPairDecodeKey)}

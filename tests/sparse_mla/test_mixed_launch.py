@@ -12,12 +12,10 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import mixed
-from cute_kernels.sparse_mla.mixed_portable import PortableMixedKey
-from cute_kernels.sparse_mla.mixed_sm90 import MixedKey
-from cute_kernels.sparse_mla.mixed_sm90_fp8 import MixedFp8Key
-from cute_kernels.sparse_mla.mixed_sm100 import MixedKey as BlackwellMixedKey
-from cute_kernels.sparse_mla.mixed_sm100_fp8 import MixedFp8Key as BlackwellMixedFp8Key
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewMixedKey
+from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbMixedKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (
@@ -71,7 +69,7 @@ def run(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"), [({}, FewMixedKey("sm_90a", 8)), (CODES, MixedFp8Key("sm_90a"))], ids=["bf16", "fp8"]
+    ("changes", "expected"), [({}, SwapAbMixedKey("sm_90a", 8)), (CODES, MixedFp8Key("sm_90a"))], ids=["bf16", "fp8"]
 )
 def test_arguments_go_as_they_are(launched: list[Any], changes: dict[str, Any], expected: MixedKey) -> None:
     args = run(**changes)
@@ -89,7 +87,8 @@ def test_arguments_go_as_they_are(launched: list[Any], changes: dict[str, Any], 
 
 @pytest.mark.parametrize(
     ("heads", "key"),
-    [(8, FewMixedKey("sm_90a", 8)), (16, FewMixedKey("sm_90a", 16))] + [(n, MixedKey("sm_90a")) for n in (17, 64, 128)],
+    [(8, SwapAbMixedKey("sm_90a", 8)), (16, SwapAbMixedKey("sm_90a", 16))]
+    + [(n, MixedKey("sm_90a")) for n in (17, 64, 128)],
 )
 def test_kernels_by_heads(launched: list[Any], heads: int, key: MixedKey) -> None:
     query = torch.zeros(3, heads, 512, dtype=BF16)

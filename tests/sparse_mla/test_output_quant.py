@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from cute_kernels.output.ops import fused_inv_rope_fp8_quant, output_scale_shape
 from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_prefill, sparse_mla_prefill_paged
 from tests import oracle
 from tests.helpers import bits, check_op
+from tests.sparse_mla import model
 from tests.sparse_mla.model import FP8, Pool, int32
 
 TABLE = oracle.cos_sin_table(50)
@@ -73,6 +75,37 @@ def test_prefill() -> None:
     assert sparse_mla_prefill(q, kv, indices, 0.05, return_lse=False)[1:] == (None, None)
 
 
+def test_prefill_of_raw_queries() -> None:
+    """Their norm is in the logits, and their rotary columns are rounded as they are rotated."""
+    g = torch.Generator().manual_seed(3)
+    powers = torch.exp2(torch.randint(-9, 9, (5, 4, 1), generator=g).float())
+    q = (torch.randn(5, 4, 512, generator=g) * powers).bfloat16()
+    kv, indices = torch.randn(30, 1, 512, generator=g).bfloat16(), torch.randint(-1, 30, (5, 1, 7), generator=g).int()
+    squares = (torch.rand(5, 4, 4, generator=g) * 300 * powers**2).flatten(1)
+    sink, positions = torch.tensor([0.5, -1.0, -torch.inf, 3.0]), torch.tensor([3, 49, 50, -1, 17])
+    indices[4], squares[4, 2] = -1, torch.nan
+    numbers = oracle.to_numpy(q)
+    cos, sin = np.split(TABLE[positions.clamp(0, 49)][:, None].numpy(), 2, axis=-1)
+    numbers[..., 448:] = oracle.bf16_round(oracle.rope_f32(numbers[..., 448:], cos, sin))
+    roots = np.sqrt(squares.numpy().astype(np.float64).reshape(5, 4, 4).sum(-1, keepdims=True) / 512 + 0.25)
+    rows = [[oracle.to_numpy(kv[i, 0]) for i in line if i >= 0] for line in indices[:, 0].tolist()]
+    results = [model.attention(x, keys, 0.05, sink.tolist()) for x, keys in zip(numbers / roots, rows, strict=True)]
+    out, top, lse = (np.stack(part) for part in zip(*results, strict=True))
+    codes, scales = outputs(5, 2, 2)
+    quant = positions, TABLE, scales
+    before = q.clone()
+    given = {"attn_sink": sink, "q_norm": (squares, 0.25), "output_quant": quant}
+    got = sparse_mla_prefill(q, kv, indices, 0.05, **given, out=codes)
+    model.assert_fp32(got[1], top)
+    model.assert_fp32(got[2], lse)
+    assert torch.equal(q, before)
+    want, want_scales = outputs(5, 2, 2)
+    plain = torch.from_numpy(out).float().bfloat16()
+    fused_inv_rope_fp8_quant(plain, positions, TABLE, 2, 2, out=want, scale_out=want_scales)
+    assert torch.equal(bits(codes), bits(want))
+    assert torch.equal(bits(scales), bits(want_scales))
+
+
 def test_prefill_paged() -> None:
     q, cache, _ = decode_arguments()
     given = {
@@ -92,7 +125,7 @@ def test_opcheck() -> None:
     q, cache, indices = decode_arguments()
     codes, scales = outputs(6, 2, 2)
     rest = [None] * 5
-    arguments = (q, cache, indices, None, None, 0.04, FP8, *rest, FP8, 0, 0, codes, None, None)
+    arguments = (q, cache, indices, None, None, 0.04, FP8, *rest, FP8, 0, 0, codes, None, None, None, 0.0)
     check_op("sparse_mla_decode", *arguments, torch.zeros(6, dtype=torch.int64), TABLE, scales)
 
 

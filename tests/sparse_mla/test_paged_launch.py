@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import paged
-from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (

@@ -14,10 +14,10 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import prefill
-from cute_kernels.sparse_mla.prefill_few_sm90 import FewPrefillKey
-from cute_kernels.sparse_mla.prefill_portable import PortablePrefillKey
-from cute_kernels.sparse_mla.prefill_sm90 import PrefillKey
-from cute_kernels.sparse_mla.prefill_sm100 import PrefillKey as BlackwellPrefillKey
+from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
+from cute_kernels.sparse_mla.hopper.prefill import PrefillKey
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbPrefillKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortablePrefillKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (
@@ -37,7 +37,7 @@ def run(**changes: Any) -> dict[str, Any]:
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:
     args = run()
     ((key, given),) = launched
-    assert key == FewPrefillKey("sm_90a", 8)
+    assert key == SwapAbPrefillKey("sm_90a", 8)
     for name in NAMES[:6]:
         assert given[name] is args[name]
     assert given["lengths"] == args["topk_length"].data_ptr()
@@ -48,8 +48,8 @@ def test_arguments_go_as_they_are(launched: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "key"),
-    [(n, FewPrefillKey("sm_90a", 8)) for n in (1, 7, 8)]
-    + [(n, FewPrefillKey("sm_90a", 16)) for n in (9, 16)]
+    [(n, SwapAbPrefillKey("sm_90a", 8)) for n in (1, 7, 8)]
+    + [(n, SwapAbPrefillKey("sm_90a", 16)) for n in (9, 16)]
     + [(n, PrefillKey("sm_90a")) for n in (17, 32, 64, 65, 128)],
 )
 def test_kernels_by_heads(launched: list[Any], heads: int, key: PrefillKey) -> None:

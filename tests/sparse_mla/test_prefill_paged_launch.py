@@ -13,11 +13,11 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels import formats
 from cute_kernels.runtime import trust
-from cute_kernels.sparse_mla import paged, prefill_sm100_choice
-from cute_kernels.sparse_mla.paged_portable import PortablePagedKey
-from cute_kernels.sparse_mla.paged_sm90 import PagedKey
-from cute_kernels.sparse_mla.paged_sm90_parts import PagedPartsKey
-from cute_kernels.sparse_mla.paged_sm100 import PagedKey as BlackwellPagedKey
+from cute_kernels.sparse_mla import gathered, paged
+from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
+from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
+from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
 NAMES = (
@@ -157,7 +157,7 @@ def test_rows_in_parts(
     launched = keep_launches(monkeypatch, paged, PART_NAMES)
     args = run(**WIDE, **splits)
     ((key, given),) = launched
-    assert key == PagedPartsKey("sm_90a", blocks)
+    assert key == PagedClusterKey("sm_90a", blocks)
     assert (given["parts"], given["part_tiles"], given["sink"]) == (parts, part_tiles, args["attn_sink"].data_ptr())
     for name in NAMES[:8]:
         assert given[name] is args[name]
@@ -277,7 +277,7 @@ def test_what_cannot_be_gathered_is_the_portable_kernels(
 
     def is_own(op: str, arch: str, device_index: int, why_not: str) -> bool:
         found.append(why_not)
-        return prefill_sm100_choice.is_own(op, arch, device_index, why_not)
+        return gathered.is_own(op, arch, device_index, why_not)
 
     monkeypatch.setattr(paged, "is_own", is_own)
     with trust.choose(True) as asked:

@@ -115,9 +115,10 @@ def wait_mbarrier_cluster(address: Any, phase: Any) -> None:
 
 
 def arrive_cluster(barrier: Any) -> None:
-    """sm_90 and up. Arrive on an mbarrier of any block of the cluster, the address from map_shared. It orders nothing
-    before it: for what the thread has read and used already."""
-    inline_ptx("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[Int32(barrier)])
+    """sm_90 and up. Arrive on an mbarrier of any block of the cluster, the address from map_shared. Its scope is the
+    block's: what threads of the block have read of their own shared memory is over, but what they wrote need not be
+    seen elsewhere (that would wait for global memory, too)."""
+    inline_ptx("mbarrier.arrive.release.cta.shared::cluster.b64 _, [{$r0}];", read_only_args=[Int32(barrier)])
 
 
 def expect_bytes(barrier: Any, size: Any) -> None:

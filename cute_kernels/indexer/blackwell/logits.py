@@ -4,7 +4,7 @@
     warp 8          producer warp (producer.py)
     warp 9          MMA warp: starts the products; allocates and frees tensor memory
     warp 10         scale warp: puts the scales of MXFP4 where tcgen05.cp takes them from (of FP8 it has nothing to do)
-    warp 11         fill warp: writes -inf where a row sees no key, if that is wanted (fill.py)
+    warp 11         fill warp: writes -inf where a row sees no key, if that is wanted (params.Fill)
 
     keys, queries   gmem --TMA--> rings in shared memory --tcgen05.mma--> tensor memory, 2 buffers [128 keys, columns]
     scales (MXFP4)  gmem --> ring of keys --scale warp--> in order --tcgen05.cp--> tensor memory
@@ -40,8 +40,16 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import barriers, ptx, umma, wgmma
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import INDEX_DIM, round_up
-from cute_kernels.indexer.fill import Fill
-from cute_kernels.indexer.params import WARP, KeyCache, RowGroups, Windows, fake_arguments
+from cute_kernels.indexer.params import (
+    COUNTERS,
+    WARP,
+    Fill,
+    KeyCache,
+    RowGroups,
+    TileScheduler,
+    Windows,
+    fake_arguments,
+)
 from cute_kernels.indexer.producer import (
     HEADER,
     QUERY_STAGES,
@@ -53,7 +61,6 @@ from cute_kernels.indexer.producer import (
     release,
     wait_key_tile,
 )
-from cute_kernels.indexer.tile_scheduler import COUNTERS, TileScheduler
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.work import Shape, Work
 

@@ -2,7 +2,7 @@
 
     warps 0 ..     2 to 4 consumer warpgroups: wgmma, epilogue; each has every second (third, fourth) tile of the CTA
     then 2 to 4    producer warps, one for each consumer warpgroup (producer.py)
-    then 1         fill warp: writes -inf where a row sees no key, if that is wanted (fill.py)
+    then 1         fill warp: writes -inf where a row sees no key, if that is wanted (params.Fill)
 
     keys      gmem --TMA--> ring of keys [stages][64 keys, 128 bytes] -----------+
                                                                                  +--wgmma--> [64 keys, columns] in fp32
@@ -30,9 +30,18 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import INDEX_DIM, round_up
-from cute_kernels.indexer.fill import Fill
 from cute_kernels.indexer.hopper.epilogue import Epilogue, RowState
-from cute_kernels.indexer.params import KEY_TILE, WARP, KeyCache, RowGroups, Windows, fake_arguments
+from cute_kernels.indexer.params import (
+    COUNTERS,
+    KEY_TILE,
+    WARP,
+    Fill,
+    KeyCache,
+    RowGroups,
+    TileScheduler,
+    Windows,
+    fake_arguments,
+)
 from cute_kernels.indexer.producer import (
     HEADER,
     QUERY_STAGES,
@@ -44,7 +53,6 @@ from cute_kernels.indexer.producer import (
     release,
     wait_key_tile,
 )
-from cute_kernels.indexer.tile_scheduler import COUNTERS, TileScheduler
 from cute_kernels.runtime.compile import KernelKey
 
 STAGES = {1: 12, 2: 8, 3: 8, 4: 8}

@@ -3,7 +3,7 @@
     warps 0 ..     2 or 3 consumer warpgroups: dequantization, wgmma, epilogue; each has every second (third) tile
     then 2 or 3    producer warps, one for each consumer warpgroup (producer.py); of keys that have come they prepare
                    the scales
-    then 1         fill warp: writes -inf where a row sees no key, if that is wanted (fill.py)
+    then 1         fill warp: writes -inf where a row sees no key, if that is wanted (params.Fill)
 
     keys      gmem --TMA--> ring of packed keys --dequantize--> registers -----+
     scales    gmem --> ring of keys --producer--> prepared scales --^          +--wgmma--> [64 keys, columns] in fp32
@@ -42,9 +42,19 @@ from cute_kernels.dsl import barriers, convert, mma_sync, ptx, wgmma
 from cute_kernels.dsl.convert import E2M1_IN_E4M3
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import INDEX_DIM, round_up
-from cute_kernels.indexer.fill import Fill
 from cute_kernels.indexer.hopper.epilogue import Epilogue
-from cute_kernels.indexer.params import KEY_TILE, WARP, KeyCache, RowGroups, Windows, fake_arguments
+from cute_kernels.indexer.params import (
+    COUNTERS,
+    KEY_TILE,
+    LAST_OF_GROUP,
+    WARP,
+    Fill,
+    KeyCache,
+    RowGroups,
+    TileScheduler,
+    Windows,
+    fake_arguments,
+)
 from cute_kernels.indexer.producer import (
     END,
     HEADER,
@@ -56,7 +66,6 @@ from cute_kernels.indexer.producer import (
     code_rows,
     prefetch_lengths,
 )
-from cute_kernels.indexer.tile_scheduler import COUNTERS, LAST_OF_GROUP, TileScheduler
 from cute_kernels.runtime.compile import KernelKey
 
 STAGES = {1: 24, 2: 24, 3: 12, 4: 12}

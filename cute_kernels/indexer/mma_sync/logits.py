@@ -1,7 +1,7 @@
 """Scores on every architecture from sm_80 on (mqa_logits, paged_mqa_logits): f16 or bf16 products by mma.sync.
 
-    8 warps    all do the same: they count tiles (tile_scheduler.py), write -inf where a row sees no key, if that is
-               wanted (fill.py), and then score, in teams of one warp for every row of a group
+    8 warps    all do the same: they count tiles (params.TileScheduler), write -inf where a row sees no key, if that is
+               wanted (params.Fill), and then score, in teams of one warp for every row of a group
 
     keys       gmem --cp.async--> the team's ring [stages][32 keys] --every warp--> registers, converted (mma B) ---+
     queries    gmem --> registers, converted (mma A), [heads of the warp's row, 128] -------------------------------+
@@ -44,9 +44,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import convert, mma_sync, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import INDEX_DIM
-from cute_kernels.indexer.fill import Fill
-from cute_kernels.indexer.params import KEY_TILE, WARP, RowGroups, Windows
-from cute_kernels.indexer.tile_scheduler import COUNTERS, TileScheduler, WorkTile
+from cute_kernels.indexer.params import COUNTERS, KEY_TILE, WARP, Fill, RowGroups, TileScheduler, Windows, WorkTile
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number
 from cute_kernels.runtime.compile import KernelKey
 

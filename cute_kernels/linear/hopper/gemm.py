@@ -56,8 +56,8 @@ from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.compile import KernelKey
 
 WARP = 32
-CHUNK = 128
-"""Columns of K that share a scale: 128 bytes."""
+CHUNK_BYTES = 128
+"""Of K in a stage: 64 bf16 numbers, or the 128 e4m3 ones that share a scale."""
 
 SCALE_BLOCK = 128
 """Outputs that share a scale of b, and of an e4m3 result."""
@@ -82,14 +82,16 @@ STAGED_ROWS, STAGED_COLUMNS = 16, 64
 class GemmKey(KernelKey):
     """What distinguishes one compiled kernel from another.
 
+    operands     "e4m3" (with scales) or "bf16", which has one wave, no lag and no squares
     output       "bf16", "fp32" or "e4m3" (with a scale for each row and 128 columns)
     rows         of a work tile: 64 * warpgroups * waves
     columns      of a work tile: 32, 64 or 128, so that they share a scale; 128 for an e4m3 result
     warpgroups   that multiply: 1 to 3
     stages       of the ring
     depth        chunks whose products a warpgroup has under way together; 1 with several waves
-    splits       of K: CTAs of a cluster, 1, 2 or 4; 2 for an e4m3 result, whose scales are those of whole rows. More
-                 than one: one wave, no lag, not staged, and a cluster for each work tile
+    splits       of K: CTAs of a cluster, 1 or an even number. Those of a bf16 result have shares of 32 columns, which
+                 2 and 4 make; an e4m3 result, whose scales are those of whole rows, has 2. More than one: one wave, no
+                 lag, not staged, and a cluster for each work tile
     lag          chunks that the second of two warpgroups starts behind the first, so that one multiplies while the
                  other stores; 0: together
     staged       a bf16 result goes out through shared memory, while the next work tile is multiplied
@@ -97,6 +99,7 @@ class GemmKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "linear.hopper.gemm"
+    operands: str = "e4m3"
     output: str = "bf16"
     rows: int = 256
     columns: int = 128
@@ -118,12 +121,12 @@ class GemmKey(KernelKey):
 
     @property
     def stage_bytes(self) -> int:
-        return (self.rows + self.columns) * CHUNK
+        return (self.rows + self.columns) * CHUNK_BYTES
 
     @property
     def scales_per_stage(self) -> int:
         """The next stage's are 16-byte aligned again."""
-        return self.rows + 4
+        return self.rows + 4 if self.operands == "e4m3" else 0
 
     @property
     def result_bytes(self) -> int:
@@ -131,9 +134,19 @@ class GemmKey(KernelKey):
         return self.rows * self.columns * 2 if self.staged else 0
 
     @property
+    def pieces(self) -> int:
+        """Of 16 bytes that a thread has of a work tile's totals."""
+        return self.columns // 8
+
+    @property
+    def most_pieces(self) -> int:
+        """Of a thread's pieces those that a CTA of a cluster adds up, at most."""
+        return -(-self.pieces // self.splits)
+
+    @property
     def received_bytes(self) -> int:
         """Of one consumer warpgroup: a share from each split."""
-        return wgmma.ROWS * self.columns * 4 if self.splits > 1 else 0
+        return self.splits * self.most_pieces * wgmma.WARPGROUP * 16 if self.splits > 1 else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -144,7 +157,8 @@ class GemmKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "wgmma", "tma.load", "cp.async", "mbarrier", "griddepcontrol"
+        scales = ("cp.async",) if self.operands == "e4m3" else ()
+        return "wgmma", "tma.load", *scales, "mbarrier", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def tensor(dtype: Any, divisibility: int, align: int, dense: bool = True) -> Any:
@@ -153,8 +167,10 @@ class GemmKey(KernelKey):
             shape = tuple(cute.sym_int() for _ in range(3))
             return make_fake_tensor(dtype, shape, stride=(*stride, last), assumed_align=align)
 
-        a, b = (tensor(Float8E4M3FN, 16, 16) for _ in range(2))
-        a_scale, b_scale = (tensor(Float32, 1, 4, dense=False) for _ in range(2))
+        is_fp8 = self.operands == "e4m3"
+        operand, unit = (Float8E4M3FN, 16) if is_fp8 else (BFloat16, 8)
+        a, b = (tensor(operand, unit, 16) for _ in range(2))
+        a_scale, b_scale = (tensor(Float32, 1, 4, dense=False) if is_fp8 else None for _ in range(2))
         dtype, divisibility = {"bf16": (BFloat16, 8), "fp32": (Float32, 4), "e4m3": (Float8E4M3FN, 16)}[self.output]
         out = tensor(dtype, divisibility, 16)
         out_scale = None
@@ -231,10 +247,13 @@ class GemmKernel:
 
     def __init__(self, key: GemmKey) -> None:
         self.key = key
+        self.is_fp8 = key.operands == "e4m3"
+        self.operand: Any = Float8E4M3FN if self.is_fp8 else BFloat16
+        self.chunk = CHUNK_BYTES * 8 // self.operand.width
         self.rows, self.columns, self.stages, self.depth = key.rows, key.columns, key.stages, key.depth
         self.warpgroups, self.waves, self.splits = key.warpgroups, key.waves, key.splits
         self.name = (
-            f"gemm_e4m3_{key.output}_{key.rows}x{key.columns}_w{key.warpgroups}s{key.stages}d{key.depth}k{key.splits}"
+            f"gemm_{key.operands}_{key.output}_{key.rows}x{key.columns}_w{key.warpgroups}s{key.stages}d{key.depth}k{key.splits}"
             + "_squares" * key.squares
         )
 
@@ -242,9 +261,9 @@ class GemmKernel:
     def __call__(
         self,
         a: cute.Tensor,
-        a_scale: cute.Tensor,
+        a_scale: cute.Tensor | None,
         b: cute.Tensor,
-        b_scale: cute.Tensor,
+        b_scale: cute.Tensor | None,
         out: cute.Tensor,
         out_scale: cute.Tensor | None,
         ctas: Int32,
@@ -261,19 +280,20 @@ class GemmKernel:
         self, tensors: Any, result_scale: Any, squares: Any, ctas: Int32, use_pdl: Boolean, stream: cuda.CUstream
     ) -> None:
         a, a_scale, b, b_scale, out = tensors
+        nothing = Strided(Int64(0), (Int64(0), Int64(0), Int64(0)))
+        scales = [Strided.of(s) if const_expr(self.is_fp8) else nothing for s in (a_scale, b_scale)]
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         kernel = self.kernel(
             *self.tma_atoms(a, b),
             *(self.result_atom(out) if const_expr(self.key.staged) else (None, None, None)),
-            *(wgmma.make_mma(Float8E4M3FN, self.warpgroups, self.columns) for _ in range(2)),
-            Strided.of(a_scale),
-            Strided.of(b_scale),
+            *(wgmma.make_mma(self.operand, self.warpgroups, self.columns) for _ in range(2)),
+            *scales,
             Strided.of(out),
             *result_scale,
             length(out, 0),
             length(out, 1),
             length(out, 2),
-            length(a, 2) // CHUNK,
+            cute.ceil_div(length(a, 2), self.chunk),
             squares,
         )
         kernel.launch(
@@ -287,14 +307,14 @@ class GemmKernel:
 
     def tma_atoms(self, a: Any, b: Any) -> tuple[Any, ...]:
         """Of each operand the copy and what it reads, then of each where it writes."""
-        a_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.rows, self.stages)
-        b_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.columns, self.stages)
+        a_tiles = wgmma.swizzled_tiles(self.operand, self.rows, self.stages)
+        b_tiles = wgmma.swizzled_tiles(self.operand, self.columns, self.stages)
         # both as [rows, K, groups]
         a_view = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
         b_view = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        a_copy, a_source = cpasync.make_tiled_tma_atom(load, a_view, a_tiles, (self.rows, CHUNK))
-        b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, CHUNK))
+        a_copy, a_source = cpasync.make_tiled_tma_atom(load, a_view, a_tiles, (self.rows, self.chunk))
+        b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, self.chunk))
         return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
 
     def result_atom(self, out: Any) -> tuple[Any, ...]:
@@ -310,7 +330,7 @@ class GemmKernel:
 
     def partition(self, copy: Any, source: Any, tile: Any, rows: int) -> Any:
         """What a bulk copy writes, by tile in shared memory, and reads, by tile, chunk and group."""
-        grid = cute.local_tile(source, (rows, CHUNK), (None, None, None))
+        grid = cute.local_tile(source, (rows, self.chunk), (None, None, None))
         return cpasync.tma_partition(
             copy, 0, cute.make_layout(1), cute.group_modes(tile, 0, 2), cute.group_modes(grid, 0, 2)
         )
@@ -409,6 +429,37 @@ class GemmKernel:
         if const_expr(self.depth > 1):
             for _ in cutlass.range(chunks % self.depth, unroll=1):
                 stage, phase = self.add_chunks(mma, ring, operands, scales, totals, products[:1], (stage, phase))
+        return stage, phase
+
+    @cute.jit
+    def consume_bf16(self, mma: Any, ring: Any, operands: Any, totals: Any, place: Any, chunks: Any) -> tuple[Any, Any]:
+        """The same of bf16 operands: the tensor cores add up all chunks."""
+        thread = cute.arch.thread_idx()[0]
+        lane = thread % WARP
+        consumer = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
+        a, b = operands
+        mma, mma_more = mma
+        sums = wgmma.accumulators(mma, self.rows, self.columns)
+        sums.fill(0.0)
+        stage, phase = place
+        for _ in cutlass.range(chunks // self.depth, unroll=1):
+            used = []
+            for _i in range_constexpr(self.depth):
+                ring.wait_full(stage, phase)
+                wgmma.multiply(mma_more, mma_more, sums, consumer, a, b, stage)
+                used.append(stage)
+                stage, phase = barriers.advance(stage, phase, self.stages)
+            for i in range_constexpr(self.depth):
+                wgmma.wait(self.depth - 1 - i)
+                self.release(ring, used[i], lane)
+        for _ in cutlass.range(chunks % self.depth, unroll=1):
+            ring.wait_full(stage, phase)
+            wgmma.multiply(mma_more, mma_more, sums, consumer, a, b, stage)
+            wgmma.wait(0)
+            self.release(ring, stage, lane)
+            stage, phase = barriers.advance(stage, phase, self.stages)
+        for i in range_constexpr(self.columns // 2):
+            totals[i] = sums[i]
         return stage, phase
 
     @cute.jit
@@ -516,37 +567,47 @@ class GemmKernel:
     def combine(self, totals: Any, rank: Any, warp: Any, lane: Any, received: Any, full: Any) -> None:
         """Send each CTA of the cluster its share of the totals, and put the sums of this one's at the front of
         `totals`. By one warpgroup, with memory and a barrier of its own."""
-        words_per_share = const_expr(self.columns // 2 // self.splits)
-        share_bytes = const_expr(words_per_share * 4 * wgmma.WARPGROUP)
         row_bytes = const_expr(16 * wgmma.WARPGROUP)
+        share_bytes = const_expr(self.key.most_pieces * row_bytes)
         place = received + (warp % 4 * WARP + lane) * 16
+        _, mine = self.share_of(rank)
         if warp % 4 == 0 and lane == 0:
-            ptx.expect_bytes(full, (self.splits - 1) * share_bytes)
+            ptx.expect_bytes(full, mine * ((self.splits - 1) * row_bytes))
+        own = place + rank * share_bytes
         for share in range_constexpr(self.splits):
-            words = [totals[i].bitcast(Int32) for i in self.share_of(share)]
-            own = place + rank * share_bytes
+            first, count = self.share_of(share)
+            words = [[totals[i].bitcast(Int32) for i in self.totals_of(first + piece)] for piece in range(count)]
             if rank == share:
-                for i in range_constexpr(0, words_per_share, 4):
-                    ptx.store_shared_128_in_order(own + i // 4 * row_bytes, words[i : i + 4])
+                for piece in range_constexpr(count):
+                    ptx.store_shared_128_in_order(own + piece * row_bytes, words[piece])
             else:
                 target, bar = ptx.map_shared(own, share), ptx.map_shared(full, share)
-                for i in range_constexpr(0, words_per_share, 4):
-                    ptx.store_remote_128(target + i // 4 * row_bytes, words[i : i + 4], bar)
+                for piece in range_constexpr(count):
+                    ptx.store_remote_128(target + piece * row_bytes, words[piece], bar)
         ptx.wait_mbarrier_cluster(full, 0)
-        for i in range_constexpr(0, words_per_share, 4):
-            sums: Any = None
-            for split in range_constexpr(self.splits):
-                found = ptx.load_shared_128_in_order(place + split * share_bytes + i // 4 * row_bytes)
-                values = [word.bitcast(Float32) for word in found]
-                sums = values if const_expr(split == 0) else [a + b for a, b in zip(sums, values, strict=True)]
-            for j in range_constexpr(4):
-                totals[i + j] = sums[j]
+        for piece in range_constexpr(self.key.most_pieces):
+            # where shares differ, some have a piece less: it is not stored
+            sums = [Float32(0.0)] * 4
+            if piece < mine:
+                for split in range_constexpr(self.splits):
+                    found = ptx.load_shared_128_in_order(place + split * share_bytes + piece * row_bytes)
+                    values = [word.bitcast(Float32) for word in found]
+                    sums = values if const_expr(split == 0) else [a + b for a, b in zip(sums, values, strict=True)]
+            for i in range_constexpr(4):
+                totals[4 * piece + i] = sums[i]
 
-    def share_of(self, rank: int) -> list[int]:
-        """Which of a thread's totals CTA `rank` of the cluster adds up: pairs of every 8 columns of one of its rows."""
-        blocks = self.columns // 8 // (self.splits // 2)
-        first = rank // 2 * blocks
-        return [4 * block + rank % 2 * 2 + i for block in range(first, first + blocks) for i in range(2)]
+    def share_of(self, rank: Any) -> tuple[Any, Any]:
+        """First and number of a thread's pieces that CTA `rank` of the cluster adds up: all of one of its rows."""
+        pieces, splits = self.key.pieces, self.splits
+        if pieces % splits == 0:
+            return rank * (pieces // splits), pieces // splits
+        first = rank * pieces // splits
+        return first, (rank + 1) * pieces // splits - first
+
+    def totals_of(self, piece: int) -> list[int]:
+        """Which of a thread's totals a piece has: first those of its first row, two pairs of neighbours each."""
+        half, pair = divmod(piece, self.key.pieces // 2)
+        return [8 * pair + 4 * block + 2 * half + i for block in range(2) for i in range(2)]
 
     @cute.jit
     def store_share(
@@ -555,20 +616,22 @@ class GemmKernel:
         """Store a thread's sums, pairs of every 8 columns of its row `own`."""
         out = result[0]
         group, _, column_tile = tile
-        across = const_expr(self.columns // (self.splits // 2))
-        column = column_tile * self.columns + rank // 2 * across
-        pairs = [(sums[2 * i], sums[2 * i + 1]) for i in range(across // 8)]
+        first, mine = self.share_of(rank)
+        blocks = const_expr(2 * self.key.most_pieces)
+        column = column_tile * self.columns + first % (self.key.pieces // 2) * 16
+        pairs = [(sums[2 * i], sums[2 * i + 1]) for i in range(blocks)]
         if const_expr(self.key.output == "fp32"):
-            for i in range_constexpr(across // 8):
+            for i in range_constexpr(blocks):
                 at = column + 8 * i + lane % 4 * 2
                 low, high = (value.bitcast(Int32) for value in pairs[i])
-                ptx.store_global_64(out.at(own, group) + Int64(at) * 4, low, high, own < rows and at < columns)
+                is_inside = own < rows and at < columns and i // 2 < mine
+                ptx.store_global_64(out.at(own, group) + Int64(at) * 4, low, high, is_inside)
         else:
             words = [ptx.bf16x2(*pair) for pair in pairs]
             if const_expr(self.key.output == "e4m3"):
                 self.store_codes(words, lane, own, tile, result, rows, columns)
             else:
-                for i in range_constexpr(0, across // 8, 4):
+                for i in range_constexpr(0, blocks, 4):
                     # a lane gets all of one of four blocks of 8 columns
                     at = column + 8 * i + lane % 4 * 8
                     found = exchange_in_quad(lane, words[i : i + 4])
@@ -582,7 +645,7 @@ class GemmKernel:
         memory, copy, written, read = staging
         group, row_tile, column_tile = tile
         across = const_expr(self.columns // STAGED_COLUMNS)
-        # what it wrote of the work tile before has been read. The copy chooses its lane: all wait, and commit
+        # what it wrote of the work tile before has been read: the lane that had it copied waits
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         for wave in range_constexpr(self.waves):
@@ -602,12 +665,13 @@ class GemmKernel:
                 squares.store(of_rows, first, column_tile, lane, rows_end)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        for wave in range_constexpr(self.waves):
-            for half in range_constexpr(across):
-                box = (warp * self.waves + wave) * across + half
-                rows = row_tile * (self.rows // STAGED_ROWS) + wave * (self.warpgroups * 4) + warp
-                cute.copy(copy, written[None, box], read[None, rows, column_tile * across + half, group])
-        cute.arch.cp_async_bulk_commit_group()
+        with cute.arch.elect_one():
+            for wave in range_constexpr(self.waves):
+                for half in range_constexpr(across):
+                    box = (warp * self.waves + wave) * across + half
+                    rows = row_tile * (self.rows // STAGED_ROWS) + wave * (self.warpgroups * 4) + warp
+                    cute.copy(copy, written[None, box], read[None, rows, column_tile * across + half, group])
+            cute.arch.cp_async_bulk_commit_group()
 
     # ---- kernel
 
@@ -651,11 +715,13 @@ class GemmKernel:
         bars: Any = None
         if const_expr(self.splits > 1):
             bars = smem.allocate_array(Int64, self.warpgroups)
-        scales = smem.allocate_tensor(
-            Float32, cute.make_layout(self.key.scales_per_stage * self.stages), byte_alignment=16
-        ).iterator.toint()
-        a = smem.allocate_tensor(Float8E4M3FN, a_tiles.outer, byte_alignment=1024, swizzle=a_tiles.inner)
-        b = smem.allocate_tensor(Float8E4M3FN, b_tiles.outer, byte_alignment=1024, swizzle=b_tiles.inner)
+        scales = Int32(0)
+        if const_expr(self.is_fp8):
+            scales = smem.allocate_tensor(
+                Float32, cute.make_layout(self.key.scales_per_stage * self.stages), byte_alignment=16
+            ).iterator.toint()
+        a = smem.allocate_tensor(self.operand, a_tiles.outer, byte_alignment=1024, swizzle=a_tiles.inner)
+        b = smem.allocate_tensor(self.operand, b_tiles.outer, byte_alignment=1024, swizzle=b_tiles.inner)
         staging = None
         if const_expr(self.key.staged):
             results = smem.allocate_tensor(BFloat16, out_tiles.outer, byte_alignment=1024, swizzle=out_tiles.inner)
@@ -673,7 +739,7 @@ class GemmKernel:
                 cpasync.prefetch_descriptor(copy)
         if thread == 0:
             # one arrival announces the bytes, one per lane its scales; every warp that uses a stage releases it
-            ring.initialize(1 + WARP, self.warpgroups * 4)
+            ring.initialize(1 + (WARP if self.is_fp8 else 0), self.warpgroups * 4)
             if const_expr(self.splits > 1):
                 for group in range_constexpr(self.warpgroups):
                     cute.arch.mbarrier_init(bars + group, 1)
@@ -704,7 +770,7 @@ class GemmKernel:
                 a_memory = (a_copy, *self.partition(a_copy, a_source, a, self.rows))
                 b_memory = (b_copy, *self.partition(b_copy, b_source, b, self.columns))
                 self.produce(work, ring, a_memory, b_memory)
-            if warp == self.warpgroups * 4 + 1:
+            if const_expr(self.is_fp8) and warp == self.warpgroups * 4 + 1:
                 self.copy_scales(work, ring, scales, a_scale, b_scale, rows, columns)
             if const_expr(self.splits > 1):
                 cute.arch.cluster_wait()
@@ -713,7 +779,7 @@ class GemmKernel:
                 cute.arch.setmaxregister_increase(REGISTERS[self.warpgroups][1])
             consumer = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
             # the same memory as tiles of a wave's rows
-            of_waves = wgmma.swizzled_tiles(Float8E4M3FN, self.rows // self.waves, self.stages * self.waves)
+            of_waves = wgmma.swizzled_tiles(self.operand, self.rows // self.waves, self.stages * self.waves)
             operands = cute.make_tensor(a.iterator, of_waves.outer), b
             totals = [cute.make_rmem_tensor((self.columns // 2,), Float32) for _ in range(self.waves)]
             place = barriers.start()
@@ -724,28 +790,30 @@ class GemmKernel:
                 else:
                     cute.arch.barrier(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
             for number in cutlass.range(work.first, work.end, work.step, unroll=1):
-                place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work.chunks, late)
-                late = Int32(-1)
+                if const_expr(self.is_fp8):
+                    place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work.chunks, late)
+                    late = Int32(-1)
+                else:
+                    place = self.consume_bf16((mma, mma_more), ring, operands, totals[0], place, work.chunks)
                 tile = work.coords(number)
                 result = out, out_scale, scale_row, padded_rows
                 row = tile[1] * self.rows + thread // WARP * 16 + lane // 4
                 if const_expr(self.key.staged):
                     self.store_staged(totals, warp, lane, tile, staging, squares, rows)
                 elif const_expr(self.splits > 1):
+                    # a CTA ends when all have sent to it
                     cute.arch.cluster_wait()
                     own_received = received + consumer * self.key.received_bytes
                     self.combine(totals[0], rank, warp, lane, own_received, bars.toint() + consumer * 8)
-                    self.store_share(totals[0], lane, rank, row + rank % 2 * 8, tile, result, rows, columns)
+                    self.store_share(
+                        totals[0], lane, rank, row + rank // (self.splits // 2) * 8, tile, result, rows, columns
+                    )
                 else:
                     for wave in range_constexpr(self.waves):
                         first = row + wave * self.warpgroups * wgmma.ROWS
                         self.store(totals[wave], lane, first, tile, result, rows, columns)
             if const_expr(self.key.staged):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if const_expr(self.splits > 1):
-            # a CTA stays until nobody sends to it any more
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
 
 
 class SquaresGemmKernel:

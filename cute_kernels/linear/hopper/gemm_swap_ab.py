@@ -263,6 +263,12 @@ class SwapAbKernel:
         token_copy, token_source = cpasync.make_tiled_tma_atom(load, tokens, token_tiles, (self.tokens, self.chunk))
         return weight_copy, weight_source, token_copy, token_source, weight_tiles, token_tiles
 
+    @cute.jit
+    def wait_for_cluster(self) -> None:
+        """Until the barriers of all its CTAs are there."""
+        if const_expr(self.splits > 1):
+            cute.arch.cluster_wait()
+
     # ---- producer
 
     @cute.jit
@@ -287,6 +293,7 @@ class SwapAbKernel:
                 chunk = Int32(work.first_chunk)
                 index += 1
                 group, output_tile, token_tile = work.coords(index)
+        self.wait_for_cluster()
         cute.arch.griddepcontrol_wait()
         index, chunk = Int32(0), Int32(work.first_chunk)
         group, output_tile, token_tile = work.coords(index)
@@ -320,34 +327,33 @@ class SwapAbKernel:
 
     @cute.jit
     def copy_scales(
-        self, warp: Any, work: Any, ring: Any, scales: Any, a_scale: Any, b_scale: Any, tokens: Any, outputs: Any
+        self, work: Any, ring: Any, scales: Any, a_scale: Any, b_scale: Any, tokens: Any, outputs: Any
     ) -> None:
         """Fill the ring with the scales of the chunks of all work tiles. By warp 9."""
-        if warp == CONSUMER_WARPGROUPS * 4 + 1:
-            lane = cute.arch.lane_idx()
-            per_lane = cutlass.const_expr(-(-self.tokens // WARP))
-            cute.arch.griddepcontrol_wait()
-            stage, phase = barriers.start()
-            for index in cutlass.range(work.count, unroll=1):
-                group, output_tile, token_tile = work.coords(index)
-                # tokens beyond the last have no scales of their own; their results are not stored
-                first = token_tile * self.tokens + lane
-                sources = [a_scale.at(cutlass.min(first + i * WARP, tokens - 1), group) for i in range(per_lane)]
-                weight_source = b_scale.at(group, output_tile * self.outputs // BLOCK)
-                for local in cutlass.range(work.chunks, unroll=1):
-                    chunk = Int64(work.first_chunk + local)
-                    ring.wait_empty(stage, phase)
-                    target = scales + (stage * self.key.scales_per_stage + lane) * 4
-                    for i in range_constexpr(per_lane):
-                        is_token = None if const_expr((i + 1) * WARP <= self.tokens) else lane + i * WARP < self.tokens
-                        ptx.copy_async_32(target + i * WARP * 4, sources[i] + chunk * a_scale.strides[2], is_token)
-                    if lane == 0:
-                        ptx.copy_async_32(target + self.tokens * 4, weight_source + chunk * b_scale.strides[2])
-                    cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
-                    stage, phase = barriers.advance(stage, phase, self.stages)
-            # no lane ends with copies under way
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
+        lane = cute.arch.lane_idx()
+        per_lane = cutlass.const_expr(-(-self.tokens // WARP))
+        cute.arch.griddepcontrol_wait()
+        stage, phase = barriers.start()
+        for index in cutlass.range(work.count, unroll=1):
+            group, output_tile, token_tile = work.coords(index)
+            # tokens beyond the last have no scales of their own; their results are not stored
+            first = token_tile * self.tokens + lane
+            sources = [a_scale.at(cutlass.min(first + i * WARP, tokens - 1), group) for i in range(per_lane)]
+            weight_source = b_scale.at(group, output_tile * self.outputs // BLOCK)
+            for local in cutlass.range(work.chunks, unroll=1):
+                chunk = Int64(work.first_chunk + local)
+                ring.wait_empty(stage, phase)
+                target = scales + (stage * self.key.scales_per_stage + lane) * 4
+                for i in range_constexpr(per_lane):
+                    is_token = None if const_expr((i + 1) * WARP <= self.tokens) else lane + i * WARP < self.tokens
+                    ptx.copy_async_32(target + i * WARP * 4, sources[i] + chunk * a_scale.strides[2], is_token)
+                if lane == 0:
+                    ptx.copy_async_32(target + self.tokens * 4, weight_source + chunk * b_scale.strides[2])
+                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
+                stage, phase = barriers.advance(stage, phase, self.stages)
+        # no lane ends with copies under way
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
 
     # ---- mainloop
 
@@ -611,11 +617,10 @@ class SwapAbKernel:
                 cute.arch.mbarrier_init(bars + 2 * group + 1, 4 * min(self.splits, self.blocks))
                 cute.arch.mbarrier_init(bars + 2 * CONSUMER_WARPGROUPS + group, 4)
             cute.arch.mbarrier_init_fence()
-        if const_expr(self.splits > 1):
-            # nobody sends to a CTA whose barriers are not there yet
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
         cute.arch.sync_threads()
+        if const_expr(self.splits > 1):
+            # nobody sends to a CTA whose barriers are not there yet; weights need not wait for that
+            cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
 
         output_tiles = cute.ceil_div(outputs, self.outputs)
@@ -639,9 +644,12 @@ class SwapAbKernel:
                     (weight_copy, *self.partition(weight_copy, weight_source, weights, self.outputs)),
                     (token_copy, *self.partition(token_copy, token_source, token_rows, self.tokens)),
                 )
-            if const_expr(self.is_fp8):
-                self.copy_scales(warp, work, ring, scales, a_scale, b_scale, tokens, outputs)
+            else:
+                self.wait_for_cluster()
+                if const_expr(self.is_fp8):
+                    self.copy_scales(work, ring, scales, a_scale, b_scale, tokens, outputs)
         else:
+            self.wait_for_cluster()
             warpgroup = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
             # half: of a work tile's outputs
             first, step, half = warpgroup, Int32(CONSUMER_WARPGROUPS), Int32(0)
@@ -665,11 +673,8 @@ class SwapAbKernel:
                     self.combine(totals, rank, warp % 4, lane, own_received, own_bars, use, is_last)
                     use += 1
                 result = out, out_scale, scale_row, padded_tokens
+                # a CTA has waited for all that others send to it, and for their arrivals at its barriers
                 self.store(totals, rank, warp % 4, lane, half, maxima, work.coords(index), result, (tokens, outputs))
-        if const_expr(self.splits > 1):
-            # a CTA stays until nobody sends to it or arrives at its barriers any more
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
 
     def partition(self, copy: Any, source: Any, tile: Any, rows: int) -> Any:
         """What a bulk copy writes, by stage, and reads, by tile, chunk and group."""

@@ -52,9 +52,7 @@ from cute_kernels.runtime.work import Shape, Work
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
 from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler
 from cute_kernels.sparse_mla.schedule import BLOCK_HEADS, TILE
-from cute_kernels.sparse_mla.softmax import GROWTH as RESCALE_THRESHOLD
-from cute_kernels.sparse_mla.softmax import LEAST as NEG_MAX
-from cute_kernels.sparse_mla.softmax import share
+from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -148,7 +146,7 @@ LINES = 32 // CHUNKS
 def smem_parts() -> dict[str, int]:
     """Bytes of everything in shared memory but the barriers, in order; the first four are 1024-byte aligned."""
     return {
-        "v": STAGES * STAGE_BYTES,
+        "kv": STAGES * STAGE_BYTES,
         "q": (SLABS - Q_SLABS) * SLAB_BYTES,
         "p": BUFFERS * SLAB_BYTES,
         "raw": RAWS * RAW_BYTES,
@@ -181,7 +179,7 @@ def smem_bytes() -> int:
 class Smem(NamedTuple):
     """Addresses in shared memory, 32 bits wide.
 
-    v              [2 stages][8 slabs][64 keys][64] bf16
+    kv             [2 stages][8 slabs][64 keys][64] bf16
     q              [2 slabs][64 heads][64] bf16: slabs 6 and 7
     p              [2 buffers][64 heads][64 keys] bf16
     raw            [2][64 keys][448] codes
@@ -192,7 +190,7 @@ class Smem(NamedTuple):
     tensor_memory  where it begins
     """
 
-    v: Any
+    kv: Any
     q: Any
     p: Any
     raw: Any
@@ -223,7 +221,7 @@ def chunk_offset(row: Any, chunk: Any) -> Any:
 
 
 def stage_offset(stage: Any, slab: Any, row: Any, chunk: Any) -> Any:
-    """Of a chunk of a key, in v."""
+    """Of a chunk of a key, in kv."""
     return stage * STAGE_BYTES + slab * SLAB_BYTES + chunk_offset(row, chunk)
 
 
@@ -233,7 +231,7 @@ def raw_offset(raw: Any, row: Any) -> Any:
 
 
 def rope_offset(stage: Any, row: Any) -> Any:
-    """Of a key's rotary columns, in v: where a gathering copy of rows from `row` on, a multiple of 4, begins. It
+    """Of a key's rotary columns, in kv: where a gathering copy of rows from `row` on, a multiple of 4, begins. It
     swizzles by the address."""
     return stage * STAGE_BYTES + LAST_SLAB * SLAB_BYTES + row * (SLAB * 2)
 
@@ -589,7 +587,7 @@ class KVLoader:
         """Start a tile's copies. By a thread."""
         cute.arch.mbarrier_arrive_and_expect_tx(full, ROPE_BYTES if self.is_rope else CODES_BYTES)
         if const_expr(self.is_rope):
-            self.gather(lambda row: at.v + rope_offset(stage, row), source, 0, rows_at, full.toint())
+            self.gather(lambda row: at.kv + rope_offset(stage, row), source, 0, rows_at, full.toint())
         else:
             self.gather(lambda row: at.raw + raw_offset(stage, row), source, 0, rows_at, full.toint())
 
@@ -643,10 +641,10 @@ class Dequantizer:
         """Those of the thread's rows."""
         return [ptx.load_shared_64(scales_at + half * ROWS_APART * SCALE_BYTES) for half in range(2)]
 
-    def convert_rows(self, raw: Any, stage: Any, row: Any, member: Any, scales: list[Any], at: Smem) -> None:
+    def convert_rows(self, raw: Any, stage: Any, row: Any, member: Any, scales: list[Any], at: Any) -> None:
         """Store the thread's columns of its rows, `row` and one more."""
         source = at.raw + raw_offset(raw, row) + member * 16
-        target = at.v + stage_offset(stage, 0, row, 2 * member)
+        target = at.kv + stage_offset(stage, 0, row, 2 * member)
         for half in range(2):
             for slab in range(LAST_SLAB):
                 self.convert(source, target, scales[half], half, slab)
@@ -696,7 +694,7 @@ class Mma:
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     adds = Int32(0) if mark & FIRST != 0 else Int32(1)
-                    self.multiply_values(at.p + buffer * SLAB_BYTES, at.v + stage * self.plan.STAGE_BYTES, adds)
+                    self.multiply_values(at.p + buffer * SLAB_BYTES, at.kv + stage * self.plan.STAGE_BYTES, adds)
                     bars.commit(bars.stages.empty(stage))
                     cute.arch.mbarrier_arrive(bars.headings.empty(slot))
             tile = tile + 1
@@ -708,7 +706,7 @@ class Mma:
         bars.wait(bars.stages.full(stage), tile // bars.stages.stages & 1)
         ptx.fence_tensor_after()
         with cute.arch.elect_one():
-            self.multiply_keys(Int32(buffer * self.plan.S_COLUMNS), at.q, at.v + stage * self.plan.STAGE_BYTES)
+            self.multiply_keys(Int32(buffer * self.plan.S_COLUMNS), at.q, at.kv + stage * self.plan.STAGE_BYTES)
             bars.commit(bars.sums + buffer)
 
     def multiply_keys(self, column: Any, q: Any, stage: Any) -> None:
@@ -748,20 +746,21 @@ def descriptor(operand: Operand, address: Any) -> Any:
 # ---- epilogue, and correction
 
 
+@cute.jit
+def rescale(lanes: Any, factor: Any) -> None:
+    """Have O of the thread's lane follow a maximum that moved."""
+    for block in cutlass.range(O_COLUMNS // O_BLOCK, unroll=1):
+        place = lanes + O_COLUMN + block * O_BLOCK
+        values = ptx.load_tensor_memory(place, O_BLOCK)
+        ptx.store_tensor_memory(place, [value * factor for value in values])
+    ptx.wait_tensor_stores()
+
+
 class Epilogue:
     """plan: a module, that says which columns are where."""
 
     def __init__(self, out_fp32: bool, plan: Any) -> None:
         self.out_fp32, self.plan = out_fp32, plan
-
-    @cute.jit
-    def rescale(self, lanes: Any, factor: Any) -> None:
-        """Have O follow a maximum that moved."""
-        for block in cutlass.range(O_COLUMNS // O_BLOCK, unroll=1):
-            place = lanes + O_COLUMN + block * O_BLOCK
-            values = ptx.load_tensor_memory(place, O_BLOCK)
-            ptx.store_tensor_memory(place, [value * factor for value in values])
-        ptx.wait_tensor_stores()
 
     @cute.jit
     def close(self, place: Any, is_first: Any, row_max: Any, whole: Any, out: Output) -> Any:
@@ -777,7 +776,7 @@ class Epilogue:
         lse = (row_max + ptx.log2(whole)) * Float32(ptx.LN_2)
         lse = Float32(Float32.inf) if whole == Float32(0.0) else lse
         out.lse.store((split_idx, batch, head, token), lse, is_first and head < out.heads)
-        return share(whole, row_max, logit, out.sink)
+        return out_scale_of(whole, row_max, logit, out.sink)
 
     @cute.jit
     def store(self, place: Any, factor: Any, lane: Any, half: Any, lanes: Any, rows_at: Any, out: Output) -> None:
@@ -914,7 +913,7 @@ class Softmax:
             row_sum = row_sum * factor
             if mark & FIRST == 0:
                 self.wait_values(tile - 1, bars)
-                self.back.rescale(lanes, factor)
+                rescale(lanes, factor)
         return row_max, row_sum
 
     @cute.jit
@@ -985,7 +984,7 @@ class Softmax:
         """
         if work_tile < scheduler.end:
             # found out again: during tiles there is no register for them
-            thread, at = ptx.thread_again(), smem_at(ptx.again(at.v))
+            thread, at = ptx.thread_again(), smem_at(ptx.again(at.kv))
             batch, token, _, head_group = scheduler.coords(work_tile)
             pair, side = thread % HEADS // 32 * 32, thread // HEADS
             first = head_group * HEADS + pair

@@ -105,7 +105,7 @@ TRADE_BYTES = 2 * 32 * (KEYS // 2) * 4
 def smem_parts() -> dict[str, int]:
     """As decode.py's. No queries stay in shared memory: q is where warps trade."""
     return single.smem_parts() | {
-        "v": STAGES * STAGE_BYTES,
+        "kv": STAGES * STAGE_BYTES,
         "q": 2 * TRADE_BYTES,
         "raw": RAWS * RAW_BYTES,
         "rows": SLOTS * KEYS * 4,
@@ -125,7 +125,7 @@ def smem_bytes() -> int:
 def smem_at(base: Any) -> Smem:
     """In shared memory that begins at a 1024-byte aligned address. What is not as decode.py has it:
 
-    v     [4 stages][4 slabs][64 keys][64] bf16
+    kv    [4 stages][4 slabs][64 keys][64] bf16
     q     [2 pairs of warps][8][64 threads][4] fp32 parts of S; when a work tile begins [4 warps][32 heads][64] bf16
     raw   [3][64 keys][256] codes: CTA 1's from FIRST_CODE on
     """
@@ -133,7 +133,7 @@ def smem_at(base: Any) -> Smem:
 
 
 def stage_offset(stage: Any, slab: Any, row: Any, chunk: Any) -> Any:
-    """Of a chunk of a key, in v; of the CTA's slabs."""
+    """Of a chunk of a key, in kv; of the CTA's slabs."""
     return stage * STAGE_BYTES + slab * SLAB_BYTES + single.chunk_offset(row, chunk)
 
 
@@ -247,7 +247,7 @@ class KVLoaderOf2(KVLoader):
             cute.arch.mbarrier_arrive_and_expect_tx(full, ROPE_BYTES)
         else:
             counter = ptx.pair_leader(full.toint())
-            self.gather(lambda row: at.v + rope_offset(stage, row), source, 0, rows_at, counter, BLOCKS)
+            self.gather(lambda row: at.kv + rope_offset(stage, row), source, 0, rows_at, counter, BLOCKS)
 
 
 # ---- dequantization
@@ -266,7 +266,7 @@ class DequantizerOf2(Dequantizer):
     def convert_rows(self, raw: Any, stage: Any, row: Any, member: Any, scales: Any, at: Smem) -> None:
         rank, odd = ptx.rank_again(), row & 1
         source = at.raw + raw_offset(raw, row) + code_offset(rank, 0) + member * 16
-        target = at.v + stage_offset(stage, 0, row, 2 * member)
+        target = at.kv + stage_offset(stage, 0, row, 2 * member)
         # what comes of the first slab of two, and of the second
         sources = [source + sign * odd * code_offset(0, 1) for sign in (1, -1)]
         targets = [target + sign * odd * stage_offset(0, 1, 0, 0) for sign in (1, -1)]
@@ -329,7 +329,7 @@ class SoftmaxOf2(Softmax):
         where warps trade. Of heads beyond the last, the last one's."""
         if work_tile < scheduler.end:
             # found out again: during tiles there is no register for them
-            thread, at = ptx.thread_again(), smem_at(ptx.again(at.v))
+            thread, at = ptx.thread_again(), smem_at(ptx.again(at.kv))
             batch, token, _, head_group = scheduler.coords(work_tile)
             lane, half = thread % 32, thread // HEADS
             first = head_group * HEADS + thread % HEADS // 32 * 32

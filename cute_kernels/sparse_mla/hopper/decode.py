@@ -5,9 +5,9 @@ has columns 256 r ... 256 r + 255 of Q, K, V and O, so nothing is loaded, conver
 both: the CTAs send each other their part of S, each does the softmax of half of the heads, and they send each other
 those rows of P. Warpgroups of a CTA:
 
-    0, 1   QK and softmax, ping-pong    copy Q, S = Q K^T, exchange of S, softmax, exchange of P      QkSoftmax
+    0, 1   QK and softmax, ping-pong    S = Q K^T, exchange of S, softmax, exchange of P              QkSoftmax
     2      PV and epilogue              O += P V, out                                                 PvEpilogue
-    3, 4   dequantizers, ping-pong      fp8 -> bf16, K and V at once                                  Dequantizer
+    3, 4   dequantizers, ping-pong      fp8 -> bf16, K and V at once; copy Q                          Dequantizer
     5      producer                     indices -> rows, their copies                                 Producer
 
     indices  gmem --> producer (index, then page and row of each key of a tile)
@@ -42,22 +42,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.dsl import barriers, ptx, wgmma
-from cute_kernels.dsl.convert import bf16_pairs_of_e4m3
+from cute_kernels.dsl.convert import bf16_high, bf16_low, bf16_pairs_of_e4m3
 from cute_kernels.dsl.reduce import over_quad, pairwise
+from cute_kernels.dsl.rope import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
 from cute_kernels.sparse_mla.logs import logs_of
 from cute_kernels.sparse_mla.params import IndexList, KVCache, KVSources, Output, Query, TileScheduler
-from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
+from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
-from cute_kernels.sparse_mla.softmax import GROWTH as RESCALE_THRESHOLD
-from cute_kernels.sparse_mla.softmax import LEAST as NEG_MAX
-from cute_kernels.sparse_mla.softmax import share
+from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -90,7 +91,7 @@ HEADERS = 8
 """At least the tiles that can be on their way from the producer to the softmax."""
 
 FIRST_PV_THREAD, FIRST_DEQUANT_THREAD, FIRST_PRODUCER_THREAD, THREADS = 256, 384, 640, 768
-SOFTMAX_BARRIER, EPILOGUE_BARRIER = 1, 3
+EPILOGUE_BARRIER = 1
 
 SOFTMAX_REGISTERS, PV_REGISTERS, DEQUANT_REGISTERS, PRODUCER_REGISTERS = 72, 176, 64, 32
 """Per thread, in steps of 8; all six warpgroups together have 480, what they are launched with."""
@@ -102,12 +103,14 @@ class DecodeConfig:
 
     heads     of a CTA: 8, 16, 32 or 64; more heads make several head groups, and those of the last may be fewer
     extra     how the extra list names its rows: "none" (there is none), "listed" by slot, "dense" by page
+    raw       queries come as their projection made them: see QueryNorm
     """
 
     heads: int
     extra: str
     out_fp32: bool
     quantized: bool
+    raw: bool = False
 
     @property
     def warps(self) -> int:
@@ -116,7 +119,7 @@ class DecodeConfig:
 
     @property
     def name(self) -> str:
-        kind = f"{'_fp32' if self.out_fp32 else ''}{'_quant' if self.quantized else ''}"
+        kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized
         return f"sparse_mla_decode_h{self.heads}_{self.extra}{kind}"
 
 
@@ -177,7 +180,7 @@ def smem_parts() -> dict[str, int]:
     }
 
 
-BARRIERS = 2 * (FP8_STAGES + KV_STAGES + P_STAGES) + PING_PONG + 1 + 4 + 4 + 4
+BARRIERS = 2 * (FP8_STAGES + KV_STAGES + P_STAGES) + PING_PONG + 1 + KV_STAGES + 4 + 4
 
 
 def smem_bytes() -> int:
@@ -227,7 +230,7 @@ class Bars:
                 there. empty: both CTAs' PV warps are done with them
     s_partial   of each softmax warpgroup: all bytes of the other CTA's part of S are there
     q           a work tile's queries are there
-    q_done      of each softmax warp: a work tile's last Q K^T is done, and another work tile follows
+    qk_done     of each KV stage: softmax warps have done Q K^T of its tile
     row_max     of each softmax warp: the running maxima are a tile's
     row_sum     of each softmax warp: the running sums are a tile's
     """
@@ -237,14 +240,14 @@ class Bars:
     p: barriers.Ring
     s_partial: Any
     q: Any
-    q_done: Any
+    qk_done: Any
     row_max: Any
     row_sum: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Bars:
         rings = (barriers.Ring.allocate(smem, stages) for stages in (FP8_STAGES, KV_STAGES, P_STAGES))
-        return cls(*rings, *(smem.allocate_array(Int64, count) for count in (PING_PONG, 1, 4, 4, 4)))
+        return cls(*rings, *(smem.allocate_array(Int64, count) for count in (PING_PONG, 1, KV_STAGES, 4, 4)))
 
     def initialize(self) -> None:
         """By one thread; the cluster synchronizes afterwards."""
@@ -255,7 +258,7 @@ class Bars:
         for first, count, arrivals in (
             (self.s_partial, PING_PONG, 1),
             (self.q, 1, 128),
-            (self.q_done, 4, 1),
+            (self.qk_done, KV_STAGES, 4),
             (self.row_max, 4, 1),
             (self.row_sum, 4, 1),
         ):
@@ -490,6 +493,103 @@ class Producer:
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
 
+# ---- queries
+
+
+class QueryNorm(NamedTuple):
+    """What raw queries are normed and rotated with. The norm has no weight: it is one factor for a head, which softmax
+    multiplies scores with. Only the rotary columns are changed, in shared memory: rotated, not scaled.
+
+    squares, row_stride   sums of squares, fp32 [query rows, heads * 4]: address, stride in bytes
+    """
+
+    squares: Any
+    row_stride: Any
+    eps: Any
+    rotation: Rotation
+
+    @classmethod
+    def of(cls, squares: cute.Tensor, eps: Any, positions: cute.Tensor, table: cute.Tensor) -> QueryNorm:
+        """On the host's side of the launch."""
+        return cls(address(squares), stride_bytes(squares, 0), eps, Rotation.of(positions, table))
+
+
+@dataclass(frozen=True)
+class QueryLoader:
+    """A dequantizer warpgroup's way to bring a work tile's queries: once those before have served, which is long before
+    the softmax of their last tiles is done."""
+
+    config: DecodeConfig
+    bars: Bars
+    smem: Smem
+    rank: Any
+    scheduler: TileScheduler
+    q: Query
+    thread: Any
+
+    @cute.jit
+    def load_first(self) -> None:
+        """Of the cluster's first work tile: nobody reads others."""
+        batch, token, _, head_group = self.scheduler.coords(self.scheduler.first)
+        first = head_group * self.config.heads
+        queries = self.q.at(batch, token, first) + self.rank * (DIM * 2)
+        self.load(queries, cutlass.min(self.q.heads - first, self.config.heads), self.scheduler.first, Int32(0))
+
+    @cute.jit
+    def load(self, queries: Any, heads: Any, work_tile: Any, tile: Any) -> None:
+        """Load a work tile's queries once those before have served, `tile` being its first. A thread has the same chunk
+        of every 16th head, of each slab."""
+        head, chunk = self.thread // 8, self.thread % 8
+        target = self.smem.q + head * SLAB_ROW_BYTES + (chunk ^ (head % 8)) * 16
+        angles = None
+        if const_expr(self.q.norm is not None):
+            # there is time: the queries before have not served yet
+            angles = self.load_angles(work_tile, chunk)
+        # by both warpgroups; of tiles before these Q K^T is done, as they are out of their stages
+        for before in cutlass.range(cutlass.max(tile - PING_PONG, 0), tile, 1, unroll=1):
+            ptx.wait_mbarrier((self.bars.qk_done + before % KV_STAGES).toint(), before // KV_STAGES & 1)
+        sources = [
+            queries + Int64(cutlass.min(head + 16 * i, heads - 1)) * self.q.head + chunk * 16
+            for i in range(self.config.warps)
+        ]
+        for slab in (LAST_SLAB, *range(LAST_SLAB)):
+            for i in range_constexpr(self.config.warps):
+                source_at = sources[i] + slab * SLAB_ROW_BYTES
+                ptx.copy_async_128_once(target + (slab * ROWS + 16 * i) * SLAB_ROW_BYTES, source_at)
+            if const_expr(angles is not None and slab == LAST_SLAB):
+                cute.arch.cp_async_commit_group()
+        if const_expr(angles is None):
+            cute.arch.cp_async_mbarrier_arrive_noinc(self.bars.q)
+        else:
+            cute.arch.cp_async_commit_group()
+            if self.rank != 0:
+                # other slabs are still on their way
+                cute.arch.cp_async_wait_group(1)
+                self.rotate(target + LAST_SLAB * ROWS * SLAB_ROW_BYTES, angles)
+            cute.arch.cp_async_wait_group(0)
+            # whoever lets tensor cores read the queries fences
+            cute.arch.mbarrier_arrive(self.bars.q)
+
+    @cute.jit
+    def load_angles(self, work_tile: Any, chunk: Any) -> tuple[Any, Any]:
+        """Load the cosines and sines of a chunk's four pairs of rotary columns, as words."""
+        row, _ = self.scheduler.row(work_tile)
+        angles_at = self.q.norm.rotation.angles_at(row) + chunk * 16
+        return ptx.load_global_128_again(angles_at), ptx.load_global_128_again(angles_at + HALF_TABLE_BYTES)
+
+    @cute.jit
+    def rotate(self, chunks_at: Any, angles: Any) -> None:
+        """Rotate the thread's chunks of the rotary columns."""
+        for i in range_constexpr(self.config.warps):
+            chunk_at = chunks_at + 16 * i * SLAB_ROW_BYTES
+            words = ptx.load_shared_128(chunk_at)
+            rotated = []
+            for j in range_constexpr(4):
+                cos, sin = (four[j].bitcast(Float32) for four in angles)
+                rotated.append(ptx.bf16x2(*rotate_pair(bf16_low(words[j]), bf16_high(words[j]), cos, sin)))
+            ptx.store_shared_128(chunk_at, rotated)
+
+
 # ---- dequantization
 
 CHUNKS = SLABS + 1
@@ -521,11 +621,14 @@ class Dequantizer:
     rank: Any
     thread: Any
     warpgroup: Any
+    queries: QueryLoader
 
     @cute.jit
     def run(self) -> None:
-        """Fill every second stage of the KV ring."""
+        """Fill every second stage of the KV ring, and load the queries of the work tiles that begin there."""
         bars, smem = self.bars, self.smem
+        if self.warpgroup == 0:
+            self.queries.load_first()
         lane = self.thread % 32
         warp = cute.arch.make_warp_uniform(self.thread // 32)
         quad, member = lane // 4, lane % 4
@@ -549,7 +652,7 @@ class Dequantizer:
             stage = tile % KV_STAGES
             header_at = smem.header + tile % HEADERS * HEADER
             bars.kv.wait_empty(stage, tile // KV_STAGES & 1)
-            flags = ptx.load_shared_s32(header_at)
+            flags, work_tile, low, high = ptx.load_shared_128(header_at)
             if flags & END == 0:
                 skipped = [ptx.load_shared_s32(header_at + 16 + (warp // 2 + 2 * half) * 4) for half in range(2)]
                 is_large = self.set_scales(scales, exact)
@@ -566,6 +669,9 @@ class Dequantizer:
                 if is_large:
                     self.scale_again(fp8_at + stage * KV_STAGE_BYTES, exact)
                 cute.arch.sync_warp()
+            if flags & FIRST != 0 and tile > 0:
+                # before anybody finds the tile and waits for them: phases of queries are told apart by parity
+                self.queries.load(ptx.pair(low, high), flags >> HEADS_BIT, work_tile, tile)
             # whoever lets tensor cores read the stage fences; where there is no tile the softmax finds the flag
             if lane == 0:
                 cute.arch.mbarrier_arrive(bars.kv.full(stage))
@@ -650,6 +756,7 @@ class QkSoftmax:
     The two warpgroups hand the running maxima and sums to each other, warp by warp. Maxima move only when a head's
     outgrow theirs by 2^8: sums and O are relative to them, and until they move no thread asks what the others' are.
 
+    norm  QueryNorm of raw queries, or None
     mma   Q K^T, and the one that adds
     k     [64 keys, 256, stages]
     """
@@ -659,7 +766,7 @@ class QkSoftmax:
     smem: Smem
     rank: Any
     scheduler: TileScheduler
-    q: Query
+    norm: Any
     out: Output
     sink: Any
     scale_log2: Any
@@ -672,7 +779,7 @@ class QkSoftmax:
     @cute.jit
     def run(self) -> None:
         """Give both CTAs' PV the P of every second tile."""
-        config, bars, scheduler, q = self.config, self.bars, self.scheduler, self.q
+        bars = self.bars
         lane = self.thread % 32
         warp = cute.arch.make_warp_uniform(self.thread // 32)
         part = self.mma[0].get_slice(self.thread)
@@ -680,46 +787,41 @@ class QkSoftmax:
         k_parts = self.mma[0].make_fragment_B(part.partition_B(self.k))
         s = cute.make_rmem_tensor(part.partition_shape_C((ROWS, KEYS)), Float32)
         scores = cute.make_rmem_tensor((HELD,), Float32)
-        if self.warpgroup == 0:
-            batch, token, _, head_group = scheduler.coords(scheduler.first)
-            first = head_group * config.heads
-            queries = q.at(batch, token, first) + self.rank * (DIM * 2)
-            self.copy_q_async(queries, cutlass.min(q.heads - first, config.heads), warp, lane)
         tile = self.warpgroup
-        flags, work_tile, low, high = self.wait_header(tile)
+        flags, work_tile = self.wait_header(tile)
         while flags & END == 0:
-            if flags & FIRST != 0 and tile > 0:
-                # the queries before have served: all warps are past their products
-                ptx.wait_mbarrier((bars.q_done + warp).toint(), Int32(0) if flags & ODD != 0 else Int32(1))
-                cute.arch.barrier(barrier_id=SOFTMAX_BARRIER + self.warpgroup, number_of_threads=128)
-                self.copy_q_async(ptx.pair(low, high), flags >> HEADS_BIT, warp, lane)
+            square = None
+            if const_expr(self.norm is not None):
+                square = self.load_square(work_tile, flags >> HEADS_BIT, warp, lane)
             ptx.wait_mbarrier(bars.q.toint(), Int32(1) if flags & ODD != 0 else Int32(0))
             self.multiply(s, q_parts, k_parts, tile % KV_STAGES)
-            is_q_done = flags & LAST != 0 and work_tile + scheduler.step < scheduler.end
-            self.send_s(s, scores, tile, is_q_done, warp)
-            self.softmax(scores, tile, flags, work_tile)
+            self.send_s(s, scores, tile, warp)
+            self.softmax(scores, tile, flags, work_tile, square)
             tile = tile + PING_PONG
-            flags, work_tile, low, high = self.wait_header(tile)
+            flags, work_tile = self.wait_header(tile)
 
     @cute.jit
-    def copy_q_async(self, queries: Any, heads: Any, warp: Any, lane: Any) -> None:
-        """Start to copy a work tile's queries. A warp does a slab, 4 heads at a time."""
-        for number in cutlass.range(self.config.warps * 4, unroll=4):
-            head = number * 4 + lane // 8
-            source = queries + Int64(cutlass.min(head, heads - 1)) * self.q.head + warp * SLAB_ROW_BYTES
-            target = self.smem.q + (warp * ROWS + head) * SLAB_ROW_BYTES
-            ptx.copy_async_128_once(target + ((lane % 8) ^ (head % 8)) * 16, source + lane % 8 * 16)
-        cute.arch.cp_async_mbarrier_arrive_noinc(self.bars.q)
+    def load_square(self, work_tile: Any, heads: Any, warp: Any, lane: Any) -> Any:
+        """Load one of the four sums of squares of the thread's head, of which each lane of a quad has one; for every
+        tile anew: a register less than to keep what they come to."""
+        norm = self.norm
+        row, head_group = self.scheduler.row(work_tile)
+        head = cutlass.min(warp * 16 + self.rank * HALF + lane // 4, heads - 1)
+        square_at = norm.squares + Int64(row) * norm.row_stride
+        square_at = square_at + (head_group * self.config.heads + head) * 16 + lane % 4 * 4
+        return ptx.load_global_s32_in_order(square_at, is_shared=True)
 
     @cute.jit
     def wait_header(self, tile: Any) -> Any:
-        """A tile's header, once the tile is there."""
+        """A tile's flags and work tile, once the tile is there."""
         self.bars.kv.wait_full(tile % KV_STAGES, tile // KV_STAGES & 1)
-        return ptx.load_shared_128(self.smem.header + tile % HEADERS * HEADER)
+        return ptx.load_shared_64(self.smem.header + tile % HEADERS * HEADER)
 
     @cute.jit
     def multiply(self, s: Any, q_parts: Any, k_parts: Any, stage: Any) -> None:
         """Start s = Q K^T of this CTA's columns."""
+        if const_expr(self.config.raw):
+            s.fill(0.0)
         # of what a dequantizer stored in the ordinary way
         cute.arch.fence_view_async_shared()
         warpgroup.fence()
@@ -729,15 +831,12 @@ class QkSoftmax:
         warpgroup.commit_group()
 
     @cute.jit
-    def send_s(self, s: Any, scores: Any, tile: Any, is_q_done: Any, warp: Any) -> None:
-        """Once S of a tile is there keep that of this CTA's heads, and send the other CTA that of its own.
-
-        is_q_done   the work tile's queries have served, and there is a work tile behind it
-        """
+    def send_s(self, s: Any, scores: Any, tile: Any, warp: Any) -> None:
+        """Once S of a tile is there keep that of this CTA's heads, and send the other CTA that of its own."""
         bars = self.bars
         warpgroup.wait_group(0)
-        if is_q_done and self.thread % 32 == 0:
-            cute.arch.mbarrier_arrive(bars.q_done + warp)
+        if self.thread % 32 == 0:
+            cute.arch.mbarrier_arrive(bars.qk_done + tile % KV_STAGES)
         buffer = tile % PING_PONG
         barrier = bars.s_partial + buffer
         # where it goes the other CTA's PV has found P
@@ -756,8 +855,8 @@ class QkSoftmax:
                 ptx.store_remote_128(target + i * WORDS_BYTES, words, counter)
 
     @cute.jit
-    def softmax(self, scores: Any, tile: Any, flags: Any, work_tile: Any) -> None:
-        """Give both CTAs' PV a tile's P of this CTA's heads."""
+    def softmax(self, scores: Any, tile: Any, flags: Any, work_tile: Any, square: Any) -> None:
+        """Give both CTAs' PV a tile's P of this CTA's heads. square: of raw queries, what load_square found."""
         thread, rank, bars, smem = self.thread, self.rank, self.bars, self.smem
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -767,7 +866,10 @@ class QkSoftmax:
             logit, lse_at = Int32(0), Int64(0)
             if flags & LAST != 0:
                 logit, lse_at = self.load_sink_and_publish_target(work_tile, stage, warp)
-            self.add_s(scores, tile)
+            scale = self.scale_log2
+            if const_expr(square is not None):
+                scale = scale * inverse_rms(over_quad(square.bitcast(Float32), ptx.add_rn), self.norm.eps)
+            self.add_s(scores, tile, scale)
             row_max, factor = self.update_row_max(scores, tile, flags, warp)
             for i in range_constexpr(HELD):
                 scores[i] = ptx.exp2(scores[i] - row_max)
@@ -775,7 +877,7 @@ class QkSoftmax:
             out_scale = Float32(0.0)
             if flags & LAST != 0:
                 row_sum = over_quad(row_sum, operator.add)
-                out_scale = share(row_sum, row_max, logit, self.sink)
+                out_scale = out_scale_of(row_sum, row_max, logit, self.sink)
             counter = ptx.map_shared(full.toint(), rank ^ 1)
             own_at = smem.s_partial + tile % PING_PONG * S_PARTIAL_BYTES + thread * 16
             other_at = ptx.map_shared(smem.p + stage * P_BYTES + thread * 16, rank ^ 1)
@@ -811,7 +913,7 @@ class QkSoftmax:
         ptx.wait_mbarrier(turn.toint(), (tile & 1) ^ 1)
 
     @cute.jit
-    def add_s(self, scores: Any, tile: Any) -> None:
+    def add_s(self, scores: Any, tile: Any, scale: Any) -> None:
         """Both CTAs' parts make S, in powers of two."""
         buffer = tile % PING_PONG
         ptx.wait_mbarrier((self.bars.s_partial + buffer).toint(), tile // PING_PONG & 1)
@@ -820,7 +922,7 @@ class QkSoftmax:
                 self.smem.s_partial + buffer * S_PARTIAL_BYTES + self.thread * 16 + i * WORDS_BYTES
             )
             for j in range_constexpr(4):
-                scores[4 * i + j] = (scores[4 * i + j] + words[j].bitcast(Float32)) * self.scale_log2
+                scores[4 * i + j] = (scores[4 * i + j] + words[j].bitcast(Float32)) * scale
         skipped = ptx.load_shared_128(self.smem.header + tile % HEADERS * HEADER + 16)
         if ((skipped[0] | skipped[1] | skipped[2] | skipped[3]) & 0xFFFF) != 0:
             for i in range_constexpr(HELD):
@@ -1103,12 +1205,13 @@ class DecodeKernel:
         split_tiles: Int32,
         ctas: Int32,
         stream: cuda.CUstream,
+        norm: Any = None,
     ) -> None:
         self.kernel.set_name_prefix(self.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         head_groups = (length(q, 2) + (self.config.heads - 1)) // self.config.heads
         work_tiles = length(q, 0) * length(q, 1) * head_groups * splits
         kernel = self.kernel(
-            Query.of(q),
+            Query.of(q, norm),
             sources,
             out,
             sink,
@@ -1211,7 +1314,7 @@ class DecodeKernel:
                 smem=smem,
                 rank=rank,
                 scheduler=scheduler,
-                q=q,
+                norm=q.norm,
                 out=out,
                 sink=sink,
                 scale_log2=scale_log2,
@@ -1227,7 +1330,8 @@ class DecodeKernel:
         elif group < FIRST_PRODUCER_THREAD // 128:
             cute.arch.setmaxregister_decrease(DEQUANT_REGISTERS)
             number = cute.arch.make_warp_uniform(group - FIRST_DEQUANT_THREAD // 128)
-            Dequantizer(bars, smem, rank, thread % 128, number).run()
+            queries = QueryLoader(config, bars, smem, rank, scheduler, q, thread % 128)
+            Dequantizer(bars, smem, rank, thread % 128, number, queries).run()
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             cursor = smem.cursor + cute.arch.make_warp_uniform(thread % 128 // 32) * CURSOR
@@ -1288,6 +1392,67 @@ class QuantDecodeKernel:
         )
 
 
+class RawDecodeKernel:
+    """Entry point: as DecodeKernel, with sums of squares fp32 [b * s_q, h * 4] behind q, positions and the table of
+    cosines and sines behind out, and eps of the norm behind the scale. Where results become codes, out and what comes
+    behind it are those of QuantDecodeKernel; else scales is None."""
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self.decode = DecodeKernel(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        squares: cute.Tensor,
+        cache0: cute.Tensor,
+        list0: cute.Tensor,
+        cache1: cute.Tensor,
+        list1: cute.Tensor,
+        out: cute.Tensor,
+        scales: Any,
+        positions: cute.Tensor,
+        table: cute.Tensor,
+        lse: cute.Tensor,
+        len0: Int64,
+        len0_batch: Int32,
+        len0_token: Int32,
+        len1: Int64,
+        len1_batch: Int32,
+        len1_token: Int32,
+        sink: Int64,
+        scale_log2: Float32,
+        eps: Float32,
+        splits: Int32,
+        split_tiles: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        if const_expr(scales is None):
+            strides = tuple(stride_bytes(out, axis) for axis in range(4))
+            results = Output(address(out), strides, logs_of(lse), None, length(q, 2))
+        else:
+            quant = quant_of(out, scales, positions, table)
+            results = Output(None, None, logs_of(lse), None, length(q, 2), quant)
+        self.decode.launch(
+            q,
+            KVSources(
+                KVCache.of(cache0),
+                IndexList.of(list0, (len0, len0_batch, len0_token)),
+                KVCache.of(cache1),
+                IndexList.of(list1, (len1, len1_batch, len1_token)),
+            ),
+            results,
+            sink,
+            scale_log2,
+            splits,
+            split_tiles,
+            ctas,
+            stream,
+            QueryNorm.of(squares, eps, positions, table),
+        )
+
+
 # ---- key
 
 
@@ -1298,6 +1463,7 @@ class DecodeKey(ItemKey):
     heads, second   DecodeConfig's heads and extra
     out_fp32        results are fp32, not bf16
     quantized       results are turned back and become e4m3 codes, see quant_output; not with out_fp32
+    raw             queries are normed and rotated, see QueryNorm; with out_fp32 or quantized
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode"
@@ -1306,6 +1472,7 @@ class DecodeKey(ItemKey):
     second: str = "listed"
     out_fp32: bool = False
     quantized: bool = False
+    raw: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -1318,8 +1485,21 @@ class DecodeKey(ItemKey):
         return *used, *own
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        config = DecodeConfig(self.heads, self.second, self.out_fp32, self.quantized)
-        if not self.quantized:
-            return DecodeKernel(config), fake_arguments(self.out_fp32)
-        arguments = fake_arguments(False)
-        return QuantDecodeKernel(config), (*arguments[:5], *fake_quant(), *arguments[6:])
+        config = DecodeConfig(self.heads, self.second, self.out_fp32, self.quantized, self.raw)
+        q, *lists, out, lse = (arguments := fake_arguments(self.out_fp32))[:7]
+        *lengths_and_sink, scale, splits, split_tiles, ctas, stream = arguments[7:]
+        rest = splits, split_tiles, ctas, stream
+        codes, scales, positions, table = fake_quant()
+        if self.raw:
+            squares = make_fake_tensor(
+                Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4
+            )
+            results = (codes, scales) if self.quantized else (out, None)
+            return RawDecodeKernel(config), (
+                *(q, squares, *lists, *results, positions, table, lse, *lengths_and_sink, scale, Float32(0), *rest),
+            )
+        if self.quantized:
+            return QuantDecodeKernel(config), (
+                *(q, *lists, codes, scales, positions, table, lse, *lengths_and_sink, scale, *rest),
+            )
+        return DecodeKernel(config), arguments

@@ -1,0 +1,297 @@
+"""Calls that the kernels of this package are verified with, edge cases of values, sizes, strides and slots, and what
+counts as agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from cute_kernels import formats
+from cute_kernels.formats import HEAD_DIM, INDEX_DIM, compressor_state
+from cute_kernels.runtime.verify import Example, compare_arguments, raw_memory
+
+_POISON = 0xA5
+
+
+def save() -> Iterator[Example]:
+    """save_partial_states(kv, score, ape, positions, state_cache, slot_mapping, block_size, compress_ratio)"""
+    cases = (
+        (HEAD_DIM, 4, 1, 4, 0),
+        (HEAD_DIM, 4, 1023, 4, 576),
+        (HEAD_DIM, 128, 517, 8, 64),
+        (INDEX_DIM, 4, 300, 4, 16),
+        (INDEX_DIM, 128, 130, 8, 0),
+        (HEAD_DIM, 4, 0, 4, 0),
+        # rows enough for the kernels of long calls
+        (HEAD_DIM, 4, 2051, 4, 576),
+        (HEAD_DIM, 128, 4099, 8, 64),
+        (INDEX_DIM, 4, 16387, 4, 16),
+    )
+    for dim, ratio, rows, block_size, extra in cases:
+        g = torch.Generator().manual_seed(dim + ratio + rows)
+        fmt = compressor_state(dim, ratio)
+        columns = torch.randn(rows + 3, 2 * fmt.width, generator=g)
+        for column, value in enumerate((float("inf"), float("-inf"), float("nan"), -0.0, 3.4e38, 1e-45)):
+            columns[:, column * 7 :: 97] = value
+        kv, score = columns.chunk(2, dim=1)
+        blocks = -(-rows // block_size) + 2
+        pool = fmt.allocate(blocks, block_size, page_stride=fmt.page_bytes(block_size) + extra)
+        raw_memory(pool).fill_(_POISON)
+        capacity = blocks * block_size
+        slots = torch.randperm(capacity, generator=g)[:rows]
+        slots[3::4] = torch.tensor([-1, capacity, 2**33, -(2**62)]).repeat(rows)[: len(slots[3::4])]
+        positions = torch.randint(0, 2**20, (rows + 1,), generator=g)
+        ape = torch.randn(ratio, fmt.width, generator=g)
+        yield Example(
+            f"ratio {ratio}, {dim} columns, {rows} rows, {extra} bytes between pages",
+            (kv, score, ape, positions, pool, slots, block_size, ratio),
+        )
+
+
+def slots() -> Iterator[Example]:
+    """get_compressed_slot_mapping(out, query_start_loc, seq_lens, block_table, slot_mapping, num_tokens, block_size,
+    compress_ratio)"""
+    for requests, longest, ratio, page_rows, first, has_own in (
+        (1, 1, 4, 64, 0, True),
+        (64, 1, 4, 64, 0, True),
+        (31, 40, 128, 2, 0, False),
+        (33, 700, 4, 64, 0, True),
+        (3000, 2, 4, 3, 7, False),
+        (1, 5000, 1, 5, 0, True),
+        (0, 0, 4, 64, 0, False),
+    ):
+        g = torch.Generator().manual_seed(requests + longest)
+        queries = torch.randint(0, longest + 1, (requests,), generator=g)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)]) + first
+        seq_lens = queries + torch.randint(-1, 5000, (requests,), generator=g)
+        seq_lens[5::11] = torch.tensor([2**31 - 1, 0, -(2**31)]).repeat(requests)[: (requests + 5) // 11]
+        table = torch.randint(-1, 2**22, (requests, 3000 // page_rows), generator=g)
+        table[:, 7::9] = -1_000_000
+        rows = int(starts[-1]) + 3
+        own = torch.randint(-2, 9, (rows + 1,), generator=g)
+        yield Example(
+            f"{requests} requests of at most {longest} rows, ratio {ratio}, pages of {page_rows}",
+            (
+                torch.full((rows + 70,), 77),
+                *(starts.int(), seq_lens.int(), table.int()[:, 1:-1], own if has_own else None),
+                *(rows, page_rows * ratio, ratio),
+            ),
+        )
+
+
+# ---- entries
+
+BAD_SLOTS = (-1, -7, 2**31, 2**32 + 1, -(2**62), 2**62)
+# Of a format: the largest relative error of one rounding step, and the smallest step against a record's largest value.
+_STEPS = {
+    "plain_bf16/1": (2**-7, 0.0),
+    "fp8_ds_mla/1": (0.13, 2**-15),
+    "plain_fp8/1": (0.13, 2**-9),
+    "indexer_fp8/1": (0.13, 2**-15),
+    "indexer_mxfp4/1": (0.51, 0.2),
+    "indexer_mxfp4_wide/1": (0.51, 0.2),
+}
+_COMPRESS_ORDER = (
+    *("state_cache", "token_to_req_indices", "positions", "slot_mapping", "block_table", "cos_sin_cache", "kv_cache"),
+    *("kv_slot_mapping", "rms_norm_weight", "fp8_scale", "rms_norm_eps", "compress_ratio", "kv_format"),
+    *("e2m1_rounding", "index_hadamard"),
+)
+
+
+def _poisoned(fmt: Any, blocks: int, block_size: int, extra: int) -> torch.Tensor:
+    pool: torch.Tensor = fmt.allocate(blocks, block_size, page_stride=fmt.page_stride(block_size) + extra)
+    raw_memory(pool).fill_(_POISON)
+    return pool
+
+
+def entry_difference(kv_format: str, got: torch.Tensor, want: torch.Tensor, slots: torch.Tensor) -> str:
+    """Why pools of entries on the CPU differ by more than sums in another order explain, or "".
+
+    A rounding step here and there in the records at the valid ones of `slots`; every other byte is the same.
+    """
+    fmt: Any = formats.FORMATS[kv_format]
+    rows = want.shape[1]
+    slots = slots[formats.valid_slots(slots, want.shape[0] * rows)].unique()
+    mine, theirs = (fmt.read_fields(cache, rows, slots) for cache in (got, want))
+    a, b = (torch.nan_to_num(fmt.read(cache, rows, slots).float(), nan=1e30) for cache in (got, want))
+    relative, least = _STEPS[kv_format]
+    bound = relative * b.abs() + least * b.abs().amax(dim=1, keepdim=True)
+    wrong = int(((a - b).abs() > bound).sum())
+    if wrong:
+        return f"{wrong} of {a.numel()} columns differ by more than a rounding step"
+    # the bits of a NaN are anyone's
+    told = (b != 1e30).all(dim=1)
+    changed = sum(int((x[told] != y[told]).sum()) for x, y in zip(mine, theirs, strict=True))
+    total = sum(x[told].numel() for x in mine)
+    if changed > 4 + 0.003 * total:
+        return f"{changed} of {total} bytes differ"
+    merged = torch.empty(0, dtype=want.dtype).set_(
+        raw_memory(want).clone().untyped_storage(), want.storage_offset(), want.shape, want.stride()
+    )
+    fmt.write_fields(merged, rows, slots, *mine)
+    return "" if torch.equal(raw_memory(merged), raw_memory(got)) else "bytes outside the records differ"
+
+
+def random_step(
+    kv_format: str,
+    ratio: int,
+    lengths: list[int],
+    seed: int = 0,
+    *,
+    longest_prefix: int = 40,
+    bad: bool = True,
+    state_rows: int = 4,
+    entry_rows: int = 4,
+    fp32_weight: bool = False,
+    options: tuple[str, bool] = ("ties_to_lower", False),
+    at_ends: bool = False,
+) -> dict[str, Any]:
+    """Arguments of the fused op on the CPU: requests with so many tokens each behind prefixes of random lengths.
+
+    All pages hold numbers, so that any prefix can be read. No state slot that the step writes holds a row it reads.
+    With `bad`, some slots name no row, some pages do not exist, and a few rows belong to nobody. With `at_ends`, every
+    request's first token is the last of a group.
+    """
+    g = torch.Generator().manual_seed(seed)
+    fmt: Any = formats.FORMATS[kv_format]
+    state_format = formats.compressor_state(fmt.dim, ratio)
+    width, requests = state_format.width, len(lengths)
+    prefixes = torch.randint(0, longest_prefix + 1, (requests,), generator=g).tolist()
+    if at_ends:
+        prefixes = [p // ratio * ratio + ratio - 1 for p in prefixes]
+    positions = [p for a, n in zip(prefixes, lengths, strict=True) for p in range(a, a + n)]
+    owners = [r for r, n in enumerate(lengths) for _ in range(n)]
+    pad = 3
+    rows = len(positions) + pad
+    position = torch.tensor([*positions, *[ratio - 1] * pad], dtype=torch.int64)
+    request = torch.tensor([*owners, *[0] * pad], dtype=torch.int32)
+    deepest = max([a + n for a, n in zip(prefixes, lengths, strict=True)] + [1])
+    columns = -(-deepest // state_rows)
+    pages = max(requests, 1) * columns + 1
+    table = torch.randperm(pages, generator=g)[: requests * columns].view(requests, columns).int()
+    slots = torch.full((rows,), -1)
+    if positions:
+        at = torch.tensor(positions)
+        slots[:-pad] = table[torch.tensor(owners), at // state_rows].long() * state_rows + at % state_rows
+    entries = (rows if at_ends else -(-rows // ratio)) + 8
+    entry_pages = -(-entries // entry_rows) + 1
+    closing = (position + 1) % ratio == 0
+    entry_slots = torch.full((rows,), -1)
+    entry_slots[closing] = torch.randperm(entry_pages * entry_rows, generator=g)[: rows + 8][: int(closing.sum())]
+    if bad:
+        wrong = torch.tensor([*BAD_SLOTS, pages * state_rows])
+        chosen = torch.rand(rows, generator=g) < 0.05
+        slots[chosen] = wrong[torch.randint(0, len(wrong), (int(chosen.sum()),), generator=g)]
+        wrong = torch.tensor([*BAD_SLOTS, entry_pages * entry_rows])
+        chosen = torch.rand(rows, generator=g) < 0.05
+        entry_slots[chosen] = wrong[torch.randint(0, len(wrong), (int(chosen.sum()),), generator=g)]
+        lost = torch.rand(table.shape, generator=g) < 0.05
+        nowhere = torch.tensor([-1, -1_000_000, pages, 2**30], dtype=torch.int32)
+        table[lost] = nowhere[torch.randint(0, 4, (int(lost.sum()),), generator=g)]
+    state = _poisoned(state_format, pages, state_rows, 64)
+    state.copy_(torch.randn(state.shape, generator=g))
+    wide = torch.randn(rows + 2, 2 * width + 4, generator=g)
+    wide[:, width:] *= 3
+    wide[rows - pad : rows] = float("nan")
+    weight = torch.randn(fmt.dim, generator=g) * torch.exp2(torch.arange(fmt.dim) % 9 - 6)
+    angles = torch.arange(deepest - 2 if deepest > 8 else 8)[:, None] * 160000.0 ** (-torch.arange(32) / 32)
+    scaled = fmt is formats.PLAIN_FP8
+    return {
+        "kv_score": wide[:, : 2 * width],
+        "ape": torch.randn(ratio, width, generator=g),
+        "positions": position,
+        "token_to_req_indices": request,
+        "query_start_loc": torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()]).int(),
+        "state_cache": state,
+        "slot_mapping": slots,
+        "block_table": table,
+        "cos_sin_cache": torch.cat([angles.cos(), angles.sin()], dim=1).float(),
+        "kv_cache": _poisoned(fmt, entry_pages, entry_rows, 512),
+        "kv_slot_mapping": entry_slots,
+        "rms_norm_weight": weight if fp32_weight else weight.bfloat16(),
+        "min_restart": None,
+        "fp8_scale": torch.tensor([0.3]) if scaled else None,
+        "rms_norm_eps": 1e-6,
+        "compress_ratio": ratio,
+        "keep_every": 0,
+        "kv_format": kv_format,
+        "persist": "all",
+        "e2m1_rounding": options[0],
+        "index_hadamard": options[1],
+        "use_pdl": False,
+    }
+
+
+def compress_arguments(a: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of compress_norm_rope_store from those of the fused op."""
+    return {name: a[name] for name in _COMPRESS_ORDER}
+
+
+def _agree(names: list[str], got: Sequence[Any], want: Sequence[Any]) -> str:
+    g, w = dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True))
+    difference = entry_difference(w["kv_format"], g["kv_cache"], w["kv_cache"], w["kv_slot_mapping"])
+    if difference:
+        return difference
+    others = [name for name in names if name != "kv_cache"]
+    return compare_arguments(others, [g[name] for name in others], [w[name] for name in others])
+
+
+def _example(name: str, a: dict[str, Any]) -> Example:
+    return Example(name, tuple(a.values()), partial(_agree, list(a)))
+
+
+# Tokens of the requests of a step.
+_MIXED = [1, 9, 1, 2, 30, 4, 4, 1, 3, 17, 0, 5, 64, 1, 1, 7]
+_LONG = [1, 300, 128, 2, 129]
+_C4: tuple[tuple[str, dict[str, Any]], ...] = (
+    (formats.FP8_DS_MLA.id, {}),
+    (formats.PLAIN_BF16.id, {"fp32_weight": True}),
+    (formats.PLAIN_FP8.id, {}),
+    (formats.INDEXER_FP8.id, {"options": ("ties_to_lower", True)}),
+    (formats.INDEXER_FP8.id, {"state_rows": 3, "entry_rows": 3}),
+    (formats.INDEXER_MXFP4.id, {"options": ("ties_to_lower", False)}),
+    (formats.INDEXER_MXFP4.id, {"options": ("ties_to_even", True)}),
+    (formats.INDEXER_MXFP4_WIDE.id, {}),
+)
+_C128: tuple[tuple[str, dict[str, Any]], ...] = (
+    (formats.FP8_DS_MLA.id, {}),
+    (formats.PLAIN_BF16.id, {"fp32_weight": True}),
+    (formats.PLAIN_FP8.id, {}),
+)
+
+
+def _steps() -> Iterator[tuple[str, dict[str, Any]]]:
+    for kv_format, options in _C4:
+        yield f"{kv_format}, ratio 4, {options}", random_step(kv_format, 4, _MIXED, **options)
+    for kv_format, options in _C128:
+        a = random_step(kv_format, 128, _LONG, longest_prefix=300, state_rows=8, entry_rows=2, **options)
+        yield f"{kv_format}, ratio 128, {options}", a
+    yield "no rows", {**random_step(formats.FP8_DS_MLA.id, 4, [1]), "slot_mapping": torch.empty(0, dtype=torch.int64)}
+
+
+def compress() -> Iterator[Example]:
+    """compress_norm_rope_store(state_cache, token_to_req_indices, positions, slot_mapping, block_table, ...)"""
+    for name, a in _steps():
+        yield _example(name, compress_arguments(a))
+
+
+def fused() -> Iterator[Example]:
+    """fused_compress_norm_rope_store(kv_score, ape, positions, token_to_req_indices, query_start_loc, ...)"""
+    for name, a in _steps():
+        yield _example(f"{name}, saving all", a)
+        yield _example(
+            f"{name}, saving what is needed",
+            {**a, "persist": "window", "keep_every": 8 * a["compress_ratio"], "use_pdl": True},
+        )
+
+
+EXAMPLES = {
+    "compress_norm_rope_store": compress,
+    "fused_compress_norm_rope_store": fused,
+    "get_compressed_slot_mapping": slots,
+    "save_partial_states": save,
+}

@@ -1,0 +1,249 @@
+"""Which kernel picks the best columns of rows (topk.py), and how top_k_per_row_prefill (PREFILL), top_k_per_row_decode
+(DECODE) and all_visible_entries (ALL_VISIBLE) launch it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from cute_kernels.indexer.topk import CLUSTER_ARCHS, GROUPS, TopKKey
+from cute_kernels.runtime.arch import SMEM_BYTES, arch_of
+from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
+
+# ---- choice
+
+MOST_PICKS, MOST_ROWS = 2048, 2**28
+
+SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
+"""(warps, vectors of a thread, cluster, tiles) of CTAs that take whole rows: of up to 4096, 8192 and 16384 columns,
+which their registers hold, and of up to 131072, 262144 (the second one where there is less shared memory) and 524288,
+which come in tiles."""
+
+SHARED = (
+    (17, 16384, (8, 8, 4, 1)),
+    (17, 32768, (32, 4, 8, 8)),
+)
+"""(fewer rows than, more columns than, shape) of clusters, up to their capacity, the first that fits. On an H200 16
+rows of 20000 columns take 6.4 us with clusters of four and 7.1 us without, 8 rows of 70000 columns 10.2 and 11.5 us."""
+
+MANY_ROWS, MANY_COLUMNS, MANY = 264, 4096, (8, 4, 1, 8)
+"""Rows and columns from which on, and the shape of which, four CTAs of a multiprocessor are faster than larger
+ones: what one waits for, others use. On an H200 2048 rows of 17408 columns take 58 us (k = 512) and 65 us (k = 1024),
+with shapes of 16 warps 71 and 80 us; 4096 rows of 4096 columns 58 us, with CTAs whose registers hold them 49 us."""
+
+SPREAD_ROWS, SPREAD = 128, ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1))
+"""Calls of at most so many rows, and the shapes of which these take the kernels that are spread. A dependent launch
+puts CTAs wherever the first multiprocessors become free: 64 rows of 2048 columns behind their scores took 9.3 us,
+with one CTA on each multiprocessor 5.2 us, and 11.9 and 6.1 us for 1024 picks."""
+
+EARLY_BYTES = 4 << 20
+"""Of scores in a call, up to which rows are asked for before their bounds are known."""
+
+MOST_CHOICES = 1024
+"""Kernels that are remembered by rows, width and k."""
+
+
+def keys_of(arch: str) -> list[TopKKey]:
+    """All kernels of an architecture: those for which a CTA is enough, by capacity, then others."""
+    shapes = [*SHAPES, MANY, *(shape for *_, shape in SHARED if arch in CLUSTER_ARCHS)]
+    keys = [TopKKey(arch, *shape) for shape in shapes]
+    spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD] if arch in CLUSTER_ARCHS else []
+    return [key for key in (*spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
+
+
+def key_for(arch: str, rows: int, width: int) -> TopKKey:
+    """The kernel for so many rows of such a width; if none is wide enough, the widest."""
+    keys = keys_of(arch)
+    if arch in CLUSTER_ARCHS:
+        keys = [key for key in keys if key.is_spread == (rows <= SPREAD_ROWS) or key.shape not in SPREAD]
+        for fewer, more, shape in SHARED:
+            key = TopKKey(arch, *shape)
+            if rows < fewer and more < width <= key.capacity:
+                return key
+    many = TopKKey(arch, *MANY)
+    if rows >= MANY_ROWS and MANY_COLUMNS < width <= many.capacity:
+        return many
+    return next((key for key in keys if width <= key.capacity), max(keys, key=lambda key: key.capacity))
+
+
+def groups_for(key: Any, k: int) -> int:
+    """Maxima of a thread: twice as many of all threads as there are picks leave 1.4 k candidates of a random row."""
+    groups = 1
+    while groups < GROUPS and groups * 32 * key.warps * key.cluster < 2 * k:
+        groups *= 2
+    return groups
+
+
+def share_for(key: Any, k: int) -> int:
+    """Of k, a warp's."""
+    return -(-k // (key.warps * key.cluster))
+
+
+@lru_cache(MOST_CHOICES)
+def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, int, int]:
+    """(kernel, a warp's share of k, groups of a thread)"""
+    key = key_for(arch_of(device_index), rows, width)
+    return key, share_for(key, k), groups_for(key, k)
+
+
+def width_of(logits: Any) -> int:
+    """Columns of a row, and those before it up to a multiple of 16 bytes, at most."""
+    is_aligned = logits.data_ptr() % 16 == 0 and (logits.shape[0] <= 1 or logits.stride(0) % 4 == 0)
+    return int(logits.shape[1]) + (0 if is_aligned else 3)
+
+
+def deployment_keys(config: Any, tp: int, arch: str) -> list[TopKKey]:
+    """Layers with an indexer, with rows of any length."""
+    return keys_of(arch) if 4 in config.compress_ratios else []
+
+
+# ---- launch
+
+LOCAL = 0, 0, 0, 1
+"""No block table: columns are written as they are."""
+
+
+def check(logits: Any, num_rows: int, k: int) -> tuple[bool, str]:
+    """Whether `run` can take these (checked) arguments, and if not, why."""
+    if k > MOST_PICKS:
+        return False, f"k must be at most {MOST_PICKS}, got {k}"
+    if num_rows >= MOST_ROWS:
+        return False, f"there must be fewer than {MOST_ROWS} rows, got {num_rows}"
+    key = max(keys_of(arch_of(logits.device.index)), key=lambda key: key.capacity)
+    if width_of(logits) > key.capacity:
+        return False, f"rows must have at most {key.capacity} columns on {key.arch}, got {logits.shape[1]}"
+    return True, ""
+
+
+def run(
+    logits: Any,
+    starts: tuple[int, int],
+    ends: tuple[int, int, int, int],
+    out: Any,
+    rows: int,
+    k: int,
+    limit: int | None = None,
+    shifts: int = 0,
+    slots: tuple[int, int, int, int] = LOCAL,
+) -> None:
+    """Launch on the current stream of out's device.
+
+    starts   address of the first start, or 0 if all are 0, and stride in bytes
+    ends     address of the first end, strides of requests and of their tokens in bytes, and tokens of a request
+    limit    what no end exceeds; None: the columns
+    shifts   -1 if a row's first column is that of its start, 0 if it is that of key 0
+    slots    address of the block table, stride of its rows in bytes, its columns and rows of a page; LOCAL: none
+    """
+    if rows == 0:
+        return
+    device_index = out.device.index
+    # more rows make no difference
+    key, *shares = choose(device_index, min(rows, MANY_ROWS), width_of(logits), k)
+    bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts), slots
+    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares))
+
+
+def arguments(
+    logits: Any,
+    bounds: tuple[tuple[int, ...], ...],
+    out: Any,
+    rows: int,
+    k: int,
+    share: int,
+    groups: int,
+) -> tuple[Any, ...]:
+    """What the kernel's entry point takes. bounds: starts, ends, (limit, shifts), slots as `run` takes them."""
+    columns = logits.shape[1]
+    scores = logits.data_ptr(), logits.stride(0) * 4, columns
+    early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
+    numbers = (number for part in bounds for number in part)
+    return out, *scores, *numbers, rows, k, share, groups, early_lines
+
+
+def launch_with(
+    key: TopKKey,
+    logits: Any,
+    starts: Any,
+    ends: Any,
+    out: Any,
+    rows: int,
+    k: int,
+    slots: tuple[int, int, int, int] = LOCAL,
+) -> None:
+    """`run` with a kernel of the caller's choice, wide enough for the rows: for tests and benchmarks."""
+    shares = share_for(key, k), groups_for(key, k)
+    bounds = starts, ends, (logits.shape[1], 0), slots
+    launch_key(key, out.device.index, *arguments(logits, bounds, out, rows, k, *shares))
+
+
+# ---- ops
+
+
+def supports_prefill(logits: Any, row_starts: Any, row_ends: Any, out: Any, num_rows: int, k: int) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    return check(logits, num_rows, k)
+
+
+def launch_prefill(logits: Any, row_starts: Any, row_ends: Any, out: Any, num_rows: int, k: int) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+    run(logits, *prefill_bounds(row_starts, row_ends), out, num_rows, k)
+
+
+def prefill_bounds(row_starts: Any, row_ends: Any) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+    """Starts and ends as `run` takes them."""
+    starts = row_starts.data_ptr(), row_starts.stride(0) * 4
+    return starts, (row_ends.data_ptr(), row_ends.stride(0) * 4, 0, 1)
+
+
+def supports_decode(
+    logits: Any, seq_lens: Any, out: Any, num_rows: int, k: int, slot_block_table: Any, slot_rows_per_page: int
+) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    return check(logits, num_rows, k)
+
+
+def launch_decode(
+    logits: Any, seq_lens: Any, out: Any, num_rows: int, k: int, slot_block_table: Any, slot_rows_per_page: int
+) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+    run(logits, *decode_bounds(seq_lens), out, num_rows, k, slots=slots(slot_block_table, slot_rows_per_page))
+
+
+def decode_bounds(seq_lens: Any) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+    """Starts and ends as `run` takes them."""
+    request, token = (4 * stride for stride in seq_lens.stride())
+    return (0, 0), (seq_lens.data_ptr(), request, token, seq_lens.shape[1])
+
+
+def slots(block_table: Any, rows_per_page: int) -> tuple[int, int, int, int]:
+    """The block table as `run` takes it."""
+    if block_table is None:
+        return LOCAL
+    # the address of a table without columns may be 0, which means none; nobody reads from it
+    return block_table.data_ptr() or 4, block_table.stride(0) * 4, block_table.shape[1], rows_per_page
+
+
+def supports_all_visible(visible: Any, out: Any, slot_block_table: Any, slot_rows_per_page: int) -> tuple[bool, str]:
+    """Whether `launch` can take these (checked) arguments, and if not, why."""
+    if out.shape[0] >= MOST_ROWS:
+        return False, f"there must be fewer than {MOST_ROWS} rows, got {out.shape[0]}"
+    return True, ""
+
+
+def launch_all_visible(visible: Any, out: Any, slot_block_table: Any, slot_rows_per_page: int) -> None:
+    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
+    rows, k = out.shape
+    if rows == 0:
+        return
+    # rows that all have at most k columns: columns without scores: nobody looks at them
+    scores = 0, 0, k
+    starts, ends = decode_bounds(visible)
+    numbers = *scores, *starts, *ends, k, 0, *slots(slot_block_table, slot_rows_per_page), rows, k
+    key = TopKKey(arch_of(out.device.index), *SHAPES[0])
+    launch_key(key, out.device.index, out, *numbers, 0, 1, 0)
+
+
+PREFILL = OpKernel(launch_prefill, supports_prefill, deployment_keys)
+DECODE = OpKernel(launch_decode, supports_decode, deployment_keys)
+ALL_VISIBLE = OpKernel(launch_all_visible, supports_all_visible, deployment_keys)

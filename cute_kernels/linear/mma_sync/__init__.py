@@ -1,0 +1,1 @@
+"""GEMMs of every architecture from sm_80 on."""

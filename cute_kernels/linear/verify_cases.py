@@ -1,0 +1,196 @@
+"""Calls that the kernels of this package are verified with: edge cases of values, widths and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from cute_kernels.formats import round_up
+from cute_kernels.linear.ops_quantize import activation_scale_shape
+from cute_kernels.linear.scales import BLOCK, CHUNKS_PER_WORD, ROW_ALIGNMENT, unpack_scales
+from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory
+
+_GAP = 8
+"""Columns between rows."""
+
+
+def quantize() -> Iterator[Example]:
+    """quantize_fp8_1x128(x, out, scale_out, use_pdl)"""
+    for tokens, columns in ((0, 512), (1, 4096), (3, 7168), (9, 8), (66, 1536), (13, 1000), (4, 136)):
+        g = torch.Generator().manual_seed(tokens)
+        magnitudes = torch.exp2(torch.randint(-40, 40, (tokens, columns), generator=g).float())
+        values = torch.randn(tokens, columns, generator=g) * magnitudes
+        values[torch.rand(tokens, columns, generator=g) < 0.3] = 0.0
+        values[:, ::37] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 448.0]).repeat(columns)[
+            : columns // 37 + 1
+        ]
+        values[2::5] = 0.0
+        x = torch.full((tokens, columns + _GAP), torch.nan, dtype=torch.bfloat16)[:, :-_GAP]
+        x.copy_(values)
+        out = torch.full((tokens, columns + _GAP), 0xA5, dtype=torch.uint8)[:, :-_GAP].view(torch.float8_e4m3fn)
+        scales = torch.full(activation_scale_shape(tokens, columns), -777.0)
+        yield Example(f"{tokens} rows of {columns}", (x, out, scales, tokens % 2 == 1))
+
+
+_GEMMS = (
+    (1, 1, 256, 512),
+    (5, 2, 128, 384),
+    (33, 1, 400, 1024),
+    (70, 3, 256, 128),
+    (61, 1, 1536, 4096),
+    (130, 1, 1536, 4096),
+)
+"""(tokens, groups, N, K). On Hopper K of the last two is cut for many rows, into four and two splits."""
+
+ROUNDING, PRODUCTS, FP32 = 2.0**-8, 2.0**-11, 2.0**-18
+"""Shares of the exact result, and of the sum of the products' magnitudes, that a result may differ by: bf16 rounding,
+the 14 bits that Hopper's tensor cores keep of a sum of e4m3 products, and what fp32 sums lose."""
+
+
+def fp8_gemm() -> Iterator[Example]:
+    """fp8_gemm(a, a_scale, b, b_scale, out, out_scale, batch_invariant, use_pdl)"""
+    for tokens, groups, outputs, columns in _GEMMS:
+        g = torch.Generator().manual_seed(tokens + outputs)
+
+        def codes(*shape: int, g: torch.Generator = g) -> torch.Tensor:
+            return (torch.randn(shape, generator=g) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+        def scales(*shape: int, g: torch.Generator = g) -> torch.Tensor:
+            return torch.exp2(torch.randint(-12, 2, shape, generator=g).float())
+
+        a, b = codes(groups, tokens, columns).transpose(0, 1), codes(groups, outputs, columns)
+        a_scale = scales(groups, columns // 128, -(-tokens // 4) * 4).permute(2, 0, 1)[:tokens]
+        b_scale = 1.3 * scales(groups, -(-outputs // 128), columns // 128)
+        out = torch.full((tokens, groups, outputs + 16), torch.nan, dtype=torch.bfloat16)[..., :-16]
+        name = f"{tokens} tokens of {groups} groups, {columns} -> {outputs}"
+        for batch_invariant in (False, True):
+            arguments = (a, a_scale, b, b_scale, out, None, batch_invariant, batch_invariant)
+            yield Example(f"{name}{', batch-invariant' * batch_invariant}", arguments, _near)
+
+
+def fp8_gemm_squares() -> Iterator[Example]:
+    """fp8_gemm_squares(a, a_scale, weight, weight_scale, out, squares, use_pdl)"""
+    for example in fp8_gemm():
+        a, a_scale, weight, weight_scale, out, _, batch_invariant, _ = example.args
+        if a.shape[1] > 1 or batch_invariant:
+            continue
+        blocks = weight.shape[1] // 128 - (a.shape[0] > 5)
+        squares = torch.full((a.shape[0], blocks + 3), torch.nan)[:, :-3]
+        arguments = a[:, 0], a_scale[:, 0], weight[0], weight_scale[0], out[:, 0], squares, a.shape[0] % 2 == 1
+        yield Example(f"{example.name}, squares of {blocks} blocks", arguments, _near_squares)
+
+
+def bf16_gemm() -> Iterator[Example]:
+    """bf16_gemm(a, b, out, batch_invariant, use_pdl)"""
+    for tokens, _, outputs, columns in _GEMMS:
+        g = torch.Generator().manual_seed(tokens + outputs)
+        a, b = (torch.randn(rows, columns + 8, generator=g).bfloat16()[:, 8:] for rows in (tokens, outputs))
+        for dtype, batch_invariant in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
+            out = torch.full((tokens, outputs + 16), torch.nan, dtype=dtype)[..., :-16]
+            name = f"{tokens} tokens, {columns} -> {outputs}, {dtype}{', batch-invariant' * batch_invariant}"
+            yield Example(name, (a, b, out, batch_invariant, tokens == 1), _near)
+
+
+def _near_squares(got: Sequence[Any], want: Sequence[Any]) -> str:
+    """As `_near`, and the sums as near to those of the results at hand as fp32 is."""
+    operands = [x.unsqueeze(1 if i < 2 else 0) for i, x in enumerate(want[:4])]
+    difference = _near((*operands, got[4].unsqueeze(1)), operands)
+    blocks = got[5].shape[1]
+    exact = got[4][:, : blocks * 128].double().unflatten(1, (blocks, 128)).square().sum(-1)
+    excess = (got[5].double() - exact).abs() - FP32 * exact
+    return difference or ("" if bool((excess <= 0).all()) else f"squares: off by {excess.max().item():.3g} too much")
+
+
+def _near(got: Sequence[Any], want: Sequence[Any]) -> str:
+    """ "", or how far the output is off."""
+    if want[0].dtype == torch.bfloat16:
+        a, b, out, lost = want[0].double(), want[1].double(), got[2], FP32
+        exact, magnitude = a @ b.t(), a.abs() @ b.abs().t()
+    else:
+        a = want[0].double() * want[1].double().repeat_interleave(128, -1)
+        b_scale = want[3].double().repeat_interleave(128, -1).repeat_interleave(128, 1)[:, : want[2].shape[1]]
+        b, out, lost = want[2].double() * b_scale, got[4], PRODUCTS
+        exact, magnitude = (torch.einsum("tgk,gnk->tgn", x, y) for x, y in ((a, b), (a.abs(), b.abs())))
+    rounding = ROUNDING if out.dtype == torch.bfloat16 else 0.0
+    excess = (out.double() - exact).abs() - rounding * exact.abs() - lost * magnitude
+    return "" if bool((excess <= 0).all()) else f"out: off by {excess.max().item():.3g} more than rounding explains"
+
+
+_POISON = 0xA5
+_EQUATION, _RECIPE, _PACKED = "bhr,hdr->bhd", [1, BLOCK, BLOCK], [1, 1, BLOCK]
+
+_EINSUMS = (
+    (1, 1, 1024, 4096),
+    (3, 2, 136, 128),
+    (70, 2, 1024, 1536),
+    (129, 3, 264, 640),
+    (300, 1, 1024, 4096),
+)
+"""(tokens, groups, R, K); with scales in words too, where K is a multiple of 512"""
+
+
+def einsum() -> Iterator[Example]:
+    """deepseek_v4_fp8_einsum(a, a_scale, b, b_scale, out, equation, recipe)"""
+    for tokens, groups, rank, width in _EINSUMS:
+        g = torch.Generator().manual_seed(tokens + rank)
+        a, b = (_codes((groups, rows, width), g) for rows in (tokens, rank))
+        a_scale = _powers((groups, width // BLOCK, round_up(tokens, ROW_ALIGNMENT)), g)
+        b_scale = _powers((groups, round_up(rank, BLOCK) // BLOCK, width // BLOCK), g)
+        out = torch.empty(tokens + 1, groups, rank + 16, dtype=torch.bfloat16)
+        raw_memory(out).fill_(_POISON)
+        arguments = (a.transpose(0, 1), a_scale.permute(2, 0, 1)[:tokens], b, b_scale, out[:tokens, :, 8:-8])
+        name = f"{tokens} tokens of {groups} groups, {width} -> {rank}"
+        yield Example(name, (*arguments, _EQUATION, _RECIPE), _near_einsum)
+        if width % (BLOCK * CHUNKS_PER_WORD) == 0:
+            words = width // BLOCK // CHUNKS_PER_WORD
+            a_scale, b_scale = (_words((groups, words, round_up(n, ROW_ALIGNMENT)), g) for n in (tokens, rank))
+            arguments = (
+                a.transpose(0, 1),
+                a_scale.permute(2, 0, 1)[:tokens],
+                b,
+                b_scale.transpose(1, 2)[:, :rank],
+                out[:tokens, :, 8:-8],
+            )
+            yield Example(f"{name}, scales in words", (*arguments, _EQUATION, _PACKED), _near_einsum)
+
+
+def _near_einsum(got: Sequence[Any], want: Sequence[Any]) -> str:
+    """ "", or how far the output is off; everything else in memory must be the same."""
+    a, b = want[0].double(), want[2].double()
+    a_scale, b_scale = (unpack_scales(want[i]).repeat_interleave(BLOCK, -1) for i in (1, 3))
+    if want[6] == _RECIPE:
+        b_scale = b_scale.repeat_interleave(BLOCK, 1)[:, : b.shape[1]]
+    a, b = a * a_scale, b * b_scale
+    # not the reference's result, which is rounded to bf16 itself: two roundings may lie a whole step apart
+    exact, magnitude = (torch.einsum("tgk,gdk->tgd", x, y) for x, y in ((a, b), (a.abs(), b.abs())))
+    excess = (got[4].double() - exact).abs() - ROUNDING * exact.abs() - PRODUCTS * magnitude
+    if not bool((excess <= 0).all()):
+        return f"out: off by {excess.max().item():.3g} more than rounding explains"
+    cleared = [clone_arguments(arguments[:5], torch.device("cpu")) for arguments in (got, want)]
+    for arguments in cleared:
+        arguments[4].zero_()
+    same = all(torch.equal(raw_memory(x), raw_memory(y)) for x, y in zip(*cleared, strict=True))
+    return "" if same else "memory outside of out was written"
+
+
+def _codes(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    return (torch.randn(shape, generator=g) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _powers(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    return torch.exp2(torch.randint(-12, 2, shape, generator=g).float())
+
+
+def _words(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    return torch.randint(115, 129, (*shape, CHUNKS_PER_WORD), generator=g).to(torch.uint8).view(torch.int32)[..., 0]
+
+
+EXAMPLES = {
+    "quantize_fp8_1x128": quantize,
+    "fp8_gemm": fp8_gemm,
+    "fp8_gemm_squares": fp8_gemm_squares,
+    "bf16_gemm": bf16_gemm,
+    "deepseek_v4_fp8_einsum": einsum,
+}

@@ -1,0 +1,288 @@
+"""sparse_mla_mixed on Hopper for more than 16 heads: prefill's kernel, with rows of two paged caches.
+
+The columns that count of a query row are numbered from its window's on, and the compressed ones follow: a tile may have
+rows of both caches, and its flags say how many are the window's (params.MixedKV).
+
+Over bf16 caches the producer is prefill's. e4m3 rows and queries become f16 on their way to tensor cores, and a
+producer of this file does that (Fp8Producer): f16 holds every e4m3 number, so all products are exact.
+
+    KV, Q   gmem --cp.async--> the stage that they will fill --Fp8Producer: e4m3 -> f16--> the same stage, or q
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import BFloat16, Constexpr, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr, range_constexpr
+
+from cute_kernels.dsl import ptx
+from cute_kernels.dsl.paging import Batch
+from cute_kernels.dsl.tensor import length
+from cute_kernels.sparse_mla.hopper.index_loader import COPIED_ROWS, END, KEPT_AT, LAST, IndexLoader, own_lane
+from cute_kernels.sparse_mla.hopper.prefill import (
+    HEADER,
+    HELD,
+    KV_STAGE_BYTES,
+    KV_STAGES,
+    SLAB,
+    SLAB_BYTES,
+    SLAB_ROW_BYTES,
+    SLABS,
+    Bars,
+    PrefillConfig,
+    PrefillKernel,
+    PrefillKey,
+    Producer,
+    Smem,
+    store_header,
+)
+from cute_kernels.sparse_mla.params import MixedKV, PrefillOutput, PrefillQuery, SlotCache, output_policy
+from cute_kernels.sparse_mla.prefill_args import fake_mixed
+
+# ---- config
+
+MIXED = PrefillConfig("sparse_mla_mixed")
+MIXED_FP8 = PrefillConfig("sparse_mla_mixed_fp8", Float16, converted=True)
+
+# ---- producer
+
+CHUNK = 16
+"""Columns, and bytes, of a lane's copy: two chunks of 16 bytes as f16."""
+
+PAIR = 2
+"""Slabs whose codes lie where one slab will, 128 bytes of each row."""
+
+PAIRS = SLABS // PAIR
+
+GROUP = 8
+"""Rows of a group of copies, and of what all lanes convert at a time, each lane 16 columns of a slab: even and odd rows
+lie in other banks before as behind."""
+
+HELD_SLABS = HELD // SLAB
+
+READ_AHEAD = 1
+"""Steps of a conversion, a group's rows of a slab each, whose codes are read before one is stored; two spill."""
+
+
+@dataclass(frozen=True)
+class Fp8Producer:
+    """The producer warpgroup over e4m3 caches: copies codes of queries and of rows of kv, and makes them f16.
+
+    A warp does 16 rows of every tile and of every work tile's queries, alone from the caches to the stages of the ring.
+    It has all of their codes copied to the stage that they will fill, at once, and makes them f16 slab by slab as they
+    come. Its cursor keeps what Producer's keeps.
+    """
+
+    row_dtype: ClassVar[Any] = Float8E4M3FN
+    bars: Bars
+    smem: Smem
+    q: PrefillQuery
+    loader: IndexLoader
+
+    @cute.jit
+    def run(self) -> None:
+        """Fill the KV ring."""
+        bars, smem, loader = self.bars, self.smem, self.loader
+        loader.start()
+        self.keep(loader.scheduler.first, Int32(1))
+        flags = Int32(0)
+        turn = Int32(0)
+        while flags & END == 0:
+            stage = turn & 3
+            bars.kv.wait_empty(stage, turn >> 2)
+            self.copy_queries_async(self.kept_work_tile(), stage)
+            if (loader.own_warp() == 0) & (own_lane() == 0):
+                ptx.store_shared_s32(smem.header + stage * HEADER, self.kept_work_tile())
+            self.convert(stage, range(HELD_SLABS), smem.kv + stage * KV_STAGE_BYTES, 0)
+            # the work tile before is done with those in shared memory
+            ptx.wait_mbarrier(bars.q_done.toint(), ptx.load_shared_s32(loader.cursor + KEPT_AT + 4))
+            self.convert(stage, range(HELD_SLABS, SLABS), smem.q, 0)
+            self.arrive_full(stage)
+            turn = self.advance(turn)
+            work_tile, parity = ptx.load_shared_64(loader.cursor + KEPT_AT)
+            self.keep(work_tile + loader.scheduler.step, parity ^ 1)
+            flags = Int32(0)
+            while flags & LAST == 0:
+                # what it has copied behind rows two tiles before is there
+                cute.arch.sync_warp()
+                position = loader.position()
+                place, flags = loader.rows_of(position.slot)
+                stage = turn & 3
+                bars.kv.wait_empty(stage, turn >> 2)
+                store_header(loader, smem.header, stage, place, flags)
+                self.copy_rows_async(place, flags, stage)
+                loader.copy_indices_async(position)
+                loader.advance(position)
+                cute.arch.cp_async_commit_group()
+                self.convert(stage, range(SLABS), smem.kv + stage * KV_STAGE_BYTES, 1)
+                self.arrive_full(stage)
+                turn = self.advance(turn)
+        # no lane ends with copies under way
+        cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def advance(self, turn: Int32) -> Any:
+        """The next stage and its phase, in one number: there is no register for two."""
+        following = turn + 1
+        return following ^ 7 if following & 3 == KV_STAGES else following
+
+    @cute.jit
+    def keep(self, work_tile: Any, parity: Any) -> None:
+        cute.arch.sync_warp()
+        if own_lane() == 0:
+            ptx.store_shared_64(self.loader.cursor + KEPT_AT, work_tile, parity)
+        cute.arch.sync_warp()
+
+    def kept_work_tile(self) -> Any:
+        return ptx.load_shared_s32(self.loader.cursor + KEPT_AT)
+
+    @cute.jit
+    def copy_rows_async(self, place: Any, flags: Any, stage: Any) -> None:
+        """Start to copy the codes of the warp's rows of a tile."""
+        loader = self.loader
+        target = self.copied_at(stage)
+        for i in range_constexpr(loader.own_rows // COPIED_ROWS):
+            number = COPIED_ROWS * i + (own_lane() >> 3)
+            own = cute.arch.shuffle_sync(place, number)
+            source = loader.kv.address(own, flags, loader.own_warp() * loader.own_rows + number)
+            self.copy_async(i, source, own >= 0, target)
+
+    @cute.jit
+    def copy_queries_async(self, work_tile: Any, stage: Any) -> None:
+        """Start to copy the codes of the warp's share of a work tile's queries."""
+        loader, q = self.loader, self.q
+        query, first = loader.scheduler.coords(work_tile)
+        source = q.base + Int64(query) * q.row
+        target = self.copied_at(stage)
+        for i in range_constexpr(loader.own_rows // COPIED_ROWS):
+            # found for each row by itself: there is no register for what they have in common
+            head = ptx.again(first + loader.own_warp() * loader.own_rows + COPIED_ROWS * i + (own_lane() >> 3))
+            # nothing is read of heads that are not there
+            self.copy_async(i, source + Int64(head) * q.head, head < q.heads, target)
+
+    @cute.jit
+    def copy_async(self, i: Constexpr, source: Any, is_there: Any, target: Any) -> None:
+        """Start to copy the codes of COPIED_ROWS rows, of which the lane has the one at `source`, or zeros."""
+        size = Int32(CHUNK) if is_there else Int32(0)
+        source = source + (own_lane() & 7) * CHUNK
+        for pair in range_constexpr(PAIRS):
+            to = target + pair * SLAB_BYTES + i * (COPIED_ROWS * SLAB_ROW_BYTES)
+            ptx.copy_async_or_zero(to, source + pair * SLAB_ROW_BYTES, CHUNK, size)
+        if const_expr((i + 1) * COPIED_ROWS % GROUP == 0):
+            cute.arch.cp_async_commit_group()
+
+    def codes_at(self, stage: Any) -> Any:
+        """Where the warp's codes lie: in the second half of the slabs that they become, where its rows will be. The
+        first half can be filled at once, and what another slab takes the place of has been read. Odd rows have the
+        halves of their 128 bytes swapped."""
+        half_at = self.smem.kv + stage * KV_STAGE_BYTES + PAIRS * SLAB_BYTES
+        return half_at + self.loader.own_warp() * (self.loader.own_rows * SLAB_ROW_BYTES)
+
+    def copied_at(self, stage: Any) -> Any:
+        """Where the lane's first chunk goes."""
+        row, chunk = own_lane() >> 3, own_lane() & 7
+        return self.codes_at(stage) + row * SLAB_ROW_BYTES + (chunk ^ ((row & 1) << 2)) * CHUNK
+
+    def convert(self, stage: Any, slabs: range, target: Any, behind: int) -> None:
+        """Make some slabs of the warp's rows f16.
+
+        target  where the first of them goes, in the stage itself or elsewhere
+        behind  groups of copies that follow those of codes
+        """
+        own_rows = self.loader.own_rows
+        row, chunk = own_lane() >> 2, own_lane() & 3
+        source = self.codes_at(stage) + row * SLAB_ROW_BYTES + (chunk ^ ((row & 1) << 2)) * CHUNK
+        place = target + (self.loader.own_warp() * own_rows + row) * SLAB_ROW_BYTES + ((2 * chunk) ^ row) * 16
+        steps = [(first, slab) for first in range(0, own_rows, GROUP) for slab in slabs]
+        loaded: list[Any] = []
+        for number in range(len(steps)):
+            # some are on their way while others are converted
+            while len(loaded) < min(number + 1 + READ_AHEAD, len(steps)):
+                first, slab = steps[len(loaded)]
+                if slab == slabs.start:
+                    self.wait_copies(behind + (own_rows - first) // GROUP - 1)
+                from_ = (source ^ (slab % PAIR * SLAB)) + slab // PAIR * SLAB_BYTES + first * SLAB_ROW_BYTES
+                loaded.append(ptx.load_shared_128_in_order(from_))
+            first, slab = steps[number]
+            if slab >= PAIRS:
+                # all lanes have read what lies where this slab goes
+                cute.arch.sync_warp()
+            words = [word for four in loaded[number] for word in ptx.f16x2_of_e4m3x4(four)]
+            offset = (slab - slabs.start) * SLAB_BYTES + first * SLAB_ROW_BYTES
+            ptx.store_shared_128(place + offset, words[:4])
+            ptx.store_shared_128((place ^ 16) + offset, words[4:])
+
+    def wait_copies(self, behind: int) -> None:
+        """Until all copies of the warp but those of the last groups are there."""
+        cute.arch.cp_async_wait_group(behind)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def arrive_full(self, stage: Any) -> None:
+        """The warp has stored its rows of a stage; who reads them makes sure that tensor cores see them."""
+        cute.arch.sync_warp()
+        if own_lane() == 0:
+            cute.arch.mbarrier_arrive(self.bars.kv.full(stage))
+
+
+# ---- kernel
+
+
+class MixedKernel:
+    """Entry point: see prefill_args, mixed."""
+
+    def __init__(self, config: PrefillConfig, producer: Any) -> None:
+        self.prefill = PrefillKernel(config, producer)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        window: cute.Tensor,
+        compressed: cute.Tensor,
+        indices: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        lengths: Int64,
+        starts: Int64,
+        seq_lens: Int64,
+        requests: Int32,
+        window_size: Int32,
+        sink: Int64,
+        scale_log2: Float32,
+        scale: Float32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        caches, batch = (SlotCache.of(window), SlotCache.of(compressed)), Batch(starts, seq_lens, requests)
+        kv = MixedKV.of(*caches, indices, window_size, lengths, batch)
+        policy = output_policy(length(q, 0) * length(q, 1))
+        results = PrefillOutput.of(out, None, lse, scale=scale, policy=policy)
+        self.prefill.launch(q, kv, results, sink, scale_log2, ctas, stream)
+
+
+# ---- keys
+
+
+@dataclass(frozen=True)
+class MixedKey(PrefillKey):
+    """What distinguishes one compiled kernel from another: nothing but the architecture."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_mixed"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return MixedKernel(MIXED, Producer), fake_mixed(BFloat16)
+
+
+@dataclass(frozen=True)
+class MixedFp8Key(MixedKey):
+    """As MixedKey, over e4m3 caches."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_mixed_fp8"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return MixedKernel(MIXED_FP8, Fp8Producer), fake_mixed(Float8E4M3FN)

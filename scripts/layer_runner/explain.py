@@ -1,0 +1,90 @@
+"""What a run says around its tables: what is run and on what, what the words mean, what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cute_kernels.layers import DeepseekV4Config
+from layer_runner.requests import Request
+
+MOST_LENGTHS = 6
+"""Requests whose lengths are named."""
+
+
+def describe_width(config: DeepseekV4Config, published: DeepseekV4Config | None) -> str:
+    """Hidden size, heads and top-k, beside those that a reduced width stands for."""
+    names = {"hidden_size": "hidden size {}", "num_attention_heads": "{} heads", "index_topk": "top-k {}"}
+    parts = []
+    for field, text in names.items():
+        value = getattr(config, field)
+        instead = value if published is None else getattr(published, field)
+        parts.append(text.format(value) + ("" if instead == value else f" instead of {instead}"))
+    return ", ".join(parts)
+
+
+def describe_requests(requests: Sequence[Request]) -> str:
+    lengths = [f"{r.prefill} + {r.length - r.prefill}" for r in requests[:MOST_LENGTHS]]
+    more = f" and {len(requests) - MOST_LENGTHS} more" if len(requests) > MOST_LENGTHS else ""
+    plural = "s" * (len(requests) > 1)
+    return f"{len(requests)} request{plural} of {', '.join(lengths)}{more} tokens (prefill + decode)"
+
+
+def introduction(
+    kinds: Sequence[str],
+    device_name: str,
+    weights: str,
+    config: DeepseekV4Config,
+    published: DeepseekV4Config | None,
+    source: Path,
+    is_text: bool,
+    requests: Sequence[Request],
+) -> list[str]:
+    """What is run: layers and machine, weights, input.
+
+    kinds       of the layers, in order
+    weights     where they come from
+    published   configuration that a reduced one stands for
+    """
+    layers = f"a layer of each kind ({', '.join(kinds)})" if len(kinds) > 1 else f"a layer ({kinds[0]})"
+    read = "a token per byte, embedded from a seed" if is_text else "hidden states"
+    return [
+        f"DeepSeek-V4 attention, {layers}, on {device_name}: batched prefill and decode through paged caches.",
+        f"Weights: {weights}: {describe_width(config, published)}.",
+        f"Input: {source}, {read}; {describe_requests(requests)}.",
+    ]
+
+
+def legend(config: DeepseekV4Config) -> list[str]:
+    """What the words in the tables mean."""
+    return [
+        f"SWA    attention to the last {config.sliding_window} tokens",
+        f"C4A    also to entries of 4 tokens each, of which an indexer picks at most {config.index_topk} (top-k)",
+        "C128A  also to all entries of 128 tokens each",
+        "by     kernel: a CuTe DSL kernel; reference: the op's exact meaning in torch, which is what CPUs run;",
+        "       torch: a product that is no op of this project",
+    ]
+
+
+def truncation(rows: tuple[int, int], top_k: int) -> str:
+    return (
+        f"{rows[0]} of {rows[1]} rows truncated by top-k: as the model means it, a row that sees more than {top_k} "
+        f"entries attends to the {top_k} best"
+    )
+
+
+def next_steps(device: str, has_gpu: bool) -> list[str]:
+    """Commands to try, with what they do."""
+    commands = {
+        "python -m cute_kernels info": "what runs on this machine",
+        "scripts/quickstart.sh --html report.html": "where time and bytes go, as a picture",
+        "scripts/quickstart.sh --checkpoint DIR": "the layers of a published checkpoint",
+        "scripts/quickstart.sh --help": "cache formats, drafts, chunks, your own text",
+    }
+    if has_gpu and device == "cpu":
+        commands = {
+            "scripts/quickstart.sh --device cuda": "the same with this GPU's kernels",
+            **commands,
+        }
+    width = max(map(len, commands))
+    return [f"{command:{width}}  {what}" for command, what in commands.items()]

@@ -1,0 +1,92 @@
+"""The kernel of deepseek_v4_fp8_einsum, compiled for Blackwell, and its geometry. Needs CuTe DSL, no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cute_kernels.dsl.ptx import COLUMNS
+from cute_kernels.runtime.arch import BLACKWELL
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.linear import fp8_einsum
+from cute_kernels.linear.blackwell import gemm
+from cute_kernels.linear.blackwell.gemm import MANY_TOTALS, REGISTERS, ROWS, BlackwellGemmKey, GemmConfig
+from cute_kernels.linear.params import CHUNK
+from tests.compile.reports import check_fits, compile_report
+
+KEYS = [
+    BlackwellGemmKey("sm_100a", 256),
+    BlackwellGemmKey("sm_100a", 64),
+    BlackwellGemmKey("sm_103a", 128),
+    BlackwellGemmKey("sm_100a", 256, True),
+    BlackwellGemmKey("sm_103a", 64, True),
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_compiles(key: BlackwellGemmKey) -> None:
+    config = key.config
+    report = check_fits(key, config.threads)
+    has_many = config.width > MANY_TOTALS and not key.packed
+    assert ("setmaxnreg" in report.instructions) == has_many
+    # no warpgroup waits for registers that nobody gives back
+    assert REGISTERS[0] + 2 * REGISTERS[1] <= 3 * 168
+    assert report.instructions["tma.load"] == 2
+    assert report.instructions["tcgen05.ld"] == config.width // (16 if has_many else 32)
+    assert report.instructions["st.global.128"] == config.width // 8
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_tensor_memory_products_and_barriers(key: BlackwellGemmKey) -> None:
+    """What the PTX says is what the plan says."""
+    ptx, config = compile_report(key).ptx, key.config
+    kind, chunks = ("mxf8f6f4.block_scale.block32", 4) if key.packed else ("f8f6f4", 1)
+    products = rf"tcgen05\.mma\.cta_group::1\.kind::{re.escape(kind)} "
+    assert len(re.findall(products, ptx)) == len(re.findall(r"tcgen05\.mma\.", ptx)) == 4 * chunks
+    assert len(re.findall(r"tcgen05\.commit\.", ptx)) == (2 + chunks if key.packed else 2)
+    assert len(re.findall(r"tcgen05\.cp\.", ptx)) == (1 + config.column_scales if key.packed else 0)
+    assert re.findall(r"tcgen05\.alloc\.\S+ \[%r\d+\], (\d+);", ptx) == [str(config.tensor_columns)]
+    assert re.findall(r"tcgen05\.dealloc\.\S+ %r\d+, (\d+);", ptx) == [str(config.tensor_columns)]
+    constants = {int(number) for number in re.findall(r"-?\b\d{5,}\b", ptx)}
+    instructions = {config.scaled_instruction(part) for part in range(4)} if key.packed else {config.instruction}
+    assert {*instructions, (ROWS + config.columns) * CHUNK} <= constants
+    assert len(re.findall(r"mbarrier\.init\.", ptx)) == 2 * (config.stages + config.scale_stages + config.buffers)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("columns", gemm.COLUMNS)
+def test_plan(columns: int, packed: bool) -> None:
+    config = GemmConfig(columns, packed)
+    assert config.stages >= 4
+    assert config.tensor_columns <= COLUMNS
+    assert config.tensor_columns & (config.tensor_columns - 1) == 0
+    # of a warpgroup's columns all have the same fp32 scale
+    assert CHUNK % config.width == 0
+    # the last chunk of a buffer's words is that many before the first one of the words that are copied there again
+    assert 4 * (config.scale_buffers - 1) >= config.stages
+    # a stage begins where a swizzle does
+    assert ROWS * CHUNK % 1024 == columns * CHUNK % 1024 == 0
+    with pytest.raises(ValueError, match="columns: expected"):
+        GemmConfig(columns + 8)
+
+
+def test_choice() -> None:
+    """Small calls have small tiles, so that all multiprocessors have some."""
+    assert fp8_einsum.blackwell_choice("sm_100a", 1, 8, 1024, 148, False) == (BlackwellGemmKey("sm_100a", 64), 128)
+    assert fp8_einsum.blackwell_choice("sm_100a", 8192, 8, 1024, 148, True) == (
+        BlackwellGemmKey("sm_100a", 256, True),
+        148,
+    )
+    chosen = {fp8_einsum.blackwell_choice("sm_103a", rows, 8, 1024, 148, False)[0] for rows in range(1, 4000, 9)}
+    assert chosen == {BlackwellGemmKey("sm_103a", columns) for columns in gemm.COLUMNS}
+    assert all(fp8_einsum.key_for(arch, 9, 8, 1024, 32, 148, False)[0].arch == arch for arch in BLACKWELL)
+
+
+def test_work() -> None:
+    """Shared memory binds, not products."""
+    for work, columns in zip(gemm.work(), 2 * gemm.COLUMNS, strict=True):
+        assert work.flops == work.mma["e4m3"] == 2 * ROWS * columns * 4096
+        assert work.smem["copies"] == work.smem["operands"] == 32 * CHUNK * (ROWS + columns)
