@@ -113,7 +113,7 @@ def dequantize_and_gather_k_cache(
 ) -> None:
     """`kv_cache.ops.dequantize_and_gather_k_cache`, the same arguments and values.
 
-    Rows past the end of out, or whose page the table does not name, are skipped. use_fnuz=True raises
+    Rows past the end of out are skipped, those whose page the table does not name are zeros. use_fnuz=True raises
     NotImplementedError.
     """
     accept_only("dequantize_and_gather_k_cache", False, use_fnuz=use_fnuz)

@@ -176,8 +176,9 @@ def dequantize_and_gather_k_cache(
     """Copy the last rows of each request out of a paged fp8_ds_mla cache, as bf16.
 
     out[r, offset + i] = row seq_lens[r] - len + i of request r, for i < len = min(gather_lens[r], seq_lens[r]). Row p
-    of a request lies in page block_table[r, p // block_size], row p % block_size. Nothing else of `out` is written:
-    rows that would fall past its end, and rows whose page the block table does not name, are skipped.
+    of a request lies in page block_table[r, p // block_size], row p % block_size. A row whose page the block table
+    does not name, or that lies outside the pool, is zeros. Nothing else of `out` is written: rows that would fall past
+    its end are skipped.
 
     out           bf16 [R', M, 512], R' >= R, any strides with a dense last dimension; mutated
     k_cache       uint8 [num_blocks, block_size, 584] or [num_blocks, bytes]

@@ -36,7 +36,9 @@ def dequantize_and_gather_k_cache(
         entries = torch.arange(first, first + length, device=out.device)
         slots = entries_to_slots(entries, torch.full_like(entries, r), block_table, block_size)
         here = formats.valid_slots(slots, capacity)
-        out[r, offset : offset + length][here] = fmt.read(k_cache, block_size, slots[here])
+        rows = out[r, offset : offset + length]
+        rows[here] = fmt.read(k_cache, block_size, slots[here])
+        rows[~here] = 0
 
 
 def qnorm_rope_kv_rope_quant_insert(
