@@ -176,8 +176,9 @@ def dequantize_and_gather_k_cache(
     """Copy the last rows of each request out of a paged fp8_ds_mla cache, as bf16.
 
     out[r, offset + i] = row seq_lens[r] - len + i of request r, for i < len = min(gather_lens[r], seq_lens[r]). Row p
-    of a request lies in page block_table[r, p // block_size], row p % block_size. Nothing else of `out` is written:
-    rows that would fall past its end, and rows whose page the block table does not name, are skipped.
+    of a request lies in page block_table[r, p // block_size], row p % block_size. A row whose page the block table
+    does not name, or that lies outside the pool, is zeros. Nothing else of `out` is written: rows that would fall past
+    its end are skipped.
 
     out           bf16 [R', M, 512], R' >= R, any strides with a dense last dimension; mutated
     k_cache       uint8 [num_blocks, block_size, 584] or [num_blocks, bytes]
@@ -249,6 +250,7 @@ def _check_bf16_insert(
     cos_sin_cache: torch.Tensor,
     eps: float,
     block_size: int,
+    apply_q_norm: bool,
     kv_format: str,
     use_pdl: bool,
 ) -> None:
@@ -269,6 +271,7 @@ def _check_fp8_insert(
     q_scale_inv: torch.Tensor,
     eps: float,
     block_size: int,
+    apply_q_norm: bool,
     kv_format: str,
     use_pdl: bool,
 ) -> None:
@@ -348,7 +351,7 @@ _quant_insert = define_op(
 )
 _bf16_insert = define_op(
     f"{_BF16_INSERT}(Tensor(a!) q, Tensor kv, Tensor(b!) kv_cache, Tensor slot_mapping, Tensor positions, "
-    "Tensor cos_sin_cache, float eps, SymInt block_size, str kv_format, bool use_pdl) -> ()",
+    "Tensor cos_sin_cache, float eps, SymInt block_size, bool apply_q_norm, str kv_format, bool use_pdl) -> ()",
     check=_check_bf16_insert,
     reference=reference.qnorm_rope_kv_rope_full_cache_bf16_insert,
     kernel="cute_kernels.kv_cache.qnorm:BF16_INSERT",
@@ -358,7 +361,7 @@ _bf16_insert = define_op(
 _fp8_insert = define_op(
     f"{_FP8_INSERT}(Tensor q, Tensor kv, Tensor(a!) q_fp8, Tensor(b!) kv_cache, Tensor slot_mapping, "
     "Tensor positions, Tensor cos_sin_cache, Tensor fp8_kv_scale, Tensor q_scale_inv, float eps, SymInt block_size, "
-    "str kv_format, bool use_pdl) -> ()",
+    "bool apply_q_norm, str kv_format, bool use_pdl) -> ()",
     check=_check_fp8_insert,
     reference=reference.qnorm_rope_kv_rope_full_cache_fp8_insert,
     kernel="cute_kernels.kv_cache.qnorm:FP8_INSERT",
@@ -422,6 +425,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
     eps: float,
     block_size: int,
     *,
+    apply_q_norm: bool = True,
     kv_format: str = formats.PLAIN_BF16.id,
     use_pdl: bool = False,
 ) -> None:
@@ -435,7 +439,9 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
 
     The other arguments and the errors are the same.
     """
-    _bf16_insert(q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, kv_format, use_pdl)
+    _bf16_insert(
+        q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, apply_q_norm, kv_format, use_pdl
+    )
 
 
 def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
@@ -451,6 +457,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
     eps: float,
     block_size: int,
     *,
+    apply_q_norm: bool = True,
     kv_format: str = formats.PLAIN_FP8.id,
     use_pdl: bool = False,
 ) -> None:
@@ -481,6 +488,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
         q_scale_inv,
         eps,
         block_size,
+        apply_q_norm,
         kv_format,
         use_pdl,
     )
