@@ -154,3 +154,11 @@ def sink_of(kind: str, heads: int) -> torch.Tensor | None:
         values = [-math.inf, 0.5, math.inf, 3.0, -20.0]
         return torch.tensor([values[h % 5] for h in range(heads)], dtype=torch.float32)
     return torch.full((heads,), {"minus": -math.inf, "plus": math.inf, "finite": 1.25}[kind], dtype=torch.float32)
+
+
+def apart(cache: torch.Tensor, step: int) -> torch.Tensor:
+    """The same pages, or rows of a buffer, `step` elements apart: any step that holds one."""
+    pages, rows, size = cache.shape
+    assert step >= rows * size
+    moved = torch.empty(pages * step, dtype=cache.dtype).as_strided((pages, rows, size), (step, size, 1))
+    return moved.copy_(cache)
