@@ -2,10 +2,12 @@
 
 ops.py                 what users call; ops_*.py: schemas, checks, costs; reference.py: what they mean
 arguments.py           checks that ops share
+call.py                an op's arguments by name: what checks, references, select.py and launches take
+select.py              which kernel runs a call, and the keys of deployments: one table
 decode.py, prefill.py, paged.py, mixed.py
-                       what an op runs on a GPU: which kernel, launch, keys of deployments
-decode_args.py         entry arguments of the decode kernels, and the op's call as theirs
-prefill_args.py        entry arguments of prefill's kernels
+                       launches: a call as its kernel's arguments
+decode_args.py, prefill_args.py
+                       entry arguments of the kernels
 schedule.py            how many splits a row has; selection.py: which rows an index list names
 
 params.py              records that kernels share: query, caches, lists, output, work tiles
@@ -17,6 +19,5 @@ blackwell/             tcgen05: decode.py, decode_2cta.py (more than 64 heads), 
                        prefill_paged.py
 mma_sync/              sm_80 and up: decode.py, prefill.py (all three ops), operands.py (of both);
                        decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a
-gathered.py            which calls Blackwell's own kernels take, as far as tensors go
 combine.py             splits combined
 """
