@@ -23,8 +23,8 @@ from cute_kernels.runtime.record import Cost
 WEIGHT_BLOCK = 128
 
 MOST_OWN_ROWS = 64
-"""Up to so many rows our bf16 GEMM is faster than cuBLAS's for all weights of the layers. With more it is for some, which
-gains a layer nothing (perf/notes/gemm_many_rows.md)."""
+"""Up to so many rows our bf16 GEMM is faster than cuBLAS's for all weights of the layers. With more it is for some of
+them, which gains a layer nothing (perf/notes/gemm_many_rows.md)."""
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
