@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+import warnings
+from collections.abc import Sequence
+from pathlib import Path, PurePath
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -72,7 +74,12 @@ def _files(directory: Path) -> dict[str, list[str]] | None:
         weight_map = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
         files: dict[str, list[str]] = {}
         for name, file in weight_map.items():
+            parts = PurePath(str(file)).parts
+            if not parts or PurePath(str(file)).is_absolute() or ".." in parts:
+                raise CheckpointError(f"checkpoint: {indexes[0]}: {name}: expected a file in {directory}, got {file!r}")
             files.setdefault(str(file), []).append(name)
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint: {indexes[0]} is not a safetensors index: {error}") from error
     return files
@@ -110,11 +117,14 @@ def held_layers(directory: str | Path) -> list[int]:
     return sorted({int(match[1]) for match in found if match})
 
 
-def read_layer_tensors(directory: str | Path, layer_index: int) -> Tensors:
+def read_layer_tensors(directory: str | Path, layer_index: int, config: DeepseekV4Config | None = None) -> Tensors:
     """All tensors of `layers.N.attn.` (optionally behind `model.`), by their name behind that prefix.
 
     Reads every *.safetensors file of the directory, or those its index names. Only this layer's tensors are loaded.
+
+    config   of the layer they are for: a tensor of another shape is refused before memory is asked for
     """
+    shapes = {} if config is None else tensor_shapes(config, config.compress_ratio_of(layer_index))
     directory = Path(directory)
     prefixes = tuple(f"{model}layers.{layer_index}.attn." for model in ("", "model."))
     listed, paths = _paths(directory)
@@ -127,7 +137,10 @@ def read_layer_tensors(directory: str | Path, layer_index: int) -> Tensors:
                 for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     prefix = next((p for p in prefixes if name.startswith(p)), None)
                     if prefix is not None:
-                        tensors[name[len(prefix) :]] = file.get_tensor(name)
+                        short = name[len(prefix) :]
+                        if short in shapes:
+                            _check_shape(layer_index, short, shapes[short], file.get_slice(name).get_shape())
+                        tensors[short] = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"checkpoint: cannot read {path}: {error}") from error
     if not tensors:
@@ -135,11 +148,22 @@ def read_layer_tensors(directory: str | Path, layer_index: int) -> Tensors:
     return tensors
 
 
+def _check_shape(layer_index: int, name: str, shape: tuple[int, ...], found: Sequence[int]) -> None:
+    if tuple(found) != shape:
+        raise CheckpointError(
+            f"checkpoint: layer {layer_index}: {name}: expected shape {list(shape)}, got {list(found)}"
+        )
+
+
 def _scale_of(tensors: Tensors, linear: str) -> torch.Tensor | None:
-    found = [tensors[linear + suffix] for suffix in SCALE_SUFFIXES if linear + suffix in tensors]
-    if not found:
-        return None
-    scale = found[0]
+    found = [_as_fp32(linear, tensors[linear + suffix]) for suffix in SCALE_SUFFIXES if linear + suffix in tensors]
+    if len(found) > 1 and not torch.equal(*found):
+        names = " and ".join(linear + suffix for suffix in SCALE_SUFFIXES)
+        raise CheckpointError(f"checkpoint: {names}: expected one of them, or the same values, got different ones")
+    return found[0] if found else None
+
+
+def _as_fp32(linear: str, scale: torch.Tensor) -> torch.Tensor:
     if scale.dtype == torch.float8_e8m0fnu:
         return numerics.ue8m0_scale(scale.view(torch.uint8)).float()
     if scale.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -152,11 +176,7 @@ def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) 
     for name, shape in tensor_shapes(config, config.compress_ratio_of(layer_index)).items():
         if name not in tensors:
             raise CheckpointError(f"checkpoint: layer {layer_index}: missing tensor {name}")
-        if tuple(tensors[name].shape) != shape:
-            raise CheckpointError(
-                f"checkpoint: layer {layer_index}: {name}: expected shape {list(shape)}, "
-                f"got {list(tensors[name].shape)}"
-            )
+        _check_shape(layer_index, name, shape, tensors[name].shape)
         linear = name.removesuffix(".weight")
         fp8 = tensors[name].dtype == torch.float8_e4m3fn
         if fp8 and linear not in QUANTIZED_TENSORS:
@@ -167,6 +187,8 @@ def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) 
             )
         if not _usable(name, tensors[name]):
             raise CheckpointError(f"checkpoint: layer {layer_index}: {name}: holds NaN or infinite values")
+        if _overflows(name, tensors[name]):
+            raise CheckpointError(f"checkpoint: layer {layer_index}: {name}: holds values beyond those of its layer")
         if fp8:
             _check_scale(config, layer_index, linear, tensors)
     quantized = {n for n in QUANTIZED_TENSORS if n + ".weight" in tensors and _is_fp8(tensors, n)}
@@ -176,6 +198,7 @@ def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) 
         raise CheckpointError(
             f"checkpoint: q_lora_rank: expected a multiple of {WEIGHT_BLOCK}, got {config.q_lora_rank}"
         )
+    _name_unused(config, layer_index, tensors, quantized)
     names = quantized - {"wq_a", "wkv"} | ({"wqa_wkv"} if "wq_a" in quantized else set())
     return frozenset(names)
 
@@ -189,6 +212,30 @@ def _usable(name: str, tensor: torch.Tensor) -> bool:
     if tensor.dtype == torch.float8_e4m3fn:
         return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
     return not bool((tensor.isnan() if name == "attn_sink" else ~tensor.isfinite()).any())
+
+
+def _overflows(name: str, tensor: torch.Tensor) -> bool:
+    """Whether finite values become infinite where the layer keeps them: in fp32 (sinks, positions, norms that are), or
+    bf16."""
+    if tensor.dtype == torch.float8_e4m3fn or tensor.numel() == 0:
+        return False
+    is_fp32_norm = name.endswith("norm.weight") and tensor.dtype == torch.float32
+    dtype = torch.float32 if name == "attn_sink" or name.endswith("ape") or is_fp32_norm else torch.bfloat16
+    largest = tensor[tensor.isfinite()].abs().amax() if bool(tensor.isfinite().any()) else tensor.new_zeros(())
+    return bool(largest.to(dtype).isinf())
+
+
+_named: set[tuple[int, tuple[str, ...]]] = set()
+
+
+def _name_unused(config: DeepseekV4Config, layer_index: int, tensors: Tensors, quantized: set[str]) -> None:
+    """Warn, once per process, of tensors that the layer does not read: the config may be another model's."""
+    used = set(tensor_shapes(config, config.compress_ratio_of(layer_index)))
+    used |= {linear + suffix for linear in quantized for suffix in SCALE_SUFFIXES}
+    unused = tuple(sorted(set(tensors) - used))
+    if unused and (layer_index, unused) not in _named:
+        _named.add((layer_index, unused))
+        warnings.warn(f"checkpoint: layer {layer_index}: not used: {', '.join(unused)}", RuntimeWarning, stacklevel=3)
 
 
 def _check_scale(config: DeepseekV4Config, layer_index: int, linear: str, tensors: Tensors) -> None:

@@ -53,10 +53,10 @@ def _make(fmt: Any, heads: int, rows: int, seed: int) -> Arguments:
     if fmt is FP8_DS_MLA:
         return q, kv, pool, *where, EPS, BLOCK_SIZE, True, fmt.id, True
     if fmt is PLAIN_BF16:
-        return q, kv, pool, *where, EPS, BLOCK_SIZE, fmt.id, True
+        return q, kv, pool, *where, EPS, BLOCK_SIZE, True, fmt.id, True
     q_fp8 = torch.empty(q.shape, dtype=fmt.dtype, device="cuda")
     scales = torch.tensor([0.02], device="cuda"), torch.tensor([60.0], device="cuda")
-    return q, kv, q_fp8, pool, *where, *scales, EPS, BLOCK_SIZE, fmt.id, True
+    return q, kv, q_fp8, pool, *where, *scales, EPS, BLOCK_SIZE, True, fmt.id, True
 
 
 def _cases(fmt: Any, shapes: Sequence[tuple[int, int]]) -> tuple[Case, ...]:

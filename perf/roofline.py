@@ -89,17 +89,17 @@ def microseconds(work: Work, shape: Shape, machine: Machine = B200) -> float:
     return seconds * 1e6
 
 
-def plans() -> list[str]:
+def kernel_modules() -> list[str]:
     """Modules of Blackwell's kernels that may state it."""
     root = Path(cute_kernels.__file__).parent
-    files = (path.relative_to(root).with_suffix("") for path in sorted(root.glob("*/blackwell/*.py")))
-    return [".".join(("cute_kernels", *file.parts)) for file in files]
+    files = sorted(root.glob("*/blackwell/*.py"))
+    return [".".join(("cute_kernels", *path.relative_to(root).with_suffix("").parts)) for path in files]
 
 
 def all_work(modules: Iterable[str] | None = None) -> list[Work]:
-    """What these files state. Imports them, and with them CuTe DSL."""
+    """What kernels state. Imports them, and with them CuTe DSL."""
     found: list[Work] = []
-    for name in plans() if modules is None else modules:
+    for name in kernel_modules() if modules is None else modules:
         declare = getattr(importlib.import_module(name), "work", None)
         found += declare() if declare is not None else ()
     return found

@@ -231,7 +231,7 @@ def make_layer(
     args: argparse.Namespace, config: DeepseekV4Config, index: int, requests: Sequence[Request]
 ) -> DeepseekV4MultiHeadLatentAttentionWrapper:
     if args.checkpoint is not None:
-        tensors = read_layer_tensors(args.checkpoint, index)
+        tensors = read_layer_tensors(args.checkpoint, index, config)
     else:
         tensors = random_layer_tensors(config, index, args.seed, wo_a_quantized=args.wo_a != "bf16")
     options = AttentionOptions(

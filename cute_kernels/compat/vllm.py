@@ -113,7 +113,7 @@ def dequantize_and_gather_k_cache(
 ) -> None:
     """`kv_cache.ops.dequantize_and_gather_k_cache`, the same arguments and values.
 
-    Rows past the end of out, or whose page the table does not name, are skipped. use_fnuz=True raises
+    Rows past the end of out are skipped, those whose page the table does not name are zeros. use_fnuz=True raises
     NotImplementedError.
     """
     accept_only("dequantize_and_gather_k_cache", False, use_fnuz=use_fnuz)
@@ -197,14 +197,18 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
     cache_block_size: int,
     apply_q_norm: bool = True,
 ) -> None:
-    """`kv_cache.ops.fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert`: q is changed in place.
-
-    apply_q_norm=False raises NotImplementedError.
-    """
-    op = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert"
-    accept_only(op, True, apply_q_norm=apply_q_norm)
+    """`kv_cache.ops.fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert`: q is changed in place."""
     kv_cache.fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
-        q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, use_pdl=True
+        q,
+        kv,
+        k_cache,
+        slot_mapping,
+        position_ids,
+        cos_sin_cache,
+        eps,
+        cache_block_size,
+        apply_q_norm=apply_q_norm,
+        use_pdl=True,
     )
 
 
@@ -222,12 +226,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
     cache_block_size: int,
     apply_q_norm: bool = True,
 ) -> None:
-    """`kv_cache.ops.fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert`: q is only read.
-
-    apply_q_norm=False raises NotImplementedError.
-    """
-    op = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert"
-    accept_only(op, True, apply_q_norm=apply_q_norm)
+    """`kv_cache.ops.fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert`: q is only read."""
     kv_cache.fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
         q,
         kv,
@@ -240,6 +239,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
         q_fp8_scale_inv,
         eps,
         cache_block_size,
+        apply_q_norm=apply_q_norm,
         use_pdl=True,
     )
 

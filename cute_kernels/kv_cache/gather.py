@@ -23,6 +23,8 @@ last chunk may reach beyond the rows to gather: they are copied as wholes, and w
 Chunks are dealt to the warps in turn. A call that fits the grid gives a warp two of them, both under way at once; in
 longer ones a stage is filled again as soon as it is used up. A chunk without a page completes its stage's barrier too,
 with no bytes, so that every stage is waited for in the same way.
+
+Both write zeros of a row without a page: who reads the rows finds no others' there.
 """
 
 from __future__ import annotations
@@ -177,14 +179,14 @@ class GatherKernel:
             for i in range_constexpr(self.rows):
                 row_page = cute.arch.shuffle_sync(page, i)
                 _, row = divmod(cutlass.max(first + start + i, 0), page_rows)
-                # a row that has no page reads page 0 and stores nothing
+                # a row that has no page reads page 0 and stores zeros
                 base = Int64(cutlass.max(row_page, 0)) * page_stride
                 data = pool + base + Int64(row) * FP8_DS_MLA.data_bytes
                 scale = scales + base + Int64(row) * FP8_DS_MLA.scale_bytes
                 codes = ptx.load_global_64_in_order(data + Int64(lane * 8))
                 second = ptx.load_global_64_in_order(data + second_offset)
                 third = ptx.load_global_64_in_order(data + third_offset if is_rope else scale)
-                rows.append((row_page if start + i < count else Int32(-1), codes, second, third))
+                rows.append((row_page, codes, second, third))
             position += step
             entry = self.load_entry(ptx.load_global_s32_in_order, position, table, width, page_rows)
 
@@ -194,7 +196,10 @@ class GatherKernel:
                 # lanes with rope have no scales: they need those of block 3 for their first columns
                 low = cute.arch.shuffle_sync(third[0], lane % record.ROPE_LANE)
                 row_target = target + Int64(start + i) * out_row
-                record.store_decoded(row_target, lane, codes, second, rope, (low, third[1]), row_page >= 0, self.arch)
+                is_wanted = start + i < count
+                has_page = is_wanted and row_page >= 0
+                record.store_decoded(row_target, lane, codes, second, rope, (low, third[1]), has_page, self.arch)
+                record.store_zeros(row_target, lane, is_wanted and row_page < 0)
             start += step
 
     def load_entry(self, load: Any, position: Any, table: Any, width: Any, page_rows: Any) -> Any:
@@ -329,10 +334,11 @@ class GatherBulkKernel:
                     cute.arch.mbarrier_wait(barriers + stage, phase)
                     for i in range_constexpr(self.rows):
                         row = start - lead + i
-                        is_wanted = page >= 0 and row >= 0 and row < count
-                        self.store_row(
-                            target + Int64(row) * out_row, lane, ring + stage * self.stage_bytes, i, is_wanted
-                        )
+                        is_wanted = row >= 0 and row < count
+                        row_target = target + Int64(row) * out_row
+                        shared = ring + stage * self.stage_bytes
+                        self.store_row(row_target, lane, shared, i, is_wanted and page >= 0)
+                        record.store_zeros(row_target, lane, is_wanted and page < 0)
                     # no lane reads the stage any more
                     cute.arch.sync_warp()
                     if lane == 0 and later < end:
@@ -558,6 +564,13 @@ def wants_bulk(arch: str, k_cache: Any, block_size: int, gathered: bool, rows: i
     )
 
 
+def _write_zeros(rows: Any, seq_lens: Any, gather_lens: Any) -> None:
+    """The call of a cache, or a table, without pages."""
+    lens = seq_lens if gather_lens is None else seq_lens.minimum(gather_lens)
+    column = lens.new_ones(rows.shape[1]).cumsum(0) - 1
+    rows.masked_fill_((column < lens[:, None])[..., None], 0)
+
+
 def launch(
     out: Any,
     k_cache: Any,
@@ -570,9 +583,13 @@ def launch(
 ) -> None:
     """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported."""
     requests, width, pages = seq_lens.shape[0], block_table.shape[1], k_cache.shape[0]
-    rows = min(out.shape[1] - offset, width * block_size)
-    if requests == 0 or rows <= 0 or pages == 0:
+    room = out.shape[1] - offset
+    if requests == 0 or room <= 0:
         return
+    if width == 0 or pages == 0:
+        _write_zeros(out[:requests, offset:], seq_lens, gather_lens)
+        return
+    rows = min(room, width * block_size)
     device_index = out.device.index
     gathered = gather_lens is not None
     is_bulk = wants_bulk(arch_of(device_index), k_cache, block_size, gathered, requests * rows)

@@ -496,6 +496,7 @@ def supports_bf16_insert(
     cos_sin_cache: Any,
     eps: float,
     block_size: int,
+    apply_q_norm: bool,
     kv_format: str,
     use_pdl: bool,
 ) -> tuple[bool, str]:
@@ -512,11 +513,12 @@ def launch_bf16_insert(
     cos_sin_cache: Any,
     eps: float,
     block_size: int,
+    apply_q_norm: bool,
     kv_format: str,
     use_pdl: bool,
 ) -> None:
     """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
-    key = key_of(q, kv_format)
+    key = key_of(q, kv_format, apply_q_norm)
     launch_with(key, q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, use_pdl)
 
 
@@ -537,6 +539,7 @@ def supports_fp8_insert(
     q_scale_inv: Any,
     eps: float,
     block_size: int,
+    apply_q_norm: bool,
     kv_format: str,
     use_pdl: bool,
 ) -> tuple[bool, str]:
@@ -556,11 +559,12 @@ def launch_fp8_insert(
     q_scale_inv: Any,
     eps: float,
     block_size: int,
+    apply_q_norm: bool,
     kv_format: str,
     use_pdl: bool,
 ) -> None:
     """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
-    key = key_of(q, kv_format)
+    key = key_of(q, kv_format, apply_q_norm)
     scales = fp8_kv_scale.data_ptr(), q_scale_inv.data_ptr()
     out = q_fp8.data_ptr(), q_fp8.stride(0), q_fp8.stride(1), *scales
     launch_with(key, q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, use_pdl, out)

@@ -196,6 +196,13 @@ def store_decoded(
     ptx.store_global_128(start + HALF_ROW, words_second, predicate)
 
 
+def store_zeros(target: Any, lane: Any, predicate: Any) -> None:
+    """As store_decoded: a row that no page has."""
+    start = target + Int64(lane * 16)
+    for half in (0, HALF_ROW):
+        ptx.store_global_128(start + half, (Int32(0),) * 4, predicate)
+
+
 def _values(codes: Any, factor: Any, arch: str) -> Any:
     return convert.bf16x4_from_e4m3(codes[0], factor, arch) + convert.bf16x4_from_e4m3(codes[1], factor, arch)
 

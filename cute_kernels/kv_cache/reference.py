@@ -36,7 +36,9 @@ def dequantize_and_gather_k_cache(
         entries = torch.arange(first, first + length, device=out.device)
         slots = entries_to_slots(entries, torch.full_like(entries, r), block_table, block_size)
         here = formats.valid_slots(slots, capacity)
-        out[r, offset : offset + length][here] = fmt.read(k_cache, block_size, slots[here])
+        rows = out[r, offset : offset + length]
+        rows[here] = fmt.read(k_cache, block_size, slots[here])
+        rows[~here] = 0
 
 
 def qnorm_rope_kv_rope_quant_insert(
@@ -66,10 +68,11 @@ def qnorm_rope_kv_rope_full_cache_bf16_insert(
     cos_sin_cache: torch.Tensor,
     eps: float,
     block_size: int,
+    apply_q_norm: bool,
     kv_format: str,
     use_pdl: bool,
 ) -> None:
-    q.copy_(_turned_q(q, positions, cos_sin_cache, eps))
+    q.copy_(_turned_q(q, positions, cos_sin_cache, eps, apply_q_norm))
     rows = _turned_kv(kv, slot_mapping, positions, cos_sin_cache)
     formats.FORMATS[kv_format].write(kv_cache, block_size, slot_mapping, rows)
 
@@ -86,17 +89,18 @@ def qnorm_rope_kv_rope_full_cache_fp8_insert(
     q_scale_inv: torch.Tensor,
     eps: float,
     block_size: int,
+    apply_q_norm: bool,
     kv_format: str,
     use_pdl: bool,
 ) -> None:
-    turned = _turned_q(q, positions, cos_sin_cache, eps)
+    turned = _turned_q(q, positions, cos_sin_cache, eps, apply_q_norm)
     q_fp8.copy_(numerics.to_e4m3(turned * q_scale_inv).view(torch.float8_e4m3fn))
     rows = _turned_kv(kv, slot_mapping, positions, cos_sin_cache)
     formats.FORMATS[kv_format].write(kv_cache, block_size, slot_mapping, rows, fp8_kv_scale)
 
 
 def _turned_q(
-    q: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, eps: float, apply_q_norm: bool = True
+    q: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, eps: float, apply_q_norm: bool
 ) -> torch.Tensor:
     """fp32 [N, H, 512]: every head normalized without a weight (or not at all), then rotated."""
     x = numerics.rms_norm(q, None, eps) if apply_q_norm else q

@@ -173,10 +173,10 @@ def _arguments(
     if fmt is formats.FP8_DS_MLA:
         return q, kv, pool, *where, 1e-6, block_size, norm, fmt.id, False
     if fmt is formats.PLAIN_BF16:
-        return q, kv, pool, *where, 1e-6, block_size, fmt.id, False
+        return q, kv, pool, *where, 1e-6, block_size, norm, fmt.id, False
     q_fp8 = torch.zeros(rows, heads, 512, dtype=fmt.dtype)
     raw_memory(q_fp8).fill_(_POISON)
-    return q, kv, q_fp8, pool, *where, torch.tensor([0.3]), torch.tensor([17.0]), 1e-6, block_size, fmt.id, False
+    return q, kv, q_fp8, pool, *where, torch.tensor([0.3]), torch.tensor([17.0]), 1e-6, block_size, norm, fmt.id, False
 
 
 def _examples(fmt: Any) -> Iterator[Example]:
@@ -193,8 +193,7 @@ def _examples(fmt: Any) -> Iterator[Example]:
     ):
         name = f"{rows} rows, {slots} of them stored, {heads} heads, pages of {block_size} and {extra} bytes between"
         yield Example(name, _arguments(fmt, rows, heads, block_size, extra, slots), agree)
-    if fmt is formats.FP8_DS_MLA:
-        yield Example("queries rotated only", _arguments(fmt, 60, 5, 64, 0, 60, norm=False))
+    yield Example("queries rotated only", _arguments(fmt, 60, 5, 64, 0, 60, norm=False))
 
 
 _NAME = "fused_deepseek_v4_qnorm_rope_kv_rope_"

@@ -77,6 +77,20 @@ def test_insert_that_writes_fp8_queries() -> None:
     agree(getattr(vllm, FULL_FP8), args, getattr(kv_cache, FULL_FP8), dict(zip(names, args, strict=True)))
 
 
+def test_full_cache_inserts_without_the_norm() -> None:
+    q, kv, cache, *rest = insert_args(formats.PLAIN_BF16)
+    vllm_q = q.clone()
+    getattr(vllm, FULL_BF16)(vllm_q, kv, cache, *rest, 1e-5, 4, apply_q_norm=False)
+    getattr(kv_cache, FULL_BF16)(q, kv, cache, *rest, 1e-5, 4, apply_q_norm=False)
+    assert torch.equal(vllm_q, q)
+    q, kv, cache, *rest = insert_args(formats.PLAIN_FP8)
+    codes = [torch.zeros_like(q, dtype=torch.float8_e4m3fn) for _ in range(3)]
+    for got, module, normed in zip(codes, (vllm, kv_cache, kv_cache), (False, False, True), strict=True):
+        getattr(module, FULL_FP8)(q, kv, got, cache, *rest, *torch.ones(2, 1), 1e-5, 4, apply_q_norm=normed)
+    same = [torch.equal(codes[0].view(torch.uint8), other.view(torch.uint8)) for other in codes[1:]]
+    assert same == [True, False]
+
+
 @pytest.mark.parametrize("padded", [3, 4, 64])
 @pytest.mark.parametrize("apply_q_norm", [True, False])
 def test_insert_that_returns_padded_queries(padded: int, apply_q_norm: bool) -> None:
@@ -222,10 +236,6 @@ def refused() -> list[Any]:
     gather = (torch.zeros(1, 2, 512, dtype=torch.bfloat16), pool(formats.FP8_DS_MLA), int32([1]), None)
     gather = (*gather, int32([[0]]), 4, 0)
     padded = (*insert_args(formats.FP8_DS_MLA), 8, 1e-5, 4)
-    bf16 = (*insert_args(formats.PLAIN_BF16), 1e-5, 4)
-    q, kv, cache, *rest = insert_args(formats.PLAIN_FP8)
-    one = torch.ones(1)
-    fp8 = (q, kv, torch.zeros_like(q, dtype=torch.float8_e4m3fn), cache, *rest, one, one, 1e-5, 4)
     combine, mixed = combine_args(), mixed_args()
     not_known: list[Any] = [
         ("quantize_and_insert_k_cache", k, {"use_fnuz": True}),
@@ -233,8 +243,6 @@ def refused() -> list[Any]:
         (QUANT + "_v033", padded, {"kv_mxfp8": True}),
         (QUANT + "_v033", padded, {"apply_q_rope": False}),
         (QUANT + "_v033", padded, {"is_q_interleaved": True}),
-        (FULL_BF16, bf16, {"apply_q_norm": False}),
-        (FULL_FP8, fp8, {"apply_q_norm": False}),
         ("combine_topk_swa_indices", combine, {"left_visible": TENSOR}),
         ("combine_topk_swa_indices", combine, {"right_visible": TENSOR}),
         ("combine_topk_swa_indices", combine, {"max_image_tokens": 4}),

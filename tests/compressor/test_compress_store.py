@@ -154,6 +154,18 @@ def test_one_hot_scores_are_exact(ratio: int) -> None:
         assert np.array_equal(oracle.to_numpy(scene.kv_cache[page, row]), want)
 
 
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("shift", [1e4, -1e4])
+def test_scores_far_from_zero(ratio: int, shift: float) -> None:
+    """exp of such scores is infinite, or zero, in float64; their differences are what counts."""
+    scene = Scene(Kind(ratio=ratio, format_id="plain_bf16/1"), [2 * ratio])
+    scene.score[0][:] += shift
+    scene.fill_state(0, 0, 2 * ratio)
+    step = scene.step([(0, 0, 2 * ratio)])
+    assert torch.equal(run(scene, step), scene.entry_bytes(step.closed))
+    assert np.isfinite(stored_means(scene, 2)).all()
+
+
 def stored_means(scene: Scene, entries: int) -> np.ndarray:
     """Entries [entries, 512] of request 0 of a plain bf16 scene, float64."""
     rows = [divmod(scene.entry_slot(0, g), 4) for g in range(entries)]

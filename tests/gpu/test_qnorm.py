@@ -228,13 +228,15 @@ def test_fp8_by_a_zero_scale() -> None:
     check("fp8", call)
 
 
-def test_without_the_norm_q_is_rotated_exactly() -> None:
-    for n, heads in ((9, 4), (70, 3)):
-        call = make("mla", n, heads) | {"apply_q_norm": False}
-        want = torch.from_numpy(oracle.bf16_bytes(q_after(call))).view(torch.bfloat16)
+@every_kind
+def test_without_the_norm_q_is_rotated_exactly(kind: str) -> None:
+    for n, heads in ((9, 4), (70, 3), (2000, 3)):
+        call = make(kind, n, heads) | {"apply_q_norm": False}
         gpu = on_gpu(call)
-        run("mla", gpu)
-        assert torch.equal(helpers.bits(gpu["q"].cpu()), helpers.bits(want))
+        run(kind, gpu)
+        run(kind, call)
+        for name in ("q", *(["q_fp8"] if kind == "fp8" else [])):
+            assert torch.equal(helpers.bits(gpu[name].cpu()), helpers.bits(call[name]))
 
 
 def test_the_cache_is_that_of_the_separate_ops() -> None:

@@ -52,9 +52,8 @@ def want(
             row, p = offset + i, seq_len - length + i
             if row >= image.shape[1]:
                 break
-            if p // block_size >= len(table[r]):
-                continue
-            page = table[r][p // block_size]
+            page = table[r][p // block_size] if p // block_size < len(table[r]) else -1
+            image[r, row] = 0
             if 0 <= page < cache.shape[0]:
                 image[r, row] = expected.read_mla(cache, block_size, page * block_size + p % block_size)
     return image
@@ -105,7 +104,7 @@ def test_unused_table_entries_may_be_anything() -> None:
         check(cache, [64, 3], None, [[1, poison], [0, poison]], 64)
 
 
-def test_bad_data_is_skipped() -> None:
+def test_bad_data_is_harmless() -> None:
     """Pages outside the pool, lengths that are negative, longer than the table or than out."""
     cache = random_pool(2, 4)
     table = [[0, -1, 1], [1, INT32_MAX, 0], [0, 2, -(2**31)], [0, 1, 0]]
@@ -122,11 +121,22 @@ def test_nothing_to_do() -> None:
     check(cache, [], None, [], 4, shape=(3, 5))
     check(cache, [0, 0], None, [[0], [0]], 4, shape=(2, 3))
     check(cache, [3, 2], None, [[0], [0]], 4, shape=(2, 0))
-    out = torch.zeros(1, 4, 512, dtype=torch.bfloat16)
+    out = torch.ones(1, 4, 512, dtype=torch.bfloat16)
     one, no_pages = torch.ones(1, dtype=torch.int32), torch.zeros(1, 0, dtype=torch.int32)
     dequantize_and_gather_k_cache(out, cache, one, None, no_pages, 4, 0)
-    dequantize_and_gather_k_cache(out, FMT.allocate(0, 4), one, None, torch.zeros(1, 1, dtype=torch.int32), 4, 0)
-    assert not out.any()
+    assert not out[0, 0].any()
+    assert out[0, 1:].eq(1).all()
+    dequantize_and_gather_k_cache(out, FMT.allocate(0, 4), one * 2, one, torch.zeros(1, 1, dtype=torch.int32), 4, 1)
+    assert not out[0, :2].any()
+    assert out[0, 2:].eq(1).all()
+
+
+def test_no_pages_on_a_gpu() -> None:
+    """Without pages there is nothing to launch a kernel for."""
+    gather = pytest.importorskip("cute_kernels.kv_cache.gather", reason="CuTe DSL is not installed")
+    rows = torch.ones(3, 5, 512, dtype=torch.bfloat16)
+    gather._write_zeros(rows, torch.tensor([2, -7, 9], dtype=torch.int32), torch.tensor([1, 3, 9], dtype=torch.int32))
+    assert rows[..., 0].tolist() == [[0, 1, 1, 1, 1], [1] * 5, [0] * 5]
 
 
 def test_nan_outside_the_gathered_rows_stays_there() -> None:

@@ -62,10 +62,7 @@ def make(
     call |= {"slot_mapping": slots, "positions": positions_for(n, seed), "cos_sin_cache": TABLE}
     if kind == "fp8":
         call |= {"fp8_kv_scale": torch.tensor([0.7]), "q_scale_inv": torch.tensor([3.3])}
-    call |= {"eps": EPS, "block_size": block_size}
-    if kind == "mla":
-        call["apply_q_norm"] = True
-    return call | {"kv_format": fmt.id}
+    return call | {"eps": EPS, "block_size": block_size, "apply_q_norm": True, "kv_format": fmt.id}
 
 
 def run(kind: str, call: Call) -> None:
@@ -217,16 +214,26 @@ def test_eps_and_the_norm_of_the_rope_columns() -> None:
     assert call["q"][0, 0, 511].item() == oracle.bf16_round(np.array([math.sqrt(512)]))[0]
 
 
-def test_without_the_norm_q_is_rotated_exactly() -> None:
-    call = make("mla", 9, 4)
+@pytest.mark.parametrize("kind", ["mla", "bf16"])
+def test_without_the_norm_q_is_rotated_exactly(kind: str) -> None:
+    call = make(kind, 9, 4)
     call["apply_q_norm"] = False
     want = oracle.bf16_round(q_after(call))
-    want_cache = cache_after("mla", call)
+    want_cache = cache_after(kind, call)
     before = call["q"].clone()
-    run("mla", call)
+    run(kind, call)
     np.testing.assert_array_equal(oracle.to_numpy(call["q"]), want)
     assert torch.equal(call["q"][..., :448], before[..., :448])
-    assert torch.equal(helpers.raw_bytes(call["k_cache"]), want_cache)
+    assert torch.equal(helpers.raw_bytes(call[OPS[kind][1]]), want_cache)
+
+
+def test_without_the_norm_fp8_queries_are_rotated_and_scaled() -> None:
+    call = make("fp8", 9, 4)
+    call["apply_q_norm"] = False
+    scaled = q_after(call).astype(np.float32) * call["q_scale_inv"].numpy()
+    want = oracle.e4m3_encode(scaled.astype(np.float64))
+    run("fp8", call)
+    np.testing.assert_array_equal(call["q_fp8"].view(torch.uint8).numpy(), want)
 
 
 def test_the_cache_is_that_of_the_separate_ops() -> None:

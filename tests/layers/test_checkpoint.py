@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from layers import (
@@ -17,6 +20,7 @@ from layers import (
     CheckpointError,
     TensorParallel,
     build_layer,
+    checkpoint,
     held_layers,
     random_layer_tensors,
     read_layer_tensors,
@@ -339,7 +343,7 @@ def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:
 
 def test_an_index_that_names_a_directory(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"layers.0.attn.wq_a.weight": "."}}')
-    refuse(lambda: read_layer_tensors(tmp_path, 0), str(tmp_path), "cannot read")
+    refuse(lambda: read_layer_tensors(tmp_path, 0), str(tmp_path), "expected a file in")
 
 
 def test_an_index_that_promises_what_no_file_holds(tmp_path: Path) -> None:
@@ -377,3 +381,87 @@ def test_norm_weights_keep_fp32() -> None:
     ):
         assert weight.dtype == torch.float32
         assert torch.equal(weight, fine[name])
+
+
+@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/etc/passwd", "a/../../b.safetensors", ""])
+def test_an_index_that_leaves_the_folder(tmp_path: Path, file: str) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    save_file(prefixed(layer_tensors(4), 2), tmp_path / "elsewhere.safetensors")
+    index = {"weight_map": {"layers.2.attn.wq_a.weight": file}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    for read in (lambda: read_layer_tensors(folder, 2), lambda: held_layers(folder)):
+        refuse(read, "layers.2.attn.wq_a.weight", "expected a file in", repr(file))
+
+
+def test_shapes_are_compared_before_tensors_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = WIDE.layer_of_kind(4)
+    tensors = layer_tensors(4)
+    write_single(tmp_path, prefixed(tensors, number))
+    assert sorted(read_layer_tensors(tmp_path, number, WIDE)) == sorted(tensors)
+    save_file(prefixed({"wq_b.weight": torch.zeros(7, 9)}, number), tmp_path / "model.safetensors")
+    loaded: list[str] = []
+
+    class File:
+        def __init__(self, path: str, framework: str) -> None:
+            self.file = safe_open(path, framework=framework)
+
+        def __enter__(self) -> File:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def __getattr__(self, name: str) -> Any:
+            loaded.append(name)
+            return getattr(self.file, name)
+
+    monkeypatch.setattr(checkpoint, "safe_open", File)
+    refuse(lambda: read_layer_tensors(tmp_path, number, WIDE), "wq_b.weight", "expected shape", "[7, 9]")
+    assert "get_tensor" not in loaded
+    read_layer_tensors(tmp_path, number)
+    assert "get_tensor" in loaded
+
+
+def test_two_scales_must_be_one() -> None:
+    tensors = layer_tensors(4)
+    tensors["wq_b.weight_scale_inv"] = tensors["wq_b.scale"].clone()
+    build(tensors)
+    tensors["wq_b.weight_scale_inv"][0, 0] *= 2
+    refuse(lambda: build(tensors), "wq_b.scale and wq_b.weight_scale_inv", "got different ones")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "value"),
+    [
+        ("attn_sink", torch.float64, 1e39),
+        ("compressor.ape", torch.float64, -1e39),
+        ("compressor.wkv.weight", torch.float32, 3.4e38),
+        ("q_norm.weight", torch.float64, 1e300),
+    ],
+)
+def test_values_that_overflow_are_refused(name: str, dtype: torch.dtype, value: float) -> None:
+    tensors = layer_tensors(4)
+    tensors[name] = tensors[name].to(dtype)
+    build(tensors)
+    tensors[name].view(-1)[1] = value
+    refuse(lambda: build(tensors), name, "beyond those of its layer")
+
+
+def test_values_that_do_not_overflow_are_not() -> None:
+    tensors = layer_tensors(4)
+    tensors["attn_sink"][0] = float("inf")
+    tensors["attn_sink"][1] = 3.4e38
+    tensors["q_norm.weight"] = tensors["q_norm.weight"].float()
+    tensors["q_norm.weight"][0] = 3.4e38
+    build(tensors)
+
+
+def test_unused_tensors_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_named", set())
+    tensors = {**layer_tensors(4, quantized=False), "wq_b.scale": torch.ones(1), "wk.bias": torch.ones(2)}
+    with pytest.warns(RuntimeWarning, match=r"checkpoint: layer \d+: not used: wk\.bias, wq_b\.scale$"):
+        build(tensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(tensors)
+        build(layer_tensors(4))

@@ -45,3 +45,34 @@ def test_picks_do_not_depend_on_the_workspace(index_cache: str, monkeypatch: pyt
     small, same = run(index_cache, monkeypatch)
     assert small == [97 * 1024, 2 * 1024]
     assert all(torch.equal(one, two) for one, two in zip(picks, same, strict=True))
+
+
+@pytest.mark.parametrize(("most", "chunks"), [(1 << 20, [3]), (150, [1, 2]), (100, [1, 1, 1]), (1, [1, 1, 1])])
+def test_prefill_requests_are_scored_in_chunks_of_entries(
+    most: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of 105, 80 and 50 entries: as many at a time as `max_total_entries` allows, one at least."""
+
+    def picks(most: int) -> tuple[list[int], torch.Tensor]:
+        layer = make_layer(4, max_num_tokens=1024, max_model_len=512)
+        assert layer.indexer is not None
+        op = layer.indexer.indexer_op
+        assert op.max_total_entries == 1 << 20
+        op.max_total_entries = most
+        found: list[torch.Tensor] = []
+        op.register_forward_hook(lambda module, given, result: found.append(result.clone()))
+        sizes: list[int] = []
+        prefill = op._prefill
+
+        def counted(*args: Any) -> None:
+            sizes.append(args[-2] - args[-3])
+            prefill(*args)
+
+        monkeypatch.setattr(op, "_prefill", counted)
+        rows = [420, 320, 200]
+        Engine(layer, seed=1).step([], [(Request(), hidden_rows(n, seed=n)) for n in rows])
+        return sizes, found[0]
+
+    sizes, found = picks(most)
+    assert sizes == chunks
+    assert torch.equal(found, picks(1 << 20)[1])

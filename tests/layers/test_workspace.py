@@ -125,3 +125,18 @@ def test_plain_caches_need_none(kv: str, monkeypatch: pytest.MonkeyPatch) -> Non
     layer = make_layer(4, kv_cache=kv)
     layer.mla_attn.reserve(CPU)
     assert layer.mla_attn.workspace.parts(0, CPU).untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+def test_what_is_reserved_is_enough_for_the_largest_step(ratio: int) -> None:
+    """As many requests as are gathered at a time, the longest ones, and all rows of a step."""
+    requests, rows = mla.PREFILL_CHUNK_SIZE, 40
+    assert requests > 1
+    layer = make_layer(ratio, prefill="gathered", max_num_tokens=rows * requests, max_model_len=512)
+    layer.mla_attn.reserve(CPU)
+    reserved = layer.mla_attn.workspace.nbytes
+    assert reserved > 0
+    engine, batch = Engine(layer, seed=1), [Request() for _ in range(requests)]
+    for start in range(0, 480, rows):
+        engine.step([], [(request, hidden_rows(rows, seed=start)) for request in batch])
+    assert layer.mla_attn.workspace.nbytes == reserved

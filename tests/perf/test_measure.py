@@ -266,3 +266,64 @@ def test_environment_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = measure.environment()
     read = parse({**synthetic.record([synthetic.cell(1, 1616, 1.7)]), **machine})
     assert (read.gpu, read.commit, read.torch) == (synthetic.GPU, "abc", torch.__version__)
+
+
+# ---- what a time is --------------------------------------------------------------------------------------------------
+
+
+class Gpu:
+    """A clock, and what happened: replays take 100 us at first, then 10, and 5 if nothing has cleared the cache."""
+
+    def __init__(self) -> None:
+        self.now, self.log = 0.0, []
+        self.is_cold, self.replays = False, {}
+
+    def clear(self) -> None:
+        self.log.append("clear")
+        self.now, self.is_cold = self.now + 1000, True
+
+    def replay(self, name: str) -> None:
+        self.replays[name] = self.replays.get(name, 0) + 1
+        self.log.append(name)
+        self.now += 100 if self.replays[name] == 1 else 10 if self.is_cold else 5
+        self.is_cold = False
+
+
+def test_times_are_of_cold_replays_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = gpu.now
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, stop: Event) -> float:
+            return (stop.at - self.at) / 1e3
+
+    class Graph:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def replay(self) -> None:
+            gpu.replay(self.name)
+
+    class Memory:
+        def sum(self) -> None:
+            gpu.clear()
+
+    def ones(size: int, dtype: torch.dtype, device: str) -> Memory:
+        assert size * dtype.itemsize > measure.cold_bytes()
+        return Memory()
+
+    monkeypatch.setattr(measure.torch, "ones", ones)
+    monkeypatch.setattr(measure.torch.cuda, "Event", Event)
+    monkeypatch.setattr(measure, "capture", lambda calls, *rest: (Graph(calls[0]), 2))
+    timings = measure.time_graphs({"a": ["a"], "b": ["b"]}, 1e6, replays=5)
+    assert gpu.log == ["clear", "a", "clear", "b"] * 6
+    for timing in timings.values():
+        assert (timing.median, timing.least, timing.most, timing.replays) == (5.0, 5.0, 5.0, 5)
+        assert (timing.sets, timing.calls_per_replay) == (1, 2)

@@ -1,0 +1,79 @@
+"""The kernel of compute_global_topk_indices_and_lens in the model: rows with and without holes, against loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.indices.translate import TranslateKey
+from tests.compile.reports import compile_report
+from tests.model.launch import divisor, pack, run_grid
+from tests.model.memory import GlobalMemory
+from tests.model.ptx import parse
+
+INT_MAX = 2**31 - 1
+
+
+def translated(
+    key: TranslateKey, picks: np.ndarray, requests: np.ndarray, table: np.ndarray, page_rows: int, valid: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel writes: slots and lengths."""
+    program, memory = parse(compile_report(key).ptx), GlobalMemory(1 << 20)
+    rows, columns = picks.shape
+    split = [page_rows.bit_length() - 1, page_rows] if key.is_shift else list(divisor(page_rows))
+    named = (2**31) // page_rows if key.is_shift else INT_MAX // page_rows + 1
+    out, lens = memory.reserve(4 * rows * columns), memory.reserve(4 * rows)
+    values: list[Any] = [memory.put(picks), 4 * columns, rows, columns, memory.put(requests)]
+    values += [memory.put(table), 4 * table.shape[1], *table.shape, *split, named]
+    values += [memory.put(valid), out, 4 * columns, rows, columns, lens]
+    run_grid(program, pack(program, values), memory, blocks=rows, size=key.smem_bytes, seed=columns)
+    return memory.get(out, (rows, columns), np.int32), memory.get(lens, (rows,), np.int32)
+
+
+def expected(
+    picks: np.ndarray, requests: np.ndarray, table: np.ndarray, page_rows: int, valid: np.ndarray
+) -> tuple[list[list[int]], list[int]]:
+    rows, lens = [], []
+    for row, request, is_valid in zip(picks.tolist(), requests.tolist(), valid.tolist(), strict=True):
+        slots = []
+        for x in row:
+            column = x // page_rows
+            if 0 <= request < table.shape[0] and x >= 0 and column < table.shape[1] and table[request, column] >= 0:
+                slot = int(table[request, column]) * page_rows + x % page_rows
+                slots += [slot] if slot <= INT_MAX else []
+        rows.append(slots + [-1] * (len(row) - len(slots)))
+        lens.append(len(slots) if is_valid else 0)
+    return rows, lens
+
+
+@pytest.mark.parametrize(
+    ("key", "columns", "page_rows"),
+    [
+        (TranslateKey("sm_90a", 4, True, 4, 1), 1024, 64),
+        (TranslateKey("sm_90a", 4, True, 2, 2), 512, 2),
+        (TranslateKey("sm_90a", 4, True, 1, 1), 132, 64),
+        (TranslateKey("sm_90a", 1, False, 4, 1), 77, 48),
+        (TranslateKey("sm_90a", 1, True, 1, 4, True), 33, 1),
+        (TranslateKey("sm_90a", 1, False, 2, 1), 1, 5),
+    ],
+)
+@pytest.mark.parametrize("holes", [0.0, 0.03, 0.6, 1.0])
+def test_rows(key: TranslateKey, columns: int, page_rows: int, holes: float) -> None:
+    rng = np.random.default_rng(columns)
+    picks = rng.integers(0, 30 * page_rows, (5, columns), dtype=np.int32)
+    picks[rng.random(picks.shape) < holes] = -1
+    picks[1, columns // 2 :] = -1  # as behind top-k: no hole
+    picks[2, ::2] = INT_MAX
+    table = rng.integers(0, 2**31 // page_rows // 2, (3, 29), dtype=np.int32)
+    if holes:
+        table[0, 3], table[1, 4:9], table[2, 5] = -1, -(2**31), 2**31 // page_rows if page_rows > 1 else -7
+    requests = np.array([0, 1, 2, 1, -1], np.int32)
+    valid = np.array([True, True, False, True, True])
+    args = picks, requests, table, page_rows, valid
+    got, want = translated(key, *args), expected(*args)
+    assert got[0].tolist() == want[0]
+    assert got[1].tolist() == want[1]
