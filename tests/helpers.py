@@ -27,8 +27,7 @@ def raw_bytes(cache: torch.Tensor) -> torch.Tensor:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor's elements, to compare floats without mercy."""
-    # as a vector first: a last axis of one element may have any stride
-    return x.contiguous().view(-1).view(torch.uint8).view(*x.shape[:-1], x.shape[-1] * x.element_size())
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def check_op(name: str, *args: Any) -> None:
