@@ -80,15 +80,15 @@ class EinsumSet:
 
 def _portable(s: EinsumSet) -> None:
     """The call by the portable kernel, whatever the architecture."""
-    from cute_kernels.linear import fp8_einsum
+    from cute_kernels.linear import call as calls
 
-    with mock.patch.object(fp8_einsum, "HOPPER", ""):
+    with mock.patch.object(calls, "HOPPER", ""):
         s.ours()
 
 
 def _variants() -> dict[str, Callable[[EinsumSet], None]]:
     from cute_kernels.linear import select
-    from cute_kernels.linear.fp8_einsum import PORTABLE_TILES
+    from cute_kernels.linear.call import PORTABLE_TILES
     from cute_kernels.linear.hopper.gemm import GemmKey
     from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
     from cute_kernels.runtime.arch import arch_of, multiprocessors

@@ -4,10 +4,9 @@ ops.py                 what users call
 reference.py           what it means, in torch; also the CPU implementation
 scales.py              scales of 128 columns, four in a word
 quantize.py            kernel: activations quantized
-fp8_gemm.py, fp8_gemm_squares.py, bf16_gemm.py, fp8_einsum.py
-                       what a GEMM op runs on a GPU: supports, launch, keys of deployments
+call.py                what a GEMM op runs on a GPU: supports, launch, keys of deployments
 select.py              which of Hopper's kernels a GEMM takes, and how it cuts K
-params.py              tensors and work tiles of the kernels of blackwell/ and mma_sync/
+params.py              tensors of the kernels, and work tiles of those of blackwell/ and mma_sync/
 
 hopper/                gemm.py: many rows; gemm_swap_ab.py: few
 blackwell/             gemm.py: tcgen05

@@ -136,7 +136,7 @@ _fp8_gemm = define_op(
     "bool batch_invariant, bool use_pdl) -> ()",
     check=_check_fp8,
     reference=reference.fp8_gemm,
-    kernel="cute_kernels.linear.fp8_gemm",
+    kernel="cute_kernels.linear.call:FP8_GEMM",
     cost=_cost_fp8,
 )
 
@@ -278,7 +278,7 @@ _fp8_gemm_squares = define_op(
     "Tensor(b!) squares, bool use_pdl) -> ()",
     check=_check_squares,
     reference=reference.fp8_gemm_squares,
-    kernel="cute_kernels.linear.fp8_gemm_squares",
+    kernel="cute_kernels.linear.call:FP8_GEMM_SQUARES",
     cost=_cost_squares,
 )
 
@@ -340,7 +340,7 @@ _bf16_gemm = define_op(
     "bf16_gemm(Tensor a, Tensor weight, Tensor(a!) out, bool batch_invariant, bool use_pdl) -> ()",
     check=_check_bf16,
     reference=reference.bf16_gemm,
-    kernel="cute_kernels.linear.bf16_gemm",
+    kernel="cute_kernels.linear.call:BF16_GEMM",
     cost=_cost_bf16,
 )
 
@@ -417,7 +417,7 @@ _einsum = define_op(
     "int[] recipe) -> ()",
     check=_check_einsum,
     reference=reference.deepseek_v4_fp8_einsum,
-    kernel="cute_kernels.linear.fp8_einsum",
+    kernel="cute_kernels.linear.call:EINSUM",
     cost=_cost_einsum,
 )
 

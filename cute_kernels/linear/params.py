@@ -1,4 +1,4 @@
-"""Tensors and work tiles of the GEMMs of Blackwell and of those by mma.sync."""
+"""Tensors of the GEMMs, and work tiles of those of Blackwell and by mma.sync."""
 
 from __future__ import annotations
 

@@ -8,17 +8,17 @@ from cute_kernels.models import MODELS
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import fp8_einsum
+from cute_kernels.linear import call as calls
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_every_batch_size_of_a_deployment_has_its_kernel(model: str, tp: int) -> None:
     config = MODELS[model]
-    keys = fp8_einsum.deployment_keys(config, tp, "sm_90a")
+    keys = calls.einsum_keys(config, tp, "sm_90a")
     assert len(set(keys)) == len(keys)
     chosen = {
-        fp8_einsum.key_for("sm_90a", rows, config.o_groups // tp, config.o_lora_rank, 32, 132, False)[0]
+        calls.key_for("sm_90a", rows, config.o_groups // tp, config.o_lora_rank, 32, 132, False)[0]
         for rows in [*range(1, 1200), *range(1200, 40000, 77)]
     }
     assert chosen <= set(keys)

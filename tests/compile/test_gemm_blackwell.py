@@ -11,7 +11,7 @@ from cute_kernels.runtime.arch import BLACKWELL
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import fp8_einsum
+from cute_kernels.linear import call as calls
 from cute_kernels.linear.blackwell import gemm
 from cute_kernels.linear.blackwell.gemm import MANY_TOTALS, REGISTERS, ROWS, BlackwellGemmKey, GemmConfig
 from cute_kernels.linear.params import CHUNK
@@ -75,14 +75,14 @@ def test_plan(columns: int, packed: bool) -> None:
 
 def test_choice() -> None:
     """Small calls have small tiles, so that all multiprocessors have some."""
-    assert fp8_einsum.blackwell_choice("sm_100a", 1, 8, 1024, 148, False) == (BlackwellGemmKey("sm_100a", 64), 128)
-    assert fp8_einsum.blackwell_choice("sm_100a", 8192, 8, 1024, 148, True) == (
+    assert calls.blackwell_choice("sm_100a", 1, 8, 1024, 148, False) == (BlackwellGemmKey("sm_100a", 64), 128)
+    assert calls.blackwell_choice("sm_100a", 8192, 8, 1024, 148, True) == (
         BlackwellGemmKey("sm_100a", 256, True),
         148,
     )
-    chosen = {fp8_einsum.blackwell_choice("sm_103a", rows, 8, 1024, 148, False)[0] for rows in range(1, 4000, 9)}
+    chosen = {calls.blackwell_choice("sm_103a", rows, 8, 1024, 148, False)[0] for rows in range(1, 4000, 9)}
     assert chosen == {BlackwellGemmKey("sm_103a", columns) for columns in gemm.COLUMNS}
-    assert all(fp8_einsum.key_for(arch, 9, 8, 1024, 32, 148, False)[0].arch == arch for arch in BLACKWELL)
+    assert all(calls.key_for(arch, 9, 8, 1024, 32, 148, False)[0].arch == arch for arch in BLACKWELL)
 
 
 def test_work() -> None:

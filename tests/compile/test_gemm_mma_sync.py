@@ -12,7 +12,7 @@ from tests.compile.reports import compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import fp8_einsum
+from cute_kernels.linear import call as calls
 from cute_kernels.linear.mma_sync.gemm import (
     COLUMN_WARPS,
     VECTOR,
@@ -33,7 +33,7 @@ CHOSEN = {
     "sm_120a": ((128, 128, True),),
 }
 KEYS = [PortableGemmKey(arch, *fields) for arch, chosen in CHOSEN.items() for fields in chosen]
-SHAPES = [tile[:2] for tile in fp8_einsum.PORTABLE_TILES]
+SHAPES = [tile[:2] for tile in calls.PORTABLE_TILES]
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
@@ -99,25 +99,25 @@ def test_places(rows: int, columns: int) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
 def test_every_call_of_a_deployment_has_its_kernel(model: str, tp: int, arch: str) -> None:
     config = MODELS[model]
-    keys = fp8_einsum.deployment_keys(config, tp, arch)
+    keys = calls.einsum_keys(config, tp, arch)
     assert len(set(keys)) == len(keys)
     for rows in [*range(1, 1200, 7), *range(1200, 40000, 777)]:
         size = rows, config.o_groups // tp, config.o_lora_rank
         for packed in (False, True):
-            assert fp8_einsum.key_for(arch, *size, 32, 108, packed)[0] in keys
-            assert fp8_einsum.portable_choice(arch, *size, 108, packed)[0] in keys
+            assert calls.key_for(arch, *size, 32, 108, packed)[0] in keys
+            assert calls.portable_choice(arch, *size, 108, packed)[0] in keys
 
 
 def test_hopper_has_its_own_for_one_kind_of_scales() -> None:
-    assert not isinstance(fp8_einsum.key_for("sm_90a", 100, 8, 1024, 32, 132, False)[0], PortableGemmKey)
-    key, blocks = fp8_einsum.key_for("sm_90a", 1, 2, 1024, 32, 132, True)
+    assert not isinstance(calls.key_for("sm_90a", 100, 8, 1024, 32, 132, False)[0], PortableGemmKey)
+    key, blocks = calls.key_for("sm_90a", 1, 2, 1024, 32, 132, True)
     assert key == PortableGemmKey("sm_90a", 16, 64, True)
     assert blocks == 32
 
 
 def test_no_kernel_is_idle() -> None:
     chosen = {
-        fp8_einsum.portable_choice("sm_90a", rows, groups, 1024, 132, False)[0]
+        calls.portable_choice("sm_90a", rows, groups, 1024, 132, False)[0]
         for groups in (1, 2, 4, 8, 16)
         for rows in range(1, 3000, 5)
     }

@@ -11,16 +11,16 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import bf16_gemm, fp8_gemm
+from cute_kernels.linear import call as calls
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from tests.compile.reports import compile_report
 
 KEYS = list(
     dict.fromkeys(
         key
-        for module in (fp8_gemm, bf16_gemm)
+        for kernel in (calls.FP8_GEMM, calls.BF16_GEMM)
         for model, tp in (("v4-flash", 1), ("v4-pro", 1), ("v4-flash", 8))
-        for key in module.deployment_keys(MODELS[model], tp, "sm_90a")
+        for key in kernel.deployment_keys(MODELS[model], tp, "sm_90a")
         if isinstance(key, SwapAbKey)
     )
 )

@@ -22,7 +22,7 @@ from tests.helpers import raw_bytes
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import fp8_einsum
+from cute_kernels.linear import call as calls
 from cute_kernels.linear.hopper.gemm import GemmKey
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from tests.gpu.einsum_calls import EQUATION, RECIPE, Call, close, poison, same_bits
@@ -38,9 +38,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     """Which kernel calls run, and no reference."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
     if request.param == "portable":
-        monkeypatch.setattr(fp8_einsum, "HOPPER", "")
+        monkeypatch.setattr(calls, "HOPPER", "")
         return PortableGemmKey
-    if arch_of(0) != fp8_einsum.HOPPER:
+    if arch_of(0) != calls.HOPPER:
         pytest.skip("the kernel is Hopper's")
     return GemmKey
 
@@ -222,7 +222,7 @@ def test_deployments_use_no_other_keys(kernel: type[KernelKey]) -> None:
     known: set[KernelKey] = set()
     for config in MODELS.values():
         for tp in (1, 2, 4, 8):
-            known.update(fp8_einsum.deployment_keys(config, tp, arch_of(0)))
+            known.update(calls.einsum_keys(config, tp, arch_of(0)))
     before = set(compile_._linked)
     for groups in (1, 2, 4, 8, 16):
         for tokens in (1, 17, 64, 65, 128, 129, 256, 512, 1024, 3000, 8192):

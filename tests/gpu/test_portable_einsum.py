@@ -13,7 +13,7 @@ from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import fp8_einsum
+from cute_kernels.linear import call as calls
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from tests.gpu.einsum_calls import Call, close, poison, portable, same_bits, words
 
@@ -66,7 +66,7 @@ def test_smallest_packed_scales() -> None:
     assert close(out, call.expected())
 
 
-@pytest.mark.parametrize(("rows", "columns", "_"), fp8_einsum.PORTABLE_TILES)
+@pytest.mark.parametrize(("rows", "columns", "_"), calls.PORTABLE_TILES)
 @pytest.mark.parametrize("tokens", [1, 16, 17, 129, 600])
 def test_portable_tiles_agree(rows: int, columns: int, _: float, tokens: int) -> None:
     """Tiles of every size give the same bits, with one block for many tiles too."""

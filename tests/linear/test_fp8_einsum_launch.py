@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import fp8_einsum
+from cute_kernels.linear import call as calls
 from cute_kernels.linear.blackwell.gemm import BlackwellGemmKey
 from cute_kernels.linear.hopper.gemm import GemmKey
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from cute_kernels.runtime import trust
-from tests.sparse_mla.launches import Launches, keep_launches, launch
+from tests.sparse_mla.launches import SMS, Launches, launch
 
 OP = "deepseek_v4_fp8_einsum"
 TENSORS = ("a", "a_scale", "b", "b_scale", "out")
@@ -44,13 +44,15 @@ WORDS = {
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    kept = keep_launches(monkeypatch, fp8_einsum, ())
+    kept: Launches = []
+    monkeypatch.setattr(calls, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(calls, "multiprocessors", lambda index: SMS)
 
     def keep(key: Any, index: Any, *args: Any) -> None:
         names = (*TENSORS, "out_scale", "blocks", "use_pdl") if isinstance(key, GemmKey) else (*TENSORS, "blocks")
         kept.append((key, dict(zip(names, args, strict=True))))
 
-    monkeypatch.setattr(fp8_einsum, "launch_key", keep)
+    monkeypatch.setattr(calls, "launch_key", keep)
     return kept
 
 
@@ -73,9 +75,9 @@ def test_arguments_go_as_they_are(
     expected: Any,
     blocks: int,
 ) -> None:
-    monkeypatch.setattr(fp8_einsum, "arch_of", lambda index: arch)
+    monkeypatch.setattr(calls, "arch_of", lambda index: arch)
     monkeypatch.setattr(trust, "is_trusted", lambda op, index: op == OP)
-    args = launch(OP, fp8_einsum, arguments(**changes))
+    args = launch(OP, arguments(**changes))
     ((key, given),) = launched
     assert key == expected
     for name in TENSORS:
@@ -88,10 +90,10 @@ def test_what_blackwell_leaves_to_the_portable_kernel(
     launched: Launches, monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:
     """A kernel that nobody has verified, and an operand that no descriptor can tell of."""
-    monkeypatch.setattr(fp8_einsum, "arch_of", lambda index: "sm_100a")
+    monkeypatch.setattr(calls, "arch_of", lambda index: "sm_100a")
     monkeypatch.setattr(trust, "is_trusted", lambda op, index: trusted)
     same_weight = torch.zeros(1, 136, 512, dtype=torch.float8_e4m3fn).expand(2, -1, -1)
-    launch(OP, fp8_einsum, arguments(**({"b": same_weight} if trusted else {})))
+    launch(OP, arguments(**({"b": same_weight} if trusted else {})))
     assert [key for key, _ in launched] == [PortableGemmKey("sm_100a", 16, 64, False)]
 
 
@@ -101,7 +103,7 @@ def test_calls_without_results_launch_nothing(launched: Launches) -> None:
             name: tensor[:rows, :groups] for name, tensor in arguments().items() if name in ("a", "a_scale", "out")
         }
         weights = {name: arguments()[name][:groups] for name in ("b", "b_scale")}
-        launch(OP, fp8_einsum, arguments(**tensors, **weights))
+        launch(OP, arguments(**tensors, **weights))
     assert launched == []
 
 
@@ -122,7 +124,7 @@ def test_calls_without_results_launch_nothing(launched: Launches) -> None:
     ],
 )
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, arch: str, change: dict[str, Any], why: str) -> None:
-    monkeypatch.setattr(fp8_einsum, "arch_of", lambda index: arch)
-    supported, reason = fp8_einsum.supports(*arguments(**change).values())
+    monkeypatch.setattr(calls, "arch_of", lambda index: arch)
+    supported, reason = calls.supports_einsum(*arguments(**change).values())
     assert not supported
     assert reason.startswith(why)

@@ -131,13 +131,14 @@ def test_k_is_cut_for_many_rows_where_work_tiles_are_few() -> None:
     """Only where a cluster for each work tile runs at once, and never of queries, whose product has the same bits with
     the sums of squares."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from cute_kernels.linear import fp8_gemm, select
+    from cute_kernels.linear import call as calls
+    from cute_kernels.linear import select
     from cute_kernels.models import MODELS
 
     used = set()
     for model in MODELS.values():
         for tp in (1, 2, 4, 8):
-            declared = set(fp8_gemm.deployment_keys(model, tp, "sm_90a"))
+            declared = set(calls.fp8_keys(model, tp, "sm_90a"))
             for operands, output, groups, outputs, k in select.layer_gemms(model, tp):
                 for rows in range(33, 1200, 31) if operands == "e4m3" else ():
                     shape = output, rows, groups, outputs, k // 128
@@ -158,13 +159,14 @@ def test_k_is_cut_for_many_rows_where_work_tiles_are_few() -> None:
 
 def test_every_call_of_a_deployment_has_its_kernel() -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from cute_kernels.linear import bf16_gemm, fp8_gemm, select
+    from cute_kernels.linear import call as calls
+    from cute_kernels.linear import select
     from cute_kernels.models import MODELS
 
     for model in MODELS.values():
         for tp in (1, 2, 4, 8):
-            modules = {"e4m3": fp8_gemm, "bf16": bf16_gemm}
-            declared = {name: set(module.deployment_keys(model, tp, "sm_90a")) for name, module in modules.items()}
+            kernels = {"e4m3": calls.FP8_GEMM, "bf16": calls.BF16_GEMM}
+            declared = {name: set(kernel.deployment_keys(model, tp, "sm_90a")) for name, kernel in kernels.items()}
             for operands, output, groups, outputs, k in select.layer_gemms(model, tp):
                 for rows in (1, 7, 8, 9, 16, 17, 33, 64, 65, 100, 4096):
                     chunks = k // (128 if operands == "e4m3" else 64)

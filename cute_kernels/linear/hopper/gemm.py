@@ -54,6 +54,7 @@ from cute_kernels.dsl.reduce import exchange_in_quad, over_quad
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import round_up
 from cute_kernels.kv_cache.query_norm import sum_of_quad
+from cute_kernels.linear.params import Strided
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.compile import KernelKey
 
@@ -175,20 +176,6 @@ class GemmKey(KernelKey):
         shape = cute.sym_int(), cute.sym_int()
         squares = make_fake_tensor(Float32, shape, stride=(cute.sym_int64(), 1), assumed_align=4)
         return SquaresGemmKernel(self), (a, a_scale, b, b_scale, out, squares, *call)
-
-
-class Strided(NamedTuple):
-    """Address of a tensor of three dimensions, and its strides in bytes."""
-
-    address: Any
-    strides: tuple[Any, Any, Any]
-
-    @classmethod
-    def of(cls, tensor: Any) -> Strided:
-        return cls(address(tensor), tuple(stride_bytes(tensor, axis) for axis in range(3)))
-
-    def at(self, *index: Any) -> Any:
-        return self.address + sum(Int64(i) * stride for i, stride in zip(index, self.strides, strict=False))
 
 
 class Squares(NamedTuple):

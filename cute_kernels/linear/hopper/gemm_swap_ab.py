@@ -44,6 +44,7 @@ from cute_kernels.dsl import barriers, convert, ptx, wgmma
 from cute_kernels.dsl.reduce import lanes_max_bf16x2
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import round_up
+from cute_kernels.linear.params import Strided
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.compile import KernelKey
 
@@ -153,20 +154,6 @@ class SwapAbKey(KernelKey):
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         entry = (a, scales[0], b, scales[1], out, out_scale, Int32(1), Boolean(False), stream)
         return SwapAbKernel(self), entry
-
-
-class Strided(NamedTuple):
-    """Address of a tensor of three dimensions, and its strides in bytes."""
-
-    address: Any
-    strides: tuple[Any, Any, Any]
-
-    @classmethod
-    def of(cls, tensor: Any) -> Strided:
-        return cls(address(tensor), tuple(stride_bytes(tensor, axis) for axis in range(3)))
-
-    def at(self, *index: Any) -> Any:
-        return self.address + sum(Int64(i) * stride for i, stride in zip(index, self.strides, strict=False))
 
 
 class TileScheduler(NamedTuple):
