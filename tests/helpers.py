@@ -27,7 +27,7 @@ def raw_bytes(cache: torch.Tensor) -> torch.Tensor:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor's elements, to compare floats without mercy."""
-    return x.contiguous().view(torch.uint8)
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def check_op(name: str, *args: Any) -> None:

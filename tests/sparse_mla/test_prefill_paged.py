@@ -211,7 +211,7 @@ def test_window_larger_than_everything():
     batch = Batch([6, 3], [6, 40], window=1000)
     want = batch.expect()
     assert_matches(batch.call(), want)
-    assert_matches(batch.call(window_size=2**40), want)
+    assert_matches(batch.call(window_size=2**31 - 1), want)
 
 
 def test_window_of_one():
@@ -330,7 +330,6 @@ def test_compile():
     [
         ({"q": torch.zeros(5, 3, 512)}, "q", TypeError),
         ({"q": None, "out": None}, "q", TypeError),
-        ({"swa_cache": torch.zeros(3, 64, 584, dtype=torch.uint8)}, "swa_cache", ValueError),
         ({"kv_format": "plain_fp8/1"}, "kv_format", ValueError),
         ({"swa_block_table": model.int32([[1]])}, "swa_block_table", ValueError),
         ({"swa_block_table": torch.zeros(2, 2, dtype=torch.int64)}, "swa_block_table", TypeError),
