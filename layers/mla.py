@@ -39,6 +39,11 @@ PREFILL_CHUNK_SIZE = 4
 LEAST_QUANTIZED_HEADS = 64
 """Kernels for fewer heads, which are faster there, leave rotation and quantization of the output to a launch behind."""
 
+LEAST_RAW_C128A_HEADS = 128
+"""The launch that norms and rotates queries of a decode step also compresses, where the ratio is 128, and takes about
+as long without them: of 256 rows and 64 heads a layer takes 128.1 us with raw queries and 123.7 without, of 128 heads
+255.4 and 257.5 (H100, perf/notes/layer.md)."""
+
 OutputQuant = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions int64 [T], rotary table, and memory of scales: see `sparse_mla_decode`."""
 
@@ -228,7 +233,9 @@ class DeepseekV4MLAAttention(nn.Module):
         chunk of gathered rows."""
         if not self.quantizes(device, m):
             return False
-        return not m.num_prefill_tokens or self._form(device, m) == "gathered"
+        if not m.num_prefill_tokens:
+            return self.compress_ratio != 128 or self.num_heads >= LEAST_RAW_C128A_HEADS
+        return self._form(device, m) == "gathered"
 
     def quantizes(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
         """Whether one attention kernel writes all rows of a step, and can write them as the output projection reads

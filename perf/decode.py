@@ -115,10 +115,10 @@ def _call(splits: Mapping[str, int], s: DecodeSet) -> None:
 
 def block_of(shape: Shape, arch: str) -> int:
     """Heads of a block of the kernel that a shape runs."""
-    from cute_kernels.sparse_mla.decode import key_for
+    from cute_kernels.sparse_mla.select import decode_key
 
     second = "none" if not MODES[shape.mode][0] else "dense" if shape.dense else "listed"
-    key: Any = key_for(arch, shape.heads, second, False, FP8_DS_MLA.id, FP8_DS_MLA.id)
+    key: Any = decode_key(arch, shape.heads, second, False, FP8_DS_MLA.id, FP8_DS_MLA.id)
     return int(key.heads)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cute_kernels import numerics
-from cute_kernels.linear.ops_quantize import activation_scale_shape
+from cute_kernels.linear.ops import activation_scale_shape
 from cute_kernels.linear.scales import BLOCK
 from cute_kernels.runtime.ops import OPS
 from perf.bench import Arguments, Bench, Case, Run, same_bytes

@@ -106,7 +106,7 @@ def sweep(
             others = [MixedSet.make(shape, seed, kv_format) for seed in range(1, number_of_sets(work.bytes))]
             candidates: dict[str, Any] = {}
             if variants:
-                candidates = {GATHERED: lambda s: s.gathered.ours(), PORTABLE: lambda s: portable("mixed", s.ours)}
+                candidates = {GATHERED: lambda s: s.gathered.ours(), PORTABLE: lambda s: portable("mixed_key", s.ours)}
             if variants and prefix:
                 candidates[OVER_BF16] = lambda s: s.ours_over_bf16()
             facts = {"case": prefix + shape.name, "T": shape.rows, "heads": shape.heads}

@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels import numerics
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.linear.ops_quantize import activation_scale_shape
+from cute_kernels.linear.ops import activation_scale_shape
 from cute_kernels.linear.scales import BLOCK
 from cute_kernels.norm.ops import fused_mtp_input_rmsnorm, fused_q_kv_rmsnorm, mtp_shared_head_rmsnorm
 from cute_kernels.runtime.ops import OPS

@@ -219,7 +219,7 @@ def sweep(
             candidates[GATHERED] = partial(PagedSet.gathered, attend=sparse_mla_prefill)
             if shape.rows <= MOST_CUT_ROWS:
                 candidates[WHOLE] = PagedSet.whole
-            candidates[PORTABLE] = lambda s: portable("paged", s.ours)
+            candidates[PORTABLE] = lambda s: portable("paged_key", s.ours)
         facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads, **first.peaks()}
         records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
     return records

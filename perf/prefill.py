@@ -128,10 +128,10 @@ PER_ROW = ("q", "indices", "topk_length", "out", "max_logits", "lse")
 """Arguments with a row per query row."""
 
 
-def portable(module: str, call: Call) -> None:
-    """A call that runs the portable kernel of those in a module, whatever the architecture."""
-    kernels = importlib.import_module(f"cute_kernels.sparse_mla.{module}")
-    with mock.patch.multiple(kernels, HOPPER="", _key=kernels.key_for):
+def portable(choose: str, call: Call) -> None:
+    """A call that runs the portable kernel of those that a function chooses, whatever the architecture."""
+    select = importlib.import_module("cute_kernels.sparse_mla.select")
+    with mock.patch.multiple(select, HOPPER="", **{choose: getattr(select, choose).__wrapped__}):
         call()
 
 
@@ -160,7 +160,7 @@ def sweep(
         sets = [first, *(PrefillSet.make(shape, seed) for seed in range(1, number_of_sets(work.bytes)))]
         candidates = {"flashmla": _flashmla()} if peers and shape.heads in PEER_HEADS else {}
         if variants:
-            candidates[PORTABLE] = lambda s: portable("prefill", s.ours)
+            candidates[PORTABLE] = lambda s: portable("prefill_key", s.ours)
         facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads}
         records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
     return records

@@ -1,8 +1,7 @@
 """The least time that a kernel can take on a GPU that nobody measured: clocks per tile on memory, tensor cores and
 shared memory, and which of them binds.
 
-A kernel states what a tile costs: `work()` of `cute_kernels/<room>/blackwell/<kernel>.py`, or of a plan file
-`cute_kernels/<room>/<kernel>_sm100_plan.py`, returns
+A kernel states what a tile costs: `work()` of `cute_kernels/<package>/blackwell/<kernel>.py` returns
 `cute_kernels.runtime.work.Work`s (bytes from memory, operations of the MMA instructions, bytes through shared memory,
 useful operations, the tiles of standard shapes). Whatever such file has the function is found and reported; nothing is
 registered elsewhere. `python -m perf compiled` keeps the figures, `python -m perf report` shows them, apart from
@@ -90,17 +89,17 @@ def microseconds(work: Work, shape: Shape, machine: Machine = B200) -> float:
     return seconds * 1e6
 
 
-def plans() -> list[str]:
+def kernel_modules() -> list[str]:
     """Modules of Blackwell's kernels that may state it."""
     root = Path(cute_kernels.__file__).parent
-    files = sorted(path for pattern in ("*/blackwell/*.py", "*/*_sm100_plan.py") for path in root.glob(pattern))
+    files = sorted(root.glob("*/blackwell/*.py"))
     return [".".join(("cute_kernels", *path.relative_to(root).with_suffix("").parts)) for path in files]
 
 
 def all_work(modules: Iterable[str] | None = None) -> list[Work]:
-    """What the plan files state. Imports them, and with them CuTe DSL."""
+    """What kernels state. Imports them, and with them CuTe DSL."""
     found: list[Work] = []
-    for name in plans() if modules is None else modules:
+    for name in kernel_modules() if modules is None else modules:
         declare = getattr(importlib.import_module(name), "work", None)
         found += declare() if declare is not None else ()
     return found

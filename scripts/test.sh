@@ -6,12 +6,12 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/_setup.sh"
 
 left_out=()
-core_minutes=30
+core_minutes=34
 if [[ ${1-} == --quick ]]; then
   shift
   core_minutes=5
   left_out=(
-    tests/compile tests/gpu tests/model tests/scripts
+    tests/compile tests/contract tests/gpu tests/model tests/scripts
     tests/layers/test_{compile,exactness,meaning,parallel}.py tests/perf/test_layer.py tests/runtime/test_verify.py
   )
 fi

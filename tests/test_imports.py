@@ -49,9 +49,9 @@ def load() -> dict[str, set[str]]:
 
 
 IMPORTS = load()
-ROOMS = ("compressor", "indexer", "indices", "insert_compress", "kv_cache", "linear", "norm", "output", "sparse_mla")
+PACKAGES = ("compressor", "indexer", "indices", "insert_compress", "kv_cache", "linear", "norm", "output", "sparse_mla")
 LAYERS = ("cute_kernels.layers", "layers")
-ROOMS = tuple(f"cute_kernels.{room}" for room in ROOMS)
+PACKAGES = tuple(f"cute_kernels.{package}" for package in PACKAGES)
 
 
 def last(module: str) -> str:
@@ -73,9 +73,15 @@ def test_the_scanner_sees_every_form_of_import() -> None:
     source = (
         "import a.b as c\nfrom . import ops, other\nfrom ..dsl import ptx\ndef f():\n    from cutlass import cute\n"
     )
-    known = ["p.room.ops", "p.dsl.ptx"]
-    assert scan(source, "p.room.kernel", False, known) == {"a.b", "p.room.ops", "p.room", "p.dsl.ptx", "cutlass"}
-    assert scan("from . import ops", "p.room", True, known) == {"p.room.ops"}
+    known = ["p.package.ops", "p.dsl.ptx"]
+    assert scan(source, "p.package.kernel", False, known) == {
+        "a.b",
+        "p.package.ops",
+        "p.package",
+        "p.dsl.ptx",
+        "cutlass",
+    }
+    assert scan("from . import ops", "p.package", True, known) == {"p.package.ops"}
     assert "torch" in reached("cute_kernels.kv_cache.ops")
     assert "cute_kernels.numerics" in reached("cute_kernels.kv_cache.reference")
 
@@ -90,8 +96,8 @@ def violations(
 
 
 def test_a_reference_needs_no_kernel_and_no_compiler() -> None:
-    references = [m for m in IMPORTS if within(m, ROOMS) and last(m).startswith("reference")]
-    assert len(references) >= len(ROOMS)
+    references = [m for m in IMPORTS if within(m, PACKAGES) and last(m).startswith("reference")]
+    assert len(references) >= len(PACKAGES)
     assert violations(references, lambda name: within(name, (*DSL, "cute_kernels.dsl")), transitive=True) == {}
 
 
@@ -100,7 +106,7 @@ def test_layers_reach_kernels_through_ops_only() -> None:
 
     def forbidden(name: str) -> bool:
         if within(name, ["cute_kernels"]):
-            is_ops = name.rpartition(".")[0] in ROOMS and last(name).startswith("ops")
+            is_ops = name.rpartition(".")[0] in PACKAGES and last(name).startswith("ops")
             return not (is_ops or name == "cute_kernels" or within(name, (*shared, LAYERS[0])))
         return within(name, (*DSL, LAYERS[1], "perf", "scripts", "tests"))
 
@@ -110,9 +116,9 @@ def test_layers_reach_kernels_through_ops_only() -> None:
 def test_the_library_imports_nothing_above_it() -> None:
     library = [m for m in IMPORTS if within(m, ["cute_kernels"]) and not within(m, LAYERS)]
     assert violations(library, lambda name: within(name, (*LAYERS, "perf", "scripts", "tests"))) == {}
-    rooms_go_here = (*ROOMS, "cute_kernels.__main__", "cute_kernels.compat")
-    below = [m for m in library if m != "cute_kernels" and not within(m, rooms_go_here)]
-    assert violations(below, lambda name: within(name, ROOMS)) == {}
+    packages_go_here = (*PACKAGES, "cute_kernels.__main__", "cute_kernels.compat")
+    below = [m for m in library if m != "cute_kernels" and not within(m, packages_go_here)]
+    assert violations(below, lambda name: within(name, PACKAGES)) == {}
     others = [m for m in IMPORTS if not within(m, ["cute_kernels.compat"])]
     assert violations(others, lambda name: within(name, ["cute_kernels.compat"])) == {}
 
@@ -122,7 +128,7 @@ def test_kernels_import_no_torch() -> None:
         module
         for module, imports in IMPORTS.items()
         if within(module, ["cute_kernels.dsl"])
-        or (within(module, ROOMS) and any(within(name, ("cutlass", "cute_kernels.dsl")) for name in imports))
+        or (within(module, PACKAGES) and any(within(name, ("cutlass", "cute_kernels.dsl")) for name in imports))
     ]
     assert violations(kernels, lambda name: within(name, ["torch"])) == {}
 
@@ -149,6 +155,8 @@ def test_importing_the_packages_is_silent_and_loads_no_compiler(tmp_path: Path) 
 
 def test_every_module_of_ops_references_and_layers_imports_without_a_compiler() -> None:
     """What importing the packages does not load: submodules that users import by name."""
-    names = sorted(m for m in IMPORTS if within(m, LAYERS) or (within(m, ROOMS) and last(m).startswith(("ops", "ref"))))
+    names = sorted(
+        m for m in IMPORTS if within(m, LAYERS) or (within(m, PACKAGES) and last(m).startswith(("ops", "ref")))
+    )
     code = f"import importlib, sys\nfor m in {names!r}: importlib.import_module(m)\nsys.exit('cutlass' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -17,8 +17,7 @@ import torch
 from cute_kernels import formats
 from cute_kernels.compat.arguments import accept_only
 from cute_kernels.runtime.checks import Checker
-from cute_kernels.sparse_mla.ops_decode import sparse_mla_decode
-from cute_kernels.sparse_mla.ops_prefill import sparse_mla_prefill
+from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_prefill
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 

@@ -15,8 +15,7 @@ import torch
 from cute_kernels import formats
 from cute_kernels.compat.arguments import accept_only, required
 from cute_kernels.runtime.checks import Checker
-from cute_kernels.sparse_mla.ops_decode import sparse_mla_decode
-from cute_kernels.sparse_mla.ops_mixed import sparse_mla_mixed
+from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_mixed
 
 __all__ = ["trtllm_batch_decode_sparse_mla_dsv4"]
 

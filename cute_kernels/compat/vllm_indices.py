@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.compat.arguments import accept_only
 from cute_kernels.indices import ops
-from cute_kernels.indices.arguments import mixed_width
+from cute_kernels.indices.ops import mixed_width
 from cute_kernels.runtime.checks import Checker
 
 __all__ = [

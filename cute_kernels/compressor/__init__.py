@@ -1,0 +1,13 @@
+"""The compressor: projections saved in a state cache, groups of tokens closed into compressed cache entries.
+
+ops.py                 what users call: schemas, checks, costs
+reference.py           what it means, in torch; also the CPU implementation
+call.py                calls of the ops that store entries, by name
+select.py              which kernel they run
+
+ratio4.py              kernels of ratio 4, stored from the state cache or straight from the projections
+ratio128.py            the same of ratio 128
+epilogue.py            of both: norm, rotation, rounding, quantization, stores
+save.py                kernel: projections saved
+slots.py               kernel: slots of entries
+"""

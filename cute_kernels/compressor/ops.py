@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels import formats
+from cute_kernels import formats, numerics
 from cute_kernels.compressor import reference
-from cute_kernels.compressor.ops_fused import fused_compress_norm_rope_store
-from cute_kernels.compressor.ops_store import RATIOS, compress_norm_rope_store
 from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
@@ -20,6 +18,99 @@ __all__ = [
     "get_compressed_slot_mapping",
     "save_partial_states",
 ]
+
+
+# ---- what all ops that store entries share
+
+RATIOS = (4, 128)
+STORE_FORMATS = (
+    formats.FP8_DS_MLA,
+    formats.PLAIN_BF16,
+    formats.PLAIN_FP8,
+    formats.INDEXER_FP8,
+    formats.INDEXER_MXFP4,
+    formats.INDEXER_MXFP4_WIDE,
+)
+# (quant_block, token_stride, scale_dim): how callers of compress_norm_rope_store spell a format. Plain formats use none
+# of the three; they go by the values of their head size.
+_GEOMETRY = {
+    formats.FP8_DS_MLA.id: (64, 576, 8),
+    formats.PLAIN_BF16.id: (64, 576, 8),
+    formats.PLAIN_FP8.id: (64, 576, 8),
+    formats.INDEXER_FP8.id: (128, 128, 4),
+    formats.INDEXER_MXFP4.id: (32, 64, 4),
+    formats.INDEXER_MXFP4_WIDE.id: (32, 64, 4),
+}
+
+
+def _check_rows(c: Checker, argument: str, value: torch.Tensor, dtype: torch.dtype, rows: Any) -> None:
+    c.tensor(argument, value, dtype, (None,))
+    c.require(value.shape[0] >= rows, argument, f"at least {rows} rows, as in slot_mapping", value.shape[0])
+
+
+def check_store(
+    c: Checker,
+    state_cache: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    rms_norm_weight: torch.Tensor,
+    fp8_scale: torch.Tensor | None,
+    rms_norm_eps: float,
+    compress_ratio: int,
+    kv_format: str,
+    e2m1_rounding: str,
+    index_hadamard: bool,
+) -> formats.CompressorStateFormat:
+    """The arguments every op that stores entries has; returns the format of the state cache."""
+    fmt = formats.get_format(c, "kv_format", kv_format, *STORE_FORMATS)
+    c.one_of("compress_ratio", compress_ratio, RATIOS)
+    c.one_of("e2m1_rounding", e2m1_rounding, numerics.E2M1_ROUNDINGS)
+    indexer = fmt.dim == formats.INDEX_DIM
+    c.require(indexer or not index_hadamard, "index_hadamard", f"False for {kv_format}", index_hadamard)
+    state = formats.compressor_state(fmt.dim, compress_ratio)
+    state.check(c, "state_cache", state_cache)
+    c.require(state_cache.shape[1] > 0, "state_cache", "pages of at least one row", list(state_cache.shape))
+    fmt.check(c, "kv_cache", kv_cache)
+    c.require(kv_cache.shape[1] > 0, "kv_cache", "pages of at least one row", list(kv_cache.shape))
+    c.tensor("slot_mapping", slot_mapping, torch.int64, (None,))
+    rows = slot_mapping.shape[0]
+    _check_rows(c, "token_to_req_indices", token_to_req_indices, torch.int32, rows)
+    _check_rows(c, "positions", positions, torch.int64, rows)
+    _check_rows(c, "kv_slot_mapping", kv_slot_mapping, torch.int64, rows)
+    c.tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
+    c.require(cos_sin_cache.shape[0] > 0, "cos_sin_cache", "at least one position", list(cos_sin_cache.shape))
+    c.tensor("rms_norm_weight", rms_norm_weight, (torch.bfloat16, torch.float32), (fmt.dim,))
+    c.tensor("fp8_scale", fp8_scale, torch.float32, (1,), optional=True)
+    scaled = fmt is formats.PLAIN_FP8
+    expected = "a tensor" if scaled else f"None for {kv_format}"
+    c.require((fp8_scale is not None) == scaled, "fp8_scale", expected, "None" if fp8_scale is None else "a tensor")
+    c.require(rms_norm_eps >= 0, "rms_norm_eps", "a number >= 0", rms_norm_eps)
+    return state
+
+
+def entry_cost(entries: int, kv_format: str, compress_ratio: int) -> Cost:
+    """Reading no state: bytes of the records, flops of the windows, with an exp counted as one."""
+    fmt = formats.FORMATS[kv_format]
+    if isinstance(fmt, formats.IndexerMxfp4Format):
+        fmt = formats.INDEXER_MXFP4
+    window = reference.window_rows(compress_ratio)
+    return Cost(bytes=entries * fmt.page_bytes(1), flops=entries * fmt.dim * (6 * window + 8))
+
+
+def validate_entry_slots(
+    op: str, kv_cache: torch.Tensor, kv_slot_mapping: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """The slots of entries must be distinct where they are slots of the cache."""
+    rows = slot_mapping.shape[0]
+    capacity = kv_cache.shape[0] * kv_cache.shape[1]
+    validate.distinct_slots(op, "kv_slot_mapping", kv_slot_mapping[:rows], capacity)
+
+
+# ---- projections saved, slots of entries
 
 
 def _check_save(
@@ -206,3 +297,496 @@ def get_compressed_slot_mapping(
         out = torch.empty(num_tokens, dtype=torch.int64, device=query_start_loc.device)
     _slots(out, query_start_loc, seq_lens, block_table, slot_mapping, num_tokens, block_size, compress_ratio)
     return out[:num_tokens]
+
+
+# ---- entries from the state cache
+
+
+def _check_compress(
+    state_cache: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    rms_norm_weight: torch.Tensor,
+    fp8_scale: torch.Tensor | None,
+    rms_norm_eps: float,
+    compress_ratio: int,
+    kv_format: str,
+    e2m1_rounding: str,
+    index_hadamard: bool,
+) -> None:
+    c = Checker("compress_norm_rope_store")
+    check_store(
+        c,
+        state_cache,
+        token_to_req_indices,
+        positions,
+        slot_mapping,
+        cos_sin_cache,
+        kv_cache,
+        kv_slot_mapping,
+        rms_norm_weight,
+        fp8_scale,
+        rms_norm_eps,
+        compress_ratio,
+        kv_format,
+        e2m1_rounding,
+        index_hadamard,
+    )
+    c.tensor("block_table", block_table, torch.int32, (None, None))
+
+
+def _cost_compress(
+    state_cache: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    rms_norm_weight: torch.Tensor,
+    fp8_scale: torch.Tensor | None,
+    rms_norm_eps: float,
+    compress_ratio: int,
+    kv_format: str,
+    *_: Any,
+) -> Cost:
+    tokens = reference.closing_tokens(positions, slot_mapping, kv_slot_mapping, state_cache, kv_cache, compress_ratio)
+    every = reference.readable_windows(
+        tokens, positions, token_to_req_indices, state_cache, block_table, compress_ratio
+    )
+    entries = entry_cost(every.tokens.shape[0], kv_format, compress_ratio)
+    state_bytes = int(every.cached.sum()) * 2 * 4 * formats.FORMATS[kv_format].dim
+    return Cost(bytes=entries.bytes + state_bytes + 3 * nbytes(slot_mapping), flops=entries.flops)
+
+
+def _validate_compress(
+    state_cache: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    *_: Any,
+) -> None:
+    validate_entry_slots("compress_norm_rope_store", kv_cache, kv_slot_mapping, slot_mapping)
+
+
+_compress = define_op(
+    "compress_norm_rope_store(Tensor state_cache, Tensor token_to_req_indices, Tensor positions, Tensor slot_mapping, "
+    "Tensor block_table, Tensor cos_sin_cache, Tensor(a!) kv_cache, Tensor kv_slot_mapping, Tensor rms_norm_weight, "
+    "Tensor? fp8_scale, float rms_norm_eps, int compress_ratio, str kv_format, str e2m1_rounding, bool index_hadamard) "
+    "-> ()",
+    check=_check_compress,
+    reference=reference.compress_norm_rope_store,
+    kernel="cute_kernels.compressor.select:COMPRESS",
+    cost=_cost_compress,
+    validate=_validate_compress,
+)
+
+
+def compress_norm_rope_store(
+    state_cache: torch.Tensor,
+    num_actual: int,
+    token_to_req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    state_width: int,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    k_cache_metadata: Any,
+    pdl_kwargs: dict[str, Any] | None,
+    head_dim: int,
+    rope_head_dim: int,
+    compress_ratio: int,
+    overlap: bool,
+    use_fp4_cache: bool,
+    rms_norm_weight: torch.Tensor,
+    rms_norm_eps: float,
+    quant_block: int,
+    token_stride: int,
+    scale_dim: int,
+    *,
+    kv_format: str | None = None,
+    fp8_scale: torch.Tensor | None = None,
+    e2m1_rounding: str = "ties_to_lower",
+    index_hadamard: bool = False,
+) -> None:
+    """Compute the compressed entries that a step closes, from the state cache, and store them.
+
+    Row t < num_actual acts iff slot_mapping[t] is a slot of the state cache, (positions[t] + 1) mod ratio == 0 and
+    k_cache_metadata.slot_mapping[t] is a slot of kv_cache; that is where entry g = positions[t] // ratio goes. Per
+    channel, x = sum over the window of softmax(score) * kv (ratio 128: the 128 own tokens; ratio 4: 8 tokens, the
+    previous group's first halves and the own group's second halves; tokens before position 0 take no part). Then
+    y = x * rsqrt(mean(x^2) + eps) * weight, its last 64 columns rotated with position g * ratio, rounded to bf16, and
+
+        fp8_ds_mla/1         e4m3 per 64 columns, rotated columns bf16
+        plain_bf16/1         as is
+        plain_fp8/1          e4m3 of the bf16 value times the fp32 inverse of fp8_scale
+        indexer_fp8/1        e4m3 with one scale for all 128 columns
+        indexer_mxfp4/1      e2m1 per 32 columns; indexer_mxfp4_wide/1 is the same in rows of 132 bytes
+
+    state_cache            fp32 [num_blocks, block_size, 2 * state_width], the step's own rows already saved
+    num_actual             rows to look at, at most the rows of slot_mapping
+    token_to_req_indices   int32 [>= num_actual]; a row whose request has no row in the table is skipped
+    positions              int64 [>= num_actual]
+    slot_mapping           int64 [>= num_actual], state slots
+    block_table            int32 [R, columns] of the state cache, row-strided; only the windows' pages are looked up. An
+                           entry whose window has a row on a page that is negative or outside the cache is skipped
+    block_size             tokens per state page
+    state_width            head_dim, twice that for ratio 4
+    cos_sin_cache          fp32 [max_pos, 64], cos then sin
+    kv_cache               the compressed cache, [num_blocks, rows, row_elements] of the format; mutated
+    k_cache_metadata       object whose `slot_mapping` is int64 [>= num_actual]: slots of kv_cache, distinct where valid
+    pdl_kwargs             launch options; they never change the result
+    head_dim               512, or 128 for the indexer
+    rope_head_dim          64
+    compress_ratio         4 or 128
+    overlap                compress_ratio == 4
+    use_fp4_cache          the format is MXFP4 (head_dim 128 only)
+    rms_norm_weight        bf16 or fp32 [head_dim]
+    rms_norm_eps           added to the mean square
+    quant_block            columns per scale, with token_stride (data bytes) and scale_dim (scale bytes) of a record:
+                           (64, 576, 8) for head_dim 512, (128, 128, 4) for fp8 and (32, 64, 4) for MXFP4 indexer rows
+    kv_format              record format id; None: fp8_ds_mla/1 for head_dim 512, else indexer_fp8/1 or indexer_mxfp4/1
+    fp8_scale              fp32 [1], for plain_fp8/1 only: value = code * scale
+    e2m1_rounding          "ties_to_lower" or "ties_to_even", for MXFP4
+    index_hadamard         indexer only: the bf16 entry goes through a 128-point Hadamard transform in fp32 and is
+                           rounded to bf16 again before it is quantized
+
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    c = Checker("compress_norm_rope_store")
+    c.one_of("head_dim", head_dim, (formats.HEAD_DIM, formats.INDEX_DIM))
+    c.one_of("compress_ratio", compress_ratio, RATIOS)
+    if kv_format is None:
+        small = formats.INDEXER_MXFP4 if use_fp4_cache else formats.INDEXER_FP8
+        kv_format = formats.FP8_DS_MLA.id if head_dim == formats.HEAD_DIM else small.id
+    fmt = formats.get_format(c, "kv_format", kv_format, *STORE_FORMATS)
+    if fmt.dim != head_dim:
+        c.fail("kv_format", f"a format with {head_dim} columns", repr(kv_format))
+    fp4 = isinstance(fmt, formats.IndexerMxfp4Format)
+    width = formats.compressor_state(head_dim, compress_ratio).width
+    block, stride, scale = _GEOMETRY[kv_format]
+    c.tensor("state_cache", state_cache, torch.float32, (None, None, None))
+    c.flags(overlap=overlap, use_fp4_cache=use_fp4_cache)
+    c.ints(num_actual=num_actual, rope_head_dim=rope_head_dim, block_size=block_size, state_width=state_width)
+    c.ints(quant_block=quant_block, token_stride=token_stride, scale_dim=scale_dim)
+    for argument, got, expected in (
+        ("rope_head_dim", rope_head_dim, formats.ROPE_DIM),
+        ("overlap", overlap, compress_ratio == 4),
+        ("use_fp4_cache", use_fp4_cache, fp4),
+        ("block_size", block_size, state_cache.shape[1]),
+        ("state_width", state_width, width),
+        ("quant_block", quant_block, block),
+        ("token_stride", token_stride, stride),
+        ("scale_dim", scale_dim, scale),
+    ):
+        # Messages are built on failure only: a traced call has no strings of symbolic sizes.
+        if got != expected:
+            sizes = f"head_dim {head_dim}, compress_ratio {compress_ratio}, pages of {state_cache.shape[1]} tokens"
+            c.fail(argument, f"{expected} ({kv_format}, {sizes})", got)
+    c.tensor("slot_mapping", slot_mapping, torch.int64, (None,))
+    if not 0 <= num_actual <= slot_mapping.shape[0]:
+        c.fail("num_actual", f"0 to {slot_mapping.shape[0]}, the rows of slot_mapping", num_actual)
+    entry_slots: Any = getattr(k_cache_metadata, "slot_mapping", None)
+    c.tensor("k_cache_metadata.slot_mapping", entry_slots, torch.int64, (None,))
+    if entry_slots.shape[0] < num_actual:
+        c.fail("k_cache_metadata.slot_mapping", f"at least num_actual = {num_actual} rows", entry_slots.shape[0])
+    _compress(
+        state_cache,
+        token_to_req_indices,
+        positions,
+        slot_mapping[:num_actual],
+        block_table,
+        cos_sin_cache,
+        kv_cache,
+        entry_slots,
+        rms_norm_weight,
+        fp8_scale,
+        rms_norm_eps,
+        compress_ratio,
+        kv_format,
+        e2m1_rounding,
+        index_hadamard,
+    )
+
+
+# ---- saving and storing in one
+
+PERSIST_MODES = ("all", "window")
+
+
+def _check_fused(
+    kv_score: torch.Tensor,
+    ape: torch.Tensor,
+    positions: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    state_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    rms_norm_weight: torch.Tensor,
+    min_restart: torch.Tensor | None,
+    fp8_scale: torch.Tensor | None,
+    rms_norm_eps: float,
+    compress_ratio: int,
+    keep_every: int,
+    kv_format: str,
+    persist: str,
+    e2m1_rounding: str,
+    index_hadamard: bool,
+    use_pdl: bool,
+) -> None:
+    c = Checker("fused_compress_norm_rope_store")
+    state = check_store(
+        c,
+        state_cache,
+        token_to_req_indices,
+        positions,
+        slot_mapping,
+        cos_sin_cache,
+        kv_cache,
+        kv_slot_mapping,
+        rms_norm_weight,
+        fp8_scale,
+        rms_norm_eps,
+        compress_ratio,
+        kv_format,
+        e2m1_rounding,
+        index_hadamard,
+    )
+    c.tensor("kv_score", kv_score, torch.float32, (None, state.row_elements))
+    rows = slot_mapping.shape[0]
+    c.require(rows <= kv_score.shape[0], "slot_mapping", f"at most the {kv_score.shape[0]} rows of kv_score", rows)
+    c.tensor("ape", ape, torch.float32, (compress_ratio, state.width))
+    c.tensor("block_table", block_table, torch.int32, ("R", None))
+    c.tensor("query_start_loc", query_start_loc, torch.int32, (block_table.shape[0] + 1,))
+    c.tensor("min_restart", min_restart, torch.int32, ("R",), optional=True)
+    c.one_of("persist", persist, PERSIST_MODES)
+    whole = keep_every >= 0 and keep_every % compress_ratio == 0
+    c.require(whole, "keep_every", f"0 or a positive multiple of compress_ratio = {compress_ratio}", keep_every)
+
+
+def _cost_fused(
+    kv_score: torch.Tensor,
+    ape: torch.Tensor,
+    positions: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    state_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    rms_norm_weight: torch.Tensor,
+    min_restart: torch.Tensor | None,
+    fp8_scale: torch.Tensor | None,
+    rms_norm_eps: float,
+    compress_ratio: int,
+    keep_every: int,
+    kv_format: str,
+    persist: str,
+    *_: Any,
+) -> Cost:
+    tokens = reference.closing_tokens(positions, slot_mapping, kv_slot_mapping, state_cache, kv_cache, compress_ratio)
+    every = reference.readable_windows(
+        tokens, positions, token_to_req_indices, state_cache, block_table, compress_ratio, query_start_loc
+    )
+    saved = reference.saved_tokens(
+        positions,
+        token_to_req_indices,
+        query_start_loc,
+        state_cache,
+        slot_mapping,
+        min_restart,
+        compress_ratio,
+        persist,
+        keep_every,
+    )
+    needed = saved.clone()
+    needed[every.step_rows[every.step_rows >= 0]] = True
+    entries = entry_cost(every.tokens.shape[0], kv_format, compress_ratio)
+    state_bytes = int(every.cached.sum()) * 2 * 4 * formats.FORMATS[kv_format].dim
+    row_bytes = 4 * state_cache.shape[2]
+    moved = entries.bytes + state_bytes + (int(needed.sum()) + int(saved.sum())) * row_bytes
+    return Cost(bytes=moved + 3 * nbytes(slot_mapping) + nbytes(ape), flops=entries.flops)
+
+
+def _validate_fused(
+    kv_score: torch.Tensor,
+    ape: torch.Tensor,
+    positions: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    state_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    rms_norm_weight: torch.Tensor,
+    min_restart: torch.Tensor | None,
+    fp8_scale: torch.Tensor | None,
+    rms_norm_eps: float,
+    compress_ratio: int,
+    keep_every: int,
+    kv_format: str,
+    persist: str,
+    *_: Any,
+) -> None:
+    op = "fused_compress_norm_rope_store"
+    validate.ascending(op, "query_start_loc", query_start_loc)
+    validate_entry_slots(op, kv_cache, kv_slot_mapping, slot_mapping)
+    saved = reference.saved_tokens(
+        positions,
+        token_to_req_indices,
+        query_start_loc,
+        state_cache,
+        slot_mapping,
+        min_restart,
+        compress_ratio,
+        persist,
+        keep_every,
+    )
+    written = slot_mapping.where(saved, torch.full_like(slot_mapping, -1))
+    validate.distinct_slots(op, "slot_mapping", written, state_cache.shape[0] * state_cache.shape[1])
+    tokens = reference.closing_tokens(positions, slot_mapping, kv_slot_mapping, state_cache, kv_cache, compress_ratio)
+    every = reference.readable_windows(
+        tokens, positions, token_to_req_indices, state_cache, block_table, compress_ratio, query_start_loc
+    )
+    _validate_reads(op, every, token_to_req_indices, slot_mapping[saved])
+
+
+def _validate_reads(
+    op: str, every: reference.Windows, token_to_req_indices: torch.Tensor, written: torch.Tensor
+) -> None:
+    """No row that the call reads from the state cache may lie in a slot that the call writes."""
+    clash = (torch.isin(every.slots, written) & every.cached).nonzero()
+    if clash.shape[0] == 0:
+        return
+    entry, row = clash[0].tolist()
+    slot, position = int(every.slots[entry, row]), int(every.positions[entry, row])
+    request = int(token_to_req_indices[every.tokens[entry]])
+    Checker(op).fail(
+        "slot_mapping",
+        "slots that hold no state row this call still reads",
+        f"slot {slot}, which holds position {position} of request {request}",
+    )
+
+
+_fused = define_op(
+    "fused_compress_norm_rope_store(Tensor kv_score, Tensor ape, Tensor positions, Tensor token_to_req_indices, "
+    "Tensor query_start_loc, Tensor(a!) state_cache, Tensor slot_mapping, Tensor block_table, Tensor cos_sin_cache, "
+    "Tensor(b!) kv_cache, Tensor kv_slot_mapping, Tensor rms_norm_weight, Tensor? min_restart, Tensor? fp8_scale, "
+    "float rms_norm_eps, int compress_ratio, SymInt keep_every, str kv_format, str persist, str e2m1_rounding, "
+    "bool index_hadamard, bool use_pdl) -> ()",
+    check=_check_fused,
+    reference=reference.fused_compress_norm_rope_store,
+    kernel="cute_kernels.compressor.select:FUSED",
+    cost=_cost_fused,
+    validate=_validate_fused,
+)
+
+
+def fused_compress_norm_rope_store(
+    kv_score: torch.Tensor,
+    ape: torch.Tensor,
+    positions: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    state_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    rms_norm_weight: torch.Tensor,
+    rms_norm_eps: float,
+    compress_ratio: int,
+    *,
+    kv_format: str,
+    persist: str = "all",
+    min_restart: torch.Tensor | None = None,
+    keep_every: int = 0,
+    index_hadamard: bool = False,
+    e2m1_rounding: str = "ties_to_lower",
+    fp8_scale: torch.Tensor | None = None,
+    use_pdl: bool = False,
+) -> None:
+    """save_partial_states and compress_norm_rope_store in one op, with the same bytes in kv_cache.
+
+    Window rows that belong to this step are read from kv_score, whatever their slot; older ones from the state cache.
+    A row acts as in compress_norm_rope_store; a row with an invalid state slot saves nothing and closes nothing.
+
+    The op does not order its reads of the state cache and its writes to it: no slot written in a call may hold a row
+    that the call still reads. With CUTE_KERNELS_CHECK=1 in the environment this is checked and raises ValueError.
+
+    kv_score               fp32 [T, 2 * width], kv half then score half, rows of any stride: columns of a wider
+                           projection will do (16-byte aligned on a GPU)
+    ape                    fp32 [ratio, width], added to the score half of the row with that position mod ratio. A
+                           constant: with use_pdl it may be read before the kernel ahead has ended
+    positions              int64 [>= T'], consecutive within a request
+    token_to_req_indices   int32 [>= T']; a row whose request is not in 0..R-1 closes nothing
+    query_start_loc        int32 [R + 1]: request r has rows query_start_loc[r] to query_start_loc[r + 1] - 1
+    state_cache            fp32 [num_blocks, block_size, 2 * width], page stride = stride(0); mutated
+    slot_mapping           int64 [T'], T' <= T, state slots, distinct where valid
+    block_table            int32 [R, columns] of the state cache, row-strided; for rows older than the step. An entry
+                           that needs one on a page that is negative or outside the cache is skipped
+    cos_sin_cache          fp32 [max_pos, 64], cos then sin
+    kv_cache               the compressed cache, [num_blocks, rows, row_elements] of kv_format; mutated
+    kv_slot_mapping        int64 [>= T'], slots of kv_cache, distinct where valid
+    rms_norm_weight        bf16 or fp32 [head_dim]
+    rms_norm_eps           added to the mean square
+    compress_ratio         4 or 128
+    kv_format              record format id, as in compress_norm_rope_store; it implies head_dim
+    persist                "all": every row is saved. "window": only rows that a later step can read: with
+                           p = min_restart[r], positions from 4 * (p // 4) - 4 on (ratio 4), from 128 * (p // 128) on
+                           (ratio 128)
+    min_restart            int32 [R], the smallest position from which a request may be scheduled after this step,
+                           rejected draft tokens included; None: its first position of this step
+    keep_every             prefix-cache block in tokens, a multiple of compress_ratio, or 0. "window" with ratio 4 also
+                           saves the last 4 positions before each of its multiples, which a request resumed there reads
+    index_hadamard, e2m1_rounding, fp8_scale   as in compress_norm_rope_store
+    use_pdl                start while the kernel before on the stream still runs (programmatic dependent launch), and
+                           wait for it before anything but constants is read
+
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    _fused(
+        kv_score,
+        ape,
+        positions,
+        token_to_req_indices,
+        query_start_loc,
+        state_cache,
+        slot_mapping,
+        block_table,
+        cos_sin_cache,
+        kv_cache,
+        kv_slot_mapping,
+        rms_norm_weight,
+        min_restart,
+        fp8_scale,
+        rms_norm_eps,
+        compress_ratio,
+        keep_every,
+        kv_format,
+        persist,
+        e2m1_rounding,
+        index_hadamard,
+        use_pdl,
+    )

@@ -70,7 +70,7 @@ COLUMNS = HEAD_DIM // SLICES
 CONSUMER_WARPS = 8
 
 PRODUCER_WARPS = RATIO // 32
-"""Warps that list: a thread per row."""
+"""A thread per row."""
 
 EPILOGUE_WARP = CONSUMER_WARPS + PRODUCER_WARPS
 WARPS = EPILOGUE_WARP + 1
@@ -87,7 +87,7 @@ PARTS = 2
 """Entries under way between consumer warps and epilogue warp."""
 
 COPIES = 2
-"""Units in shared memory: one is worked on, one arrives."""
+"""Work tiles' rows in shared memory: one is worked on, one arrives."""
 
 THREADS = (CONSUMER_WARPS + 1) * 32
 """That meet at a barrier between consumer warps and epilogue warp."""
@@ -96,7 +96,7 @@ MINIMUM_ARCH = 90
 """First architecture with clusters."""
 
 CLUSTERS = (8, 4, 2)
-"""Blocks that share an entry in calls of few, some and many tokens. Few entries need many multiprocessors each, many
+"""CTAs that share an entry in calls of few, some and many tokens. Few entries need many multiprocessors each, many
 entries need clusters that leave no multiprocessor empty: perf/notes/compressor_c128.md."""
 
 FEW_TOKENS = 1024
@@ -135,8 +135,8 @@ class Tables(NamedTuple):
 
     source, target, bias   [TABLES * RATIO]
     head                   [TABLES * 4]: kind, slot of the entry, position of its first row
-    closers                [RATIO * 4]: token, position, slot of the entry, request; 32 places for each listing warp
-    closing                [LISTERS]: how many of a warp's places are taken
+    closers                [RATIO * 4]: token, position, slot of the entry, request; 32 places for each producer warp
+    closing                [PRODUCER_WARPS]: how many of a warp's places are taken
     """
 
     source: Any
@@ -163,7 +163,7 @@ def allocate_tables(memory: Any) -> Tables:
 
 
 class MeanSmem(NamedTuple):
-    """Shared memory.
+    """Shared memory between consumers and epilogue, and between the CTAs of a cluster.
 
     parts      [PARTS * CONSUMER_WARPS * 3 * COLUMNS]: largest score, sum of weights, sum of weighted values
     squares    [PARTS * SLICES]: sums of squares of the slices' columns
@@ -204,8 +204,8 @@ class Bars:
     have met.
 
     listed, headed, taken   the first of TABLES named barriers each: a table is written, its head is, both were read
-    meeting                 named barrier of the producer warps
-    consumer warps                  threads, and their number is the first producer's too
+    producers               named barrier of the producer warps
+    consumers               threads; the first producer thread has this number
     fused                   whether rows are saved
     """
 
@@ -221,7 +221,7 @@ class Bars:
         self.fused = fused
 
     def row(self) -> Any:
-        """The producer's thread's, of each table."""
+        """The producer thread's, of each table."""
         thread, _, _ = cute.arch.thread_idx()
         return thread - self.consumers
 
@@ -230,11 +230,11 @@ class Bars:
         cute.arch.barrier(barrier_id=self.producers, number_of_threads=RATIO)
 
     def any_row(self, condition: Any) -> Boolean:
-        """Whether the condition holds for one of the producer warps; it waits for all."""
+        """Whether the condition holds for one of the producer threads; it waits for all."""
         return ptx.any_of_group(self.producers, RATIO, condition) != 0
 
     def write(self, tables: Tables, tile: Any, source: Any, target: Any, bias: Any) -> None:
-        """A producer's row of the table of `tile`."""
+        """A producer thread's row of the table of `tile`."""
         index = tile % TABLES * RATIO + self.row()
         tables.source[index] = source
         if self.fused:
@@ -362,7 +362,7 @@ class Producer:
     """The warps that list work tiles. Its methods are traced into the kernel.
 
     fused      whether rows of the step come from kv_score, and are saved
-    handover   how they reach the other warps
+    bars       how they reach the other warps
     """
 
     def __init__(self, fused: bool, bars: Bars) -> None:

@@ -37,7 +37,7 @@ VECTOR_BYTES = 512
 """Bytes of a row that a warp moves with one instruction."""
 
 WARPS = 4
-"""Per block, where whole rows make that many."""
+"""Per CTA, where whole rows make that many."""
 
 MANY_COLUMNS = 2**21
 """Of all rows of a call together, kv's alone: from here on, or with rows of fewer than 512 from twice as many on, kv is
@@ -45,7 +45,7 @@ stored before score is loaded, and both may go through L1. That is faster in lon
 (perf/notes/memory_bound.md)."""
 
 MOST_WARPS = 32
-"""What a block can have, and so what a row can take."""
+"""What a CTA can have, and so what a row can take."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SaveKey(KernelKey):
 
     width         columns of the kv half, and of the score half: a multiple of 128 * vectors
     vectors       of 128 columns per warp: 1 or 2 (the picture above)
-    warps         per block, a multiple of width / (128 * vectors)
+    warps         per CTA, a multiple of width / (128 * vectors)
     rows          per warp, all in flight together
     kv_first      whether kv is stored before score is loaded
     through_l1    whether rows may go through L1
@@ -135,8 +135,8 @@ class SaveKernel:
             ratio,
             page_rows,
         )
-        blocks = cute.ceil_div(count, self.rows_at_once * self.rows)
-        kernel.launch(grid=[blocks, 1, 1], block=[self.warps * 32, 1, 1], stream=stream)
+        ctas = cute.ceil_div(count, self.rows_at_once * self.rows)
+        kernel.launch(grid=[ctas, 1, 1], block=[self.warps * 32, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -157,7 +157,7 @@ class SaveKernel:
         page_rows: cute.FastDivmodDivisorV2,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         # where a lane's first four columns lie in a row
         column = Int64((warp % self.segments) * (VECTOR_BYTES * self.vectors) + (thread % 32) * 16)
@@ -166,7 +166,7 @@ class SaveKernel:
 
         loaded = []
         for i in range_constexpr(self.rows):
-            row = (block * self.rows + i) * self.rows_at_once + warp // self.segments
+            row = (cta * self.rows + i) * self.rows_at_once + warp // self.segments
             # rows past the end load the last row again, and store nothing
             source = Int64(cutlass.min(row, count - 1))
             kv_row = kv + source * kv_stride + column
@@ -229,7 +229,7 @@ def vectors_for(width: int) -> int:
 def key_for(arch: str, width: int, rows: int) -> SaveKey:
     """The kernel that serves calls of so many rows of this width.
 
-    A block takes whole rows, with at most WARPS warps or with one row.
+    A CTA takes whole rows, with at most WARPS warps or with one row.
     """
     vectors = vectors_for(width)
     segments = width // (128 * vectors)

@@ -6,29 +6,30 @@ from typing import Any
 
 from cute_kernels.compressor import ratio4, ratio128
 from cute_kernels.compressor.call import CompressCall, FusedCall
+from cute_kernels.runtime.arguments import of_arguments
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.key import OpKernel
 
 _RATIOS = {4: ratio4, 128: ratio128}
 
 
-def supports_compress(*args: Any) -> tuple[bool, str]:
-    call = CompressCall(*args)
+@of_arguments(CompressCall)
+def supports_compress(call: CompressCall) -> tuple[bool, str]:
     return _RATIOS[call.compress_ratio].supports(call)
 
 
-def supports_fused(*args: Any) -> tuple[bool, str]:
-    call = FusedCall(*args)
+@of_arguments(FusedCall)
+def supports_fused(call: FusedCall) -> tuple[bool, str]:
     return _RATIOS[call.compress_ratio].supports(call)
 
 
-def launch_compress(*args: Any) -> None:
-    call = CompressCall(*args)
+@of_arguments(CompressCall)
+def launch_compress(call: CompressCall) -> None:
     _RATIOS[call.compress_ratio].launch_compress(call)
 
 
-def launch_fused(*args: Any) -> None:
-    call = FusedCall(*args)
+@of_arguments(FusedCall)
+def launch_fused(call: FusedCall) -> None:
     _RATIOS[call.compress_ratio].launch_fused(call)
 
 

@@ -28,7 +28,7 @@ MOST_ENTRIES = 2**30
 class SlotsKey(KernelKey):
     """What distinguishes one compiled kernel from another.
 
-    warps   per block
+    warps   per CTA
     """
 
     kernel_name: ClassVar[str] = "compressor.slots"
@@ -96,8 +96,8 @@ class SlotsKernel:
         ratio: cute.FastDivmodDivisorV2,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        row = block * self.threads + thread
+        cta, _, _ = cute.arch.block_idx()
+        row = cta * self.threads + thread
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
 

@@ -41,7 +41,7 @@ class GatherKey(KernelKey):
     rows        per warp, at most 32 and a multiple of what its lanes copy at a time
     access      bytes per lane and instruction: 16, or 4 where pages or rows are not aligned for that
     through_l1  whether codes may go through L1
-    warps       per block
+    warps       per CTA
     """
 
     kernel_name: ClassVar[str] = "indexer.gather"
@@ -122,8 +122,8 @@ class GatherKernel:
             scales_stride,
             count,
         )
-        blocks = cute.ceil_div(count, self.rows * self.warps)
-        kernel.launch(grid=[blocks, 1, 1], block=[self.warps * 32, 1, 1], stream=stream)
+        ctas = cute.ceil_div(count, self.rows * self.warps)
+        kernel.launch(grid=[ctas, 1, 1], block=[self.warps * 32, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -145,9 +145,9 @@ class GatherKernel:
         count: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         lane = thread % 32
-        first = (block * self.warps + cute.arch.make_warp_uniform(thread // 32)) * self.rows
+        first = (cta * self.warps + cute.arch.make_warp_uniform(thread // 32)) * self.rows
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
 

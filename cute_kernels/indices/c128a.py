@@ -38,7 +38,7 @@ class EntriesKey(KernelKey):
     wide_positions   whether positions are int64, not int32
     is_shift         whether pages have 2^n rows
     groups           of 32 * width columns in a segment
-    warps            per block
+    warps            per CTA
     """
 
     kernel_name: ClassVar[str] = "indices.c128a_entries"
@@ -105,8 +105,8 @@ class EntriesKernel:
             cute.fast_divmod_create_divisor_v2(segments),
             cute.fast_divmod_create_divisor_v2(ratio),
         )
-        blocks = cute.ceil_div(rows * segments, self.warps)
-        kernel.launch(grid=[blocks, 1, 1], block=[self.warps * LANES, 1, 1], stream=stream)
+        ctas = cute.ceil_div(rows * segments, self.warps)
+        kernel.launch(grid=[ctas, 1, 1], block=[self.warps * LANES, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -125,9 +125,9 @@ class EntriesKernel:
         ratio: cute.FastDivmodDivisorV2,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         lane = thread % LANES
-        row, segment = divmod(block * self.warps + cute.arch.make_warp_uniform(thread // LANES), segments)
+        row, segment = divmod(cta * self.warps + cute.arch.make_warp_uniform(thread // LANES), segments)
         first = segment * self.segment + lane * self.width
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()

@@ -36,7 +36,7 @@ class CombineKey(KernelKey):
 
     width    neighbouring columns of a lane: 4 or 1
     groups   of 32 * width columns in a segment
-    warps    per block
+    warps    per CTA
     """
 
     kernel_name: ClassVar[str] = "indices.combine"
@@ -96,8 +96,8 @@ class CombineKernel:
             cute.fast_divmod_create_divisor_v2(segments),
             cute.fast_divmod_create_divisor_v2(ratio),
         )
-        blocks = cute.ceil_div(rows * segments, self.warps)
-        kernel.launch(grid=[blocks, 1, 1], block=[self.warps * LANES, 1, 1], stream=stream)
+        ctas = cute.ceil_div(rows * segments, self.warps)
+        kernel.launch(grid=[ctas, 1, 1], block=[self.warps * LANES, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -115,9 +115,9 @@ class CombineKernel:
         ratio: cute.FastDivmodDivisorV2,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         lane = thread % LANES
-        row, segment = divmod(block * self.warps + cute.arch.make_warp_uniform(thread // LANES), segments)
+        row, segment = divmod(cta * self.warps + cute.arch.make_warp_uniform(thread // LANES), segments)
         first = segment * self.segment + lane * self.width
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()

@@ -15,7 +15,7 @@ MOST_ROWS = 2**30
 """Entries that the row of a block table may hold, and columns of an index table: int32 arithmetic on them is exact."""
 
 WARPS = 4
-"""Per block."""
+"""Per CTA."""
 
 FEW_ROWS, MANY_ROWS = 512, 4096
 """Below the first there are few rows, from the second on many: between what was measured, see shape_for."""
@@ -60,7 +60,7 @@ def shape_for(rows: int, columns: int, width: int) -> tuple[int, int, bool]:
     """(warps that share a row, groups of 32 * width columns that each takes in a pass, whether these go through L1).
 
     With few rows all of a row should be under way at once. With many, what every warp does once must be worth its
-    while: on an H200 one group a warp was the fastest for 64 rows, two for 1024, two in blocks of two warps for 8192,
+    while: on an H200 one group a warp was the fastest for 64 rows, two for 1024, two in CTAs of two warps for 8192,
     and there, through L1. (perf/notes/data: compute_global_topk_indices_and_lens.json,
     build_flashinfer_mixed_sparse_indices.json, indices_4.txt.)
     """

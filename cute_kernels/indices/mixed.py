@@ -1,4 +1,4 @@
-"""Kernel of build_flashinfer_mixed_sparse_indices: one block writes one row.
+"""Kernel of build_flashinfer_mixed_sparse_indices: one CTA writes one row.
 
     warp 0            columns [0, window)     decode: copied      prefill: slots of the last positions
     the other warps   the columns after them  decode: copied or   prefill: translated

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 from cute_kernels.formats import round_up
-
-T = TypeVar("T")
 
 ROW_ALIGNMENT = 128
 """Every array has room for a multiple of so many rows, so that it starts at a multiple of 128 bytes."""
@@ -161,14 +156,3 @@ class Call(NamedTuple):
 
     def layout(self) -> StepLayout:
         return StepLayout(self.max_num_tokens, self.window_size, len(self.kinds()))
-
-
-def of_arguments(body: Callable[[Call], T]) -> Callable[..., T]:
-    """`body` as a function of the arguments in the schema's order, by whose names it is known."""
-
-    @functools.wraps(body)
-    def function(*args: Any) -> T:
-        return body(Call(*args))
-
-    function.__signature__ = inspect.signature(Call)  # type: ignore[attr-defined]
-    return function

@@ -27,8 +27,9 @@ from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import LANES, store_run
 from cute_kernels.dsl.tensor import address
 from cute_kernels.indices.launching import MOST_ROWS, WARPS, pages_fit
-from cute_kernels.indices.step import KIND_BYTES, KIND_OFFSETS, SHARED_OFFSETS, Call, of_arguments
+from cute_kernels.indices.step import KIND_BYTES, KIND_OFFSETS, SHARED_OFFSETS, Call
 from cute_kernels.runtime.arch import arch_number, arch_of
+from cute_kernels.runtime.arguments import of_arguments
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
@@ -443,7 +444,7 @@ def _key(device_index: int, width: int) -> StepKey:
     return StepKey(arch_of(device_index), width)
 
 
-@of_arguments
+@of_arguments(Call)
 def supports(a: Call) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     sizes = ("swa_block_size", "kv_block_size", "c4_state_block_size", "c128_state_block_size")

@@ -1,4 +1,4 @@
-"""Kernel of compute_global_topk_indices_and_lens: one block translates one row.
+"""Kernel of compute_global_topk_indices_and_lens: one CTA translates one row.
 
     a pass of a row     groups * warps * 32 * width columns
     lane                `width` neighbouring columns of each group
@@ -46,7 +46,7 @@ class TranslateKey(KernelKey):
 
     width        neighbouring columns of a lane: 4 or 1
     is_shift     whether pages have 2^n rows
-    warps        per block
+    warps        per CTA
     groups       of columns in a pass
     through_l1   whether picks may go through L1
     """
@@ -148,7 +148,7 @@ class TranslateKernel:
 
     @cute.jit
     def close_holes(self, row: Int64, columns: Int32) -> None:
-        """By one warp: move the slots of a row, which the block has stored, to the left, -1 behind them."""
+        """By one warp: move the slots of a row, which the CTA has stored, to the left, -1 behind them."""
         lane = cute.arch.lane_idx()
         count = Int32(0)
         for start in range(0, columns, LANES):

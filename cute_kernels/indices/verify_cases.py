@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cute_kernels.indices.arguments import combined_width, mixed_width
+from cute_kernels.indices.ops import combined_width, mixed_width
 from cute_kernels.indices.step import StepLayout
 from cute_kernels.runtime.verify import Example
 

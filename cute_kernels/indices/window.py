@@ -38,7 +38,7 @@ class WindowKey(KernelKey):
     width            neighbouring columns of a lane: 4 or 1
     wide_positions   whether positions are int64, not int32
     is_shift         whether pages have 2^n rows
-    warps            per block
+    warps            per CTA
     """
 
     kernel_name: ClassVar[str] = "indices.window"
@@ -87,17 +87,17 @@ class WindowKernel:
             matrix(indices),
             address(lens),
         )
-        blocks = cute.ceil_div(length(positions, 0), self.warps)
-        kernel.launch(grid=[blocks, 1, 1], block=[self.warps * LANES, 1, 1], stream=stream)
+        ctas = cute.ceil_div(length(positions, 0), self.warps)
+        kernel.launch(grid=[ctas, 1, 1], block=[self.warps * LANES, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
         self, positions: Int64, requests: Int64, valid: Int64, table: BlockTable, indices: Matrix, lens: Int64
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         lane = thread % LANES
-        row = block * self.warps + cute.arch.make_warp_uniform(thread // LANES)
+        row = cta * self.warps + cute.arch.make_warp_uniform(thread // LANES)
         window = indices.columns
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()

@@ -1,0 +1,8 @@
+"""All between the GEMMs and attention of a layer, in one launch.
+
+ops.py                     what users call: schemas, checks, costs
+reference.py               what it means: the ops that it is made of
+call.py                    calls by name, and what each of those ops takes of them
+insert_compress.py         kernel: layers of ratio 128
+insert_compress_index.py   kernel: layers of ratio 4, with an indexer
+"""

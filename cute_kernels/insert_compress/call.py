@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
-
-T = TypeVar("T")
+from typing import Any, NamedTuple
 
 RATIO = 4
 COMPRESS_RATIO = 128
@@ -145,20 +140,3 @@ class CompressCall(NamedTuple):
     def parts(self) -> tuple[tuple[str, str, tuple[Any, ...]], ...]:
         """As of `Call`."""
         return ("keys", INSERT, self.insert()), ("entries", COMPRESS, self.compress())
-
-
-AnyCall = TypeVar("AnyCall", Call, CompressCall)
-
-
-def of_arguments(record: type[AnyCall]) -> Callable[[Callable[[AnyCall], T]], Callable[..., T]]:
-    """A function of a record as one of the arguments in the schema's order, by whose names it is known."""
-
-    def decorate(body: Callable[[AnyCall], T]) -> Callable[..., T]:
-        @functools.wraps(body)
-        def function(*args: Any) -> T:
-            return body(record(*args))
-
-        function.__signature__ = inspect.signature(record)  # type: ignore[attr-defined]
-        return function
-
-    return decorate

@@ -10,8 +10,9 @@ from cute_kernels import formats
 from cute_kernels.compressor import ops as _compressor  # noqa: F401
 from cute_kernels.indexer import ops as _indexer  # noqa: F401
 from cute_kernels.insert_compress import reference
-from cute_kernels.insert_compress.call import Call, CompressCall, of_arguments
+from cute_kernels.insert_compress.call import Call, CompressCall
 from cute_kernels.kv_cache import ops as _kv_cache  # noqa: F401
+from cute_kernels.runtime.arguments import of_arguments
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import OPS, Cost, define_op
 

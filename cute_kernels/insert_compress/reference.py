@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cute_kernels.insert_compress.call import Call, CompressCall, of_arguments
+from cute_kernels.insert_compress.call import Call, CompressCall
+from cute_kernels.runtime.arguments import of_arguments
 from cute_kernels.runtime.ops import OPS
 
 

@@ -1,4 +1,6 @@
-"""Insert into, and gather from, the paged K caches."""
+"""Insert into, and gather from, the paged K caches; the step before attention: normalize and rotate the queries, rotate
+the KV rows and insert them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,6 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.kv_cache import reference
-from cute_kernels.kv_cache.ops_qnorm import (
-    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert,
-    fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert,
-    fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
-)
 from cute_kernels.runtime import validate
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
@@ -24,6 +21,9 @@ __all__ = [
     "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
     "quantize_and_insert_k_cache",
 ]
+
+
+# ---- rows inserted, rows gathered
 
 
 def _check_insert(
@@ -192,3 +192,303 @@ def dequantize_and_gather_k_cache(
     TypeError on arguments that do not fit.
     """
     _gather(out, k_cache, seq_lens, gather_lens, block_table, block_size, offset, kv_format)
+
+
+# ---- the step before attention
+
+_QUANT_INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
+_BF16_INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert"
+_FP8_INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert"
+
+
+def _check_rows(
+    c: Checker,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    eps: float,
+    block_size: int,
+) -> None:
+    c.tensor("q", q, torch.bfloat16, ("N", "H", formats.HEAD_DIM))
+    c.tensor("kv", kv, torch.bfloat16, ("N", formats.HEAD_DIM))
+    c.tensor("slot_mapping", slot_mapping, torch.int64, (None,))
+    c.tensor("positions", positions, torch.int64, ("N",))
+    c.tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
+    c.require(cos_sin_cache.shape[0] > 0, "cos_sin_cache", "at least one row", list(cos_sin_cache.shape))
+    rows = slot_mapping.shape[0]
+    c.require(rows <= q.shape[0], "slot_mapping", f"at most N = {q.shape[0]} rows", rows)
+    c.require(eps >= 0, "eps", "a number >= 0", eps)
+    c.require(block_size > 0, "block_size", "a positive number", block_size)
+
+
+def _check_quant_insert(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    eps: float,
+    block_size: int,
+    apply_q_norm: bool,
+    kv_format: str,
+    use_pdl: bool,
+) -> None:
+    c = Checker(_QUANT_INSERT)
+    _check_rows(c, q, kv, slot_mapping, positions, cos_sin_cache, eps, block_size)
+    formats.get_format(c, "kv_format", kv_format, formats.FP8_DS_MLA).check(c, "k_cache", k_cache, block_size)
+
+
+def _check_bf16_insert(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    eps: float,
+    block_size: int,
+    apply_q_norm: bool,
+    kv_format: str,
+    use_pdl: bool,
+) -> None:
+    c = Checker(_BF16_INSERT)
+    _check_rows(c, q, kv, slot_mapping, positions, cos_sin_cache, eps, block_size)
+    formats.get_format(c, "kv_format", kv_format, formats.PLAIN_BF16).check(c, "kv_cache", kv_cache, block_size)
+
+
+def _check_fp8_insert(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_fp8: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    fp8_kv_scale: torch.Tensor,
+    q_scale_inv: torch.Tensor,
+    eps: float,
+    block_size: int,
+    apply_q_norm: bool,
+    kv_format: str,
+    use_pdl: bool,
+) -> None:
+    c = Checker(_FP8_INSERT)
+    _check_rows(c, q, kv, slot_mapping, positions, cos_sin_cache, eps, block_size)
+    c.tensor("q_fp8", q_fp8, torch.float8_e4m3fn, ("N", "H", formats.HEAD_DIM))
+    c.tensor("fp8_kv_scale", fp8_kv_scale, torch.float32, (1,))
+    c.tensor("q_scale_inv", q_scale_inv, torch.float32, (1,))
+    formats.get_format(c, "kv_format", kv_format, formats.PLAIN_FP8).check(c, "kv_cache", kv_cache, block_size)
+
+
+def _cost(q: torch.Tensor, slot_mapping: torch.Tensor, q_out_size: int, record_bytes: int) -> Cost:
+    n, heads, dim = q.shape
+    inserted = int((slot_mapping >= 0).sum())
+    per_token = formats.ROPE_DIM * 4 + 8
+    moved = n * heads * dim * (2 + q_out_size) + inserted * (dim * 2 + record_bytes) + n * per_token
+    rope, norm = formats.ROPE_DIM * 3, dim * 3
+    return Cost(bytes=moved + nbytes(slot_mapping), flops=n * heads * (norm + rope) + inserted * (rope + dim))
+
+
+def _cost_quant_insert(
+    q: torch.Tensor, kv: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor, *_: object
+) -> Cost:
+    return _cost(q, slot_mapping, 2, formats.FP8_DS_MLA.row_elements)
+
+
+def _cost_bf16_insert(
+    q: torch.Tensor, kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *_: object
+) -> Cost:
+    return _cost(q, slot_mapping, 2, formats.HEAD_DIM * 2)
+
+
+def _cost_fp8_insert(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_fp8: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *_: object,
+) -> Cost:
+    return _cost(q, slot_mapping, 1, formats.HEAD_DIM)
+
+
+def _validate_quant_insert(
+    q: torch.Tensor, kv: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor, *rest: object
+) -> None:
+    block_size = rest[3]
+    assert isinstance(block_size, int)
+    validate.distinct_slots(_QUANT_INSERT, "slot_mapping", slot_mapping, k_cache.shape[0] * block_size)
+
+
+def _validate_bf16_insert(
+    q: torch.Tensor, kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *_: object
+) -> None:
+    validate.distinct_slots(_BF16_INSERT, "slot_mapping", slot_mapping, kv_cache.shape[0] * kv_cache.shape[1])
+
+
+def _validate_fp8_insert(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_fp8: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *_: object,
+) -> None:
+    validate.distinct_slots(_FP8_INSERT, "slot_mapping", slot_mapping, kv_cache.shape[0] * kv_cache.shape[1])
+
+
+_quant_insert = define_op(
+    f"{_QUANT_INSERT}(Tensor(a!) q, Tensor kv, Tensor(b!) k_cache, Tensor slot_mapping, Tensor positions, "
+    "Tensor cos_sin_cache, float eps, SymInt block_size, bool apply_q_norm, str kv_format, bool use_pdl) -> ()",
+    check=_check_quant_insert,
+    reference=reference.qnorm_rope_kv_rope_quant_insert,
+    kernel="cute_kernels.kv_cache.qnorm:QUANT_INSERT",
+    cost=_cost_quant_insert,
+    validate=_validate_quant_insert,
+)
+_bf16_insert = define_op(
+    f"{_BF16_INSERT}(Tensor(a!) q, Tensor kv, Tensor(b!) kv_cache, Tensor slot_mapping, Tensor positions, "
+    "Tensor cos_sin_cache, float eps, SymInt block_size, bool apply_q_norm, str kv_format, bool use_pdl) -> ()",
+    check=_check_bf16_insert,
+    reference=reference.qnorm_rope_kv_rope_full_cache_bf16_insert,
+    kernel="cute_kernels.kv_cache.qnorm:BF16_INSERT",
+    cost=_cost_bf16_insert,
+    validate=_validate_bf16_insert,
+)
+_fp8_insert = define_op(
+    f"{_FP8_INSERT}(Tensor q, Tensor kv, Tensor(a!) q_fp8, Tensor(b!) kv_cache, Tensor slot_mapping, "
+    "Tensor positions, Tensor cos_sin_cache, Tensor fp8_kv_scale, Tensor q_scale_inv, float eps, SymInt block_size, "
+    "bool apply_q_norm, str kv_format, bool use_pdl) -> ()",
+    check=_check_fp8_insert,
+    reference=reference.qnorm_rope_kv_rope_full_cache_fp8_insert,
+    kernel="cute_kernels.kv_cache.qnorm:FP8_INSERT",
+    cost=_cost_fp8_insert,
+    validate=_validate_fp8_insert,
+)
+
+
+def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    eps: float,
+    block_size: int,
+    *,
+    apply_q_norm: bool = True,
+    kv_format: str = formats.FP8_DS_MLA.id,
+    use_pdl: bool = False,
+) -> None:
+    """Normalize and rotate q in place; rotate kv and store it in a paged fp8_ds_mla cache.
+
+    Queries: every head of every row becomes x * rsqrt(mean(x^2) + eps), without a weight, then its last 64 columns are
+    rotated; fp32 throughout, rounded to bf16 once. KV: the last 64 columns are rotated in fp32, the row is rounded to
+    bf16 and stored exactly as quantize_and_insert_k_cache does. The rotation is two rounded products and a rounded sum
+    (numerics.rotate), so every byte of the cache is defined.
+
+    q               bf16 [N, H, 512], any H, strided with a dense last dimension; mutated
+    kv              bf16 [N, 512], already normalized, rows of any stride
+    k_cache         uint8 [num_blocks, block_size, 584] or [num_blocks, bytes], page stride = stride(0); mutated
+    slot_mapping    int64 [T'], T' <= N: row t < T' of kv goes to slot_mapping[t] = page * block_size + row. Rows from
+                    T' on are padding: their q is processed, their kv is not. Slots outside the cache, negative ones
+                    included, are skipped; those inside it must be distinct
+    positions       int64 [N], the rows of cos_sin_cache to rotate by; outside of it the nearest row is taken
+    cos_sin_cache   fp32 [max_pos, 64], cos in columns 0..31, sin in columns 32..63; pairs are (2i, 2i + 1)
+    eps             added to the mean square
+    block_size      rows per page
+    apply_q_norm    False: q is only rotated
+    kv_format       record format id
+    use_pdl         start while the kernel before on the stream still runs (programmatic dependent launch), and wait for
+                    it before q, kv and the cache are touched. slot_mapping, positions and cos_sin_cache are constants:
+                    they may be read before that, and what writes them must have ended before the kernel before starts
+                    to let this one start (see `fused_qkv_insert_compress`)
+
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    _quant_insert(
+        q, kv, k_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, apply_q_norm, kv_format, use_pdl
+    )
+
+
+def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    eps: float,
+    block_size: int,
+    *,
+    apply_q_norm: bool = True,
+    kv_format: str = formats.PLAIN_BF16.id,
+    use_pdl: bool = False,
+) -> None:
+    """Normalize and rotate q in place; rotate kv and store it in a paged cache of plain bf16 rows.
+
+    As fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, but all 512 columns of a row are stored as bf16: the first 448
+    as they are, the rotated ones rounded once.
+
+    kv_cache    bf16 [num_blocks, block_size, 512], page stride = stride(0), rows dense inside a page; mutated
+    kv_format   record format id
+
+    The other arguments and the errors are the same.
+    """
+    _bf16_insert(
+        q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, apply_q_norm, kv_format, use_pdl
+    )
+
+
+def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_fp8: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    fp8_kv_scale: torch.Tensor,
+    q_scale_inv: torch.Tensor,
+    eps: float,
+    block_size: int,
+    *,
+    apply_q_norm: bool = True,
+    kv_format: str = formats.PLAIN_FP8.id,
+    use_pdl: bool = False,
+) -> None:
+    """Normalize and rotate q into q_fp8; rotate kv and store it in a paged cache of plain e4m3 rows.
+
+    q_fp8 = e4m3(q' * q_scale_inv) and cache row = e4m3(kv' / fp8_kv_scale), where q' and kv' are the fp32 results of
+    the norm and the rotation of fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, not rounded to bf16 in between. The
+    product and the quotient are rounded to fp32, then to e4m3: nearest even, saturating at 448, NaN stored as 0x7F.
+
+    q              bf16 [N, H, 512], any H, strided with a dense last dimension; only read
+    q_fp8          float8_e4m3fn [N, H, 512], strided with a dense last dimension; mutated
+    kv_cache       float8_e4m3fn [num_blocks, block_size, 512], page stride = stride(0), rows dense in a page; mutated
+    fp8_kv_scale   fp32 [1], what a stored KV value is multiplied by when it is read
+    q_scale_inv    fp32 [1], the inverse of what a value of q_fp8 is multiplied by when it is read
+    kv_format      record format id
+
+    The other arguments and the errors are the same.
+    """
+    _fp8_insert(
+        q,
+        kv,
+        q_fp8,
+        kv_cache,
+        slot_mapping,
+        positions,
+        cos_sin_cache,
+        fp8_kv_scale,
+        q_scale_inv,
+        eps,
+        block_size,
+        apply_q_norm,
+        kv_format,
+        use_pdl,
+    )

@@ -1,6 +1,15 @@
-"""FP8 and bf16 linear layers: quantized activations, and the GEMMs that read them.
+"""FP8 and bf16 linear layers: quantized activations, and the GEMMs that read them, grouped ones included.
 
-ops.py          what users call
-reference.py    what it means, in torch; also the CPU implementation
-hopper/         kernels with wgmma, one file each
+ops.py                 what users call
+reference.py           what it means, in torch; also the CPU implementation
+scales.py              scales of 128 columns, four in a word
+quantize.py            kernel: activations quantized
+fp8_gemm.py, fp8_gemm_squares.py, bf16_gemm.py, fp8_einsum.py
+                       what a GEMM op runs on a GPU: supports, launch, keys of deployments
+select.py              which of Hopper's kernels a GEMM takes, and how it cuts K
+params.py              tensors and work tiles of the kernels of blackwell/ and mma_sync/
+
+hopper/                gemm.py: many rows; gemm_swap_ab.py: few
+blackwell/             gemm.py: tcgen05
+mma_sync/              gemm.py: every architecture from sm_80 on
 """

@@ -6,16 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 from cute_kernels.linear import select
-from cute_kernels.linear.fp8_gemm import OUTPUTS, is_aligned, operands_fit
+from cute_kernels.linear.fp8_gemm import MOST_SWAPPED_ROWS, OUTPUTS, is_aligned, operands_fit
 from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
 CHUNK = 64
 """Columns of K: 128 bytes."""
-
-MOST_SWAPPED_ROWS = 64
-"""More rows are faster the other way round on an H200."""
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:

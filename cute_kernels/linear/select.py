@@ -99,11 +99,25 @@ LEAST_SPLIT_CHUNKS = 8
 """Of 128 columns. With fewer in a split its sums cost more than they save. It keeps queries' products whole, whose bits
 are to be the same with and without sums of squares."""
 
+CO_RESIDENT = {
+    tile.key: replace(tile.key, stages=stages, depth=2)
+    for tile, stages in ((TILES[0], 8), (TILES[1], 6), (SPLIT_TILES[0], 5), (SPLIT_TILES[1], 5))
+}
+"""The same work tiles by CTAs of which two share a multiprocessor, so that the next kernel's begin beside this one's.
+Of up to 64 rows: with more, fewer stages bring the operands more slowly than that gains."""
+
+CO_RESIDENT_ROWS = 64
+
 BF16_TILES: tuple[Tile, ...] = (
-    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4), 0.2, 0.5),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=4, depth=2, splits=4), 0.37, 2.8),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=13, depth=4), 0.197, 1.1),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.190, 2.0),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4), 0.234, 2.3),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=6, depth=2), 0.283, 2.0),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=4, depth=2, splits=2), 0.481, 1.7),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=4, depth=2, splits=4), 0.398, 2.9),
 )
-"""The same of bf16 operands, of more rows than swapped operands are made for."""
+"""Of bf16 operands, whole and with K cut; chunks have 64 columns. Fitted to times of 64 to 384 rows on an H100
+(perf/notes/data/gemm_bf16_1.txt)."""
 
 SQUARES_TILES = tuple(
     tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK
@@ -112,11 +126,8 @@ SQUARES_TILES = tuple(
 
 
 def has_result(key: GemmKey, output: str) -> bool:
-    """Whether the kernel can make such a result: a row of e4m3 codes has a scale for 128 columns, by one CTA, and bf16
-    numbers leave 32 columns at a time."""
-    if output == "e4m3":
-        return key.columns == SCALE_BLOCK and key.splits <= 2
-    return output == "fp32" or key.splits == 1 or key.pieces % (2 * key.splits) == 0
+    """Whether the kernel can make such a result: a row of e4m3 codes has a scale for 128 columns, by one CTA."""
+    return output != "e4m3" or (key.columns == SCALE_BLOCK and key.splits <= 2)
 
 
 def with_output(key: GemmKey, output: str) -> GemmKey:
@@ -160,10 +171,13 @@ def many_rows(
 ) -> tuple[GemmKey, int]:
     """The kernel for many e4m3 rows and its number of CTAs.
 
-    may_split   K may be cut, differently for different numbers of rows; if not, no choice changes a row's bits
+    may_split   K may be cut, differently for different numbers of rows; if not, no choice changes a row's bits. And
+                CTAs may share a multiprocessor
     """
     tiles = [tile for tile in (TILES + SPLIT_TILES if may_split else TILES) if has_result(tile.key, output)]
     key, ctas = _soonest(tiles, rows, groups, outputs, chunks, multiprocessors)
+    if may_split and rows <= CO_RESIDENT_ROWS:
+        key = CO_RESIDENT.get(key, key)
     return with_output(key, output), ctas
 
 
@@ -172,8 +186,7 @@ def many_bf16_rows(
     output: str, rows: int, outputs: int, chunks: int, multiprocessors: int = MULTIPROCESSORS
 ) -> tuple[GemmKey, int]:
     """The same for bf16 operands. chunks: of 64 columns."""
-    tiles = [tile for tile in BF16_TILES if has_result(tile.key, output)]
-    key, ctas = _soonest(tiles, rows, 1, outputs, chunks, multiprocessors)
+    key, ctas = _soonest(BF16_TILES, rows, 1, outputs, chunks, multiprocessors)
     return with_output(key, output), ctas
 
 
@@ -185,16 +198,14 @@ def with_squares(rows: int, outputs: int, chunks: int, multiprocessors: int = MU
 
 def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
     """Every key of a type of result: a batch may have any size."""
-    return _keys(TILES + SPLIT_TILES if may_split else TILES, output)
+    keys = [tile.key for tile in (TILES + SPLIT_TILES if may_split else TILES)]
+    keys += CO_RESIDENT.values() if may_split else ()
+    return [with_output(key, output) for key in keys if has_result(key, output)]
 
 
 def many_bf16_rows_keys(output: str) -> list[GemmKey]:
     """The same for bf16 operands."""
-    return _keys(BF16_TILES, output)
-
-
-def _keys(tiles: Iterable[Tile], output: str) -> list[GemmKey]:
-    return [with_output(tile.key, output) for tile in tiles if has_result(tile.key, output)]
+    return [with_output(tile.key, output) for tile in BF16_TILES]
 
 
 def layer_gemms(config: Any, tp: int) -> list[tuple[str, str, int, int, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import round_up
-from cute_kernels.linear.ops_quantize import activation_scale_shape
+from cute_kernels.linear.ops import activation_scale_shape
 from cute_kernels.linear.scales import BLOCK, CHUNKS_PER_WORD, ROW_ALIGNMENT, unpack_scales
 from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory
 

@@ -1,0 +1,7 @@
+"""RMS norms: of the latent query and the KV vector, and those of multi-token prediction.
+
+ops.py                 what users call: schemas, checks, costs
+reference.py           what it means, in torch; also the CPU implementation
+rms.py                 kernel: rows of one or two matrices
+q_kv_quant.py          kernel: the same, the query quantized
+"""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.linear.ops_quantize import activation_scale_shape
+from cute_kernels.linear.ops import activation_scale_shape
 from cute_kernels.norm import reference
 from cute_kernels.runtime.checks import Checker, Dim
 from cute_kernels.runtime.ops import Cost, define_op, nbytes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cute_kernels import numerics
-from cute_kernels.linear.ops_quantize import activation_scale_shape
+from cute_kernels.linear.ops import activation_scale_shape
 from cute_kernels.linear.reference import quantize_fp8_1x128
 from cute_kernels.linear.scales import BLOCK
 from cute_kernels.runtime.verify import Example

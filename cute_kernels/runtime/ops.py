@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -106,6 +107,7 @@ def define_op(
     cost: Callable[..., Cost] | None = None,
     validate: Callable[..., None] | None = None,
     in_place: Mapping[str, str] | None = None,
+    call_type: Any = None,
 ) -> Callable[..., None]:
     """Register `cute_kernels::<schema>` and return the function that calls it.
 
@@ -119,10 +121,19 @@ def define_op(
     validate    raises ValueError on data that breaks the op's contract (runtime.validate); only called with
                 CUTE_KERNELS_CHECK=1, on checked arguments
     in_place    written argument -> the input that may be the very same tensor
+    call_type   NamedTuple of the arguments in the schema's order: check, reference, cost and validate take one, if it
+                is given, and the arguments one by one otherwise
     """
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    if call_type is not None:
+        names = tuple(argument.name for argument in overload._schema.arguments)
+        if call_type._fields != names:
+            raise TypeError(f"{name}: expected a call record with {names}, got {call_type._fields}")
+        check, reference = _of_record(call_type, check), _of_record(call_type, reference)
+        cost = None if cost is None else _of_record(call_type, cost)
+        validate = None if validate is None else _of_record(call_type, validate)
     contract = Contract(name, overload._schema, in_place or {})
     check, reference = _with_contract(contract, check), _of_plain_empties(reference)
 
@@ -180,9 +191,20 @@ def define_op(
     return call
 
 
+def _of_record(call_type: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`function`, which takes a record, for arguments one by one."""
+
+    def adapted(*args: Any) -> Any:
+        return function(call_type(*args))
+
+    adapted.__signature__ = inspect.signature(call_type)  # type: ignore[attr-defined]
+    return adapted
+
+
 def _with_contract(contract: Contract, check: Callable[..., None]) -> Callable[..., None]:
     """`check` within the checks of the op's contract. The last arguments may be left out if `check` has defaults."""
-    defaults = getattr(check, "__defaults__", None) or ()
+    parameters = inspect.signature(check).parameters.values()
+    defaults = tuple(one.default for one in parameters if one.default is not inspect.Parameter.empty)
 
     @functools.wraps(check)
     def whole(*args: Any) -> None:

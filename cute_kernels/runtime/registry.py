@@ -19,10 +19,10 @@ from cute_kernels.runtime.ops import OPS, Op
 
 
 def all_ops() -> dict[str, Op]:
-    """Every op of the package by name: imports every room's `ops` module (no kernel, no compiler)."""
-    for room in pkgutil.iter_modules(cute_kernels.__path__, "cute_kernels."):
-        if room.ispkg:
-            found = importlib.util.find_spec(f"{room.name}.ops")
+    """Every op of the package by name: imports the `ops` module of each subpackage (no kernel, no compiler)."""
+    for package in pkgutil.iter_modules(cute_kernels.__path__, "cute_kernels."):
+        if package.ispkg:
+            found = importlib.util.find_spec(f"{package.name}.ops")
             if found is not None:
                 importlib.import_module(found.name)
     return dict(OPS)

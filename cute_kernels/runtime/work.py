@@ -1,6 +1,6 @@
 """What a tensor-core kernel moves and computes for a tile: the kernel states it, perf/roofline.py makes times of it.
 
-The file of a kernel, `blackwell/<kernel>.py`, or its plan file, `<kernel>_sm100_plan.py`, offers
+The file of a kernel, `blackwell/<kernel>.py`, offers
 
     def work() -> tuple[Work, ...]:
 

@@ -17,6 +17,9 @@ from cute_kernels.sparse_mla import schedule
 from cute_kernels.sparse_mla.selection import Selection, count_rows
 
 MAX_HEADS = 128
+MOST_NUMBERS = 2**30
+"""Rows, slots, columns and work tiles are counted in int32, with room for what is added to the last of them."""
+
 PAGED_FORMATS = (formats.FP8_DS_MLA, formats.PLAIN_BF16)
 
 
@@ -126,6 +129,16 @@ def norm_arguments(q_norm: Any, op: str) -> tuple[Any, float]:
         Checker(op).fail("q_norm", "(squares, eps)", type(q_norm).__name__, TypeError)
     squares, eps = q_norm
     return squares, eps
+
+
+def misaligned(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
+    """Why a tensor's address or its strides along those axes cannot be taken, or nothing."""
+    strides = [tensor.stride(axis) * tensor.element_size() for axis in axes if tensor.shape[axis] > 1]
+    if tensor.numel() and (tensor.data_ptr() % 16 or any(stride % 16 for stride in strides)):
+        return (
+            f"{name} must be 16-byte aligned, got address {tensor.data_ptr():#x} and strides {tuple(tensor.stride())}"
+        )
+    return ""
 
 
 def misaligned_quant(out: Any, cos_sin_cache: Any) -> str:

@@ -19,6 +19,7 @@ from cute_kernels import numerics
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.output.reference import fused_inv_rope_fp8_quant
 from cute_kernels.sparse_mla import selection
+from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
 from cute_kernels.sparse_mla.selection import Selection, pooled_slots, read_pooled, row_chunks, used_columns
 
 ROW_BUDGET = 1 << 14
@@ -115,178 +116,68 @@ def _store(out: torch.Tensor | None, rows: slice, result: torch.Tensor) -> None:
         out[rows] = result.float().to(out.dtype)
 
 
-def _quantize(
-    o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor | None, out: torch.Tensor, out_scale: Any
-) -> None:
+def _quantize(o: torch.Tensor, call: DecodeCall | PrefillCall | PagedCall) -> None:
     """Store bf16 results [T, h, 512] as the projection behind attention takes them."""
-    assert cos_sin_cache is not None
-    groups, width = out.shape[1:]
-    per_group = width // HEAD_DIM
-    fused_inv_rope_fp8_quant(o, positions, cos_sin_cache, out, out_scale, groups, per_group, False, False)
-
-
-def sparse_mla_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    softmax_scale: float,
-    kv_format: str,
-    extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    extra_block_table: torch.Tensor | None,
-    extra_length: torch.Tensor | None,
-    extra_kv_format: str,
-    num_splits: int,
-    split_tokens: int,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    q_squares: torch.Tensor | None,
-    q_norm_eps: float,
-    positions: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor | None,
-    out_scale: torch.Tensor | None,
-) -> None:
-    selections = selection.decode_selections(
-        q,
-        k_cache,
-        indices,
-        topk_length,
-        kv_format,
-        extra_k_cache,
-        extra_indices,
-        extra_topk_length,
-        extra_block_table,
-        extra_length,
-        extra_kv_format,
+    assert call.positions is not None
+    assert call.cos_sin_cache is not None
+    groups, width = call.out.shape[1:]
+    out_scale: Any = call.out_scale
+    fused_inv_rope_fp8_quant(
+        o, call.positions, call.cos_sin_cache, call.out, out_scale, groups, width // HEAD_DIM, False, False
     )
-    o = out if positions is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    queries, factors = q.flatten(0, 1), None
-    if q_squares is not None:
-        assert positions is not None
-        assert cos_sin_cache is not None
-        queries, factors = rotate_raw(queries, q_squares, q_norm_eps, positions, cos_sin_cache)
-    for rows, result in attend(queries, selections, softmax_scale, attn_sink, factors):
+
+
+def _queries(q: torch.Tensor, call: DecodeCall | PrefillCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries q [T, h, 512] of a call as logits take them, and what those are multiplied with, or None."""
+    if call.q_squares is None:
+        return q, None
+    assert call.positions is not None
+    assert call.cos_sin_cache is not None
+    return rotate_raw(q, call.q_squares, call.q_norm_eps, call.positions, call.cos_sin_cache)
+
+
+def sparse_mla_decode(call: DecodeCall) -> None:
+    q, lse, tokens = call.q, call.lse, call.q.shape[1]
+    o = torch.empty_like(q, memory_format=torch.contiguous_format) if call.is_quantized else call.out
+    queries, factors = _queries(q.flatten(0, 1), call)
+    selections = selection.decode_selections(call)
+    for rows, result in attend(queries, selections, call.softmax_scale, call.attn_sink, factors):
         row = torch.arange(rows.start, rows.stop, device=q.device)
-        batch, token = row // q.shape[1], row % q.shape[1]
+        batch, token = row // tokens, row % tokens
         o[batch, token] = result.out.float().to(o.dtype)
         if lse is not None:
             lse[batch, :, token] = result.lse.float()
-    if positions is not None:
-        _quantize(o.flatten(0, 1), positions, cos_sin_cache, out, out_scale)
+    if call.is_quantized:
+        _quantize(o.flatten(0, 1), call)
 
 
-def sparse_mla_prefill(
+def sparse_mla_prefill(call: PrefillCall) -> None:
+    _prefill(call, selection.prefill_selections(call), *_queries(call.q, call))
+
+
+def sparse_mla_prefill_paged(call: PagedCall) -> None:
+    _prefill(call, selection.paged_selections(call), call.q)
+
+
+def _prefill(
+    call: PrefillCall | PagedCall,
+    selections: Sequence[Selection],
     q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    attn_sink: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    out: torch.Tensor,
-    max_logits: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    q_squares: torch.Tensor | None,
-    q_norm_eps: float,
-    positions: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor | None,
-    out_scale: torch.Tensor | None,
+    factors: torch.Tensor | None = None,
 ) -> None:
-    selections = selection.prefill_selections(kv, indices, topk_length)
-    factors = None
-    if q_squares is not None:
-        assert positions is not None
-        assert cos_sin_cache is not None
-        q, factors = rotate_raw(q, q_squares, q_norm_eps, positions, cos_sin_cache)
-    o = out if positions is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    for rows, result in attend(q, selections, sm_scale, attn_sink, factors):
+    o = torch.empty_like(call.q, memory_format=torch.contiguous_format) if call.is_quantized else call.out
+    for rows, result in attend(q, selections, call.sm_scale, call.attn_sink, factors):
         _store(o, rows, result.out)
-        _store(max_logits, rows, result.max_logits)
-        _store(lse, rows, result.lse)
-    if positions is not None:
-        _quantize(o, positions, cos_sin_cache, out, out_scale)
+        _store(call.max_logits, rows, result.max_logits)
+        _store(call.lse, rows, result.lse)
+    if call.is_quantized:
+        _quantize(o, call)
 
 
-def sparse_mla_prefill_paged(
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    sm_scale: float,
-    window_size: int,
-    compressed_cache: torch.Tensor | None,
-    compressed_block_table: torch.Tensor | None,
-    compress_ratio: int,
-    topk_indices: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    kv_format: str,
-    compressed_kv_format: str,
-    num_splits: int,
-    split_tokens: int,
-    out: torch.Tensor,
-    max_logits: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor | None,
-    out_scale: torch.Tensor | None,
-) -> None:
-    selections = selection.paged_selections(
-        q,
-        swa_cache,
-        swa_block_table,
-        query_start_loc,
-        seq_lens,
-        window_size,
-        compressed_cache,
-        compressed_block_table,
-        compress_ratio,
-        topk_indices,
-        kv_format,
-        compressed_kv_format,
-    )
-    o = out if positions is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    for rows, result in attend(q, selections, sm_scale, attn_sink):
-        _store(o, rows, result.out)
-        _store(max_logits, rows, result.max_logits)
-        _store(lse, rows, result.lse)
-    if positions is not None:
-        _quantize(o, positions, cos_sin_cache, out, out_scale)
-
-
-def sparse_mla_mixed(
-    query: torch.Tensor,
-    swa_kv_cache: torch.Tensor,
-    sparse_indices: torch.Tensor,
-    compressed_kv_cache: torch.Tensor | None,
-    sparse_topk_lens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cum_seq_lens_q: torch.Tensor,
-    bmm1_scale: float,
-    bmm2_scale: float,
-    sinks: torch.Tensor | None,
-    window_size: int,
-    kv_format: str,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    selections = selection.mixed_selections(
-        query,
-        swa_kv_cache,
-        sparse_indices,
-        compressed_kv_cache,
-        sparse_topk_lens,
-        seq_lens,
-        cum_seq_lens_q,
-        window_size,
-        kv_format,
-    )
-    for rows, result in attend(query, selections, bmm1_scale, sinks):
-        _store(out, rows, result.out * bmm2_scale)
-        _store(lse, rows, result.lse)
+def sparse_mla_mixed(call: MixedCall) -> None:
+    for rows, result in attend(call.query, selection.mixed_selections(call), call.bmm1_scale, call.sinks):
+        _store(call.out, rows, result.out * call.bmm2_scale)
+        _store(call.lse, rows, result.lse)
 
 
 def merge_attention_states(

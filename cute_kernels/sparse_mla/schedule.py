@@ -1,4 +1,4 @@
-"""How sparse_mla_decode is cut into work: tiles of keys, parts of a row, blocks of heads. Plain numbers, no tensors.
+"""How calls are cut into work: tiles of keys, parts of a row, blocks of heads. Plain numbers, no tensors.
 
 A tile is TILE columns of one list; the first list's tiles come first, and no tile has columns of both. Columns at and
 beyond a row's length are no work: a row has as many tiles as its lengths say, at most as many as its lists are wide.
@@ -132,3 +132,46 @@ def workspace_bytes(rows: int, heads: int, max_tiles: int, num_splits: int, spli
     else:
         rows_and_parts = 0
     return rows_and_parts * heads * PART_BYTES
+
+
+# ---- rows of sparse_mla_prefill_paged, whose parts a cluster merges
+
+CLUSTERS = (2, 4, 8)
+"""Blocks of a cluster, by kernel."""
+
+PAIRS = 2
+SHARE = 7, 8
+"""Of a GPU's multiprocessors all can have blocks of pairs at a time. Larger clusters stay in a group of some 16
+multiprocessors, so that of 132 an H200 had 120 with clusters of 4 or 8: this share is what they are trusted with."""
+
+CLUSTER_TILE_US, CLUSTER_MERGE_US = 2.2, {1: 0.0, 2: 0.0, 4: 0.0, 8: 2.3}
+"""What choose_cluster_parts reckons with on an H200: microseconds of a tile, and what so many parts take besides, which
+begin sooner than whole rows and are merged in the end (perf/notes/prefill.md)."""
+
+
+def cluster_of(parts: int) -> int:
+    """Blocks of the cluster that merges so many parts."""
+    return next(blocks for blocks in CLUSTERS if parts <= blocks)
+
+
+@lru_cache(maxsize=4096)
+def choose_cluster_parts(rows: int, heads: int, tiles: int, sms: int) -> int:
+    """Parts to cut each row into, from the shapes of a call alone: 1, or as many as a cluster has blocks.
+
+    rows    query rows
+    tiles   of the longest row that the widths of lists and tables allow
+    sms     multiprocessors
+
+    Rows are cut only if all clusters run at a time. The cheapest number of parts, the smallest of several, where p
+    parts cost ceil(tiles / p) * CLUSTER_TILE_US + CLUSTER_MERGE_US[p].
+    """
+    items = rows * head_blocks(heads)
+
+    def cost(parts: int) -> float:
+        return -(-tiles // parts) * CLUSTER_TILE_US + CLUSTER_MERGE_US[parts]
+
+    def room(parts: int) -> int:
+        return sms if parts == PAIRS else sms * SHARE[0] // SHARE[1]
+
+    fitting = [parts for parts in CLUSTERS if items * parts <= room(parts)]
+    return min((1, *fitting), key=cost)

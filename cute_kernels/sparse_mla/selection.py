@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cute_kernels import formats
 from cute_kernels.paging import entries_to_slots, row_positions
+
+if TYPE_CHECKING:
+    from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
 
 SLOT_BUDGET = 1 << 21
 """Slots computed at a time: 16 MiB."""
@@ -143,85 +146,54 @@ def _per_row(lengths: torch.Tensor | None, batch: int, tokens: int) -> torch.Ten
     return (lengths if lengths.dim() == 2 else lengths[:, None]).expand(batch, tokens).reshape(-1)
 
 
-def decode_selections(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    kv_format: str,
-    extra_k_cache: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    extra_block_table: torch.Tensor | None,
-    extra_length: torch.Tensor | None,
-    extra_kv_format: str,
-) -> list[Selection]:
+def decode_selections(call: DecodeCall) -> list[Selection]:
     """The rows of `sparse_mla_decode`; query row b * s_q + s."""
-    batch, tokens = q.shape[:2]
-    lengths = _per_row(topk_length, batch, tokens)
-    selections = [by_slot(k_cache, formats.FORMATS[kv_format], indices.flatten(0, 1), lengths)]
-    if extra_k_cache is None:
+    batch, tokens = call.q.shape[:2]
+    lengths = _per_row(call.topk_length, batch, tokens)
+    selections = [by_slot(call.k_cache, formats.FORMATS[call.kv_format], call.indices.flatten(0, 1), lengths)]
+    if call.extra_k_cache is None:
         return selections
-    fmt = formats.FORMATS[extra_kv_format]
-    if extra_indices is not None:
-        lengths = _per_row(extra_topk_length, batch, tokens)
-        return [*selections, by_slot(extra_k_cache, fmt, extra_indices.flatten(0, 1), lengths)]
-    assert extra_block_table is not None
-    assert extra_length is not None
-    requests = torch.arange(batch, device=q.device).repeat_interleave(tokens)
-    return [*selections, by_length(extra_k_cache, fmt, extra_block_table, requests, extra_length.flatten())]
+    pool, fmt = call.extra_k_cache, formats.FORMATS[call.extra_kv_format]
+    if call.extra_indices is not None:
+        lengths = _per_row(call.extra_topk_length, batch, tokens)
+        return [*selections, by_slot(pool, fmt, call.extra_indices.flatten(0, 1), lengths)]
+    assert call.extra_block_table is not None
+    assert call.extra_length is not None
+    requests = torch.arange(batch, device=call.q.device).repeat_interleave(tokens)
+    return [*selections, by_length(pool, fmt, call.extra_block_table, requests, call.extra_length.flatten())]
 
 
-def prefill_selections(kv: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> list[Selection]:
+def prefill_selections(call: PrefillCall) -> list[Selection]:
     """The rows of `sparse_mla_prefill`: kv [s_kv, 1, 512] is a plain pool with pages of one row."""
-    return [by_slot(kv, formats.PLAIN_BF16, indices[:, 0], topk_length)]
+    return [by_slot(call.kv, formats.PLAIN_BF16, call.indices[:, 0], call.topk_length)]
 
 
-def paged_selections(
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    window_size: int,
-    compressed_cache: torch.Tensor | None,
-    compressed_block_table: torch.Tensor | None,
-    compress_ratio: int,
-    topk_indices: torch.Tensor | None,
-    kv_format: str,
-    compressed_kv_format: str,
-) -> list[Selection]:
+def paged_selections(call: PagedCall) -> list[Selection]:
     """The rows of `sparse_mla_prefill_paged`."""
-    requests, positions = row_positions(q.shape[0], query_start_loc - query_start_loc[:1], seq_lens)
-    window = by_window(swa_cache, formats.FORMATS[kv_format], swa_block_table, requests, positions, window_size)
-    if compressed_cache is None:
+    starts = call.query_start_loc - call.query_start_loc[:1]
+    requests, positions = row_positions(call.q.shape[0], starts, call.seq_lens)
+    fmt = formats.FORMATS[call.kv_format]
+    window = by_window(call.swa_cache, fmt, call.swa_block_table, requests, positions, call.window_size)
+    if call.compressed_cache is None:
         return [window]
-    assert compressed_block_table is not None
-    fmt = formats.FORMATS[compressed_kv_format]
-    visible = torch.div(positions + 1, compress_ratio, rounding_mode="floor")
-    if topk_indices is None:
-        return [by_length(compressed_cache, fmt, compressed_block_table, requests, visible), window]
-    return [by_entry(compressed_cache, fmt, compressed_block_table, requests, visible, topk_indices), window]
+    assert call.compressed_block_table is not None
+    pool, table = call.compressed_cache, call.compressed_block_table
+    fmt = formats.FORMATS[call.compressed_kv_format]
+    visible = torch.div(positions + 1, call.compress_ratio, rounding_mode="floor")
+    if call.topk_indices is None:
+        return [by_length(pool, fmt, table, requests, visible), window]
+    return [by_entry(pool, fmt, table, requests, visible, call.topk_indices), window]
 
 
-def mixed_selections(
-    query: torch.Tensor,
-    swa_kv_cache: torch.Tensor,
-    sparse_indices: torch.Tensor,
-    compressed_kv_cache: torch.Tensor | None,
-    sparse_topk_lens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cum_seq_lens_q: torch.Tensor,
-    window_size: int,
-    kv_format: str,
-) -> list[Selection]:
+def mixed_selections(call: MixedCall) -> list[Selection]:
     """The rows of `sparse_mla_mixed`."""
-    fmt = formats.FORMATS[kv_format]
-    _, positions = row_positions(query.shape[0], cum_seq_lens_q - cum_seq_lens_q[:1], seq_lens)
-    selections = [by_slot(swa_kv_cache, fmt, sparse_indices[:, :window_size], positions + 1)]
-    if compressed_kv_cache is not None:
-        lengths = (sparse_topk_lens.long() - window_size).where(positions >= 0, 0)
-        selections.append(by_slot(compressed_kv_cache, fmt, sparse_indices[:, window_size:], lengths))
+    fmt, indices, window_size = formats.FORMATS[call.kv_format], call.sparse_indices, call.window_size
+    starts = call.cum_seq_lens_q - call.cum_seq_lens_q[:1]
+    _, positions = row_positions(call.query.shape[0], starts, call.seq_lens)
+    selections = [by_slot(call.swa_kv_cache, fmt, indices[:, :window_size], positions + 1)]
+    if call.compressed_kv_cache is not None:
+        lengths = (call.sparse_topk_lens.long() - window_size).where(positions >= 0, 0)
+        selections.append(by_slot(call.compressed_kv_cache, fmt, indices[:, window_size:], lengths))
     return selections
 
 

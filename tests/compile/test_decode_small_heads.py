@@ -13,7 +13,7 @@ from tests.compile.reports import compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla import decode
+from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import (
     ARCHS,
     BLOCK,
@@ -136,8 +136,8 @@ def test_it_is_chosen_by_heads_formats_and_architecture() -> None:
         ("sm_90a", 8, "plain_bf16/1", False),
         ("sm_80", 8, FP8, False),
     ):
-        key = decode.key_for(arch, heads, "listed", False, FP8, other)
+        key = select.decode_key(arch, heads, "listed", False, FP8, other)
         assert isinstance(key, SmallHeadsDecodeKey) == is_small
     for arch, heads, is_small in (("sm_90a", 8, True), ("sm_90a", 9, False), ("sm_100a", 9, True)):
-        key = decode.key_for(arch, heads, "listed", False, FP8, FP8, True, takes_own=False)
+        key = select.decode_key(arch, heads, "listed", False, FP8, FP8, True, may_own=False)
         assert isinstance(key, SmallHeadsDecodeKey) == is_small

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -12,17 +13,19 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.linear import select
 from cute_kernels.linear.hopper.gemm import REGISTERS, GemmKey
-from tests.compile.reports import check_fits, compile_report
+from cute_kernels.runtime.arch import SMEM_BYTES
+from tests.compile.reports import RESERVED, check_fits, compile_report
 
-KEYS = [tile.key for tile in select.TILES]
-SPLITS = [tile.key for tile in select.SPLIT_TILES]
+KEYS = select.many_rows_keys("bf16")
+SPLITS = [key for key in select.many_rows_keys("bf16", may_split=True) if key not in KEYS]
+"""With K cut, or of CTAs that share a multiprocessor."""
 SQUARES = [tile.key for tile in select.SQUARES_TILES]
 BF16 = [key for output in ("fp32", "bf16") for key in select.many_bf16_rows_keys(output)]
 """Of bf16 operands."""
 
 
 def name(key: GemmKey) -> str:
-    return f"{key.operands}_{key.output}_{key.rows}x{key.columns}_{key.splits}{'_squares' * key.squares}"
+    return f"{key.operands}_{key.output}_{key.rows}x{key.columns}_s{key.stages}k{key.splits}{'_squares' * key.squares}"
 
 
 OUTPUTS = [
@@ -93,12 +96,23 @@ def test_no_kernel_is_idle() -> None:
     assert chosen == set(KEYS)
 
 
+def test_pairs_of_ctas_fit_a_multiprocessor() -> None:
+    memory = SMEM_BYTES[select.HOPPER] + 1024  # of a multiprocessor; each CTA takes 1024 for the system
+    for key, small in select.CO_RESIDENT.items():
+        for output in ("bf16", "fp32"):
+            report = compile_report(select.with_output(small, output))
+            assert 2 * (report.smem + RESERVED) <= memory
+            assert 2 * key.threads * report.registers <= 65536
+        # the same results, bit for bit
+        assert replace(small, stages=key.stages, depth=key.depth) == key
+
+
 def test_no_kernel_of_bf16_operands_is_idle() -> None:
     gemms = {gemm for config in MODELS.values() for gemm in select.layer_gemms(config, 1) if gemm[0] == "bf16"}
     chosen = {
         select.many_bf16_rows(output, rows, outputs, k // 64)[0]
         for _, output, _, outputs, k in gemms
-        for rows in range(65, 4096, 31)
+        for rows in range(33, 4096, 31)
     }
     assert chosen == set(select.many_bf16_rows_keys("fp32"))
 

@@ -12,10 +12,11 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.report import Report
-from cute_kernels.sparse_mla import paged, paged_parts
+from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.hopper import prefill_paged
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
+from cute_kernels.sparse_mla.schedule import CLUSTERS
 from tests.compile.reports import compile_report
 
 GROUPS = 3
@@ -26,11 +27,11 @@ track."""
 KEYS = (
     PagedKey("sm_90a"),
     QuantPagedKey("sm_90a"),
-    *(PagedClusterKey("sm_90a", blocks) for blocks in paged_parts.CLUSTERS),
+    *(PagedClusterKey("sm_90a", blocks) for blocks in CLUSTERS),
 )
 
 
-@pytest.fixture(scope="module", params=KEYS, ids=["whole", "codes", *(f"cluster{n}" for n in paged_parts.CLUSTERS)])
+@pytest.fixture(scope="module", params=KEYS, ids=["whole", "codes", *(f"cluster{n}" for n in CLUSTERS)])
 def report(request: pytest.FixtureRequest) -> Report:
     return compile_report(request.param)
 
@@ -96,7 +97,7 @@ def test_a_list_is_not_written_while_a_tile_needs_it() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_deployments(model: str, tp: int) -> None:
-    assert set(paged.deployment_keys(MODELS[model], tp, "sm_90a")) == set(KEYS)
+    assert set(select.paged_keys(MODELS[model], tp, "sm_90a")) == set(KEYS)
 
 
 def test_a_cluster_of_another_size_is_none() -> None:

@@ -13,12 +13,12 @@ from cute_kernels.formats import ROPE_DIM
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.compile import Report
-from cute_kernels.sparse_mla import mixed, prefill
 from cute_kernels.sparse_mla.hopper import index_loader
 from cute_kernels.sparse_mla.hopper import prefill as kernel
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
+from cute_kernels.sparse_mla.launch import mixed, prefill
 from tests.compile.reports import compile_report
 
 GROUPS = 2

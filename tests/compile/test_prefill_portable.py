@@ -12,7 +12,7 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla import mixed, paged, prefill
+from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.mma_sync.operands import wide_chunk
 from cute_kernels.sparse_mla.mma_sync.prefill import (
     CURSOR_BYTES,
@@ -124,9 +124,9 @@ def test_every_chunk_of_a_slab_has_its_place() -> None:
 
 def test_keys() -> None:
     assert [group_heads(heads) for heads in (1, 16, 17, 32, 33, 64, 128)] == [16, 16, 32, 32, 64, 64, 64]
-    assert prefill.key_for("sm_80", 128) == PortablePrefillKey("sm_80", 64)
-    assert mixed.key_for("sm_120a", 8, E4M3) == PortableMixedKey("sm_120a", 16, E4M3)
-    assert paged.key_for("sm_120a", 32, "all", FP8, BF16) == PortablePagedKey("sm_120a", 32, "all", FP8, BF16)
+    assert select.prefill_key("sm_80", 128) == PortablePrefillKey("sm_80", 64)
+    assert select.mixed_key("sm_120a", 8, E4M3) == PortableMixedKey("sm_120a", 16, E4M3)
+    assert select.paged_key("sm_120a", 32, "all", FP8, BF16) == PortablePagedKey("sm_120a", 32, "all", FP8, BF16)
     with pytest.raises(ValueError, match=r"heads: expected one of \(16, 32, 64\), got 24"):
         _ = PortablePrefillKey("sm_80", 24).config
     with pytest.raises(ValueError, match=r"compressed: expected one of .*'listed'.*, got 'some'"):

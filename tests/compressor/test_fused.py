@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.compressor import ops_fused
+from cute_kernels.compressor import ops
 from cute_kernels.compressor.ops import (
     compress_norm_rope_store,
     fused_compress_norm_rope_store,
@@ -227,14 +227,14 @@ def ring(scene: Scene, step: SimpleNamespace, pages: int) -> None:
 @pytest.fixture
 def validated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call's data is validated first, as with CUTE_KERNELS_CHECK=1."""
-    op, call = OPS["fused_compress_norm_rope_store"], ops_fused._fused
+    op, call = OPS["fused_compress_norm_rope_store"], ops._fused
 
     def checked(*args: Any) -> None:
         assert op.validate is not None
         op.validate(*args)
         call(*args)
 
-    monkeypatch.setattr(ops_fused, "_fused", checked)
+    monkeypatch.setattr(ops, "_fused", checked)
 
 
 @pytest.mark.usefixtures("validated")

@@ -11,15 +11,7 @@ from typing import Any
 from cute_kernels.runtime import registry
 from cute_kernels.runtime.ops import Op
 
-ROOMS = ("compressor", "indexer", "indices", "insert_compress", "kv_cache", "linear", "norm", "output", "sparse_mla")
-NO_OPS = (
-    "activation_scale_shape",
-    "output_scale_shape",
-    "score_top_k_workspace_size",
-    "sparse_mla_decode_workspace_size",
-)
-NO_OPS += ("pack_block_scales",)
-
+PACKAGES = ("compressor", "indexer", "indices", "insert_compress", "kv_cache", "linear", "norm", "output", "sparse_mla")
 Values = dict[str, Any]
 
 
@@ -27,11 +19,11 @@ def functions() -> dict[str, tuple[Callable[..., Any], Op]]:
     """Public function -> the op that it calls with the arguments `named` makes."""
     found = {}
     ops = registry.all_ops()
-    for room in ROOMS:
-        for name, function in vars(importlib.import_module(f"cute_kernels.{room}.ops")).items():
-            is_own = inspect.isfunction(function) and function.__module__.startswith(f"cute_kernels.{room}.")
-            if is_own and ".ops" in function.__module__ and not name.startswith("_") and name not in NO_OPS:
-                found[name] = (function, ops[OTHER_OPS.get(name, name)])
+    for package in PACKAGES:
+        for name, function in vars(importlib.import_module(f"cute_kernels.{package}.ops")).items():
+            op = ops.get(OTHER_OPS.get(name, name))
+            if op is not None and inspect.isfunction(function):
+                found[name] = (function, op)
     return found
 
 

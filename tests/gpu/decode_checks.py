@@ -81,14 +81,15 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
 
 def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have calls run the kernel of that name, and no reference."""
-    from cute_kernels.sparse_mla import decode
+    from cute_kernels.sparse_mla import select
 
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    monkeypatch.setattr(decode.trust, "is_trusted", lambda op, index: True)
+    monkeypatch.setattr(select.trust, "is_trusted", lambda op, index: True)
     for attribute, value in KERNELS[name].items():
-        monkeypatch.setattr(decode, attribute, value)
+        monkeypatch.setattr(select, attribute, value)
     if KERNELS[name]:
-        monkeypatch.setattr(decode, "_key", lambda index, *rest: decode.key_for(arch_of(index), *rest))
+        # what has been chosen is kept
+        monkeypatch.setattr(select, "decode_key", select.decode_key.__wrapped__)
     compile_ahead(name)
 
 
@@ -97,12 +98,12 @@ def compile_ahead(name: str) -> None:
     """Put what most tests of that kernel run into the kernel cache, with all cores: one key takes seconds."""
     from cute_kernels.runtime import cache
     from cute_kernels.runtime.precompile import precompile
-    from cute_kernels.sparse_mla import decode
+    from cute_kernels.sparse_mla import select
 
     store = cache.current()
     if store is None:
         return
     blocks = itertools.product((8, 16, 32, 64), ("none", "listed", "dense"), (False, True))
-    keys = [decode.key_for(arch_of(0), heads, second, fp32, FP8, FP8) for heads, second, fp32 in blocks]
+    keys = [select.decode_key(arch_of(0), heads, second, fp32, FP8, FP8) for heads, second, fp32 in blocks]
     for _ in precompile(keys, store.root):
         pass

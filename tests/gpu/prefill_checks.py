@@ -25,17 +25,19 @@ SUM_RTOL = 2.0**-22
 """Of |q| |k| scale: what fp32 sums of products may be off by, also where they cancel."""
 
 
-def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
-    """Have calls run the kernel of that name, of those in the modules of some ops, and no reference."""
+def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have calls run the kernel of that name, and no reference."""
+    from cute_kernels.sparse_mla import select
+
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
     if name == "own" and arch_of(0) not in ("sm_90a", *BLACKWELL):
         pytest.skip("the kernels are Hopper's and Blackwell's")
     monkeypatch.setattr(trust, "is_trusted", lambda op, index: name == "own")
-    for module in modules:
-        for attribute, value in KERNELS[name].items():
-            monkeypatch.setattr(module, attribute, value)
+    for attribute, value in KERNELS[name].items():
+        monkeypatch.setattr(select, attribute, value)
+    for choose in (select.prefill_key, select.paged_key, select.mixed_key):
         # what has been chosen is kept
-        monkeypatch.setattr(module, "_key", module.key_for)
+        monkeypatch.setattr(select, choose.__name__, choose.__wrapped__)
 
 
 def assert_results(

@@ -271,7 +271,7 @@ def test_deployments_use_no_other_keys(kernel: str, monkeypatch: pytest.MonkeyPa
         pytest.skip("deployments run what is chosen")
     from cute_kernels.models import MODELS
     from cute_kernels.runtime import compile as compile_
-    from cute_kernels.sparse_mla.decode import deployment_keys
+    from cute_kernels.sparse_mla.select import decode_keys as deployment_keys
 
     arch = arch_of(0)
     known = {key for config in MODELS.values() for tp in (1, 2, 4, 8) for key in deployment_keys(config, tp, arch)}

@@ -28,12 +28,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-KEYS = [tile.key for tile in select.TILES]
-SPLITS = [tile.key for tile in select.SPLIT_TILES]
+KEYS = select.many_rows_keys("bf16")
+SPLITS = [key for key in select.many_rows_keys("bf16", may_split=True) if key not in KEYS]
+"""With K cut, or of CTAs that share a multiprocessor."""
 
 
 def name(key: GemmKey) -> str:
-    return f"{key.operands}_{key.output}_{key.rows}x{key.columns}_{key.splits}"
+    return f"{key.operands}_{key.output}_{key.rows}x{key.columns}_s{key.stages}k{key.splits}"
 
 
 BF16 = [key for output in ("fp32", "bf16") for key in select.many_bf16_rows_keys(output)]

@@ -36,9 +36,7 @@ made_of = BF16
 
 @pytest.fixture(autouse=True, params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.sparse_mla import mixed, prefill
-
-    use_kernel(request.param, monkeypatch, mixed, prefill)
+    use_kernel(request.param, monkeypatch)
 
 
 @pytest.fixture(autouse=True, params=[BF16, FP8], ids=["bf16", "fp8"])

@@ -27,9 +27,7 @@ ROWS_AT_ONCE = 1 << 17
 
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.sparse_mla import paged
-
-    use_kernel("portable", monkeypatch, paged)
+    use_kernel("portable", monkeypatch)
 
 
 @dataclasses.dataclass

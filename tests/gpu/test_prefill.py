@@ -29,9 +29,7 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @pytest.fixture(autouse=True, params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.sparse_mla import prefill
-
-    use_kernel(request.param, monkeypatch, prefill)
+    use_kernel(request.param, monkeypatch)
 
 
 @dataclasses.dataclass

@@ -28,9 +28,7 @@ DEVICE = "cuda"
 
 @pytest.fixture(autouse=True)
 def own_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from cute_kernels.sparse_mla import paged
-
-    use_kernel("own", monkeypatch, paged)
+    use_kernel("own", monkeypatch)
     yield
     # for tests that run beside
     torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.linear import reference
-from cute_kernels.linear.ops_quantize import activation_scale_shape, quantize_fp8_1x128
+from cute_kernels.linear.ops import activation_scale_shape, quantize_fp8_1x128
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls

@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or arch_of(0) != "sm_90a", reason="the kernel is Hopper's"),
 ]
 
-WIDE = replace(CONFIG, num_attention_heads=64)
-"""With as many heads attention quantizes its result."""
+HEADS = {1: 64, 4: 64, 128: 128}
+"""The fewest whose attention takes raw queries, by the layer's ratio."""
 REQUESTS = LEAST_RAW_DECODE_ROWS
 NEAR = 0.05
 """Queries are rounded once less than where another launch norms them: behind it e4m3 codes are those of neighbours."""
@@ -35,8 +35,9 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
 
 
-def serve(ratio: int, requests: int = REQUESTS, **options: Any) -> Server:
-    server = Server(ratio, requests, config=WIDE, **options)
+def serve(ratio: int, requests: int = REQUESTS, heads: int = 0, **options: Any) -> Server:
+    config = replace(CONFIG, num_attention_heads=heads or HEADS[ratio])
+    server = Server(ratio, requests, config=config, **options)
     server.prefill(40)
     return server
 
@@ -82,9 +83,14 @@ def test_near_a_step_whose_queries_are_normed_before(ratio: int, rows: int) -> N
     assert bool(((got - want)[some].norm(dim=-1) <= NEAR * want[some].norm(dim=-1)).all())
 
 
-def test_few_rows_and_batch_invariant_steps_norm_them_before() -> None:
-    for requests, options in ((REQUESTS - 1, {}), (REQUESTS, {"batch_invariant": True})):
-        server = serve(1, requests, **options)
+def test_which_steps_norm_them_before() -> None:
+    """Of few rows, batch invariant ones, and those whose queries' norm hides behind compression."""
+    for ratio, requests, options in (
+        (1, REQUESTS - 1, {}),
+        (1, REQUESTS, {"batch_invariant": True}),
+        (128, REQUESTS, {"heads": 64}),
+    ):
+        server = serve(ratio, requests, **options)
         with record_calls() as recording:
             server.decode(lengths_at(1, requests), hidden_rows(requests, 1).cuda())
         ops = {call.op for call in recording.calls}

@@ -157,8 +157,8 @@ SIGNATURES = {
 @pytest.mark.parametrize("path", SIGNATURES)
 def test_arguments_are_the_baselines_in_order_with_its_defaults(path: str) -> None:
     """Ours follow as keywords only, and all of them have defaults."""
-    room, name = path.split(".")
-    parameters = inspect.signature(getattr(importlib.import_module(f"cute_kernels.{room}.ops"), name)).parameters
+    package, name = path.split(".")
+    parameters = inspect.signature(getattr(importlib.import_module(f"cute_kernels.{package}.ops"), name)).parameters
     positional = [p for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
     shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in positional]
     assert shown == SIGNATURES[path].split()

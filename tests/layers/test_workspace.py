@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.sparse_mla import ops_decode
+from cute_kernels.sparse_mla import ops
 from layers import mla
 from layers.mla import Workspace
 from tests.layers.engine import KINDS, Engine, Request, hidden_rows, make_layer
@@ -60,7 +60,7 @@ def test_memory_of_captured_steps_is_kept_and_none_is_made_inside(monkeypatch: p
 
 @pytest.mark.parametrize("rows", [1, 3, 40, 5000])
 def test_layers_of_all_kinds_share_what_their_calls_need(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops_decode, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(ops, "_multiprocessors", lambda device: 132)
     workspace = Workspace()
     sizes = set()
     for ratio in KINDS:
@@ -69,7 +69,7 @@ def test_layers_of_all_kinds_share_what_their_calls_need(rows: int, monkeypatch:
         sizes.add(layer.mla_attn._decode_workspace(CPU).nbytes)
         entries = {1: 0, 4: layer.config.index_topk, 128: 4096 // 128}[ratio]
         for fewer in {1, rows // 2 + 1, rows}:
-            needed = ops_decode.sparse_mla_decode_workspace_size(fewer, 1, layer.num_heads, 128, entries)
+            needed = ops.sparse_mla_decode_workspace_size(fewer, 1, layer.num_heads, 128, entries)
             assert needed <= min(sizes)
     assert len(sizes) == 1
 
@@ -80,10 +80,10 @@ def test_decode_steps_use_it(ratio: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         given.append(kwargs["workspace"])
-        return ops_decode.sparse_mla_decode(*args, **kwargs)
+        return ops.sparse_mla_decode(*args, **kwargs)
 
     monkeypatch.setattr(mla, "sparse_mla_decode", spy)
-    monkeypatch.setattr(ops_decode, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(ops, "_multiprocessors", lambda device: 132)
     layer = make_layer(ratio)
     engine, request = Engine(layer, seed=1), Request()
     engine.step([], [(request, hidden_rows(200, seed=2))])
@@ -109,7 +109,7 @@ def test_rows_are_cut_as_the_op_chooses_or_never(is_invariant: bool, monkeypatch
 
     spy_on("sparse_mla_decode")
     spy_on("sparse_mla_prefill_paged")
-    monkeypatch.setattr(ops_decode, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(ops, "_multiprocessors", lambda device: 132)
     layer = make_layer(4, prefill="paged", batch_invariant=is_invariant)
     engine, request = Engine(layer, seed=1), Request()
     engine.step([], [(request, hidden_rows(200, seed=2))])
@@ -121,7 +121,7 @@ def test_rows_are_cut_as_the_op_chooses_or_never(is_invariant: bool, monkeypatch
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_plain_caches_need_none(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops_decode, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(ops, "_multiprocessors", lambda device: 132)
     layer = make_layer(4, kv_cache=kv)
     layer.mla_attn.reserve(CPU)
     assert layer.mla_attn.workspace.parts(0, CPU).untyped_storage().nbytes() == 0

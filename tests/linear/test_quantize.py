@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.linear.ops_quantize import activation_scale_shape, quantize_fp8_1x128
+from cute_kernels.linear.ops import activation_scale_shape, quantize_fp8_1x128
 from cute_kernels.runtime.record import record_calls
 from tests import oracle
 from tests.helpers import bits, check_op, spread

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla import prefill
+from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from tests import oracle
 from tests.compile.reports import compile_report
@@ -48,7 +48,7 @@ def test_prefill(heads: int) -> None:
     """Three rows, one of them empty, by one block."""
     own = codes(1 if heads % GROUPS else GROUPS)
     plain, quantized = Prefill(heads), Prefill(heads)
-    keys = [prefill.key_for("sm_90a", heads, is_quantized) for is_quantized in (False, True)]
+    keys = [select.prefill_key("sm_90a", heads, is_quantized) for is_quantized in (False, True)]
     plain.run(parse(compile_report(keys[0]).ptx), 1, seed=1)
     program = parse(compile_report(keys[1]).ptx)
     records, make = orders.recorder(program)
@@ -102,7 +102,7 @@ def test_prefill_of_raw_queries() -> None:
     plain, raw, own = Prefill(HEADS), Prefill(HEADS), codes()
     raw.q, squares, plain.q = exact_queries(own, g)
     plain.kv = raw.kv = torch.randint(-2, 3, plain.kv.shape, generator=g).bfloat16()
-    keys = prefill.key_for("sm_90a", HEADS), prefill.key_for("sm_90a", HEADS, True, True)
+    keys = select.prefill_key("sm_90a", HEADS), select.prefill_key("sm_90a", HEADS, True, True)
     plain.run(parse(compile_report(keys[0]).ptx), 1, seed=1)
     program = parse(compile_report(keys[1]).ptx)
     records, make = orders.recorder(program)

@@ -152,11 +152,10 @@ def of_scores(name: str) -> Kernel:
 # ---- decode ----------------------------------------------------------------------------------------------------------
 
 
-FRONT_WARP, PRODUCTS_WARP = decode.DEQUANT_WARP, decode.MMA_WARP
 DECODE_ROLES = {
-    "scores": range(FRONT_WARP),
-    "front": range(FRONT_WARP, PRODUCTS_WARP),
-    "products": range(PRODUCTS_WARP, PRODUCTS_WARP + 1),
+    "softmax": range(decode.DEQUANT_WARP),
+    "dequantizers": range(decode.DEQUANT_WARP, decode.MMA_WARP),
+    "MMA": range(decode.MMA_WARP, decode.MMA_WARP + 1),
 }
 
 

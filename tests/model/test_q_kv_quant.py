@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear.ops_quantize import activation_scale_shape, quantize_fp8_1x128
+from cute_kernels.linear.ops import activation_scale_shape, quantize_fp8_1x128
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm
 from cute_kernels.norm.q_kv_quant import TOKENS, keys_of
 from tests.compile.reports import compile_report

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -53,6 +53,40 @@ double = define_op(
     cost=lambda x, *_: Cost(nbytes(x), x.numel()),
 )
 DOUBLE = OPS.pop("test_double")
+
+
+class TripleCall(NamedTuple):
+    x: torch.Tensor
+    out: torch.Tensor
+
+
+def test_a_record_of_the_call_is_what_checks_and_references_take() -> None:
+    seen: list[Any] = []
+
+    def reference(call: TripleCall) -> None:
+        call.out.copy_(3 * call.x)
+
+    def cost(call: TripleCall) -> Cost:
+        return Cost(nbytes(call.x, call.out))
+
+    schema = "test_triple(Tensor x, Tensor(a!) out) -> ()"
+    given = {"check": seen.append, "reference": reference, "cost": cost, "call_type": TripleCall}
+    triple = define_op(schema, **given)
+    op = OPS.pop("test_triple")
+    x, out = torch.ones(2), torch.zeros(2)
+    triple(x, out)
+    assert out.tolist() == [3.0, 3.0]
+    ((call_x, call_out),) = seen
+    assert call_x is x
+    assert call_out is out
+    assert op.cost is not None
+    assert op.cost(x, out) == Cost(16)
+
+
+def test_a_record_has_the_schemas_arguments_in_its_order() -> None:
+    schema = "test_triple_turned(Tensor(a!) out, Tensor x) -> ()"
+    with pytest.raises(TypeError, match=r"test_triple_turned: expected a call record with \('out', 'x'\), got \('x', "):
+        define_op(schema, check=len, reference=len, call_type=TripleCall)
 
 
 @pytest.fixture

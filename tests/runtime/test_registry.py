@@ -29,7 +29,7 @@ needs_dsl = pytest.mark.skipif(not importlib.util.find_spec("cutlass"), reason="
 FLASH = MODELS["v4-flash"]
 
 
-def test_all_ops_imports_every_room_and_no_kernel() -> None:
+def test_all_ops_imports_every_package_and_no_kernel() -> None:
     code = (
         "import sys\n"
         "from cute_kernels.runtime.registry import all_ops, op_kernels\n"

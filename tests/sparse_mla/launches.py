@@ -13,10 +13,13 @@ SMS = 132
 Launches = list[tuple[Any, dict[str, Any]]]
 
 
-def keep_launches(monkeypatch: pytest.MonkeyPatch, module: Any, names: tuple[str, ...]) -> Launches:
-    """(key, arguments by name) of all launches of a kernel's module, in order."""
+def keep_launches(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> Launches:
+    """(key, arguments by name) of all launches, in order."""
+    from cute_kernels.sparse_mla import launch as module
+    from cute_kernels.sparse_mla import select
+
     kept: Launches = []
-    monkeypatch.setattr(module, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_90a")
     monkeypatch.setattr(module, "multiprocessors", lambda index: SMS)
     monkeypatch.setattr(
         module, "launch_key", lambda key, index, *args: kept.append((key, dict(zip(names, args, strict=True))))
@@ -24,10 +27,11 @@ def keep_launches(monkeypatch: pytest.MonkeyPatch, module: Any, names: tuple[str
     return kept
 
 
-def launch(op: str, module: Any, args: dict[str, Any]) -> dict[str, Any]:
+def launch(op: str, args: dict[str, Any]) -> dict[str, Any]:
     """Do what the op does with these arguments. Returns them."""
     OPS[op].check(*args.values())
-    supported, why = module.supports(*args.values())
+    kernel = OPS[op].load_kernel()
+    supported, why = kernel.supports(*args.values())
     assert supported, why
-    module.launch(*args.values())
+    kernel.launch(*args.values())
     return args

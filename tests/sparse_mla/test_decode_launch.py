@@ -17,7 +17,7 @@ from tests.sparse_mla.test_decode import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
-from cute_kernels.sparse_mla import combine, decode, decode_args
+from cute_kernels.sparse_mla import combine, launch, select
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 
@@ -34,12 +34,11 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90a") -> None:
         self.decodes: list[tuple[Any, dict[str, Any]]] = []
         self.merges: list[tuple[Any, ...]] = []
-        for module in (decode, decode_args, combine):
+        for module in (launch, select, combine):
             monkeypatch.setattr(module, "arch_of", lambda index: arch, raising=False)
             monkeypatch.setattr(module, "multiprocessors", lambda index: SMS, raising=False)
-        monkeypatch.setattr(decode_args, "launch_key", self.keep)
+        monkeypatch.setattr(launch, "launch_key", self.keep)
         monkeypatch.setattr(combine, "launch_key", lambda *args: self.merges.append(args))
-        decode._key.cache_clear()
         combine._key.cache_clear()
 
     def keep(self, key: Any, device_index: Any, *args: Any) -> None:
@@ -48,16 +47,15 @@ class Launches:
     def run(self, **changes: Any) -> dict[str, Any]:
         args = arguments(**{"extra_k_cache": arguments(kv_format=FP8)["k_cache"], "extra_kv_format": FP8, **changes})
         OPS["sparse_mla_decode"].check(*args.values())
-        supported, why = decode.supports(*args.values())
+        supported, why = launch.decode.supports(*args.values())
         assert supported, why
-        decode.launch(*args.values())
+        launch.decode.launch(*args.values())
         return args
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Launches:
     yield Launches(monkeypatch)
-    decode._key.cache_clear()
     combine._key.cache_clear()
 
 
@@ -184,9 +182,9 @@ def test_hoppers_kernel_takes_no_other_caches_and_architectures(monkeypatch: pyt
     ):
         args = arguments(**changes).values()
         launches = Launches(monkeypatch, arch)
-        if decode.supports(*args)[0]:
+        if launch.decode.supports(*args)[0]:
             with trust.choose(own=False):
-                decode.launch(*args)
+                launch.decode.launch(*args)
             assert not isinstance(launches.decodes[0][0], DecodeKey)
 
 
@@ -262,7 +260,7 @@ def test_rows_without_elements_launch_nothing(
     ],
 )
 def test_what_is_not_supported_says_so(gpu: Launches, changes: dict[str, Any], why: str) -> None:
-    supported, reason = decode.supports(*arguments(**NO_EXTRA, **changes).values())
+    supported, reason = launch.decode.supports(*arguments(**NO_EXTRA, **changes).values())
     assert not supported
     assert reason.startswith(why)
 
@@ -270,7 +268,7 @@ def test_what_is_not_supported_says_so(gpu: Launches, changes: dict[str, Any], w
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
-    keys = decode.deployment_keys(MODELS[model], tp, "sm_90a")
+    keys = launch.decode.deployment_keys(MODELS[model], tp, "sm_90a")
     assert len(set(keys)) == len(keys)
     kinds = {(key.second, key.out_fp32) for key in keys if isinstance(key, (DecodeKey, SmallHeadsDecodeKey))}
     assert kinds == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}

@@ -12,18 +12,18 @@ from tests.sparse_mla.test_decode import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
-from cute_kernels.sparse_mla import combine, decode, schedule, verify_cases
+from cute_kernels.sparse_mla import combine, schedule, select, verify_cases
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
-from cute_kernels.sparse_mla.decode_args import Call
-from cute_kernels.sparse_mla.gathered import ungathered
+from cute_kernels.sparse_mla.call import DecodeCall
+from cute_kernels.sparse_mla.launch import decode
+from cute_kernels.sparse_mla.select import ungathered
 from tests.sparse_mla.test_decode_launch import DENSE, NO_EXTRA, SMS, Launches, of_rows
 
 
-@pytest.fixture(params=decode.BLACKWELL)
+@pytest.fixture(params=select.BLACKWELL)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Launches:
     yield Launches(monkeypatch, request.param)
-    decode._key.cache_clear()
     combine._key.cache_clear()
 
 
@@ -97,14 +97,14 @@ def test_calls_it_does_not_take_are_for_others(gpu: Launches) -> None:
         ({"extra_k_cache": records[:0], "extra_kv_format": FP8}, "extra_k_cache must have rows"),
     ):
         args = arguments(**changes)
-        assert decode.why_not_own(Call(*args.values())).startswith(why)
+        assert select.why_not_own_decode(DecodeCall(*args.values())).startswith(why)
         with trust.choose(own=True) as asked:
             decode.launch(*args.values())
         assert not isinstance(gpu.decodes.pop()[0], BlackwellDecodeKey)
         assert not asked, "a warning would speak of a kernel that could not have run"
 
 
-@pytest.mark.parametrize("arch", decode.BLACKWELL)
+@pytest.mark.parametrize("arch", select.BLACKWELL)
 @pytest.mark.parametrize(("model", "tp"), [("v4-flash", 1), ("v4-flash", 8), ("v4-pro", 1)])
 def test_deployments_have_both_kernels(arch: str, model: str, tp: int) -> None:
     keys = decode.deployment_keys(MODELS[model], tp, arch)
@@ -117,10 +117,11 @@ def test_deployments_have_both_kernels(arch: str, model: str, tp: int) -> None:
     assert all(isinstance(k, BlackwellPairDecodeKey) == (model == "v4-pro") for k in decodes if "sm100" in k.__module__)
 
 
-@pytest.mark.parametrize("arch", decode.BLACKWELL)
+@pytest.mark.parametrize("arch", select.BLACKWELL)
 def test_without_pairs_blocks_have_all_heads(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way back if pairs fail on a GPU: docs/bringing_up_a_new_gpu.md."""
-    monkeypatch.setattr(decode, "PAIR_ARCHS", ())
+    monkeypatch.setattr(select, "PAIR_ARCHS", ())
+    monkeypatch.setattr(select, "decode_key", select.decode_key.__wrapped__)
     keys = decode.deployment_keys(MODELS["v4-pro"], 1, arch)
     assert {type(key) for key in keys if isinstance(key, BlackwellDecodeKey)} == {BlackwellDecodeKey}
 

@@ -11,10 +11,12 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime import trust
-from cute_kernels.sparse_mla import mixed
+from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
+from cute_kernels.sparse_mla.call import MixedCall
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbMixedKey
+from cute_kernels.sparse_mla.launch import mixed
 from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -61,11 +63,11 @@ def distant(pages: int, rows: int, stride: int, dtype: torch.dtype = BF16) -> to
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return keep_launches(monkeypatch, mixed, NAMES)
+    return keep_launches(monkeypatch, NAMES)
 
 
 def run(**changes: Any) -> dict[str, Any]:
-    return launch("sparse_mla_mixed", mixed, arguments(**changes))
+    return launch("sparse_mla_mixed", arguments(**changes))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_the_largest_pool(launched: list[Any]) -> None:
 def test_other_architectures_have_the_portable_kernel(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_120a")
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_120a")
     args = run(**changes)
     ((key, given),) = launched
     assert key == PortableMixedKey("sm_120a", 16, args["kv_format"])
@@ -194,7 +196,7 @@ def test_other_architectures_have_the_portable_kernel(
 def test_blackwells_own_kernels_run_if_they_are_trusted(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], own_key: Any
 ) -> None:
-    monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_103a")
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_103a")
     for own in (True, False):
         with trust.choose(own) as asked:
             args = run(**changes)
@@ -219,8 +221,8 @@ def test_blackwells_own_kernels_run_if_they_are_trusted(
 def test_what_cannot_be_gathered_is_the_portable_kernels(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], why: str
 ) -> None:
-    monkeypatch.setattr(mixed, "arch_of", lambda index: "sm_100a")
-    assert mixed._why_not_own(mixed.Call(*arguments(**changes).values())) == why
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_100a")
+    assert select.why_not_own_mixed(MixedCall(*arguments(**changes).values())) == why
     with trust.choose(True) as asked:
         run(**changes)
     assert not asked

@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla import paged
+from cute_kernels.sparse_mla import select
+from cute_kernels.sparse_mla.launch import paged
 from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -54,14 +55,14 @@ def arguments(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    launches = keep_launches(monkeypatch, paged, NAMES)
+    launches = keep_launches(monkeypatch, NAMES)
     # an architecture without a kernel of its own
-    monkeypatch.setattr(paged, "arch_of", lambda index: "sm_120a")
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_120a")
     return launches
 
 
 def run(**changes: Any) -> dict[str, Any]:
-    return launch("sparse_mla_prefill_paged", paged, arguments(**changes))
+    return launch("sparse_mla_prefill_paged", arguments(**changes))
 
 
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:

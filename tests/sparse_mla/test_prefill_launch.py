@@ -13,10 +13,12 @@ from tests.sparse_mla.test_prefill import arguments
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime import trust
-from cute_kernels.sparse_mla import prefill
+from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
+from cute_kernels.sparse_mla.call import PrefillCall
 from cute_kernels.sparse_mla.hopper.prefill import PrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbPrefillKey
+from cute_kernels.sparse_mla.launch import prefill
 from cute_kernels.sparse_mla.mma_sync.prefill import PortablePrefillKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -27,11 +29,11 @@ NAMES = (
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return keep_launches(monkeypatch, prefill, NAMES)
+    return keep_launches(monkeypatch, NAMES)
 
 
 def run(**changes: Any) -> dict[str, Any]:
-    return launch("sparse_mla_prefill", prefill, arguments(**changes))
+    return launch("sparse_mla_prefill", arguments(**changes))
 
 
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:
@@ -104,7 +106,7 @@ def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, A
 
 
 def run_on(arch: str, monkeypatch: pytest.MonkeyPatch, heads: int = 4, **changes: Any) -> dict[str, Any]:
-    monkeypatch.setattr(prefill, "arch_of", lambda index: arch)
+    monkeypatch.setattr(select, "arch_of", lambda index: arch)
     rows = torch.zeros(3, heads, 512, dtype=torch.bfloat16)
     numbers = {"attn_sink": torch.zeros(heads), "max_logits": torch.zeros(3, heads), "lse": torch.zeros(3, heads)}
     return run(**({"q": rows, "out": rows.clone()} | numbers | changes))
@@ -152,5 +154,5 @@ def test_what_no_descriptor_tells_of_is_the_portable_kernels(
     with trust.choose(True) as asked:
         args = run_on("sm_100a", monkeypatch, **changes)
     assert not asked
-    assert prefill._why_not_own(prefill.Call(*args.values())).startswith(why)
+    assert select.why_not_own_prefill(PrefillCall(*args.values())).startswith(why)
     assert [key for key, _ in launched] == [PortablePrefillKey("sm_100a", 16)]

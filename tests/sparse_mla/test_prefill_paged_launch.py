@@ -13,10 +13,11 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels import formats
 from cute_kernels.runtime import trust
-from cute_kernels.sparse_mla import gathered, paged
+from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
+from cute_kernels.sparse_mla.launch import paged
 from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -68,11 +69,11 @@ def distant(rows: int) -> torch.Tensor:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return keep_launches(monkeypatch, paged, NAMES)
+    return keep_launches(monkeypatch, NAMES)
 
 
 def run(**changes: Any) -> dict[str, Any]:
-    return launch("sparse_mla_prefill_paged", paged, arguments(**changes))
+    return launch("sparse_mla_prefill_paged", arguments(**changes))
 
 
 def test_arguments_go_as_they_are(launched: list[Any]) -> None:
@@ -154,7 +155,7 @@ WIDE: dict[str, Any] = {"window_size": 192, "topk_indices": torch.zeros(5, 512, 
 def test_rows_in_parts(
     monkeypatch: pytest.MonkeyPatch, splits: dict[str, int], blocks: int, parts: int, part_tiles: int
 ) -> None:
-    launched = keep_launches(monkeypatch, paged, PART_NAMES)
+    launched = keep_launches(monkeypatch, PART_NAMES)
     args = run(**WIDE, **splits)
     ((key, given),) = launched
     assert key == PagedClusterKey("sm_90a", blocks)
@@ -221,7 +222,7 @@ def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, A
 def test_what_the_portable_kernel_runs(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], formats_of_key: tuple[str, str]
 ) -> None:
-    launched = keep_launches(monkeypatch, paged, PORTABLE_NAMES)
+    launched = keep_launches(monkeypatch, PORTABLE_NAMES)
     # some of these pools lie on no device that the op would take
     args = arguments(**changes)
     assert paged.supports(*args.values()) == (True, "")
@@ -232,8 +233,8 @@ def test_what_the_portable_kernel_runs(
 
 
 def test_other_architectures_have_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = keep_launches(monkeypatch, paged, PORTABLE_NAMES)
-    monkeypatch.setattr(paged, "arch_of", lambda index: "sm_120a")
+    launched = keep_launches(monkeypatch, PORTABLE_NAMES)
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_120a")
     run()
     ((key, _),) = launched
     assert key == PortablePagedKey("sm_120a", 16, "listed", FMT.id, FMT.id)
@@ -241,8 +242,8 @@ def test_other_architectures_have_the_portable_kernel(monkeypatch: pytest.Monkey
 
 def test_blackwells_own_kernel_runs_if_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     for own, names in ((True, NAMES), (False, PORTABLE_NAMES)):
-        launched = keep_launches(monkeypatch, paged, names)
-        monkeypatch.setattr(paged, "arch_of", lambda index: "sm_100a")
+        launched = keep_launches(monkeypatch, names)
+        monkeypatch.setattr(select, "arch_of", lambda index: "sm_100a")
         with trust.choose(own) as asked:
             args = run(heads=128)
         assert asked == {"sparse_mla_prefill_paged"}
@@ -271,15 +272,15 @@ def test_blackwells_own_kernel_runs_if_it_is_trusted(monkeypatch: pytest.MonkeyP
 def test_what_cannot_be_gathered_is_the_portable_kernels(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reasons: list[str]
 ) -> None:
-    launched = keep_launches(monkeypatch, paged, PORTABLE_NAMES)
-    monkeypatch.setattr(paged, "arch_of", lambda index: "sm_100a")
+    launched = keep_launches(monkeypatch, PORTABLE_NAMES)
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_100a")
     found: list[str] = []
 
-    def is_own(op: str, arch: str, device_index: int, why_not: str) -> bool:
+    def is_own(op: str, device_index: int, why_not: str, real: Any = select.is_own) -> bool:
         found.append(why_not)
-        return gathered.is_own(op, arch, device_index, why_not)
+        return bool(real(op, device_index, why_not))
 
-    monkeypatch.setattr(paged, "is_own", is_own)
+    monkeypatch.setattr(select, "is_own", is_own)
     with trust.choose(True) as asked:
         paged.launch(*arguments(**changes).values())
     assert not asked

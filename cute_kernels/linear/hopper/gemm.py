@@ -1,5 +1,5 @@
 """GEMM for many rows on Hopper: out[t, n] = sum over 128-column chunks c of a_scale[t, c] b_scale[n / 128, c]
-dot(a[t, c], b[n, c]), by groups.
+dot(a[t, c], b[n, c]), by groups; or, of bf16 operands, a plain product.
 
 A persistent CTA walks over work tiles of [rows, columns] results. Its producer warp brings a chunk of the tile's rows
 of `a` and of `b` by bulk tensor copies into a ring of stages, and another warp their scales, which may lie anywhere, by
@@ -12,8 +12,10 @@ scaled and added to fp32 totals (promoted). While one warpgroup promotes, the te
     warp 4 W + 1          scales
     (two more warps complete the warpgroup, whose registers the consumers get)
 
-    stage                 a [rows, 128] e4m3, b [columns, 128] e4m3, both with the 128-byte swizzle; fp32 scales of the
-                          rows, then that of the columns
+    stage                 a [rows, 128 bytes of K], b [columns, 128 bytes of K], both with the 128-byte swizzle; e4m3:
+                          fp32 scales of the rows, then that of the columns
+
+bf16 operands have no scales: the tensor cores add up all chunks, of 64 columns, in one fp32 accumulator.
 
 What binds is shared memory, then the power of the chip. A product of 64 x 128 reads 24 KB of shared memory in the 256
 clocks that it takes, and the copies of the operands write (rows + columns) * 128 bytes in rows * columns / 32 clocks:
@@ -27,7 +29,7 @@ work tile each, and send their totals to each other. Each adds up a share of the
     received              [split, 16 bytes of the share, thread] 16 bytes, for each consumer warpgroup
 
 Every key without splits adds the chunks of a row in the same order, so a row's bits do not depend on what else is in
-the batch. With splits they depend on how K is cut.
+the batch. With splits they depend on how K is cut. A cluster meets once, before sums are sent.
 
 Tiles of 256 x 128 with two waves are known from DeepGEMM, split-K through distributed shared memory from DeepGEMM and
 CUTLASS.
@@ -89,9 +91,8 @@ class GemmKey(KernelKey):
     warpgroups   that multiply: 1 to 3
     stages       of the ring
     depth        chunks whose products a warpgroup has under way together; 1 with several waves
-    splits       of K: CTAs of a cluster, 1 or an even number. Those of a bf16 result have shares of 32 columns, which
-                 2 and 4 make; an e4m3 result, whose scales are those of whole rows, has 2. More than one: one wave, no
-                 lag, not staged, and a cluster for each work tile
+    splits       of K: CTAs of a cluster, 1, 2 or 4; 2 for an e4m3 result, whose scales are those of whole rows. More
+                 than one: one wave, no lag, not staged, and a cluster for each work tile
     lag          chunks that the second of two warpgroups starts behind the first, so that one multiplies while the
                  other stores; 0: together
     staged       a bf16 result goes out through shared memory, while the next work tile is multiplied
@@ -134,19 +135,9 @@ class GemmKey(KernelKey):
         return self.rows * self.columns * 2 if self.staged else 0
 
     @property
-    def pieces(self) -> int:
-        """Of 16 bytes that a thread has of a work tile's totals."""
-        return self.columns // 8
-
-    @property
-    def most_pieces(self) -> int:
-        """Of a thread's pieces those that a CTA of a cluster adds up, at most."""
-        return -(-self.pieces // self.splits)
-
-    @property
     def received_bytes(self) -> int:
         """Of one consumer warpgroup: a share from each split."""
-        return self.splits * self.most_pieces * wgmma.WARPGROUP * 16 if self.splits > 1 else 0
+        return wgmma.ROWS * self.columns * 4 if self.splits > 1 else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -567,47 +558,37 @@ class GemmKernel:
     def combine(self, totals: Any, rank: Any, warp: Any, lane: Any, received: Any, full: Any) -> None:
         """Send each CTA of the cluster its share of the totals, and put the sums of this one's at the front of
         `totals`. By one warpgroup, with memory and a barrier of its own."""
+        words_per_share = const_expr(self.columns // 2 // self.splits)
+        share_bytes = const_expr(words_per_share * 4 * wgmma.WARPGROUP)
         row_bytes = const_expr(16 * wgmma.WARPGROUP)
-        share_bytes = const_expr(self.key.most_pieces * row_bytes)
         place = received + (warp % 4 * WARP + lane) * 16
-        _, mine = self.share_of(rank)
         if warp % 4 == 0 and lane == 0:
-            ptx.expect_bytes(full, mine * ((self.splits - 1) * row_bytes))
-        own = place + rank * share_bytes
+            ptx.expect_bytes(full, (self.splits - 1) * share_bytes)
         for share in range_constexpr(self.splits):
-            first, count = self.share_of(share)
-            words = [[totals[i].bitcast(Int32) for i in self.totals_of(first + piece)] for piece in range(count)]
+            words = [totals[i].bitcast(Int32) for i in self.share_of(share)]
+            own = place + rank * share_bytes
             if rank == share:
-                for piece in range_constexpr(count):
-                    ptx.store_shared_128_in_order(own + piece * row_bytes, words[piece])
+                for i in range_constexpr(0, words_per_share, 4):
+                    ptx.store_shared_128_in_order(own + i // 4 * row_bytes, words[i : i + 4])
             else:
                 target, bar = ptx.map_shared(own, share), ptx.map_shared(full, share)
-                for piece in range_constexpr(count):
-                    ptx.store_remote_128(target + piece * row_bytes, words[piece], bar)
+                for i in range_constexpr(0, words_per_share, 4):
+                    ptx.store_remote_128(target + i // 4 * row_bytes, words[i : i + 4], bar)
         ptx.wait_mbarrier_cluster(full, 0)
-        for piece in range_constexpr(self.key.most_pieces):
-            # where shares differ, some have a piece less: it is not stored
-            sums = [Float32(0.0)] * 4
-            if piece < mine:
-                for split in range_constexpr(self.splits):
-                    found = ptx.load_shared_128_in_order(place + split * share_bytes + piece * row_bytes)
-                    values = [word.bitcast(Float32) for word in found]
-                    sums = values if const_expr(split == 0) else [a + b for a, b in zip(sums, values, strict=True)]
-            for i in range_constexpr(4):
-                totals[4 * piece + i] = sums[i]
+        for i in range_constexpr(0, words_per_share, 4):
+            sums: Any = None
+            for split in range_constexpr(self.splits):
+                found = ptx.load_shared_128_in_order(place + split * share_bytes + i // 4 * row_bytes)
+                values = [word.bitcast(Float32) for word in found]
+                sums = values if const_expr(split == 0) else [a + b for a, b in zip(sums, values, strict=True)]
+            for j in range_constexpr(4):
+                totals[i + j] = sums[j]
 
-    def share_of(self, rank: Any) -> tuple[Any, Any]:
-        """First and number of a thread's pieces that CTA `rank` of the cluster adds up: all of one of its rows."""
-        pieces, splits = self.key.pieces, self.splits
-        if pieces % splits == 0:
-            return rank * (pieces // splits), pieces // splits
-        first = rank * pieces // splits
-        return first, (rank + 1) * pieces // splits - first
-
-    def totals_of(self, piece: int) -> list[int]:
-        """Which of a thread's totals a piece has: first those of its first row, two pairs of neighbours each."""
-        half, pair = divmod(piece, self.key.pieces // 2)
-        return [8 * pair + 4 * block + 2 * half + i for block in range(2) for i in range(2)]
+    def share_of(self, rank: int) -> list[int]:
+        """Which of a thread's totals CTA `rank` of the cluster adds up: pairs of every 8 columns of one of its rows."""
+        blocks = self.columns // 8 // (self.splits // 2)
+        first = rank // 2 * blocks
+        return [4 * block + rank % 2 * 2 + i for block in range(first, first + blocks) for i in range(2)]
 
     @cute.jit
     def store_share(
@@ -616,22 +597,20 @@ class GemmKernel:
         """Store a thread's sums, pairs of every 8 columns of its row `own`."""
         out = result[0]
         group, _, column_tile = tile
-        first, mine = self.share_of(rank)
-        blocks = const_expr(2 * self.key.most_pieces)
-        column = column_tile * self.columns + first % (self.key.pieces // 2) * 16
-        pairs = [(sums[2 * i], sums[2 * i + 1]) for i in range(blocks)]
+        across = const_expr(self.columns // (self.splits // 2))
+        column = column_tile * self.columns + rank // 2 * across
+        pairs = [(sums[2 * i], sums[2 * i + 1]) for i in range(across // 8)]
         if const_expr(self.key.output == "fp32"):
-            for i in range_constexpr(blocks):
+            for i in range_constexpr(across // 8):
                 at = column + 8 * i + lane % 4 * 2
                 low, high = (value.bitcast(Int32) for value in pairs[i])
-                is_inside = own < rows and at < columns and i // 2 < mine
-                ptx.store_global_64(out.at(own, group) + Int64(at) * 4, low, high, is_inside)
+                ptx.store_global_64(out.at(own, group) + Int64(at) * 4, low, high, own < rows and at < columns)
         else:
             words = [ptx.bf16x2(*pair) for pair in pairs]
             if const_expr(self.key.output == "e4m3"):
                 self.store_codes(words, lane, own, tile, result, rows, columns)
             else:
-                for i in range_constexpr(0, blocks, 4):
+                for i in range_constexpr(0, across // 8, 4):
                     # a lane gets all of one of four blocks of 8 columns
                     at = column + 8 * i + lane % 4 * 8
                     found = exchange_in_quad(lane, words[i : i + 4])
@@ -805,9 +784,7 @@ class GemmKernel:
                     cute.arch.cluster_wait()
                     own_received = received + consumer * self.key.received_bytes
                     self.combine(totals[0], rank, warp, lane, own_received, bars.toint() + consumer * 8)
-                    self.store_share(
-                        totals[0], lane, rank, row + rank // (self.splits // 2) * 8, tile, result, rows, columns
-                    )
+                    self.store_share(totals[0], lane, rank, row + rank % 2 * 8, tile, result, rows, columns)
                 else:
                     for wave in range_constexpr(self.waves):
                         first = row + wave * self.warpgroups * wgmma.ROWS

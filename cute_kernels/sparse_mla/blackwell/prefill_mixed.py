@@ -264,7 +264,7 @@ class Dequantizer:
 
 
 class MixedKernel(PrefillKernel):
-    """Entry point: prefill_args (mixed). gathered.py says which strides of q and of pages it takes."""
+    """Entry point: prefill_args (mixed). select.py says which strides of q and of pages it takes."""
 
     name = "sparse_mla_mixed"
     index_loader = MixedIndexLoader

@@ -330,7 +330,7 @@ class PagedDequantizer(Dequantizer):
 
 
 class PagedKernel(PrefillKernel):
-    """Entry point: prefill_args (paged). gathered.py says which strides of q and of pages it takes."""
+    """Entry point: prefill_args (paged). select.py says which strides of q and of pages it takes."""
 
     name = "sparse_mla_prefill_paged"
     config = PAGED

@@ -5,9 +5,9 @@ has columns 256 r ... 256 r + 255 of Q, K, V and O, so nothing is loaded, conver
 both: the CTAs send each other their part of S, each does the softmax of half of the heads, and they send each other
 those rows of P. Warpgroups of a CTA:
 
-    0, 1   QK and softmax, ping-pong    S = Q K^T, exchange of S, softmax, exchange of P              QkSoftmax
+    0, 1   QK and softmax, ping-pong    copy Q, S = Q K^T, exchange of S, softmax, exchange of P      QkSoftmax
     2      PV and epilogue              O += P V, out                                                 PvEpilogue
-    3, 4   dequantizers, ping-pong      fp8 -> bf16, K and V at once; copy Q                          Dequantizer
+    3, 4   dequantizers, ping-pong      fp8 -> bf16, K and V at once                                  Dequantizer
     5      producer                     indices -> rows, their copies                                 Producer
 
     indices  gmem --> producer (index, then page and row of each key of a tile)
@@ -54,8 +54,7 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
-from cute_kernels.sparse_mla.logs import logs_of
-from cute_kernels.sparse_mla.params import IndexList, KVCache, KVSources, Output, Query, TileScheduler
+from cute_kernels.sparse_mla.params import IndexList, KVCache, KVSources, Output, Query, TileScheduler, logs_of
 from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
 from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
@@ -91,7 +90,7 @@ HEADERS = 8
 """At least the tiles that can be on their way from the producer to the softmax."""
 
 FIRST_PV_THREAD, FIRST_DEQUANT_THREAD, FIRST_PRODUCER_THREAD, THREADS = 256, 384, 640, 768
-EPILOGUE_BARRIER = 1
+SOFTMAX_BARRIER, EPILOGUE_BARRIER = 1, 3
 
 SOFTMAX_REGISTERS, PV_REGISTERS, DEQUANT_REGISTERS, PRODUCER_REGISTERS = 72, 176, 64, 32
 """Per thread, in steps of 8; all six warpgroups together have 480, what they are launched with."""
@@ -180,7 +179,7 @@ def smem_parts() -> dict[str, int]:
     }
 
 
-BARRIERS = 2 * (FP8_STAGES + KV_STAGES + P_STAGES) + PING_PONG + 1 + KV_STAGES + 4 + 4
+BARRIERS = 2 * (FP8_STAGES + KV_STAGES + P_STAGES) + PING_PONG + 1 + 4 + 4 + 4
 
 
 def smem_bytes() -> int:
@@ -230,7 +229,7 @@ class Bars:
                 there. empty: both CTAs' PV warps are done with them
     s_partial   of each softmax warpgroup: all bytes of the other CTA's part of S are there
     q           a work tile's queries are there
-    qk_done     of each KV stage: softmax warps have done Q K^T of its tile
+    q_done      of each softmax warp: a work tile's last Q K^T is done, and another work tile follows
     row_max     of each softmax warp: the running maxima are a tile's
     row_sum     of each softmax warp: the running sums are a tile's
     """
@@ -240,14 +239,14 @@ class Bars:
     p: barriers.Ring
     s_partial: Any
     q: Any
-    qk_done: Any
+    q_done: Any
     row_max: Any
     row_sum: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Bars:
         rings = (barriers.Ring.allocate(smem, stages) for stages in (FP8_STAGES, KV_STAGES, P_STAGES))
-        return cls(*rings, *(smem.allocate_array(Int64, count) for count in (PING_PONG, 1, KV_STAGES, 4, 4)))
+        return cls(*rings, *(smem.allocate_array(Int64, count) for count in (PING_PONG, 1, 4, 4, 4)))
 
     def initialize(self) -> None:
         """By one thread; the cluster synchronizes afterwards."""
@@ -258,7 +257,7 @@ class Bars:
         for first, count, arrivals in (
             (self.s_partial, PING_PONG, 1),
             (self.q, 1, 128),
-            (self.qk_done, KV_STAGES, 4),
+            (self.q_done, 4, 1),
             (self.row_max, 4, 1),
             (self.row_sum, 4, 1),
         ):
@@ -493,103 +492,6 @@ class Producer:
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
 
-# ---- queries
-
-
-class QueryNorm(NamedTuple):
-    """What raw queries are normed and rotated with. The norm has no weight: it is one factor for a head, which softmax
-    multiplies scores with. Only the rotary columns are changed, in shared memory: rotated, not scaled.
-
-    squares, row_stride   sums of squares, fp32 [query rows, heads * 4]: address, stride in bytes
-    """
-
-    squares: Any
-    row_stride: Any
-    eps: Any
-    rotation: Rotation
-
-    @classmethod
-    def of(cls, squares: cute.Tensor, eps: Any, positions: cute.Tensor, table: cute.Tensor) -> QueryNorm:
-        """On the host's side of the launch."""
-        return cls(address(squares), stride_bytes(squares, 0), eps, Rotation.of(positions, table))
-
-
-@dataclass(frozen=True)
-class QueryLoader:
-    """A dequantizer warpgroup's way to bring a work tile's queries: once those before have served, which is long before
-    the softmax of their last tiles is done."""
-
-    config: DecodeConfig
-    bars: Bars
-    smem: Smem
-    rank: Any
-    scheduler: TileScheduler
-    q: Query
-    thread: Any
-
-    @cute.jit
-    def load_first(self) -> None:
-        """Of the cluster's first work tile: nobody reads others."""
-        batch, token, _, head_group = self.scheduler.coords(self.scheduler.first)
-        first = head_group * self.config.heads
-        queries = self.q.at(batch, token, first) + self.rank * (DIM * 2)
-        self.load(queries, cutlass.min(self.q.heads - first, self.config.heads), self.scheduler.first, Int32(0))
-
-    @cute.jit
-    def load(self, queries: Any, heads: Any, work_tile: Any, tile: Any) -> None:
-        """Load a work tile's queries once those before have served, `tile` being its first. A thread has the same chunk
-        of every 16th head, of each slab."""
-        head, chunk = self.thread // 8, self.thread % 8
-        target = self.smem.q + head * SLAB_ROW_BYTES + (chunk ^ (head % 8)) * 16
-        angles = None
-        if const_expr(self.q.norm is not None):
-            # there is time: the queries before have not served yet
-            angles = self.load_angles(work_tile, chunk)
-        # by both warpgroups; of tiles before these Q K^T is done, as they are out of their stages
-        for before in cutlass.range(cutlass.max(tile - PING_PONG, 0), tile, 1, unroll=1):
-            ptx.wait_mbarrier((self.bars.qk_done + before % KV_STAGES).toint(), before // KV_STAGES & 1)
-        sources = [
-            queries + Int64(cutlass.min(head + 16 * i, heads - 1)) * self.q.head + chunk * 16
-            for i in range(self.config.warps)
-        ]
-        for slab in (LAST_SLAB, *range(LAST_SLAB)):
-            for i in range_constexpr(self.config.warps):
-                source_at = sources[i] + slab * SLAB_ROW_BYTES
-                ptx.copy_async_128_once(target + (slab * ROWS + 16 * i) * SLAB_ROW_BYTES, source_at)
-            if const_expr(angles is not None and slab == LAST_SLAB):
-                cute.arch.cp_async_commit_group()
-        if const_expr(angles is None):
-            cute.arch.cp_async_mbarrier_arrive_noinc(self.bars.q)
-        else:
-            cute.arch.cp_async_commit_group()
-            if self.rank != 0:
-                # other slabs are still on their way
-                cute.arch.cp_async_wait_group(1)
-                self.rotate(target + LAST_SLAB * ROWS * SLAB_ROW_BYTES, angles)
-            cute.arch.cp_async_wait_group(0)
-            # whoever lets tensor cores read the queries fences
-            cute.arch.mbarrier_arrive(self.bars.q)
-
-    @cute.jit
-    def load_angles(self, work_tile: Any, chunk: Any) -> tuple[Any, Any]:
-        """Load the cosines and sines of a chunk's four pairs of rotary columns, as words."""
-        row, _ = self.scheduler.row(work_tile)
-        angles_at = self.q.norm.rotation.angles_at(row) + chunk * 16
-        return ptx.load_global_128_again(angles_at), ptx.load_global_128_again(angles_at + HALF_TABLE_BYTES)
-
-    @cute.jit
-    def rotate(self, chunks_at: Any, angles: Any) -> None:
-        """Rotate the thread's chunks of the rotary columns."""
-        for i in range_constexpr(self.config.warps):
-            chunk_at = chunks_at + 16 * i * SLAB_ROW_BYTES
-            words = ptx.load_shared_128(chunk_at)
-            rotated = []
-            for j in range_constexpr(4):
-                cos, sin = (four[j].bitcast(Float32) for four in angles)
-                rotated.append(ptx.bf16x2(*rotate_pair(bf16_low(words[j]), bf16_high(words[j]), cos, sin)))
-            ptx.store_shared_128(chunk_at, rotated)
-
-
 # ---- dequantization
 
 CHUNKS = SLABS + 1
@@ -621,14 +523,11 @@ class Dequantizer:
     rank: Any
     thread: Any
     warpgroup: Any
-    queries: QueryLoader
 
     @cute.jit
     def run(self) -> None:
-        """Fill every second stage of the KV ring, and load the queries of the work tiles that begin there."""
+        """Fill every second stage of the KV ring."""
         bars, smem = self.bars, self.smem
-        if self.warpgroup == 0:
-            self.queries.load_first()
         lane = self.thread % 32
         warp = cute.arch.make_warp_uniform(self.thread // 32)
         quad, member = lane // 4, lane % 4
@@ -652,7 +551,7 @@ class Dequantizer:
             stage = tile % KV_STAGES
             header_at = smem.header + tile % HEADERS * HEADER
             bars.kv.wait_empty(stage, tile // KV_STAGES & 1)
-            flags, work_tile, low, high = ptx.load_shared_128(header_at)
+            flags = ptx.load_shared_s32(header_at)
             if flags & END == 0:
                 skipped = [ptx.load_shared_s32(header_at + 16 + (warp // 2 + 2 * half) * 4) for half in range(2)]
                 is_large = self.set_scales(scales, exact)
@@ -669,9 +568,6 @@ class Dequantizer:
                 if is_large:
                     self.scale_again(fp8_at + stage * KV_STAGE_BYTES, exact)
                 cute.arch.sync_warp()
-            if flags & FIRST != 0 and tile > 0:
-                # before anybody finds the tile and waits for them: phases of queries are told apart by parity
-                self.queries.load(ptx.pair(low, high), flags >> HEADS_BIT, work_tile, tile)
             # whoever lets tensor cores read the stage fences; where there is no tile the softmax finds the flag
             if lane == 0:
                 cute.arch.mbarrier_arrive(bars.kv.full(stage))
@@ -746,6 +642,24 @@ HELD = HALF * KEYS // 32
 """Scores of a tile that a thread does the softmax of: of every 8 keys, two."""
 
 
+class QueryNorm(NamedTuple):
+    """What raw queries are normed and rotated with. The norm has no weight: it is one factor for a head, which softmax
+    multiplies scores with. Only the rotary columns are changed, in shared memory: rotated, not scaled.
+
+    squares, row_stride   sums of squares, fp32 [query rows, heads * 4]: address, stride in bytes
+    """
+
+    squares: Any
+    row_stride: Any
+    eps: Any
+    rotation: Rotation
+
+    @classmethod
+    def of(cls, squares: cute.Tensor, eps: Any, positions: cute.Tensor, table: cute.Tensor) -> QueryNorm:
+        """On the host's side of the launch."""
+        return cls(address(squares), stride_bytes(squares, 0), eps, Rotation.of(positions, table))
+
+
 @dataclass(frozen=True)
 class QkSoftmax:
     """A QK and softmax warpgroup: takes every second tile, from `warpgroup` on.
@@ -756,7 +670,6 @@ class QkSoftmax:
     The two warpgroups hand the running maxima and sums to each other, warp by warp. Maxima move only when a head's
     outgrow theirs by 2^8: sums and O are relative to them, and until they move no thread asks what the others' are.
 
-    norm  QueryNorm of raw queries, or None
     mma   Q K^T, and the one that adds
     k     [64 keys, 256, stages]
     """
@@ -766,7 +679,7 @@ class QkSoftmax:
     smem: Smem
     rank: Any
     scheduler: TileScheduler
-    norm: Any
+    q: Query
     out: Output
     sink: Any
     scale_log2: Any
@@ -779,7 +692,7 @@ class QkSoftmax:
     @cute.jit
     def run(self) -> None:
         """Give both CTAs' PV the P of every second tile."""
-        bars = self.bars
+        config, bars, scheduler, q = self.config, self.bars, self.scheduler, self.q
         lane = self.thread % 32
         warp = cute.arch.make_warp_uniform(self.thread // 32)
         part = self.mma[0].get_slice(self.thread)
@@ -787,24 +700,89 @@ class QkSoftmax:
         k_parts = self.mma[0].make_fragment_B(part.partition_B(self.k))
         s = cute.make_rmem_tensor(part.partition_shape_C((ROWS, KEYS)), Float32)
         scores = cute.make_rmem_tensor((HELD,), Float32)
+        if self.warpgroup == 0:
+            batch, token, _, head_group = scheduler.coords(scheduler.first)
+            first = head_group * config.heads
+            queries = q.at(batch, token, first) + self.rank * (DIM * 2)
+            self.copy_q_async(queries, cutlass.min(q.heads - first, config.heads), scheduler.first, warp, lane)
         tile = self.warpgroup
-        flags, work_tile = self.wait_header(tile)
+        flags, work_tile, low, high = self.wait_header(tile)
         while flags & END == 0:
+            if flags & FIRST != 0 and tile > 0:
+                # the queries before have served: all warps are past their products
+                ptx.wait_mbarrier((bars.q_done + warp).toint(), Int32(0) if flags & ODD != 0 else Int32(1))
+                cute.arch.barrier(barrier_id=SOFTMAX_BARRIER + self.warpgroup, number_of_threads=128)
+                self.copy_q_async(ptx.pair(low, high), flags >> HEADS_BIT, work_tile, warp, lane)
             square = None
-            if const_expr(self.norm is not None):
+            if const_expr(q.norm is not None):
                 square = self.load_square(work_tile, flags >> HEADS_BIT, warp, lane)
             ptx.wait_mbarrier(bars.q.toint(), Int32(1) if flags & ODD != 0 else Int32(0))
             self.multiply(s, q_parts, k_parts, tile % KV_STAGES)
-            self.send_s(s, scores, tile, warp)
+            is_q_done = flags & LAST != 0 and work_tile + scheduler.step < scheduler.end
+            self.send_s(s, scores, tile, is_q_done, warp)
             self.softmax(scores, tile, flags, work_tile, square)
             tile = tile + PING_PONG
-            flags, work_tile = self.wait_header(tile)
+            flags, work_tile, low, high = self.wait_header(tile)
+
+    @cute.jit
+    def copy_q_async(self, queries: Any, heads: Any, work_tile: Any, warp: Any, lane: Any) -> None:
+        """Start to copy a work tile's queries. Here a warp does a slab, 4 heads at a time."""
+        if const_expr(self.q.norm is not None):
+            self.copy_raw_q(queries, heads, work_tile)
+        else:
+            for number in cutlass.range(self.config.warps * 4, unroll=4):
+                head = number * 4 + lane // 8
+                source = queries + Int64(cutlass.min(head, heads - 1)) * self.q.head + warp * SLAB_ROW_BYTES
+                target = self.smem.q + (warp * ROWS + head) * SLAB_ROW_BYTES
+                ptx.copy_async_128_once(target + ((lane % 8) ^ (head % 8)) * 16, source + lane % 8 * 16)
+            cute.arch.cp_async_mbarrier_arrive_noinc(self.bars.q)
+
+    @cute.jit
+    def copy_raw_q(self, queries: Any, heads: Any, work_tile: Any) -> None:
+        """Copy a work tile's queries, and rotate their rotary columns, which come first. A thread has the same chunk of
+        every 16th head, of each slab, so that all that it rotates has the same four angles."""
+        head, chunk = self.thread // 8, self.thread % 8
+        target = self.smem.q + head * SLAB_ROW_BYTES + (chunk ^ (head % 8)) * 16
+        row, _ = self.scheduler.row(work_tile)
+        angles_at = self.q.norm.rotation.angles_at(row) + chunk * 16
+        sources = [
+            queries + Int64(cutlass.min(head + 16 * i, heads - 1)) * self.q.head + chunk * 16
+            for i in range(self.config.warps)
+        ]
+        for slab in (LAST_SLAB, *range(LAST_SLAB)):
+            for i in range_constexpr(self.config.warps):
+                source_at = sources[i] + slab * SLAB_ROW_BYTES
+                ptx.copy_async_128_once(target + (slab * ROWS + 16 * i) * SLAB_ROW_BYTES, source_at)
+            if const_expr(slab == LAST_SLAB):
+                cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_commit_group()
+        if self.rank != 0:
+            self.rotate_q(target + LAST_SLAB * ROWS * SLAB_ROW_BYTES, angles_at)
+        cute.arch.cp_async_wait_group(0)
+        # whoever lets tensor cores read the queries fences
+        cute.arch.mbarrier_arrive(self.bars.q)
+
+    @cute.jit
+    def rotate_q(self, chunks_at: Any, angles_at: Any) -> None:
+        """Rotate the thread's chunks of the rotary columns, while other slabs are still on their way. All of them have
+        the same columns, and their angles are at `angles_at`."""
+        cosines = ptx.load_global_128_again(angles_at)
+        sines = ptx.load_global_128_again(angles_at + HALF_TABLE_BYTES)
+        cute.arch.cp_async_wait_group(1)
+        for i in range_constexpr(self.config.warps):
+            chunk_at = chunks_at + 16 * i * SLAB_ROW_BYTES
+            words = ptx.load_shared_128(chunk_at)
+            rotated = []
+            for j in range_constexpr(4):
+                angle = cosines[j].bitcast(Float32), sines[j].bitcast(Float32)
+                rotated.append(ptx.bf16x2(*rotate_pair(bf16_low(words[j]), bf16_high(words[j]), *angle)))
+            ptx.store_shared_128(chunk_at, rotated)
 
     @cute.jit
     def load_square(self, work_tile: Any, heads: Any, warp: Any, lane: Any) -> Any:
         """Load one of the four sums of squares of the thread's head, of which each lane of a quad has one; for every
         tile anew: a register less than to keep what they come to."""
-        norm = self.norm
+        norm = self.q.norm
         row, head_group = self.scheduler.row(work_tile)
         head = cutlass.min(warp * 16 + self.rank * HALF + lane // 4, heads - 1)
         square_at = norm.squares + Int64(row) * norm.row_stride
@@ -813,14 +791,16 @@ class QkSoftmax:
 
     @cute.jit
     def wait_header(self, tile: Any) -> Any:
-        """A tile's flags and work tile, once the tile is there."""
+        """A tile's header, once the tile is there."""
         self.bars.kv.wait_full(tile % KV_STAGES, tile // KV_STAGES & 1)
-        return ptx.load_shared_64(self.smem.header + tile % HEADERS * HEADER)
+        return ptx.load_shared_128(self.smem.header + tile % HEADERS * HEADER)
 
     @cute.jit
     def multiply(self, s: Any, q_parts: Any, k_parts: Any, stage: Any) -> None:
         """Start s = Q K^T of this CTA's columns."""
         if const_expr(self.config.raw):
+            # the first product does not read s, which the assembler does not know: without it 32 registers would be
+            # taken all the time, and some numbers spilled
             s.fill(0.0)
         # of what a dequantizer stored in the ordinary way
         cute.arch.fence_view_async_shared()
@@ -831,12 +811,15 @@ class QkSoftmax:
         warpgroup.commit_group()
 
     @cute.jit
-    def send_s(self, s: Any, scores: Any, tile: Any, warp: Any) -> None:
-        """Once S of a tile is there keep that of this CTA's heads, and send the other CTA that of its own."""
+    def send_s(self, s: Any, scores: Any, tile: Any, is_q_done: Any, warp: Any) -> None:
+        """Once S of a tile is there keep that of this CTA's heads, and send the other CTA that of its own.
+
+        is_q_done   the work tile's queries have served, and there is a work tile behind it
+        """
         bars = self.bars
         warpgroup.wait_group(0)
-        if self.thread % 32 == 0:
-            cute.arch.mbarrier_arrive(bars.qk_done + tile % KV_STAGES)
+        if is_q_done and self.thread % 32 == 0:
+            cute.arch.mbarrier_arrive(bars.q_done + warp)
         buffer = tile % PING_PONG
         barrier = bars.s_partial + buffer
         # where it goes the other CTA's PV has found P
@@ -868,7 +851,7 @@ class QkSoftmax:
                 logit, lse_at = self.load_sink_and_publish_target(work_tile, stage, warp)
             scale = self.scale_log2
             if const_expr(square is not None):
-                scale = scale * inverse_rms(over_quad(square.bitcast(Float32), ptx.add_rn), self.norm.eps)
+                scale = scale * inverse_rms(over_quad(square.bitcast(Float32), ptx.add_rn), self.q.norm.eps)
             self.add_s(scores, tile, scale)
             row_max, factor = self.update_row_max(scores, tile, flags, warp)
             for i in range_constexpr(HELD):
@@ -1314,7 +1297,7 @@ class DecodeKernel:
                 smem=smem,
                 rank=rank,
                 scheduler=scheduler,
-                norm=q.norm,
+                q=q,
                 out=out,
                 sink=sink,
                 scale_log2=scale_log2,
@@ -1330,8 +1313,7 @@ class DecodeKernel:
         elif group < FIRST_PRODUCER_THREAD // 128:
             cute.arch.setmaxregister_decrease(DEQUANT_REGISTERS)
             number = cute.arch.make_warp_uniform(group - FIRST_DEQUANT_THREAD // 128)
-            queries = QueryLoader(config, bars, smem, rank, scheduler, q, thread % 128)
-            Dequantizer(bars, smem, rank, thread % 128, number, queries).run()
+            Dequantizer(bars, smem, rank, thread % 128, number).run()
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             cursor = smem.cursor + cute.arch.make_warp_uniform(thread % 128 // 32) * CURSOR

@@ -103,9 +103,7 @@ class IndexLoader:
         self.load_counts(self.scheduler.first)
         self.set_cursor(self.scheduler.first, Int32(0), Int32(0), Int32(0))
         for _ in range_constexpr(AHEAD):
-            self.copy_indices_async(self.position())
-            # read anew, as few registers are left
-            self.advance(self.position())
+            self.copy_next_indices_async()
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
 
@@ -125,6 +123,13 @@ class IndexLoader:
     def position(self) -> Position:
         work_tile, column, slot, number = ptx.load_shared_128(self.cursor)
         return Position(work_tile, column, slot, number, ptx.load_shared_s32(self.counts + number * 4))
+
+    @cute.jit
+    def copy_next_indices_async(self) -> None:
+        """Start to copy the indices of the warp's rows of the next tile, and go on from it."""
+        self.copy_indices_async(self.position())
+        # read anew, as few registers are left
+        self.advance(self.position())
 
     @cute.jit
     def copy_indices_async(self, position: Position) -> None:
@@ -161,6 +166,14 @@ class IndexLoader:
     def set_cursor(self, work_tile: Any, column: Any, slot: Any, number: Any) -> None:
         if own_lane() == 0:
             ptx.store_shared_128(self.cursor, (work_tile, column, slot, number))
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def keep(self, first: Any, second: Any) -> None:
+        """Have the warp's cursor keep two words, at KEPT_AT."""
+        cute.arch.sync_warp()
+        if own_lane() == 0:
+            ptx.store_shared_64(self.cursor + KEPT_AT, first, second)
         cute.arch.sync_warp()
 
     @property

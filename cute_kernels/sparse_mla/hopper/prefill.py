@@ -246,7 +246,7 @@ class Producer:
         """Fill the KV ring."""
         bars, smem, loader = self.bars, self.smem, self.loader
         loader.start()
-        self.keep(loader.scheduler.first, Int32(1))
+        loader.keep(loader.scheduler.first, Int32(1))
         flags = Int32(0)
         stage, phase = barriers.start()
         while flags & END == 0:
@@ -259,7 +259,7 @@ class Producer:
             if (loader.own_warp() == 0) & (own_lane() == 0):
                 ptx.store_shared_s32(smem.header + stage * HEADER, work_tile)
             self.arrive_full(stage)
-            self.keep(work_tile + loader.scheduler.step, parity ^ 1)
+            loader.keep(work_tile + loader.scheduler.step, parity ^ 1)
             stage, phase = barriers.advance(stage, phase, KV_STAGES)
             flags = Int32(0)
             while flags & LAST == 0:
@@ -269,20 +269,11 @@ class Producer:
                 bars.kv.wait_empty(stage, phase)
                 store_header(loader, smem.header, stage, place, flags)
                 self.copy_rows_async(place, flags, stage)
-                loader.copy_indices_async(loader.position())
-                # read anew, as few registers are left
-                loader.advance(loader.position())
+                loader.copy_next_indices_async()
                 self.arrive_full(stage)
                 stage, phase = barriers.advance(stage, phase, KV_STAGES)
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
-
-    @cute.jit
-    def keep(self, work_tile: Any, parity: Any) -> None:
-        cute.arch.sync_warp()
-        if own_lane() == 0:
-            ptx.store_shared_64(self.loader.cursor + KEPT_AT, work_tile, parity)
-        cute.arch.sync_warp()
 
     @cute.jit
     def arrive_full(self, stage: Any) -> None:

@@ -88,7 +88,7 @@ class Fp8Producer:
         """Fill the KV ring."""
         bars, smem, loader = self.bars, self.smem, self.loader
         loader.start()
-        self.keep(loader.scheduler.first, Int32(1))
+        loader.keep(loader.scheduler.first, Int32(1))
         flags = Int32(0)
         turn = Int32(0)
         while flags & END == 0:
@@ -104,7 +104,7 @@ class Fp8Producer:
             self.arrive_full(stage)
             turn = self.advance(turn)
             work_tile, parity = ptx.load_shared_64(loader.cursor + KEPT_AT)
-            self.keep(work_tile + loader.scheduler.step, parity ^ 1)
+            loader.keep(work_tile + loader.scheduler.step, parity ^ 1)
             flags = Int32(0)
             while flags & LAST == 0:
                 # what it has copied behind rows two tiles before is there
@@ -129,13 +129,6 @@ class Fp8Producer:
         """The next stage and its phase, in one number: there is no register for two."""
         following = turn + 1
         return following ^ 7 if following & 3 == KV_STAGES else following
-
-    @cute.jit
-    def keep(self, work_tile: Any, parity: Any) -> None:
-        cute.arch.sync_warp()
-        if own_lane() == 0:
-            ptx.store_shared_64(self.loader.cursor + KEPT_AT, work_tile, parity)
-        cute.arch.sync_warp()
 
     def kept_work_tile(self) -> Any:
         return ptx.load_shared_s32(self.loader.cursor + KEPT_AT)

@@ -58,9 +58,9 @@ from cute_kernels.sparse_mla.hopper.prefill_paged import (
     tiled_mmas,
     warp_idx,
 )
-from cute_kernels.sparse_mla.paged_parts import CLUSTERS
 from cute_kernels.sparse_mla.params import PagedKV, PrefillOutput, PrefillQuery, PrefillScheduler
 from cute_kernels.sparse_mla.prefill_args import fake_paged
+from cute_kernels.sparse_mla.schedule import CLUSTERS
 from cute_kernels.sparse_mla.softmax import out_scale_of
 
 # ---- shared memory

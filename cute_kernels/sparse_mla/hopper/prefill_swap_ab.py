@@ -300,8 +300,7 @@ class Producer:
                 self.copy_rows_async(sources, quarter, smem.kv + stage * KV_STAGE_BYTES + chunk_at)
                 self.arrive_full(stage)
                 stage, phase = barriers.advance(stage, phase, KV_STAGES)
-            loader.copy_indices_async(loader.position())
-            loader.advance(loader.position())
+            loader.copy_next_indices_async()
             cute.arch.cp_async_commit_group()
             tile = tile + 1
         # no lane ends with copies under way

@@ -1,0 +1,245 @@
+"""Calls of the sparse attention ops: their arguments by name, in the order of the schemas, and what follows from them.
+
+Checks, costs (ops_*.py) and references take these records, and so do the choice of a kernel (select.py) and what
+launches it (decode.py, prefill.py, paged.py, mixed.py). All but checks take checked ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.sparse_mla import schedule
+from cute_kernels.sparse_mla.arguments import as_floats, list_tiles
+
+
+class DecodeCall(NamedTuple):
+    """sparse_mla_decode."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    attn_sink: torch.Tensor | None
+    softmax_scale: float
+    kv_format: str
+    extra_k_cache: torch.Tensor | None
+    extra_indices: torch.Tensor | None
+    extra_topk_length: torch.Tensor | None
+    extra_block_table: torch.Tensor | None
+    extra_length: torch.Tensor | None
+    extra_kv_format: str
+    num_splits: int
+    split_tokens: int
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    workspace: torch.Tensor | None
+    q_squares: torch.Tensor | None = None
+    q_norm_eps: float = 0.0
+    positions: torch.Tensor | None = None
+    cos_sin_cache: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.positions is not None
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether queries are still to be normed and rotated."""
+        return self.q_squares is not None
+
+    @property
+    def quant(self) -> tuple[Any, ...]:
+        """Codes, and what comes with them: see quant_output."""
+        return self.out, self.out_scale, self.positions, self.cos_sin_cache
+
+    @property
+    def extra(self) -> str:
+        """How the extra list names its rows: "none" (there is none), "listed" by slot, "dense" by page."""
+        if self.extra_k_cache is None:
+            return "none"
+        return "dense" if self.extra_indices is None else "listed"
+
+    @property
+    def caches(self) -> dict[str, Any]:
+        """Those that are there, by name."""
+        return _given(k_cache=self.k_cache, extra_k_cache=self.extra_k_cache)
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Of both caches; the first one's twice if there is no extra one."""
+        return self.kv_format, self.kv_format if self.extra_k_cache is None else self.extra_kv_format
+
+    @property
+    def rows(self) -> int:
+        """Query rows."""
+        return int(self.q.shape[0] * self.q.shape[1])
+
+    @property
+    def max_tiles(self) -> int:
+        """Tiles of the longest row that the lists' widths allow."""
+        return int(list_tiles(self.indices, self.extra_k_cache, self.extra_indices, self.extra_block_table))
+
+    def splits(self, at_once: int) -> tuple[int, int]:
+        """(splits of a row, tiles of a split or 0) of this call, if so many work tiles run at a time."""
+        if self.num_splits or self.split_tokens:
+            return schedule.fixed_parts(self.max_tiles, self.num_splits, self.split_tokens)
+        if self.workspace is None or self.rows == 0:
+            return 1, 0
+        heads = self.q.shape[2]
+        most = self.workspace.nbytes // (self.rows * heads * schedule.PART_BYTES)
+        groups = schedule.head_blocks(heads)
+        return schedule.choose_parts(self.rows, groups, self.max_tiles, at_once, schedule.block_heads(heads), most), 0
+
+    def partials(self, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The workspace as fp32 [splits, b, s_q, h, 512] and [splits, b, h, s_q]."""
+        assert self.workspace is not None
+        b, s_q, h, dim = self.q.shape
+        floats = as_floats(self.workspace, splits * b * s_q * h * schedule.PART_BYTES)
+        row, count = s_q * h * dim, splits * b * s_q * h * dim
+        start = floats.storage_offset()
+        outs = floats.as_strided((splits, b, s_q, h, dim), (b * row, row, h * dim, dim, 1), start)
+        lses = floats.as_strided((splits, b, h, s_q), (b * h * s_q, h * s_q, s_q, 1), start + count)
+        return outs, lses
+
+
+class PrefillCall(NamedTuple):
+    """sparse_mla_prefill."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    indices: torch.Tensor
+    sm_scale: float
+    attn_sink: torch.Tensor | None
+    topk_length: torch.Tensor | None
+    out: torch.Tensor
+    max_logits: torch.Tensor | None
+    lse: torch.Tensor | None
+    q_squares: torch.Tensor | None = None
+    q_norm_eps: float = 0.0
+    positions: torch.Tensor | None = None
+    cos_sin_cache: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.positions is not None
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether queries are still to be normed and rotated."""
+        return self.q_squares is not None
+
+
+class PagedCall(NamedTuple):
+    """sparse_mla_prefill_paged."""
+
+    q: torch.Tensor
+    swa_cache: torch.Tensor
+    swa_block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    sm_scale: float
+    window_size: int
+    compressed_cache: torch.Tensor | None
+    compressed_block_table: torch.Tensor | None
+    compress_ratio: int
+    topk_indices: torch.Tensor | None
+    attn_sink: torch.Tensor | None
+    kv_format: str
+    compressed_kv_format: str
+    num_splits: int
+    split_tokens: int
+    out: torch.Tensor
+    max_logits: torch.Tensor | None
+    lse: torch.Tensor | None
+    positions: torch.Tensor | None = None
+    cos_sin_cache: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.positions is not None
+
+    @property
+    def compressed(self) -> str:
+        """Which compressed entries count: "none", "all" that a row sees, or "listed"."""
+        if self.compressed_cache is None:
+            return "none"
+        return "all" if self.topk_indices is None else "listed"
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Of both caches; the window's twice if there is no other."""
+        return self.kv_format, self.kv_format if self.compressed_cache is None else self.compressed_kv_format
+
+    @property
+    def caches(self) -> dict[str, Any]:
+        """Those that are there, by name."""
+        return _given(swa_cache=self.swa_cache, compressed_cache=self.compressed_cache)
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """Block tables that are there, by name."""
+        return _given(swa_block_table=self.swa_block_table, compressed_block_table=self.compressed_block_table)
+
+    @property
+    def pools(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Both caches and their block tables, the window's again if there is no other."""
+        window = self.swa_cache, self.swa_block_table
+        is_single = self.compressed_cache is None
+        return window, window if is_single else (self.compressed_cache, self.compressed_block_table)
+
+    @property
+    def columns(self) -> int:
+        """Most compressed entries that a query row attends to."""
+        if self.compressed_cache is None:
+            return 0
+        if self.topk_indices is not None:
+            return int(self.topk_indices.shape[1])
+        assert self.compressed_block_table is not None
+        return int(self.compressed_block_table.shape[1] * self.compressed_cache.shape[1])
+
+    @property
+    def max_tiles(self) -> int:
+        """Tiles of the longest row that the widths of lists and tables allow."""
+        positions = min(self.window_size, self.swa_block_table.shape[1] * self.swa_cache.shape[1])
+        return schedule.num_tiles(self.columns + int(positions))
+
+    def splits(self, sms: int) -> tuple[int, int]:
+        """(splits of a row, tiles of a split or 0) of this call, where rows are split, on so many multiprocessors."""
+        if self.is_quantized:
+            return 1, 0
+        if self.num_splits or self.split_tokens:
+            return schedule.fixed_parts(self.max_tiles, self.num_splits, self.split_tokens)
+        return schedule.choose_cluster_parts(self.q.shape[0], self.q.shape[1], self.max_tiles, sms), 0
+
+
+class MixedCall(NamedTuple):
+    """sparse_mla_mixed."""
+
+    query: torch.Tensor
+    swa_kv_cache: torch.Tensor
+    sparse_indices: torch.Tensor
+    compressed_kv_cache: torch.Tensor | None
+    sparse_topk_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    cum_seq_lens_q: torch.Tensor
+    bmm1_scale: float
+    bmm2_scale: float
+    sinks: torch.Tensor | None
+    window_size: int
+    kv_format: str
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+    @property
+    def caches(self) -> dict[str, Any]:
+        """Those that are there, by name."""
+        return _given(swa_kv_cache=self.swa_kv_cache, compressed_kv_cache=self.compressed_kv_cache)
+
+
+def _given(**tensors: Any) -> dict[str, Any]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}

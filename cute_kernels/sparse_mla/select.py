@@ -1,0 +1,381 @@
+"""Which kernel runs a call of a sparse attention op: the one place that chooses.
+
+    op       kernel                           arch              heads          caches        rows, and what else
+    decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
+                                                                9 to 16                      if all run at once
+             mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
+                                              sm_100a, sm_103a                               blackwell/ may not run
+             blackwell/decode                 sm_100a, sm_103a  1 to 64        fp8_ds_mla    gathered, trusted
+             blackwell/decode_2cta            sm_100a, sm_103a  65 and more    fp8_ds_mla    gathered, trusted
+             mma_sync/decode                  all               all            all           where no other does
+    prefill  hopper/prefill_swap_ab           sm_90a            1 to 16
+             hopper/prefill                   sm_90a            17 and more
+             blackwell/prefill                sm_100a, sm_103a  all                          mapped, trusted
+             mma_sync/prefill                 all               all                          where no other does
+    paged    hopper/prefill_paged             sm_90a            all            fp8_ds_mla    countable
+             hopper/prefill_paged_cluster     sm_90a            all            fp8_ds_mla    countable, rows are split
+             blackwell/prefill_paged          sm_100a, sm_103a  all            fp8_ds_mla    countable; as prefill
+             mma_sync/prefill                 all               all            all           where no other does
+    mixed    hopper/prefill_swap_ab           sm_90a            1 to 16        plain_bf16
+             hopper/prefill_mixed             sm_90a            17 and more    plain_bf16
+                                                                all            plain_fp8
+             blackwell/prefill_mixed          sm_100a, sm_103a  all            both          gathered, trusted
+             mma_sync/prefill                 all               all            both          where no other does
+
+Gathered, mapped: what Blackwell's copies can address (`ungathered`, `unmapped`); trusted: runtime.trust; countable:
+`is_countable`. Results as codes and raw queries (q_norm, not for 16 heads or fewer) are variants of hopper/'s kernels
+and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches where there are formats.
+
+With 9 to 16 heads Hopper's decode is faster as long as it has all rows at once, and the other with more of them; which
+of the two depends on the number of rows where the split does, too, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.runtime import trust
+from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.sparse_mla import combine
+from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
+from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
+from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
+from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
+from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
+from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
+from cute_kernels.sparse_mla.decode_args import ItemKey
+from cute_kernels.sparse_mla.hopper.decode import DecodeKey
+from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
+from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
+from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
+from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
+from cute_kernels.sparse_mla.mma_sync.decode_small_heads import ARCHS as SMALL_HEADS_ARCHS
+from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
+from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey, PortablePagedKey, PortablePrefillKey, group_heads
+from cute_kernels.sparse_mla.schedule import CLUSTERS, block_heads, cluster_of, head_blocks
+
+HOPPER = "sm_90a"
+
+SMALL_HEADS = (8, 16)
+"""Heads of a work tile that kernels for few heads are made for: up to the last, calls are theirs."""
+
+MOST_NORMED_HEADS = SMALL_HEADS[-1]
+"""No kernel for that many heads or fewer takes raw queries."""
+
+FEW_ROWS_HEADS = (16,)
+"""Those of which Hopper's decode takes calls with few rows."""
+
+PAIR_ARCHS = BLACKWELL
+"""Where more than 64 heads take decode_2cta; elsewhere they are two head groups of blackwell/decode."""
+
+MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
+"""Hopper's and Blackwell's paged kernels take calls with fewer than so many: entries and positions that a table has
+room for, of each cache; columns of a query row; bytes of a page."""
+
+MAP_STRIDE, MAP_ROWS = 2**40, 2**31
+"""Of a tensor that Blackwell's copies know by a descriptor: strides are smaller, in bytes, and rows fewer."""
+
+
+# ---- decode
+
+
+@cache
+def decode_key(
+    arch: str,
+    heads: int,
+    extra: str,
+    out_fp32: bool,
+    format0: str,
+    format1: str,
+    has_few_rows: bool = False,
+    may_own: bool = True,
+) -> ItemKey:
+    """The kernel for so many heads, caches of these formats and an extra list of that kind ("none", "listed", "dense").
+
+    format1        format0 if there is no extra list
+    has_few_rows   whether the call leaves the split to the op, and has no more rows than Hopper's kernel takes at once
+    may_own        whether Blackwell's own kernel may run
+    """
+    is_fp8 = format0 == format1 == FP8_DS_MLA.id
+    if is_fp8 and arch in BLACKWELL and may_own:
+        is_pairs = arch in PAIR_ARCHS and head_blocks(heads) > 1
+        return (BlackwellPairDecodeKey if is_pairs else BlackwellDecodeKey)(arch, extra, out_fp32)
+    is_hoppers = has_few_rows and arch == HOPPER and block_heads(heads) in FEW_ROWS_HEADS
+    if is_fp8 and arch in SMALL_HEADS_ARCHS and block_heads(heads) in SMALL_HEADS and not is_hoppers:
+        return SmallHeadsDecodeKey(arch, block_heads(heads), extra, out_fp32)
+    if is_fp8 and arch == HOPPER:
+        return DecodeKey(arch, block_heads(heads), extra, out_fp32)
+    return PortableDecodeKey(arch, block_heads(heads), format0, extra, format1, out_fp32)
+
+
+@cache
+def decode_variant(key: Any, quantized: bool, raw: bool) -> ItemKey:
+    """The kernel that stores codes in place of bf16 results (quantized), or norms and rotates its queries (raw)."""
+    changes = {name: True for name, value in (("quantized", quantized), ("raw", raw)) if value}
+    variant: ItemKey = replace(key, **changes) if changes else key
+    return variant
+
+
+def of_decode(call: DecodeCall, out_fp32: bool = False) -> ItemKey:
+    """The kernel of a call, but for its variant; out_fp32: whether its results are."""
+    index = call.q.device.index
+    arch = arch_of(index)
+    is_split_fixed = call.num_splits != 0 or call.split_tokens != 0
+    has_few_rows = not is_split_fixed and call.rows * DecodeKey.blocks_per_item <= multiprocessors(index)
+    may_own = arch in BLACKWELL and is_own("sparse_mla_decode", index, why_not_own_decode(call))
+    return decode_key(arch, call.q.shape[2], call.extra, out_fp32, *call.formats, has_few_rows, may_own)
+
+
+def why_not_own_decode(call: DecodeCall) -> str:
+    """Why Blackwell's own kernel does not take a call, or nothing."""
+    for (name, pool), kv_format in zip(call.caches.items(), call.formats, strict=False):
+        if kv_format != FP8_DS_MLA.id:
+            return f"{name}: expected records of {FP8_DS_MLA.id}, got {kv_format}"
+        why = ungathered(name, pool, FP8_DS_MLA.data_bytes)
+        if why:
+            return why
+    return ""
+
+
+def why_not_variant_of_decode(call: DecodeCall) -> str:
+    """Why no kernel stores the results of a call as codes, or takes its raw queries, or nothing."""
+    arch, heads = arch_of(call.q.device.index), call.q.shape[2]
+    if arch != HOPPER or set(call.formats) != {FP8_DS_MLA.id}:
+        caches = " and ".join(dict.fromkeys(call.formats))
+        return f"output_quant is supported on {HOPPER} with caches of {FP8_DS_MLA.id}, got {arch} with {caches}"
+    return why_not_normed(heads) if call.is_raw else ""
+
+
+def why_not_normed(heads: int) -> str:
+    """Why no kernel takes raw queries of so many heads, or nothing."""
+    few = f"q_norm is supported for more than {MOST_NORMED_HEADS} heads, got {heads}"
+    return few if heads <= MOST_NORMED_HEADS else ""
+
+
+def decode_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """Of the layers' decode steps: one or two lists as the compress ratio says, in one split or several. Of Blackwell
+    its own kernels, and those that run before they are trusted."""
+    lists = {4: ("listed",), 128: ("dense", "listed")}
+    extras = {extra: None for ratio in config.compress_ratios for extra in lists.get(ratio, ("none",))}
+    heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
+    kinds = itertools.product(extras, (False, True), (False, True), (True, False))
+    keys: dict[KernelKey, None] = {
+        decode_key(arch, heads, extra, fp32, fmt, fmt, few, own): None for extra, fp32, few, own in kinds
+    }
+    if arch == HOPPER:
+        # results as codes, of one split; raw queries, of one split and of several
+        variants = [(False, True, False)]
+        if heads > MOST_NORMED_HEADS:
+            variants += [(True, False, True), (False, True, True)]
+        for (fp32, *variant), extra, few in itertools.product(variants, extras, (False, True)):
+            keys[decode_variant(decode_key(arch, heads, extra, fp32, fmt, fmt, few), *variant)] = None
+    return [*keys, *combine.deployment_keys(config, tp, arch)]
+
+
+# ---- prefill
+
+
+@cache
+def prefill_key(
+    arch: str, heads: int, is_quantized: bool = False, is_raw: bool = False, may_own: bool = True
+) -> KernelKey:
+    """The kernel for so many heads. is_quantized: that stores codes; is_raw: and norms and rotates its queries first;
+    may_own: whether Blackwell's own kernel may run"""
+    is_few = heads <= SMALL_HEADS[-1]
+    if is_raw:
+        return NormQuantPrefillKey(arch)
+    if is_quantized:
+        return QuantSwapAbPrefillKey(arch, block_heads(heads)) if is_few else QuantPrefillKey(arch)
+    if arch == HOPPER:
+        return SwapAbPrefillKey(arch, block_heads(heads)) if is_few else PrefillKey(arch)
+    if arch in BLACKWELL and may_own:
+        return BlackwellPrefillKey(arch)
+    return PortablePrefillKey(arch, group_heads(heads))
+
+
+def of_prefill(call: PrefillCall) -> KernelKey:
+    """The kernel of a call."""
+    index = call.q.device.index
+    arch = arch_of(index)
+    may_own = arch in BLACKWELL and is_own("sparse_mla_prefill", index, why_not_own_prefill(call))
+    return prefill_key(arch, call.q.shape[1], call.is_quantized, call.is_raw, may_own)
+
+
+def why_not_own_prefill(call: PrefillCall) -> str:
+    """Why Blackwell's own kernel does not take a call, or nothing."""
+    return unmapped("q", call.q, (0, 1)) or unmapped("kv", call.kv, (0,))
+
+
+def why_not_variant_of_prefill(call: PrefillCall) -> str:
+    """Why no kernel stores the results of a call as codes, or takes its raw queries, or nothing."""
+    arch = arch_of(call.q.device.index)
+    if arch != HOPPER:
+        return f"output_quant is supported on {HOPPER}, got {arch}"
+    return why_not_normed(call.q.shape[1]) if call.is_raw else ""
+
+
+def prefill_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """One kernel takes every call of a rank, and on Hopper one each what is a variant; on Blackwell the portable one as
+    well, for as long as its own is not trusted."""
+    heads = config.num_attention_heads // tp
+    keys = [prefill_key(arch, heads, may_own=may_own) for may_own in (True, False)]
+    if arch == HOPPER:
+        raw = [prefill_key(arch, heads, True, True)] if heads > MOST_NORMED_HEADS else []
+        keys += [prefill_key(arch, heads, True), *raw]
+    return list(dict.fromkeys(keys))
+
+
+# ---- paged prefill
+
+
+@cache
+def paged_key(
+    arch: str, heads: int, compressed: str, format0: str, format1: str, splits: int = 0, may_own: bool = True
+) -> KernelKey:
+    """The kernel for so many heads and caches of these formats.
+
+    compressed   which compressed entries count: "none", "all" that a row sees, or "listed"
+    format1      format0 if there are none
+    splits       of a row, which may be 1, or 0: rows are whole. On Hopper only
+    may_own      whether Hopper's or Blackwell's own kernel may run
+    """
+    if may_own and arch in (HOPPER, *BLACKWELL) and {format0, format1} == {FP8_DS_MLA.id}:
+        if splits:
+            return PagedClusterKey(arch, cluster_of(splits))
+        return BlackwellPagedKey(arch) if arch in BLACKWELL else PagedKey(arch)
+    return PortablePagedKey(arch, group_heads(heads), compressed, format0, format1)
+
+
+def of_paged(call: PagedCall, is_hoppers: bool, splits: int) -> KernelKey:
+    """The kernel of a call; is_hoppers: `has_hoppers_paged`; splits: as of `paged_key`."""
+    index = call.q.device.index
+    arch = arch_of(index)
+    if call.is_quantized:
+        return QuantPagedKey(arch)
+    may_own = is_hoppers
+    if arch in BLACKWELL and is_countable(call):
+        may_own = is_own("sparse_mla_prefill_paged", index, why_not_own_paged(call))
+    return paged_key(arch, call.q.shape[1], call.compressed, *call.formats, splits, may_own)
+
+
+def has_hoppers_paged(call: PagedCall) -> bool:
+    """Whether Hopper's own kernels take a call, which alone split rows."""
+    return arch_of(call.q.device.index) == HOPPER and is_countable(call)
+
+
+def is_countable(call: PagedCall) -> bool:
+    """Whether caches of a call have the format of Hopper's kernels, and Blackwell's, which can count what it has."""
+    return (
+        set(call.formats) == {FP8_DS_MLA.id}
+        and call.columns < MOST_COLUMNS
+        and all(
+            pool.shape[1] * FP8_DS_MLA.row_elements < MOST_PAGE_BYTES and table.shape[1] * pool.shape[1] < MOST_KEYS
+            for pool, table in call.pools
+        )
+    )
+
+
+def why_not_own_paged(call: PagedCall) -> str:
+    """Why Blackwell's own kernel does not take a call, or nothing."""
+    found = [ungathered(name, pool, FP8_DS_MLA.data_bytes) for name, pool in call.caches.items()]
+    return next(filter(None, found), unmapped("q", call.q, (0, 1)))
+
+
+def paged_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """Of the layers' prefill steps: the window alone, or with entries as the compress ratio says; on Blackwell the
+    portable ones as well, for as long as its own is not trusted."""
+    kinds = {4: "listed", 128: "all"}
+    chosen = dict.fromkeys(kinds.get(ratio, "none") for ratio in config.compress_ratios)
+    heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
+    ways = (True, False) if arch in BLACKWELL else (True,)
+    keys = [paged_key(arch, heads, kind, fmt, fmt, may_own=may_own) for may_own in ways for kind in chosen]
+    if arch == HOPPER:
+        keys += [PagedClusterKey(arch, ctas) for ctas in CLUSTERS]
+        keys.append(QuantPagedKey(arch))
+    return list(dict.fromkeys(keys))
+
+
+# ---- mixed
+
+
+@cache
+def mixed_key(arch: str, heads: int, kv_format: str, may_own: bool = True) -> KernelKey:
+    """The kernel for so many heads and caches of that format. may_own: whether Blackwell's own kernel may run"""
+    is_fp8 = kv_format == PLAIN_FP8.id
+    if arch == HOPPER:
+        if is_fp8:
+            return MixedFp8Key(arch)
+        return SwapAbMixedKey(arch, block_heads(heads)) if heads <= SMALL_HEADS[-1] else MixedKey(arch)
+    if arch in BLACKWELL and may_own:
+        return BlackwellMixedFp8Key(arch) if is_fp8 else BlackwellMixedKey(arch)
+    return PortableMixedKey(arch, group_heads(heads), kv_format)
+
+
+def of_mixed(call: MixedCall) -> KernelKey:
+    """The kernel of a call."""
+    index = call.query.device.index
+    arch = arch_of(index)
+    may_own = arch in BLACKWELL and is_own("sparse_mla_mixed", index, why_not_own_mixed(call))
+    return mixed_key(arch, call.query.shape[1], call.kv_format, may_own)
+
+
+def why_not_own_mixed(call: MixedCall) -> str:
+    """Why Blackwell's own kernel does not take a call, or nothing."""
+    found = [ungathered(name, pool, HEAD_DIM) for name, pool in call.caches.items()]
+    return next(filter(None, found), unmapped("query", call.query, (0, 1)))
+
+
+def mixed_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+    """One kernel for each format takes every call of a rank; on Blackwell the portable ones as well, for as long as its
+    own are not trusted."""
+    heads = config.num_attention_heads // tp
+    kinds = itertools.product((PLAIN_BF16.id, PLAIN_FP8.id), (True, False))
+    return list(dict.fromkeys(mixed_key(arch, heads, *kind) for kind in kinds))
+
+
+# ---- what Blackwell's own kernels take
+
+
+def is_own(op: str, device_index: int, why_not: str) -> bool:
+    """Whether Blackwell's own kernel runs. why_not: what `unmapped` or `ungathered` say of the call's tensors."""
+    return not why_not and trust.is_trusted(op, device_index)
+
+
+def ungathered(name: str, cache: Any, row_elements: int) -> str:
+    """Why rows of so many elements cannot be gathered from a cache [pages, rows, ...], or nothing.
+
+    Its pages have to begin where a row could that is as long as theirs, and may not overlap. Of a single page, too, the
+    stride counts: it tells how many rows there are.
+    """
+    step = cache.stride(0)
+    if cache.numel() == 0:
+        return f"{name} must have rows, got shape {tuple(cache.shape)}"
+    if cache.data_ptr() % 16:
+        return f"{name} must be 16-byte aligned, got address {cache.data_ptr():#x}"
+    least = cache.shape[1] * row_elements
+    if step % row_elements or step < least:
+        return f"{name}: expected a page stride that is a multiple of {row_elements} and at least {least}, got {step}"
+    rows = cache.shape[0] * (step // row_elements)
+    if rows >= MAP_ROWS:
+        return f"{name} must be less than 2^31 rows of {row_elements} long, got {rows}"
+    return ""
+
+
+def unmapped(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
+    """Why no descriptor can tell of a tensor with dense rows and those other axes, or nothing."""
+    strides = [tensor.stride(axis) * tensor.element_size() for axis in axes]
+    if tensor.numel() == 0:
+        return f"{name} must have elements"
+    if tensor.data_ptr() % 16 or any(stride % 16 or not 0 < stride < MAP_STRIDE for stride in strides):
+        return (
+            f"{name} must be 16-byte aligned row by row, got address {tensor.data_ptr():#x} and strides "
+            f"{tuple(tensor.stride())}"
+        )
+    return ""
