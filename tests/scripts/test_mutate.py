@@ -1,0 +1,63 @@
+"""The script that plants bugs: what it changes, and which tests it runs."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from scripts import mutate
+from scripts.mutate import Bug
+
+ROOT = mutate.ROOT
+
+
+@pytest.mark.parametrize(
+    ("source", "changed"),
+    [
+        ("a < b", {"a <= b", "a < b + 1"}),
+        ("a is None", {"a is not None"}),
+        ("a == 1", {"a != 1"}),
+        ("min(a, b)", {"max(a, b)"}),
+        ("a and b", {"((a) or (b))"}),
+        ("a or b or c", {"((a) and (b) and (c))"}),
+        ("not a", {"bool(a)"}),
+        ("a // 4", {"(a % 4)"}),
+        ("f(x, out=y, use_pdl=z, n=3)", {"f(x, use_pdl=z, n=3)", "f(x, out=y, n=3)"}),
+        ("c.require(a, 'b', 'c', 1)", {"pass"}),
+    ],
+)
+def test_changes(source: str, changed: set[str]) -> None:
+    tree = ast.parse(source)
+    found = {change for node in ast.walk(tree) for change in mutate.changes(node)}
+    assert found == changed
+
+
+def test_every_bug_is_another_program(tmp_path: Path) -> None:
+    for bug in mutate.draw(ROOT, 60, seed=1):
+        source = (ROOT / bug.path).read_text()
+        changed = mutate.planted(source, bug)
+        assert changed != source
+        ast.parse(changed)
+
+
+def test_planted_bugs_can_be_planted() -> None:
+    for bug in mutate.PLANTED:
+        ast.parse(mutate.planted((ROOT / bug.path).read_text(), bug))
+        assert mutate.tests_of(ROOT, ROOT / bug.path)
+    with pytest.raises(ValueError, match=r"layers/mla\.py:3: no longer reads 'never there'"):
+        mutate.planted("a\nb\nc\n", Bug("layers/mla.py", 3, "never there", ""))
+
+
+def test_tests_that_import_the_module_come_first() -> None:
+    chosen = mutate.tests_of(ROOT, ROOT / "cute_kernels" / "runtime" / "cache.py")
+    assert ROOT / "tests" / "runtime" / "test_cache.py" in chosen
+    assert all(path.parent.name == "runtime" for path in chosen)
+    assert ROOT / "tests" / "perf" / "test_measure.py" in mutate.tests_of(ROOT, ROOT / "perf" / "measure.py")
+
+
+def test_kernels_are_no_host_modules() -> None:
+    found = {path.relative_to(ROOT).as_posix() for path in mutate.modules(ROOT)}
+    assert {"cute_kernels/runtime/ops.py", "layers/mla.py", "perf/measure.py"} <= found
+    assert "cute_kernels/kv_cache/gather.py" not in found
