@@ -24,7 +24,7 @@ WEIGHT_BLOCK = 128
 
 MOST_OWN_ROWS, MOST_OWN_NARROW_ROWS, NARROW = 64, 256, 1024
 """Up to so many rows our bf16 GEMM is faster than cuBLAS's by 5% and more, the second with weights of so few outputs
-(perf/notes/gemm_many_rows.md)."""
+(perf/notes/gemm.md)."""
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

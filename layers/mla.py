@@ -41,7 +41,7 @@ LEAST_QUANTIZED_HEADS = 64
 
 LEAST_RAW_C128A_HEADS = 128
 """The launch that norms and rotates queries of a decode step also compresses, where the ratio is 128. With fewer heads
-it takes as long without queries, while attention takes longer with raw ones (perf/notes/layer.md)."""
+it takes as long without queries, while attention takes longer with raw ones (perf/notes/query_norm.md)."""
 
 OutputQuant = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions int64 [T], rotary table, and memory of scales: see `sparse_mla_decode`."""
