@@ -41,7 +41,8 @@ BOUND_PREFILL_MAX_TOKENS = 4096
 """Steps of more prefill rows keep a GPU busy for longer than their ops take on the host."""
 
 LEAST_RAW_ROWS, LEAST_RAW_DECODE_ROWS = 128, 33
-"""From this many rows on a prefill step's attention, or a decode step's, norms and rotates its queries."""
+"""From this many rows on a prefill step's attention, or a decode step's, norms and rotates its queries. The product of
+fewer decode rows, by swapped operands, stores no sums of squares."""
 
 HEAD_BLOCKS = 4
 """Sums of squares of a head."""

@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels import numerics
 from cute_kernels.formats import INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, round_up
-from cute_kernels.indexer.ops_logits import ROW_ALIGNMENT
+from cute_kernels.indexer.chunks import ROW_ALIGNMENT
 from cute_kernels.runtime.ops import OPS
 from perf.measure import Call, compare, number_of_sets
 from perf.peers import deepgemm

@@ -11,7 +11,7 @@ if [[ ${1-} == --quick ]]; then
   shift
   core_minutes=5
   left_out=(
-    tests/compile tests/gpu tests/model tests/scripts
+    tests/compile tests/contract tests/gpu tests/model tests/scripts
     tests/layers/test_{compile,exactness,meaning,parallel}.py tests/perf/test_layer.py tests/runtime/test_verify.py
   )
 fi

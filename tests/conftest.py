@@ -1,10 +1,20 @@
-"""What the tests say at their end about those that were skipped: a line a reason, however many they are."""
+"""An option of the compile tests; and what the tests say at their end about those that were skipped: a line a reason,
+however many they are."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-kernel",
+        action="store_true",
+        help="tests/compile: every kernel of every deployment; without it, of architectures but sm_90a, a few of those "
+        "that no tensor core has a part in",
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from cute_kernels.compat.arguments import accept_only, indexer_format, query_codes
-from cute_kernels.indexer.ops_logits import mqa_logits, paged_mqa_logits
+from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits
 from cute_kernels.runtime.checks import Checker
 
 __all__ = [

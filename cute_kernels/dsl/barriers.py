@@ -1,7 +1,7 @@
 """A ring of shared-memory stages between warps that fill them and warps that use them.
 
 Each stage has two mbarriers: `full` completes when everything that fills the stage has arrived, `empty` when every user
-has let go of it. A side walks round the ring with a (stage, phase) of its own, from `start` on by `advance`; it waits
+has released it. A side goes round the ring with a (stage, phase) of its own, from `start` on by `advance`; it waits
 for the phase's parity. Fillers wait for the opposite parity, which an unused barrier counts as complete, so that the
 first round finds every stage empty.
 """
@@ -66,7 +66,7 @@ def _wait(barrier: Any, phase: Any) -> None:
 
 
 def start() -> tuple[Any, Any]:
-    """Stage and phase at the beginning of a walk."""
+    """The first stage and its phase."""
     return Int32(0), Int32(0)
 
 

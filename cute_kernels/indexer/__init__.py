@@ -1,7 +1,7 @@
 """The indexer: quantized queries, gathered keys, scores, and the picks of each row.
 
-ops.py                 what users call; ops_*.py: schemas, checks, costs; reference.py: what they mean
-arguments.py           checks that ops share
+ops.py                 what users call: schemas, checks, costs
+reference.py           what it means, in torch; also the CPU implementation
 call.py                calls of the ops that score, by name, what they are to the kernels, and their launches
 select.py              which kernel scores a call
 chunks.py              calls that score and pick at once, cut into chunks whose scores fit into a workspace

@@ -1,18 +1,17 @@
-"""The indexer: quantized queries, gathered keys, scores and the picks of each row, one after the other or in one op.
-
-A score is logit[m, n] = k_scale[n] * sum over heads h of max(0, <q[m, h], k[n]>) * weights[m, h].
-"""
+"""The indexer: quantized queries, gathered keys, scores, and the picks of each row."""
 
 from __future__ import annotations
 
-from cute_kernels.indexer.ops_logits import cp_gather_indexer_k_quant_cache, mqa_logits, paged_mqa_logits
-from cute_kernels.indexer.ops_query import fused_indexer_q_rope_quant
-from cute_kernels.indexer.ops_score_top_k import (
-    score_top_k_decode,
-    score_top_k_prefill,
-    score_top_k_workspace_size,
-)
-from cute_kernels.indexer.ops_topk import all_visible_entries, top_k_per_row_decode, top_k_per_row_prefill
+from typing import Any
+
+import torch
+
+from cute_kernels import formats, numerics
+from cute_kernels.indexer import chunks, reference
+from cute_kernels.indexer.chunks import ROW_ALIGNMENT
+from cute_kernels.runtime import validate
+from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.ops import OPS, Cost, define_op, nbytes
 
 __all__ = [
     "all_visible_entries",
@@ -26,3 +25,1073 @@ __all__ = [
     "top_k_per_row_decode",
     "top_k_per_row_prefill",
 ]
+
+
+# ---- checks that ops share
+
+DIM = formats.INDEX_DIM
+FORMATS = (formats.INDEXER_FP8, formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE)
+BYTES = (torch.uint8, torch.int8)
+MOST_PAGE_ROWS = 2**30
+
+
+def flat_pages(op: str, kv_cache: Any) -> Any:
+    """[num_blocks, block_size, 1, row] -> [num_blocks, block_size, row]; any other shape passes through."""
+    if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 4:
+        Checker(op).require(kv_cache.shape[2] == 1, "kv_cache", "one head", f"shape {list(kv_cache.shape)}")
+        return kv_cache.squeeze(2)
+    return kv_cache
+
+
+def check_cache(c: Checker, kv_cache: torch.Tensor, kv_format: str) -> bool:
+    """Check a paged cache of keys; whether it is MXFP4."""
+    fmt = formats.get_format(c, "kv_format", kv_format, *FORMATS)
+    fmt.check(c, "kv_cache", kv_cache)
+    c.require(kv_cache.shape[1] > 0, "kv_cache", "at least one row per page", f"shape {list(kv_cache.shape)}")
+    return kv_format != formats.INDEXER_FP8.id
+
+
+def check_slots(c: Checker, requests: int, slot_block_table: torch.Tensor | None, slot_rows_per_page: int) -> None:
+    """Check what turns entries into slots: a table with a row for every request, and rows of a page."""
+    if slot_block_table is None:
+        return
+    c.tensor("slot_block_table", slot_block_table, torch.int32, (requests, None))
+    limits = f"1 to {MOST_PAGE_ROWS} with slot_block_table"
+    c.require(0 < slot_rows_per_page <= MOST_PAGE_ROWS, "slot_rows_per_page", limits, slot_rows_per_page)
+
+
+def split_contiguous(op: str, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
+    """Codes and scales, or None, of queries, and codes and scales of keys, as the public functions take them."""
+    c = Checker(op)
+    q_scale = None
+    if isinstance(q, (tuple, list)):
+        q, q_scale = c.pair("q", q, "codes, scales")
+    k, k_scale = c.pair("kv", kv, "codes, scales")
+    c.tensor("q", q, (torch.float8_e4m3fn, *BYTES), (None, None, None))
+    c.tensor("kv[0]", k, (torch.float8_e4m3fn, *BYTES), (None, None))
+    return q, q_scale, k, k_scale
+
+
+def check_contiguous(
+    c: Checker,
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    max_seqlen_k: int,
+) -> int:
+    """Check what is scored against contiguous keys; columns of the scores."""
+    if q_scale is None:
+        c.tensor("q", q, torch.float8_e4m3fn, ("M", "HI", DIM))
+        c.tensor("kv[0]", k, torch.float8_e4m3fn, ("N", DIM))
+        c.tensor("kv[1]", k_scale, torch.float32, ("N",))
+    else:
+        c.tensor("q[0]", q, BYTES, ("M", "HI", DIM // 2))
+        c.tensor("q[1]", q_scale, torch.int32, ("M", "HI"))
+        c.tensor("kv[0]", k, BYTES, ("N", DIM // 2))
+        c.tensor("kv[1]", k_scale, torch.int32, ("N",))
+    c.tensor("weights", weights, torch.float32, ("M", "HI"))
+    c.tensor("cu_seq_len_k_start", cu_seq_len_k_start, torch.int32, ("M",))
+    c.tensor("cu_seq_len_k_end", cu_seq_len_k_end, torch.int32, ("M",))
+    c.require(max_seqlen_k >= 0, "max_seqlen_k", "a number >= 0", max_seqlen_k)
+    return max_seqlen_k if max_seqlen_k > 0 else k.shape[0]
+
+
+def split_paged(op: str, q: Any, kv_cache: Any, context_lens: Any) -> tuple[Any, Any, Any, Any]:
+    """Codes and scales, or None, of queries, pages without heads, and one length per row, as the public functions take
+    them."""
+    c = Checker(op)
+    q_scale = None
+    if isinstance(q, (tuple, list)):
+        q, q_scale = c.pair("q", q, "codes, scales")
+    c.tensor("q", q, (torch.float8_e4m3fn, *BYTES), (None, None, None, None))
+    c.tensor("context_lens", context_lens, torch.int32)
+    if context_lens.dim() == 1:
+        c.require(
+            q.shape[1] == 1,
+            "context_lens",
+            f"one length per row, shape [B, next_n = {q.shape[1]}]",
+            f"shape {list(context_lens.shape)}",
+        )
+        context_lens = context_lens[:, None]
+    return q, q_scale, flat_pages(op, kv_cache), context_lens
+
+
+def check_paged(
+    c: Checker,
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_model_len: int,
+    kv_format: str,
+) -> int:
+    """Check what is scored against keys in pages; number of rows."""
+    if check_cache(c, kv_cache, kv_format):
+        c.tensor("q[0]", q, BYTES, ("B", "next_n", "HI", DIM // 2))
+        c.tensor("q[1]", q_scale, torch.int32, ("B", "next_n", "HI"))
+    else:
+        c.require(q_scale is None, "q", f"one tensor for {kv_format}", "a pair")
+        c.tensor("q", q, torch.float8_e4m3fn, ("B", "next_n", "HI", DIM))
+    c.require(q.shape[1] > 0, "q", "next_n >= 1", f"shape {list(q.shape)}")
+    rows = q.shape[0] * q.shape[1]
+    c.tensor("weights", weights, torch.float32, (None, "HI"))
+    c.require(weights.shape[0] == rows, "weights", f"B * next_n = {rows} rows", f"shape {list(weights.shape)}")
+    c.tensor("context_lens", context_lens, torch.int32, ("B", "next_n"))
+    c.tensor("block_tables", block_tables, torch.int32, ("B", None))
+    c.require(max_model_len >= 0, "max_model_len", "a number >= 0", max_model_len)
+    return rows
+
+
+# ---- queries
+
+
+def _check_query(
+    c: Checker,
+    positions: torch.Tensor,
+    index_q: torch.Tensor,
+    index_q_cos_sin_cache: torch.Tensor,
+    index_weights: torch.Tensor,
+) -> None:
+    c.tensor("positions", positions, torch.int64, ("T",))
+    c.tensor("index_q", index_q, torch.bfloat16, ("T", "HI", DIM))
+    c.tensor("index_q_cos_sin_cache", index_q_cos_sin_cache, (torch.float32, torch.bfloat16), (None, formats.ROPE_DIM))
+    c.require(index_q_cos_sin_cache.shape[0] > 0, "index_q_cos_sin_cache", "at least one row", "none")
+    c.tensor("index_weights", index_weights, (torch.bfloat16, torch.float32), ("T", "HI"))
+
+
+def _check_query_fp8(
+    positions: torch.Tensor,
+    index_q: torch.Tensor,
+    index_q_cos_sin_cache: torch.Tensor,
+    index_weights: torch.Tensor,
+    index_weights_softmax_scale: float,
+    index_weights_head_scale: float,
+    index_hadamard: bool,
+    q_quant: torch.Tensor,
+    weights_out: torch.Tensor,
+    round_weights: bool,
+    use_pdl: bool,
+) -> None:
+    c = Checker("fused_indexer_q_rope_quant_fp8")
+    _check_query(c, positions, index_q, index_q_cos_sin_cache, index_weights)
+    c.tensor("q_quant", q_quant, torch.float8_e4m3fn, ("T", "HI", DIM))
+    c.tensor("weights_out", weights_out, torch.float32, ("T", "HI"))
+
+
+def _check_query_mxfp4(
+    positions: torch.Tensor,
+    index_q: torch.Tensor,
+    index_q_cos_sin_cache: torch.Tensor,
+    index_weights: torch.Tensor,
+    index_weights_softmax_scale: float,
+    index_weights_head_scale: float,
+    e2m1_rounding: str,
+    index_hadamard: bool,
+    q_quant: torch.Tensor,
+    q_scale: torch.Tensor,
+    weights_out: torch.Tensor,
+    round_weights: bool,
+    use_pdl: bool,
+) -> None:
+    c = Checker("fused_indexer_q_rope_quant_mxfp4")
+    _check_query(c, positions, index_q, index_q_cos_sin_cache, index_weights)
+    c.one_of("e2m1_rounding", e2m1_rounding, numerics.E2M1_ROUNDINGS)
+    c.tensor("q_quant", q_quant, torch.uint8, ("T", "HI", DIM // 2))
+    c.tensor("q_scale", q_scale, torch.int32, ("T", "HI"))
+    c.tensor("weights_out", weights_out, (torch.float32, torch.bfloat16), ("T", "HI"))
+
+
+def _cost_query(positions: torch.Tensor, index_q: torch.Tensor, cos_sin_cache: torch.Tensor, *rest: Any) -> Cost:
+    table_rows = positions.shape[0] * formats.ROPE_DIM * cos_sin_cache.element_size()
+    tensors = [t for t in rest if isinstance(t, torch.Tensor)]
+    return Cost(bytes=nbytes(positions, index_q, *tensors) + table_rows)
+
+
+_query_fp8 = define_op(
+    "fused_indexer_q_rope_quant_fp8(Tensor positions, Tensor index_q, Tensor index_q_cos_sin_cache, "
+    "Tensor index_weights, float index_weights_softmax_scale, float index_weights_head_scale, bool index_hadamard, "
+    "Tensor(a!) q_quant, Tensor(b!) weights_out, bool round_weights, bool use_pdl) -> ()",
+    check=_check_query_fp8,
+    reference=reference.fused_indexer_q_rope_quant_fp8,
+    kernel="cute_kernels.indexer.query:FP8",
+    cost=_cost_query,
+)
+_query_mxfp4 = define_op(
+    "fused_indexer_q_rope_quant_mxfp4(Tensor positions, Tensor index_q, Tensor index_q_cos_sin_cache, "
+    "Tensor index_weights, float index_weights_softmax_scale, float index_weights_head_scale, str e2m1_rounding, "
+    "bool index_hadamard, Tensor(a!) q_quant, Tensor(b!) q_scale, Tensor(c!) weights_out, bool round_weights, "
+    "bool use_pdl) -> ()",
+    check=_check_query_mxfp4,
+    reference=reference.fused_indexer_q_rope_quant_mxfp4,
+    kernel="cute_kernels.indexer.query:MXFP4",
+    cost=_cost_query,
+)
+
+
+def fused_indexer_q_rope_quant(
+    positions: torch.Tensor,
+    index_q: torch.Tensor,
+    index_q_cos_sin_cache: torch.Tensor,
+    index_weights: torch.Tensor,
+    index_weights_softmax_scale: float,
+    index_weights_head_scale: float,
+    use_fp4: bool = False,
+    *,
+    weights_out_dtype: torch.dtype = torch.float32,
+    e2m1_rounding: str = "ties_to_lower",
+    index_hadamard: bool = False,
+    round_weights: bool = False,
+    use_pdl: bool = False,
+    out: tuple[Any, torch.Tensor] | None = None,
+) -> tuple[Any, torch.Tensor]:
+    """Rotate the last 64 columns of indexer queries, quantize each head, and scale the heads' weights.
+
+    The rotation is done in fp32 and rounded to bf16; what follows sees bf16 values only.
+    FP8: one scale 2^ceil(log2(max(absmax, 1e-4) / 448)) per head, folded into the weights:
+    weights_out = ((w * scale) * softmax_scale) * head_scale, each product rounded to fp32.
+    MXFP4: one scale 2^ceil(log2(max(absmax, 1e-4) / 6)) per 32 columns, returned;
+    weights_out = (w * softmax_scale) * head_scale.
+    The absmax ignores NaN; a NaN element becomes code 0x7F (e4m3) or 0 (e2m1).
+
+    positions                     int64 [T]; a position outside the table takes the table's nearest row
+    index_q                       bf16 [T, HI, 128], any strides with a dense last dimension
+    index_q_cos_sin_cache         fp32 or bf16 [max_pos, 64], cos in columns 0..31, sin in 32..63
+    index_weights                 bf16 or fp32 [T, HI], row-strided: columns of a wider projection will do
+    index_weights_softmax_scale   factor, usually 128 ** -0.5
+    index_weights_head_scale      factor, usually HI ** -0.5
+    use_fp4                       MXFP4 instead of FP8
+    weights_out_dtype             torch.float32; MXFP4 also torch.bfloat16 (rounded once, at the end)
+    e2m1_rounding                 MXFP4 only: "ties_to_lower" or "ties_to_even" (see numerics.to_e2m1)
+    index_hadamard                Hadamard-transform the rotated bf16 query in fp32 and round to bf16 before quantizing
+    round_weights                 round fp32 weights to bf16 first: the bytes that bf16 weights give
+    use_pdl                       start while the kernel before on the stream still runs (programmatic dependent
+                                  launch), and wait for it before anything is read
+    out                           (q_quant, weights_out) to write into, of the shapes and dtypes below, row-strided
+
+    Returns (q_quant, weights_out). FP8: q_quant is float8_e4m3fn [T, HI, 128]. MXFP4: q_quant is (uint8 [T, HI, 64]
+    with element 2j in the low nibble of byte j, int32 [T, HI] holding the four ue8m0 bytes, block 0 lowest).
+    weights_out is [T, HI]. Raises ValueError or TypeError on arguments that do not fit.
+    """
+    c = Checker("fused_indexer_q_rope_quant")
+    c.tensor("index_q", index_q, torch.bfloat16, (None, None, DIM))
+    c.flags(use_fp4=use_fp4)
+    c.one_of("weights_out_dtype", weights_out_dtype, (torch.float32, torch.bfloat16) if use_fp4 else (torch.float32,))
+    if out is None:
+        rows, heads = index_q.shape[0], index_q.shape[1]
+        q_quant: Any
+        if use_fp4:
+            packed = index_q.new_empty((rows, heads, DIM // 2), dtype=torch.uint8)
+            q_quant = (packed, index_q.new_empty((rows, heads), dtype=torch.int32))
+        else:
+            q_quant = index_q.new_empty((rows, heads, DIM), dtype=torch.float8_e4m3fn)
+        weights_out = index_q.new_empty((rows, heads), dtype=weights_out_dtype)
+    else:
+        q_quant, weights_out = c.pair("out", out, "q_quant, weights_out")
+        if use_fp4:
+            q_quant = c.pair("out[0]", q_quant, "packed codes, scales")
+        c.tensor("out[1]", weights_out, weights_out_dtype)
+    inputs = (positions, index_q, index_q_cos_sin_cache, index_weights)
+    factors = (index_weights_softmax_scale, index_weights_head_scale)
+    if use_fp4:
+        _query_mxfp4(*inputs, *factors, e2m1_rounding, index_hadamard, *q_quant, weights_out, round_weights, use_pdl)
+    else:
+        _query_fp8(*inputs, *factors, index_hadamard, q_quant, weights_out, round_weights, use_pdl)
+    return q_quant, weights_out
+
+
+# ---- keys gathered
+
+
+def _check_gather(
+    kv_cache: torch.Tensor,
+    dst_k: torch.Tensor,
+    dst_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    kv_format: str,
+) -> None:
+    c = Checker("cp_gather_indexer_k_quant_cache")
+    if check_cache(c, kv_cache, kv_format):
+        c.tensor("dst_k", dst_k, BYTES, ("total", DIM // 2))
+    else:
+        c.tensor("dst_k", dst_k, (torch.uint8, torch.float8_e4m3fn), ("total", DIM))
+    c.tensor("dst_scale", dst_scale, torch.uint8, ("total", 4))
+    c.tensor("block_table", block_table, torch.int32, (None, None))
+    c.tensor("cu_seq_lens", cu_seq_lens, torch.int32, (None,))
+    c.require(
+        cu_seq_lens.shape[0] == block_table.shape[0] + 1,
+        "cu_seq_lens",
+        f"one element more than the {block_table.shape[0]} rows of block_table",
+        list(cu_seq_lens.shape),
+    )
+
+
+def _cost_gather(
+    kv_cache: torch.Tensor,
+    dst_k: torch.Tensor,
+    dst_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    kv_format: str,
+) -> Cost:
+    ends = cu_seq_lens.long()
+    rows = int((ends[1:] - ends[:-1]).clamp(min=0).sum())
+    return Cost(bytes=2 * min(rows, dst_k.shape[0]) * (dst_k.shape[1] + 4))
+
+
+def _validate_gather(
+    kv_cache: torch.Tensor,
+    dst_k: torch.Tensor,
+    dst_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    kv_format: str,
+) -> None:
+    validate.ascending("cp_gather_indexer_k_quant_cache", "cu_seq_lens", cu_seq_lens)
+
+
+_gather = define_op(
+    "cp_gather_indexer_k_quant_cache(Tensor kv_cache, Tensor(a!) dst_k, Tensor(b!) dst_scale, Tensor block_table, "
+    "Tensor cu_seq_lens, str kv_format) -> ()",
+    check=_check_gather,
+    reference=reference.cp_gather_indexer_k_quant_cache,
+    kernel="cute_kernels.indexer.gather",
+    cost=_cost_gather,
+    validate=_validate_gather,
+)
+
+
+def cp_gather_indexer_k_quant_cache(
+    kv_cache: torch.Tensor,
+    dst_k: torch.Tensor,
+    dst_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    *,
+    kv_format: str = formats.INDEXER_FP8.id,
+) -> None:
+    """Copy the indexer keys of several requests out of their pages, one request after the other, bytes unchanged.
+
+    Row cu_seq_lens[r] + i of the destination is key i of request r, for i < cu_seq_lens[r + 1] - cu_seq_lens[r].
+    Nothing else is written: not the rows past the last request, nor those whose page the block table does not name.
+
+    kv_cache      uint8 [num_blocks, block_size, 132] (MXFP4: 68, wide MXFP4: 132) or [num_blocks, block_size, 1, row]
+    dst_k         uint8 or float8_e4m3fn [total, 128]; MXFP4: uint8 or int8 [total, 64]; row-strided; mutated
+    dst_scale     uint8 [total, 4], row-strided: the bytes of one fp32 scale, or four ue8m0 bytes; mutated
+    block_table   int32 [R, width], row-strided; read only below each request's length
+    cu_seq_lens   int32 [R + 1], in keys, not in source tokens
+    kv_format     record format id: "indexer_fp8/1", "indexer_mxfp4/1" or "indexer_mxfp4_wide/1"
+
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    pages = flat_pages("cp_gather_indexer_k_quant_cache", kv_cache)
+    _gather(pages, dst_k, dst_scale, block_table, cu_seq_lens, kv_format)
+
+
+# ---- scores
+
+
+def _empty_logits(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return like.new_empty((rows, formats.round_up(columns, ROW_ALIGNMENT)), dtype=torch.float32)[:, :columns]
+
+
+def _check_logits(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    out: torch.Tensor,
+) -> None:
+    c = Checker("mqa_logits")
+    columns = check_contiguous(c, q, q_scale, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k)
+    c.tensor("out", out, torch.float32, ("M", None))
+    c.require(out.shape[1] == columns, "out", f"{columns} columns", f"shape {list(out.shape)}")
+
+
+def _cost_logits(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    out: torch.Tensor,
+) -> Cost:
+    first, last = start.long().clamp(min=0), end.long().clamp(max=k.shape[0])
+    if max_seqlen_k > 0:
+        last = torch.minimum(last, start.long() + max_seqlen_k)
+    first, last = first[first < last], last[first < last]
+    if first.numel() == 0:
+        return Cost(bytes=nbytes(out) if clean_logits else 0)
+    scores = int((last - first).sum())
+    touched = torch.zeros(k.shape[0] + 1, dtype=torch.int64, device=k.device)
+    ones = torch.ones_like(first)
+    touched.index_add_(0, first, ones).index_add_(0, last, -ones)
+    keys = int((touched.cumsum(0) > 0).sum())
+    written = out.numel() if clean_logits else scores
+    data = nbytes(q, q_scale, weights, start, end) + keys * (k.shape[1] + 4) + 4 * written
+    return Cost(bytes=data, flops=2 * DIM * q.shape[1] * scores)
+
+
+_logits = define_op(
+    "mqa_logits(Tensor q, Tensor? q_scale, Tensor k, Tensor k_scale, Tensor weights, Tensor cu_seq_len_k_start, "
+    "Tensor cu_seq_len_k_end, bool clean_logits, SymInt max_seqlen_k, Tensor(a!) out) -> ()",
+    check=_check_logits,
+    reference=reference.mqa_logits,
+    kernel="cute_kernels.indexer.call:MQA_LOGITS",
+    cost=_cost_logits,
+)
+
+
+def mqa_logits(
+    q: Any,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    clean_logits: bool = True,
+    *,
+    max_seqlen_k: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Score each query row against a range of contiguous keys.
+
+    logits[m, n] = k_scale[n] * sum over h of max(0, <q[m, h], k[n]>) * weights[m, h] for start[m] <= n < end[m], where
+    <,> is the dot product of the codes' values; MXFP4 codes are multiplied by their block scales and have no k_scale.
+    The call is MXFP4 when q is a pair.
+
+    q                    FP8: float8_e4m3fn [M, HI, 128]; MXFP4: (uint8 or int8 [M, HI, 64], int32 [M, HI])
+    kv                   FP8: (float8_e4m3fn [N, 128], fp32 [N]); MXFP4: (uint8 or int8 [N, 64], int32 [N])
+    weights              fp32 [M, HI], row-strided; the FP8 form expects the query's scale in it
+    cu_seq_len_k_start   int32 [M], first key of each row; a start below 0 leaves out the keys that do not exist
+    cu_seq_len_k_end     int32 [M], one past the last key; an end beyond N counts as N, end <= start is an empty row
+    clean_logits         True: columns outside a row's range are -inf; False: they are undefined
+    max_seqlen_k         > 0: the logits have this many columns, and column j of row m is key start[m] + j
+    out                  fp32 [M, N] or [M, max_seqlen_k] to write into, row-strided
+
+    Returns fp32 [M, N] or [M, max_seqlen_k] whose row stride is a multiple of 1024 bytes. A NaN in a key reaches its
+    own column only, one in a query or a weight its own row. Raises ValueError or TypeError on arguments that do not
+    fit.
+    """
+    q, q_scale, k, k_scale = split_contiguous("mqa_logits", q, kv)
+    if out is None:
+        Checker("mqa_logits").ints(max_seqlen_k=max_seqlen_k)
+        out = _empty_logits(q, q.shape[0], max_seqlen_k if max_seqlen_k > 0 else k.shape[0])
+    _logits(q, q_scale, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, out)
+    return out
+
+
+def _check_paged(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_model_len: int,
+    clean_logits: bool,
+    kv_format: str,
+    out: torch.Tensor,
+) -> None:
+    c = Checker("paged_mqa_logits")
+    rows = check_paged(c, q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format)
+    c.tensor("out", out, torch.float32, (None, None))
+    c.require(
+        out.shape[0] == rows and out.shape[1] == max_model_len,
+        "out",
+        f"shape [{rows}, {max_model_len}]",
+        f"shape {list(out.shape)}",
+    )
+
+
+def _cost_paged(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_model_len: int,
+    clean_logits: bool,
+    kv_format: str,
+    out: torch.Tensor,
+) -> Cost:
+    lengths = context_lens.clamp(min=0, max=max_model_len).long()
+    scores = int(lengths.sum())
+    keys = int(lengths.amax(dim=1).sum()) if lengths.numel() else 0
+    written = out.numel() if clean_logits else scores
+    data = nbytes(q, q_scale, weights, context_lens) + keys * (q.shape[3] + 4) + 4 * written
+    return Cost(bytes=data, flops=2 * DIM * q.shape[2] * scores)
+
+
+_paged = define_op(
+    "paged_mqa_logits(Tensor q, Tensor? q_scale, Tensor kv_cache, Tensor weights, Tensor context_lens, "
+    "Tensor block_tables, SymInt max_model_len, bool clean_logits, str kv_format, Tensor(a!) out) -> ()",
+    check=_check_paged,
+    reference=reference.paged_mqa_logits,
+    kernel="cute_kernels.indexer.call:PAGED_MQA_LOGITS",
+    cost=_cost_paged,
+)
+
+
+def paged_mqa_logits(
+    q: Any,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    schedule_metadata: torch.Tensor | None,
+    max_model_len: int,
+    clean_logits: bool = False,
+    *,
+    kv_format: str = formats.INDEXER_FP8.id,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Score decode rows against the first keys of their requests, read from pages.
+
+    Row b * next_n + j scores keys n < context_lens[b, j] of request b, as `mqa_logits` does. A key whose page the block
+    table does not name, or that lies beyond the table, scores -inf.
+
+    q                   FP8: float8_e4m3fn [B, next_n, HI, 128]; MXFP4: (uint8 or int8 [B, next_n, HI, 64],
+                        int32 [B, next_n, HI]); next_n >= 1
+    kv_cache            uint8 [num_blocks, block_size, row] or [num_blocks, block_size, 1, row], row by the format
+    weights             fp32 [B * next_n, HI], row-strided; the FP8 form expects the query's scale in it
+    context_lens        int32 [B, next_n]: keys each row sees; <= 0 for none, at most max_model_len count. [B] is
+                        accepted for next_n = 1 only: lengths in compressed keys do not advance by one per token
+    block_tables        int32 [B, width], row-strided; read only below the lengths
+    schedule_metadata   ignored; may be None
+    max_model_len       columns of the logits, in keys
+    clean_logits        True: columns at and beyond a row's length are -inf; False: they are undefined
+    kv_format           record format id: "indexer_fp8/1", "indexer_mxfp4/1" or "indexer_mxfp4_wide/1"
+    out                 fp32 [B * next_n, max_model_len] to write into, row-strided
+
+    Returns fp32 [B * next_n, max_model_len] whose row stride is a multiple of 1024 bytes. Raises ValueError or
+    TypeError on arguments that do not fit.
+    """
+    q, q_scale, pages, context_lens = split_paged("paged_mqa_logits", q, kv_cache, context_lens)
+    if out is None:
+        c = Checker("paged_mqa_logits")
+        c.ints(max_model_len=max_model_len)
+        c.require(max_model_len >= 0, "max_model_len", "a number >= 0", max_model_len)
+        out = _empty_logits(q, q.shape[0] * q.shape[1], max_model_len)
+    _paged(q, q_scale, pages, weights, context_lens, block_tables, max_model_len, clean_logits, kv_format, out)
+    return out
+
+
+# ---- picks
+
+
+def _check_top_k(c: Checker, logits: torch.Tensor, out: torch.Tensor, num_rows: int, k: int) -> None:
+    c.tensor("logits", logits, torch.float32, (None, None))
+    c.tensor("out", out, torch.int32, (None, None))
+    c.require(num_rows >= 0, "num_rows", "a number >= 0", num_rows)
+    c.require(num_rows <= logits.shape[0], "num_rows", f"at most the {logits.shape[0]} rows of logits", num_rows)
+    c.require(num_rows <= out.shape[0], "out", f"at least num_rows = {num_rows} rows", f"shape {list(out.shape)}")
+    c.require(k > 0, "k", "a positive number", k)
+    c.require(k <= out.shape[1], "out", f"at least k = {k} columns", f"shape {list(out.shape)}")
+
+
+def _check_top_k_strides(op: str, logits: Any, stride0: int, stride1: int) -> None:
+    c = Checker(op)
+    c.tensor("logits", logits, torch.float32, (None, None))
+    c.ints(stride0=stride0, stride1=stride1)
+    for argument, axis, got in (("stride0", 0, stride0), ("stride1", 1, stride1)):
+        if logits.shape[axis] > 1:
+            c.require(got == logits.stride(axis), argument, f"logits.stride({axis}) = {logits.stride(axis)}", got)
+
+
+def _cost_top_k(lengths: torch.Tensor, k: int, *bounds: torch.Tensor) -> Cost:
+    """Rows of at most k columns need no scores."""
+    return Cost(bytes=4 * int(lengths[lengths > k].sum()) + 4 * k * lengths.numel() + nbytes(*bounds))
+
+
+def _check_top_k_prefill(
+    logits: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    k: int,
+) -> None:
+    c = Checker("top_k_per_row_prefill")
+    _check_top_k(c, logits, out, num_rows, k)
+    for argument, value in (("row_starts", row_starts), ("row_ends", row_ends)):
+        c.tensor(argument, value, torch.int32, (None,))
+        c.require(num_rows <= value.shape[0], argument, f"at least num_rows = {num_rows} rows", list(value.shape))
+
+
+def _cost_top_k_prefill(
+    logits: torch.Tensor, row_starts: torch.Tensor, row_ends: torch.Tensor, out: torch.Tensor, num_rows: int, k: int
+) -> Cost:
+    starts, ends = row_starts[:num_rows], row_ends[:num_rows]
+    return _cost_top_k(ends.clamp(max=logits.shape[1]).long() - starts.clamp(min=0), k, starts, ends)
+
+
+_top_k_prefill = define_op(
+    "top_k_per_row_prefill(Tensor logits, Tensor row_starts, Tensor row_ends, Tensor(a!) out, SymInt num_rows, "
+    "SymInt k) -> ()",
+    check=_check_top_k_prefill,
+    reference=reference.top_k_per_row_prefill,
+    kernel="cute_kernels.indexer.topk_select:PREFILL",
+    cost=_cost_top_k_prefill,
+)
+
+
+def top_k_per_row_prefill(
+    logits: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    stride0: int,
+    stride1: int,
+    k: int,
+) -> None:
+    """Pick the k largest scores among columns row_starts[r] .. row_ends[r] - 1 of each row, counted from the start.
+
+    A row of length <= k gets 0, 1, ... length - 1 and then -1, whatever its scores. A longer row gets the k best of its
+    columns in unspecified order, but always the same ones: of equal scores (-0 and +0 are equal) the lower column wins,
+    -inf is a number, and NaN comes after all numbers, lower columns first.
+
+    logits       fp32 [rows, columns], row-strided; columns outside a row's range may hold anything
+    row_starts   int32 [>= num_rows]; a start below 0 counts as 0
+    row_ends     int32 [>= num_rows]; an end beyond the columns counts as their number; end <= start: all -1
+    out          int32 [>= num_rows, >= k], row-strided; mutated in its first num_rows rows and k columns only
+    num_rows     rows to process, at most those of logits
+    stride0      logits.stride(0)
+    stride1      logits.stride(1), which must be 1
+    k            picks per row
+
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    _check_top_k_strides("top_k_per_row_prefill", logits, stride0, stride1)
+    _top_k_prefill(logits, row_starts, row_ends, out, num_rows, k)
+
+
+def _check_top_k_decode(
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    k: int,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
+) -> None:
+    c = Checker("top_k_per_row_decode")
+    _check_top_k(c, logits, out, num_rows, k)
+    c.tensor("seq_lens", seq_lens, torch.int32, (None, None))
+    c.require(
+        num_rows <= seq_lens.shape[0] * seq_lens.shape[1],
+        "seq_lens",
+        f"at least num_rows = {num_rows} lengths",
+        f"shape {list(seq_lens.shape)}",
+    )
+    check_slots(c, seq_lens.shape[0], slot_block_table, slot_rows_per_page)
+
+
+def _cost_top_k_decode(
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    k: int,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
+) -> Cost:
+    """Of the block table at most a page a pick."""
+    lengths = seq_lens.reshape(-1)[:num_rows]
+    cost = _cost_top_k(lengths.clamp(max=logits.shape[1]), k, lengths)
+    picks = int(lengths.clamp(0, k).sum())
+    return Cost(bytes=cost.bytes + min(nbytes(slot_block_table), 4 * picks))
+
+
+_top_k_decode = define_op(
+    "top_k_per_row_decode(Tensor logits, Tensor seq_lens, Tensor(a!) out, SymInt num_rows, SymInt k, "
+    "Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
+    check=_check_top_k_decode,
+    reference=reference.top_k_per_row_decode,
+    kernel="cute_kernels.indexer.topk_select:DECODE",
+    cost=_cost_top_k_decode,
+)
+
+
+def top_k_per_row_decode(
+    logits: torch.Tensor,
+    next_n: int,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    num_rows: int,
+    stride0: int,
+    stride1: int,
+    k: int,
+    *,
+    slot_block_table: torch.Tensor | None = None,
+    slot_rows_per_page: int = 0,
+) -> None:
+    """Pick the k largest scores among the first seq_lens columns of each row: `top_k_per_row_prefill` with starts at 0.
+
+    logits               fp32 [rows, columns], row-strided; row b * next_n + j belongs to token j of request b
+    next_n               rows per request
+    seq_lens             int32 [B, next_n]: columns each row may pick from, <= 0 for none (all -1), at most the columns
+                         of logits count. [B] is accepted for next_n = 1 only: lengths do not advance by one per token
+    out                  int32 [>= num_rows, >= k], row-strided; mutated in its first num_rows rows and k columns only
+    num_rows             rows to process, at most B * next_n
+    stride0              logits.stride(0)
+    stride1              logits.stride(1), which must be 1
+    k                    picks per row
+    slot_block_table     int32 [B, width], row-strided: write, in place of each pick x of request b, its slot
+                         table[b, x // rows] * rows + x % rows; -1, at the pick's place, where the table has no page
+                         >= 0 for it or int32 cannot name the slot. The picks are the same ones, in ascending order.
+                         None: picks are written as columns
+    slot_rows_per_page   rows of a page, with a table
+
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    c = Checker("top_k_per_row_decode")
+    c.tensor("seq_lens", seq_lens, torch.int32)
+    c.ints(next_n=next_n)
+    c.require(next_n > 0, "next_n", "a positive number", next_n)
+    if seq_lens.dim() == 1 and next_n == 1:
+        seq_lens = seq_lens[:, None]
+    elif seq_lens.dim() != 2 or seq_lens.shape[1] != next_n:
+        c.fail("seq_lens", f"one length per row, shape [B, next_n = {next_n}]", f"shape {list(seq_lens.shape)}")
+    _check_top_k_strides("top_k_per_row_decode", logits, stride0, stride1)
+    _top_k_decode(logits, seq_lens, out, num_rows, k, slot_block_table, slot_rows_per_page)
+
+
+def _check_all_visible(
+    visible: torch.Tensor, out: torch.Tensor, slot_block_table: torch.Tensor | None, slot_rows_per_page: int
+) -> None:
+    c = Checker("all_visible_entries")
+    c.tensor("visible", visible, torch.int32, (None, None))
+    c.tensor("out", out, torch.int32, (visible.shape[0] * visible.shape[1], None))
+    check_slots(c, visible.shape[0], slot_block_table, slot_rows_per_page)
+
+
+def _cost_all_visible(
+    visible: torch.Tensor, out: torch.Tensor, slot_block_table: torch.Tensor | None, slot_rows_per_page: int
+) -> Cost:
+    entries = int(visible.clamp(0, out.shape[1]).sum())
+    return Cost(bytes=nbytes(visible, out) + min(nbytes(slot_block_table), 4 * entries))
+
+
+_all_visible = define_op(
+    "all_visible_entries(Tensor visible, Tensor(a!) out, Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
+    check=_check_all_visible,
+    reference=reference.all_visible_entries,
+    kernel="cute_kernels.indexer.topk_select:ALL_VISIBLE",
+    cost=_cost_all_visible,
+)
+
+
+def all_visible_entries(
+    visible: torch.Tensor,
+    k: int,
+    *,
+    slot_block_table: torch.Tensor | None = None,
+    slot_rows_per_page: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Entries 0 .. visible - 1 of each row, then -1: what picks are where no row can see more than k entries, without
+    any scores.
+
+    visible              int32 [B, next_n], any strides, or [B] for one row of each request: entries that row
+                         b * next_n + j sees; <= 0: none, more than k: the first k are written
+    k                    columns of the result
+    slot_block_table     int32 [B, width], row-strided: write slots in place of entries, as `top_k_per_row_decode` does
+    slot_rows_per_page   rows of a page, with a table
+    out                  int32 [B * next_n, k], row-strided; mutated. None: allocated
+
+    Returns out. Raises ValueError or TypeError on arguments that do not fit.
+    """
+    c = Checker("all_visible_entries")
+    c.tensor("visible", visible, torch.int32)
+    if visible.dim() == 1:
+        visible = visible[:, None]
+    c.tensor("visible", visible, torch.int32, (None, None))
+    c.ints(k=k)
+    c.require(k > 0, "k", "a positive number", k)
+    if out is None:
+        out = visible.new_empty((visible.shape[0] * visible.shape[1], k))
+    else:
+        c.tensor("out", out, torch.int32, (None, None))
+        c.require(out.shape[1] == k, "out", f"k = {k} columns", f"shape {list(out.shape)}")
+    _all_visible(visible, out, slot_block_table, slot_rows_per_page)
+    return out
+
+
+# ---- scores and picks in one
+
+
+def score_top_k_workspace_size(
+    requests: int, columns: int, k: int, *, next_n: int = 1, most: int = chunks.WORKSPACE_BYTES
+) -> int:
+    """Bytes of workspace for `score_top_k_prefill` or `score_top_k_decode`: enough for every call with at most so many
+    requests, columns and rows of a request.
+
+    requests   B of a decode call, rows M of a prefill
+    columns    N or max_seqlen_k of a prefill, max_model_len of a decode call
+    k          picks per row, as in the call: no workspace is needed where columns <= k
+    next_n     rows of a request, which are scored together; 1 for a prefill
+    most       bytes not to exceed, unless a single request needs more: each of its rows takes 4 bytes a column, up to a
+               multiple of 256 columns. Where this is less than all scores, they are made in chunks, one after the other
+
+    Picks do not depend on the size.
+    """
+    return chunks.workspace_bytes(requests, columns, next_n, k, most)
+
+
+def _check_results(
+    c: Checker, rows: int, requests: int, columns: int, next_n: int, out: torch.Tensor, workspace: torch.Tensor | None
+) -> None:
+    c.tensor("out", out, torch.int32, (None, None))
+    c.require(out.shape[0] == rows, "out", f"{rows} rows", f"shape {list(out.shape)}")
+    c.require(out.shape[1] > 0, "out", "at least one column", f"shape {list(out.shape)}")
+    c.tensor("workspace", workspace, (torch.uint8, torch.float32), (None,), optional=True, contiguous=True)
+    have, needed = nbytes(workspace), chunks.least_bytes(requests, columns, next_n, out.shape[1])
+    c.require(have >= needed, "workspace", f"at least {needed} bytes (score_top_k_workspace_size)", f"{have} bytes")
+    c.require(have % 4 == 0, "workspace", "a multiple of 4 bytes", f"{have} bytes")
+    if workspace is not None:
+        offset = workspace.storage_offset() * workspace.element_size()
+        c.require(offset % 16 == 0, "workspace", "a multiple of 16 as its place in memory", f"{offset}")
+
+
+def _picked_cost(scored: Cost, heads: int, out: torch.Tensor) -> Cost:
+    """Of scores that are written nowhere, and picks that are."""
+    scores = scored.flops // (2 * DIM * heads) if heads else 0
+    return Cost(bytes=scored.bytes - 4 * scores + nbytes(out), flops=scored.flops)
+
+
+def _check_score_top_k_prefill(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    max_seqlen_k: int,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+) -> None:
+    c = Checker("score_top_k_prefill")
+    columns = check_contiguous(c, q, q_scale, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k)
+    _check_results(c, q.shape[0], q.shape[0], columns, 1, out, workspace)
+
+
+def _cost_score_top_k_prefill(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    max_seqlen_k: int,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+) -> Cost:
+    """Rows of at most k columns need no scores."""
+    last = end.long().clamp(max=k.shape[0])
+    if max_seqlen_k > 0:
+        last = torch.minimum(last, start.long() + max_seqlen_k)
+    is_scored = last - start.long().clamp(min=0) > out.shape[1]
+    cost = OPS["mqa_logits"].cost
+    assert cost is not None
+    scored = cost(q, q_scale, k, k_scale, weights, start, end.where(is_scored, start), False, max_seqlen_k, out)
+    return _picked_cost(scored, q.shape[1], out)
+
+
+_score_top_k_prefill = define_op(
+    "score_top_k_prefill(Tensor q, Tensor? q_scale, Tensor k, Tensor k_scale, Tensor weights, "
+    "Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, SymInt max_seqlen_k, Tensor(a!) out, Tensor(b!)? workspace) "
+    "-> ()",
+    check=_check_score_top_k_prefill,
+    reference=reference.score_top_k_prefill,
+    kernel="cute_kernels.indexer.call:SCORE_TOP_K_PREFILL",
+    cost=_cost_score_top_k_prefill,
+)
+
+
+def score_top_k_prefill(
+    q: Any,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    k: int,
+    *,
+    max_seqlen_k: int = 0,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The k best keys of each query row: `mqa_logits` and then `top_k_per_row_prefill`, bit for bit, without scores of
+    all rows in memory.
+
+    q, kv, weights       as of `mqa_logits`
+    cu_seq_len_k_start   int32 [M], first key of each row; a start below 0 leaves out the keys that do not exist
+    cu_seq_len_k_end     int32 [M], one past the last key; an end beyond N counts as N, end <= start is an empty row
+    k                    picks per row
+    max_seqlen_k         > 0: no row sees more keys than this, counted from its start, and a key beyond is not seen; the
+                         workspace holds so many more rows of several requests. 0: rows may see all N keys
+    out                  int32 [M, k], row-strided; mutated
+    workspace            uint8 or fp32, one dimension, contiguous, 16-byte aligned: memory for the scores of as many
+                         rows as it has room for, at least one (`score_top_k_workspace_size`); mutated. None: allocated
+
+    Returns int32 [M, k]: keys counted from the row's start, which a row of at most k keys has all, then -1, without any
+    scores. Of equal scores the lower key wins, NaN comes after all numbers. Raises ValueError or TypeError on arguments
+    that do not fit.
+    """
+    q, q_scale, keys, k_scale = split_contiguous("score_top_k_prefill", q, kv)
+    rows = q.shape[0]
+    if out is None:
+        out = _empty_picks("score_top_k_prefill", q, rows, k)
+    else:
+        _check_width("score_top_k_prefill", out, k)
+    if workspace is None:
+        Checker("score_top_k_prefill").ints(max_seqlen_k=max_seqlen_k)
+        size = chunks.workspace_bytes(
+            rows, max_seqlen_k if max_seqlen_k > 0 else keys.shape[0], 1, k, chunks.WORKSPACE_BYTES
+        )
+        workspace = _empty_workspace(q, size)
+    bounds = cu_seq_len_k_start, cu_seq_len_k_end
+    _score_top_k_prefill(q, q_scale, keys, k_scale, weights, *bounds, max_seqlen_k, out, workspace)
+    return out
+
+
+def _check_score_top_k_decode(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_model_len: int,
+    kv_format: str,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
+) -> None:
+    c = Checker("score_top_k_decode")
+    rows = check_paged(c, q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format)
+    _check_results(c, rows, q.shape[0], max_model_len, q.shape[1], out, workspace)
+    check_slots(c, q.shape[0], slot_block_table, slot_rows_per_page)
+
+
+def _cost_score_top_k_decode(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_model_len: int,
+    kv_format: str,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+    slot_block_table: torch.Tensor | None,
+    slot_rows_per_page: int,
+) -> Cost:
+    """Rows of at most k columns need no scores."""
+    lengths = context_lens.clamp(max=max_model_len)
+    scored_lengths = lengths.where(lengths > out.shape[1], torch.zeros_like(lengths))
+    cost = OPS["paged_mqa_logits"].cost
+    assert cost is not None
+    scored = cost(q, q_scale, kv_cache, weights, scored_lengths, block_tables, max_model_len, False, kv_format, out)
+    whole = _picked_cost(scored, q.shape[2], out)
+    picks = int(lengths.clamp(0, out.shape[1]).sum())
+    return Cost(bytes=whole.bytes + min(nbytes(slot_block_table), 4 * picks), flops=whole.flops)
+
+
+_score_top_k_decode = define_op(
+    "score_top_k_decode(Tensor q, Tensor? q_scale, Tensor kv_cache, Tensor weights, Tensor context_lens, "
+    "Tensor block_tables, SymInt max_model_len, str kv_format, Tensor(a!) out, Tensor(b!)? workspace, "
+    "Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
+    check=_check_score_top_k_decode,
+    reference=reference.score_top_k_decode,
+    kernel="cute_kernels.indexer.call:SCORE_TOP_K_DECODE",
+    cost=_cost_score_top_k_decode,
+)
+
+
+def score_top_k_decode(
+    q: Any,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_model_len: int,
+    k: int,
+    *,
+    kv_format: str = formats.INDEXER_FP8.id,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    slot_block_table: torch.Tensor | None = None,
+    slot_rows_per_page: int = 0,
+) -> torch.Tensor:
+    """The k best keys of each decode row, read from pages: `paged_mqa_logits` and then `top_k_per_row_decode`, bit for
+    bit.
+
+    q, kv_cache, weights, context_lens, block_tables, kv_format
+                    as of `paged_mqa_logits`
+    max_model_len   most keys that count of any row
+    k               picks per row
+    out             int32 [B * next_n, k], row-strided; mutated
+    workspace       uint8 or fp32, one dimension, contiguous, 16-byte aligned: memory for the scores of as many requests
+                    as it has room for, at least one (`score_top_k_workspace_size`); mutated. None: allocated
+    slot_block_table, slot_rows_per_page
+                    int32 [B, width], row-strided, and rows of its pages: write, in place of keys, the slots that the
+                    cache of this table has for them, as `top_k_per_row_decode` does
+
+    Returns int32 [B * next_n, k]: keys, which a row of at most k keys has all, then -1, without any scores. A key whose
+    page the block table does not name scores -inf and may be picked. Of equal scores the lower key wins, NaN comes
+    after all numbers. Raises ValueError or TypeError on arguments that do not fit.
+    """
+    q, q_scale, pages, context_lens = split_paged("score_top_k_decode", q, kv_cache, context_lens)
+    requests, next_n = q.shape[:2]
+    if out is None:
+        out = _empty_picks("score_top_k_decode", q, requests * next_n, k)
+    else:
+        _check_width("score_top_k_decode", out, k)
+    if workspace is None:
+        Checker("score_top_k_decode").ints(max_model_len=max_model_len)
+        size = chunks.workspace_bytes(requests, max_model_len, next_n, k, chunks.WORKSPACE_BYTES)
+        workspace = _empty_workspace(q, size)
+    slots = slot_block_table, slot_rows_per_page
+    _score_top_k_decode(
+        q, q_scale, pages, weights, context_lens, block_tables, max_model_len, kv_format, out, workspace, *slots
+    )
+    return out
+
+
+def _empty_picks(op: str, like: torch.Tensor, rows: int, k: int) -> torch.Tensor:
+    c = Checker(op)
+    c.ints(k=k)
+    c.require(k > 0, "k", "a positive number", k)
+    return like.new_empty((rows, k), dtype=torch.int32)
+
+
+def _check_width(op: str, out: Any, k: int) -> None:
+    c = Checker(op)
+    c.tensor("out", out, torch.int32, (None, None))
+    c.ints(k=k)
+    c.require(out.shape[1] == k, "out", f"k = {k} columns", f"shape {list(out.shape)}")
+
+
+def _empty_workspace(like: torch.Tensor, size: int) -> torch.Tensor | None:
+    return like.new_empty((size // 4,), dtype=torch.float32) if size else None

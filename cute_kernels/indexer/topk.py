@@ -109,7 +109,7 @@ LIST = EQUALS + 8 * RANKED
 
 
 @dataclass(frozen=True)
-class Plan:
+class TopKConfig:
     """CTAs of so many warps, `cluster` of which share a row; vectors of a thread and tile, most tiles of a CTA."""
 
     warps: int
@@ -237,8 +237,8 @@ def finest(first: Any, last: Any) -> Scale:
 class Bins:
     """Of all CTAs that share a row. What is done once for a CTA, its first warp does: issue slots are scarce."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.warps, self.threads, self.cluster = plan.warps, plan.threads, plan.cluster
+    def __init__(self, config: TopKConfig) -> None:
+        self.warps, self.threads, self.cluster = config.warps, config.threads, config.cluster
 
     def barrier(self) -> None:
         """Of all threads that share the row."""
@@ -409,14 +409,14 @@ class Slots(NamedTuple):
 class Picks:
     """Of a row: bits of places that are picked, bits of others of which some are, and a list of the latter."""
 
-    def __init__(self, plan: Plan, bins: Bins) -> None:
-        self.plan, self.bins = plan, bins
-        self.cluster = plan.cluster
+    def __init__(self, config: TopKConfig, bins: Bins) -> None:
+        self.config, self.bins = config, bins
+        self.cluster = config.cluster
 
     @cute.jit
     def clear(self, here: Here) -> None:
         """Pick nothing."""
-        self.bins.clear(here, self.plan.picks, self.plan.smem_bytes - self.plan.picks)
+        self.bins.clear(here, self.config.picks, self.config.smem_bytes - self.config.picks)
 
     @cute.jit
     def add(
@@ -435,17 +435,17 @@ class Picks:
         if const_expr(may_be_nan):
             # of NaN there is a bin only if all numbers are picked
             is_last = is_last & ((order != Uint32(NAN_ORDER)) | (low == Uint32(NAN_ORDER)))
-        word, bit = here.at + self.plan.picks + (place >> 5) * 4, Int32(1) << (place & 31)
+        word, bit = here.at + self.config.picks + (place >> 5) * 4, Int32(1) << (place & 31)
         ptx.reduce_shared("or.b32", word, bit, is_there & (order < low))
         if is_last:
             if is_tied:
-                ptx.reduce_shared("or.b32", word + (self.plan.ties - self.plan.picks), bit)
+                ptx.reduce_shared("or.b32", word + (self.config.ties - self.config.picks), bit)
             else:
                 self.list(here, order, place)
 
     @cute.jit
     def list(self, here: Here, order: Uint32, place: Int32) -> None:
-        place += here.rank * self.plan.places
+        place += here.rank * self.config.places
         number = ptx.fetch_add_shared(here.lead + EQUALS_LENGTH, Int32(1), self.cluster > 1)
         if number < RANKED:
             if const_expr(self.cluster > 1):
@@ -463,9 +463,9 @@ class Picks:
         order, place = Uint32(word) if is_there else Uint32(NAN_ORDER), place if is_there else Int32(NOWHERE)
         is_picked = is_there & (self.better(order, place, count) < wanted)
         ptx.store_shared_s32(here.at + WINNERS + here.lane * 4, place if is_picked else Int32(NOWHERE))
-        place -= here.rank * self.plan.places
-        is_own = is_picked & (place >= 0) & (place < self.plan.places)
-        ptx.reduce_shared("or.b32", here.at + self.plan.ties + (place >> 5) * 4, Int32(1) << (place & 31), is_own)
+        place -= here.rank * self.config.places
+        is_own = is_picked & (place >= 0) & (place < self.config.places)
+        ptx.reduce_shared("or.b32", here.at + self.config.ties + (place >> 5) * 4, Int32(1) << (place & 31), is_own)
 
     @cute.jit
     def better(self, order: Uint32, place: Int32, count: Int32) -> Int32:
@@ -485,12 +485,12 @@ class Picks:
         """Write the picks and the first `wanted` ties by column, or the slots of these. If there are no ties, the list
         becomes ones, all of which are picked."""
         # warps share the words evenly
-        width = self.plan.width
+        width = self.config.width
         words = (part.stop + (width - 1)) >> (width.bit_length() - 1)
-        share = (words + (self.plan.warps - 1)) >> (self.plan.warps.bit_length() - 1)
+        share = (words + (self.config.warps - 1)) >> (self.config.warps.bit_length() - 1)
         first = here.warp * share
         stop = cutlass.min(first + share, words)
-        here_picks, here_ties = here.at + self.plan.picks, here.at + self.plan.ties
+        here_picks, here_ties = here.at + self.config.picks, here.at + self.config.ties
         picks, ties = Int32(0), Int32(0)
         for start in cutlass.range(first, stop, 32, unroll=1):
             picks += cute.arch.popc(self.load(here_picks, start + here.lane, stop))
@@ -508,7 +508,7 @@ class Picks:
             ties = self.sum_before(here, TIE_COUNTS, TIES_BEFORE)
         else:
             place = ptx.load_shared_s32(here.at + WINNERS + here.lane * 4)
-            ties = cute.arch.popc(cute.arch.vote_ballot_sync(place < here.rank * self.plan.places + first * width))
+            ties = cute.arch.popc(cute.arch.vote_ballot_sync(place < here.rank * self.config.places + first * width))
         target = picks + cutlass.min(ties, wanted)
         start_of_warp = target
         for start in cutlass.range(first, stop, 32, unroll=1):
@@ -578,7 +578,7 @@ class Picks:
         """The bits of `width` places, or zero past the end."""
         found = Int32(0)
         if number < stop:
-            if const_expr(self.plan.width == 32):
+            if const_expr(self.config.width == 32):
                 found = ptx.load_shared_s32(words + number * 4)
             else:
                 found = ptx.load_shared_u16(words + number * 2)
@@ -609,10 +609,10 @@ class Picks:
 class RowPicks:
     """Of a row that a CTA or a cluster shares."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.bins = plan, Bins(plan)
-        self.picks = Picks(plan, self.bins)
-        self.vectors, self.length = plan.vectors, plan.length
+    def __init__(self, config: TopKConfig) -> None:
+        self.config, self.bins = config, Bins(config)
+        self.picks = Picks(config, self.bins)
+        self.vectors, self.length = config.vectors, config.length
 
     @cute.jit
     def clear(self, here: Here) -> None:
@@ -627,7 +627,7 @@ class RowPicks:
         scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
         best = cute.make_rmem_tensor((GROUPS,), Float32)
         top, bound, listed = Uint32(NAN_ORDER), Uint32(LOWEST_ORDER), Int32(0)
-        if const_expr(not self.plan.is_streamed):
+        if const_expr(not self.config.is_streamed):
             top, bound = self.bound_of_tiles(here, part, part.tiles, scores, best, groups, share)
             listed = self.list_tiles(here, part, scores, bound)
         else:
@@ -641,7 +641,7 @@ class RowPicks:
                 self.complete(here, part, listed)
         scale = finest(top, bound)
         low, shift = scale.low, scale.shift
-        self.count(here, part, listed, low, shift, self.plan.is_streamed)
+        self.count(here, part, listed, low, shift, self.config.is_streamed)
         bin_, before, count = self.bins.find(here, k)
         wanted = k - before
         is_nan = count == 0
@@ -665,7 +665,7 @@ class RowPicks:
     @cute.jit
     def prefetch(self, here: Here, part: Part) -> None:
         """Ask for the row: tiles are read one after the other, but come from memory at once."""
-        for place in cutlass.range(here.thread * 32, part.stop, self.plan.threads * 32, unroll=1):
+        for place in cutlass.range(here.thread * 32, part.stop, self.config.threads * 32, unroll=1):
             ptx.prefetch_l2(part.base + Int64(place) * 4, place < part.stop)
 
     def first_chunk(self, here: Here, part: Part, tile: Any) -> Any:
@@ -675,9 +675,9 @@ class RowPicks:
     def vectors_of(self, part: Part, chunks: Any, first: Any) -> Any:
         """How many of a thread's vectors are in the first `chunks` chunks, its own beginning with chunk `first`."""
         ahead = cutlass.max(chunks - first, Int32(0))
-        if self.plan.tiles == 1:
-            return (ahead + (self.plan.warps - 1)) >> (self.plan.warps.bit_length() - 1)
-        return Int32((Float32(ahead + self.plan.warps * part.tiles) - Float32(0.5)) * part.each)
+        if self.config.tiles == 1:
+            return (ahead + (self.config.warps - 1)) >> (self.config.warps.bit_length() - 1)
+        return Int32((Float32(ahead + self.config.warps * part.tiles) - Float32(0.5)) * part.each)
 
     @cute.jit
     def bound_of_tiles(
@@ -737,7 +737,7 @@ class RowPicks:
         """List the candidates of all tiles, of which the first is loaded: how many a warp has."""
         listed = Int32(0)
         for tile in cutlass.range(part.tiles, unroll=1):
-            if const_expr(self.plan.tiles > 1):  # noqa: SIM102
+            if const_expr(self.config.tiles > 1):  # noqa: SIM102
                 if tile > 0:
                     self.load(here, part, tile, scores)
             listed = self.collect(here, part, tile, scores, bound, listed)
@@ -774,7 +774,7 @@ class RowPicks:
         some = self.vectors_of(part, (part.stop + (CHUNK - 1)) >> CHUNK_BITS, number)
         # only the first chunk of a row may begin before it, and only the last one end behind it
         is_cut = number * CHUNK < part.head
-        if const_expr(self.plan.is_streamed):
+        if const_expr(self.config.is_streamed):
             for i in range_constexpr(self.vectors):
                 words = (Int32(-1),) * 4
                 if i < whole:
@@ -867,7 +867,7 @@ class RowPicks:
         least, number = ptx.of_descending_order(bound), Int32(0)
         chunk = self.first_chunk(here, part, tile)
         place = chunk * CHUNK + here.lane * 4
-        if const_expr(self.plan.is_streamed):
+        if const_expr(self.config.is_streamed):
             some = self.vectors_of(part, (part.stop + (CHUNK - 1)) >> CHUNK_BITS, chunk)
             marks = Int32(0)
             for i in range_constexpr(self.vectors):
@@ -967,9 +967,9 @@ class TopKKernel:
     bound it, 128-byte lines of a row to fetch early; stream)."""
 
     def __init__(self, key: TopKKey) -> None:
-        self.plan = key.plan
-        self.row = RowPicks(self.plan)
-        self.threads, self.cluster, self.smem_bytes = self.plan.threads, key.cluster, key.smem_bytes
+        self.config = key.config
+        self.row = RowPicks(self.config)
+        self.threads, self.cluster, self.smem_bytes = self.config.threads, key.cluster, key.smem_bytes
         # so many CTAs of a multiprocessor must find registers
         self.resident = 32 // key.warps if key.cluster == 1 else 0
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
@@ -1104,11 +1104,14 @@ class TopKKernel:
             width, tiles = stop, 1
             if const_expr(self.cluster > 1):
                 width = (stop + (128 * self.cluster - 1)) // (128 * self.cluster) * 128
-            if const_expr(self.plan.tiles > 1):
-                tiles = (width + (self.plan.tile - 1)) // self.plan.tile
+            if const_expr(self.config.tiles > 1):
+                tiles = (width + (self.config.tile - 1)) // self.config.tile
             skipped = rank * width
             stop = cutlass.min(stop - skipped, width)
-            step, each = CHUNK * self.plan.warps * tiles, Float32(1.0 / self.plan.warps) * ptx.reciprocal(Int32(tiles))
+            step, each = (
+                CHUNK * self.config.warps * tiles,
+                Float32(1.0 / self.config.warps) * ptx.reciprocal(Int32(tiles)),
+            )
             base = source + Int64(skipped - head) * 4
             part = Part(base, head - skipped, stop, tiles, skipped - head, step, each)
             self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride, slots)
@@ -1140,18 +1143,18 @@ class TopKKey(KernelKey):
         return self.warps, self.vectors, self.cluster, self.tiles
 
     @property
-    def plan(self) -> Plan:
+    def config(self) -> TopKConfig:
         """What the kernel is cut by."""
-        return Plan(self.warps, self.vectors, self.cluster, self.tiles)
+        return TopKConfig(self.warps, self.vectors, self.cluster, self.tiles)
 
     @property
     def smem_bytes(self) -> int:
-        return max(self.plan.smem_bytes, SPREAD_BYTES) if self.is_spread else self.plan.smem_bytes
+        return max(self.config.smem_bytes, SPREAD_BYTES) if self.is_spread else self.config.smem_bytes
 
     @property
     def capacity(self) -> int:
         """Most columns of a row, those before it up to a multiple of 16 bytes included."""
-        return self.plan.places * self.cluster
+        return self.config.places * self.cluster
 
     @property
     def instructions(self) -> tuple[str, ...]:

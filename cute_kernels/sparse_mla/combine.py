@@ -37,7 +37,7 @@ from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.sparse_mla.arguments import no_logs
-from cute_kernels.sparse_mla.logs import fake_logs
+from cute_kernels.sparse_mla.params import fake_logs
 from cute_kernels.sparse_mla.quant_output import (
     HEAD_SCALES,
     SCALED,

@@ -7,17 +7,17 @@ All of them have one entry point, with these arguments in this order:
     list0        int32 [b, s_q, columns]: slots of cache0
     cache1       the second cache; cache0 where there is none
     list1        int32 [b, s_q, columns]: slots of cache1 ("listed"), a block table of it ("dense"), or list0 ("none")
-    out          bf16 or fp32 [parts, b, s_q, h, 512]: the caller's, or fp32 in the workspace to be merged
-    lse          fp32 [parts, b, h, s_q], any strides; empty: nobody asks for it
+    out          bf16 or fp32 [splits, b, s_q, h, 512]: the caller's, or fp32 in the workspace to be combined
+    lse          fp32 [splits, b, h, s_q], any strides; empty: nobody asks for it
     len0, len0_batch, len0_token
                  address of the live columns of list0, or 0: all are; strides in elements
     len1, len1_batch, len1_token
                  the same of list1; rows of a dense list, never 0 then
-    sink         address of fp32 [h], or 0; 0 if results are merged, or fp32
+    sink         address of fp32 [h], or 0; 0 if results are combined, or fp32
     scale_log2   softmax scale times log2(e)
-    parts        of a row
-    part_tiles   tiles in a part, or 0: see schedule.part_range
-    ctas         most blocks of the grid
+    splits       of a row
+    split_tiles  tiles in a split, or 0: see schedule.part_range
+    ctas         of the grid, at most
     stream
 """
 
@@ -32,7 +32,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.logs import fake_logs
+from cute_kernels.sparse_mla.params import fake_logs
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,18 @@ Those of decode first; from PrefillScheduler on, those of prefill's kernels, who
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import Batch, visible_entries
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.sparse_mla.logs import Logs, logs_of
 from cute_kernels.sparse_mla.schedule import TILE
 
 EXTRA = ("none", "listed", "dense")
@@ -173,6 +174,33 @@ class KVSources(NamedTuple):
     indices: IndexList
     extra_cache: KVCache
     extra_indices: IndexList
+
+
+class Logs(NamedTuple):
+    """fp32 numbers of heads: their address, or 0 where nobody asks for them; strides in bytes, one for each axis."""
+
+    base: Any
+    strides: tuple[Any, ...]
+
+    def of(self, *place: Any) -> Any:
+        """Address of the number at a place, which has an index for each axis."""
+        offsets = [Int64(index) * stride for index, stride in zip(place, self.strides, strict=True)]
+        return reduce(lambda total, offset: total + offset, offsets, self.base)
+
+    def store(self, place: tuple[Any, ...], number: Any, condition: Any) -> None:
+        """Store a number, if the condition holds and somebody asks for it."""
+        ptx.store_global_s32(self.of(*place), number.bitcast(Int32), condition & (self.base != 0))
+
+
+def logs_of(tensor: cute.Tensor) -> Logs:
+    """The kernel's argument. On the host's side of the launch."""
+    return Logs(address(tensor), tuple(stride_bytes(tensor, axis) for axis in range(cute.rank(tensor))))
+
+
+def fake_logs(axes: int) -> Any:
+    """fp32 of any sizes and strides to compile for; what is launched may be empty, and then nothing is stored."""
+    shape, strides = (tuple(make() for _ in range(axes)) for make in (cute.sym_int, cute.sym_int64))
+    return make_fake_tensor(Float32, shape, stride=strides)
 
 
 class Output(NamedTuple):

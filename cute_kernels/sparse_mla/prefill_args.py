@@ -49,7 +49,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
-from cute_kernels.sparse_mla.logs import fake_logs
+from cute_kernels.sparse_mla.params import fake_logs
 
 
 def fake_rows(dtype: Any = BFloat16) -> Any:

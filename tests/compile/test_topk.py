@@ -73,7 +73,7 @@ def test_few_long_rows_are_shared() -> None:
 
 def test_many_rows_share_multiprocessors() -> None:
     key = key_for("sm_90a", 264, 17408)
-    assert key.plan.is_streamed
+    assert key.config.is_streamed
     assert not key.is_spread
     assert 32 // key.warps * (key.smem_bytes + RESERVED) <= MULTIPROCESSOR_BYTES
 

@@ -54,8 +54,7 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
-from cute_kernels.sparse_mla.logs import logs_of
-from cute_kernels.sparse_mla.params import IndexList, KVCache, KVSources, Output, Query, TileScheduler
+from cute_kernels.sparse_mla.params import IndexList, KVCache, KVSources, Output, Query, TileScheduler, logs_of
 from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
 from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of

@@ -64,8 +64,7 @@ from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
-from cute_kernels.sparse_mla.logs import logs_of
-from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler
+from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler, logs_of
 from cute_kernels.sparse_mla.quant_output import (
     SCALED,
     codes_of_lanes,

@@ -62,7 +62,6 @@ from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import prefill_args
-from cute_kernels.sparse_mla.logs import Logs, fake_logs, logs_of
 from cute_kernels.sparse_mla.mma_sync.operands import (
     CHUNK,
     FLAG_BYTES,
@@ -74,7 +73,16 @@ from cute_kernels.sparse_mla.mma_sync.operands import (
     softmax,
     wide_chunk,
 )
-from cute_kernels.sparse_mla.params import GatheredKV, KVCache, MixedKV, PrefillQuery, PrefillScheduler
+from cute_kernels.sparse_mla.params import (
+    GatheredKV,
+    KVCache,
+    Logs,
+    MixedKV,
+    PrefillQuery,
+    PrefillScheduler,
+    fake_logs,
+    logs_of,
+)
 from cute_kernels.sparse_mla.softmax import out_scale_of
 
 # ---- config
