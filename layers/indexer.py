@@ -26,7 +26,7 @@ from .metadata import DeepseekV4Metadata
 
 SCORE_BYTES = 256_000_000
 """Of scores in memory at a time. Calls with more are scored in chunks, each of which costs about 20 microseconds on an
-H200 (perf/notes/indexer_topk.md): 2% of a chunk's time."""
+H200 (perf/notes/score_top_k.md): 2% of a chunk's time."""
 
 
 def step_columns(entries: int) -> int:

@@ -24,7 +24,7 @@ WEIGHT_BLOCK = 128
 
 MOST_OWN_ROWS = 64
 """Up to so many rows our bf16 GEMM is faster than cuBLAS's for all weights of the layers. With more it is for some of
-them, which gains a layer nothing (perf/notes/gemm_many_rows.md)."""
+them, which gains a layer nothing (perf/notes/gemm.md)."""
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,7 +42,7 @@ LEAST_QUANTIZED_HEADS = 64
 LEAST_RAW_C128A_HEADS = 128
 """The launch that norms and rotates queries of a decode step also compresses, where the ratio is 128, and takes about
 as long without them: of 256 rows and 64 heads a layer takes 128.1 us with raw queries and 123.7 without, of 128 heads
-255.4 and 257.5 (H100, perf/notes/layer.md)."""
+255.4 and 257.5 (H100, perf/log/query_norm.md)."""
 
 OutputQuant = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions int64 [T], rotary table, and memory of scales: see `sparse_mla_decode`."""

@@ -1,7 +1,7 @@
 """Which of its two forms a prefill step takes: rows gathered into a workspace first, or read straight from the pages.
 
-The table is of times on an H200 (perf/results, perf/notes/prefill.md). Gathering costs with the context, once for all
-new tokens; reading from the pages costs with the keys of every token.
+The table is of times on an H200 (perf/results, perf/notes/prefill_paged.md). Gathering costs with the context,
+once for all new tokens; reading from the pages costs with the keys of every token.
 """
 
 from __future__ import annotations

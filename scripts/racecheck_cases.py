@@ -181,7 +181,7 @@ REPORTED = {
     ),
     "sparse_mla_prefill_8_quant, sparse_mla_decode_h*": (
         "as of the kernels without codes",
-        "one-lane, and votes on what was read: docs/adding_a_kernel.md, perf/notes/decode.md, perf/notes/prefill.md",
+        "one-lane, and votes on what was read: docs/adding_a_kernel.md, perf/log/decode.md, perf/log/prefill.md",
     ),
 }
 """Kernels -> accesses between which racecheck reports races, and what orders them. Of verify's examples, on an H100;

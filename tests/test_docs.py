@@ -1,4 +1,4 @@
-"""What docs/ says about variables and formats holds."""
+"""What docs/ says about variables and formats holds, and links in all pages lead somewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cute_kernels.runtime.report import Facts
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = (ROOT / "docs/environment.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "perf/notes").glob("*.md"))]
+PAGES = [ROOT / "README.md", *(page for at in ("docs", "perf") for page in sorted((ROOT / at).rglob("*.md")))]
 CACHE = (ROOT / "docs/cache.md").read_text()
 
 

@@ -97,7 +97,7 @@ MINIMUM_ARCH = 90
 
 CLUSTERS = (8, 4, 2)
 """CTAs that share an entry in calls of few, some and many tokens. Few entries need many multiprocessors each, many
-entries need clusters that leave no multiprocessor empty: perf/notes/compressor_c128.md."""
+entries need clusters that leave no multiprocessor empty: perf/log/compressor_ratio128.md."""
 
 FEW_TOKENS = 1024
 MANY_TOKENS = 4096

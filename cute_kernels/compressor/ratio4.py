@@ -637,7 +637,7 @@ def tokens_per_team(count: int, requests: int, dim: int, most: int) -> int:
     """How many consecutive tokens, a power of two, a team of warps takes in a call with `count`.
 
     So few that every multiprocessor has teams, so many that their metadata are read seldom; `most` is 16 where little
-    is saved and 4 elsewhere (perf/notes/data/c4_3.txt).
+    is saved and 4 elsewhere (perf/log/data/c4_3.txt).
     """
     if is_decode(count, requests):
         return 1

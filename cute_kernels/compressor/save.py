@@ -42,7 +42,7 @@ WARPS = 4
 MANY_COLUMNS = 2**21
 """Of all rows of a call together, kv's alone: from here on, or with rows of fewer than 512 from twice as many on, kv is
 stored before score is loaded, and both may go through L1. That is faster in long calls and slower in short ones
-(perf/notes/memory_bound.md)."""
+(perf/log/memory_bound.md)."""
 
 MOST_WARPS = 32
 """What a CTA can have, and so what a row can take."""

@@ -216,10 +216,10 @@ class GatherKernel:
 
 MANY_ROWS = 65536
 """Rows of a destination from which on a warp takes 32 FP8 keys; of fewer it takes 8, and of MXFP4 keys always 16. The
-bound lies between calls of 16384 rows and of 65536: perf/notes/memory_bound.md."""
+bound lies between calls of 16384 rows and of 65536: perf/log/indexer_query.md."""
 
 LONG_ROWS = 131072
-"""Rows from which on codes go through L1, as in other kernels that move about as many bytes: same note."""
+"""Rows from which on codes go through L1, as in other kernels that move about as many bytes: same log."""
 
 SIZES = (0, MANY_ROWS, LONG_ROWS)
 """Numbers of rows that have kernels of their own, and all from there to the next."""

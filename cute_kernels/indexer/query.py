@@ -46,7 +46,7 @@ HALF_HEAD = INDEX_DIM
 
 SEVERAL_HEADS = 8192
 """Heads of a call, of all its tokens together, from which on a warp takes two groups of four. The bound lies between
-calls of 4096 heads and of 65536: perf/notes/memory_bound.md has the times of one, two and four groups."""
+calls of 4096 heads and of 65536: perf/log/indexer_query.md has the times of one, two and four groups."""
 
 MANY_HEADS = 262144
 """Heads from which on queries go through L1, and a warp takes what the longest calls are fastest with; same note. The
@@ -332,7 +332,7 @@ class QueryKey(KernelKey):
     through_l1     whether queries may go through L1
     warps          per block
 
-    key_for chooses; perf/notes/memory_bound.md has the times.
+    key_for chooses; perf/log/indexer_query.md has the times.
     """
 
     kernel_name: ClassVar[str] = "indexer.query"

@@ -163,7 +163,7 @@ class CombineKernel:
 
 SHORT, LONG = 3, 5
 """Groups of a segment in calls of fewer than MANY_ROWS rows, and of more: on an H200, three were up to 5% faster with
-1024 rows, and 512 picks with 8192 rows took 10.6 µs with five instead of 11.4 (perf/notes/data/indices_4.txt)."""
+1024 rows, and 512 picks with 8192 rows took 10.6 µs with five instead of 11.4 (perf/log/data/indices_4.txt)."""
 
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[CombineKey]:

@@ -61,7 +61,7 @@ def shape_for(rows: int, columns: int, width: int) -> tuple[int, int, bool]:
 
     With few rows all of a row should be under way at once. With many, what every warp does once must be worth its
     while: on an H200 one group a warp was the fastest for 64 rows, two for 1024, two in CTAs of two warps for 8192,
-    and there, through L1. (perf/notes/data: compute_global_topk_indices_and_lens.json,
+    and there, through L1. (perf/log/data: compute_global_topk_indices_and_lens.json,
     build_flashinfer_mixed_sparse_indices.json, indices_4.txt.)
     """
     most, groups = (8, 1) if rows < FEW_ROWS else (4, 2) if rows < MANY_ROWS else (2, 2)

@@ -9,7 +9,7 @@ table entry to a row is three waits long, and only the last one is for much data
 gather_lens the first two of these waits are for one another. All warps of a request read the same lengths, and
 neighbours the same entries, so those go through L1 and a multiprocessor asks for them once: when every warp asked the
 same L2 slice, a call of 4224 rows took 0.4 us longer. Without gather_lens both are under way at once, which loads in
-order keep so (perf/notes/memory_bound.md).
+order keep so (perf/log/kv_cache.md).
 
 GatherBulkKernel, for calls of many rows where their pages allow it: bulk copies bring four neighbouring rows of a page
 at a time.
@@ -57,7 +57,7 @@ BULK_ARCH = 90
 
 BULK_ROWS = {False: 4096, True: 12288}
 """Rows of a call, of all its requests together, from which on the kernel with bulk copies is faster, by whether there
-are gather_lens (perf/notes/memory_bound.md)."""
+are gather_lens (perf/log/kv_cache.md)."""
 
 CHUNK_ROWS = 4
 
@@ -65,7 +65,7 @@ BULK_ALIGNMENT = 16
 """Of pools and pages, and so of the rows and scales of a chunk."""
 
 CTAS_PER_SM = 64
-"""Of either kernel, when there are rows enough: as fast as any (perf/notes/memory_bound.md)."""
+"""Of either kernel, when there are rows enough: as fast as any (perf/log/kv_cache.md)."""
 
 MOST_REQUESTS = 65535
 """Blocks that a grid can have in its second dimension."""
@@ -454,7 +454,7 @@ class GatherBulkKey(KernelKey):
     stages        of each warp
 
     Four warps with two stages of four rows were the fastest, or as fast as any, in all measured calls of 16384 rows and
-    more on an H200: perf/notes/memory_bound.md.
+    more on an H200: perf/log/kv_cache.md.
     """
 
     kernel_name: ClassVar[str] = "kv_cache.gather_bulk"

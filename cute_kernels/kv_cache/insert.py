@@ -31,7 +31,7 @@ MINIMUM_ARCH = 89
 
 MANY_ROWS = 4096
 """Rows of a call from which on they go through L1: that is faster in long calls and slower in short ones
-(perf/notes/memory_bound.md)."""
+(perf/notes/kv_cache.md)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class InsertKey(KernelKey):
     through_l1    whether rows may go through L1
 
     On an H200, four warps of one row were the fastest in every measured call:
-    perf/notes/data/insert_gather_save_1.json.
+    perf/log/data/insert_gather_save_1.json.
     """
 
     kernel_name: ClassVar[str] = "kv_cache.insert"

@@ -47,7 +47,7 @@ MINIMUM_ARCH = {FP8_DS_MLA.id: 89, PLAIN_BF16.id: 80, PLAIN_FP8.id: 89}
 
 FEW_ROWS = 4096
 """Up to so many rows of q, all tokens and heads together, one row per warp and angles ahead of the wait are faster;
-from there on two, and rows first (perf/notes/memory_bound.md, perf/notes/insert_compress.md)."""
+from there on two, and rows first (perf/notes/kv_cache.md, perf/notes/insert_compress.md)."""
 
 
 # ---- rows and where they lie

@@ -117,7 +117,7 @@ BF16_TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=4, depth=2, splits=4), 0.398, 2.9),
 )
 """Of bf16 operands, whole and with K cut; chunks have 64 columns. Fitted to times of 64 to 384 rows on an H100
-(perf/notes/data/gemm_bf16_1.txt)."""
+(perf/log/data/gemm_bf16_1.txt)."""
 
 SQUARES_TILES = tuple(
     tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK

@@ -51,7 +51,7 @@ MANY_ROWS = 32768
 """Heads of a call from which a warp takes four; of fewer it takes two.
 
 On an H200, one was the fastest with 64 and 128 heads, two with 4096 and 8192, and four with 65536 and more; the limits
-lie between: perf/notes/data/norms_inv_rope_3.txt.
+lie between: perf/log/data/norms_inv_rope_3.txt.
 """
 
 HALF_ROW = 512

@@ -52,7 +52,7 @@ from cute_kernels.sparse_mla.quant_output import (
 SHAPES = ((4, 4), (8, 2), (16, 1))
 """(splits that a thread holds at once, vectors of each), by kernel: the same registers, and with few splits as few
 warps as there are heads. On an H200 16.8 MB in four splits take 3.8 us so, 5.5 us with one vector a thread
-(perf/notes/data/merge_2.txt)."""
+(perf/log/data/merge_2.txt)."""
 
 MOST_TOKENS = 65535
 """Along a grid's third axis."""

@@ -26,7 +26,7 @@ MOST_ROUNDS = 2
 TILE_US, MERGE_US, BYTES_PER_US = 1.3, 3.0, 5e6
 """What choose_parts reckons with on an H200: microseconds of a tile of a work item, of a merge as a dependent launch
 with what its launch and the wait for all parts cost a layer, and the rate at which partial results go to L2 and come
-back (perf/notes/data/merge_2.txt, perf/notes/layer.md)."""
+back (perf/log/data/merge_2.txt, perf/log/layer.md)."""
 
 FEW_PARTS, MANY_PARTS_US = 8, 3.0
 """More parts than that take so much longer to merge: of one row with ten tiles, ten parts take a layer 2.8 us longer
@@ -146,7 +146,7 @@ multiprocessors, so that of 132 an H200 had 120 with clusters of 4 or 8: this sh
 
 CLUSTER_TILE_US, CLUSTER_MERGE_US = 2.2, {1: 0.0, 2: 0.0, 4: 0.0, 8: 2.3}
 """What choose_cluster_parts reckons with on an H200: microseconds of a tile, and what so many parts take besides, which
-begin sooner than whole rows and are merged in the end (perf/notes/prefill.md)."""
+begin sooner than whole rows and are merged in the end (perf/log/prefill_paged_cluster.md)."""
 
 
 def cluster_of(parts: int) -> int:

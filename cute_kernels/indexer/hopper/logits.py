@@ -57,7 +57,7 @@ from cute_kernels.runtime.compile import KernelKey
 
 STAGES = {1: 12, 2: 8, 3: 8, 4: 8}
 """Of the ring of keys, by the rows of a group, or a few more, so that a stage is always of the same warpgroup. Why so
-many: perf/notes/indexer.md."""
+many: perf/notes/logits.md."""
 
 MANY_COLUMNS = 192
 """Of products, from which on a thread needs more registers than its share of a multiprocessor's."""

@@ -26,7 +26,7 @@ K^T with keys as rows, K-major, and of O += P V with columns as rows, MN-major, 
 Products have M = 64 and the weight-stationary form, which fills all 128 lanes of tensor memory: lane h and lane 64 + h
 are both head h. The first half of a product's columns is in lanes 0 to 63, the second half in lanes 64 to 127. A first
 operand in tensor memory is there twice, in both halves of the lanes.
-perf/notes/blackwell.md has why.
+perf/notes/blackwell_decode.md has why.
 """
 
 from __future__ import annotations

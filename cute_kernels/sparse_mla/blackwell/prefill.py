@@ -26,7 +26,7 @@ A CTA takes work tiles (params.PrefillScheduler): a query row and a head group o
 
 A work tile begins with a stage of its queries; tiles of 64 keys follow. A row that nobody selects is row -1: it arrives
 as zeros, and no address is formed. Slabs, products and tensor memory are those of decode.py: lanes h and 64 + h belong
-to head h, of S they have 32 keys each, of O the columns that `o_dim` says. perf/notes/blackwell.md has why.
+to head h, of S they have 32 keys each, of O the columns that `o_dim` says. perf/notes/blackwell_prefill.md has why.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ those rows of P. Warpgroups of a CTA:
     p          softmax warps and the other CTA have stored P    PV warps of both CTAs have loaded it
 
 A tile is 64 keys. Its 256 columns are cut into slabs of 64; a slab of a tile is [64 keys, 128 bytes] of bf16, in the
-layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/decode.md has what was
-tried.
+layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/decode.md has why,
+perf/log/decode.md what was tried.
 """
 
 from __future__ import annotations

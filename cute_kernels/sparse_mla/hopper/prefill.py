@@ -24,8 +24,8 @@ What begins a work tile is a stage of its queries: of these QK holds HELD column
 the others stay in memory of their own, `q`, until the work tile's last product (barrier q_done).
 
 The 512 columns of a tile, or of queries, are cut into slabs of 64: a slab is [64 rows, 128 bytes] of bf16, in the
-layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/prefill.md has what was
-tried.
+layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/prefill.md has why,
+perf/log/prefill.md what was tried.
 """
 
 from __future__ import annotations

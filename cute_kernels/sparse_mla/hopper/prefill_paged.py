@@ -26,8 +26,8 @@ There is one tile of fp8, no more: the copy of the next tile's slab starts as so
 Products begin when half of a tile's columns is there.
 
 A tile's 512 columns are cut into slabs of 64; a slab of a tile is [64 keys, 128 bytes] of bf16, in the layout of the
-128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/prefill.md has what was tried;
-prefill_paged_cluster.py splits rows.
+128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/prefill_paged.md has why,
+perf/log/prefill_paged.md what was tried; prefill_paged_cluster.py splits rows.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ through each other's shared memory: no workspace, and no second launch. There ma
                  ---- the cluster meets ----                                                       CombineEpilogue
     1, 2         add up the CTA's own columns of O over all CTAs, store them
 
-perf/notes/prefill.md has what was tried.
+perf/notes/prefill_paged_cluster.md has why, perf/log/prefill_paged_cluster.md what was tried.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ kv, which are both K and V. Warpgroups:
              maxima have moved
 
 The 512 columns of a tile, or of the queries, are cut into slabs of 64; a slab of a tile is [64 keys, 128 bytes] of
-bf16, in the layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/prefill.md
-has what was tried.
+bf16, in the layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8).
+perf/notes/prefill_swap_ab.md has why, perf/log/prefill_swap_ab.md what was tried.
 """
 
 from __future__ import annotations
