@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fast path of DeepSeek-V4 sparse attention: every hot op as a torch custom op.
 
 Importing this package needs no GPU and compiles nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is installed and runs here (info), kernels compiled ahead (precompile), kernels verified on this GPU (verify).
 
 Exit status: 0 all is well, 1 a kernel failed or its code is not that of an older list, 2 the request cannot be met (bad

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m cute_kernels verify`: every kernel against its reference on the GPU at hand, and the verdicts kept.
 
 First what all ops need is found out, by calling everything but the kernels, and compiled in many processes. On a

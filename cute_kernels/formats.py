@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Byte layouts of every cache record, each behind a versioned id.
 
 A cache is a strided view over raw pages. Inside a page everything is dense; `stride(0)`, the page stride, is read from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kernels depend on in a model: names and numbers of the layers' configuration, for building without the layers.
 
 Kernels read attributes by these names, so a cute_kernels.layers.DeepseekV4Config serves wherever a ModelShape does.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic that fixes the bytes, in plain torch: number formats, rotation, norms.
 
 Shared by formats and references. Everything here is row-independent: a row's bits depend on that row alone, never on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block tables and batches of requests in plain torch, for references and metadata.
 
 Every product is 64-bit, nothing invalid forms an address.

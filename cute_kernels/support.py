@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which op runs how on which architecture: the one table behind `python -m cute_kernels info` and the README's.
 
 measured    the kernel ran on that GPU, and a record in perf/results says how fast

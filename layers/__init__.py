@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V4 attention layers made of cute_kernels' ops: torch modules, caches, metadata and checkpoints.
 
 The package is cute_kernels.layers. In a checkout, whose top level has its folder, `layers` is a second name of it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One whole DeepSeek-V4 attention layer: GEMMs, norms, caches, compressor, indexer, attention, output."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps whose launches are kept: what a layer does on the host when a kind of step comes again.
 
 The ops of a layer check arguments, choose kernels and allocate results in every call: some 20 us of host time each. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paged caches of a layer. Pools may be allocated here or handed in by an engine; block tables are the engine's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of one attention layer, named as DeepSeek publishes them, from safetensors files or from a seed."""
 
 from __future__ import annotations

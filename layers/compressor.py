@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compressor: turns groups of 4 or 128 tokens into one cache entry."""
 
 from __future__ import annotations

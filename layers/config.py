@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model configuration: what a DeepSeek-V4 attention layer needs to know, read from a HuggingFace config.json."""
 
 from __future__ import annotations

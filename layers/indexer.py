@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lightning indexer of C4A layers: scores every compressed entry and keeps the best."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers: bf16 or block-quantized FP8 weights, recorded like ops.
 
 FP8 products are cute_kernels' own; bf16 ones for few rows on Hopper, else torch's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step metadata: what all layers of one kind share in a step, built on the device without waiting for it.
 
 A step of any number of kinds takes one copy to the device and one launch.

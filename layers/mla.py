@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse MLA over paged caches, in the two cache families: fp8_ds_mla pages, and plain bf16 or per-tensor fp8 rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms of the multi-token-prediction layer; its attention is an ordinary sliding-window layer."""
 
 from __future__ import annotations

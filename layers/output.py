@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The output projection: inverse rotation, grouped low-rank projection wo_a, then wo_b."""
 
 from __future__ import annotations

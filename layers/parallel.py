@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism: which slice of a layer a rank owns, and how partial outputs are summed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of its two forms a prefill step takes: rows gathered into a workspace first, or read straight from the pages.
 
 The table is of times on an H200 (perf/results, perf/notes/prefill_paged.md). Gathering costs with the context,

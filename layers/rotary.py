@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary tables: plain for sliding-window layers, YaRN without attention scaling for layers with a compressor."""
 
 from __future__ import annotations

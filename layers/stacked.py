@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linears that read the same input, multiplied as one: their weights lie one below the other in one memory."""
 
 from __future__ import annotations

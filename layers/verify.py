@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does a whole attention layer on a GPU agree with the same layer on the CPU? For cute_kernels verify --layers."""
 
 from __future__ import annotations

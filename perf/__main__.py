@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m perf sweep | report | compiled | compare"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A benchmark of an op as data: its cases, its peers, and when a result counts as right.
 
 Most ops are measured alike: make input sets on the GPU, let the kernel and its peers run on the same ones, compare each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a GPU can reach at most, measured beside the ops: copying, matrix products, and the shortest kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure ops beside their peers, write the report, compare records.
 
 Exit status: 0 all is well, 1 a measurement failed, a record was rejected or a comparison found a regression, 2 the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two sets of records of the same ops: how our times changed from the first to the second.
 
 The two were taken in different runs, so a ratio near 1 says nothing. The control is the mean change of the peers' times

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels for GPUs that nobody here has, as far as a compiler can tell: registers, spills, shared and tensor memory,
 instructions, and what their plans state for perf.roofline.
 

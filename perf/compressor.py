@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks of the compressor's ops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks of the ops that store compressed entries, with ratio 4: those of attention and those of the indexer."""
 
 from __future__ import annotations

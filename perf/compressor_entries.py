@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks of the ops that store compressed entries, with either ratio."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmark of sparse MLA decode beside FlashMLA, in the cells that it is known by and in shapes of our own."""
 
 from __future__ import annotations

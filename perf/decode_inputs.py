@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What sparse MLA decode is measured on: pools as the layers have them, and calls that read all over them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmark of the output projection's grouped FP8 product."""
 
 from __future__ import annotations

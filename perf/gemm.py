@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks of the layers' GEMMs, launched like the layers do: as dependents of the kernel before."""
 
 from __future__ import annotations

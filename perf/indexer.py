@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks of the indexer's queries and of the gather of its keys."""
 
 from __future__ import annotations

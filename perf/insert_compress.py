@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks of everything between the first GEMMs and the scores or attention of a layer with a compressor, in one
 launch: decode steps in which every fourth, or every 128th, token closes an entry. The ops that they are made of, one
 after the other, stand beside them as a variant."""

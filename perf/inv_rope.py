@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks of fused_inv_rope_fp8_quant and fused_inv_rope, launched like their peer: as dependents of the kernel
 before."""
 

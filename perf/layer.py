@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole attention layers, as an engine runs them: `python -m perf layer`.
 
 A cell is one kind of layer of one model in one kind of step. Three layers with weights and caches of their own run one

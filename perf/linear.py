@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmark of quantize_fp8_1x128, launched like the layers do: as a dependent of the kernel before."""
 
 from __future__ import annotations

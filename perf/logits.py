@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmark of the indexer's scores, contiguous and paged."""
 
 from __future__ import annotations

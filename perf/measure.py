@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a GPU time and a host time are taken, and what is written down about the machine they were taken on.
 
 A candidate is a list of calls, one per input set. A CUDA graph replays them all; the time of a call is the replay's

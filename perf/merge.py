@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmark of merge_attention_states on fp32 parts, as sparse_mla_decode hands them over. It has no peer: vLLM merges
 two parts without a sink, FlashMLA inside its decode.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmark of sparse MLA over two plain caches of either format, beside prefill over the same rows of one buffer in
 bf16, and of e4m3 caches beside bf16 ones with the same values."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks of the RMS norms. fused_q_kv_rmsnorm is launched like its peer: as a dependent of the kernel before."""
 
 from __future__ import annotations

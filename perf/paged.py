@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmark of prefill straight from the caches, beside what it does in one: gather both caches, combine the indices,
 and attend to the gathered rows, with this project's prefill and with FlashMLA's."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention layers from other projects' kernels, to be timed beside ours: FlashMLA, DeepGEMM and vLLM's.
 
 `PeerStep` runs the layers of a step of `perf.layer` with the same weights, over the same caches and block tables, every

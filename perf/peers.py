@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other projects whose kernels are timed beside ours, and which version of them it was."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roofline plots of the records, as PNG. Only drawing needs matplotlib.
 
 What a picture shows is hashed, and the hash written into the PNG, so that a stale picture can be told without drawing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmark of sparse MLA prefill beside FlashMLA, in the shapes of a model's layers."""
 
 from __future__ import annotations

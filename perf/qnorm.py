@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks of the fused query norm, rotation and KV insert in its three forms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a record of a benchmark holds, read strictly: a record that lacks a fact, or contradicts itself, is refused.
 
 A record is one JSON file: one op on one GPU, `perf/results/<gpu>/<op>.json`. It carries the machine and the versions,

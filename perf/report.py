@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """perf/REPORT.md and the README's numbers, written from the records."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report's section on kernels that nobody has run: what a compiler says of them, and bounds of their times."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The least time that a kernel can take on a GPU that nobody measured: clocks per tile on memory, tensor cores and
 shared memory, and which of them binds.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmark of scores and picks in one op, beside the pair of ops that it replaces and DeepGEMM with vLLM's top-k.
 
 The record's shapes say what a call allocates at most: `peak` of the op, `peak_unfused` of the pair, in bytes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ops are to reach, and what counts as a losing cell."""
 
 from __future__ import annotations

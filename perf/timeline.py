@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ran on the GPU, launch by launch, and where the time between first and last launch went.
 
 Kernels that are launched as dependents begin before the one ahead has ended and then wait for it: their own durations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks of the picks of a row: decode rows and prefill rows of random scores, all as long as there are columns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activations quantized for an FP8 product by one Triton kernel, for the peers' chain: engines do it by a kernel, and
 the one that vLLM ships is not in every installation."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Sourced by the scripts beside it. Gives ROOT (the repository), PY (the interpreter of ROOT/.venv) and setup_venv.
 #
 # PYTHON names the interpreter that .venv is made from; the default is python3.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Build the reference of the public interface from its docstrings, as HTML pages.
 
 pip install -e '.[docs]'

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Do the tests notice bugs? Plants one at a time on the host side and runs the tests that import the module.
 
     python scripts/mutate.py                     # 100 bugs, drawn by seed 0: up to 90 minutes on two cores

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Minimal kernels without a race, for telling what compute-sanitizer's racecheck makes of an order.
 
     compute-sanitizer --tool racecheck python scripts/racecheck_cases.py CASE

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Run DeepSeek-V4 attention layers on a batch of requests, check them and say what ran.
 
 Builds one attention layer of each kind (or one), feeds a batch of requests through paged caches with chunked

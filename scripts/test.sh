@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Set up .venv and run every check this machine can run. Arguments go to pytest (tests that need a GPU skip without one).
 # --quick, as the first one, leaves out what takes long. Either way it first says what it runs, what it leaves out and
 # about how long that takes, and at the end what was skipped, by reason.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An option of the compile tests; and what the tests say at their end about those that were skipped: a line a reason,
 however many they are."""
 

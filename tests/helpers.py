@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What many tests need: poisoned pools, opcheck, random data with the values that break kernels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Independent meaning of the number formats, in numpy and float64, from the definitions and not from the package.
 
 Encoders search the table of all code values for the nearest one; nothing here uses bit tricks or torch's casts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every command that README and docs/ name is one that its program's parser takes."""
 
 from __future__ import annotations

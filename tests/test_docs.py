@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What docs/ says about variables and formats holds, and links in all pages lead somewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs of docs/examples run, on the CPU with what needs a GPU skipped, on a GPU as a whole."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Byte layouts: explicit bytes at explicit offsets, sizes, checks, and what a write must leave alone."""
 
 from __future__ import annotations

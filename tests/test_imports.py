@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which part may import which, read from the sources; and what importing the packages does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notes are short, each has its log, and the paths that they and the code name exist. For links see test_docs.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic that fixes the bytes, against tables, exact integers and float64."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wheel holds the package, layers inside, and its legal texts, and nothing else; what it installs runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block tables against integer loops."""
 
 from __future__ import annotations

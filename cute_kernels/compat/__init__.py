@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entry points with the names and arguments of other projects: an engine switches by changing an import.
 
 Each module maps arguments to the ops of this package and does nothing else. What the ops have no counterpart for is

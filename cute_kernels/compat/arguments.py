@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the compatibility modules share: refusing what is not supported, naming record formats."""
 
 from __future__ import annotations

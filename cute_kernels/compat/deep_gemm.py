@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepGEMM's calls that score indexer queries, over this package's kernels.
 
     from deep_gemm import fp8_mqa_logits, fp8_paged_mqa_logits, get_paged_mqa_logits_metadata

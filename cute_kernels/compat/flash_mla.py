@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlashMLA's sparse attention calls for DeepSeek-V4, over this package's kernels.
 
     from flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlashInfer's attention call for DeepSeek-V4, over this package's kernels.
 
     from flashinfer.mla import trtllm_batch_decode_sparse_mla_dsv4

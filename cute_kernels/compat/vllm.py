@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of vLLM's DeepSeek-V4 ops, over this package's kernels.
 
     from vllm.models.deepseek_v4.common.ops import combine_topk_swa_indices, quantize_and_insert_k_cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's index builders; import them from `cute_kernels.compat.vllm`."""
 
 from __future__ import annotations

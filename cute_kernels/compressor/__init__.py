@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compressor: projections saved in a state cache, groups of tokens closed into compressed cache entries.
 
 ops.py                 what users call: schemas, checks, costs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of the ops that store compressed entries, by name, in the schemas' order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Epilogue of every kernel that stores compressed entries: norm, rotation, rounding, quantization, stores.
 
 A lane holds four consecutive columns of an entry, and neighbouring lanes neighbouring columns. Sixteen lanes, aligned

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compressor: save projections in the state cache, close groups of tokens into compressed cache entries."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of the compressor with ratio 128: a cluster of two, four or eight CTAs computes an entry.
 
     a row of the state     512 x fp32 kv                             512 x fp32 score

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of ratio 4: a team of warps per entry, four columns a lane, all eight window rows in flight at once.
 
     window of the entry that a token at position p closes      columns, of kv and of score

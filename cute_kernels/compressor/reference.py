@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the compressor ops mean, in plain torch.
 
 Entry g of a request closes at its token (g + 1) * ratio - 1. Per channel it is a softmax-weighted mean over a window of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of save_partial_states: one warp moves some columns of a row, of its kv half and of its score half.
 
     a row of the state cache    kv: width x fp32                    score + bias: width x fp32

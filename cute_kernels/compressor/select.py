@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernel the ops that store compressed entries run: one for each ratio."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of get_compressed_slot_mapping: one lane finds the slot of one row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ring of shared-memory stages between warps that fill them and warps that use them.
 
 Each stage has two mbarriers: `full` completes when everything that fills the stage has arrived, `empty` when every user

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Number formats on the device: bf16 pairs, ue8m0 scales, e4m3 codes. Bit for bit what numerics.py defines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sylvester-Hadamard transform of 128 columns on the device, bit for bit what numerics.hadamard defines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of single warps on tensor cores (mma.sync), with operands in registers; sm_80 and up.
 
 A product is [16 rows, 16] @ [16, 8 columns], bf16 or f16 with fp32 sums. Lane l has, with r = l // 4 and c = l % 4:

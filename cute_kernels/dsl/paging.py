@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block tables and batches of requests on the device: what cute_kernels.paging is to the references.
 
 Rows of int32 are moved in runs of `width` neighbouring columns a lane: 4 with 16-byte accesses, 1 where a row's address

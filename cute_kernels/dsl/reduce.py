@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reductions over the lanes of a warp, in a fixed order: the same inputs give the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotation of column pairs on the device, bit for bit what numerics.rotate defines."""
 
 from __future__ import annotations

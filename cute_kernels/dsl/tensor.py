@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor arguments as plain numbers, for kernels that compute their addresses themselves, in 64 bits."""
 
 from __future__ import annotations

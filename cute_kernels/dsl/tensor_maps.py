@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptors of tensor copies that are made with the kernel's launch: ptx.tensor_map gives their address."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands, instructions and results of Blackwell's tensor cores: the numbers that tell a product where its data lie.
 Plain Python: what a kernel traces with registers, a test evaluates with numbers or numpy arrays.
 

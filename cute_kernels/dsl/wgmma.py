@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of a warpgroup's tensor cores with both operands in shared memory, and what becomes of them. sm_90a only.
 
 An operand's tile is [rows, 128 bytes of the summed dimension], in the layout that the 128-byte swizzle of a bulk tensor

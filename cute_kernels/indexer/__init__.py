@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The indexer: quantized queries, gathered keys, scores, and the picks of each row.
 
 ops.py                 what users call: schemas, checks, costs

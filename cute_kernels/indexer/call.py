@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of the ops that score: their arguments by name, what they are to the kernels, and what is launched for them.
 
 score_top_k_prefill and score_top_k_decode run, chunk after chunk, the kernel of mqa_logits or paged_mqa_logits, then

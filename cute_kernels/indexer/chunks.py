@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the rows of a call are cut into chunks whose scores fit into a workspace.
 
 A chunk is made of whole requests, `next_n` rows each (of a prefill: single rows). Its scores lie in the workspace as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of cp_gather_indexer_k_quant_cache: one warp copies the records of some neighbouring rows of the destination.
 
 Lane l finds out where the record of the warp's row l lies: which request the row belongs to, its page, its place in it.

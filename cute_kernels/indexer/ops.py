@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The indexer: quantized queries, gathered keys, scores, and the picks of each row."""
 
 from __future__ import annotations

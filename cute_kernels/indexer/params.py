@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the score kernels share: groups of query rows, the keys that rows see, where keys lie; entry arguments; the
 tiles that a CTA takes; warps that write -inf.
 

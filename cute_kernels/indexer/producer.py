@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Producer warps of Hopper's and Blackwell's score kernels: they bring keys and queries, and say what they are.
 
 One warp goes through the CTA's share (params.TileScheduler). For every tile of keys it fills a stage of the ring of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of fused_indexer_q_rope_quant, of both formats (FP8, MXFP4): eight lanes take a head of a token, a warp four
 heads at a time.
 

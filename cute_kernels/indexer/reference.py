@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the indexer ops mean, in plain torch.
 
 Scores are float64 sums in a fixed order, rounded once to fp32. The dot product of e4m3 codes fits float64 whatever its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernel scores a call: the one place that chooses, for mqa_logits, paged_mqa_logits and the ops that pick.
 
     kernel               arch              heads         keys of a page     formats       may run

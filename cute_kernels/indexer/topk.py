@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of top_k_per_row_prefill and top_k_per_row_decode: a CTA, or a cluster of CTAs, picks the best of a row.
 
 A row of at most k columns has all of them written, without a look at its scores. The picks come in ascending order,

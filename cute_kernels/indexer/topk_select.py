@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernel picks the best columns of rows (topk.py), and how top_k_per_row_prefill (PREFILL), top_k_per_row_decode
 (DECODE) and all_visible_entries (ALL_VISIBLE) launch it."""
 

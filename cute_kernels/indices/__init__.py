@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index tables for attention: which rows of which cache a token attends to.
 
 ops.py                 what users call: schemas, checks, costs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of build_c128a_topk_metadata: one warp writes a segment of a row, 4 * 32 * width columns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of combine_topk_swa_indices: one warp writes a segment of a row, groups * 32 * width columns.
 
     columns of a row    [0, n_c)  picks         [n_c, n_c + window)  gathered rows         [n_c + window, end)  -1

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the launchers of the index kernels share: how wide a lane's accesses can be, and what a kernel can take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of build_flashinfer_mixed_sparse_indices: one CTA writes one row.
 
     warp 0            columns [0, window)     decode: copied      prefill: slots of the last positions

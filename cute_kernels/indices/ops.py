@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index tables for the attention ops: which rows of which cache a token attends to."""
 
 from __future__ import annotations

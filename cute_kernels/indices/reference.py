@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the index builders mean, in plain torch. Nothing here waits for the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of build_step_metadata and where its results lie."""
 
 from __future__ import annotations

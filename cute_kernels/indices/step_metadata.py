@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of build_step_metadata: all rows, requests, windows and lists of a step in one grid.
 
 CTAs of WARPS warps, in this order; no two of them write the same bytes, and all read only arguments:

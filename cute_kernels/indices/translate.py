@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of compute_global_topk_indices_and_lens: one CTA translates one row.
 
     a pass of a row     groups * warps * 32 * width columns

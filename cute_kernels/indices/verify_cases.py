@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that this package's kernels are verified with: edge cases of sizes, strides, batches, tables and numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of compute_decode_swa_indices: one warp writes one row, 32 * width columns at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All between the GEMMs and attention of a layer, in one launch.
 
 ops.py                     what users call: schemas, checks, costs

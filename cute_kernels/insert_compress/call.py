@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of the ops of one launch, and what each of the ops that they are made of takes of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of fused_qkv_insert_compress: all between the GEMMs and attention of a layer of ratio 128, in one launch.
 
     CTAs              do                                                        warps

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of fused_qkv_insert_compress_index: CTAs of four kinds, those that take longest first.
 
     CTAs                        do what a CTA of               warps

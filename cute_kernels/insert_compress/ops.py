@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Between the first GEMMs of a layer with a compressor and its scores or attention: everything in one launch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ops mean: the references of the ops that they are made of, one after the other."""
 
 from __future__ import annotations

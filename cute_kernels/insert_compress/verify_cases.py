@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that the kernels of everything between the first GEMMs and the scores or attention are verified with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernels of Blackwell take for granted about its instructions, and experiments that find out.
 
 They are the first thing that `python -m cute_kernels verify` does on a Blackwell.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the experiments on the GPU at hand. Each is one verdict of `python -m cute_kernels verify`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experiments with conversions: all codes of a format, for all scales that there may be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experiments with tensor copies: where the bytes of rows and boxes lie in shared memory, and what is not there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experiments as kernels: of `conversions`, of `copies`, and of `products`, where images of memories come in, the
 instructions run, and images go out.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Blackwell's tensor cores, copies to tensor memory and tensor copies do, on numpy arrays.
 
 Operand addresses, result places and descriptors are those of dsl.umma, which the kernels use. Sums are float64, rounded

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experiments with Blackwell's tensor cores: memories in, one to four instructions, memories out.
 
 Operands are noise of small numbers, so that products are exact in whatever order they are summed, and so is the rest of

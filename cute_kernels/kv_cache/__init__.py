@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paged caches of keys: rows inserted, rows gathered, and the step before attention.
 
 ops.py                 what users call: schemas, checks, costs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of dequantize_and_gather_k_cache: rows of requests, by warps. Lanes and columns: record.py.
 
 GatherKernel: one warp takes some neighbouring rows of a request at a time. CTAs are numbered (i, request) and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of quantize_and_insert_k_cache: one warp takes one row, or several at once. Lanes and columns: record.py.
 
 All rows of a warp are loaded before any is used, whether or not their slot turns out to name a row of the cache:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Insert into, and gather from, the paged K caches; the step before attention: normalize and rotate the queries, rotate
 the KV rows and insert them.
 """

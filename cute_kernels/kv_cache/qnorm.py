@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step before attention in one launch: norm and rotation of the queries, rotation and insertion of the KV rows.
 Kernel of the three ops that do so: with an fp8_ds_mla cache and queries in place (QUANT_INSERT), with a plain bf16
 cache (BF16_INSERT), with a plain e4m3 cache and result (FP8_INSERT).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sum of squares that a head of a query is normed by: in one order, however threads hold the head's 512 columns.
 
 Two ways lead to a head's norm, with the same bits: qnorm.py, a warp of which has a head by runs of columns, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fp8_ds_mla rows as a warp holds them: pieces of a record, from bf16 rows to records and back.
 
 A lane has two runs of eight columns, and so 16 bytes of bf16 in each half of a 1024-byte row:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that the kernels of this package are verified with: edge cases of values, sizes, strides and slots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FP8 and bf16 linear layers: quantized activations, and the GEMMs that read them, grouped ones included.
 
 ops.py                 what users call

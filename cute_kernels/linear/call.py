@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GEMM ops on a GPU: which kernel a call takes, what the kernels can take, and their launches. What Hopper's
 kernels are chosen by is in select.py.
 
@@ -70,7 +71,7 @@ PORTABLE_TILES: tuple[tuple[int, int, float], ...] = (
     (64, 128, 26.0),
     (128, 128, 44.4),
 )
-"""Rows and columns of the portable kernel's tiles, and the same of them. From perf/notes/data/einsum_portable_1.txt."""
+"""Rows and columns of the portable kernel's tiles, and the same of them. From perf/log/data/einsum_portable_1.txt."""
 
 
 def key_for(

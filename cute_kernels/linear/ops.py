@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ops of the linear layers: quantized activations, and the GEMMs that read them."""
 
 from __future__ import annotations

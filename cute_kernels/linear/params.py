@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of the GEMMs, and work tiles of those of Blackwell and by mma.sync."""
 
 from __future__ import annotations

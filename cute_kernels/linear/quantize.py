@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of quantize_fp8_1x128: rows of bf16 as e4m3 codes with one power-of-two scale per 128 columns.
 
 A warp takes COLUMNS columns of one token, a CTA the same columns of TOKENS neighbouring tokens:

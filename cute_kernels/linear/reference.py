@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ops of the linear layers mean, in plain torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scales of 128 columns, as words: four ue8m0 bytes of consecutive 128-column chunks in one int32."""
 
 from __future__ import annotations

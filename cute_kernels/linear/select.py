@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernel a GEMM of a layer takes, and how it cuts K.
 
 For few rows how K is cut is a function of the weight's shape alone (and of the multiprocessors of the chip the table

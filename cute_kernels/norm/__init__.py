@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMS norms: of the latent query and the KV vector, and those of multi-token prediction.
 
 ops.py                 what users call: schemas, checks, costs

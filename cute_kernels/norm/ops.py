@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMS norms of the attention path: latent q and kv (q also quantized), the inputs of the MTP layer, its shared head.
 
 All of them compute y = x * rsqrt(mean(x^2) + eps) * weight per row and round to bf16 at the end only.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of fused_q_kv_rmsnorm_quant: norms of the latent query and of the KV vector, the query quantized to e4m3.
 
 Lanes hold a row as rms.py has it, so a scale block of 128 columns is sixteen lanes wide:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of the RMS norms: of fused_q_kv_rmsnorm (Q_KV), fused_mtp_input_rmsnorm (MTP_INPUT) and
 mtp_shared_head_rmsnorm (SHARED_HEAD).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What follows attention: its output rotated back and quantized. The GEMM behind it is one of linear/.
 
 ops.py                 what users call: schemas, checks, costs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel of fused_inv_rope_fp8_quant, and of fused_inv_rope, its form without quantization: a warp takes some heads of
 one token, of 512 bf16 columns each. A lane has two runs of eight columns, 16 bytes each:
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output projection: turn the rotation of the attention output back and quantize it. The GEMM that follows is one of
 linear/, offered here as well."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the output-projection ops mean, in plain torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one place that asks the device: which architecture it has, and what that architecture offers."""
 
 from __future__ import annotations

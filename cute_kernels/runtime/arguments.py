@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An op's arguments by name: functions that are written over a record of them, a NamedTuple in the schema's order."""
 
 from __future__ import annotations

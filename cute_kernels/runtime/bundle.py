@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bundles: a kernel cache that is made in one place and used in others, with a list of what is in it.
 
     <root>/v3/manifest.json    {"format": 1, "files": {path below <root>/v3: sha256}}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled kernels on disk: exported objects, each beside a sidecar that says what it must be to be loaded.
 
     <root>/v3/<arch>/<environment>/<name>.o        the object

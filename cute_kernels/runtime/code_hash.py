@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hashes of the machine code of kernels, and what differs between two lists of them.
 
 A change that only moves or renames device code leaves every hash as it was. The kernel's own symbol in the code does

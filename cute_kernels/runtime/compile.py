@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a kernel's key to the function that launches it, and to a report on what the compiler made of it.
 
 A key is a frozen dataclass that names everything the machine code depends on, the architecture first; two calls with

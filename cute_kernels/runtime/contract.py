@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every op's arguments must keep, whatever the op means: checked from its schema, before the op's own checks.
 
 * Scalars are of the schema's type: no bool where a number is meant, ints of 32 bits, floats finite in fp32.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work that may hang, crash or spoil the GPU's context, in processes of their own: what breaks there breaks alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a compiled kernel is known by."""
 
 from __future__ import annotations

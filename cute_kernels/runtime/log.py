@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the library logs, through Python's logging, under "cute_kernels": nothing unless somebody asks.
 
 info    kernels compiled and loaded, with times, and why they were not in the cache; references that run in place of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One way to define an op: schema, checks, fake, CPU and CUDA implementation, all from one call of `define_op`.
 
 `torch.library.Library` is used directly because `torch.library.custom_op` costs ten times more per call.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """May files of a folder be run as code? Only if nobody else could have written them.
 
 A folder counts as this user's if each folder from the root down to it, links resolved, belongs to this user or to root,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile many kernels into a folder, in processes that see no GPU: CuTe DSL compiles one at a time in each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ran: a recorder that ops and layers report their calls to while somebody listens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ops there are, which kernels they have, and which keys a deployment needs.
 
 A kernel declares its keys once, as `deployment_keys(config, tp, arch)` of its module or of an OpKernel there; an op

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the compiler made of a kernel: registers, spills, shared memory, and the instructions that make it fast."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which source files the code of a kernel depends on: that of its key's class, those of all modules which that one
 imports, of those which they import, and so on, whether imported at the top or inside a function.
 

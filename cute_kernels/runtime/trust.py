@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """May an architecture's own kernel of an op run here? Not before somebody saw it do the right thing.
 
 Kernels that were written for a GPU nobody had (tcgen05 on Blackwell) are compiled, inspected and run in a model of the

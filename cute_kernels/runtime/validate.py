@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of data, for the `validate` of an op: each names the op, the argument with the index of the culprit, and why.
 
 They read tensors and so wait for the device: they run with CUTE_KERNELS_CHECK=1 only. What an op skips by contract,

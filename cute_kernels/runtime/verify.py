@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does a kernel do on this GPU what its reference says? Runs both on the examples of a package and compares every byte.
 
 A package offers examples in its module `verify_cases`: EXAMPLES maps the name of an op to a function that yields

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a tensor-core kernel moves and computes for a tile: the kernel states it, perf/roofline.py makes times of it.
 
 The file of a kernel, `blackwell/<kernel>.py`, offers

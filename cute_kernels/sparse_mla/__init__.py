@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse attention over MLA rows: decode, prefill (contiguous, paged, mixed), and the combination of splits.
 
 ops.py                 what users call: checks, costs, schemas; reference.py: what they mean

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Argument checks and costs that the sparse attention ops share."""
 
 from __future__ import annotations

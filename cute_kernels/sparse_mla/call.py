@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of the sparse attention ops: their arguments by name, in the order of the schemas, and what follows from them.
 
 Checks, costs (ops_*.py) and references take these records, and so do the choice of a kernel (select.py) and what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Combination of splits: of merge_attention_states, and of sparse_mla_decode where it splits rows.
 
 One head of one row has 512 columns in each of n splits, and a log-sum-exp with each:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernels of sparse_mla_decode are given: the arguments of their entry points, and fake ones to compile for.
 
 All of them have one entry point, with these arguments in this order:

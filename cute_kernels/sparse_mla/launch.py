@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ops run on a GPU: whether kernels can take a call, and its arguments as theirs. An op's call: call.py; which
 kernel takes it: select.py.
 """

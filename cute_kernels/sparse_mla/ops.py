@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse MLA attention: what users call. Of each op checks, cost, schema, function.
 
 sparse_mla_decode          decode rows, straight from paged caches

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records that kernels share: query, caches, index lists, where results go, the work tiles of a CTA.
 
 Those of decode first; from PrefillScheduler on, those of prefill's kernels, whose query rows have no batch.

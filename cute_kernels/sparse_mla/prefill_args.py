@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernels of prefill's ops are given: the arguments of their entry points, and fake ones to compile for.
 
 gathered (sparse_mla_prefill):

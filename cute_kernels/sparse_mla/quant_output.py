@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention's output as the projection behind it takes it: rotary columns turned back, e4m3 codes, power-of-two scales.
 
 What `fused_inv_rope_fp8_quant` would make of the bf16 results, byte for byte, without their way through memory: results

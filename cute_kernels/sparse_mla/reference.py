@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the sparse attention ops mean, in plain torch.
 
 K and V are the same 512 values of a cache row. A query row attends to the rows its selections name:

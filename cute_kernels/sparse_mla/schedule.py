@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How calls are cut into work: tiles of keys, parts of a row, blocks of heads. Plain numbers, no tensors.
 
 A tile is TILE columns of one list; the first list's tiles come first, and no tile has columns of both. Columns at and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernel runs a call of a sparse attention op: the one place that chooses.
 
     op       kernel                           arch              heads          caches        rows, and what else

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which cache rows a query row attends to: what the references and the cost estimates share.
 
 A `Selection` names, for every query row, slots of one paged pool. Whatever is not a row of that pool is -1 and no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the attention kernels agree on about softmax while they go through the tiles of a row."""
 
 from __future__ import annotations

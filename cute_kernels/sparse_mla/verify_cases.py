@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that the kernels of this package are verified with: formats, lists, head counts, lengths, holes, parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's loop in small: layers of every kind over paged caches, a prefill, then decode steps in a CUDA graph.
 
     python docs/examples/decode_loop.py                   # on a CPU: the references, every step eager

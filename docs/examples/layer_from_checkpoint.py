@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer from a checkpoint as DeepSeek publishes them: config.json, and safetensors files with `layers.N.attn.*`.
 
 python docs/examples/layer_from_checkpoint.py                         # a small seeded one, written for this

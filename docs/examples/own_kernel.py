@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The smallest whole kernel: the largest magnitude of each bf16 row of 512 columns (docs/adding_a_kernel.md).
 
 python docs/examples/own_kernel.py      # compiles it for three architectures, without a GPU, and says what came out

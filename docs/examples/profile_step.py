@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a step's time goes: every op of it with the implementation that ran, and on a GPU every launch.
 
     python docs/examples/profile_step.py                  # on a CPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse decode attention as FlashMLA's users call it, over this package: one import line changes.
 
     python docs/examples/replace_flashmla.py [--device cuda]

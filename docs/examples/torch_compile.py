@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ops inside torch.compile: one graph without breaks, any number of tokens, caches written in place.
 
 python docs/examples/torch_compile.py [--device cuda]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arrays of --dump: the first request, in token order, as float32 (indices as int32)."""
 
 from __future__ import annotations

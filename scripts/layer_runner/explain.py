@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run says around its tables: what is run and on what, what the words mean, what to try next."""
 
 from __future__ import annotations

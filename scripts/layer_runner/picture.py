@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture of --html: for every layer, where its time and its bytes go. One file, without scripts or fonts."""
 
 from __future__ import annotations

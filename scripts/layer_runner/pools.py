@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paged caches of a layer for a batch: pages handed out in random order, everything else poisoned."""
 
 from __future__ import annotations

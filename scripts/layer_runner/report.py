@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of a run: one row per op and implementation in order of first appearance; on a GPU what a step takes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The batch: what each request feeds into the layer, and in which steps."""
 
 from __future__ import annotations

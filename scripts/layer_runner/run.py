@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer, one batch: the timed run, the same requests alone, the checks between them."""
 
 from __future__ import annotations

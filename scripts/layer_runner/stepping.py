@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a batch of requests through one layer, step by step."""
 
 from __future__ import annotations

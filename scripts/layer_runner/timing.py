@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step of a layer takes on a GPU as its user gets it: in a CUDA graph, called eagerly, and launch by launch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a compatibility call and the op it stands for on the same arguments, and compare everything they leave behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which functions of compat launch dependently, as those they imitate do."""
 
 from __future__ import annotations

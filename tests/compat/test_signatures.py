@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The signatures are those of the projects they stand for, written out here from the versions named."""
 
 from __future__ import annotations

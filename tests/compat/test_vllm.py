@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls around the caches, norms, index tables and the output projection."""
 
 from __future__ import annotations

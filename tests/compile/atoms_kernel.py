@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that multiply by CuTe DSL's own atoms: what descriptors do they make?
 
 And where, by their layouts, do operands and results lie? Tracing a kernel raises where dsl.umma says something else.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the tests of this folder keep what they compile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports of compiled kernels that all tests share: what one test has compiled no other compiles again, in this run or
 the next, as long as the sources stay the same. They lie beside the objects, in the cache of pytest."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels compiled ahead into a folder serve a process that has no compiler. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

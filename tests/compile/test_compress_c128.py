@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels that store compressed entries with ratio 128, compiled. Needs CuTe DSL and no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blackwell's decode kernel for pairs of blocks: what ptxas makes of it, and its plan. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The portable kernel of sparse_mla_decode, compiled for every architecture, and its plan. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ptxas makes of Hopper's decode kernel: sizes that the notes promise, and products that run by themselves."""
 
 from __future__ import annotations

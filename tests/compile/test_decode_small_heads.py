@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decode kernel for few heads: what ptxas makes of it, and its config. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

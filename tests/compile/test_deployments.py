@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel that a deployment needs, cross-compiled: no spills, shared memory that fits, the right instructions."""
 
 from __future__ import annotations

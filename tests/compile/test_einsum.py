@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernels of a deployment deepseek_v4_fp8_einsum takes on Hopper. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

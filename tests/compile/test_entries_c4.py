@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of ratio 4, compiled for the architectures they claim. Needs CuTe DSL and no GPU."""
 
 from __future__ import annotations

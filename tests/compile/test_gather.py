@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of dequantize_and_gather_k_cache, compiled for every architecture they claim. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of deepseek_v4_fp8_einsum, compiled for Blackwell, and its geometry. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

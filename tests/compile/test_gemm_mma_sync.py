@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The portable kernel of deepseek_v4_fp8_einsum, compiled for several architectures, and its plan. Needs no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of fp8_gemm and bf16_gemm for few tokens, compiled for Hopper. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The query kernels of the indexer, compiled for every architecture they claim. Needs CuTe DSL and no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of everything between the first GEMMs and the scores or attention, compiled for every architecture they
 claim."""
 

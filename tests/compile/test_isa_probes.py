@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The facts' experiments, compiled for Blackwell. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel, compiled for every architecture it claims. Needs CuTe DSL and no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The portable kernel of the indexer's scores, compiled for several architectures, and its config. Needs no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of the indexer's scores, compiled for Blackwell, and its geometry. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ptxas makes of Hopper's paged prefill kernels: no spills, products that run by themselves, and shared memory
 that is read before it is filled anew."""
 

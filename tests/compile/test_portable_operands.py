@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the portable decode kernel's lanes find operands: its own functions, run for all lanes of a warp at once.
 
 Needs CuTe DSL, which the functions are traced with, and no GPU: instructions are played with integers here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ptxas makes of Hopper's prefill kernel, and of mixed's, which are made of it: no spills, and products that run
 by themselves."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The portable kernels of prefill, compiled for every architecture, and their config. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

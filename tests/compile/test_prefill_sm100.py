@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ptxas makes of Blackwell's prefill, mixed and paged kernels, and whether it is what their configs say."""
 
 from __future__ import annotations

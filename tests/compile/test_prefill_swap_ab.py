@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ptxas makes of Hopper's prefill kernels for few heads: no spills, products that run by themselves, sizes that
 waits rely on."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of fused_q_kv_rmsnorm_quant, compiled for every architecture they claim. Needs CuTe DSL and no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of the fused query norm, rotation and KV insert, compiled for every architecture. Needs no GPU."""
 
 from __future__ import annotations

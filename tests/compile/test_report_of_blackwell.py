@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether perf/compiled has what today's sources compile to, of the kernels that other tests have compiled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptors of dsl.umma against those that CuTe DSL makes for the same operands. Needs CuTe DSL, no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Independent meaning of the compressor, in numpy: one entry at a time, from the formulas. Plus scenes to run ops on.
 
 A scene holds the whole history of some requests: every token's projections, page tables, a state pool full of NaN and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments that somebody might pass by mistake: one or two of a good call's replaced, drawn from the op's schema."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Good calls of the functions that users import, from the calls their ops are verified with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong arguments of every op: refused with an error that names what is wrong, and nothing is written before it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.library.opcheck of every op, with paged caches that have room between their pages.
 
 opcheck copies arguments with `clone`, which drops that room: an op that refused such caches would fail here.

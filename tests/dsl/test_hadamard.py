@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device's Hadamard transform executed on numpy arrays, against numerics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptors and places of Blackwell's tensor cores, as numbers."""
 
 from __future__ import annotations

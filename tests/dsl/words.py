@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers of device functions, played by numpy arrays: the functions themselves then run without a GPU."""
 
 from __future__ import annotations

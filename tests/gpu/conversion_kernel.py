@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A kernel that does nothing but convert: number formats, and the Hadamard transform in two layouts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of sparse_mla_decode, and what they mean: float64 on the device of the call, a batch at a time.
 
 Pools are written and read byte by byte here, without the package's formats, selections and references. Every byte that

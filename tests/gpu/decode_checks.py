@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What attention means in float64, how near to it a kernel must come, and which kernel of decode a test runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run as a program: decode calls on a kernel whose every wait is preceded by a pause of up to 2 us, another one each
 time, so that warps and blocks meet in orders that they otherwise hardly do. Writes results to a file.
 

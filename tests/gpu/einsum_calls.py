@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of deepseek_v4_fp8_einsum on a GPU, and what they have to give: of a model's sizes where none are given."""
 
 from __future__ import annotations

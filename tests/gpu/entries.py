@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the GPU tests of the ops that store compressed entries: copies on the GPU, calls, comparison."""
 
 from __future__ import annotations

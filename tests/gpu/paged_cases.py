@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of sparse_mla_prefill_paged, and what they mean: float64, without the package's formats and selections.
 
 Every byte of the caches that no query row selects is poison, and so is every entry of a block table that nobody needs:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of prefill and mixed attention hold results against."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention with output_quant on a GPU: byte for byte what the CPU makes of the bf16 results that the same kernel
 stores without it. And log-sum-exps of odd strides, or of nobody who asks."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps whose launches are kept, against the same steps through their ops: the same bits, whatever changes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels from disk on a GPU: compiled ahead without one, loaded in fresh processes, first launched in a capture."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of both ops that store compressed entries, ratio 128, against the CPU implementation.
 
 State rows are compared bit for bit. Entries are sums in fp32 here and in float64 there: now and then one rounds the

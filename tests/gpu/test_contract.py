@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of arguments on a GPU, where accepted calls are remembered by their metadata."""
 
 from __future__ import annotations

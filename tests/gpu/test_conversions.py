@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device conversions on a GPU, exhaustively, against numerics."""
 
 from __future__ import annotations

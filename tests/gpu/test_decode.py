@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of sparse_mla_decode on a GPU, against float64: shapes, heads, pages, lists and splits."""
 
 from __future__ import annotations

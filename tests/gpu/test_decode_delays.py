@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hopper's decode kernels with pauses before their waits give the same bits: nothing depends on who comes first."""
 
 from __future__ import annotations

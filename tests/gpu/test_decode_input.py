@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of sparse_mla_decode on a GPU: data that must not matter, and data that is extreme."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of sparse_mla_decode on a GPU: strides, large pools, what is written, and that bits repeat."""
 
 from __future__ import annotations

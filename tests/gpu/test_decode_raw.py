@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_decode with q_norm on a Hopper GPU: queries as their projection made them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of ratio 4 on a GPU, against the CPU implementation, the formulas, each other and themselves."""
 
 from __future__ import annotations

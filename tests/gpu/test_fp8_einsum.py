@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of deepseek_v4_fp8_einsum on a GPU, against float64 products of the dequantized operands: Hopper's own,
 and the portable one.
 

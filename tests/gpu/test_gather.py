@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gather kernel on a GPU, bit for bit, against the CPU implementation and against tests/kv_cache/expected.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fp8_gemm and bf16_gemm on a GPU against float64 products, and against themselves in other batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GEMM kernel for many rows on a Hopper GPU, each of its tiles, against float64 products of dequantized operands.
 
 Hopper's tensor cores keep about 14 bits of a sum of e4m3 products, so results differ from the exact ones by a share of

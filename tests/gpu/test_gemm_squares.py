@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fp8_gemm_squares on a Hopper GPU: results of fp8_gemm's kernel for many rows, and sums in their order."""
 
 from __future__ import annotations

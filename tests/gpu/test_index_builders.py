@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of the index builders on a GPU: every integer, against the CPU implementations and against loops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gather of indexer keys on a GPU, byte for byte: against the CPU implementation and by raw addresses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scores of indexer queries on a GPU, against float64, and whatever else the two ops promise.
 
 A score may differ from the exact one by a share of what it is made of: the sum over heads of |weight| times the sum of

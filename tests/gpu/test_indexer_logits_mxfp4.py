@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scores of MXFP4 queries and keys on a GPU, against float64, and what else the two ops promise of them.
 
 All tests run with the architecture's own kernel where it takes the call, and again with the portable one. Bounds are

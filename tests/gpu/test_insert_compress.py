@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything between the first GEMMs and the scores in one launch: on a GPU the bytes of the four ops."""
 
 from __future__ import annotations

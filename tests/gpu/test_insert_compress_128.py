@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything between the GEMMs and attention of a layer of ratio 128 in one launch: on a GPU the bytes of both ops."""
 
 from __future__ import annotations

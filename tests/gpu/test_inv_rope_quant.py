@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of fused_inv_rope_fp8_quant on a GPU, byte for byte, against the CPU implementation and the oracle."""
 
 from __future__ import annotations

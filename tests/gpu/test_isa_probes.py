@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor cores read operands where umma says: on Hopper by wgmma, whose layouts and descriptors are Blackwell's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's attention on the GPU with what the CPU's layer called it with, and both layers from end to end.
 
 The CPU's layer prefills in chunks and decodes; each of its calls of an attention op is held, with its queries, pages,

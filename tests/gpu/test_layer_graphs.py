@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decode step of every layer kind, captured in a CUDA graph and replayed with other numbers, against eager steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole layer on the GPU, made of kernels, against the same layer on the CPU."""
 
 from __future__ import annotations

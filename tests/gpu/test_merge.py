@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """merge_attention_states on a GPU, against a softmax over the parts' log-sum-exps in float64."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of sparse_mla_mixed on a GPU, against float64, over caches of either format; over bf16 caches bit for bit
 against sparse_mla_prefill over the same rows, too. Whatever no query row selects is NaN, between the pages too."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of the RMS norms on a GPU, within one bf16 ulp of the oracle's float64."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the portable kernel of deepseek_v4_fp8_einsum alone does, on a GPU: scales in words, and tiles of every size.
 test_fp8_einsum.py has the rest."""
 

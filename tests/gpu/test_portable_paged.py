@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The portable kernel of sparse_mla_prefill_paged on a GPU, against float64. What no query row selects is poison."""
 
 from __future__ import annotations

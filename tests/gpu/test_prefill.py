@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of sparse_mla_prefill on a GPU, against float64. Rows of kv that no query row selects are NaN."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of sparse_mla_prefill_paged on a GPU, against float64. Whatever no query row selects is NaN, between the
 pages too."""
 

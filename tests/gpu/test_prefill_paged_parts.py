@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of sparse_mla_prefill_paged that Hopper's kernel cuts into parts, against float64 and against each other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fused_q_kv_rmsnorm_quant on a GPU: the bits of fused_q_kv_rmsnorm, and the oracle's codes and scales of them."""
 
 from __future__ import annotations

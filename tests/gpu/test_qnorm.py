@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of the fused query norm, rotation and KV insert on a GPU, in its three forms.
 
 The cache is compared byte for byte with the CPU implementation and with the oracle of tests/kv_cache/test_qnorm.py, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The insert kernel on a GPU, byte for byte: against the CPU implementation and against tests/oracle.py."""
 
 from __future__ import annotations

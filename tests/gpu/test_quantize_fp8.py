@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """quantize_fp8_1x128 on a GPU against the reference, byte for byte."""
 
 from __future__ import annotations

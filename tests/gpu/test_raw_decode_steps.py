@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode steps whose attention norms and rotates the queries, on a Hopper GPU: which do, and that bits do not depend on
 how their launches come."""
 

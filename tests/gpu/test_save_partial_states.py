@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of save_partial_states on a GPU, byte for byte, against the CPU implementation and a loop over rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores and picks in one op on a GPU: those of the pair of ops bit for bit and, of exact scores, of a stable sort."""
 
 from __future__ import annotations

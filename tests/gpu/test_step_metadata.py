@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step metadata on a GPU: against the CPU's, with the numbers of many steps on their way at once, in graphs."""
 
 from __future__ import annotations

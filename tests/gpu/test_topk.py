@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picks of a row on a GPU: against a stable sort by score and column, in every shape of block and cluster."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`verify` on a GPU: it passes the kernels that are right and reports one that is not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A kernel of Hopper that multiplies operands as descriptors tell of them, and nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the indexer computes, in numpy and integers, and the random data its tests share."""
 
 from __future__ import annotations

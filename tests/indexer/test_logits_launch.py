@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ops that score hand to their kernels. Needs CuTe DSL and no GPU: nothing is launched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many of the best keys by exact scores are among the best by quantized ones: what the formats cost, on the CPU.
 
 512 of 1024 keys. Of keys and queries that are independent normal numbers FP8 finds 98.5%, MXFP4 93.6%, with or without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores and picks in one op: against scores in integers and a sort, whatever the workspace."""
 
 from __future__ import annotations

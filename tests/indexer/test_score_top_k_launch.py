@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What scores and picks in one op launch, and on which memory. Needs CuTe DSL and no GPU: nothing is launched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What top_k_per_row_prefill and _decode hand to their kernel. Needs CuTe DSL and no GPU: nothing is launched."""
 
 from __future__ import annotations

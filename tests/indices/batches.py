@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random scheduling steps and the integer arithmetic of block tables, for the index tests."""
 
 from __future__ import annotations

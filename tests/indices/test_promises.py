@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds for all index builders: they never wait for the device, and recordings know what they move."""
 
 from __future__ import annotations

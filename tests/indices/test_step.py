@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """build_step_metadata against loops over requests and rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Four ops in one launch: what each writes, its checks and its cost."""
 
 from __future__ import annotations

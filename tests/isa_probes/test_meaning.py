@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The meaning of Blackwell's instructions, against plain matrix products and plain copies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the K-cache ops do to raw bytes, as Python loops over explicit offsets."""
 
 from __future__ import annotations

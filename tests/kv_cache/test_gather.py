@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dequantize_and_gather_k_cache: exact values, and everything it must leave alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """quantize_and_insert_k_cache: every byte of the pool."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small inference engine for tests: shuffled pages, recycled windows, chunked prefill, drafts, prefix forks.
 
 Every page starts poisoned and is poisoned again when its tokens slide out of the window, so a layer that reads what it

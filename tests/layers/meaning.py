@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a whole attention layer computes, from its formulas: dense numpy, one sequence, no caches, pages or steps.
 
 Weights are plain arrays under their published names, dimensions are plain numbers. Two modes: `Exact` computes in

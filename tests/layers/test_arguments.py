@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What layers refuse, and what they do without metadata or with rows past the step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands for a step's tensors and numbers in the keys of bound steps (layers.bound), and what builders keep."""
 
 from __future__ import annotations

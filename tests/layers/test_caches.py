@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes, strides and record formats of a layer's caches, and what their classes refuse."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: every published form loads, every value lands in its place, everything broken is named in one line."""
 
 from __future__ import annotations

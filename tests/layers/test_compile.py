@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decode step of every layer kind compiles as one graph, with the same bits and the same cache bytes."""
 
 from __future__ import annotations

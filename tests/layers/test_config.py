@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model configurations: the published numbers, both spellings of config.json, and errors of one line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """However a sequence is cut into steps, batched, paged, drafted or forked, a layer computes the same bits."""
 
 from __future__ import annotations

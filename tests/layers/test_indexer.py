@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The indexer's layer picks the same whatever scores have room for, and allocates no more."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linears: block quantization of weights and activations, products rounded once, rows that do not see each other."""
 
 from __future__ import annotations

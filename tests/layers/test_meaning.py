@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole layers against their formulas: exactly when both round alike, to bf16 precision when the formulas do not."""
 
 from __future__ import annotations

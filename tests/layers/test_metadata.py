@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step metadata against plain loops over requests and tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norms of the prediction layer against float64."""
 
 from __future__ import annotations

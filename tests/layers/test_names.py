@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every baseline name has a counterpart, which the README's table names, with the baseline's arguments."""
 
 from __future__ import annotations

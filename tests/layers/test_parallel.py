@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor parallel ranks own slices of the heads; their partial outputs sum to the whole layer's output."""
 
 from __future__ import annotations

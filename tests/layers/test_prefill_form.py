@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which form of prefill a step takes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that would give wrong numbers without a word: foreign number formats, NaN, broken scales."""
 
 from __future__ import annotations

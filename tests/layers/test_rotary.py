@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary tables against float64 formulas: plain, YaRN and its limits, far positions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer and the metadata builder refuse a step that was meant for another layer, instead of computing something."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer asks of torch by itself on a GPU, beside its ops: memory and views only, or its steps are not bound.
 
 Without a GPU, on fake tensors: every line of the layer runs as it does for CUDA tensors on an architecture, and ops end

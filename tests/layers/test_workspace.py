@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scratch memory of the layers: where decode rows are split, all layers of a model share memory that never moves."""
 
 from __future__ import annotations

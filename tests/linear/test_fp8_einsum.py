@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """deepseek_v4_fp8_einsum and pack_block_scales against exact rational arithmetic."""
 
 from __future__ import annotations

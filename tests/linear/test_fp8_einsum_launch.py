@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What deepseek_v4_fp8_einsum hands to its kernels. Needs CuTe DSL and no GPU: nothing is launched."""
 
 from __future__ import annotations

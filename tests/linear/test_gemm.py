@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fp8_gemm and bf16_gemm on the CPU: their meaning in float64, what they refuse, which kernel a call takes."""
 
 from __future__ import annotations

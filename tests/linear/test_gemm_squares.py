@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fp8_gemm_squares on the CPU: its meaning in float64, what it refuses, which kernel a call takes."""
 
 from __future__ import annotations

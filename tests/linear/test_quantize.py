@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """quantize_fp8_1x128 against the numpy oracle, byte for byte."""
 
 from __future__ import annotations

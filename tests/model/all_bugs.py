@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All bugs in the order of Blackwell's kernels: `python -m tests.model.all_bugs [NAME ...]`, half a minute each."""
 
 from __future__ import annotations

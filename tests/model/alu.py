@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instructions on registers alone: integers, fp32, comparisons, bits."""
 
 from __future__ import annotations

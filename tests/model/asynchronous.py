@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies that are done some time: cp.async, bulk copies, stores to other blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blackwell's tensor memory, products in it, and copies to it: instructions around facts.meaning.
 
 A thread's products are done in the order it starts them, its copies to tensor memory in theirs; a product comes after

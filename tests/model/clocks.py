@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who knows of what: vector clocks, and for every class of bytes who wrote and read it last.
 
 Each agent counts what it does; `known[a, b]` is how much of what b did is before what a does next. Of what threads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversions between number formats, and arithmetic on two or four numbers in one register."""
 
 from __future__ import annotations

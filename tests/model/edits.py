@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bugs planted in PTX: numbers that say where an operand or a store lies, one at a time."""
 
 from __future__ import annotations

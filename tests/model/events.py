@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the warps of a cluster did to shared and tensor memory and to barriers, in the order in which each did it.
 
 Positions are numbers of bytes: of shared memory as memory.SharedMemory counts them, of tensor memory from TENSOR on.

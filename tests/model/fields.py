@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instructions on the bits of registers: bytes, fields, counts."""
 
 from __future__ import annotations

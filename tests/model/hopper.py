@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """wgmma: a warp's 16 of the 64 rows of a product, from descriptors of shared memory or from registers.
 
 A product is a task in the warp's own queue. It reads its operands when it is done, and its results are in registers

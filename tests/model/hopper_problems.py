@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small calls of prefill's ops as parameters of Hopper's kernels: what Blackwell's take, without tensor maps."""
 
 from __future__ import annotations

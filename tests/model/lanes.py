@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads of one warp that touch the same bytes of shared memory: the warp has to meet in between.
 
 Threads that always synchronize together are one agent of trace.py, so replays do not see this. Here a warp is looked at

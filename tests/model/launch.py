@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From tensors to a kernel's parameters, and a grid of clusters that run it one after another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of the indexer's scores as the op launches them, in the model's memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of a cluster that run a program: warps interleaved at random, what is asynchronous done late and in any order.
 
 A warp runs its threads in lockstep as long as they agree on where to go; after a branch that they take differently the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mbarriers: what counts, and the instructions of threads. What is asynchronous arrives in asynchronous.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of the model: what is not input holds 0xFF, NaN in every format, and nobody reaches beyond what there is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads and stores, one thread at a time: parameters, global and shared memory."""
 
 from __future__ import annotations

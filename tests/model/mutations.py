@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bugs planted in a trace, one at a time and wherever they can be, to see whether a replay finds them.
 
 A bug is one of an instruction: what it does wrong it does whenever it runs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a kernel that ran once in the model is right in any order: its record, replayed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which bugs planted in a kernel's order nothing finds, and why: that something else keeps the same order is either
 proved by a rule, or said in a table that the tests hold to be complete."""
 

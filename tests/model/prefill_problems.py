@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small calls of prefill's ops as parameters of Blackwell's kernels, and what comes out of the model's memory."""
 
 from __future__ import annotations

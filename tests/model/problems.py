@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small calls of ops, as a kernel's parameters, and what comes out of the model's memory."""
 
 from __future__ import annotations

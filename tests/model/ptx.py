@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PTX text as a list of instructions: registers and constants become slots of a warp's register file, labels numbers.
 
 A slot holds a numpy vector of 32 lanes: bool of predicates, uint16, uint32 or uint64 of everything else. Constants, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace under another schedule, without arithmetic: does it hang, does anything meet that nothing keeps apart?
 
 Two accesses to the same bytes, one of them a write, must be in order whatever the schedule: clocks.py finds them in

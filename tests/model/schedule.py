@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warps that do the steps of a trace, each in its order: which is next, and when what is asynchronous is done, is a
 matter of chance. Here is what threads do by themselves; replay.py has what is asynchronous.
 """

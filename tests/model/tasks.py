@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is done some time."""
 
 from __future__ import annotations

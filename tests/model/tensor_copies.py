@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bulk copies of boxes and of gathered rows of tensors that a tensor map tells of."""
 
 from __future__ import annotations

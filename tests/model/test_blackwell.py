@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bugs planted in the places that Blackwell's decode kernel, which no hardware has run yet, reads and writes: the model
 has to find them. What the kernel computes is in test_decode_sm100.py, its order in test_planted_sm100.py."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blackwell's conversions, as compiled, in the model of the GPU: order of operands and packing, for every number."""
 
 from __future__ import annotations

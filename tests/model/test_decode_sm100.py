@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blackwell's decode kernel, as compiled, in the model of the GPU: results against float64."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of dequantize_and_gather_k_cache in the model, against the reference: rows without a page are zeros."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blackwell's kernel of deepseek_v4_fp8_einsum, as compiled, in the model of the GPU: results against float64, other
 orders of what its warps do, and bugs planted in places, which the model has to find: those in order are in
 test_planted_sm100.py."""

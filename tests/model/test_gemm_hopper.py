@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hopper's GEMMs in the model: with K cut in clusters, with swapped operands, of e4m3 and bf16 numbers. Results against
 float64, other orders of what the warps of a cluster do, and planted bugs, which the model has to find."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hopper's kernels, as compiled, in the model: it is judged by them, as hardware has confirmed them. Results against
 float64; other orders of what their warps do; and planted bugs, which the model has to find."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hopper's kernels that store e4m3 codes, as compiled, in the model: the bytes that their bf16 results come to, in any
 order of what their warps do."""
 

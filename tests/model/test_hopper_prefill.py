@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hopper's kernels of prefill's ops, as compiled, in the model: results against float64, and other orders of what their
 warps do. What they take for granted that the PTX ISA does not say is in the table."""
 

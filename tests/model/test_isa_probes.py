@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The facts' experiments, as compiled, in the model of the GPU: do their kernels do what they should, in order?"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The score kernel of Blackwell, run by the model of the GPU as the op launches it, against float64."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model itself: small programs that are right, and the same with a bug each."""
 
 from __future__ import annotations

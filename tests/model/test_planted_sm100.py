@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bugs planted in the order of what Blackwell's kernels do: waits, arrivals, fences, barriers and groups left out or
 moved, other counts and parities. What nothing finds is in the tables here, with the reason."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blackwell's prefill, mixed and paged kernels, as compiled, in the model of the GPU: results against float64. What no
 query row selects is NaN, as is shared and tensor memory that nobody has written. Other orders are in
 test_planted_sm100.py, too."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of fused_q_kv_rmsnorm_quant in the model: results, and what orders them in shared memory."""
 
 from __future__ import annotations

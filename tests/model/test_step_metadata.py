@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of build_step_metadata in the model: every byte of what it writes, on the calls of `verify`."""
 
 from __future__ import annotations

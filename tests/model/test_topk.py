@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of the picks of a row in the model, against a stable sort: rows that fit a guess and that fool it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of compute_global_topk_indices_and_lens in the model: rows with and without holes, against loops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A record of events as steps that replay.py goes through: threads of a warp that synchronize together are one agent,
 bytes that are always accessed together are one class, accesses between two synchronizations are one step.
 """

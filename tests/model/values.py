@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What bits mean: the number formats of registers and memory, as numpy vectors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the threads of a warp do together: exchanges, votes, matrices in shared memory, barriers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fused_q_kv_rmsnorm_quant: the norms of fused_q_kv_rmsnorm, quantized as the oracle does it, byte for byte."""
 
 from __future__ import annotations

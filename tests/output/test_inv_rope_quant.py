@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fused_inv_rope_fp8_quant against the numpy oracle, byte for byte."""
 
 from __future__ import annotations

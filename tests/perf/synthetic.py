@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Made-up records for the tests of what reads them."""
 
 from __future__ import annotations

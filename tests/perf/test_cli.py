@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line of the measurements: exit status, one-line errors, what it prints and writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How records of two runs are compared."""
 
 from __future__ import annotations

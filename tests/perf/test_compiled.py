@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that nobody has run, in the report: what is kept of them, bounds of their times, and what is stale."""
 
 from __future__ import annotations

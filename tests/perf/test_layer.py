@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `perf layer` measures and what it calls a floor; no GPU."""
 
 from __future__ import annotations

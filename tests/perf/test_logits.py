@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shapes that the indexer's scores are measured in; what is measured in them needs a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benchmarks promise about themselves, as far as it can be seen without a GPU."""
 
 from __future__ import annotations

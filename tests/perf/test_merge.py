@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shapes that merging is measured in, and when its result counts as right; what is measured needs a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peers' chain with this project's ops in the place of the peers' kernels: what is called, in which order, and what
 counts as agreement; no GPU."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shapes that prefill is measured in; what is measured in them needs a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records are read strictly, and every committed one passes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report, the README's numbers and the plots, from made-up records."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shapes that the picks of a row are measured in; what is measured needs a GPU."""
 
 from __future__ import annotations

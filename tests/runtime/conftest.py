@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machines that the tests of the command line run on."""
 
 from __future__ import annotations

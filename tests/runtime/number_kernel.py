@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The smallest kernel: it writes a number that its code holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bundles whose digest is demanded: what is in the list is loaded, and nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects on disk: what is loaded again, and everything that is not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUTE_KERNELS_CHECK=1 and CUTE_KERNELS_NVTX=1: what they find and show, and that they are off otherwise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every message names the op, the argument, what was expected and what came."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m cute_kernels info | precompile | verify"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists of hashes of kernels' code, and what differs between two."""
 
 from __future__ import annotations

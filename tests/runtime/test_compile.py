@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a key to a function: memory, disk, compiler, and the rules between them. No kernel is launched here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an op's schema alone asks of its arguments: scalars, gradients, elements that tensors share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of kernels and of their keys."""
 
 from __future__ import annotations

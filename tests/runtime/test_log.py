@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is logged, and that nothing is unless somebody asks."""
 
 from __future__ import annotations

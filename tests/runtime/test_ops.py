@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How ops are defined, which implementation runs, and what importing the package costs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose files are run as code: this user's and root's that nobody else can write, and nobody else's."""
 
 from __future__ import annotations

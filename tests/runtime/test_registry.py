@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernels there are, which keys a deployment needs, and having them ready."""
 
 from __future__ import annotations

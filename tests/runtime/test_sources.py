@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a kernel's code depends on: no file too few, and not all of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether an architecture's own kernel may run: by what verify has kept of these sources and this GPU alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a wrong kernel is found: kernels that are wrong in every way, run on the CPU in place of real ones."""
 
 from __future__ import annotations

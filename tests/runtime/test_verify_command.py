@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m cute_kernels verify: what it runs, what it says, and what it keeps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of scripts/run_layer.py share: tiny checkpoints, runs in this process and in one of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/api_site.py: the reference of the public interface, and where its links lead."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input of scripts/run_layer.py: one clear line, status 2, no traceback."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The self-checks of scripts/run_layer.py can fail, and its parts do what they say."""
 
 from __future__ import annotations

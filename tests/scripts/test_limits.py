@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/run_layer.py at its limits: absurd numbers, long texts, odd files, closed pipes, a Python without torch."""
 
 from __future__ import annotations

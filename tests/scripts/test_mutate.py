@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script that plants bugs: what it changes, and which tests it runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/run_layer.py: exit statuses, bad input, what the dump holds, and that its self-checks can fail."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands for a Hopper GPU: keeps what ops would have launched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Caches built byte by byte, and attention over them in plain loops, without the package's formats and references."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The four ways to call sparse attention give the same result on the same data."""
 
 from __future__ import annotations

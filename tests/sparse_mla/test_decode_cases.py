@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the GPU's tests of decode take for the truth, against plain loops and the reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_decode with q_norm on the CPU: its meaning in float64, what it refuses, what its kernels are given."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which calls of sparse_mla_decode Blackwell's own kernel takes. Needs CuTe DSL and no GPU: nothing is launched."""
 
 from __future__ import annotations

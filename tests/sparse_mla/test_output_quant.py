@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What output_quant means on the CPU, what it refuses, and what kernels are handed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How rows of paged prefill are cut into parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What sparse_mla_prefill hands to its kernel. Needs CuTe DSL and no GPU: nothing is launched."""
 
 from __future__ import annotations

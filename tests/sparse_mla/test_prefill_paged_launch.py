@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What sparse_mla_prefill_paged hands to Hopper's kernel, and which calls it leaves to the portable one. Needs CuTe DSL
 and no GPU: nothing is launched."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How decode rows are cut into parts: every tile is in one part, and a workspace holds whatever is chosen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every inline PTX instruction of the kernels. The first line of each says on which architectures it is legal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arithmetic with its rounding spelled out, and conversions between number formats."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asynchronous copies, barriers, and what is said about dependent launches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads, stores and prefetches of global memory. Addresses are plain 64-bit numbers: a kernel computes them in full
 width, and no layout algebra can narrow them.
 """

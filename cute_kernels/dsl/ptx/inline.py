@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How PTX gets into a kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversions from and to narrow formats that Blackwell has instructions for, two or more numbers at a time.
 
 What rounds, and to where, is NVIDIA's PTX manual's; tests/dsl/words.py has the same in numpy.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers in registers: taken apart, put together, and kept where the compiler would move them."""
 
 from __future__ import annotations

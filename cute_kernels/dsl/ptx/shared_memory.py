@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads, stores and atomic operations of shared memory, at 32-bit addresses: the block's own, and that of other blocks
 of the cluster.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bulk copies of boxes and of gathered rows of tensors that a descriptor (asynchronous.tensor_map) tells of, and
 mbarriers over a cluster's blocks.
 

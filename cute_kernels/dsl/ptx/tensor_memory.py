@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor memory of Blackwell and the tensor cores that compute in it: 128 lanes of 512 columns of 32 bits.
 
 An address is (lane << 16) + column. Warp w of a warpgroup reaches lanes 32 (w % 4) to 32 (w % 4) + 31 of its block, the

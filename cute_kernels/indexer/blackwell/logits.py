@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores on Blackwell (mqa_logits, paged_mqa_logits): e4m3 or MXFP4 products by tcgen05.mma from codes as stored.
 
     warps 0 .. 7    two consumer warpgroups: sums over heads, epilogue

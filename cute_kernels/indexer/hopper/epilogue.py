@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Epilogue of Hopper's score kernels: heads added up in registers, scores stored.
 
 The products of a tile are [64 keys, heads of a group's rows]. A thread holds two keys and, of every 8 heads, two

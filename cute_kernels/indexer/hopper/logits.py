@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FP8 scores on Hopper (mqa_logits, paged_mqa_logits): e4m3 products by wgmma, heads summed in registers.
 
     warps 0 ..     2 to 4 consumer warpgroups: wgmma, epilogue; each has every second (third, fourth) tile of the CTA

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MXFP4 scores on Hopper (mqa_logits, paged_mqa_logits): e2m1 codes multiplied as e4m3 ones.
 
     warps 0 ..     2 or 3 consumer warpgroups: dequantization, wgmma, epilogue; each has every second (third) tile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores on every architecture from sm_80 on (mqa_logits, paged_mqa_logits): f16 or bf16 products by mma.sync.
 
     8 warps    all do the same: they count tiles (params.TileScheduler), write -inf where a row sees no key, if that is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FP8 GEMM on Blackwell, by groups: out[t, n] = sum over 128-column chunks c of a_scale[t, c] b_scale[n, c]
 dot(a[t, c], b[n, c]), with products by tcgen05.mma.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GEMM for few tokens on Hopper: out[t, n] = sum_k a[t, k] b[n, k], with the weight b as wgmma's first operand.
 
 wgmma multiplies 64 rows at least. With few tokens these are 64 outputs, rows of the weight, and the tokens are the

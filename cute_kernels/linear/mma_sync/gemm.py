@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FP8 GEMM for every architecture from sm_80 on, by groups: out[t, n] = sum over 128-column chunks c of a_scale[t, c]
 b_scale[n, c] dot(a[t, c], b[n, c]), with f16 products by mma.sync that are summed in fp32.
 

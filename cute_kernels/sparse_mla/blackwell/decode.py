@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_decode on Blackwell (sm_100a, sm_103a): both products by tcgen05, KV dequantized on its way to them.
 
 Compiled, inspected and run in a model of the GPU; nobody has run it on one.

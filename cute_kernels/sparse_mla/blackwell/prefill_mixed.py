@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_mixed on Blackwell (sm_100a, sm_103a): the kernel of prefill.py over rows of two paged caches, bf16 or
 e4m3. Compiled and run in a model of the GPU, never on one.
 

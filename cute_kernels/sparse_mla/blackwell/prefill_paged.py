@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_prefill_paged on Blackwell (sm_100a, sm_103a): the kernel of prefill.py over rows of two fp8_ds_mla
 caches, with warps that convert them. Compiled and run in a model of the GPU, never on one.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_decode on Hopper (fp8_ds_mla caches): both products by wgmma, KV dequantized on its way to them.
 
 A cluster of two CTAs takes work tiles (params.TileScheduler): a split of a query row's KV, a head group. CTA r of it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes ahead of the tiles in the producer of Hopper's prefill kernels: which rows of KV a tile is made of.
 
 The columns of a query row that count are numbered, and a tile is 64 of them. Each producer warp has its share of every

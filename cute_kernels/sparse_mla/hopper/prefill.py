@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_prefill on Hopper for more than 16 heads: both products by wgmma, rows of kv gathered into shared memory.
 
 A CTA takes work tiles (params.PrefillScheduler): a query row, a group of 64 heads. Its keys come in tiles of 64 rows of

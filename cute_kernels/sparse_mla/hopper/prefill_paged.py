@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_prefill_paged on Hopper (fp8_ds_mla caches): both products by wgmma, KV dequantized on its way to them.
 
 A CTA takes work tiles (params.PrefillScheduler): a query row and up to 64 of its heads. The keys of a row are numbered,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_prefill_paged on Hopper for few query rows: the rows' keys are split, that all multiprocessors have some.
 
 The CTAs of a cluster have a split of one work tile each, do what prefill_paged.py does, and combine their results

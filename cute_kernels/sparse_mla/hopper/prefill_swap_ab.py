@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_prefill and sparse_mla_mixed (bf16 caches) on Hopper for up to 16 heads: keys on the tensor cores' long
 side, S^T = K Q^T and O^T = V^T P, so that heads need no padding to 64.
 

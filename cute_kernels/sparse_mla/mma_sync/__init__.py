@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention kernels with mma.sync, sm_80 and up, one file each."""

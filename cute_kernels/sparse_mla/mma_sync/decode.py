@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_decode by mma.sync, on every architecture from sm_80 on, for caches of fp8_ds_mla and plain_bf16.
 
 A CTA of eight warps takes work tiles (params.TileScheduler): a split of a query row's KV, a head group of 8 to 64; and

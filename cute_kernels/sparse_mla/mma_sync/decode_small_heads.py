@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_decode for up to 16 heads and fp8_ds_mla caches, by mma.sync: a work tile's KV is split in the CTA.
 
 A CTA of four warps takes work tiles (params.TileScheduler): a split of a query row's KV, a head group of 8 or 16. A KV

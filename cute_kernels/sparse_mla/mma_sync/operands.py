@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the mma.sync kernels share: columns of a step as operands, softmax of a row group, places in shared memory.
 
 A warp's columns are e4m3 codes with a scale for all 64 of them, or bf16. Words are loaded as they are in shared memory,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_mla_prefill, sparse_mla_mixed and sparse_mla_prefill_paged by mma.sync, on every architecture from sm_80 on.
 
 One kernel, with a class for each way to name rows of KV. A CTA of eight warps takes work tiles
