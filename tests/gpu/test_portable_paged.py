@@ -213,7 +213,7 @@ def test_page_sizes(first: int, second: int) -> None:
 
 
 @pytest.mark.parametrize("width", [0, 1, 63, 64, 65, 512])
-@pytest.mark.parametrize("window_size", [1, 64, 65, 128, 2**40])
+@pytest.mark.parametrize("window_size", [1, 64, 65, 128, 2**31 - 1])
 def test_columns_around_tiles(window_size: int, width: int) -> None:
     call = make(seq_lens=(300, 67, 1, 9, 130), window_size=min(window_size, 4096), width=width, seed=width)
     want = check(call)
