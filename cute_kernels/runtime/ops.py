@@ -195,6 +195,8 @@ def define_op(
 def _of_record(call_type: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
     """`function`, which takes a record, for arguments one by one."""
 
+    # by its module verify finds the op's cases
+    @functools.wraps(function)
     def adapted(*args: Any) -> Any:
         return function(call_type(*args))
 
