@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from cute_kernels.runtime import record
+from cute_kernels.runtime.arguments import of_arguments
 from cute_kernels.runtime.contract import Contract
 from cute_kernels.runtime.log import describe, logger
 from cute_kernels.runtime.record import Cost
@@ -132,9 +133,10 @@ def define_op(
         names = tuple(argument.name for argument in overload._schema.arguments)
         if call_type._fields != names:
             raise TypeError(f"{name}: expected a call record with {names}, got {call_type._fields}")
-        check, reference = _of_record(call_type, check), _of_record(call_type, reference)
-        cost = None if cost is None else _of_record(call_type, cost)
-        validate = None if validate is None else _of_record(call_type, validate)
+        by_name = of_arguments(call_type)
+        check, reference = by_name(check), by_name(reference)
+        cost = None if cost is None else by_name(cost)
+        validate = None if validate is None else by_name(validate)
     contract = Contract(name, overload._schema, in_place or {})
     check, reference = _with_contract(contract, check), _of_plain_empties(reference)
 
@@ -190,18 +192,6 @@ def define_op(
     OPS[name] = op
 
     return call
-
-
-def _of_record(call_type: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`function`, which takes a record, for arguments one by one."""
-
-    # by its module verify finds the op's cases
-    @functools.wraps(function)
-    def adapted(*args: Any) -> Any:
-        return function(call_type(*args))
-
-    adapted.__signature__ = inspect.signature(call_type)  # type: ignore[attr-defined]
-    return adapted
 
 
 def _with_contract(contract: Contract, check: Callable[..., None]) -> Callable[..., None]:
