@@ -19,7 +19,7 @@ import cute_kernels
 from cute_kernels import support
 from cute_kernels.models import MODELS, ModelShape
 from cute_kernels.runtime import arch as arch_
-from cute_kernels.runtime import cache, registry
+from cute_kernels.runtime import cache, registry, verify
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import OPS, Op
@@ -206,3 +206,7 @@ def test_every_measurement_has_its_record() -> None:
         assert arch in support.KERNEL_ARCHS[op]
         record = json.loads((ROOT / "perf/results" / name).read_text())
         assert any(line["op"] == op and line["rows"] for line in record["records"])
+
+
+def test_every_op_has_cases_to_be_verified_with() -> None:
+    assert [name for name, op in registry.all_ops().items() if verify.examples_of(op) is None] == []
