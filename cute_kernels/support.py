@@ -77,6 +77,7 @@ MEASURED = (
     "bf16_gemm",
     "build_c128a_topk_metadata",
     "build_flashinfer_mixed_sparse_indices",
+    "build_step_metadata",
     "combine_topk_swa_indices",
     "compress_norm_rope_store",
     "compute_decode_swa_indices",
