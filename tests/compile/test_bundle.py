@@ -46,7 +46,8 @@ def test_a_bundle_serves_a_process_without_a_compiler(tmp_path: Path) -> None:
         assert done.stderr == ""
         return done.stdout
 
-    command = ["-m", "cute_kernels", "precompile", "--arch", "sm_90a", "--model", "v4-pro", "--tp", "8", "--json"]
+    command = ["-m", "cute_kernels", "precompile", "--arch", "sm_90a", "--model", "v4-pro", "--tp", "8"]
+    command += ["--json", "--quiet"]
     made = json.loads(python(*command, "--out", "bundle"))
     status = {kernel["key"]: kernel["status"] for kernel in made["kernels"]}
     assert set(status.values()) <= {"compiled", "cached"}
