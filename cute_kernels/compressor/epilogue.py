@@ -253,26 +253,26 @@ def numbers(kv_cache: Any, cos_sin_cache: Any, weight: Any, fp8_scale: Any, eps:
     )
 
 
-def supports(kv_cache: Any, cos_sin_cache: Any, weight: Any, kv_format: str) -> tuple[bool, str]:
-    """Whether entries can be stored with these (checked) arguments, and if not, why."""
+def why_not(kv_cache: Any, cos_sin_cache: Any, weight: Any, kv_format: str) -> str:
+    """Why entries cannot be stored with these (checked) arguments; empty if they can."""
     arch = arch_of(kv_cache.device.index)
     if not runs_on(arch, kv_format):
-        return False, f"{arch} cannot convert to {kv_format}, sm_{first_arch(kv_format)} and up can"
+        return f"{arch} cannot convert to {kv_format}, sm_{first_arch(kv_format)} and up can"
     least = 4 if FORMATS[kv_format].dim == INDEX_DIM else 8
     page_stride = kv_cache.stride(0) * kv_cache.element_size()
     if kv_cache.data_ptr() % least or (kv_cache.shape[0] > 1 and page_stride % least):
-        return False, (
+        return (
             f"pages of kv_cache must be {least}-byte aligned, got address {kv_cache.data_ptr():#x} and page stride "
             f"{page_stride}"
         )
     if kv_cache.shape[0] * kv_cache.shape[1] >= 2**31:
-        return False, f"kv_cache must have fewer than 2^31 rows, got {kv_cache.shape[0]} pages of {kv_cache.shape[1]}"
+        return f"kv_cache must have fewer than 2^31 rows, got {kv_cache.shape[0]} pages of {kv_cache.shape[1]}"
     if cos_sin_cache.data_ptr() % 8 or (cos_sin_cache.shape[0] > 1 and cos_sin_cache.stride(0) % 2):
-        return False, (
+        return (
             f"rows of cos_sin_cache must be 8-byte aligned, got address {cos_sin_cache.data_ptr():#x} and row stride "
             f"{cos_sin_cache.stride(0)}"
         )
     four = 4 * weight.element_size()
     if weight.data_ptr() % four:
-        return False, f"rms_norm_weight must be {four}-byte aligned, got address {weight.data_ptr():#x}"
-    return True, ""
+        return f"rms_norm_weight must be {four}-byte aligned, got address {weight.data_ptr():#x}"
+    return ""

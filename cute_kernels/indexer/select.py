@@ -22,6 +22,7 @@ from cute_kernels.indexer.hopper.logits import LogitsKey
 from cute_kernels.indexer.hopper.logits_mxfp4 import Mxfp4LogitsKey
 from cute_kernels.indexer.mma_sync.logits import HEAD_TILE, ROWS, PortableLogitsKey
 from cute_kernels.indexer.params import KEY_TILE
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL
 
@@ -85,13 +86,13 @@ def rows_of_portable_group(rows: int) -> int:
     return min(reversed(ROWS[1:]), key=lambda size: round_up(rows, size)) if rows > 1 else 1
 
 
-def heads_of(config: Any) -> int | None:
+def heads_of(config: ModelConfig) -> int | None:
     """Index heads of a model that has an indexer, if there are kernels for so many."""
     heads = int(config.index_n_heads)
     return heads if 4 in config.compress_ratios and 0 < heads <= MOST_HEADS else None
 
 
-def deployment_keys(config: Any, arch: str, paged: bool) -> list[Any]:
+def deployment_keys(config: ModelConfig, arch: str, paged: bool) -> list[Any]:
     """Those of own kernels, or portable ones; both where own ones run only if they are trusted. Of every format, and of
     pages of 64 keys every size of a group. Every rank has all index heads."""
     heads = heads_of(config)

@@ -121,10 +121,11 @@ def _run_example(op: Op, example: Example, device: torch.device) -> str | None:
     for _ in range(2):
         args = clone_arguments(example.args, device)
         op.check(*args)
-        supported, why = kernel.supports(*args)
-        if not supported:
-            return str(why)
-        kernel.launch(*args)
+        call = op.call_type(*args)
+        why = kernel.why_not(call)
+        if why:
+            return why
+        kernel.launch(call)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         runs.append(args)
@@ -210,8 +211,9 @@ def needs_of(op: Op, device: torch.device, examples: Callable[[], Iterable[Examp
             with collect() as found, trust.choose(own) as asked, contextlib.suppress(Exception):
                 kernel, args = op.load_kernel(), clone_arguments(example.args, device)
                 op.check(*args)
-                if kernel.supports(*args)[0]:
-                    kernel.launch(*args)
+                call = op.call_type(*args)
+                if not kernel.why_not(call):
+                    kernel.launch(call)
             keys.update(found)
             if op.name not in asked:
                 break

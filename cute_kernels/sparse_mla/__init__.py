@@ -3,7 +3,7 @@
 
 ops.py                 what users call: checks, costs, schemas; reference.py: what they mean
 arguments.py           checks that ops share
-call.py                an op's arguments by name: what checks, references, select.py and launch.py take
+call.py                calls, their arguments by name: what checks, references, select.py and launch.py take
 select.py              which kernel runs a call, and the keys of deployments: one table
 launch.py              a call as its kernel's arguments, and whether kernels can take it
 decode_args.py, prefill_args.py

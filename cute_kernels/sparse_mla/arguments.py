@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.output.ops import output_scale_shape
+from cute_kernels.linear.scales import output_scale_shape
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, nbytes
 from cute_kernels.sparse_mla import schedule

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the sparse attention ops: their arguments by name, in the order of the schemas, and what follows from them.
 
-Checks, costs (ops_*.py) and references take these records, and so do the choice of a kernel (select.py) and what
-launches it (decode.py, prefill.py, paged.py, mixed.py). All but checks take checked ones.
+Checks, costs (ops.py) and references take these records, and so do the choice of a kernel (select.py) and what launches
+it (launch.py). All but checks take checked ones.
 """
 
 from __future__ import annotations
@@ -240,6 +240,16 @@ class MixedCall(NamedTuple):
     def caches(self) -> dict[str, Any]:
         """Those that are there, by name."""
         return _given(swa_kv_cache=self.swa_kv_cache, compressed_kv_cache=self.compressed_kv_cache)
+
+
+class MergeCall(NamedTuple):
+    """merge_attention_states."""
+
+    outs: torch.Tensor
+    lses: torch.Tensor
+    attn_sink: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
 
 
 def _given(**tensors: Any) -> dict[str, Any]:

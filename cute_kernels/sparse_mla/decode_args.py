@@ -48,7 +48,7 @@ class ItemKey(KernelKey):
 
 
 def fake_arguments(out_fp32: bool, format0: str = FP8_DS_MLA.id, format1: str = FP8_DS_MLA.id) -> tuple[Any, ...]:
-    """What a kernel is compiled for: any sizes and strides that `supports` lets through."""
+    """What a kernel is compiled for: any sizes and strides that `why_not_decode` lets through."""
 
     def rows(kind: Any, dimensions: int) -> Any:
         multiple = 128 // kind.width

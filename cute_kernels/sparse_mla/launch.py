@@ -5,7 +5,6 @@ kernel takes it: select.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from cute_kernels.dsl import ptx
@@ -15,7 +14,7 @@ from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.sparse_mla import arguments, combine, schedule, select
 from cute_kernels.sparse_mla.arguments import MOST_NUMBERS, misaligned, no_logs
-from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
+from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
 from cute_kernels.sparse_mla.params import COUNT_BITS, UNIT
 from cute_kernels.sparse_mla.softmax import LEAST_SCALE
 
@@ -79,6 +78,8 @@ def _is_aligned(tensor: Any) -> bool:
 
 def launch_decode(call: DecodeCall) -> None:
     """Run the kernel, and combine splits if there are several."""
+    if call.out.numel() == 0:
+        return
     device_index = call.q.device.index
     key = select.of_decode(call)
     ctas = multiprocessors(device_index) * key.blocks_per_sm
@@ -120,7 +121,7 @@ def launch_decode(call: DecodeCall) -> None:
     if is_combined and call.is_quantized:
         combine.launch_quantized(out, lse, call.attn_sink, call.quant, call.lse)
     elif is_combined:
-        combine.launch(out, lse, call.attn_sink, call.out, call.lse, use_pdl=True)
+        combine.launch(MergeCall(out, lse, call.attn_sink, call.out, call.lse), use_pdl=True)
 
 
 def _extra_list(call: DecodeCall) -> tuple[Any, Any, int, int, int]:
@@ -186,6 +187,8 @@ def why_not_prefill(call: PrefillCall) -> str:
 
 
 def launch_prefill(call: PrefillCall) -> None:
+    if call.out.numel() == 0:
+        return
     device_index = call.q.device.index
     launch_key(
         select.of_prefill(call),
@@ -245,6 +248,8 @@ def _why_not_split(call: PagedCall) -> str:
 
 
 def launch_paged(call: PagedCall) -> None:
+    if call.out.numel() == 0:
+        return
     device_index = call.q.device.index
     sms = multiprocessors(device_index)
     is_hoppers = select.has_hoppers_paged(call)
@@ -320,6 +325,8 @@ def why_not_mixed(call: MixedCall) -> str:
 
 
 def launch_mixed(call: MixedCall) -> None:
+    if call.out.numel() == 0:
+        return
     device_index = call.query.device.index
     launch_key(
         select.of_mixed(call),
@@ -344,23 +351,7 @@ def launch_mixed(call: MixedCall) -> None:
 
 # ---- the ops' kernels
 
-
-def _op_kernel(call_type: Any, why_not: Callable[[Any], str], launch: Callable[[Any], None], keys: Any) -> OpKernel:
-    """why_not and launch: of a call, as a record"""
-
-    def supports(*args: Any) -> tuple[bool, str]:
-        why = why_not(call_type(*args))
-        return not why, why
-
-    def launch_args(*args: Any) -> None:
-        call = call_type(*args)
-        if call.out.numel():
-            launch(call)
-
-    return OpKernel(launch_args, supports, keys)
-
-
-decode = _op_kernel(DecodeCall, why_not_decode, launch_decode, select.decode_keys)
-prefill = _op_kernel(PrefillCall, why_not_prefill, launch_prefill, select.prefill_keys)
-paged = _op_kernel(PagedCall, why_not_paged, launch_paged, select.paged_keys)
-mixed = _op_kernel(MixedCall, why_not_mixed, launch_mixed, select.mixed_keys)
+DECODE = OpKernel(launch_decode, why_not_decode, select.decode_keys)
+PREFILL = OpKernel(launch_prefill, why_not_prefill, select.prefill_keys)
+PAGED = OpKernel(launch_paged, why_not_paged, select.paged_keys)
+MIXED = OpKernel(launch_mixed, why_not_mixed, select.mixed_keys)

@@ -39,6 +39,7 @@ from functools import cache
 from typing import Any
 
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
@@ -160,7 +161,7 @@ def why_not_normed(heads: int) -> str:
     return few if heads <= MOST_NORMED_HEADS else ""
 
 
-def decode_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """Of the layers' decode steps: one or two lists as the compress ratio says, in one split or several. Of Blackwell
     its own kernels, and those that run before they are trusted."""
     lists = {4: ("listed",), 128: ("dense", "listed")}
@@ -222,7 +223,7 @@ def why_not_variant_of_prefill(call: PrefillCall) -> str:
     return why_not_normed(call.q.shape[1]) if call.is_raw else ""
 
 
-def prefill_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+def prefill_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """One kernel takes every call of a rank, and on Hopper one each what is a variant; on Blackwell the portable one as
     well, for as long as its own is not trusted."""
     heads = config.num_attention_heads // tp
@@ -289,7 +290,7 @@ def why_not_own_paged(call: PagedCall) -> str:
     return next(filter(None, found), unmapped("q", call.q, (0, 1)))
 
 
-def paged_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+def paged_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """Of the layers' prefill steps: the window alone, or with entries as the compress ratio says; on Blackwell the
     portable ones as well, for as long as its own is not trusted."""
     kinds = {4: "listed", 128: "all"}
@@ -333,7 +334,7 @@ def why_not_own_mixed(call: MixedCall) -> str:
     return next(filter(None, found), unmapped("query", call.query, (0, 1)))
 
 
-def mixed_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+def mixed_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """One kernel for each format takes every call of a rank; on Blackwell the portable ones as well, for as long as its
     own are not trusted."""
     heads = config.num_attention_heads // tp

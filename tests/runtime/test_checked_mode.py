@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,28 +20,33 @@ validated: list[str] = []
 ran: list[str] = []
 
 
-def check_fill(x: torch.Tensor, y: torch.Tensor | None, out: torch.Tensor) -> None:
-    if out.shape != x.shape:
+class FillCall(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor | None
+    out: torch.Tensor
+
+
+def check_fill(call: FillCall) -> None:
+    if call.out.shape != call.x.shape:
         raise ValueError("test_checked: out: expected another shape")
 
 
-def fill(x: torch.Tensor, y: torch.Tensor | None, out: torch.Tensor) -> None:
+def fill(call: FillCall) -> None:
     ran.append("reference")
-    out.copy_(x)
+    call.out.copy_(call.x)
 
 
-def validate_fill(x: torch.Tensor, y: torch.Tensor | None, out: torch.Tensor) -> None:
+def validate_fill(call: FillCall) -> None:
     validated.append("validate")
-    if bool((x < 0).any()):
+    if bool((call.x < 0).any()):
         raise ValueError("test_checked: x[1]: expected a number >= 0")
 
 
 def define(name: str) -> Any:
-    op = define_op(
-        f"{name}(Tensor x, Tensor? y, Tensor(a!) out) -> ()", check=check_fill, reference=fill, validate=validate_fill
-    )
+    schema = f"{name}(Tensor x, Tensor? y, Tensor(a!) out) -> ()"
+    op = define_op(schema, FillCall, check=check_fill, reference=fill, validate=validate_fill)
     del OPS[name]
-    return op
+    return lambda *args: op(FillCall(*args))
 
 
 plain = define("test_unchecked")

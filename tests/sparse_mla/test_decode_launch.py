@@ -12,6 +12,7 @@ import torch
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla import schedule
+from cute_kernels.sparse_mla.call import DecodeCall
 from tests.sparse_mla.model import BF16, FP8
 from tests.sparse_mla.test_decode import arguments
 
@@ -48,9 +49,9 @@ class Launches:
     def run(self, **changes: Any) -> dict[str, Any]:
         args = arguments(**{"extra_k_cache": arguments(kv_format=FP8)["k_cache"], "extra_kv_format": FP8, **changes})
         OPS["sparse_mla_decode"].check(*args.values())
-        supported, why = launch.decode.supports(*args.values())
-        assert supported, why
-        launch.decode.launch(*args.values())
+        call = DecodeCall(*args.values())
+        assert launch.why_not_decode(call) == ""
+        launch.launch_decode(call)
         return args
 
 
@@ -183,9 +184,9 @@ def test_hoppers_kernel_takes_no_other_caches_and_architectures(monkeypatch: pyt
     ):
         args = arguments(**changes).values()
         launches = Launches(monkeypatch, arch)
-        if launch.decode.supports(*args)[0]:
+        if not launch.why_not_decode(DecodeCall(*args)):
             with trust.choose(own=False):
-                launch.decode.launch(*args)
+                launch.launch_decode(DecodeCall(*args))
             assert not isinstance(launches.decodes[0][0], DecodeKey)
 
 
@@ -261,15 +262,14 @@ def test_rows_without_elements_launch_nothing(
     ],
 )
 def test_what_is_not_supported_says_so(gpu: Launches, changes: dict[str, Any], why: str) -> None:
-    supported, reason = launch.decode.supports(*arguments(**NO_EXTRA, **changes).values())
-    assert not supported
+    reason = launch.why_not_decode(DecodeCall(*arguments(**NO_EXTRA, **changes).values()))
     assert reason.startswith(why)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
-    keys = launch.decode.deployment_keys(MODELS[model], tp, "sm_90a")
+    keys = launch.DECODE.deployment_keys(MODELS[model], tp, "sm_90a")
     assert len(set(keys)) == len(keys)
     kinds = {(key.second, key.out_fp32) for key in keys if isinstance(key, (DecodeKey, SmallHeadsDecodeKey))}
     assert kinds == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}

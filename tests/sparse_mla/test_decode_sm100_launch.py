@@ -17,7 +17,7 @@ from cute_kernels.sparse_mla import combine, schedule, select, verify_cases
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.call import DecodeCall
-from cute_kernels.sparse_mla.launch import decode
+from cute_kernels.sparse_mla.launch import DECODE, launch_decode
 from cute_kernels.sparse_mla.select import ungathered
 from tests.sparse_mla.test_decode_launch import DENSE, NO_EXTRA, SMS, Launches, of_rows
 
@@ -100,7 +100,7 @@ def test_calls_it_does_not_take_are_for_others(gpu: Launches) -> None:
         args = arguments(**changes)
         assert select.why_not_own_decode(DecodeCall(*args.values())).startswith(why)
         with trust.choose(own=True) as asked:
-            decode.launch(*args.values())
+            launch_decode(DecodeCall(*args.values()))
         assert not isinstance(gpu.decodes.pop()[0], BlackwellDecodeKey)
         assert not asked, "a warning would speak of a kernel that could not have run"
 
@@ -108,7 +108,7 @@ def test_calls_it_does_not_take_are_for_others(gpu: Launches) -> None:
 @pytest.mark.parametrize("arch", select.BLACKWELL)
 @pytest.mark.parametrize(("model", "tp"), [("v4-flash", 1), ("v4-flash", 8), ("v4-pro", 1)])
 def test_deployments_have_both_kernels(arch: str, model: str, tp: int) -> None:
-    keys = decode.deployment_keys(MODELS[model], tp, arch)
+    keys = DECODE.deployment_keys(MODELS[model], tp, arch)
     assert len(set(keys)) == len(keys)
     every = {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
     decodes = [key for key in keys if not isinstance(key, combine.CombineKey)]
@@ -123,7 +123,7 @@ def test_without_pairs_blocks_have_all_heads(arch: str, monkeypatch: pytest.Monk
     """The way back if pairs fail on a GPU: docs/bringing_up_a_new_gpu.md."""
     monkeypatch.setattr(select, "PAIR_ARCHS", ())
     monkeypatch.setattr(select, "decode_key", select.decode_key.__wrapped__)
-    keys = decode.deployment_keys(MODELS["v4-pro"], 1, arch)
+    keys = DECODE.deployment_keys(MODELS["v4-pro"], 1, arch)
     assert {type(key) for key in keys if isinstance(key, BlackwellDecodeKey)} == {BlackwellDecodeKey}
 
 
@@ -131,7 +131,7 @@ def test_verify_asks_for_all_kernels_of_pairs(gpu: Launches) -> None:
     with trust.choose(own=True):
         for name, case in verify_cases._DECODE.items():
             if case.heads > 64:
-                decode.launch(*case.example(name).args)
+                launch_decode(DecodeCall(*case.example(name).args))
     asked = {(k.second, k.out_fp32) for k, _ in gpu.decodes if isinstance(k, BlackwellPairDecodeKey)}
     assert asked == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
 
