@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
-from cute_kernels.dsl import convert, hadamard, ptx, reduce, rope
+from cute_kernels.dsl import convert, ptx, reduce, transforms
 from cute_kernels.formats import (
     FORMATS,
     FP8_DS_MLA,
@@ -130,13 +130,13 @@ class EntryStore:
 
         column   first of the lane's four in the entry
         """
-        row = cache.table + Int64(rope.table_row(position, cache.table_rows)) * cache.table_stride
+        row = cache.table + Int64(transforms.table_row(position, cache.table_rows)) * cache.table_stride
         # columns left of the rotated ones read the first pairs, and ignore them
         pair = Int64(cutlass.max(column - (self.dim - ROPE_DIM), 0)) * 2
         load_weight = ptx.load_global_128_in_order if self.fp32_weight else ptx.load_global_64_in_order
         weight = load_weight(cache.weight + Int64(column) * (4 if self.fp32_weight else 2))
         cos = ptx.load_global_64_in_order(row + pair)
-        sin = ptx.load_global_64_in_order(row + pair + rope.HALF_TABLE_BYTES)
+        sin = ptx.load_global_64_in_order(row + pair + transforms.HALF_TABLE_BYTES)
         scale = Int32(0)
         if const_expr(self.kv_format == PLAIN_FP8.id):
             scale = ptx.load_global_s32_in_order(cache.fp8_scale)
@@ -155,7 +155,7 @@ class EntryStore:
         low, high = self._rounded(loaded, column, x, factor)
         if const_expr(self.index_hadamard):
             values = [part(word) for word in (low, high) for part in (convert.bf16_low, convert.bf16_high)]
-            values = hadamard.transform(values, column // 4)
+            values = transforms.hadamard(values, column // 4)
             low, high = ptx.bf16x2(values[0], values[1]), ptx.bf16x2(values[2], values[3])
         is_inside = (slot >= 0) & (slot < Int64(cache.capacity))
         page, row = divmod(Int32(slot if is_inside else Int64(0)), cache.divisor)
@@ -192,7 +192,7 @@ class EntryStore:
         words = []
         for i in range_constexpr(2):
             even, odd = y[2 * i], y[2 * i + 1]
-            turned = rope.rotate_pair(even, odd, loaded.cos[i].bitcast(Float32), loaded.sin[i].bitcast(Float32))
+            turned = transforms.rotate_pair(even, odd, loaded.cos[i].bitcast(Float32), loaded.sin[i].bitcast(Float32))
             words.append(ptx.bf16x2(turned[0] if is_rope else even, turned[1] if is_rope else odd))
         return words[0], words[1]
 

@@ -10,7 +10,7 @@ import torch
 from cute_kernels import formats, numerics
 from cute_kernels.compressor import reference
 from cute_kernels.compressor.call import CompressCall, FusedCall, SaveCall, SlotsCall
-from cute_kernels.runtime import validate
+from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
@@ -94,7 +94,7 @@ def validate_entry_slots(op: str, call: CompressCall | FusedCall) -> None:
     """The slots of entries must be distinct where they are slots of the cache."""
     rows = call.slot_mapping.shape[0]
     capacity = call.kv_cache.shape[0] * call.kv_cache.shape[1]
-    validate.distinct_slots(op, "kv_slot_mapping", call.kv_slot_mapping[:rows], capacity)
+    checks.distinct_slots(op, "kv_slot_mapping", call.kv_slot_mapping[:rows], capacity)
 
 
 # ---- projections saved, slots of entries
@@ -131,7 +131,7 @@ def _cost_save(call: SaveCall) -> Cost:
 
 
 def _validate_save(call: SaveCall) -> None:
-    validate.distinct_slots(
+    checks.distinct_slots(
         "save_partial_states", "slot_mapping", call.slot_mapping, call.state_cache.shape[0] * call.block_size
     )
 
@@ -218,7 +218,7 @@ def _cost_slots(call: SlotsCall) -> Cost:
 
 
 def _validate_slots(call: SlotsCall) -> None:
-    validate.ascending("get_compressed_slot_mapping", "query_start_loc", call.query_start_loc)
+    checks.ascending("get_compressed_slot_mapping", "query_start_loc", call.query_start_loc)
 
 
 def _slots_kernel() -> OpKernel[SlotsCall]:
@@ -487,11 +487,11 @@ def _cost_fused(call: FusedCall) -> Cost:
 
 def _validate_fused(call: FusedCall) -> None:
     op = "fused_compress_norm_rope_store"
-    validate.ascending(op, "query_start_loc", call.query_start_loc)
+    checks.ascending(op, "query_start_loc", call.query_start_loc)
     validate_entry_slots(op, call)
     saved = reference.saved_tokens(call)
     written = call.slot_mapping.where(saved, torch.full_like(call.slot_mapping, -1))
-    validate.distinct_slots(op, "slot_mapping", written, call.state_cache.shape[0] * call.state_cache.shape[1])
+    checks.distinct_slots(op, "slot_mapping", written, call.state_cache.shape[0] * call.state_cache.shape[1])
     tokens = reference.closing_tokens(call)
     every = reference.readable_windows(call, tokens)
     _validate_reads(op, every, call.token_to_req_indices, call.slot_mapping[saved])

@@ -22,7 +22,7 @@ from cute_kernels.indexer.call import (
     TopKPrefillCall,
 )
 from cute_kernels.indexer.chunks import ROW_ALIGNMENT
-from cute_kernels.runtime import validate
+from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
@@ -316,7 +316,7 @@ def _cost_gather(call: GatherCall) -> Cost:
 
 
 def _validate_gather(call: GatherCall) -> None:
-    validate.ascending("cp_gather_indexer_k_quant_cache", "cu_seq_lens", call.cu_seq_lens)
+    checks.ascending("cp_gather_indexer_k_quant_cache", "cu_seq_lens", call.cu_seq_lens)
 
 
 def _gather_kernel() -> OpKernel[GatherCall]:

@@ -25,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.dsl import convert, hadamard, ptx, reduce, rope
+from cute_kernels.dsl import convert, ptx, reduce, transforms
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import INDEX_DIM
 from cute_kernels.indexer.call import QueryFp8Call, QueryMxfp4Call
@@ -255,18 +255,18 @@ class QueryKernel:
     def angles_row(self, queries: Queries, token: Any) -> Any:
         """Address of a token's row of the table."""
         position = ptx.load_global_s64_in_order(queries.positions + token * queries.position_bytes)
-        return queries.table + rope.table_row(position, queries.table_rows) * queries.table_stride
+        return queries.table + transforms.table_row(position, queries.table_rows) * queries.table_stride
 
     def load_angles(self, row: Any, c: Any) -> tuple[list[Any], list[Any]]:
         """The cosines and the sines of a lane's four pairs."""
         if self.table_bf16:
             pairs = ptx.load_global_64_again(row + Int64(c * 8))
-            more = ptx.load_global_64_again(row + Int64(c * 8) + rope.HALF_TABLE_BYTES // 2)
+            more = ptx.load_global_64_again(row + Int64(c * 8) + transforms.HALF_TABLE_BYTES // 2)
             return self.floats(pairs), self.floats(more)
         # ahead of the wait: the assembler must not move them behind it
         load = ptx.load_global_128_cached_in_order if self.early else ptx.load_global_128_again
         cos = load(row + Int64(c * 16))
-        sin = load(row + Int64(c * 16) + rope.HALF_TABLE_BYTES)
+        sin = load(row + Int64(c * 16) + transforms.HALF_TABLE_BYTES)
         return [word.bitcast(Float32) for word in cos], [word.bitcast(Float32) for word in sin]
 
     def floats(self, words: Any) -> list[Any]:
@@ -276,13 +276,13 @@ class QueryKernel:
     def rotate(self, words: Any, cos: list[Any], sin: list[Any]) -> list[Any]:
         """Four rotated pairs, rounded to bf16."""
         return [
-            ptx.bf16x2(*rope.rotate_pair(convert.bf16_low(word), convert.bf16_high(word), cos[i], sin[i]))
+            ptx.bf16x2(*transforms.rotate_pair(convert.bf16_low(word), convert.bf16_high(word), cos[i], sin[i]))
             for i, word in enumerate(words)
         ]
 
     def transform(self, low: Any, high: Any, lane: Any) -> tuple[list[Any], list[Any]]:
         """The Hadamard transform of a head, rounded to bf16."""
-        columns = hadamard.transform(self.floats([*low, *high]), lane, run=8)
+        columns = transforms.hadamard(self.floats([*low, *high]), lane, run=8)
         words = [ptx.bf16x2(columns[i], columns[i + 1]) for i in range(0, len(columns), 2)]
         return words[:4], words[4:]
 

@@ -10,7 +10,7 @@ import torch
 from cute_kernels.formats import round_up
 from cute_kernels.indices import reference
 from cute_kernels.indices.call import C128aCall, CombineCall, MixedCall, StepCall, StepLayout, TranslateCall, WindowCall
-from cute_kernels.runtime import validate
+from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
@@ -363,7 +363,7 @@ def _cost_combine(call: CombineCall) -> Cost:
 
 
 def _validate_combine(call: CombineCall) -> None:
-    validate.ascending("combine_topk_swa_indices", "query_start_loc", call.query_start_loc)
+    checks.ascending("combine_topk_swa_indices", "query_start_loc", call.query_start_loc)
 
 
 def _combine_kernel() -> OpKernel[CombineCall]:
@@ -502,7 +502,7 @@ def _cost_mixed(call: MixedCall) -> Cost:
 
 
 def _validate_mixed(call: MixedCall) -> None:
-    validate.ascending("build_flashinfer_mixed_sparse_indices", "query_start_loc", call.query_start_loc)
+    checks.ascending("build_flashinfer_mixed_sparse_indices", "query_start_loc", call.query_start_loc)
 
 
 def _mixed_kernel() -> OpKernel[MixedCall]:

@@ -10,7 +10,7 @@ import torch
 from cute_kernels import formats
 from cute_kernels.kv_cache import reference
 from cute_kernels.kv_cache.call import Bf16InsertCall, Fp8InsertCall, GatherCall, InsertCall, QuantInsertCall
-from cute_kernels.runtime import validate
+from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
@@ -45,7 +45,7 @@ def _cost_insert(call: InsertCall) -> Cost:
 
 def _validate_insert(call: InsertCall) -> None:
     capacity = call.k_cache.shape[0] * call.block_size
-    validate.distinct_slots("quantize_and_insert_k_cache", "slot_mapping", call.slot_mapping, capacity)
+    checks.distinct_slots("quantize_and_insert_k_cache", "slot_mapping", call.slot_mapping, capacity)
 
 
 def _insert_kernel() -> OpKernel[InsertCall]:
@@ -123,7 +123,7 @@ def _cost_gather(call: GatherCall) -> Cost:
 def _validate_gather(call: GatherCall) -> None:
     pages = call.block_table.shape[1]
     gathers = call.seq_lens > 0 if call.gather_lens is None else (call.seq_lens > 0) & (call.gather_lens > 0)
-    validate.at_most(
+    checks.at_most(
         "dequantize_and_gather_k_cache",
         "seq_lens",
         call.seq_lens.where(gathers, torch.zeros_like(call.seq_lens)),
@@ -252,17 +252,17 @@ def _cost_fp8_insert(call: Fp8InsertCall) -> Cost:
 
 def _validate_quant_insert(call: QuantInsertCall) -> None:
     capacity = call.k_cache.shape[0] * call.block_size
-    validate.distinct_slots(_QUANT_INSERT, "slot_mapping", call.slot_mapping, capacity)
+    checks.distinct_slots(_QUANT_INSERT, "slot_mapping", call.slot_mapping, capacity)
 
 
 def _validate_bf16_insert(call: Bf16InsertCall) -> None:
-    validate.distinct_slots(
+    checks.distinct_slots(
         _BF16_INSERT, "slot_mapping", call.slot_mapping, call.kv_cache.shape[0] * call.kv_cache.shape[1]
     )
 
 
 def _validate_fp8_insert(call: Fp8InsertCall) -> None:
-    validate.distinct_slots(
+    checks.distinct_slots(
         _FP8_INSERT, "slot_mapping", call.slot_mapping, call.kv_cache.shape[0] * call.kv_cache.shape[1]
     )
 

@@ -31,7 +31,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.dsl import convert, ptx, rope
+from cute_kernels.dsl import convert, ptx, transforms
 from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8, ROPE_DIM
@@ -273,11 +273,11 @@ class QnormKernel:
     def load_angles(self, lane: Any, position: Any, angles: Any) -> Any:
         """Cosines and sines of the four pairs a rope lane has; the other lanes get those of some rope lane."""
         _, table, stride, rows = angles
-        start = table + rope.table_row(position, rows) * stride + Int64((lane % 8) * 16)
+        start = table + transforms.table_row(position, rows) * stride + Int64((lane % 8) * 16)
         # ahead of the wait: the assembler must not move them behind it
         load = ptx.load_global_128_cached_in_order if self.early else ptx.load_global_128_weak
         cos = load(start)
-        sin = load(start + rope.HALF_TABLE_BYTES)
+        sin = load(start + transforms.HALF_TABLE_BYTES)
         return [word.bitcast(Float32) for word in cos], [word.bitcast(Float32) for word in sin]
 
     @cute.jit
@@ -287,7 +287,7 @@ class QnormKernel:
         result = list(values[:8])
         for pair in range_constexpr(4):
             even, odd = values[8 + 2 * pair], values[9 + 2 * pair]
-            rotated_even, rotated_odd = rope.rotate_pair(even, odd, cos[pair], sin[pair])
+            rotated_even, rotated_odd = transforms.rotate_pair(even, odd, cos[pair], sin[pair])
             result += [rotated_even if is_rope else even, rotated_odd if is_rope else odd]
         return result
 

@@ -122,7 +122,7 @@ def define_op(
     reference   what the op means, in torch; it is the CPU implementation
     kernel      imports and returns the CUDA kernel, at the first CUDA call
     cost        bytes and flops of a call, for recordings and benchmarks; it may read data
-    validate    raises ValueError on data that breaks the op's contract (runtime.validate); only called with
+    validate    raises ValueError on data that breaks the op's contract (runtime.checks); only called with
                 CUTE_KERNELS_CHECK=1, on checked arguments
     in_place    written argument -> the input that may be the very same tensor
     """

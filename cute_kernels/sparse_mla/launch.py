@@ -15,8 +15,7 @@ from cute_kernels.runtime.key import OpKernel
 from cute_kernels.sparse_mla import arguments, combine, schedule, select
 from cute_kernels.sparse_mla.arguments import MOST_NUMBERS, misaligned, no_logs
 from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
-from cute_kernels.sparse_mla.params import COUNT_BITS, UNIT
-from cute_kernels.sparse_mla.softmax import LEAST_SCALE
+from cute_kernels.sparse_mla.params import COUNT_BITS, LEAST_SCALE, UNIT
 
 MOST_POOL_BYTES = UNIT << 31
 """Of a plain cache: from its first row to the end of the last one."""
@@ -82,8 +81,8 @@ def launch_decode(call: DecodeCall) -> None:
         return
     device_index = call.q.device.index
     key = select.of_decode(call)
-    ctas = multiprocessors(device_index) * key.blocks_per_sm
-    splits, split_tiles = call.splits(ctas // key.blocks_per_item)
+    ctas = multiprocessors(device_index) * key.ctas_per_sm
+    splits, split_tiles = call.splits(ctas // key.ctas_per_work_tile)
     is_combined = schedule.goes_through_workspace(splits, split_tiles)
     results: tuple[Any, ...]
     if is_combined:
@@ -263,7 +262,7 @@ def launch_paged(call: PagedCall) -> None:
 
 
 def _own_arguments(call: PagedCall, device_index: int) -> tuple[Any, ...]:
-    """Those of prefill_args (paged) up to the scale."""
+    """Those of kernel_args (paged) up to the scale."""
     listed = call.topk_indices if call.columns else None
     return (
         call.q,

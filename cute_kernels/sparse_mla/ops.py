@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.runtime import validate
+from cute_kernels.runtime import checks
 from cute_kernels.runtime.arch import multiprocessors
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
@@ -423,7 +423,7 @@ def _cost_paged(call: PagedCall) -> Cost:
 
 
 def _validate_paged(call: PagedCall) -> None:
-    validate.ascending("sparse_mla_prefill_paged", "query_start_loc", call.query_start_loc)
+    checks.ascending("sparse_mla_prefill_paged", "query_start_loc", call.query_start_loc)
 
 
 def _prefill_paged_kernel() -> OpKernel[PagedCall]:
@@ -570,7 +570,7 @@ def _cost_mixed(call: MixedCall) -> Cost:
 
 
 def _validate_mixed(call: MixedCall) -> None:
-    validate.ascending("sparse_mla_mixed", "cum_seq_lens_q", call.cum_seq_lens_q)
+    checks.ascending("sparse_mla_mixed", "cum_seq_lens_q", call.cum_seq_lens_q)
 
 
 def _mixed_kernel() -> OpKernel[MixedCall]:

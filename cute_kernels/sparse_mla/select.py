@@ -50,13 +50,13 @@ from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
-from cute_kernels.sparse_mla.decode_args import ItemKey
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
+from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey
 from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import ARCHS as SMALL_HEADS_ARCHS
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
@@ -98,7 +98,7 @@ def decode_key(
     format1: str,
     has_few_rows: bool = False,
     may_own: bool = True,
-) -> ItemKey:
+) -> DecodeKernelKey:
     """The kernel for so many heads, caches of these formats and an extra list of that kind ("none", "listed", "dense").
 
     format1        format0 if there is no extra list
@@ -118,19 +118,19 @@ def decode_key(
 
 
 @cache
-def decode_variant(key: Any, quantized: bool, raw: bool) -> ItemKey:
+def decode_variant(key: Any, quantized: bool, raw: bool) -> DecodeKernelKey:
     """The kernel that stores codes in place of bf16 results (quantized), or norms and rotates its queries (raw)."""
     changes = {name: True for name, value in (("quantized", quantized), ("raw", raw)) if value}
-    variant: ItemKey = replace(key, **changes) if changes else key
+    variant: DecodeKernelKey = replace(key, **changes) if changes else key
     return variant
 
 
-def of_decode(call: DecodeCall, out_fp32: bool = False) -> ItemKey:
+def of_decode(call: DecodeCall, out_fp32: bool = False) -> DecodeKernelKey:
     """The kernel of a call, but for its variant; out_fp32: whether its results are."""
     index = call.q.device.index
     arch = arch_of(index)
     is_split_fixed = call.num_splits != 0 or call.split_tokens != 0
-    has_few_rows = not is_split_fixed and call.rows * DecodeKey.blocks_per_item <= multiprocessors(index)
+    has_few_rows = not is_split_fixed and call.rows * DecodeKey.ctas_per_work_tile <= multiprocessors(index)
     may_own = arch in BLACKWELL and is_own("sparse_mla_decode", index, why_not_own_decode(call))
     return decode_key(arch, call.q.shape[2], call.extra, out_fp32, *call.formats, has_few_rows, may_own)
 

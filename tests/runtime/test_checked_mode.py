@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cute_kernels.runtime import ops, registry, validate
+from cute_kernels.runtime import checks, ops, registry
 from cute_kernels.runtime.ops import OPS, Op, define_op
 
 ROOT = Path(__file__).parent.parent.parent
@@ -147,7 +147,7 @@ def test_every_op_that_scatters_or_splits_rows_validates() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_distinct_slots(dtype: torch.dtype) -> None:
     def run(values: list[int], capacity: int = 10) -> None:
-        validate.distinct_slots("op", "slots", torch.tensor(values, dtype=dtype), capacity)
+        checks.distinct_slots("op", "slots", torch.tensor(values, dtype=dtype), capacity)
 
     for fine in ([], [3], [3, 2, 9, 0], [-1, -1, 4, -1], [10, 10, 11, 11, 4]):
         run(fine)
@@ -157,15 +157,15 @@ def test_distinct_slots(dtype: torch.dtype) -> None:
 
 def test_ascending() -> None:
     for fine in ([0], [], [0, 0, 5], [7, 9]):
-        validate.ascending("op", "starts", torch.tensor(fine, dtype=torch.int32))
+        checks.ascending("op", "starts", torch.tensor(fine, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"^op: starts\[2\]: expected at least 5, the element before it, got 4$"):
-        validate.ascending("op", "starts", torch.tensor([0, 5, 4, 3], dtype=torch.int32))
+        checks.ascending("op", "starts", torch.tensor([0, 5, 4, 3], dtype=torch.int32))
 
 
 def test_at_most() -> None:
-    validate.at_most("op", "lens", torch.tensor([[1, 4]]), 4, "the table")
+    checks.at_most("op", "lens", torch.tensor([[1, 4]]), 4, "the table")
     with pytest.raises(ValueError, match=r"^op: lens\[1, 0\]: expected at most 4, the table, got 5$"):
-        validate.at_most("op", "lens", torch.tensor([[1, 4], [5, 6]]), 4, "the table")
+        checks.at_most("op", "lens", torch.tensor([[1, 4], [5, 6]]), 4, "the table")
 
 
 def call(op: Op, **arguments: Any) -> None:

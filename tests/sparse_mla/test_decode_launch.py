@@ -195,7 +195,7 @@ def test_many_heads_are_for_hoppers_kernel(gpu: Launches) -> None:
         gpu.run(**of_rows(2, heads))
         key, given = gpu.decodes[-1]
         assert isinstance(key, kind)
-        assert given["ctas"] == SMS * key.blocks_per_sm
+        assert given["ctas"] == SMS * key.ctas_per_sm
 
 
 def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> None:

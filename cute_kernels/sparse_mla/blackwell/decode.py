@@ -43,17 +43,26 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import barriers, ptx, tensor_maps, umma
+from cute_kernels.dsl import barriers, ptx, umma
 from cute_kernels.dsl.convert import bf16_pairs_of_e4m3x4
 from cute_kernels.dsl.reduce import pairwise
-from cute_kernels.dsl.tensor import length, stride_bytes
+from cute_kernels.dsl.tensor import gathered_rows, length, stride_bytes
 from cute_kernels.dsl.umma import Operand
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.work import Shape, Work
-from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
-from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler
+from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
+from cute_kernels.sparse_mla.params import (
+    EXTRA,
+    NEG_MAX,
+    RESCALE_THRESHOLD,
+    IndexList,
+    KVCache,
+    Output,
+    Query,
+    TileScheduler,
+    out_scale_of,
+)
 from cute_kernels.sparse_mla.schedule import BLOCK_HEADS, TILE
-from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -1037,7 +1046,7 @@ class Softmax:
 
 
 class DecodeKernel:
-    """Entry point: see decode_args.
+    """Entry point: see kernel_args (decode).
 
     plan, barriers   which sizes and addresses its roles agree on, and their barriers
     roles            of all warps but the index loader's
@@ -1179,20 +1188,20 @@ def rows_of(cache: cute.Tensor) -> Any:
 def codes_copy(cache: cute.Tensor, codes: int = NOPE_DIM) -> Any:
     """Of so many of a row's codes, as words, one row after the other."""
     stride, width = ROW_BYTES // WORD, NOPE_DIM // WORD
-    return tensor_maps.gathered_rows(cache.iterator, Int32, rows_of(cache), codes // WORD, stride, width=width)
+    return gathered_rows(cache.iterator, Int32, rows_of(cache), codes // WORD, stride, width=width)
 
 
 def rope_copy(cache: cute.Tensor) -> Any:
     """Of the rotary columns, as tensor cores want them."""
     start: Any = cache.iterator
-    return tensor_maps.gathered_rows(start + NOPE_DIM, BFloat16, rows_of(cache), SLAB, ROW_BYTES // 2, swizzle=128)
+    return gathered_rows(start + NOPE_DIM, BFloat16, rows_of(cache), SLAB, ROW_BYTES // 2, swizzle=128)
 
 
 # ---- key
 
 
 @dataclass(frozen=True)
-class BlackwellDecodeKey(ItemKey):
+class BlackwellDecodeKey(DecodeKernelKey):
     """What distinguishes one compiled kernel from another. Both caches are fp8_ds_mla, whose pages a gathering copy can
     address; any number of heads.
 
@@ -1217,7 +1226,7 @@ class BlackwellDecodeKey(ItemKey):
         return "tcgen05.mma", "tcgen05.ld", "tma.gather4", "cp.async", "ex2", "mbarrier", "st.global.128"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return DecodeKernel(self), fake_arguments(self.out_fp32)
+        return DecodeKernel(self), fake_decode(self.out_fp32)
 
 
 # ---- what a tile takes

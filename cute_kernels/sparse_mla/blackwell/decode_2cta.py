@@ -56,7 +56,7 @@ from cute_kernels.sparse_mla.blackwell.decode import (
     Step,
     chunk_offset,
 )
-from cute_kernels.sparse_mla.decode_args import fake_arguments
+from cute_kernels.sparse_mla.kernel_args import fake_decode
 from cute_kernels.sparse_mla.params import Query, TileScheduler
 
 # ---- config
@@ -398,7 +398,7 @@ class BlackwellPairDecodeKey(BlackwellDecodeKey):
         return smem_bytes()
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return Decode2CtaKernel(self), fake_arguments(self.out_fp32)
+        return Decode2CtaKernel(self), fake_decode(self.out_fp32)
 
 
 # ---- what a tile takes

@@ -35,7 +35,7 @@ from cute_kernels.dsl import barriers, ptx
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime.work import Work
-from cute_kernels.sparse_mla import prefill_args
+from cute_kernels.sparse_mla import kernel_args
 from cute_kernels.sparse_mla.blackwell.decode import (
     CODES_BYTES,
     GATHERED,
@@ -331,7 +331,7 @@ class PagedDequantizer(Dequantizer):
 
 
 class PagedKernel(PrefillKernel):
-    """Entry point: prefill_args (paged). select.py says which strides of q and of pages it takes."""
+    """Entry point: kernel_args (paged). select.py says which strides of q and of pages it takes."""
 
     name = "sparse_mla_prefill_paged"
     config = PAGED
@@ -397,7 +397,7 @@ class BlackwellPagedKey(BlackwellPrefillKey):
         return *super().instructions, "cp.async"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PagedKernel(), prefill_args.fake_paged()
+        return PagedKernel(), kernel_args.fake_paged()
 
 
 # ---- what a tile takes

@@ -52,7 +52,7 @@ from cute_kernels.dsl import mma_sync, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM, PLAIN_BF16
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number
-from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
+from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.mma_sync import operands
 from cute_kernels.sparse_mla.mma_sync.operands import (
     CHUNK,
@@ -530,7 +530,7 @@ def store_out(
 
 
 class PortableDecodeKernel:
-    """Entry point: see decode_args."""
+    """Entry point: see kernel_args (decode)."""
 
     def __init__(self, key: PortableDecodeKey) -> None:
         self.config, self.heads, self.second, self.formats = key.config, key.heads, key.second, key.formats
@@ -748,7 +748,7 @@ class PortableDecodeKernel:
 
 
 @dataclass(frozen=True)
-class PortableDecodeKey(ItemKey):
+class PortableDecodeKey(DecodeKernelKey):
     """What distinguishes one compiled kernel from another.
 
     heads     of a work work tile: 8, 16, 32 or 64
@@ -787,4 +787,4 @@ class PortableDecodeKey(ItemKey):
         return "mma.sync", "cp.async", "ex2", "ld.global.128", *loads
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PortableDecodeKernel(self), fake_arguments(self.out_fp32, self.format0, self.format1)
+        return PortableDecodeKernel(self), fake_decode(self.out_fp32, self.format0, self.format1)

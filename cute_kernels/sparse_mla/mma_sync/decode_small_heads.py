@@ -64,7 +64,7 @@ from cute_kernels.dsl.reduce import lanes_max_bf16x2
 from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
+from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler, logs_of
 from cute_kernels.sparse_mla.quant_output import (
     SCALED,
@@ -1102,7 +1102,7 @@ FIRST_BARRIER = 1
 
 
 class SmallHeadsDecodeKernel:
-    """Entry point: see decode_args."""
+    """Entry point: see kernel_args (decode)."""
 
     def __init__(self, key: SmallHeadsDecodeKey) -> None:
         self.config, self.second, self.out_fp32 = key.config, key.second, key.out_fp32
@@ -1350,7 +1350,7 @@ class QuantSmallHeadsDecodeKernel:
 
 
 @dataclass(frozen=True)
-class SmallHeadsDecodeKey(ItemKey):
+class SmallHeadsDecodeKey(DecodeKernelKey):
     """What distinguishes one compiled kernel from another. Both caches are fp8_ds_mla.
 
     heads     of a work work tile: 8 or 16
@@ -1360,7 +1360,7 @@ class SmallHeadsDecodeKey(ItemKey):
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.mma_sync.decode_small_heads"
-    blocks_per_sm: ClassVar[int] = CTAS_PER_SM
+    ctas_per_sm: ClassVar[int] = CTAS_PER_SM
     heads: int = 8
     second: str = "listed"
     out_fp32: bool = False
@@ -1384,6 +1384,6 @@ class SmallHeadsDecodeKey(ItemKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         if not self.quantized:
-            return SmallHeadsDecodeKernel(self), fake_arguments(self.out_fp32)
-        arguments = fake_arguments(False)
+            return SmallHeadsDecodeKernel(self), fake_decode(self.out_fp32)
+        arguments = fake_decode(False)
         return QuantSmallHeadsDecodeKernel(self), (*arguments[:5], *fake_quant(), *arguments[6:])
