@@ -11,6 +11,7 @@ import torch
 
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla import reference
+from cute_kernels.sparse_mla.call import MergeCall
 from cute_kernels.sparse_mla.combine import key_for
 from cute_kernels.sparse_mla.schedule import choose_parts, head_blocks, num_tiles
 from perf.merge import BENCH, CHOSEN, HEADS, OP, PARTS, SHAPES, VARIANTS, name_of, right
@@ -73,7 +74,7 @@ def merged() -> tuple[torch.Tensor, ...]:
     outs = torch.randn(3, 2, 1, 5, 512, generator=g)
     lses, sink = torch.randn(3, 2, 5, 1, generator=g), torch.randn(5, generator=g)
     out, lse = torch.empty(2, 1, 5, 512, dtype=torch.bfloat16), torch.empty(2, 5, 1)
-    reference.merge_attention_states(outs, lses, sink, out, lse)
+    reference.merge_attention_states(MergeCall(outs, lses, sink, out, lse))
     return outs, lses, sink, out, lse
 
 
