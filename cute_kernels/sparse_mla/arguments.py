@@ -168,7 +168,7 @@ def quant_tensors(output_quant: Any, op: str) -> tuple[Any, Any, Any]:
 
 
 def check_splits(c: Checker, num_splits: int, split_tokens: int) -> None:
-    """How many parts a row is cut into, or their size; at most one of the two is not 0."""
+    """How many splits a row is cut into, or their size; at most one of the two is not 0."""
     c.require(num_splits >= 0, "num_splits", "a number >= 0", num_splits)
     tile = schedule.TILE
     c.require(

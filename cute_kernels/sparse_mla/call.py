@@ -86,19 +86,21 @@ class DecodeCall(NamedTuple):
     def splits(self, at_once: int) -> tuple[int, int]:
         """(splits of a row, tiles of a split or 0) of this call, if so many work tiles run at a time."""
         if self.num_splits or self.split_tokens:
-            return schedule.fixed_parts(self.max_tiles, self.num_splits, self.split_tokens)
+            return schedule.fixed_splits(self.max_tiles, self.num_splits, self.split_tokens)
         if self.workspace is None or self.rows == 0:
             return 1, 0
         heads = self.q.shape[2]
-        most = self.workspace.nbytes // (self.rows * heads * schedule.PART_BYTES)
-        groups = schedule.head_blocks(heads)
-        return schedule.choose_parts(self.rows, groups, self.max_tiles, at_once, schedule.block_heads(heads), most), 0
+        most = self.workspace.nbytes // (self.rows * heads * schedule.SPLIT_BYTES)
+        groups = schedule.head_groups(heads)
+        return schedule.choose_splits(
+            self.rows, groups, self.max_tiles, at_once, schedule.heads_of_group(heads), most
+        ), 0
 
     def partials(self, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The workspace as fp32 [splits, b, s_q, h, 512] and [splits, b, h, s_q]."""
         assert self.workspace is not None
         b, s_q, h, dim = self.q.shape
-        floats = as_floats(self.workspace, splits * b * s_q * h * schedule.PART_BYTES)
+        floats = as_floats(self.workspace, splits * b * s_q * h * schedule.SPLIT_BYTES)
         row, count = s_q * h * dim, splits * b * s_q * h * dim
         start = floats.storage_offset()
         outs = floats.as_strided((splits, b, s_q, h, dim), (b * row, row, h * dim, dim, 1), start)
@@ -214,8 +216,8 @@ class PagedCall(NamedTuple):
         if self.is_quantized:
             return 1, 0
         if self.num_splits or self.split_tokens:
-            return schedule.fixed_parts(self.max_tiles, self.num_splits, self.split_tokens)
-        return schedule.choose_cluster_parts(self.q.shape[0], self.q.shape[1], self.max_tiles, sms), 0
+            return schedule.fixed_splits(self.max_tiles, self.num_splits, self.split_tokens)
+        return schedule.choose_cluster_splits(self.q.shape[0], self.q.shape[1], self.max_tiles, sms), 0
 
 
 class MixedCall(NamedTuple):

@@ -17,7 +17,7 @@ decode (sparse_mla_decode):
     sink         address of fp32 [h], or 0; 0 if results are combined, or fp32
     scale_log2   softmax scale times log2(e)
     splits       of a row
-    split_tiles  tiles in a split, or 0: see schedule.part_range
+    split_tiles  tiles in a split, or 0: see schedule.split_range
     ctas         of the grid, at most
     stream
 
@@ -44,7 +44,7 @@ paged (sparse_mla_prefill_paged):
                  addresses of query_start_loc and seq_lens, number of requests
     window_size
     sink, scale_log2, ctas, stream
-                 as above; where rows are split, splits and split_tiles (schedule.part_range) in place of ctas
+                 as above; where rows are split, splits and split_tiles (schedule.split_range) in place of ctas
 
 mixed (sparse_mla_mixed):
 

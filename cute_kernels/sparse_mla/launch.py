@@ -48,7 +48,7 @@ def why_not_decode(call: DecodeCall) -> str:
     if call.max_tiles * schedule.TILE >= MOST_NUMBERS:
         return f"the lists must have fewer than 2^30 columns, got {call.max_tiles} tiles of {schedule.TILE}"
     splits, split_tiles = call.splits(multiprocessors(call.q.device.index))
-    work_tiles = call.rows * schedule.head_blocks(call.q.shape[2]) * splits
+    work_tiles = call.rows * schedule.head_groups(call.q.shape[2]) * splits
     if work_tiles >= MOST_NUMBERS:
         return f"rows times blocks of heads times parts must be less than 2^30, got {work_tiles}"
     if split_tiles == 0 and call.max_tiles * splits >= 2 * MOST_NUMBERS:
@@ -236,7 +236,7 @@ def _why_not_split(call: PagedCall) -> str:
     """Why rows are not split as a call asks for, or nothing."""
     if call.num_splits <= 1 and not call.split_tokens:
         return ""
-    splits, split_tiles = schedule.fixed_parts(call.max_tiles, call.num_splits, call.split_tokens)
+    splits, split_tiles = schedule.fixed_splits(call.max_tiles, call.num_splits, call.split_tokens)
     most = schedule.CLUSTERS[-1] if select.has_hoppers_paged(call) else 1
     name, given = ("split_tokens", call.split_tokens) if call.split_tokens else ("num_splits", call.num_splits)
     if split_tiles >= MOST_NUMBERS:

@@ -142,14 +142,14 @@ def _multiprocessors(device: torch.device | str | None) -> int:
 
 
 def _allocate_workspace(q: torch.Tensor, tiles: int, num_splits: int, split_tokens: int) -> torch.Tensor | None:
-    """Workspace for a call, or None if its rows are not split, or ask for parts that `_check_decode` refuses."""
+    """Workspace for a call, or None if its rows are not split, or ask for splits that `_check_decode` refuses."""
     b, s_q, h = q.shape[:3]
     if num_splits < 0 or split_tokens < 0:
         return None
     sms = 0
     if not num_splits and not split_tokens:
         sms = _multiprocessors(q.device)
-        if schedule.part_limit(b * s_q, schedule.head_blocks(h), tiles, sms) == 1:
+        if schedule.split_limit(b * s_q, schedule.head_groups(h), tiles, sms) == 1:
             return None
     size = schedule.workspace_bytes(b * s_q, h, tiles, num_splits, split_tokens, sms)
     return torch.empty(size // 4, dtype=torch.float32, device=q.device) if size else None
@@ -200,15 +200,15 @@ def sparse_mla_decode(
       extra_block_table  int32 [b, pages] and
       extra_length       int32 [b, s_q]: entries 0 .. extra_length - 1, entry e in row e % (rows per page) of page
                          extra_block_table[b, e // (rows per page)]; pages outside the cache are skipped
-    num_splits         how many parts a kernel cuts a row's columns into; 0: chosen from the shapes of the call, and no
+    num_splits         how many splits a kernel cuts a row's columns into; 0: chosen from the shapes of the call, and no
                        more than the workspace holds
-    split_tokens       columns in a part, a multiple of 64, instead of num_splits: then a row's bits do not depend on
+    split_tokens       columns of a split, a multiple of 64, instead of num_splits: then a row's bits do not depend on
                        the batch around it. 0: not fixed. Neither can change the result by more than rounding
     out                [b, s_q, h, 512], any strides with a dense last dimension; bf16, or fp32 for partial results to
                        be merged (then attn_sink must be None); mutated
     lse                fp32 [b, h, s_q], any strides; mutated
     return_lse         False: lse is written only if it is given, and nothing is allocated for it
-    workspace          uint8 or fp32, one dimension, contiguous, 16-byte aligned: scratch memory for the parts of rows;
+    workspace          uint8 or fp32, one dimension, contiguous, 16-byte aligned: scratch memory for splits of rows;
                        `sparse_mla_decode_workspace_size` bytes, or more, if num_splits or split_tokens is given;
                        mutated. None: allocated if rows may be split
     q_norm             (squares fp32 [T, h * 4], eps) with T = b * s_q: the queries are as `fp8_linear_squares` made
@@ -498,11 +498,11 @@ def sparse_mla_prefill_paged(
     attn_sink                fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
     kv_format                record format id of swa_cache: fp8_ds_mla/1 or plain_bf16/1
     compressed_kv_format     record format id of compressed_cache, likewise
-    num_splits               how many parts a kernel cuts a row's keys into; 0: chosen from the shapes of the call, and
+    num_splits               how many splits a kernel cuts a row's keys into; 0: chosen from the shapes of the call, and
                              1 unless there are few rows. Other numbers than 0 are kept in any batch
-    split_tokens             keys in a part, a multiple of 64, instead of num_splits: then a row's bits do not depend on
+    split_tokens             keys of a split, multiple of 64, instead of num_splits: then a row's bits do not depend on
                              the batch around it, nor on how wide lists and tables are. 0: not fixed. Neither can change
-                             the result by more than rounding. Hopper's kernel for fp8_ds_mla/1 has up to 8 parts of a
+                             the result by more than rounding. Hopper's kernel for fp8_ds_mla/1 has up to 8 splits of a
                              row; elsewhere num_splits = 0 is 1, and more are not supported
     out                      bf16 [T, h, 512], any strides with a dense last dimension; mutated
     max_logits, lse          fp32 [T, h], any strides; mutated

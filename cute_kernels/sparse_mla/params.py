@@ -499,7 +499,7 @@ class PagedCache(NamedTuple):
 class PagedKV(NamedTuple):
     """Both caches. The window's positions. Entries: address of the lists that name them, bytes from list to list; 0:
     all visible ones in order. Most columns of them. Tokens of an entry, as a divisor. Where the query rows are. Where
-    rows are split: splits, and KV tiles of a split, or 0 (schedule.part_range)."""
+    rows are split: splits, and KV tiles of a split, or 0 (schedule.split_range)."""
 
     window: PagedCache
     compressed: PagedCache

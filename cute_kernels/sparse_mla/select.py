@@ -61,7 +61,7 @@ from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import ARCHS as SMALL_HEADS_ARCHS
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey, PortablePagedKey, PortablePrefillKey, group_heads
-from cute_kernels.sparse_mla.schedule import CLUSTERS, block_heads, cluster_of, head_blocks
+from cute_kernels.sparse_mla.schedule import CLUSTERS, cluster_of, head_groups, heads_of_group
 
 HOPPER = "sm_90a"
 
@@ -107,14 +107,14 @@ def decode_key(
     """
     is_fp8 = format0 == format1 == FP8_DS_MLA.id
     if is_fp8 and arch in BLACKWELL and may_own:
-        is_pairs = arch in PAIR_ARCHS and head_blocks(heads) > 1
+        is_pairs = arch in PAIR_ARCHS and head_groups(heads) > 1
         return (BlackwellPairDecodeKey if is_pairs else BlackwellDecodeKey)(arch, extra, out_fp32)
-    is_hoppers = has_few_rows and arch == HOPPER and block_heads(heads) in FEW_ROWS_HEADS
-    if is_fp8 and arch in SMALL_HEADS_ARCHS and block_heads(heads) in SMALL_HEADS and not is_hoppers:
-        return SmallHeadsDecodeKey(arch, block_heads(heads), extra, out_fp32)
+    is_hoppers = has_few_rows and arch == HOPPER and heads_of_group(heads) in FEW_ROWS_HEADS
+    if is_fp8 and arch in SMALL_HEADS_ARCHS and heads_of_group(heads) in SMALL_HEADS and not is_hoppers:
+        return SmallHeadsDecodeKey(arch, heads_of_group(heads), extra, out_fp32)
     if is_fp8 and arch == HOPPER:
-        return DecodeKey(arch, block_heads(heads), extra, out_fp32)
-    return PortableDecodeKey(arch, block_heads(heads), format0, extra, format1, out_fp32)
+        return DecodeKey(arch, heads_of_group(heads), extra, out_fp32)
+    return PortableDecodeKey(arch, heads_of_group(heads), format0, extra, format1, out_fp32)
 
 
 @cache
@@ -194,9 +194,9 @@ def prefill_key(
     if is_raw:
         return NormQuantPrefillKey(arch)
     if is_quantized:
-        return QuantSwapAbPrefillKey(arch, block_heads(heads)) if is_few else QuantPrefillKey(arch)
+        return QuantSwapAbPrefillKey(arch, heads_of_group(heads)) if is_few else QuantPrefillKey(arch)
     if arch == HOPPER:
-        return SwapAbPrefillKey(arch, block_heads(heads)) if is_few else PrefillKey(arch)
+        return SwapAbPrefillKey(arch, heads_of_group(heads)) if is_few else PrefillKey(arch)
     if arch in BLACKWELL and may_own:
         return BlackwellPrefillKey(arch)
     return PortablePrefillKey(arch, group_heads(heads))
@@ -314,7 +314,7 @@ def mixed_key(arch: str, heads: int, kv_format: str, may_own: bool = True) -> Ke
     if arch == HOPPER:
         if is_fp8:
             return MixedFp8Key(arch)
-        return SwapAbMixedKey(arch, block_heads(heads)) if heads <= SMALL_HEADS[-1] else MixedKey(arch)
+        return SwapAbMixedKey(arch, heads_of_group(heads)) if heads <= SMALL_HEADS[-1] else MixedKey(arch)
     if arch in BLACKWELL and may_own:
         return BlackwellMixedFp8Key(arch) if is_fp8 else BlackwellMixedKey(arch)
     return PortableMixedKey(arch, group_heads(heads), kv_format)

@@ -124,7 +124,7 @@ def test_a_block_table_is_a_list_that_all_tokens_share(gpu: Launches) -> None:
 def test_parts_go_through_the_workspace(
     gpu: Launches, splits: dict[str, int], parts: int, part_tiles: int, dtype: torch.dtype
 ) -> None:
-    size = 2 * 8 * schedule.PART_BYTES // dtype.itemsize
+    size = 2 * 8 * schedule.SPLIT_BYTES // dtype.itemsize
     memory = torch.zeros(size + 64, dtype=dtype)
     workspace = memory[32 : 32 + size]
     args = gpu.run(**splits, workspace=workspace)
@@ -156,8 +156,8 @@ def test_parts_are_chosen_within_the_workspace(gpu: Launches) -> None:
         "out": torch.zeros(1, 1, 4, 512, dtype=torch.bfloat16),
         "lse": torch.zeros(1, 4, 1),
     }
-    part = 4 * schedule.PART_BYTES
-    chosen = schedule.choose_parts(1, 1, 10, SMS, 8)
+    part = 4 * schedule.SPLIT_BYTES
+    chosen = schedule.choose_splits(1, 1, 10, SMS, 8)
     assert chosen > 3
     for room, parts in ((0, 1), (part, 1), (3 * part + 1, 3), (100 * part, chosen)):
         gpu.run(**call, workspace=torch.zeros(room, dtype=torch.uint8))
@@ -167,7 +167,7 @@ def test_parts_are_chosen_within_the_workspace(gpu: Launches) -> None:
 
 
 def test_a_partial_result_may_have_parts_too(gpu: Launches) -> None:
-    memory = torch.zeros(2 * 8 * schedule.PART_BYTES, dtype=torch.uint8)
+    memory = torch.zeros(2 * 8 * schedule.SPLIT_BYTES, dtype=torch.uint8)
     gpu.run(num_splits=2, workspace=memory, attn_sink=None, out=torch.zeros(2, 1, 4, 512))
     assert gpu.decodes[0][0].out_fp32
     assert gpu.merges[0][0] == combine.key_for("sm_90a", True, True, 2)

@@ -47,13 +47,13 @@ def test_blocks_have_64_heads_and_pairs_of_them_128(gpu: Launches) -> None:
             key, given = gpu.decodes[-1]
             assert type(key) is (BlackwellDecodeKey if heads <= 64 else BlackwellPairDecodeKey)
             assert given["ctas"] == SMS
-            blocks = schedule.head_blocks(heads)
-            assert given["parts"] == schedule.choose_parts(2, blocks, 10, SMS, schedule.block_heads(heads))
+            blocks = schedule.head_groups(heads)
+            assert given["parts"] == schedule.choose_splits(2, blocks, 10, SMS, schedule.heads_of_group(heads))
 
 
 def test_parts_are_fp32_and_merged(gpu: Launches) -> None:
     with trust.choose(own=True):
-        gpu.run(split_tokens=64, workspace=torch.zeros(2 * 8 * schedule.PART_BYTES, dtype=torch.uint8))
+        gpu.run(split_tokens=64, workspace=torch.zeros(2 * 8 * schedule.SPLIT_BYTES, dtype=torch.uint8))
     ((key, given),) = gpu.decodes
     assert (key.out_fp32, given["parts"], given["part_tiles"], given["sink"]) == (True, 2, 1, 0)
     assert len(gpu.merges) == 1

@@ -71,7 +71,7 @@ SLABS = SIDE // SLAB
 STAGE_BYTES = SLABS * SLAB_BYTES
 STAGES = 4
 
-RAWS = 3
+FP8_STAGES = 3
 """Tiles whose codes are on their way from memory."""
 
 CODES = SIDE
@@ -108,14 +108,14 @@ def smem_parts() -> dict[str, int]:
     return single.smem_parts() | {
         "kv": STAGES * STAGE_BYTES,
         "q": 2 * TRADE_BYTES,
-        "raw": RAWS * RAW_BYTES,
+        "raw": FP8_STAGES * RAW_BYTES,
         "rows": SLOTS * KEYS * 4,
         "scales": SLOTS * KEYS * FP8_DS_MLA.scale_bytes,
         "heading": SLOTS * HEADING,
     }
 
 
-RINGS = {"headings": SLOTS, "raws": RAWS, "stages": STAGES}
+RINGS = {"headings": SLOTS, "fp8": FP8_STAGES, "stages": STAGES}
 BARRIERS = single.barriers_of(RINGS)
 
 

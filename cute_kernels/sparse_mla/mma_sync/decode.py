@@ -481,16 +481,16 @@ def store_lse(out: Output, place: Any, is_own: Any, state: Any, factor: Any, lan
     """
     split_idx, batch, token, head = place
     exists = is_own and head < out.heads
-    top, whole = ptx.load_shared_f32x2(state)
+    row_max, row_sum = ptx.load_shared_f32x2(state)
     for step in (1, 2):
-        whole = whole + cute.arch.shuffle_sync_bfly(whole, step)
-    is_empty = whole == Float32(0.0)  # and not where it is NaN
-    share = whole
+        row_sum = row_sum + cute.arch.shuffle_sync_bfly(row_sum, step)
+    is_empty = row_sum == Float32(0.0)  # and not where it is NaN
+    with_sink = row_sum
     if out.sink != 0:
         logit = ptx.load_global_s32_where(exists, out.sink + Int64(head) * 4).bitcast(Float32)
-        share = whole + ptx.exp2(logit * Float32(ptx.LOG2_E) - top)
-    ptx.store_shared_f32(factor, Float32(0.0) if is_empty else ptx.reciprocal(share), lane & 3 == 0)
-    lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(whole)) * Float32(ptx.LN_2)
+        with_sink = row_sum + ptx.exp2(logit * Float32(ptx.LOG2_E) - row_max)
+    ptx.store_shared_f32(factor, Float32(0.0) if is_empty else ptx.reciprocal(with_sink), lane & 3 == 0)
+    lse = Float32(Float32.inf) if is_empty else (row_max + ptx.log2(row_sum)) * Float32(ptx.LN_2)
     out.lse.store((split_idx, batch, head, token), lse, exists and lane & 3 == 0)
 
 

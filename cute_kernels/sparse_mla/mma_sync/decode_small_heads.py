@@ -972,17 +972,17 @@ def combine_maxima(out: Output, place: Any, row_max: Any, row_sum: Any, warp: Wa
         for i in range_constexpr(2):
             head = first + group * GROUP + 2 * c + i
             exists = head < out.heads
-            top = row_max[2 * group + i]
+            largest = row_max[2 * group + i]
             for four in found:
-                top = ptx.max_f32(top, four[2 * i].bitcast(Float32))
-            whole = Float32(0.0)
+                largest = ptx.max_f32(largest, four[2 * i].bitcast(Float32))
+            total = Float32(0.0)
             for four in found:
-                whole = whole + four[2 * i + 1].bitcast(Float32) * ptx.exp2(four[2 * i].bitcast(Float32) - top)
-            is_empty = whole == Float32(0.0)  # and not where it is NaN
-            share = whole + ptx.exp2(logits[2 * group + i] * Float32(ptx.LOG2_E) - top)
-            factor = ptx.exp2(row_max[2 * group + i] - top) * ptx.reciprocal(share)
+                total = total + four[2 * i + 1].bitcast(Float32) * ptx.exp2(four[2 * i].bitcast(Float32) - largest)
+            is_empty = total == Float32(0.0)  # and not where it is NaN
+            with_sink = total + ptx.exp2(logits[2 * group + i] * Float32(ptx.LOG2_E) - largest)
+            factor = ptx.exp2(row_max[2 * group + i] - largest) * ptx.reciprocal(with_sink)
             row_sum[2 * group + i] = Float32(0.0) if is_empty else factor
-            lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(whole)) * Float32(ptx.LN_2)
+            lse = Float32(Float32.inf) if is_empty else (largest + ptx.log2(total)) * Float32(ptx.LN_2)
             is_chosen = exists and r == 0 and own.rank == 0 and own.kv_group == 0
             out.lse.store((split_idx, batch, head, token), lse, is_chosen)
 
