@@ -177,6 +177,12 @@ class KVSources(NamedTuple):
     extra_cache: KVCache
     extra_indices: IndexList
 
+    @classmethod
+    def of(cls, caches: Any, lists: Any, lengths: Any) -> KVSources:
+        """Of two each, on the host's side of the launch. lengths: as of IndexList.of"""
+        (cache, extra_cache), (indices, extra_indices) = (map(KVCache.of, caches), map(IndexList.of, lists, lengths))
+        return cls(cache, indices, extra_cache, extra_indices)
+
 
 class Logs(NamedTuple):
     """fp32 numbers of heads: their address, or 0 where nobody asks for them; strides in bytes, one for each axis."""

@@ -59,7 +59,6 @@ from cute_kernels.sparse_mla.params import (
     NEG_MAX,
     RESCALE_THRESHOLD,
     IndexList,
-    KVCache,
     KVSources,
     Output,
     Query,
@@ -1169,23 +1168,11 @@ class DecodeKernel:
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
+        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
+        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
         strides = tuple(stride_bytes(out, axis) for axis in range(4))
-        self.launch(
-            q,
-            KVSources(
-                KVCache.of(cache0),
-                IndexList.of(list0, (len0, len0_batch, len0_token)),
-                KVCache.of(cache1),
-                IndexList.of(list1, (len1, len1_batch, len1_token)),
-            ),
-            Output(address(out), strides, logs_of(lse), None, length(q, 2)),
-            sink,
-            scale_log2,
-            splits,
-            split_tiles,
-            ctas,
-            stream,
-        )
+        results = Output(address(out), strides, logs_of(lse), None, length(q, 2))
+        self.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream)
 
     @cute.jit
     def launch(
@@ -1367,22 +1354,10 @@ class QuantDecodeKernel:
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        self.decode.launch(
-            q,
-            KVSources(
-                KVCache.of(cache0),
-                IndexList.of(list0, (len0, len0_batch, len0_token)),
-                KVCache.of(cache1),
-                IndexList.of(list1, (len1, len1_batch, len1_token)),
-            ),
-            Output(None, None, logs_of(lse), None, length(q, 2), quant_of(codes, scales, positions, table)),
-            sink,
-            scale_log2,
-            splits,
-            split_tiles,
-            ctas,
-            stream,
-        )
+        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
+        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
+        results = Output(None, None, logs_of(lse), None, length(q, 2), quant_of(codes, scales, positions, table))
+        self.decode.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream)
 
 
 class RawDecodeKernel:
@@ -1421,29 +1396,16 @@ class RawDecodeKernel:
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
+        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
+        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
         if const_expr(scales is None):
             strides = tuple(stride_bytes(out, axis) for axis in range(4))
             results = Output(address(out), strides, logs_of(lse), None, length(q, 2))
         else:
             quant = quant_of(out, scales, positions, table)
             results = Output(None, None, logs_of(lse), None, length(q, 2), quant)
-        self.decode.launch(
-            q,
-            KVSources(
-                KVCache.of(cache0),
-                IndexList.of(list0, (len0, len0_batch, len0_token)),
-                KVCache.of(cache1),
-                IndexList.of(list1, (len1, len1_batch, len1_token)),
-            ),
-            results,
-            sink,
-            scale_log2,
-            splits,
-            split_tiles,
-            ctas,
-            stream,
-            QueryNorm.of(squares, eps, positions, table),
-        )
+        norm = QueryNorm.of(squares, eps, positions, table)
+        self.decode.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream, norm)
 
 
 # ---- key
