@@ -118,7 +118,10 @@ def other_numbers(d: Draft) -> None:
     if place is None:
         return
     old, g = d.args[place], torch.Generator().manual_seed(d.draw.randrange(2**31))
-    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype) if d.shares_memory(place) else old
+    new = old
+    if d.shares_memory(place):
+        new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype)
+        verify.raw_memory(new).fill_(POISON)
     if is_cache(d.name(place)):
         pages = old.shape[0] - 1  # the last one often has a row that nobody may read
         order = torch.cat([torch.randperm(pages, generator=g), torch.tensor([pages])])
