@@ -169,6 +169,8 @@ def test_numbers_agree_if_both_are_nan() -> None:
 
     nan, other_nan = 0x7FC00000, -1
     assert compare_arguments(["x"], tensors([nan, 1], torch.float32), tensors([other_nan, 1], torch.float32)) == ""
+    for one in (nan, other_nan, -1):
+        assert compare_arguments(["x"], tensors([one, 1], torch.float32), tensors([-1, 1], torch.float32)) == ""
     assert compare_arguments(["x"], tensors([nan], torch.float32), tensors([1], torch.float32)) != ""
     assert compare_arguments(["x"], tensors([nan], torch.int32), tensors([other_nan], torch.int32)) != ""
     zero = compare_arguments(["x"], tensors([0], torch.float32), tensors([-(2**31)], torch.float32))
