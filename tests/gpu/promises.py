@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels import formats
 from cute_kernels.runtime import trust, verify
 from cute_kernels.runtime.compile import collect, watch_launches
+from cute_kernels.runtime.contract import is_cache
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE, Op
 from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.verify import Example
@@ -405,6 +407,57 @@ def without_rows(op: str) -> list[tuple[Any, ...]]:
     return made
 
 
+# ---- strides ---------------------------------------------------------------------------------------------------------
+
+
+def strided(op: str, args: Sequence[Any]) -> tuple[list[str], tuple[Any, ...]]:
+    """The names of those arguments that the op takes as slices of larger tensors, and the call with all of them so. The
+    same kernels run."""
+    keys, schema = kernels_of(OPS[op], args), OPS[op].overload._schema.arguments
+    changed, names = list(args), []
+    for place, argument in enumerate(schema):
+        value = args[place]
+        if not isinstance(value, torch.Tensor) or not value.numel() or is_cache(argument.name):
+            continue
+        for slice_of in (_inside, _inside_rows, _every_other):
+            tried = list(changed)
+            tried[place] = slice_of(value)
+            try:
+                is_same = kernels_of(OPS[op], tried) == keys
+            except (TypeError, ValueError):
+                is_same = False
+            if is_same:
+                changed, names = tried, [*names, argument.name]
+                break
+    return names, tuple(changed)
+
+
+def _inside(value: torch.Tensor) -> torch.Tensor:
+    """With rows before and behind, and 32 bytes on both sides of each."""
+    edge = 32 // value.itemsize
+    wide = _filled([size + 2 for size in value.shape[:-1]] + [value.shape[-1] + 2 * edge], value)
+    return wide[(*(slice(1, -1) for _ in value.shape[:-1]), slice(edge, -edge))].copy_(value)
+
+
+def _inside_rows(value: torch.Tensor) -> torch.Tensor:
+    """In the order of its strides, with 64 bytes behind each dense row: for what has its rows along another axis."""
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    shape = [value.shape[axis] for axis in order]
+    wide = _filled([*shape[:-1], shape[-1] + 64 // value.itemsize], value)[..., : shape[-1]]
+    return wide.permute([order.index(axis) for axis in range(value.dim())]).copy_(value)
+
+
+def _every_other(value: torch.Tensor) -> torch.Tensor:
+    wide = _filled([*value.shape[:-1], 2 * value.shape[-1]], value)
+    return wide[..., ::2].copy_(value)
+
+
+def _filled(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty(shape, dtype=like.dtype)
+    verify.raw_memory(memory).fill_(0xFF)
+    return memory
+
+
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 BAD_NUMBERS = (-1, -7, -(2**31), 2**31 - 1, 2**20 + 1)
@@ -454,3 +507,73 @@ def with_nan(op: str, args: Sequence[Any]) -> list[tuple[str, tuple[Any, ...]]]:
             changed[place].copy_(torch.where(mask, torch.nan, changed[place]))
         made.append((f"NaN in {argument.name}", tuple(changed)))
     return made
+
+
+# ---- memory that is not read -----------------------------------------------------------------------------------------
+
+NAMING = (
+    *("compress_norm_rope_store", "cp_gather_indexer_k_quant_cache", "dequantize_and_gather_k_cache"),
+    *("fused_compress_norm_rope_store", "fused_qkv_insert_compress", "fused_qkv_insert_compress_index"),
+    *("paged_mqa_logits", "score_top_k_decode", "sparse_mla_decode", "sparse_mla_mixed", "sparse_mla_prefill"),
+    *("sparse_mla_prefill_paged", "top_k_per_row_decode", "top_k_per_row_prefill"),
+)
+"""Ops that read what slots, tables and lengths name."""
+
+
+def with_nan_where_nothing_is_read(op: str, args: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The call, every record NaN that its reference does not read, and every score infinite that is outside its row.
+    None: it reads all."""
+    changed = verify.clone_arguments(args, CPU)
+    if op.startswith("top_k"):
+        given = dict(zip((a.name for a in OPS[op].overload._schema.arguments), changed, strict=True))
+        scores = given["logits"]
+        column = torch.arange(scores.shape[1])
+        if op == "top_k_per_row_prefill":
+            starts, ends = given["row_starts"], given["row_ends"]
+        else:
+            ends = given["seq_lens"].flatten()[: len(scores)]
+            starts = torch.zeros_like(ends)
+        outside = (column < starts[:, None]) | (column >= ends[:, None])
+        scores[outside] = torch.inf
+        return changed if bool(outside.any()) else None
+    is_changed = False
+    for memory, mask in unread(OPS[op], args, changed):
+        memory[mask] = 0xFF
+        is_changed |= bool(mask.any())
+    return changed if is_changed else None
+
+
+def unread(op: Op, args: Sequence[Any], others: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each pool that the reference reads records of: its memory among `others`, copies of `args`, and which bytes of
+    that are of records that it does not read."""
+    call = verify.clone_arguments(args, CPU)
+    reads: dict[int, tuple[formats.KVFormat, torch.Tensor, int, set[int]]] = {}
+
+    def watched(read: Callable[..., Any]) -> Callable[..., Any]:
+        def reading(fmt: Any, cache: torch.Tensor, block_size: int, slots: torch.Tensor, *more: Any) -> Any:
+            known = reads.setdefault(cache.data_ptr(), (fmt, cache, block_size, set()))
+            known[3].update(slots.flatten().tolist())
+            return read(fmt, cache, block_size, slots, *more)
+
+        return reading
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((formats.KVFormat, "read_fields"), (formats.CompressorStateFormat, "read")):
+            patch.setattr(owner, name, watched(getattr(owner, name)))
+        op.reference(*call)
+    found = []
+    for mine, other in zip(call, others, strict=True):
+        if isinstance(mine, torch.Tensor) and mine.numel() and mine.data_ptr() in reads:
+            fmt, cache, block_size, slots = reads.pop(mine.data_ptr())
+            mask = torch.zeros(mine.untyped_storage().nbytes(), dtype=torch.uint8)
+            never = torch.tensor([slot for slot in range(cache.shape[0] * block_size) if slot not in slots])
+            pool = _view(mask, cache, cache.storage_offset())
+            if isinstance(fmt, formats.CompressorStateFormat):
+                ones = torch.full((len(never), fmt.row_elements), -1, dtype=torch.int32).view(torch.float32)
+                fmt.write(pool, block_size, never, ones)
+            else:
+                widths = [width for _, width in fmt.fields(block_size)]
+                ones = [torch.full((len(never), width), 0xFF, dtype=torch.uint8) for width in widths]
+                fmt.write_fields(pool, block_size, never, *ones)
+            found.append((verify.raw_memory(other), mask == 0xFF))
+    return found

@@ -8,7 +8,7 @@ bit, or against the reference where a promise is about other data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +17,10 @@ import torch
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.registry import deployment_keys
+from cute_kernels.runtime.verify import Example
 from tests.gpu import promises
-from tests.gpu.promises import CASES, NO_ROWS, OPS, ROWS, Call, chosen_examples, examples, result_of
+from tests.gpu.promises import CASES, NAMING, NO_ROWS, OPS, ROWS, Call, chosen_examples, examples, result_of
+from tests.helpers import bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +50,11 @@ def check(name: str, call: Call, want: Any, got: Any = None) -> None:
     assert not why, f"{name}: {why}"
 
 
-each_kernel = pytest.mark.parametrize(("op", "kernel"), CASES, ids=lambda value: value.replace(" ", "-"))
+def name_of(value: str) -> str:
+    return value.replace(" ", "-")
+
+
+each_kernel = pytest.mark.parametrize(("op", "kernel"), CASES, ids=name_of)
 
 
 # ---- what is run -----------------------------------------------------------------------------------------------------
@@ -89,6 +95,26 @@ def test_views_of_larger_memory(op: str, kernel: str, poison: int) -> None:
         check(name, call, want)
 
 
+@each_kernel
+def test_strides(op: str, kernel: str, record_property: Callable[[str, object], None]) -> None:
+    """Slices of larger tensors, wherever the op takes them, are read and written as dense tensors are."""
+    found = set()
+    for number in chosen_examples(op, kernel):
+        example = examples(op)[number]
+        names, args = promises.strided(op, example.args)
+        found |= set(names)
+        plain, call = Call(OPS[op], example.args), Call(OPS[op], args, poison=0xFF)
+        for each in (plain, call):
+            each.run()
+        check(example.name, call, call.expected(call.memories))
+        for place, (mine, want) in enumerate(zip(call.args, plain.args, strict=True)):
+            if isinstance(want, torch.Tensor):
+                argument = OPS[op].overload._schema.arguments[place].name
+                assert torch.equal(bits(mine), bits(want)), f"{example.name}: {argument} differs"
+    record_property("strided", sorted(found))
+    assert found, f"{op}: it takes no slices"
+
+
 # ---- bits, streams and graphs ----------------------------------------------------------------------------------------
 
 
@@ -96,7 +122,7 @@ def test_views_of_larger_memory(op: str, kernel: str, poison: int) -> None:
 def test_every_run_gives_the_same_bits(op: str, kernel: str) -> None:
     for name, call, _ in calls(op, kernel):
         want = call.result()
-        for _ in range(20):
+        for _ in range(50):
             check(name, call, want, call.result())
 
 
@@ -167,9 +193,7 @@ def test_graphs(op: str, kernel: str, use_pdl: bool) -> None:
                 check(example.name, call, call.expected(result), copy)
 
 
-@pytest.mark.parametrize(
-    ("op", "kernel"), [case for case in CASES if case[0] in ROWS], ids=lambda value: value.replace(" ", "-")
-)
+@pytest.mark.parametrize(("op", "kernel"), [case for case in CASES if case[0] in ROWS], ids=name_of)
 def test_rows_alone_and_in_a_batch(op: str, kernel: str) -> None:
     """A call in three pieces, the first of one row where results may be that small, leaves the same memory."""
     tried = 0
@@ -190,17 +214,37 @@ def test_rows_alone_and_in_a_batch(op: str, kernel: str) -> None:
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
+def check_data(op: str, example: Example, label: str, args: tuple[Any, ...]) -> None:
+    """The call with data of its own does what the reference says."""
+    call = Call(OPS[op], args)
+    call.run()
+    around = call.difference(call.memories, call.expected(call.memories))
+    why = around or promises.disagreement(OPS[op], example, args, call.on_cpu())
+    assert not why, f"{example.name}, {label}: {why}"
+
+
+@pytest.mark.parametrize(("op", "kernel"), [case for case in CASES if case[0] in NAMING], ids=name_of)
+def test_what_is_not_named_is_not_read(op: str, kernel: str) -> None:
+    chosen, launched = chosen_examples(op, kernel), promises.launched(op, kernel)
+    tried = 0
+    for number in (*chosen, *(n for n, keys in enumerate(launched) if keys and n not in chosen)):
+        if tried and number not in chosen:
+            break
+        example = examples(op)[number]
+        args = promises.with_nan_where_nothing_is_read(op, example.args)
+        if args is not None:
+            check_data(op, example, "NaN where nothing is read", args)
+            tried += 1
+    assert tried, f"{op}: every example reads all that it has"
+
+
 @each_kernel
 def test_bad_numbers(op: str, kernel: str) -> None:
     """A third of any argument's integers, or all, name nothing: harmless, and as the reference has it."""
     for number in chosen_examples(op, kernel):
         example = examples(op)[number]
         for label, args in promises.with_bad_numbers(op, example.args):
-            call = Call(OPS[op], args)
-            call.run()
-            guards = call.difference(call.memories, call.expected(call.memories))
-            why = guards or promises.disagreement(OPS[op], example, args, call.on_cpu())
-            assert not why, f"{example.name}, {label}: {why}"
+            check_data(op, example, label, args)
 
 
 @each_kernel
@@ -209,11 +253,7 @@ def test_nan_in_data(op: str, kernel: str) -> None:
     for number in chosen_examples(op, kernel):
         example = examples(op)[number]
         for label, args in promises.with_nan(op, example.args):
-            call = Call(OPS[op], args)
-            call.run()
-            guards = call.difference(call.memories, call.expected(call.memories))
-            why = guards or promises.disagreement(OPS[op], example, args, call.on_cpu())
-            assert not why, f"{example.name}, {label}: {why}"
+            check_data(op, example, label, args)
 
 
 @pytest.mark.parametrize("op", NO_ROWS)
