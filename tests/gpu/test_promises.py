@@ -131,8 +131,9 @@ def test_streams(op: str, kernel: str) -> None:
     """Two calls of which each has a stream of its own, behind a wait. Neither runs anywhere else, disturbs the other
     or allocates."""
     streams = torch.cuda.Stream(), torch.cuda.Stream()
-    made = [(name, call, Call(call.op, call.args), result) for name, call, result in calls(op, kernel)]
-    for name, *pair, result in made:
+    for number in chosen_examples(op, kernel):
+        example, result = examples(op)[number], result_of(op, kernel, number)
+        pair = [Call(OPS[op], example.args) for _ in streams]
         wants = [call.expected(result) for call in pair]
         for call in pair:
             call.run()
@@ -147,10 +148,12 @@ def test_streams(op: str, kernel: str) -> None:
                     call.reset()
                     before = torch.cuda.memory_stats()["allocation.all.allocated"]
                     call.run()
-                    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, f"{name}: it allocates"
+                    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, (
+                        f"{example.name}: it allocates"
+                    )
         torch.cuda.synchronize()
         for call, want in zip(pair, wants, strict=True):
-            check(name, call, want)
+            check(example.name, call, want)
 
 
 @each_kernel
