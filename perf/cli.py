@@ -488,7 +488,7 @@ def show_records(options: argparse.Namespace) -> int:
             continue
         total += len(cells)
         _print_record(replace(record, cells=cells))
-        ratios = [cell.best_peer.us / cell.ours.us for cell in cells if cell.best_peer is not None]
+        ratios = [cell.gain for cell in cells if cell.gain is not None]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
         beside = f", {mean:.2f} times as fast as the best peer in the mean of {len(ratios)}" if ratios else ", no peer"
         losing = sum(bool(losses(record.gpu, cell)) for cell in cells)

@@ -19,6 +19,9 @@ SCHEMA = 1
 
 LEAST_REPLAYS = 15
 
+IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
+"""What the reason of a peer begins with that was not there."""
+
 T = TypeVar("T")
 
 
@@ -152,6 +155,17 @@ class Cell:
     def best_peer(self) -> Row | None:
         """The fastest peer, even one whose result differs from ours: the bar is not lowered by that."""
         return min(self.of_kind("peer"), key=lambda row: row.us, default=None)
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Peers that could not be imported: without them the fastest one says nothing."""
+        return tuple(s.name for s in self.skipped if s.kind == "peer" and s.reason.startswith(IMPORT_ERRORS))
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as the best peer; None without one, and where a peer was absent."""
+        best = self.best_peer
+        return None if best is None or self.absent else best.us / self.ours.us
 
     @property
     def rejection(self) -> str | None:

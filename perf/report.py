@@ -29,6 +29,7 @@ METHOD = (
     "Times are medians of CUDA graph replays, in microseconds. A graph goes round input sets that together exceed "
     "three times the L2 cache, so inputs come from memory. Candidates take turns replay by replay on the same inputs, "
     "and before anything is timed their results are compared with the reference; † marks a peer whose result differs. "
+    'Where a peer could not be imported there is no "times as fast". '
     'Bytes are the fewest that the op must move. "% of ceiling" is the share of the ceiling that binds the cell, '
     "copying unless another is named. A cell whose time was taken with a reference implementation is rejected."
 )
@@ -51,11 +52,6 @@ def _wrap(text: str) -> list[str]:
 
 def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def _gain(cell: Cell) -> float | None:
-    """Best peer's time over ours."""
-    return None if cell.best_peer is None else cell.best_peer.us / cell.ours.us
 
 
 def _percent(cell: Cell) -> str:
@@ -145,7 +141,7 @@ def _losing(gpu: str, records: Sequence[Record]) -> list[str]:
     if lost:
         rows = []
         for cell, reasons in lost:
-            best, limit, gain = cell.best_peer, limit_us(gpu, cell), _gain(cell)
+            best, limit, gain = cell.best_peer, limit_us(gpu, cell), cell.gain
             rows.append(
                 [
                     cell.op,
@@ -203,7 +199,7 @@ def _op(gpu: str, record: Record) -> list[str]:
     peers = list(dict.fromkeys(row.name for cell in record.cells for row in cell.of_kind("peer")))
     rows = []
     for cell in record.cells:
-        gain, limit = _gain(cell), limit_us(gpu, cell)
+        gain, limit = cell.gain, limit_us(gpu, cell)
         by_name = {row.name: row for row in cell.of_kind("peer")}
         rows.append(
             [
@@ -259,7 +255,7 @@ def _groups(record: Record) -> list[str]:
     """What the groups of cells come to, where all of their cells have a peer."""
     lines = []
     for group in dict.fromkeys(cell.group for cell in record.cells if cell.group is not None):
-        gains = [_gain(cell) for cell in record.cells if cell.group == group]
+        gains = [cell.gain for cell in record.cells if cell.group == group]
         known = [gain for gain in gains if gain is not None]
         if len(known) == len(gains):
             mean, ends = _geometric_mean(known), f"{min(known):.2f} to {max(known):.2f}"
@@ -275,7 +271,7 @@ def _targets(gpu: str, record: Record) -> list[str]:
     rows, met = [], 0
     for cell in cells:
         must, stretch = LAYER_TARGETS_US[cell.case]
-        best, gain = cell.best_peer, _gain(cell)
+        best, gain = cell.best_peer, cell.gain
         misses = [f"{cell.ours.us / must:.3f} of must"] * (cell.ours.us > must)
         misses += [f"not {LAYER_GAIN} times as fast as the peers"] * (gain is not None and gain < LAYER_GAIN)
         met += not misses
@@ -393,7 +389,7 @@ def _layers(records: Sequence[Record]) -> list[str]:
         found = [cells.get(f"{kind} {step}") for step in LAYER_STEPS.values()]
         rows.append([kind, *("" if cell is None else _beside(cell) for cell in found)])
     text = "Whole attention layers in a CUDA graph, µs per layer; contexts of 8192 tokens in decode, 65536 in prefill"
-    gains = [gain for cell in cells.values() if (gain := _gain(cell)) is not None]
+    gains = [gain for cell in cells.values() if (gain := cell.gain) is not None]
     if gains:
         text += (
             ". Behind the stroke the same layers from FlashMLA's, DeepGEMM's and vLLM's kernels in the same run, and "
@@ -407,17 +403,20 @@ def _layers(records: Sequence[Record]) -> list[str]:
 
 def _beside(cell: Cell) -> str:
     """Ours, and the best peer where there is one."""
-    best, gain = cell.best_peer, _gain(cell)
+    best, gain = cell.best_peer, cell.gain
     return fmt_us(cell.ours.us) + ("" if best is None else f" / {fmt_us(best.us)} ({gain:.2f})")
 
 
 def _numbers_row(record: Record) -> list[str]:
     largest = max(record.cells, key=lambda cell: cell.bytes)
-    gains = [gain for cell in record.cells if (gain := _gain(cell)) is not None]
+    gains = [gain for cell in record.cells if (gain := cell.gain) is not None]
+    absent = sorted({name for cell in record.cells for name in cell.absent})
     best, host = largest.best_peer, [c.ours.host.us for c in record.cells if c.ours.host is not None]
     spread = ""
     if gains:
         spread = f"{_geometric_mean(gains):.2f} ({min(gains):.2f} to {max(gains):.2f})"
+    elif absent:
+        spread = f"measured without {', '.join(absent)}"
     return [
         f"`{record.op}`",
         largest.case,

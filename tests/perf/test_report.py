@@ -77,7 +77,7 @@ def test_host_limits(tensors: int, us: float, loses: bool) -> None:
 
 def test_the_report_holds_every_fact() -> None:
     cells = [
-        cell(1, 1616, 1.68, {"vllm-triton": 4.38, "vllm-cutedsl": "ImportError: not here"}, host=6.9),
+        cell(1, 1616, 1.68, {"vllm-triton": 4.38, "vllm-cutedsl": "ValueError: not here"}, host=6.9),
         cell(32768, 52_953_088, 14.8, {"vllm-triton": 110.58}, variants={"ours rows=2": 14.6, "ours rows=4": 17.0}),
     ]
     cells[1]["rows"][1]["checked"] = False
@@ -98,7 +98,7 @@ def test_the_report_holds_every_fact() -> None:
         "**14.80**", "14.65 to 14.95", "3578", "83.6", "110.6 †", "7.47", "15.00", ""
     ]  # fmt: skip
     assert "vllm-triton: vllm 0.33.0, triton 3.6.0." in text
-    assert "* vllm-cutedsl was not timed: ImportError: not here" in text
+    assert "* vllm-cutedsl was not timed: ValueError: not here" in text
     assert line(text.split("<details>")[1], "T=32768") == ["T=32768", "14.80", "14.60", "0.986", "`rows=2`"]
     assert "0 of 2 cells." in section(text, "Where we lose")
     host = line(text, "mutating op, 3 tensors")
@@ -183,6 +183,15 @@ def test_numbers_of_the_readme() -> None:
     cells[1] = cell(64, 103_424, 2.0, {"vllm-triton": 1.9})
     assert "1 of 3 shapes are slower" in report.render_numbers(book(*cells))
     assert report.render_numbers(Book((), ())).endswith("No kernel has been measured yet.")
+
+
+@pytest.mark.parametrize("error", ["ImportError", "ModuleNotFoundError"])
+def test_no_ratio_is_stated_where_a_peer_was_absent(error: str) -> None:
+    found = book(cell(1, 1616, 1.5, {"a-loop": 9.0, "vllm-triton": f"{error}: no module"}))
+    assert line(report.render_numbers(found), f"`{synthetic.INSERT}`")[-2] == "measured without vllm-triton"
+    assert line(section(report.render_report(found), synthetic.INSERT), "T=1")[7] == ""
+    there = book(cell(1, 1616, 1.5, {"a-loop": 9.0, "vllm-triton": "NotImplementedError: no such shape"}))
+    assert line(report.render_numbers(there), f"`{synthetic.INSERT}`")[-2] == "6.00 (6.00 to 6.00)"
 
 
 README = f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n"
