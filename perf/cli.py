@@ -28,6 +28,7 @@ from rich.table import Table
 from cute_kernels.cli import Parser, Refusal
 from perf import compiled, plots, report
 from perf.compare import Change, compare
+from perf.peers import PeerMissing, missing_allowed
 from perf.records import LEAST_REPLAYS, Record, RecordError, collect, load, parse, usable
 from perf.targets import losses
 
@@ -81,6 +82,7 @@ ROOMS = {
 """Op -> module whose SWEEPS measures it."""
 
 REPLAYS = 21
+ALLOW_MISSING = "skip peers that cannot be imported, which else ends the sweep; their cells get no ratio"
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -105,7 +107,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sweep.add_argument("--rows", type=_numbers, metavar="N,N", help="these numbers of rows only")
     sweep.add_argument("--quick", action="store_true", help="few shapes and replays; not for the report")
-    sweep.add_argument("--peers", action="store_true", help="other projects' kernels too, where importable")
+    sweep.add_argument("--peers", action="store_true", help="other projects' kernels too")
+    sweep.add_argument("--allow-missing-peers", action="store_true", help=ALLOW_MISSING)
     sweep.add_argument("--variants", action="store_true", help="our kernels' other configurations too")
     sweep.add_argument("--replays", type=int, metavar="N", help=f"graph replays per candidate ({REPLAYS})")
     sweep.add_argument(
@@ -125,7 +128,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Measure whole attention layers: GPU time in a CUDA graph, host time of an eager layer, launches.",
     )
     layer.add_argument("--full", action="store_true", help="many more batch sizes, contexts and ranks")
-    layer.add_argument("--peers", action="store_true", help="other projects' kernels too, where importable")
+    layer.add_argument("--peers", action="store_true", help="other projects' kernels too")
+    layer.add_argument("--allow-missing-peers", action="store_true", help=ALLOW_MISSING)
     layer.add_argument("--only", metavar="REGEX", help="cells whose name this finds; not for the report")
     layer.add_argument("--replays", type=int, default=REPLAYS, metavar="N", help=f"graph replays per cell ({REPLAYS})")
     layer.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no cell after so long")
@@ -187,6 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Refusal, RecordError) as error:
         print(f"{PROGRAM} {options.command}: error: {error}", file=sys.stderr)
         return 2
+    except PeerMissing as error:
+        print(f"{PROGRAM} {options.command}: {error}; --allow-missing-peers skips it", file=sys.stderr)
+        return 1
 
 
 def _console() -> Console:
@@ -232,6 +239,8 @@ def sweep(options: argparse.Namespace) -> int:
     path = out / f"{names[0]}.json" if out is not None and out.suffix != ".json" else out
     try:
         text = json.dumps(measure(names[0], options, replays), indent=1)
+    except PeerMissing:
+        raise
     except (RuntimeError, NotImplementedError) as error:
         print(f"{PROGRAM} sweep: {names[0]} failed: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
@@ -261,6 +270,7 @@ def _sweep_apart(names: Sequence[str], options: argparse.Namespace, replays: int
 
 def _sweep_processes(names: Sequence[str], options: argparse.Namespace, replays: int, ceilings: Path) -> int:
     flags = [f"--{name}" for name in ("quick", "peers", "variants") if getattr(options, name)]
+    flags += ["--allow-missing-peers"] * options.allow_missing_peers
     flags += ["--ceilings", str(ceilings)]
     flags += ["--replays", str(replays)]
     if options.rows is not None:
@@ -279,6 +289,7 @@ def _sweep_processes(names: Sequence[str], options: argparse.Namespace, replays:
 def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any]:
     """The record of one op on the GPU at hand, for JSON. RuntimeError if a reference ran or a result is wrong."""
     from perf import ceilings
+    from perf.conditions import watch
     from perf.measure import cold_bytes, environment
     from perf.records import SCHEMA
 
@@ -287,13 +298,14 @@ def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any
     chosen = {} if rows is None else {"rows": rows}
     machine = environment()
     found = _ceilings(options.ceilings, partial(ceilings.measure, replays))
-    cells = room.SWEEPS[op](peers=options.peers, variants=options.variants, replays=replays, **chosen)
+    with watch() as conditions, missing_allowed(options.allow_missing_peers):
+        cells = room.SWEEPS[op](peers=options.peers, variants=options.variants, replays=replays, **chosen)
     if not cells:
         raise Refusal(f"--rows: {op} has no shape with that many rows")
     known = ceilings.yardsticks(machine["gpu"], found)
     ceilings.add_percentages(cells, known)
     facts = {"partial": rows is not None, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
-    return {"schema": SCHEMA, "op": op, **machine, **facts, "records": cells}
+    return {"schema": SCHEMA, "op": op, **machine, "conditions": conditions, **facts, "records": cells}
 
 
 def _ceilings(path: Path | None, measured: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -338,6 +350,7 @@ def measure_layers(options: argparse.Namespace) -> int:
     import torch
 
     from perf import ceilings, layer
+    from perf.conditions import watch
     from perf.measure import cold_bytes, environment
     from perf.records import SCHEMA
 
@@ -385,7 +398,8 @@ def measure_layers(options: argparse.Namespace) -> int:
             measured.append(cell)
 
     try:
-        cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, note, options.peers)
+        with watch() as conditions, missing_allowed(options.allow_missing_peers):
+            cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, note, options.peers)
     except BaseException:
         if options.json is not None and measured:  # GPU time is dear: what was measured can still be looked at
             path = _layer_path(options.json).with_suffix(".rejected.json")
@@ -394,6 +408,7 @@ def measure_layers(options: argparse.Namespace) -> int:
         raise
     ceilings.add_percentages(cells, known)
     is_partial = options.full or options.only is not None or is_cut
+    machine |= {"conditions": conditions}
     facts = {"partial": is_partial, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
     record = {"schema": SCHEMA, "op": layer.OP, **machine, **facts, "left_out": left_out, "records": cells}
     if options.json is not None and cells:

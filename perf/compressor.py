@@ -15,6 +15,7 @@ from cute_kernels.compressor.ops import save_partial_states
 from cute_kernels.formats import compressor_state
 from cute_kernels.runtime.ops import OPS
 from perf.measure import Call, compare, number_of_sets
+from perf.peers import load_peer
 
 ROWS = (1, 64, 1024, 8192, 32768)
 SAVE_VARIANTS: tuple[dict[str, Any], ...] = (
@@ -118,12 +119,9 @@ def _save_variants() -> dict[str, Callable[[SaveSet], None]]:
     return variants
 
 
-def _vllm_save() -> Callable[[SaveSet], None] | str:
-    """vLLM's Triton kernel, or the reason why there is none."""
-    try:
-        from vllm.models.deepseek_v4.common.ops.save_partial_states import _SAVE_PARTIAL_STATES_KERNEL as kernel
-    except Exception as error:  # an installation that is not whole fails in many ways
-        return f"{type(error).__name__}: {error}"
+def _vllm_save() -> Callable[[SaveSet], None]:
+    """vLLM's Triton kernel."""
+    from vllm.models.deepseek_v4.common.ops.save_partial_states import _SAVE_PARTIAL_STATES_KERNEL as kernel
 
     def run(s: SaveSet) -> None:
         kernel(
@@ -151,7 +149,7 @@ def sweep_save(
         for tokens in (1, 32768):  # a kernel for few, and one for many
             SaveSet.make(kind, tokens, 0).ours()  # compiled before other projects change the DSL
     if peers:
-        candidates["vllm-triton"] = _vllm_save()
+        candidates["vllm-triton"] = load_peer("vllm-triton", _vllm_save)
     records = []
     for kind in SAVE_KINDS:
         for tokens in rows:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from perf.decode import GRID, OP, OWN, PLANNED, block_of
-from perf.decode_inputs import Shape, in_order, near
+from perf.decode_inputs import SPREAD, Shape, in_order, near
 from perf.targets import TARGETS_US
 
 
@@ -31,7 +31,7 @@ def test_targets_are_of_shapes_that_are_measured() -> None:
 def test_lengths() -> None:
     assert Shape("c128_128+256", 64, 3).lengths() == [256, 256, 256]
     for batch in (1, 64, 256):
-        lengths = Shape("c4_128+512", 64, batch, unequal=True).lengths()
+        lengths = Shape("c4_128+512", 64, batch, unequal=SPREAD).lengths()
         assert len(lengths) == batch
         assert min(lengths) == 1
         assert max(lengths) == (512 if batch > 1 else 1)
@@ -43,7 +43,7 @@ def test_padding() -> None:
     assert Shape("c4_128+512", 8, 5).padded(16) == 0.5
     assert Shape("c4_128+512", 100, 5).padded(64) == 1 - 100 / 128
     # lengths 1 and 512: 3 tiles and 10
-    assert Shape("c4_128+512", 64, 2, unequal=True).padded(64) == 1 - (129 + 640) / (13 * 64)
+    assert Shape("c4_128+512", 64, 2, unequal=SPREAD).padded(64) == 1 - (129 + 640) / (13 * 64)
 
 
 def test_blocks_of_heads_come_from_the_kernel() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.runtime.arch import SMEM_BYTES
+from perf.grid import LENGTHS
 from perf.topk import BENCHES, DECODE, LONG, PICKS, PREFILL, VARIANTS, same_picks
 
 
@@ -17,10 +18,14 @@ def test_shapes() -> None:
     assert every.op == "all_visible_entries"
     assert (decode.op, prefill.op) == ("top_k_per_row_decode", "top_k_per_row_prefill")
     for bench, shapes in ((decode, DECODE + LONG), (prefill, PREFILL)):
-        names = [case.name for case in bench.cases if not case.name.endswith("slots")]
+        names = [case.name for case in bench.cases if not case.name.endswith(("slots", *LENGTHS))]
         assert names == [f"{rows}x{columns} k={k}" for rows, columns in shapes for k in PICKS]
         assert {case.rows for case in bench.cases} >= set(bench.quick)
         assert "vllm-per-row" in bench.peers
+        assert all(case.name.endswith(" between") and case.shape["group"] == "between" for case in bench.between)
+        assert {case.shape["k"] for case in bench.between} == {512, 1024, 2048}
+    for kind in LENGTHS:
+        assert len([case for case in decode.cases if case.name.endswith(kind)]) == 6
 
 
 def test_variants_are_kernels() -> None:
