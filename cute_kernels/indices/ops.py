@@ -106,8 +106,8 @@ def _cost_swa(
     out_lens: torch.Tensor,
 ) -> Cost:
     rows = positions.shape[0]
-    pages = rows * (-(-(window_size - 1) // block_size) + 1)
-    return Cost(bytes=nbytes(positions, out_indices, out_lens) + rows * 5 + pages * 4)
+    pages = 4 * rows * (-(-(window_size - 1) // block_size) + 1)
+    return Cost(bytes=nbytes(positions, out_indices, out_lens) + rows * 5 + min(pages, nbytes(block_table)))
 
 
 _swa = define_op(
@@ -187,8 +187,8 @@ def _cost_global(
     out_indices: torch.Tensor,
     out_lens: torch.Tensor,
 ) -> Cost:
-    pages = min(topk_indices.numel(), topk_indices.shape[0] * block_table.shape[1])
-    return Cost(bytes=nbytes(topk_indices, out_indices, out_lens) + topk_indices.shape[0] * 5 + pages * 4)
+    pages = min(nbytes(topk_indices), 4 * topk_indices.shape[0] * block_table.shape[1], nbytes(block_table))
+    return Cost(bytes=nbytes(topk_indices, out_indices, out_lens) + topk_indices.shape[0] * 5 + pages)
 
 
 _global = define_op(
@@ -558,11 +558,12 @@ def _cost_mixed(
     sparse_topk_lens: torch.Tensor,
 ) -> Cost:
     prefill, width = prefill_topk_indices.shape
-    window_pages = prefill * (-(-(window_size - 1) // swa_block_size) + 1)
-    picks = prefill * min(topk, width)
+    window_pages = 4 * prefill * (-(-(window_size - 1) // swa_block_size) + 1)
+    picks = 4 * prefill * min(topk, width)
     local = nbytes(decode_compressed_indices) if decode_compressed_indices_are_local else 0
+    tables = min(window_pages, nbytes(swa_block_table)) + min(picks + local, nbytes(compressed_block_table))
     moved = nbytes(decode_swa_indices, decode_compressed_indices, query_start_loc, seq_lens)
-    return Cost(bytes=moved + nbytes(sparse_indices, sparse_topk_lens) + (window_pages + 2 * picks) * 4 + local)
+    return Cost(bytes=moved + nbytes(sparse_indices, sparse_topk_lens) + picks + tables)
 
 
 def _validate_mixed(

@@ -223,6 +223,7 @@ def test_host_cost_is_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MEASURED = [
     {"kind": "copy", "value": 4000.0},
+    {"kind": "read", "value": 4100.0},
     {"kind": "bf16", "value": 700.0},
     {"kind": "bf16", "value": 720.0},
     {"kind": "e4m3 fast", "value": 1400.0},
@@ -236,9 +237,11 @@ def test_yardsticks_are_stated_or_the_best_measured() -> None:
     assert h200["copy"] == {"value": 4280.0, "source": "stated"}
     assert h200["bf16"] == {"value": 790.0, "source": "stated"}
     assert h200["e4m3"] == {"value": 1400.0, "source": "measured"}
-    other = yardsticks("another GPU", MEASURED[:3])
+    faster = yardsticks("NVIDIA H200", [*MEASURED, {"kind": "read", "value": 4320.0}])
+    assert faster["copy"] == {"value": 4320.0, "source": "measured"}, "no share of a ceiling is above 100"
+    other = yardsticks("another GPU", MEASURED[:4])
     assert other == {
-        "copy": {"value": 4000.0, "source": "measured"},
+        "copy": {"value": 4100.0, "source": "measured"},
         "bf16": {"value": 720.0, "source": "measured"},
     }
     assert yardsticks("another GPU", []) == {}
