@@ -37,10 +37,10 @@ def draw(what: str, count: int, **ranges: tuple[int, int] | tuple[int, int, int]
     return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
 
-def draw_rows(what: str, tuned: Iterable[int], count: int = 3) -> tuple[int, ...]:
+def draw_rows(what: str, tuned: Iterable[int], count: int = 3, multiple: int = 1) -> tuple[int, ...]:
     """Different numbers of rows between the least and the most of `tuned`, in order."""
     known = set(tuned)
-    rows = {point["rows"] for point in draw(what, count, rows=(min(known), max(known)))}
+    rows = {point["rows"] for point in draw(what, count, rows=(min(known), max(known), multiple))}
     return tuple(sorted(rows - known))
 
 

@@ -14,10 +14,13 @@ from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache import reference
 from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from cute_kernels.runtime.ops import OPS
+from perf.grid import draw, draw_rows, facts_between
 from perf.measure import Call, compare, number_of_sets
 from perf.peers import load_peer
+from perf.records import case_of
 
 ROWS = (1, 64, 1024, 8192, 32768)
+BETWEEN_ROWS = draw_rows("quantize_and_insert_k_cache", ROWS, 4)
 BLOCK_SIZE = 64
 INSERT_VARIANTS: tuple[dict[str, Any], ...] = (
     {"warps": 8},
@@ -120,7 +123,7 @@ def _vllm_insert() -> Callable[[InsertSet], None]:
 
 
 def sweep_insert(
-    rows: tuple[int, ...] = ROWS, peers: bool = False, variants: bool = False, replays: int = 21
+    rows: tuple[int, ...] = (*ROWS, *BETWEEN_ROWS), peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of quantize_and_insert_k_cache per number of rows, its peer and other configurations beside it."""
     candidates: dict[str, Any] = dict(_insert_variants()) if variants else {}
@@ -135,7 +138,8 @@ def sweep_insert(
         assert cost is not None
         work = cost(*first.arguments())
         sets = [first, *(InsertSet.make(count, seed) for seed in range(1, number_of_sets(work.bytes)))]
-        shape = {"T": count, "block_size": BLOCK_SIZE, "page_stride": first.cache.stride(0)}
+        shape: dict[str, Any] = {"T": count, "block_size": BLOCK_SIZE, "page_stride": first.cache.stride(0)}
+        shape = facts_between({"case": case_of(shape), **shape}) if count in BETWEEN_ROWS else shape
         records.append(compare("quantize_and_insert_k_cache", shape, sets, work, candidates, replays))
     return records
 
@@ -164,6 +168,11 @@ GATHER_CASES = (
     GatherCase("c128 1x8192", 1, 8192, 2),
     GatherCase("swa 1x8192 gather4224", 1, 8192, 64, 4224),
     GatherCase("swa 4x8384 gather8320", 4, 8384, 64, 8320),
+)
+
+BETWEEN_CASES = tuple(
+    GatherCase(f"c4 {point['requests']}x{point['rows']}", point["requests"], point["rows"], 64)
+    for point in draw("dequantize_and_gather_k_cache", 3, requests=(1, 8), rows=(1500, 60_000))
 )
 
 
@@ -283,7 +292,7 @@ def sweep_gather(
         candidates["vllm-triton"] = load_peer("vllm-triton", _vllm_gather_triton)
         candidates["vllm-cutedsl"] = load_peer("vllm-cutedsl", _vllm_gather_cutedsl)
     records = []
-    for case in GATHER_CASES:
+    for case in (*GATHER_CASES, *BETWEEN_CASES):
         if rows is not None and case.rows not in rows:
             continue
         first = GatherSet.make(case, 0)
@@ -291,7 +300,13 @@ def sweep_gather(
         assert cost is not None
         work = cost(*first.arguments())
         sets = [first, *(GatherSet.make(case, seed) for seed in range(1, number_of_sets(work.bytes)))]
-        shape = {"case": case.name, "T": case.rows, "block_size": case.block_size, "page_stride": first.cache.stride(0)}
+        shape: dict[str, Any] = {
+            "case": case.name,
+            "T": case.rows,
+            "block_size": case.block_size,
+            "page_stride": first.cache.stride(0),
+        }
+        shape = facts_between(shape) if case in BETWEEN_CASES else shape
         records.append(compare("dequantize_and_gather_k_cache", shape, sets, work, candidates, replays))
     return records
 

@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels.indexer import ops as _registered  # noqa: F401
 from perf.bench import Arguments, Bench, Case, Run
-from perf.grid import LENGTHS, draw, lengths, mark
+from perf.grid import LENGTHS, draw, draw_rows, lengths, mark
 
 PICKS = (512, 1024)
 MORE_PICKS = (512, 1024, 2048)
@@ -96,10 +96,10 @@ def _between(op: str, rows: tuple[int, int], columns: tuple[int, int], picks: Se
     )
 
 
-def _all_visible_cases() -> tuple[Case, ...]:
+def _all_visible_cases(several: Sequence[int]) -> tuple[Case, ...]:
     return tuple(
         Case(f"{rows}x512" + " slots" * is_slots, rows, partial(_make_all_visible, rows, 512, is_slots), {"k": 512})
-        for rows in BATCHES
+        for rows in several
         for is_slots in (False, True)
     )
 
@@ -160,7 +160,12 @@ def _variants(op: str) -> dict[str, Run]:
 
 
 BENCHES = (
-    Bench(op="all_visible_entries", cases=_all_visible_cases(), quick=(1, 64)),
+    Bench(
+        op="all_visible_entries",
+        cases=_all_visible_cases(BATCHES),
+        quick=(1, 64),
+        between=mark(_all_visible_cases(draw_rows("all_visible_entries", BATCHES, 2))),
+    ),
     Bench(
         op="top_k_per_row_decode",
         cases=_cases("decode", DECODE + LONG) + _cases("decode", DECODE, is_slots=True) + _unequal_cases(),

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
 
-from perf import grid
-from perf.bench import Case
+from perf import cli, grid
+from perf.bench import Bench, Case
 
 
 def test_points_are_the_same_in_every_run_and_in_every_piece_of_their_range() -> None:
@@ -21,12 +22,31 @@ def test_points_are_the_same_in_every_run_and_in_every_piece_of_their_range() ->
 
 
 def test_rows_between_are_none_of_the_tuned_ones() -> None:
-    tuned = (1, 2, 3, 4, 5, 6, 7, 8)
-    assert not set(grid.draw_rows("few", tuned, 8)) & set(tuned)
+    assert not set(grid.draw_rows("few", range(1, 9), 8)) & set(range(1, 9))
+    assert all(rows % 64 == 0 for rows in grid.draw_rows("multiples", (64, 8192), 5, 64))
     found = grid.draw_rows("many", (1, 64, 8192), 6)
     assert len(found) == 6
     assert list(found) == sorted(found)
     assert 1 < found[0] < 64 < found[-1] < 8192
+
+
+def benches_in(value: object) -> list[Bench]:
+    if isinstance(value, tuple):
+        return [bench for part in value for bench in benches_in(part)]
+    return [value] if isinstance(value, Bench) else []
+
+
+def test_every_sweep_has_cells_between_the_tuned_ones() -> None:
+    for op, module in cli.ROOMS.items():
+        room = importlib.import_module(module)
+        benches = [bench for value in vars(room).values() for bench in benches_in(value) if bench.op == op]
+        if benches:
+            tuned = {case.name for bench in benches for case in bench.cases}
+            names = {case.name for bench in benches for case in bench.between}
+            assert names, op
+            assert all(name.endswith(" between") and name.removesuffix(" between") not in tuned for name in names), op
+        else:
+            assert any(name.startswith("BETWEEN") and value for name, value in vars(room).items()), op
 
 
 def test_cells_between_say_so() -> None:
