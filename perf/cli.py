@@ -318,7 +318,7 @@ def _ceilings(path: Path | None, measured: Callable[[], list[dict[str, Any]]]) -
 
 
 def _print_record(record: Record) -> None:
-    table = _table("case", "candidate", ">us", ">p10", ">p90", ">GB/s", ">% of ceiling", ">host us", "")
+    table = _table("case", "candidate", ">us", ">apart", ">p10", ">p90", ">GB/s", ">% of ceiling", ">host us", "")
     for cell in record.cells:
         for row in cell.rows:
             remarks = [] if row.checked else ["[yellow]result differs[/]"]
@@ -327,11 +327,11 @@ def _print_record(record: Record) -> None:
             percent = "" if row.percent is None else f"{row.percent:.1f}"
             host = "" if row.host is None else f"{row.host.us:.2f}"
             name = f"[bold]{row.name}[/]" if row is cell.ours else escape(row.name)
-            times = [f"{us:.2f}" for us in (row.us, row.p10, row.p90)]
+            times = ["" if us is None else f"{us:.2f}" for us in (row.us, row.apart, row.p10, row.p90)]
             case = cell.case if row is cell.ours else ""
             table.add_row(case, name, *times, f"{row.gbs:.0f}", percent, host, "; ".join(remarks))
         for skipped in cell.skipped:
-            table.add_row("", escape(skipped.name), *[""] * 6, f"[dim]skipped: {escape(skipped.reason)}[/]")
+            table.add_row("", escape(skipped.name), *[""] * 7, f"[dim]skipped: {escape(skipped.reason)}[/]")
     ceilings = _table("ceiling", ">measured", "unit")
     for c in record.ceilings:
         ceilings.add_row(c.name, f"{c.value:.2f}" if c.unit == "us" else f"{c.value:.0f}", c.unit)

@@ -39,3 +39,11 @@ def test_peers_may_order_picks_as_they_like() -> None:
     want = torch.arange(2000).view(2, 1000)
     assert same_picks([want.flip(1)], [want])
     assert not same_picks([want + 1000], [want])
+    other = want.clone()
+    other[0, 0] = 1500
+    assert same_picks([other], [want]), "one of 2000, wherever it is in order"
+    other[0] = 7
+    assert not same_picks([other], [want]), "a pick that comes twice"
+    short = torch.full_like(want, -1)
+    assert same_picks([short], [short])
+    assert not same_picks([short], [want])
