@@ -29,7 +29,7 @@ from cute_kernels.cli import Parser, Refusal
 from perf import compiled, plots, report
 from perf.compare import Change, compare
 from perf.peers import PeerMissing, missing_allowed
-from perf.records import LEAST_REPLAYS, Record, RecordError, collect, load, parse, usable
+from perf.records import LEAST_REPLAYS, Record, RecordError, collect, load, parse, to_text, usable
 from perf.targets import losses
 
 PROGRAM = "python -m perf"
@@ -238,7 +238,7 @@ def sweep(options: argparse.Namespace) -> int:
         return _sweep_apart(names, options, replays)
     path = out / f"{names[0]}.json" if out is not None and out.suffix != ".json" else out
     try:
-        text = json.dumps(measure(names[0], options, replays), indent=1)
+        text = to_text(measure(names[0], options, replays))
     except PeerMissing:
         raise
     except (RuntimeError, NotImplementedError) as error:
@@ -254,7 +254,7 @@ def sweep(options: argparse.Namespace) -> int:
         path = path.with_suffix(".rejected.json")  # GPU time is dear: what was measured can still be looked at
     if path is not None:
         try:
-            path.write_text(text + "\n")
+            path.write_text(text)
         except OSError as error:
             raise Refusal(f"--json: {path}: {error.strerror}") from error
     if problem:
@@ -404,7 +404,7 @@ def measure_layers(options: argparse.Namespace) -> int:
         if options.json is not None and measured:  # GPU time is dear: what was measured can still be looked at
             path = _layer_path(options.json).with_suffix(".rejected.json")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"schema": SCHEMA, "op": layer.OP, **machine, "records": measured}, indent=1))
+            path.write_text(to_text({"schema": SCHEMA, "op": layer.OP, **machine, "records": measured}))
         raise
     ceilings.add_percentages(cells, known)
     is_partial = options.full or options.only is not None or is_cut
@@ -420,7 +420,7 @@ def measure_layers(options: argparse.Namespace) -> int:
             path = path.with_suffix(".rejected.json")  # GPU time is dear: what was measured can still be looked at
             raise
         finally:
-            path.write_text(json.dumps(record, indent=1) + "\n")
+            path.write_text(to_text(record))
     return 0 if cells else 1
 
 

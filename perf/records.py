@@ -510,6 +510,13 @@ def files(path: Path) -> list[Path]:
     return sorted(path.rglob("*.json")) if path.is_dir() else [path]
 
 
+def to_text(data: Mapping[str, Any]) -> str:
+    """A record as its file holds it: a line per cell."""
+    head = json.dumps({name: value for name, value in data.items() if name != "records"}, indent=1)
+    cells = ",\n".join(f"  {json.dumps(cell)}" for cell in data["records"])
+    return f'{head[:-2]},\n "records": [\n{cells}\n ]\n}}\n'
+
+
 # ---- using -----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from perf import cli
-from perf.records import RecordError, case_of, collect, gpu_folder, load, parse, usable
+from perf.records import RecordError, case_of, collect, gpu_folder, load, parse, to_text, usable
 from perf.report import LAYER, stale
 from tests.perf import synthetic
 from tests.perf.synthetic import LEFT_OUT, cell, layer_cell, record, row
@@ -66,6 +66,15 @@ def test_a_good_record_is_read() -> None:
     assert [(s.name, s.reason) for s in first.skipped] == [("other", "not here")]
     assert found.cells[1].best_peer is None
     assert [(c.name, c.reason) for c in found.missing_ceilings] == [("e4m3 full matmul 8192", "RuntimeError: not here")]
+
+
+def test_a_file_has_a_line_per_cell(tmp_path: Path) -> None:
+    text = to_text(GOOD)
+    assert json.loads(text) == GOOD
+    assert list(json.loads(text)) == [*(name for name in GOOD if name != "records"), "records"]
+    assert sum(line.startswith('  {"op"') for line in text.splitlines()) == len(GOOD["records"])
+    (tmp_path / "x.json").write_text(text)
+    assert load(tmp_path / "x.json").cells == parse(GOOD).cells
 
 
 def test_a_gain_is_the_smaller_of_both_and_none_where_a_peer_was_absent() -> None:
