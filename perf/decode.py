@@ -158,6 +158,8 @@ def _facts(shape: Shape) -> dict[str, Any]:
     facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads, "padded": padded}
     if shape in BETWEEN_SHAPES:
         return facts_between(facts)
+    if shape.unequal in LENGTHS:
+        return {**facts, "group": shape.unequal}
     return {**facts, "group": "FlashMLA's shapes"} if shape in GRID else facts
 
 

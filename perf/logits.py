@@ -306,6 +306,7 @@ def sweep_paged(
     for batch, next_n, keys, mxfp4, kind in chosen:
         case = decode_name(batch, next_n, keys, mxfp4) + f" {kind}" * bool(kind)
         shape = {"case": case, "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS}
+        shape |= {"group": kind} if kind else {}
         shape = facts_between(shape) if (batch, next_n, keys) in BETWEEN_DECODES else shape
         candidates = _candidates(PAGED, mxfp4, peers, variants, next_n)
         make = partial(decode, batch, next_n, keys, mxfp4, kind=kind)

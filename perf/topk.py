@@ -74,7 +74,8 @@ def _make(op: str, rows: int, columns: int, k: int, is_slots: bool, kind: str, s
 
 def _case(op: str, rows: int, columns: int, k: int, is_slots: bool = False, kind: str = "") -> Case:
     name = " ".join([f"{rows}x{columns} k={k}", *["slots"] * is_slots, *[kind] * bool(kind)])
-    return Case(name, rows, partial(_make, op, rows, columns, k, is_slots, kind), {"columns": columns, "k": k})
+    facts = {"columns": columns, "k": k, **({"group": kind} if kind else {})}
+    return Case(name, rows, partial(_make, op, rows, columns, k, is_slots, kind), facts)
 
 
 def _cases(op: str, shapes: Sequence[tuple[int, int]], is_slots: bool = False) -> tuple[Case, ...]:
