@@ -21,7 +21,7 @@ import torch
 
 from cute_kernels.runtime import record
 from cute_kernels.runtime.arguments import of_arguments
-from cute_kernels.runtime.contract import Contract
+from cute_kernels.runtime.contract import Contract, Layout
 from cute_kernels.runtime.log import describe, logger
 from cute_kernels.runtime.record import Cost
 
@@ -156,7 +156,7 @@ def define_op(
         check(*args)
         _execute(op, "reference", reference, args)
 
-    accepted: dict[Any, tuple[Callable[..., None], set[Any]]] = {}
+    accepted: dict[Any, _Accepted] = {}
 
     def on_cuda(*args: Any) -> None:
         metadata, addresses = _describe(args)
@@ -168,16 +168,13 @@ def define_op(
             if implementation == "kernel":
                 if len(accepted) >= MOST_ACCEPTED:
                     accepted.clear()
-                accepted[metadata] = body, {addresses}
+                accepted[metadata] = _Accepted(body, {addresses})
                 if logger.isEnabledFor(logging.DEBUG):
                     body = _logged(op, body)
         else:
-            body, apart = known
-            if addresses not in apart:
-                contract.check_apart(args)
-                if len(apart) >= MOST_PLACES:
-                    apart.clear()
-                apart.add(addresses)
+            body = known.body
+            if addresses not in known.places:
+                known.check(contract, addresses, args)
         if record.active() is None:
             body(*args)
         else:
@@ -192,6 +189,27 @@ def define_op(
     OPS[name] = op
 
     return call
+
+
+@dataclass(slots=True)
+class _Accepted:
+    """Calls with one metadata, of which one was checked.
+
+    places   addresses of tensors that were found to share no elements that they must not
+    layout   what to check at other addresses; made when there are any
+    """
+
+    body: Callable[..., None]
+    places: set[tuple[int, ...]]
+    layout: Layout | None = None
+
+    def check(self, contract: Contract, addresses: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        if self.layout is None:
+            self.layout = Layout(contract, args)
+        self.layout.check(addresses, args)
+        if len(self.places) >= MOST_PLACES:
+            self.places.clear()
+        self.places.add(addresses)
 
 
 def _with_contract(contract: Contract, check: Callable[..., None]) -> Callable[..., None]:
