@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
 
 def same_bits(got: torch.Tensor, want: torch.Tensor) -> None:

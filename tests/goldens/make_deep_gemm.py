@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the cases of DeepGEMM's casts and scores as its utilities and tests define them, in torch on a CPU.
 
-    python -m tests.goldens.make_deep_gemm CHECKOUT    # of github.com/deepseek-ai/DeepGEMM
+python -m tests.goldens.make_deep_gemm CHECKOUT    # of github.com/deepseek-ai/DeepGEMM
 """
 
 from __future__ import annotations

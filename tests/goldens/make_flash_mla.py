@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the cases of FlashMLA's quantizer and attention as its tests define them, in torch on a CPU.
 
-    python -m tests.goldens.make_flash_mla CHECKOUT    # of github.com/deepseek-ai/FlashMLA
+python -m tests.goldens.make_flash_mla CHECKOUT    # of github.com/deepseek-ai/FlashMLA
 """
 
 from __future__ import annotations

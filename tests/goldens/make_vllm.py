@@ -4,7 +4,7 @@
     python -m tests.goldens.make_vllm            # vllm 0.33 must be importable
     python -m tests.goldens.make_vllm --out FOLDER compressor indexer
 
-Arguments have the names of `cute_kernels.compat`.
+Arguments have the names of `cute_kernels.compat`. Its MXFP4 kernels need a Blackwell GPU and are left out.
 """
 
 from __future__ import annotations
@@ -180,7 +180,6 @@ def compressor(cases: Cases) -> None:
         (4, 512, formats.FP8_DS_MLA),
         (128, 512, formats.FP8_DS_MLA),
         (4, 128, formats.INDEXER_FP8),
-        (4, 128, formats.INDEXER_MXFP4),
     ):
         width, rows = head_dim * (2 if ratio == 4 else 1), 4 if ratio == 4 else 8
         tokens = 12 if ratio == 4 else 128
@@ -188,8 +187,7 @@ def compressor(cases: Cases) -> None:
         state = torch.cat([levels((pages, rows, width), 21, 5), levels((pages, rows, width), 22, 3)], dim=2)
         closing = torch.arange(ratio - 1, tokens, ratio)
         table = torch.arange(pages, dtype=torch.int32).flip(0)[None].contiguous()
-        mxfp4 = fmt is formats.INDEXER_MXFP4
-        sizes = (64, 576, 8) if head_dim == 512 else (32, 64, 4) if mxfp4 else (128, 128, 4)
+        sizes = (64, 576, 8) if head_dim == 512 else (128, 128, 4)
         arguments = {
             "state_cache": state,
             "num_actual": len(closing),
@@ -207,7 +205,7 @@ def compressor(cases: Cases) -> None:
             "rope_head_dim": 64,
             "compress_ratio": ratio,
             "overlap": ratio == 4,
-            "use_fp4_cache": mxfp4,
+            "use_fp4_cache": False,
             "rms_norm_weight": (levels((head_dim,), 23, 9) + 3).bfloat16(),
             "rms_norm_eps": 1e-6,
             **dict(zip(("quant_block", "token_stride", "scale_dim"), sizes, strict=True)),
@@ -241,18 +239,16 @@ _CUTEDSL = "_SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL"
 
 
 def indexer(cases: Cases) -> None:
-    for name, options in (("", {}), (" in MXFP4", {"use_fp4": True})):
-        cases.add(
-            f"fused_indexer_q_rope_quant{name}",
-            of(f"{OPS}.fused_indexer_q", "fused_indexer_q_rope_quant"),
-            positions=torch.tensor([0, 11, 23]),
-            index_q=helpers.spread((3, 8, 128), 31),
-            index_q_cos_sin_cache=TABLE,
-            index_weights=helpers.spread((3, 8), 32),
-            index_weights_softmax_scale=128**-0.5,
-            index_weights_head_scale=8**-0.5,
-            **options,
-        )
+    cases.add(
+        "fused_indexer_q_rope_quant",
+        of(f"{OPS}.fused_indexer_q", "fused_indexer_q_rope_quant"),
+        positions=torch.tensor([0, 11, 23]),
+        index_q=helpers.spread((3, 8, 128), 31),
+        index_q_cos_sin_cache=TABLE,
+        index_weights=helpers.spread((3, 8), 32),
+        index_weights_softmax_scale=128**-0.5,
+        index_weights_head_scale=8**-0.5,
+    )
     pages = torch.randint(0, 120, (3, 16, 132), dtype=torch.uint8, generator=helpers.generator(33))
     cases.add(
         "cp_gather_indexer_k_quant_cache",
@@ -310,7 +306,7 @@ def indices(cases: Cases) -> None:
         N=20,
     )
     mixed = {
-        "prefill_topk_indices": int32([[2, 0, 1]] * 3),
+        "prefill_topk_indices": int32([[1, 0, 2]] * 3),
         "query_start_loc": int32([0, 1, 2, 5]),
         "seq_lens": int32([9, 2, 13]),
         "token_to_req_indices": int32([0, 1, 2, 2, 2]),
@@ -412,9 +408,15 @@ def deep_gemm(cases: Cases) -> None:
     def codes(*shape: int) -> torch.Tensor:
         return (torch.randint(0, CODES, shape, generator=g).to(torch.uint8) * 9).view(torch.float8_e4m3fn)
 
-    def ranges(q: Any, kv: Any, weights: Any, cu_seq_len_k_start: Any, cu_seq_len_k_end: Any) -> Any:
-        scores = deepgemm().fp8_fp4_mqa_logits(q, None, *kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, 0)
-        return scores.contiguous()
+    def visible(logits: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        """With the columns that it leaves undefined as clean_logits has them."""
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        return logits.masked_fill(columns >= lens.view(-1, 1), float("-inf"))
+
+    def ranges(q: Any, kv: Any, weights: Any, clean_logits: bool, max_seqlen_k: int, **where: Any) -> Any:
+        starts, ends = where.values()
+        scores = deepgemm().fp8_fp4_mqa_logits(q, None, *kv, weights, starts, ends, max_seqlen_k)
+        return visible(scores, ends - starts)
 
     cases.add(
         "fp8_mqa_logits",
@@ -424,13 +426,16 @@ def deep_gemm(cases: Cases) -> None:
         weights=torch.randn(3, 64, generator=g),
         cu_seq_len_k_start=int32([0, 3, 0]),
         cu_seq_len_k_end=int32([40, 29, 1]),
+        clean_logits=True,
+        max_seqlen_k=40,
     )
 
-    def paged(schedule_meta: Any, **arguments: Any) -> Any:
-        ops, given = deepgemm(), list(arguments.values())
+    def paged(schedule_meta: Any, clean_logits: bool, **arguments: Any) -> Any:
+        ops, (q, *rest, columns) = deepgemm(), arguments.values()
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         schedule = ops.get_paged_mqa_logits_metadata(arguments["context_lens"], 64, multiprocessors)
-        return ops.fp8_fp4_paged_mqa_logits(given[0], None, *given[1:5], schedule, given[5]).contiguous()
+        scores = ops.fp8_fp4_paged_mqa_logits(q, None, *rest, schedule, columns)
+        return visible(scores, arguments["context_lens"])
 
     pages = torch.empty(3, 64 * 132, dtype=torch.uint8)
     pages[:, : 64 * 128] = codes(3, 64 * 128).view(torch.uint8)
@@ -445,6 +450,7 @@ def deep_gemm(cases: Cases) -> None:
         block_table=int32([[2, 0], [1, 1]]),
         max_context_len=128,
         schedule_meta=None,
+        clean_logits=True,
     )
 
     def product(out: Any, equation: str, **arguments: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,10 +35,10 @@ class Case:
     result: Any = None
     changed: dict[str, Any] = field(default_factory=dict)
 
-    def replay(self, function: Callable[..., Any], **other: Any) -> tuple[Any, dict[str, Any]]:
-        """(result, arguments after the call) of `function` on copies of the arguments, with some `other` than those."""
-        arguments = deepcopy(self.arguments) | other
-        return function(**arguments), arguments
+    def replay(self, function: Callable[..., Any], device: str = "cpu") -> tuple[Any, dict[str, Any]]:
+        """(result, arguments after the call) of `function` on copies of the arguments on a device, brought back."""
+        arguments = on(device, self.arguments)
+        return on("cpu", (function(**arguments), arguments))
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,9 @@ def load(name: str) -> File:
         if not isinstance(value, dict):
             return value
         if "tensor" in value:
-            memory = torch.from_numpy(arrays[value["tensor"]].copy()).view(getattr(torch, value["dtype"]))
-            return memory.as_strided(value["shape"], value["strides"])
+            memory = torch.from_numpy(arrays[value["tensor"]].copy()).untyped_storage()
+            empty = torch.empty(0, dtype=getattr(torch, value["dtype"]))
+            return empty.set_(memory, 0, value["shape"], value["strides"])
         ((kind, content),) = value.items()
         if kind == "dtype":
             return getattr(torch, content)

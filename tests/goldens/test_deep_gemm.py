@@ -9,18 +9,19 @@ import torch
 from cute_kernels import numerics
 from cute_kernels.compat import deep_gemm
 from cute_kernels.linear.ops import quantize_fp8_1x128
-from tests.goldens.compare import near, same_bits
+from tests.goldens.compare import DEVICES, near, same_bits
 from tests.goldens.records import load
 
 FILE = load("deep_gemm")
 SCORES = [name for name in FILE.cases if "logits" in name]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SCORES)
-def test_scores(name: str) -> None:
+def test_scores(name: str, device: str) -> None:
     case = FILE.cases[name]
-    result, _ = case.replay(getattr(deep_gemm, name.split(" ")[0]))
-    near(result, case.result, 1e-6)
+    result, _ = case.replay(getattr(deep_gemm, name.split(" ")[0]), device)
+    near(result, case.result, 1e-6 if device == "cpu" else 1e-5)
 
 
 def test_activations_of_a_gemm() -> None:
