@@ -37,7 +37,7 @@ def benches_in(value: object) -> list[Bench]:
 
 
 def test_every_sweep_has_cells_between_the_tuned_ones() -> None:
-    for op, module in cli.ROOMS.items():
+    for op, module in cli.MODULES.items():
         room = importlib.import_module(module)
         benches = [bench for value in vars(room).values() for bench in benches_in(value) if bench.op == op]
         if benches:

@@ -12,13 +12,13 @@ import torch
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.runtime.verify import clone_arguments, examples_of, raw_memory
 from perf import public
-from perf.cli import ROOMS
+from perf.cli import MODULES
 
-for _module in sorted(set(ROOMS.values())):
+for _module in sorted(set(MODULES.values())):
     importlib.import_module(_module)
 
 
-@pytest.mark.parametrize("op", sorted(ROOMS))
+@pytest.mark.parametrize("op", sorted(MODULES))
 def test_the_public_function_does_what_the_op_does(op: str) -> None:
     examples = examples_of(OPS[op])
     assert examples is not None
