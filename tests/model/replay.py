@@ -225,6 +225,9 @@ class Replay(Schedule):
 
     def _tensor_use(self, warp: int, step: Step) -> None:
         """Done when the threads go on."""
+        (peer,) = step.args
+        if peer is not None and peer not in self.started[warp]:
+            self.report("the pair's other block may not have started", step)
         agent, reads, writes = step.touches[0]
         self.sequence[agent] += 1
         clocks, clock = self.clocks, self.sequence[agent]

@@ -128,6 +128,27 @@ PAIRED = """
 RELAXED = PAIRED.replace("cluster.arrive;", "cluster.arrive.relaxed;")
 """What makes an mbarrier has a fence behind it."""
 
+TAKEN = """
+    mov.u32 %r9, %ctaid.y;
+    mul.wide.u32 %rd6, %r9, 256;
+    add.s64 %rd5, %rd5, %rd6;
+    st.global.b32 [%rd5], %r3;
+    barrier.cluster.arrive.relaxed;
+    barrier.cluster.wait;
+    @!%p2 bra over;
+    tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1], 64;
+    over:
+    barrier.cluster.arrive;
+    barrier.cluster.wait;
+    @!%p2 bra freed;
+    ld.shared.b32 %r5, [%r1];
+    tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r5, 64;
+    freed:
+    ret;
+}
+"""
+"""Blocks that take tensor memory as a pair."""
+
 SOURCE = np.arange(64, dtype=np.uint32) + 1000
 
 
@@ -201,6 +222,16 @@ def test_what_nothing_orders_between_blocks(body: str, problem: str) -> None:
     _, _, problems = run(body, blocks=2)
     assert problems
     assert all(problem in one for one in problems)
+
+
+def test_a_pair_has_started_before_it_allocates() -> None:
+    assert run(TAKEN, blocks=2)[2] == []
+    meeting = "barrier.cluster.arrive.relaxed;\n    barrier.cluster.wait;"
+    for less in ("", "bar.sync 0;"):
+        _, _, problems = run(TAKEN.replace(meeting, less, 1), blocks=2)
+        assert [problem.partition(":")[0] for problem in problems] == ["the pair's other block may not have started"]
+    alone = TAKEN.replace(meeting, "", 1).replace("cta_group::2", "cta_group::1")
+    assert run(alone, blocks=2)[2] == []
 
 
 def test_waits_for_mbarriers_of_other_blocks() -> None:

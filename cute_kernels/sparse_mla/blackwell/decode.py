@@ -1129,6 +1129,9 @@ class DecodeKernel:
         bars = self.barriers.allocate(smem)
         if thread == 0:
             bars.initialize()
+        if const_expr(self.plan.BLOCKS > 1):
+            # a pair's allocation wants both CTAs to be running
+            self.synchronize()
         if warp == MMA_WARP:
             # all of it, so it begins at address 0
             ptx.allocate_tensor_memory(at.tensor_memory, ptx.COLUMNS, self.plan.BLOCKS)
