@@ -16,7 +16,7 @@ from cute_kernels.runtime.compile import Report
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.dsl import convert
-from cute_kernels.dsl.ptx import HAS_E4M3_AND_BF16
+from cute_kernels.dsl.ptx import HAS_BF16_OF_E4M3
 from cute_kernels.kv_cache.gather import (
     BULK_ROWS,
     GatherBulkKey,
@@ -53,7 +53,7 @@ def test_compiles(arch: str, gathered: bool, rows: int) -> None:
     assert len(re.findall(r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.v2\.b32", ptx)) == 3 * key.rows
     assert len(re.findall(r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.b32", ptx)) == (1 if gathered else 3)
     assert len(re.findall(r"ld\.global\.nc\.b32", ptx)) == (3 if gathered else 0)
-    is_direct = arch in convert.BLACKWELL and HAS_E4M3_AND_BF16
+    is_direct = arch in convert.BLACKWELL and HAS_BF16_OF_E4M3
     assert len(re.findall(r"cvt\.rn\.b?f16x2\.e4m3x2", ptx)) == 8 * key.rows
     assert len(re.findall(r"cvt\.rn\.bf16x2\.f32", ptx)) == (0 if is_direct else 8 * key.rows)
     # a row's values, or zeros
