@@ -188,8 +188,8 @@ REPORTED = {
 """Kernels -> accesses between which racecheck reports races, and what orders them. Of verify's examples, on an H100;
 memcheck reported nothing (of decode 14 examples, then its time was over). What is not here was clean: bf16_gemm,
 fused_qkv_insert_compress_index, fused_q_kv_rmsnorm_quant, build_step_metadata. tests/model runs GEMMs, prefill and
-decode in any order that the PTX ISA allows; prefill and decode with `votes_order` or without `scopes_count`, as their
-tests say."""
+decode in any order that the PTX ISA allows; prefill and decode with `votes_order` or `unscoped`, as their tests
+say."""
 
 
 def run(name: str) -> bool:

@@ -216,6 +216,9 @@ class ProductKernel:
         if thread == 0:
             cute.arch.mbarrier_init(done, 1)
         cute.arch.mbarrier_init_fence()
+        if const_expr(self.is_pair):
+            # a pair's allocation wants both blocks to be running
+            self.synchronize()
         if warp == 0:
             ptx.allocate_tensor_memory(where, ptx.COLUMNS, self.blocks)
             ptx.relinquish_tensor_memory(self.blocks)

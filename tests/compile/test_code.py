@@ -21,7 +21,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.compressor import epilogue, ratio4, ratio128, save
 from cute_kernels.compressor.slots import SlotsKey
 from cute_kernels.dsl import convert
-from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH, HAS_E4M3_AND_BF16
+from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH, HAS_BF16_OF_E4M3
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEXER_FP8, INDEXER_MXFP4, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.indexer import call as scores
 from cute_kernels.indexer import gather as index_gather
@@ -151,7 +151,7 @@ def gathers() -> Iterator[Row]:
     for arch, gathered, rows in itertools.product(MOVING, (False, True), (2, 4)):
         if arch != HOPPER and rows == 4:
             continue
-        is_direct = arch in convert.BLACKWELL and HAS_E4M3_AND_BF16
+        is_direct = arch in convert.BLACKWELL and HAS_BF16_OF_E4M3
         ptx = {
             r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.v2\.b32": 3 * rows,
             r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.b32": 1 if gathered else 3,
