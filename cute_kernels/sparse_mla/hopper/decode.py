@@ -55,7 +55,16 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
-from cute_kernels.sparse_mla.params import IndexList, KVCache, KVSources, Output, Query, TileScheduler, logs_of
+from cute_kernels.sparse_mla.params import (
+    IndexList,
+    KVCache,
+    KVSources,
+    Output,
+    Query,
+    TileScheduler,
+    logs_of,
+    tiles_of,
+)
 from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
 from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
@@ -156,6 +165,9 @@ TARGET = 16
 """Bytes of a tile's target: flags; of a work tile's last tile, heads that are there, address of their rows of O, or
 where codes are stored, the query row and the first head."""
 
+MOST_ROUNDS = 15
+"""Work tiles of a cluster that a planner orders."""
+
 S_PARTIAL_BYTES = ROWS // 2 * KEYS * 4
 P_BYTES = ROWS // 2 * KEYS * 2
 WORDS_BYTES = 128 * 16
@@ -177,6 +189,7 @@ def smem_parts() -> dict[str, int]:
         "target": P_STAGES * TARGET,
         "row_max": ROWS // 2 * 4,
         "row_sum": 128 * 4,
+        "order": (MOST_ROUNDS + 1) * 4,
     }
 
 
@@ -203,6 +216,7 @@ class Smem(NamedTuple):
     target       [2 stages] targets
     row_max      [4 warps][8 heads] running maxima
     row_sum      [128 threads] running sums
+    order        [15] the cluster's work tiles, see Planner, and the number of all that have work
     """
 
     q: Any
@@ -217,6 +231,7 @@ class Smem(NamedTuple):
     target: Any
     row_max: Any
     row_sum: Any
+    order: Any
 
 
 @dataclass(frozen=True)
@@ -265,6 +280,91 @@ class Bars:
             for i in range(count):
                 cute.arch.mbarrier_init(first + i, arrivals)
         cute.arch.mbarrier_init_fence()
+
+
+# ---- planner
+
+MOST_PLANNED = 512
+"""Work tiles of a call that are ordered: each is compared with all others, 3 us for so many."""
+
+MOST_COUNTED = 1 << 20
+"""Tiles of a work tile that are told from more."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Deals the work tiles of a call to its clusters, where there are more of them than clusters: the longest first, to
+    the clusters in turn, there and back. Those of splits behind a row's last tile are left out: they are marked empty
+    at once. What is summed where does not depend on it.
+
+    Every CTA goes through all lengths by itself, so nobody waits for a kernel ahead or shares memory with another call.
+    While nothing is copied, the ring of copies has room for the lengths.
+    """
+
+    config: DecodeConfig
+    smem: Smem
+    rank: Any
+    scheduler: TileScheduler
+    sources: KVSources
+    out: Output
+    thread: Any
+
+    @cute.jit
+    def run(self) -> Any:
+        """How many work tiles the cluster has: it finds them at smem.order."""
+        scheduler, smem, thread = self.scheduler, self.smem, self.thread
+        clusters = scheduler.step
+        # by length, then by number; all are different
+        weight = Int32(-1)
+        if thread < scheduler.end:
+            batch, token, split_idx, head_group = scheduler.coords(thread)
+            tiles = self.tiles(batch, token)
+            first, end = scheduler.tiles(split_idx, tiles)
+            if end > first or split_idx == 0:
+                weight = cutlass.min(end - first, Int32(MOST_COUNTED)) * MOST_PLANNED + (MOST_PLANNED - 1 - thread)
+            elif thread % clusters == scheduler.first and self.rank == 0:
+                self.mark_empty(batch, token, split_idx, head_group)
+        ptx.store_shared_s32(smem.fp8 + thread * 4, weight)
+        cute.arch.sync_threads()
+        # the last thread, which has no work tile, counts those that have work
+        ahead = Int32(0)
+        if thread < scheduler.end or thread == THREADS - 1:
+            for number in cutlass.range(Int32(0), scheduler.end, 4, unroll=4):
+                for other in ptx.load_shared_128(smem.fp8 + number * 4):
+                    ahead += Int32(other > weight)
+            turn = ahead // clusters
+            place = ahead - turn * clusters
+            place = place if turn % 2 == 0 else clusters - 1 - place
+            if weight >= 0 and place == scheduler.first:
+                ptx.store_shared_s32(smem.order + turn * 4, thread)
+            if thread == THREADS - 1:
+                ptx.store_shared_s32(smem.order + MOST_ROUNDS * 4, ahead)
+        # before bulk copies write where the weights were
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        counted = ptx.load_shared_s32(smem.order + MOST_ROUNDS * 4)
+        turns = counted // clusters
+        place = scheduler.first if turns % 2 == 0 else clusters - 1 - scheduler.first
+        return turns + Int32(place < counted - turns * clusters)
+
+    def tiles(self, batch: Any, token: Any) -> Any:
+        """Of a row."""
+        sources, extra = self.sources, self.config.extra
+        lists = [(sources.indices, sources.indices.columns)]
+        if extra != "none":
+            page_rows = sources.extra_cache.rows.divisor if extra == "dense" else 1
+            lists.append((sources.extra_indices, sources.extra_indices.columns * page_rows))
+        words = [indices.load_length(batch, token) for indices, _ in lists]
+        counts = [indices.live_of(word, columns) for (indices, columns), word in zip(lists, words, strict=True)]
+        return sum(tiles_of(count) for count in counts)
+
+    @cute.jit
+    def mark_empty(self, batch: Any, token: Any, split_idx: Any, head_group: Any) -> None:
+        """Store the log-sum-exps of a split without keys."""
+        first = head_group * self.config.heads
+        for head in cutlass.range(first, cutlass.min(first + self.config.heads, self.out.heads), unroll=1):
+            at = self.out.lse.of(split_idx, batch, head, token)
+            ptx.store_global_s32(at, Float32(Float32.inf).bitcast(Int32))
 
 
 # ---- producer
@@ -356,11 +456,7 @@ class Producer:
             self.prefetch_queries(queries, heads)
             tiles0 = (live0 + (KEYS - 1)) // KEYS
             tiles = tiles0 + (live1 + (KEYS - 1)) // KEYS
-            tile, _ = divmod(tiles * split_idx, scheduler.splits)
-            end, _ = divmod(tiles * (split_idx + 1), scheduler.splits)
-            if scheduler.split_tiles != 0:
-                tile = cutlass.min(split_idx * scheduler.split_tiles, tiles)
-                end = cutlass.min(tile + scheduler.split_tiles, tiles)
+            tile, end = scheduler.tiles(split_idx, tiles)
             if end <= tile:
                 # nothing to attend to is a tile of skipped keys
                 end = tile + 1
@@ -701,7 +797,7 @@ class QkSoftmax:
         k_parts = self.mma[0].make_fragment_B(part.partition_B(self.k))
         s = cute.make_rmem_tensor(part.partition_shape_C((ROWS, KEYS)), Float32)
         scores = cute.make_rmem_tensor((HELD,), Float32)
-        if self.warpgroup == 0:
+        if self.warpgroup == 0 and scheduler.first < scheduler.end:
             batch, token, _, head_group = scheduler.coords(scheduler.first)
             first = head_group * config.heads
             queries = q.at(batch, token, first) + self.rank * (DIM * 2)
@@ -1287,9 +1383,13 @@ class DecodeKernel:
 
         wgmma.accumulate(qk_more)
         wgmma.accumulate(pv)
-        first, step = cta // CLUSTER, ctas // CLUSTER
-        scheduler = TileScheduler(first, work_tiles, step, head_groups, splits, tokens, split_tiles)
         config = self.config
+        first, step, end, order = cta // CLUSTER, ctas // CLUSTER, work_tiles, Int32(0)
+        if work_tiles > step and work_tiles <= cutlass.min(step * MOST_ROUNDS, MOST_PLANNED):
+            every = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles)
+            end = Planner(config, smem, rank, every, sources, out, thread).run()
+            first, step, order = Int32(0), Int32(1), smem.order
+        scheduler = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles, order)
         if group < FIRST_PV_THREAD // 128:
             cute.arch.setmaxregister_decrease(SOFTMAX_REGISTERS)
             QkSoftmax(
