@@ -122,12 +122,14 @@ PATTERNS: dict[str, Callable[[int, int, int], torch.Tensor]] = {
 
 def keys() -> list[Any]:
     from cute_kernels.indexer.topk import TopKKey
+    from cute_kernels.indexer.topk_held import HeldTopKKey
     from cute_kernels.indexer.topk_select import keys_of
     from cute_kernels.runtime.arch import arch_of
 
     arch = arch_of(0)
+    held = [HeldTopKKey(arch, warps) for warps in (8, 16, 32)]
     more = [TopKKey(arch, 16, 4, 2), TopKKey(arch, 8, 2, 4, 3)] if keys_of(arch)[-1].cluster > 1 else []
-    return keys_of(arch) + more
+    return keys_of(arch) + held + more
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
