@@ -136,7 +136,7 @@ class HeldRow:
         """Write the k best of a row that has more columns, or their slots. share, groups: topk.py's."""
         scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
         chunks = (part.stop + (CHUNK - 1)) >> CHUNK_BITS
-        each = (chunks + (self.warps - 1)) >> (self.warps.bit_length() - 1)
+        each = (chunks + (self.warps - 1)) // self.warps
         self.load(here, part, each, scores)
         best = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.max_f32)
         worst = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.min_f32)
@@ -283,12 +283,13 @@ class HeldRow:
         follows."""
         config = self.config
         if tied != 0:
+            number = ptx.fetch_add_shared(here.at + config.number, cute.arch.popc(tied), False)
             for i in range_constexpr(4 * self.vectors):
                 if (tied >> i) & 1 != 0:
                     code = (here.warp << CODE_BITS) | (here.lane * 4 + (i // 4 * CHUNK + i % 4))
-                    number = ptx.fetch_add_shared(here.at + config.number, Int32(1), False)
                     order = Int32(ptx.descending_order(scores[i]))
                     ptx.store_shared_64(here.at + config.ranked + number * 8, order, code)
+                    number += 1
         cute.arch.sync_threads()
         for start in cutlass.range(ptx.thread_again(), count, config.threads, unroll=1):
             word, code = ptx.load_shared_64(here.at + config.ranked + start * 8)
