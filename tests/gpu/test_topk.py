@@ -122,14 +122,12 @@ PATTERNS: dict[str, Callable[[int, int, int], torch.Tensor]] = {
 
 def keys() -> list[Any]:
     from cute_kernels.indexer.topk import TopKKey
-    from cute_kernels.indexer.topk_held import HeldTopKKey
     from cute_kernels.indexer.topk_select import keys_of
     from cute_kernels.runtime.arch import arch_of
 
     arch = arch_of(0)
-    held = [HeldTopKKey(arch, warps) for warps in (8, 16, 32)]
     more = [TopKKey(arch, 16, 4, 2), TopKKey(arch, 8, 2, 4, 3)] if keys_of(arch)[-1].cluster > 1 else []
-    return keys_of(arch) + held + more
+    return keys_of(arch) + more
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -138,7 +136,14 @@ def test_every_kernel_picks_what_a_stable_sort_does(pattern: str) -> None:
 
     for number, key in enumerate(keys()):
         most = min(key.capacity, 200_000)
-        for k, columns in ((512, most), (1024, min(most, 5000)), (2048, min(most, 2051)), (7, 4000), (1, 300)):
+        for k, columns in (
+            (512, most),
+            (1024, min(most, 5000)),
+            (2048, min(most, 2051)),
+            (7, 4000),
+            (1, 300),
+            (4096, most),
+        ):
             logits = PATTERNS[pattern](3, columns, 10 * number + k % 7)
             starts = torch.tensor([0, columns // 5 + 1, 2], dtype=INT).cuda()
             ends = torch.tensor([columns, columns - 3, min(k + 4, columns)], dtype=INT).cuda()
@@ -180,7 +185,7 @@ def test_rows_that_are_fetched_for_later() -> None:
 
 def test_longest_rows() -> None:
     columns = 1 << 20
-    for k in (512, 2048):
+    for k in (512, 2048, 4096):
         logits = normal(1.0, 0.0)(2, columns, k)
         logits[1] = 3.0
         starts, ends = [0, 5], [columns, columns]
@@ -189,8 +194,8 @@ def test_longest_rows() -> None:
 
 def test_unsupported_arguments_say_why() -> None:
     logits = torch.zeros(1, 4096, device="cuda")
-    with pytest.raises(NotImplementedError, match="k must be at most 2048, got 2049"):
-        prefill(logits, [0], [4096], 2049)
+    with pytest.raises(NotImplementedError, match="k must be at most 4096, got 4097"):
+        prefill(logits, [0], [4096], 4097)
     logits = torch.zeros(1, (1 << 20) + 1, device="cuda")
     with pytest.raises(NotImplementedError, match=r"columns on sm_.*, got 1048577"):
         prefill(logits, [0], [4096], 512)

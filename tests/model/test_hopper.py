@@ -92,6 +92,13 @@ def test_decode_deals_work_by_length() -> None:
     assert torch.isinf(lse).sum() == 64 * (12 - 5)
 
 
+def test_decode_gives_nothing_beside_a_long_row() -> None:
+    """Three rows and two pairs of blocks: the pair with the row of four tiles has no other."""
+    decode = Decode(decode_call([0, 128, 1], [0, 100, -1]), 64)
+    decode.run(program(DECODE), DECODE.smem_bytes, pairs=2, seed=4)
+    decode.check()
+
+
 class Prefill:
     """Three rows over 40 rows of kv, one of them empty and one with a length: 130 columns, a tenth of them bad."""
 

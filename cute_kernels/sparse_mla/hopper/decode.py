@@ -165,7 +165,7 @@ TARGET = 16
 """Bytes of a tile's target: flags; of a work tile's last tile, heads that are there, address of their rows of O, or
 where codes are stored, the query row and the first head."""
 
-MOST_ROUNDS = 15
+MOST_ROUNDS = 16
 """Work tiles of a cluster that a planner orders."""
 
 S_PARTIAL_BYTES = ROWS // 2 * KEYS * 4
@@ -189,7 +189,7 @@ def smem_parts() -> dict[str, int]:
         "target": P_STAGES * TARGET,
         "row_max": ROWS // 2 * 4,
         "row_sum": 128 * 4,
-        "order": (MOST_ROUNDS + 1) * 4,
+        "order": MOST_ROUNDS * 4,
     }
 
 
@@ -216,7 +216,7 @@ class Smem(NamedTuple):
     target       [2 stages] targets
     row_max      [4 warps][8 heads] running maxima
     row_sum      [128 threads] running sums
-    order        [15] the cluster's work tiles, see Planner, and the number of all that have work
+    order        [16] the cluster's work tiles, see Planner
     """
 
     q: Any
@@ -284,21 +284,36 @@ class Bars:
 
 # ---- planner
 
-MOST_PLANNED = 512
-"""Work tiles of a call that are ordered: each is compared with all others, 3 us for so many."""
+MOST_PLANNED = THREADS // 2
+"""Work tiles of a call that are ordered: each is compared with all others."""
+
+PLANNED_WARPS = MOST_PLANNED // 32
 
 MOST_COUNTED = 1 << 20
 """Tiles of a work tile that are told from more."""
 
+AROUND = 2
+"""Tiles that the beginning and the end of a work tile take as long as."""
+
+LINES = 64
+"""Of 128 bytes, of a work tile's list, that are asked for early."""
+
 
 @dataclass(frozen=True)
 class Planner:
-    """Deals the work tiles of a call to its clusters, where there are more of them than clusters: the longest first, to
-    the clusters in turn, there and back. Those of splits behind a row's last tile are left out: they are marked empty
-    at once. What is summed where does not depend on it.
+    """Deals the work tiles of a call to its clusters, where there are more of them than clusters: the longest first,
+    to the clusters in turn, there and back; but those whose first one is longer than what a cluster has on average get
+    no other. Splits behind a row's last tile are left out: they are marked empty at once. What is summed where does
+    not depend on any of it.
 
     Every CTA goes through all lengths by itself, so nobody waits for a kernel ahead or shares memory with another call.
-    While nothing is copied, the ring of copies has room for the lengths.
+    While nothing is copied, the ring of copies has room for it:
+
+        weights   [384] of work tiles, all different: tiles, then number; -1 if it is left out
+        heavier   [768 threads] how many work tiles, of a share of them, have more weight than one, which is the
+                  thread's modulo a period: fewer work tiles have a shorter period and smaller shares
+        sums      [12 warps] of their work tiles: those that have work, tiles of these
+        longer    [12 warps] and how many of them are longer than average
     """
 
     config: DecodeConfig
@@ -309,43 +324,120 @@ class Planner:
     out: Output
     thread: Any
 
+    @property
+    def heavier(self) -> Any:
+        return self.smem.fp8 + MOST_PLANNED * 4
+
+    @property
+    def sums(self) -> Any:
+        return self.heavier + THREADS * 4
+
+    @property
+    def longer(self) -> Any:
+        return self.sums + PLANNED_WARPS * 8
+
+    @property
+    def parts(self) -> Any:
+        """Threads that have a work tile in common."""
+        end = self.scheduler.end
+        return cutlass.select_(end <= THREADS // 6, Int32(6), cutlass.select_(end <= THREADS // 3, Int32(3), Int32(2)))
+
     @cute.jit
     def run(self) -> Any:
         """How many work tiles the cluster has: it finds them at smem.order."""
-        scheduler, smem, thread = self.scheduler, self.smem, self.thread
-        clusters = scheduler.step
-        # by length, then by number; all are different
-        weight = Int32(-1)
-        if thread < scheduler.end:
-            batch, token, split_idx, head_group = scheduler.coords(thread)
-            tiles = self.tiles(batch, token)
-            first, end = scheduler.tiles(split_idx, tiles)
-            if end > first or split_idx == 0:
-                weight = cutlass.min(end - first, Int32(MOST_COUNTED)) * MOST_PLANNED + (MOST_PLANNED - 1 - thread)
-            elif thread % clusters == scheduler.first and self.rank == 0:
-                self.mark_empty(batch, token, split_idx, head_group)
-        ptx.store_shared_s32(smem.fp8 + thread * 4, weight)
+        smem, thread, clusters = self.smem, self.thread, self.scheduler.step
+        lane = thread % 32
+        # of the warps that have work tiles
+        of_warp = cutlass.min(lane, PLANNED_WARPS - 1)
+        self.prefetch_lists()
+        weight = self.weigh()
         cute.arch.sync_threads()
-        # the last thread, which has no work tile, counts those that have work
-        ahead = Int32(0)
-        if thread < scheduler.end or thread == THREADS - 1:
-            for number in cutlass.range(Int32(0), scheduler.end, 4, unroll=4):
-                for other in ptx.load_shared_128(smem.fp8 + number * 4):
-                    ahead += Int32(other > weight)
-            turn = ahead // clusters
-            place = ahead - turn * clusters
-            place = place if turn % 2 == 0 else clusters - 1 - place
-            if weight >= 0 and place == scheduler.first:
-                ptx.store_shared_s32(smem.order + turn * 4, thread)
-            if thread == THREADS - 1:
-                ptx.store_shared_s32(smem.order + MOST_ROUNDS * 4, ahead)
-        # before bulk copies write where the weights were
+        count, load = ptx.load_shared_64(self.sums + of_warp * 8)
+        count, load = self.over_warps(count), self.over_warps(load)
+        is_long = weight >= 0 and (weight // MOST_PLANNED + AROUND) * clusters > load
+        longer = cute.arch.popc(cute.arch.vote_ballot_sync(is_long))
+        if lane == 0 and thread < MOST_PLANNED:
+            ptx.store_shared_s32(self.longer + thread // 32 * 4, longer)
+        parts = self.parts
+        period = THREADS // parts
+        self.count_heavier(parts, period)
+        cute.arch.sync_threads()
+        longer = ptx.load_shared_s32(self.longer + of_warp * 4)
+        closed = self.over_warps(longer)
+        rest = cutlass.max(count - clusters, Int32(0))
+        if (clusters - closed) * (MOST_ROUNDS - 1) < rest:
+            closed = Int32(0)
+        others = clusters - closed
+        own = self.scheduler.first - closed
+        if weight >= 0:
+            ahead = -clusters
+            for number in cutlass.range(thread, THREADS, period, unroll=1):
+                ahead += ptx.load_shared_s32(self.heavier + number * 4)
+            turn = ahead // others
+            place = ahead - turn * others
+            place = place if turn % 2 != 0 else others - 1 - place
+            if ahead < 0:
+                turn, place = Int32(-1), ahead + others
+            if place == own:
+                ptx.store_shared_s32(smem.order + (turn + 1) * 4, thread)
+        # before bulk copies write where this was read
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
-        counted = ptx.load_shared_s32(smem.order + MOST_ROUNDS * 4)
-        turns = counted // clusters
-        place = scheduler.first if turns % 2 == 0 else clusters - 1 - scheduler.first
-        return turns + Int32(place < counted - turns * clusters)
+        turns = rest // others
+        place = own if turns % 2 != 0 else others - 1 - own
+        turns = turns + Int32(place < rest - turns * others)
+        return Int32(self.scheduler.first < count) + (turns if own >= 0 else Int32(0))
+
+    def over_warps(self, number: Any) -> Any:
+        """Sum over the first lanes' numbers, each of a warp that has work tiles."""
+        number = cutlass.select_(self.thread % 32 < PLANNED_WARPS, number, Int32(0))
+        return Int32(cute.arch.warp_redux_sync(number, "add"))
+
+    @cute.jit
+    def prefetch_lists(self) -> None:
+        """L2 has the first columns of every cluster's share of the work tiles while their lengths are on their way."""
+        scheduler, sources, line = self.scheduler, self.sources, self.thread % LINES
+        work_tile = scheduler.first + self.thread // LINES * scheduler.step
+        if work_tile < scheduler.end:
+            batch, token, _, _ = scheduler.coords(work_tile)
+            for indices in (sources.indices, *((sources.extra_indices,) if self.config.extra != "none" else ())):
+                ptx.prefetch_l2(indices.row(batch, token) + Int64(line) * 128, line * 32 < indices.columns)
+
+    @cute.jit
+    def weigh(self) -> Any:
+        """Weight of the thread's work tile, which is stored with the warp's sums. A barrier follows."""
+        scheduler, thread = self.scheduler, self.thread
+        weight, load = Int32(-1), Int32(0)
+        if thread < scheduler.end:
+            batch, token, split_idx, head_group = scheduler.coords(thread)
+            first, end = scheduler.tiles(split_idx, self.tiles(batch, token))
+            if end > first or split_idx == 0:
+                tiles = cutlass.min(end - first, Int32(MOST_COUNTED))
+                weight = tiles * MOST_PLANNED + (MOST_PLANNED - 1 - thread)
+                load = tiles + AROUND
+            elif thread % scheduler.step == scheduler.first and self.rank == 0:
+                self.mark_empty(batch, token, split_idx, head_group)
+        if thread < MOST_PLANNED:
+            ptx.store_shared_s32(self.smem.fp8 + thread * 4, weight)
+            load = cute.arch.warp_redux_sync(load, "add")
+            count = cute.arch.popc(cute.arch.vote_ballot_sync(weight >= 0))
+            if thread % 32 == 0:
+                ptx.store_shared_64(self.sums + thread // 32 * 8, count, load)
+        return weight
+
+    @cute.jit
+    def count_heavier(self, parts: Any, period: Any) -> None:
+        """Compare one work tile with a share of all. A barrier follows."""
+        end = self.scheduler.end
+        part = self.thread // period
+        number = self.thread - part * period
+        share = (end + 4 * parts - 1) // (4 * parts) * 4
+        weight, heavier = ptx.load_shared_s32(self.smem.fp8 + number * 4), Int32(0)
+        stop = cutlass.min((part + 1) * share, end)
+        for other in cutlass.range(part * share, stop, 4, unroll=4):
+            for other_weight in ptx.load_shared_128(self.smem.fp8 + other * 4):
+                heavier += Int32(other_weight > weight)
+        ptx.store_shared_s32(self.heavier + self.thread * 4, heavier)
 
     def tiles(self, batch: Any, token: Any) -> Any:
         """Of a row."""
