@@ -27,6 +27,7 @@ from tests.model.ptx import Program, parse
 from tests.model.trace import Trace
 
 DECODE, PREFILL = DecodeKey("sm_90a", 64, "listed", False), PrefillKey("sm_90a")
+SPLIT_DECODE = DecodeKey("sm_90a", 64, "listed", True)
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
@@ -74,6 +75,27 @@ def test_decode_by_two_pairs(laziness: float) -> None:
     """Work is done at once, or not before somebody waits for it."""
     decode = Decode(decode_call([65, 64], [0, 63]), 64)
     decode.run(program(DECODE), DECODE.smem_bytes, pairs=2, seed=2, laziness=laziness)
+    decode.check()
+
+
+def test_decode_deals_work_by_length() -> None:
+    """Three splits of four rows to two pairs of blocks, longest first, without those behind a row's end: the bits of
+    twelve pairs that have one each, and there, where nobody deals, empty ones are stored."""
+    dealt, apart = (Decode(decode_call([128, 0, 1, 64], [100, -1, 0, 65]), 64, True, 3, 2) for _ in range(2))
+    dealt.run(program(SPLIT_DECODE), SPLIT_DECODE.smem_bytes, pairs=2, seed=3)
+    apart.run(program(SPLIT_DECODE), SPLIT_DECODE.smem_bytes, pairs=12, seed=3)
+    (out, lse), (want, want_lse) = dealt.results(), apart.results()
+    tiles = torch.tensor([4, 0, 1, 3])
+    has_keys = (torch.arange(3)[:, None] * 2 < tiles)[:, :, None, None, None].expand_as(want)
+    assert torch.equal(out[has_keys], want[has_keys])
+    assert torch.equal(lse, want_lse)
+    assert torch.isinf(lse).sum() == 64 * (12 - 5)
+
+
+def test_decode_gives_nothing_beside_a_long_row() -> None:
+    """Three rows and two pairs of blocks: the pair with the row of four tiles has no other."""
+    decode = Decode(decode_call([0, 128, 1], [0, 100, -1]), 64)
+    decode.run(program(DECODE), DECODE.smem_bytes, pairs=2, seed=4)
     decode.check()
 
 

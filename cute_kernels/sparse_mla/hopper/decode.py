@@ -65,6 +65,7 @@ from cute_kernels.sparse_mla.params import (
     TileScheduler,
     logs_of,
     out_scale_of,
+    tiles_of,
 )
 from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
@@ -165,6 +166,9 @@ TARGET = 16
 """Bytes of a tile's target: flags; of a work tile's last tile, heads that are there, address of their rows of O, or
 where codes are stored, the query row and the first head."""
 
+MOST_ROUNDS = 16
+"""Work tiles of a cluster that a planner orders."""
+
 S_PARTIAL_BYTES = ROWS // 2 * KEYS * 4
 P_BYTES = ROWS // 2 * KEYS * 2
 WORDS_BYTES = 128 * 16
@@ -186,6 +190,7 @@ def smem_parts() -> dict[str, int]:
         "target": P_STAGES * TARGET,
         "row_max": ROWS // 2 * 4,
         "row_sum": 128 * 4,
+        "order": MOST_ROUNDS * 4,
     }
 
 
@@ -212,6 +217,7 @@ class Smem(NamedTuple):
     target       [2 stages] targets
     row_max      [4 warps][8 heads] running maxima
     row_sum      [128 threads] running sums
+    order        [16] the cluster's work tiles, see Planner
     """
 
     q: Any
@@ -226,6 +232,7 @@ class Smem(NamedTuple):
     target: Any
     row_max: Any
     row_sum: Any
+    order: Any
 
 
 @dataclass(frozen=True)
@@ -274,6 +281,183 @@ class Bars:
             for i in range(count):
                 cute.arch.mbarrier_init(first + i, arrivals)
         cute.arch.mbarrier_init_fence()
+
+
+# ---- planner
+
+MOST_PLANNED = THREADS // 2
+"""Work tiles of a call that are ordered: each is compared with all others."""
+
+PLANNED_WARPS = MOST_PLANNED // 32
+
+MOST_COUNTED = 1 << 20
+"""Tiles of a work tile that are told from more."""
+
+AROUND = 2
+"""Tiles that the beginning and the end of a work tile take as long as."""
+
+LINES = 64
+"""Of 128 bytes, of a work tile's list, that are asked for early."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Deals the work tiles of a call to its clusters, where there are more of them than clusters: the longest first,
+    to the clusters in turn, there and back; but those whose first one is longer than what a cluster has on average get
+    no other. Splits behind a row's last tile are left out: they are marked empty at once. What is summed where does
+    not depend on any of it.
+
+    Every CTA goes through all lengths by itself, so nobody waits for a kernel ahead or shares memory with another call.
+    While nothing is copied, the ring of copies has room for it:
+
+        weights   [384] of work tiles, all different: tiles, then number; -1 if it is left out
+        heavier   [768 threads] how many work tiles, of a share of them, have more weight than one, which is the
+                  thread's modulo a period: fewer work tiles have a shorter period and smaller shares
+        sums      [12 warps] of their work tiles: those that have work, tiles of these
+        longer    [12 warps] and how many of them are longer than average
+    """
+
+    config: DecodeConfig
+    smem: Smem
+    rank: Any
+    scheduler: TileScheduler
+    sources: KVSources
+    out: Output
+    thread: Any
+
+    @property
+    def heavier(self) -> Any:
+        return self.smem.fp8 + MOST_PLANNED * 4
+
+    @property
+    def sums(self) -> Any:
+        return self.heavier + THREADS * 4
+
+    @property
+    def longer(self) -> Any:
+        return self.sums + PLANNED_WARPS * 8
+
+    @property
+    def parts(self) -> Any:
+        """Threads that have a work tile in common."""
+        end = self.scheduler.end
+        return cutlass.select_(end <= THREADS // 6, Int32(6), cutlass.select_(end <= THREADS // 3, Int32(3), Int32(2)))
+
+    @cute.jit
+    def run(self) -> Any:
+        """How many work tiles the cluster has: it finds them at smem.order."""
+        smem, thread, clusters = self.smem, self.thread, self.scheduler.step
+        lane = thread % 32
+        # of the warps that have work tiles
+        of_warp = cutlass.min(lane, PLANNED_WARPS - 1)
+        self.prefetch_lists()
+        weight = self.weigh()
+        cute.arch.sync_threads()
+        count, load = ptx.load_shared_64(self.sums + of_warp * 8)
+        count, load = self.over_warps(count), self.over_warps(load)
+        is_long = weight >= 0 and (weight // MOST_PLANNED + AROUND) * clusters > load
+        longer = cute.arch.popc(cute.arch.vote_ballot_sync(is_long))
+        if lane == 0 and thread < MOST_PLANNED:
+            ptx.store_shared_s32(self.longer + thread // 32 * 4, longer)
+        parts = self.parts
+        period = THREADS // parts
+        self.count_heavier(parts, period)
+        cute.arch.sync_threads()
+        longer = ptx.load_shared_s32(self.longer + of_warp * 4)
+        closed = self.over_warps(longer)
+        rest = cutlass.max(count - clusters, Int32(0))
+        if (clusters - closed) * (MOST_ROUNDS - 1) < rest:
+            closed = Int32(0)
+        others = clusters - closed
+        own = self.scheduler.first - closed
+        if weight >= 0:
+            ahead = -clusters
+            for number in cutlass.range(thread, THREADS, period, unroll=1):
+                ahead += ptx.load_shared_s32(self.heavier + number * 4)
+            turn = ahead // others
+            place = ahead - turn * others
+            place = place if turn % 2 != 0 else others - 1 - place
+            if ahead < 0:
+                turn, place = Int32(-1), ahead + others
+            if place == own:
+                ptx.store_shared_s32(smem.order + (turn + 1) * 4, thread)
+        # before bulk copies write where this was read
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        turns = rest // others
+        place = own if turns % 2 != 0 else others - 1 - own
+        turns = turns + Int32(place < rest - turns * others)
+        return Int32(self.scheduler.first < count) + (turns if own >= 0 else Int32(0))
+
+    def over_warps(self, number: Any) -> Any:
+        """Sum over the first lanes' numbers, each of a warp that has work tiles."""
+        number = cutlass.select_(self.thread % 32 < PLANNED_WARPS, number, Int32(0))
+        return Int32(cute.arch.warp_redux_sync(number, "add"))
+
+    @cute.jit
+    def prefetch_lists(self) -> None:
+        """L2 has the first columns of every cluster's share of the work tiles while their lengths are on their way."""
+        scheduler, sources, line = self.scheduler, self.sources, self.thread % LINES
+        work_tile = scheduler.first + self.thread // LINES * scheduler.step
+        if work_tile < scheduler.end:
+            batch, token, _, _ = scheduler.coords(work_tile)
+            for indices in (sources.indices, *((sources.extra_indices,) if self.config.extra != "none" else ())):
+                ptx.prefetch_l2(indices.row(batch, token) + Int64(line) * 128, line * 32 < indices.columns)
+
+    @cute.jit
+    def weigh(self) -> Any:
+        """Weight of the thread's work tile, which is stored with the warp's sums. A barrier follows."""
+        scheduler, thread = self.scheduler, self.thread
+        weight, load = Int32(-1), Int32(0)
+        if thread < scheduler.end:
+            batch, token, split_idx, head_group = scheduler.coords(thread)
+            first, end = scheduler.tiles(split_idx, self.tiles(batch, token))
+            if end > first or split_idx == 0:
+                tiles = cutlass.min(end - first, Int32(MOST_COUNTED))
+                weight = tiles * MOST_PLANNED + (MOST_PLANNED - 1 - thread)
+                load = tiles + AROUND
+            elif thread % scheduler.step == scheduler.first and self.rank == 0:
+                self.mark_empty(batch, token, split_idx, head_group)
+        if thread < MOST_PLANNED:
+            ptx.store_shared_s32(self.smem.fp8 + thread * 4, weight)
+            load = cute.arch.warp_redux_sync(load, "add")
+            count = cute.arch.popc(cute.arch.vote_ballot_sync(weight >= 0))
+            if thread % 32 == 0:
+                ptx.store_shared_64(self.sums + thread // 32 * 8, count, load)
+        return weight
+
+    @cute.jit
+    def count_heavier(self, parts: Any, period: Any) -> None:
+        """Compare one work tile with a share of all. A barrier follows."""
+        end = self.scheduler.end
+        part = self.thread // period
+        number = self.thread - part * period
+        share = (end + 4 * parts - 1) // (4 * parts) * 4
+        weight, heavier = ptx.load_shared_s32(self.smem.fp8 + number * 4), Int32(0)
+        stop = cutlass.min((part + 1) * share, end)
+        for other in cutlass.range(part * share, stop, 4, unroll=4):
+            for other_weight in ptx.load_shared_128(self.smem.fp8 + other * 4):
+                heavier += Int32(other_weight > weight)
+        ptx.store_shared_s32(self.heavier + self.thread * 4, heavier)
+
+    def tiles(self, batch: Any, token: Any) -> Any:
+        """Of a row."""
+        sources, extra = self.sources, self.config.extra
+        lists = [(sources.indices, sources.indices.columns)]
+        if extra != "none":
+            page_rows = sources.extra_cache.rows.divisor if extra == "dense" else 1
+            lists.append((sources.extra_indices, sources.extra_indices.columns * page_rows))
+        words = [indices.load_length(batch, token) for indices, _ in lists]
+        counts = [indices.live_of(word, columns) for (indices, columns), word in zip(lists, words, strict=True)]
+        return sum(tiles_of(count) for count in counts)
+
+    @cute.jit
+    def mark_empty(self, batch: Any, token: Any, split_idx: Any, head_group: Any) -> None:
+        """Store the log-sum-exps of a split without keys."""
+        first = head_group * self.config.heads
+        for head in cutlass.range(first, cutlass.min(first + self.config.heads, self.out.heads), unroll=1):
+            at = self.out.lse.of(split_idx, batch, head, token)
+            ptx.store_global_s32(at, Float32(Float32.inf).bitcast(Int32))
 
 
 # ---- producer
@@ -365,11 +549,7 @@ class Producer:
             self.prefetch_queries(queries, heads)
             tiles0 = (live0 + (KEYS - 1)) // KEYS
             tiles = tiles0 + (live1 + (KEYS - 1)) // KEYS
-            tile, _ = divmod(tiles * split_idx, scheduler.splits)
-            end, _ = divmod(tiles * (split_idx + 1), scheduler.splits)
-            if scheduler.split_tiles != 0:
-                tile = cutlass.min(split_idx * scheduler.split_tiles, tiles)
-                end = cutlass.min(tile + scheduler.split_tiles, tiles)
+            tile, end = scheduler.tiles(split_idx, tiles)
             if end <= tile:
                 # nothing to attend to is a tile of skipped keys
                 end = tile + 1
@@ -710,7 +890,7 @@ class QkSoftmax:
         k_parts = self.mma[0].make_fragment_B(part.partition_B(self.k))
         s = cute.make_rmem_tensor(part.partition_shape_C((ROWS, KEYS)), Float32)
         scores = cute.make_rmem_tensor((HELD,), Float32)
-        if self.warpgroup == 0:
+        if self.warpgroup == 0 and scheduler.first < scheduler.end:
             batch, token, _, head_group = scheduler.coords(scheduler.first)
             first = head_group * config.heads
             queries = q.at(batch, token, first) + self.rank * (DIM * 2)
@@ -1284,9 +1464,13 @@ class DecodeKernel:
 
         wgmma.accumulate(qk_more)
         wgmma.accumulate(pv)
-        first, step = cta // CLUSTER, ctas // CLUSTER
-        scheduler = TileScheduler(first, work_tiles, step, head_groups, splits, tokens, split_tiles)
         config = self.config
+        first, step, end, order = cta // CLUSTER, ctas // CLUSTER, work_tiles, Int32(0)
+        if work_tiles > step and work_tiles <= cutlass.min(step * MOST_ROUNDS, MOST_PLANNED):
+            every = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles)
+            end = Planner(config, smem, rank, every, sources, out, thread).run()
+            first, step, order = Int32(0), Int32(1), smem.order
+        scheduler = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles, order)
         if group < FIRST_PV_THREAD // 128:
             cute.arch.setmaxregister_decrease(SOFTMAX_REGISTERS)
             QkSoftmax(
