@@ -19,7 +19,7 @@ from cute_kernels.linear.hopper.gemm import SCALE_BLOCK, GemmKey
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from cute_kernels.linear.params import CHUNK
 from cute_kernels.runtime import trust
-from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
+from cute_kernels.runtime.arch import BLACKWELL, arch_of, grid_size, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
@@ -56,6 +56,7 @@ def operands_fit(a: tuple[str, Any], b: tuple[str, Any], out: Any) -> tuple[bool
 # ---- deepseek_v4_fp8_einsum
 
 OP = "deepseek_v4_fp8_einsum"
+OWN = BlackwellGemmKey.kernel_name
 BLOCK_RECIPE = (1, 128, 128)
 
 MAP_STRIDE = 2**40
@@ -168,14 +169,14 @@ def launch_einsum(
     arch, processors = arch_of(device_index), multiprocessors(device_index)
     packed = tuple(recipe) != BLOCK_RECIPE
     key: KernelKey
-    if arch in BLACKWELL and not (_is_mapped(a, b) and trust.is_trusted(OP, device_index)):
+    if arch in BLACKWELL and not (_is_mapped(a, b) and trust.is_trusted(OP, OWN, device_index)):
         key, ctas = portable_choice(arch, rows, groups, columns, processors, packed)
     else:
         key, ctas = key_for(arch, rows, groups, columns, a.shape[2] // CHUNK, processors, packed)
     if isinstance(key, GemmKey):
-        launch_key(key, device_index, a, a_scale, b, b_scale, out, None, ctas, use_pdl)
+        launch_key(key, device_index, a, a_scale, b, b_scale, out, None, grid_size(ctas, key.splits), use_pdl)
     else:
-        launch_key(key, device_index, a, a_scale, b, b_scale, out, ctas)
+        launch_key(key, device_index, a, a_scale, b, b_scale, out, grid_size(ctas))
 
 
 EINSUM = OpKernel(launch_einsum, supports_einsum, einsum_keys)
@@ -246,8 +247,10 @@ def launch_fp8(
     key: KernelKey
     if _is_swapped(out, batch_invariant):
         key, number = select.swap_ab("e4m3", *shape)
+        number = grid_size(number)
     else:
         key, number = select.many_rows(*shape, multiprocessors(device_index), may_split=True)
+        number = grid_size(number, key.splits)
     launch_key(key, device_index, a, a_scale, b, b_scale, out, out_scale, number, use_pdl)
 
 
@@ -288,7 +291,7 @@ def launch_squares(a: Any, a_scale: Any, weight: Any, weight_scale: Any, out: An
     device_index = out.device.index
     key, ctas = select.with_squares(rows, outputs, a.shape[1] // SCALE_BLOCK, multiprocessors(device_index))
     operands = a.unsqueeze(1), a_scale.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1)
-    launch_key(key, device_index, *operands, squares, ctas, use_pdl)
+    launch_key(key, device_index, *operands, squares, grid_size(ctas), use_pdl)
 
 
 FP8_GEMM_SQUARES = OpKernel(launch_squares, supports_squares, squares_keys)
@@ -328,8 +331,10 @@ def launch_bf16(a: Any, b: Any, out: Any, batch_invariant: bool, use_pdl: bool) 
     key: KernelKey
     if batch_invariant or rows <= MOST_SWAPPED_ROWS or not is_aligned(out):
         key, number = select.swap_ab("bf16", *shape, 1, outputs, chunks)
+        number = grid_size(number)
     else:
         key, number = select.many_bf16_rows(*shape, outputs, chunks, multiprocessors(device_index))
+        number = grid_size(number, key.splits)
     launch_key(key, device_index, a, None, b, None, out, None, number, use_pdl)
 
 
