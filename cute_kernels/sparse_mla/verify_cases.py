@@ -295,7 +295,7 @@ _FORMS = {
         **_LISTS[lists],
     )
     for heads, lists, (columns, splits) in itertools.product(
-        (8, 16, 32, 64), _LISTS, ((130, 0), (1200, 0), (200, 1), (200, 2))
+        (8, 16, 32, 64), _LISTS, ((60, 0), (1200, 0), (200, 1), (200, 2))
     )
 }
 """Every number of heads that kernels differ by, with every kind of list: few rows and how they are cut is the op's
