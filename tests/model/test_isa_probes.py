@@ -61,7 +61,7 @@ def test_products(name: str) -> None:
 @pytest.mark.parametrize("planted", ["", "no proxy fence"])
 @pytest.mark.parametrize("scope", ["cta", "cluster"])
 def test_handoffs(monkeypatch: pytest.MonkeyPatch, scope: str, planted: str) -> None:
-    """A few rounds of them. With the scope of the CTA, what the other CTA has written is not formally handed on: whether
+    """A few rounds of them. With the scope of the CTA, what the other one wrote is not formally handed on: whether
     a GPU hands it on is what the fact finds out."""
     for module in (products, kernels):
         monkeypatch.setattr(module, "ROUNDS", 8)
