@@ -205,8 +205,9 @@ def info(options: argparse.Namespace) -> int:
         plain.add_row(name, str(value) if value else "not installed")
     for number, gpu in enumerate(found["gpus"]):
         plain.add_row(f"cuda:{number}", f"{gpu['name']}, {gpu['arch'] or gpu['unsupported']}")
-        for op, status in gpu["verdicts"].items():
-            plain.add_row("", f"{op}: {gpu['arch']}'s own kernel: {status} (verify)")
+        for op, kernels in gpu["verdicts"].items():
+            for kernel, status in kernels.items():
+                plain.add_row("", f"{op}: {kernel}: {status} (verify)")
     if not found["gpus"]:
         target = found["arch"]
         plain.add_row("gpu", f"none; target {target} (CUTE_DSL_ARCH)" if target else "none")

@@ -146,10 +146,11 @@ def _call(splits: Mapping[str, int], s: DecodeSet) -> None:
 
 def block_of(shape: Shape, arch: str) -> int:
     """Heads of a block of the kernel that a shape runs."""
-    from cute_kernels.sparse_mla.select import decode_key
+    from cute_kernels.sparse_mla.select import decode_key, own_decode_kernels
 
     second = "none" if not MODES[shape.mode][0] else "dense" if shape.dense else "listed"
-    key: Any = decode_key(arch, shape.heads, second, False, FP8_DS_MLA.id, FP8_DS_MLA.id)
+    own = next((own.kernel_name for own in own_decode_kernels(arch, shape.heads)), "")
+    key: Any = decode_key(arch, shape.heads, second, False, FP8_DS_MLA.id, FP8_DS_MLA.id, own=own)
     return int(key.heads)
 
 

@@ -113,11 +113,11 @@ def cases(name: str) -> list[tuple[Any, list[Any]]]:
     smallest: dict[Any, tuple[int, Any, list[Any]]] = {}
     for example in offered():
         args = verify.clone_arguments(example.args, torch.device("cuda"))
-        kernel = op.load_kernel()
-        if not kernel.supports(*args)[0]:
+        kernel, call = op.load_kernel(), op.call_type(*args)
+        if kernel.why_not(call):
             continue
         with compile_.collect() as keys:
-            kernel.launch(*args)
+            kernel.launch(call)
         size = sum(value.numel() for value in args if isinstance(value, torch.Tensor))
         for key in keys:
             if key not in smallest or size < smallest[key][0]:

@@ -17,7 +17,7 @@ from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
 from cute_kernels.indexer.params import KEY_TILE
 from cute_kernels.indexer.topk_select import decode_bounds, prefill_bounds, slots
 from cute_kernels.models import ModelConfig
-from cute_kernels.runtime.arch import arch_of, multiprocessors
+from cute_kernels.runtime.arch import arch_of, grid_size, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
@@ -34,7 +34,7 @@ def launch_call(call: LogitsCall | PagedLogitsCall, op: str, skip: int) -> None:
         key: Any = select.own_key(arch, heads, call.rows, paged, page_rows, mxfp4)
     else:
         key = select.portable_key(arch, heads, call.rows, paged, mxfp4)
-    ctas = select.ctas(key, call.requests, call.rows, call.out.shape[1], multiprocessors(device_index))
+    ctas = grid_size(select.ctas(key, call.requests, call.rows, call.out.shape[1], multiprocessors(device_index)))
     keys_and_windows = (*call.cache_arguments(), *call.window_arguments(skip))
     clean = int(call.clean_logits)
     if isinstance(key, PortableLogitsKey):

@@ -47,7 +47,7 @@ def has_own(arch: str, heads: int, page_rows: int = KEY_TILE) -> bool:
 
 def is_safe(op: str, arch: str, device_index: int) -> bool:
     """Whether the architecture's own kernels, where they take a call of this op, may run."""
-    return arch == HOPPER or trust.is_trusted(op, device_index)
+    return arch == HOPPER or trust.is_trusted(op, BlackwellLogitsKey.kernel_name, device_index)
 
 
 @cache

@@ -21,7 +21,7 @@ from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from cute_kernels.linear.params import CHUNK
 from cute_kernels.models import ModelConfig
 from cute_kernels.runtime import trust
-from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
+from cute_kernels.runtime.arch import BLACKWELL, arch_of, grid_size, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
@@ -58,6 +58,7 @@ def misfit(a: tuple[str, Any], b: tuple[str, Any], out: Any) -> str:
 # ---- deepseek_v4_fp8_einsum
 
 OP = "deepseek_v4_fp8_einsum"
+OWN = BlackwellGemmKey.kernel_name
 BLOCK_RECIPE = (1, 128, 128)
 
 MAP_STRIDE = 2**40
@@ -166,14 +167,15 @@ def launch_einsum(call: EinsumCall, use_pdl: bool = False) -> None:
     arch, processors = arch_of(device_index), multiprocessors(device_index)
     packed = tuple(call.recipe) != BLOCK_RECIPE
     key: KernelKey
-    if arch in BLACKWELL and not (_is_mapped(call.a, call.b) and trust.is_trusted(OP, device_index)):
+    if arch in BLACKWELL and not (_is_mapped(call.a, call.b) and trust.is_trusted(OP, OWN, device_index)):
         key, ctas = portable_choice(arch, rows, groups, columns, processors, packed)
     else:
         key, ctas = key_for(arch, rows, groups, columns, call.a.shape[2] // CHUNK, processors, packed)
+    operands = call.a, call.a_scale, call.b, call.b_scale, call.out
     if isinstance(key, GemmKey):
-        launch_key(key, device_index, call.a, call.a_scale, call.b, call.b_scale, call.out, None, ctas, use_pdl)
+        launch_key(key, device_index, *operands, None, grid_size(ctas, key.splits), use_pdl)
     else:
-        launch_key(key, device_index, call.a, call.a_scale, call.b, call.b_scale, call.out, ctas)
+        launch_key(key, device_index, *operands, grid_size(ctas))
 
 
 EINSUM = OpKernel(launch_einsum, why_not_einsum, einsum_keys)
@@ -245,8 +247,10 @@ def launch_fp8(call: Fp8GemmCall) -> None:
     key: KernelKey
     if _is_swapped(call.out, call.batch_invariant):
         key, number = select.swap_ab("e4m3", *shape)
+        number = grid_size(number)
     else:
         key, number = select.many_rows(*shape, multiprocessors(device_index), may_split=True)
+        number = grid_size(number, key.splits)
     weight = call.weight, call.weight_scale
     launch_key(key, device_index, call.a, call.a_scale, *weight, call.out, call.out_scale, number, call.use_pdl)
 
@@ -286,7 +290,7 @@ def launch_squares(call: SquaresCall) -> None:
     key, ctas = select.with_squares(rows, outputs, call.a.shape[1] // SCALE_BLOCK, multiprocessors(device_index))
     rows_of = call.a.unsqueeze(1), call.a_scale.unsqueeze(1)
     weight = call.weight.unsqueeze(0), call.weight_scale.unsqueeze(0)
-    launch_key(key, device_index, *rows_of, *weight, call.out.unsqueeze(1), call.squares, ctas, call.use_pdl)
+    launch_key(key, device_index, *rows_of, *weight, call.out.unsqueeze(1), call.squares, grid_size(ctas), call.use_pdl)
 
 
 FP8_GEMM_SQUARES = OpKernel(launch_squares, why_not_squares, squares_keys)
@@ -326,8 +330,10 @@ def launch_bf16(call: Bf16GemmCall) -> None:
     key: KernelKey
     if call.batch_invariant or rows <= MOST_SWAPPED_ROWS or not is_aligned(out):
         key, number = select.swap_ab("bf16", *shape, 1, outputs, chunks)
+        number = grid_size(number)
     else:
         key, number = select.many_bf16_rows(*shape, outputs, chunks, multiprocessors(device_index))
+        number = grid_size(number, key.splits)
     launch_key(key, device_index, a, None, b, None, out, None, number, call.use_pdl)
 
 

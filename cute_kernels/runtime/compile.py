@@ -185,6 +185,24 @@ def _do_nothing(*args: Any) -> None:
     """In place of a kernel inside `collect`."""
 
 
+@contextlib.contextmanager
+def use_folder(folder: str) -> Iterator[None]:
+    """Inside, kernels come from the kernel cache in another folder, whatever is loaded. Not thread-safe."""
+    global _functions, _linked
+    before = _functions, _linked
+    directory = os.environ.get(cache.DIRECTORY_VARIABLE)
+    _functions, _linked = {}, {}
+    os.environ[cache.DIRECTORY_VARIABLE] = folder
+    try:
+        yield
+    finally:
+        _functions, _linked = before
+        if directory is None:
+            del os.environ[cache.DIRECTORY_VARIABLE]
+        else:
+            os.environ[cache.DIRECTORY_VARIABLE] = directory
+
+
 def jit_forbidden() -> bool:
     """Whether only kernels from the disk cache may run (CUTE_KERNELS_JIT=forbid)."""
     value = os.environ.get(JIT_VARIABLE, "allow")

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,17 @@ TIMEOUT_SECONDS = 300.0
 
 START_SECONDS = 120.0
 """How long a new process may take to import what it needs."""
+
+END_SECONDS = 20.0
+"""How long a process that was killed may take to end. One that hangs in the driver may never: it is given up then, and
+so is what has not begun, since the GPU is not likely to answer others."""
+
+_given_up: list[Any] = []
+
+
+def has_given_up() -> bool:
+    """Whether a process is left that could not be ended: to wait for it at exit would never end either."""
+    return bool(_given_up)
 
 
 def run_isolated(
@@ -43,7 +55,7 @@ def run_isolated(
         pool.stopped.set()
         while True:
             pool.stop()
-            if not any(thread.is_alive() for thread in threads):
+            if _given_up or not any(thread.is_alive() for thread in threads):
                 break
             time.sleep(0.05)
         pool.stop()
@@ -82,6 +94,9 @@ class _Pool:
             except queue.Empty:
                 return
             try:
+                if _given_up:
+                    self.done.put((name, Verdict(name, "not run", detail="the GPU does not answer any more")))
+                    continue
                 if worker is None or not worker.process.is_alive():
                     worker = self.start()
                 self.done.put((name, worker.ask(name, self.timeout)))
@@ -112,13 +127,12 @@ class _Worker:
         try:
             if not self.ready:
                 if not self.connection.poll(START_SECONDS):
-                    self.stop()
-                    return Verdict(name, "fail", detail=f"the process did not start within {START_SECONDS:g} s")
+                    what = f"the process did not start within {START_SECONDS:g} s"
+                    return Verdict(name, "fail", detail=f"{what}: {self.stop()}")
                 self.ready = self.connection.recv()
             self.connection.send(name)
             if not self.connection.poll(timeout):
-                self.stop()
-                return Verdict(name, "fail", detail=f"no answer within {timeout:g} s: stopped")
+                return Verdict(name, "fail", detail=f"no answer within {timeout:g} s: {self.stop()}")
             answer = self.connection.recv_bytes()
             if not self.connection.recv():
                 self.process.join()
@@ -127,12 +141,21 @@ class _Worker:
             self.process.join()
             return Verdict(name, "fail", detail=f"the process died with exit code {self.process.exitcode}")
 
-    def stop(self) -> None:
+    def stop(self) -> str:
+        """End the process. "stopped", or that it could not be."""
+        if self in _given_up:
+            return "given up"
         self.process.kill()
-        self.process.join()
+        self.process.join(END_SECONDS)
+        if not self.process.is_alive():
+            return "stopped"
+        _given_up.append(self)
+        return f"given up, process {self.process.pid} does not end"
 
 
 def _serve(connection: Any, function: Callable[[str], Any]) -> None:
+    # of Ctrl-C hears the process that asks, which ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection.send(True)
     while True:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cute_kernels.dsl import ptx
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
-from cute_kernels.runtime.arch import multiprocessors
+from cute_kernels.runtime.arch import grid_size, multiprocessors
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.sparse_mla import arguments, combine, schedule, select
@@ -115,7 +115,7 @@ def launch_decode(call: DecodeCall) -> None:
         *(() if call.q_squares is None else (call.q_norm_eps,)),
         splits,
         split_tiles,
-        ctas,
+        grid_size(ctas, key.ctas_per_work_tile),
     )
     if is_combined and call.is_quantized:
         combine.launch_quantized(out, lse, call.attn_sink, call.quant, call.lse)
@@ -202,7 +202,7 @@ def launch_prefill(call: PrefillCall) -> None:
         0 if call.attn_sink is None else call.attn_sink.data_ptr(),
         scale_log2(call.sm_scale),
         *(() if call.q_squares is None else (call.q_norm_eps,)),
-        multiprocessors(device_index),
+        grid_size(multiprocessors(device_index)),
     )
 
 
@@ -256,9 +256,10 @@ def launch_paged(call: PagedCall) -> None:
     is_split = schedule.goes_through_workspace(*splits)
     key = select.of_paged(call, is_hoppers, splits[0] if is_split else 0)
     if isinstance(key, select.PortablePagedKey):
-        launch_key(key, device_index, *_portable_arguments(call, device_index), sms)
+        launch_key(key, device_index, *_portable_arguments(call, device_index), grid_size(sms))
     else:
-        launch_key(key, device_index, *_own_arguments(call, device_index), *(splits if is_split else (sms,)))
+        last = splits if is_split else (grid_size(sms),)
+        launch_key(key, device_index, *_own_arguments(call, device_index), *last)
 
 
 def _own_arguments(call: PagedCall, device_index: int) -> tuple[Any, ...]:
@@ -344,7 +345,7 @@ def launch_mixed(call: MixedCall) -> None:
         0 if call.sinks is None else call.sinks.data_ptr(),
         scale_log2(call.bmm1_scale),
         call.bmm2_scale,
-        multiprocessors(device_index),
+        grid_size(multiprocessors(device_index)),
     )
 
 

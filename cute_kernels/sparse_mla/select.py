@@ -7,7 +7,8 @@
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
                                               sm_100a, sm_103a                               blackwell/ may not run
              blackwell/decode                 sm_100a, sm_103a  1 to 64        fp8_ds_mla    gathered, trusted
-             blackwell/decode_2cta            sm_100a, sm_103a  65 and more    fp8_ds_mla    gathered, trusted
+             blackwell/decode_2cta            sm_100a, sm_103a  65 and more    fp8_ds_mla    gathered, trusted; if
+                                                                                             not, blackwell/decode
              mma_sync/decode                  all               all            all           where no other does
     prefill  hopper/prefill_swap_ab           sm_90a            1 to 16
              hopper/prefill                   sm_90a            17 and more
@@ -46,7 +47,7 @@ from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import combine
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
-from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
+from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairClusterDecodeKey, BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
 from cute_kernels.sparse_mla.blackwell.prefill_2cta import BlackwellPairPrefillKey
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
@@ -76,11 +77,14 @@ MOST_NORMED_HEADS = SMALL_HEADS[-1]
 FEW_ROWS_HEADS = (16,)
 """Those of which Hopper's decode takes calls with few rows."""
 
-PAIR_ARCHS = BLACKWELL
-"""Where more than 64 heads take decode_2cta; elsewhere they are two head groups of blackwell/decode."""
-
 PREFILL_PAIR_ARCHS: tuple[str, ...] = ()
-"""Where they take prefill_2cta: nowhere, until a GPU has run it."""
+"""Where more than 64 heads take prefill_2cta: nowhere, until a GPU has run it."""
+
+OWN_DECODES = {
+    key.kernel_name: key for key in (BlackwellPairDecodeKey, BlackwellPairClusterDecodeKey, BlackwellDecodeKey)
+}
+"""Blackwell's own kernels of decode by their names, the one to be preferred first; the last one takes any heads, the
+others more than 64."""
 
 MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
 """Hopper's and Blackwell's paged kernels take calls with fewer than so many: entries and positions that a table has
@@ -102,24 +106,31 @@ def decode_key(
     format0: str,
     format1: str,
     has_few_rows: bool = False,
-    may_own: bool = True,
+    own: str = "",
 ) -> DecodeKernelKey:
     """The kernel for so many heads, caches of these formats and an extra list of that kind ("none", "listed", "dense").
 
     format1        format0 if there is no extra list
     has_few_rows   whether the call leaves the split to the op, and has no more rows than Hopper's kernel takes at once
-    may_own        whether Blackwell's own kernel may run
+    own            name of the one of `own_decode_kernels` that runs, or empty
     """
     is_fp8 = format0 == format1 == FP8_DS_MLA.id
-    if is_fp8 and arch in BLACKWELL and may_own:
-        is_pairs = arch in PAIR_ARCHS and head_groups(heads) > 1
-        return (BlackwellPairDecodeKey if is_pairs else BlackwellDecodeKey)(arch, extra, out_fp32)
+    if is_fp8 and own:
+        return OWN_DECODES[own](arch, extra, out_fp32)
     is_hoppers = has_few_rows and arch == HOPPER and heads_of_group(heads) in FEW_ROWS_HEADS
     if is_fp8 and arch in SMALL_HEADS_ARCHS and heads_of_group(heads) in SMALL_HEADS and not is_hoppers:
         return SmallHeadsDecodeKey(arch, heads_of_group(heads), extra, out_fp32)
     if is_fp8 and arch == HOPPER:
         return DecodeKey(arch, heads_of_group(heads), extra, out_fp32)
     return PortableDecodeKey(arch, heads_of_group(heads), format0, extra, format1, out_fp32)
+
+
+def own_decode_kernels(arch: str, heads: int) -> tuple[type[BlackwellDecodeKey], ...]:
+    """Blackwell's own kernels for so many heads, the one to be preferred first; none on other architectures."""
+    if arch not in BLACKWELL:
+        return ()
+    owns = tuple(OWN_DECODES.values())
+    return owns if head_groups(heads) > 1 else owns[-1:]
 
 
 @cache
@@ -136,8 +147,11 @@ def of_decode(call: DecodeCall, out_fp32: bool = False) -> DecodeKernelKey:
     arch = arch_of(index)
     is_split_fixed = call.num_splits != 0 or call.split_tokens != 0
     has_few_rows = not is_split_fixed and call.rows * DecodeKey.ctas_per_work_tile <= multiprocessors(index)
-    may_own = arch in BLACKWELL and is_own("sparse_mla_decode", index, why_not_own_decode(call))
-    return decode_key(arch, call.q.shape[2], call.extra, out_fp32, *call.formats, has_few_rows, may_own)
+    heads, owns = call.q.shape[2], own_decode_kernels(arch, call.q.shape[2])
+    if owns and why_not_own_decode(call):
+        owns = ()
+    own = next((own.kernel_name for own in owns if is_own("sparse_mla_decode", own, index)), "")
+    return decode_key(arch, heads, call.extra, out_fp32, *call.formats, has_few_rows, own)
 
 
 def why_not_own_decode(call: DecodeCall) -> str:
@@ -172,7 +186,8 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     lists = {4: ("listed",), 128: ("dense", "listed")}
     extras = {extra: None for ratio in config.compress_ratios for extra in lists.get(ratio, ("none",))}
     heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
-    kinds = itertools.product(extras, (False, True), (False, True), (True, False))
+    owns = (*(own.kernel_name for own in own_decode_kernels(arch, heads)), "")
+    kinds = itertools.product(extras, (False, True), (False, True), owns)
     keys: dict[KernelKey, None] = {
         decode_key(arch, heads, extra, fp32, fmt, fmt, few, own): None for extra, fp32, few, own in kinds
     }
@@ -203,7 +218,7 @@ def prefill_key(
     if arch == HOPPER:
         return SwapAbPrefillKey(arch, heads_of_group(heads)) if is_few else PrefillKey(arch)
     if arch in BLACKWELL and may_own:
-        is_pairs = arch in PREFILL_PAIR_ARCHS and head_blocks(heads) > 1
+        is_pairs = arch in PREFILL_PAIR_ARCHS and head_groups(heads) > 1
         return (BlackwellPairPrefillKey if is_pairs else BlackwellPrefillKey)(arch)
     return PortablePrefillKey(arch, group_heads(heads))
 
@@ -212,7 +227,7 @@ def of_prefill(call: PrefillCall) -> KernelKey:
     """The kernel of a call."""
     index = call.q.device.index
     arch = arch_of(index)
-    may_own = arch in BLACKWELL and is_own("sparse_mla_prefill", index, why_not_own_prefill(call))
+    may_own = arch in BLACKWELL and is_own("sparse_mla_prefill", BlackwellPrefillKey, index, why_not_own_prefill(call))
     return prefill_key(arch, call.q.shape[1], call.is_quantized, call.is_raw, may_own)
 
 
@@ -269,7 +284,7 @@ def of_paged(call: PagedCall, is_hoppers: bool, splits: int) -> KernelKey:
         return QuantPagedKey(arch)
     may_own = is_hoppers
     if arch in BLACKWELL and is_countable(call):
-        may_own = is_own("sparse_mla_prefill_paged", index, why_not_own_paged(call))
+        may_own = is_own("sparse_mla_prefill_paged", BlackwellPagedKey, index, why_not_own_paged(call))
     return paged_key(arch, call.q.shape[1], call.compressed, *call.formats, splits, may_own)
 
 
@@ -330,7 +345,8 @@ def of_mixed(call: MixedCall) -> KernelKey:
     """The kernel of a call."""
     index = call.query.device.index
     arch = arch_of(index)
-    may_own = arch in BLACKWELL and is_own("sparse_mla_mixed", index, why_not_own_mixed(call))
+    own = BlackwellMixedFp8Key if call.kv_format == PLAIN_FP8.id else BlackwellMixedKey
+    may_own = arch in BLACKWELL and is_own("sparse_mla_mixed", own, index, why_not_own_mixed(call))
     return mixed_key(arch, call.query.shape[1], call.kv_format, may_own)
 
 
@@ -351,9 +367,9 @@ def mixed_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
 # ---- what Blackwell's own kernels take
 
 
-def is_own(op: str, device_index: int, why_not: str) -> bool:
+def is_own(op: str, own: type[KernelKey], device_index: int, why_not: str = "") -> bool:
     """Whether Blackwell's own kernel runs. why_not: what `unmapped` or `ungathered` say of the call's tensors."""
-    return not why_not and trust.is_trusted(op, device_index)
+    return not why_not and trust.is_trusted(op, own.kernel_name, device_index)
 
 
 def ungathered(name: str, cache: Any, row_elements: int) -> str:

@@ -67,11 +67,11 @@ def verified_calls(kernel: str) -> list[Callable[[], Result]]:
         assert examples is not None
         for example in examples():
             args = verify.clone_arguments(example.args, torch.device("cuda"))
-            chosen = op.load_kernel()
-            if not chosen.supports(*args)[0]:
+            chosen, call = op.load_kernel(), op.call_type(*args)
+            if chosen.why_not(call):
                 continue
             with compile_.collect() as keys:
-                chosen.launch(*args)
+                chosen.launch(call)
             size = sum(value.numel() for value in op.mutated(args).values())
             for key in keys:
                 if kernel_of(key) == kernel and size > largest.get(key, (0, None))[0]:

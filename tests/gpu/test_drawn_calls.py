@@ -60,11 +60,11 @@ def bundle(arch: str) -> frozenset[Any]:
 def kernels_of(op: Op, call: Example) -> frozenset[Any] | None:
     """What the call would launch, or None if no kernel takes it."""
     args = verify.clone_arguments(call.args, torch.device("cuda"))
-    kernel = op.load_kernel()
-    if not kernel.supports(*args)[0]:
+    kernel, record = op.load_kernel(), op.call_type(*args)
+    if kernel.why_not(record):
         return None
     with compile_.collect() as keys:
-        kernel.launch(*args)
+        kernel.launch(record)
     return frozenset(keys)
 
 

@@ -37,7 +37,8 @@ def calls(op: Op) -> list[tuple[Any, ...]]:
 
     examples = examples_of(op)
     assert examples is not None
-    found = [e.args for e in examples() if op.load_kernel().supports(*clone_arguments(e.args, CUDA))[0]]
+    why_not = op.load_kernel().why_not
+    found = [e.args for e in examples() if not why_not(op.call_type(*clone_arguments(e.args, CUDA)))]
     return sorted(found, key=written, reverse=True)[:MOST_CALLS]
 
 
@@ -53,16 +54,17 @@ def test_dependent_launches_change_nothing(name: str) -> None:
     with collect() as keys:
         for call in calls(op):
             for use_pdl in (False, True):
-                kernel.launch(*with_pdl(op, clone_arguments(call, CUDA), use_pdl))
+                kernel.launch(op.call_type(*with_pdl(op, clone_arguments(call, CUDA), use_pdl)))
     compile_ahead(keys)
     for call in calls(op):
         for use_pdl in (False, True):
             fresh, args = clone_arguments(call, CUDA), with_pdl(op, clone_arguments(call, CUDA), use_pdl)
             memories = [(raw_memory(a), raw_memory(b)) for a, b in zip(args, fresh, strict=True) if torch.is_tensor(a)]
-            kernel.launch(*args)  # linked and warm: the next launch follows the copies at once
+            record = op.call_type(*args)
+            kernel.launch(record)  # linked and warm: the next launch follows the copies at once
             for _ in range(3):
                 for memory, before in memories:
                     memory.copy_(before)
-                kernel.launch(*args)
+                kernel.launch(record)
             results.append(clone_arguments(args, CPU))
         assert compare_arguments(arguments_of(op), results[-1], results[-2]) == ""

@@ -286,7 +286,7 @@ def test_hoppers_kernel_runs_what_it_can(gpu: Launches, op: str, args: dict[str,
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_103a", "sm_120a"])
 def test_other_architectures_run_the_portable_kernel(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Blackwell as long as its own is not trusted."""
-    monkeypatch.setattr(trust, "is_trusted", lambda op, index: False)
+    monkeypatch.setattr(trust, "is_trusted", lambda op, kernel, index: False)
     gpu = Launches(monkeypatch, arch)
     key, _ = gpu.run("mqa_logits", contiguous())
     assert key == PortableLogitsKey(arch, 64, 4, False, False)
@@ -334,7 +334,7 @@ def test_mxfp4_views(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["sm_100a", "sm_103a"])
 def blackwell(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Launches:
-    monkeypatch.setattr(trust, "is_trusted", lambda op, index: True)
+    monkeypatch.setattr(trust, "is_trusted", lambda op, kernel, index: True)
     return Launches(monkeypatch, request.param)
 
 
@@ -388,7 +388,7 @@ def test_rows_of_a_group_on_blackwell(blackwell: Launches, heads: int, next_n: i
 def test_each_op_is_trusted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def is_trusted(op: str, index: int) -> bool:
+    def is_trusted(op: str, kernel: str, index: int) -> bool:
         asked.append(op)
         return op != "paged_mqa_logits"
 

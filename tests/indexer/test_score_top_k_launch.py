@@ -211,7 +211,7 @@ def test_keys_of_a_deployment_are_those_of_the_pairs(arch: str) -> None:
 
 @pytest.mark.parametrize("trusted", ["score_top_k_prefill", "score_top_k_decode"])
 def test_blackwells_scores_run_where_the_op_is_trusted(monkeypatch: pytest.MonkeyPatch, trusted: str) -> None:
-    monkeypatch.setattr(trust, "is_trusted", lambda op, index: op == trusted)
+    monkeypatch.setattr(trust, "is_trusted", lambda op, kernel, index: op == trusted)
     gpu = Launches(monkeypatch, "sm_100a")
     for op, args in (("score_top_k_prefill", prefill()), ("score_top_k_decode", decode())):
         gpu.run(op, args)

@@ -246,7 +246,7 @@ def test_blackwells_own_kernel_runs_if_it_is_trusted(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(select, "arch_of", lambda index: "sm_100a")
         with trust.choose(own) as asked:
             args = run(heads=128)
-        assert asked == {"sparse_mla_prefill_paged"}
+        assert list(asked) == [("sparse_mla_prefill_paged", "sparse_mla.blackwell.prefill_paged")]
         ((key, given),) = launched
         portable = PortablePagedKey("sm_100a", 64, "listed", FMT.id, FMT.id)
         assert key == (BlackwellPagedKey("sm_100a") if own else portable)
@@ -276,9 +276,9 @@ def test_what_cannot_be_gathered_is_the_portable_kernels(
     monkeypatch.setattr(select, "arch_of", lambda index: "sm_100a")
     found: list[str] = []
 
-    def is_own(op: str, device_index: int, why_not: str, real: Any = select.is_own) -> bool:
+    def is_own(op: str, own: Any, device_index: int, why_not: str, real: Any = select.is_own) -> bool:
         found.append(why_not)
-        return bool(real(op, device_index, why_not))
+        return bool(real(op, own, device_index, why_not))
 
     monkeypatch.setattr(select, "is_own", is_own)
     with trust.choose(True) as asked:

@@ -126,11 +126,11 @@ def test_mbarrier_cluster(address: Any, phase: Any) -> Any:
     )
 
 
-def arrive_cluster(barrier: Any) -> None:
-    """sm_90 and up. Arrive on an mbarrier of any block of the cluster, the address from map_shared. Its scope is the
-    block's: what threads of the block have read of their own shared memory is over, but what they wrote need not be
-    seen elsewhere (that would wait for global memory, too)."""
-    inline_ptx("mbarrier.arrive.release.cta.shared::cluster.b64 _, [{$r0}];", read_only_args=[Int32(barrier)])
+def arrive_cluster(barrier: Any, scope: str = "cta") -> None:
+    """sm_90 and up. Arrive on an mbarrier of any block of the cluster, the address from map_shared. With the block's
+    scope what threads of the block have read of their own shared memory is over, but what they wrote need not be seen
+    elsewhere; with that of the cluster it is, which waits for global memory, too. scope: cta or cluster"""
+    inline_ptx(f"mbarrier.arrive.release.{scope}.shared::cluster.b64 _, [{{$r0}}];", read_only_args=[Int32(barrier)])
 
 
 def expect_bytes(barrier: Any, size: Any) -> None:

@@ -231,6 +231,13 @@ class BarsOf2(Bars):
         ptx.commit_tensor_multicast(barrier.toint(), (1 << BLOCKS) - 1)
 
 
+class ClusterReleaseBarsOf2(BarsOf2):
+    """Arrivals release to the cluster, not to their CTA alone."""
+
+    def arrive(self, barrier: Any) -> None:
+        ptx.arrive_cluster(ptx.pair_leader(barrier.toint()), "cluster")
+
+
 # ---- producer
 
 
@@ -408,6 +415,21 @@ class BlackwellPairDecodeKey(BlackwellDecodeKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return Decode2CtaKernel(self), fake_decode(self.out_fp32)
+
+
+class ClusterReleaseKernel(Decode2CtaKernel):
+    name = "sparse_mla_decode_blackwell_pair_cluster_release"
+    barriers = ClusterReleaseBarsOf2
+
+
+@dataclass(frozen=True)
+class BlackwellPairClusterDecodeKey(BlackwellPairDecodeKey):
+    """As BlackwellPairDecodeKey, with arrivals that release to the cluster: what runs if only that is enough."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.blackwell.decode_2cta_cluster_release"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return ClusterReleaseKernel(self), fake_decode(self.out_fp32)
 
 
 # ---- what a tile takes

@@ -32,7 +32,6 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import barriers, ptx
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.work import Shape, Work
-from cute_kernels.sparse_mla import prefill_args
 from cute_kernels.sparse_mla.blackwell import decode_2cta as plan
 from cute_kernels.sparse_mla.blackwell import prefill as single
 from cute_kernels.sparse_mla.blackwell.decode import (
@@ -48,7 +47,6 @@ from cute_kernels.sparse_mla.blackwell.decode import (
 )
 from cute_kernels.sparse_mla.blackwell.decode_2cta import (
     BLOCKS,
-    FORM,
     Q_COLUMN,
     Q_COLUMNS,
     S_COLUMN,
@@ -85,6 +83,7 @@ from cute_kernels.sparse_mla.blackwell.prefill import (
     Softmax,
     group_offset,
 )
+from cute_kernels.sparse_mla.kernel_args import fake_gathered
 from cute_kernels.sparse_mla.params import PrefillScheduler
 
 # ---- config
@@ -284,7 +283,7 @@ class MmaOf2(Mma):
         for i in range_constexpr(len(steps)):
             step, d = steps[i], buffer * S_COLUMNS + steps[i].d
             b, adds = keys + step.b // 16, int(not step.is_first)
-            ptx.tensor_mma(d, step.a, b, SCORES_INSTRUCTION, adds, a_in_tensor_memory=True, **FORM)
+            ptx.tensor_mma(d, step.a, b, SCORES_INSTRUCTION, adds, a_in_tensor_memory=True, blocks=BLOCKS)
         self.bars.commit(self.bars.s + buffer)
         if flags & LAST != 0:
             ptx.commit_tensor(self.bars.q_done.toint(), BLOCKS)
@@ -303,7 +302,9 @@ class MmaOf2(Mma):
         for i in range_constexpr(len(steps)):
             step = steps[i]
             adds = 1 - is_first if step.is_first else 1
-            ptx.tensor_mma(step.d, weights + step.a // 16, values + step.b // 16, VALUES_INSTRUCTION, adds, **FORM)
+            ptx.tensor_mma(
+                step.d, weights + step.a // 16, values + step.b // 16, VALUES_INSTRUCTION, adds, blocks=BLOCKS
+            )
         bars.commit(bars.p.empty(buffer))
         bars.commit(bars.kv.empty(stage))
         if flags & LAST != 0:
@@ -364,7 +365,7 @@ class BlackwellPairPrefillKey(BlackwellPrefillKey):
         return PAIR.smem_bytes
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return Prefill2CtaKernel(), prefill_args.fake_gathered()
+        return Prefill2CtaKernel(), fake_gathered()
 
 
 # ---- what a tile takes

@@ -455,7 +455,7 @@ class Planner:
     def mark_empty(self, batch: Any, token: Any, split_idx: Any, head_group: Any) -> None:
         """Store the log-sum-exps of a split without keys."""
         first = head_group * self.config.heads
-        for head in cutlass.range(first, cutlass.min(first + self.config.heads, self.out.heads), unroll=1):
+        for head in cutlass.range(first, cutlass.min(first + self.config.heads, self.out.heads), 1, unroll=1):
             at = self.out.lse.of(split_idx, batch, head, token)
             ptx.store_global_s32(at, Float32(Float32.inf).bitcast(Int32))
 
