@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from cute_kernels.compressor.call import SlotsCall
+from cute_kernels.indices.call import C128aCall, CombineCall, MixedCall, TranslateCall, WindowCall
 from cute_kernels.indices.ops import StepLayout
 from perf.bench import Arguments, Bench, Case, Run
 from perf.grid import draw_rows, mark
@@ -161,7 +163,7 @@ def vllm_mixed() -> Run:
 # ---- other configurations --------------------------------------------------------------------------------------------
 
 
-def _variants(module: str, *choices: Mapping[str, Any]) -> Callable[[], Mapping[str, Run]]:
+def _variants(call_type: type[Any], module: str, *choices: Mapping[str, Any]) -> Callable[[], Mapping[str, Run]]:
     """Runs of an op whose kernel has other fields than the ones in use."""
 
     def load() -> Mapping[str, Run]:
@@ -176,7 +178,7 @@ def _variants(module: str, *choices: Mapping[str, Any]) -> Callable[[], Mapping[
             original = kernel.launch_key
             kernel.launch_key = lambda key, *rest: launch(replace(key, **fields), *rest)
             try:
-                kernel.launch(*args)
+                kernel.launch(call_type(*args))
             finally:
                 kernel.launch_key = original
 
@@ -222,6 +224,7 @@ BENCHES = (
         between=mark(_sizes(translate, BETWEEN_ROWS)),
         peers={"vllm-triton": vllm_translate},
         variants=_variants(
+            TranslateCall,
             "cute_kernels.indices.translate",
             {"warps": 1, "groups": 4},
             {"warps": 2, "groups": 2},
@@ -237,6 +240,7 @@ BENCHES = (
         between=mark(_sizes(combine, BETWEEN_ROWS)),
         peers={"vllm-triton": vllm_combine},
         variants=_variants(
+            CombineCall,
             "cute_kernels.indices.combine",
             {"groups": 2},
             {"groups": 9},
@@ -251,6 +255,7 @@ BENCHES = (
         between=mark(_mixed_cases(BETWEEN_ROWS, BETWEEN_ROWS[-1:])),
         peers={"vllm-triton": vllm_mixed},
         variants=_variants(
+            MixedCall,
             "cute_kernels.indices.mixed",
             {"warps": 1, "groups": 4},
             {"warps": 2, "groups": 2},
@@ -264,14 +269,16 @@ BENCHES = (
         _plain_cases(window, ROWS),
         quick=(1, 1024),
         between=mark(_plain_cases(window, BETWEEN_ROWS)),
-        variants=_variants("cute_kernels.indices.window", {"warps": 1}, {"warps": 2}, {"warps": 8}),
+        variants=_variants(WindowCall, "cute_kernels.indices.window", {"warps": 1}, {"warps": 2}, {"warps": 8}),
     ),
     Bench(
         "build_c128a_topk_metadata",
         _c128a_cases(ROWS, (1024, 8192)),
         quick=(1, 1024),
         between=mark(_c128a_cases(BETWEEN_ROWS, BETWEEN_ROWS[-1:])),
-        variants=_variants("cute_kernels.indices.c128a", {"groups": 1}, {"groups": 2}, {"warps": 2}, {"warps": 8}),
+        variants=_variants(
+            C128aCall, "cute_kernels.indices.c128a", {"groups": 1}, {"groups": 2}, {"warps": 2}, {"warps": 8}
+        ),
     ),
     Bench(
         "build_step_metadata",
@@ -287,7 +294,7 @@ BENCHES = (
         _plain_cases(slots, ROWS),
         quick=(1, 1024),
         between=mark(_plain_cases(slots, BETWEEN_ROWS)),
-        variants=_variants("cute_kernels.compressor.slots", {"warps": 2}, {"warps": 4}),
+        variants=_variants(SlotsCall, "cute_kernels.compressor.slots", {"warps": 2}, {"warps": 4}),
     ),
 )
 SWEEPS = {bench.op: bench.sweep for bench in BENCHES}

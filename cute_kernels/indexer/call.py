@@ -7,7 +7,7 @@ score_top_k_prefill and score_top_k_decode are walked chunk after chunk: the sco
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -96,13 +96,13 @@ class LogitsCall(NamedTuple):
         by_row = stride(self.q, 0)
         return by_row * self.rows, by_row, stride(self.q, 1)
 
-    def cache_arguments(self) -> tuple[Any, ...]:
+    def cache_arguments(self) -> tuple[int, ...]:
         """Where keys are: addresses of key 0 and its scale, strides of keys and pages in bytes; keys of a page, pages;
         address of the block table, its stride in bytes and its columns."""
         keys, by_key = self.k.shape[0], stride(self.k, 0)
         return (self.k.data_ptr(), self.k_scale.data_ptr(), by_key, by_key * keys, keys, 1, 0, 0, 0)
 
-    def window_arguments(self, skip: int) -> tuple[Any, ...]:
+    def window_arguments(self, skip: int) -> tuple[int, ...]:
         """Which keys a row sees: addresses of starts and ends, stride of the ends by request in bytes; number of keys,
         whether a row's columns begin at its start (-1) or not (0), keys up to which a row is not scored."""
         starts, ends = self.cu_seq_len_k_start.data_ptr(), self.cu_seq_len_k_end.data_ptr()
@@ -134,7 +134,7 @@ class PagedLogitsCall(NamedTuple):
     def query_strides(self) -> tuple[int, int, int]:
         return stride(self.q, 0), stride(self.q, 1), stride(self.q, 2)
 
-    def cache_arguments(self) -> tuple[Any, ...]:
+    def cache_arguments(self) -> tuple[int, ...]:
         pool, table = self.kv_cache, self.block_tables
         size = INDEX_DIM if self.q_scale is None else INDEX_DIM // 2
         pages, page_rows = pool.shape[:2]
@@ -142,7 +142,7 @@ class PagedLogitsCall(NamedTuple):
         in_pages = (codes, codes + page_rows * size, size, stride(pool, 0), page_rows, pages)
         return (*in_pages, table.data_ptr(), table.stride(0) * 4, table.shape[1])
 
-    def window_arguments(self, skip: int) -> tuple[Any, ...]:
+    def window_arguments(self, skip: int) -> tuple[int, ...]:
         lengths = self.context_lens
         return (0, lengths.data_ptr(), lengths.stride(0) * 4, self.out.shape[1], 0, skip)
 

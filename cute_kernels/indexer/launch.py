@@ -8,7 +8,7 @@ scores for these picks.
 
 from __future__ import annotations
 
-from typing import Any
+import torch
 
 from cute_kernels.indexer import select, topk_select
 from cute_kernels.indexer.call import LogitsCall, PagedLogitsCall, ScoreTopKDecodeCall, ScoreTopKPrefillCall
@@ -31,14 +31,15 @@ def launch_call(call: LogitsCall | PagedLogitsCall, op: str, skip: int) -> None:
     paged = isinstance(call, PagedLogitsCall)
     page_rows = call.kv_cache.shape[1] if isinstance(call, PagedLogitsCall) else KEY_TILE
     if select.has_own(arch, heads, page_rows) and select.is_safe(op, arch, device_index):
-        key: Any = select.own_key(arch, heads, call.rows, paged, page_rows, mxfp4)
+        key: select.OwnKey | PortableLogitsKey = select.own_key(arch, heads, call.rows, paged, page_rows, mxfp4)
     else:
         key = select.portable_key(arch, heads, call.rows, paged, mxfp4)
     ctas = grid_size(select.ctas(key, call.requests, call.rows, call.out.shape[1], multiprocessors(device_index)))
     keys_and_windows = (*call.cache_arguments(), *call.window_arguments(skip))
     clean = int(call.clean_logits)
     if isinstance(key, PortableLogitsKey):
-        queries = (*code_strides(call.q, call.rows), *(code_strides(call.q_scale, call.rows) if mxfp4 else (0,) * 4))
+        scales = (0,) * 4 if call.q_scale is None else code_strides(call.q_scale, call.rows)
+        queries = (*code_strides(call.q, call.rows), *scales)
         numbers = (*queries, call.requests, call.rows, heads, *keys_and_windows, clean)
     else:
         rows = (call.q.data_ptr(), *call.query_strides(), call.requests, call.rows)
@@ -46,7 +47,7 @@ def launch_call(call: LogitsCall | PagedLogitsCall, op: str, skip: int) -> None:
     launch_key(key, device_index, call.weights, call.out, *numbers, ctas)
 
 
-def why_not(q: Any, keys: Any, what: str, out: Any) -> str:
+def why_not(q: torch.Tensor, keys: torch.Tensor, what: str, out: torch.Tensor) -> str:
     """Why no kernel can take a call's (checked) queries, keys (named `what`) and scores; empty if one can."""
     heads = q.shape[-2]
     if not 0 < heads <= select.MOST_HEADS:
@@ -63,7 +64,7 @@ def why_not(q: Any, keys: Any, what: str, out: Any) -> str:
     return ""
 
 
-def code_strides(tensor: Any, rows: int) -> tuple[int, int, int, int]:
+def code_strides(tensor: torch.Tensor, rows: int) -> tuple[int, int, int, int]:
     """Of mma_sync/logits: address of codes or scales of queries, and their strides in bytes by request, row and head.
     Without requests, all rows are one's. The last axis of codes is dense."""
     size = tensor.element_size()
@@ -72,7 +73,7 @@ def code_strides(tensor: Any, rows: int) -> tuple[int, int, int, int]:
     return tensor.data_ptr(), axes[0] * size if len(axes) == 3 else row * rows, row, head
 
 
-def scale_arguments(key: Any, q_scale: Any) -> tuple[int, ...]:
+def scale_arguments(key: KernelKey, q_scale: torch.Tensor | None) -> tuple[int, ...]:
     """What hopper/logits_mxfp4 and blackwell/logits take more than hopper/logits: address of the queries' scales
     [..., row, head] and strides in bytes, by request, if there are several, and row. Zeros where `q_scale` is None."""
     if isinstance(key, LogitsKey):

@@ -7,6 +7,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from cute_kernels.indexer.call import AllVisibleCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, GROUPS, TopKKey
 from cute_kernels.indexer.topk_held import HeldTopKKey
@@ -95,7 +97,7 @@ def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
     return next((key for key in keys if width <= key.capacity), max(keys, key=lambda key: key.capacity))
 
 
-def groups_for(key: Any, k: int) -> int:
+def groups_for(key: TopKKey, k: int) -> int:
     """Maxima of a thread: twice as many of all threads as there are picks leave 1.4 k candidates of a random row."""
     groups = 1
     while groups < GROUPS and groups * 32 * key.warps * key.cluster < 2 * k:
@@ -103,7 +105,7 @@ def groups_for(key: Any, k: int) -> int:
     return groups
 
 
-def share_for(key: Any, k: int) -> int:
+def share_for(key: TopKKey, k: int) -> int:
     """Of k, a warp's."""
     return -(-k // (key.warps * key.cluster))
 
@@ -115,7 +117,7 @@ def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, i
     return key, share_for(key, k), groups_for(key, k)
 
 
-def width_of(logits: Any) -> int:
+def width_of(logits: torch.Tensor) -> int:
     """Columns of a row, and those before it up to a multiple of 16 bytes, at most."""
     is_aligned = logits.data_ptr() % 16 == 0 and (logits.shape[0] <= 1 or logits.stride(0) % 4 == 0)
     return int(logits.shape[1]) + (0 if is_aligned else 3)
@@ -132,7 +134,7 @@ LOCAL = 0, 0, 0, 1
 """No block table: columns are written as they are."""
 
 
-def why_not(logits: Any, num_rows: int, k: int) -> str:
+def why_not(logits: torch.Tensor, num_rows: int, k: int) -> str:
     """Why `run` cannot take these (checked) arguments; empty if it can."""
     if k > MOST_PICKS:
         return f"k must be at most {MOST_PICKS}, got {k}"
@@ -145,10 +147,10 @@ def why_not(logits: Any, num_rows: int, k: int) -> str:
 
 
 def run(
-    logits: Any,
+    logits: torch.Tensor,
     starts: tuple[int, int],
     ends: tuple[int, int, int, int],
-    out: Any,
+    out: torch.Tensor,
     rows: int,
     k: int,
     limit: int | None = None,
@@ -173,9 +175,9 @@ def run(
 
 
 def arguments(
-    logits: Any,
+    logits: torch.Tensor,
     bounds: tuple[tuple[int, ...], ...],
-    out: Any,
+    out: torch.Tensor,
     rows: int,
     k: int,
     share: int,
@@ -191,10 +193,10 @@ def arguments(
 
 def launch_with(
     key: TopKKey,
-    logits: Any,
-    starts: Any,
-    ends: Any,
-    out: Any,
+    logits: torch.Tensor,
+    starts: tuple[int, int],
+    ends: tuple[int, int, int, int],
+    out: torch.Tensor,
     rows: int,
     k: int,
     slots: tuple[int, int, int, int] = LOCAL,
@@ -218,7 +220,9 @@ def launch_prefill(call: TopKPrefillCall) -> None:
     run(call.logits, *prefill_bounds(call.row_starts, call.row_ends), call.out, call.num_rows, call.k)
 
 
-def prefill_bounds(row_starts: Any, row_ends: Any) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+def prefill_bounds(
+    row_starts: torch.Tensor, row_ends: torch.Tensor
+) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
     """Starts and ends as `run` takes them."""
     starts = row_starts.data_ptr(), row_starts.stride(0) * 4
     return starts, (row_ends.data_ptr(), row_ends.stride(0) * 4, 0, 1)
@@ -241,13 +245,13 @@ def launch_decode(call: TopKDecodeCall) -> None:
     )
 
 
-def decode_bounds(seq_lens: Any) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+def decode_bounds(seq_lens: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
     """Starts and ends as `run` takes them."""
     request, token = (4 * stride for stride in seq_lens.stride())
     return (0, 0), (seq_lens.data_ptr(), request, token, seq_lens.shape[1])
 
 
-def slots(block_table: Any, rows_per_page: int) -> tuple[int, int, int, int]:
+def slots(block_table: torch.Tensor | None, rows_per_page: int) -> tuple[int, int, int, int]:
     """The block table as `run` takes it."""
     if block_table is None:
         return LOCAL

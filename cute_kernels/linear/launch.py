@@ -11,7 +11,8 @@ whose work tiles suit the call's size.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+
+import torch
 
 from cute_kernels.linear import select
 from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey
@@ -32,13 +33,13 @@ HOPPER = select.HOPPER
 OUTPUTS = {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float8_e4m3fn": "e4m3"}
 
 
-def is_aligned(tensor: Any) -> bool:
+def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether bulk tensor copies can move its rows."""
     strides = [tensor.stride(axis) * tensor.element_size() for axis in range(tensor.dim() - 1)]
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 and 0 < stride < 2**40 for stride in strides)
 
 
-def misfit(a: tuple[str, Any], b: tuple[str, Any], out: Any) -> str:
+def misfit(a: tuple[str, torch.Tensor], b: tuple[str, torch.Tensor], out: torch.Tensor) -> str:
     """Why bulk tensor copies cannot bring the operands, or the epilogue store the result; empty if they can."""
     for name, tensor in (a, b):
         if not is_aligned(tensor):
@@ -119,7 +120,7 @@ def _soonest(
     return best, ctas
 
 
-def _is_mapped(*operands: Any) -> bool:
+def _is_mapped(*operands: torch.Tensor) -> bool:
     """Whether descriptors of tensor copies can tell of operands."""
     return all(0 < operand.stride(axis) < MAP_STRIDE for operand in operands for axis in (0, 1))
 
@@ -192,7 +193,7 @@ MOST_SWAPPED_CODE_ROWS, FEW_CODES = 64, 1024
 """The same for e4m3 results of so few columns: only the swapped operands' kernel cuts their K into more than two."""
 
 
-def _is_swapped(out: Any, batch_invariant: bool) -> bool:
+def _is_swapped(out: torch.Tensor, batch_invariant: bool) -> bool:
     rows, groups, outputs = out.shape
     if batch_invariant or rows <= MOST_SWAPPED_ROWS:
         return True

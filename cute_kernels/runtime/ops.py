@@ -137,14 +137,14 @@ def define_op(
     whole_check = _of_arguments(call_type, _with_contract(contract, check))
     execute = _of_plain_empties(_of_arguments(call_type, reference))
 
-    def call(record: Call) -> None:
-        if not contract.has_plain_scalars(record):
-            contract.check_scalars(record)
+    def call(arguments: Call) -> None:
+        if not contract.has_plain_scalars(arguments):
+            contract.check_scalars(arguments)
         try:
-            overload(*record)
+            overload(*arguments)
         except RuntimeError:
             # torch refuses what is no tensor before `check` sees it; say it as `check` does
-            whole_check(*record)
+            whole_check(*arguments)
             raise
 
     op = Op(

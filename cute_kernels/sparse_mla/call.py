@@ -7,7 +7,7 @@ it (launch.py). All but checks take checked ones.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -52,7 +52,7 @@ class DecodeCall(NamedTuple):
         return self.q_squares is not None
 
     @property
-    def quant(self) -> tuple[Any, ...]:
+    def quant(self) -> tuple[torch.Tensor | None, ...]:
         """Codes, and what comes with them: see quant_output."""
         return self.out, self.out_scale, self.positions, self.cos_sin_cache
 
@@ -64,7 +64,7 @@ class DecodeCall(NamedTuple):
         return "dense" if self.extra_indices is None else "listed"
 
     @property
-    def caches(self) -> dict[str, Any]:
+    def caches(self) -> dict[str, torch.Tensor]:
         """Those that are there, by name."""
         return _given(k_cache=self.k_cache, extra_k_cache=self.extra_k_cache)
 
@@ -179,21 +179,23 @@ class PagedCall(NamedTuple):
         return self.kv_format, self.kv_format if self.compressed_cache is None else self.compressed_kv_format
 
     @property
-    def caches(self) -> dict[str, Any]:
+    def caches(self) -> dict[str, torch.Tensor]:
         """Those that are there, by name."""
         return _given(swa_cache=self.swa_cache, compressed_cache=self.compressed_cache)
 
     @property
-    def tables(self) -> dict[str, Any]:
+    def tables(self) -> dict[str, torch.Tensor]:
         """Block tables that are there, by name."""
         return _given(swa_block_table=self.swa_block_table, compressed_block_table=self.compressed_block_table)
 
     @property
-    def pools(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    def pools(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """Both caches and their block tables, the window's again if there is no other."""
         window = self.swa_cache, self.swa_block_table
-        is_single = self.compressed_cache is None
-        return window, window if is_single else (self.compressed_cache, self.compressed_block_table)
+        if self.compressed_cache is None:
+            return window, window
+        assert self.compressed_block_table is not None
+        return window, (self.compressed_cache, self.compressed_block_table)
 
     @property
     def columns(self) -> int:
@@ -239,7 +241,7 @@ class MixedCall(NamedTuple):
     lse: torch.Tensor | None
 
     @property
-    def caches(self) -> dict[str, Any]:
+    def caches(self) -> dict[str, torch.Tensor]:
         """Those that are there, by name."""
         return _given(swa_kv_cache=self.swa_kv_cache, compressed_kv_cache=self.compressed_kv_cache)
 
@@ -254,5 +256,5 @@ class MergeCall(NamedTuple):
     lse: torch.Tensor | None
 
 
-def _given(**tensors: Any) -> dict[str, Any]:
+def _given(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -40,6 +40,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.models import ModelConfig
 from cute_kernels.runtime import trust
@@ -134,11 +136,10 @@ def own_decode_kernels(arch: str, heads: int) -> tuple[type[BlackwellDecodeKey],
 
 
 @cache
-def decode_variant(key: Any, quantized: bool, raw: bool) -> DecodeKernelKey:
+def decode_variant(key: DecodeKernelKey, quantized: bool, raw: bool) -> DecodeKernelKey:
     """The kernel that stores codes in place of bf16 results (quantized), or norms and rotates its queries (raw)."""
-    changes = {name: True for name, value in (("quantized", quantized), ("raw", raw)) if value}
-    variant: DecodeKernelKey = replace(key, **changes) if changes else key
-    return variant
+    changes: dict[str, Any] = {name: True for name, value in (("quantized", quantized), ("raw", raw)) if value}
+    return replace(key, **changes) if changes else key
 
 
 def of_decode(call: DecodeCall, out_fp32: bool = False) -> DecodeKernelKey:
@@ -372,7 +373,7 @@ def is_own(op: str, own: type[KernelKey], device_index: int, why_not: str = "") 
     return not why_not and trust.is_trusted(op, own.kernel_name, device_index)
 
 
-def ungathered(name: str, cache: Any, row_elements: int) -> str:
+def ungathered(name: str, cache: torch.Tensor, row_elements: int) -> str:
     """Why rows of so many elements cannot be gathered from a cache [pages, rows, ...], or nothing.
 
     Its pages have to begin where a row could that is as long as theirs, and may not overlap. Of a single page, too, the
@@ -392,7 +393,7 @@ def ungathered(name: str, cache: Any, row_elements: int) -> str:
     return ""
 
 
-def unmapped(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
+def unmapped(name: str, tensor: torch.Tensor, axes: tuple[int, ...]) -> str:
     """Why no descriptor can tell of a tensor with dense rows and those other axes, or nothing."""
     strides = [tensor.stride(axis) * tensor.element_size() for axis in axes]
     if tensor.numel() == 0:
