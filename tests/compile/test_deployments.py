@@ -74,7 +74,8 @@ def sample(keys: Iterable[KernelKey]) -> list[KernelKey]:
 
 
 def pairs(key: KernelKey) -> set[tuple[tuple[str, Any], ...]]:
-    return set(itertools.combinations([(field.name, getattr(key, field.name)) for field in fields(key)], 2))
+    values = [(field.name, getattr(key, field.name)) for field in fields(key)]
+    return set(itertools.combinations(values, min(2, len(values))))
 
 
 def all_pairs(keys: Sequence[KernelKey]) -> list[KernelKey]:

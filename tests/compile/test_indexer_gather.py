@@ -15,8 +15,6 @@ from cute_kernels.indexer.gather import SIZES, deployment_keys, key_for, size_of
 from cute_kernels.models import MODELS
 from tests.compile.reports import compile_report
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_89", "sm_120a")
-
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("size", [SIZES[0], SIZES[-1]])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel, compiled for every architecture it claims. Needs CuTe DSL and no GPU."""
+"""Compiling itself, and the insert kernel's order of loads. Needs CuTe DSL and no GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -32,6 +33,33 @@ def test_insert_with_several_rows_loads_them_all_first(warps: int, rows: int) ->
     order = re.findall(r"ld\.global\.nc\.L1|shfl\.sync\.bfly", report.ptx)
     assert order[: 2 * rows] == ["ld.global.nc.L1"] * (2 * rows)
     assert len(order) == rows * (2 + 7)
+
+
+def test_source_locations_change_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling does without them: they take a third of its time. Were the switch gone, it would take that again."""
+    import cutlass.base_dsl.dsl as dsl
+
+    assert hasattr(dsl, "_set_enable_frame_filtering")
+    without = compile_.compile_report(InsertKey("sm_90a"))
+    monkeypatch.setattr(compile_, "_without_locations", contextlib.nullcontext)
+    with_ = compile_.compile_report(InsertKey("sm_90a"))
+    assert (without.ptx, without.cubin, without.registers) == (with_.ptx, with_.cubin, with_.registers)
+
+
+def test_what_does_not_compile_is_tried_once_more_with_source_locations(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cutlass.base_dsl.dsl as dsl
+    import cutlass.cute as cute
+
+    switch, found = dsl._set_enable_frame_filtering, []
+
+    def fails(*args: object, **more: object) -> None:
+        found.append(dsl._set_enable_frame_filtering is switch)
+        raise RuntimeError(f"attempt {len(found)}")
+
+    monkeypatch.setattr(cute, "compile", fails)
+    with pytest.raises(RuntimeError, match="attempt 2"):
+        compile_.compile_report(InsertKey("sm_90a"))
+    assert found == [False, True]
 
 
 def test_reports_are_not_counted() -> None:

@@ -8,14 +8,11 @@ import re
 import pytest
 
 from cute_kernels.models import MODELS
-from cute_kernels.support import KERNEL_ARCHS
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.norm import q_kv_quant
 from tests.compile.reports import compile_report
-
-ARCHS = KERNEL_ARCHS["fused_q_kv_rmsnorm_quant"]
 
 
 @pytest.mark.parametrize(("arch", "model"), [("sm_90a", "v4-pro"), ("sm_100a", "v4-pro"), ("sm_90a", "v4-flash")])

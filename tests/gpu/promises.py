@@ -176,13 +176,17 @@ def is_empty(op: Op, args: Sequence[Any]) -> bool:
 
 
 def kernels_of(op: Op, args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The keys of what a call launches; None: no kernel takes it here."""
+    """The keys of what a call launches; None: no kernel takes it here. Not by way of the op, which remembers calls that
+    another kernel took."""
     call = verify.clone_arguments(args, DEVICE)
+    op.check(*call)
+    if is_empty(op, call):
+        return ()
+    kernel, record = op.load_kernel(), op.call_type(*call)
+    if kernel.why_not(record):
+        return None
     with collect() as keys:
-        try:
-            op.overload(*call)
-        except NotImplementedError:
-            return None
+        kernel.launch(record)
     return tuple(keys)
 
 
