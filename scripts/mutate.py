@@ -8,8 +8,7 @@
 A bug is a small change of the syntax tree: a comparison or a bound off by one, a condition turned round, `and` for
 `or`, `min` for `max`, an argument left out, a check that is not made. Bugs are drawn evenly over the modules of
 cute_kernels, layers and perf that run on the host: no kernels (tests/model plants bugs in those), and neither functions
-that name CUDA nor benchmarks with arguments on a GPU, which a machine without one never enters. Copies of the tree are
-changed, never the tree itself.
+that name CUDA nor benchmarks that no test imports, which need a GPU. What is changed are copies of the tree.
 
 Exit status: 1 if less than 95% of the bugs, or not all of the planted ones, were found.
 """
@@ -19,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -41,7 +41,7 @@ SHARE = 0.95
 SECONDS = 300.0
 """A file of tests that takes longer has met a bug that hangs: found."""
 
-MOST_FILES = 4
+MOST_FILES = 8
 """Test files of a module that are run, the nearest ones first."""
 
 READY = ("torch", "numpy", "pytest", "hypothesis", "torch.testing", "torch._dynamo")
@@ -73,40 +73,55 @@ PLANTED = (
 # ---- which modules, which tests --------------------------------------------------------------------------------------
 
 
-def imported(path: Path) -> set[str]:
-    """Dotted names that a file imports, with what it takes from them."""
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
+    """Dotted names that a file imports, with what it takes from them. Relative ones are of its own folder."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+            module = f"{path.parent.name}.{node.module}" if node.level else node.module
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
 
 
 def is_host(path: Path) -> bool:
-    """No kernel, which is traced and not run; no benchmark; no file that only calls another; no examples for tests."""
-    names = imported(path)
-    is_kernel = any(name.split(".")[0] in ("cutlass", "cuda") for name in names)
-    is_benchmark = bool({"perf.bench", "perf.measure"} & names) and 'device="cuda"' in path.read_text(encoding="utf-8")
-    return not (is_kernel or is_benchmark or path.name in ("__init__.py", "__main__.py", "verify_cases.py"))
+    """No kernel, which is traced and not run; no file that only calls another; no examples for tests."""
+    is_kernel = any(name.split(".")[0] in ("cutlass", "cuda") for name in imported(path))
+    return not is_kernel and path.name not in ("__init__.py", "__main__.py", "verify_cases.py")
+
+
+def sources(root: Path) -> list[Path]:
+    found = [p for folder in ("cute_kernels", "layers", "perf") for p in sorted((root / folder).rglob("*.py"))]
+    return [p for p in found if not p.is_relative_to(root / "cute_kernels" / "layers")]
 
 
 def modules(root: Path) -> list[Path]:
-    found = [p for folder in ("cute_kernels", "layers", "perf") for p in sorted((root / folder).rglob("*.py"))]
-    return [p for p in found if is_host(p) and not p.is_relative_to(root / "cute_kernels" / "layers")]
+    """Those of the host. Of perf only those that a test imports: the others are benchmarks, which need a GPU."""
+    return [p for p in sources(root) if is_host(p) and (p.parent.name != "perf" or importers(root, p, tests(root)))]
+
+
+def tests(root: Path) -> list[Path]:
+    """Test files that run on the host."""
+    found = sorted((root / "tests").rglob("test_*.py"))
+    return [p for p in found if not {"gpu", "compile", "model"} & set(p.relative_to(root).parts)]
+
+
+def importers(root: Path, module: Path, files: Sequence[Path]) -> list[Path]:
+    name = ".".join(module.relative_to(root).with_suffix("").parts)
+    aliases = {name, name.replace("layers.", "cute_kernels.layers.", 1)}
+    return [p for p in files if aliases & imported(p)]
 
 
 def tests_of(root: Path, module: Path) -> list[Path]:
-    """Test files that import a module, or else the `ops` beside it, those of its own folder first."""
-    parts = module.relative_to(root).with_suffix("").parts
-    name, package = ".".join(parts), parts[-2] if parts[0] == "cute_kernels" else parts[0]
-    tests = [p for p in sorted((root / "tests").rglob("test_*.py")) if not {"gpu", "compile", "model"} & set(p.parts)]
-    alias = {name, name.replace("layers.", "cute_kernels.layers.", 1)}
-    direct = [p for p in tests if alias & imported(p)]
-    beside = [p for p in tests if p.parent.name == package]
-    near = sorted(direct, key=lambda p: p.parent.name != package)
-    return list(dict.fromkeys([*near, *beside]))[:MOST_FILES]
+    """Test files that import a module, then those that import one that does, then those of its folder."""
+    package = module.parent.name
+    every, users = tests(root), importers(root, module, sources(root))
+    direct = importers(root, module, every)
+    through = [p for p in every if any(p in importers(root, user, every) for user in users)]
+    near = [sorted(found, key=lambda p: p.parent.name != package) for found in (direct, through)]
+    return list(dict.fromkeys([*near[0], *near[1], *(p for p in every if p.parent.name == package)]))[:MOST_FILES]
 
 
 # ---- bugs ------------------------------------------------------------------------------------------------------------
@@ -271,9 +286,9 @@ class Runner:
     def run(self, bug: Bug) -> tuple[str, float]:
         """("found", "survived", or "no tests" where there are none; seconds)."""
         module, start = self.root / bug.path, time.perf_counter()
-        tests = [str(p.relative_to(self.root)) for p in tests_of(self.root, module)]
-        source, status = module.read_text(encoding="utf-8"), "survived" if tests else "no tests"
-        for test in tests:
+        chosen = [str(p.relative_to(self.root)) for p in tests_of(self.root, module)]
+        source, status = module.read_text(encoding="utf-8"), "survived" if chosen else "no tests"
+        for test in chosen:
             module.write_text(planted(source, bug), encoding="utf-8")
             try:
                 is_noticed = not passes(self.root, test)

@@ -2,7 +2,8 @@
 """Against vLLM 0.33.0's kernels, and FlashMLA's and DeepGEMM's in its wheel, as they ran on an H100.
 
 Bytes, codes, scales and indices are the same. A bf16 number that a norm made may be a step apart, as sums are rounded
-in another order; attention, scores and products as far as tensor cores' sums are.
+in another order; attention, scores and products as far as tensor cores are: Hopper's keep some 14 bits of a sum of e4m3
+products. tests/goldens/test_deep_gemm.py compares scores with exact ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.goldens.records import FOLDER, Case, load
 KERNELS = ("vllm", "flash_mla_kernels", "deep_gemm_kernels")
 FILES = [path.stem for path in sorted(FOLDER.glob("*.npz")) if path.stem.startswith(KERNELS)]
 CASES = {f"{file}: {name}": case for file in FILES for name, case in load(file).cases.items()}
-TENSOR_CORES = {"attention": 2**-7, "scores": 1e-5, "products": 2**-8}
+TENSOR_CORES = {"attention": 2**-7, "scores": 2**-9, "products": 2**-7}
 
 
 def test_every_file_is_here() -> None:
