@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-CALLS_AT_ONCE = 3
-"""Of a process: a tool takes about a hundred times as long as the kernel."""
+CALLS_AT_ONCE = {"racecheck": 3, "memcheck": 12, "synccheck": 12, "initcheck": 12}
+"""Of a process: with racecheck some take a minute."""
 
 SECONDS = 200
 """After this a process hangs."""
@@ -319,10 +319,10 @@ def sanitize(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
         counts = list(pool.map(count_cases, options.op or names))
         failed += [f"{op}: {problem}" for op, _, problem in counts if problem]
         jobs = [
-            Job(tool, op, first, min(first + CALLS_AT_ONCE, count))
+            Job(tool, op, first, min(first + CALLS_AT_ONCE[tool], count))
             for tool in options.tool or TOOLS
             for op, count, _ in counts
-            for first in range(0, count, CALLS_AT_ONCE)
+            for first in range(0, count, CALLS_AT_ONCE[tool])
         ]
         for job, raws, problem in pool.map(partial(run_job, sanitizer), jobs):
             print(f"{job}: {problem or f'{len(raws)} reports'}", file=sys.stderr)
