@@ -14,6 +14,7 @@ kernel. Exit status: 0 nothing new, 1 a report that is not accepted, or a run th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -35,8 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-CALLS_AT_ONCE = 3
-"""Of a process: a tool takes about a hundred times as long as the kernel."""
+CALLS_AT_ONCE = {"racecheck": 3, "memcheck": 12, "synccheck": 12, "initcheck": 12}
+"""Of a process: with racecheck some take a minute."""
 
 SECONDS = 200
 """After this a process hangs."""
@@ -113,11 +114,8 @@ def cases(name: str) -> list[tuple[Any, list[Any]]]:
     smallest: dict[Any, tuple[int, Any, list[Any]]] = {}
     for example in offered():
         args = verify.clone_arguments(example.args, torch.device("cuda"))
-        kernel, call = op.load_kernel(), op.call_type(*args)
-        if kernel.why_not(call):
-            continue
-        with compile_.collect() as keys:
-            kernel.launch(call)
+        with contextlib.suppress(NotImplementedError), compile_.collect() as keys:
+            op.overload(*args)
         size = sum(value.numel() for value in args if isinstance(value, torch.Tensor))
         for key in keys:
             if key not in smallest or size < smallest[key][0]:
@@ -132,10 +130,9 @@ def run_calls(name: str, first: int, last: int, tool: str = "") -> None:
     from cute_kernels.runtime import registry, verify
 
     op = registry.all_ops()[name]
-    assert op.call is not None
     for args, keys in cases(name)[first:last]:
         if not any(map(NEVER_END.get(tool, lambda key: False), keys)):
-            op.call(*verify.clone_arguments(args, torch.device("cuda")))
+            op.overload(*verify.clone_arguments(args, torch.device("cuda")))
             torch.cuda.synchronize()
 
 
@@ -322,10 +319,10 @@ def sanitize(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
         counts = list(pool.map(count_cases, options.op or names))
         failed += [f"{op}: {problem}" for op, _, problem in counts if problem]
         jobs = [
-            Job(tool, op, first, min(first + CALLS_AT_ONCE, count))
+            Job(tool, op, first, min(first + CALLS_AT_ONCE[tool], count))
             for tool in options.tool or TOOLS
             for op, count, _ in counts
-            for first in range(0, count, CALLS_AT_ONCE)
+            for first in range(0, count, CALLS_AT_ONCE[tool])
         ]
         for job, raws, problem in pool.map(partial(run_job, sanitizer), jobs):
             print(f"{job}: {problem or f'{len(raws)} reports'}", file=sys.stderr)

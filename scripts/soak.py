@@ -43,6 +43,7 @@ from cute_kernels.layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOC
 from cute_kernels.layers.metadata import DeepseekV4Metadata
 from cute_kernels.runtime.verify import raw_memory
 
+DEVICE = "cuda"
 FORMS = ("plain", "bound", "captured")
 LAYERS: dict[str, tuple[int, dict[str, Any]]] = {
     "SWA": (1, {}),
@@ -92,13 +93,13 @@ class Form:
         index = config.layer_of_kind(ratio)
         limits = AttentionOptions(max_model_len=LONGEST, max_num_tokens=LONGEST, bind_steps=name == "bound", **options)
         tensors = random_layer_tensors(config, index, seed)
-        self.layer = build_layer(config, index, tensors, options=limits, device="cuda")
-        self.builder = DeepseekV4MetadataBuilder(config, LONGEST, LONGEST, "cuda")
+        self.layer = build_layer(config, index, tensors, options=limits, device=DEVICE)
+        self.builder = DeepseekV4MetadataBuilder(config, LONGEST, LONGEST, DEVICE)
         tokens = {"swa": SWA_BLOCK_SIZE, "compressed": KV_BLOCK_SIZE, "state": STATE_BLOCK_SIZE.get(ratio, 1)}
         pages = {group: -(-LONGEST // size) for group, size in tokens.items()}
         generator = torch.Generator().manual_seed(seed)
         self.pages = {
-            group: torch.randperm(REQUESTS * count, generator=generator).int().view(REQUESTS, count).cuda()
+            group: torch.randperm(REQUESTS * count, generator=generator).int().view(REQUESTS, count).to(DEVICE)
             for group, count in pages.items()
         }
         self.caches = LayerCaches.allocate(
@@ -109,10 +110,10 @@ class Form:
             state_blocks=REQUESTS * pages["state"],
             kv_cache=limits.kv_cache,
             index_cache=limits.index_cache,
-            device="cuda",
+            device=DEVICE,
         )
         self.tables = {group: torch.full_like(own, NO_PAGE) for group, own in self.pages.items()}
-        self.hidden = torch.zeros(LONGEST, config.hidden_size, dtype=torch.bfloat16, device="cuda")
+        self.hidden = torch.zeros(LONGEST, config.hidden_size, dtype=torch.bfloat16, device=DEVICE)
         self.graphs: dict[tuple[int, tuple[int, ...]], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def prepare(self, step: Step, lengths: Sequence[int], hidden: torch.Tensor) -> DeepseekV4Metadata:
@@ -124,7 +125,7 @@ class Form:
                 if request is not None:
                     table[row].copy_(self.pages[group][request])
         self.hidden[: len(hidden)].copy_(hidden)
-        ends = torch.tensor([0 if r is None else lengths[r] for r in requests], dtype=torch.int32).cuda()
+        ends = torch.tensor([0 if r is None else lengths[r] for r in requests], dtype=torch.int32).to(DEVICE)
         tables = {group: table[: len(requests)] for group, table in self.tables.items()}
         prompts = list(step.prompts.values())
         return self.builder.build(
@@ -166,7 +167,7 @@ class Soak:
         self.name = name
         self.forms = [Form(form, *LAYERS[name], seed) for form in FORMS]
         self.draw = random.Random(f"{name} {seed}")
-        self.generator = torch.Generator(device="cuda").manual_seed(seed)
+        self.generator = torch.Generator(device=DEVICE).manual_seed(seed)
         self.lengths = [0] * REQUESTS
         self.count: Counter[str] = Counter()
 
@@ -192,7 +193,7 @@ class Soak:
             self.lengths[request] = length
         rows = step.rows + sum(step.prompts.values())
         hidden = torch.randn(
-            rows, self.forms[0].hidden.shape[1], generator=self.generator, device="cuda", dtype=torch.bfloat16
+            rows, self.forms[0].hidden.shape[1], generator=self.generator, device=DEVICE, dtype=torch.bfloat16
         )
         want, *others = [form.run(step, self.lengths, hidden) for form in self.forms]
         number = sum(self.count.values())

@@ -60,19 +60,18 @@ def bundle(arch: str) -> frozenset[Any]:
 def kernels_of(op: Op, call: Example) -> frozenset[Any] | None:
     """What the call would launch, or None if no kernel takes it."""
     args = verify.clone_arguments(call.args, torch.device("cuda"))
-    kernel, record = op.load_kernel(), op.call_type(*args)
-    if kernel.why_not(record):
+    try:
+        with compile_.collect() as keys:
+            op.overload(*args)
+    except NotImplementedError:
         return None
-    with compile_.collect() as keys:
-        kernel.launch(record)
     return frozenset(keys)
 
 
 def run(op: Op, call: Example) -> str:
     """How the call differs from its reference, or ""."""
     args = verify.clone_arguments(call.args, torch.device("cuda"))
-    assert op.call is not None
-    op.call(*args)
+    op.overload(*args)
     return drawn.difference(op, call, verify.clone_arguments(args, CPU))
 
 

@@ -36,11 +36,6 @@ def calls_of(op: Op) -> list[tuple[Any, ...]]:
     return [example.args for example in (examples[0], examples[-1])]
 
 
-def run(op: Op, args: tuple[Any, ...]) -> None:
-    assert op.call is not None
-    op.call(*args)
-
-
 def written(op: Op, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """All bytes behind the results, on the CPU; a workspace may hold anything."""
     return [verify.raw_memory(value).cpu() for name, value in op.mutated(args).items() if name != "workspace"]
@@ -48,7 +43,7 @@ def written(op: Op, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 def alone(op: Op, call: tuple[Any, ...]) -> list[torch.Tensor]:
     args = verify.clone_arguments(call, CUDA)
-    run(op, args)
+    op.overload(*args)
     return written(op, args)
 
 
@@ -67,7 +62,7 @@ def test_two_streams(name: str) -> None:
     for repeat in range(REPEATS):
         for stream, copies in zip(streams, many, strict=True):
             with torch.cuda.stream(stream):
-                run(op, copies[repeat])
+                op.overload(*copies[repeat])
     torch.cuda.synchronize()
     for copies, expected in zip(many, want, strict=True):
         assert all(same(written(op, args), expected) for args in copies)
@@ -86,7 +81,7 @@ def test_two_threads(name: str) -> None:
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 for args in copies:
-                    run(op, args)
+                    op.overload(*args)
         except BaseException as error:
             raised.append(error)
 
@@ -107,7 +102,7 @@ def test_the_second_gpu_while_the_first_is_current(name: str) -> None:
     op = registry.all_ops()[name]
     for call in calls_of(op):
         args = verify.clone_arguments(call, torch.device("cuda", 1))
-        run(op, args)
+        op.overload(*args)
         torch.cuda.synchronize(1)
         assert torch.cuda.current_device() == 0
         assert same(written(op, args), alone(op, call))
