@@ -19,16 +19,13 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.kv_cache import record
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
-
-MINIMUM_ARCH = 89
-"""First architecture that converts to e4m3 in hardware."""
 
 MANY_ROWS = 4096
 """Rows of a call from which on they go through L1: that is faster in long calls and slower in short ones
@@ -56,7 +53,7 @@ class InsertKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "ld.global.128", "cvt.e4m3", "st.global.64"
+        return "ld.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         stride = cute.sym_int64(divisibility=8)
@@ -149,7 +146,7 @@ def key_for(arch: str, kv_format: str, rows: int) -> InsertKey:
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[InsertKey]:
     """Every layer of every model inserts into an fp8_ds_mla cache, few rows or many."""
-    return [key_for(arch, FP8_DS_MLA.id, rows) for rows in (1, MANY_ROWS)] if arch_number(arch) >= MINIMUM_ARCH else []
+    return [key_for(arch, FP8_DS_MLA.id, rows) for rows in (1, MANY_ROWS)]
 
 
 @cache
@@ -159,9 +156,6 @@ def _key(device_index: int, kv_format: str, is_long: bool) -> InsertKey:
 
 def supports(k: Any, k_cache: Any, slot_mapping: Any, block_size: int, kv_format: str) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(k.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
     if k.data_ptr() % 16 or (k.shape[0] > 1 and k.stride(0) % 8):
         return False, f"rows of k must be 16-byte aligned, got address {k.data_ptr():#x} and row stride {k.stride(0)}"
     if k_cache.data_ptr() % 8 or (k_cache.shape[0] > 1 and k_cache.stride(0) % 8):

@@ -33,9 +33,6 @@ from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
-MINIMUM_ARCH = 89
-"""The first with a conversion to e4m3."""
-
 TOKENS = 8
 """Of a CTA: a warp each."""
 
@@ -63,7 +60,7 @@ class QuantizeKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return ("cvt.e4m3", "ld.global.128")
+        return *convert.e4m3_instructions(self.arch), "ld.global.128"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         size, stride = cute.sym_int, cute.sym_int64
@@ -181,14 +178,11 @@ class QuantizeKernel:
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[QuantizeKey]:
     """Every FP8 linear's input that no kernel before it quantizes."""
-    return [QuantizeKey(arch)] if arch_number(arch) >= MINIMUM_ARCH else []
+    return [QuantizeKey(arch)]
 
 
 def supports(x: Any, out: Any, scale_out: Any, use_pdl: bool) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(x.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
     if x.shape[1] % VECTOR:
         return False, f"K must be a multiple of {VECTOR}, got {x.shape[1]}"
     for name, tensor, unit in (("x", x, 16), ("out", out, 8)):

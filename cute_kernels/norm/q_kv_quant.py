@@ -38,9 +38,6 @@ from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
-MINIMUM_ARCH = 89
-"""The first with a conversion to e4m3."""
-
 TOKENS = 4
 """Of a CTA where a warp takes a token: fp32 scales of a block are stored 16 bytes at a time.
 
@@ -102,7 +99,7 @@ class NormQuantKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return ("ld.global.128", "st.global.128", "cvt.e4m3", "st.global.64")
+        return "ld.global.128", "st.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def rows(dtype: Any, width: int) -> Any:
@@ -350,8 +347,6 @@ def keys_of(
 
 def deployment_keys(config: Any, tp: int, arch: str) -> list[NormQuantKey]:
     """Every layer with FP8 weights norms its latent query and its KV vector so; checkpoints have bf16 weights."""
-    if arch_number(arch) < MINIMUM_ARCH:
-        return []
     return [*keys_of(arch, config.q_lora_rank, False, HEAD_DIM, False, False)]
 
 
@@ -373,9 +368,6 @@ def supports(
     use_pdl: bool,
 ) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(qr.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
     for name, x, weight, result in (("qr", qr, q_weight, qr_out), ("kv", kv, kv_weight, kv_out)):
         if x.shape[1] > WARP_COLUMNS:
             return False, f"rows of {name} must have at most {WARP_COLUMNS} columns, got {x.shape[1]}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from cutlass import CUDA_VERSION, Int32
 
+from cute_kernels.dsl.ptx.arithmetic import of_magnitude
 from cute_kernels.dsl.ptx.inline import inline_ptx
 
 HAS_E4M3_AND_BF16 = CUDA_VERSION.major >= 13
@@ -77,9 +78,5 @@ def e4m3x4_of_bf16(low: Any, high: Any) -> Any:
 
 
 def number_or_zero_bf16x2(pair: Any) -> Any:
-    """sm_86 and up. The halves of a bf16 pair as they are, but 0, of its sign, in place of NaN."""
-    return inline_ptx(
-        "{ .reg .b32 zero; mov.b32 zero, 0; max.xorsign.abs.bf16x2 {$w0}, {$r0}, zero; }",
-        write_only_types=[Int32],
-        read_only_args=[pair],
-    )
+    """sm_80 and up. The halves of a bf16 pair as they are, but 0, of its sign, in place of NaN."""
+    return of_magnitude("max", "bf16x2", pair, 0)
