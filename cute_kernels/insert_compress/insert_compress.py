@@ -533,6 +533,9 @@ def tokens_per_cluster(count: int) -> int:
 def supports(*args: Any) -> tuple[bool, str]:
     """Whether `launch` can take these (checked) arguments, and if not, why."""
     call = CompressCall(*args)
+    arch = arch_of(call.q.device.index)
+    if not ratio128.runs_on(arch):
+        return False, f"{arch} has no clusters of CTAs with 200 KB of shared memory"
     for able, why in (qnorm.supports_quant_insert(*call.insert()), ratio128.supports(FusedCall(*call.compress()))):
         if not able:
             return False, why
