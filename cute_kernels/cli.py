@@ -328,7 +328,7 @@ def precompile(options: argparse.Namespace) -> int:
         return write_hashes(keys, options)
     from cute_kernels.runtime import bundle, cache
     from cute_kernels.runtime.precompile import precompile as run
-    from cute_kernels.runtime.registry import op_kernels
+    from cute_kernels.runtime.registry import ops_with_kernels
 
     folder = options.out or cache.default_directory()
     if folder is None:
@@ -348,7 +348,7 @@ def precompile(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     outcomes.sort(key=lambda outcome: keys.index(outcome.key))
     digest = bundle.seal(folder) if options.out else None
-    served = {op.name for ops in op_kernels().values() for op in ops}
+    served = {op.name for op in ops_with_kernels()}
     if options.json:
         print_json(
             {

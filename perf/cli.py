@@ -33,7 +33,7 @@ from perf.targets import losses
 
 PROGRAM = "python -m perf"
 ROOT = Path(__file__).parent.parent
-ROOMS = {
+MODULES = {
     "all_visible_entries": "perf.topk",
     "bf16_gemm": "perf.gemm",
     "build_c128a_topk_metadata": "perf.indices",
@@ -101,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
         "each: importing a peer may change the compiler.",
     )
     sweep.add_argument(
-        "--op", action="append", choices=sorted(ROOMS), metavar="NAME", help="this op only; may be repeated (all)"
+        "--op", action="append", choices=sorted(MODULES), metavar="NAME", help="this op only; may be repeated (all)"
     )
     sweep.add_argument("--rows", type=_numbers, metavar="N,N", help="these numbers of rows only")
     sweep.add_argument("--quick", action="store_true", help="few shapes and replays; not for the report")
@@ -146,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="what the records say of an op; no GPU needed",
         description="Times of an op's cells and of its peers, from perf/results.",
     )
-    shown.add_argument("op", choices=sorted([*ROOMS, "layer"]), metavar="OP", help="name of an op, or layer")
+    shown.add_argument("op", choices=sorted([*MODULES, "layer"]), metavar="OP", help="name of an op, or layer")
     shown.add_argument("case", nargs="?", metavar="CASE", help="cells whose name this regular expression finds (all)")
     shown.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository with the records (this one)")
 
@@ -208,7 +208,7 @@ def _table(*columns: str) -> Table:
 
 
 def sweep(options: argparse.Namespace) -> int:
-    names = list(dict.fromkeys(options.op or sorted(ROOMS)))
+    names = list(dict.fromkeys(options.op or sorted(MODULES)))
     default = LEAST_REPLAYS if options.quick else REPLAYS
     replays = default if options.replays is None else options.replays
     if replays < LEAST_REPLAYS:
@@ -282,12 +282,12 @@ def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any
     from perf.measure import cold_bytes, environment
     from perf.records import SCHEMA
 
-    room = importlib.import_module(ROOMS[op])
-    rows = options.rows or (room.QUICK[op] if options.quick else None)
+    module = importlib.import_module(MODULES[op])
+    rows = options.rows or (module.QUICK[op] if options.quick else None)
     chosen = {} if rows is None else {"rows": rows}
     machine = environment()
     found = _ceilings(options.ceilings, partial(ceilings.measure, replays))
-    cells = room.SWEEPS[op](peers=options.peers, variants=options.variants, replays=replays, **chosen)
+    cells = module.SWEEPS[op](peers=options.peers, variants=options.variants, replays=replays, **chosen)
     if not cells:
         raise Refusal(f"--rows: {op} has no shape with that many rows")
     known = ceilings.yardsticks(machine["gpu"], found)

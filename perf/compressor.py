@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cute_kernels.compressor import reference
+from cute_kernels.compressor.call import SaveCall
 from cute_kernels.compressor.ops import save_partial_states
 from cute_kernels.formats import compressor_state
 from cute_kernels.runtime.ops import OPS
@@ -93,7 +94,7 @@ class SaveSet:
         want = self.cache.fill_(7.0).clone()
         call()
         inputs = self.kv, self.score, self.ape, self.positions
-        reference.save_partial_states(*inputs, want, self.slots, self.kind.block_size, self.kind.ratio)
+        reference.save_partial_states(SaveCall(*inputs, want, self.slots, self.kind.block_size, self.kind.ratio))
         return torch.equal(self.cache.view(torch.int32), want.view(torch.int32))
 
 

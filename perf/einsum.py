@@ -81,7 +81,7 @@ class EinsumSet:
 
 def _portable(s: EinsumSet) -> None:
     """The call by the portable kernel, whatever the architecture."""
-    from cute_kernels.linear import call as calls
+    from cute_kernels.linear import launch as calls
 
     with mock.patch.object(calls, "HOPPER", ""):
         s.ours()
@@ -89,8 +89,8 @@ def _portable(s: EinsumSet) -> None:
 
 def _variants() -> dict[str, Callable[[EinsumSet], None]]:
     from cute_kernels.linear import select
-    from cute_kernels.linear.call import PORTABLE_TILES
     from cute_kernels.linear.hopper.gemm import GemmKey
+    from cute_kernels.linear.launch import PORTABLE_TILES
     from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
     from cute_kernels.runtime.arch import arch_of, multiprocessors
     from cute_kernels.runtime.compile import function, launch

@@ -111,13 +111,14 @@ def _nearly_right(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> 
 
 def _query_variants(fp4: bool) -> dict[str, Run]:
     from cute_kernels.indexer import query
-    from cute_kernels.indexer.query import QueryCall, QueryKey
+    from cute_kernels.indexer.call import QueryFp8Call, QueryMxfp4Call
+    from cute_kernels.indexer.query import QueryKey
     from cute_kernels.runtime.arch import arch_of
     from cute_kernels.runtime.compile import launch
 
     def run(fields: dict[str, Any], *args: Any) -> None:
-        call = QueryCall(*args) if fp4 else query.fp8_call(*args)
-        launch(QueryKey(arch_of(0), call.e2m1_rounding, call.index_hadamard, **fields), 0, *call.arguments())
+        call = QueryMxfp4Call(*args) if fp4 else QueryFp8Call(*args)
+        launch(QueryKey(arch_of(0), call.e2m1_rounding, call.index_hadamard, **fields), 0, *query.arguments(call))
 
     return {_name(fields): partial(run, fields) for fields in QUERY_VARIANTS}
 
@@ -166,11 +167,12 @@ def _vllm_gather() -> Run:
 
 def _gather_variants() -> dict[str, Run]:
     from cute_kernels.indexer import gather
+    from cute_kernels.indexer.call import GatherCall
     from cute_kernels.runtime.arch import arch_of
     from cute_kernels.runtime.compile import launch
 
     def run(fields: dict[str, Any], *args: Any) -> None:
-        launch(gather.GatherKey(arch_of(0), args[5], **fields), 0, *gather.arguments(*args[:5]))
+        launch(gather.GatherKey(arch_of(0), args[5], **fields), 0, *gather.arguments(GatherCall(*args)))
 
     return {_name(fields): partial(run, fields) for fields in GATHER_VARIANTS}
 

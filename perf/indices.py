@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from cute_kernels.compressor.call import SlotsCall
+from cute_kernels.indices.call import C128aCall, CombineCall, MixedCall, TranslateCall, WindowCall
 from cute_kernels.indices.ops import StepLayout
 from perf.bench import Arguments, Bench, Case, Run
 
@@ -158,7 +160,7 @@ def vllm_mixed() -> Run:
 # ---- other configurations --------------------------------------------------------------------------------------------
 
 
-def _variants(module: str, *choices: Mapping[str, Any]) -> Callable[[], Mapping[str, Run]]:
+def _variants(call_type: type[Any], module: str, *choices: Mapping[str, Any]) -> Callable[[], Mapping[str, Run]]:
     """Runs of an op whose kernel has other fields than the ones in use."""
 
     def load() -> Mapping[str, Run]:
@@ -173,7 +175,7 @@ def _variants(module: str, *choices: Mapping[str, Any]) -> Callable[[], Mapping[
             original = kernel.launch_key
             kernel.launch_key = lambda key, *rest: launch(replace(key, **fields), *rest)
             try:
-                kernel.launch(*args)
+                kernel.launch(call_type(*args))
             finally:
                 kernel.launch_key = original
 
@@ -196,6 +198,7 @@ BENCHES = (
         quick=(1, 1024),
         peers={"vllm-triton": vllm_translate},
         variants=_variants(
+            TranslateCall,
             "cute_kernels.indices.translate",
             {"warps": 1, "groups": 4},
             {"warps": 2, "groups": 2},
@@ -210,6 +213,7 @@ BENCHES = (
         quick=(1, 1024),
         peers={"vllm-triton": vllm_combine},
         variants=_variants(
+            CombineCall,
             "cute_kernels.indices.combine",
             {"groups": 2},
             {"groups": 9},
@@ -226,6 +230,7 @@ BENCHES = (
         quick=(1, 1024),
         peers={"vllm-triton": vllm_mixed},
         variants=_variants(
+            MixedCall,
             "cute_kernels.indices.mixed",
             {"warps": 1, "groups": 4},
             {"warps": 2, "groups": 2},
@@ -238,7 +243,7 @@ BENCHES = (
         "compute_decode_swa_indices",
         tuple(Case(f"T={t}", t, partial(window, t)) for t in ROWS),
         quick=(1, 1024),
-        variants=_variants("cute_kernels.indices.window", {"warps": 1}, {"warps": 2}, {"warps": 8}),
+        variants=_variants(WindowCall, "cute_kernels.indices.window", {"warps": 1}, {"warps": 2}, {"warps": 8}),
     ),
     Bench(
         "build_c128a_topk_metadata",
@@ -247,7 +252,9 @@ BENCHES = (
             *(Case(f"prefill T={t}", t, partial(c128a, t, False)) for t in (1024, 8192)),
         ),
         quick=(1, 1024),
-        variants=_variants("cute_kernels.indices.c128a", {"groups": 1}, {"groups": 2}, {"warps": 2}, {"warps": 8}),
+        variants=_variants(
+            C128aCall, "cute_kernels.indices.c128a", {"groups": 1}, {"groups": 2}, {"warps": 2}, {"warps": 8}
+        ),
     ),
     Bench(
         "build_step_metadata",
@@ -261,7 +268,7 @@ BENCHES = (
         "get_compressed_slot_mapping",
         tuple(Case(f"T={t}", t, partial(slots, t)) for t in ROWS),
         quick=(1, 1024),
-        variants=_variants("cute_kernels.compressor.slots", {"warps": 2}, {"warps": 4}),
+        variants=_variants(SlotsCall, "cute_kernels.compressor.slots", {"warps": 2}, {"warps": 4}),
     ),
 )
 SWEEPS = {bench.op: bench.sweep for bench in BENCHES}

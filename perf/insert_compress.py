@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
-from cute_kernels.insert_compress.call import Call, CompressCall
+from cute_kernels.insert_compress.call import CompressCall, IndexCall
 from cute_kernels.runtime.ops import OPS
 from perf import compressor_c4, compressor_c128, indexer, qnorm
 from perf.bench import Arguments, Bench, Case, Run
@@ -42,7 +42,7 @@ def make(rows: int, seed: int) -> Arguments:
         1:13
     ]
     numbers: Any = compressor_c4.EPS, qnorm.BLOCK_SIZE, 0, "window", FP8_DS_MLA.id, INDEXER_FP8.id
-    return Call(
+    return IndexCall(
         *(queries[0], kv, pool, slots, positions, angles, requests, starts, state_slots, table, entry_slots, restart),
         *(columns[0], ape, weight, state, cache, columns[1], index[1], index[11], index[5], index[9]),
         *(queries[1], columns[2], codes, out, *numbers, *factors, False, True, True),
@@ -50,7 +50,7 @@ def make(rows: int, seed: int) -> Arguments:
 
 
 def _four(*args: Any) -> None:
-    for _, name, arguments in Call(*args).parts():
+    for _, name, arguments in IndexCall(*args).parts():
         OPS[name].overload(*arguments)
 
 
@@ -59,7 +59,7 @@ def _variants() -> dict[str, Run]:
     from cute_kernels.runtime.arch import arch_of
 
     def run(rows: int, groups: int, *args: Any) -> None:
-        kernel.launch_with(kernel.InsertCompressIndexKey(arch_of(0), rows, groups), Call(*args))
+        kernel.launch_with(kernel.InsertCompressIndexKey(arch_of(0), rows, groups), IndexCall(*args))
 
     shapes = {f"ours rows={rows} groups={groups}": partial(run, rows, groups) for rows, groups in kernel.SHAPES}
     return {"ours four launches": _four, **shapes}

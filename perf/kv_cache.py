@@ -12,6 +12,7 @@ import torch
 
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache import reference
+from cute_kernels.kv_cache.call import GatherCall
 from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from cute_kernels.runtime.ops import OPS
 from perf.measure import Call, compare, number_of_sets
@@ -208,7 +209,9 @@ class GatherSet:
         call()
         want = torch.full_like(self.out, float("nan"))
         lens, fmt = (self.seq_lens, self.gather_lens), FP8_DS_MLA.id
-        reference.dequantize_and_gather_k_cache(want, self.cache, *lens, self.table, self.block_size, 0, fmt)
+        reference.dequantize_and_gather_k_cache(
+            GatherCall(want, self.cache, *lens, self.table, self.block_size, 0, fmt)
+        )
         return torch.equal(self.out.view(torch.int16), want.view(torch.int16)) and not bool(want.isnan().any())
 
 

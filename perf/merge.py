@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark of merge_attention_states on fp32 parts, as sparse_mla_decode hands them over. It has no peer: vLLM merges
-two parts without a sink, FlashMLA inside its decode.
+"""Benchmark of merge_attention_states on fp32 splits, as sparse_mla_decode hands them over. It has no peer: vLLM merges
+two without a sink, FlashMLA inside its decode.
 
-The parts come from memory. In a decode step most of them are still in L2, and the merge starts as a dependent launch.
+The splits come from memory. In a decode step most of them are still in L2, and the merge starts as a dependent launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHOSEN = (5, 6)
 """Parts that decode cuts a single row into, of 128 + 512 and 128 + 1024 keys."""
 
 TILES = (10, 18)
-"""Tiles of these rows: as many parts as there can be."""
+"""Tiles of these rows: as many splits as there can be."""
 
 SHAPES = tuple(
     (batch, heads, parts)

@@ -33,7 +33,7 @@ PAGE_ROWS = {4: 64, 128: 2}
 TOPK = 512
 
 MOST_CUT_ROWS = 64
-"""That the op may cut into parts."""
+"""That the op may split."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class PagedSet:
         sparse_mla_prefill_paged(**self.given)
 
     def whole(self) -> None:
-        """No row cut into parts."""
+        """No row split."""
         sparse_mla_prefill_paged(**(self.given | {"num_splits": 1}))
 
     def arguments(self) -> tuple[Any, ...]:
@@ -200,7 +200,7 @@ def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of sparse_mla_prefill_paged, all shapes or those with that many new tokens; as variants this
-    project's gather, combination and prefill, rows that are not cut into parts where there are few, and the portable
+    project's gather, combination and prefill, rows that are not split where there are few, and the portable
     kernel. A record's facts say how many bytes either way
     allocates, see PagedSet.peaks."""
     chosen = [shape for shape in SHAPES if rows is None or shape.rows in rows]

@@ -89,12 +89,12 @@ def modules(root: Path) -> list[Path]:
 def tests_of(root: Path, module: Path) -> list[Path]:
     """Test files that import a module, or else the `ops` beside it, those of its own folder first."""
     parts = module.relative_to(root).with_suffix("").parts
-    name, room = ".".join(parts), parts[-2] if parts[0] == "cute_kernels" else parts[0]
+    name, package = ".".join(parts), parts[-2] if parts[0] == "cute_kernels" else parts[0]
     tests = [p for p in sorted((root / "tests").rglob("test_*.py")) if not {"gpu", "compile", "model"} & set(p.parts)]
     alias = {name, name.replace("layers.", "cute_kernels.layers.", 1)}
     direct = [p for p in tests if alias & imported(p)]
-    beside = [p for p in tests if p.parent.name == room]
-    near = sorted(direct, key=lambda p: p.parent.name != room)
+    beside = [p for p in tests if p.parent.name == package]
+    near = sorted(direct, key=lambda p: p.parent.name != package)
     return list(dict.fromkeys([*near, *beside]))[:MOST_FILES]
 
 

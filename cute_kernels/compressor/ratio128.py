@@ -52,6 +52,7 @@ from cute_kernels.dsl import ptx, reduce
 from cute_kernels.dsl.convert import FP32_MAX
 from cute_kernels.dsl.tensor import address, length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8, round_up
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -972,7 +973,7 @@ def key_for(arch: str, kv_format: str, fp32_weight: bool, fused: bool, cluster: 
     return PortableC128Key(arch, kv_format, fp32_weight, fused)
 
 
-def deployment_keys(config: Any, tp: int, arch: str, fused: bool) -> list[C128Key]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str, fused: bool) -> list[C128Key]:
     """For a model that has layers with ratio 128: a kernel per size of cluster, in every format of the layers, which
     fuse, and in the usual one if not fused."""
     if RATIO not in config.compress_ratios:
@@ -1016,23 +1017,21 @@ def _unaligned(what: str, matrix: Any) -> str:
     return f"{what} must be 16-byte aligned, got address {matrix.data_ptr():#x} and strides {tuple(matrix.stride())}"
 
 
-def supports(call: CompressCall | FusedCall) -> tuple[bool, str]:
-    """Whether `launch_compress` or `launch_fused` can take this (checked) call, and if not, why."""
+def why_not(call: CompressCall | FusedCall) -> str:
+    """Why the kernel cannot take a (checked) call; empty if it can."""
     if isinstance(call, FusedCall):
         for name, matrix in (("kv_score", call.kv_score), ("ape", call.ape)):
             if not _aligned(matrix):
-                return False, _unaligned(f"rows of {name}", matrix)
+                return _unaligned(f"rows of {name}", matrix)
     if call.state_cache.shape[2] != 2 * HEAD_DIM:
-        return (
-            False,
-            f"ratio {RATIO} needs entries of {HEAD_DIM} columns, {call.kv_format} has {call.state_cache.shape[2] // 2}",
-        )
+        columns = call.state_cache.shape[2] // 2
+        return f"ratio {RATIO} needs entries of {HEAD_DIM} columns, {call.kv_format} has {columns}"
     if not _aligned(call.state_cache):
-        return False, _unaligned("pages of state_cache", call.state_cache)
+        return _unaligned("pages of state_cache", call.state_cache)
     for what, rows in (("state_cache", call.state_cache.shape[0]), ("block_table", call.block_table.shape[1])):
         if rows * call.state_cache.shape[1] >= 2**31:
-            return False, f"{what} must name fewer than 2^31 rows, got {rows} pages of {call.state_cache.shape[1]}"
-    return epilogue.supports(call.kv_cache, call.cos_sin_cache, call.rms_norm_weight, call.kv_format)
+            return f"{what} must name fewer than 2^31 rows, got {rows} pages of {call.state_cache.shape[1]}"
+    return epilogue.why_not(call.kv_cache, call.cos_sin_cache, call.rms_norm_weight, call.kv_format)
 
 
 def _state(state_cache: Any, block_table: Any) -> tuple[int, ...]:
@@ -1052,7 +1051,7 @@ def _state(state_cache: Any, block_table: Any) -> tuple[int, ...]:
 
 
 def launch_compress(call: CompressCall, per_cluster: int | None = None, cluster: int | None = None) -> None:
-    """Run compress_norm_rope_store on the current stream. Arguments in the schema's order, checked and supported.
+    """Run compress_norm_rope_store on the current stream.
 
     per_cluster   tokens that a cluster looks at, and
     cluster       CTAs that share an entry, instead of what is best; the result is the same
@@ -1084,7 +1083,7 @@ def launch_compress(call: CompressCall, per_cluster: int | None = None, cluster:
 
 
 def launch_fused(call: FusedCall, per_cluster: int | None = None, cluster: int | None = None) -> None:
-    """Run fused_compress_norm_rope_store on the current stream. Arguments in the schema's order, checked and supported.
+    """Run fused_compress_norm_rope_store on the current stream.
 
     keep_every makes no difference: at a multiple of it nothing of the group before is read again.
 

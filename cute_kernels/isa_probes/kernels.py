@@ -16,8 +16,8 @@ from cutlass import Int32, Int64, Uint8, Uint16, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import convert, ptx, tensor_maps
-from cute_kernels.dsl.tensor import address
+from cute_kernels.dsl import convert, ptx
+from cute_kernels.dsl.tensor import address, boxes, gathered_rows
 from cute_kernels.isa_probes import conversions, copies, products
 from cute_kernels.isa_probes.copies import KNOWN_PAGES, KNOWN_ROWS, ROW_BYTES, TILE, Transfer
 from cute_kernels.isa_probes.products import IMAGE_BYTES, IMAGES, ROUNDS, SHARED_BYTES, Copy, Experiment, Multiply
@@ -96,12 +96,10 @@ class TransferKernel:
         start, stride = memory + transfer.first, ROW_BYTES // transfer.width
         if const_expr(transfer.is_gathered):
             width = transfer.column + columns
-            copy = tensor_maps.gathered_rows(start, dtype, count, columns, stride, swizzle, width)
+            copy = gathered_rows(start, dtype, count, columns, stride, swizzle, width)
         else:
             layout = cute.make_layout((TILE, columns, count), stride=(stride, 1, TILE * stride))
-            copy = tensor_maps.boxes(
-                cute.make_tensor(cute.recast_ptr(start, dtype=dtype), layout), TILE, columns, swizzle
-            )
+            copy = boxes(cute.make_tensor(cute.recast_ptr(start, dtype=dtype), layout), TILE, columns, swizzle)
         kernel = self.kernel(copy, address(numbers), address(out))
         blocks = transfer.blocks
         kernel.launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], cluster=[blocks, 1, 1], stream=stream)

@@ -184,12 +184,13 @@ def _call(op: Op, example: Example, device: torch.device) -> tuple[tuple[Any, ..
     """The arguments after a call of the kernel, and why it does not take the call, or ""."""
     kernel, args = op.load_kernel(), clone_arguments(example.args, device)
     op.check(*args)
-    supported, why = kernel.supports(*args)
-    if supported:
-        kernel.launch(*args)
+    call = op.call_type(*args)
+    why = kernel.why_not(call)
+    if not why:
+        kernel.launch(call)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return args, "" if supported else str(why)
+    return args, why
 
 
 def _run_example(op: Op, example: Example, device: torch.device) -> str | None:
@@ -315,7 +316,7 @@ def _first_other(op: Op, example: Example, device: torch.device, want: Sequence[
     kernel = op.load_kernel()
     for number in range(SOAK_RUNS):
         args = clone_arguments(example.args, device)
-        kernel.launch(*args)
+        kernel.launch(op.call_type(*args))
         found = [raw_memory(value) for value in args if isinstance(value, torch.Tensor)]
         same[number] = torch.stack([(a == b).all() for a, b in zip(found, wanted, strict=True)]).all()
     bad = (~same).nonzero()

@@ -231,7 +231,7 @@ class _Case:
         if self.num_splits or self.split_tokens:
             size = schedule.workspace_bytes(b * s_q, h, tiles, self.num_splits, self.split_tokens, 0)
         else:
-            size = b * s_q * h * min(tiles, 3) * schedule.PART_BYTES
+            size = b * s_q * h * min(tiles, 3) * schedule.SPLIT_BYTES
         workspace = torch.full((size // 4,), math.nan)
         arguments = (
             *(q, pool, slots, self._lengths(self.columns, g), None if self.partial else _sink(h)),

@@ -56,7 +56,7 @@ def test_barriers_are_those_of_the_plan() -> None:
     (readers,) = re.findall(rf"sub\.s32\s+(%r\d+), (\d+), {rank[1]};", text)
     numbers[readers[0]] = f"{readers[1]} less the rank"
     arrivals = [numbers[name] for name in re.findall(r"mbarrier\.init\S+\s+\[\S+\], (%r\d+);", text)]
-    rings = ((plan.SLOTS, 1, "11 less the rank"), (plan.RAWS, 1, 4), (plan.STAGES, 2 * 4 + 1, 1))
+    rings = ((plan.SLOTS, 1, "11 less the rank"), (plan.FP8_STAGES, 1, 4), (plan.STAGES, 2 * 4 + 1, 1))
     want = [str(count) for depth, fill, empty in rings for _ in range(depth) for count in (fill, empty)]
     want += ["32"] * plan.SLOTS + ["1"] * single.BUFFERS + ["8"] * single.BUFFERS + ["8"]
     assert arrivals == want

@@ -48,7 +48,7 @@ def test_barriers_are_those_of_the_plan() -> None:
     text = compile_report(KEYS_TO_COMPILE[0]).ptx
     numbers = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", text))
     arrivals = [int(numbers[name]) for name in re.findall(r"mbarrier\.init\S+\s+\[\S+\], (%r\d+);", text)]
-    rings = ((plan.SLOTS, 1, plan.HEADING_READERS), (plan.RAWS, 1, 4), (plan.STAGES, 5, 1))
+    rings = ((plan.SLOTS, 1, plan.HEADING_READERS), (plan.FP8_STAGES, 1, 4), (plan.STAGES, 5, 1))
     want = [count for depth, fill, empty in rings for _ in range(depth) for count in (fill, empty)]
     want += [32] * plan.SLOTS + [1] * plan.BUFFERS + [4] * plan.BUFFERS + [4]
     assert arrivals == want

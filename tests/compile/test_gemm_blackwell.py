@@ -12,7 +12,7 @@ from cute_kernels.runtime.arch import BLACKWELL
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import call as calls
+from cute_kernels.linear import launch as calls
 from cute_kernels.linear.blackwell import gemm
 from cute_kernels.linear.blackwell.gemm import MANY_TOTALS, REGISTERS, ROWS, BlackwellGemmKey, GemmConfig
 from cute_kernels.linear.params import CHUNK

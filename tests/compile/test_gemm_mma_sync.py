@@ -13,7 +13,7 @@ from tests.compile.reports import compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import call as calls
+from cute_kernels.linear import launch as calls
 from cute_kernels.linear.mma_sync.gemm import (
     COLUMN_WARPS,
     VECTOR,

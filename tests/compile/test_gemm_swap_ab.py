@@ -12,7 +12,7 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import call as calls
+from cute_kernels.linear import launch as calls
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from tests.compile.reports import compile_report
 

@@ -13,7 +13,7 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import call, select
+from cute_kernels.indexer import launch, select
 from cute_kernels.indexer.hopper.logits import (
     MANY_COLUMNS,
     REGISTERS,
@@ -26,7 +26,7 @@ from tests.compile.reports import compile_report
 
 def deployed(model: Any, tp: int = 1) -> list[LogitsKey]:
     """Keys of Hopper's kernel."""
-    found = [*call.logits_keys(model, tp, "sm_90a"), *call.paged_logits_keys(model, tp, "sm_90a")]
+    found = [*launch.logits_keys(model, tp, "sm_90a"), *launch.paged_logits_keys(model, tp, "sm_90a")]
     return [key for key in found if type(key) is LogitsKey]
 
 

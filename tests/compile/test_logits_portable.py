@@ -13,7 +13,7 @@ from tests.compile.reports import compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import call
+from cute_kernels.indexer import launch
 from cute_kernels.indexer.mma_sync.logits import (
     ROWS,
     STEP,
@@ -102,12 +102,12 @@ def test_deployments(arch: str) -> None:
     model = MODELS["v4-flash"]
     # Hopper has kernels of its own
     formats = () if arch == "sm_90a" else (False, True)
-    found = call.logits_keys(model, 1, arch)
+    found = launch.logits_keys(model, 1, arch)
     assert [key for key in found if isinstance(key, PortableLogitsKey)] == [
         PortableLogitsKey(arch, 64, 4, False, mxfp4) for mxfp4 in formats
     ]
-    found = call.paged_logits_keys(model, 8, arch)
+    found = launch.paged_logits_keys(model, 8, arch)
     assert [key for key in found if isinstance(key, PortableLogitsKey)] == [
         PortableLogitsKey(arch, 64, rows, True, mxfp4) for mxfp4 in formats for rows in ROWS
     ]
-    assert call.logits_keys(ModelShape(compress_ratios=(1, 128)), 1, arch) == []
+    assert launch.logits_keys(ModelShape(compress_ratios=(1, 128)), 1, arch) == []

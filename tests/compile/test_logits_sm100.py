@@ -17,7 +17,7 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import call, select
+from cute_kernels.indexer import launch, select
 from cute_kernels.indexer.blackwell.logits import (
     BUFFERS,
     KEY_TILE,
@@ -146,12 +146,12 @@ def test_products_read_what_copies_write(mxfp4: bool) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 def test_deployments_have_own_and_portable_kernels(model: str, arch: str) -> None:
-    found = [*call.logits_keys(MODELS[model], 8, arch), *call.paged_logits_keys(MODELS[model], 8, arch)]
+    found = [*launch.logits_keys(MODELS[model], 8, arch), *launch.paged_logits_keys(MODELS[model], 8, arch)]
     own = [key for key in found if isinstance(key, BlackwellLogitsKey)]
     assert {(key.rows, key.mxfp4) for key in own if key.paged} == {(n, m) for m in (0, 1) for n in range(1, 5 - m)}
     assert {(key.rows, key.mxfp4) for key in own if not key.paged} == {(4, False), (3, True)}
     assert {key.paged for key in found if isinstance(key, PortableLogitsKey)} == {False, True}
-    assert call.logits_keys(ModelShape(compress_ratios=(1, 128)), 1, arch) == []
+    assert launch.logits_keys(ModelShape(compress_ratios=(1, 128)), 1, arch) == []
     assert {select.rows_of_group(n, 3) for n in range(1, 300)} == {1, 2, 3}
 
 

@@ -104,9 +104,7 @@ def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     q, kv, table = torch.zeros(3, 2, 512).bfloat16(), torch.zeros(3, 512).bfloat16(), torch.zeros(4, 64)
 
     def why(q: torch.Tensor, pool: torch.Tensor, block_size: int, kv_format: str) -> str:
-        supported, reason = qnorm.fits(q, kv, pool, table, block_size, kv_format)
-        assert supported is (reason == "")
-        return reason
+        return qnorm.misfit(q, kv, pool, table, block_size, kv_format)
 
     mla = FP8_DS_MLA.allocate(2, 4)
     assert why(q, mla, 4, FP8_DS_MLA.id) == ""

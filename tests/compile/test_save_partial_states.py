@@ -12,7 +12,8 @@ from cute_kernels.runtime.compile import Report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.compressor.save import MANY_COLUMNS, SaveKey, key_for, supports
+from cute_kernels.compressor.call import SaveCall
+from cute_kernels.compressor.save import MANY_COLUMNS, SaveKey, key_for, why_not
 from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_120a")
@@ -110,6 +111,6 @@ def test_whole_rows_fit_into_a_block() -> None:
 def test_widths_that_no_block_can_take_are_refused(width: int, fits: bool) -> None:
     rows, ape, pool = torch.zeros(2, width), torch.zeros(4, width), torch.zeros(1, 4, 2 * width)
     numbers = torch.zeros(2, dtype=torch.int64)
-    supported, reason = supports(rows, rows, ape, numbers, pool, numbers, 4, 4)
-    assert supported is fits
+    reason = why_not(SaveCall(rows, rows, ape, numbers, pool, numbers, 4, 4))
+    assert (not reason) is fits
     assert ("multiple of 128" in reason) is not fits

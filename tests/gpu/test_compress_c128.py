@@ -16,6 +16,7 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.compressor import ratio128, reference
+from cute_kernels.compressor.call import SaveCall
 from cute_kernels.compressor.ops import compress_norm_rope_store, fused_compress_norm_rope_store
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
@@ -129,9 +130,8 @@ def saved(a: dict[str, Any]) -> dict[str, Any]:
     n = a["slot_mapping"].shape[0]
     kv, score = a["kv_score"].split(512, dim=1)
     cache = a["state_cache"]
-    reference.save_partial_states(
-        kv, score, a["ape"], a["positions"][:n], cache, a["slot_mapping"], cache.shape[1], 128
-    )
+    rows = kv, score, a["ape"], a["positions"][:n]
+    reference.save_partial_states(SaveCall(*rows, cache, a["slot_mapping"], cache.shape[1], 128))
     return a
 
 

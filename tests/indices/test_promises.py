@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_kernels.indices import ops, reference
+from cute_kernels.runtime.ops import OPS
 from cute_kernels.runtime.record import record_calls
 from tests.indices import test_c128a, test_combine, test_decode_swa, test_global_topk, test_mixed
 from tests.indices.batches import poisoned
@@ -33,7 +34,7 @@ def test_reference_reads_no_data_on_the_host(name: str) -> None:
     call, outputs = CALLS[name]
     with FakeTensorMode() as mode:
         args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in (*call().values(), *outputs)]
-        getattr(reference, name)(*args)
+        getattr(reference, name)(OPS[name].call_type(*args))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import call as calls
+from cute_kernels.linear import launch as calls
 from cute_kernels.linear.blackwell.gemm import BlackwellGemmKey
+from cute_kernels.linear.call import EinsumCall
 from cute_kernels.linear.hopper.gemm import GemmKey
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from cute_kernels.runtime import trust
@@ -126,6 +127,5 @@ def test_calls_without_results_launch_nothing(launched: Launches) -> None:
 )
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, arch: str, change: dict[str, Any], why: str) -> None:
     monkeypatch.setattr(calls, "arch_of", lambda index: arch)
-    supported, reason = calls.supports_einsum(*arguments(**change).values())
-    assert not supported
+    reason = calls.why_not_einsum(EinsumCall(*arguments(**change).values()))
     assert reason.startswith(why)

@@ -33,7 +33,7 @@ def test_there_are_records() -> None:
 def test_every_committed_record_may_be_shown(path: Path) -> None:
     found = load(path)
     assert path.relative_to(RESULTS).as_posix() == f"{gpu_folder(found.gpu)}/{found.op}.json"
-    assert found.op in {*cli.ROOMS, LAYER}
+    assert found.op in {*cli.MODULES, LAYER}
     assert not found.partial
     assert usable(found)[1] == []
     assert None not in (found.commit, found.driver, found.dsl, found.tvm_ffi, found.cpu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,20 +18,38 @@ from cute_kernels.runtime.ops import OPS, define_op
 calls: list[str] = []
 
 
-def reference(x: Any, number: Any, factor: Any, flag: Any, word: Any, sizes: Any, *outs: Any) -> None:
+class Call(NamedTuple):
+    x: Any
+    number: Any
+    factor: Any
+    flag: Any
+    word: Any
+    sizes: Any
+    y: Any
+    z: Any
+    a_cache: Any
+    b_cache: Any
+
+
+def reference(call: Call) -> None:
     calls.append("ran")
-    for out in outs:
+    for out in (call.y, call.z, call.a_cache, call.b_cache):
         out.fill_(1)
 
 
-copy = define_op(
+call_copy = define_op(
     "test_contract(Tensor x, SymInt number, float factor, bool flag, str word, int[] sizes, Tensor(a!) y, "
     "Tensor(b!) z, Tensor(c!) a_cache, Tensor(d!) b_cache) -> ()",
-    check=lambda x, number, factor, flag, word, sizes, y, z, a_cache, b_cache: None,
+    Call,
+    check=lambda call: None,
     reference=reference,
     in_place={"y": "x"},
 )
 del OPS["test_contract"]
+
+
+def copy(*args: Any) -> None:
+    call_copy(Call(*args))
 
 
 @pytest.fixture(autouse=True)

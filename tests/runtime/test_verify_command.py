@@ -6,8 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
-import types
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +24,7 @@ from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import isolated as isolated_
 from cute_kernels.runtime import precompile as precompile_
 from cute_kernels.runtime import verify as verify_
-from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.key import KernelKey, OpKernel
 from cute_kernels.runtime.verify import Verdict
 from tests.runtime.test_cli import Capture, run
 
@@ -187,10 +185,8 @@ class Blackwell:
         self.is_taken = lambda *args: True
         op = registry.all_ops()[OP]
         self.reference = op.reference
-        kernel: Any = types.ModuleType("cute_kernels_test_two_kernels")
-        kernel.supports, kernel.launch = lambda *args: (True, ""), self.launch
-        monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
-        ops = {OP: replace(op, kernel=kernel.__name__)}
+        kernel = OpKernel[Any](lambda call: self.launch(*call), lambda call: "", lambda *_: [])
+        ops = {OP: replace(op, kernel=lambda: kernel)}
         for module in (registry, verify_):
             monkeypatch.setattr(module, "all_ops", lambda: ops)
         small = [example for example in (verify_.examples_of(op) or list)() if example.args[0].shape[0] < 20]

@@ -450,7 +450,7 @@ WIDE = plain(3, 64, 600)[..., :584]
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_pages_lie_any_distance_apart(more):
-    """Kernels ask for more, and say so in `supports`."""
+    """Kernels ask for more, and say so in `why_not`."""
     args = arguments()
     moved = {name: model.apart(args[name], args[name][0].numel() + more) for name in ("k_cache", "extra_k_cache")}
     other = {**args, **moved, "out": torch.zeros_like(args["out"]), "lse": torch.zeros_like(args["lse"])}

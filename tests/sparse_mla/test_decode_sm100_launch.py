@@ -18,7 +18,7 @@ from cute_kernels.sparse_mla import combine, schedule, select, verify_cases
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairClusterDecodeKey, BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.call import DecodeCall
-from cute_kernels.sparse_mla.launch import decode
+from cute_kernels.sparse_mla.launch import DECODE, launch_decode
 from cute_kernels.sparse_mla.select import ungathered
 from tests.sparse_mla.test_decode_launch import DENSE, NO_EXTRA, SMS, Launches, of_rows
 
@@ -50,8 +50,8 @@ def test_blocks_have_64_heads_and_pairs_of_them_128(gpu: Launches) -> None:
             key, given = gpu.decodes[-1]
             assert type(key) is (BlackwellDecodeKey if heads <= 64 else BlackwellPairDecodeKey)
             assert given["ctas"] == SMS
-            blocks = schedule.head_blocks(heads)
-            assert given["parts"] == schedule.choose_parts(2, blocks, 10, SMS, schedule.block_heads(heads))
+            blocks = schedule.head_groups(heads)
+            assert given["parts"] == schedule.choose_splits(2, blocks, 10, SMS, schedule.heads_of_group(heads))
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_small_grids_cut_rows_as_others_do(gpu: Launches) -> None:
         gpu.run(**of_rows(2, 128) | {"indices": torch.zeros(2, 1, 640, dtype=torch.int32)}, workspace=ROOM)
     _, given = gpu.decodes[-1]
     assert given["ctas"] == 2
-    assert given["parts"] == schedule.choose_parts(2, 2, 10, SMS, 64) > 1
+    assert given["parts"] == schedule.choose_splits(2, 2, 10, SMS, 64) > 1
 
 
 def test_parts_are_fp32_and_merged(gpu: Launches) -> None:
     with trust.choose(own=True):
-        gpu.run(split_tokens=64, workspace=torch.zeros(2 * 8 * schedule.PART_BYTES, dtype=torch.uint8))
+        gpu.run(split_tokens=64, workspace=torch.zeros(2 * 8 * schedule.SPLIT_BYTES, dtype=torch.uint8))
     ((key, given),) = gpu.decodes
     assert (key.out_fp32, given["parts"], given["part_tiles"], given["sink"]) == (True, 2, 1, 0)
     assert len(gpu.merges) == 1
@@ -131,7 +131,7 @@ def test_calls_it_does_not_take_are_for_others(gpu: Launches) -> None:
         args = arguments(**changes)
         assert select.why_not_own_decode(DecodeCall(*args.values())).startswith(why)
         with trust.choose(own=True) as asked:
-            decode.launch(*args.values())
+            launch_decode(DecodeCall(*args.values()))
         assert not isinstance(gpu.decodes.pop()[0], BlackwellDecodeKey)
         assert not asked, "a warning would speak of a kernel that could not have run"
 
@@ -139,7 +139,7 @@ def test_calls_it_does_not_take_are_for_others(gpu: Launches) -> None:
 @pytest.mark.parametrize("arch", select.BLACKWELL)
 @pytest.mark.parametrize(("model", "tp"), [("v4-flash", 1), ("v4-flash", 8), ("v4-pro", 1)])
 def test_deployments_have_both_kernels(arch: str, model: str, tp: int) -> None:
-    keys = decode.deployment_keys(MODELS[model], tp, arch)
+    keys = DECODE.deployment_keys(MODELS[model], tp, arch)
     assert len(set(keys)) == len(keys)
     every = {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
     decodes = [key for key in keys if not isinstance(key, combine.CombineKey)]
@@ -153,7 +153,7 @@ def test_verify_asks_for_all_kernels_of_pairs(gpu: Launches) -> None:
     with trust.choose(own=True):
         for name, case in verify_cases._DECODE.items():
             if case.heads > 64:
-                decode.launch(*case.example(name).args)
+                launch_decode(DecodeCall(*case.example(name).args))
     asked = {(k.second, k.out_fp32) for k, _ in gpu.decodes if isinstance(k, BlackwellPairDecodeKey)}
     assert asked == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
 

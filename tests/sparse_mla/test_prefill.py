@@ -197,7 +197,7 @@ def test_compile():
 
 
 def test_rows_lie_any_distance_apart():
-    """Kernels ask for more, and say so in `supports`."""
+    """Kernels ask for more, and say so in `why_not`."""
     want, other = arguments(), arguments(kv=model.apart(arguments()["kv"], 513))
     for each in (want, other):
         OPS["sparse_mla_prefill"].overload(*each.values(), *NOT_QUANTIZED)

@@ -328,7 +328,7 @@ def test_compile():
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_pages_lie_any_distance_apart(more):
-    """Kernels ask for more, and say so in `supports`."""
+    """Kernels ask for more, and say so in `why_not`."""
     want, other = arguments(), arguments()
     for name in ("swa_cache", "compressed_cache"):
         other[name] = model.apart(other[name], other[name][0].numel() + more)

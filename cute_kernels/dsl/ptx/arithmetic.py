@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass import Float32, Float64, Int32, Int64, Uint32
+from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import CuTeDSL
-
-from cute_kernels.dsl.ptx.inline import inline_ptx
 
 
 def permute_bytes(a: Any, b: Any, selector: Any) -> Any:

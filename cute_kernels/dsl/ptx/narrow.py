@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cutlass import CUDA_VERSION, Int32
+from cutlass.cute.arch import inline_ptx
 
 from cute_kernels.dsl.ptx.arithmetic import of_magnitude
-from cute_kernels.dsl.ptx.inline import inline_ptx
 
 HAS_E4M3_AND_BF16 = CUDA_VERSION.major >= 13
 """Whether the DSL's assembler knows the instructions between e4m3 and bf16: that of CUDA 12 does not."""

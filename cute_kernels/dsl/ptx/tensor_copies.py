@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass import Int32, Int64
+from cutlass.cute.arch import inline_ptx
 
 from cute_kernels.dsl.ptx.asynchronous import READ_ONCE
-from cute_kernels.dsl.ptx.inline import inline_ptx
 
 PAIR_LEADER = 0xFEFFFFFF
 """Without the lowest bit of the block's number in its cluster, which is bit 24 of a shared address."""

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cutlass import Float32, Int32, Int64
-
-from cute_kernels.dsl.ptx.inline import inline_ptx
+from cutlass.cute.arch import inline_ptx
 
 COLUMNS = 512
 LANES = 128

@@ -56,7 +56,7 @@ from cute_kernels.sparse_mla.blackwell.decode import (
     Step,
     chunk_offset,
 )
-from cute_kernels.sparse_mla.decode_args import fake_arguments
+from cute_kernels.sparse_mla.kernel_args import fake_decode
 from cute_kernels.sparse_mla.params import Query, TileScheduler
 
 # ---- config
@@ -71,7 +71,7 @@ SLABS = SIDE // SLAB
 STAGE_BYTES = SLABS * SLAB_BYTES
 STAGES = 4
 
-RAWS = 3
+FP8_STAGES = 3
 """Tiles whose codes are on their way from memory."""
 
 CODES = SIDE
@@ -108,14 +108,14 @@ def smem_parts() -> dict[str, int]:
     return single.smem_parts() | {
         "kv": STAGES * STAGE_BYTES,
         "q": 2 * TRADE_BYTES,
-        "raw": RAWS * RAW_BYTES,
+        "raw": FP8_STAGES * RAW_BYTES,
         "rows": SLOTS * KEYS * 4,
         "scales": SLOTS * KEYS * FP8_DS_MLA.scale_bytes,
         "heading": SLOTS * HEADING,
     }
 
 
-RINGS = {"headings": SLOTS, "raws": RAWS, "stages": STAGES}
+RINGS = {"headings": SLOTS, "fp8": FP8_STAGES, "stages": STAGES}
 BARRIERS = single.barriers_of(RINGS)
 
 
@@ -405,7 +405,7 @@ class BlackwellPairDecodeKey(BlackwellDecodeKey):
         return smem_bytes()
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return Decode2CtaKernel(self), fake_arguments(self.out_fp32)
+        return Decode2CtaKernel(self), fake_decode(self.out_fp32)
 
 
 class ClusterReleaseKernel(Decode2CtaKernel):
@@ -420,7 +420,7 @@ class BlackwellPairClusterDecodeKey(BlackwellPairDecodeKey):
     kernel_name: ClassVar[str] = "sparse_mla.blackwell.decode_2cta_cluster_release"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return ClusterReleaseKernel(self), fake_arguments(self.out_fp32)
+        return ClusterReleaseKernel(self), fake_decode(self.out_fp32)
 
 
 # ---- what a tile takes

@@ -43,13 +43,13 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import barriers, ptx, tensor_maps, umma
+from cute_kernels.dsl import barriers, ptx, umma
 from cute_kernels.dsl.reduce import pairwise
-from cute_kernels.dsl.tensor import length
+from cute_kernels.dsl.tensor import boxes, gathered_rows, length
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.work import Shape, Work
-from cute_kernels.sparse_mla import prefill_args
+from cute_kernels.sparse_mla import kernel_args
 from cute_kernels.sparse_mla.blackwell.decode import (
     GATHERED,
     HEADS,
@@ -76,8 +76,15 @@ from cute_kernels.sparse_mla.blackwell.decode import (
     scores_steps,
     values_steps,
 )
-from cute_kernels.sparse_mla.params import GatheredKV, PrefillOutput, PrefillQuery, PrefillScheduler
-from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
+from cute_kernels.sparse_mla.params import (
+    NEG_MAX,
+    RESCALE_THRESHOLD,
+    GatheredKV,
+    PrefillOutput,
+    PrefillQuery,
+    PrefillScheduler,
+    out_scale_of,
+)
 
 # ---- config
 
@@ -780,7 +787,7 @@ class Epilogue:
 
 
 class PrefillKernel:
-    """Entry point: prefill_args (gathered), where strides of q and of kv are multiples of 16 bytes even if they mean
+    """Entry point: kernel_args (gathered), where strides of q and of kv are multiples of 16 bytes even if they mean
     nothing, and kv has rows.
 
     dtype            of queries and rows
@@ -824,12 +831,12 @@ class PrefillKernel:
         rows   None: the source's first axis. Else it has pages, and so many rows follow each other without a gap
         """
         count, step = (length(source, 0), source.stride[0]) if rows is None else (rows, HEAD_DIM)
-        return tensor_maps.gathered_rows(source.iterator, self.dtype, count, self.columns, step, 128, HEAD_DIM)
+        return gathered_rows(source.iterator, self.dtype, count, self.columns, step, 128, HEAD_DIM)
 
     def queries_map(self, q: Any) -> Any:
         """Atom of a copy of a slab of 64 heads' queries: zeros for heads that are not there."""
         layout = cute.make_layout((length(q, 1), HEAD_DIM, length(q, 0)), stride=(q.stride[1], 1, q.stride[0]))
-        return tensor_maps.boxes(cute.make_tensor(q.iterator, layout), HEADS, self.columns, 128)
+        return boxes(cute.make_tensor(q.iterator, layout), HEADS, self.columns, 128)
 
     @cute.jit
     def launch(
@@ -937,7 +944,7 @@ class BlackwellPrefillKey(KernelKey):
         return *used, "mbarrier", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PrefillKernel(), prefill_args.fake_gathered()
+        return PrefillKernel(), kernel_args.fake_gathered()
 
 
 # ---- what a tile takes

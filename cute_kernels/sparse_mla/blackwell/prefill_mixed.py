@@ -34,7 +34,7 @@ from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.work import Work
-from cute_kernels.sparse_mla import prefill_args
+from cute_kernels.sparse_mla import kernel_args
 from cute_kernels.sparse_mla.blackwell.decode import KEYS, Q_SLABS, SLAB, SLAB_BYTES, SLABS, STAGE_BYTES
 from cute_kernels.sparse_mla.blackwell.prefill import (
     BUFFERS,
@@ -265,7 +265,7 @@ class Dequantizer:
 
 
 class MixedKernel(PrefillKernel):
-    """Entry point: prefill_args (mixed). select.py says which strides of q and of pages it takes."""
+    """Entry point: kernel_args (mixed). select.py says which strides of q and of pages it takes."""
 
     name = "sparse_mla_mixed"
     index_loader = MixedIndexLoader
@@ -334,7 +334,7 @@ class BlackwellMixedKey(BlackwellPrefillKey):
     kernel_name: ClassVar[str] = "sparse_mla.blackwell.prefill_mixed"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedKernel(), prefill_args.fake_mixed(BFloat16)
+        return MixedKernel(), kernel_args.fake_mixed(BFloat16)
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class BlackwellMixedFp8Key(BlackwellPrefillKey):
         return *super().instructions, "cvt.e4m3"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedFp8Kernel(), prefill_args.fake_mixed(Float8E4M3FN)
+        return MixedFp8Kernel(), kernel_args.fake_mixed(Float8E4M3FN)
 
 
 # ---- what a tile takes
