@@ -32,7 +32,7 @@ from cute_kernels.cli import PROGRAM, STYLES, Refusal, print_json, with_progress
 OWN_SECONDS = 120.0
 """After this a kernel that may never have run before hangs: what it needs is compiled by then."""
 
-MOST_PROCESSES = 4
+MOST_PROCESSES = 8
 """That use the GPU at a time: each holds a context of some hundred MB, and its references want cores."""
 
 RANKS = (1, 2, 4, 8)

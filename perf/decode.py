@@ -149,7 +149,7 @@ def block_of(shape: Shape, arch: str) -> int:
     from cute_kernels.sparse_mla.select import decode_key, own_decode_kernels
 
     second = "none" if not MODES[shape.mode][0] else "dense" if shape.dense else "listed"
-    own = next((own.kernel_name for own in own_decode_kernels(arch, shape.heads)), "")
+    own = next(iter(own_decode_kernels(arch, shape.heads)), "")
     key: Any = decode_key(arch, shape.heads, second, False, FP8_DS_MLA.id, FP8_DS_MLA.id, own=own)
     return int(key.heads)
 

@@ -32,13 +32,6 @@ from cute_kernels.formats import (
     ROPE_DIM,
 )
 from cute_kernels.numerics import CACHE_FLOOR, E2M1_MAX, E4M3_MAX
-from cute_kernels.runtime.arch import arch_number, arch_of
-
-E4M3_ARCH = 89
-"""First architecture that converts to e4m3 in hardware."""
-
-E2M1_ARCH = 86
-"""First one with what convert.e2m1_from_bf16s uses."""
 
 MXFP4 = (INDEXER_MXFP4.id, INDEXER_MXFP4_WIDE.id)
 E4M3 = (FP8_DS_MLA.id, PLAIN_FP8.id, INDEXER_FP8.id)
@@ -226,16 +219,6 @@ def store_for(kv_format: str, fp32_weight: bool, e2m1_rounding: str, index_hadam
     }
 
 
-def first_arch(kv_format: str) -> int:
-    """First architecture that has the format's conversions; 0: all have."""
-    return E4M3_ARCH if kv_format in E4M3 else E2M1_ARCH if kv_format in MXFP4 else 0
-
-
-def runs_on(arch: str, kv_format: str) -> bool:
-    """Whether the format's conversions exist on an architecture."""
-    return arch_number(arch) >= first_arch(kv_format)
-
-
 def numbers(kv_cache: Any, cos_sin_cache: Any, weight: Any, fp8_scale: Any, eps: float) -> tuple[Any, ...]:
     """The numbers of `Cache` for a launch."""
     pages, page_rows, _ = kv_cache.shape
@@ -255,9 +238,6 @@ def numbers(kv_cache: Any, cos_sin_cache: Any, weight: Any, fp8_scale: Any, eps:
 
 def why_not(kv_cache: Any, cos_sin_cache: Any, weight: Any, kv_format: str) -> str:
     """Why entries cannot be stored with these (checked) arguments; empty if they can."""
-    arch = arch_of(kv_cache.device.index)
-    if not runs_on(arch, kv_format):
-        return f"{arch} cannot convert to {kv_format}, sm_{first_arch(kv_format)} and up can"
     least = 4 if FORMATS[kv_format].dim == INDEX_DIM else 8
     page_stride = kv_cache.stride(0) * kv_cache.element_size()
     if kv_cache.data_ptr() % least or (kv_cache.shape[0] > 1 and page_stride % least):

@@ -679,6 +679,9 @@ class Mean:
 class C128Kernel:
     """Entry point: (slots, the other fields of Tokens, State, Step and entry.Cache, stream)."""
 
+    threads = WARPS * 32
+    has_dependency = True
+
     def __init__(self, name: str, fused: bool, cluster: int, store: epilogue.EntryStore) -> None:
         self.name = name
         self.fused = fused
@@ -746,12 +749,16 @@ class C128Kernel:
             pool, page_stride, page_rows, capacity, weight, table, table_stride, table_rows, fp8_scale, eps
         )
         self.kernel(tokens, state, step, cache).launch(
-            grid=[cute.ceil_div(count, per_cluster) * self.cluster, 1, 1],
-            block=[WARPS * 32, 1, 1],
-            cluster=[self.cluster, 1, 1],
+            grid=[self.ctas(count, per_cluster), 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
             stream=stream,
-            use_pdl=use_pdl,
+            use_pdl=use_pdl if const_expr(self.has_dependency) else False,
         )
+
+    def ctas(self, count: Any, per_cluster: Any) -> Any:
+        """Of the grid, in a call of `count` tokens."""
+        return cute.ceil_div(count, per_cluster) * self.cluster
 
     @cute.kernel
     def kernel(self, tokens: Tokens, state: State, step: Step, cache: epilogue.Cache) -> None:
@@ -938,27 +945,45 @@ class C128Key(KernelKey):
         state = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(0))
         step = (*(Int64(0) for _ in range(6)), Int32(0), Int32(0))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return self._kernel(), (slots, *tokens, *state, *step, *epilogue.fake_numbers(), Boolean(False), stream)
-
-    def _kernel(self) -> C128Kernel:
         op = "fused_compress" if self.fused else "compress"
         weight = "_fp32_weight" if self.fp32_weight else ""
         name = f"{op}_norm_rope_store_c128x{self.cluster}_{self.kv_format.split('/')[0]}{weight}"
         store = epilogue.EntryStore(self.kv_format, self.fp32_weight, "", False, self.arch)
+        return self.make_kernel(name, store), (
+            slots,
+            *tokens,
+            *state,
+            *step,
+            *epilogue.fake_numbers(),
+            Boolean(False),
+            stream,
+        )
+
+    def make_kernel(self, name: str, store: epilogue.EntryStore) -> Callable[..., None]:
         return C128Kernel(name, self.fused, self.cluster, store)
+
+
+def key_for(arch: str, kv_format: str, fp32_weight: bool, fused: bool, cluster: int) -> C128Key:
+    """The kernel with clusters of so many CTAs, or the portable one, which has none."""
+    # it is made of parts of this module
+    from cute_kernels.compressor.ratio128_portable import PortableC128Key
+
+    if runs_on(arch):
+        return C128Key(arch, kv_format, fp32_weight, fused, cluster)
+    return PortableC128Key(arch, kv_format, fp32_weight, fused)
 
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str, fused: bool) -> list[C128Key]:
     """For a model that has layers with ratio 128: a kernel per size of cluster, in every format of the layers, which
     fuse, and in the usual one if not fused."""
-    if RATIO not in config.compress_ratios or not runs_on(arch):
+    if RATIO not in config.compress_ratios:
         return []
     formats = (FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8) if fused else (FP8_DS_MLA,)
-    return [C128Key(arch, fmt.id, False, fused, cluster) for fmt in formats for cluster in CLUSTERS]
+    return list(dict.fromkeys(key_for(arch, fmt.id, False, fused, size) for fmt in formats for size in CLUSTERS))
 
 
 def runs_on(arch: str) -> bool:
-    """Whether an architecture has what ratio 128 needs."""
+    """Whether an architecture has what kernels with clusters need."""
     return arch_number(arch) >= MINIMUM_ARCH and SMEM_BYTES[arch] >= smem_bytes(True)
 
 
@@ -978,7 +1003,7 @@ def tokens_per_cluster(count: int, multiprocessors: int, cluster: int) -> int:
 
 @cache
 def _key(device_index: int, kv_format: str, fp32_weight: bool, fused: bool, cluster: int) -> C128Key:
-    return C128Key(arch_of(device_index), kv_format, fp32_weight, fused, cluster)
+    return key_for(arch_of(device_index), kv_format, fp32_weight, fused, cluster)
 
 
 # ---- launch
@@ -998,9 +1023,6 @@ def why_not(call: CompressCall | FusedCall) -> str:
         for name, matrix in (("kv_score", call.kv_score), ("ape", call.ape)):
             if not _aligned(matrix):
                 return _unaligned(f"rows of {name}", matrix)
-    arch = arch_of(call.state_cache.device.index)
-    if not runs_on(arch):
-        return f"{arch} has no clusters or less shared memory than {smem_bytes(True)} bytes, sm_90a has both"
     if call.state_cache.shape[2] != 2 * HEAD_DIM:
         columns = call.state_cache.shape[2] // 2
         return f"ratio {RATIO} needs entries of {HEAD_DIM} columns, {call.kv_format} has {columns}"
@@ -1038,15 +1060,21 @@ def launch_compress(call: CompressCall, per_cluster: int | None = None, cluster:
     if count == 0:
         return
     device_index = call.state_cache.device.index
-    cluster = cluster or ctas_per_entry(count)
+    key = _key(
+        device_index,
+        call.kv_format,
+        call.rms_norm_weight.element_size() == 4,
+        False,
+        cluster or ctas_per_entry(count),
+    )
     launch_key(
-        _key(device_index, call.kv_format, call.rms_norm_weight.element_size() == 4, False, cluster),
+        key,
         device_index,
         call.slot_mapping,
         call.positions.data_ptr(),
         call.token_to_req_indices.data_ptr(),
         call.kv_slot_mapping.data_ptr(),
-        per_cluster or tokens_per_cluster(count, multiprocessors(device_index), cluster),
+        per_cluster or tokens_per_cluster(count, multiprocessors(device_index), key.cluster),
         *_state(call.state_cache, call.block_table),
         *(0, 0, 0, 0, 0, 0, 0, 0),
         *epilogue.numbers(call.kv_cache, call.cos_sin_cache, call.rms_norm_weight, call.fp8_scale, call.rms_norm_eps),
@@ -1066,10 +1094,16 @@ def launch_fused(call: FusedCall, per_cluster: int | None = None, cluster: int |
     if count == 0:
         return
     device_index = call.state_cache.device.index
-    cluster = cluster or ctas_per_entry(count)
-    per_cluster = per_cluster or tokens_per_cluster(count, multiprocessors(device_index), cluster)
+    key = _key(
+        device_index,
+        call.kv_format,
+        call.rms_norm_weight.element_size() == 4,
+        True,
+        cluster or ctas_per_entry(count),
+    )
+    per_cluster = per_cluster or tokens_per_cluster(count, multiprocessors(device_index), key.cluster)
     launch_key(
-        _key(device_index, call.kv_format, call.rms_norm_weight.element_size() == 4, True, cluster),
+        key,
         device_index,
         call.slot_mapping,
         call.positions.data_ptr(),

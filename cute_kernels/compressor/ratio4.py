@@ -592,7 +592,7 @@ class C4Key(KernelKey):
     @property
     def instructions(self) -> tuple[str, ...]:
         saving = ("st.global.128",) if self.fused else ()
-        e4m3 = ("cvt.e4m3",) if self.kv_format in epilogue.E4M3 else ()
+        e4m3 = convert.e4m3_instructions(self.arch) if self.kv_format in epilogue.E4M3 else ()
         e2m1 = convert.e2m1_instructions(self.arch) if self.e2m1_rounding else ()
         return ("ld.global.128", *saving, *e4m3, *e2m1)
 
@@ -615,7 +615,7 @@ class C4Key(KernelKey):
 def deployment_keys(config: ModelConfig, tp: int, arch: str, fused: bool) -> list[C4Key]:
     """For the entries of attention and those of the indexer, in every format and with every option of the layers, which
     fuse; one for each of the usual formats if not fused."""
-    if 4 not in config.compress_ratios or not epilogue.runs_on(arch, FP8_DS_MLA.id):
+    if 4 not in config.compress_ratios:
         return []
     kinds = [(fmt.id, E2M1_ROUNDINGS[0], False) for fmt in (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4)]
     if fused:

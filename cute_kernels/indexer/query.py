@@ -38,9 +38,6 @@ from cute_kernels.runtime.key import OpKernel
 
 # ---- config
 
-E4M3_ARCH, E2M1_ARCH = 89, 86
-"""First architecture that converts to e4m3 in hardware, and first with what convert.e2m1_from_bf16s uses."""
-
 HEADS_AT_ONCE = 4
 """Heads that a warp holds one of in each of its lanes' groups of eight."""
 
@@ -352,7 +349,7 @@ class QueryKey(KernelKey):
     def instructions(self) -> tuple[str, ...]:
         if self.rounding:
             return "ld.global.128", *convert.e2m1_instructions(self.arch)
-        return "ld.global.128", "cvt.e4m3", "st.global.64"
+        return "ld.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         positions = make_fake_tensor(Int64, (cute.sym_int(),), stride=(cute.sym_int64(),))
@@ -381,8 +378,6 @@ def key_for(
 def keys(arch: str, rounding: str, transformed: bool) -> list[QueryKey]:
     """The kernels of a model's layers: cosines and sines in fp32, weights in bf16 or as an fp32 GEMM leaves them, few
     tokens or many."""
-    if arch_number(arch) < (E2M1_ARCH if rounding else E4M3_ARCH):
-        return []
     formats = [(False, weights_bf16, False) for weights_bf16 in (True, False)]
     return [key_for(arch, rounding, transformed, size, each) for each in formats for size in SIZES]
 
@@ -401,10 +396,7 @@ def _key(
 def why_not(call: QueryFp8Call | QueryMxfp4Call) -> str:
     """Why the kernel cannot take a (checked) call; empty if it can."""
     index_q, table = call.index_q, call.index_q_cos_sin_cache
-    arch = arch_of(index_q.device.index)
-    form, first, codes_alignment = ("e2m1", E2M1_ARCH, 4) if call.e2m1_rounding else ("e4m3", E4M3_ARCH, 8)
-    if arch_number(arch) < first:
-        return f"{arch} cannot convert to {form}, sm_{first} and up can"
+    codes_alignment = 4 if call.e2m1_rounding else 8
     for name, tensor, what, alignment in (
         ("index_q", index_q, "heads", 16),
         ("index_q_cos_sin_cache", table, "rows", 4 * table.element_size()),

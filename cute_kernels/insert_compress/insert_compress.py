@@ -542,6 +542,9 @@ def tokens_per_cluster(count: int) -> int:
 
 def why_not(call: CompressCall) -> str:
     """Why no kernel can take a (checked) call; empty if one can."""
+    arch = arch_of(call.q.device.index)
+    if not ratio128.runs_on(arch):
+        return f"{arch} has no clusters of CTAs with 200 KB of shared memory"
     why = qnorm.why_not_quant_insert(call.insert()) or ratio128.why_not(call.compress())
     if why:
         return why

@@ -31,7 +31,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.compressor import epilogue, ratio4
 from cute_kernels.compressor.ratio4 import WARPS, C4Kernel, State, Step, Tokens, allocate_own
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEX_DIM, INDEXER_FP8, ROPE_DIM
 from cute_kernels.indexer import query
@@ -72,7 +72,7 @@ class InsertCompressIndexKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "ld.global.128", "st.global.128", "cvt.e4m3", "cp.async"
+        return "ld.global.128", "st.global.128", *convert.e4m3_instructions(self.arch), "cp.async"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def stride(divisibility: int) -> Any:
@@ -292,7 +292,7 @@ def keys_of(arch: str) -> list[InsertCompressIndexKey]:
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[InsertCompressIndexKey]:
     """Layers of ratio 4, with the usual formats of both caches."""
-    return keys_of(arch) if 4 in config.compress_ratios and epilogue.runs_on(arch, FP8_DS_MLA.id) else []
+    return keys_of(arch) if 4 in config.compress_ratios else []
 
 
 @cache

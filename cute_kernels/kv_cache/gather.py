@@ -42,7 +42,7 @@ from cutlass import BFloat16, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.kv_cache import record
@@ -52,9 +52,6 @@ from cute_kernels.runtime.arch import arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
-
-MINIMUM_ARCH = 89
-"""First architecture that converts from e4m3 in hardware."""
 
 BULK_ARCH = 90
 """First architecture with bulk copies."""
@@ -429,7 +426,7 @@ class GatherKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "ld.global.64", "cvt.e4m3", "st.global.128"
+        return "ld.global.64", *convert.e4m3_instructions(self.arch), "st.global.128"
 
     @property
     def cta_rows(self) -> int:
@@ -504,8 +501,6 @@ def key_for(arch: str, kv_format: str, gathered: bool, is_bulk: bool) -> GatherK
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[GatherKey | GatherBulkKey]:
     """Prefill gathers the tail of the window and, in layers with compressed entries, all of those; few rows or many."""
     number = arch_number(arch)
-    if number < MINIMUM_ARCH:
-        return []
     forms = (False, True) if number >= BULK_ARCH else (False,)
     return [key_for(arch, FP8_DS_MLA.id, gathered, is_bulk) for gathered in (True, False) for is_bulk in forms]
 
@@ -520,9 +515,6 @@ def _key(device_index: int, kv_format: str, gathered: bool, is_bulk: bool) -> Ga
 
 def why_not(call: GatherCall) -> str:
     """Why no kernel can take a (checked) call; empty if one can."""
-    arch = arch_of(call.out.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
     if call.out.data_ptr() % 16 or any(call.out.shape[axis] > 1 and call.out.stride(axis) % 8 for axis in (0, 1)):
         where = f"address {call.out.data_ptr():#x} and strides {tuple(call.out.stride())}"
         return f"rows of out must be 16-byte aligned, got {where}"

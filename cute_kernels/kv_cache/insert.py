@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.kv_cache import record
@@ -29,9 +29,6 @@ from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
-
-MINIMUM_ARCH = 89
-"""First architecture that converts to e4m3 in hardware."""
 
 MANY_ROWS = 4096
 """Rows of a call from which on they go through L1: that is faster in long calls and slower in short ones
@@ -59,7 +56,7 @@ class InsertKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "ld.global.128", "cvt.e4m3", "st.global.64"
+        return "ld.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         stride = cute.sym_int64(divisibility=8)
@@ -152,7 +149,7 @@ def key_for(arch: str, kv_format: str, rows: int) -> InsertKey:
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[InsertKey]:
     """Every layer of every model inserts into an fp8_ds_mla cache, few rows or many."""
-    return [key_for(arch, FP8_DS_MLA.id, rows) for rows in (1, MANY_ROWS)] if arch_number(arch) >= MINIMUM_ARCH else []
+    return [key_for(arch, FP8_DS_MLA.id, rows) for rows in (1, MANY_ROWS)]
 
 
 @cache
@@ -162,9 +159,6 @@ def _key(device_index: int, kv_format: str, is_long: bool) -> InsertKey:
 
 def why_not(call: InsertCall) -> str:
     """Why no kernel can take a (checked) call; empty if one can."""
-    arch = arch_of(call.k.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
     if call.k.data_ptr() % 16 or (call.k.shape[0] > 1 and call.k.stride(0) % 8):
         return (
             f"rows of k must be 16-byte aligned, got address {call.k.data_ptr():#x} and row stride {call.k.stride(0)}"

@@ -44,9 +44,6 @@ from cute_kernels.runtime.key import OpKernel
 
 # ---- config
 
-MINIMUM_ARCH = {FP8_DS_MLA.id: 89, PLAIN_BF16.id: 80, PLAIN_FP8.id: 89}
-"""First architecture per format: e4m3 conversion in hardware needs sm_89."""
-
 FEW_ROWS = 4096
 """Up to so many rows of q, all tokens and heads together, one row per warp and angles ahead of the wait are faster;
 from there on two, and rows first (perf/notes/kv_cache.md, perf/notes/insert_compress.md)."""
@@ -330,8 +327,9 @@ class QnormKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        stores = ("cvt.e4m3", "st.global.64") if self.kv_format != PLAIN_BF16.id else ()
-        return "ld.global.128", *stores
+        if self.kv_format == PLAIN_BF16.id:
+            return ("ld.global.128",)
+        return "ld.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def stride() -> Any:
@@ -366,8 +364,6 @@ def _key_of_shape(arch: str, kv_format: str, norm: bool, rows: int, early: bool)
 
 def deployment(arch: str, kv_format: str) -> list[QnormKey]:
     """What the layers need: all of them normalize their queries."""
-    if arch_number(arch) < MINIMUM_ARCH[kv_format]:
-        return []
     return [key_for(arch, kv_format, query_rows=rows) for rows in (FEW_ROWS, FEW_ROWS + 1)]
 
 
@@ -395,9 +391,6 @@ def misfit(
 ) -> str:
     """Why `launch_with` cannot take these (checked) arguments; empty if it can. q_out: name and tensor, where it is
     not q."""
-    arch = arch_of(q.device.index)
-    if arch_number(arch) < MINIMUM_ARCH[kv_format]:
-        return f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH[kv_format]} and up have"
     page_alignment = 16 if kv_format == PLAIN_BF16.id else 8
     for name, tensor, what, alignment in (
         ("q", q, "rows", 16),

@@ -36,9 +36,6 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 
-MINIMUM_ARCH = 89
-"""The first with a conversion to e4m3."""
-
 TOKENS = 8
 """Of a CTA: a warp each."""
 
@@ -66,7 +63,7 @@ class QuantizeKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return ("cvt.e4m3", "ld.global.128")
+        return *convert.e4m3_instructions(self.arch), "ld.global.128"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         size, stride = cute.sym_int, cute.sym_int64
@@ -184,21 +181,18 @@ class QuantizeKernel:
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[QuantizeKey]:
     """Every FP8 linear's input that no kernel before it quantizes."""
-    return [QuantizeKey(arch)] if arch_number(arch) >= MINIMUM_ARCH else []
+    return [QuantizeKey(arch)]
 
 
 def why_not(call: QuantizeCall) -> str:
     """Why no kernel can take a (checked) call; empty if one can."""
-    arch = arch_of(call.x.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
     if call.x.shape[1] % VECTOR:
         return f"K must be a multiple of {VECTOR}, got {call.x.shape[1]}"
     for name, tensor, unit in (("x", call.x, 16), ("out", call.out, 8)):
         stride = tensor.stride(0) * tensor.element_size() if tensor.shape[0] > 1 else 0
         if tensor.data_ptr() % unit or stride % unit:
             return (
-                f"rows of {name} must be {unit}-byte aligned, got address {tensor.data_ptr():#call.x} and strides "
+                f"rows of {name} must be {unit}-byte aligned, got address {tensor.data_ptr():#x} and strides "
                 f"{tuple(tensor.stride())}"
             )
     if -(-call.x.shape[0] // TOKENS) * -(-call.x.shape[1] // WARP_COLUMNS) >= 2**31:

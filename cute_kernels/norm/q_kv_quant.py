@@ -41,9 +41,6 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 
-MINIMUM_ARCH = 89
-"""The first with a conversion to e4m3."""
-
 TOKENS = 4
 """Of a CTA where a warp takes a token: fp32 scales of a block are stored 16 bytes at a time.
 
@@ -105,7 +102,7 @@ class NormQuantKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return ("ld.global.128", "st.global.128", "cvt.e4m3", "st.global.64")
+        return "ld.global.128", "st.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def rows(dtype: Any, width: int) -> Any:
@@ -353,8 +350,6 @@ def keys_of(
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[NormQuantKey]:
     """Every layer with FP8 weights norms its latent query and its KV vector so; checkpoints have bf16 weights."""
-    if arch_number(arch) < MINIMUM_ARCH:
-        return []
     return [*keys_of(arch, config.q_lora_rank, False, HEAD_DIM, False, False)]
 
 
@@ -365,9 +360,6 @@ def _keys(device_index: int, *fields: Any) -> tuple[NormQuantKey, NormQuantKey]:
 
 def why_not(call: QKvQuantCall) -> str:
     """Why no kernel can take a (checked) call; empty if one can."""
-    arch = arch_of(call.qr.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
     for name, x, weight, result in (
         ("qr", call.qr, call.q_weight, call.qr_out),
         ("kv", call.kv, call.kv_weight, call.kv_out),

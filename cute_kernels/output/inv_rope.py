@@ -41,9 +41,6 @@ from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 
-MINIMUM_ARCH = 89
-"""First architecture that converts to e4m3 in hardware."""
-
 TOKENS = 8
 """Of a CTA, one for each of its warps: their fp32 scales of one chunk fill a sector of 32 bytes."""
 
@@ -318,7 +315,9 @@ class InvRopeKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return ("ld.global.128", *(("st.global.128",) if self.scales == "none" else ("cvt.e4m3", "st.global.64")))
+        if self.scales == "none":
+            return "ld.global.128", "st.global.128"
+        return "ld.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     @property
     def words(self) -> int:
@@ -387,16 +386,11 @@ def why_not_rotation(o: Any, cos_sin_cache: Any, out: Any) -> str:
 
 def quantized_keys(config: ModelConfig, tp: int, arch: str) -> list[InvRopeKey]:
     """Every layer's output is quantized, with scales of either kind: the product that takes them chooses."""
-    if arch_number(arch) < MINIMUM_ARCH:
-        return []
     return [key for scales in ("fp32", "packed") for key in keys_of(scales, arch)]
 
 
 def why_not_quantized(call: QuantizedCall) -> str:
     """Why no kernel can take a (checked) call; empty if one can."""
-    arch = arch_of(call.o.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
     return why_not_rotation(call.o, call.cos_sin_cache, call.out)
 
 

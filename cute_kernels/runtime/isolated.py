@@ -44,8 +44,9 @@ def run_isolated(
     workers   processes at a time
     """
     names = list(names)
-    pool = _Pool(names, function, timeout)
-    threads = [threading.Thread(target=pool.serve, daemon=True) for _ in range(min(workers, len(names)))]
+    workers = max(1, min(workers, len(names)))
+    pool = _Pool(names, function, timeout, workers)
+    threads = [threading.Thread(target=pool.serve, daemon=True) for _ in range(workers)]
     try:
         for thread in threads:
             thread.start()
@@ -75,10 +76,11 @@ def _read(name: str, answer: bytes | Verdict) -> Any:
 class _Pool:
     """Names to be worked on, and the processes that do it, each served by a thread."""
 
-    def __init__(self, names: Iterable[str], function: Callable[[str], Any], timeout: float) -> None:
+    def __init__(self, names: Iterable[str], function: Callable[[str], Any], timeout: float, workers: int) -> None:
         self.function = function
         self.timeout = timeout
         self.context = multiprocessing.get_context("spawn")
+        self.cores = max(1, (os.cpu_count() or 1) // workers)
         self.todo, self.done = queue.SimpleQueue[str](), queue.SimpleQueue[tuple[str, bytes | Verdict]]()
         for name in names:
             self.todo.put(name)
@@ -105,7 +107,7 @@ class _Pool:
 
     def start(self) -> _Worker:
         with self.starting:
-            self.workers.append(_Worker(self.context, self.function))
+            self.workers.append(_Worker(self.context, self.function, self.cores))
             return self.workers[-1]
 
     def stop(self) -> None:
@@ -115,9 +117,9 @@ class _Pool:
 
 
 class _Worker:
-    def __init__(self, context: Any, function: Callable[[str], Any]) -> None:
+    def __init__(self, context: Any, function: Callable[[str], Any], cores: int) -> None:
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, function), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, function, cores), daemon=True)
         self.process.start()
         theirs.close()
         self.ready = False
@@ -153,9 +155,10 @@ class _Worker:
         return f"given up, process {self.process.pid} does not end"
 
 
-def _serve(connection: Any, function: Callable[[str], Any]) -> None:
+def _serve(connection: Any, function: Callable[[str], Any], cores: int) -> None:
     # of Ctrl-C hears the process that asks, which ends this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(cores)
     connection.send(True)
     while True:
         try:

@@ -316,7 +316,7 @@ def _first_other(op: Op, example: Example, device: torch.device, want: Sequence[
     kernel = op.load_kernel()
     for number in range(SOAK_RUNS):
         args = clone_arguments(example.args, device)
-        kernel.launch(*args)
+        kernel.launch(op.call_type(*args))
         found = [raw_memory(value) for value in args if isinstance(value, torch.Tensor)]
         same[number] = torch.stack([(a == b).all() for a, b in zip(found, wanted, strict=True)]).all()
     bad = (~same).nonzero()

@@ -82,12 +82,6 @@ FEW_ROWS_HEADS = (16,)
 PREFILL_PAIR_ARCHS: tuple[str, ...] = ()
 """Where more than 64 heads take prefill_2cta: nowhere, until a GPU has run it."""
 
-OWN_DECODES = {
-    key.kernel_name: key for key in (BlackwellPairDecodeKey, BlackwellPairClusterDecodeKey, BlackwellDecodeKey)
-}
-"""Blackwell's own kernels of decode by their names, the one to be preferred first; the last one takes any heads, the
-others more than 64."""
-
 MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
 """Hopper's and Blackwell's paged kernels take calls with fewer than so many: entries and positions that a table has
 room for, of each cache; columns of a query row; bytes of a page."""
@@ -114,11 +108,11 @@ def decode_key(
 
     format1        format0 if there is no extra list
     has_few_rows   whether the call leaves the split to the op, and has no more rows than Hopper's kernel takes at once
-    own            name of the one of `own_decode_kernels` that runs, or empty
+    own            name of the one of `own_decode_kernels` that runs, or ""
     """
     is_fp8 = format0 == format1 == FP8_DS_MLA.id
     if is_fp8 and own:
-        return OWN_DECODES[own](arch, extra, out_fp32)
+        return OWN_DECODE[own](arch, extra, out_fp32)
     is_hoppers = has_few_rows and arch == HOPPER and heads_of_group(heads) in FEW_ROWS_HEADS
     if is_fp8 and arch in SMALL_HEADS_ARCHS and heads_of_group(heads) in SMALL_HEADS and not is_hoppers:
         return SmallHeadsDecodeKey(arch, heads_of_group(heads), extra, out_fp32)
@@ -127,12 +121,17 @@ def decode_key(
     return PortableDecodeKey(arch, heads_of_group(heads), format0, extra, format1, out_fp32)
 
 
-def own_decode_kernels(arch: str, heads: int) -> tuple[type[BlackwellDecodeKey], ...]:
-    """Blackwell's own kernels for so many heads, the one to be preferred first; none on other architectures."""
+OWN_DECODE: dict[str, type[BlackwellDecodeKey]] = {
+    key.kernel_name: key for key in (BlackwellPairDecodeKey, BlackwellPairClusterDecodeKey, BlackwellDecodeKey)
+}
+"""Blackwell's own kernels by name, the one to be preferred first."""
+
+
+def own_decode_kernels(arch: str, heads: int) -> tuple[str, ...]:
+    """Names of those for so many heads; none on other architectures."""
     if arch not in BLACKWELL:
         return ()
-    owns = tuple(OWN_DECODES.values())
-    return owns if head_groups(heads) > 1 else owns[-1:]
+    return tuple(OWN_DECODE) if head_groups(heads) > 1 else (BlackwellDecodeKey.kernel_name,)
 
 
 @cache
@@ -151,7 +150,7 @@ def of_decode(call: DecodeCall, out_fp32: bool = False) -> DecodeKernelKey:
     heads, owns = call.q.shape[2], own_decode_kernels(arch, call.q.shape[2])
     if owns and why_not_own_decode(call):
         owns = ()
-    own = next((own.kernel_name for own in owns if is_own("sparse_mla_decode", own, index)), "")
+    own = next((own for own in owns if trust.is_trusted("sparse_mla_decode", own, index)), "")
     return decode_key(arch, heads, call.extra, out_fp32, *call.formats, has_few_rows, own)
 
 
@@ -187,7 +186,7 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     lists = {4: ("listed",), 128: ("dense", "listed")}
     extras = {extra: None for ratio in config.compress_ratios for extra in lists.get(ratio, ("none",))}
     heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
-    owns = (*(own.kernel_name for own in own_decode_kernels(arch, heads)), "")
+    owns = (*own_decode_kernels(arch, heads), "")
     kinds = itertools.product(extras, (False, True), (False, True), owns)
     keys: dict[KernelKey, None] = {
         decode_key(arch, heads, extra, fp32, fmt, fmt, few, own): None for extra, fp32, few, own in kinds
@@ -368,7 +367,7 @@ def mixed_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
 # ---- what Blackwell's own kernels take
 
 
-def is_own(op: str, own: type[KernelKey], device_index: int, why_not: str = "") -> bool:
+def is_own(op: str, own: type[KernelKey], device_index: int, why_not: str) -> bool:
     """Whether Blackwell's own kernel runs. why_not: what `unmapped` or `ungathered` say of the call's tensors."""
     return not why_not and trust.is_trusted(op, own.kernel_name, device_index)
 

@@ -7,7 +7,7 @@ other way, so bytes may differ in few places, by one step of the format.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,9 +39,15 @@ MIXED = ((0, 300), (70, 390), (255, 256), (127, 128), (0, 1), (200, 255), (384, 
 """(first position, position after the last) of requests: with and without prefix, closing none, one or more entries."""
 
 
-@pytest.fixture(autouse=True)
-def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["clusters", "portable"])
+def no_fallback(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test runs the kernel of this GPU, and the one of GPUs without clusters."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    if request.param == "portable":
+        monkeypatch.setattr(ratio128, "runs_on", lambda arch: False)
+    ratio128._key.cache_clear()
+    yield
+    ratio128._key.cache_clear()
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ TABLE = np.array([[2, 4, 0, 1], [0, 1, 2, 3], [1, -1, 5, 3], [3, 3, 3, 3], [7, -
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("kind", [GatherKey, GatherBulkKey])
-def test_every_byte(kind: type[GatherKey] | type[GatherBulkKey], gathered: bool) -> None:
-    key = kind("sm_90a", gathered=gathered)
+@pytest.mark.parametrize(("kind", "arch"), [(GatherKey, "sm_90a"), (GatherBulkKey, "sm_90a"), (GatherKey, "sm_80")])
+def test_every_byte(kind: type[GatherKey] | type[GatherBulkKey], arch: str, gathered: bool) -> None:
+    key = kind(arch, gathered=gathered)
     cache = random_pool(5, BLOCK_SIZE, extra=64)
     out = torch.empty(len(SEQ_LENS), OFFSET + ROOM, 512, dtype=torch.bfloat16)
     program, memory = parse(compile_report(key).ptx), GlobalMemory(1 << 20)
