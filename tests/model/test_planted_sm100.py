@@ -194,12 +194,17 @@ def of_einsum(packed: bool) -> Kernel:
     return Kernel(compile_report(einsum.key_of_rings(packed)).ptx, [functools.partial(einsum.run_rings, packed)], {})
 
 
+def of_einsum_pairs() -> Kernel:
+    return Kernel(compile_report(einsum.PAIR).ptx, [einsum.run_pair_rings], {})
+
+
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 KERNELS: dict[str, tuple[Callable[[], Kernel], Left]] = {
     "decode": (of_decode, {}),
     "decode in pairs": (of_pairs, {}),
     "prefill in pairs": (of_prefill_pairs, PREFILL),
+    "einsum in pairs": (of_einsum_pairs, {}),
     "einsum": (functools.partial(of_einsum, False), {}),
     "einsum, packed": (functools.partial(of_einsum, True), {}),
     **{name: (functools.partial(of_prefill, name), PREFILL) for name in ("prefill", "mixed", "mixed e4m3", "paged")},
@@ -213,6 +218,7 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], Left]] = {
         ("decode", 3),
         ("decode in pairs", 4),
         ("einsum", 3),
+        ("einsum in pairs", 4),
         ("einsum, packed", 3),
         ("prefill", 4),
         ("prefill in pairs", 5),
