@@ -292,8 +292,11 @@ class Schedule:
 
     def _barrier_wait(self, warp: int, step: Step) -> bool:
         (key,) = step.args
-        if self.named[key][1] <= self.entered.get((warp, key), -1):
+        if (warp, key) not in self.entered:
+            self.report("waits at a barrier without having arrived", step)
+        elif self.named[key][1] <= self.entered[warp, key]:
             return False
+        self.entered.pop((warp, key), None)
         for agent in step.agents:
             self.meetings[key].wait(self.clocks, agent)
             self.published[agent] |= self.published[key]

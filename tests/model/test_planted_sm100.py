@@ -100,6 +100,9 @@ def of_prefill(name: str) -> Kernel:
     return Kernel(compile_report(BlackwellPrefillKey("sm_100a")).ptx, calls, ROLES, VERSIONS)
 
 
+TRADED = "warps that trade parts of scores meet after they have read a tile's list, and before they let go of it"
+
+
 def of_prefill_pairs() -> Kernel:
     lists = {"heads": 100, "lengths": "odd", "bad": 0.2, "seed": 5}
     calls = [
@@ -194,12 +197,21 @@ def of_einsum(packed: bool) -> Kernel:
     return Kernel(compile_report(einsum.key_of_rings(packed)).ptx, [functools.partial(einsum.run_rings, packed)], {})
 
 
+AT_THE_END = "a pair's threads meet at the end, where those who have used what was copied tell of it"
+EINSUM_PAIRS: Left = {("all", bug): (1, AT_THE_END) for bug in ("no group of copies", "no wait for copies")}
+
+
+def of_einsum_pairs() -> Kernel:
+    return Kernel(compile_report(einsum.PAIR).ptx, [einsum.run_pair_rings], {})
+
+
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 KERNELS: dict[str, tuple[Callable[[], Kernel], Left]] = {
     "decode": (of_decode, {}),
     "decode in pairs": (of_pairs, {}),
-    "prefill in pairs": (of_prefill_pairs, PREFILL),
+    "prefill in pairs": (of_prefill_pairs, PREFILL | {("softmax", "no barrier of the warp"): (1, TRADED)}),
+    "einsum in pairs": (of_einsum_pairs, EINSUM_PAIRS),
     "einsum": (functools.partial(of_einsum, False), {}),
     "einsum, packed": (functools.partial(of_einsum, True), {}),
     **{name: (functools.partial(of_prefill, name), PREFILL) for name in ("prefill", "mixed", "mixed e4m3", "paged")},
@@ -213,6 +225,7 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], Left]] = {
         ("decode", 3),
         ("decode in pairs", 4),
         ("einsum", 3),
+        ("einsum in pairs", 4),
         ("einsum, packed", 3),
         ("prefill", 4),
         ("prefill in pairs", 5),
