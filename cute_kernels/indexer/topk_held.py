@@ -100,9 +100,14 @@ class HeldConfig:
         return self.number + 16
 
     @property
+    def late(self) -> int:
+        """What is wanted late, and would take registers: chunks of a warp, column of place 0."""
+        return self.added + 4 * self.threads
+
+    @property
     def ranked(self) -> int:
         """Order and code of tied scores."""
-        return self.added + 4 * self.threads
+        return self.late + 16
 
     @property
     def picks(self) -> int:
@@ -129,7 +134,7 @@ class HeldRow:
     def clear(self, here: Here) -> None:
         """What must be zero at first. A barrier follows, in `select`."""
         self.bins.clear(here, 0, 4 * BINS)
-        self.bins.clear(here, self.config.counts, self.config.ranked - self.config.counts)
+        self.bins.clear(here, self.config.counts, self.config.late - self.config.counts)
 
     @cute.jit
     def select(self, here: Here, part: Part, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots) -> None:
@@ -137,6 +142,8 @@ class HeldRow:
         scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
         chunks = (part.stop + (CHUNK - 1)) >> CHUNK_BITS
         each = (chunks + (self.warps - 1)) // self.warps
+        if here.thread == 0:
+            ptx.store_shared_64(here.at + self.config.late, each, part.first)
         self.load(here, part, each, scores)
         best = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.max_f32)
         worst = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.min_f32)
@@ -154,7 +161,7 @@ class HeldRow:
         while (count > RANKED) & (is_equal == 0):
             sure, tied, wanted, count, is_equal = self.pick_by_orders(here, scores, sure, tied, wanted)
         if count == 0:
-            tied = self.marks_of_nan(here, part, each, scores)
+            tied = self.marks_of_nan(here, part, scores)
 
         if (count > 0) & (count <= RANKED):
             self.publish(here, sure)
@@ -168,7 +175,7 @@ class HeldRow:
             self.publish(here, sure)
         cute.arch.sync_threads()
         sure = sure | ptx.load_shared_s32(here.at + self.config.added + ptx.thread_again() * 4)
-        self.write(here, part, each, sure, out, slots)
+        self.write(here, sure, out, slots)
 
     @cute.jit
     def pick_by_scores(
@@ -252,8 +259,9 @@ class HeldRow:
         return self.extremes(here, ptx.descending_order(best), ptx.descending_order(worst))
 
     @cute.jit
-    def marks_of_nan(self, here: Here, part: Part, each: Int32, scores: cute.Tensor) -> Int32:
+    def marks_of_nan(self, here: Here, part: Part, scores: cute.Tensor) -> Int32:
         """The row's NaN: all numbers are picked, and some of these."""
+        each, _ = ptx.load_shared_64(here.at + self.config.late)
         first_place = here.warp * each * CHUNK + here.lane * 4
         marks = Int32(0)
         for i in range_constexpr(4 * self.vectors):
@@ -335,11 +343,12 @@ class HeldRow:
     # -- epilogue
 
     @cute.jit
-    def write(self, here: Here, part: Part, each: Int32, marks: Int32, out: Int64, slots: Slots) -> None:
+    def write(self, here: Here, marks: Int32, out: Int64, slots: Slots) -> None:
         """Write the columns that are marked, or their slots."""
         start = self.before(here)
         numbers, total = self.numbers(marks)
-        column = part.first + here.warp * each * CHUNK + here.lane * 4
+        each, first = ptx.load_shared_64(here.at + self.config.late)
+        column = first + here.warp * each * CHUNK + here.lane * 4
         picks_at = here.at + self.config.picks + start * 4
         for i in range_constexpr(self.vectors):
             target = picks_at + numbers[i] * 4

@@ -21,16 +21,17 @@ from cute_kernels.runtime.key import OpKernel
 
 MOST_PICKS, MOST_ROWS = 4096, 2**28
 
-HELD = ((4096, 8, 0, 0), (6144, 16, 0, 1024), (8192, 16, 512, 1024))
-"""(most columns; warps; more picks than, of fewer than MANY_ROWS rows; and of others) of CTAs that hold a row and list
-nothing, the first that fits. On an H100, with lists and without, 48 rows of 2000 columns take 5.2 and 4.4 us (k = 512),
-of 5000 columns 6.1 and 5.5 us (k = 1024), 9.6 and 5.8 us (k = 2048), of 8000 columns 5.3 and 5.5 us (k = 512), 6.4 and
-5.8 us (k = 1024); 1000 rows of 5000 columns 24.7 and 25.8 us (k = 1024), 45.9 and 27.4 us (k = 2048)."""
+HELD = ((4096, 8, 0), (5120, 10, 0), (6144, 12, 1024), (8192, 16, 1024))
+"""(most columns, warps, more picks than where there are MANY_ROWS) of CTAs that hold a row and list nothing, the first
+that fits. On an H100, with lists and without, 64 rows of 2000 columns take 5.3 and 4.4 us (k = 512), of 5000 columns
+6.2 and 5.2 us (k = 1024), 9.8 and 5.4 us (k = 2048), of 8000 columns 5.6 and 5.6 us (k = 512), 6.4 and 5.8 us (k =
+1024); 1000 rows of 5000 columns 24.8 and 18.7 us (k = 1024), of 8000 columns 22.3 and 26.3 us (k = 512), 27.2 and 27.5
+us (k = 1024), 45.1 and 29.5 us (k = 2048)."""
 
-SHAPES = ((16, 4, 1, 1), (16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
-"""(warps, vectors of a thread, cluster, tiles) of CTAs that take whole rows: of up to 8192 and 16384 columns, which
-their registers hold, and of up to 131072, 262144 (the second one where there is less shared memory) and 524288, which
-come in tiles."""
+SHAPES = ((16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
+"""(warps, vectors of a thread, cluster, tiles) of CTAs that take whole rows: of up to 16384 columns, which their
+registers hold, and of up to 131072, 262144 (the second one where there is less shared memory) and 524288, which come in
+tiles."""
 
 SHARED = (
     (9, 196608, (32, 4, 8, 8)),
@@ -50,7 +51,7 @@ MANY_ROWS, MANY_COLUMNS, MANY = 264, 4096, (8, 4, 1, 8)
 ones: what one waits for, others use. On an H200 2048 rows of 17408 columns take 58 us (k = 512) and 65 us (k = 1024),
 with shapes of 16 warps 71 and 80 us; 4096 rows of 4096 columns 58 us, with CTAs whose registers hold them 49 us."""
 
-SPREAD_ROWS, SPREAD = 128, ((16, 4, 1, 1), (16, 8, 1, 1))
+SPREAD_ROWS, SPREAD = 128, ((16, 8, 1, 1),)
 """Calls of at most so many rows, and the shapes of which, besides HELD's, these take the kernels that are spread. A
 dependent launch puts CTAs wherever the first multiprocessors become free: 64 rows of 2048 columns behind their scores
 took 9.3 us, with one CTA on each multiprocessor 5.2 us, and 11.9 and 6.1 us for 1024 picks."""
@@ -65,7 +66,7 @@ MOST_CHOICES = 1024
 def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a CTA is enough, by capacity, then others."""
     spreads = (True, False) if arch in CLUSTER_ARCHS else (False,)
-    held = [held_key(arch, warps, is_spread) for is_spread in spreads for warps in sorted({row[1] for row in HELD})]
+    held = [held_key(arch, warps, is_spread) for is_spread in spreads for _, warps, _ in HELD]
     shared = [shape for *_, shape in SHARED if shape not in SHAPES]
     shapes = [*SHAPES, MANY, *(dict.fromkeys(shared) if arch in CLUSTER_ARCHS else ())]
     keys = [TopKKey(arch, *shape) for shape in shapes]
@@ -81,8 +82,8 @@ def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
     """The kernel for so many picks of so many rows of such a width; if none is wide enough, the widest."""
     has_clusters, is_many = arch in CLUSTER_ARCHS, rows >= MANY_ROWS
     is_spread = has_clusters and rows <= SPREAD_ROWS
-    for most, warps, of_few, of_many in HELD:
-        if width <= most and k > (of_many if is_many else of_few):
+    for most, warps, of_many in HELD:
+        if width <= most and (not is_many or k > of_many):
             return held_key(arch, warps, is_spread)
     keys = [key for key in keys_of(arch) if not isinstance(key, HeldTopKKey)]
     if has_clusters:
