@@ -23,7 +23,7 @@ from cute_kernels.compressor.slots import SlotsKey
 from cute_kernels.dsl import convert
 from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH, HAS_BF16_OF_E4M3
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEXER_FP8, INDEXER_MXFP4, PLAIN_BF16, PLAIN_FP8
-from cute_kernels.indexer import call as scores
+from cute_kernels.indexer import launch as scores
 from cute_kernels.indexer import gather as index_gather
 from cute_kernels.indexer import query
 from cute_kernels.indexer import select as select_scores
@@ -37,7 +37,7 @@ from cute_kernels.indices.translate import TranslateKey
 from cute_kernels.indices.window import WindowKey
 from cute_kernels.insert_compress import insert_compress, insert_compress_index
 from cute_kernels.kv_cache import gather, insert, qnorm
-from cute_kernels.linear import call as linear
+from cute_kernels.linear import launch as linear
 from cute_kernels.linear import quantize
 from cute_kernels.linear import select as select_gemm
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey

@@ -115,7 +115,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_peer_that_cannot_be_imported_ends_a_sweep_unless_it_may_be_missing(
-    room: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    module: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loader() -> Any:
         raise AttributeError("no such op")
@@ -125,7 +125,7 @@ def test_a_peer_that_cannot_be_imported_ends_a_sweep_unless_it_may_be_missing(
         del one["bound"]
         return [one]
 
-    monkeypatch.setitem(room.SWEEPS, INSERT, sweep)
+    monkeypatch.setitem(module.SWEEPS, INSERT, sweep)
     path = tmp_path / "x.json"
     assert cli.main(["sweep", "--op", INSERT, "--peers", "--json", str(path)]) == 1
     said = "the peer deepgemm cannot be imported: AttributeError: no such op; --allow-missing-peers skips it"

@@ -1294,12 +1294,12 @@ class PvEpilogue:
         else:
             matrix_at = rows_at + (lane % 16) * ROW_SLICE
             for pair in range_constexpr(DIM // 16):
-                two = []
+                words = []
                 for i in range_constexpr(4):
                     element, half = 8 * pair + 4 * (i // 2) + 2 * (i % 2), i % 2
-                    two.append(ptx.bf16x2(*(o[element + j] * factors[half] for j in range(2))))
+                    words.append(ptx.bf16x2(*(o[element + j] * factors[half] for j in range(2))))
                 chunk = (2 * pair + lane // 16) ^ (lane % 8)
-                ptx.store_matrices(matrix_at + chunk * 16, two)
+                ptx.store_matrices(matrix_at + chunk * 16, words)
             self.store_rows(rows_at, own_rows, target, 8)
 
     @cute.jit
