@@ -23,8 +23,8 @@ from cute_kernels.compressor.slots import SlotsKey
 from cute_kernels.dsl import convert
 from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH, HAS_BF16_OF_E4M3
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEXER_FP8, INDEXER_MXFP4, PLAIN_BF16, PLAIN_FP8
-from cute_kernels.indexer import launch as scores
 from cute_kernels.indexer import gather as index_gather
+from cute_kernels.indexer import launch as scores
 from cute_kernels.indexer import query
 from cute_kernels.indexer import select as select_scores
 from cute_kernels.indexer.hopper.logits import MANY_COLUMNS, LogitsKey
