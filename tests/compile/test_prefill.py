@@ -15,7 +15,7 @@ from cute_kernels.sparse_mla.hopper import prefill as kernel
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
-from cute_kernels.sparse_mla.launch import mixed, prefill
+from cute_kernels.sparse_mla.launch import MIXED, PREFILL
 
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
 
@@ -58,5 +58,5 @@ def test_deployments(model: str, tp: int) -> None:
     many = PrefillKey("sm_90a"), MixedKey("sm_90a"), QuantPrefillKey("sm_90a")
     one, other, codes = few if heads <= 16 else many
     raw = [NormQuantPrefillKey("sm_90a")] if heads > 16 else []
-    assert prefill.deployment_keys(MODELS[model], tp, "sm_90a") == [one, codes, *raw]
-    assert mixed.deployment_keys(MODELS[model], tp, "sm_90a") == [other, MixedFp8Key("sm_90a")]
+    assert PREFILL.deployment_keys(MODELS[model], tp, "sm_90a") == [one, codes, *raw]
+    assert MIXED.deployment_keys(MODELS[model], tp, "sm_90a") == [other, MixedFp8Key("sm_90a")]
