@@ -48,7 +48,6 @@ from cute_kernels.sparse_mla.blackwell.decode import (
 )
 from cute_kernels.sparse_mla.blackwell.decode_2cta import (
     BLOCKS,
-    FORM,
     Q_COLUMN,
     Q_COLUMNS,
     S_COLUMN,
@@ -284,7 +283,7 @@ class MmaOf2(Mma):
         for i in range_constexpr(len(steps)):
             step, d = steps[i], buffer * S_COLUMNS + steps[i].d
             b, adds = keys + step.b // 16, int(not step.is_first)
-            ptx.tensor_mma(d, step.a, b, SCORES_INSTRUCTION, adds, a_in_tensor_memory=True, **FORM)
+            ptx.tensor_mma(d, step.a, b, SCORES_INSTRUCTION, adds, a_in_tensor_memory=True, blocks=BLOCKS)
         self.bars.commit(self.bars.s + buffer)
         if flags & LAST != 0:
             ptx.commit_tensor(self.bars.q_done.toint(), BLOCKS)
@@ -303,7 +302,9 @@ class MmaOf2(Mma):
         for i in range_constexpr(len(steps)):
             step = steps[i]
             adds = 1 - is_first if step.is_first else 1
-            ptx.tensor_mma(step.d, weights + step.a // 16, values + step.b // 16, VALUES_INSTRUCTION, adds, **FORM)
+            ptx.tensor_mma(
+                step.d, weights + step.a // 16, values + step.b // 16, VALUES_INSTRUCTION, adds, blocks=BLOCKS
+            )
         bars.commit(bars.p.empty(buffer))
         bars.commit(bars.kv.empty(stage))
         if flags & LAST != 0:
