@@ -149,6 +149,8 @@ def check_contiguous(
     call = Scores.of("mqa_logits", args, blocks, key.arch)
     assert call.key == key
     got, written = call.run(ptx, seed=seed, **options)
+    # of the bad row, of the bad key's neighbours, and of no others
+    assert 0 < call.made_again < 0.8
     assert (written == 1).all()
     for row in range(rows):
         shift = int(start[row]) if width else 0
@@ -238,6 +240,8 @@ class Paged:
     table: np.ndarray
     lens: np.ndarray
     page_rows: int
+    bad: int = -1
+    """Number of a key that is NaN."""
 
     @classmethod
     def make(cls, rng: np.random.Generator, fmt: Any, page_rows: int, lens: np.ndarray, columns: int) -> Paged:
@@ -253,6 +257,14 @@ class Paged:
             table[request, :count] = rng.integers(0, pages, count)
             table[request, count:] = rng.choice([-1, -7, HIGH, LOW, pages + 2], table.shape[1] - count)
         return cls(pool, keys, table, lens, page_rows)
+
+    def spoil(self, number: int) -> None:
+        """Make a key NaN: of MXFP4 by one of its scales, of FP8 by one of its codes."""
+        page, row = divmod(number, self.page_rows)
+        width = 64 if self.keys.mxfp4 else 128
+        at, code = (self.page_rows * width + row * 4, 0xFF) if self.keys.mxfp4 else (row * width, 0x7F)
+        self.pool.as_strided((len(self.pool), at + 3), (self.pool.stride(0), 1))[page, at + 2] = code
+        self.bad = number
 
     def place(self, request: int, n: int) -> int:
         """Number of the key that is column n of a request; negative if there is none."""
@@ -292,7 +304,9 @@ def check_paged(got: np.ndarray, written: np.ndarray, paged: Paged, q: Rows, wei
         places = np.array([paged.place(request, n) for n in range(length)], np.int64)
         assert (written[row, :length] == 1).all()
         assert np.isneginf(got[row, :length][places < 0]).all()
-        assert_near(got[row, :length][places >= 0], exact[row, places[places >= 0]], size[row, places[places >= 0]])
+        assert np.isnan(got[row, :length][(places >= 0) & (places == paged.bad)]).all()
+        good = (places >= 0) & (places != paged.bad)
+        assert_near(got[row, :length][good], exact[row, places[good]], size[row, places[good]])
         assert (written[row, length:] == clean).all()
         assert not clean or np.isneginf(got[row, length:]).all()
 
@@ -325,16 +339,20 @@ def test_pages(key: BlackwellLogitsKey, fmt: Any, page_rows: int, clean: bool, s
 
 
 def many_tiles(key: BlackwellLogitsKey, fmt: Any, ptx: Program, events: Any = None) -> None:
-    """A call with more tiles in a block than stages, and, of one row, more groups than a warp has threads."""
+    """A call with more tiles in a block than stages, and, of one row, more groups than a warp has threads; a key is
+    NaN."""
     rng = np.random.default_rng(7)
     skip, most = 20, (key.config.stages + 3) * 128
     lens = np.full((34 if key.rows == 1 else 6, key.rows), 20, np.int32)
     lens[1], lens[4], lens[-1], lens[2] = 200, most, 130, 0
     paged = Paged.make(rng, fmt, 64, lens, most)
+    # of its neighbours the sums are made again
+    paged.spoil(paged.place(4, 200))
     args, q, weights = paged_call(rng, paged, fmt, key.heads, most, False)
     call = Scores.of("paged_mqa_logits", args, 1, skip=skip)
     assert call.key == key
     got, written = call.run(ptx, seed=1, laziness=0.8, events=events)
+    assert 0 < call.made_again < 0.4
     paged.lens = np.where(lens > skip, lens, 0)
     check_paged(got, written, paged, q, weights, False)
 

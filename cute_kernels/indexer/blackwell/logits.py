@@ -524,11 +524,8 @@ class Consumer:
                 coming = ptx.start_tensor_load(products + (piece + 1) * width, width)
             row = piece * width // self.config.heads
             for i in range_constexpr(0, width, 2):
-                pair = [words[i + j].bitcast(Float32) for j in range(2)]
-                if const_expr(i % SUMS < DOUBLED):
-                    pair = list(ptx.twice_relu_f32x2(pair))
-                else:
-                    pair = [ptx.relu(x) for x in pair]
+                pair: Any = [words[i + j].bitcast(Float32) for j in range(2)]
+                pair = ptx.twice_relu_f32x2(pair) if const_expr(i % SUMS < DOUBLED) else [ptx.relu(x) for x in pair]
                 weight = [weights[piece * width + i + j] for j in range(2)]
                 sums[row][i % SUMS : i % SUMS + 2] = ptx.fma_f32x2(pair, weight, sums[row][i % SUMS : i % SUMS + 2])
         totals = cute.make_rmem_tensor((count,), Float32)
