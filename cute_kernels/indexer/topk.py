@@ -238,7 +238,7 @@ def finest(first: Any, last: Any) -> Scale:
 class Bins:
     """Of all CTAs that share a row. What is done once for a CTA, its first warp does: issue slots are scarce."""
 
-    def __init__(self, config: TopKConfig) -> None:
+    def __init__(self, config: Any) -> None:
         self.warps, self.threads, self.cluster = config.warps, config.threads, config.cluster
 
     def barrier(self) -> None:

@@ -434,11 +434,11 @@ class Planner:
     @cute.jit
     def prefetch_lists(self) -> None:
         """L2 has the first columns of every cluster's share of the work tiles while their lengths are on their way."""
-        scheduler, sources, line = self.scheduler, self.sources, self.thread % LINES
+        scheduler, line = self.scheduler, self.thread % LINES
         work_tile = scheduler.first + self.thread // LINES * scheduler.step
         if work_tile < scheduler.end:
             batch, token, _, _ = scheduler.coords(work_tile)
-            for indices in (sources.indices, *((sources.extra_indices,) if self.config.extra != "none" else ())):
+            for indices, _ in self.lists:
                 ptx.prefetch_l2(indices.row(batch, token) + Int64(line) * 128, line * 32 < indices.columns)
 
     @cute.jit
@@ -489,7 +489,7 @@ class Planner:
     def mark_empty(self, batch: Any, token: Any, split_idx: Any, head_group: Any) -> None:
         """Store the log-sum-exps of a split without keys."""
         first = head_group * self.config.heads
-        for head in cutlass.range(first, cutlass.min(first + self.config.heads, self.out.heads), unroll=1):
+        for head in cutlass.range(first, cutlass.min(first + self.config.heads, self.out.heads), 1, unroll=1):
             at = self.out.lse.of(split_idx, batch, head, token)
             ptx.store_global_s32(at, Float32(Float32.inf).bitcast(Int32))
 
@@ -1322,8 +1322,8 @@ class PvEpilogue:
                     chunk = (2 * i + lane % 4 // 2) ^ (lane // 4)
                     for half in range_constexpr(2):
                         element = 4 * (DIM // 16 * part + i) + 2 * half
-                        two = ((o[element + j] * factors[half]).bitcast(Int32) for j in range(2))
-                        ptx.store_shared_64(pair_at + 8 * half * ROW_SLICE + chunk * 16, *two)
+                        low, high = ((o[element + j] * factors[half]).bitcast(Int32) for j in range(2))
+                        ptx.store_shared_64(pair_at + 8 * half * ROW_SLICE + chunk * 16, low, high)
                 self.store_rows(rows_at, own_rows, target + part * ROW_SLICE, 4)
         else:
             matrix_at = rows_at + (lane % 16) * ROW_SLICE
