@@ -205,8 +205,9 @@ def info(options: argparse.Namespace) -> int:
         plain.add_row(name, str(value) if value else "not installed")
     for number, gpu in enumerate(found["gpus"]):
         plain.add_row(f"cuda:{number}", f"{gpu['name']}, {gpu['arch'] or gpu['unsupported']}")
-        for op, status in gpu["verdicts"].items():
-            plain.add_row("", f"{op}: {gpu['arch']}'s own kernel: {status} (verify)")
+        for op, kernels in gpu["verdicts"].items():
+            for kernel, status in kernels.items():
+                plain.add_row("", f"{op}: {kernel}: {status} (verify)")
     if not found["gpus"]:
         target = found["arch"]
         plain.add_row("gpu", f"none; target {target} (CUTE_DSL_ARCH)" if target else "none")
@@ -327,7 +328,7 @@ def precompile(options: argparse.Namespace) -> int:
         return write_hashes(keys, options)
     from cute_kernels.runtime import bundle, cache
     from cute_kernels.runtime.precompile import precompile as run
-    from cute_kernels.runtime.registry import op_kernels
+    from cute_kernels.runtime.registry import ops_with_kernels
 
     folder = options.out or cache.default_directory()
     if folder is None:
@@ -347,7 +348,7 @@ def precompile(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     outcomes.sort(key=lambda outcome: keys.index(outcome.key))
     digest = bundle.seal(folder) if options.out else None
-    served = {op.name for ops in op_kernels().values() for op in ops}
+    served = {op.name for op in ops_with_kernels()}
     if options.json:
         print_json(
             {

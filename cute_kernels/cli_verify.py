@@ -3,8 +3,10 @@
 
 First what all ops need is found out, by calling everything but the kernels, and compiled in many processes. On a
 Blackwell, what its kernels take for granted about instructions is tried then, one by one (cute_kernels.isa_probes). Ops
-with one kernel are then verified side by side. Where a kernel of the architecture's own, which may never have run, has
-a portable one beside it, both are verified, alone on the GPU. Layers come last, with the kernels that are trusted then.
+with one kernel are then verified side by side, and so are the portable ones beside kernels of the architecture's own.
+These, which may never have run, are verified one at a time, alone on the GPU, and so are calls that soak kernels whose
+CTAs work together. Layers come last, with the kernels that are trusted then. A verdict on an own kernel is kept as soon
+as all that concerns it has run.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -28,14 +32,75 @@ from cute_kernels.cli import PROGRAM, STYLES, Refusal, print_json, with_progress
 OWN_SECONDS = 120.0
 """After this a kernel that may never have run before hangs: what it needs is compiled by then."""
 
-MOST_PROCESSES = 4
+MOST_PROCESSES = 8
 """That use the GPU at a time: each holds a context of some hundred MB, and its references want cores."""
+
+RANKS = (1, 2, 4, 8)
+"""Tensor-parallel sizes whose deployments should have run all of their kernels."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+@dataclass
+class Run:
+    """What a run has found out so far.
+
+    verdicts      of facts, kernels and layers
+    seconds       what each phase took
+    problem       why verdicts could not be kept, or ""
+    deployed      how many kernels models need on any of RANKS
+    not_run       those of them that no example runs
+    interrupted   whether it was, by Ctrl-C
+    """
+
+    verdicts: list[Any] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    problem: str = ""
+    deployed: int = 0
+    not_run: tuple[str, ...] = ()
+    interrupted: bool = False
+
+    @contextlib.contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Notes what a phase takes, and says so on standard error."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] = time.perf_counter() - start
+            print(f"{PROGRAM} verify: {what}: {self.seconds[what]:.1f} s", file=sys.stderr, flush=True)
+
+    def verify(
+        self,
+        what: str,
+        names: Sequence[str],
+        function: Callable[[str], Any],
+        workers: int = 1,
+        timeout: float | None = None,
+    ) -> Iterator[Any]:
+        """Verdicts of function(name) as they come, which are noted, and said on standard error if they are bad."""
+        from cute_kernels.runtime.isolated import TIMEOUT_SECONDS, run_isolated
+
+        if not names:
+            return
+        with self.phase(what):
+            results = run_isolated(names, function, TIMEOUT_SECONDS if timeout is None else timeout, workers)
+            for verdict in with_progress(results, len(names), what):
+                self.verdicts.append(verdict)
+                if verdict.status in BAD:
+                    print(f"{verdict.status}: {verdict.name}: {verdict.detail}", file=sys.stderr, flush=True)
+                yield verdict
+
+
+BAD = ("fail", "no examples", "not run")
 
 
 def verify(options: argparse.Namespace) -> int:
     import torch
 
     from cute_kernels.runtime.arch import arch_of
+    from cute_kernels.runtime.isolated import has_given_up
     from cute_kernels.runtime.registry import all_ops
 
     names = sorted(all_ops())
@@ -50,76 +115,147 @@ def verify(options: argparse.Namespace) -> int:
         raise Refusal(str(error)) from error
     layers = _layers() if options.layers else None
     chosen = [name for name in names if not options.op or name in options.op]
+    run = Run()
     with _folder_for_kernels() as problem:
-        verdicts, kept = _verify(chosen, arch, layers, options.workers)
-    status = report_verdicts(verdicts, torch.cuda.get_device_name(), arch, options.json)
-    if problem or kept:
-        print(f"{PROGRAM} verify: the verdicts were not kept: {problem or kept}", file=sys.stderr)
+        try:
+            _verify(run, chosen, arch, layers, options.workers)
+        except KeyboardInterrupt:
+            run.interrupted = True
+    status = report_verdicts(run, torch.cuda.get_device_name(), arch, options.json)
+    problem = problem or run.problem
+    if problem:
+        print(f"{PROGRAM} verify: the verdicts were not kept: {problem}", file=sys.stderr)
+    if run.interrupted:
+        print(f"{PROGRAM} verify: interrupted: what is listed has run, and its verdicts are kept", file=sys.stderr)
+    if has_given_up():
+        sys.stdout.flush()
+        os._exit(status)  # at exit, Python would wait for the process that does not end
     return status
 
 
-def _verify(ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> tuple[list[Any], str]:
-    """Verdicts of the facts, the ops and the layers, and why they could not be kept, or ""."""
+def _verify(run: Run, ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> None:
+    """Fill in `run`: the facts, the ops and the layers."""
     from cute_kernels.isa_probes import check
-    from cute_kernels.runtime.verify import PORTABLE, Needs, Verdict, needs_by_name, verify_by_name
+    from cute_kernels.runtime import verify as verify_
+    from cute_kernels.runtime.verify import PORTABLE, Needs, Verdict
 
     processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
     what = "finding kernels"
-    found = _run(what, ops, needs_by_name, processes)
-    needs = [need for need in found if isinstance(need, Needs)]
-    # whether such an op has a choice is not known: nothing of it is verified, it has failed
-    verdicts = [replace(v, detail=f"{what}: {v.detail}") for v in found if isinstance(v, Verdict)]
+    with run.phase(what):
+        found = list(with_progress(_isolated(ops, verify_.needs_by_name, processes), len(ops), what))
+    needs = sorted((need for need in found if isinstance(need, Needs)), key=lambda need: need.name)
+    # of such an op it is not known which kernels it has: nothing of it is verified, all of it has failed
+    lost = [replace(v, detail=f"{what}: {v.detail}") for v in found if isinstance(v, Verdict)]
+    run.verdicts += lost
+    keeper = Keeper(run, needs, lost)
     keys = [key for need in needs for key in need.keys]
-    _compile([*check.keys(arch), *keys, *(() if layers is None else layers.keys(arch))], workers)
-    facts = _run("verifying facts", check.NAMES, check.verify_fact, processes) if arch in check.ARCHS else []
-    with_choice = [need.name for need in needs if need.has_choice]
-    alone = [need.name for need in needs if not need.has_choice]
-    verdicts += _run("verifying ops", alone, verify_by_name, processes)
-    both = [op + kernel for op in with_choice for kernel in ("", PORTABLE)]
-    verdicts += _run(f"verifying kernels for {arch}", both, verify_by_name, timeout=OWN_SECONDS)
-    verdicts.sort(key=lambda verdict: verdict.name)
-    problem = _keep(verdict for verdict in verdicts if not verdict.name.endswith(PORTABLE))
+    if len(needs) > 1:
+        _note_deployment(run, keys, arch)
+    with tempfile.TemporaryDirectory() as delayed:
+        soaked = [key for need in needs for key in need.soaked]
+        with run.phase(f"compiling {len(set(keys))} kernels, and {len(set(soaked))} with delays"):
+            _compile([*check.keys(arch), *keys, *(() if layers is None else layers.keys(arch))], workers)
+            _compile(soaked, workers, Path(delayed))
+        if arch in check.ARCHS:
+            list(run.verify("verifying facts", check.NAMES, check.verify_fact, processes))
+        tasks = [task for need in needs for task in need.tasks]
+        alone = [task.name for task in tasks if task.is_soak or task.kernel not in ("", PORTABLE)]
+        others = [task.name for task in tasks if task.name not in alone]
+        os.environ[verify_.DELAYED_VARIABLE] = delayed
+        for verdict in run.verify("verifying ops", others, verify_.verify_by_name, processes):
+            keeper.note(verdict)
+        for verdict in run.verify(f"verifying kernels for {arch}", alone, verify_.verify_by_name, 1, OWN_SECONDS):
+            keeper.note(verdict)
     if layers is not None:
-        verdicts += _run("verifying layers", list(layers.KINDS), layers.verify_layer, processes)
-    return facts + verdicts, problem
+        list(run.verify("verifying layers", list(layers.KINDS), layers.verify_layer, processes))
 
 
-def _run(
-    what: str, names: Sequence[str], function: Callable[[str], Any], workers: int = 1, timeout: float | None = None
-) -> list[Any]:
-    """Results of function(name) in the order of the names."""
+def _isolated(names: Sequence[str], function: Callable[[str], Any], workers: int) -> Iterator[Any]:
     from cute_kernels.runtime.isolated import TIMEOUT_SECONDS, run_isolated
 
-    results = run_isolated(names, function, TIMEOUT_SECONDS if timeout is None else timeout, workers)
-    found = list(with_progress(results, len(names), what))
-    return sorted(found, key=lambda result: names.index(result.name))
+    return run_isolated(names, function, TIMEOUT_SECONDS, workers)
 
 
-def _keep(verdicts: Iterable[Any]) -> str:
-    import torch
+class Keeper:
+    """Keeps the verdict on each own kernel once all that concerns it has run: its examples, and its soak."""
 
-    from cute_kernels.runtime import trust
+    def __init__(self, run: Run, needs: Sequence[Any], lost: Sequence[Any]) -> None:
+        import torch
 
-    device = torch.cuda.current_device()
+        from cute_kernels.runtime import trust
+
+        self.run, self.device = run, torch.cuda.current_device()
+        self.left: dict[tuple[str, str], int] = {}
+        self.seen: dict[tuple[str, str], list[Any]] = {}
+        for task in (task for need in needs for task in need.tasks):
+            self.left[task.op, task.kernel] = self.left.get((task.op, task.kernel), 0) + 1
+        try:
+            before = trust.verdicts(self.device)
+        except ImportError as error:
+            run.problem = str(error)
+            return
+        # what was known of kernels that are not asked for any more, or of ops whose kernels were not found
+        failed = {verdict.name: verdict.detail for verdict in lost}
+        for op, kernel in ((op, kernel) for op, kernels in before.items() for kernel in kernels):
+            if op in failed:
+                self.keep(op, kernel, "fail", 0, failed[op])
+            elif any(need.name == op for need in needs) and (op, kernel) not in self.left:
+                self.keep(op, kernel, "unsupported", 0, "")
+
+    def note(self, verdict: Any) -> None:
+        from cute_kernels.runtime.verify import PORTABLE, Task
+
+        task = Task.of(verdict.name)
+        if task.kernel in ("", PORTABLE) or verdict.status == "not run":
+            return
+        which = task.op, task.kernel
+        seen = self.seen.setdefault(which, [])
+        seen.append(verdict)
+        if len(seen) < self.left[which]:
+            return
+        bad = next((v for v in seen if v.status == "fail"), None)
+        decisive = next((v for v in seen if not Task.of(v.name).is_soak), verdict) if bad is None else bad
+        self.keep(*which, decisive.status, decisive.cases, decisive.detail)
+
+    def keep(self, op: str, kernel: str, status: str, cases: int, detail: str) -> None:
+        from cute_kernels.runtime import trust
+
+        try:
+            problem = trust.keep(op, kernel, self.device, status, cases, detail)
+        except ImportError as error:
+            problem = str(error)
+        self.run.problem = self.run.problem or problem
+
+
+def _note_deployment(run: Run, keys: Sequence[Any], arch: str) -> None:
+    """Which kernels of all models' deployments are not among the keys."""
+    from cute_kernels.models import MODELS
+    from cute_kernels.runtime.registry import deployment_keys
+
+    needed: dict[Any, None] = {}
     try:
-        problems = [trust.keep(v.name, device, v.status, v.own, v.detail) for v in verdicts if v.status != "no kernel"]
-    except ImportError as error:
-        return str(error)
-    return next(filter(None, problems), "")
+        for model, tp in ((model, tp) for model in MODELS.values() for tp in RANKS):
+            needed.update(dict.fromkeys(deployment_keys(model, tp, arch)))
+    except ImportError:
+        return  # without the compiler there are no keys
+    has = set(keys)
+    run.deployed, run.not_run = len(needed), tuple(sorted(key.identity for key in needed if key not in has))
 
 
-def _compile(keys: Sequence[Any], workers: int | None) -> None:
-    """Have the kernels in the cache. What does not compile fails again where it is verified."""
+def _compile(keys: Sequence[Any], workers: int | None, delayed: Path | None = None) -> None:
+    """Have the kernels in the cache, or those with delays in a folder. What does not compile fails again where it is
+    verified."""
     from cute_kernels.runtime import cache
     from cute_kernels.runtime.compile import jit_forbidden
     from cute_kernels.runtime.precompile import precompile
 
-    folder = cache.default_directory()
+    folder = delayed or cache.default_directory()
     if folder is None or jit_forbidden():
         return
     # those of tensor cores first: they take longest
     keys = sorted(dict.fromkeys(keys), key=lambda key: not any("mma" in name for name in key.instructions))
-    for _ in with_progress(precompile(keys, folder.resolve(), workers), len(keys), "compiling"):
+    what = "compiling" if delayed is None else "compiling with delays"
+    for _ in with_progress(precompile(keys, folder.resolve(), workers, delayed is not None), len(keys), what):
         pass
 
 
@@ -161,14 +297,28 @@ def _layers() -> Any:
     return importlib.import_module("cute_kernels.layers.verify")
 
 
-def report_verdicts(verdicts: Sequence[Any], gpu: str, arch: str, as_json: bool) -> int:
+def report_verdicts(run: Run, gpu: str, arch: str, as_json: bool) -> int:
     """Print the verdicts; 1 if any is a failure, or an op with a kernel has no examples."""
-    bad = [v for v in verdicts if v.status in ("fail", "no examples")]
+    order = ("fact ", "", "layer ")
+    verdicts = sorted(
+        run.verdicts, key=lambda v: (max(i for i, prefix in enumerate(order) if v.name.startswith(prefix)), v.name)
+    )
+    status = 1 if any(v.status in BAD for v in verdicts) else 0
+    if run.interrupted:
+        status = INTERRUPTED
     if as_json:
+        found = [{**vars(v), "seconds": round(v.seconds, 3)} for v in verdicts]
         print_json(
-            {"gpu": gpu, "arch": arch, "verdicts": [{**vars(v), "seconds": round(v.seconds, 3)} for v in verdicts]}
+            {
+                "gpu": gpu,
+                "arch": arch,
+                "interrupted": run.interrupted,
+                "seconds": {what: round(seconds, 1) for what, seconds in run.seconds.items()},
+                "deployment": {"kernels": run.deployed, "not_run": run.not_run},
+                "verdicts": found,
+            }
         )
-        return 1 if bad else 0
+        return status
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{gpu}, {arch}")
     for v in verdicts:
@@ -176,6 +326,11 @@ def report_verdicts(verdicts: Sequence[Any], gpu: str, arch: str, as_json: bool)
         console.print(f"  [{STYLES.get(v.status, 'dim')}]{v.status:11}[/] {v.name}{cases}")
         if v.detail:
             console.print(f"              [dim]{escape(v.detail)}[/]")
+    if run.deployed:
+        ran = run.deployed - len(run.not_run)
+        console.print(
+            f"{ran} of {run.deployed} kernels that models need on 1 to {RANKS[-1]} ranks ran (--json: which not)"
+        )
     counts = {status: sum(v.status == status for v in verdicts) for status in dict.fromkeys(v.status for v in verdicts)}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    return 1 if bad else 0
+    return status

@@ -1,17 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels depend on in a model: names and numbers of the layers' configuration, for building without the layers.
-
-Kernels read attributes by these names, so a cute_kernels.layers.DeepseekV4Config serves wherever a ModelShape does.
-"""
+"""What kernels depend on in a model: names and numbers of the layers' configuration."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 _LAYER_TYPES = {"sliding_attention": 1, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+
+class ModelConfig(Protocol):
+    """What kernels read of a model's configuration: a ModelShape, or a cute_kernels.layers.DeepseekV4Config."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_attention_heads(self) -> int: ...
+
+    @property
+    def q_lora_rank(self) -> int: ...
+
+    @property
+    def o_groups(self) -> int: ...
+
+    @property
+    def o_lora_rank(self) -> int: ...
+
+    @property
+    def index_n_heads(self) -> int: ...
+
+    @property
+    def index_topk(self) -> int: ...
+
+    @property
+    def sliding_window(self) -> int: ...
+
+    @property
+    def hc_mult(self) -> int: ...
+
+    @property
+    def compress_ratios(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Columns of the table."""
 
-_E4M3_ARCHS = ("sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
-
 KERNEL_ARCHS = {
     "bf16_gemm": ("sm_90a",),
     "all_visible_entries": ARCHS,
@@ -26,34 +24,34 @@ KERNEL_ARCHS = {
     "build_flashinfer_mixed_sparse_indices": ARCHS,
     "build_step_metadata": ARCHS,
     "combine_topk_swa_indices": ARCHS,
-    "compress_norm_rope_store": _E4M3_ARCHS,
+    "compress_norm_rope_store": ARCHS,
     "compute_decode_swa_indices": ARCHS,
     "compute_global_topk_indices_and_lens": ARCHS,
     "cp_gather_indexer_k_quant_cache": ARCHS,
     "deepseek_v4_fp8_einsum": ARCHS,
-    "dequantize_and_gather_k_cache": _E4M3_ARCHS,
+    "dequantize_and_gather_k_cache": ARCHS,
     "fp8_gemm": ARCHS,
     "fp8_gemm_squares": ("sm_90a",),
-    "fused_compress_norm_rope_store": _E4M3_ARCHS,
+    "fused_compress_norm_rope_store": ARCHS,
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": ARCHS,
-    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": _E4M3_ARCHS,
-    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": _E4M3_ARCHS,
-    "fused_indexer_q_rope_quant_fp8": _E4M3_ARCHS,
-    "fused_indexer_q_rope_quant_mxfp4": _E4M3_ARCHS,
+    "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": ARCHS,
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": ARCHS,
+    "fused_indexer_q_rope_quant_fp8": ARCHS,
+    "fused_indexer_q_rope_quant_mxfp4": ARCHS,
     "fused_inv_rope": ARCHS,
-    "fused_inv_rope_fp8_quant": _E4M3_ARCHS,
+    "fused_inv_rope_fp8_quant": ARCHS,
     "fused_mtp_input_rmsnorm": ARCHS,
     "fused_q_kv_rmsnorm": ARCHS,
-    "fused_q_kv_rmsnorm_quant": _E4M3_ARCHS,
+    "fused_q_kv_rmsnorm_quant": ARCHS,
     "get_compressed_slot_mapping": ARCHS,
     "fused_qkv_insert_compress": ("sm_90a", "sm_100a", "sm_103a"),
-    "fused_qkv_insert_compress_index": _E4M3_ARCHS,
+    "fused_qkv_insert_compress_index": ARCHS,
     "merge_attention_states": ARCHS,
     "mqa_logits": ARCHS,
     "mtp_shared_head_rmsnorm": ARCHS,
     "paged_mqa_logits": ARCHS,
-    "quantize_and_insert_k_cache": _E4M3_ARCHS,
-    "quantize_fp8_1x128": _E4M3_ARCHS,
+    "quantize_and_insert_k_cache": ARCHS,
+    "quantize_fp8_1x128": ARCHS,
     "save_partial_states": ARCHS,
     "score_top_k_decode": ARCHS,
     "score_top_k_prefill": ARCHS,
@@ -66,11 +64,16 @@ KERNEL_ARCHS = {
 }
 """Op -> architectures its kernel runs on, for the ops that have one."""
 
-PARTLY = frozenset(
-    (op, arch) for op in ("compress_norm_rope_store", "fused_compress_norm_rope_store") for arch in ("sm_89", "sm_120a")
-)
-"""(op, arch) of the compressor where only ratio 4 has a kernel: entries of 128 tokens need clusters of blocks with more
-than 200 KB of shared memory each."""
+PARTLY = frozenset(("fp8_gemm", arch) for arch in ARCHS if arch != "sm_90a")
+"""(op, arch) of ops that have kernels for some calls only."""
+
+REASONS = {
+    "bf16_gemm": "torch.mm does the same, and layers call that elsewhere",
+    "fp8_gemm": "bf16 results alone, which is all that layers ask for elsewhere",
+    "fp8_gemm_squares": "sums of squares are a by-product of Hopper's GEMM; elsewhere queries are normed by themselves",
+    "fused_qkv_insert_compress": "it takes clusters with 200 KB of shared memory a CTA; layers call what it fuses",
+}
+"""Op -> why it is "no" or "partly" somewhere, in a line."""
 
 MEASURED = (
     "all_visible_entries",
@@ -147,7 +150,8 @@ def support(op: str, arch: str) -> Support:
 
 
 def markdown(ops: list[str]) -> str:
-    """The README's support table for the registered `ops`: a row per op with a kernel, one for all others there are."""
+    """The README's support table for the registered `ops`: a row per op with a kernel, one for all others, and below it
+    why not everything runs everywhere."""
     lines = ["| op | CPU | " + " | ".join(ARCHS) + " |", "|---|---|" + "---|" * len(ARCHS)]
     for op in sorted(KERNEL_ARCHS):
         cells = " | ".join(support(op, arch).status for arch in ARCHS)
@@ -156,4 +160,5 @@ def markdown(ops: list[str]) -> str:
     if others:
         name = f"`{others[0]}`" if len(others) == 1 else f"the other {len(others)} ops"
         lines.append(f"| {name} | reference | " + " | ".join(["reference"] * len(ARCHS)) + " |")
+    lines += ["", *(f"* `{op}`: {reason}." for op, reason in sorted(REASONS.items()))]
     return "\n".join(lines)

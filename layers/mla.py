@@ -55,7 +55,7 @@ def _first(x: torch.Tensor | None, rows: int) -> torch.Tensor | None:
 
 class Workspace:
     """Scratch memory that is reused, and shared by all layers of a model: for the prefill gather, which may make it
-    grow, and for the parts of decode rows, where it stays where it is: all layers ask for the same number of bytes.
+    grow, and for the splits of decode rows, where it stays where it is: all layers ask for the same number of bytes.
 
     It does not grow while a CUDA graph is captured, and what a captured step was given stays as long as this object."""
 
@@ -92,7 +92,7 @@ class Workspace:
 
     @property
     def address(self) -> int:
-        """Of the parts of decode rows."""
+        """Of the splits of decode rows."""
         return self._parts.data_ptr()
 
     @property
@@ -114,7 +114,7 @@ class DeepseekV4MLAAttention(nn.Module):
                 what is faster for a step by `prefill_form`, and as much workspace as "gathered". Bits differ between
                 forms
     batch_invariant
-                no row is cut into parts, so that its bits depend on nothing else in a step. Few rows take longer: else
+                no row is split, so that its bits depend on nothing else in a step. Few rows take longer: else
                 how they are cut follows from how many there are. Not with prefill "auto", which goes by the step too
     attn_sink   fp32 [num_heads], a virtual logit per head
     """
@@ -289,7 +289,7 @@ class DeepseekV4MLAAttention(nn.Module):
             else:
                 assert m.c128a_decode_topk_lens is not None
                 extra |= {
-                    "extra_block_table": m.decode_table(m.compressed_block_table),
+                    "extra_block_table": m.decode_block_table(),
                     "extra_length": m.c128a_decode_topk_lens.view(shape),
                 }
         sparse_mla_decode(

@@ -65,15 +65,15 @@ class Compiled:
 def own_keys(archs: Sequence[str] = ARCHS) -> dict[Any, tuple[str, ...]]:
     """Keys of Blackwell's own kernels in all deployments, and their ops. Imports CuTe DSL."""
     from cute_kernels.models import MODELS
-    from cute_kernels.runtime.registry import op_kernels
+    from cute_kernels.runtime.registry import ops_with_kernels
 
     found: dict[Any, tuple[str, ...]] = {}
-    for ops in op_kernels().values():
-        declare = ops[0].load_kernel().deployment_keys
+    for op in ops_with_kernels():
+        declare = op.load_kernel().deployment_keys
         for arch in archs:
             for key in [key for model in MODELS.values() for tp in TP_SIZES for key in declare(model, tp, arch)]:
                 if MARK in key.kernel_name:
-                    found[key] = tuple(dict.fromkeys((*found.get(key, ()), *(op.name for op in ops))))
+                    found[key] = tuple(dict.fromkeys((*found.get(key, ()), op.name)))
     return found
 
 

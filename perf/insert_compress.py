@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
-from cute_kernels.insert_compress.call import Call, CompressCall
+from cute_kernels.insert_compress.call import CompressCall, IndexCall
 from cute_kernels.runtime.ops import OPS
 from perf import compressor_c4, compressor_c128, indexer, qnorm
 from perf.bench import Arguments, Bench, Case, Run
+from perf.grid import draw_rows, mark
 
 HEADS, INDEX_HEADS = 64, 64
 ROWS = (1, 4, 16, 64, 256)
+BETWEEN_ROWS = draw_rows("insert_compress", ROWS, 2)
 COLUMNS, QUERY_COLUMNS = 2048 + 512 + INDEX_HEADS, HEADS * 512 + INDEX_HEADS * 128
 """Of the fused projections that the arguments are columns of."""
 
@@ -42,7 +44,7 @@ def make(rows: int, seed: int) -> Arguments:
         1:13
     ]
     numbers: Any = compressor_c4.EPS, qnorm.BLOCK_SIZE, 0, "window", FP8_DS_MLA.id, INDEXER_FP8.id
-    return Call(
+    return IndexCall(
         *(queries[0], kv, pool, slots, positions, angles, requests, starts, state_slots, table, entry_slots, restart),
         *(columns[0], ape, weight, state, cache, columns[1], index[1], index[11], index[5], index[9]),
         *(queries[1], columns[2], codes, out, *numbers, *factors, False, True, True),
@@ -50,7 +52,7 @@ def make(rows: int, seed: int) -> Arguments:
 
 
 def _four(*args: Any) -> None:
-    for _, name, arguments in Call(*args).parts():
+    for _, name, arguments in IndexCall(*args).parts():
         OPS[name].overload(*arguments)
 
 
@@ -59,7 +61,7 @@ def _variants() -> dict[str, Run]:
     from cute_kernels.runtime.arch import arch_of
 
     def run(rows: int, groups: int, *args: Any) -> None:
-        kernel.launch_with(kernel.InsertCompressIndexKey(arch_of(0), rows, groups), Call(*args))
+        kernel.launch_with(kernel.InsertCompressIndexKey(arch_of(0), rows, groups), IndexCall(*args))
 
     shapes = {f"ours rows={rows} groups={groups}": partial(run, rows, groups) for rows, groups in kernel.SHAPES}
     return {"ours four launches": _four, **shapes}
@@ -73,10 +75,15 @@ def _same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     return all(float((g != w).float().mean()) < 1e-3 for g, w in pairs)
 
 
+def _cases(several: tuple[int, ...]) -> tuple[Case, ...]:
+    return tuple(Case(f"T={rows}", rows, partial(make, rows), {"heads": HEADS}) for rows in several)
+
+
 BENCH = Bench(
     op=OP,
-    cases=tuple(Case(f"T={rows}", rows, partial(make, rows), {"heads": HEADS}) for rows in ROWS),
+    cases=_cases(ROWS),
     quick=(1, 64),
+    between=mark(_cases(BETWEEN_ROWS)),
     variants=_variants,
     inputs=("q", "state_cache", "index_state_cache"),
     same=_same,
@@ -114,13 +121,18 @@ def _compress_variants() -> dict[str, Run]:
     }
 
 
-COMPRESS_BENCH = Bench(
-    op=COMPRESS,
-    cases=tuple(
+def _compress_cases(several: tuple[int, ...]) -> tuple[Case, ...]:
+    return tuple(
         Case(f"{what} T={rows}", rows, partial(make_compress, rows, what), {"heads": HEADS})
         for what in ("decode", "closing")
-        for rows in ROWS
-    ),
+        for rows in several
+    )
+
+
+COMPRESS_BENCH = Bench(
+    op=COMPRESS,
+    cases=_compress_cases(ROWS),
+    between=mark(_compress_cases(BETWEEN_ROWS)),
     quick=(0, 3),
     variants=_compress_variants,
     inputs=("q", "state_cache"),

@@ -3,7 +3,7 @@
 
 ops.py                 what users call: schemas, checks, costs
 reference.py           what it means, in torch; also the CPU implementation
-call.py                calls of the ops that store entries, by name
+call.py                calls, their arguments by name
 select.py              which kernel they run
 
 ratio4.py              kernels of ratio 4, stored from the state cache or straight from the projections

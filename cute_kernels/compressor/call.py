@@ -1,24 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of the ops that store compressed entries, by name, in the schemas' order."""
+"""Calls of the compressor's ops: their arguments by name, in the order of the schemas."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import torch
+
+
+class SaveCall(NamedTuple):
+    """save_partial_states."""
+
+    kv: torch.Tensor
+    score: torch.Tensor
+    ape: torch.Tensor
+    positions: torch.Tensor
+    state_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_size: int
+    compress_ratio: int
+
+
+class SlotsCall(NamedTuple):
+    """get_compressed_slot_mapping."""
+
+    out: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor | None
+    num_tokens: int
+    block_size: int
+    compress_ratio: int
 
 
 class CompressCall(NamedTuple):
-    """Of compress_norm_rope_store."""
+    """compress_norm_rope_store."""
 
-    state_cache: Any
-    token_to_req_indices: Any
-    positions: Any
-    slot_mapping: Any
-    block_table: Any
-    cos_sin_cache: Any
-    kv_cache: Any
-    kv_slot_mapping: Any
-    rms_norm_weight: Any
-    fp8_scale: Any
+    state_cache: torch.Tensor
+    token_to_req_indices: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    cos_sin_cache: torch.Tensor
+    kv_cache: torch.Tensor
+    kv_slot_mapping: torch.Tensor
+    rms_norm_weight: torch.Tensor
+    fp8_scale: torch.Tensor | None
     rms_norm_eps: float
     compress_ratio: int
     kv_format: str
@@ -27,22 +55,22 @@ class CompressCall(NamedTuple):
 
 
 class FusedCall(NamedTuple):
-    """Of fused_compress_norm_rope_store."""
+    """fused_compress_norm_rope_store."""
 
-    kv_score: Any
-    ape: Any
-    positions: Any
-    token_to_req_indices: Any
-    query_start_loc: Any
-    state_cache: Any
-    slot_mapping: Any
-    block_table: Any
-    cos_sin_cache: Any
-    kv_cache: Any
-    kv_slot_mapping: Any
-    rms_norm_weight: Any
-    min_restart: Any
-    fp8_scale: Any
+    kv_score: torch.Tensor
+    ape: torch.Tensor
+    positions: torch.Tensor
+    token_to_req_indices: torch.Tensor
+    query_start_loc: torch.Tensor
+    state_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    cos_sin_cache: torch.Tensor
+    kv_cache: torch.Tensor
+    kv_slot_mapping: torch.Tensor
+    rms_norm_weight: torch.Tensor
+    min_restart: torch.Tensor | None
+    fp8_scale: torch.Tensor | None
     rms_norm_eps: float
     compress_ratio: int
     keep_every: int

@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
-from cute_kernels.dsl import convert, hadamard, ptx, reduce, rope
+from cute_kernels.dsl import convert, ptx, reduce, transforms
 from cute_kernels.formats import (
     FORMATS,
     FP8_DS_MLA,
@@ -32,13 +32,6 @@ from cute_kernels.formats import (
     ROPE_DIM,
 )
 from cute_kernels.numerics import CACHE_FLOOR, E2M1_MAX, E4M3_MAX
-from cute_kernels.runtime.arch import arch_number, arch_of
-
-E4M3_ARCH = 89
-"""First architecture that converts to e4m3 in hardware."""
-
-E2M1_ARCH = 86
-"""First one with what convert.e2m1_from_bf16s uses."""
 
 MXFP4 = (INDEXER_MXFP4.id, INDEXER_MXFP4_WIDE.id)
 E4M3 = (FP8_DS_MLA.id, PLAIN_FP8.id, INDEXER_FP8.id)
@@ -130,13 +123,13 @@ class EntryStore:
 
         column   first of the lane's four in the entry
         """
-        row = cache.table + Int64(rope.table_row(position, cache.table_rows)) * cache.table_stride
+        row = cache.table + Int64(transforms.table_row(position, cache.table_rows)) * cache.table_stride
         # columns left of the rotated ones read the first pairs, and ignore them
         pair = Int64(cutlass.max(column - (self.dim - ROPE_DIM), 0)) * 2
         load_weight = ptx.load_global_128_in_order if self.fp32_weight else ptx.load_global_64_in_order
         weight = load_weight(cache.weight + Int64(column) * (4 if self.fp32_weight else 2))
         cos = ptx.load_global_64_in_order(row + pair)
-        sin = ptx.load_global_64_in_order(row + pair + rope.HALF_TABLE_BYTES)
+        sin = ptx.load_global_64_in_order(row + pair + transforms.HALF_TABLE_BYTES)
         scale = Int32(0)
         if const_expr(self.kv_format == PLAIN_FP8.id):
             scale = ptx.load_global_s32_in_order(cache.fp8_scale)
@@ -155,7 +148,7 @@ class EntryStore:
         low, high = self._rounded(loaded, column, x, factor)
         if const_expr(self.index_hadamard):
             values = [part(word) for word in (low, high) for part in (convert.bf16_low, convert.bf16_high)]
-            values = hadamard.transform(values, column // 4)
+            values = transforms.hadamard(values, column // 4)
             low, high = ptx.bf16x2(values[0], values[1]), ptx.bf16x2(values[2], values[3])
         is_inside = (slot >= 0) & (slot < Int64(cache.capacity))
         page, row = divmod(Int32(slot if is_inside else Int64(0)), cache.divisor)
@@ -192,7 +185,7 @@ class EntryStore:
         words = []
         for i in range_constexpr(2):
             even, odd = y[2 * i], y[2 * i + 1]
-            turned = rope.rotate_pair(even, odd, loaded.cos[i].bitcast(Float32), loaded.sin[i].bitcast(Float32))
+            turned = transforms.rotate_pair(even, odd, loaded.cos[i].bitcast(Float32), loaded.sin[i].bitcast(Float32))
             words.append(ptx.bf16x2(turned[0] if is_rope else even, turned[1] if is_rope else odd))
         return words[0], words[1]
 
@@ -226,16 +219,6 @@ def store_for(kv_format: str, fp32_weight: bool, e2m1_rounding: str, index_hadam
     }
 
 
-def first_arch(kv_format: str) -> int:
-    """First architecture that has the format's conversions; 0: all have."""
-    return E4M3_ARCH if kv_format in E4M3 else E2M1_ARCH if kv_format in MXFP4 else 0
-
-
-def runs_on(arch: str, kv_format: str) -> bool:
-    """Whether the format's conversions exist on an architecture."""
-    return arch_number(arch) >= first_arch(kv_format)
-
-
 def numbers(kv_cache: Any, cos_sin_cache: Any, weight: Any, fp8_scale: Any, eps: float) -> tuple[Any, ...]:
     """The numbers of `Cache` for a launch."""
     pages, page_rows, _ = kv_cache.shape
@@ -253,26 +236,23 @@ def numbers(kv_cache: Any, cos_sin_cache: Any, weight: Any, fp8_scale: Any, eps:
     )
 
 
-def supports(kv_cache: Any, cos_sin_cache: Any, weight: Any, kv_format: str) -> tuple[bool, str]:
-    """Whether entries can be stored with these (checked) arguments, and if not, why."""
-    arch = arch_of(kv_cache.device.index)
-    if not runs_on(arch, kv_format):
-        return False, f"{arch} cannot convert to {kv_format}, sm_{first_arch(kv_format)} and up can"
+def why_not(kv_cache: Any, cos_sin_cache: Any, weight: Any, kv_format: str) -> str:
+    """Why entries cannot be stored with these (checked) arguments; empty if they can."""
     least = 4 if FORMATS[kv_format].dim == INDEX_DIM else 8
     page_stride = kv_cache.stride(0) * kv_cache.element_size()
     if kv_cache.data_ptr() % least or (kv_cache.shape[0] > 1 and page_stride % least):
-        return False, (
+        return (
             f"pages of kv_cache must be {least}-byte aligned, got address {kv_cache.data_ptr():#x} and page stride "
             f"{page_stride}"
         )
     if kv_cache.shape[0] * kv_cache.shape[1] >= 2**31:
-        return False, f"kv_cache must have fewer than 2^31 rows, got {kv_cache.shape[0]} pages of {kv_cache.shape[1]}"
+        return f"kv_cache must have fewer than 2^31 rows, got {kv_cache.shape[0]} pages of {kv_cache.shape[1]}"
     if cos_sin_cache.data_ptr() % 8 or (cos_sin_cache.shape[0] > 1 and cos_sin_cache.stride(0) % 2):
-        return False, (
+        return (
             f"rows of cos_sin_cache must be 8-byte aligned, got address {cos_sin_cache.data_ptr():#x} and row stride "
             f"{cos_sin_cache.stride(0)}"
         )
     four = 4 * weight.element_size()
     if weight.data_ptr() % four:
-        return False, f"rms_norm_weight must be {four}-byte aligned, got address {weight.data_ptr():#x}"
-    return True, ""
+        return f"rms_norm_weight must be {four}-byte aligned, got address {weight.data_ptr():#x}"
+    return ""

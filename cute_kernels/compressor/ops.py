@@ -9,8 +9,10 @@ import torch
 
 from cute_kernels import formats, numerics
 from cute_kernels.compressor import reference
-from cute_kernels.runtime import validate
+from cute_kernels.compressor.call import CompressCall, FusedCall, SaveCall, SlotsCall
+from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
 __all__ = [
@@ -49,47 +51,33 @@ def _check_rows(c: Checker, argument: str, value: torch.Tensor, dtype: torch.dty
     c.require(value.shape[0] >= rows, argument, f"at least {rows} rows, as in slot_mapping", value.shape[0])
 
 
-def check_store(
-    c: Checker,
-    state_cache: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_slot_mapping: torch.Tensor,
-    rms_norm_weight: torch.Tensor,
-    fp8_scale: torch.Tensor | None,
-    rms_norm_eps: float,
-    compress_ratio: int,
-    kv_format: str,
-    e2m1_rounding: str,
-    index_hadamard: bool,
-) -> formats.CompressorStateFormat:
+def check_store(c: Checker, call: CompressCall | FusedCall) -> formats.CompressorStateFormat:
     """The arguments every op that stores entries has; returns the format of the state cache."""
-    fmt = formats.get_format(c, "kv_format", kv_format, *STORE_FORMATS)
-    c.one_of("compress_ratio", compress_ratio, RATIOS)
-    c.one_of("e2m1_rounding", e2m1_rounding, numerics.E2M1_ROUNDINGS)
+    fmt = formats.get_format(c, "kv_format", call.kv_format, *STORE_FORMATS)
+    c.one_of("compress_ratio", call.compress_ratio, RATIOS)
+    c.one_of("e2m1_rounding", call.e2m1_rounding, numerics.E2M1_ROUNDINGS)
     indexer = fmt.dim == formats.INDEX_DIM
-    c.require(indexer or not index_hadamard, "index_hadamard", f"False for {kv_format}", index_hadamard)
-    state = formats.compressor_state(fmt.dim, compress_ratio)
-    state.check(c, "state_cache", state_cache)
-    c.require(state_cache.shape[1] > 0, "state_cache", "pages of at least one row", list(state_cache.shape))
-    fmt.check(c, "kv_cache", kv_cache)
-    c.require(kv_cache.shape[1] > 0, "kv_cache", "pages of at least one row", list(kv_cache.shape))
-    c.tensor("slot_mapping", slot_mapping, torch.int64, (None,))
-    rows = slot_mapping.shape[0]
-    _check_rows(c, "token_to_req_indices", token_to_req_indices, torch.int32, rows)
-    _check_rows(c, "positions", positions, torch.int64, rows)
-    _check_rows(c, "kv_slot_mapping", kv_slot_mapping, torch.int64, rows)
-    c.tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
-    c.require(cos_sin_cache.shape[0] > 0, "cos_sin_cache", "at least one position", list(cos_sin_cache.shape))
-    c.tensor("rms_norm_weight", rms_norm_weight, (torch.bfloat16, torch.float32), (fmt.dim,))
-    c.tensor("fp8_scale", fp8_scale, torch.float32, (1,), optional=True)
+    c.require(indexer or not call.index_hadamard, "index_hadamard", f"False for {call.kv_format}", call.index_hadamard)
+    state = formats.compressor_state(fmt.dim, call.compress_ratio)
+    state.check(c, "state_cache", call.state_cache)
+    c.require(call.state_cache.shape[1] > 0, "state_cache", "pages of at least one row", list(call.state_cache.shape))
+    fmt.check(c, "kv_cache", call.kv_cache)
+    c.require(call.kv_cache.shape[1] > 0, "kv_cache", "pages of at least one row", list(call.kv_cache.shape))
+    c.tensor("slot_mapping", call.slot_mapping, torch.int64, (None,))
+    rows = call.slot_mapping.shape[0]
+    _check_rows(c, "token_to_req_indices", call.token_to_req_indices, torch.int32, rows)
+    _check_rows(c, "positions", call.positions, torch.int64, rows)
+    _check_rows(c, "kv_slot_mapping", call.kv_slot_mapping, torch.int64, rows)
+    c.tensor("cos_sin_cache", call.cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
+    c.require(call.cos_sin_cache.shape[0] > 0, "cos_sin_cache", "at least one position", list(call.cos_sin_cache.shape))
+    c.tensor("rms_norm_weight", call.rms_norm_weight, (torch.bfloat16, torch.float32), (fmt.dim,))
+    c.tensor("fp8_scale", call.fp8_scale, torch.float32, (1,), optional=True)
     scaled = fmt is formats.PLAIN_FP8
-    expected = "a tensor" if scaled else f"None for {kv_format}"
-    c.require((fp8_scale is not None) == scaled, "fp8_scale", expected, "None" if fp8_scale is None else "a tensor")
-    c.require(rms_norm_eps >= 0, "rms_norm_eps", "a number >= 0", rms_norm_eps)
+    expected = "a tensor" if scaled else f"None for {call.kv_format}"
+    c.require(
+        (call.fp8_scale is not None) == scaled, "fp8_scale", expected, "None" if call.fp8_scale is None else "a tensor"
+    )
+    c.require(call.rms_norm_eps >= 0, "rms_norm_eps", "a number >= 0", call.rms_norm_eps)
     return state
 
 
@@ -102,72 +90,65 @@ def entry_cost(entries: int, kv_format: str, compress_ratio: int) -> Cost:
     return Cost(bytes=entries * fmt.page_bytes(1), flops=entries * fmt.dim * (6 * window + 8))
 
 
-def validate_entry_slots(
-    op: str, kv_cache: torch.Tensor, kv_slot_mapping: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+def validate_entry_slots(op: str, call: CompressCall | FusedCall) -> None:
     """The slots of entries must be distinct where they are slots of the cache."""
-    rows = slot_mapping.shape[0]
-    capacity = kv_cache.shape[0] * kv_cache.shape[1]
-    validate.distinct_slots(op, "kv_slot_mapping", kv_slot_mapping[:rows], capacity)
+    rows = call.slot_mapping.shape[0]
+    capacity = call.kv_cache.shape[0] * call.kv_cache.shape[1]
+    checks.distinct_slots(op, "kv_slot_mapping", call.kv_slot_mapping[:rows], capacity)
 
 
 # ---- projections saved, slots of entries
 
 
-def _check_save(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    positions: torch.Tensor,
-    state_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_size: int,
-    compress_ratio: int,
-) -> None:
+def _check_save(call: SaveCall) -> None:
     c = Checker("save_partial_states")
-    c.one_of("compress_ratio", compress_ratio, RATIOS)
-    c.tensor("kv", kv, torch.float32, ("T", "width"))
-    head_dim = kv.shape[1] // (2 if compress_ratio == 4 else 1)
-    if head_dim not in (formats.HEAD_DIM, formats.INDEX_DIM) or kv.shape[1] % head_dim:
-        widths = " or ".join(str(formats.compressor_state(d, compress_ratio).width) for d in (512, 128))
-        c.fail("kv", f"{widths} columns for compress_ratio {compress_ratio}", list(kv.shape))
-    c.tensor("score", score, torch.float32, ("T", "width"))
-    c.tensor("ape", ape, torch.float32, (compress_ratio, "width"))
-    c.require(block_size > 0, "block_size", "a positive number", block_size)
-    formats.compressor_state(head_dim, compress_ratio).check(c, "state_cache", state_cache, block_size)
-    c.tensor("slot_mapping", slot_mapping, torch.int64, (None,))
-    rows = slot_mapping.shape[0]
-    c.require(rows <= kv.shape[0], "slot_mapping", f"at most T = {kv.shape[0]} rows", rows)
-    c.tensor("positions", positions, torch.int64, (None,))
-    c.require(positions.shape[0] >= rows, "positions", f"at least {rows} rows, as in slot_mapping", positions.shape[0])
+    c.one_of("compress_ratio", call.compress_ratio, RATIOS)
+    c.tensor("kv", call.kv, torch.float32, ("T", "width"))
+    head_dim = call.kv.shape[1] // (2 if call.compress_ratio == 4 else 1)
+    if head_dim not in (formats.HEAD_DIM, formats.INDEX_DIM) or call.kv.shape[1] % head_dim:
+        widths = " or ".join(str(formats.compressor_state(d, call.compress_ratio).width) for d in (512, 128))
+        c.fail("kv", f"{widths} columns for compress_ratio {call.compress_ratio}", list(call.kv.shape))
+    c.tensor("score", call.score, torch.float32, ("T", "width"))
+    c.tensor("ape", call.ape, torch.float32, (call.compress_ratio, "width"))
+    c.require(call.block_size > 0, "block_size", "a positive number", call.block_size)
+    formats.compressor_state(head_dim, call.compress_ratio).check(c, "state_cache", call.state_cache, call.block_size)
+    c.tensor("slot_mapping", call.slot_mapping, torch.int64, (None,))
+    rows = call.slot_mapping.shape[0]
+    c.require(rows <= call.kv.shape[0], "slot_mapping", f"at most T = {call.kv.shape[0]} rows", rows)
+    c.tensor("positions", call.positions, torch.int64, (None,))
+    c.require(
+        call.positions.shape[0] >= rows,
+        "positions",
+        f"at least {rows} rows, as in slot_mapping",
+        call.positions.shape[0],
+    )
 
 
-def _cost_save(kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, positions: torch.Tensor, *rest: Any) -> Cost:
-    slot_mapping = rest[1]
-    rows = int((slot_mapping >= 0).sum())
-    width = kv.shape[1]
-    return Cost(bytes=rows * (16 * width + 8) + nbytes(ape, slot_mapping), flops=rows * width)
+def _cost_save(call: SaveCall) -> Cost:
+    rows = int((call.slot_mapping >= 0).sum())
+    width = call.kv.shape[1]
+    return Cost(bytes=rows * (16 * width + 8) + nbytes(call.ape, call.slot_mapping), flops=rows * width)
 
 
-def _validate_save(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    positions: torch.Tensor,
-    state_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_size: int,
-    compress_ratio: int,
-) -> None:
-    validate.distinct_slots("save_partial_states", "slot_mapping", slot_mapping, state_cache.shape[0] * block_size)
+def _validate_save(call: SaveCall) -> None:
+    checks.distinct_slots(
+        "save_partial_states", "slot_mapping", call.slot_mapping, call.state_cache.shape[0] * call.block_size
+    )
+
+
+def _save_kernel() -> OpKernel[SaveCall]:
+    from cute_kernels.compressor.save import KERNEL
+
+    return KERNEL
 
 
 _save = define_op(
     "save_partial_states(Tensor kv, Tensor score, Tensor ape, Tensor positions, Tensor(a!) state_cache, "
     "Tensor slot_mapping, SymInt block_size, int compress_ratio) -> ()",
+    SaveCall,
     check=_check_save,
     reference=reference.save_partial_states,
-    kernel="cute_kernels.compressor.save",
+    kernel=_save_kernel,
     cost=_cost_save,
     validate=_validate_save,
 )
@@ -207,57 +188,52 @@ def save_partial_states(
         c = Checker("save_partial_states")
         c.tensor("kv", kv, torch.float32, (None, None))
         c.fail("state_width", f"{kv.shape[1]}, the columns of kv", state_width)
-    _save(kv, score, ape, positions, state_cache, slot_mapping, block_size, compress_ratio)
+    _save(SaveCall(kv, score, ape, positions, state_cache, slot_mapping, block_size, compress_ratio))
 
 
-def _check_slots(
-    out: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor | None,
-    num_tokens: int,
-    block_size: int,
-    compress_ratio: int,
-) -> None:
+def _check_slots(call: SlotsCall) -> None:
     c = Checker("get_compressed_slot_mapping")
-    c.tensor("out", out, torch.int64, (None,))
-    c.require(num_tokens >= 0, "num_tokens", "a number >= 0", num_tokens)
-    c.require(out.shape[0] >= num_tokens, "out", f"at least num_tokens = {num_tokens} rows", list(out.shape))
-    c.tensor("seq_lens", seq_lens, torch.int32, ("R",))
-    c.tensor("query_start_loc", query_start_loc, torch.int32, (seq_lens.shape[0] + 1,))
-    c.tensor("block_table", block_table, torch.int32, ("R", None))
-    c.tensor("slot_mapping", slot_mapping, torch.int64, (None,), optional=True)
-    if slot_mapping is not None:
-        rows = slot_mapping.shape[0]
-        c.require(rows >= num_tokens, "slot_mapping", f"at least num_tokens = {num_tokens} rows", rows)
-    c.require(compress_ratio > 0, "compress_ratio", "a positive number", compress_ratio)
-    whole = block_size > 0 and block_size % compress_ratio == 0
-    c.require(whole, "block_size", f"a positive multiple of compress_ratio = {compress_ratio}", block_size)
+    c.tensor("out", call.out, torch.int64, (None,))
+    c.require(call.num_tokens >= 0, "num_tokens", "a number >= 0", call.num_tokens)
+    c.require(
+        call.out.shape[0] >= call.num_tokens,
+        "out",
+        f"at least num_tokens = {call.num_tokens} rows",
+        list(call.out.shape),
+    )
+    c.tensor("seq_lens", call.seq_lens, torch.int32, ("R",))
+    c.tensor("query_start_loc", call.query_start_loc, torch.int32, (call.seq_lens.shape[0] + 1,))
+    c.tensor("block_table", call.block_table, torch.int32, ("R", None))
+    c.tensor("slot_mapping", call.slot_mapping, torch.int64, (None,), optional=True)
+    if call.slot_mapping is not None:
+        rows = call.slot_mapping.shape[0]
+        c.require(rows >= call.num_tokens, "slot_mapping", f"at least num_tokens = {call.num_tokens} rows", rows)
+    c.require(call.compress_ratio > 0, "compress_ratio", "a positive number", call.compress_ratio)
+    whole = call.block_size > 0 and call.block_size % call.compress_ratio == 0
+    c.require(whole, "block_size", f"a positive multiple of compress_ratio = {call.compress_ratio}", call.block_size)
 
 
-def _cost_slots(
-    out: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor | None,
-    num_tokens: int,
-    *_: Any,
-) -> Cost:
-    return Cost(bytes=nbytes(out, query_start_loc, seq_lens, slot_mapping))
+def _cost_slots(call: SlotsCall) -> Cost:
+    return Cost(bytes=nbytes(call.out, call.query_start_loc, call.seq_lens, call.slot_mapping))
 
 
-def _validate_slots(out: torch.Tensor, query_start_loc: torch.Tensor, *_: Any) -> None:
-    validate.ascending("get_compressed_slot_mapping", "query_start_loc", query_start_loc)
+def _validate_slots(call: SlotsCall) -> None:
+    checks.ascending("get_compressed_slot_mapping", "query_start_loc", call.query_start_loc)
+
+
+def _slots_kernel() -> OpKernel[SlotsCall]:
+    from cute_kernels.compressor.slots import KERNEL
+
+    return KERNEL
 
 
 _slots = define_op(
     "get_compressed_slot_mapping(Tensor(a!) out, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
     "Tensor? slot_mapping, SymInt num_tokens, SymInt block_size, SymInt compress_ratio) -> ()",
+    SlotsCall,
     check=_check_slots,
     reference=reference.get_compressed_slot_mapping,
-    kernel="cute_kernels.compressor.slots",
+    kernel=_slots_kernel,
     cost=_cost_slots,
     validate=_validate_slots,
 )
@@ -296,88 +272,35 @@ def get_compressed_slot_mapping(
         c.ints(num_tokens=num_tokens)
         c.require(num_tokens >= 0, "num_tokens", "a number >= 0", num_tokens)
         out = torch.empty(num_tokens, dtype=torch.int64, device=query_start_loc.device)
-    _slots(out, query_start_loc, seq_lens, block_table, slot_mapping, num_tokens, block_size, compress_ratio)
+    _slots(SlotsCall(out, query_start_loc, seq_lens, block_table, slot_mapping, num_tokens, block_size, compress_ratio))
     return out[:num_tokens]
 
 
 # ---- entries from the state cache
 
 
-def _check_compress(
-    state_cache: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_slot_mapping: torch.Tensor,
-    rms_norm_weight: torch.Tensor,
-    fp8_scale: torch.Tensor | None,
-    rms_norm_eps: float,
-    compress_ratio: int,
-    kv_format: str,
-    e2m1_rounding: str,
-    index_hadamard: bool,
-) -> None:
+def _check_compress(call: CompressCall) -> None:
     c = Checker("compress_norm_rope_store")
-    check_store(
-        c,
-        state_cache,
-        token_to_req_indices,
-        positions,
-        slot_mapping,
-        cos_sin_cache,
-        kv_cache,
-        kv_slot_mapping,
-        rms_norm_weight,
-        fp8_scale,
-        rms_norm_eps,
-        compress_ratio,
-        kv_format,
-        e2m1_rounding,
-        index_hadamard,
-    )
-    c.tensor("block_table", block_table, torch.int32, (None, None))
+    check_store(c, call)
+    c.tensor("block_table", call.block_table, torch.int32, (None, None))
 
 
-def _cost_compress(
-    state_cache: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_slot_mapping: torch.Tensor,
-    rms_norm_weight: torch.Tensor,
-    fp8_scale: torch.Tensor | None,
-    rms_norm_eps: float,
-    compress_ratio: int,
-    kv_format: str,
-    *_: Any,
-) -> Cost:
-    tokens = reference.closing_tokens(positions, slot_mapping, kv_slot_mapping, state_cache, kv_cache, compress_ratio)
-    every = reference.readable_windows(
-        tokens, positions, token_to_req_indices, state_cache, block_table, compress_ratio
-    )
-    entries = entry_cost(every.tokens.shape[0], kv_format, compress_ratio)
-    state_bytes = int(every.cached.sum()) * 2 * 4 * formats.FORMATS[kv_format].dim
-    return Cost(bytes=entries.bytes + state_bytes + 3 * nbytes(slot_mapping), flops=entries.flops)
+def _cost_compress(call: CompressCall) -> Cost:
+    tokens = reference.closing_tokens(call)
+    every = reference.readable_windows(call, tokens)
+    entries = entry_cost(every.tokens.shape[0], call.kv_format, call.compress_ratio)
+    state_bytes = int(every.cached.sum()) * 2 * 4 * formats.FORMATS[call.kv_format].dim
+    return Cost(bytes=entries.bytes + state_bytes + 3 * nbytes(call.slot_mapping), flops=entries.flops)
 
 
-def _validate_compress(
-    state_cache: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_slot_mapping: torch.Tensor,
-    *_: Any,
-) -> None:
-    validate_entry_slots("compress_norm_rope_store", kv_cache, kv_slot_mapping, slot_mapping)
+def _validate_compress(call: CompressCall) -> None:
+    validate_entry_slots("compress_norm_rope_store", call)
+
+
+def _compress_kernel() -> OpKernel[CompressCall]:
+    from cute_kernels.compressor.select import COMPRESS
+
+    return COMPRESS
 
 
 _compress = define_op(
@@ -385,9 +308,10 @@ _compress = define_op(
     "Tensor block_table, Tensor cos_sin_cache, Tensor(a!) kv_cache, Tensor kv_slot_mapping, Tensor rms_norm_weight, "
     "Tensor? fp8_scale, float rms_norm_eps, int compress_ratio, str kv_format, str e2m1_rounding, bool index_hadamard) "
     "-> ()",
+    CompressCall,
     check=_check_compress,
     reference=reference.compress_norm_rope_store,
-    kernel="cute_kernels.compressor.select:COMPRESS",
+    kernel=_compress_kernel,
     cost=_cost_compress,
     validate=_validate_compress,
 )
@@ -504,21 +428,23 @@ def compress_norm_rope_store(
     if entry_slots.shape[0] < num_actual:
         c.fail("k_cache_metadata.slot_mapping", f"at least num_actual = {num_actual} rows", entry_slots.shape[0])
     _compress(
-        state_cache,
-        token_to_req_indices,
-        positions,
-        slot_mapping[:num_actual],
-        block_table,
-        cos_sin_cache,
-        kv_cache,
-        entry_slots,
-        rms_norm_weight,
-        fp8_scale,
-        rms_norm_eps,
-        compress_ratio,
-        kv_format,
-        e2m1_rounding,
-        index_hadamard,
+        CompressCall(
+            state_cache,
+            token_to_req_indices,
+            positions,
+            slot_mapping[:num_actual],
+            block_table,
+            cos_sin_cache,
+            kv_cache,
+            entry_slots,
+            rms_norm_weight,
+            fp8_scale,
+            rms_norm_eps,
+            compress_ratio,
+            kv_format,
+            e2m1_rounding,
+            index_hadamard,
+        )
     )
 
 
@@ -527,149 +453,48 @@ def compress_norm_rope_store(
 PERSIST_MODES = ("all", "window")
 
 
-def _check_fused(
-    kv_score: torch.Tensor,
-    ape: torch.Tensor,
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    state_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_slot_mapping: torch.Tensor,
-    rms_norm_weight: torch.Tensor,
-    min_restart: torch.Tensor | None,
-    fp8_scale: torch.Tensor | None,
-    rms_norm_eps: float,
-    compress_ratio: int,
-    keep_every: int,
-    kv_format: str,
-    persist: str,
-    e2m1_rounding: str,
-    index_hadamard: bool,
-    use_pdl: bool,
-) -> None:
+def _check_fused(call: FusedCall) -> None:
     c = Checker("fused_compress_norm_rope_store")
-    state = check_store(
-        c,
-        state_cache,
-        token_to_req_indices,
-        positions,
-        slot_mapping,
-        cos_sin_cache,
-        kv_cache,
-        kv_slot_mapping,
-        rms_norm_weight,
-        fp8_scale,
-        rms_norm_eps,
-        compress_ratio,
-        kv_format,
-        e2m1_rounding,
-        index_hadamard,
+    state = check_store(c, call)
+    c.tensor("kv_score", call.kv_score, torch.float32, (None, state.row_elements))
+    rows = call.slot_mapping.shape[0]
+    c.require(
+        rows <= call.kv_score.shape[0], "slot_mapping", f"at most the {call.kv_score.shape[0]} rows of kv_score", rows
     )
-    c.tensor("kv_score", kv_score, torch.float32, (None, state.row_elements))
-    rows = slot_mapping.shape[0]
-    c.require(rows <= kv_score.shape[0], "slot_mapping", f"at most the {kv_score.shape[0]} rows of kv_score", rows)
-    c.tensor("ape", ape, torch.float32, (compress_ratio, state.width))
-    c.tensor("block_table", block_table, torch.int32, ("R", None))
-    c.tensor("query_start_loc", query_start_loc, torch.int32, (block_table.shape[0] + 1,))
-    c.tensor("min_restart", min_restart, torch.int32, ("R",), optional=True)
-    c.one_of("persist", persist, PERSIST_MODES)
-    whole = keep_every >= 0 and keep_every % compress_ratio == 0
-    c.require(whole, "keep_every", f"0 or a positive multiple of compress_ratio = {compress_ratio}", keep_every)
+    c.tensor("ape", call.ape, torch.float32, (call.compress_ratio, state.width))
+    c.tensor("block_table", call.block_table, torch.int32, ("R", None))
+    c.tensor("query_start_loc", call.query_start_loc, torch.int32, (call.block_table.shape[0] + 1,))
+    c.tensor("min_restart", call.min_restart, torch.int32, ("R",), optional=True)
+    c.one_of("persist", call.persist, PERSIST_MODES)
+    whole = call.keep_every >= 0 and call.keep_every % call.compress_ratio == 0
+    c.require(
+        whole, "keep_every", f"0 or a positive multiple of compress_ratio = {call.compress_ratio}", call.keep_every
+    )
 
 
-def _cost_fused(
-    kv_score: torch.Tensor,
-    ape: torch.Tensor,
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    state_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_slot_mapping: torch.Tensor,
-    rms_norm_weight: torch.Tensor,
-    min_restart: torch.Tensor | None,
-    fp8_scale: torch.Tensor | None,
-    rms_norm_eps: float,
-    compress_ratio: int,
-    keep_every: int,
-    kv_format: str,
-    persist: str,
-    *_: Any,
-) -> Cost:
-    tokens = reference.closing_tokens(positions, slot_mapping, kv_slot_mapping, state_cache, kv_cache, compress_ratio)
-    every = reference.readable_windows(
-        tokens, positions, token_to_req_indices, state_cache, block_table, compress_ratio, query_start_loc
-    )
-    saved = reference.saved_tokens(
-        positions,
-        token_to_req_indices,
-        query_start_loc,
-        state_cache,
-        slot_mapping,
-        min_restart,
-        compress_ratio,
-        persist,
-        keep_every,
-    )
+def _cost_fused(call: FusedCall) -> Cost:
+    tokens = reference.closing_tokens(call)
+    every = reference.readable_windows(call, tokens)
+    saved = reference.saved_tokens(call)
     needed = saved.clone()
     needed[every.step_rows[every.step_rows >= 0]] = True
-    entries = entry_cost(every.tokens.shape[0], kv_format, compress_ratio)
-    state_bytes = int(every.cached.sum()) * 2 * 4 * formats.FORMATS[kv_format].dim
-    row_bytes = 4 * state_cache.shape[2]
+    entries = entry_cost(every.tokens.shape[0], call.kv_format, call.compress_ratio)
+    state_bytes = int(every.cached.sum()) * 2 * 4 * formats.FORMATS[call.kv_format].dim
+    row_bytes = 4 * call.state_cache.shape[2]
     moved = entries.bytes + state_bytes + (int(needed.sum()) + int(saved.sum())) * row_bytes
-    return Cost(bytes=moved + 3 * nbytes(slot_mapping) + nbytes(ape), flops=entries.flops)
+    return Cost(bytes=moved + 3 * nbytes(call.slot_mapping) + nbytes(call.ape), flops=entries.flops)
 
 
-def _validate_fused(
-    kv_score: torch.Tensor,
-    ape: torch.Tensor,
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    state_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_slot_mapping: torch.Tensor,
-    rms_norm_weight: torch.Tensor,
-    min_restart: torch.Tensor | None,
-    fp8_scale: torch.Tensor | None,
-    rms_norm_eps: float,
-    compress_ratio: int,
-    keep_every: int,
-    kv_format: str,
-    persist: str,
-    *_: Any,
-) -> None:
+def _validate_fused(call: FusedCall) -> None:
     op = "fused_compress_norm_rope_store"
-    validate.ascending(op, "query_start_loc", query_start_loc)
-    validate_entry_slots(op, kv_cache, kv_slot_mapping, slot_mapping)
-    saved = reference.saved_tokens(
-        positions,
-        token_to_req_indices,
-        query_start_loc,
-        state_cache,
-        slot_mapping,
-        min_restart,
-        compress_ratio,
-        persist,
-        keep_every,
-    )
-    written = slot_mapping.where(saved, torch.full_like(slot_mapping, -1))
-    validate.distinct_slots(op, "slot_mapping", written, state_cache.shape[0] * state_cache.shape[1])
-    tokens = reference.closing_tokens(positions, slot_mapping, kv_slot_mapping, state_cache, kv_cache, compress_ratio)
-    every = reference.readable_windows(
-        tokens, positions, token_to_req_indices, state_cache, block_table, compress_ratio, query_start_loc
-    )
-    _validate_reads(op, every, token_to_req_indices, slot_mapping[saved])
+    checks.ascending(op, "query_start_loc", call.query_start_loc)
+    validate_entry_slots(op, call)
+    saved = reference.saved_tokens(call)
+    written = call.slot_mapping.where(saved, torch.full_like(call.slot_mapping, -1))
+    checks.distinct_slots(op, "slot_mapping", written, call.state_cache.shape[0] * call.state_cache.shape[1])
+    tokens = reference.closing_tokens(call)
+    every = reference.readable_windows(call, tokens)
+    _validate_reads(op, every, call.token_to_req_indices, call.slot_mapping[saved])
 
 
 def _validate_reads(
@@ -689,15 +514,22 @@ def _validate_reads(
     )
 
 
+def _fused_kernel() -> OpKernel[FusedCall]:
+    from cute_kernels.compressor.select import FUSED
+
+    return FUSED
+
+
 _fused = define_op(
     "fused_compress_norm_rope_store(Tensor kv_score, Tensor ape, Tensor positions, Tensor token_to_req_indices, "
     "Tensor query_start_loc, Tensor(a!) state_cache, Tensor slot_mapping, Tensor block_table, Tensor cos_sin_cache, "
     "Tensor(b!) kv_cache, Tensor kv_slot_mapping, Tensor rms_norm_weight, Tensor? min_restart, Tensor? fp8_scale, "
     "float rms_norm_eps, int compress_ratio, SymInt keep_every, str kv_format, str persist, str e2m1_rounding, "
     "bool index_hadamard, bool use_pdl) -> ()",
+    FusedCall,
     check=_check_fused,
     reference=reference.fused_compress_norm_rope_store,
-    kernel="cute_kernels.compressor.select:FUSED",
+    kernel=_fused_kernel,
     cost=_cost_fused,
     validate=_validate_fused,
 )
@@ -768,26 +600,28 @@ def fused_compress_norm_rope_store(
     Raises ValueError or TypeError on arguments that do not fit.
     """
     _fused(
-        kv_score,
-        ape,
-        positions,
-        token_to_req_indices,
-        query_start_loc,
-        state_cache,
-        slot_mapping,
-        block_table,
-        cos_sin_cache,
-        kv_cache,
-        kv_slot_mapping,
-        rms_norm_weight,
-        min_restart,
-        fp8_scale,
-        rms_norm_eps,
-        compress_ratio,
-        keep_every,
-        kv_format,
-        persist,
-        e2m1_rounding,
-        index_hadamard,
-        use_pdl,
+        FusedCall(
+            kv_score,
+            ape,
+            positions,
+            token_to_req_indices,
+            query_start_loc,
+            state_cache,
+            slot_mapping,
+            block_table,
+            cos_sin_cache,
+            kv_cache,
+            kv_slot_mapping,
+            rms_norm_weight,
+            min_restart,
+            fp8_scale,
+            rms_norm_eps,
+            compress_ratio,
+            keep_every,
+            kv_format,
+            persist,
+            e2m1_rounding,
+            index_hadamard,
+            use_pdl,
+        )
     )

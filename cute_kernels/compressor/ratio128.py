@@ -52,6 +52,7 @@ from cute_kernels.dsl import ptx, reduce
 from cute_kernels.dsl.convert import FP32_MAX
 from cute_kernels.dsl.tensor import address, length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8, round_up
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -678,6 +679,9 @@ class Mean:
 class C128Kernel:
     """Entry point: (slots, the other fields of Tokens, State, Step and entry.Cache, stream)."""
 
+    threads = WARPS * 32
+    has_dependency = True
+
     def __init__(self, name: str, fused: bool, cluster: int, store: epilogue.EntryStore) -> None:
         self.name = name
         self.fused = fused
@@ -745,12 +749,16 @@ class C128Kernel:
             pool, page_stride, page_rows, capacity, weight, table, table_stride, table_rows, fp8_scale, eps
         )
         self.kernel(tokens, state, step, cache).launch(
-            grid=[cute.ceil_div(count, per_cluster) * self.cluster, 1, 1],
-            block=[WARPS * 32, 1, 1],
-            cluster=[self.cluster, 1, 1],
+            grid=[self.ctas(count, per_cluster), 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
             stream=stream,
-            use_pdl=use_pdl,
+            use_pdl=use_pdl if const_expr(self.has_dependency) else False,
         )
+
+    def ctas(self, count: Any, per_cluster: Any) -> Any:
+        """Of the grid, in a call of `count` tokens."""
+        return cute.ceil_div(count, per_cluster) * self.cluster
 
     @cute.kernel
     def kernel(self, tokens: Tokens, state: State, step: Step, cache: epilogue.Cache) -> None:
@@ -937,27 +945,45 @@ class C128Key(KernelKey):
         state = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(0))
         step = (*(Int64(0) for _ in range(6)), Int32(0), Int32(0))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return self._kernel(), (slots, *tokens, *state, *step, *epilogue.fake_numbers(), Boolean(False), stream)
-
-    def _kernel(self) -> C128Kernel:
         op = "fused_compress" if self.fused else "compress"
         weight = "_fp32_weight" if self.fp32_weight else ""
         name = f"{op}_norm_rope_store_c128x{self.cluster}_{self.kv_format.split('/')[0]}{weight}"
         store = epilogue.EntryStore(self.kv_format, self.fp32_weight, "", False, self.arch)
+        return self.make_kernel(name, store), (
+            slots,
+            *tokens,
+            *state,
+            *step,
+            *epilogue.fake_numbers(),
+            Boolean(False),
+            stream,
+        )
+
+    def make_kernel(self, name: str, store: epilogue.EntryStore) -> Callable[..., None]:
         return C128Kernel(name, self.fused, self.cluster, store)
 
 
-def deployment_keys(config: Any, tp: int, arch: str, fused: bool) -> list[C128Key]:
+def key_for(arch: str, kv_format: str, fp32_weight: bool, fused: bool, cluster: int) -> C128Key:
+    """The kernel with clusters of so many CTAs, or the portable one, which has none."""
+    # it is made of parts of this module
+    from cute_kernels.compressor.ratio128_portable import PortableC128Key
+
+    if runs_on(arch):
+        return C128Key(arch, kv_format, fp32_weight, fused, cluster)
+    return PortableC128Key(arch, kv_format, fp32_weight, fused)
+
+
+def deployment_keys(config: ModelConfig, tp: int, arch: str, fused: bool) -> list[C128Key]:
     """For a model that has layers with ratio 128: a kernel per size of cluster, in every format of the layers, which
     fuse, and in the usual one if not fused."""
-    if RATIO not in config.compress_ratios or not runs_on(arch):
+    if RATIO not in config.compress_ratios:
         return []
     formats = (FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8) if fused else (FP8_DS_MLA,)
-    return [C128Key(arch, fmt.id, False, fused, cluster) for fmt in formats for cluster in CLUSTERS]
+    return list(dict.fromkeys(key_for(arch, fmt.id, False, fused, size) for fmt in formats for size in CLUSTERS))
 
 
 def runs_on(arch: str) -> bool:
-    """Whether an architecture has what ratio 128 needs."""
+    """Whether an architecture has what kernels with clusters need."""
     return arch_number(arch) >= MINIMUM_ARCH and SMEM_BYTES[arch] >= smem_bytes(True)
 
 
@@ -977,7 +1003,7 @@ def tokens_per_cluster(count: int, multiprocessors: int, cluster: int) -> int:
 
 @cache
 def _key(device_index: int, kv_format: str, fp32_weight: bool, fused: bool, cluster: int) -> C128Key:
-    return C128Key(arch_of(device_index), kv_format, fp32_weight, fused, cluster)
+    return key_for(arch_of(device_index), kv_format, fp32_weight, fused, cluster)
 
 
 # ---- launch
@@ -991,26 +1017,21 @@ def _unaligned(what: str, matrix: Any) -> str:
     return f"{what} must be 16-byte aligned, got address {matrix.data_ptr():#x} and strides {tuple(matrix.stride())}"
 
 
-def supports(call: CompressCall | FusedCall) -> tuple[bool, str]:
-    """Whether `launch_compress` or `launch_fused` can take this (checked) call, and if not, why."""
+def why_not(call: CompressCall | FusedCall) -> str:
+    """Why the kernel cannot take a (checked) call; empty if it can."""
     if isinstance(call, FusedCall):
         for name, matrix in (("kv_score", call.kv_score), ("ape", call.ape)):
             if not _aligned(matrix):
-                return False, _unaligned(f"rows of {name}", matrix)
-    arch = arch_of(call.state_cache.device.index)
-    if not runs_on(arch):
-        return False, f"{arch} has no clusters or less shared memory than {smem_bytes(True)} bytes, sm_90a has both"
+                return _unaligned(f"rows of {name}", matrix)
     if call.state_cache.shape[2] != 2 * HEAD_DIM:
-        return (
-            False,
-            f"ratio {RATIO} needs entries of {HEAD_DIM} columns, {call.kv_format} has {call.state_cache.shape[2] // 2}",
-        )
+        columns = call.state_cache.shape[2] // 2
+        return f"ratio {RATIO} needs entries of {HEAD_DIM} columns, {call.kv_format} has {columns}"
     if not _aligned(call.state_cache):
-        return False, _unaligned("pages of state_cache", call.state_cache)
+        return _unaligned("pages of state_cache", call.state_cache)
     for what, rows in (("state_cache", call.state_cache.shape[0]), ("block_table", call.block_table.shape[1])):
         if rows * call.state_cache.shape[1] >= 2**31:
-            return False, f"{what} must name fewer than 2^31 rows, got {rows} pages of {call.state_cache.shape[1]}"
-    return epilogue.supports(call.kv_cache, call.cos_sin_cache, call.rms_norm_weight, call.kv_format)
+            return f"{what} must name fewer than 2^31 rows, got {rows} pages of {call.state_cache.shape[1]}"
+    return epilogue.why_not(call.kv_cache, call.cos_sin_cache, call.rms_norm_weight, call.kv_format)
 
 
 def _state(state_cache: Any, block_table: Any) -> tuple[int, ...]:
@@ -1030,7 +1051,7 @@ def _state(state_cache: Any, block_table: Any) -> tuple[int, ...]:
 
 
 def launch_compress(call: CompressCall, per_cluster: int | None = None, cluster: int | None = None) -> None:
-    """Run compress_norm_rope_store on the current stream. Arguments in the schema's order, checked and supported.
+    """Run compress_norm_rope_store on the current stream.
 
     per_cluster   tokens that a cluster looks at, and
     cluster       CTAs that share an entry, instead of what is best; the result is the same
@@ -1039,15 +1060,21 @@ def launch_compress(call: CompressCall, per_cluster: int | None = None, cluster:
     if count == 0:
         return
     device_index = call.state_cache.device.index
-    cluster = cluster or ctas_per_entry(count)
+    key = _key(
+        device_index,
+        call.kv_format,
+        call.rms_norm_weight.element_size() == 4,
+        False,
+        cluster or ctas_per_entry(count),
+    )
     launch_key(
-        _key(device_index, call.kv_format, call.rms_norm_weight.element_size() == 4, False, cluster),
+        key,
         device_index,
         call.slot_mapping,
         call.positions.data_ptr(),
         call.token_to_req_indices.data_ptr(),
         call.kv_slot_mapping.data_ptr(),
-        per_cluster or tokens_per_cluster(count, multiprocessors(device_index), cluster),
+        per_cluster or tokens_per_cluster(count, multiprocessors(device_index), key.cluster),
         *_state(call.state_cache, call.block_table),
         *(0, 0, 0, 0, 0, 0, 0, 0),
         *epilogue.numbers(call.kv_cache, call.cos_sin_cache, call.rms_norm_weight, call.fp8_scale, call.rms_norm_eps),
@@ -1056,7 +1083,7 @@ def launch_compress(call: CompressCall, per_cluster: int | None = None, cluster:
 
 
 def launch_fused(call: FusedCall, per_cluster: int | None = None, cluster: int | None = None) -> None:
-    """Run fused_compress_norm_rope_store on the current stream. Arguments in the schema's order, checked and supported.
+    """Run fused_compress_norm_rope_store on the current stream.
 
     keep_every makes no difference: at a multiple of it nothing of the group before is read again.
 
@@ -1067,10 +1094,16 @@ def launch_fused(call: FusedCall, per_cluster: int | None = None, cluster: int |
     if count == 0:
         return
     device_index = call.state_cache.device.index
-    cluster = cluster or ctas_per_entry(count)
-    per_cluster = per_cluster or tokens_per_cluster(count, multiprocessors(device_index), cluster)
+    key = _key(
+        device_index,
+        call.kv_format,
+        call.rms_norm_weight.element_size() == 4,
+        True,
+        cluster or ctas_per_entry(count),
+    )
+    per_cluster = per_cluster or tokens_per_cluster(count, multiprocessors(device_index), key.cluster)
     launch_key(
-        _key(device_index, call.kv_format, call.rms_norm_weight.element_size() == 4, True, cluster),
+        key,
         device_index,
         call.slot_mapping,
         call.positions.data_ptr(),

@@ -33,6 +33,7 @@ from cute_kernels.compressor.call import CompressCall, FusedCall
 from cute_kernels.dsl import convert, ptx, reduce
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FORMATS, FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.models import ModelConfig
 from cute_kernels.numerics import E2M1_ROUNDINGS
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -591,7 +592,7 @@ class C4Key(KernelKey):
     @property
     def instructions(self) -> tuple[str, ...]:
         saving = ("st.global.128",) if self.fused else ()
-        e4m3 = ("cvt.e4m3",) if self.kv_format in epilogue.E4M3 else ()
+        e4m3 = convert.e4m3_instructions(self.arch) if self.kv_format in epilogue.E4M3 else ()
         e2m1 = convert.e2m1_instructions(self.arch) if self.e2m1_rounding else ()
         return ("ld.global.128", *saving, *e4m3, *e2m1)
 
@@ -611,10 +612,10 @@ class C4Key(KernelKey):
         return kernel, (*tokens, *state, *step, *epilogue.fake_numbers(), Boolean(False), stream)
 
 
-def deployment_keys(config: Any, tp: int, arch: str, fused: bool) -> list[C4Key]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str, fused: bool) -> list[C4Key]:
     """For the entries of attention and those of the indexer, in every format and with every option of the layers, which
     fuse; one for each of the usual formats if not fused."""
-    if 4 not in config.compress_ratios or not epilogue.runs_on(arch, FP8_DS_MLA.id):
+    if 4 not in config.compress_ratios:
         return []
     kinds = [(fmt.id, E2M1_ROUNDINGS[0], False) for fmt in (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4)]
     if fused:
@@ -671,14 +672,14 @@ def _unaligned(**matrices: Any) -> str:
     return ""
 
 
-def supports(call: CompressCall | FusedCall) -> tuple[bool, str]:
-    """Whether `launch_compress` or `launch_fused` can take this (checked) call, and if not, why."""
+def why_not(call: CompressCall | FusedCall) -> str:
+    """Why the kernel cannot take a (checked) call; empty if it can."""
     matrices = {"state_cache": call.state_cache}
     if isinstance(call, FusedCall):
         matrices |= {"kv_score": call.kv_score, "ape": call.ape}
-    reason = _unaligned(**matrices)
-    if reason:
-        return False, reason
+    why = _unaligned(**matrices)
+    if why:
+        return why
     pages, rows, _ = call.state_cache.shape
     columns = call.block_table.shape[1]
     for name, count in (
@@ -687,8 +688,8 @@ def supports(call: CompressCall | FusedCall) -> tuple[bool, str]:
         ("cos_sin_cache", call.cos_sin_cache.shape[0]),
     ):
         if count >= LARGEST_INDEX:
-            return False, f"{name} must have fewer than {LARGEST_INDEX} rows, got {count}"
-    return epilogue.supports(call.kv_cache, call.cos_sin_cache, call.rms_norm_weight, call.kv_format)
+            return f"{name} must have fewer than {LARGEST_INDEX} rows, got {count}"
+    return epilogue.why_not(call.kv_cache, call.cos_sin_cache, call.rms_norm_weight, call.kv_format)
 
 
 _NO_STEP = (0,) * 8
@@ -696,7 +697,7 @@ _NO_STEP = (0,) * 8
 
 
 def launch_compress(call: CompressCall, *, per_team: int | None = None, through_l1: bool = False) -> None:
-    """Run the kernel on the current stream. Arguments in the schema's order, and what measurements change."""
+    """Run the kernel on the current stream. The keywords are what measurements change."""
     count = call.slot_mapping.shape[0]
     if count == 0:
         return
@@ -723,7 +724,7 @@ def launch_compress(call: CompressCall, *, per_team: int | None = None, through_
 
 
 def launch_fused(call: FusedCall, *, per_team: int | None = None, through_l1: bool | None = None) -> None:
-    """Run the kernel on the current stream. Arguments in the schema's order, and what measurements change."""
+    """Run the kernel on the current stream. The keywords are what measurements change."""
     count = call.slot_mapping.shape[0]
     if count == 0:
         return

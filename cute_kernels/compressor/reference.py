@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats, numerics
+from cute_kernels.compressor.call import CompressCall, FusedCall, SaveCall, SlotsCall
 from cute_kernels.formats import valid_slots
 from cute_kernels.paging import entries_to_slots, of_request, row_positions
 
@@ -36,56 +37,34 @@ def state_rows(
     return torch.cat([kv, score + ape[positions % compress_ratio]], dim=-1)
 
 
-def save_partial_states(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    positions: torch.Tensor,
-    state_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_size: int,
-    compress_ratio: int,
-) -> None:
-    n = slot_mapping.shape[0]
-    state = formats.compressor_state(kv.shape[1] // (2 if compress_ratio == 4 else 1), compress_ratio)
+def save_partial_states(call: SaveCall) -> None:
+    n = call.slot_mapping.shape[0]
+    state = formats.compressor_state(call.kv.shape[1] // (2 if call.compress_ratio == 4 else 1), call.compress_ratio)
     state.write(
-        state_cache, block_size, slot_mapping, state_rows(kv[:n], score[:n], ape, positions[:n], compress_ratio)
+        call.state_cache,
+        call.block_size,
+        call.slot_mapping,
+        state_rows(call.kv[:n], call.score[:n], call.ape, call.positions[:n], call.compress_ratio),
     )
 
 
-def get_compressed_slot_mapping(
-    out: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor | None,
-    num_tokens: int,
-    block_size: int,
-    compress_ratio: int,
-) -> None:
-    out.fill_(-1)
-    request, position = row_positions(num_tokens, query_start_loc, seq_lens)
-    closes = (position + 1) % compress_ratio == 0
-    if slot_mapping is not None:
-        closes &= slot_mapping[:num_tokens] >= 0
-    group = torch.div(position, compress_ratio, rounding_mode="floor")
-    slots = entries_to_slots(group, request, block_table, block_size // compress_ratio)
-    out[:num_tokens] = slots.where(closes, torch.full_like(slots, -1))
+def get_compressed_slot_mapping(call: SlotsCall) -> None:
+    call.out.fill_(-1)
+    request, position = row_positions(call.num_tokens, call.query_start_loc, call.seq_lens)
+    closes = (position + 1) % call.compress_ratio == 0
+    if call.slot_mapping is not None:
+        closes &= call.slot_mapping[: call.num_tokens] >= 0
+    group = torch.div(position, call.compress_ratio, rounding_mode="floor")
+    slots = entries_to_slots(group, request, call.block_table, call.block_size // call.compress_ratio)
+    call.out[: call.num_tokens] = slots.where(closes, torch.full_like(slots, -1))
 
 
-def closing_tokens(
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_slot_mapping: torch.Tensor,
-    state_cache: torch.Tensor,
-    kv_cache: torch.Tensor,
-    compress_ratio: int,
-) -> torch.Tensor:
+def closing_tokens(call: CompressCall | FusedCall) -> torch.Tensor:
     """int64 [E]: the rows that close an entry: last of their group, with a valid state slot and a valid entry slot."""
-    n = slot_mapping.shape[0]
-    acts = valid_slots(slot_mapping, state_cache.shape[0] * state_cache.shape[1])
-    acts &= valid_slots(kv_slot_mapping[:n], kv_cache.shape[0] * kv_cache.shape[1])
-    acts &= (positions[:n] >= 0) & ((positions[:n] + 1) % compress_ratio == 0)
+    n = call.slot_mapping.shape[0]
+    acts = valid_slots(call.slot_mapping, call.state_cache.shape[0] * call.state_cache.shape[1])
+    acts &= valid_slots(call.kv_slot_mapping[:n], call.kv_cache.shape[0] * call.kv_cache.shape[1])
+    acts &= (call.positions[:n] >= 0) & ((call.positions[:n] + 1) % call.compress_ratio == 0)
     return acts.nonzero().squeeze(1)
 
 
@@ -119,28 +98,21 @@ class Windows:
         return [self.select(slice(i, i + size)) for i in range(0, self.tokens.shape[0], size)]
 
 
-def readable_windows(
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    state_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    compress_ratio: int,
-    query_start_loc: torch.Tensor | None = None,
-) -> Windows:
+def readable_windows(call: CompressCall | FusedCall, tokens: torch.Tensor) -> Windows:
     """The windows of the entries that `tokens` close, without those that need a state row no valid page holds.
 
-    With query_start_loc, rows at or after the request's first position of the step come from the step.
+    Of a fused call, rows at or after the request's first position of the step come from the step.
     """
-    requests = token_to_req_indices[tokens].long()
-    reach = torch.arange(1 - window_rows(compress_ratio), 1, device=tokens.device)
-    rows = positions[tokens][:, None] + reach
+    state_cache = call.state_cache
+    requests = call.token_to_req_indices[tokens].long()
+    reach = torch.arange(1 - window_rows(call.compress_ratio), 1, device=tokens.device)
+    rows = call.positions[tokens][:, None] + reach
     step_rows = torch.full_like(rows, -1)
-    if query_start_loc is not None:
+    if isinstance(call, FusedCall):
         here = tokens[:, None] + reach
-        first = of_request(query_start_loc[:-1], requests)
+        first = of_request(call.query_start_loc[:-1], requests)
         step_rows = here.where((here >= first[:, None]) & (rows >= 0), step_rows)
-    slots = entries_to_slots(rows, requests[:, None], block_table, state_cache.shape[1])
+    slots = entries_to_slots(rows, requests[:, None], call.block_table, state_cache.shape[1])
     every = Windows(tokens, rows, step_rows, slots)
     valid = valid_slots(slots, state_cache.shape[0] * state_cache.shape[1])
     return every.select((valid | ~every.cached).all(dim=1))
@@ -167,178 +139,76 @@ def _sum_rows(x: torch.Tensor) -> torch.Tensor:
     return x[:, 0]
 
 
-@dataclass(frozen=True)
-class Store:
-    """The second half of both store ops: what happens to a compressed entry, and where it goes."""
-
-    kv_cache: torch.Tensor
-    kv_slot_mapping: torch.Tensor
-    cos_sin_cache: torch.Tensor
-    rms_norm_weight: torch.Tensor
-    fp8_scale: torch.Tensor | None
-    rms_norm_eps: float
-    compress_ratio: int
-    kv_format: str
-    e2m1_rounding: str
-    index_hadamard: bool
-
-    def entries(self, x: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        """Normalize, rotate and store entries fp32 [E, head_dim] that the tokens [E] at `positions` [E] close.
-
-        The norm is never rounded below fp32; rotated columns and the others are rounded to bf16 once, then quantized.
-        """
-        fmt = formats.FORMATS[self.kv_format]
-        y = numerics.rms_norm(x, self.rms_norm_weight, self.rms_norm_eps)
-        first = torch.div(positions, self.compress_ratio, rounding_mode="floor") * self.compress_ratio
-        y = numerics.rotate(y, first, self.cos_sin_cache).to(torch.bfloat16)
-        if self.index_hadamard:
-            y = numerics.hadamard(y).to(torch.bfloat16)
-        where = self.kv_cache, self.kv_cache.shape[1], self.kv_slot_mapping[tokens]
-        if isinstance(fmt, formats.IndexerMxfp4Format):
-            fmt.write(*where, y, self.e2m1_rounding)
-        elif self.fp8_scale is not None:
-            # One multiplication by the rounded inverse: a division would give other codes.
-            fmt.write(*where, y.float() * self.fp8_scale.reciprocal())
-        else:
-            fmt.write(*where, y)
-
-    def windows(
-        self, every: Windows, state_cache: torch.Tensor, kv_score: torch.Tensor | None, ape: torch.Tensor | None
-    ) -> None:
-        """Compress the windows and store their entries; rows of the step come from kv_score and ape."""
-        head_dim = formats.FORMATS[self.kv_format].dim
-        state = formats.compressor_state(head_dim, self.compress_ratio)
-        for part in every.parts():
-            rows = state_cache.new_zeros(*part.positions.shape, state.row_elements)
-            rows[part.cached] = state.read(state_cache, state_cache.shape[1], part.slots[part.cached])
-            if kv_score is not None and ape is not None:
-                new = part.step_rows >= 0
-                kv, score = kv_score[part.step_rows[new]].chunk(2, dim=1)
-                rows[new] = state_rows(kv, score, ape, part.positions[new], self.compress_ratio)
-            x = compress(rows, part.positions >= 0, head_dim, self.compress_ratio)
-            self.entries(x, part.tokens, part.positions[:, -1])
-
-
-def compress_norm_rope_store(
-    state_cache: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_slot_mapping: torch.Tensor,
-    rms_norm_weight: torch.Tensor,
-    fp8_scale: torch.Tensor | None,
-    rms_norm_eps: float,
-    compress_ratio: int,
-    kv_format: str,
-    e2m1_rounding: str,
-    index_hadamard: bool,
+def store_entries(
+    call: CompressCall | FusedCall, x: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    store = Store(
-        kv_cache,
-        kv_slot_mapping,
-        cos_sin_cache,
-        rms_norm_weight,
-        fp8_scale,
-        rms_norm_eps,
-        compress_ratio,
-        kv_format,
-        e2m1_rounding,
-        index_hadamard,
-    )
-    tokens = closing_tokens(positions, slot_mapping, kv_slot_mapping, state_cache, kv_cache, compress_ratio)
-    every = readable_windows(tokens, positions, token_to_req_indices, state_cache, block_table, compress_ratio)
-    store.windows(every, state_cache, None, None)
+    """Normalize, rotate and store entries fp32 [E, head_dim] that the tokens [E] at `positions` [E] close.
 
-
-def saved_tokens(
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    state_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    min_restart: torch.Tensor | None,
-    compress_ratio: int,
-    persist: str,
-    keep_every: int,
-) -> torch.Tensor:
-    """bool [T']: the rows whose state the fused op saves."""
-    n = slot_mapping.shape[0]
-    saved = valid_slots(slot_mapping, state_cache.shape[0] * state_cache.shape[1])
-    if persist == "all":
-        return saved
-    positions, requests = positions[:n], token_to_req_indices[:n]
-    num_requests = query_start_loc.shape[0] - 1
-    if min_restart is None:
-        token = torch.arange(n, device=positions.device)
-        restart = positions - (token - of_request(query_start_loc[:-1], requests))
+    The norm is never rounded below fp32; rotated columns and the others are rounded to bf16 once, then quantized.
+    """
+    fmt = formats.FORMATS[call.kv_format]
+    y = numerics.rms_norm(x, call.rms_norm_weight, call.rms_norm_eps)
+    first = torch.div(positions, call.compress_ratio, rounding_mode="floor") * call.compress_ratio
+    y = numerics.rotate(y, first, call.cos_sin_cache).to(torch.bfloat16)
+    if call.index_hadamard:
+        y = numerics.hadamard(y).to(torch.bfloat16)
+    where = call.kv_cache, call.kv_cache.shape[1], call.kv_slot_mapping[tokens]
+    if isinstance(fmt, formats.IndexerMxfp4Format):
+        fmt.write(*where, y, call.e2m1_rounding)
+    elif call.fp8_scale is not None:
+        # One multiplication by the rounded inverse: a division would give other codes.
+        fmt.write(*where, y.float() * call.fp8_scale.reciprocal())
     else:
-        restart = of_request(min_restart, requests)
-    overlap = compress_ratio if compress_ratio == 4 else 0
-    oldest = torch.div(restart, compress_ratio, rounding_mode="floor") * compress_ratio - overlap
+        fmt.write(*where, y)
+
+
+def store_windows(call: CompressCall | FusedCall, every: Windows) -> None:
+    """Compress the windows and store their entries; of a fused call, rows of the step come from the step."""
+    head_dim = formats.FORMATS[call.kv_format].dim
+    state = formats.compressor_state(head_dim, call.compress_ratio)
+    for part in every.parts():
+        rows = call.state_cache.new_zeros(*part.positions.shape, state.row_elements)
+        rows[part.cached] = state.read(call.state_cache, call.state_cache.shape[1], part.slots[part.cached])
+        if isinstance(call, FusedCall):
+            new = part.step_rows >= 0
+            kv, score = call.kv_score[part.step_rows[new]].chunk(2, dim=1)
+            rows[new] = state_rows(kv, score, call.ape, part.positions[new], call.compress_ratio)
+        x = compress(rows, part.positions >= 0, head_dim, call.compress_ratio)
+        store_entries(call, x, part.tokens, part.positions[:, -1])
+
+
+def compress_norm_rope_store(call: CompressCall) -> None:
+    store_windows(call, readable_windows(call, closing_tokens(call)))
+
+
+def saved_tokens(call: FusedCall) -> torch.Tensor:
+    """bool [T']: the rows whose state the fused op saves."""
+    n = call.slot_mapping.shape[0]
+    saved = valid_slots(call.slot_mapping, call.state_cache.shape[0] * call.state_cache.shape[1])
+    if call.persist == "all":
+        return saved
+    positions, requests = call.positions[:n], call.token_to_req_indices[:n]
+    num_requests = call.query_start_loc.shape[0] - 1
+    if call.min_restart is None:
+        token = torch.arange(n, device=positions.device)
+        restart = positions - (token - of_request(call.query_start_loc[:-1], requests))
+    else:
+        restart = of_request(call.min_restart, requests)
+    overlap = call.compress_ratio if call.compress_ratio == 4 else 0
+    oldest = torch.div(restart, call.compress_ratio, rounding_mode="floor") * call.compress_ratio - overlap
     needed = positions >= oldest
-    if keep_every > 0:
-        needed |= positions % keep_every >= keep_every - overlap
+    if call.keep_every > 0:
+        needed |= positions % call.keep_every >= call.keep_every - overlap
     return saved & needed & valid_slots(requests, num_requests)
 
 
-def fused_compress_norm_rope_store(
-    kv_score: torch.Tensor,
-    ape: torch.Tensor,
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    state_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_slot_mapping: torch.Tensor,
-    rms_norm_weight: torch.Tensor,
-    min_restart: torch.Tensor | None,
-    fp8_scale: torch.Tensor | None,
-    rms_norm_eps: float,
-    compress_ratio: int,
-    keep_every: int,
-    kv_format: str,
-    persist: str,
-    e2m1_rounding: str,
-    index_hadamard: bool,
-    use_pdl: bool,
-) -> None:
-    state = formats.compressor_state(formats.FORMATS[kv_format].dim, compress_ratio)
-    store = Store(
-        kv_cache,
-        kv_slot_mapping,
-        cos_sin_cache,
-        rms_norm_weight,
-        fp8_scale,
-        rms_norm_eps,
-        compress_ratio,
-        kv_format,
-        e2m1_rounding,
-        index_hadamard,
-    )
-    tokens = closing_tokens(positions, slot_mapping, kv_slot_mapping, state_cache, kv_cache, compress_ratio)
-    tokens = tokens[valid_slots(token_to_req_indices[tokens], query_start_loc.shape[0] - 1)]
-    every = readable_windows(
-        tokens, positions, token_to_req_indices, state_cache, block_table, compress_ratio, query_start_loc
-    )
-    saved = saved_tokens(
-        positions,
-        token_to_req_indices,
-        query_start_loc,
-        state_cache,
-        slot_mapping,
-        min_restart,
-        compress_ratio,
-        persist,
-        keep_every,
-    )
-    store.windows(every, state_cache, kv_score, ape)
+def fused_compress_norm_rope_store(call: FusedCall) -> None:
+    state = formats.compressor_state(formats.FORMATS[call.kv_format].dim, call.compress_ratio)
+    tokens = closing_tokens(call)
+    tokens = tokens[valid_slots(call.token_to_req_indices[tokens], call.query_start_loc.shape[0] - 1)]
+    every, saved = readable_windows(call, tokens), saved_tokens(call)
+    store_windows(call, every)
     rows = saved.nonzero().squeeze(1)
-    kv, score = kv_score[rows].chunk(2, dim=1)
-    fresh = state_rows(kv, score, ape, positions[rows], compress_ratio)
-    state.write(state_cache, state_cache.shape[1], slot_mapping[rows], fresh)
+    kv, score = call.kv_score[rows].chunk(2, dim=1)
+    fresh = state_rows(kv, score, call.ape, call.positions[rows], call.compress_ratio)
+    state.write(call.state_cache, call.state_cache.shape[1], call.slot_mapping[rows], fresh)

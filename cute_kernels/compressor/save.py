@@ -27,12 +27,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_kernels.compressor.call import SaveCall
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM, INDEX_DIM, compressor_state
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 VECTOR_BYTES = 512
 """Bytes of a row that a warp moves with one instruction."""
@@ -244,7 +247,7 @@ def is_long(rows: int, width: int) -> bool:
     return rows * width >= (MANY_COLUMNS if width >= 512 else 2 * MANY_COLUMNS)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[SaveKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[SaveKey]:
     """For each compressor of the model, ratios 4 and 128 and the indexer's beside ratio 4: few rows or many."""
     compressors = [(HEAD_DIM, ratio) for ratio in sorted(set(config.compress_ratios) - {1})]
     if 4 in config.compress_ratios:
@@ -262,62 +265,47 @@ def _aligned(matrix: Any) -> bool:
     return matrix.data_ptr() % 16 == 0 and (matrix.shape[0] <= 1 or matrix.stride(0) % 4 == 0)
 
 
-def supports(
-    kv: Any,
-    score: Any,
-    ape: Any,
-    positions: Any,
-    state_cache: Any,
-    slot_mapping: Any,
-    block_size: int,
-    compress_ratio: int,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    width = kv.shape[1]
+def why_not(call: SaveCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    width = call.kv.shape[1]
     if width % 128 or width // (128 * vectors_for(width)) > MOST_WARPS:
-        return False, f"the columns of kv must be a multiple of 128 that {MOST_WARPS} warps can take, got {width}"
+        return f"the columns of kv must be a multiple of 128 that {MOST_WARPS} warps can take, got {width}"
     for name, matrix, what in (
-        ("kv", kv, "rows"),
-        ("score", score, "rows"),
-        ("ape", ape, "rows"),
-        ("state_cache", state_cache, "pages"),
+        ("kv", call.kv, "rows"),
+        ("score", call.score, "rows"),
+        ("ape", call.ape, "rows"),
+        ("state_cache", call.state_cache, "pages"),
     ):
         if not _aligned(matrix):
-            return False, (
+            return (
                 f"{what} of {name} must be 16-byte aligned, got address {matrix.data_ptr():#x} and strides "
                 f"{tuple(matrix.stride())}"
             )
-    if max(state_cache.shape[0], 1) * block_size >= 2**31:
-        return False, f"state_cache must have fewer than 2^31 rows, got {state_cache.shape[0]} pages of {block_size}"
-    return True, ""
+    if max(call.state_cache.shape[0], 1) * call.block_size >= 2**31:
+        return f"state_cache must have fewer than 2^31 rows, got {call.state_cache.shape[0]} pages of {call.block_size}"
+    return ""
 
 
-def launch(
-    kv: Any,
-    score: Any,
-    ape: Any,
-    positions: Any,
-    state_cache: Any,
-    slot_mapping: Any,
-    block_size: int,
-    compress_ratio: int,
-) -> None:
-    """Run the kernel on the current stream of kv's device. Arguments in the schema's order, checked and supported."""
-    rows, width = slot_mapping.shape[0], kv.shape[1]
+def launch(call: SaveCall) -> None:
+    """Run the kernel on the current stream of kv's device."""
+    rows, width = call.slot_mapping.shape[0], call.kv.shape[1]
     if rows == 0:
         return
-    device_index = kv.device.index
+    device_index = call.kv.device.index
     launch_key(
         _key(device_index, width, is_long(rows, width)),
         device_index,
-        kv,
-        score,
-        ape,
-        positions,
-        slot_mapping,
-        state_cache.data_ptr(),
-        state_cache.stride(0) * 4,
-        state_cache.shape[0] * block_size,
-        block_size,
-        compress_ratio,
+        call.kv,
+        call.score,
+        call.ape,
+        call.positions,
+        call.slot_mapping,
+        call.state_cache.data_ptr(),
+        call.state_cache.stride(0) * 4,
+        call.state_cache.shape[0] * call.block_size,
+        call.block_size,
+        call.compress_ratio,
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

@@ -14,12 +14,15 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_kernels.compressor.call import SlotsCall
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import LANES, Batch, BlockTable, block_table
 from cute_kernels.dsl.tensor import address, length
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 MOST_ENTRIES = 2**30
 """That the row of a block table may hold: int32 arithmetic on them is exact."""
@@ -113,7 +116,7 @@ class SlotsKernel:
         ptx.store_global_s64(out + Int64(row) * 8, cutlass.max(slot, -1), row < out_rows)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[SlotsKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[SlotsKey]:
     """Models with compressed layers, of whatever ratio."""
     return [SlotsKey(arch)] if set(config.compress_ratios) - {1} else []
 
@@ -123,50 +126,34 @@ def _key(device_index: int) -> SlotsKey:
     return SlotsKey(arch_of(device_index))
 
 
-def supports(
-    out: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
-    slot_mapping: Any,
-    num_tokens: int,
-    block_size: int,
-    compress_ratio: int,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    entries = max(block_table.shape[1], 1) * (block_size // compress_ratio)
-    if block_size >= 2**31 or entries > MOST_ENTRIES:
-        return False, (
+def why_not(call: SlotsCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    entries = max(call.block_table.shape[1], 1) * (call.block_size // call.compress_ratio)
+    if call.block_size >= 2**31 or entries > MOST_ENTRIES:
+        return (
             f"a row of block_table must have at most {MOST_ENTRIES} entries, got {entries}, and block_size be below "
-            f"2^31, got {block_size}"
+            f"2^31, got {call.block_size}"
         )
-    return True, ""
+    return ""
 
 
-def launch(
-    out: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
-    slot_mapping: Any,
-    num_tokens: int,
-    block_size: int,
-    compress_ratio: int,
-) -> None:
-    """Run the kernel on the current stream of the tensors' device. Arguments in the schema's order, checked and
-    supported."""
-    if out.shape[0] == 0:
+def launch(call: SlotsCall) -> None:
+    """Run the kernel on the current stream of the tensors' device."""
+    if call.out.shape[0] == 0:
         return
-    device_index = out.device.index
+    device_index = call.out.device.index
     launch_key(
         _key(device_index),
         device_index,
-        out,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        0 if slot_mapping is None else slot_mapping.data_ptr(),
-        num_tokens,
-        block_size // compress_ratio,
-        compress_ratio,
+        call.out,
+        call.query_start_loc,
+        call.seq_lens,
+        call.block_table,
+        0 if call.slot_mapping is None else call.slot_mapping.data_ptr(),
+        call.num_tokens,
+        call.block_size // call.compress_ratio,
+        call.compress_ratio,
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

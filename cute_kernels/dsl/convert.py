@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.dsl import ptx
+from cute_kernels.runtime.arch import arch_number
 
 FP32_MAX = 3.4028234663852886e38
 
@@ -55,7 +56,7 @@ AS_BF16 = (127 + ptx.E4M3_AS_BF16) * 0x00800080
 def bf16_pairs_of_e4m3x4(codes: Any) -> tuple[Any, Any]:
     """The four e4m3 codes of a word as two pairs of bf16, exact. By the instruction for it where the assembler has it;
     it makes NaN of 0x7F and 0xFF, which else count as 480 and -480."""
-    if ptx.HAS_E4M3_AND_BF16:
+    if ptx.HAS_BF16_OF_E4M3:
         return ptx.bf16x2_of_e4m3x4(codes)
     first, second = bf16_pairs_of_e4m3([codes], [ptx.again(AS_BF16)])  # an immediate number will not do
     return first, second
@@ -64,6 +65,11 @@ def bf16_pairs_of_e4m3x4(codes: Any) -> tuple[Any, Any]:
 def bf16_words(values: Any) -> list[Any]:
     """fp32 values as bf16 pairs, each rounded to nearest even: the inverse of bf16_floats."""
     return [ptx.bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+
+def e4m3_instructions(arch: str) -> tuple[str, ...]:
+    """What makes a kernel fast that converts e4m3, as KernelKey.instructions has it. Older GPUs have integers only."""
+    return ("cvt.e4m3",) if arch_number(arch) >= ptx.E4M3_ARCH else ()
 
 
 def e4m3_words(values: Any) -> list[Any]:
@@ -115,7 +121,7 @@ def e4m3_from_bf16x4(low: Any, high: Any, factor: Any, arch: str = "") -> Any:
     The product of a NaN is the positive NaN on every GPU, so a NaN of either sign gets the code 0x7F. A product that
     bf16 has to round is far below the smallest code.
     """
-    if arch in BLACKWELL and ptx.HAS_E4M3_AND_BF16:
+    if arch in BLACKWELL and ptx.HAS_E4M3_OF_BF16:
         pair = _twice(factor)
         return ptx.e4m3x4_of_bf16(ptx.multiply_bf16x2(low, pair), ptx.multiply_bf16x2(high, pair))
     return ptx.e4m3x4(
@@ -132,10 +138,14 @@ def ue8m0_value(byte: Any) -> Any:
 
 def bf16x4_from_e4m3(codes: Any, factor: Any, arch: str = "") -> tuple[Any, Any]:
     """Four e4m3 codes times the power of two `factor`, as two bf16 pairs. Exact wherever bf16 can hold the product."""
-    if arch in BLACKWELL and ptx.HAS_E4M3_AND_BF16:
+    if arch in BLACKWELL and ptx.HAS_BF16_OF_E4M3:
         pair, (low, high) = _twice(factor), ptx.bf16x2_of_e4m3x4(codes)
         return ptx.multiply_bf16x2(low, pair), ptx.multiply_bf16x2(high, pair)
-    a, b, c, d = ptx.floats_of_e4m3x4(codes)
+    if ptx.compiled_for() < ptx.E4M3_ARCH:
+        (a, c), (b, d) = (ptx.floats_of_f16x2(pair) for pair in f16x2_of_e4m3x4_by_bits(codes))
+        a, b, c, d = (value * Float32(256.0) for value in (a, b, c, d))
+    else:
+        a, b, c, d = ptx.floats_of_e4m3x4(codes)
     return ptx.bf16x2(a * factor, b * factor), ptx.bf16x2(c * factor, d * factor)
 
 

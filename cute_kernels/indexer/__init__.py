@@ -3,7 +3,8 @@
 
 ops.py                 what users call: schemas, checks, costs
 reference.py           what it means, in torch; also the CPU implementation
-call.py                calls of the ops that score, by name, what they are to the kernels, and their launches
+call.py                calls, their arguments by name
+launch.py              calls that score as their kernels' arguments, and whether kernels can take them
 select.py              which kernel scores a call
 chunks.py              calls that score and pick at once, cut into chunks whose scores fit into a workspace
 

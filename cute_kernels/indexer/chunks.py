@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+
+import torch
 
 from cute_kernels.formats import round_up
 
@@ -53,11 +54,15 @@ def bounds(requests: int, columns: int, next_n: int, size: int) -> tuple[tuple[i
     return tuple((first, min(first + each, requests)) for first in range(0, requests, each))
 
 
+Chunk = tuple[int, int, torch.Tensor, bool]
+"""(first request, last request, fp32 scores [rows, columns] to write into, whether there is anything to score)"""
+
+
 def walk(
-    workspace: Any, requests: int, columns: int, next_n: int, out: Any, dtype: Any
-) -> Iterator[tuple[int, int, Any, bool]]:
-    """Chunks as (first request, last request, fp32 scores [rows, columns] to write into, whether there is anything to
-    score). Where no row can have more than k columns there is one chunk without scores, whatever its tensor holds."""
+    workspace: torch.Tensor | None, requests: int, columns: int, next_n: int, out: torch.Tensor, dtype: torch.dtype
+) -> Iterator[Chunk]:
+    """The chunks of a call. Where no row can have more than k columns there is one chunk without scores, whatever its
+    tensor holds."""
     k = out.shape[1]
     if columns <= k:
         if requests:
@@ -67,4 +72,5 @@ def walk(
     size = 0 if workspace is None else workspace.numel() * workspace.element_size()
     for first, last in bounds(requests, columns, next_n, size):
         shape = ((last - first) * next_n, columns)
+        assert workspace is not None
         yield first, last, workspace.view(dtype).as_strided(shape, (step, 1)), True

@@ -26,9 +26,12 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl import paging, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FORMATS, INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE
+from cute_kernels.indexer.call import GatherCall
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 SCALE_BYTES = 4
 """Of a record, in every format."""
@@ -237,7 +240,7 @@ def key_for(arch: str, kv_format: str, size: int, aligned: bool) -> GatherKey:
     return GatherKey(arch, kv_format, rows, 16 if aligned else 4, through_l1=aligned and size >= LONG_ROWS)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[GatherKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[GatherKey]:
     """Layers with indexer keys in any format, few keys or many."""
     if 4 not in config.compress_ratios:
         return []
@@ -258,51 +261,52 @@ def is_aligned(kv_cache: Any, dst_k: Any, alignment: int) -> bool:
     )
 
 
-def supports(
-    kv_cache: Any, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any, kv_format: str
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
+def why_not(call: GatherCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
     for name, tensor, what in (
-        ("kv_cache", kv_cache, "pages"),
-        ("dst_k", dst_k, "rows"),
-        ("dst_scale", dst_scale, "rows"),
+        ("kv_cache", call.kv_cache, "pages"),
+        ("dst_k", call.dst_k, "rows"),
+        ("dst_scale", call.dst_scale, "rows"),
     ):
         if tensor.data_ptr() % 4 or (tensor.shape[0] > 1 and tensor.stride(0) % 4):
-            return False, (
+            return (
                 f"{what} of {name} must be 4-byte aligned, got address {tensor.data_ptr():#x} and strides "
                 f"{tuple(tensor.stride())}"
             )
-    entries = block_table.shape[1] * kv_cache.shape[1]
-    if max(entries, kv_cache.shape[1], dst_k.shape[0]) > 2**31 - 256:
-        return False, f"there must be fewer than 2^31 keys, got {dst_k.shape[0]}, and {entries} in a row of block_table"
-    return True, ""
+    entries = call.block_table.shape[1] * call.kv_cache.shape[1]
+    if max(entries, call.kv_cache.shape[1], call.dst_k.shape[0]) > 2**31 - 256:
+        return f"there must be fewer than 2^31 keys, got {call.dst_k.shape[0]}, and {entries} in a row of block_table"
+    return ""
 
 
-def launch(kv_cache: Any, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any, kv_format: str) -> None:
-    """Run the kernel on the current stream of dst_k's device. Arguments in the schema's order, checked, supported."""
-    rows, pages = dst_k.shape[0], kv_cache.shape[0]
-    if rows == 0 or pages == 0 or block_table.numel() == 0:
+def launch(call: GatherCall) -> None:
+    """Run the kernel on the current stream of dst_k's device."""
+    rows, pages = call.dst_k.shape[0], call.kv_cache.shape[0]
+    if rows == 0 or pages == 0 or call.block_table.numel() == 0:
         return
-    device_index = dst_k.device.index
+    device_index = call.dst_k.device.index
     launch_key(
-        _key(device_index, kv_format, size_of(rows), is_aligned(kv_cache, dst_k, 16)),
+        _key(device_index, call.kv_format, size_of(rows), is_aligned(call.kv_cache, call.dst_k, 16)),
         device_index,
-        *arguments(kv_cache, dst_k, dst_scale, block_table, cu_seq_lens),
+        *arguments(call),
     )
 
 
-def arguments(kv_cache: Any, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any) -> tuple[Any, ...]:
+def arguments(call: GatherCall) -> tuple[Any, ...]:
     """What the kernel's entry point takes. Everything but the table and the bounds is bytes."""
     return (
-        block_table,
-        cu_seq_lens,
-        kv_cache.data_ptr(),
-        kv_cache.stride(0),
-        kv_cache.shape[0],
-        kv_cache.shape[1],
-        dst_k.data_ptr(),
-        dst_k.stride(0),
-        dst_scale.data_ptr(),
-        dst_scale.stride(0),
-        dst_k.shape[0],
+        call.block_table,
+        call.cu_seq_lens,
+        call.kv_cache.data_ptr(),
+        call.kv_cache.stride(0),
+        call.kv_cache.shape[0],
+        call.kv_cache.shape[1],
+        call.dst_k.data_ptr(),
+        call.dst_k.stride(0),
+        call.dst_scale.data_ptr(),
+        call.dst_scale.stride(0),
+        call.dst_k.shape[0],
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

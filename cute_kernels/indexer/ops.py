@@ -9,10 +9,23 @@ import torch
 
 from cute_kernels import formats, numerics
 from cute_kernels.indexer import chunks, reference
+from cute_kernels.indexer.call import (
+    AllVisibleCall,
+    GatherCall,
+    LogitsCall,
+    PagedLogitsCall,
+    QueryFp8Call,
+    QueryMxfp4Call,
+    ScoreTopKDecodeCall,
+    ScoreTopKPrefillCall,
+    TopKDecodeCall,
+    TopKPrefillCall,
+)
 from cute_kernels.indexer.chunks import ROW_ALIGNMENT
-from cute_kernels.runtime import validate
+from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
-from cute_kernels.runtime.ops import OPS, Cost, define_op, nbytes
+from cute_kernels.runtime.key import OpKernel
+from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
 __all__ = [
     "all_visible_entries",
@@ -73,32 +86,22 @@ def split_contiguous(op: str, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
     return q, q_scale, k, k_scale
 
 
-def check_contiguous(
-    c: Checker,
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    weights: torch.Tensor,
-    cu_seq_len_k_start: torch.Tensor,
-    cu_seq_len_k_end: torch.Tensor,
-    max_seqlen_k: int,
-) -> int:
+def check_contiguous(c: Checker, call: LogitsCall | ScoreTopKPrefillCall) -> int:
     """Check what is scored against contiguous keys; columns of the scores."""
-    if q_scale is None:
-        c.tensor("q", q, torch.float8_e4m3fn, ("M", "HI", DIM))
-        c.tensor("kv[0]", k, torch.float8_e4m3fn, ("N", DIM))
-        c.tensor("kv[1]", k_scale, torch.float32, ("N",))
+    if call.q_scale is None:
+        c.tensor("q", call.q, torch.float8_e4m3fn, ("M", "HI", DIM))
+        c.tensor("kv[0]", call.k, torch.float8_e4m3fn, ("N", DIM))
+        c.tensor("kv[1]", call.k_scale, torch.float32, ("N",))
     else:
-        c.tensor("q[0]", q, BYTES, ("M", "HI", DIM // 2))
-        c.tensor("q[1]", q_scale, torch.int32, ("M", "HI"))
-        c.tensor("kv[0]", k, BYTES, ("N", DIM // 2))
-        c.tensor("kv[1]", k_scale, torch.int32, ("N",))
-    c.tensor("weights", weights, torch.float32, ("M", "HI"))
-    c.tensor("cu_seq_len_k_start", cu_seq_len_k_start, torch.int32, ("M",))
-    c.tensor("cu_seq_len_k_end", cu_seq_len_k_end, torch.int32, ("M",))
-    c.require(max_seqlen_k >= 0, "max_seqlen_k", "a number >= 0", max_seqlen_k)
-    return max_seqlen_k if max_seqlen_k > 0 else k.shape[0]
+        c.tensor("q[0]", call.q, BYTES, ("M", "HI", DIM // 2))
+        c.tensor("q[1]", call.q_scale, torch.int32, ("M", "HI"))
+        c.tensor("kv[0]", call.k, BYTES, ("N", DIM // 2))
+        c.tensor("kv[1]", call.k_scale, torch.int32, ("N",))
+    c.tensor("weights", call.weights, torch.float32, ("M", "HI"))
+    c.tensor("cu_seq_len_k_start", call.cu_seq_len_k_start, torch.int32, ("M",))
+    c.tensor("cu_seq_len_k_end", call.cu_seq_len_k_end, torch.int32, ("M",))
+    c.require(call.max_seqlen_k >= 0, "max_seqlen_k", "a number >= 0", call.max_seqlen_k)
+    return call.max_seqlen_k if call.max_seqlen_k > 0 else call.k.shape[0]
 
 
 def split_paged(op: str, q: Any, kv_cache: Any, context_lens: Any) -> tuple[Any, Any, Any, Any]:
@@ -121,116 +124,94 @@ def split_paged(op: str, q: Any, kv_cache: Any, context_lens: Any) -> tuple[Any,
     return q, q_scale, flat_pages(op, kv_cache), context_lens
 
 
-def check_paged(
-    c: Checker,
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_model_len: int,
-    kv_format: str,
-) -> int:
+def check_paged(c: Checker, call: PagedLogitsCall | ScoreTopKDecodeCall) -> int:
     """Check what is scored against keys in pages; number of rows."""
-    if check_cache(c, kv_cache, kv_format):
-        c.tensor("q[0]", q, BYTES, ("B", "next_n", "HI", DIM // 2))
-        c.tensor("q[1]", q_scale, torch.int32, ("B", "next_n", "HI"))
+    if check_cache(c, call.kv_cache, call.kv_format):
+        c.tensor("q[0]", call.q, BYTES, ("B", "next_n", "HI", DIM // 2))
+        c.tensor("q[1]", call.q_scale, torch.int32, ("B", "next_n", "HI"))
     else:
-        c.require(q_scale is None, "q", f"one tensor for {kv_format}", "a pair")
-        c.tensor("q", q, torch.float8_e4m3fn, ("B", "next_n", "HI", DIM))
-    c.require(q.shape[1] > 0, "q", "next_n >= 1", f"shape {list(q.shape)}")
-    rows = q.shape[0] * q.shape[1]
-    c.tensor("weights", weights, torch.float32, (None, "HI"))
-    c.require(weights.shape[0] == rows, "weights", f"B * next_n = {rows} rows", f"shape {list(weights.shape)}")
-    c.tensor("context_lens", context_lens, torch.int32, ("B", "next_n"))
-    c.tensor("block_tables", block_tables, torch.int32, ("B", None))
-    c.require(max_model_len >= 0, "max_model_len", "a number >= 0", max_model_len)
+        c.require(call.q_scale is None, "q", f"one tensor for {call.kv_format}", "a pair")
+        c.tensor("q", call.q, torch.float8_e4m3fn, ("B", "next_n", "HI", DIM))
+    c.require(call.q.shape[1] > 0, "q", "next_n >= 1", f"shape {list(call.q.shape)}")
+    rows = call.q.shape[0] * call.q.shape[1]
+    c.tensor("weights", call.weights, torch.float32, (None, "HI"))
+    c.require(
+        call.weights.shape[0] == rows, "weights", f"B * next_n = {rows} rows", f"shape {list(call.weights.shape)}"
+    )
+    c.tensor("context_lens", call.context_lens, torch.int32, ("B", "next_n"))
+    c.tensor("block_tables", call.block_tables, torch.int32, ("B", None))
+    c.require(call.max_model_len >= 0, "max_model_len", "a number >= 0", call.max_model_len)
     return rows
 
 
 # ---- queries
 
 
-def _check_query(
-    c: Checker,
-    positions: torch.Tensor,
-    index_q: torch.Tensor,
-    index_q_cos_sin_cache: torch.Tensor,
-    index_weights: torch.Tensor,
-) -> None:
-    c.tensor("positions", positions, torch.int64, ("T",))
-    c.tensor("index_q", index_q, torch.bfloat16, ("T", "HI", DIM))
-    c.tensor("index_q_cos_sin_cache", index_q_cos_sin_cache, (torch.float32, torch.bfloat16), (None, formats.ROPE_DIM))
-    c.require(index_q_cos_sin_cache.shape[0] > 0, "index_q_cos_sin_cache", "at least one row", "none")
-    c.tensor("index_weights", index_weights, (torch.bfloat16, torch.float32), ("T", "HI"))
+def _check_query(c: Checker, call: QueryFp8Call | QueryMxfp4Call) -> None:
+    c.tensor("positions", call.positions, torch.int64, ("T",))
+    c.tensor("index_q", call.index_q, torch.bfloat16, ("T", "HI", DIM))
+    c.tensor(
+        "index_q_cos_sin_cache", call.index_q_cos_sin_cache, (torch.float32, torch.bfloat16), (None, formats.ROPE_DIM)
+    )
+    c.require(call.index_q_cos_sin_cache.shape[0] > 0, "index_q_cos_sin_cache", "at least one row", "none")
+    c.tensor("index_weights", call.index_weights, (torch.bfloat16, torch.float32), ("T", "HI"))
 
 
-def _check_query_fp8(
-    positions: torch.Tensor,
-    index_q: torch.Tensor,
-    index_q_cos_sin_cache: torch.Tensor,
-    index_weights: torch.Tensor,
-    index_weights_softmax_scale: float,
-    index_weights_head_scale: float,
-    index_hadamard: bool,
-    q_quant: torch.Tensor,
-    weights_out: torch.Tensor,
-    round_weights: bool,
-    use_pdl: bool,
-) -> None:
+def _check_query_fp8(call: QueryFp8Call) -> None:
     c = Checker("fused_indexer_q_rope_quant_fp8")
-    _check_query(c, positions, index_q, index_q_cos_sin_cache, index_weights)
-    c.tensor("q_quant", q_quant, torch.float8_e4m3fn, ("T", "HI", DIM))
-    c.tensor("weights_out", weights_out, torch.float32, ("T", "HI"))
+    _check_query(c, call)
+    c.tensor("q_quant", call.q_quant, torch.float8_e4m3fn, ("T", "HI", DIM))
+    c.tensor("weights_out", call.weights_out, torch.float32, ("T", "HI"))
 
 
-def _check_query_mxfp4(
-    positions: torch.Tensor,
-    index_q: torch.Tensor,
-    index_q_cos_sin_cache: torch.Tensor,
-    index_weights: torch.Tensor,
-    index_weights_softmax_scale: float,
-    index_weights_head_scale: float,
-    e2m1_rounding: str,
-    index_hadamard: bool,
-    q_quant: torch.Tensor,
-    q_scale: torch.Tensor,
-    weights_out: torch.Tensor,
-    round_weights: bool,
-    use_pdl: bool,
-) -> None:
+def _check_query_mxfp4(call: QueryMxfp4Call) -> None:
     c = Checker("fused_indexer_q_rope_quant_mxfp4")
-    _check_query(c, positions, index_q, index_q_cos_sin_cache, index_weights)
-    c.one_of("e2m1_rounding", e2m1_rounding, numerics.E2M1_ROUNDINGS)
-    c.tensor("q_quant", q_quant, torch.uint8, ("T", "HI", DIM // 2))
-    c.tensor("q_scale", q_scale, torch.int32, ("T", "HI"))
-    c.tensor("weights_out", weights_out, (torch.float32, torch.bfloat16), ("T", "HI"))
+    _check_query(c, call)
+    c.one_of("e2m1_rounding", call.e2m1_rounding, numerics.E2M1_ROUNDINGS)
+    c.tensor("q_quant", call.q_quant, torch.uint8, ("T", "HI", DIM // 2))
+    c.tensor("q_scale", call.q_scale, torch.int32, ("T", "HI"))
+    c.tensor("weights_out", call.weights_out, (torch.float32, torch.bfloat16), ("T", "HI"))
 
 
-def _cost_query(positions: torch.Tensor, index_q: torch.Tensor, cos_sin_cache: torch.Tensor, *rest: Any) -> Cost:
-    table_rows = positions.shape[0] * formats.ROPE_DIM * cos_sin_cache.element_size()
-    tensors = [t for t in rest if isinstance(t, torch.Tensor)]
-    return Cost(bytes=nbytes(positions, index_q, *tensors) + table_rows)
+def _cost_query(call: QueryFp8Call | QueryMxfp4Call) -> Cost:
+    table_rows = call.positions.shape[0] * formats.ROPE_DIM * call.index_q_cos_sin_cache.element_size()
+    tensors = call.positions, call.index_q, call.index_weights, call.q_quant, call.q_scale, call.weights_out
+    return Cost(bytes=nbytes(*tensors) + table_rows)
+
+
+def _query_fp8_kernel() -> OpKernel[QueryFp8Call]:
+    from cute_kernels.indexer.query import FP8
+
+    return FP8
 
 
 _query_fp8 = define_op(
     "fused_indexer_q_rope_quant_fp8(Tensor positions, Tensor index_q, Tensor index_q_cos_sin_cache, "
     "Tensor index_weights, float index_weights_softmax_scale, float index_weights_head_scale, bool index_hadamard, "
     "Tensor(a!) q_quant, Tensor(b!) weights_out, bool round_weights, bool use_pdl) -> ()",
+    QueryFp8Call,
     check=_check_query_fp8,
     reference=reference.fused_indexer_q_rope_quant_fp8,
-    kernel="cute_kernels.indexer.query:FP8",
+    kernel=_query_fp8_kernel,
     cost=_cost_query,
 )
+
+
+def _query_mxfp4_kernel() -> OpKernel[QueryMxfp4Call]:
+    from cute_kernels.indexer.query import MXFP4
+
+    return MXFP4
+
+
 _query_mxfp4 = define_op(
     "fused_indexer_q_rope_quant_mxfp4(Tensor positions, Tensor index_q, Tensor index_q_cos_sin_cache, "
     "Tensor index_weights, float index_weights_softmax_scale, float index_weights_head_scale, str e2m1_rounding, "
     "bool index_hadamard, Tensor(a!) q_quant, Tensor(b!) q_scale, Tensor(c!) weights_out, bool round_weights, "
     "bool use_pdl) -> ()",
+    QueryMxfp4Call,
     check=_check_query_mxfp4,
     reference=reference.fused_indexer_q_rope_quant_mxfp4,
-    kernel="cute_kernels.indexer.query:MXFP4",
+    kernel=_query_mxfp4_kernel,
     cost=_cost_query,
 )
 
@@ -300,69 +281,57 @@ def fused_indexer_q_rope_quant(
     inputs = (positions, index_q, index_q_cos_sin_cache, index_weights)
     factors = (index_weights_softmax_scale, index_weights_head_scale)
     if use_fp4:
-        _query_mxfp4(*inputs, *factors, e2m1_rounding, index_hadamard, *q_quant, weights_out, round_weights, use_pdl)
+        codes, scales = q_quant
+        results = codes, scales, weights_out
+        _query_mxfp4(QueryMxfp4Call(*inputs, *factors, e2m1_rounding, index_hadamard, *results, round_weights, use_pdl))
     else:
-        _query_fp8(*inputs, *factors, index_hadamard, q_quant, weights_out, round_weights, use_pdl)
+        _query_fp8(QueryFp8Call(*inputs, *factors, index_hadamard, q_quant, weights_out, round_weights, use_pdl))
     return q_quant, weights_out
 
 
 # ---- keys gathered
 
 
-def _check_gather(
-    kv_cache: torch.Tensor,
-    dst_k: torch.Tensor,
-    dst_scale: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    kv_format: str,
-) -> None:
+def _check_gather(call: GatherCall) -> None:
     c = Checker("cp_gather_indexer_k_quant_cache")
-    if check_cache(c, kv_cache, kv_format):
-        c.tensor("dst_k", dst_k, BYTES, ("total", DIM // 2))
+    if check_cache(c, call.kv_cache, call.kv_format):
+        c.tensor("dst_k", call.dst_k, BYTES, ("total", DIM // 2))
     else:
-        c.tensor("dst_k", dst_k, (torch.uint8, torch.float8_e4m3fn), ("total", DIM))
-    c.tensor("dst_scale", dst_scale, torch.uint8, ("total", 4))
-    c.tensor("block_table", block_table, torch.int32, (None, None))
-    c.tensor("cu_seq_lens", cu_seq_lens, torch.int32, (None,))
+        c.tensor("dst_k", call.dst_k, (torch.uint8, torch.float8_e4m3fn), ("total", DIM))
+    c.tensor("dst_scale", call.dst_scale, torch.uint8, ("total", 4))
+    c.tensor("block_table", call.block_table, torch.int32, (None, None))
+    c.tensor("cu_seq_lens", call.cu_seq_lens, torch.int32, (None,))
     c.require(
-        cu_seq_lens.shape[0] == block_table.shape[0] + 1,
+        call.cu_seq_lens.shape[0] == call.block_table.shape[0] + 1,
         "cu_seq_lens",
-        f"one element more than the {block_table.shape[0]} rows of block_table",
-        list(cu_seq_lens.shape),
+        f"one element more than the {call.block_table.shape[0]} rows of block_table",
+        list(call.cu_seq_lens.shape),
     )
 
 
-def _cost_gather(
-    kv_cache: torch.Tensor,
-    dst_k: torch.Tensor,
-    dst_scale: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    kv_format: str,
-) -> Cost:
-    ends = cu_seq_lens.long()
+def _cost_gather(call: GatherCall) -> Cost:
+    ends = call.cu_seq_lens.long()
     rows = int((ends[1:] - ends[:-1]).clamp(min=0).sum())
-    return Cost(bytes=2 * min(rows, dst_k.shape[0]) * (dst_k.shape[1] + 4))
+    return Cost(bytes=2 * min(rows, call.dst_k.shape[0]) * (call.dst_k.shape[1] + 4))
 
 
-def _validate_gather(
-    kv_cache: torch.Tensor,
-    dst_k: torch.Tensor,
-    dst_scale: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    kv_format: str,
-) -> None:
-    validate.ascending("cp_gather_indexer_k_quant_cache", "cu_seq_lens", cu_seq_lens)
+def _validate_gather(call: GatherCall) -> None:
+    checks.ascending("cp_gather_indexer_k_quant_cache", "cu_seq_lens", call.cu_seq_lens)
+
+
+def _gather_kernel() -> OpKernel[GatherCall]:
+    from cute_kernels.indexer.gather import KERNEL
+
+    return KERNEL
 
 
 _gather = define_op(
     "cp_gather_indexer_k_quant_cache(Tensor kv_cache, Tensor(a!) dst_k, Tensor(b!) dst_scale, Tensor block_table, "
     "Tensor cu_seq_lens, str kv_format) -> ()",
+    GatherCall,
     check=_check_gather,
     reference=reference.cp_gather_indexer_k_quant_cache,
-    kernel="cute_kernels.indexer.gather",
+    kernel=_gather_kernel,
     cost=_cost_gather,
     validate=_validate_gather,
 )
@@ -392,7 +361,7 @@ def cp_gather_indexer_k_quant_cache(
     Raises ValueError or TypeError on arguments that do not fit.
     """
     pages = flat_pages("cp_gather_indexer_k_quant_cache", kv_cache)
-    _gather(pages, dst_k, dst_scale, block_table, cu_seq_lens, kv_format)
+    _gather(GatherCall(pages, dst_k, dst_scale, block_table, cu_seq_lens, kv_format))
 
 
 # ---- scores
@@ -402,58 +371,44 @@ def _empty_logits(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return like.new_empty((rows, formats.round_up(columns, ROW_ALIGNMENT)), dtype=torch.float32)[:, :columns]
 
 
-def _check_logits(
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    weights: torch.Tensor,
-    cu_seq_len_k_start: torch.Tensor,
-    cu_seq_len_k_end: torch.Tensor,
-    clean_logits: bool,
-    max_seqlen_k: int,
-    out: torch.Tensor,
-) -> None:
+def _check_logits(call: LogitsCall) -> None:
     c = Checker("mqa_logits")
-    columns = check_contiguous(c, q, q_scale, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k)
-    c.tensor("out", out, torch.float32, ("M", None))
-    c.require(out.shape[1] == columns, "out", f"{columns} columns", f"shape {list(out.shape)}")
+    columns = check_contiguous(c, call)
+    c.tensor("out", call.out, torch.float32, ("M", None))
+    c.require(call.out.shape[1] == columns, "out", f"{columns} columns", f"shape {list(call.out.shape)}")
 
 
-def _cost_logits(
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    weights: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    clean_logits: bool,
-    max_seqlen_k: int,
-    out: torch.Tensor,
-) -> Cost:
-    first, last = start.long().clamp(min=0), end.long().clamp(max=k.shape[0])
-    if max_seqlen_k > 0:
-        last = torch.minimum(last, start.long() + max_seqlen_k)
+def _cost_logits(call: LogitsCall) -> Cost:
+    start, end = call.cu_seq_len_k_start, call.cu_seq_len_k_end
+    first, last = start.long().clamp(min=0), end.long().clamp(max=call.k.shape[0])
+    if call.max_seqlen_k > 0:
+        last = torch.minimum(last, start.long() + call.max_seqlen_k)
     first, last = first[first < last], last[first < last]
     if first.numel() == 0:
-        return Cost(bytes=nbytes(out) if clean_logits else 0)
+        return Cost(bytes=nbytes(call.out) if call.clean_logits else 0)
     scores = int((last - first).sum())
-    touched = torch.zeros(k.shape[0] + 1, dtype=torch.int64, device=k.device)
+    touched = torch.zeros(call.k.shape[0] + 1, dtype=torch.int64, device=call.k.device)
     ones = torch.ones_like(first)
     touched.index_add_(0, first, ones).index_add_(0, last, -ones)
     keys = int((touched.cumsum(0) > 0).sum())
-    written = out.numel() if clean_logits else scores
-    data = nbytes(q, q_scale, weights, start, end) + keys * (k.shape[1] + 4) + 4 * written
-    return Cost(bytes=data, flops=2 * DIM * q.shape[1] * scores)
+    written = call.out.numel() if call.clean_logits else scores
+    data = nbytes(call.q, call.q_scale, call.weights, start, end) + keys * (call.k.shape[1] + 4) + 4 * written
+    return Cost(bytes=data, flops=2 * DIM * call.q.shape[1] * scores)
+
+
+def _logits_kernel() -> OpKernel[LogitsCall]:
+    from cute_kernels.indexer.launch import MQA_LOGITS
+
+    return MQA_LOGITS
 
 
 _logits = define_op(
     "mqa_logits(Tensor q, Tensor? q_scale, Tensor k, Tensor k_scale, Tensor weights, Tensor cu_seq_len_k_start, "
     "Tensor cu_seq_len_k_end, bool clean_logits, SymInt max_seqlen_k, Tensor(a!) out) -> ()",
+    LogitsCall,
     check=_check_logits,
     reference=reference.mqa_logits,
-    kernel="cute_kernels.indexer.call:MQA_LOGITS",
+    kernel=_logits_kernel,
     cost=_cost_logits,
 )
 
@@ -492,59 +447,48 @@ def mqa_logits(
     if out is None:
         Checker("mqa_logits").ints(max_seqlen_k=max_seqlen_k)
         out = _empty_logits(q, q.shape[0], max_seqlen_k if max_seqlen_k > 0 else k.shape[0])
-    _logits(q, q_scale, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, out)
+    _logits(
+        LogitsCall(
+            q, q_scale, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, out
+        )
+    )
     return out
 
 
-def _check_paged(
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_model_len: int,
-    clean_logits: bool,
-    kv_format: str,
-    out: torch.Tensor,
-) -> None:
+def _check_paged(call: PagedLogitsCall) -> None:
     c = Checker("paged_mqa_logits")
-    rows = check_paged(c, q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format)
-    c.tensor("out", out, torch.float32, (None, None))
+    rows = check_paged(c, call)
+    c.tensor("out", call.out, torch.float32, (None, None))
     c.require(
-        out.shape[0] == rows and out.shape[1] == max_model_len,
+        call.out.shape[0] == rows and call.out.shape[1] == call.max_model_len,
         "out",
-        f"shape [{rows}, {max_model_len}]",
-        f"shape {list(out.shape)}",
+        f"shape [{rows}, {call.max_model_len}]",
+        f"shape {list(call.out.shape)}",
     )
 
 
-def _cost_paged(
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_model_len: int,
-    clean_logits: bool,
-    kv_format: str,
-    out: torch.Tensor,
-) -> Cost:
-    lengths = context_lens.clamp(min=0, max=max_model_len).long()
+def _cost_paged(call: PagedLogitsCall) -> Cost:
+    lengths = call.context_lens.clamp(min=0, max=call.max_model_len).long()
     scores = int(lengths.sum())
     keys = int(lengths.amax(dim=1).sum()) if lengths.numel() else 0
-    written = out.numel() if clean_logits else scores
-    data = nbytes(q, q_scale, weights, context_lens) + keys * (q.shape[3] + 4) + 4 * written
-    return Cost(bytes=data, flops=2 * DIM * q.shape[2] * scores)
+    written = call.out.numel() if call.clean_logits else scores
+    data = nbytes(call.q, call.q_scale, call.weights, call.context_lens) + keys * (call.q.shape[3] + 4) + 4 * written
+    return Cost(bytes=data, flops=2 * DIM * call.q.shape[2] * scores)
+
+
+def _paged_kernel() -> OpKernel[PagedLogitsCall]:
+    from cute_kernels.indexer.launch import PAGED_MQA_LOGITS
+
+    return PAGED_MQA_LOGITS
 
 
 _paged = define_op(
     "paged_mqa_logits(Tensor q, Tensor? q_scale, Tensor kv_cache, Tensor weights, Tensor context_lens, "
     "Tensor block_tables, SymInt max_model_len, bool clean_logits, str kv_format, Tensor(a!) out) -> ()",
+    PagedLogitsCall,
     check=_check_paged,
     reference=reference.paged_mqa_logits,
-    kernel="cute_kernels.indexer.call:PAGED_MQA_LOGITS",
+    kernel=_paged_kernel,
     cost=_cost_paged,
 )
 
@@ -589,14 +533,19 @@ def paged_mqa_logits(
         c.ints(max_model_len=max_model_len)
         c.require(max_model_len >= 0, "max_model_len", "a number >= 0", max_model_len)
         out = _empty_logits(q, q.shape[0] * q.shape[1], max_model_len)
-    _paged(q, q_scale, pages, weights, context_lens, block_tables, max_model_len, clean_logits, kv_format, out)
+    _paged(
+        PagedLogitsCall(
+            q, q_scale, pages, weights, context_lens, block_tables, max_model_len, clean_logits, kv_format, out
+        )
+    )
     return out
 
 
 # ---- picks
 
 
-def _check_top_k(c: Checker, logits: torch.Tensor, out: torch.Tensor, num_rows: int, k: int) -> None:
+def _check_top_k(c: Checker, call: TopKPrefillCall | TopKDecodeCall) -> None:
+    logits, out, num_rows, k = call.logits, call.out, call.num_rows, call.k
     c.tensor("logits", logits, torch.float32, (None, None))
     c.tensor("out", out, torch.int32, (None, None))
     c.require(num_rows >= 0, "num_rows", "a number >= 0", num_rows)
@@ -620,34 +569,34 @@ def _cost_top_k(lengths: torch.Tensor, k: int, *bounds: torch.Tensor) -> Cost:
     return Cost(bytes=4 * int(lengths[lengths > k].sum()) + 4 * k * lengths.numel() + nbytes(*bounds))
 
 
-def _check_top_k_prefill(
-    logits: torch.Tensor,
-    row_starts: torch.Tensor,
-    row_ends: torch.Tensor,
-    out: torch.Tensor,
-    num_rows: int,
-    k: int,
-) -> None:
+def _check_top_k_prefill(call: TopKPrefillCall) -> None:
     c = Checker("top_k_per_row_prefill")
-    _check_top_k(c, logits, out, num_rows, k)
-    for argument, value in (("row_starts", row_starts), ("row_ends", row_ends)):
+    _check_top_k(c, call)
+    for argument, value in (("row_starts", call.row_starts), ("row_ends", call.row_ends)):
         c.tensor(argument, value, torch.int32, (None,))
-        c.require(num_rows <= value.shape[0], argument, f"at least num_rows = {num_rows} rows", list(value.shape))
+        c.require(
+            call.num_rows <= value.shape[0], argument, f"at least num_rows = {call.num_rows} rows", list(value.shape)
+        )
 
 
-def _cost_top_k_prefill(
-    logits: torch.Tensor, row_starts: torch.Tensor, row_ends: torch.Tensor, out: torch.Tensor, num_rows: int, k: int
-) -> Cost:
-    starts, ends = row_starts[:num_rows], row_ends[:num_rows]
-    return _cost_top_k(ends.clamp(max=logits.shape[1]).long() - starts.clamp(min=0), k, starts, ends)
+def _cost_top_k_prefill(call: TopKPrefillCall) -> Cost:
+    starts, ends = call.row_starts[: call.num_rows], call.row_ends[: call.num_rows]
+    return _cost_top_k(ends.clamp(max=call.logits.shape[1]).long() - starts.clamp(min=0), call.k, starts, ends)
+
+
+def _top_k_prefill_kernel() -> OpKernel[TopKPrefillCall]:
+    from cute_kernels.indexer.topk_select import PREFILL
+
+    return PREFILL
 
 
 _top_k_prefill = define_op(
     "top_k_per_row_prefill(Tensor logits, Tensor row_starts, Tensor row_ends, Tensor(a!) out, SymInt num_rows, "
     "SymInt k) -> ()",
+    TopKPrefillCall,
     check=_check_top_k_prefill,
     reference=reference.top_k_per_row_prefill,
-    kernel="cute_kernels.indexer.topk_select:PREFILL",
+    kernel=_top_k_prefill_kernel,
     cost=_cost_top_k_prefill,
 )
 
@@ -680,52 +629,43 @@ def top_k_per_row_prefill(
     Raises ValueError or TypeError on arguments that do not fit.
     """
     _check_top_k_strides("top_k_per_row_prefill", logits, stride0, stride1)
-    _top_k_prefill(logits, row_starts, row_ends, out, num_rows, k)
+    _top_k_prefill(TopKPrefillCall(logits, row_starts, row_ends, out, num_rows, k))
 
 
-def _check_top_k_decode(
-    logits: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out: torch.Tensor,
-    num_rows: int,
-    k: int,
-    slot_block_table: torch.Tensor | None,
-    slot_rows_per_page: int,
-) -> None:
+def _check_top_k_decode(call: TopKDecodeCall) -> None:
     c = Checker("top_k_per_row_decode")
-    _check_top_k(c, logits, out, num_rows, k)
-    c.tensor("seq_lens", seq_lens, torch.int32, (None, None))
+    _check_top_k(c, call)
+    c.tensor("seq_lens", call.seq_lens, torch.int32, (None, None))
     c.require(
-        num_rows <= seq_lens.shape[0] * seq_lens.shape[1],
+        call.num_rows <= call.seq_lens.shape[0] * call.seq_lens.shape[1],
         "seq_lens",
-        f"at least num_rows = {num_rows} lengths",
-        f"shape {list(seq_lens.shape)}",
+        f"at least num_rows = {call.num_rows} lengths",
+        f"shape {list(call.seq_lens.shape)}",
     )
-    check_slots(c, seq_lens.shape[0], slot_block_table, slot_rows_per_page)
+    check_slots(c, call.seq_lens.shape[0], call.slot_block_table, call.slot_rows_per_page)
 
 
-def _cost_top_k_decode(
-    logits: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out: torch.Tensor,
-    num_rows: int,
-    k: int,
-    slot_block_table: torch.Tensor | None,
-    slot_rows_per_page: int,
-) -> Cost:
+def _cost_top_k_decode(call: TopKDecodeCall) -> Cost:
     """Of the block table at most a page a pick."""
-    lengths = seq_lens.reshape(-1)[:num_rows]
-    cost = _cost_top_k(lengths.clamp(max=logits.shape[1]), k, lengths)
-    picks = int(lengths.clamp(0, k).sum())
-    return Cost(bytes=cost.bytes + min(nbytes(slot_block_table), 4 * picks))
+    lengths = call.seq_lens.reshape(-1)[: call.num_rows]
+    cost = _cost_top_k(lengths.clamp(max=call.logits.shape[1]), call.k, lengths)
+    picks = int(lengths.clamp(0, call.k).sum())
+    return Cost(bytes=cost.bytes + min(nbytes(call.slot_block_table), 4 * picks))
+
+
+def _top_k_decode_kernel() -> OpKernel[TopKDecodeCall]:
+    from cute_kernels.indexer.topk_select import DECODE
+
+    return DECODE
 
 
 _top_k_decode = define_op(
     "top_k_per_row_decode(Tensor logits, Tensor seq_lens, Tensor(a!) out, SymInt num_rows, SymInt k, "
     "Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
+    TopKDecodeCall,
     check=_check_top_k_decode,
     reference=reference.top_k_per_row_decode,
-    kernel="cute_kernels.indexer.topk_select:DECODE",
+    kernel=_top_k_decode_kernel,
     cost=_cost_top_k_decode,
 )
 
@@ -771,30 +711,33 @@ def top_k_per_row_decode(
     elif seq_lens.dim() != 2 or seq_lens.shape[1] != next_n:
         c.fail("seq_lens", f"one length per row, shape [B, next_n = {next_n}]", f"shape {list(seq_lens.shape)}")
     _check_top_k_strides("top_k_per_row_decode", logits, stride0, stride1)
-    _top_k_decode(logits, seq_lens, out, num_rows, k, slot_block_table, slot_rows_per_page)
+    _top_k_decode(TopKDecodeCall(logits, seq_lens, out, num_rows, k, slot_block_table, slot_rows_per_page))
 
 
-def _check_all_visible(
-    visible: torch.Tensor, out: torch.Tensor, slot_block_table: torch.Tensor | None, slot_rows_per_page: int
-) -> None:
+def _check_all_visible(call: AllVisibleCall) -> None:
     c = Checker("all_visible_entries")
-    c.tensor("visible", visible, torch.int32, (None, None))
-    c.tensor("out", out, torch.int32, (visible.shape[0] * visible.shape[1], None))
-    check_slots(c, visible.shape[0], slot_block_table, slot_rows_per_page)
+    c.tensor("visible", call.visible, torch.int32, (None, None))
+    c.tensor("out", call.out, torch.int32, (call.visible.shape[0] * call.visible.shape[1], None))
+    check_slots(c, call.visible.shape[0], call.slot_block_table, call.slot_rows_per_page)
 
 
-def _cost_all_visible(
-    visible: torch.Tensor, out: torch.Tensor, slot_block_table: torch.Tensor | None, slot_rows_per_page: int
-) -> Cost:
-    entries = int(visible.clamp(0, out.shape[1]).sum())
-    return Cost(bytes=nbytes(visible, out) + min(nbytes(slot_block_table), 4 * entries))
+def _cost_all_visible(call: AllVisibleCall) -> Cost:
+    entries = int(call.visible.clamp(0, call.out.shape[1]).sum())
+    return Cost(bytes=nbytes(call.visible, call.out) + min(nbytes(call.slot_block_table), 4 * entries))
+
+
+def _all_visible_kernel() -> OpKernel[AllVisibleCall]:
+    from cute_kernels.indexer.topk_select import ALL_VISIBLE
+
+    return ALL_VISIBLE
 
 
 _all_visible = define_op(
     "all_visible_entries(Tensor visible, Tensor(a!) out, Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
+    AllVisibleCall,
     check=_check_all_visible,
     reference=reference.all_visible_entries,
-    kernel="cute_kernels.indexer.topk_select:ALL_VISIBLE",
+    kernel=_all_visible_kernel,
     cost=_cost_all_visible,
 )
 
@@ -831,7 +774,7 @@ def all_visible_entries(
     else:
         c.tensor("out", out, torch.int32, (None, None))
         c.require(out.shape[1] == k, "out", f"k = {k} columns", f"shape {list(out.shape)}")
-    _all_visible(visible, out, slot_block_table, slot_rows_per_page)
+    _all_visible(AllVisibleCall(visible, out, slot_block_table, slot_rows_per_page))
     return out
 
 
@@ -877,53 +820,37 @@ def _picked_cost(scored: Cost, heads: int, out: torch.Tensor) -> Cost:
     return Cost(bytes=scored.bytes - 4 * scores + nbytes(out), flops=scored.flops)
 
 
-def _check_score_top_k_prefill(
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    weights: torch.Tensor,
-    cu_seq_len_k_start: torch.Tensor,
-    cu_seq_len_k_end: torch.Tensor,
-    max_seqlen_k: int,
-    out: torch.Tensor,
-    workspace: torch.Tensor | None,
-) -> None:
+def _check_score_top_k_prefill(call: ScoreTopKPrefillCall) -> None:
     c = Checker("score_top_k_prefill")
-    columns = check_contiguous(c, q, q_scale, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k)
-    _check_results(c, q.shape[0], q.shape[0], columns, 1, out, workspace)
+    columns = check_contiguous(c, call)
+    _check_results(c, call.q.shape[0], call.q.shape[0], columns, 1, call.out, call.workspace)
 
 
-def _cost_score_top_k_prefill(
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    weights: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    max_seqlen_k: int,
-    out: torch.Tensor,
-    workspace: torch.Tensor | None,
-) -> Cost:
+def _cost_score_top_k_prefill(call: ScoreTopKPrefillCall) -> Cost:
     """Rows of at most k columns need no scores."""
-    last = end.long().clamp(max=k.shape[0])
-    if max_seqlen_k > 0:
-        last = torch.minimum(last, start.long() + max_seqlen_k)
-    is_scored = last - start.long().clamp(min=0) > out.shape[1]
-    cost = OPS["mqa_logits"].cost
-    assert cost is not None
-    scored = cost(q, q_scale, k, k_scale, weights, start, end.where(is_scored, start), False, max_seqlen_k, out)
-    return _picked_cost(scored, q.shape[1], out)
+    start, end = call.cu_seq_len_k_start, call.cu_seq_len_k_end
+    last = end.long().clamp(max=call.k.shape[0])
+    if call.max_seqlen_k > 0:
+        last = torch.minimum(last, start.long() + call.max_seqlen_k)
+    is_scored = last - start.long().clamp(min=0) > call.out.shape[1]
+    scored = _cost_logits(call.scores(call.out)._replace(cu_seq_len_k_end=end.where(is_scored, start)))
+    return _picked_cost(scored, call.q.shape[1], call.out)
+
+
+def _score_top_k_prefill_kernel() -> OpKernel[ScoreTopKPrefillCall]:
+    from cute_kernels.indexer.launch import SCORE_TOP_K_PREFILL
+
+    return SCORE_TOP_K_PREFILL
 
 
 _score_top_k_prefill = define_op(
     "score_top_k_prefill(Tensor q, Tensor? q_scale, Tensor k, Tensor k_scale, Tensor weights, "
     "Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, SymInt max_seqlen_k, Tensor(a!) out, Tensor(b!)? workspace) "
     "-> ()",
+    ScoreTopKPrefillCall,
     check=_check_score_top_k_prefill,
     reference=reference.score_top_k_prefill,
-    kernel="cute_kernels.indexer.call:SCORE_TOP_K_PREFILL",
+    kernel=_score_top_k_prefill_kernel,
     cost=_cost_score_top_k_prefill,
 )
 
@@ -970,62 +897,43 @@ def score_top_k_prefill(
         )
         workspace = _empty_workspace(q, size)
     bounds = cu_seq_len_k_start, cu_seq_len_k_end
-    _score_top_k_prefill(q, q_scale, keys, k_scale, weights, *bounds, max_seqlen_k, out, workspace)
+    _score_top_k_prefill(
+        ScoreTopKPrefillCall(q, q_scale, keys, k_scale, weights, *bounds, max_seqlen_k, out, workspace)
+    )
     return out
 
 
-def _check_score_top_k_decode(
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_model_len: int,
-    kv_format: str,
-    out: torch.Tensor,
-    workspace: torch.Tensor | None,
-    slot_block_table: torch.Tensor | None,
-    slot_rows_per_page: int,
-) -> None:
+def _check_score_top_k_decode(call: ScoreTopKDecodeCall) -> None:
     c = Checker("score_top_k_decode")
-    rows = check_paged(c, q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, kv_format)
-    _check_results(c, rows, q.shape[0], max_model_len, q.shape[1], out, workspace)
-    check_slots(c, q.shape[0], slot_block_table, slot_rows_per_page)
+    rows = check_paged(c, call)
+    _check_results(c, rows, call.q.shape[0], call.max_model_len, call.q.shape[1], call.out, call.workspace)
+    check_slots(c, call.q.shape[0], call.slot_block_table, call.slot_rows_per_page)
 
 
-def _cost_score_top_k_decode(
-    q: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_model_len: int,
-    kv_format: str,
-    out: torch.Tensor,
-    workspace: torch.Tensor | None,
-    slot_block_table: torch.Tensor | None,
-    slot_rows_per_page: int,
-) -> Cost:
+def _cost_score_top_k_decode(call: ScoreTopKDecodeCall) -> Cost:
     """Rows of at most k columns need no scores."""
-    lengths = context_lens.clamp(max=max_model_len)
-    scored_lengths = lengths.where(lengths > out.shape[1], torch.zeros_like(lengths))
-    cost = OPS["paged_mqa_logits"].cost
-    assert cost is not None
-    scored = cost(q, q_scale, kv_cache, weights, scored_lengths, block_tables, max_model_len, False, kv_format, out)
-    whole = _picked_cost(scored, q.shape[2], out)
-    picks = int(lengths.clamp(0, out.shape[1]).sum())
-    return Cost(bytes=whole.bytes + min(nbytes(slot_block_table), 4 * picks), flops=whole.flops)
+    lengths = call.context_lens.clamp(max=call.max_model_len)
+    scored_lengths = lengths.where(lengths > call.out.shape[1], torch.zeros_like(lengths))
+    scored = _cost_paged(call.scores(call.out)._replace(context_lens=scored_lengths))
+    whole = _picked_cost(scored, call.q.shape[2], call.out)
+    picks = int(lengths.clamp(0, call.out.shape[1]).sum())
+    return Cost(bytes=whole.bytes + min(nbytes(call.slot_block_table), 4 * picks), flops=whole.flops)
+
+
+def _score_top_k_decode_kernel() -> OpKernel[ScoreTopKDecodeCall]:
+    from cute_kernels.indexer.launch import SCORE_TOP_K_DECODE
+
+    return SCORE_TOP_K_DECODE
 
 
 _score_top_k_decode = define_op(
     "score_top_k_decode(Tensor q, Tensor? q_scale, Tensor kv_cache, Tensor weights, Tensor context_lens, "
     "Tensor block_tables, SymInt max_model_len, str kv_format, Tensor(a!) out, Tensor(b!)? workspace, "
     "Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
+    ScoreTopKDecodeCall,
     check=_check_score_top_k_decode,
     reference=reference.score_top_k_decode,
-    kernel="cute_kernels.indexer.call:SCORE_TOP_K_DECODE",
+    kernel=_score_top_k_decode_kernel,
     cost=_cost_score_top_k_decode,
 )
 
@@ -1075,7 +983,9 @@ def score_top_k_decode(
         workspace = _empty_workspace(q, size)
     slots = slot_block_table, slot_rows_per_page
     _score_top_k_decode(
-        q, q_scale, pages, weights, context_lens, block_tables, max_model_len, kv_format, out, workspace, *slots
+        ScoreTopKDecodeCall(
+            q, q_scale, pages, weights, context_lens, block_tables, max_model_len, kv_format, out, workspace, *slots
+        )
     )
     return out
 

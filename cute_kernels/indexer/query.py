@@ -25,9 +25,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.dsl import convert, hadamard, ptx, reduce, rope
+from cute_kernels.dsl import convert, ptx, reduce, transforms
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import INDEX_DIM
+from cute_kernels.indexer.call import QueryFp8Call, QueryMxfp4Call
+from cute_kernels.models import ModelConfig
 from cute_kernels.numerics import CACHE_FLOOR, E2M1_MAX, E2M1_ROUNDINGS, E4M3_MAX
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -35,9 +37,6 @@ from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 
 # ---- config
-
-E4M3_ARCH, E2M1_ARCH = 89, 86
-"""First architecture that converts to e4m3 in hardware, and first with what convert.e2m1_from_bf16s uses."""
 
 HEADS_AT_ONCE = 4
 """Heads that a warp holds one of in each of its lanes' groups of eight."""
@@ -253,18 +252,18 @@ class QueryKernel:
     def angles_row(self, queries: Queries, token: Any) -> Any:
         """Address of a token's row of the table."""
         position = ptx.load_global_s64_in_order(queries.positions + token * queries.position_bytes)
-        return queries.table + rope.table_row(position, queries.table_rows) * queries.table_stride
+        return queries.table + transforms.table_row(position, queries.table_rows) * queries.table_stride
 
     def load_angles(self, row: Any, c: Any) -> tuple[list[Any], list[Any]]:
         """The cosines and the sines of a lane's four pairs."""
         if self.table_bf16:
             pairs = ptx.load_global_64_again(row + Int64(c * 8))
-            more = ptx.load_global_64_again(row + Int64(c * 8) + rope.HALF_TABLE_BYTES // 2)
+            more = ptx.load_global_64_again(row + Int64(c * 8) + transforms.HALF_TABLE_BYTES // 2)
             return self.floats(pairs), self.floats(more)
         # ahead of the wait: the assembler must not move them behind it
         load = ptx.load_global_128_cached_in_order if self.early else ptx.load_global_128_again
         cos = load(row + Int64(c * 16))
-        sin = load(row + Int64(c * 16) + rope.HALF_TABLE_BYTES)
+        sin = load(row + Int64(c * 16) + transforms.HALF_TABLE_BYTES)
         return [word.bitcast(Float32) for word in cos], [word.bitcast(Float32) for word in sin]
 
     def floats(self, words: Any) -> list[Any]:
@@ -274,13 +273,13 @@ class QueryKernel:
     def rotate(self, words: Any, cos: list[Any], sin: list[Any]) -> list[Any]:
         """Four rotated pairs, rounded to bf16."""
         return [
-            ptx.bf16x2(*rope.rotate_pair(convert.bf16_low(word), convert.bf16_high(word), cos[i], sin[i]))
+            ptx.bf16x2(*transforms.rotate_pair(convert.bf16_low(word), convert.bf16_high(word), cos[i], sin[i]))
             for i, word in enumerate(words)
         ]
 
     def transform(self, low: Any, high: Any, lane: Any) -> tuple[list[Any], list[Any]]:
         """The Hadamard transform of a head, rounded to bf16."""
-        columns = hadamard.transform(self.floats([*low, *high]), lane, run=8)
+        columns = transforms.hadamard(self.floats([*low, *high]), lane, run=8)
         words = [ptx.bf16x2(columns[i], columns[i + 1]) for i in range(0, len(columns), 2)]
         return words[:4], words[4:]
 
@@ -350,7 +349,7 @@ class QueryKey(KernelKey):
     def instructions(self) -> tuple[str, ...]:
         if self.rounding:
             return "ld.global.128", *convert.e2m1_instructions(self.arch)
-        return "ld.global.128", "cvt.e4m3", "st.global.64"
+        return "ld.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         positions = make_fake_tensor(Int64, (cute.sym_int(),), stride=(cute.sym_int64(),))
@@ -379,8 +378,6 @@ def key_for(
 def keys(arch: str, rounding: str, transformed: bool) -> list[QueryKey]:
     """The kernels of a model's layers: cosines and sines in fp32, weights in bf16 or as an fp32 GEMM leaves them, few
     tokens or many."""
-    if arch_number(arch) < (E2M1_ARCH if rounding else E4M3_ARCH):
-        return []
     formats = [(False, weights_bf16, False) for weights_bf16 in (True, False)]
     return [key_for(arch, rounding, transformed, size, each) for each in formats for size in SIZES]
 
@@ -396,124 +393,73 @@ def _key(
 # ---- launch
 
 
-@dataclass
-class QueryCall:
-    """A call, its arguments checked, in the order of fused_indexer_q_rope_quant_mxfp4's schema. FP8: no rounding and no
-    scales."""
-
-    positions: Any
-    index_q: Any
-    index_q_cos_sin_cache: Any
-    index_weights: Any
-    index_weights_softmax_scale: float
-    index_weights_head_scale: float
-    e2m1_rounding: str
-    index_hadamard: bool
-    q_quant: Any
-    q_scale: Any
-    weights_out: Any
-    round_weights: bool
-    use_pdl: bool
-
-    def supported(self) -> tuple[bool, str]:
-        """Whether the kernel can take these tensors, and if not, why."""
-        index_q, table = self.index_q, self.index_q_cos_sin_cache
-        arch = arch_of(index_q.device.index)
-        form, first, codes_alignment = ("e2m1", E2M1_ARCH, 4) if self.e2m1_rounding else ("e4m3", E4M3_ARCH, 8)
-        if arch_number(arch) < first:
-            return False, f"{arch} cannot convert to {form}, sm_{first} and up can"
-        for name, tensor, what, alignment in (
-            ("index_q", index_q, "heads", 16),
-            ("index_q_cos_sin_cache", table, "rows", 4 * table.element_size()),
-            ("q_quant", self.q_quant, "heads", codes_alignment),
-        ):
-            size = tensor.element_size()
-            strides = [tensor.stride(axis) * size for axis in range(tensor.dim() - 1) if tensor.shape[axis] > 1]
-            if tensor.data_ptr() % alignment or any(stride % alignment for stride in strides):
-                return False, (
-                    f"{what} of {name} must be {alignment}-byte aligned, got address {tensor.data_ptr():#x} and "
-                    f"strides {tuple(tensor.stride())}"
-                )
-        if index_q.shape[0] * max(index_q.shape[1], HEADS_AT_ONCE) >= 2**31:
-            return False, f"there must be fewer than 2^31 heads, got {index_q.shape[0]} x {index_q.shape[1]}"
-        return True, ""
-
-    def key(self) -> QueryKey:
-        tensors = self.index_q_cos_sin_cache, self.index_weights, self.weights_out
-        sizes = (tensor.element_size() for tensor in tensors)
-        size = size_of(self.index_q.shape[0] * self.index_q.shape[1])
-        return _key(self.index_q.device.index, self.e2m1_rounding, self.index_hadamard, size, *sizes)
-
-    def arguments(self) -> tuple[Any, ...]:
-        """What the kernel's entry point takes. Rows and heads of one byte per column or less have strides in bytes."""
-        table, weights, scales, out = self.index_q_cos_sin_cache, self.index_weights, self.q_scale, self.weights_out
-        return (
-            self.positions,
-            self.index_q,
-            table.data_ptr(),
-            table.stride(0) * table.element_size(),
-            table.shape[0],
-            weights.data_ptr(),
-            weights.stride(0) * weights.element_size(),
-            self.index_weights_softmax_scale,
-            self.index_weights_head_scale,
-            self.q_quant.data_ptr(),
-            self.q_quant.stride(0),
-            self.q_quant.stride(1),
-            0 if scales is None else scales.data_ptr(),
-            0 if scales is None else scales.stride(0) * 4,
-            out.data_ptr(),
-            out.stride(0) * out.element_size(),
-            self.round_weights,
-            self.use_pdl,
-        )
-
-    def launch(self) -> None:
-        """Run the kernel on the current stream of index_q's device; without tokens or heads there is nothing to run."""
-        if self.index_q.shape[0] * self.index_q.shape[1] > 0:
-            launch_key(self.key(), self.index_q.device.index, *self.arguments())
+def why_not(call: QueryFp8Call | QueryMxfp4Call) -> str:
+    """Why the kernel cannot take a (checked) call; empty if it can."""
+    index_q, table = call.index_q, call.index_q_cos_sin_cache
+    codes_alignment = 4 if call.e2m1_rounding else 8
+    for name, tensor, what, alignment in (
+        ("index_q", index_q, "heads", 16),
+        ("index_q_cos_sin_cache", table, "rows", 4 * table.element_size()),
+        ("q_quant", call.q_quant, "heads", codes_alignment),
+    ):
+        size = tensor.element_size()
+        strides = [tensor.stride(axis) * size for axis in range(tensor.dim() - 1) if tensor.shape[axis] > 1]
+        if tensor.data_ptr() % alignment or any(stride % alignment for stride in strides):
+            return (
+                f"{what} of {name} must be {alignment}-byte aligned, got address {tensor.data_ptr():#x} and "
+                f"strides {tuple(tensor.stride())}"
+            )
+    if index_q.shape[0] * max(index_q.shape[1], HEADS_AT_ONCE) >= 2**31:
+        return f"there must be fewer than 2^31 heads, got {index_q.shape[0]} x {index_q.shape[1]}"
+    return ""
 
 
-def fp8_keys(config: Any, tp: int, arch: str) -> list[QueryKey]:
+def key_of(call: QueryFp8Call | QueryMxfp4Call) -> QueryKey:
+    tensors = call.index_q_cos_sin_cache, call.index_weights, call.weights_out
+    sizes = (tensor.element_size() for tensor in tensors)
+    size = size_of(call.index_q.shape[0] * call.index_q.shape[1])
+    return _key(call.index_q.device.index, call.e2m1_rounding, call.index_hadamard, size, *sizes)
+
+
+def arguments(call: QueryFp8Call | QueryMxfp4Call) -> tuple[Any, ...]:
+    """What the kernel's entry point takes. Rows and heads of one byte per column or less have strides in bytes."""
+    table, weights, scales, out = call.index_q_cos_sin_cache, call.index_weights, call.q_scale, call.weights_out
+    return (
+        call.positions,
+        call.index_q,
+        table.data_ptr(),
+        table.stride(0) * table.element_size(),
+        table.shape[0],
+        weights.data_ptr(),
+        weights.stride(0) * weights.element_size(),
+        call.index_weights_softmax_scale,
+        call.index_weights_head_scale,
+        call.q_quant.data_ptr(),
+        call.q_quant.stride(0),
+        call.q_quant.stride(1),
+        0 if scales is None else scales.data_ptr(),
+        0 if scales is None else scales.stride(0) * 4,
+        out.data_ptr(),
+        out.stride(0) * out.element_size(),
+        call.round_weights,
+        call.use_pdl,
+    )
+
+
+def launch(call: QueryFp8Call | QueryMxfp4Call) -> None:
+    """Run the kernel on the current stream of index_q's device; without tokens or heads there is nothing to run."""
+    if call.index_q.shape[0] * call.index_q.shape[1] > 0:
+        launch_key(key_of(call), call.index_q.device.index, *arguments(call))
+
+
+def fp8_keys(config: ModelConfig, tp: int, arch: str) -> list[QueryKey]:
     """Layers with an FP8 cache of indexer keys, with or without a Hadamard transform."""
     if 4 not in config.compress_ratios:
         return []
     return [key for transformed in (False, True) for key in keys(arch, "", transformed)]
 
 
-def fp8_call(
-    positions: Any,
-    index_q: Any,
-    index_q_cos_sin_cache: Any,
-    index_weights: Any,
-    index_weights_softmax_scale: float,
-    index_weights_head_scale: float,
-    index_hadamard: bool,
-    q_quant: Any,
-    weights_out: Any,
-    round_weights: bool,
-    use_pdl: bool,
-) -> QueryCall:
-    """Of arguments in the schema's order."""
-    inputs = (positions, index_q, index_q_cos_sin_cache, index_weights)
-    factors = (index_weights_softmax_scale, index_weights_head_scale)
-    return QueryCall(*inputs, *factors, "", index_hadamard, q_quant, None, weights_out, round_weights, use_pdl)
-
-
-def supports_fp8(*args: Any) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    return fp8_call(*args).supported()
-
-
-def launch_fp8(*args: Any) -> None:
-    """Run the kernel on the current stream of index_q's device. Arguments in the schema's order, checked, supported."""
-    fp8_call(*args).launch()
-
-
-FP8 = OpKernel(launch_fp8, supports_fp8, fp8_keys)
-
-
-def mxfp4_keys(config: Any, tp: int, arch: str) -> list[QueryKey]:
+def mxfp4_keys(config: ModelConfig, tp: int, arch: str) -> list[QueryKey]:
     """Layers with an MXFP4 cache of indexer keys: either rounding, with or without a Hadamard transform."""
     if 4 not in config.compress_ratios:
         return []
@@ -521,14 +467,5 @@ def mxfp4_keys(config: Any, tp: int, arch: str) -> list[QueryKey]:
     return [key for form in forms for key in keys(arch, *form)]
 
 
-def supports_mxfp4(*args: Any) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    return QueryCall(*args).supported()
-
-
-def launch_mxfp4(*args: Any) -> None:
-    """Run the kernel on the current stream of index_q's device. Arguments in the schema's order, checked, supported."""
-    QueryCall(*args).launch()
-
-
-MXFP4 = OpKernel(launch_mxfp4, supports_mxfp4, mxfp4_keys)
+FP8 = OpKernel[QueryFp8Call](launch, why_not, fp8_keys)
+MXFP4 = OpKernel[QueryMxfp4Call](launch, why_not, mxfp4_keys)

@@ -13,7 +13,6 @@ Contiguous keys are in one page, which counts as a multiple of 64.
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any
 
 from cute_kernels.formats import round_up
 from cute_kernels.indexer.blackwell.logits import PAGE_BOX, BlackwellLogitsKey
@@ -22,8 +21,10 @@ from cute_kernels.indexer.hopper.logits import LogitsKey
 from cute_kernels.indexer.hopper.logits_mxfp4 import Mxfp4LogitsKey
 from cute_kernels.indexer.mma_sync.logits import HEAD_TILE, ROWS, PortableLogitsKey
 from cute_kernels.indexer.params import KEY_TILE
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL
+from cute_kernels.runtime.key import KernelKey
 
 HOPPER = "sm_90a"
 MOST_HEADS, HEAD_STEP = 64, 16
@@ -46,7 +47,7 @@ def has_own(arch: str, heads: int, page_rows: int = KEY_TILE) -> bool:
 
 def is_safe(op: str, arch: str, device_index: int) -> bool:
     """Whether the architecture's own kernels, where they take a call of this op, may run."""
-    return arch == HOPPER or trust.is_trusted(op, device_index)
+    return arch == HOPPER or trust.is_trusted(op, BlackwellLogitsKey.kernel_name, device_index)
 
 
 @cache
@@ -85,19 +86,19 @@ def rows_of_portable_group(rows: int) -> int:
     return min(reversed(ROWS[1:]), key=lambda size: round_up(rows, size)) if rows > 1 else 1
 
 
-def heads_of(config: Any) -> int | None:
+def heads_of(config: ModelConfig) -> int | None:
     """Index heads of a model that has an indexer, if there are kernels for so many."""
     heads = int(config.index_n_heads)
     return heads if 4 in config.compress_ratios and 0 < heads <= MOST_HEADS else None
 
 
-def deployment_keys(config: Any, arch: str, paged: bool) -> list[Any]:
+def deployment_keys(config: ModelConfig, arch: str, paged: bool) -> list[KernelKey]:
     """Those of own kernels, or portable ones; both where own ones run only if they are trusted. Of every format, and of
     pages of 64 keys every size of a group. Every rank has all index heads."""
     heads = heads_of(config)
     if heads is None:
         return []
-    own: list[Any] = []
+    own: list[KernelKey] = []
     if has_own(arch, heads):
         formats = [(mxfp4, most_rows(arch, heads, mxfp4) if paged else 1) for mxfp4 in (False, True)]
         own = [own_key(arch, heads, row + 1, paged, mxfp4=mxfp4) for mxfp4, rows in formats for row in range(rows)]
@@ -107,7 +108,7 @@ def deployment_keys(config: Any, arch: str, paged: bool) -> list[Any]:
     return [*own, *(portable_key(arch, heads, rows, paged, mxfp4) for mxfp4 in (False, True) for rows in sizes)]
 
 
-def ctas(key: Any, requests: int, rows: int, columns: int, multiprocessors: int) -> int:
+def ctas(key: OwnKey | PortableLogitsKey, requests: int, rows: int, columns: int, multiprocessors: int) -> int:
     """One for every multiprocessor, if there are that many tiles."""
     tiles = requests * -(-rows // key.rows) * -(-columns // key.config.keys)
     return max(1, min(multiprocessors, tiles))

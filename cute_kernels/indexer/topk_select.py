@@ -7,8 +7,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import torch
+
+from cute_kernels.indexer.call import AllVisibleCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, GROUPS, TopKKey
 from cute_kernels.indexer.topk_held import HeldTopKKey
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_of
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
@@ -96,7 +100,7 @@ def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
     return next((key for key in keys if width <= key.capacity), max(keys, key=lambda key: key.capacity))
 
 
-def groups_for(key: Any, k: int) -> int:
+def groups_for(key: TopKKey, k: int) -> int:
     """Maxima of a thread: twice as many of all threads as there are picks leave 1.4 k candidates of a random row."""
     groups = 1
     while groups < GROUPS and groups * 32 * key.warps * key.cluster < 2 * k:
@@ -104,7 +108,7 @@ def groups_for(key: Any, k: int) -> int:
     return groups
 
 
-def share_for(key: Any, k: int) -> int:
+def share_for(key: TopKKey, k: int) -> int:
     """Of k, a warp's."""
     return -(-k // (key.warps * key.cluster))
 
@@ -116,13 +120,13 @@ def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, i
     return key, share_for(key, k), groups_for(key, k)
 
 
-def width_of(logits: Any) -> int:
+def width_of(logits: torch.Tensor) -> int:
     """Columns of a row, and those before it up to a multiple of 16 bytes, at most."""
     is_aligned = logits.data_ptr() % 16 == 0 and (logits.shape[0] <= 1 or logits.stride(0) % 4 == 0)
     return int(logits.shape[1]) + (0 if is_aligned else 3)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[TopKKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[TopKKey]:
     """Layers with an indexer, with rows of any length."""
     return keys_of(arch) if 4 in config.compress_ratios else []
 
@@ -133,23 +137,23 @@ LOCAL = 0, 0, 0, 1
 """No block table: columns are written as they are."""
 
 
-def check(logits: Any, num_rows: int, k: int) -> tuple[bool, str]:
-    """Whether `run` can take these (checked) arguments, and if not, why."""
+def why_not(logits: torch.Tensor, num_rows: int, k: int) -> str:
+    """Why `run` cannot take these (checked) arguments; empty if it can."""
     if k > MOST_PICKS:
-        return False, f"k must be at most {MOST_PICKS}, got {k}"
+        return f"k must be at most {MOST_PICKS}, got {k}"
     if num_rows >= MOST_ROWS:
-        return False, f"there must be fewer than {MOST_ROWS} rows, got {num_rows}"
+        return f"there must be fewer than {MOST_ROWS} rows, got {num_rows}"
     key = max(keys_of(arch_of(logits.device.index)), key=lambda key: key.capacity)
     if width_of(logits) > key.capacity:
-        return False, f"rows must have at most {key.capacity} columns on {key.arch}, got {logits.shape[1]}"
-    return True, ""
+        return f"rows must have at most {key.capacity} columns on {key.arch}, got {logits.shape[1]}"
+    return ""
 
 
 def run(
-    logits: Any,
+    logits: torch.Tensor,
     starts: tuple[int, int],
     ends: tuple[int, int, int, int],
-    out: Any,
+    out: torch.Tensor,
     rows: int,
     k: int,
     limit: int | None = None,
@@ -174,9 +178,9 @@ def run(
 
 
 def arguments(
-    logits: Any,
+    logits: torch.Tensor,
     bounds: tuple[tuple[int, ...], ...],
-    out: Any,
+    out: torch.Tensor,
     rows: int,
     k: int,
     share: int,
@@ -192,10 +196,10 @@ def arguments(
 
 def launch_with(
     key: TopKKey,
-    logits: Any,
-    starts: Any,
-    ends: Any,
-    out: Any,
+    logits: torch.Tensor,
+    starts: tuple[int, int],
+    ends: tuple[int, int, int, int],
+    out: torch.Tensor,
     rows: int,
     k: int,
     slots: tuple[int, int, int, int] = LOCAL,
@@ -209,43 +213,48 @@ def launch_with(
 # ---- ops
 
 
-def supports_prefill(logits: Any, row_starts: Any, row_ends: Any, out: Any, num_rows: int, k: int) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    return check(logits, num_rows, k)
+def why_not_prefill(call: TopKPrefillCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    return why_not(call.logits, call.num_rows, call.k)
 
 
-def launch_prefill(logits: Any, row_starts: Any, row_ends: Any, out: Any, num_rows: int, k: int) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
-    run(logits, *prefill_bounds(row_starts, row_ends), out, num_rows, k)
+def launch_prefill(call: TopKPrefillCall) -> None:
+    """Run the kernel on the current stream of out's device."""
+    run(call.logits, *prefill_bounds(call.row_starts, call.row_ends), call.out, call.num_rows, call.k)
 
 
-def prefill_bounds(row_starts: Any, row_ends: Any) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+def prefill_bounds(
+    row_starts: torch.Tensor, row_ends: torch.Tensor
+) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
     """Starts and ends as `run` takes them."""
     starts = row_starts.data_ptr(), row_starts.stride(0) * 4
     return starts, (row_ends.data_ptr(), row_ends.stride(0) * 4, 0, 1)
 
 
-def supports_decode(
-    logits: Any, seq_lens: Any, out: Any, num_rows: int, k: int, slot_block_table: Any, slot_rows_per_page: int
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    return check(logits, num_rows, k)
+def why_not_decode(call: TopKDecodeCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    return why_not(call.logits, call.num_rows, call.k)
 
 
-def launch_decode(
-    logits: Any, seq_lens: Any, out: Any, num_rows: int, k: int, slot_block_table: Any, slot_rows_per_page: int
-) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
-    run(logits, *decode_bounds(seq_lens), out, num_rows, k, slots=slots(slot_block_table, slot_rows_per_page))
+def launch_decode(call: TopKDecodeCall) -> None:
+    """Run the kernel on the current stream of out's device."""
+    run(
+        call.logits,
+        *decode_bounds(call.seq_lens),
+        call.out,
+        call.num_rows,
+        call.k,
+        slots=slots(call.slot_block_table, call.slot_rows_per_page),
+    )
 
 
-def decode_bounds(seq_lens: Any) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+def decode_bounds(seq_lens: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
     """Starts and ends as `run` takes them."""
     request, token = (4 * stride for stride in seq_lens.stride())
     return (0, 0), (seq_lens.data_ptr(), request, token, seq_lens.shape[1])
 
 
-def slots(block_table: Any, rows_per_page: int) -> tuple[int, int, int, int]:
+def slots(block_table: torch.Tensor | None, rows_per_page: int) -> tuple[int, int, int, int]:
     """The block table as `run` takes it."""
     if block_table is None:
         return LOCAL
@@ -253,26 +262,26 @@ def slots(block_table: Any, rows_per_page: int) -> tuple[int, int, int, int]:
     return block_table.data_ptr() or 4, block_table.stride(0) * 4, block_table.shape[1], rows_per_page
 
 
-def supports_all_visible(visible: Any, out: Any, slot_block_table: Any, slot_rows_per_page: int) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    if out.shape[0] >= MOST_ROWS:
-        return False, f"there must be fewer than {MOST_ROWS} rows, got {out.shape[0]}"
-    return True, ""
+def why_not_all_visible(call: AllVisibleCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    if call.out.shape[0] >= MOST_ROWS:
+        return f"there must be fewer than {MOST_ROWS} rows, got {call.out.shape[0]}"
+    return ""
 
 
-def launch_all_visible(visible: Any, out: Any, slot_block_table: Any, slot_rows_per_page: int) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked, supported."""
-    rows, k = out.shape
+def launch_all_visible(call: AllVisibleCall) -> None:
+    """Run the kernel on the current stream of out's device."""
+    rows, k = call.out.shape
     if rows == 0:
         return
     # rows that all have at most k columns: columns without scores: nobody looks at them
     scores = 0, 0, k
-    starts, ends = decode_bounds(visible)
-    numbers = *scores, *starts, *ends, k, 0, *slots(slot_block_table, slot_rows_per_page), rows, k
-    key = held_key(arch_of(out.device.index), HELD[0][1], False)
-    launch_key(key, out.device.index, out, *numbers, 0, 1, 0)
+    starts, ends = decode_bounds(call.visible)
+    numbers = *scores, *starts, *ends, k, 0, *slots(call.slot_block_table, call.slot_rows_per_page), rows, k
+    key = held_key(arch_of(call.out.device.index), HELD[0][1], False)
+    launch_key(key, call.out.device.index, call.out, *numbers, 0, 1, 0)
 
 
-PREFILL = OpKernel(launch_prefill, supports_prefill, deployment_keys)
-DECODE = OpKernel(launch_decode, supports_decode, deployment_keys)
-ALL_VISIBLE = OpKernel(launch_all_visible, supports_all_visible, deployment_keys)
+PREFILL = OpKernel(launch_prefill, why_not_prefill, deployment_keys)
+DECODE = OpKernel(launch_decode, why_not_decode, deployment_keys)
+ALL_VISIBLE = OpKernel(launch_all_visible, why_not_all_visible, deployment_keys)

@@ -112,6 +112,19 @@ _POISON_INDEX = -77_777
 _TOP_K = ((3, 100, 512), (7, 3001, 512), (5, 8192, 1024), (3, 20000, 2048), (2, 32768, 1), (3, 70000, 512))
 """(rows, columns, k)."""
 
+_MANY_TOP_K = (
+    (3, 6000, 512),
+    (3, 12000, 512),
+    (130, 3000, 512),
+    (130, 6000, 512),
+    (130, 9000, 700),
+    (264, 4100, 512),
+    (17, 40000, 512),
+    (17, 140000, 1024),
+    (17, 270000, 512),
+)
+"""The same, for kernels that others are too few or too narrow for."""
+
 
 def _scores(rows: int, columns: int) -> torch.Tensor:
     """Random scores, every bit pattern, few levels, nothing but NaN: each in some row."""
@@ -134,9 +147,10 @@ def _name(rows: int, columns: int, k: int) -> str:
 
 def top_k_prefill() -> Iterator[Example]:
     """top_k_per_row_prefill(logits, row_starts, row_ends, out, num_rows, k)"""
-    for rows, columns, k in _TOP_K:
+    for rows, columns, k in _TOP_K + _MANY_TOP_K:
         starts = torch.arange(rows, dtype=torch.int32) * 5 - 2
-        ends = torch.tensor([columns, columns - 1, columns + 9, k + 3, columns // 2, -1, 2**31 - 1])[:rows].int()
+        ends = torch.tensor([columns, columns - 1, columns + 9, k + 3, columns // 2, -1, 2**31 - 1]).int()
+        ends = ends.repeat(-(-rows // 7))[:rows]
         yield Example(_name(rows, columns, k), (_scores(rows, columns), starts, ends, _out(rows, k), rows, k))
 
 
@@ -193,10 +207,13 @@ _PAGED = (
     (5, 1, 64, 64, _FP8),
     (3, 2, 64, 128, _FP8),
     (4, 3, 48, 16, _FP8),
+    (3, 3, 64, 64, _FP8),
     (2, 4, 64, 64, _FP8),
     (3, 7, 16, 8, _FP8),
     (4, 2, 64, 12, _FP8),
     (5, 1, 64, 64, _MXFP4),
+    (3, 2, 64, 64, _MXFP4),
+    (2, 3, 64, 64, _MXFP4),
     (3, 4, 64, 64, _MXFP4),
     (4, 2, 32, 20, _WIDE),
 )

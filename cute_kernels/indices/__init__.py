@@ -3,7 +3,7 @@
 
 ops.py                 what users call: schemas, checks, costs
 reference.py           what it means, in torch; also the CPU implementation
-step.py                the arguments of build_step_metadata, and where its results lie
+call.py                calls, their arguments by name; where the results of build_step_metadata lie
 launching.py           what the launches of the kernels below share
 
 window.py              kernel: slots of decode windows

@@ -17,6 +17,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import LANES, BlockTable, Matrix, block_table, matrix, store_run, visible_entries
 from cute_kernels.dsl.tensor import address, length
+from cute_kernels.indices.call import C128aCall
 from cute_kernels.indices.launching import (
     WARPS,
     fake,
@@ -24,11 +25,13 @@ from cute_kernels.indices.launching import (
     instructions,
     load_position,
     page_argument,
-    pages_fit,
+    too_many_entries,
 )
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ class EntriesKernel:
                     store_run(target + Int64(entry) * 4, entries, entry < columns)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[EntriesKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[EntriesKey]:
     """Models with layers of ratio 128 build these tables; positions are int64."""
     return [EntriesKey(arch, width) for width in (4, 1)] if 128 in config.compress_ratios else []
 
@@ -170,58 +173,36 @@ def _key(device_index: int, width: int, wide_positions: bool, is_shift: bool) ->
     return EntriesKey(arch_of(device_index), width, wide_positions, is_shift)
 
 
-def supports(
-    positions: Any,
-    compress_ratio: int,
-    num_decode_tokens: int,
-    token_to_req_indices: Any,
-    block_table: Any,
-    block_size: int,
-    slot_mapping: Any,
-    global_decode_buffer: Any,
-    decode_lens_buffer: Any,
-    prefill_buffer: Any,
-    max_compressed_tokens: int,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    tokens = compress_ratio * max(max_compressed_tokens, 1)
+def why_not(call: C128aCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    tokens = call.compress_ratio * max(call.max_compressed_tokens, 1)
     if tokens >= 2**31:
-        return False, f"the entries of a row must stand for fewer than 2^31 tokens, got {tokens}"
-    return pages_fit("block_table", block_table, block_size)
+        return f"the entries of a row must stand for fewer than 2^31 tokens, got {tokens}"
+    return too_many_entries("block_table", call.block_table, call.block_size)
 
 
-def launch(
-    positions: Any,
-    compress_ratio: int,
-    num_decode_tokens: int,
-    token_to_req_indices: Any,
-    block_table: Any,
-    block_size: int,
-    slot_mapping: Any,
-    global_decode_buffer: Any,
-    decode_lens_buffer: Any,
-    prefill_buffer: Any,
-    max_compressed_tokens: int,
-) -> None:
-    """Run the kernel on the current stream of the tensors' device. Arguments in the schema's order, checked and
-    supported."""
-    if positions.shape[0] == 0:
+def launch(call: C128aCall) -> None:
+    """Run the kernel on the current stream of the tensors' device."""
+    if call.positions.shape[0] == 0:
         return
-    device_index = positions.device.index
-    width = group_width((), global_decode_buffer, prefill_buffer)
-    is_shift, pages = page_argument(block_size)
+    device_index = call.positions.device.index
+    width = group_width((), call.global_decode_buffer, call.prefill_buffer)
+    is_shift, pages = page_argument(call.block_size)
     launch_key(
-        _key(device_index, width, positions.element_size() == 8, is_shift),
+        _key(device_index, width, call.positions.element_size() == 8, is_shift),
         device_index,
-        positions,
-        token_to_req_indices,
-        slot_mapping,
-        decode_lens_buffer,
-        block_table,
-        global_decode_buffer,
-        prefill_buffer,
-        num_decode_tokens,
-        max_compressed_tokens,
-        compress_ratio,
+        call.positions,
+        call.token_to_req_indices,
+        call.slot_mapping,
+        call.decode_lens_buffer,
+        call.block_table,
+        call.global_decode_buffer,
+        call.prefill_buffer,
+        call.num_decode_tokens,
+        call.max_compressed_tokens,
+        call.compress_ratio,
         *pages,
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

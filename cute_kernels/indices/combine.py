@@ -25,10 +25,13 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import LANES, Batch, Matrix, load_run, matrix, store_run, visible_entries
 from cute_kernels.dsl.tensor import address, length
+from cute_kernels.indices.call import CombineCall
 from cute_kernels.indices.launching import MANY_ROWS, MOST_ROWS, WARPS, fake, group_width, instructions
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ SHORT, LONG = 3, 5
 1024 rows, and 512 picks with 8192 rows took 10.6 µs with five instead of 11.4 (perf/log/data/indices_4.txt)."""
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[CombineKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[CombineKey]:
     """Prefill of every kind of layer."""
     return [CombineKey(arch, width, groups) for width in (4, 1) for groups in (SHORT, LONG)]
 
@@ -177,62 +180,44 @@ def _key(device_index: int, width: int, groups: int) -> CombineKey:
     return CombineKey(arch_of(device_index), width, groups)
 
 
-def supports(
-    topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    gather_lens: Any,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    M: int,
-    N: int,
-    out_indices: Any,
-    out_lens: Any,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
+def why_not(call: CombineCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
     for name, value, limit in (
-        ("the columns of out", out_indices.shape[1], MOST_ROWS),
-        ("compress_ratio", compress_ratio, 2**31),
-        ("M", M, 2**31),
+        ("the columns of out", call.out_indices.shape[1], MOST_ROWS),
+        ("compress_ratio", call.compress_ratio, 2**31),
+        ("M", call.M, 2**31),
     ):
         if value >= limit:
-            return False, f"{name} must be below {limit}, got {value}"
-    return True, ""
+            return f"{name} must be below {limit}, got {value}"
+    return ""
 
 
-def launch(
-    topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    gather_lens: Any,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    M: int,
-    N: int,
-    out_indices: Any,
-    out_lens: Any,
-) -> None:
-    """Run the kernel on the current stream of the tensors' device. Arguments in the schema's order, checked and
-    supported."""
-    if topk_indices.shape[0] == 0:
+def launch(call: CombineCall) -> None:
+    """Run the kernel on the current stream of the tensors' device."""
+    if call.topk_indices.shape[0] == 0:
         return
-    device_index = topk_indices.device.index
+    device_index = call.topk_indices.device.index
     # without picks nothing is read from topk_indices, whatever its address
-    width = group_width((topk,), topk_indices, out_indices) if topk else group_width((), out_indices)
-    launch_key(
-        _key(device_index, width, SHORT if topk_indices.shape[0] < MANY_ROWS else LONG),
-        device_index,
-        topk_indices,
-        query_start_loc,
-        seq_lens,
-        gather_lens,
-        out_indices,
-        out_lens,
-        window_size,
-        max(compress_ratio, 1),
-        topk,
-        M,
-        N,
+    width = (
+        group_width((call.topk,), call.topk_indices, call.out_indices)
+        if call.topk
+        else group_width((), call.out_indices)
     )
+    launch_key(
+        _key(device_index, width, SHORT if call.topk_indices.shape[0] < MANY_ROWS else LONG),
+        device_index,
+        call.topk_indices,
+        call.query_start_loc,
+        call.seq_lens,
+        call.gather_lens,
+        call.out_indices,
+        call.out_lens,
+        call.window_size,
+        max(call.compress_ratio, 1),
+        call.topk,
+        call.M,
+        call.N,
+    )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

@@ -82,9 +82,9 @@ def page_argument(*page_rows: int) -> tuple[bool, tuple[int, ...]]:
     return True, tuple(rows.bit_length() - 1 for rows in page_rows)
 
 
-def pages_fit(name: str, block_table: Any, block_size: int) -> tuple[bool, str]:
-    """Whether the entries of a row of a block table can be numbered, and if not, why."""
+def too_many_entries(name: str, block_table: Any, block_size: int) -> str:
+    """Why the entries of a row of a block table cannot be numbered; empty if they can."""
     entries = max(block_table.shape[1], 1) * block_size
     if entries <= MOST_ROWS:
-        return True, ""
-    return False, f"a row of {name} must have at most {MOST_ROWS} entries, got {entries}"
+        return ""
+    return f"a row of {name} must have at most {MOST_ROWS} entries, got {entries}"

@@ -36,19 +36,22 @@ from cute_kernels.dsl.paging import (
     visible_entries,
 )
 from cute_kernels.dsl.tensor import address, length
+from cute_kernels.indices.call import MixedCall
 from cute_kernels.indices.launching import (
     MOST_ROWS,
     fake,
     group_width,
     instructions,
     page_argument,
-    pages_fit,
     shape_for,
     shapes_for,
+    too_many_entries,
 )
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ class MixedKernel:
         ptx.store_global_s32(lens + Int64(row) * 4, window + count, thread == 0)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[MixedKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[MixedKey]:
     """Every kind of layer: window alone, picks of the indexer (request-local), all entries (as slots)."""
     keys = []
     for width in (4, 1):
@@ -248,93 +251,59 @@ def _key(
     return MixedKey(arch_of(device_index), width, is_shift, warps, groups, through_l1, is_local)
 
 
-def supports(
-    decode_swa_indices: Any,
-    decode_compressed_indices: Any,
-    decode_compressed_topk_lens: Any,
-    prefill_topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    token_to_req_indices: Any,
-    swa_block_table: Any,
-    swa_block_size: int,
-    compressed_block_table: Any,
-    compressed_block_size: int,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool,
-    decode_is_valid_token: Any,
-    sparse_indices: Any,
-    sparse_topk_lens: Any,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
+def why_not(call: MixedCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
     for name, value, limit in (
-        ("the columns of out", sparse_indices.shape[1], MOST_ROWS),
-        ("compress_ratio", compress_ratio, 2**31),
+        ("the columns of out", call.sparse_indices.shape[1], MOST_ROWS),
+        ("compress_ratio", call.compress_ratio, 2**31),
     ):
         if value >= limit:
-            return False, f"{name} must be below {limit}, got {value}"
-    fits, why = pages_fit("swa_block_table", swa_block_table, swa_block_size)
-    if not fits or compressed_block_table is None:
-        return fits, why
-    return pages_fit("compressed_block_table", compressed_block_table, compressed_block_size)
+            return f"{name} must be below {limit}, got {value}"
+    why = too_many_entries("swa_block_table", call.swa_block_table, call.swa_block_size)
+    if why or call.compressed_block_table is None:
+        return why
+    return too_many_entries("compressed_block_table", call.compressed_block_table, call.compressed_block_size)
 
 
-def launch(
-    decode_swa_indices: Any,
-    decode_compressed_indices: Any,
-    decode_compressed_topk_lens: Any,
-    prefill_topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    token_to_req_indices: Any,
-    swa_block_table: Any,
-    swa_block_size: int,
-    compressed_block_table: Any,
-    compressed_block_size: int,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool,
-    decode_is_valid_token: Any,
-    sparse_indices: Any,
-    sparse_topk_lens: Any,
-) -> None:
-    """Run the kernel on the current stream of the tensors' device. Arguments in the schema's order, checked and
-    supported."""
-    if sparse_indices.shape[0] == 0:
+def launch(call: MixedCall) -> None:
+    """Run the kernel on the current stream of the tensors' device."""
+    if call.sparse_indices.shape[0] == 0:
         return
-    device_index = sparse_indices.device.index
+    device_index = call.sparse_indices.device.index
     # what is not there is never read: anything of the same kind stands in for it
-    decode = decode_swa_indices[:, :0] if decode_compressed_indices is None else decode_compressed_indices
-    table = swa_block_table[:, :0] if compressed_block_table is None else compressed_block_table
-    read = [matrix for matrix in (decode_swa_indices, decode, prefill_topk_indices) if matrix.numel()]
-    width = group_width((window_size, *(matrix.shape[1] for matrix in read)), *read, sparse_indices)
-    compressed_rows = swa_block_size if compressed_block_table is None else compressed_block_size
-    is_shift, pages = page_argument(swa_block_size, compressed_rows)
+    decode = (
+        call.decode_swa_indices[:, :0] if call.decode_compressed_indices is None else call.decode_compressed_indices
+    )
+    table = call.swa_block_table[:, :0] if call.compressed_block_table is None else call.compressed_block_table
+    read = [matrix for matrix in (call.decode_swa_indices, decode, call.prefill_topk_indices) if matrix.numel()]
+    width = group_width((call.window_size, *(matrix.shape[1] for matrix in read)), *read, call.sparse_indices)
+    compressed_rows = call.swa_block_size if call.compressed_block_table is None else call.compressed_block_size
+    is_shift, pages = page_argument(call.swa_block_size, compressed_rows)
     launch_key(
         _key(
             device_index,
             width,
             is_shift,
-            *shape_for(sparse_indices.shape[0], sparse_indices.shape[1] - window_size, width),
-            decode_compressed_indices_are_local and decode.shape[1] > 0,
+            *shape_for(call.sparse_indices.shape[0], call.sparse_indices.shape[1] - call.window_size, width),
+            call.decode_compressed_indices_are_local and decode.shape[1] > 0,
         ),
         device_index,
-        decode_swa_indices,
+        call.decode_swa_indices,
         decode,
-        prefill_topk_indices,
-        swa_block_table,
+        call.prefill_topk_indices,
+        call.swa_block_table,
         table,
-        sparse_indices,
-        query_start_loc,
-        seq_lens,
-        token_to_req_indices,
-        sparse_topk_lens,
-        0 if decode_compressed_topk_lens is None else decode_compressed_topk_lens.data_ptr(),
-        0 if decode_is_valid_token is None else decode_is_valid_token.data_ptr(),
+        call.sparse_indices,
+        call.query_start_loc,
+        call.seq_lens,
+        call.token_to_req_indices,
+        call.sparse_topk_lens,
+        0 if call.decode_compressed_topk_lens is None else call.decode_compressed_topk_lens.data_ptr(),
+        0 if call.decode_is_valid_token is None else call.decode_is_valid_token.data_ptr(),
         *pages,
-        max(compress_ratio, 1),
-        topk,
+        max(call.compress_ratio, 1),
+        call.topk,
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

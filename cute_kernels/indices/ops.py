@@ -9,10 +9,10 @@ import torch
 
 from cute_kernels.formats import round_up
 from cute_kernels.indices import reference
-from cute_kernels.indices.step import Call, StepLayout
-from cute_kernels.runtime import validate
-from cute_kernels.runtime.arguments import of_arguments
+from cute_kernels.indices.call import C128aCall, CombineCall, MixedCall, StepCall, StepLayout, TranslateCall, WindowCall
+from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
 __all__ = [
@@ -75,47 +75,37 @@ def mixed_width(window_size: int, topk: int, decode_compressed_indices: torch.Te
 # ---- slots
 
 
-def _check_swa(
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    is_valid_token: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    window_size: int,
-    out_indices: torch.Tensor,
-    out_lens: torch.Tensor,
-) -> None:
+def _check_swa(call: WindowCall) -> None:
     c = Checker("compute_decode_swa_indices")
-    c.tensor("positions", positions, POSITION_DTYPES, ("D",))
-    check_rows(c, "token_to_req_indices", token_to_req_indices, torch.int32, positions.shape[0])
-    check_rows(c, "is_valid_token", is_valid_token, torch.bool, positions.shape[0])
-    check_pages(c, "block_table", block_table, "block_size", block_size)
-    c.require(window_size > 0, "window_size", "a positive number", window_size)
-    c.tensor("out_indices", out_indices, torch.int32, ("D", 1, window_size))
-    c.tensor("out_lens", out_lens, torch.int32, ("D",))
+    c.tensor("positions", call.positions, POSITION_DTYPES, ("D",))
+    check_rows(c, "token_to_req_indices", call.token_to_req_indices, torch.int32, call.positions.shape[0])
+    check_rows(c, "is_valid_token", call.is_valid_token, torch.bool, call.positions.shape[0])
+    check_pages(c, "block_table", call.block_table, "block_size", call.block_size)
+    c.require(call.window_size > 0, "window_size", "a positive number", call.window_size)
+    c.tensor("out_indices", call.out_indices, torch.int32, ("D", 1, call.window_size))
+    c.tensor("out_lens", call.out_lens, torch.int32, ("D",))
 
 
-def _cost_swa(
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    is_valid_token: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    window_size: int,
-    out_indices: torch.Tensor,
-    out_lens: torch.Tensor,
-) -> Cost:
-    rows = positions.shape[0]
-    pages = rows * (-(-(window_size - 1) // block_size) + 1)
-    return Cost(bytes=nbytes(positions, out_indices, out_lens) + rows * 5 + pages * 4)
+def _cost_swa(call: WindowCall) -> Cost:
+    rows = call.positions.shape[0]
+    pages = 4 * rows * (-(-(call.window_size - 1) // call.block_size) + 1)
+    moved = nbytes(call.positions, call.out_indices, call.out_lens) + rows * 5
+    return Cost(bytes=moved + min(pages, nbytes(call.block_table)))
+
+
+def _swa_kernel() -> OpKernel[WindowCall]:
+    from cute_kernels.indices.window import KERNEL
+
+    return KERNEL
 
 
 _swa = define_op(
     "compute_decode_swa_indices(Tensor positions, Tensor token_to_req_indices, Tensor is_valid_token, "
     "Tensor block_table, SymInt block_size, SymInt window_size, Tensor(a!) out_indices, Tensor(b!) out_lens) -> ()",
+    WindowCall,
     check=_check_swa,
     reference=reference.compute_decode_swa_indices,
-    kernel="cute_kernels.indices.window",
+    kernel=_swa_kernel,
     cost=_cost_swa,
 )
 
@@ -156,47 +146,43 @@ def compute_decode_swa_indices(
         out_indices = torch.empty(rows, 1, max(window_size, 0), dtype=torch.int32, device=positions.device)
     if out_lens is None:
         out_lens = torch.empty(rows, dtype=torch.int32, device=positions.device)
-    _swa(positions, token_to_req_indices, is_valid_token, block_table, block_size, window_size, out_indices, out_lens)
+    _swa(
+        WindowCall(
+            positions, token_to_req_indices, is_valid_token, block_table, block_size, window_size, out_indices, out_lens
+        )
+    )
     return out_indices, out_lens
 
 
-def _check_global(
-    topk_indices: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    is_valid_token: torch.Tensor,
-    out_indices: torch.Tensor,
-    out_lens: torch.Tensor,
-) -> None:
+def _check_global(call: TranslateCall) -> None:
     c = Checker("compute_global_topk_indices_and_lens")
-    c.tensor("topk_indices", topk_indices, torch.int32, ("T", "K"))
-    check_rows(c, "token_to_req_indices", token_to_req_indices, torch.int32, topk_indices.shape[0])
-    check_pages(c, "block_table", block_table, "block_size", block_size)
-    check_rows(c, "is_valid_token", is_valid_token, torch.bool, topk_indices.shape[0])
-    c.tensor("out_indices", out_indices, torch.int32, ("T", "K"))
-    c.tensor("out_lens", out_lens, torch.int32, ("T",))
+    c.tensor("topk_indices", call.topk_indices, torch.int32, ("T", "K"))
+    check_rows(c, "token_to_req_indices", call.token_to_req_indices, torch.int32, call.topk_indices.shape[0])
+    check_pages(c, "block_table", call.block_table, "block_size", call.block_size)
+    check_rows(c, "is_valid_token", call.is_valid_token, torch.bool, call.topk_indices.shape[0])
+    c.tensor("out_indices", call.out_indices, torch.int32, ("T", "K"))
+    c.tensor("out_lens", call.out_lens, torch.int32, ("T",))
 
 
-def _cost_global(
-    topk_indices: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    is_valid_token: torch.Tensor,
-    out_indices: torch.Tensor,
-    out_lens: torch.Tensor,
-) -> Cost:
-    pages = min(topk_indices.numel(), topk_indices.shape[0] * block_table.shape[1])
-    return Cost(bytes=nbytes(topk_indices, out_indices, out_lens) + topk_indices.shape[0] * 5 + pages * 4)
+def _cost_global(call: TranslateCall) -> Cost:
+    rows, table = call.topk_indices.shape[0], call.block_table
+    pages = min(nbytes(call.topk_indices), 4 * rows * table.shape[1], nbytes(table))
+    return Cost(bytes=nbytes(call.topk_indices, call.out_indices, call.out_lens) + rows * 5 + pages)
+
+
+def _global_kernel() -> OpKernel[TranslateCall]:
+    from cute_kernels.indices.translate import KERNEL
+
+    return KERNEL
 
 
 _global = define_op(
     "compute_global_topk_indices_and_lens(Tensor topk_indices, Tensor token_to_req_indices, Tensor block_table, "
     "SymInt block_size, Tensor is_valid_token, Tensor(a!) out_indices, Tensor(b!) out_lens) -> ()",
+    TranslateCall,
     check=_check_global,
     reference=reference.compute_global_topk_indices_and_lens,
-    kernel="cute_kernels.indices.translate",
+    kernel=_global_kernel,
     cost=_cost_global,
 )
 
@@ -234,60 +220,46 @@ def compute_global_topk_indices_and_lens(
         out_indices = torch.empty(topk_indices.shape, dtype=torch.int32, device=topk_indices.device)
     if out_lens is None:
         out_lens = torch.empty(topk_indices.shape[0], dtype=torch.int32, device=topk_indices.device)
-    _global(topk_indices, token_to_req_indices, block_table, block_size, is_valid_token, out_indices, out_lens)
+    _global(
+        TranslateCall(
+            topk_indices, token_to_req_indices, block_table, block_size, is_valid_token, out_indices, out_lens
+        )
+    )
     return out_indices, out_lens
 
 
-def _check_c128a(
-    positions: torch.Tensor,
-    compress_ratio: int,
-    num_decode_tokens: int,
-    token_to_req_indices: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    slot_mapping: torch.Tensor,
-    global_decode_buffer: torch.Tensor,
-    decode_lens_buffer: torch.Tensor,
-    prefill_buffer: torch.Tensor,
-    max_compressed_tokens: int,
-) -> None:
+def _check_c128a(call: C128aCall) -> None:
     c = Checker("build_c128a_topk_metadata")
-    c.tensor("positions", positions, POSITION_DTYPES, ("T",))
-    rows, width = positions.shape[0], max_compressed_tokens
-    c.require(compress_ratio > 0, "compress_ratio", "a positive number", compress_ratio)
-    in_range = 0 <= num_decode_tokens <= rows
-    c.require(in_range, "num_decode_tokens", f"a number of 0 .. T = {rows}", num_decode_tokens)
-    check_rows(c, "token_to_req_indices", token_to_req_indices, torch.int32, num_decode_tokens)
-    check_pages(c, "block_table", block_table, "block_size", block_size)
-    check_rows(c, "slot_mapping", slot_mapping, torch.int64, num_decode_tokens)
+    c.tensor("positions", call.positions, POSITION_DTYPES, ("T",))
+    rows, width = call.positions.shape[0], call.max_compressed_tokens
+    c.require(call.compress_ratio > 0, "compress_ratio", "a positive number", call.compress_ratio)
+    in_range = 0 <= call.num_decode_tokens <= rows
+    c.require(in_range, "num_decode_tokens", f"a number of 0 .. T = {rows}", call.num_decode_tokens)
+    check_rows(c, "token_to_req_indices", call.token_to_req_indices, torch.int32, call.num_decode_tokens)
+    check_pages(c, "block_table", call.block_table, "block_size", call.block_size)
+    check_rows(c, "slot_mapping", call.slot_mapping, torch.int64, call.num_decode_tokens)
     c.require(width >= 0 and width % 128 == 0, "max_compressed_tokens", "a multiple of 128", width)
-    check_rows(c, "decode_lens_buffer", decode_lens_buffer, torch.int32, num_decode_tokens)
+    check_rows(c, "decode_lens_buffer", call.decode_lens_buffer, torch.int32, call.num_decode_tokens)
     for name, buffer, used in (
-        ("global_decode_buffer", global_decode_buffer, num_decode_tokens),
-        ("prefill_buffer", prefill_buffer, rows - num_decode_tokens),
+        ("global_decode_buffer", call.global_decode_buffer, call.num_decode_tokens),
+        ("prefill_buffer", call.prefill_buffer, rows - call.num_decode_tokens),
     ):
         c.tensor(name, buffer, torch.int32, (None, None))
         fits = buffer.shape[0] >= used and buffer.shape[1] >= width
         c.require(fits, name, f"at least {used} rows and {width} columns", list(buffer.shape))
 
 
-def _cost_c128a(
-    positions: torch.Tensor,
-    compress_ratio: int,
-    num_decode_tokens: int,
-    token_to_req_indices: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    slot_mapping: torch.Tensor,
-    global_decode_buffer: torch.Tensor,
-    decode_lens_buffer: torch.Tensor,
-    prefill_buffer: torch.Tensor,
-    max_compressed_tokens: int,
-) -> Cost:
-    counts = (positions[:num_decode_tokens].long().clamp(min=-1) + 1) // compress_ratio
-    pages = int(-(-counts.clamp(max=max_compressed_tokens) // block_size).sum())
-    written = positions.shape[0] * max_compressed_tokens * 4
-    return Cost(bytes=nbytes(positions) + written + num_decode_tokens * 16 + pages * 4)
+def _cost_c128a(call: C128aCall) -> Cost:
+    counts = (call.positions[: call.num_decode_tokens].long().clamp(min=-1) + 1) // call.compress_ratio
+    pages = int(-(-counts.clamp(max=call.max_compressed_tokens) // call.block_size).sum())
+    written = call.positions.shape[0] * call.max_compressed_tokens * 4
+    return Cost(bytes=nbytes(call.positions) + written + call.num_decode_tokens * 16 + pages * 4)
+
+
+def _c128a_kernel() -> OpKernel[C128aCall]:
+    from cute_kernels.indices.c128a import KERNEL
+
+    return KERNEL
 
 
 _c128a = define_op(
@@ -295,9 +267,10 @@ _c128a = define_op(
     "Tensor token_to_req_indices, Tensor block_table, SymInt block_size, Tensor slot_mapping, "
     "Tensor(a!) global_decode_buffer, Tensor(b!) decode_lens_buffer, "
     "Tensor(c!) prefill_buffer, SymInt max_compressed_tokens) -> ()",
+    C128aCall,
     check=_check_c128a,
     reference=reference.build_c128a_topk_metadata,
-    kernel="cute_kernels.indices.c128a",
+    kernel=_c128a_kernel,
     cost=_cost_c128a,
 )
 
@@ -340,17 +313,19 @@ def build_c128a_topk_metadata(
     rest of the buffers is not written. Raises ValueError or TypeError on arguments that do not fit.
     """
     _c128a(
-        positions,
-        compress_ratio,
-        num_decode_tokens,
-        token_to_req_indices,
-        block_table,
-        block_size,
-        slot_mapping,
-        global_decode_buffer,
-        decode_lens_buffer,
-        prefill_buffer,
-        max_compressed_tokens,
+        C128aCall(
+            positions,
+            compress_ratio,
+            num_decode_tokens,
+            token_to_req_indices,
+            block_table,
+            block_size,
+            slot_mapping,
+            global_decode_buffer,
+            decode_lens_buffer,
+            prefill_buffer,
+            max_compressed_tokens,
+        )
     )
     return (
         global_decode_buffer[:num_decode_tokens, :max_compressed_tokens],
@@ -362,61 +337,49 @@ def build_c128a_topk_metadata(
 # ---- both caches in one row
 
 
-def _check_combine(
-    topk_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    gather_lens: torch.Tensor,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    M: int,
-    N: int,
-    out_indices: torch.Tensor,
-    out_lens: torch.Tensor,
-) -> None:
+def _check_combine(call: CombineCall) -> None:
     c = Checker("combine_topk_swa_indices")
-    check_window(c, window_size, compress_ratio, topk)
-    c.tensor("topk_indices", topk_indices, torch.int32, ("T", None))
+    check_window(c, call.window_size, call.compress_ratio, call.topk)
+    c.tensor("topk_indices", call.topk_indices, torch.int32, ("T", None))
     c.require(
-        topk_indices.shape[1] >= topk, "topk_indices", f"at least topk = {topk} columns", list(topk_indices.shape)
+        call.topk_indices.shape[1] >= call.topk,
+        "topk_indices",
+        f"at least topk = {call.topk} columns",
+        list(call.topk_indices.shape),
     )
-    check_batch(c, query_start_loc, seq_lens)
-    c.tensor("gather_lens", gather_lens, torch.int32, ("R",))
-    c.require(N >= 0, "N", "a number >= 0", N)
-    c.require(M >= N, "M", f"at least N = {N}", M)
-    c.tensor("out", out_indices, torch.int32, ("T", combined_width(topk, window_size)))
-    c.tensor("out", out_lens, torch.int32, ("T",))
+    check_batch(c, call.query_start_loc, call.seq_lens)
+    c.tensor("gather_lens", call.gather_lens, torch.int32, ("R",))
+    c.require(call.N >= 0, "N", "a number >= 0", call.N)
+    c.require(call.M >= call.N, "M", f"at least N = {call.N}", call.M)
+    c.tensor("out", call.out_indices, torch.int32, ("T", combined_width(call.topk, call.window_size)))
+    c.tensor("out", call.out_lens, torch.int32, ("T",))
 
 
-def _cost_combine(
-    topk_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    gather_lens: torch.Tensor,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    M: int,
-    N: int,
-    out_indices: torch.Tensor,
-    out_lens: torch.Tensor,
-) -> Cost:
-    picks = topk_indices.shape[0] * topk * 4
-    return Cost(bytes=picks + nbytes(query_start_loc, seq_lens, gather_lens, out_indices, out_lens))
+def _cost_combine(call: CombineCall) -> Cost:
+    picks = call.topk_indices.shape[0] * call.topk * 4
+    return Cost(
+        bytes=picks + nbytes(call.query_start_loc, call.seq_lens, call.gather_lens, call.out_indices, call.out_lens)
+    )
 
 
-def _validate_combine(topk_indices: torch.Tensor, query_start_loc: torch.Tensor, *_: object) -> None:
-    validate.ascending("combine_topk_swa_indices", "query_start_loc", query_start_loc)
+def _validate_combine(call: CombineCall) -> None:
+    checks.ascending("combine_topk_swa_indices", "query_start_loc", call.query_start_loc)
+
+
+def _combine_kernel() -> OpKernel[CombineCall]:
+    from cute_kernels.indices.combine import KERNEL
+
+    return KERNEL
 
 
 _combine = define_op(
     "combine_topk_swa_indices(Tensor topk_indices, Tensor query_start_loc, Tensor seq_lens, Tensor gather_lens, "
     "SymInt window_size, SymInt compress_ratio, SymInt topk, SymInt M, SymInt N, Tensor(a!) out_indices, "
     "Tensor(b!) out_lens) -> ()",
+    CombineCall,
     check=_check_combine,
     reference=reference.combine_topk_swa_indices,
-    kernel="cute_kernels.indices.combine",
+    kernel=_combine_kernel,
     cost=_cost_combine,
     validate=_validate_combine,
 )
@@ -473,107 +436,79 @@ def combine_topk_swa_indices(
     else:
         indices, lens = c.pair("out", out, "indices, lens")
     _combine(
-        topk_indices,
-        query_start_loc,
-        seq_lens,
-        gather_lens,
-        window_size,
-        compress_ratio,
-        topk,
-        M,
-        N,
-        indices,
-        lens,
+        CombineCall(
+            topk_indices,
+            query_start_loc,
+            seq_lens,
+            gather_lens,
+            window_size,
+            compress_ratio,
+            topk,
+            M,
+            N,
+            indices,
+            lens,
+        )
     )
     return indices, lens
 
 
-def _check_mixed(
-    decode_swa_indices: torch.Tensor,
-    decode_compressed_indices: torch.Tensor | None,
-    decode_compressed_topk_lens: torch.Tensor | None,
-    prefill_topk_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    swa_block_table: torch.Tensor,
-    swa_block_size: int,
-    compressed_block_table: torch.Tensor | None,
-    compressed_block_size: int,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool,
-    decode_is_valid_token: torch.Tensor | None,
-    sparse_indices: torch.Tensor,
-    sparse_topk_lens: torch.Tensor,
-) -> None:
+def _check_mixed(call: MixedCall) -> None:
     c = Checker("build_flashinfer_mixed_sparse_indices")
-    check_window(c, window_size, compress_ratio, topk)
-    c.tensor("decode_swa_indices", decode_swa_indices, torch.int32, ("Dn", window_size))
-    c.tensor("decode_compressed_indices", decode_compressed_indices, torch.int32, ("Dn", None), optional=True)
-    decode = decode_swa_indices.shape[0]
-    check_rows(c, "decode_compressed_topk_lens", decode_compressed_topk_lens, torch.int32, decode, optional=True)
-    c.tensor("prefill_topk_indices", prefill_topk_indices, torch.int32, (None, None))
-    rows = decode + prefill_topk_indices.shape[0]
-    check_batch(c, query_start_loc, seq_lens)
-    check_rows(c, "token_to_req_indices", token_to_req_indices, torch.int32, rows)
-    check_pages(c, "swa_block_table", swa_block_table, "swa_block_size", swa_block_size)
+    check_window(c, call.window_size, call.compress_ratio, call.topk)
+    c.tensor("decode_swa_indices", call.decode_swa_indices, torch.int32, ("Dn", call.window_size))
+    c.tensor("decode_compressed_indices", call.decode_compressed_indices, torch.int32, ("Dn", None), optional=True)
+    decode = call.decode_swa_indices.shape[0]
+    check_rows(c, "decode_compressed_topk_lens", call.decode_compressed_topk_lens, torch.int32, decode, optional=True)
+    c.tensor("prefill_topk_indices", call.prefill_topk_indices, torch.int32, (None, None))
+    rows = decode + call.prefill_topk_indices.shape[0]
+    check_batch(c, call.query_start_loc, call.seq_lens)
+    check_rows(c, "token_to_req_indices", call.token_to_req_indices, torch.int32, rows)
+    check_pages(c, "swa_block_table", call.swa_block_table, "swa_block_size", call.swa_block_size)
     check_pages(
         c,
         "compressed_block_table",
-        compressed_block_table,
+        call.compressed_block_table,
         "compressed_block_size",
-        compressed_block_size,
+        call.compressed_block_size,
         optional=True,
     )
-    decode_is_local = decode_compressed_indices_are_local and decode_compressed_indices is not None
-    if compressed_block_table is None and (decode_is_local or (topk > 0 and prefill_topk_indices.shape[1] > 0)):
+    decode_is_local = call.decode_compressed_indices_are_local and call.decode_compressed_indices is not None
+    if call.compressed_block_table is None and (
+        decode_is_local or (call.topk > 0 and call.prefill_topk_indices.shape[1] > 0)
+    ):
         c.fail("compressed_block_table", "a tensor: there are request-local indices to translate", "None", TypeError)
-    check_rows(c, "decode_is_valid_token", decode_is_valid_token, torch.bool, decode, optional=True)
-    c.tensor("out", sparse_indices, torch.int32, (None, mixed_width(window_size, topk, decode_compressed_indices)))
-    c.tensor("out", sparse_topk_lens, torch.int32, (None,))
-    for result in (sparse_indices, sparse_topk_lens):
+    check_rows(c, "decode_is_valid_token", call.decode_is_valid_token, torch.bool, decode, optional=True)
+    c.tensor(
+        "out",
+        call.sparse_indices,
+        torch.int32,
+        (None, mixed_width(call.window_size, call.topk, call.decode_compressed_indices)),
+    )
+    c.tensor("out", call.sparse_topk_lens, torch.int32, (None,))
+    for result in (call.sparse_indices, call.sparse_topk_lens):
         c.require(result.shape[0] == rows, "out", f"decode and prefill rows, {rows}", result.shape[0])
 
 
-def _cost_mixed(
-    decode_swa_indices: torch.Tensor,
-    decode_compressed_indices: torch.Tensor | None,
-    decode_compressed_topk_lens: torch.Tensor | None,
-    prefill_topk_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    swa_block_table: torch.Tensor,
-    swa_block_size: int,
-    compressed_block_table: torch.Tensor | None,
-    compressed_block_size: int,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool,
-    decode_is_valid_token: torch.Tensor | None,
-    sparse_indices: torch.Tensor,
-    sparse_topk_lens: torch.Tensor,
-) -> Cost:
-    prefill, width = prefill_topk_indices.shape
-    window_pages = prefill * (-(-(window_size - 1) // swa_block_size) + 1)
-    picks = prefill * min(topk, width)
-    local = nbytes(decode_compressed_indices) if decode_compressed_indices_are_local else 0
-    moved = nbytes(decode_swa_indices, decode_compressed_indices, query_start_loc, seq_lens)
-    return Cost(bytes=moved + nbytes(sparse_indices, sparse_topk_lens) + (window_pages + 2 * picks) * 4 + local)
+def _cost_mixed(call: MixedCall) -> Cost:
+    prefill, width = call.prefill_topk_indices.shape
+    window_pages = 4 * prefill * (-(-(call.window_size - 1) // call.swa_block_size) + 1)
+    picks = 4 * prefill * min(call.topk, width)
+    local = nbytes(call.decode_compressed_indices) if call.decode_compressed_indices_are_local else 0
+    pages = min(picks + local, nbytes(call.compressed_block_table))
+    moved = nbytes(call.decode_swa_indices, call.decode_compressed_indices, call.query_start_loc, call.seq_lens)
+    moved += nbytes(call.sparse_indices, call.sparse_topk_lens)
+    return Cost(bytes=moved + picks + min(window_pages, nbytes(call.swa_block_table)) + pages)
 
 
-def _validate_mixed(
-    decode_swa_indices: torch.Tensor,
-    decode_compressed_indices: torch.Tensor | None,
-    decode_compressed_topk_lens: torch.Tensor | None,
-    prefill_topk_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    *_: object,
-) -> None:
-    validate.ascending("build_flashinfer_mixed_sparse_indices", "query_start_loc", query_start_loc)
+def _validate_mixed(call: MixedCall) -> None:
+    checks.ascending("build_flashinfer_mixed_sparse_indices", "query_start_loc", call.query_start_loc)
+
+
+def _mixed_kernel() -> OpKernel[MixedCall]:
+    from cute_kernels.indices.mixed import KERNEL
+
+    return KERNEL
 
 
 _mixed = define_op(
@@ -583,15 +518,16 @@ _mixed = define_op(
     "SymInt compressed_block_size, SymInt window_size, SymInt compress_ratio, SymInt topk, "
     "bool decode_compressed_indices_are_local, Tensor? decode_is_valid_token, Tensor(a!) sparse_indices, "
     "Tensor(b!) sparse_topk_lens) -> ()",
+    MixedCall,
     check=_check_mixed,
     reference=reference.build_flashinfer_mixed_sparse_indices,
-    kernel="cute_kernels.indices.mixed",
+    kernel=_mixed_kernel,
     cost=_cost_mixed,
     validate=_validate_mixed,
 )
 
 
-def _without_middle(indices: torch.Tensor | None) -> torch.Tensor | None:
+def _without_middle(indices: Any) -> Any:
     """[rows, 1, width] as [rows, width]; anything else as it is."""
     if isinstance(indices, torch.Tensor) and indices.dim() == 3 and indices.shape[1] == 1:
         return indices.squeeze(1)
@@ -672,24 +608,26 @@ def build_flashinfer_mixed_sparse_indices(
     else:
         indices, lens = c.pair("out", out, "sparse_indices, sparse_topk_lens")
     _mixed(
-        _without_middle(decode_swa_indices),
-        _without_middle(decode_compressed_indices),
-        decode_compressed_topk_lens,
-        prefill_topk_indices,
-        query_start_loc,
-        seq_lens,
-        token_to_req_indices,
-        swa_block_table,
-        swa_block_size,
-        compressed_block_table,
-        compressed_block_size,
-        window_size,
-        compress_ratio,
-        topk,
-        decode_compressed_indices_are_local,
-        decode_is_valid_token,
-        indices,
-        lens,
+        MixedCall(
+            _without_middle(decode_swa_indices),
+            _without_middle(decode_compressed_indices),
+            decode_compressed_topk_lens,
+            prefill_topk_indices,
+            query_start_loc,
+            seq_lens,
+            token_to_req_indices,
+            swa_block_table,
+            swa_block_size,
+            compressed_block_table,
+            compressed_block_size,
+            window_size,
+            compress_ratio,
+            topk,
+            decode_compressed_indices_are_local,
+            decode_is_valid_token,
+            indices,
+            lens,
+        )
     )
     return indices, lens
 
@@ -697,8 +635,7 @@ def build_flashinfer_mixed_sparse_indices(
 # ---- what all layers of a step share, of every kind of layer, in one launch
 
 
-@of_arguments(Call)
-def _check_step(a: Call) -> None:
+def _check_step(a: StepCall) -> None:
     c = Checker("build_step_metadata")
     c.tensor("upload", a.upload, torch.int32, (None,))
     requests, tokens = a.num_requests, a.num_tokens
@@ -713,7 +650,7 @@ def _check_step(a: Call) -> None:
     c.require(have >= want, "upload", f"at least {want} elements", have)
     c.tensor("seq_lens", a.seq_lens, torch.int32, (requests,), optional=True)
     c.tensor("min_restart", a.min_restart, torch.int32, (requests,), optional=True)
-    for name in Call._fields[3:10]:
+    for name in StepCall._fields[3:10]:
         c.tensor(name, getattr(a, name), torch.int32, (requests, None), optional=True)
     c.tensor("key_starts", a.key_starts, torch.int32, (requests + 1,), optional=True)
     for prefix in ("c4", "c128"):
@@ -743,8 +680,7 @@ def _check_step(a: Call) -> None:
             c.require(table.shape[1] >= a.c128a_columns, name, f"at least {a.c128a_columns} columns", table.shape[1])
 
 
-@of_arguments(Call)
-def _cost_step(a: Call) -> Cost:
+def _cost_step(a: StepCall) -> Cost:
     tokens, decodes, kinds = a.num_tokens, a.num_decode_tokens, a.kinds()
     written = 4 * (4 * a.num_requests + 1) + 12 * tokens
     read = 4 * (2 * a.num_requests + 1) + nbytes(a.min_restart)
@@ -761,6 +697,12 @@ def _cost_step(a: Call) -> Cost:
     return Cost(bytes=read + written)
 
 
+def _step_kernel() -> OpKernel[StepCall]:
+    from cute_kernels.indices.step_metadata import KERNEL
+
+    return KERNEL
+
+
 _step = define_op(
     "build_step_metadata(Tensor upload, Tensor? seq_lens, Tensor? min_restart, Tensor? swa_block_table, "
     "Tensor? c4_swa_block_table, Tensor? c4_compressed_block_table, Tensor? c4_state_block_table, "
@@ -769,9 +711,10 @@ _step = define_op(
     "SymInt num_requests, SymInt num_tokens, SymInt num_decodes, SymInt num_decode_tokens, SymInt max_num_tokens, "
     "SymInt window_size, SymInt index_topk, SymInt c128a_columns, SymInt swa_block_size, SymInt kv_block_size, "
     "SymInt c4_state_block_size, SymInt c128_state_block_size, bool use_pdl) -> ()",
+    StepCall,
     check=_check_step,
-    reference=of_arguments(Call)(reference.build_step_metadata),
-    kernel="cute_kernels.indices.step_metadata",
+    reference=reference.build_step_metadata,
+    kernel=_step_kernel,
     cost=_cost_step,
 )
 
@@ -855,10 +798,13 @@ def build_step_metadata(
         size = StepLayout(max(max_num_tokens, 0), max(window_size, 0), kinds).nbytes
         out = torch.empty(size, dtype=torch.uint8, device=upload.device)
     _step(
-        *(upload, seq_lens, min_restart, swa_block_table, *c4, *c128, key_starts, out),
-        *(c128a_decode_buffer, c128a_prefill_buffer),
-        *(num_requests, num_tokens, num_decodes, num_decode_tokens, max_num_tokens, window_size, index_topk),
-        *(c128a_columns, swa_block_size, kv_block_size, c4_state_block_size, c128_state_block_size, use_pdl),
+        StepCall(
+            *(upload, seq_lens, min_restart, swa_block_table, *c4, *c128, key_starts, out),
+            *(c128a_decode_buffer, c128a_prefill_buffer),
+            *(num_requests, num_tokens, num_decodes, num_decode_tokens, max_num_tokens, window_size, index_topk),
+            *(c128a_columns, swa_block_size, kv_block_size, c4_state_block_size, c128_state_block_size),
+            use_pdl,
+        )
     )
     return out
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from cute_kernels.indices.step import Call, Kind
+from cute_kernels.indices.call import C128aCall, CombineCall, Kind, MixedCall, StepCall, TranslateCall, WindowCall
 from cute_kernels.paging import entries_to_slots, row_positions, to_index
 
 
@@ -56,101 +56,64 @@ def _row_positions(
     return positions.masked_fill((rows < begin) | (rows >= end), -1)
 
 
-def compute_decode_swa_indices(
-    positions: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    is_valid_token: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    window_size: int,
-    out_indices: torch.Tensor,
-    out_lens: torch.Tensor,
-) -> None:
-    rows = positions.shape[0]
-    positions = positions.long().masked_fill(~is_valid_token[:rows], -1)
-    entries = _window_entries(positions, window_size)
-    out_indices[:, 0].copy_(
-        to_index(entries_to_slots(entries, token_to_req_indices[:rows, None], block_table, block_size))
+def compute_decode_swa_indices(call: WindowCall) -> None:
+    rows = call.positions.shape[0]
+    positions = call.positions.long().masked_fill(~call.is_valid_token[:rows], -1)
+    entries = _window_entries(positions, call.window_size)
+    call.out_indices[:, 0].copy_(
+        to_index(entries_to_slots(entries, call.token_to_req_indices[:rows, None], call.block_table, call.block_size))
     )
-    out_lens.copy_(_window(positions, window_size)[1])
+    call.out_lens.copy_(_window(positions, call.window_size)[1])
 
 
-def compute_global_topk_indices_and_lens(
-    topk_indices: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    is_valid_token: torch.Tensor,
-    out_indices: torch.Tensor,
-    out_lens: torch.Tensor,
-) -> None:
-    rows = topk_indices.shape[0]
-    slots = to_index(entries_to_slots(topk_indices, token_to_req_indices[:rows, None], block_table, block_size))
+def compute_global_topk_indices_and_lens(call: TranslateCall) -> None:
+    rows = call.topk_indices.shape[0]
+    slots = to_index(
+        entries_to_slots(call.topk_indices, call.token_to_req_indices[:rows, None], call.block_table, call.block_size)
+    )
     order = (slots < 0).int().argsort(dim=-1, stable=True)
-    out_indices.copy_(slots.gather(-1, order))
-    out_lens.copy_((slots >= 0).sum(dim=-1).masked_fill(~is_valid_token[:rows], 0))
+    call.out_indices.copy_(slots.gather(-1, order))
+    call.out_lens.copy_((slots >= 0).sum(dim=-1).masked_fill(~call.is_valid_token[:rows], 0))
 
 
-def build_c128a_topk_metadata(
-    positions: torch.Tensor,
-    compress_ratio: int,
-    num_decode_tokens: int,
-    token_to_req_indices: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    slot_mapping: torch.Tensor,
-    global_decode_buffer: torch.Tensor,
-    decode_lens_buffer: torch.Tensor,
-    prefill_buffer: torch.Tensor,
-    max_compressed_tokens: int,
-) -> None:
-    width, split = max_compressed_tokens, num_decode_tokens
-    counts = _visible(positions.long(), compress_ratio).clamp(max=width)
-    column = _columns(width, positions)
+def build_c128a_topk_metadata(call: C128aCall) -> None:
+    width, split = call.max_compressed_tokens, call.num_decode_tokens
+    counts = _visible(call.positions.long(), call.compress_ratio).clamp(max=width)
+    column = _columns(width, call.positions)
     entries = column.masked_fill(column >= counts[:, None], -1)
 
-    slots = entries_to_slots(entries[:split], token_to_req_indices[:split, None], block_table, block_size)
-    global_decode_buffer[:split, :width].copy_(to_index(slots))
-    decode_lens_buffer[:split].copy_(counts[:split].masked_fill(slot_mapping[:split] < 0, 0))
-    prefill_buffer[: positions.shape[0] - split, :width].copy_(entries[split:])
+    slots = entries_to_slots(
+        entries[:split], call.token_to_req_indices[:split, None], call.block_table, call.block_size
+    )
+    call.global_decode_buffer[:split, :width].copy_(to_index(slots))
+    call.decode_lens_buffer[:split].copy_(counts[:split].masked_fill(call.slot_mapping[:split] < 0, 0))
+    call.prefill_buffer[: call.positions.shape[0] - split, :width].copy_(entries[split:])
 
 
-def combine_topk_swa_indices(
-    topk_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    gather_lens: torch.Tensor,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    M: int,
-    N: int,
-    out_indices: torch.Tensor,
-    out_lens: torch.Tensor,
-) -> None:
-    rows = _columns(topk_indices.shape[0], topk_indices)
-    starts = query_start_loc.long() - query_start_loc[:1].long()
+def combine_topk_swa_indices(call: CombineCall) -> None:
+    rows = _columns(call.topk_indices.shape[0], call.topk_indices)
+    starts = call.query_start_loc.long() - call.query_start_loc[:1].long()
     requests = torch.searchsorted(starts, rows, right=True) - 1
-    positions = _row_positions(rows, requests, query_start_loc, seq_lens)
-    visible = _visible(positions, compress_ratio)
-    start, num_window = _window(positions, window_size)
-    num_chosen = visible.clamp(max=topk)
+    positions = _row_positions(rows, requests, call.query_start_loc, call.seq_lens)
+    visible = _visible(positions, call.compress_ratio)
+    start, num_window = _window(positions, call.window_size)
+    num_chosen = visible.clamp(max=call.topk)
 
-    width = out_indices.shape[1]
-    column = _columns(width, topk_indices)
-    chosen = F.pad(topk_indices[:, :topk].long(), (0, width - topk), value=-1)
-    chosen = chosen.masked_fill(chosen >= visible.clamp(max=N)[:, None], -1)
+    width = call.out_indices.shape[1]
+    column = _columns(width, call.topk_indices)
+    chosen = F.pad(call.topk_indices[:, : call.topk].long(), (0, width - call.topk), value=-1)
+    chosen = chosen.masked_fill(chosen >= visible.clamp(max=call.N)[:, None], -1)
 
     # Row i of a request's gathered tail holds position tail_start + i; it must lie between the request's N compressed
     # rows and the rows of the next request.
-    tail_start = _of_request(seq_lens.long() - torch.minimum(gather_lens, seq_lens), requests)
+    tail_start = _of_request(call.seq_lens.long() - torch.minimum(call.gather_lens, call.seq_lens), requests)
     tail = (start - num_chosen - tail_start)[:, None] + column
-    tail = (tail + N).masked_fill((tail < 0) | (tail >= M - N), -1)
+    tail = (tail + call.N).masked_fill((tail < 0) | (tail >= call.M - call.N), -1)
 
     local = chosen.where(column < num_chosen[:, None], tail)
     empty = (local < 0) | (column >= (num_chosen + num_window)[:, None])
-    out_indices.copy_(to_index((local + requests[:, None] * M).masked_fill(empty, -1)))
-    out_lens.copy_(num_chosen + num_window)
+    call.out_indices.copy_(to_index((local + requests[:, None] * call.M).masked_fill(empty, -1)))
+    call.out_lens.copy_(num_chosen + num_window)
 
 
 def _mixed_decode_rows(
@@ -207,64 +170,45 @@ def _mixed_prefill_rows(
     out_compressed[:, :width].copy_(to_index(entries_to_slots(entries, requests[:, None], block_table, block_size)))
 
 
-def build_flashinfer_mixed_sparse_indices(
-    decode_swa_indices: torch.Tensor,
-    decode_compressed_indices: torch.Tensor | None,
-    decode_compressed_topk_lens: torch.Tensor | None,
-    prefill_topk_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    token_to_req_indices: torch.Tensor,
-    swa_block_table: torch.Tensor,
-    swa_block_size: int,
-    compressed_block_table: torch.Tensor | None,
-    compressed_block_size: int,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool,
-    decode_is_valid_token: torch.Tensor | None,
-    sparse_indices: torch.Tensor,
-    sparse_topk_lens: torch.Tensor,
-) -> None:
-    split, total = decode_swa_indices.shape[0], sparse_indices.shape[0]
-    requests = token_to_req_indices[:total]
+def build_flashinfer_mixed_sparse_indices(call: MixedCall) -> None:
+    split, total = call.decode_swa_indices.shape[0], call.sparse_indices.shape[0]
+    requests = call.token_to_req_indices[:total]
     rows = _columns(total, requests)[split:]
-    positions = _row_positions(rows, requests[split:], query_start_loc, seq_lens)
-    window = _window_entries(positions, window_size)
+    positions = _row_positions(rows, requests[split:], call.query_start_loc, call.seq_lens)
+    window = _window_entries(positions, call.window_size)
 
-    sparse_indices.fill_(-1)
-    sparse_indices[:split, :window_size].copy_(decode_swa_indices)
-    sparse_indices[split:, :window_size].copy_(
-        to_index(entries_to_slots(window, requests[split:, None], swa_block_table, swa_block_size))
+    call.sparse_indices.fill_(-1)
+    call.sparse_indices[:split, : call.window_size].copy_(call.decode_swa_indices)
+    call.sparse_indices[split:, : call.window_size].copy_(
+        to_index(entries_to_slots(window, requests[split:, None], call.swa_block_table, call.swa_block_size))
     )
-    compressed = sparse_indices[:, window_size:]
+    compressed = call.sparse_indices[:, call.window_size :]
     _mixed_decode_rows(
-        decode_compressed_indices,
-        decode_compressed_topk_lens,
+        call.decode_compressed_indices,
+        call.decode_compressed_topk_lens,
         requests[:split],
-        compressed_block_table,
-        compressed_block_size,
-        decode_compressed_indices_are_local,
-        decode_is_valid_token,
+        call.compressed_block_table,
+        call.compressed_block_size,
+        call.decode_compressed_indices_are_local,
+        call.decode_is_valid_token,
         compressed[:split],
-        sparse_topk_lens[:split],
+        call.sparse_topk_lens[:split],
     )
     _mixed_prefill_rows(
-        prefill_topk_indices,
+        call.prefill_topk_indices,
         positions,
         requests[split:],
-        compressed_block_table,
-        compressed_block_size,
-        compress_ratio,
-        topk,
+        call.compressed_block_table,
+        call.compressed_block_size,
+        call.compress_ratio,
+        call.topk,
         compressed[split:],
-        sparse_topk_lens[split:],
+        call.sparse_topk_lens[split:],
     )
-    sparse_topk_lens.add_(window_size)
+    call.sparse_topk_lens.add_(call.window_size)
 
 
-def step_views(a: Call, kind: int) -> dict[str, torch.Tensor]:
+def step_views(a: StepCall, kind: int) -> dict[str, torch.Tensor]:
     """The arrays of one kind of a step's metadata, as views of all their rows."""
     layout, found = a.layout(), {}
     for name, (offset, dtype, columns) in layout.arrays(kind).items():
@@ -275,7 +219,7 @@ def step_views(a: Call, kind: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def build_step_metadata(a: Call) -> None:
+def build_step_metadata(a: StepCall) -> None:
     requests, tokens = a.num_requests, a.num_tokens
     starts = a.upload[: requests + 1]
     seq_lens = a.upload[requests + 1 : 2 * requests + 1] if a.seq_lens is None else a.seq_lens
@@ -301,18 +245,18 @@ def build_step_metadata(a: Call) -> None:
 
 
 def _step_of_kind(
-    a: Call, kind: Kind, out: dict[str, torch.Tensor], owners: torch.Tensor, positions: torch.Tensor
+    a: StepCall, kind: Kind, out: dict[str, torch.Tensor], owners: torch.Tensor, positions: torch.Tensor
 ) -> None:
     tokens, decodes, ratio = a.num_tokens, a.num_decode_tokens, kind.ratio
+    assert kind.swa is not None
     slots = entries_to_slots(positions, owners, kind.swa, a.swa_block_size)
     valid = slots >= 0
     out["slot_mapping"][:tokens].copy_(slots)
     out["is_valid_token"][:tokens].copy_(valid)
-    compute_decode_swa_indices(
-        *(positions[:decodes], owners[:decodes], valid[:decodes], kind.swa, a.swa_block_size, a.window_size),
-        *(out["decode_swa_indices"][:decodes], out["decode_swa_lens"][:decodes]),
-    )
-    if kind.compressed is None:
+    rows = positions[:decodes], owners[:decodes], valid[:decodes]
+    windows = out["decode_swa_indices"][:decodes], out["decode_swa_lens"][:decodes]
+    compute_decode_swa_indices(WindowCall(*rows, kind.swa, a.swa_block_size, a.window_size, *windows))
+    if kind.compressed is None or kind.state is None:
         return
     out["state_slot_mapping"][:tokens].copy_(entries_to_slots(positions, owners, kind.state, kind.state_block_size))
     entries = _visible(positions, ratio)

@@ -27,12 +27,13 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import LANES, store_run
 from cute_kernels.dsl.tensor import address
-from cute_kernels.indices.launching import MOST_ROWS, WARPS, pages_fit
-from cute_kernels.indices.step import KIND_BYTES, KIND_OFFSETS, SHARED_OFFSETS, Call
+from cute_kernels.indices.call import KIND_BYTES, KIND_OFFSETS, SHARED_OFFSETS, StepCall
+from cute_kernels.indices.launching import MOST_ROWS, WARPS, too_many_entries
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
-from cute_kernels.runtime.arguments import of_arguments
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 RATIO_BITS = (0, 2, 7)
 """Of each kind: 2^n tokens make an entry."""
@@ -431,7 +432,7 @@ class StepKernel:
                 self.write_list(item, batch, sizes, lists, c128)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[StepKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[StepKey]:
     """Every model's step has metadata."""
     return [StepKey(arch, _width(config.sliding_window))]
 
@@ -445,32 +446,31 @@ def _key(device_index: int, width: int) -> StepKey:
     return StepKey(arch_of(device_index), width)
 
 
-@of_arguments(Call)
-def supports(a: Call) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
+def why_not(a: StepCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
     sizes = ("swa_block_size", "kv_block_size", "c4_state_block_size", "c128_state_block_size")
     for name in sizes:
         size = getattr(a, name)
         if size & (size - 1):
-            return False, f"{name} must be a power of two, got {size}"
+            return f"{name} must be a power of two, got {size}"
     if a.window_size >= MOST_ROWS:
-        return False, f"window_size must be below {MOST_ROWS}, got {a.window_size}"
+        return f"window_size must be below {MOST_ROWS}, got {a.window_size}"
     if a.max_num_tokens * max(-(-a.c128a_columns // SEGMENT), 1) >= MOST_ROWS:
-        return False, f"the lists must have fewer than {MOST_ROWS} segments of {SEGMENT} columns"
+        return f"the lists must have fewer than {MOST_ROWS} segments of {SEGMENT} columns"
     if a.buffer.data_ptr() % 16:
-        return False, "buffer must be 16-byte aligned"
+        return "buffer must be 16-byte aligned"
     for name in ("c128a_decode_buffer", "c128a_prefill_buffer"):
         table = getattr(a, name)
         if table is not None and (table.data_ptr() % 16 or (table.shape[0] > 1 and table.stride(0) % RUN)):
-            return False, f"rows of {name} must be 16-byte aligned"
+            return f"rows of {name} must be 16-byte aligned"
     for kind in a.kinds():
         tables = ("swa", kind.swa, a.swa_block_size), ("state", kind.state, kind.state_block_size)
         for name, table, rows in (*tables, ("compressed", kind.compressed, a.kv_block_size // kind.ratio)):
             if table is not None:
-                fits, why = pages_fit(f"the {name} block table of ratio {kind.ratio}", table, rows)
-                if not fits:
-                    return False, why
-    return True, ""
+                why = too_many_entries(f"the {name} block table of ratio {kind.ratio}", table, rows)
+                if why:
+                    return why
+    return ""
 
 
 def _bits(size: int) -> int:
@@ -486,10 +486,8 @@ def _table(table: Any) -> tuple[int, int, int]:
     return (0, 0, 0) if table is None else (table.data_ptr(), table.stride(0) * 4, table.shape[1])
 
 
-def launch(*args: Any) -> None:
-    """Run the kernel on the current stream of the buffer's device. Arguments in the schema's order, checked and
-    supported."""
-    a = Call(*args)
+def launch(a: StepCall) -> None:
+    """Run the kernel on the current stream of the buffer's device."""
     layout, buffer = a.layout(), a.buffer.data_ptr()
     starts = a.upload.data_ptr()
     seq_lens = starts + 4 * (a.num_requests + 1) if a.seq_lens is None else a.seq_lens.data_ptr()
@@ -518,3 +516,6 @@ def launch(*args: Any) -> None:
         *kinds,
         a.use_pdl,
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

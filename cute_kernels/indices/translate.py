@@ -26,19 +26,22 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import LANES, BlockTable, Matrix, block_sum, block_table, load_run, matrix, store_run
 from cute_kernels.dsl.tensor import address, length
+from cute_kernels.indices.call import TranslateCall
 from cute_kernels.indices.launching import (
     MOST_ROWS,
     fake,
     group_width,
     instructions,
     page_argument,
-    pages_fit,
     shape_for,
     shapes_for,
+    too_many_entries,
 )
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class TranslateKernel:
             ptx.store_global_s32(row + Int64(column) * 4, Int32(-1), column < columns)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[TranslateKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[TranslateKey]:
     """Decode rows of the layers with ratio 4 have index_topk picks."""
     if 4 not in config.compress_ratios:
         return []
@@ -178,46 +181,32 @@ def _key(device_index: int, width: int, is_shift: bool, warps: int, groups: int,
     return TranslateKey(arch_of(device_index), width, is_shift, warps, groups, through_l1)
 
 
-def supports(
-    topk_indices: Any,
-    token_to_req_indices: Any,
-    block_table: Any,
-    block_size: int,
-    is_valid_token: Any,
-    out_indices: Any,
-    out_lens: Any,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    if topk_indices.shape[1] >= MOST_ROWS:
-        return False, f"topk_indices must have fewer than {MOST_ROWS} columns, got {topk_indices.shape[1]}"
-    return pages_fit("block_table", block_table, block_size)
+def why_not(call: TranslateCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    if call.topk_indices.shape[1] >= MOST_ROWS:
+        return f"topk_indices must have fewer than {MOST_ROWS} columns, got {call.topk_indices.shape[1]}"
+    return too_many_entries("block_table", call.block_table, call.block_size)
 
 
-def launch(
-    topk_indices: Any,
-    token_to_req_indices: Any,
-    block_table: Any,
-    block_size: int,
-    is_valid_token: Any,
-    out_indices: Any,
-    out_lens: Any,
-) -> None:
-    """Run the kernel on the current stream of the tensors' device. Arguments in the schema's order, checked and
-    supported."""
-    if topk_indices.shape[0] == 0:
+def launch(call: TranslateCall) -> None:
+    """Run the kernel on the current stream of the tensors' device."""
+    if call.topk_indices.shape[0] == 0:
         return
-    device_index = topk_indices.device.index
-    rows, columns = topk_indices.shape
-    width = group_width((columns,), topk_indices, out_indices)
-    is_shift, pages = page_argument(block_size)
+    device_index = call.topk_indices.device.index
+    rows, columns = call.topk_indices.shape
+    width = group_width((columns,), call.topk_indices, call.out_indices)
+    is_shift, pages = page_argument(call.block_size)
     launch_key(
         _key(device_index, width, is_shift, *shape_for(rows, columns, width)),
         device_index,
-        topk_indices,
-        token_to_req_indices,
-        block_table,
-        is_valid_token,
-        out_indices,
-        out_lens,
+        call.topk_indices,
+        call.token_to_req_indices,
+        call.block_table,
+        call.is_valid_token,
+        call.out_indices,
+        call.out_lens,
         *pages,
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from cute_kernels.indices.call import StepLayout
 from cute_kernels.indices.ops import combined_width, mixed_width
-from cute_kernels.indices.step import StepLayout
 from cute_kernels.runtime.verify import Example
 
 _POISON = -77_777

@@ -17,6 +17,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import LANES, BlockTable, Matrix, block_table, matrix, store_window
 from cute_kernels.dsl.tensor import address, length
+from cute_kernels.indices.call import WindowCall
 from cute_kernels.indices.launching import (
     MOST_ROWS,
     WARPS,
@@ -25,11 +26,13 @@ from cute_kernels.indices.launching import (
     instructions,
     load_position,
     page_argument,
-    pages_fit,
+    too_many_entries,
 )
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class WindowKernel:
             ptx.store_global_s32(lens + Int64(row) * 4, count, lane == 0)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[WindowKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[WindowKey]:
     """Every model has a sliding window; positions are int64."""
     return [WindowKey(arch, width) for width in (4, 1)]
 
@@ -124,46 +127,35 @@ def _key(device_index: int, width: int, wide_positions: bool, is_shift: bool) ->
     return WindowKey(arch_of(device_index), width, wide_positions, is_shift)
 
 
-def supports(
-    positions: Any,
-    token_to_req_indices: Any,
-    is_valid_token: Any,
-    block_table: Any,
-    block_size: int,
-    window_size: int,
-    out_indices: Any,
-    out_lens: Any,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    if window_size >= MOST_ROWS:
-        return False, f"window_size must be below {MOST_ROWS}, got {window_size}"
-    return pages_fit("block_table", block_table, block_size)
+def why_not(call: WindowCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    if call.window_size >= MOST_ROWS:
+        return f"window_size must be below {MOST_ROWS}, got {call.window_size}"
+    return too_many_entries("block_table", call.block_table, call.block_size)
 
 
-def launch(
-    positions: Any,
-    token_to_req_indices: Any,
-    is_valid_token: Any,
-    block_table: Any,
-    block_size: int,
-    window_size: int,
-    out_indices: Any,
-    out_lens: Any,
-) -> None:
-    """Run the kernel on the current stream of the tensors' device. Arguments in the schema's order, checked and
-    supported."""
-    if positions.shape[0] == 0:
+def launch(call: WindowCall) -> None:
+    """Run the kernel on the current stream of the tensors' device."""
+    if call.positions.shape[0] == 0:
         return
-    device_index = positions.device.index
-    is_shift, pages = page_argument(block_size)
+    device_index = call.positions.device.index
+    is_shift, pages = page_argument(call.block_size)
     launch_key(
-        _key(device_index, group_width((window_size,), out_indices), positions.element_size() == 8, is_shift),
+        _key(
+            device_index,
+            group_width((call.window_size,), call.out_indices),
+            call.positions.element_size() == 8,
+            is_shift,
+        ),
         device_index,
-        positions,
-        token_to_req_indices,
-        is_valid_token,
-        block_table,
-        out_indices,
-        out_lens,
+        call.positions,
+        call.token_to_req_indices,
+        call.is_valid_token,
+        call.block_table,
+        call.out_indices,
+        call.out_lens,
         *pages,
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

@@ -3,7 +3,7 @@
 
 ops.py                     what users call: schemas, checks, costs
 reference.py               what it means: the ops that it is made of
-call.py                    calls by name, and what each of those ops takes of them
+call.py                    calls, their arguments by name, and the calls of those ops
 insert_compress.py         kernel: layers of ratio 128
 insert_compress_index.py   kernel: layers of ratio 4, with an indexer
 """

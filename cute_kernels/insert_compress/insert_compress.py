@@ -37,7 +37,6 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.compressor import epilogue, ratio128
-from cute_kernels.compressor.call import FusedCall
 from cute_kernels.compressor.ratio128 import (
     COLUMNS,
     CONSUMER_WARPS,
@@ -60,9 +59,11 @@ from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, ROPE_DIM
 from cute_kernels.insert_compress.call import CompressCall
 from cute_kernels.kv_cache import qnorm
 from cute_kernels.kv_cache.qnorm import QnormKernel, QnormKey, Rows, make_rows
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 WARPS = 4
 LANES = 32
@@ -281,7 +282,7 @@ class InsertCompressKernel:
         warp = cute.arch.make_warp_uniform(thread // LANES)
         rank = cute.arch.block_idx_in_cluster()
         cute.arch.griddepcontrol_launch_dependents()
-        known, pending = self.look(tokens, state, step, cache, shared, first, lane)
+        known, pending = self.look(tokens, state, step, cache, shared, first, warp, lane)
         biases = self.load_bias(step, known, warp, rank, lane)
         readable = Boolean(False)
         source = lowest_bit(pending)
@@ -289,6 +290,8 @@ class InsertCompressKernel:
             if warp == 0:
                 self.mean.start(shared.memory)
             cute.arch.cluster_arrive_relaxed()
+            # what the first warp wrote of the tokens that close entries
+            cute.arch.barrier()
             readable = self.list_rows(state, step, shared, first, source, rank)
         cute.arch.griddepcontrol_wait()
         self.save(step, known, first, warp, rank, lane, biases)
@@ -309,9 +312,18 @@ class InsertCompressKernel:
 
     @cute.jit
     def look(
-        self, tokens: Tokens, state: State, step: Step, cache: epilogue.Cache, shared: Smem, first: Int32, lane: Int32
+        self,
+        tokens: Tokens,
+        state: State,
+        step: Step,
+        cache: epilogue.Cache,
+        shared: Smem,
+        first: Int32,
+        warp: Int32,
+        lane: Int32,
     ) -> tuple[Known, Int32]:
-        """What a lane knows about token `first + lane`, and which lanes' tokens close entries."""
+        """What a lane knows about token `first + lane`, and which lanes' tokens close entries: the same in every warp.
+        The first warp writes them down."""
         producer = self.producer
         token = first + lane
         is_token = lane < tokens.per_cluster and token < tokens.total
@@ -321,14 +333,12 @@ class InsertCompressKernel:
         is_kept = step.window == 0 or (is_known and own.position >= producer.oldest(step, request, own.position, token))
         is_saved = producer.is_row(own.slot, state.capacity) and is_kept
         closes = producer.closes(state, cache.capacity, own)
-        if closes:
-            # the same by each warp
+        if closes and warp == 0:
             shared.closers[lane * 4] = own.position
             shared.closers[lane * 4 + 1] = own.entry_slot
             shared.closers[lane * 4 + 2] = Int64(own.request)
             shared.closers[lane * 4 + 3] = Int64(request.start)
         pending = cute.arch.vote_ballot_sync(closes)
-        cute.arch.sync_warp()
         return Known(Int32(own.position) & (RATIO - 1), producer.state_row(state, own.slot, is_saved)), pending
 
     def place(self, rank: Any, slice_: int, lane: Any) -> Any:
@@ -515,7 +525,7 @@ def keys_of(arch: str) -> list[InsertCompressKey]:
     return [key_for(arch, rows) for rows in SHAPES] if ratio128.runs_on(arch) else []
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[InsertCompressKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[InsertCompressKey]:
     """Layers of ratio 128, with the usual formats of both caches."""
     return keys_of(arch) if RATIO in config.compress_ratios else []
 
@@ -530,21 +540,22 @@ def tokens_per_cluster(count: int) -> int:
     return WARPS if count <= 128 else 2 * WARPS if count <= 1024 else LANES
 
 
-def supports(*args: Any) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    call = CompressCall(*args)
-    for able, why in (qnorm.supports_quant_insert(*call.insert()), ratio128.supports(FusedCall(*call.compress()))):
-        if not able:
-            return False, why
+def why_not(call: CompressCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    arch = arch_of(call.q.device.index)
+    if not ratio128.runs_on(arch):
+        return f"{arch} has no clusters of CTAs with 200 KB of shared memory"
+    why = qnorm.why_not_quant_insert(call.insert()) or ratio128.why_not(call.compress())
+    if why:
+        return why
     for name, tensor, size in (("norm_weight", call.norm_weight, 2), ("cos_sin_cache", call.cos_sin_cache, 4)):
         if tensor.element_size() != size:
-            return False, f"{name} must have {size} bytes an element, got {tensor.dtype}"
-    return True, ""
+            return f"{name} must have {size} bytes an element, got {tensor.dtype}"
+    return ""
 
 
-def launch(*args: Any) -> None:
-    """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked, supported."""
-    call = CompressCall(*args)
+def launch(call: CompressCall) -> None:
+    """Run the kernel on the current stream of q's device."""
     rows = SHAPES[call.q.shape[0] * call.q.shape[1] > FEW_QUERY_ROWS]
     launch_with(_key(call.q.device.index, rows), call)
 
@@ -570,3 +581,6 @@ def launch_with(key: InsertCompressKey, call: CompressCall, per_cluster: int | N
         *epilogue.numbers(call.entry_cache, call.cos_sin_cache, call.norm_weight, None, call.eps),
         call.use_pdl,
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

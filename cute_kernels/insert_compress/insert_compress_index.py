@@ -30,19 +30,20 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.compressor import epilogue, ratio4
-from cute_kernels.compressor.call import FusedCall
 from cute_kernels.compressor.ratio4 import WARPS, C4Kernel, State, Step, Tokens, allocate_own
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEX_DIM, INDEXER_FP8, ROPE_DIM
 from cute_kernels.indexer import query
 from cute_kernels.indexer.query import Queries, QueryKernel, QueryKey, make_queries
-from cute_kernels.insert_compress.call import Call
+from cute_kernels.insert_compress.call import IndexCall
 from cute_kernels.kv_cache import qnorm
 from cute_kernels.kv_cache.qnorm import QnormKernel, QnormKey, Rows, make_rows
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 
 FEW_TOKENS = 96
 """Up to so many, warps take one head at a time: on an H200 64 tokens of 64 heads take 5.7 us, 6.2 with four heads a
@@ -71,7 +72,7 @@ class InsertCompressIndexKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "ld.global.128", "st.global.128", "cvt.e4m3", "cp.async"
+        return "ld.global.128", "st.global.128", *convert.e4m3_instructions(self.arch), "cp.async"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def stride(divisibility: int) -> Any:
@@ -289,9 +290,9 @@ def keys_of(arch: str) -> list[InsertCompressIndexKey]:
     return [InsertCompressIndexKey(arch, *shape, *option) for option in options for shape in SHAPES]
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[InsertCompressIndexKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[InsertCompressIndexKey]:
     """Layers of ratio 4, with the usual formats of both caches."""
-    return keys_of(arch) if 4 in config.compress_ratios and epilogue.runs_on(arch, FP8_DS_MLA.id) else []
+    return keys_of(arch) if 4 in config.compress_ratios else []
 
 
 @cache
@@ -299,38 +300,36 @@ def _key(device_index: int, shape: tuple[int, int], index_hadamard: bool, weight
     return InsertCompressIndexKey(arch_of(device_index), *shape, index_hadamard, weights_bf16)
 
 
-def supports(*args: Any) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    call = Call(*args)
-    for able, why in (
-        qnorm.supports_quant_insert(*call.insert()),
-        ratio4.supports(FusedCall(*call.compress())),
-        ratio4.supports(FusedCall(*call.compress_index())),
-        query.supports_fp8(*call.query()),
+def why_not(call: IndexCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    for why in (
+        qnorm.why_not_quant_insert(call.insert()),
+        ratio4.why_not(call.compress()),
+        ratio4.why_not(call.compress_index()),
+        query.why_not(call.query()),
     ):
-        if not able:
-            return False, why
+        if why:
+            return why
     for name, tensor, size in (
         ("norm_weight", call.norm_weight, 2),
         ("index_norm_weight", call.index_norm_weight, 2),
         ("cos_sin_cache", call.cos_sin_cache, 4),
     ):
         if tensor.element_size() != size:
-            return False, f"{name} must have {size} bytes an element, got {tensor.dtype}"
+            return f"{name} must have {size} bytes an element, got {tensor.dtype}"
     if call.index_q.shape[1] == 0:
-        return False, "there must be index heads"
-    return True, ""
+        return "there must be index heads"
+    return ""
 
 
-def launch(*args: Any) -> None:
-    """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked, supported."""
-    call = Call(*args)
+def launch(call: IndexCall) -> None:
+    """Run the kernel on the current stream of q's device."""
     shape = SHAPES[call.q.shape[0] > FEW_TOKENS]
     key = _key(call.q.device.index, shape, call.index_hadamard, call.index_weights.element_size() == 2)
     launch_with(key, call)
 
 
-def launch_with(key: InsertCompressIndexKey, call: Call) -> None:
+def launch_with(key: InsertCompressIndexKey, call: IndexCall) -> None:
     """`launch` with a kernel of the caller's choice: for tests and benchmarks."""
     if call.q.shape[0] == 0:
         return
@@ -358,7 +357,7 @@ def launch_with(key: InsertCompressIndexKey, call: Call) -> None:
 
 
 def _compressor(
-    call: Call, dim: int, kv_score: Any, ape: Any, state: Any, kv_cache: Any, weight: Any
+    call: IndexCall, dim: int, kv_score: Any, ape: Any, state: Any, kv_cache: Any, weight: Any
 ) -> tuple[Any, ...]:
     """The numbers of one compressor, in the entry point's order."""
     count, requests = call.state_slot_mapping.shape[0], call.state_block_table.shape[0]
@@ -369,3 +368,6 @@ def _compressor(
         ratio4.tokens_per_team(count, requests, dim, 4 if call.persist == "all" else 16),
         *epilogue.numbers(kv_cache, call.cos_sin_cache, weight, None, call.eps),
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

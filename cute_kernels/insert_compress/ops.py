@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cute_kernels import formats
 from cute_kernels.compressor import ops as _compressor  # noqa: F401
+from cute_kernels.compressor.call import FusedCall
 from cute_kernels.indexer import ops as _indexer  # noqa: F401
+from cute_kernels.indexer.call import QueryFp8Call
 from cute_kernels.insert_compress import reference
-from cute_kernels.insert_compress.call import Call, CompressCall
+from cute_kernels.insert_compress.call import CompressCall, IndexCall
 from cute_kernels.kv_cache import ops as _kv_cache  # noqa: F401
-from cute_kernels.runtime.arguments import of_arguments
+from cute_kernels.kv_cache.call import QuantInsertCall
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import OPS, Cost, define_op
 
 __all__ = ["fused_qkv_insert_compress", "fused_qkv_insert_compress_index"]
@@ -23,45 +24,49 @@ _INDEX = "fused_qkv_insert_compress_index"
 _COMPRESS = "fused_qkv_insert_compress"
 
 
-@of_arguments(Call)
-def _check_index(call: Call) -> None:
+def _check_index(call: IndexCall) -> None:
     Checker(_INDEX).one_of("index_format", call.index_format, (formats.INDEXER_FP8.id,))
     _check(_INDEX, call)
 
 
-@of_arguments(CompressCall)
 def _check_compress(call: CompressCall) -> None:
     _check(_COMPRESS, call)
 
 
-def _check(op: str, call: Call | CompressCall) -> None:
+def _check(op: str, call: IndexCall | CompressCall) -> None:
     Checker(op).one_of("kv_format", call.kv_format, (formats.FP8_DS_MLA.id,))
-    for part, name, arguments in call.parts():
-        _check_part(op, part, name, arguments)
+    for part in call.parts():
+        _check_part(op, *part)
 
 
-def _check_part(op: str, part: str, name: str, arguments: tuple[Any, ...]) -> None:
+def _check_part(op: str, what: str, name: str, part: QuantInsertCall | FusedCall | QueryFp8Call) -> None:
     try:
-        OPS[name].check(*arguments)
+        OPS[name].check(*part)
     except (ValueError, TypeError) as error:
-        raise type(error)(f"{op}: {part}: {error}") from None
+        raise type(error)(f"{op}: {what}: {error}") from None
 
 
-def _validate(call: Call | CompressCall) -> None:
-    for _, name, arguments in call.parts():
+def _validate(call: IndexCall | CompressCall) -> None:
+    for _, name, part in call.parts():
         validate = OPS[name].validate
         if validate is not None:
-            validate(*arguments)
+            validate(*part)
 
 
-def _cost(call: Call | CompressCall) -> Cost:
+def _cost(call: IndexCall | CompressCall) -> Cost:
     total = Cost()
-    for _, name, arguments in call.parts():
-        cost = OPS[name].cost
-        assert cost is not None
-        part = cost(*arguments)
-        total = Cost(bytes=total.bytes + part.bytes, flops=total.flops + part.flops)
+    for _, name, part in call.parts():
+        cost_of = OPS[name].cost
+        assert cost_of is not None
+        cost = cost_of(*part)
+        total = Cost(bytes=total.bytes + cost.bytes, flops=total.flops + cost.flops)
     return total
+
+
+def _fused_index_kernel() -> OpKernel[IndexCall]:
+    from cute_kernels.insert_compress.insert_compress_index import KERNEL
+
+    return KERNEL
 
 
 _fused_index = define_op(
@@ -74,11 +79,12 @@ _fused_index = define_op(
     "Tensor(h!) index_weights_out, float eps, SymInt block_size, SymInt keep_every, str persist, str kv_format, "
     "str index_format, float softmax_scale, float head_scale, bool index_hadamard, bool round_weights, bool use_pdl) "
     "-> ()",
+    IndexCall,
     check=_check_index,
     reference=reference.fused_qkv_insert_compress_index,
-    kernel="cute_kernels.insert_compress.insert_compress_index",
-    cost=of_arguments(Call)(_cost),
-    validate=of_arguments(Call)(_validate),
+    kernel=_fused_index_kernel,
+    cost=_cost,
+    validate=_validate,
 )
 
 
@@ -160,14 +166,53 @@ def fused_qkv_insert_compress_index(
     else:
         codes, weights = Checker(_INDEX).pair("out", out, "quantized queries, weights")
     _fused_index(
-        *(q, kv, k_cache, slot_mapping, positions, cos_sin_cache, token_to_req_indices, query_start_loc),
-        *(state_slot_mapping, state_block_table, entry_slot_mapping, min_restart),
-        *(kv_score, ape, norm_weight, state_cache, entry_cache),
-        *(index_kv_score, index_ape, index_norm_weight, index_state_cache, index_cache),
-        *(index_q, index_weights, codes, weights, eps, block_size, keep_every, persist, kv_format, index_format),
-        *(softmax_scale, head_scale, index_hadamard, round_weights, use_pdl),
+        IndexCall(
+            q,
+            kv,
+            k_cache,
+            slot_mapping,
+            positions,
+            cos_sin_cache,
+            token_to_req_indices,
+            query_start_loc,
+            state_slot_mapping,
+            state_block_table,
+            entry_slot_mapping,
+            min_restart,
+            kv_score,
+            ape,
+            norm_weight,
+            state_cache,
+            entry_cache,
+            index_kv_score,
+            index_ape,
+            index_norm_weight,
+            index_state_cache,
+            index_cache,
+            index_q,
+            index_weights,
+            codes,
+            weights,
+            eps,
+            block_size,
+            keep_every,
+            persist,
+            kv_format,
+            index_format,
+            softmax_scale,
+            head_scale,
+            index_hadamard,
+            round_weights,
+            use_pdl,
+        )
     )
     return codes, weights
+
+
+def _fused_compress_kernel() -> OpKernel[CompressCall]:
+    from cute_kernels.insert_compress.insert_compress import KERNEL
+
+    return KERNEL
 
 
 _fused_compress = define_op(
@@ -176,11 +221,12 @@ _fused_compress = define_op(
     "Tensor state_block_table, Tensor entry_slot_mapping, Tensor? min_restart, Tensor kv_score, Tensor ape, "
     "Tensor norm_weight, Tensor(c!) state_cache, Tensor(d!) entry_cache, float eps, SymInt block_size, str persist, "
     "str kv_format, bool use_pdl) -> ()",
+    CompressCall,
     check=_check_compress,
     reference=reference.fused_qkv_insert_compress,
-    kernel="cute_kernels.insert_compress.insert_compress",
-    cost=of_arguments(CompressCall)(_cost),
-    validate=of_arguments(CompressCall)(_validate),
+    kernel=_fused_compress_kernel,
+    cost=_cost,
+    validate=_validate,
 )
 
 
@@ -240,7 +286,28 @@ def fused_qkv_insert_compress(
     do not fit.
     """
     _fused_compress(
-        *(q, kv, k_cache, slot_mapping, positions, cos_sin_cache, token_to_req_indices, query_start_loc),
-        *(state_slot_mapping, state_block_table, entry_slot_mapping, min_restart),
-        *(kv_score, ape, norm_weight, state_cache, entry_cache, eps, block_size, persist, kv_format, use_pdl),
+        CompressCall(
+            q,
+            kv,
+            k_cache,
+            slot_mapping,
+            positions,
+            cos_sin_cache,
+            token_to_req_indices,
+            query_start_loc,
+            state_slot_mapping,
+            state_block_table,
+            entry_slot_mapping,
+            min_restart,
+            kv_score,
+            ape,
+            norm_weight,
+            state_cache,
+            entry_cache,
+            eps,
+            block_size,
+            persist,
+            kv_format,
+            use_pdl,
+        )
     )

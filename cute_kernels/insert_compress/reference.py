@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-from cute_kernels.insert_compress.call import Call, CompressCall
-from cute_kernels.runtime.arguments import of_arguments
+from cute_kernels.insert_compress.call import CompressCall, IndexCall
 from cute_kernels.runtime.ops import OPS
 
 
-@of_arguments(Call)
-def fused_qkv_insert_compress_index(call: Call) -> None:
-    for _, name, arguments in call.parts():
-        OPS[name].reference(*arguments)
+def fused_qkv_insert_compress_index(call: IndexCall) -> None:
+    for _, name, part in call.parts():
+        OPS[name].reference(*part)
 
 
-@of_arguments(CompressCall)
 def fused_qkv_insert_compress(call: CompressCall) -> None:
-    for _, name, arguments in call.parts():
-        OPS[name].reference(*arguments)
+    for _, name, part in call.parts():
+        OPS[name].reference(*part)

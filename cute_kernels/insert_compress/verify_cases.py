@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.compressor.verify_cases import entry_difference, random_step
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEX_DIM, INDEXER_FP8
-from cute_kernels.insert_compress.call import COMPRESS_RATIO, Call, CompressCall
+from cute_kernels.insert_compress.call import COMPRESS_RATIO, CompressCall, IndexCall
 from cute_kernels.kv_cache.verify_cases import agree_but_for_queries
 from cute_kernels.runtime.verify import Example, raw_memory
 
@@ -36,7 +36,7 @@ def random_call(
     fp32_weights: bool = True,
     index_hadamard: bool = False,
     bad: bool = True,
-) -> Call:
+) -> IndexCall:
     """Arguments on the CPU for requests with so many tokens each behind prefixes of random lengths; with `bad`, some
     slots and pages that do not exist, and rows of nobody. Queries of both kinds lie in one wide tensor."""
     g = torch.Generator().manual_seed(seed)
@@ -59,7 +59,7 @@ def random_call(
         slots[2::5] = torch.tensor([-1, 2**31, -(2**62), pages * block_size]).repeat(rows)[: len(slots[2::5])]
     weights = torch.randn(rows, index_heads + 4, generator=g)[:, 2:-2]
     numbers: Any = 1e-6, block_size, 0, "all", FP8_DS_MLA.id, INDEXER_FP8.id, 0.3, 0.7
-    return Call(
+    return IndexCall(
         *(q, kv, pool, slots, main["positions"], main["cos_sin_cache"], main["token_to_req_indices"]),
         *(main["query_start_loc"], main["slot_mapping"], main["block_table"], main["kv_slot_mapping"], None),
         *(main["kv_score"], main["ape"], main["rms_norm_weight"], main["state_cache"], main["kv_cache"]),
@@ -73,7 +73,7 @@ def random_call(
 
 def difference(got: Sequence[Any], want: Sequence[Any]) -> str:
     """Why arguments on the CPU differ by more than sums in another order explain, or ""."""
-    g, w = Call(*got), Call(*want)
+    g, w = IndexCall(*got), IndexCall(*want)
     for kv_format, mine, theirs in (
         (w.kv_format, g.entry_cache, w.entry_cache),
         (w.index_format, g.index_cache, w.index_cache),

@@ -43,6 +43,12 @@ def fact_of(name: str) -> str:
     return next(kind.NAMES[name].fact for kind in (conversions, copies, products) if name in kind.NAMES)
 
 
+def users_of(name: str) -> tuple[str, ...]:
+    """The kernels that rest on what an experiment finds out."""
+    name = name.removeprefix(PREFIX)
+    return next(kind.USED_BY.get(name, ()) for kind in (conversions, copies, products) if name in kind.NAMES)
+
+
 def run(name: str, device: torch.device) -> tuple[Any, Any]:
     """What an experiment leaves behind on a GPU, and what it should: uint32 or uint8 arrays."""
     short, key = name.removeprefix(PREFIX), key_of(arch_of(device.index), name)
@@ -76,14 +82,16 @@ def verify_fact(name: str) -> Verdict:
     """Verdict of one experiment, twice, on the current CUDA device: every byte of the memories counts."""
     start = time.perf_counter()
     device = torch.device("cuda", torch.cuda.current_device())
+    users = f"used by {', '.join(users_of(name)) or 'no kernel'}"
     try:
         for _ in range(2):
             difference = compare(*run(name, device))
             if difference:
-                return Verdict(name, "fail", 1, f"{fact_of(name)}: {difference}", time.perf_counter() - start)
+                detail = f"{fact_of(name)}: {difference}; {users}"
+                return Verdict(name, "fail", 1, detail, time.perf_counter() - start)
     except Exception as error:
-        return Verdict(name, "fail", 0, describe(error), time.perf_counter() - start)
-    return Verdict(name, "pass", 1, "", time.perf_counter() - start)
+        return Verdict(name, "fail", 0, f"{describe(error)}; {users}", time.perf_counter() - start)
+    return Verdict(name, "pass", 1, users, time.perf_counter() - start)
 
 
 def compare(got: Any, want: Any) -> str:

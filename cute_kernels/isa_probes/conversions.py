@@ -28,6 +28,10 @@ CONVERSIONS = (
     Conversion("ue8m0", "all ue8m0 scales as bf16", 2),
 )
 
+_DEQUANTIZERS = tuple(f"sparse_mla.blackwell.{kernel}" for kernel in ("decode", "decode_2cta", "prefill_paged"))
+USED_BY = {"e4m3_times_scale": _DEQUANTIZERS, "ue8m0": _DEQUANTIZERS}
+"""Conversion -> the kernels that rest on its fact."""
+
 NAMES = {conversion.name: conversion for conversion in CONVERSIONS}
 
 

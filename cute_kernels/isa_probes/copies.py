@@ -62,6 +62,20 @@ TRANSFERS = (
     Transfer("box_64", "a page's rows of 64 bytes as a box, swizzled", 1, 64, 64, 64, is_gathered=False),
 )
 
+_DECODES = ("sparse_mla.blackwell.decode", "sparse_mla.blackwell.decode_2cta")
+_PREFILLS = ("sparse_mla.blackwell.prefill", "sparse_mla.blackwell.prefill_mixed")
+
+USED_BY = {
+    "gather_swizzled": (*_DECODES, *_PREFILLS),
+    "gather_codes": ("sparse_mla.blackwell.prefill_mixed_fp8",),
+    "gather_dense": ("sparse_mla.blackwell.decode", "sparse_mla.blackwell.prefill_paged"),
+    "gather_part": ("sparse_mla.blackwell.decode_2cta",),
+    "gather_pair": ("sparse_mla.blackwell.decode_2cta",),
+    "box_128": ("indexer.blackwell.logits", "output.blackwell.einsum", *_PREFILLS),
+    "box_64": ("indexer.blackwell.logits",),
+}
+"""Transfer -> the kernels that rest on its fact."""
+
 NAMES = {transfer.name: transfer for transfer in TRANSFERS}
 
 

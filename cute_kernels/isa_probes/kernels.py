@@ -16,11 +16,11 @@ from cutlass import Int32, Int64, Uint8, Uint16, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import convert, ptx, tensor_maps
-from cute_kernels.dsl.tensor import address
+from cute_kernels.dsl import convert, ptx
+from cute_kernels.dsl.tensor import address, boxes, gathered_rows
 from cute_kernels.isa_probes import conversions, copies, products
 from cute_kernels.isa_probes.copies import KNOWN_PAGES, KNOWN_ROWS, ROW_BYTES, TILE, Transfer
-from cute_kernels.isa_probes.products import SHARED_BYTES, Copy, Experiment, Multiply
+from cute_kernels.isa_probes.products import IMAGE_BYTES, IMAGES, ROUNDS, SHARED_BYTES, Copy, Experiment, Multiply
 from cute_kernels.runtime.key import KernelKey
 
 THREADS = 128
@@ -96,12 +96,10 @@ class TransferKernel:
         start, stride = memory + transfer.first, ROW_BYTES // transfer.width
         if const_expr(transfer.is_gathered):
             width = transfer.column + columns
-            copy = tensor_maps.gathered_rows(start, dtype, count, columns, stride, swizzle, width)
+            copy = gathered_rows(start, dtype, count, columns, stride, swizzle, width)
         else:
             layout = cute.make_layout((TILE, columns, count), stride=(stride, 1, TILE * stride))
-            copy = tensor_maps.boxes(
-                cute.make_tensor(cute.recast_ptr(start, dtype=dtype), layout), TILE, columns, swizzle
-            )
+            copy = boxes(cute.make_tensor(cute.recast_ptr(start, dtype=dtype), layout), TILE, columns, swizzle)
         kernel = self.kernel(copy, address(numbers), address(out))
         blocks = transfer.blocks
         kernel.launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], cluster=[blocks, 1, 1], stream=stream)
@@ -213,11 +211,15 @@ class ProductKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
         image = smem.allocate(SHARED_BYTES, 1024).toint()
-        done = smem.allocate_array(Int64, 1)
+        done, full = (smem.allocate_array(Int64, 1) for _ in range(2))
         where = smem.allocate_array(Int32, 1).toint()
         if thread == 0:
             cute.arch.mbarrier_init(done, 1)
+            cute.arch.mbarrier_init(full, self.blocks * (THREADS // 32))
         cute.arch.mbarrier_init_fence()
+        if const_expr(self.is_pair):
+            # a pair's allocation wants both blocks to be running
+            self.synchronize()
         if warp == 0:
             ptx.allocate_tensor_memory(where, ptx.COLUMNS, self.blocks)
             ptx.relinquish_tensor_memory(self.blocks)
@@ -239,15 +241,25 @@ class ProductKernel:
         ptx.fence_tensor_before()
         self.synchronize()
         ptx.fence_tensor_after()
-        if (warp == 0) & (block == 0):
-            with cute.arch.elect_one():
-                for step in const_expr(self.experiment.steps):
-                    self.do(step, image)
-                if const_expr(self.is_pair):
-                    ptx.commit_tensor_multicast(done.toint(), 3)
-                else:
-                    ptx.commit_tensor(done.toint())
-        ptx.wait_mbarrier(done.toint(), 0)
+        if const_expr(self.experiment.release == ""):
+            if (warp == 0) & (block == 0):
+                self.do_all(image, done)
+            ptx.wait_mbarrier(done.toint(), 0)
+        else:
+            for number in cutlass.range(ROUNDS, unroll=1):
+                source = shared + Int64(block) * SHARED_BYTES + Int64(number % IMAGES * IMAGE_BYTES)
+                for line in range_constexpr(IMAGE_BYTES // LINE):
+                    at = line * LINE + thread * 16
+                    ptx.store_shared_128(image + at, ptx.load_global_128(source + Int64(at)))
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                if thread % 32 == 0:
+                    self.arrive(full)
+                if (warp == 0) & (block == 0):
+                    ptx.wait_mbarrier_cluster(full.toint(), number & 1)
+                    ptx.fence_tensor_after()
+                    self.do_all(image, done)
+                ptx.wait_mbarrier(done.toint(), number & 1)
         ptx.fence_tensor_after()
         for strip in cutlass.range(ptx.COLUMNS // STRIP, unroll=1):
             loaded = ptx.load_tensor_memory(lanes + strip * STRIP, STRIP, Int32)
@@ -266,6 +278,23 @@ class ProductKernel:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
+
+    def arrive(self, barrier: Any) -> None:
+        """At a barrier of the even block, as kernels for pairs do."""
+        if self.experiment.release == "cluster":
+            ptx.arrive_cluster(ptx.pair_leader(barrier.toint()), "cluster")
+        else:
+            cute.arch.mbarrier_arrive(barrier, 0)
+
+    def do_all(self, image: Any, done: Any) -> None:
+        """All steps, by a thread of the warp; `done` says when they are over."""
+        with cute.arch.elect_one():
+            for step in self.experiment.steps:
+                self.do(step, image)
+            if const_expr(self.is_pair):
+                ptx.commit_tensor_multicast(done.toint(), 3)
+            else:
+                ptx.commit_tensor(done.toint())
 
     def do(self, step: Multiply | Copy, image: Any) -> None:
         if isinstance(step, Copy):
@@ -296,7 +325,7 @@ class ProductKey(KernelKey):
 
     @property
     def smem_bytes(self) -> int:
-        return SHARED_BYTES + 16
+        return SHARED_BYTES + 24
 
     @property
     def instructions(self) -> tuple[str, ...]:

@@ -18,6 +18,11 @@ from cute_kernels.isa_probes import meaning
 from cute_kernels.isa_probes.meaning import COLUMNS, LANES, Block
 
 SHARED_BYTES = 1 << 16
+ROUNDS = 4096
+IMAGES, IMAGE_BYTES = 4, 16384
+"""Of a handoff's shared memory: where the operands are, and what they are in each round, one after the other. Sums of
+all rounds stay exact."""
+
 SCALES_AT = 61440
 """Where scales are in shared memory, where there are any."""
 
@@ -51,6 +56,10 @@ class Experiment:
 
     shared, tensor   what they are full of: (from this byte or column on, format), ...
     is_twice         lanes 64 and up of tensor memory are as lanes 0 to 63
+    release          of a handoff: the scope of its arrivals, "cta" or "cluster"; "" it is none
+
+    A handoff repeats its steps ROUNDS times. Before each round all threads of both blocks write their operands, another
+    image each time, and a lane of each warp arrives at a barrier of the even block, which then multiplies.
     """
 
     name: str
@@ -60,6 +69,7 @@ class Experiment:
     tensor: tuple[tuple[int, str], ...] = ((0, "fp32"),)
     blocks: int = 1
     is_twice: bool = False
+    release: str = ""
 
 
 E4M3_OF = np.array([0x00, 0x38, 0x40, 0x44, 0x48, 0x4A, 0x4C, 0x4E, 0x50], np.uint8)
@@ -104,6 +114,30 @@ def _fill(random: Any, parts: Sequence[tuple[int, str]], end: int, rows: int, un
 def expect(experiment: Experiment) -> list[Any]:
     """uint32 [128, 512] of each block: tensor memory afterwards."""
     blocks = memories(experiment)
+    if experiment.release:
+        return _expect_handoffs(experiment, blocks)
+    _run(experiment, blocks)
+    return [block.tensor for block in blocks]
+
+
+def _expect_handoffs(experiment: Experiment, blocks: list[Block]) -> list[Any]:
+    """Every image has been multiplied equally often, and all of it was added up."""
+    sources = [block.shared.copy() for block in blocks]
+    gains = [np.zeros(block.tensor.shape, np.float64) for block in blocks]
+    for number in range(IMAGES):
+        own = slice(number * IMAGE_BYTES, (number + 1) * IMAGE_BYTES)
+        once = [Block(source.copy(), block.tensor.copy()) for source, block in zip(sources, blocks, strict=True)]
+        for block, source in zip(once, sources, strict=True):
+            block.shared[:IMAGE_BYTES] = source[own]
+        _run(experiment, once)
+        for gain, after, before in zip(gains, once, blocks, strict=True):
+            gain += after.tensor.view(np.float32).astype(np.float64) - before.tensor.view(np.float32)
+    totals = [b.tensor.view(np.float32) + gain * (ROUNDS // IMAGES) for b, gain in zip(blocks, gains, strict=True)]
+    return [total.astype(np.float32).view(np.uint32) for total in totals]
+
+
+def _run(experiment: Experiment, blocks: list[Block]) -> None:
+    """All steps, once."""
     for step in experiment.steps:
         if isinstance(step, Copy):
             for block in blocks:
@@ -123,7 +157,6 @@ def expect(experiment: Experiment) -> list[Any]:
             a_scales=a_scales,
             b_scales=b_scales,
         )
-    return [block.tensor for block in blocks]
 
 
 K16, K8, K4 = umma.k_major(16), umma.k_major(8), umma.k_major(4, 64)
@@ -249,6 +282,11 @@ EXPERIMENTS = (
         (Copy(40, (umma.Operand(8, 0, False, 0, 128), 2048), "64x128b.warpx2::02_13"),),
     ),
     Experiment(
+        "copied_rows_swizzled",
+        "the same of swizzled rows, each copy 16 bytes further into them, as queries are copied",
+        tuple(Copy(40 + 4 * step, (K16, 8192 + 16 * step), "64x128b.warpx2::02_13") for step in range(8)),
+    ),
+    Experiment(
         "pair128_results",
         "128 rows of a pair: 64 a block, the second half of N in lanes 64 and up, half of `b` from each block",
         (Multiply(0, (K16, 0), (K16, 8192 + 64), PAIR_QK),),
@@ -281,6 +319,37 @@ EXPERIMENTS = (
         (Multiply(0, (K16, 0), (K16, 16384), WIDE),),
         blocks=2,
     ),
+    *(
+        Experiment(
+            f"handoff_{scope}",
+            f"what threads of both blocks write, a pair's product reads once they arrived with the scope {scope}",
+            (Multiply(0, (K16, 0), (K16, 8192), PAIR_QK, accumulate=True),),
+            blocks=2,
+            release=scope,
+        )
+        for scope in ("cta", "cluster")
+    ),
 )
+
+_DECODE, _PAIR = "sparse_mla.blackwell.decode", "sparse_mla.blackwell.decode_2cta"
+_PREFILLS = tuple(f"sparse_mla.blackwell.prefill{kind}" for kind in ("", "_mixed", "_paged"))
+_LOGITS, _GEMM = "indexer.blackwell.logits", "output.blackwell.einsum"
+
+USED_BY = {
+    "ws64_results": (_DECODE, *_PREFILLS),
+    "ws64_rows_twice": (_DECODE, *_PREFILLS),
+    "ws64_rows_of_two_halves": (_DECODE,),
+    "ws64_mn_major": (_DECODE, *_PREFILLS),
+    "ws64_e4m3": ("sparse_mla.blackwell.prefill_mixed_fp8",),
+    "m128_e4m3": (_LOGITS, _GEMM),
+    "mxf4_scales": (_LOGITS,),
+    "mxf8_scales": (_GEMM,),
+    "copied_rows": _PREFILLS,
+    "copied_rows_swizzled": _PREFILLS,
+    **{f"pair128_{what}": (_PAIR,) for what in ("results", "rows_twice", "rows_of_two_halves", "mn_major")},
+    "handoff_cta": (_PAIR,),
+    "handoff_cluster": (f"{_PAIR}_cluster_release",),
+}
+"""Experiment -> the kernels that rest on its fact. What no kernel rests on is a way out, should another fact fail."""
 
 NAMES = {experiment.name: experiment for experiment in EXPERIMENTS}

@@ -3,6 +3,7 @@
 
 ops.py                 what users call: schemas, checks, costs
 reference.py           what it means, in torch; also the CPU implementation
+call.py                calls, their arguments by name
 
 qnorm.py               kernel: queries normed and rotated, keys rotated and inserted
 query_norm.py          the order in which the squares of a query's head are summed, wherever that is done

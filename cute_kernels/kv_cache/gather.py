@@ -42,16 +42,16 @@ from cutlass import BFloat16, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.kv_cache import record
+from cute_kernels.kv_cache.call import GatherCall
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
-
-MINIMUM_ARCH = 89
-"""First architecture that converts from e4m3 in hardware."""
+from cute_kernels.runtime.key import OpKernel
 
 BULK_ARCH = 90
 """First architecture with bulk copies."""
@@ -426,7 +426,7 @@ class GatherKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "ld.global.64", "cvt.e4m3", "st.global.128"
+        return "ld.global.64", *convert.e4m3_instructions(self.arch), "st.global.128"
 
     @property
     def cta_rows(self) -> int:
@@ -498,11 +498,9 @@ def key_for(arch: str, kv_format: str, gathered: bool, is_bulk: bool) -> GatherK
     return GatherBulkKey(arch, kv_format, gathered) if is_bulk else GatherKey(arch, kv_format, gathered)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[GatherKey | GatherBulkKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[GatherKey | GatherBulkKey]:
     """Prefill gathers the tail of the window and, in layers with compressed entries, all of those; few rows or many."""
     number = arch_number(arch)
-    if number < MINIMUM_ARCH:
-        return []
     forms = (False, True) if number >= BULK_ARCH else (False,)
     return [key_for(arch, FP8_DS_MLA.id, gathered, is_bulk) for gathered in (True, False) for is_bulk in forms]
 
@@ -515,34 +513,21 @@ def _key(device_index: int, kv_format: str, gathered: bool, is_bulk: bool) -> Ga
 # ---- launch
 
 
-def supports(
-    out: Any,
-    k_cache: Any,
-    seq_lens: Any,
-    gather_lens: Any,
-    block_table: Any,
-    block_size: int,
-    offset: int,
-    kv_format: str,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(out.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
-    if out.data_ptr() % 16 or any(out.shape[axis] > 1 and out.stride(axis) % 8 for axis in (0, 1)):
-        return False, (
-            f"rows of out must be 16-byte aligned, got address {out.data_ptr():#x} and strides {tuple(out.stride())}"
+def why_not(call: GatherCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    if call.out.data_ptr() % 16 or any(call.out.shape[axis] > 1 and call.out.stride(axis) % 8 for axis in (0, 1)):
+        where = f"address {call.out.data_ptr():#x} and strides {tuple(call.out.stride())}"
+        return f"rows of out must be 16-byte aligned, got {where}"
+    if call.k_cache.data_ptr() % 8 or (call.k_cache.shape[0] > 1 and call.k_cache.stride(0) % 8):
+        return (
+            f"pages of k_cache must be 8-byte aligned, got address {call.k_cache.data_ptr():#x} and page stride "
+            f"{call.k_cache.stride(0)}"
         )
-    if k_cache.data_ptr() % 8 or (k_cache.shape[0] > 1 and k_cache.stride(0) % 8):
-        return False, (
-            f"pages of k_cache must be 8-byte aligned, got address {k_cache.data_ptr():#x} and page stride "
-            f"{k_cache.stride(0)}"
-        )
-    if seq_lens.shape[0] > MOST_REQUESTS:
-        return False, f"there may be at most {MOST_REQUESTS} requests, got {seq_lens.shape[0]}"
-    if out.shape[1] > MOST_ROWS or block_size >= 2**31:
-        return False, f"out must have at most {MOST_ROWS} rows per request, got {out.shape[1]}"
-    return True, ""
+    if call.seq_lens.shape[0] > MOST_REQUESTS:
+        return f"there may be at most {MOST_REQUESTS} requests, got {call.seq_lens.shape[0]}"
+    if call.out.shape[1] > MOST_ROWS or call.block_size >= 2**31:
+        return f"out must have at most {MOST_ROWS} rows per request, got {call.out.shape[1]}"
+    return ""
 
 
 def ctas_per_request(
@@ -572,40 +557,34 @@ def _write_zeros(rows: Any, seq_lens: Any, gather_lens: Any) -> None:
     rows.masked_fill_((column < lens[:, None])[..., None], 0)
 
 
-def launch(
-    out: Any,
-    k_cache: Any,
-    seq_lens: Any,
-    gather_lens: Any,
-    block_table: Any,
-    block_size: int,
-    offset: int,
-    kv_format: str,
-) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported."""
-    requests, width, pages = seq_lens.shape[0], block_table.shape[1], k_cache.shape[0]
-    room = out.shape[1] - offset
+def launch(call: GatherCall) -> None:
+    """Run the kernel on the current stream of out's device."""
+    requests, width, pages = call.seq_lens.shape[0], call.block_table.shape[1], call.k_cache.shape[0]
+    room = call.out.shape[1] - call.offset
     if requests == 0 or room <= 0:
         return
     if width == 0 or pages == 0:
-        _write_zeros(out[:requests, offset:], seq_lens, gather_lens)
+        _write_zeros(call.out[:requests, call.offset :], call.seq_lens, call.gather_lens)
         return
-    rows = min(room, width * block_size)
-    device_index = out.device.index
-    gathered = gather_lens is not None
-    is_bulk = wants_bulk(arch_of(device_index), k_cache, block_size, gathered, requests * rows)
-    key = _key(device_index, kv_format, gathered, is_bulk)
+    rows = min(room, width * call.block_size)
+    device_index = call.out.device.index
+    gathered = call.gather_lens is not None
+    is_bulk = wants_bulk(arch_of(device_index), call.k_cache, call.block_size, gathered, requests * rows)
+    key = _key(device_index, call.kv_format, gathered, is_bulk)
     launch_key(
         key,
         device_index,
-        out,
-        seq_lens,
-        seq_lens if gather_lens is None else gather_lens,
-        block_table,
-        k_cache.data_ptr(),
-        k_cache.stride(0),
+        call.out,
+        call.seq_lens,
+        call.seq_lens if call.gather_lens is None else call.gather_lens,
+        call.block_table,
+        call.k_cache.data_ptr(),
+        call.k_cache.stride(0),
         pages,
-        block_size,
-        offset,
+        call.block_size,
+        call.offset,
         ctas_per_request(key, requests, rows, multiprocessors(device_index), CTAS_PER_SM),
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

@@ -19,16 +19,16 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.kv_cache import record
+from cute_kernels.kv_cache.call import InsertCall
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
-
-MINIMUM_ARCH = 89
-"""First architecture that converts to e4m3 in hardware."""
+from cute_kernels.runtime.key import OpKernel
 
 MANY_ROWS = 4096
 """Rows of a call from which on they go through L1: that is faster in long calls and slower in short ones
@@ -56,7 +56,7 @@ class InsertKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "ld.global.128", "cvt.e4m3", "st.global.64"
+        return "ld.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         stride = cute.sym_int64(divisibility=8)
@@ -147,9 +147,9 @@ def key_for(arch: str, kv_format: str, rows: int) -> InsertKey:
     return InsertKey(arch, kv_format, through_l1=rows >= MANY_ROWS)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[InsertKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[InsertKey]:
     """Every layer of every model inserts into an fp8_ds_mla cache, few rows or many."""
-    return [key_for(arch, FP8_DS_MLA.id, rows) for rows in (1, MANY_ROWS)] if arch_number(arch) >= MINIMUM_ARCH else []
+    return [key_for(arch, FP8_DS_MLA.id, rows) for rows in (1, MANY_ROWS)]
 
 
 @cache
@@ -157,35 +157,37 @@ def _key(device_index: int, kv_format: str, is_long: bool) -> InsertKey:
     return key_for(arch_of(device_index), kv_format, MANY_ROWS if is_long else 1)
 
 
-def supports(k: Any, k_cache: Any, slot_mapping: Any, block_size: int, kv_format: str) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(k.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
-    if k.data_ptr() % 16 or (k.shape[0] > 1 and k.stride(0) % 8):
-        return False, f"rows of k must be 16-byte aligned, got address {k.data_ptr():#x} and row stride {k.stride(0)}"
-    if k_cache.data_ptr() % 8 or (k_cache.shape[0] > 1 and k_cache.stride(0) % 8):
-        return False, (
-            f"pages of k_cache must be 8-byte aligned, got address {k_cache.data_ptr():#x} and page stride "
-            f"{k_cache.stride(0)}"
+def why_not(call: InsertCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    if call.k.data_ptr() % 16 or (call.k.shape[0] > 1 and call.k.stride(0) % 8):
+        return (
+            f"rows of k must be 16-byte aligned, got address {call.k.data_ptr():#x} and row stride {call.k.stride(0)}"
         )
-    if max(k_cache.shape[0], 1) * block_size >= 2**31:
-        return False, f"k_cache must have fewer than 2^31 rows, got {k_cache.shape[0]} pages of {block_size}"
-    return True, ""
+    if call.k_cache.data_ptr() % 8 or (call.k_cache.shape[0] > 1 and call.k_cache.stride(0) % 8):
+        return (
+            f"pages of k_cache must be 8-byte aligned, got address {call.k_cache.data_ptr():#x} and page stride "
+            f"{call.k_cache.stride(0)}"
+        )
+    if max(call.k_cache.shape[0], 1) * call.block_size >= 2**31:
+        return f"k_cache must have fewer than 2^31 rows, got {call.k_cache.shape[0]} pages of {call.block_size}"
+    return ""
 
 
-def launch(k: Any, k_cache: Any, slot_mapping: Any, block_size: int, kv_format: str) -> None:
-    """Run the kernel on the current stream of k's device. Arguments in the schema's order, checked and supported."""
-    if slot_mapping.shape[0] == 0:
+def launch(call: InsertCall) -> None:
+    """Run the kernel on the current stream of k's device."""
+    if call.slot_mapping.shape[0] == 0:
         return
-    device_index = k.device.index
+    device_index = call.k.device.index
     launch_key(
-        _key(device_index, kv_format, slot_mapping.shape[0] >= MANY_ROWS),
+        _key(device_index, call.kv_format, call.slot_mapping.shape[0] >= MANY_ROWS),
         device_index,
-        k,
-        slot_mapping,
-        k_cache.data_ptr(),
-        k_cache.stride(0),
-        k_cache.shape[0] * block_size,
-        block_size,
+        call.k,
+        call.slot_mapping,
+        call.k_cache.data_ptr(),
+        call.k_cache.stride(0),
+        call.k_cache.shape[0] * call.block_size,
+        call.block_size,
     )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

@@ -5,14 +5,14 @@ the KV rows and insert them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cute_kernels import formats
 from cute_kernels.kv_cache import reference
-from cute_kernels.runtime import validate
+from cute_kernels.kv_cache.call import Bf16InsertCall, Fp8InsertCall, GatherCall, InsertCall, QuantInsertCall
+from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
 __all__ = [
@@ -27,39 +27,40 @@ __all__ = [
 # ---- rows inserted, rows gathered
 
 
-def _check_insert(
-    k: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor, block_size: int, kv_format: str
-) -> None:
+def _check_insert(call: InsertCall) -> None:
     c = Checker("quantize_and_insert_k_cache")
-    c.tensor("k", k, torch.bfloat16, ("T", formats.HEAD_DIM))
-    fmt = formats.get_format(c, "kv_format", kv_format, formats.FP8_DS_MLA)
-    c.require(block_size > 0, "block_size", "a positive number", block_size)
-    fmt.check(c, "k_cache", k_cache, block_size)
-    c.tensor("slot_mapping", slot_mapping, torch.int64, (None,))
-    rows = slot_mapping.shape[0]
-    c.require(rows <= k.shape[0], "slot_mapping", f"at most T = {k.shape[0]} rows", rows)
+    c.tensor("k", call.k, torch.bfloat16, ("T", formats.HEAD_DIM))
+    fmt = formats.get_format(c, "kv_format", call.kv_format, formats.FP8_DS_MLA)
+    c.require(call.block_size > 0, "block_size", "a positive number", call.block_size)
+    fmt.check(c, "k_cache", call.k_cache, call.block_size)
+    c.tensor("slot_mapping", call.slot_mapping, torch.int64, (None,))
+    rows = call.slot_mapping.shape[0]
+    c.require(rows <= call.k.shape[0], "slot_mapping", f"at most T = {call.k.shape[0]} rows", rows)
 
 
-def _cost_insert(
-    k: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor, block_size: int, kv_format: str
-) -> Cost:
-    rows = int((slot_mapping >= 0).sum())
-    return Cost(bytes=rows * (formats.HEAD_DIM * 2 + 584) + nbytes(slot_mapping))
+def _cost_insert(call: InsertCall) -> Cost:
+    rows = int((call.slot_mapping >= 0).sum())
+    return Cost(bytes=rows * (formats.HEAD_DIM * 2 + 584) + nbytes(call.slot_mapping))
 
 
-def _validate_insert(
-    k: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor, block_size: int, kv_format: str
-) -> None:
-    capacity = k_cache.shape[0] * block_size
-    validate.distinct_slots("quantize_and_insert_k_cache", "slot_mapping", slot_mapping, capacity)
+def _validate_insert(call: InsertCall) -> None:
+    capacity = call.k_cache.shape[0] * call.block_size
+    checks.distinct_slots("quantize_and_insert_k_cache", "slot_mapping", call.slot_mapping, capacity)
+
+
+def _insert_kernel() -> OpKernel[InsertCall]:
+    from cute_kernels.kv_cache.insert import KERNEL
+
+    return KERNEL
 
 
 _insert = define_op(
     "quantize_and_insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, SymInt block_size, "
     "str kv_format) -> ()",
+    InsertCall,
     check=_check_insert,
     reference=reference.quantize_and_insert_k_cache,
-    kernel="cute_kernels.kv_cache.insert",
+    kernel=_insert_kernel,
     cost=_cost_insert,
     validate=_validate_insert,
 )
@@ -92,72 +93,58 @@ def quantize_and_insert_k_cache(
     """
     if not is_ue8m0:
         Checker("quantize_and_insert_k_cache").fail("is_ue8m0", "True", is_ue8m0)
-    _insert(k, k_cache, slot_mapping, block_size, kv_format)
+    _insert(InsertCall(k, k_cache, slot_mapping, block_size, kv_format))
 
 
-def _check_gather(
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    gather_lens: torch.Tensor | None,
-    block_table: torch.Tensor,
-    block_size: int,
-    offset: int,
-    kv_format: str,
-) -> None:
+def _check_gather(call: GatherCall) -> None:
     c = Checker("dequantize_and_gather_k_cache")
-    c.tensor("out", out, torch.bfloat16, (None, None, formats.HEAD_DIM))
-    fmt = formats.get_format(c, "kv_format", kv_format, formats.FP8_DS_MLA)
-    c.require(block_size > 0, "block_size", "a positive number", block_size)
-    fmt.check(c, "k_cache", k_cache, block_size)
-    c.tensor("seq_lens", seq_lens, torch.int32, ("R",))
-    c.tensor("gather_lens", gather_lens, torch.int32, ("R",), optional=True)
-    c.tensor("block_table", block_table, torch.int32, ("R", None))
-    c.require(out.shape[0] >= seq_lens.shape[0], "out", f"at least R = {seq_lens.shape[0]} rows", list(out.shape))
-    c.require(offset >= 0, "offset", "a number >= 0", offset)
+    c.tensor("out", call.out, torch.bfloat16, (None, None, formats.HEAD_DIM))
+    fmt = formats.get_format(c, "kv_format", call.kv_format, formats.FP8_DS_MLA)
+    c.require(call.block_size > 0, "block_size", "a positive number", call.block_size)
+    fmt.check(c, "k_cache", call.k_cache, call.block_size)
+    c.tensor("seq_lens", call.seq_lens, torch.int32, ("R",))
+    c.tensor("gather_lens", call.gather_lens, torch.int32, ("R",), optional=True)
+    c.tensor("block_table", call.block_table, torch.int32, ("R", None))
+    c.require(
+        call.out.shape[0] >= call.seq_lens.shape[0],
+        "out",
+        f"at least R = {call.seq_lens.shape[0]} rows",
+        list(call.out.shape),
+    )
+    c.require(call.offset >= 0, "offset", "a number >= 0", call.offset)
 
 
-def _cost_gather(
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    gather_lens: torch.Tensor | None,
-    block_table: torch.Tensor,
-    block_size: int,
-    offset: int,
-    kv_format: str,
-) -> Cost:
-    lens = seq_lens if gather_lens is None else torch.minimum(gather_lens, seq_lens)
-    rows = int(lens.clamp(0, max(out.shape[1] - offset, 0)).sum())
-    return Cost(bytes=rows * (584 + formats.HEAD_DIM * 2) + nbytes(seq_lens, gather_lens))
+def _cost_gather(call: GatherCall) -> Cost:
+    lens = call.seq_lens if call.gather_lens is None else torch.minimum(call.gather_lens, call.seq_lens)
+    rows = int(lens.clamp(0, max(call.out.shape[1] - call.offset, 0)).sum())
+    return Cost(bytes=rows * (584 + formats.HEAD_DIM * 2) + nbytes(call.seq_lens, call.gather_lens))
 
 
-def _validate_gather(
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    gather_lens: torch.Tensor | None,
-    block_table: torch.Tensor,
-    block_size: int,
-    *_: Any,
-) -> None:
-    pages = block_table.shape[1]
-    gathers = seq_lens > 0 if gather_lens is None else (seq_lens > 0) & (gather_lens > 0)
-    validate.at_most(
+def _validate_gather(call: GatherCall) -> None:
+    pages = call.block_table.shape[1]
+    gathers = call.seq_lens > 0 if call.gather_lens is None else (call.seq_lens > 0) & (call.gather_lens > 0)
+    checks.at_most(
         "dequantize_and_gather_k_cache",
         "seq_lens",
-        seq_lens.where(gathers, torch.zeros_like(seq_lens)),
-        pages * block_size,
+        call.seq_lens.where(gathers, torch.zeros_like(call.seq_lens)),
+        pages * call.block_size,
         f"the rows of {pages} pages, all that block_table names",
     )
+
+
+def _gather_kernel() -> OpKernel[GatherCall]:
+    from cute_kernels.kv_cache.gather import KERNEL
+
+    return KERNEL
 
 
 _gather = define_op(
     "dequantize_and_gather_k_cache(Tensor(a!) out, Tensor k_cache, Tensor seq_lens, Tensor? gather_lens, "
     "Tensor block_table, SymInt block_size, SymInt offset, str kv_format) -> ()",
+    GatherCall,
     check=_check_gather,
     reference=reference.dequantize_and_gather_k_cache,
-    kernel="cute_kernels.kv_cache.gather",
+    kernel=_gather_kernel,
     cost=_cost_gather,
     validate=_validate_gather,
 )
@@ -192,7 +179,7 @@ def dequantize_and_gather_k_cache(
     The values are exact: e4m3 times a power of two fits bf16. Code 0x7F or 0xFF gives NaN. Raises ValueError or
     TypeError on arguments that do not fit.
     """
-    _gather(out, k_cache, seq_lens, gather_lens, block_table, block_size, offset, kv_format)
+    _gather(GatherCall(out, k_cache, seq_lens, gather_lens, block_table, block_size, offset, kv_format))
 
 
 # ---- the step before attention
@@ -202,86 +189,44 @@ _BF16_INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert"
 _FP8_INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert"
 
 
-def _check_rows(
-    c: Checker,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    eps: float,
-    block_size: int,
-) -> None:
-    c.tensor("q", q, torch.bfloat16, ("N", "H", formats.HEAD_DIM))
-    c.tensor("kv", kv, torch.bfloat16, ("N", formats.HEAD_DIM))
-    c.tensor("slot_mapping", slot_mapping, torch.int64, (None,))
-    c.tensor("positions", positions, torch.int64, ("N",))
-    c.tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
-    c.require(cos_sin_cache.shape[0] > 0, "cos_sin_cache", "at least one row", list(cos_sin_cache.shape))
-    rows = slot_mapping.shape[0]
-    c.require(rows <= q.shape[0], "slot_mapping", f"at most N = {q.shape[0]} rows", rows)
-    c.require(eps >= 0, "eps", "a number >= 0", eps)
-    c.require(block_size > 0, "block_size", "a positive number", block_size)
+def _check_rows(c: Checker, call: QuantInsertCall | Bf16InsertCall | Fp8InsertCall) -> None:
+    c.tensor("q", call.q, torch.bfloat16, ("N", "H", formats.HEAD_DIM))
+    c.tensor("kv", call.kv, torch.bfloat16, ("N", formats.HEAD_DIM))
+    c.tensor("slot_mapping", call.slot_mapping, torch.int64, (None,))
+    c.tensor("positions", call.positions, torch.int64, ("N",))
+    c.tensor("cos_sin_cache", call.cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
+    c.require(call.cos_sin_cache.shape[0] > 0, "cos_sin_cache", "at least one row", list(call.cos_sin_cache.shape))
+    rows = call.slot_mapping.shape[0]
+    c.require(rows <= call.q.shape[0], "slot_mapping", f"at most N = {call.q.shape[0]} rows", rows)
+    c.require(call.eps >= 0, "eps", "a number >= 0", call.eps)
+    c.require(call.block_size > 0, "block_size", "a positive number", call.block_size)
 
 
-def _check_quant_insert(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    k_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    eps: float,
-    block_size: int,
-    apply_q_norm: bool,
-    kv_format: str,
-    use_pdl: bool,
-) -> None:
+def _check_quant_insert(call: QuantInsertCall) -> None:
     c = Checker(_QUANT_INSERT)
-    _check_rows(c, q, kv, slot_mapping, positions, cos_sin_cache, eps, block_size)
-    formats.get_format(c, "kv_format", kv_format, formats.FP8_DS_MLA).check(c, "k_cache", k_cache, block_size)
+    _check_rows(c, call)
+    formats.get_format(c, "kv_format", call.kv_format, formats.FP8_DS_MLA).check(
+        c, "k_cache", call.k_cache, call.block_size
+    )
 
 
-def _check_bf16_insert(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    eps: float,
-    block_size: int,
-    apply_q_norm: bool,
-    kv_format: str,
-    use_pdl: bool,
-) -> None:
+def _check_bf16_insert(call: Bf16InsertCall) -> None:
     c = Checker(_BF16_INSERT)
-    _check_rows(c, q, kv, slot_mapping, positions, cos_sin_cache, eps, block_size)
-    formats.get_format(c, "kv_format", kv_format, formats.PLAIN_BF16).check(c, "kv_cache", kv_cache, block_size)
+    _check_rows(c, call)
+    formats.get_format(c, "kv_format", call.kv_format, formats.PLAIN_BF16).check(
+        c, "kv_cache", call.kv_cache, call.block_size
+    )
 
 
-def _check_fp8_insert(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    q_fp8: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    fp8_kv_scale: torch.Tensor,
-    q_scale_inv: torch.Tensor,
-    eps: float,
-    block_size: int,
-    apply_q_norm: bool,
-    kv_format: str,
-    use_pdl: bool,
-) -> None:
+def _check_fp8_insert(call: Fp8InsertCall) -> None:
     c = Checker(_FP8_INSERT)
-    _check_rows(c, q, kv, slot_mapping, positions, cos_sin_cache, eps, block_size)
-    c.tensor("q_fp8", q_fp8, torch.float8_e4m3fn, ("N", "H", formats.HEAD_DIM))
-    c.tensor("fp8_kv_scale", fp8_kv_scale, torch.float32, (1,))
-    c.tensor("q_scale_inv", q_scale_inv, torch.float32, (1,))
-    formats.get_format(c, "kv_format", kv_format, formats.PLAIN_FP8).check(c, "kv_cache", kv_cache, block_size)
+    _check_rows(c, call)
+    c.tensor("q_fp8", call.q_fp8, torch.float8_e4m3fn, ("N", "H", formats.HEAD_DIM))
+    c.tensor("fp8_kv_scale", call.fp8_kv_scale, torch.float32, (1,))
+    c.tensor("q_scale_inv", call.q_scale_inv, torch.float32, (1,))
+    formats.get_format(c, "kv_format", call.kv_format, formats.PLAIN_FP8).check(
+        c, "kv_cache", call.kv_cache, call.block_size
+    )
 
 
 def _cost(q: torch.Tensor, slot_mapping: torch.Tensor, q_out_size: int, record_bytes: int) -> Cost:
@@ -293,79 +238,85 @@ def _cost(q: torch.Tensor, slot_mapping: torch.Tensor, q_out_size: int, record_b
     return Cost(bytes=moved + nbytes(slot_mapping), flops=n * heads * (norm + rope) + inserted * (rope + dim))
 
 
-def _cost_quant_insert(
-    q: torch.Tensor, kv: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor, *_: object
-) -> Cost:
-    return _cost(q, slot_mapping, 2, formats.FP8_DS_MLA.row_elements)
+def _cost_quant_insert(call: QuantInsertCall) -> Cost:
+    return _cost(call.q, call.slot_mapping, 2, formats.FP8_DS_MLA.row_elements)
 
 
-def _cost_bf16_insert(
-    q: torch.Tensor, kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *_: object
-) -> Cost:
-    return _cost(q, slot_mapping, 2, formats.HEAD_DIM * 2)
+def _cost_bf16_insert(call: Bf16InsertCall) -> Cost:
+    return _cost(call.q, call.slot_mapping, 2, formats.HEAD_DIM * 2)
 
 
-def _cost_fp8_insert(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    q_fp8: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *_: object,
-) -> Cost:
-    return _cost(q, slot_mapping, 1, formats.HEAD_DIM)
+def _cost_fp8_insert(call: Fp8InsertCall) -> Cost:
+    return _cost(call.q, call.slot_mapping, 1, formats.HEAD_DIM)
 
 
-def _validate_quant_insert(
-    q: torch.Tensor, kv: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor, *rest: object
-) -> None:
-    block_size = rest[3]
-    assert isinstance(block_size, int)
-    validate.distinct_slots(_QUANT_INSERT, "slot_mapping", slot_mapping, k_cache.shape[0] * block_size)
+def _validate_quant_insert(call: QuantInsertCall) -> None:
+    capacity = call.k_cache.shape[0] * call.block_size
+    checks.distinct_slots(_QUANT_INSERT, "slot_mapping", call.slot_mapping, capacity)
 
 
-def _validate_bf16_insert(
-    q: torch.Tensor, kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *_: object
-) -> None:
-    validate.distinct_slots(_BF16_INSERT, "slot_mapping", slot_mapping, kv_cache.shape[0] * kv_cache.shape[1])
+def _validate_bf16_insert(call: Bf16InsertCall) -> None:
+    checks.distinct_slots(
+        _BF16_INSERT, "slot_mapping", call.slot_mapping, call.kv_cache.shape[0] * call.kv_cache.shape[1]
+    )
 
 
-def _validate_fp8_insert(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    q_fp8: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *_: object,
-) -> None:
-    validate.distinct_slots(_FP8_INSERT, "slot_mapping", slot_mapping, kv_cache.shape[0] * kv_cache.shape[1])
+def _validate_fp8_insert(call: Fp8InsertCall) -> None:
+    checks.distinct_slots(
+        _FP8_INSERT, "slot_mapping", call.slot_mapping, call.kv_cache.shape[0] * call.kv_cache.shape[1]
+    )
+
+
+def _quant_insert_kernel() -> OpKernel[QuantInsertCall]:
+    from cute_kernels.kv_cache.qnorm import QUANT_INSERT
+
+    return QUANT_INSERT
 
 
 _quant_insert = define_op(
     f"{_QUANT_INSERT}(Tensor(a!) q, Tensor kv, Tensor(b!) k_cache, Tensor slot_mapping, Tensor positions, "
     "Tensor cos_sin_cache, float eps, SymInt block_size, bool apply_q_norm, str kv_format, bool use_pdl) -> ()",
+    QuantInsertCall,
     check=_check_quant_insert,
     reference=reference.qnorm_rope_kv_rope_quant_insert,
-    kernel="cute_kernels.kv_cache.qnorm:QUANT_INSERT",
+    kernel=_quant_insert_kernel,
     cost=_cost_quant_insert,
     validate=_validate_quant_insert,
 )
+
+
+def _bf16_insert_kernel() -> OpKernel[Bf16InsertCall]:
+    from cute_kernels.kv_cache.qnorm import BF16_INSERT
+
+    return BF16_INSERT
+
+
 _bf16_insert = define_op(
     f"{_BF16_INSERT}(Tensor(a!) q, Tensor kv, Tensor(b!) kv_cache, Tensor slot_mapping, Tensor positions, "
     "Tensor cos_sin_cache, float eps, SymInt block_size, bool apply_q_norm, str kv_format, bool use_pdl) -> ()",
+    Bf16InsertCall,
     check=_check_bf16_insert,
     reference=reference.qnorm_rope_kv_rope_full_cache_bf16_insert,
-    kernel="cute_kernels.kv_cache.qnorm:BF16_INSERT",
+    kernel=_bf16_insert_kernel,
     cost=_cost_bf16_insert,
     validate=_validate_bf16_insert,
 )
+
+
+def _fp8_insert_kernel() -> OpKernel[Fp8InsertCall]:
+    from cute_kernels.kv_cache.qnorm import FP8_INSERT
+
+    return FP8_INSERT
+
+
 _fp8_insert = define_op(
     f"{_FP8_INSERT}(Tensor q, Tensor kv, Tensor(a!) q_fp8, Tensor(b!) kv_cache, Tensor slot_mapping, "
     "Tensor positions, Tensor cos_sin_cache, Tensor fp8_kv_scale, Tensor q_scale_inv, float eps, SymInt block_size, "
     "bool apply_q_norm, str kv_format, bool use_pdl) -> ()",
+    Fp8InsertCall,
     check=_check_fp8_insert,
     reference=reference.qnorm_rope_kv_rope_full_cache_fp8_insert,
-    kernel="cute_kernels.kv_cache.qnorm:FP8_INSERT",
+    kernel=_fp8_insert_kernel,
     cost=_cost_fp8_insert,
     validate=_validate_fp8_insert,
 )
@@ -412,7 +363,9 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     Raises ValueError or TypeError on arguments that do not fit.
     """
     _quant_insert(
-        q, kv, k_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, apply_q_norm, kv_format, use_pdl
+        QuantInsertCall(
+            q, kv, k_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, apply_q_norm, kv_format, use_pdl
+        )
     )
 
 
@@ -441,7 +394,9 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
     The other arguments and the errors are the same.
     """
     _bf16_insert(
-        q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, apply_q_norm, kv_format, use_pdl
+        Bf16InsertCall(
+            q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, apply_q_norm, kv_format, use_pdl
+        )
     )
 
 
@@ -478,18 +433,20 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
     The other arguments and the errors are the same.
     """
     _fp8_insert(
-        q,
-        kv,
-        q_fp8,
-        kv_cache,
-        slot_mapping,
-        positions,
-        cos_sin_cache,
-        fp8_kv_scale,
-        q_scale_inv,
-        eps,
-        block_size,
-        apply_q_norm,
-        kv_format,
-        use_pdl,
+        Fp8InsertCall(
+            q,
+            kv,
+            q_fp8,
+            kv_cache,
+            slot_mapping,
+            positions,
+            cos_sin_cache,
+            fp8_kv_scale,
+            q_scale_inv,
+            eps,
+            block_size,
+            apply_q_norm,
+            kv_format,
+            use_pdl,
+        )
     )

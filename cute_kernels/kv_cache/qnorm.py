@@ -31,20 +31,18 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.dsl import convert, ptx, rope
+from cute_kernels.dsl import convert, ptx, transforms
 from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8, ROPE_DIM
 from cute_kernels.kv_cache import query_norm, record
+from cute_kernels.kv_cache.call import Bf16InsertCall, Fp8InsertCall, QuantInsertCall
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 
 # ---- config
-
-MINIMUM_ARCH = {FP8_DS_MLA.id: 89, PLAIN_BF16.id: 80, PLAIN_FP8.id: 89}
-"""First architecture per format: e4m3 conversion in hardware needs sm_89."""
 
 FEW_ROWS = 4096
 """Up to so many rows of q, all tokens and heads together, one row per warp and angles ahead of the wait are faster;
@@ -272,11 +270,11 @@ class QnormKernel:
     def load_angles(self, lane: Any, position: Any, angles: Any) -> Any:
         """Cosines and sines of the four pairs a rope lane has; the other lanes get those of some rope lane."""
         _, table, stride, rows = angles
-        start = table + rope.table_row(position, rows) * stride + Int64((lane % 8) * 16)
+        start = table + transforms.table_row(position, rows) * stride + Int64((lane % 8) * 16)
         # ahead of the wait: the assembler must not move them behind it
         load = ptx.load_global_128_cached_in_order if self.early else ptx.load_global_128_weak
         cos = load(start)
-        sin = load(start + rope.HALF_TABLE_BYTES)
+        sin = load(start + transforms.HALF_TABLE_BYTES)
         return [word.bitcast(Float32) for word in cos], [word.bitcast(Float32) for word in sin]
 
     @cute.jit
@@ -286,7 +284,7 @@ class QnormKernel:
         result = list(values[:8])
         for pair in range_constexpr(4):
             even, odd = values[8 + 2 * pair], values[9 + 2 * pair]
-            rotated_even, rotated_odd = rope.rotate_pair(even, odd, cos[pair], sin[pair])
+            rotated_even, rotated_odd = transforms.rotate_pair(even, odd, cos[pair], sin[pair])
             result += [rotated_even if is_rope else even, rotated_odd if is_rope else odd]
         return result
 
@@ -329,8 +327,9 @@ class QnormKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        stores = ("cvt.e4m3", "st.global.64") if self.kv_format != PLAIN_BF16.id else ()
-        return "ld.global.128", *stores
+        if self.kv_format == PLAIN_BF16.id:
+            return ("ld.global.128",)
+        return "ld.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def stride() -> Any:
@@ -365,8 +364,6 @@ def _key_of_shape(arch: str, kv_format: str, norm: bool, rows: int, early: bool)
 
 def deployment(arch: str, kv_format: str) -> list[QnormKey]:
     """What the layers need: all of them normalize their queries."""
-    if arch_number(arch) < MINIMUM_ARCH[kv_format]:
-        return []
     return [key_for(arch, kv_format, query_rows=rows) for rows in (FEW_ROWS, FEW_ROWS + 1)]
 
 
@@ -383,7 +380,7 @@ def key_of(q: Any, kv_format: str, norm: bool = True) -> QnormKey:
 # ---- launch
 
 
-def fits(
+def misfit(
     q: Any,
     kv: Any,
     cache: Any,
@@ -391,12 +388,9 @@ def fits(
     block_size: int,
     kv_format: str,
     q_out: tuple[str, Any] | None = None,
-) -> tuple[bool, str]:
-    """Whether `launch_with` can take these (checked) arguments, and if not, why. q_out: name and tensor, where it is
+) -> str:
+    """Why `launch_with` cannot take these (checked) arguments; empty if it can. q_out: name and tensor, where it is
     not q."""
-    arch = arch_of(q.device.index)
-    if arch_number(arch) < MINIMUM_ARCH[kv_format]:
-        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH[kv_format]} and up have"
     page_alignment = 16 if kv_format == PLAIN_BF16.id else 8
     for name, tensor, what, alignment in (
         ("q", q, "rows", 16),
@@ -406,15 +400,15 @@ def fits(
         *(() if q_out is None else ((*q_out, "rows", 8),)),
     ):
         if not _is_aligned(tensor, alignment):
-            return False, (
+            return (
                 f"{what} of {name} must be {alignment}-byte aligned, got address {tensor.data_ptr():#x} and strides "
                 f"{tuple(tensor.stride())}"
             )
     if max(cache.shape[0], 1) * block_size >= 2**31:
-        return False, f"the cache must have fewer than 2^31 rows, got {cache.shape[0]} pages of {block_size}"
+        return f"the cache must have fewer than 2^31 rows, got {cache.shape[0]} pages of {block_size}"
     if q.shape[0] * (q.shape[1] + 1) >= 2**31:
-        return False, f"q must have fewer than 2^31 rows, got shape {tuple(q.shape)}"
-    return True, ""
+        return f"q must have fewer than 2^31 rows, got shape {tuple(q.shape)}"
+    return ""
 
 
 def _is_aligned(tensor: Any, alignment: int) -> bool:
@@ -448,127 +442,85 @@ def launch_with(
     launch_key(key, q.device.index, q, kv, slot_mapping, positions, cos_sin_cache, *out, *pool, eps, use_pdl)
 
 
-def supports_quant_insert(
-    q: Any,
-    kv: Any,
-    k_cache: Any,
-    slot_mapping: Any,
-    positions: Any,
-    cos_sin_cache: Any,
-    eps: float,
-    block_size: int,
-    apply_q_norm: bool,
-    kv_format: str,
-    use_pdl: bool,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    return fits(q, kv, k_cache, cos_sin_cache, block_size, kv_format)
+def why_not_quant_insert(call: QuantInsertCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    return misfit(call.q, call.kv, call.k_cache, call.cos_sin_cache, call.block_size, call.kv_format)
 
 
-def launch_quant_insert(
-    q: Any,
-    kv: Any,
-    k_cache: Any,
-    slot_mapping: Any,
-    positions: Any,
-    cos_sin_cache: Any,
-    eps: float,
-    block_size: int,
-    apply_q_norm: bool,
-    kv_format: str,
-    use_pdl: bool,
-) -> None:
-    """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
-    key = key_of(q, kv_format, apply_q_norm)
-    launch_with(key, q, kv, k_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, use_pdl)
+def launch_quant_insert(call: QuantInsertCall) -> None:
+    """Run the kernel on the current stream of q's device."""
+    key = key_of(call.q, call.kv_format, call.apply_q_norm)
+    launch_with(
+        key,
+        call.q,
+        call.kv,
+        call.k_cache,
+        call.slot_mapping,
+        call.positions,
+        call.cos_sin_cache,
+        call.eps,
+        call.block_size,
+        call.use_pdl,
+    )
 
 
 QUANT_INSERT = OpKernel(
-    launch_quant_insert, supports_quant_insert, lambda config, tp, arch: deployment(arch, FP8_DS_MLA.id)
+    launch_quant_insert, why_not_quant_insert, lambda config, tp, arch: deployment(arch, FP8_DS_MLA.id)
 )
 
 
-def supports_bf16_insert(
-    q: Any,
-    kv: Any,
-    kv_cache: Any,
-    slot_mapping: Any,
-    positions: Any,
-    cos_sin_cache: Any,
-    eps: float,
-    block_size: int,
-    apply_q_norm: bool,
-    kv_format: str,
-    use_pdl: bool,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    return fits(q, kv, kv_cache, cos_sin_cache, block_size, kv_format)
+def why_not_bf16_insert(call: Bf16InsertCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    return misfit(call.q, call.kv, call.kv_cache, call.cos_sin_cache, call.block_size, call.kv_format)
 
 
-def launch_bf16_insert(
-    q: Any,
-    kv: Any,
-    kv_cache: Any,
-    slot_mapping: Any,
-    positions: Any,
-    cos_sin_cache: Any,
-    eps: float,
-    block_size: int,
-    apply_q_norm: bool,
-    kv_format: str,
-    use_pdl: bool,
-) -> None:
-    """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
-    key = key_of(q, kv_format, apply_q_norm)
-    launch_with(key, q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, use_pdl)
+def launch_bf16_insert(call: Bf16InsertCall) -> None:
+    """Run the kernel on the current stream of q's device."""
+    key = key_of(call.q, call.kv_format, call.apply_q_norm)
+    launch_with(
+        key,
+        call.q,
+        call.kv,
+        call.kv_cache,
+        call.slot_mapping,
+        call.positions,
+        call.cos_sin_cache,
+        call.eps,
+        call.block_size,
+        call.use_pdl,
+    )
 
 
 BF16_INSERT = OpKernel(
-    launch_bf16_insert, supports_bf16_insert, lambda config, tp, arch: deployment(arch, PLAIN_BF16.id)
+    launch_bf16_insert, why_not_bf16_insert, lambda config, tp, arch: deployment(arch, PLAIN_BF16.id)
 )
 
 
-def supports_fp8_insert(
-    q: Any,
-    kv: Any,
-    q_fp8: Any,
-    kv_cache: Any,
-    slot_mapping: Any,
-    positions: Any,
-    cos_sin_cache: Any,
-    fp8_kv_scale: Any,
-    q_scale_inv: Any,
-    eps: float,
-    block_size: int,
-    apply_q_norm: bool,
-    kv_format: str,
-    use_pdl: bool,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    return fits(q, kv, kv_cache, cos_sin_cache, block_size, kv_format, ("q_fp8", q_fp8))
+def why_not_fp8_insert(call: Fp8InsertCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    return misfit(
+        call.q, call.kv, call.kv_cache, call.cos_sin_cache, call.block_size, call.kv_format, ("q_fp8", call.q_fp8)
+    )
 
 
-def launch_fp8_insert(
-    q: Any,
-    kv: Any,
-    q_fp8: Any,
-    kv_cache: Any,
-    slot_mapping: Any,
-    positions: Any,
-    cos_sin_cache: Any,
-    fp8_kv_scale: Any,
-    q_scale_inv: Any,
-    eps: float,
-    block_size: int,
-    apply_q_norm: bool,
-    kv_format: str,
-    use_pdl: bool,
-) -> None:
-    """Run the kernel on the current stream of q's device. Arguments in the schema's order, checked and supported."""
-    key = key_of(q, kv_format, apply_q_norm)
-    scales = fp8_kv_scale.data_ptr(), q_scale_inv.data_ptr()
-    out = q_fp8.data_ptr(), q_fp8.stride(0), q_fp8.stride(1), *scales
-    launch_with(key, q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, eps, block_size, use_pdl, out)
+def launch_fp8_insert(call: Fp8InsertCall) -> None:
+    """Run the kernel on the current stream of q's device."""
+    key = key_of(call.q, call.kv_format, call.apply_q_norm)
+    scales = call.fp8_kv_scale.data_ptr(), call.q_scale_inv.data_ptr()
+    out = call.q_fp8.data_ptr(), call.q_fp8.stride(0), call.q_fp8.stride(1), *scales
+    launch_with(
+        key,
+        call.q,
+        call.kv,
+        call.kv_cache,
+        call.slot_mapping,
+        call.positions,
+        call.cos_sin_cache,
+        call.eps,
+        call.block_size,
+        call.use_pdl,
+        out,
+    )
 
 
-FP8_INSERT = OpKernel(launch_fp8_insert, supports_fp8_insert, lambda config, tp, arch: deployment(arch, PLAIN_FP8.id))
+FP8_INSERT = OpKernel(launch_fp8_insert, why_not_fp8_insert, lambda config, tp, arch: deployment(arch, PLAIN_FP8.id))

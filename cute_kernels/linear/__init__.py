@@ -5,7 +5,8 @@ ops.py                 what users call
 reference.py           what it means, in torch; also the CPU implementation
 scales.py              scales of 128 columns, four in a word
 quantize.py            kernel: activations quantized
-call.py                what a GEMM op runs on a GPU: supports, launch, keys of deployments
+call.py                calls, their arguments by name
+launch.py              what a GEMM op runs on a GPU: whether kernels can take a call, launch, keys of deployments
 select.py              which of Hopper's kernels a GEMM takes, and how it cuts K
 params.py              tensors of the kernels, and work tiles of those of blackwell/ and mma_sync/
 

@@ -1,336 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GEMM ops on a GPU: which kernel a call takes, what the kernels can take, and their launches. What Hopper's
-kernels are chosen by is in select.py.
-
-fp8_gemm: on Hopper few rows, and whatever must not depend on their number, take the swapped operands' kernel and many
-rows the other one; other architectures the kernels of deepseek_v4_fp8_einsum. That takes Hopper's own kernel where it
-takes the call, Blackwell's own where it takes the call and is trusted, the portable one elsewhere, and of each the one
-whose work tiles suit the call's size.
-"""
+"""Calls of the linear layers' ops: their arguments by name, in the order of the schemas."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
-from cute_kernels.linear import select
-from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey
-from cute_kernels.linear.hopper.gemm import SCALE_BLOCK, GemmKey
-from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
-from cute_kernels.linear.params import CHUNK
-from cute_kernels.runtime import trust
-from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
-from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.runtime.compile import launch as launch_key
-from cute_kernels.runtime.key import OpKernel
-
-# ---- what the kernels take
-
-HOPPER = select.HOPPER
-OUTPUTS = {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float8_e4m3fn": "e4m3"}
-
-
-def is_aligned(tensor: Any) -> bool:
-    """Whether bulk tensor copies can move its rows."""
-    strides = [tensor.stride(axis) * tensor.element_size() for axis in range(tensor.dim() - 1)]
-    return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 and 0 < stride < 2**40 for stride in strides)
-
-
-def operands_fit(a: tuple[str, Any], b: tuple[str, Any], out: Any) -> tuple[bool, str]:
-    """Whether bulk tensor copies can bring the operands, and the epilogue store the result."""
-    for name, tensor in (a, b):
-        if not is_aligned(tensor):
-            return False, (
-                f"{name} must be 16-byte aligned row by row, got address {tensor.data_ptr():#x} and strides "
-                f"{tuple(tensor.stride())}"
-            )
-    if out.shape[-1] % 16:
-        return False, f"N must be a multiple of 16, got {out.shape[-1]}"
-    strides = [out.stride(axis) for axis in range(out.dim() - 1) if out.shape[axis] > 1]
-    unit = 1 if out.element_size() == 4 else 2
-    if any(stride % unit for stride in strides) or out.data_ptr() % (unit * out.element_size()):
-        return False, f"out must be aligned to {unit} elements row by row, got strides {tuple(out.stride())}"
-    return True, ""
-
-
-# ---- deepseek_v4_fp8_einsum
-
-OP = "deepseek_v4_fp8_einsum"
-BLOCK_RECIPE = (1, 128, 128)
-
-MAP_STRIDE = 2**40
-"""Strides of a tensor that copies know by a descriptor are smaller, in bytes."""
-
-BLACKWELL_TILES: tuple[tuple[int, int, float], ...] = ((ROWS, 64, 6.7), (ROWS, 128, 8.9), (ROWS, 256, 13.3))
-"""Rows and columns of Blackwell's tiles, and what they take if shared memory binds: nobody has measured it. A chunk of
-256 columns writes and reads 96 KB, at 128 bytes a clock of 1.85 GHz."""
-
-PORTABLE_TILES: tuple[tuple[int, int, float], ...] = (
-    (16, 64, 8.2),
-    (32, 128, 14.7),
-    (64, 128, 26.0),
-    (128, 128, 44.4),
-)
-"""Rows and columns of the portable kernel's tiles, and the same of them. From perf/log/data/einsum_portable_1.txt."""
-
-
-def key_for(
-    arch: str, rows: int, groups: int, columns: int, chunks: int, multiprocessors: int, packed: bool
-) -> tuple[KernelKey, int]:
-    """The kernel for a call, and its number of CTAs: the architecture's own one, if it has one for such scales."""
-    if arch == HOPPER and not packed:
-        return select.many_rows("bf16", rows, groups, columns, chunks, multiprocessors)
-    if arch in BLACKWELL:
-        return blackwell_choice(arch, rows, groups, columns, multiprocessors, packed)
-    return portable_choice(arch, rows, groups, columns, multiprocessors, packed)
-
-
-@lru_cache(maxsize=4096)
-def blackwell_choice(
-    arch: str, rows: int, groups: int, columns: int, multiprocessors: int, packed: bool
-) -> tuple[BlackwellGemmKey, int]:
-    """The one of Blackwell's kernels that is through soonest, and its number of CTAs."""
-    number, ctas = _soonest(BLACKWELL_TILES, rows, groups, columns, multiprocessors)
-    return BlackwellGemmKey(arch, BLACKWELL_TILES[number][1], packed), ctas
-
-
-@lru_cache(maxsize=4096)
-def portable_choice(
-    arch: str, rows: int, groups: int, columns: int, multiprocessors: int, packed: bool
-) -> tuple[PortableGemmKey, int]:
-    """The same of the portable kernels."""
-    number, ctas = _soonest(PORTABLE_TILES, rows, groups, columns, multiprocessors)
-    return PortableGemmKey(arch, *PORTABLE_TILES[number][:2], packed), ctas
-
-
-def _soonest(
-    tiles: tuple[tuple[int, int, float], ...], rows: int, groups: int, columns: int, multiprocessors: int
-) -> tuple[int, int]:
-    """Which tiles are through soonest if every round of them takes its time, and how many CTAs run then."""
-    best, least, ctas = len(tiles) - 1, float("inf"), 1
-    for number, (tile_rows, tile_columns, cost) in enumerate(tiles):
-        count = groups * -(-rows // tile_rows) * -(-columns // tile_columns)
-        time = -(-count // multiprocessors) * cost
-        if time < least:
-            best, least, ctas = number, time, min(count, multiprocessors)
-    return best, ctas
-
-
-def _is_mapped(*operands: Any) -> bool:
-    """Whether descriptors of tensor copies can tell of operands."""
-    return all(0 < operand.stride(axis) < MAP_STRIDE for operand in operands for axis in (0, 1))
-
-
-def einsum_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
-    """One kernel per kind of tile: a batch may have any size. On Hopper for fp32 scales, elsewhere for either kind."""
-    if arch == HOPPER:
-        return [*select.many_rows_keys("bf16")]
-    keys: list[KernelKey] = []
-    for packed in (False, True):
-        if arch in BLACKWELL:
-            keys += [BlackwellGemmKey(arch, columns, packed) for _, columns, _ in BLACKWELL_TILES]
-        keys += [PortableGemmKey(arch, rows, columns, packed) for rows, columns, _ in PORTABLE_TILES]
-    return keys
-
-
-def supports_einsum(
-    a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, equation: str, recipe: Any
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    if a.shape[2] == 0:
-        return True, ""
-    for name, tensor in (("a", a), ("b", b), ("out", out)):
-        strides = [tensor.stride(axis) * tensor.element_size() for axis in (0, 1)]
-        if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides):
-            return False, (
-                f"{name} must be 16-byte aligned row by row, got address {tensor.data_ptr():#x} and strides "
-                f"{tuple(tensor.stride())}"
-            )
-    if out.shape[2] % 8:
-        return False, f"R must be a multiple of 8, got {out.shape[2]}"
-    return True, ""
-
-
-def launch_einsum(
-    a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, equation: str, recipe: Any, use_pdl: bool = False
-) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported.
-
-    use_pdl   on Hopper, start while the kernel before on the stream still runs, and wait for it
-    """
-    rows, groups, columns = out.shape
-    if rows == 0 or groups == 0 or columns == 0:
-        return
-    if a.shape[2] == 0:
-        out.zero_()
-        return
-    device_index = out.device.index
-    arch, processors = arch_of(device_index), multiprocessors(device_index)
-    packed = tuple(recipe) != BLOCK_RECIPE
-    key: KernelKey
-    if arch in BLACKWELL and not (_is_mapped(a, b) and trust.is_trusted(OP, device_index)):
-        key, ctas = portable_choice(arch, rows, groups, columns, processors, packed)
-    else:
-        key, ctas = key_for(arch, rows, groups, columns, a.shape[2] // CHUNK, processors, packed)
-    if isinstance(key, GemmKey):
-        launch_key(key, device_index, a, a_scale, b, b_scale, out, None, ctas, use_pdl)
-    else:
-        launch_key(key, device_index, a, a_scale, b, b_scale, out, ctas)
-
-
-EINSUM = OpKernel(launch_einsum, supports_einsum, einsum_keys)
-
-
-# ---- fp8_gemm
-
-EQUATION = "bhr,hdr->bhd"
-
-MOST_SWAPPED_ROWS = 32
-"""More rows are faster the other way round on an H200."""
-
-MOST_SWAPPED_CODE_ROWS, FEW_CODES = 64, 1024
-"""The same for e4m3 results of so few columns: only the swapped operands' kernel cuts their K into more than two."""
-
-
-def _is_swapped(out: Any, batch_invariant: bool) -> bool:
-    rows, groups, outputs = out.shape
-    if batch_invariant or rows <= MOST_SWAPPED_ROWS:
-        return True
-    is_small = rows <= MOST_SWAPPED_CODE_ROWS and groups * outputs <= FEW_CODES
-    return is_small and OUTPUTS[str(out.dtype)] == "e4m3"
-
-
-def fp8_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
-    """Of every FP8 linear of a model: for few rows one for each way to cut a weight's K, for many one for each tile."""
-    if arch != HOPPER:
-        return [*einsum_keys(config, tp, arch)]
-    outputs = {output for kind, output, *_ in select.layer_gemms(config, tp) if kind == "e4m3"}
-    many = [
-        key for output in OUTPUTS.values() if output in outputs for key in select.many_rows_keys(output, may_split=True)
-    ]
-    return [*select.swap_ab_keys(config, tp, arch, "e4m3"), *many]
-
-
-def supports_fp8(
-    a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, out_scale: Any, batch_invariant: bool, use_pdl: bool
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(out.device.index)
-    if arch != HOPPER:
-        if OUTPUTS[str(out.dtype)] != "bf16":
-            return False, f"a result of {out.dtype} has a kernel on {HOPPER} only, this is {arch}"
-        return supports_einsum(a, a_scale, b, b_scale, out, EQUATION, BLOCK_RECIPE)
-    if not _is_swapped(out, batch_invariant) and not is_aligned(out):
-        return False, (
-            f"out must be 16-byte aligned row by row for many rows, got address {out.data_ptr():#x} and strides "
-            f"{tuple(out.stride())}"
-        )
-    return operands_fit(("a", a), ("b", b), out)
-
-
-def launch_fp8(
-    a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, out_scale: Any, batch_invariant: bool, use_pdl: bool
-) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported."""
-    rows, groups, outputs = out.shape
-    if rows == 0 or groups == 0 or outputs == 0:
-        return
-    if a.shape[2] == 0 and out_scale is None:
-        out.zero_()
-        return
-    device_index = out.device.index
-    if arch_of(device_index) != HOPPER:
-        launch_einsum(a, a_scale, b, b_scale, out, EQUATION, BLOCK_RECIPE, use_pdl)
-        return
-    shape = OUTPUTS[str(out.dtype)], rows, groups, outputs, a.shape[2] // CHUNK
-    key: KernelKey
-    if _is_swapped(out, batch_invariant):
-        key, number = select.swap_ab("e4m3", *shape)
-    else:
-        key, number = select.many_rows(*shape, multiprocessors(device_index), may_split=True)
-    launch_key(key, device_index, a, a_scale, b, b_scale, out, out_scale, number, use_pdl)
-
-
-FP8_GEMM = OpKernel(launch_fp8, supports_fp8, fp8_keys)
-
-
-# ---- fp8_gemm_squares
-
-
-def squares_keys(config: Any, tp: int, arch: str) -> list[GemmKey]:
-    """One for each work tile: a batch may have any size."""
-    return [tile.key for tile in select.SQUARES_TILES] if arch == HOPPER else []
-
-
-def supports_squares(
-    a: Any, a_scale: Any, weight: Any, weight_scale: Any, out: Any, squares: Any, use_pdl: bool
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(out.device.index)
-    if arch != HOPPER:
-        return False, f"there is a kernel on {HOPPER} only, this is {arch}"
-    if not is_aligned(out):
-        return False, (
-            f"out must be 16-byte aligned row by row, got address {out.data_ptr():#x} and strides {tuple(out.stride())}"
-        )
-    return operands_fit(("a", a), ("weight", weight), out)
-
-
-def launch_squares(a: Any, a_scale: Any, weight: Any, weight_scale: Any, out: Any, squares: Any, use_pdl: bool) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported."""
-    rows, outputs = out.shape
-    if rows == 0 or outputs == 0:
-        return
-    if a.shape[1] == 0:
-        out.zero_()
-        squares.zero_()
-        return
-    device_index = out.device.index
-    key, ctas = select.with_squares(rows, outputs, a.shape[1] // SCALE_BLOCK, multiprocessors(device_index))
-    operands = a.unsqueeze(1), a_scale.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1)
-    launch_key(key, device_index, *operands, squares, ctas, use_pdl)
-
-
-FP8_GEMM_SQUARES = OpKernel(launch_squares, supports_squares, squares_keys)
-
-
-# ---- bf16_gemm
-
-BF16_CHUNK = 64
-"""Columns of K: 128 bytes."""
-
-
-def bf16_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
-    """Of the linears that read the hidden states and stay bf16: compressors' and the indexer's weights."""
-    if arch != HOPPER:
-        return []
-    outputs = dict.fromkeys(output for kind, output, *_ in select.layer_gemms(config, tp) if kind == "bf16")
-    many = [key for output in outputs for key in select.many_bf16_rows_keys(output)]
-    return [*select.swap_ab_keys(config, tp, arch, "bf16"), *many]
-
-
-def supports_bf16(a: Any, b: Any, out: Any, batch_invariant: bool, use_pdl: bool) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(out.device.index)
-    if arch != HOPPER:
-        return False, f"it has a kernel on {HOPPER} only, this is {arch}: torch.mm does the same"
-    return operands_fit(("a", a), ("b", b), out)
-
-
-def launch_bf16(a: Any, b: Any, out: Any, batch_invariant: bool, use_pdl: bool) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported."""
-    rows, outputs = out.shape
-    if rows == 0 or outputs == 0:
-        return
-    shape = OUTPUTS[str(out.dtype)], rows
-    chunks, device_index = -(-a.shape[1] // BF16_CHUNK), out.device.index
-    a, b, out = a.unsqueeze(1), b.unsqueeze(0), out.unsqueeze(1)
-    key: KernelKey
-    if batch_invariant or rows <= MOST_SWAPPED_ROWS or not is_aligned(out):
-        key, number = select.swap_ab("bf16", *shape, 1, outputs, chunks)
-    else:
-        key, number = select.many_bf16_rows(*shape, outputs, chunks, multiprocessors(device_index))
-    launch_key(key, device_index, a, None, b, None, out, None, number, use_pdl)
-
-
-BF16_GEMM = OpKernel(launch_bf16, supports_bf16, bf16_keys)
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class QuantizeCall(NamedTuple):
+    """quantize_fp8_1x128."""
+
+    x: torch.Tensor
+    out: torch.Tensor
+    scale_out: torch.Tensor
+    use_pdl: bool
+
+
+class Fp8GemmCall(NamedTuple):
+    """fp8_gemm."""
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    out: torch.Tensor
+    out_scale: torch.Tensor | None
+    batch_invariant: bool
+    use_pdl: bool
+
+
+class SquaresCall(NamedTuple):
+    """fp8_gemm_squares."""
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    out: torch.Tensor
+    squares: torch.Tensor
+    use_pdl: bool
+
+
+class Bf16GemmCall(NamedTuple):
+    """bf16_gemm."""
+
+    a: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+    batch_invariant: bool
+    use_pdl: bool
+
+
+class EinsumCall(NamedTuple):
+    """deepseek_v4_fp8_einsum."""
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    b: torch.Tensor
+    b_scale: torch.Tensor
+    out: torch.Tensor
+    equation: str
+    recipe: Sequence[int]

@@ -10,8 +10,10 @@ import torch
 from cute_kernels import formats
 from cute_kernels.formats import round_up
 from cute_kernels.linear import reference
+from cute_kernels.linear.call import Bf16GemmCall, EinsumCall, Fp8GemmCall, QuantizeCall, SquaresCall
 from cute_kernels.linear.scales import BLOCK, CHUNKS_PER_WORD, ROW_ALIGNMENT
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
 __all__ = [
@@ -33,22 +35,29 @@ def activation_scale_shape(rows: int, columns: int) -> tuple[int, int]:
     return -(-columns // BLOCK), round_up(rows, ROW_ALIGNMENT)
 
 
-def _check(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, use_pdl: bool) -> None:
+def _check(call: QuantizeCall) -> None:
     c = Checker("quantize_fp8_1x128")
-    c.tensor("x", x, torch.bfloat16, ("T", "K"))
-    c.tensor("out", out, torch.float8_e4m3fn, ("T", "K"))
-    c.tensor("scale_out", scale_out, torch.float32, activation_scale_shape(*x.shape))
+    c.tensor("x", call.x, torch.bfloat16, ("T", "K"))
+    c.tensor("out", call.out, torch.float8_e4m3fn, ("T", "K"))
+    c.tensor("scale_out", call.scale_out, torch.float32, activation_scale_shape(*call.x.shape))
 
 
-def _cost(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, use_pdl: bool) -> Cost:
-    return Cost(bytes=nbytes(x, out, scale_out))
+def _cost(call: QuantizeCall) -> Cost:
+    return Cost(bytes=nbytes(call.x, call.out, call.scale_out))
+
+
+def _quantize_kernel() -> OpKernel[QuantizeCall]:
+    from cute_kernels.linear.quantize import KERNEL
+
+    return KERNEL
 
 
 _quantize = define_op(
     "quantize_fp8_1x128(Tensor x, Tensor(a!) out, Tensor(b!) scale_out, bool use_pdl) -> ()",
+    QuantizeCall,
     check=_check,
     reference=reference.quantize_fp8_1x128,
-    kernel="cute_kernels.linear.quantize",
+    kernel=_quantize_kernel,
     cost=_cost,
 )
 
@@ -84,60 +93,65 @@ def quantize_fp8_1x128(
         out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     if scale_out is None:
         scale_out = torch.empty(activation_scale_shape(*x.shape), dtype=torch.float32, device=x.device)
-    _quantize(x, out, scale_out, use_pdl)
+    _quantize(QuantizeCall(x, out, scale_out, use_pdl))
     return out, scale_out.t()[: x.shape[0]]
 
 
 # ---- GEMMs
 
 
-def _check_fp8(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    out: torch.Tensor,
-    out_scale: torch.Tensor | None,
-    batch_invariant: bool,
-    use_pdl: bool,
-) -> None:
+def _check_fp8(call: Fp8GemmCall) -> None:
     c = Checker("fp8_gemm")
-    c.tensor("a", a, torch.float8_e4m3fn, ("T", "G", "K"))
-    c.require(a.shape[2] % BLOCK == 0, "a", f"K to be a multiple of {BLOCK}", list(a.shape))
-    chunks = a.shape[2] // BLOCK
-    c.tensor("weight", weight, torch.float8_e4m3fn, ("G", "N", "K"))
-    c.tensor("a_scale", a_scale, torch.float32, ("T", "G", chunks), dense_last=False)
-    c.tensor("weight_scale", weight_scale, torch.float32, ("G", -(-weight.shape[1] // BLOCK), chunks), dense_last=False)
-    if out_scale is None:
-        c.tensor("out", out, (torch.bfloat16, torch.float32), ("T", "G", "N"))
+    c.tensor("a", call.a, torch.float8_e4m3fn, ("T", "G", "K"))
+    c.require(call.a.shape[2] % BLOCK == 0, "a", f"K to be a multiple of {BLOCK}", list(call.a.shape))
+    chunks = call.a.shape[2] // BLOCK
+    c.tensor("weight", call.weight, torch.float8_e4m3fn, ("G", "N", "K"))
+    c.tensor("a_scale", call.a_scale, torch.float32, ("T", "G", chunks), dense_last=False)
+    c.tensor(
+        "weight_scale",
+        call.weight_scale,
+        torch.float32,
+        ("G", -(-call.weight.shape[1] // BLOCK), chunks),
+        dense_last=False,
+    )
+    if call.out_scale is None:
+        c.tensor("out", call.out, (torch.bfloat16, torch.float32), ("T", "G", "N"))
         return
-    c.tensor("out", out, torch.float8_e4m3fn, ("T", "G", "N"))
+    c.tensor("out", call.out, torch.float8_e4m3fn, ("T", "G", "N"))
     c.require(
-        weight.shape[1] % BLOCK == 0, "weight", f"N to be a multiple of {BLOCK} for an e4m3 result", list(weight.shape)
+        call.weight.shape[1] % BLOCK == 0,
+        "weight",
+        f"N to be a multiple of {BLOCK} for an e4m3 result",
+        list(call.weight.shape),
     )
     c.tensor(
-        "out_scale", out_scale, torch.float32, activation_scale_shape(a.shape[0], weight.shape[0] * weight.shape[1])
+        "out_scale",
+        call.out_scale,
+        torch.float32,
+        activation_scale_shape(call.a.shape[0], call.weight.shape[0] * call.weight.shape[1]),
     )
 
 
-def _cost_fp8(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    out: torch.Tensor,
-    out_scale: torch.Tensor | None,
-    *_: object,
-) -> Cost:
-    return Cost(bytes=nbytes(a, a_scale, weight, weight_scale, out, out_scale), flops=2 * out.numel() * a.shape[2])
+def _cost_fp8(call: Fp8GemmCall) -> Cost:
+    return Cost(
+        bytes=nbytes(call.a, call.a_scale, call.weight, call.weight_scale, call.out, call.out_scale),
+        flops=2 * call.out.numel() * call.a.shape[2],
+    )
+
+
+def _fp8_gemm_kernel() -> OpKernel[Fp8GemmCall]:
+    from cute_kernels.linear.launch import FP8_GEMM
+
+    return FP8_GEMM
 
 
 _fp8_gemm = define_op(
     "fp8_gemm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor(a!) out, Tensor(b!)? out_scale, "
     "bool batch_invariant, bool use_pdl) -> ()",
+    Fp8GemmCall,
     check=_check_fp8,
     reference=reference.fp8_gemm,
-    kernel="cute_kernels.linear.call:FP8_GEMM",
+    kernel=_fp8_gemm_kernel,
     cost=_cost_fp8,
 )
 
@@ -192,7 +206,7 @@ def fp8_grouped_linear(
     if out_scale is None and isinstance(out, torch.Tensor) and out.dtype == torch.float8_e4m3fn:
         shape = activation_scale_shape(rows, groups * outputs)
         out_scale = torch.empty(shape, dtype=torch.float32, device=a.device)
-    _fp8_gemm(a, a_scale, weight, weight_scale, out, out_scale, batch_invariant, use_pdl)
+    _fp8_gemm(Fp8GemmCall(a, a_scale, weight, weight_scale, out, out_scale, batch_invariant, use_pdl))
     return out, None if out_scale is None else out_scale.t()[:rows]
 
 
@@ -227,59 +241,56 @@ def fp8_linear(
         out = torch.empty(a.shape[0], weight.shape[0], dtype=out_dtype, device=a.device)
     c.tensor("out", out, (torch.bfloat16, torch.float32), (None, None))
     _fp8_gemm(
-        a.unsqueeze(1),
-        a_scale.unsqueeze(1),
-        weight.unsqueeze(0),
-        weight_scale.unsqueeze(0),
-        out.unsqueeze(1),
-        None,
-        batch_invariant,
-        use_pdl,
+        Fp8GemmCall(
+            a.unsqueeze(1),
+            a_scale.unsqueeze(1),
+            weight.unsqueeze(0),
+            weight_scale.unsqueeze(0),
+            out.unsqueeze(1),
+            None,
+            batch_invariant,
+            use_pdl,
+        )
     )
     return out
 
 
-def _check_squares(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    out: torch.Tensor,
-    squares: torch.Tensor,
-    use_pdl: bool,
-) -> None:
+def _check_squares(call: SquaresCall) -> None:
     c = Checker("fp8_gemm_squares")
-    c.tensor("a", a, torch.float8_e4m3fn, ("T", "K"))
-    c.require(a.shape[1] % BLOCK == 0, "a", f"K to be a multiple of {BLOCK}", list(a.shape))
-    chunks = a.shape[1] // BLOCK
-    c.tensor("weight", weight, torch.float8_e4m3fn, ("N", "K"))
-    c.tensor("a_scale", a_scale, torch.float32, ("T", chunks), dense_last=False)
-    c.tensor("weight_scale", weight_scale, torch.float32, (-(-weight.shape[0] // BLOCK), chunks), dense_last=False)
-    c.tensor("out", out, torch.bfloat16, ("T", "N"))
-    c.tensor("squares", squares, torch.float32, ("T", None))
-    most = weight.shape[0] // BLOCK
-    c.require(squares.shape[1] <= most, "squares", f"at most N / {BLOCK} = {most} columns", list(squares.shape))
+    c.tensor("a", call.a, torch.float8_e4m3fn, ("T", "K"))
+    c.require(call.a.shape[1] % BLOCK == 0, "a", f"K to be a multiple of {BLOCK}", list(call.a.shape))
+    chunks = call.a.shape[1] // BLOCK
+    c.tensor("weight", call.weight, torch.float8_e4m3fn, ("N", "K"))
+    c.tensor("a_scale", call.a_scale, torch.float32, ("T", chunks), dense_last=False)
+    c.tensor(
+        "weight_scale", call.weight_scale, torch.float32, (-(-call.weight.shape[0] // BLOCK), chunks), dense_last=False
+    )
+    c.tensor("out", call.out, torch.bfloat16, ("T", "N"))
+    c.tensor("squares", call.squares, torch.float32, ("T", None))
+    most = call.weight.shape[0] // BLOCK
+    c.require(
+        call.squares.shape[1] <= most, "squares", f"at most N / {BLOCK} = {most} columns", list(call.squares.shape)
+    )
 
 
-def _cost_squares(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    out: torch.Tensor,
-    squares: torch.Tensor,
-    use_pdl: bool,
-) -> Cost:
-    moved = nbytes(a, a_scale, weight, weight_scale, out, squares)
-    return Cost(bytes=moved, flops=2 * out.numel() * a.shape[1] + 2 * BLOCK * squares.numel())
+def _cost_squares(call: SquaresCall) -> Cost:
+    moved = nbytes(call.a, call.a_scale, call.weight, call.weight_scale, call.out, call.squares)
+    return Cost(bytes=moved, flops=2 * call.out.numel() * call.a.shape[1] + 2 * BLOCK * call.squares.numel())
+
+
+def _fp8_gemm_squares_kernel() -> OpKernel[SquaresCall]:
+    from cute_kernels.linear.launch import FP8_GEMM_SQUARES
+
+    return FP8_GEMM_SQUARES
 
 
 _fp8_gemm_squares = define_op(
     "fp8_gemm_squares(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor(a!) out, "
     "Tensor(b!) squares, bool use_pdl) -> ()",
+    SquaresCall,
     check=_check_squares,
     reference=reference.fp8_gemm_squares,
-    kernel="cute_kernels.linear.call:FP8_GEMM_SQUARES",
+    kernel=_fp8_gemm_squares_kernel,
     cost=_cost_squares,
 )
 
@@ -322,26 +333,33 @@ def fp8_linear_squares(
         c.require(blocks >= 0, "blocks", "a number >= 0", blocks)
         squares = torch.empty(a.shape[0], blocks, dtype=torch.float32, device=a.device)
     c.tensor("squares", squares, torch.float32, (None, blocks))
-    _fp8_gemm_squares(a, a_scale, weight, weight_scale, out, squares, use_pdl)
+    _fp8_gemm_squares(SquaresCall(a, a_scale, weight, weight_scale, out, squares, use_pdl))
     return out, squares
 
 
-def _check_bf16(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, batch_invariant: bool, use_pdl: bool) -> None:
+def _check_bf16(call: Bf16GemmCall) -> None:
     c = Checker("bf16_gemm")
-    c.tensor("a", a, torch.bfloat16, ("T", "K"))
-    c.tensor("weight", weight, torch.bfloat16, ("N", "K"))
-    c.tensor("out", out, (torch.bfloat16, torch.float32), ("T", "N"))
+    c.tensor("a", call.a, torch.bfloat16, ("T", "K"))
+    c.tensor("weight", call.weight, torch.bfloat16, ("N", "K"))
+    c.tensor("out", call.out, (torch.bfloat16, torch.float32), ("T", "N"))
 
 
-def _cost_bf16(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *_: object) -> Cost:
-    return Cost(bytes=nbytes(a, weight, out), flops=2 * out.numel() * a.shape[1])
+def _cost_bf16(call: Bf16GemmCall) -> Cost:
+    return Cost(bytes=nbytes(call.a, call.weight, call.out), flops=2 * call.out.numel() * call.a.shape[1])
+
+
+def _bf16_gemm_kernel() -> OpKernel[Bf16GemmCall]:
+    from cute_kernels.linear.launch import BF16_GEMM
+
+    return BF16_GEMM
 
 
 _bf16_gemm = define_op(
     "bf16_gemm(Tensor a, Tensor weight, Tensor(a!) out, bool batch_invariant, bool use_pdl) -> ()",
+    Bf16GemmCall,
     check=_check_bf16,
     reference=reference.bf16_gemm,
-    kernel="cute_kernels.linear.call:BF16_GEMM",
+    kernel=_bf16_gemm_kernel,
     cost=_cost_bf16,
 )
 
@@ -373,7 +391,7 @@ def bf16_linear(
     c.one_of("out_dtype", out_dtype, (torch.bfloat16, torch.float32))
     if out is None:
         out = torch.empty(a.shape[0], weight.shape[0], dtype=out_dtype, device=a.device)
-    _bf16_gemm(a, weight, out, batch_invariant, use_pdl)
+    _bf16_gemm(Bf16GemmCall(a, weight, out, batch_invariant, use_pdl))
     return out
 
 
@@ -382,43 +400,42 @@ BLOCK_RECIPE = (1, 128, 128)
 PACKED_RECIPE = (1, 1, 128)
 
 
-def _check_einsum(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    out: torch.Tensor,
-    equation: str,
-    recipe: Sequence[int],
-) -> None:
+def _check_einsum(call: EinsumCall) -> None:
     c = Checker("deepseek_v4_fp8_einsum")
-    c.one_of("equation", equation, (EQUATION,))
-    c.one_of("recipe", tuple(recipe), (BLOCK_RECIPE, PACKED_RECIPE))
-    c.tensor("a", a, torch.float8_e4m3fn, ("T", "G", "K"))
-    packed = tuple(recipe) == PACKED_RECIPE
+    c.one_of("equation", call.equation, (EQUATION,))
+    c.one_of("recipe", tuple(call.recipe), (BLOCK_RECIPE, PACKED_RECIPE))
+    c.tensor("a", call.a, torch.float8_e4m3fn, ("T", "G", "K"))
+    packed = tuple(call.recipe) == PACKED_RECIPE
     columns = BLOCK * CHUNKS_PER_WORD if packed else BLOCK
-    c.require(a.shape[2] % columns == 0, "a", f"K to be a multiple of {columns}", list(a.shape))
-    scales = a.shape[2] // columns
-    c.tensor("b", b, torch.float8_e4m3fn, ("G", "R", "K"))
+    c.require(call.a.shape[2] % columns == 0, "a", f"K to be a multiple of {columns}", list(call.a.shape))
+    scales = call.a.shape[2] // columns
+    c.tensor("b", call.b, torch.float8_e4m3fn, ("G", "R", "K"))
     dtype = torch.int32 if packed else torch.float32
-    scale_rows = "R" if packed else formats.round_up(b.shape[1], BLOCK) // BLOCK
-    c.tensor("a_scale", a_scale, dtype, ("T", "G", scales), dense_last=False)
-    c.tensor("b_scale", b_scale, dtype, ("G", scale_rows, scales), dense_last=False)
-    c.tensor("out", out, torch.bfloat16, ("T", "G", "R"))
+    scale_rows = "R" if packed else formats.round_up(call.b.shape[1], BLOCK) // BLOCK
+    c.tensor("a_scale", call.a_scale, dtype, ("T", "G", scales), dense_last=False)
+    c.tensor("b_scale", call.b_scale, dtype, ("G", scale_rows, scales), dense_last=False)
+    c.tensor("out", call.out, torch.bfloat16, ("T", "G", "R"))
 
 
-def _cost_einsum(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out: torch.Tensor, *_: object
-) -> Cost:
-    return Cost(bytes=nbytes(a, a_scale, b, b_scale, out), flops=2 * out.numel() * a.shape[2])
+def _cost_einsum(call: EinsumCall) -> Cost:
+    return Cost(
+        bytes=nbytes(call.a, call.a_scale, call.b, call.b_scale, call.out), flops=2 * call.out.numel() * call.a.shape[2]
+    )
+
+
+def _einsum_kernel() -> OpKernel[EinsumCall]:
+    from cute_kernels.linear.launch import EINSUM
+
+    return EINSUM
 
 
 _einsum = define_op(
     "deepseek_v4_fp8_einsum(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out, str equation, "
     "int[] recipe) -> ()",
+    EinsumCall,
     check=_check_einsum,
     reference=reference.deepseek_v4_fp8_einsum,
-    kernel="cute_kernels.linear.call:EINSUM",
+    kernel=_einsum_kernel,
     cost=_cost_einsum,
 )
 
@@ -454,4 +471,4 @@ def deepseek_v4_fp8_einsum(
     of a, b and out that are 16-byte aligned, and R to be a multiple of 8. Raises ValueError or TypeError on arguments
     that do not fit.
     """
-    _einsum(a, a_scale, b, b_scale, out, equation, recipe)
+    _einsum(EinsumCall(a, a_scale, b, b_scale, out, equation, recipe))

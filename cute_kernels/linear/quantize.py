@@ -28,13 +28,13 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.reduce import lanes_max_bf16x2
 from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.linear.call import QuantizeCall
+from cute_kernels.models import ModelConfig
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
-
-MINIMUM_ARCH = 89
-"""The first with a conversion to e4m3."""
+from cute_kernels.runtime.key import OpKernel
 
 TOKENS = 8
 """Of a CTA: a warp each."""
@@ -63,7 +63,7 @@ class QuantizeKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return ("cvt.e4m3", "ld.global.128")
+        return *convert.e4m3_instructions(self.arch), "ld.global.128"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         size, stride = cute.sym_int, cute.sym_int64
@@ -179,32 +179,34 @@ class QuantizeKernel:
         ptx.store_global_s32(target, value, is_mine and number * BLOCK < columns and token < padded_tokens)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[QuantizeKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[QuantizeKey]:
     """Every FP8 linear's input that no kernel before it quantizes."""
-    return [QuantizeKey(arch)] if arch_number(arch) >= MINIMUM_ARCH else []
+    return [QuantizeKey(arch)]
 
 
-def supports(x: Any, out: Any, scale_out: Any, use_pdl: bool) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(x.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
-    if x.shape[1] % VECTOR:
-        return False, f"K must be a multiple of {VECTOR}, got {x.shape[1]}"
-    for name, tensor, unit in (("x", x, 16), ("out", out, 8)):
+def why_not(call: QuantizeCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    if call.x.shape[1] % VECTOR:
+        return f"K must be a multiple of {VECTOR}, got {call.x.shape[1]}"
+    for name, tensor, unit in (("x", call.x, 16), ("out", call.out, 8)):
         stride = tensor.stride(0) * tensor.element_size() if tensor.shape[0] > 1 else 0
         if tensor.data_ptr() % unit or stride % unit:
-            return False, (
+            return (
                 f"rows of {name} must be {unit}-byte aligned, got address {tensor.data_ptr():#x} and strides "
                 f"{tuple(tensor.stride())}"
             )
-    if -(-x.shape[0] // TOKENS) * -(-x.shape[1] // WARP_COLUMNS) >= 2**31:
-        return False, f"x must have fewer than 2^31 tiles of {TOKENS} x {WARP_COLUMNS}, got shape {tuple(x.shape)}"
-    return True, ""
+    if -(-call.x.shape[0] // TOKENS) * -(-call.x.shape[1] // WARP_COLUMNS) >= 2**31:
+        return f"x must have fewer than 2^31 tiles of {TOKENS} x {WARP_COLUMNS}, got shape {tuple(call.x.shape)}"
+    return ""
 
 
-def launch(x: Any, out: Any, scale_out: Any, use_pdl: bool) -> None:
-    """Run the kernel on the current stream of x's device. Arguments in the schema's order, checked and supported."""
-    if x.shape[0] == 0 or x.shape[1] == 0:
+def launch(call: QuantizeCall) -> None:
+    """Run the kernel on the current stream of x's device."""
+    if call.x.shape[0] == 0 or call.x.shape[1] == 0:
         return
-    launch_key(QuantizeKey(arch_of(x.device.index)), x.device.index, x, out, scale_out, use_pdl)
+    launch_key(
+        QuantizeKey(arch_of(call.x.device.index)), call.x.device.index, call.x, call.out, call.scale_out, call.use_pdl
+    )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

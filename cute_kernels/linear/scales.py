@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels import numerics
-from cute_kernels.formats import round_up
+from cute_kernels.formats import HEAD_DIM, round_up
 from cute_kernels.runtime.checks import Checker
 
 BLOCK = 128
@@ -14,6 +14,17 @@ BLOCK = 128
 CHUNKS_PER_WORD = 4
 ROW_ALIGNMENT = 4
 """Rows of a scale in memory are a multiple of this: 16 bytes, what a bulk tensor copy needs."""
+
+
+def output_scale_shape(
+    num_tokens: int, n_groups: int, heads_per_group: int, tma_aligned_scales: bool = False
+) -> tuple[int, int, int]:
+    """Shape [G, S, T rounded up to 4] of the memory that `fused_inv_rope_fp8_quant` writes its scales to.
+
+    S is heads_per_group * 4 fp32 scales or, with tma_aligned_scales, heads_per_group int32 words of four.
+    """
+    per_head = 1 if tma_aligned_scales else HEAD_DIM // BLOCK
+    return n_groups, heads_per_group * per_head, round_up(num_tokens, ROW_ALIGNMENT)
 
 
 def _shifts(like: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cute_kernels.formats import HEAD_DIM, INDEX_DIM
 from cute_kernels.linear.hopper.gemm import SCALE_BLOCK, GemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
+from cute_kernels.models import ModelConfig
 
 HOPPER = "sm_90a"
 MULTIPROCESSORS = 132
@@ -209,7 +210,7 @@ def many_bf16_rows_keys(output: str) -> list[GemmKey]:
     return [with_output(tile.key, output) for tile in BF16_TILES]
 
 
-def layer_gemms(config: Any, tp: int) -> list[tuple[str, str, int, int, int]]:
+def layer_gemms(config: ModelConfig, tp: int) -> list[tuple[str, str, int, int, int]]:
     """(operands, output, groups, outputs, K) of every GEMM of a model's attention layers on one of `tp` ranks."""
     hidden, rank, head = config.hidden_size, config.q_lora_rank, HEAD_DIM
     heads, groups = config.num_attention_heads // tp, max(config.o_groups // tp, 1)
@@ -230,7 +231,7 @@ def layer_gemms(config: Any, tp: int) -> list[tuple[str, str, int, int, int]]:
     return gemms
 
 
-def swap_ab_keys(config: Any, tp: int, arch: str, operands: str) -> list[SwapAbKey]:
+def swap_ab_keys(config: ModelConfig, tp: int, arch: str, operands: str) -> list[SwapAbKey]:
     """The keys for few rows that a model's layers need."""
     if arch != HOPPER:
         return []

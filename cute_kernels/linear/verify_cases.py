@@ -45,6 +45,42 @@ _GEMMS = (
 )
 """(tokens, groups, N, K). On Hopper K of the last two is cut for many rows, into four and two splits."""
 
+_FEW_ROWS = tuple((tokens, 1, 128, columns) for tokens in (8, 16, 24, 33) for columns in (128, 1024, 2048, 4096))
+"""The same, for each kernel of few rows and each number of splits; of 33 tokens batch-invariant."""
+
+_MANY_ROWS = (
+    (33, 1, 64, 128),
+    (65, 1, 64, 128),
+    (33, 1, 64, 3072),
+    (33, 1, 64, 4096),
+    (65, 1, 64, 3072),
+    (65, 1, 64, 4096),
+    (65, 1, 128, 256),
+    (65, 1, 128, 2048),
+    (65, 2, 1536, 128),
+    (33, 4, 1536, 128),
+    (65, 4, 1536, 128),
+    (65, 4, 1536, 256),
+    (33, 8, 1536, 256),
+    (300, 4, 1536, 128),
+    (65, 2, 1536, 4096),
+    (65, 4, 1536, 3072),
+    (1024, 2, 1536, 2048),
+)
+"""The cheapest calls for each of Hopper's kernels of many rows."""
+
+_MANY_SQUARES = ((1, 1, 128, 128), (1, 1, 128, 256), (1536, 1, 1536, 128), (4096, 1, 1024, 2048))
+
+_BF16 = (
+    (33, 1, 64, 128),
+    (33, 1, 64, 1024),
+    (33, 1, 64, 2048),
+    (160, 1, 1536, 2048),
+    (1536, 1, 384, 128),
+    (1536, 1, 384, 1024),
+    *((tokens, 1, outputs, k) for tokens in (8, 16, 24, 33) for outputs, k in ((64, 2048), (2624, 4096))),
+)
+
 ROUNDING, PRODUCTS, FP32 = 2.0**-8, 2.0**-11, 2.0**-18
 """Shares of the exact result, and of the sum of the products' magnitudes, that a result may differ by: bf16 rounding,
 the 14 bits that Hopper's tensor cores keep of a sum of e4m3 products, and what fp32 sums lose."""
@@ -52,7 +88,25 @@ the 14 bits that Hopper's tensor cores keep of a sum of e4m3 products, and what 
 
 def fp8_gemm() -> Iterator[Example]:
     """fp8_gemm(a, a_scale, b, b_scale, out, out_scale, batch_invariant, use_pdl)"""
-    for tokens, groups, outputs, columns in _GEMMS:
+    yield from _fp8_gemm(_GEMMS)
+    for example in _fp8_gemm(_FEW_ROWS + _MANY_ROWS, of_kernels=True):
+        *operands, out, _, batch_invariant, use_pdl = example.args
+        for dtype in ("bf16", "fp32", "e4m3"):
+            name = f"{example.name}, {dtype}"
+            if dtype == "bf16":
+                yield Example(name, example.args, _near)
+            elif dtype == "fp32":
+                result = torch.full(out.shape, torch.nan)
+                yield Example(name, (*operands, result, None, batch_invariant, use_pdl), _near)
+            elif out.shape[2] % BLOCK == 0:
+                codes = torch.full(out.shape, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+                scale = torch.full(activation_scale_shape(out.shape[0], out.shape[1] * out.shape[2]), torch.nan)
+                yield Example(name, (*operands, codes, scale, batch_invariant, use_pdl), _near_codes)
+
+
+def _fp8_gemm(gemms: Sequence[tuple[int, int, int, int]], of_kernels: bool = False) -> Iterator[Example]:
+    """of_kernels: batch-invariant or not as _FEW_ROWS and _MANY_ROWS have it; if not, both"""
+    for tokens, groups, outputs, columns in gemms:
         g = torch.Generator().manual_seed(tokens + outputs)
 
         def codes(*shape: int, g: torch.Generator = g) -> torch.Tensor:
@@ -66,14 +120,15 @@ def fp8_gemm() -> Iterator[Example]:
         b_scale = 1.3 * scales(groups, -(-outputs // 128), columns // 128)
         out = torch.full((tokens, groups, outputs + 16), torch.nan, dtype=torch.bfloat16)[..., :-16]
         name = f"{tokens} tokens of {groups} groups, {columns} -> {outputs}"
-        for batch_invariant in (False, True):
+        shape = tokens, groups, outputs, columns
+        for batch_invariant in (shape in _FEW_ROWS,) if of_kernels else (False, True):
             arguments = (a, a_scale, b, b_scale, out, None, batch_invariant, batch_invariant)
             yield Example(f"{name}{', batch-invariant' * batch_invariant}", arguments, _near)
 
 
 def fp8_gemm_squares() -> Iterator[Example]:
     """fp8_gemm_squares(a, a_scale, weight, weight_scale, out, squares, use_pdl)"""
-    for example in fp8_gemm():
+    for example in _fp8_gemm(_GEMMS + _MANY_SQUARES):
         a, a_scale, weight, weight_scale, out, _, batch_invariant, _ = example.args
         if a.shape[1] > 1 or batch_invariant:
             continue
@@ -85,10 +140,12 @@ def fp8_gemm_squares() -> Iterator[Example]:
 
 def bf16_gemm() -> Iterator[Example]:
     """bf16_gemm(a, b, out, batch_invariant, use_pdl)"""
-    for tokens, _, outputs, columns in _GEMMS:
+    forms = (torch.float32, False), (torch.float32, True), (torch.bfloat16, False)
+    for tokens, _, outputs, columns in _GEMMS + _BF16:
         g = torch.Generator().manual_seed(tokens + outputs)
         a, b = (torch.randn(rows, columns + 8, generator=g).bfloat16()[:, 8:] for rows in (tokens, outputs))
-        for dtype, batch_invariant in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
+        is_few = (tokens, 1, outputs, columns) in _BF16 and outputs in (64, 2624) and tokens <= 33
+        for dtype, batch_invariant in forms[: 2 if is_few else 3]:
             out = torch.full((tokens, outputs + 16), torch.nan, dtype=dtype)[..., :-16]
             name = f"{tokens} tokens, {columns} -> {outputs}, {dtype}{', batch-invariant' * batch_invariant}"
             yield Example(name, (a, b, out, batch_invariant, tokens == 1), _near)
@@ -119,6 +176,17 @@ def _near(got: Sequence[Any], want: Sequence[Any]) -> str:
     return "" if bool((excess <= 0).all()) else f"out: off by {excess.max().item():.3g} more than rounding explains"
 
 
+def _near_codes(got: Sequence[Any], want: Sequence[Any]) -> str:
+    """As `_near`, of e4m3 results: a code may be off by half a step of what the scale makes of it."""
+    a = want[0].double() * want[1].double().repeat_interleave(128, -1)
+    b_scale = want[3].double().repeat_interleave(128, -1).repeat_interleave(128, 1)[:, : want[2].shape[1]]
+    b = want[2].double() * b_scale
+    exact, magnitude = (torch.einsum("tgk,gnk->tgn", x, y) for x, y in ((a, b), (a.abs(), b.abs())))
+    scale = got[5].t()[: len(exact)].double().repeat_interleave(BLOCK, -1).view_as(exact)
+    excess = (got[4].double() * scale - exact).abs() - exact.abs() / 14 - scale / 512 - 2 * PRODUCTS * magnitude
+    return "" if bool((excess <= 0).all()) else f"out: off by {excess.max().item():.3g} more than rounding explains"
+
+
 _POISON = 0xA5
 _EQUATION, _RECIPE, _PACKED = "bhr,hdr->bhd", [1, BLOCK, BLOCK], [1, 1, BLOCK]
 
@@ -128,8 +196,12 @@ _EINSUMS = (
     (70, 2, 1024, 1536),
     (129, 3, 264, 640),
     (300, 1, 1024, 4096),
+    (1, 8, 1536, 512),
+    (1, 4, 8192, 512),
+    (4096, 2, 64, 512),
+    (4096, 4, 64, 512),
 )
-"""(tokens, groups, R, K); with scales in words too, where K is a multiple of 512"""
+"""(tokens, groups, R, K); with scales in words too, where K is a multiple of 512. The last ones take larger tiles."""
 
 
 def einsum() -> Iterator[Example]:
@@ -187,6 +259,13 @@ def _powers(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
 def _words(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     return torch.randint(115, 129, (*shape, CHUNKS_PER_WORD), generator=g).to(torch.uint8).view(torch.int32)[..., 0]
 
+
+def soak_fp8_gemm() -> Iterator[Example]:
+    """fp8_gemm with K cut by the CTAs of clusters, of few rows and of many."""
+    yield from _fp8_gemm(((16, 1, 1536, 4096), (64, 1, 1536, 4096), (130, 1, 1536, 4096)), of_kernels=True)
+
+
+SOAK = {"fp8_gemm": soak_fp8_gemm}
 
 EXAMPLES = {
     "quantize_fp8_1x128": quantize,

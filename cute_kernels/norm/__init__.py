@@ -3,6 +3,7 @@
 
 ops.py                 what users call: schemas, checks, costs
 reference.py           what it means, in torch; also the CPU implementation
+call.py                calls, their arguments by name
 rms.py                 kernel: rows of one or two matrices
 q_kv_quant.py          kernel: the same, the query quantized
 """

@@ -12,7 +12,9 @@ import torch
 
 from cute_kernels.linear.ops import activation_scale_shape
 from cute_kernels.norm import reference
+from cute_kernels.norm.call import MtpInputCall, QKvCall, QKvQuantCall, SharedHeadCall
 from cute_kernels.runtime.checks import Checker, Dim
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
 __all__ = [
@@ -41,44 +43,33 @@ def _like(c: Checker, argument: str, x: Any) -> torch.Tensor:
     return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
 
 
-def _check_q_kv(
-    qr: torch.Tensor,
-    kv: torch.Tensor,
-    q_weight: torch.Tensor,
-    kv_weight: torch.Tensor,
-    eps: float,
-    qr_out: torch.Tensor,
-    kv_out: torch.Tensor,
-    use_pdl: bool,
-) -> None:
+def _check_q_kv(call: QKvCall) -> None:
     c = Checker("fused_q_kv_rmsnorm")
-    _check_norm(c, ("qr", "q_weight"), qr, q_weight, ("T", "q_lora_rank"))
-    _check_norm(c, ("kv", "kv_weight"), kv, kv_weight, ("T", "head_dim"))
-    _check_eps(c, eps)
-    c.tensor("out", qr_out, torch.bfloat16, ("T", "q_lora_rank"))
-    c.tensor("out", kv_out, torch.bfloat16, ("T", "head_dim"))
+    _check_norm(c, ("qr", "q_weight"), call.qr, call.q_weight, ("T", "q_lora_rank"))
+    _check_norm(c, ("kv", "kv_weight"), call.kv, call.kv_weight, ("T", "head_dim"))
+    _check_eps(c, call.eps)
+    c.tensor("out", call.qr_out, torch.bfloat16, ("T", "q_lora_rank"))
+    c.tensor("out", call.kv_out, torch.bfloat16, ("T", "head_dim"))
 
 
-def _cost_q_kv(
-    qr: torch.Tensor,
-    kv: torch.Tensor,
-    q_weight: torch.Tensor,
-    kv_weight: torch.Tensor,
-    eps: float,
-    qr_out: torch.Tensor,
-    kv_out: torch.Tensor,
-    use_pdl: bool,
-) -> Cost:
-    moved = nbytes(qr, kv, q_weight, kv_weight, qr_out, kv_out)
-    return Cost(bytes=moved, flops=_FLOPS * (qr.numel() + kv.numel()))
+def _cost_q_kv(call: QKvCall) -> Cost:
+    moved = nbytes(call.qr, call.kv, call.q_weight, call.kv_weight, call.qr_out, call.kv_out)
+    return Cost(bytes=moved, flops=_FLOPS * (call.qr.numel() + call.kv.numel()))
+
+
+def _q_kv_kernel() -> OpKernel[QKvCall]:
+    from cute_kernels.norm.rms import Q_KV
+
+    return Q_KV
 
 
 _q_kv = define_op(
     "fused_q_kv_rmsnorm(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, float eps, Tensor(a!) qr_out, "
     "Tensor(b!) kv_out, bool use_pdl) -> ()",
+    QKvCall,
     check=_check_q_kv,
     reference=reference.fused_q_kv_rmsnorm,
-    kernel="cute_kernels.norm.rms:Q_KV",
+    kernel=_q_kv_kernel,
     cost=_cost_q_kv,
     in_place={"qr_out": "qr", "kv_out": "kv"},
 )
@@ -111,54 +102,39 @@ def fused_q_kv_rmsnorm(
     if out is None:
         out = _like(c, "qr", qr), _like(c, "kv", kv)
     qr_out, kv_out = c.pair("out", out, "like qr, like kv")
-    _q_kv(qr, kv, q_weight, kv_weight, eps, qr_out, kv_out, use_pdl)
+    _q_kv(QKvCall(qr, kv, q_weight, kv_weight, eps, qr_out, kv_out, use_pdl))
     return qr_out, kv_out
 
 
-def _check_q_kv_quant(
-    qr: torch.Tensor,
-    kv: torch.Tensor,
-    q_weight: torch.Tensor,
-    kv_weight: torch.Tensor,
-    eps: float,
-    out: torch.Tensor,
-    scale_out: torch.Tensor,
-    kv_out: torch.Tensor,
-    qr_out: torch.Tensor | None,
-    use_pdl: bool,
-) -> None:
+def _check_q_kv_quant(call: QKvQuantCall) -> None:
     c = Checker("fused_q_kv_rmsnorm_quant")
-    _check_norm(c, ("qr", "q_weight"), qr, q_weight, ("T", "q_lora_rank"))
-    _check_norm(c, ("kv", "kv_weight"), kv, kv_weight, ("T", "head_dim"))
-    _check_eps(c, eps)
-    c.tensor("out", out, torch.float8_e4m3fn, ("T", "q_lora_rank"))
-    c.tensor("scale_out", scale_out, torch.float32, activation_scale_shape(*qr.shape))
-    c.tensor("kv_out", kv_out, torch.bfloat16, ("T", "head_dim"))
-    c.tensor("qr_out", qr_out, torch.bfloat16, ("T", "q_lora_rank"), optional=True)
+    _check_norm(c, ("qr", "q_weight"), call.qr, call.q_weight, ("T", "q_lora_rank"))
+    _check_norm(c, ("kv", "kv_weight"), call.kv, call.kv_weight, ("T", "head_dim"))
+    _check_eps(c, call.eps)
+    c.tensor("out", call.out, torch.float8_e4m3fn, ("T", "q_lora_rank"))
+    c.tensor("scale_out", call.scale_out, torch.float32, activation_scale_shape(*call.qr.shape))
+    c.tensor("kv_out", call.kv_out, torch.bfloat16, ("T", "head_dim"))
+    c.tensor("qr_out", call.qr_out, torch.bfloat16, ("T", "q_lora_rank"), optional=True)
 
 
-def _cost_q_kv_quant(
-    qr: torch.Tensor,
-    kv: torch.Tensor,
-    q_weight: torch.Tensor,
-    kv_weight: torch.Tensor,
-    eps: float,
-    out: torch.Tensor,
-    scale_out: torch.Tensor,
-    kv_out: torch.Tensor,
-    qr_out: torch.Tensor | None,
-    use_pdl: bool,
-) -> Cost:
-    moved = nbytes(qr, kv, q_weight, kv_weight, out, scale_out, kv_out, qr_out)
-    return Cost(bytes=moved, flops=_FLOPS * (qr.numel() + kv.numel()) + 2 * qr.numel())
+def _cost_q_kv_quant(call: QKvQuantCall) -> Cost:
+    moved = nbytes(call.qr, call.kv, call.q_weight, call.kv_weight, call.out, call.scale_out, call.kv_out, call.qr_out)
+    return Cost(bytes=moved, flops=_FLOPS * (call.qr.numel() + call.kv.numel()) + 2 * call.qr.numel())
+
+
+def _q_kv_quant_kernel() -> OpKernel[QKvQuantCall]:
+    from cute_kernels.norm.q_kv_quant import KERNEL
+
+    return KERNEL
 
 
 _q_kv_quant = define_op(
     "fused_q_kv_rmsnorm_quant(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, float eps, Tensor(a!) out, "
     "Tensor(b!) scale_out, Tensor(c!) kv_out, Tensor(d!)? qr_out, bool use_pdl) -> ()",
+    QKvQuantCall,
     check=_check_q_kv_quant,
     reference=reference.fused_q_kv_rmsnorm_quant,
-    kernel="cute_kernels.norm.q_kv_quant",
+    kernel=_q_kv_quant_kernel,
     cost=_cost_q_kv_quant,
 )
 
@@ -210,56 +186,45 @@ def fused_q_kv_rmsnorm_quant(
         scale_out = torch.empty(activation_scale_shape(*qr.shape), dtype=torch.float32, device=qr.device)
     if kv_out is None:
         kv_out = _like(c, "kv", kv)
-    _q_kv_quant(qr, kv, q_weight, kv_weight, eps, out, scale_out, kv_out, qr_out, use_pdl)
+    _q_kv_quant(QKvQuantCall(qr, kv, q_weight, kv_weight, eps, out, scale_out, kv_out, qr_out, use_pdl))
     return out, scale_out.t()[: qr.shape[0]], kv_out
 
 
-def _check_mtp_input(
-    inputs_embeds: torch.Tensor,
-    positions: torch.Tensor,
-    previous_hidden_states: torch.Tensor,
-    enorm_weight: torch.Tensor,
-    hnorm_weight: torch.Tensor,
-    eps: float,
-    hc_mult: int,
-    enorm_out: torch.Tensor,
-    hnorm_out: torch.Tensor,
-    use_pdl: bool,
-) -> None:
+def _check_mtp_input(call: MtpInputCall) -> None:
     c = Checker("fused_mtp_input_rmsnorm")
-    previous_shape = ("T", hc_mult, "hidden")
-    _check_norm(c, ("inputs_embeds", "enorm_weight"), inputs_embeds, enorm_weight, ("T", "hidden"))
-    c.tensor("positions", positions, (torch.int64, torch.int32), ("T",))
-    _check_norm(c, ("previous_hidden_states", "hnorm_weight"), previous_hidden_states, hnorm_weight, previous_shape)
-    _check_eps(c, eps)
-    c.tensor("out", enorm_out, torch.bfloat16, ("T", "hidden"))
-    c.tensor("out", hnorm_out, torch.bfloat16, previous_shape)
+    previous_shape = ("T", call.hc_mult, "hidden")
+    _check_norm(c, ("inputs_embeds", "enorm_weight"), call.inputs_embeds, call.enorm_weight, ("T", "hidden"))
+    c.tensor("positions", call.positions, (torch.int64, torch.int32), ("T",))
+    _check_norm(
+        c, ("previous_hidden_states", "hnorm_weight"), call.previous_hidden_states, call.hnorm_weight, previous_shape
+    )
+    _check_eps(c, call.eps)
+    c.tensor("out", call.enorm_out, torch.bfloat16, ("T", "hidden"))
+    c.tensor("out", call.hnorm_out, torch.bfloat16, previous_shape)
 
 
-def _cost_mtp_input(
-    inputs_embeds: torch.Tensor,
-    positions: torch.Tensor,
-    previous_hidden_states: torch.Tensor,
-    enorm_weight: torch.Tensor,
-    hnorm_weight: torch.Tensor,
-    eps: float,
-    hc_mult: int,
-    enorm_out: torch.Tensor,
-    hnorm_out: torch.Tensor,
-    use_pdl: bool,
-) -> Cost:
-    inputs = nbytes(inputs_embeds, positions, previous_hidden_states, enorm_weight, hnorm_weight)
-    flops = _FLOPS * (inputs_embeds.numel() + previous_hidden_states.numel())
-    return Cost(bytes=inputs + nbytes(enorm_out, hnorm_out), flops=flops)
+def _cost_mtp_input(call: MtpInputCall) -> Cost:
+    inputs = nbytes(
+        call.inputs_embeds, call.positions, call.previous_hidden_states, call.enorm_weight, call.hnorm_weight
+    )
+    flops = _FLOPS * (call.inputs_embeds.numel() + call.previous_hidden_states.numel())
+    return Cost(bytes=inputs + nbytes(call.enorm_out, call.hnorm_out), flops=flops)
+
+
+def _mtp_input_kernel() -> OpKernel[MtpInputCall]:
+    from cute_kernels.norm.rms import MTP_INPUT
+
+    return MTP_INPUT
 
 
 _mtp_input = define_op(
     "fused_mtp_input_rmsnorm(Tensor inputs_embeds, Tensor positions, Tensor previous_hidden_states, "
     "Tensor enorm_weight, Tensor hnorm_weight, float eps, SymInt hc_mult, "
     "Tensor(a!) enorm_out, Tensor(b!) hnorm_out, bool use_pdl) -> ()",
+    MtpInputCall,
     check=_check_mtp_input,
     reference=reference.fused_mtp_input_rmsnorm,
-    kernel="cute_kernels.norm.rms:MTP_INPUT",
+    kernel=_mtp_input_kernel,
     cost=_cost_mtp_input,
     in_place={"enorm_out": "inputs_embeds", "hnorm_out": "previous_hidden_states"},
 )
@@ -305,40 +270,45 @@ def fused_mtp_input_rmsnorm(
         )
     enorm_out, hnorm_out = c.pair("out", out, "like inputs_embeds, like previous_hidden_states")
     _mtp_input(
-        inputs_embeds,
-        positions,
-        previous_hidden_states,
-        enorm_weight,
-        hnorm_weight,
-        eps,
-        hc_mult,
-        enorm_out,
-        hnorm_out,
-        use_pdl,
+        MtpInputCall(
+            inputs_embeds,
+            positions,
+            previous_hidden_states,
+            enorm_weight,
+            hnorm_weight,
+            eps,
+            hc_mult,
+            enorm_out,
+            hnorm_out,
+            use_pdl,
+        )
     )
     return enorm_out, hnorm_out
 
 
-def _check_shared_head(
-    hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, use_pdl: bool
-) -> None:
+def _check_shared_head(call: SharedHeadCall) -> None:
     c = Checker("mtp_shared_head_rmsnorm")
-    _check_norm(c, ("hidden_states", "weight"), hidden_states, weight, ("T", "hidden"))
-    _check_eps(c, eps)
-    c.tensor("out", out, torch.bfloat16, ("T", "hidden"))
+    _check_norm(c, ("hidden_states", "weight"), call.hidden_states, call.weight, ("T", "hidden"))
+    _check_eps(c, call.eps)
+    c.tensor("out", call.out, torch.bfloat16, ("T", "hidden"))
 
 
-def _cost_shared_head(
-    hidden_states: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, use_pdl: bool
-) -> Cost:
-    return Cost(bytes=nbytes(hidden_states, weight, out), flops=_FLOPS * hidden_states.numel())
+def _cost_shared_head(call: SharedHeadCall) -> Cost:
+    return Cost(bytes=nbytes(call.hidden_states, call.weight, call.out), flops=_FLOPS * call.hidden_states.numel())
+
+
+def _shared_head_kernel() -> OpKernel[SharedHeadCall]:
+    from cute_kernels.norm.rms import SHARED_HEAD
+
+    return SHARED_HEAD
 
 
 _shared_head = define_op(
     "mtp_shared_head_rmsnorm(Tensor hidden_states, Tensor weight, float eps, Tensor(a!) out, bool use_pdl) -> ()",
+    SharedHeadCall,
     check=_check_shared_head,
     reference=reference.mtp_shared_head_rmsnorm,
-    kernel="cute_kernels.norm.rms:SHARED_HEAD",
+    kernel=_shared_head_kernel,
     cost=_cost_shared_head,
     in_place={"out": "hidden_states"},
 )
@@ -366,5 +336,5 @@ def mtp_shared_head_rmsnorm(
     """
     if out is None:
         out = _like(Checker("mtp_shared_head_rmsnorm"), "hidden_states", hidden_states)
-    _shared_head(hidden_states, weight, eps, out, use_pdl)
+    _shared_head(SharedHeadCall(hidden_states, weight, eps, out, use_pdl))
     return out

@@ -32,14 +32,14 @@ from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.reduce import lanes_max_bf16x2, lanes_sum
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.norm.rms import VECTOR, WARP_COLUMNS, Row, supports_matrix
+from cute_kernels.models import ModelConfig
+from cute_kernels.norm.call import QKvQuantCall
+from cute_kernels.norm.rms import VECTOR, WARP_COLUMNS, Row, why_not_matrix
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
-
-MINIMUM_ARCH = 89
-"""The first with a conversion to e4m3."""
+from cute_kernels.runtime.key import OpKernel
 
 TOKENS = 4
 """Of a CTA where a warp takes a token: fp32 scales of a block are stored 16 bytes at a time.
@@ -102,7 +102,7 @@ class NormQuantKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return ("ld.global.128", "st.global.128", "cvt.e4m3", "st.global.64")
+        return "ld.global.128", "st.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def rows(dtype: Any, width: int) -> Any:
@@ -348,10 +348,8 @@ def keys_of(
     return few, many
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[NormQuantKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[NormQuantKey]:
     """Every layer with FP8 weights norms its latent query and its KV vector so; checkpoints have bf16 weights."""
-    if arch_number(arch) < MINIMUM_ARCH:
-        return []
     return [*keys_of(arch, config.q_lora_rank, False, HEAD_DIM, False, False)]
 
 
@@ -360,56 +358,50 @@ def _keys(device_index: int, *fields: Any) -> tuple[NormQuantKey, NormQuantKey]:
     return keys_of(arch_of(device_index), *fields)
 
 
-def supports(
-    qr: Any,
-    kv: Any,
-    q_weight: Any,
-    kv_weight: Any,
-    eps: float,
-    out: Any,
-    scale_out: Any,
-    kv_out: Any,
-    qr_out: Any,
-    use_pdl: bool,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(qr.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
-    for name, x, weight, result in (("qr", qr, q_weight, qr_out), ("kv", kv, kv_weight, kv_out)):
+def why_not(call: QKvQuantCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    for name, x, weight, result in (
+        ("qr", call.qr, call.q_weight, call.qr_out),
+        ("kv", call.kv, call.kv_weight, call.kv_out),
+    ):
         if x.shape[1] > WARP_COLUMNS:
-            return False, f"rows of {name} must have at most {WARP_COLUMNS} columns, got {x.shape[1]}"
-        supported, why = supports_matrix(name, x, weight, x if result is None else result)
-        if not supported:
-            return False, why
-    stride = out.stride(0) if out.shape[0] > 1 else 0
-    if out.data_ptr() % VECTOR or stride % VECTOR:
-        return False, (
-            f"rows of out must be {VECTOR}-byte aligned, got address {out.data_ptr():#x} and strides "
-            f"{tuple(out.stride())}"
+            return f"rows of {name} must have at most {WARP_COLUMNS} columns, got {x.shape[1]}"
+        why = why_not_matrix(name, x, weight, x if result is None else result)
+        if why:
+            return why
+    stride = call.out.stride(0) if call.out.shape[0] > 1 else 0
+    if call.out.data_ptr() % VECTOR or stride % VECTOR:
+        return (
+            f"rows of out must be {VECTOR}-byte aligned, got address {call.out.data_ptr():#x} and strides "
+            f"{tuple(call.out.stride())}"
         )
-    if qr.shape[0] >= 2**30:
-        return False, f"qr must have fewer than 2^30 rows, got {qr.shape[0]}"
-    return True, ""
+    if call.qr.shape[0] >= 2**30:
+        return f"qr must have fewer than 2^30 rows, got {call.qr.shape[0]}"
+    return ""
 
 
-def launch(
-    qr: Any,
-    kv: Any,
-    q_weight: Any,
-    kv_weight: Any,
-    eps: float,
-    out: Any,
-    scale_out: Any,
-    kv_out: Any,
-    qr_out: Any,
-    use_pdl: bool,
-) -> None:
-    """Run the kernel on the current stream of qr's device. Arguments in the schema's order, checked and supported."""
-    tokens = qr.shape[0]
+def launch(call: QKvQuantCall) -> None:
+    """Run the kernel on the current stream of qr's device."""
+    tokens = call.qr.shape[0]
     if tokens == 0:
         return
-    device_index = qr.device.index
-    kinds = (qr.shape[1], q_weight.element_size() == 4, kv.shape[1], kv_weight.element_size() == 4)
-    key = _keys(device_index, *kinds, qr_out is not None)[tokens > FEW_TOKENS]
-    launch_key(key, device_index, qr, q_weight, out, scale_out, qr_out, kv, kv_weight, kv_out, eps, use_pdl)
+    device_index = call.qr.device.index
+    kinds = (call.qr.shape[1], call.q_weight.element_size() == 4, call.kv.shape[1], call.kv_weight.element_size() == 4)
+    key = _keys(device_index, *kinds, call.qr_out is not None)[tokens > FEW_TOKENS]
+    launch_key(
+        key,
+        device_index,
+        call.qr,
+        call.q_weight,
+        call.out,
+        call.scale_out,
+        call.qr_out,
+        call.kv,
+        call.kv_weight,
+        call.kv_out,
+        call.eps,
+        call.use_pdl,
+    )
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

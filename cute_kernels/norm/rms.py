@@ -30,6 +30,8 @@ from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.reduce import lanes_sum, square_sum
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
+from cute_kernels.models import ModelConfig
+from cute_kernels.norm.call import MtpInputCall, QKvCall, SharedHeadCall
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -390,151 +392,127 @@ def _key(
 # ---- launch
 
 
-def supports_matrix(name: str, x: Any, weight: Any, out: Any) -> tuple[bool, str]:
-    """Whether the kernel can norm these rows, 16 bytes at a time."""
+def why_not_matrix(name: str, x: Any, weight: Any, out: Any) -> str:
+    """Why the kernel cannot norm these rows, 16 bytes at a time; empty if it can."""
     width = x.shape[-1]
     if width == 0:
-        return False, f"rows of {name} must have columns, got none"
+        return f"rows of {name} must have columns, got none"
     if width % VECTOR or warps_for(width) > MOST_WARPS:
-        return (
-            False,
-            f"rows of {name} must have a multiple of {VECTOR} columns, and at most {MOST_COLUMNS}, got {width}",
-        )
+        return f"rows of {name} must have a multiple of {VECTOR} columns, and at most {MOST_COLUMNS}, got {width}"
     for what, tensor in ((name, x), (f"the weight of {name}", weight), (f"the result of {name}", out)):
         strides = [tensor.stride(axis) for axis in range(tensor.dim() - 1) if tensor.shape[axis] > 1]
         if tensor.data_ptr() % 16 or any(stride % VECTOR for stride in strides):
-            return False, (
+            return (
                 f"rows of {what} must be 16-byte aligned, got address {tensor.data_ptr():#x} and strides "
                 f"{tuple(tensor.stride())}"
             )
-    return True, ""
+    return ""
 
 
-def q_kv_keys(config: Any, tp: int, arch: str) -> list[RmsNormKey]:
+def q_kv_keys(config: ModelConfig, tp: int, arch: str) -> list[RmsNormKey]:
     """Every layer norms its latent query and its KV vector; checkpoints have bf16 weights."""
     return [RmsNormKey(arch, config.q_lora_rank, False, HEAD_DIM, False)]
 
 
-def supports_q_kv(
-    qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, qr_out: Any, kv_out: Any, use_pdl: bool
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    for name, x, weight, out in (("qr", qr, q_weight, qr_out), ("kv", kv, kv_weight, kv_out)):
-        supported, why = supports_matrix(name, x, weight, out)
-        if not supported:
-            return False, why
-    return True, ""
+def why_not_q_kv(call: QKvCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    for name, x, weight, out in (
+        ("qr", call.qr, call.q_weight, call.qr_out),
+        ("kv", call.kv, call.kv_weight, call.kv_out),
+    ):
+        why = why_not_matrix(name, x, weight, out)
+        if why:
+            return why
+    return ""
 
 
-def launch_q_kv(
-    qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, qr_out: Any, kv_out: Any, use_pdl: bool
-) -> None:
-    """Run the kernel on the current stream of qr's device. Arguments in the schema's order, checked and supported."""
-    if qr.shape[0] == 0:
+def launch_q_kv(call: QKvCall) -> None:
+    """Run the kernel on the current stream of qr's device."""
+    if call.qr.shape[0] == 0:
         return
-    device_index = qr.device.index
-    is_fp32, kv_is_fp32 = q_weight.element_size() == 4, kv_weight.element_size() == 4
+    device_index = call.qr.device.index
+    is_fp32, kv_is_fp32 = call.q_weight.element_size() == 4, call.kv_weight.element_size() == 4
     launch_key(
-        _key(device_index, qr.shape[1], is_fp32, kv.shape[1], kv_is_fp32),
+        _key(device_index, call.qr.shape[1], is_fp32, call.kv.shape[1], kv_is_fp32),
         device_index,
-        qr,
-        q_weight,
-        qr_out,
-        kv,
-        kv_weight,
-        kv_out,
+        call.qr,
+        call.q_weight,
+        call.qr_out,
+        call.kv,
+        call.kv_weight,
+        call.kv_out,
         None,
-        eps,
-        use_pdl,
+        call.eps,
+        call.use_pdl,
     )
 
 
-Q_KV = OpKernel(launch_q_kv, supports_q_kv, q_kv_keys)
+Q_KV = OpKernel(launch_q_kv, why_not_q_kv, q_kv_keys)
 
 
-def mtp_input_keys(config: Any, tp: int, arch: str) -> list[RmsNormKey]:
+def mtp_input_keys(config: ModelConfig, tp: int, arch: str) -> list[RmsNormKey]:
     """The layer of multi-token prediction; checkpoints have bf16 weights, positions are int64."""
     return [RmsNormKey(arch, config.hidden_size, False, config.hidden_size, False, "int64")]
 
 
-def supports_mtp_input(
-    inputs_embeds: Any,
-    positions: Any,
-    previous_hidden_states: Any,
-    enorm_weight: Any,
-    hnorm_weight: Any,
-    eps: float,
-    hc_mult: int,
-    enorm_out: Any,
-    hnorm_out: Any,
-    use_pdl: bool,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    rows = inputs_embeds.shape[0] * (hc_mult + 1)
+def why_not_mtp_input(call: MtpInputCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    rows = call.inputs_embeds.shape[0] * (call.hc_mult + 1)
     if rows >= 2**31:
-        return False, f"there must be fewer than 2^31 rows, embeddings and streams, got {rows}"
-    supported, why = supports_matrix("inputs_embeds", inputs_embeds, enorm_weight, enorm_out)
-    if not supported:
-        return False, why
-    return supports_matrix("previous_hidden_states", previous_hidden_states, hnorm_weight, hnorm_out)
+        return f"there must be fewer than 2^31 rows, embeddings and streams, got {rows}"
+    why = why_not_matrix("inputs_embeds", call.inputs_embeds, call.enorm_weight, call.enorm_out)
+    if why:
+        return why
+    return why_not_matrix("previous_hidden_states", call.previous_hidden_states, call.hnorm_weight, call.hnorm_out)
 
 
-def launch_mtp_input(
-    inputs_embeds: Any,
-    positions: Any,
-    previous_hidden_states: Any,
-    enorm_weight: Any,
-    hnorm_weight: Any,
-    eps: float,
-    hc_mult: int,
-    enorm_out: Any,
-    hnorm_out: Any,
-    use_pdl: bool,
-) -> None:
+def launch_mtp_input(call: MtpInputCall) -> None:
     """Run the kernel on the current stream of the tensors' device. Arguments in the schema's order, checked and
     supported."""
-    if inputs_embeds.shape[0] == 0:
+    if call.inputs_embeds.shape[0] == 0:
         return
-    device_index = inputs_embeds.device.index
-    is_fp32 = enorm_weight.element_size() == 4, hnorm_weight.element_size() == 4
-    width = inputs_embeds.shape[1]
-    kind = "int64" if positions.element_size() == 8 else "int32"
+    device_index = call.inputs_embeds.device.index
+    is_fp32 = call.enorm_weight.element_size() == 4, call.hnorm_weight.element_size() == 4
+    width = call.inputs_embeds.shape[1]
+    kind = "int64" if call.positions.element_size() == 8 else "int32"
     launch_key(
         _key(device_index, width, is_fp32[0], width, is_fp32[1], kind),
         device_index,
-        inputs_embeds,
-        enorm_weight,
-        enorm_out,
-        previous_hidden_states,
-        hnorm_weight,
-        hnorm_out,
-        positions,
-        eps,
-        use_pdl,
+        call.inputs_embeds,
+        call.enorm_weight,
+        call.enorm_out,
+        call.previous_hidden_states,
+        call.hnorm_weight,
+        call.hnorm_out,
+        call.positions,
+        call.eps,
+        call.use_pdl,
     )
 
 
-MTP_INPUT = OpKernel(launch_mtp_input, supports_mtp_input, mtp_input_keys)
+MTP_INPUT = OpKernel(launch_mtp_input, why_not_mtp_input, mtp_input_keys)
 
 
-def shared_head_keys(config: Any, tp: int, arch: str) -> list[RmsNormKey]:
+def shared_head_keys(config: ModelConfig, tp: int, arch: str) -> list[RmsNormKey]:
     """The layer of multi-token prediction; checkpoints have bf16 weights."""
     return [RmsNormKey(arch, config.hidden_size, False)]
 
 
-def supports_shared_head(hidden_states: Any, weight: Any, eps: float, out: Any, use_pdl: bool) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    return supports_matrix("hidden_states", hidden_states, weight, out)
+def why_not_shared_head(call: SharedHeadCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    return why_not_matrix("hidden_states", call.hidden_states, call.weight, call.out)
 
 
-def launch_shared_head(hidden_states: Any, weight: Any, eps: float, out: Any, use_pdl: bool) -> None:
+def launch_shared_head(call: SharedHeadCall) -> None:
     """Run the kernel on the current stream of the tensors' device. Arguments in the schema's order, checked and
     supported."""
-    if hidden_states.shape[0] == 0:
+    if call.hidden_states.shape[0] == 0:
         return
-    device_index = hidden_states.device.index
-    key = _key(device_index, hidden_states.shape[1], weight.element_size() == 4)
-    launch_key(key, device_index, hidden_states, weight, out, None, None, None, None, eps, use_pdl)
+    device_index = call.hidden_states.device.index
+    key = _key(device_index, call.hidden_states.shape[1], call.weight.element_size() == 4)
+    launch_key(
+        key, device_index, call.hidden_states, call.weight, call.out, None, None, None, None, call.eps, call.use_pdl
+    )
 
 
-SHARED_HEAD = OpKernel(launch_shared_head, supports_shared_head, shared_head_keys)
+SHARED_HEAD = OpKernel(launch_shared_head, why_not_shared_head, shared_head_keys)

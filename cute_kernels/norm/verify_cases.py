@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cute_kernels import numerics
+from cute_kernels.linear.call import QuantizeCall
 from cute_kernels.linear.ops import activation_scale_shape
 from cute_kernels.linear.reference import quantize_fp8_1x128
 from cute_kernels.linear.scales import BLOCK
@@ -81,7 +82,7 @@ def _agree_quantized(got: Sequence[Any], want: Sequence[Any]) -> str:
         return "out: bytes between the rows were written"
     if query is not None:
         nearest, exact = torch.empty_like(codes), torch.empty_like(scales)
-        quantize_fp8_1x128(query, nearest, exact, False)
+        quantize_fp8_1x128(QuantizeCall(query, nearest, exact, False))
         if not torch.equal(exact, scales) or not torch.equal(nearest.view(torch.uint8), codes.view(torch.uint8)):
             return "out or scale_out: not what quantize_fp8_1x128 makes of qr_out"
     steps = [s[:, :rows].t().repeat_interleave(BLOCK, dim=1)[:, :columns] for s in (scales, their_scales)]

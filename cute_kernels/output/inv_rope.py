@@ -30,17 +30,16 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.reduce import lanes_max_bf16x2
-from cute_kernels.dsl.rope import HALF_TABLE_BYTES, rotate_pair_back, table_row
 from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair_back, table_row
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
+from cute_kernels.models import ModelConfig
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
+from cute_kernels.output.call import QuantizedCall, RotatedCall
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
-
-MINIMUM_ARCH = 89
-"""First architecture that converts to e4m3 in hardware."""
 
 TOKENS = 8
 """Of a CTA, one for each of its warps: their fp32 scales of one chunk fill a sector of 32 bytes."""
@@ -316,7 +315,9 @@ class InvRopeKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return ("ld.global.128", *(("st.global.128",) if self.scales == "none" else ("cvt.e4m3", "st.global.64")))
+        if self.scales == "none":
+            return "ld.global.128", "st.global.128"
+        return "ld.global.128", *convert.e4m3_instructions(self.arch), "st.global.64"
 
     @property
     def words(self) -> int:
@@ -367,88 +368,79 @@ def key_of_call(o: Any, scales: str) -> InvRopeKey:
 # ---- launch
 
 
-def supports_rotation(o: Any, cos_sin_cache: Any, out: Any) -> tuple[bool, str]:
-    """Whether these can be moved 16 bytes (codes: 8) at a time, and numbered in 32 bits."""
+def why_not_rotation(o: Any, cos_sin_cache: Any, out: Any) -> str:
+    """Why these cannot be moved 16 bytes (codes: 8) at a time, or numbered in 32 bits; empty if they can."""
     for name, tensor, axes in (("o", o, (0, 1)), ("cos_sin_cache", cos_sin_cache, (0,)), ("out", out, (0, 1))):
         size = tensor.element_size()
         unit = 8 if size == 1 else 16
         strides = [tensor.stride(axis) * size for axis in axes if tensor.shape[axis] > 1]
         if tensor.data_ptr() % unit or any(stride % unit for stride in strides):
-            return False, (
+            return (
                 f"rows of {name} must be {unit}-byte aligned, got address {tensor.data_ptr():#x} and strides "
                 f"{tuple(tensor.stride())}"
             )
     if (o.shape[0] + TOKENS) * o.shape[1] >= 2**31 or cos_sin_cache.shape[0] >= 2**31:
-        return False, "o must have fewer than 2^31 heads and cos_sin_cache fewer than 2^31 rows"
-    return True, ""
+        return "o must have fewer than 2^31 heads and cos_sin_cache fewer than 2^31 rows"
+    return ""
 
 
-def quantized_keys(config: Any, tp: int, arch: str) -> list[InvRopeKey]:
+def quantized_keys(config: ModelConfig, tp: int, arch: str) -> list[InvRopeKey]:
     """Every layer's output is quantized, with scales of either kind: the product that takes them chooses."""
-    if arch_number(arch) < MINIMUM_ARCH:
-        return []
     return [key for scales in ("fp32", "packed") for key in keys_of(scales, arch)]
 
 
-def supports_quantized(
-    o: Any,
-    positions: Any,
-    cos_sin_cache: Any,
-    out: Any,
-    scale_out: Any,
-    n_groups: int,
-    heads_per_group: int,
-    tma_aligned_scales: bool,
-    use_pdl: bool,
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    arch = arch_of(o.device.index)
-    if arch_number(arch) < MINIMUM_ARCH:
-        return False, f"{arch} has no e4m3 conversion, sm_{MINIMUM_ARCH} and up have"
-    return supports_rotation(o, cos_sin_cache, out)
+def why_not_quantized(call: QuantizedCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    return why_not_rotation(call.o, call.cos_sin_cache, call.out)
 
 
-def launch_quantized(
-    o: Any,
-    positions: Any,
-    cos_sin_cache: Any,
-    out: Any,
-    scale_out: Any,
-    n_groups: int,
-    heads_per_group: int,
-    tma_aligned_scales: bool,
-    use_pdl: bool,
-) -> None:
-    """Run the kernel on the current stream of o's device. Arguments in the schema's order, checked and supported."""
-    if o.shape[0] == 0:
+def launch_quantized(call: QuantizedCall) -> None:
+    """Run the kernel on the current stream of o's device."""
+    if call.o.shape[0] == 0:
         return
-    key = key_of_call(o, "packed" if tma_aligned_scales else "fp32")
-    launch_key(key, o.device.index, o, positions, cos_sin_cache, out, scale_out, heads_per_group, use_pdl)
+    key = key_of_call(call.o, "packed" if call.tma_aligned_scales else "fp32")
+    launch_key(
+        key,
+        call.o.device.index,
+        call.o,
+        call.positions,
+        call.cos_sin_cache,
+        call.out,
+        call.scale_out,
+        call.heads_per_group,
+        call.use_pdl,
+    )
 
 
-QUANTIZED = OpKernel(launch_quantized, supports_quantized, quantized_keys)
+QUANTIZED = OpKernel(launch_quantized, why_not_quantized, quantized_keys)
 
 
-def rotated_keys(config: Any, tp: int, arch: str) -> list[InvRopeKey]:
+def rotated_keys(config: ModelConfig, tp: int, arch: str) -> list[InvRopeKey]:
     """For checkpoints with a bf16 output projection, and for looking into the layers."""
     return keys_of("none", arch)
 
 
-def supports_rotated(
-    o: Any, positions: Any, cos_sin_cache: Any, out: Any, n_groups: int, heads_per_group: int, use_pdl: bool
-) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    return supports_rotation(o, cos_sin_cache, out)
+def why_not_rotated(call: RotatedCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    return why_not_rotation(call.o, call.cos_sin_cache, call.out)
 
 
-def launch_rotated(
-    o: Any, positions: Any, cos_sin_cache: Any, out: Any, n_groups: int, heads_per_group: int, use_pdl: bool
-) -> None:
-    """Run the kernel on the current stream of o's device. Arguments in the schema's order, checked and supported."""
-    if o.shape[0] == 0:
+def launch_rotated(call: RotatedCall) -> None:
+    """Run the kernel on the current stream of o's device."""
+    if call.o.shape[0] == 0:
         return
-    key = key_of_call(o, "none")
-    launch_key(key, o.device.index, o, positions, cos_sin_cache, out, None, heads_per_group, use_pdl)
+    key = key_of_call(call.o, "none")
+    launch_key(
+        key,
+        call.o.device.index,
+        call.o,
+        call.positions,
+        call.cos_sin_cache,
+        call.out,
+        None,
+        call.heads_per_group,
+        call.use_pdl,
+    )
 
 
-ROTATED = OpKernel(launch_rotated, supports_rotated, rotated_keys)
+ROTATED = OpKernel(launch_rotated, why_not_rotated, rotated_keys)

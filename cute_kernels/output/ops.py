@@ -8,23 +8,14 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.linear.ops import deepseek_v4_fp8_einsum
-from cute_kernels.linear.scales import BLOCK, ROW_ALIGNMENT, pack_block_scales
+from cute_kernels.linear.scales import BLOCK, output_scale_shape, pack_block_scales
 from cute_kernels.output import reference
+from cute_kernels.output.call import QuantizedCall, RotatedCall
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
 __all__ = ["deepseek_v4_fp8_einsum", "fused_inv_rope_fp8_quant", "output_scale_shape", "pack_block_scales"]
-
-
-def output_scale_shape(
-    num_tokens: int, n_groups: int, heads_per_group: int, tma_aligned_scales: bool = False
-) -> tuple[int, int, int]:
-    """Shape [G, S, T rounded up to 4] of the memory that `fused_inv_rope_fp8_quant` writes its scales to.
-
-    S is heads_per_group * 4 fp32 scales or, with tma_aligned_scales, heads_per_group int32 words of four.
-    """
-    per_head = 1 if tma_aligned_scales else formats.HEAD_DIM // BLOCK
-    return n_groups, heads_per_group * per_head, formats.round_up(num_tokens, ROW_ALIGNMENT)
 
 
 def _check_groups(c: Checker, n_groups: int, heads_per_group: int) -> None:
@@ -33,87 +24,67 @@ def _check_groups(c: Checker, n_groups: int, heads_per_group: int) -> None:
     c.require(heads_per_group > 0, "heads_per_group", "a positive number", heads_per_group)
 
 
-def _check_rotation(
-    c: Checker,
-    o: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    out: torch.Tensor,
-    n_groups: int,
-    heads_per_group: int,
-    out_dtype: torch.dtype,
-) -> None:
-    _check_groups(c, n_groups, heads_per_group)
-    c.tensor("o", o, torch.bfloat16, ("T", n_groups * heads_per_group, formats.HEAD_DIM))
-    c.tensor("positions", positions, torch.int64, ("T",), dense_last=False)
-    c.tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
-    c.require(cos_sin_cache.shape[0] > 0, "cos_sin_cache", "at least one row", list(cos_sin_cache.shape))
-    c.tensor("out", out, out_dtype, ("T", n_groups, heads_per_group * formats.HEAD_DIM))
+def _check_rotation(c: Checker, call: QuantizedCall | RotatedCall, out_dtype: torch.dtype) -> None:
+    _check_groups(c, call.n_groups, call.heads_per_group)
+    c.tensor("o", call.o, torch.bfloat16, ("T", call.n_groups * call.heads_per_group, formats.HEAD_DIM))
+    c.tensor("positions", call.positions, torch.int64, ("T",), dense_last=False)
+    c.tensor("cos_sin_cache", call.cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
+    c.require(call.cos_sin_cache.shape[0] > 0, "cos_sin_cache", "at least one row", list(call.cos_sin_cache.shape))
+    c.tensor("out", call.out, out_dtype, ("T", call.n_groups, call.heads_per_group * formats.HEAD_DIM))
 
 
-def _check_quant(
-    o: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    out: torch.Tensor,
-    scale_out: torch.Tensor,
-    n_groups: int,
-    heads_per_group: int,
-    tma_aligned_scales: bool,
-    use_pdl: bool,
-) -> None:
+def _check_quant(call: QuantizedCall) -> None:
     c = Checker("fused_inv_rope_fp8_quant")
-    _check_rotation(c, o, positions, cos_sin_cache, out, n_groups, heads_per_group, torch.float8_e4m3fn)
-    shape = output_scale_shape(o.shape[0], n_groups, heads_per_group, tma_aligned_scales)
-    c.tensor("scale_out", scale_out, torch.int32 if tma_aligned_scales else torch.float32, shape)
+    _check_rotation(c, call, torch.float8_e4m3fn)
+    shape = output_scale_shape(call.o.shape[0], call.n_groups, call.heads_per_group, call.tma_aligned_scales)
+    c.tensor("scale_out", call.scale_out, torch.int32 if call.tma_aligned_scales else torch.float32, shape)
 
 
-def _cost_quant(
-    o: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    out: torch.Tensor,
-    scale_out: torch.Tensor,
-    *_: object,
-) -> Cost:
-    return Cost(bytes=nbytes(o, positions, out, scale_out) + positions.numel() * formats.ROPE_DIM * 4)
+def _cost_quant(call: QuantizedCall) -> Cost:
+    return Cost(
+        bytes=nbytes(call.o, call.positions, call.out, call.scale_out) + call.positions.numel() * formats.ROPE_DIM * 4
+    )
+
+
+def _quant_kernel() -> OpKernel[QuantizedCall]:
+    from cute_kernels.output.inv_rope import QUANTIZED
+
+    return QUANTIZED
 
 
 _quant = define_op(
     "fused_inv_rope_fp8_quant(Tensor o, Tensor positions, Tensor cos_sin_cache, Tensor(a!) out, Tensor(b!) scale_out, "
     "SymInt n_groups, SymInt heads_per_group, bool tma_aligned_scales, bool use_pdl) -> ()",
+    QuantizedCall,
     check=_check_quant,
     reference=reference.fused_inv_rope_fp8_quant,
-    kernel="cute_kernels.output.inv_rope:QUANTIZED",
+    kernel=_quant_kernel,
     cost=_cost_quant,
 )
 
 
-def _check_inv_rope(
-    o: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    out: torch.Tensor,
-    n_groups: int,
-    heads_per_group: int,
-    use_pdl: bool,
-) -> None:
+def _check_inv_rope(call: RotatedCall) -> None:
     c = Checker("fused_inv_rope")
-    _check_rotation(c, o, positions, cos_sin_cache, out, n_groups, heads_per_group, torch.bfloat16)
+    _check_rotation(c, call, torch.bfloat16)
 
 
-def _cost_inv_rope(
-    o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, out: torch.Tensor, *_: object
-) -> Cost:
-    return Cost(bytes=nbytes(o, positions, out) + positions.numel() * formats.ROPE_DIM * 4)
+def _cost_inv_rope(call: RotatedCall) -> Cost:
+    return Cost(bytes=nbytes(call.o, call.positions, call.out) + call.positions.numel() * formats.ROPE_DIM * 4)
+
+
+def _inv_rope_kernel() -> OpKernel[RotatedCall]:
+    from cute_kernels.output.inv_rope import ROTATED
+
+    return ROTATED
 
 
 _inv_rope = define_op(
     "fused_inv_rope(Tensor o, Tensor positions, Tensor cos_sin_cache, Tensor(a!) out, SymInt n_groups, "
     "SymInt heads_per_group, bool use_pdl) -> ()",
+    RotatedCall,
     check=_check_inv_rope,
     reference=reference.fused_inv_rope,
-    kernel="cute_kernels.output.inv_rope:ROTATED",
+    kernel=_inv_rope_kernel,
     cost=_cost_inv_rope,
 )
 
@@ -176,10 +147,14 @@ def fused_inv_rope_fp8_quant(
         out = memory.transpose(0, 1)
     if not quantize:
         c.require(scale_out is None, "scale_out", "None without quantization", "a tensor")
-        _inv_rope(o, positions, cos_sin_cache, out, n_groups, heads_per_group, use_pdl)
+        _inv_rope(RotatedCall(o, positions, cos_sin_cache, out, n_groups, heads_per_group, use_pdl))
         return out, torch.empty(0, dtype=torch.float32, device=o.device)
     if scale_out is None:
         shape = output_scale_shape(o.shape[0], n_groups, heads_per_group, tma_aligned_scales)
         scale_out = torch.empty(shape, dtype=torch.int32 if tma_aligned_scales else torch.float32, device=o.device)
-    _quant(o, positions, cos_sin_cache, out, scale_out, n_groups, heads_per_group, tma_aligned_scales, use_pdl)
+    _quant(
+        QuantizedCall(
+            o, positions, cos_sin_cache, out, scale_out, n_groups, heads_per_group, tma_aligned_scales, use_pdl
+        )
+    )
     return out, scale_out.permute(2, 0, 1)[: o.shape[0]]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
 
@@ -71,3 +73,24 @@ def arch_number(arch: str) -> int:
     """90 of "sm_90a": architectures compare by it. ValueError on a target that this project does not name."""
     check_arch(arch)
     return int(arch[3:].rstrip("a"))
+
+
+_most_ctas: int | None = None
+
+
+def grid_size(ctas: int, cluster: int = 1) -> int:
+    """CTAs of a grid that walks over its work tiles: `ctas`, or inside `small_grids` fewer. cluster: CTAs that must be
+    there together"""
+    return ctas if _most_ctas is None else max(cluster, min(ctas, _most_ctas // cluster * cluster))
+
+
+@contextlib.contextmanager
+def small_grids(most: int | None) -> Iterator[None]:
+    """Inside, grids that walk over their work tiles have at most so many CTAs, so that small calls give each of them
+    several; None: as many as suit the GPU. How calls are split does not change. Not thread-safe."""
+    global _most_ctas
+    before, _most_ctas = _most_ctas, most
+    try:
+        yield
+    finally:
+        _most_ctas = before

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,17 @@ TIMEOUT_SECONDS = 300.0
 START_SECONDS = 120.0
 """How long a new process may take to import what it needs."""
 
+END_SECONDS = 20.0
+"""How long a process that was killed may take to end. One that hangs in the driver may never: it is given up then, and
+so is what has not begun, since the GPU is not likely to answer others."""
+
+_given_up: list[Any] = []
+
+
+def has_given_up() -> bool:
+    """Whether a process is left that could not be ended: to wait for it at exit would never end either."""
+    return bool(_given_up)
+
 
 def run_isolated(
     names: Iterable[str], function: Callable[[str], Any], timeout: float = TIMEOUT_SECONDS, workers: int = 1
@@ -32,8 +44,9 @@ def run_isolated(
     workers   processes at a time
     """
     names = list(names)
-    pool = _Pool(names, function, timeout)
-    threads = [threading.Thread(target=pool.serve, daemon=True) for _ in range(min(workers, len(names)))]
+    workers = max(1, min(workers, len(names)))
+    pool = _Pool(names, function, timeout, workers)
+    threads = [threading.Thread(target=pool.serve, daemon=True) for _ in range(workers)]
     try:
         for thread in threads:
             thread.start()
@@ -43,7 +56,7 @@ def run_isolated(
         pool.stopped.set()
         while True:
             pool.stop()
-            if not any(thread.is_alive() for thread in threads):
+            if _given_up or not any(thread.is_alive() for thread in threads):
                 break
             time.sleep(0.05)
         pool.stop()
@@ -63,10 +76,11 @@ def _read(name: str, answer: bytes | Verdict) -> Any:
 class _Pool:
     """Names to be worked on, and the processes that do it, each served by a thread."""
 
-    def __init__(self, names: Iterable[str], function: Callable[[str], Any], timeout: float) -> None:
+    def __init__(self, names: Iterable[str], function: Callable[[str], Any], timeout: float, workers: int) -> None:
         self.function = function
         self.timeout = timeout
         self.context = multiprocessing.get_context("spawn")
+        self.cores = max(1, (os.cpu_count() or 1) // workers)
         self.todo, self.done = queue.SimpleQueue[str](), queue.SimpleQueue[tuple[str, bytes | Verdict]]()
         for name in names:
             self.todo.put(name)
@@ -82,6 +96,9 @@ class _Pool:
             except queue.Empty:
                 return
             try:
+                if _given_up:
+                    self.done.put((name, Verdict(name, "not run", detail="the GPU does not answer any more")))
+                    continue
                 if worker is None or not worker.process.is_alive():
                     worker = self.start()
                 self.done.put((name, worker.ask(name, self.timeout)))
@@ -90,7 +107,7 @@ class _Pool:
 
     def start(self) -> _Worker:
         with self.starting:
-            self.workers.append(_Worker(self.context, self.function))
+            self.workers.append(_Worker(self.context, self.function, self.cores))
             return self.workers[-1]
 
     def stop(self) -> None:
@@ -100,9 +117,9 @@ class _Pool:
 
 
 class _Worker:
-    def __init__(self, context: Any, function: Callable[[str], Any]) -> None:
+    def __init__(self, context: Any, function: Callable[[str], Any], cores: int) -> None:
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, function), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, function, cores), daemon=True)
         self.process.start()
         theirs.close()
         self.ready = False
@@ -112,13 +129,12 @@ class _Worker:
         try:
             if not self.ready:
                 if not self.connection.poll(START_SECONDS):
-                    self.stop()
-                    return Verdict(name, "fail", detail=f"the process did not start within {START_SECONDS:g} s")
+                    what = f"the process did not start within {START_SECONDS:g} s"
+                    return Verdict(name, "fail", detail=f"{what}: {self.stop()}")
                 self.ready = self.connection.recv()
             self.connection.send(name)
             if not self.connection.poll(timeout):
-                self.stop()
-                return Verdict(name, "fail", detail=f"no answer within {timeout:g} s: stopped")
+                return Verdict(name, "fail", detail=f"no answer within {timeout:g} s: {self.stop()}")
             answer = self.connection.recv_bytes()
             if not self.connection.recv():
                 self.process.join()
@@ -127,12 +143,22 @@ class _Worker:
             self.process.join()
             return Verdict(name, "fail", detail=f"the process died with exit code {self.process.exitcode}")
 
-    def stop(self) -> None:
+    def stop(self) -> str:
+        """End the process. "stopped", or that it could not be."""
+        if self in _given_up:
+            return "given up"
         self.process.kill()
-        self.process.join()
+        self.process.join(END_SECONDS)
+        if not self.process.is_alive():
+            return "stopped"
+        _given_up.append(self)
+        return f"given up, process {self.process.pid} does not end"
 
 
-def _serve(connection: Any, function: Callable[[str], Any]) -> None:
+def _serve(connection: Any, function: Callable[[str], Any], cores: int) -> None:
+    # of Ctrl-C hears the process that asks, which ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(cores)
     connection.send(True)
     while True:
         try:

@@ -7,7 +7,12 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, TypeVar
+
+from cute_kernels.models import ModelConfig
+
+Call = TypeVar("Call", bound="tuple[Any, ...]")
+"""The record of an op's arguments: a NamedTuple in the order of its schema."""
 
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
@@ -80,16 +85,16 @@ class KernelKey:
         return f"cute_kernels_{self.digest}"
 
 
-class OpKernel(NamedTuple):
-    """How an op reaches its kernels, in a module that has those of several ops. All take the arguments in the order of
-    the op's schema, checked; `launch` takes them supported as well.
+@dataclass(frozen=True)
+class OpKernel(Generic[Call]):
+    """How an op reaches its kernels. Calls are checked; those that are launched are ones with nothing in their way.
 
     launch            runs on the current stream of the tensors' device
-    supports          (True, "") or (False, why): alignment and sizes, never data
+    why_not           why no kernel can take a call: alignment and sizes, never data; empty if one can
     deployment_keys   (config, tp, arch) -> all keys that a model's layers need on one of `tp` ranks; none where the
                       kernel does not run on `arch`
     """
 
-    launch: Callable[..., None]
-    supports: Callable[..., tuple[bool, str]]
-    deployment_keys: Callable[[Any, int, str], Sequence[KernelKey]]
+    launch: Callable[[Call], None]
+    why_not: Callable[[Call], str]
+    deployment_keys: Callable[[ModelConfig, int, str], Sequence[KernelKey]]

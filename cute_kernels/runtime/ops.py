@@ -15,13 +15,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from cute_kernels.runtime import record
-from cute_kernels.runtime.arguments import of_arguments
-from cute_kernels.runtime.contract import Contract
+from cute_kernels.runtime.contract import Contract, Layout
+from cute_kernels.runtime.key import Call, OpKernel
 from cute_kernels.runtime.log import describe, logger
 from cute_kernels.runtime.record import Cost
 
@@ -51,34 +51,36 @@ MOST_PLACES = 64
 ALIGNMENT = 128
 """No kernel asks for addresses that are multiples of more."""
 
+T = TypeVar("T")
+
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 @dataclass(frozen=True)
 class Op:
-    """A registered op: its schema's name and the functions behind it, all with the schema's argument order.
+    """A registered op: its schema's name and the functions behind it.
 
-    check   the whole of it: the contract that follows from the schema, and the op's own checks
-    call    what `define_op` returned
+    call_type   record of its arguments, in the schema's order
+    check       the whole of it: the contract that follows from the schema, and the op's own checks. It takes arguments
+                in the schema's order, as do reference, cost and validate
+    kernel      what imports its kernel, None if it has none
+    call        what `define_op` returned: runs the op on a record
     """
 
     name: str
     overload: torch._ops.OpOverload
+    call_type: type[Any]
     check: Callable[..., None]
     reference: Callable[..., None]
-    kernel: str | None
+    kernel: Callable[[], OpKernel[Any]] | None
     cost: Callable[..., Cost] | None
     validate: Callable[..., None] | None = None
     contract: Contract | None = None
-    call: Callable[..., None] | None = None
+    call: Callable[[Any], None] | None = None
 
-    def load_kernel(self) -> Any:
-        """The module of this op's kernel, or the runtime.key.OpKernel in it: either has `launch`, `supports` and
-        `deployment_keys` as described there."""
+    def load_kernel(self) -> OpKernel[Any]:
         assert self.kernel is not None
-        module, _, name = self.kernel.partition(":")
-        found = importlib.import_module(module)
-        return getattr(found, name) if name else found
+        return self.kernel()
 
     def mutated(self, args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
         """The tensors that a call writes, by name."""
@@ -102,111 +104,138 @@ def fallback_allowed() -> bool:
 
 def define_op(
     schema: str,
+    call_type: type[Call],
     *,
-    check: Callable[..., None],
-    reference: Callable[..., None],
-    kernel: str | None = None,
-    cost: Callable[..., Cost] | None = None,
-    validate: Callable[..., None] | None = None,
+    check: Callable[[Call], None],
+    reference: Callable[[Call], None],
+    kernel: Callable[[], OpKernel[Call]] | None = None,
+    cost: Callable[[Call], Cost] | None = None,
+    validate: Callable[[Call], None] | None = None,
     in_place: Mapping[str, str] | None = None,
-    call_type: Any = None,
-) -> Callable[..., None]:
+) -> Callable[[Call], None]:
     """Register `cute_kernels::<schema>` and return the function that calls it.
 
     schema      torch schema without namespace; mutated arguments carry their alias annotation; returns ()
+    call_type   NamedTuple of the arguments in the schema's order: what all these functions take
     check       raises ValueError or TypeError on bad arguments, from metadata alone; scalars have their types by then,
                 and inputs and results fit each other as runtime.contract has it
     reference   what the op means, in torch; it is the CPU implementation
-    kernel      dotted name of the module with the CUDA kernel, imported at the first CUDA call; where it has those of
-                several ops, a colon and the name of this one's OpKernel follow
+    kernel      imports and returns the CUDA kernel, at the first CUDA call
     cost        bytes and flops of a call, for recordings and benchmarks; it may read data
-    validate    raises ValueError on data that breaks the op's contract (runtime.validate); only called with
+    validate    raises ValueError on data that breaks the op's contract (runtime.checks); only called with
                 CUTE_KERNELS_CHECK=1, on checked arguments
     in_place    written argument -> the input that may be the very same tensor
-    call_type   NamedTuple of the arguments in the schema's order: check, reference, cost and validate take one, if it
-                is given, and the arguments one by one otherwise
     """
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    if call_type is not None:
-        names = tuple(argument.name for argument in overload._schema.arguments)
-        if call_type._fields != names:
-            raise TypeError(f"{name}: expected a call record with {names}, got {call_type._fields}")
-        by_name = of_arguments(call_type)
-        check, reference = by_name(check), by_name(reference)
-        cost = None if cost is None else by_name(cost)
-        validate = None if validate is None else by_name(validate)
+    names = tuple(argument.name for argument in overload._schema.arguments)
+    given = tuple(getattr(call_type, "_fields", ()))
+    if given != names:
+        raise TypeError(f"{name}: expected a call record with {names}, got {given}")
     contract = Contract(name, overload._schema, in_place or {})
-    check, reference = _with_contract(contract, check), _of_plain_empties(reference)
+    whole_check = _of_arguments(call_type, _with_contract(contract, check))
+    execute = _of_plain_empties(_of_arguments(call_type, reference))
 
-    def call(*args: Any) -> None:
-        if not contract.has_plain_scalars(args):
-            contract.check_scalars(args)
+    def call(arguments: Call) -> None:
+        if not contract.has_plain_scalars(arguments):
+            contract.check_scalars(arguments)
         try:
-            overload(*args)
+            overload(*arguments)
         except RuntimeError:
             # torch refuses what is no tensor before `check` sees it; say it as `check` does
-            check(*args)
+            whole_check(*arguments)
             raise
 
-    op = Op(name, overload, check, reference, kernel, cost, validate, contract, call)
+    op = Op(
+        name,
+        overload,
+        call_type,
+        whole_check,
+        execute,
+        kernel,
+        None if cost is None else _of_arguments(call_type, cost),
+        None if validate is None else _of_arguments(call_type, validate),
+        contract,
+        call,
+    )
 
     def on_cpu(*args: Any) -> None:
-        check(*args)
-        _execute(op, "reference", reference, args)
+        whole_check(*args)
+        _execute(op, "reference", execute, args)
 
-    accepted: dict[Any, tuple[Callable[..., None], set[Any]]] = {}
+    accepted: dict[Any, _Accepted] = {}
 
     def on_cuda(*args: Any) -> None:
         metadata, addresses = _describe(args)
         known = accepted.get(metadata)
         implementation = "kernel"
         if known is None:
-            check(*args)
+            whole_check(*args)
             body, implementation = _choose_cuda(op, args)
             if implementation == "kernel":
                 if len(accepted) >= MOST_ACCEPTED:
                     accepted.clear()
-                accepted[metadata] = body, {addresses}
+                accepted[metadata] = _Accepted(body, {addresses})
                 if logger.isEnabledFor(logging.DEBUG):
                     body = _logged(op, body)
         else:
-            body, apart = known
-            if addresses not in apart:
-                contract.check_apart(args)
-                if len(apart) >= MOST_PLACES:
-                    apart.clear()
-                apart.add(addresses)
+            body = known.body
+            if addresses not in known.places:
+                known.check(contract, addresses, args)
         if record.active() is None:
             body(*args)
         else:
             _execute(op, implementation, body, args)
 
-    def fake(*args: Any) -> None:
-        check(*args)
-
     _library.impl(name, _instrumented(op, on_cpu), "CPU")
     _library.impl(name, _instrumented(op, on_cuda), "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", whole_check, lib=_library)
     OPS[name] = op
 
     return call
 
 
-def _with_contract(contract: Contract, check: Callable[..., None]) -> Callable[..., None]:
-    """`check` within the checks of the op's contract. The last arguments may be left out if `check` has defaults."""
-    parameters = inspect.signature(check).parameters.values()
-    defaults = tuple(one.default for one in parameters if one.default is not inspect.Parameter.empty)
+def _of_arguments(call_type: type[Call], body: Callable[[Call], T]) -> Callable[..., T]:
+    """A function of a record as one of the arguments in its order, by whose names it is known."""
+
+    @functools.wraps(body)
+    def function(*args: Any) -> T:
+        return body(call_type(*args))
+
+    function.__signature__ = inspect.signature(call_type)  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(slots=True)
+class _Accepted:
+    """Calls with one metadata, of which one was checked.
+
+    places   addresses of tensors that were found to share no elements that they must not
+    layout   what to check at other addresses; made when there are any
+    """
+
+    body: Callable[..., None]
+    places: set[tuple[int, ...]]
+    layout: Layout | None = None
+
+    def check(self, contract: Contract, addresses: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        if self.layout is None:
+            self.layout = Layout(contract, args)
+        self.layout.check(addresses, args)
+        if len(self.places) >= MOST_PLACES:
+            self.places.clear()
+        self.places.add(addresses)
+
+
+def _with_contract(contract: Contract, check: Callable[[Call], None]) -> Callable[[Call], None]:
+    """`check` within the checks of the op's contract."""
 
     @functools.wraps(check)
-    def whole(*args: Any) -> None:
-        missing = len(contract.names) - len(args)
-        if missing > 0:
-            args += defaults[-missing:]
-        contract.check_scalars(args)
-        check(*args)
-        contract.check_tensors(args)
+    def whole(call: Call) -> None:
+        contract.check_scalars(call)
+        check(call)
+        contract.check_tensors(call)
 
     return whole
 
@@ -243,7 +272,7 @@ def _checked(op: Op, body: Callable[..., None]) -> Callable[..., None]:
 
 
 def _describe(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """All that checks and `supports` look at, in two parts: metadata, calls that agree in which pass or fail alike, so
+    """All that checks and `why_not` look at, in two parts: metadata, calls that agree in which pass or fail alike, so
     that one of them is checked; and the addresses of tensors, on which it depends whether they share elements."""
     described: list[Any] = []
     addresses: list[int] = []
@@ -265,12 +294,13 @@ def _choose_cuda(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., None], st
     if op.kernel is not None:
         if not any(value.numel() for value in op.mutated(args).values()):
             return _do_nothing, "kernel"
-        module = op.load_kernel()
+        kernel = op.load_kernel()
         replaced = _with_plain_empties(args)
-        supported, why = module.supports(*replaced)
-        if supported:
+        why = kernel.why_not(op.call_type(*replaced))
+        if not why:
+            launch = _of_arguments(op.call_type, kernel.launch)
             is_plain = all(new is old for new, old in zip(replaced, args, strict=True))
-            return module.launch if is_plain else _of_plain_empties(module.launch), "kernel"
+            return launch if is_plain else _of_plain_empties(launch), "kernel"
     if fallback_allowed():
         if (op.name, why) not in _told:
             _told.add((op.name, why))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -38,10 +39,13 @@ class Outcome:
     seconds: float
 
 
-def precompile(keys: Iterable[KernelKey], folder: Path, workers: int | None = None) -> Iterator[Outcome]:
+def precompile(
+    keys: Iterable[KernelKey], folder: Path, workers: int | None = None, delayed: bool = False
+) -> Iterator[Outcome]:
     """Compile the keys that `folder` does not hold yet; yields an outcome per key as they come.
 
     workers   processes; None: one per usable core
+    delayed   with the delays of dsl.delays: the folder must be one for such kernels alone
     """
     store = cache.Store(folder)
     todo = []
@@ -53,7 +57,7 @@ def precompile(keys: Iterable[KernelKey], folder: Path, workers: int | None = No
             todo.append(key)
         else:
             yield Outcome(key, "cached", facts, tuple(problems(key, facts)), time.perf_counter() - start)
-    for key, result in in_processes(compile_one, todo, str(folder), workers):
+    for key, result in in_processes(compile_one, todo, str(folder), workers, delayed):
         yield result if isinstance(result, Outcome) else Outcome(key, "failed", None, (result,), 0.0)
 
 
@@ -62,13 +66,18 @@ def usable_cores() -> int:
 
 
 def in_processes(
-    work: Callable[[KernelKey], Result], keys: Iterable[KernelKey], folder: str, workers: int | None = None
+    work: Callable[[KernelKey], Result],
+    keys: Iterable[KernelKey],
+    folder: str,
+    workers: int | None = None,
+    delayed: bool = False,
 ) -> Iterator[tuple[KernelKey, Result | str]]:
     """Each key once, with what work(key) made of it in a process that sees no GPU, or why there is nothing, as they
     come.
 
     folder    those processes' kernel cache; empty: they have none
     workers   processes; None: one per usable core
+    delayed   as of `precompile`
     """
     keys = list(dict.fromkeys(keys))
     context = multiprocessing.get_context("forkserver")
@@ -76,15 +85,19 @@ def in_processes(
     for arch in dict.fromkeys(key.arch for key in keys):
         of_arch = [key for key in keys if key.arch == arch]
         count = max(1, min(len(of_arch), usable_cores() if workers is None else workers))
-        with ProcessPoolExecutor(count, context, _blind, (arch, folder)) as pool:
+        with ProcessPoolExecutor(count, context, _blind, (arch, folder, delayed)) as pool:
             futures = {_submit(pool, work, key): key for key in of_arch}
-            for future in as_completed(futures):
-                error = future.exception()
-                if error is None:
-                    yield futures[future], future.result()
-                else:
-                    died = isinstance(error, BrokenProcessPool)
-                    yield futures[future], "the compiling process died" if died else repr(error)
+            try:
+                for future in as_completed(futures):
+                    error = future.exception()
+                    if error is None:
+                        yield futures[future], future.result()
+                    else:
+                        died = isinstance(error, BrokenProcessPool)
+                        yield futures[future], "the compiling process died" if died else repr(error)
+            finally:
+                # who stops reading does not wait for the rest
+                pool.shutdown(cancel_futures=True)
 
 
 def _submit(pool: ProcessPoolExecutor, work: Callable[[KernelKey], Result], key: KernelKey) -> Future[Result]:
@@ -97,12 +110,18 @@ def _submit(pool: ProcessPoolExecutor, work: Callable[[KernelKey], Result], key:
         return refused
 
 
-def _blind(arch: str, folder: str) -> None:
-    """Before anything in this process looks for a GPU: there is none, and the target is `arch`."""
+def _blind(arch: str, folder: str, delayed: bool) -> None:
+    """Before anything in this process looks for a GPU: there is none, and the target is `arch`. Of Ctrl-C hears the
+    process that asks, which ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ[compile_.JIT_VARIABLE] = "allow"
     os.environ[cache.DIRECTORY_VARIABLE] = folder
+    if delayed:
+        from cute_kernels.dsl.delays import add_delays
+
+        add_delays()
 
 
 def compile_one(key: KernelKey) -> Outcome:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which ops there are, which kernels they have, and which keys a deployment needs.
 
-A kernel declares its keys once, as `deployment_keys(config, tp, arch)` of its module or of an OpKernel there; an op
-names it in `define_op(kernel=...)`. So the kernels of a deployment can be enumerated, and compiled ahead, from the
-model's configuration, the number of tensor-parallel ranks and the architecture.
+A kernel declares its keys once, as `deployment_keys(config, tp, arch)` of the OpKernel that an op has from
+`define_op(kernel=...)`. So the kernels of a deployment can be enumerated, and compiled ahead, from the model's
+configuration, the number of tensor-parallel ranks and the architecture.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import importlib
 import importlib.util
 import pkgutil
 import time
-from typing import Any
 
 import cute_kernels
+from cute_kernels.models import ModelConfig
+from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.log import logger
 from cute_kernels.runtime.ops import OPS, Op
 
@@ -29,19 +30,15 @@ def all_ops() -> dict[str, Op]:
     return dict(OPS)
 
 
-def op_kernels() -> dict[str, list[Op]]:
-    """Kernel, by the name that define_op has for it -> the ops it serves, in the order of definition."""
-    kernels: dict[str, list[Op]] = {}
-    for op in all_ops().values():
-        if op.kernel is not None:
-            kernels.setdefault(op.kernel, []).append(op)
-    return kernels
+def ops_with_kernels() -> list[Op]:
+    """Those of all ops that have one, in the order of definition."""
+    return [op for op in all_ops().values() if op.kernel is not None]
 
 
-def deployment_keys(config: Any, tp: int = 1, arch: str = "sm_90a") -> list[Any]:
+def deployment_keys(config: ModelConfig, tp: int = 1, arch: str = "sm_90a") -> list[KernelKey]:
     """Keys of all kernels that serving a model needs on one of `tp` ranks, each once. Imports CuTe DSL.
 
-    config   object with the attributes of cute_kernels.layers.DeepseekV4Config, or cute_kernels.models.ModelShape
+    config   cute_kernels.layers.DeepseekV4Config or cute_kernels.models.ModelShape
     tp       tensor-parallel ranks, a divisor of num_attention_heads
     arch     compile target, for example "sm_90a"
 
@@ -53,16 +50,13 @@ def deployment_keys(config: Any, tp: int = 1, arch: str = "sm_90a") -> list[Any]
     heads = config.num_attention_heads
     if type(tp) is not int or tp < 1 or heads % tp:
         raise ValueError(f"tp: expected a divisor of num_attention_heads = {heads}, got {tp!r}")
-    keys: dict[Any, None] = {}
-    for name, ops in op_kernels().items():
-        declare = getattr(ops[0].load_kernel(), "deployment_keys", None)
-        if declare is None:
-            raise TypeError(f"{name}: expected a function deployment_keys(config, tp, arch), got none")
-        keys.update(dict.fromkeys(declare(config, tp, arch)))
+    keys: dict[KernelKey, None] = {}
+    for op in ops_with_kernels():
+        keys.update(dict.fromkeys(op.load_kernel().deployment_keys(config, tp, arch)))
     return list(keys)
 
 
-def warmup(config: Any, tp: int = 1, arch: str | None = None) -> list[Any]:
+def warmup(config: ModelConfig, tp: int = 1, arch: str | None = None) -> list[KernelKey]:
     """Have every kernel that serving a model needs ready, and return their keys.
 
     Afterwards no op of the layers compiles anything, neither inside a CUDA-graph capture nor outside, whatever their
@@ -70,7 +64,7 @@ def warmup(config: Any, tp: int = 1, arch: str | None = None) -> list[Any]:
     of two, pools that are not aligned as this project allocates them. Kernels come from the disk cache where it has
     them and are compiled into it where it does not.
 
-    config   object with the attributes of cute_kernels.layers.DeepseekV4Config, or cute_kernels.models.ModelShape
+    config   cute_kernels.layers.DeepseekV4Config or cute_kernels.models.ModelShape
     tp       tensor-parallel ranks, a divisor of num_attention_heads
     arch     compile target; None: that of the current CUDA device. For another one than the device's, and on a machine
              without a GPU, the kernels are only put into the disk cache

@@ -3,20 +3,19 @@
 
 ops.py                 what users call: checks, costs, schemas; reference.py: what they mean
 arguments.py           checks that ops share
-call.py                an op's arguments by name: what checks, references, select.py and launch.py take
+call.py                calls, their arguments by name: what checks, references, select.py and launch.py take
 select.py              which kernel runs a call, and the keys of deployments: one table
 launch.py              a call as its kernel's arguments, and whether kernels can take it
-decode_args.py, prefill_args.py
-                       entry arguments of the kernels
+kernel_args.py         entry arguments of the kernels
 schedule.py            how many splits a row has; selection.py: which rows an index list names
 verify_cases.py        calls that the kernels are verified with
 
-params.py              records that kernels share: query, caches, lists, output, logits, work tiles
-softmax.py             running maxima; quant_output.py: results as codes
+params.py              what kernels share: query, caches, lists, output, logits, work tiles, running maxima
+quant_output.py        results as codes
 hopper/                wgmma: decode.py, prefill.py, prefill_mixed.py, prefill_paged.py, prefill_paged_cluster.py (few
                        query rows: split), prefill_swap_ab.py (up to 16 heads; mixed, too), index_loader.py
-blackwell/             tcgen05: decode.py, decode_2cta.py (more than 64 heads), prefill.py, prefill_mixed.py,
-                       prefill_paged.py
+blackwell/             tcgen05: decode.py, prefill.py, prefill_mixed.py, prefill_paged.py; for more than 64 heads
+                       decode_2cta.py and, off so far, prefill_2cta.py
 mma_sync/              sm_80 and up: decode.py, prefill.py (all three ops), operands.py (of both);
                        decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a
 combine.py             splits combined

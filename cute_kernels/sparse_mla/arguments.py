@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.output.ops import output_scale_shape
+from cute_kernels.linear.scales import output_scale_shape
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.ops import Cost, nbytes
 from cute_kernels.sparse_mla import schedule
@@ -24,29 +24,31 @@ MOST_NUMBERS = 2**30
 PAGED_FORMATS = (formats.FP8_DS_MLA, formats.PLAIN_BF16)
 
 
-def check_query(c: Checker, argument: str, q: Any, dtypes: tuple[torch.dtype, ...], leading: Sequence[str]) -> None:
+def check_query(
+    c: Checker, argument: str, q: torch.Tensor, dtypes: tuple[torch.dtype, ...], leading: Sequence[str]
+) -> None:
     """q [*leading, h, 512] with 1 <= h <= 128."""
     c.tensor(argument, q, dtypes, (*leading, "h", formats.HEAD_DIM))
     c.require(1 <= q.shape[-2] <= MAX_HEADS, argument, f"1 to {MAX_HEADS} heads", f"shape {list(q.shape)}")
 
 
-def check_cache(c: Checker, argument: str, cache: Any, fmt: formats.KVFormat) -> None:
+def check_cache(c: Checker, argument: str, cache: torch.Tensor, fmt: formats.KVFormat) -> None:
     """A paged cache of the given format with rows in its pages."""
     fmt.check(c, argument, cache)
     c.require(cache.shape[1] >= 1, argument, "at least one row per page", f"shape {list(cache.shape)}")
 
 
-def check_sink(c: Checker, argument: str, sink: Any) -> None:
+def check_sink(c: Checker, argument: str, sink: torch.Tensor | None) -> None:
     c.tensor(argument, sink, torch.float32, ("h",), optional=True)
 
 
-def check_lengths(c: Checker, argument: str, lengths: Any) -> None:
+def check_lengths(c: Checker, argument: str, lengths: torch.Tensor | None) -> None:
     """int32 [b] or [b, s_q], or None."""
     by_token = isinstance(lengths, torch.Tensor) and lengths.dim() == 2
     c.tensor(argument, lengths, torch.int32, ("b", "s_q") if by_token else ("b",), optional=True)
 
 
-def list_tiles(indices: Any, extra_k_cache: Any, extra_indices: Any, extra_block_table: Any) -> Any:
+def list_tiles(indices: object, extra_k_cache: object, extra_indices: object, extra_block_table: object) -> int:
     """Tiles of the longest row that the widths of a decode call's lists allow.
 
     The arguments need not be checked: what is not a tensor has no tiles.
@@ -56,12 +58,13 @@ def list_tiles(indices: Any, extra_k_cache: Any, extra_indices: Any, extra_block
         for x in (indices, extra_indices, extra_block_table)
     ]
     if widths[2]:
-        is_cache = isinstance(extra_k_cache, torch.Tensor) and extra_k_cache.dim() > 1
-        widths[2] *= extra_k_cache.shape[1] if is_cache else 0
+        widths[2] *= (
+            extra_k_cache.shape[1] if isinstance(extra_k_cache, torch.Tensor) and extra_k_cache.dim() > 1 else 0
+        )
     return sum(schedule.num_tiles(width) for width in widths)
 
 
-def check_absent(c: Checker, reason: str, **arguments: Any) -> None:
+def check_absent(c: Checker, reason: str, **arguments: object) -> None:
     """Every given argument must be None."""
     for argument, value in arguments.items():
         c.require(value is None, argument, f"None {reason}", "a tensor")
@@ -73,7 +76,7 @@ def check_partial(c: Checker, out: torch.Tensor, attn_sink: torch.Tensor | None)
         c.require(attn_sink is None, "attn_sink", "None with an fp32 out (a partial result)", "a tensor")
 
 
-def check_logs(c: Checker, argument: str, logs: Any, shape: Sequence[str]) -> None:
+def check_logs(c: Checker, argument: str, logs: torch.Tensor | None, shape: Sequence[str]) -> None:
     """fp32 numbers of heads, or None: any strides that give each number an address of its own."""
     c.tensor(argument, logs, torch.float32, shape, optional=True, dense_last=False)
     if logs is None or logs.numel() == 0:
@@ -86,7 +89,14 @@ def check_logs(c: Checker, argument: str, logs: Any, shape: Sequence[str]) -> No
             reach += (size - 1) * stride
 
 
-def check_quantized(c: Checker, q: torch.Tensor, out: Any, positions: Any, cos_sin_cache: Any, out_scale: Any) -> bool:
+def check_quantized(
+    c: Checker,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+) -> bool:
     """Whether a call has output_quant. If so, out and what comes with it fit `fused_inv_rope_fp8_quant`."""
     quant = {"positions": positions, "cos_sin_cache": cos_sin_cache, "out_scale": out_scale}
     given = [name for name, value in quant.items() if value is not None]
@@ -98,6 +108,7 @@ def check_quantized(c: Checker, q: torch.Tensor, out: Any, positions: Any, cos_s
     tokens = math.prod(rows)
     c.tensor("positions", positions, torch.int64, (tokens,), dense_last=False)
     c.tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
+    assert cos_sin_cache is not None
     c.require(cos_sin_cache.shape[0] > 0, "cos_sin_cache", "at least one row", list(cos_sin_cache.shape))
     c.tensor("out", out, torch.float8_e4m3fn, (tokens, None, None))
     groups, width = out.shape[1:]
@@ -112,7 +123,9 @@ HEAD_BLOCKS = formats.HEAD_DIM // 128
 """Blocks of a head whose squares are added up."""
 
 
-def check_q_norm(c: Checker, q: torch.Tensor, squares: Any, eps: float, positions: Any) -> None:
+def check_q_norm(
+    c: Checker, q: torch.Tensor, squares: torch.Tensor | None, eps: float, positions: torch.Tensor | None
+) -> None:
     """Sums of squares of each query row's heads, and eps; they come with output_quant, whose angles they need."""
     if squares is None:
         return
@@ -132,7 +145,7 @@ def norm_arguments(q_norm: Any, op: str) -> tuple[Any, float]:
     return squares, eps
 
 
-def misaligned(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
+def misaligned(name: str, tensor: torch.Tensor, axes: tuple[int, ...]) -> str:
     """Why a tensor's address or its strides along those axes cannot be taken, or nothing."""
     strides = [tensor.stride(axis) * tensor.element_size() for axis in axes if tensor.shape[axis] > 1]
     if tensor.numel() and (tensor.data_ptr() % 16 or any(stride % 16 for stride in strides)):
@@ -142,8 +155,9 @@ def misaligned(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
     return ""
 
 
-def misaligned_quant(out: Any, cos_sin_cache: Any) -> str:
+def misaligned_quant(out: torch.Tensor, cos_sin_cache: torch.Tensor | None) -> str:
     """Why kernels cannot store codes where they belong, or read angles, or nothing."""
+    assert cos_sin_cache is not None
     for name, tensor, axes in (("out", out, (0, 1)), ("cos_sin_cache", cos_sin_cache, (0,))):
         strides = [tensor.stride(axis) * tensor.element_size() for axis in axes if tensor.shape[axis] > 1]
         if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides):
@@ -168,7 +182,7 @@ def quant_tensors(output_quant: Any, op: str) -> tuple[Any, Any, Any]:
 
 
 def check_splits(c: Checker, num_splits: int, split_tokens: int) -> None:
-    """How many parts a row is cut into, or their size; at most one of the two is not 0."""
+    """How many splits a row is cut into, or their size; at most one of the two is not 0."""
     c.require(num_splits >= 0, "num_splits", "a number >= 0", num_splits)
     tile = schedule.TILE
     c.require(
@@ -177,7 +191,7 @@ def check_splits(c: Checker, num_splits: int, split_tokens: int) -> None:
     c.require(num_splits == 0 or split_tokens == 0, "split_tokens", f"0 with num_splits = {num_splits}", split_tokens)
 
 
-def check_batch(c: Checker, argument: str, starts: Any, seq_lens: Any) -> None:
+def check_batch(c: Checker, argument: str, starts: torch.Tensor, seq_lens: torch.Tensor) -> None:
     """starts int32 [R + 1] and seq_lens int32 [R]."""
     c.tensor("seq_lens", seq_lens, torch.int32, ("R",))
     c.tensor(argument, starts, torch.int32, (None,))
@@ -198,9 +212,11 @@ def as_floats(workspace: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def attention_cost(q: torch.Tensor, out: torch.Tensor, selections: Sequence[Selection]) -> Cost:
-    """Attended cache rows, q and out must move; each attended row costs two products of 512 per head."""
+    """Attended cache rows must move once, and q and out; each row that a query row attends to costs two products of 512
+    per head."""
     heads = q.shape[-2]
     num_rows = q.numel() // (heads * formats.HEAD_DIM)
     counts = [count_rows(s, num_rows) for s in selections]
-    moved = sum(count * s.row_bytes for count, s in zip(counts, selections, strict=True))
-    return Cost(bytes=moved + nbytes(q, out), flops=2 * heads * sum(counts) * 2 * formats.HEAD_DIM)
+    moved = sum(different * s.row_bytes for (_, different), s in zip(counts, selections, strict=True))
+    pairs = sum(pairs for pairs, _ in counts)
+    return Cost(bytes=moved + nbytes(q, out), flops=2 * heads * pairs * 2 * formats.HEAD_DIM)

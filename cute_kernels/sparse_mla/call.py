@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the sparse attention ops: their arguments by name, in the order of the schemas, and what follows from them.
 
-Checks, costs (ops_*.py) and references take these records, and so do the choice of a kernel (select.py) and what
-launches it (decode.py, prefill.py, paged.py, mixed.py). All but checks take checked ones.
+Checks, costs (ops.py) and references take these records, and so do the choice of a kernel (select.py) and what launches
+it (launch.py). All but checks take checked ones.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -52,7 +52,7 @@ class DecodeCall(NamedTuple):
         return self.q_squares is not None
 
     @property
-    def quant(self) -> tuple[Any, ...]:
+    def quant(self) -> tuple[torch.Tensor | None, ...]:
         """Codes, and what comes with them: see quant_output."""
         return self.out, self.out_scale, self.positions, self.cos_sin_cache
 
@@ -64,7 +64,7 @@ class DecodeCall(NamedTuple):
         return "dense" if self.extra_indices is None else "listed"
 
     @property
-    def caches(self) -> dict[str, Any]:
+    def caches(self) -> dict[str, torch.Tensor]:
         """Those that are there, by name."""
         return _given(k_cache=self.k_cache, extra_k_cache=self.extra_k_cache)
 
@@ -86,19 +86,21 @@ class DecodeCall(NamedTuple):
     def splits(self, at_once: int) -> tuple[int, int]:
         """(splits of a row, tiles of a split or 0) of this call, if so many work tiles run at a time."""
         if self.num_splits or self.split_tokens:
-            return schedule.fixed_parts(self.max_tiles, self.num_splits, self.split_tokens)
+            return schedule.fixed_splits(self.max_tiles, self.num_splits, self.split_tokens)
         if self.workspace is None or self.rows == 0:
             return 1, 0
         heads = self.q.shape[2]
-        most = self.workspace.nbytes // (self.rows * heads * schedule.PART_BYTES)
-        groups = schedule.head_blocks(heads)
-        return schedule.choose_parts(self.rows, groups, self.max_tiles, at_once, schedule.block_heads(heads), most), 0
+        most = self.workspace.nbytes // (self.rows * heads * schedule.SPLIT_BYTES)
+        groups = schedule.head_groups(heads)
+        return schedule.choose_splits(
+            self.rows, groups, self.max_tiles, at_once, schedule.heads_of_group(heads), most
+        ), 0
 
     def partials(self, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The workspace as fp32 [splits, b, s_q, h, 512] and [splits, b, h, s_q]."""
         assert self.workspace is not None
         b, s_q, h, dim = self.q.shape
-        floats = as_floats(self.workspace, splits * b * s_q * h * schedule.PART_BYTES)
+        floats = as_floats(self.workspace, splits * b * s_q * h * schedule.SPLIT_BYTES)
         row, count = s_q * h * dim, splits * b * s_q * h * dim
         start = floats.storage_offset()
         outs = floats.as_strided((splits, b, s_q, h, dim), (b * row, row, h * dim, dim, 1), start)
@@ -177,21 +179,23 @@ class PagedCall(NamedTuple):
         return self.kv_format, self.kv_format if self.compressed_cache is None else self.compressed_kv_format
 
     @property
-    def caches(self) -> dict[str, Any]:
+    def caches(self) -> dict[str, torch.Tensor]:
         """Those that are there, by name."""
         return _given(swa_cache=self.swa_cache, compressed_cache=self.compressed_cache)
 
     @property
-    def tables(self) -> dict[str, Any]:
+    def tables(self) -> dict[str, torch.Tensor]:
         """Block tables that are there, by name."""
         return _given(swa_block_table=self.swa_block_table, compressed_block_table=self.compressed_block_table)
 
     @property
-    def pools(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    def pools(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """Both caches and their block tables, the window's again if there is no other."""
         window = self.swa_cache, self.swa_block_table
-        is_single = self.compressed_cache is None
-        return window, window if is_single else (self.compressed_cache, self.compressed_block_table)
+        if self.compressed_cache is None:
+            return window, window
+        assert self.compressed_block_table is not None
+        return window, (self.compressed_cache, self.compressed_block_table)
 
     @property
     def columns(self) -> int:
@@ -214,8 +218,8 @@ class PagedCall(NamedTuple):
         if self.is_quantized:
             return 1, 0
         if self.num_splits or self.split_tokens:
-            return schedule.fixed_parts(self.max_tiles, self.num_splits, self.split_tokens)
-        return schedule.choose_cluster_parts(self.q.shape[0], self.q.shape[1], self.max_tiles, sms), 0
+            return schedule.fixed_splits(self.max_tiles, self.num_splits, self.split_tokens)
+        return schedule.choose_cluster_splits(self.q.shape[0], self.q.shape[1], self.max_tiles, sms), 0
 
 
 class MixedCall(NamedTuple):
@@ -237,10 +241,20 @@ class MixedCall(NamedTuple):
     lse: torch.Tensor | None
 
     @property
-    def caches(self) -> dict[str, Any]:
+    def caches(self) -> dict[str, torch.Tensor]:
         """Those that are there, by name."""
         return _given(swa_kv_cache=self.swa_kv_cache, compressed_kv_cache=self.compressed_kv_cache)
 
 
-def _given(**tensors: Any) -> dict[str, Any]:
+class MergeCall(NamedTuple):
+    """merge_attention_states."""
+
+    outs: torch.Tensor
+    lses: torch.Tensor
+    attn_sink: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+def _given(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

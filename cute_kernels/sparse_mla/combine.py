@@ -34,10 +34,13 @@ from cute_kernels.dsl.convert import bf16_floats, bf16_words
 from cute_kernels.dsl.reduce import lanes_max, lanes_sum
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.sparse_mla.arguments import no_logs
+from cute_kernels.sparse_mla.call import MergeCall
 from cute_kernels.sparse_mla.params import fake_logs
 from cute_kernels.sparse_mla.quant_output import (
     HEAD_SCALES,
@@ -386,7 +389,7 @@ def key_for(arch: str, fp32_parts: bool, fp32_out: bool, splits: int, quantized:
     return CombineKey(arch, fp32_parts, fp32_out, held, vectors, splits > held, quantized=quantized)
 
 
-def deployment_keys(config: Any, tp: int, arch: str) -> list[CombineKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[CombineKey]:
     """For rows that sparse_mla_decode splits, and for contexts that are distributed: few splits or many."""
     counts = [*(held for held, _ in SHAPES), SHAPES[-1][0] + 1]
     keys = [key_for(arch, True, fp32_out, splits) for fp32_out in (False, True) for splits in counts]
@@ -400,27 +403,27 @@ def _key(device_index: int, fp32_parts: bool, fp32_out: bool, splits: int, quant
     return key_for(arch_of(device_index), fp32_parts, fp32_out, splits, quantized)
 
 
-def supports(outs: Any, lses: Any, attn_sink: Any, out: Any, lse: Any) -> tuple[bool, str]:
-    """Whether `launch` can take these (checked) arguments, and if not, why."""
-    for name, tensor in (("outs", outs), ("out", out)):
+def why_not(call: MergeCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    for name, tensor in (("outs", call.outs), ("out", call.out)):
         multiple = 16 // tensor.element_size()
         strides = [tensor.stride(axis) for axis in range(tensor.dim() - 1) if tensor.shape[axis] > 1]
         if tensor.data_ptr() % 16 or any(stride % multiple for stride in strides):
-            return False, (
+            return (
                 f"heads of {name} must be 16-byte aligned, got address {tensor.data_ptr():#x} and strides "
                 f"{tuple(tensor.stride())}"
             )
-    if min(out.shape[:2]) > MOST_TOKENS:
-        return False, f"b or s_q must be at most {MOST_TOKENS}, got shape {tuple(out.shape)}"
-    return True, ""
+    if min(call.out.shape[:2]) > MOST_TOKENS:
+        return f"b or s_q must be at most {MOST_TOKENS}, got shape {tuple(call.out.shape)}"
+    return ""
 
 
-def launch(outs: Any, lses: Any, attn_sink: Any, out: Any, lse: Any, use_pdl: bool = False) -> None:
-    """Run the kernel on the current stream of out's device. Arguments in the schema's order, checked and supported.
+def launch(call: MergeCall, use_pdl: bool = False) -> None:
+    """Run the kernel on the current stream of out's device.
 
-    lse       None: nobody asks for it
     use_pdl   start while the kernel before on the stream still runs, and wait for it
     """
+    outs, lses, attn_sink, out, lse = call
     if out.numel() == 0:
         return
     if out.shape[1] > MOST_TOKENS:  # rows and tokens are the same to the kernel, but for their limits
@@ -447,3 +450,6 @@ def launch_quantized(outs: Any, lses: Any, attn_sink: Any, quant: tuple[Any, ...
     sink = 0 if attn_sink is None else attn_sink.data_ptr()
     lse = no_logs(3, index) if lse is None else lse
     launch_key(key, index, outs, lses, sink, *quant, lse, *steps, True)
+
+
+KERNEL = OpKernel(launch, why_not, deployment_keys)

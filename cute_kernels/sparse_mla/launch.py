@@ -5,19 +5,17 @@ kernel takes it: select.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from cute_kernels.dsl import ptx
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
-from cute_kernels.runtime.arch import multiprocessors
+from cute_kernels.runtime.arch import grid_size, multiprocessors
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.sparse_mla import arguments, combine, schedule, select
 from cute_kernels.sparse_mla.arguments import MOST_NUMBERS, misaligned, no_logs
-from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
-from cute_kernels.sparse_mla.params import COUNT_BITS, UNIT
-from cute_kernels.sparse_mla.softmax import LEAST_SCALE
+from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
+from cute_kernels.sparse_mla.params import COUNT_BITS, LEAST_SCALE, UNIT
 
 MOST_POOL_BYTES = UNIT << 31
 """Of a plain cache: from its first row to the end of the last one."""
@@ -50,7 +48,7 @@ def why_not_decode(call: DecodeCall) -> str:
     if call.max_tiles * schedule.TILE >= MOST_NUMBERS:
         return f"the lists must have fewer than 2^30 columns, got {call.max_tiles} tiles of {schedule.TILE}"
     splits, split_tiles = call.splits(multiprocessors(call.q.device.index))
-    work_tiles = call.rows * schedule.head_blocks(call.q.shape[2]) * splits
+    work_tiles = call.rows * schedule.head_groups(call.q.shape[2]) * splits
     if work_tiles >= MOST_NUMBERS:
         return f"rows times blocks of heads times parts must be less than 2^30, got {work_tiles}"
     if split_tiles == 0 and call.max_tiles * splits >= 2 * MOST_NUMBERS:
@@ -79,10 +77,12 @@ def _is_aligned(tensor: Any) -> bool:
 
 def launch_decode(call: DecodeCall) -> None:
     """Run the kernel, and combine splits if there are several."""
+    if call.out.numel() == 0:
+        return
     device_index = call.q.device.index
     key = select.of_decode(call)
-    ctas = multiprocessors(device_index) * key.blocks_per_sm
-    splits, split_tiles = call.splits(ctas // key.blocks_per_item)
+    ctas = multiprocessors(device_index) * key.ctas_per_sm
+    splits, split_tiles = call.splits(ctas // key.ctas_per_work_tile)
     is_combined = schedule.goes_through_workspace(splits, split_tiles)
     results: tuple[Any, ...]
     if is_combined:
@@ -115,12 +115,12 @@ def launch_decode(call: DecodeCall) -> None:
         *(() if call.q_squares is None else (call.q_norm_eps,)),
         splits,
         split_tiles,
-        ctas,
+        grid_size(ctas, key.ctas_per_work_tile),
     )
     if is_combined and call.is_quantized:
         combine.launch_quantized(out, lse, call.attn_sink, call.quant, call.lse)
     elif is_combined:
-        combine.launch(out, lse, call.attn_sink, call.out, call.lse, use_pdl=True)
+        combine.launch(MergeCall(out, lse, call.attn_sink, call.out, call.lse), use_pdl=True)
 
 
 def _extra_list(call: DecodeCall) -> tuple[Any, Any, int, int, int]:
@@ -186,6 +186,8 @@ def why_not_prefill(call: PrefillCall) -> str:
 
 
 def launch_prefill(call: PrefillCall) -> None:
+    if call.out.numel() == 0:
+        return
     device_index = call.q.device.index
     launch_key(
         select.of_prefill(call),
@@ -200,7 +202,7 @@ def launch_prefill(call: PrefillCall) -> None:
         0 if call.attn_sink is None else call.attn_sink.data_ptr(),
         scale_log2(call.sm_scale),
         *(() if call.q_squares is None else (call.q_norm_eps,)),
-        multiprocessors(device_index),
+        grid_size(multiprocessors(device_index)),
     )
 
 
@@ -234,7 +236,7 @@ def _why_not_split(call: PagedCall) -> str:
     """Why rows are not split as a call asks for, or nothing."""
     if call.num_splits <= 1 and not call.split_tokens:
         return ""
-    splits, split_tiles = schedule.fixed_parts(call.max_tiles, call.num_splits, call.split_tokens)
+    splits, split_tiles = schedule.fixed_splits(call.max_tiles, call.num_splits, call.split_tokens)
     most = schedule.CLUSTERS[-1] if select.has_hoppers_paged(call) else 1
     name, given = ("split_tokens", call.split_tokens) if call.split_tokens else ("num_splits", call.num_splits)
     if split_tiles >= MOST_NUMBERS:
@@ -245,6 +247,8 @@ def _why_not_split(call: PagedCall) -> str:
 
 
 def launch_paged(call: PagedCall) -> None:
+    if call.out.numel() == 0:
+        return
     device_index = call.q.device.index
     sms = multiprocessors(device_index)
     is_hoppers = select.has_hoppers_paged(call)
@@ -252,13 +256,14 @@ def launch_paged(call: PagedCall) -> None:
     is_split = schedule.goes_through_workspace(*splits)
     key = select.of_paged(call, is_hoppers, splits[0] if is_split else 0)
     if isinstance(key, select.PortablePagedKey):
-        launch_key(key, device_index, *_portable_arguments(call, device_index), sms)
+        launch_key(key, device_index, *_portable_arguments(call, device_index), grid_size(sms))
     else:
-        launch_key(key, device_index, *_own_arguments(call, device_index), *(splits if is_split else (sms,)))
+        last = splits if is_split else (grid_size(sms),)
+        launch_key(key, device_index, *_own_arguments(call, device_index), *last)
 
 
 def _own_arguments(call: PagedCall, device_index: int) -> tuple[Any, ...]:
-    """Those of prefill_args (paged) up to the scale."""
+    """Those of kernel_args (paged) up to the scale."""
     listed = call.topk_indices if call.columns else None
     return (
         call.q,
@@ -320,6 +325,8 @@ def why_not_mixed(call: MixedCall) -> str:
 
 
 def launch_mixed(call: MixedCall) -> None:
+    if call.out.numel() == 0:
+        return
     device_index = call.query.device.index
     launch_key(
         select.of_mixed(call),
@@ -338,29 +345,13 @@ def launch_mixed(call: MixedCall) -> None:
         0 if call.sinks is None else call.sinks.data_ptr(),
         scale_log2(call.bmm1_scale),
         call.bmm2_scale,
-        multiprocessors(device_index),
+        grid_size(multiprocessors(device_index)),
     )
 
 
 # ---- the ops' kernels
 
-
-def _op_kernel(call_type: Any, why_not: Callable[[Any], str], launch: Callable[[Any], None], keys: Any) -> OpKernel:
-    """why_not and launch: of a call, as a record"""
-
-    def supports(*args: Any) -> tuple[bool, str]:
-        why = why_not(call_type(*args))
-        return not why, why
-
-    def launch_args(*args: Any) -> None:
-        call = call_type(*args)
-        if call.out.numel():
-            launch(call)
-
-    return OpKernel(launch_args, supports, keys)
-
-
-decode = _op_kernel(DecodeCall, why_not_decode, launch_decode, select.decode_keys)
-prefill = _op_kernel(PrefillCall, why_not_prefill, launch_prefill, select.prefill_keys)
-paged = _op_kernel(PagedCall, why_not_paged, launch_paged, select.paged_keys)
-mixed = _op_kernel(MixedCall, why_not_mixed, launch_mixed, select.mixed_keys)
+DECODE = OpKernel(launch_decode, why_not_decode, select.decode_keys)
+PREFILL = OpKernel(launch_prefill, why_not_prefill, select.prefill_keys)
+PAGED = OpKernel(launch_paged, why_not_paged, select.paged_keys)
+MIXED = OpKernel(launch_mixed, why_not_mixed, select.mixed_keys)

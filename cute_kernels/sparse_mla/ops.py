@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.runtime import validate
+from cute_kernels.runtime import checks
 from cute_kernels.runtime.arch import multiprocessors
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 from cute_kernels.sparse_mla import arguments, reference, schedule
-from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
+from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
 from cute_kernels.sparse_mla.selection import (
     decode_selections,
     mixed_selections,
@@ -82,16 +83,22 @@ def _cost_decode(call: DecodeCall) -> Cost:
     return arguments.attention_cost(call.q, call.out, decode_selections(call))
 
 
+def _decode_kernel() -> OpKernel[DecodeCall]:
+    from cute_kernels.sparse_mla.launch import DECODE
+
+    return DECODE
+
+
 _decode = define_op(
     "sparse_mla_decode(Tensor q, Tensor k_cache, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
     "float softmax_scale, str kv_format, Tensor? extra_k_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
     "Tensor? extra_block_table, Tensor? extra_length, str extra_kv_format, SymInt num_splits, SymInt split_tokens, "
     "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, Tensor? q_squares, float q_norm_eps, "
     "Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
+    DecodeCall,
     check=_check_decode,
     reference=reference.sparse_mla_decode,
-    call_type=DecodeCall,
-    kernel="cute_kernels.sparse_mla.launch:decode",
+    kernel=_decode_kernel,
     cost=_cost_decode,
 )
 
@@ -135,14 +142,14 @@ def _multiprocessors(device: torch.device | str | None) -> int:
 
 
 def _allocate_workspace(q: torch.Tensor, tiles: int, num_splits: int, split_tokens: int) -> torch.Tensor | None:
-    """Workspace for a call, or None if its rows are not split, or ask for parts that `_check_decode` refuses."""
+    """Workspace for a call, or None if its rows are not split, or ask for splits that `_check_decode` refuses."""
     b, s_q, h = q.shape[:3]
     if num_splits < 0 or split_tokens < 0:
         return None
     sms = 0
     if not num_splits and not split_tokens:
         sms = _multiprocessors(q.device)
-        if schedule.part_limit(b * s_q, schedule.head_blocks(h), tiles, sms) == 1:
+        if schedule.split_limit(b * s_q, schedule.head_groups(h), tiles, sms) == 1:
             return None
     size = schedule.workspace_bytes(b * s_q, h, tiles, num_splits, split_tokens, sms)
     return torch.empty(size // 4, dtype=torch.float32, device=q.device) if size else None
@@ -193,15 +200,15 @@ def sparse_mla_decode(
       extra_block_table  int32 [b, pages] and
       extra_length       int32 [b, s_q]: entries 0 .. extra_length - 1, entry e in row e % (rows per page) of page
                          extra_block_table[b, e // (rows per page)]; pages outside the cache are skipped
-    num_splits         how many parts a kernel cuts a row's columns into; 0: chosen from the shapes of the call, and no
+    num_splits         how many splits a kernel cuts a row's columns into; 0: chosen from the shapes of the call, and no
                        more than the workspace holds
-    split_tokens       columns in a part, a multiple of 64, instead of num_splits: then a row's bits do not depend on
+    split_tokens       columns of a split, a multiple of 64, instead of num_splits: then a row's bits do not depend on
                        the batch around it. 0: not fixed. Neither can change the result by more than rounding
     out                [b, s_q, h, 512], any strides with a dense last dimension; bf16, or fp32 for partial results to
                        be merged (then attn_sink must be None); mutated
     lse                fp32 [b, h, s_q], any strides; mutated
     return_lse         False: lse is written only if it is given, and nothing is allocated for it
-    workspace          uint8 or fp32, one dimension, contiguous, 16-byte aligned: scratch memory for the parts of rows;
+    workspace          uint8 or fp32, one dimension, contiguous, 16-byte aligned: scratch memory for splits of rows;
                        `sparse_mla_decode_workspace_size` bytes, or more, if num_splits or split_tokens is given;
                        mutated. None: allocated if rows may be split
     q_norm             (squares fp32 [T, h * 4], eps) with T = b * s_q: the queries are as `fp8_linear_squares` made
@@ -235,26 +242,28 @@ def sparse_mla_decode(
         tiles = arguments.list_tiles(indices, extra_k_cache, extra_indices, extra_block_table)
         workspace = _allocate_workspace(q, tiles, num_splits, split_tokens)
     _decode(
-        q,
-        k_cache,
-        indices,
-        topk_length,
-        attn_sink,
-        softmax_scale,
-        kv_format,
-        extra_k_cache,
-        extra_indices,
-        extra_topk_length,
-        extra_block_table,
-        extra_length,
-        extra_kv_format,
-        num_splits,
-        split_tokens,
-        out,
-        lse,
-        workspace,
-        *arguments.norm_arguments(q_norm, "sparse_mla_decode"),
-        *arguments.quant_tensors(output_quant, "sparse_mla_decode"),
+        DecodeCall(
+            q,
+            k_cache,
+            indices,
+            topk_length,
+            attn_sink,
+            softmax_scale,
+            kv_format,
+            extra_k_cache,
+            extra_indices,
+            extra_topk_length,
+            extra_block_table,
+            extra_length,
+            extra_kv_format,
+            num_splits,
+            split_tokens,
+            out,
+            lse,
+            workspace,
+            *arguments.norm_arguments(q_norm, "sparse_mla_decode"),
+            *arguments.quant_tensors(output_quant, "sparse_mla_decode"),
+        )
     )
     return out, lse
 
@@ -307,16 +316,22 @@ def _cost_prefill(call: PrefillCall) -> Cost:
     return arguments.attention_cost(call.q, call.out, prefill_selections(call))
 
 
+def _prefill_kernel() -> OpKernel[PrefillCall]:
+    from cute_kernels.sparse_mla.launch import PREFILL
+
+    return PREFILL
+
+
 _prefill = define_op(
     "sparse_mla_prefill(Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, Tensor? topk_length, "
     "Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!)? lse, Tensor? q_squares, float q_norm_eps, "
     "Tensor? positions, "
     "Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
+    PrefillCall,
     check=_check_prefill,
     reference=reference.sparse_mla_prefill,
-    call_type=PrefillCall,
     cost=_cost_prefill,
-    kernel="cute_kernels.sparse_mla.launch:prefill",
+    kernel=_prefill_kernel,
 )
 
 
@@ -374,7 +389,7 @@ def sparse_mla_prefill(
     out, max_logits, lse = _results("sparse_mla_prefill", q, out, max_logits, lse, return_lse, output_quant)
     quant = arguments.quant_tensors(output_quant, "sparse_mla_prefill")
     norm = arguments.norm_arguments(q_norm, "sparse_mla_prefill")
-    _prefill(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse, *norm, *quant)
+    _prefill(PrefillCall(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse, *norm, *quant))
     return out, max_logits, lse
 
 
@@ -408,7 +423,13 @@ def _cost_paged(call: PagedCall) -> Cost:
 
 
 def _validate_paged(call: PagedCall) -> None:
-    validate.ascending("sparse_mla_prefill_paged", "query_start_loc", call.query_start_loc)
+    checks.ascending("sparse_mla_prefill_paged", "query_start_loc", call.query_start_loc)
+
+
+def _prefill_paged_kernel() -> OpKernel[PagedCall]:
+    from cute_kernels.sparse_mla.launch import PAGED
+
+    return PAGED
 
 
 _prefill_paged = define_op(
@@ -417,11 +438,11 @@ _prefill_paged = define_op(
     "SymInt compress_ratio, Tensor? topk_indices, Tensor? attn_sink, str kv_format, str compressed_kv_format, "
     "SymInt num_splits, SymInt split_tokens, Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!)? lse, "
     "Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
+    PagedCall,
     check=_check_paged,
     reference=reference.sparse_mla_prefill_paged,
-    call_type=PagedCall,
     cost=_cost_paged,
-    kernel="cute_kernels.sparse_mla.launch:paged",
+    kernel=_prefill_paged_kernel,
     validate=_validate_paged,
 )
 
@@ -477,11 +498,11 @@ def sparse_mla_prefill_paged(
     attn_sink                fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
     kv_format                record format id of swa_cache: fp8_ds_mla/1 or plain_bf16/1
     compressed_kv_format     record format id of compressed_cache, likewise
-    num_splits               how many parts a kernel cuts a row's keys into; 0: chosen from the shapes of the call, and
+    num_splits               how many splits a kernel cuts a row's keys into; 0: chosen from the shapes of the call, and
                              1 unless there are few rows. Other numbers than 0 are kept in any batch
-    split_tokens             keys in a part, a multiple of 64, instead of num_splits: then a row's bits do not depend on
+    split_tokens             keys of a split, multiple of 64, instead of num_splits: then a row's bits do not depend on
                              the batch around it, nor on how wide lists and tables are. 0: not fixed. Neither can change
-                             the result by more than rounding. Hopper's kernel for fp8_ds_mla/1 has up to 8 parts of a
+                             the result by more than rounding. Hopper's kernel for fp8_ds_mla/1 has up to 8 splits of a
                              row; elsewhere num_splits = 0 is 1, and more are not supported
     out                      bf16 [T, h, 512], any strides with a dense last dimension; mutated
     max_logits, lse          fp32 [T, h], any strides; mutated
@@ -493,26 +514,28 @@ def sparse_mla_prefill_paged(
     """
     out, max_logits, lse = _results("sparse_mla_prefill_paged", q, out, max_logits, lse, return_lse, output_quant)
     _prefill_paged(
-        q,
-        swa_cache,
-        swa_block_table,
-        query_start_loc,
-        seq_lens,
-        sm_scale,
-        window_size,
-        compressed_cache,
-        compressed_block_table,
-        compress_ratio,
-        topk_indices,
-        attn_sink,
-        kv_format,
-        compressed_kv_format,
-        num_splits,
-        split_tokens,
-        out,
-        max_logits,
-        lse,
-        *arguments.quant_tensors(output_quant, "sparse_mla_prefill_paged"),
+        PagedCall(
+            q,
+            swa_cache,
+            swa_block_table,
+            query_start_loc,
+            seq_lens,
+            sm_scale,
+            window_size,
+            compressed_cache,
+            compressed_block_table,
+            compress_ratio,
+            topk_indices,
+            attn_sink,
+            kv_format,
+            compressed_kv_format,
+            num_splits,
+            split_tokens,
+            out,
+            max_logits,
+            lse,
+            *arguments.quant_tensors(output_quant, "sparse_mla_prefill_paged"),
+        )
     )
     return out, max_logits, lse
 
@@ -547,18 +570,24 @@ def _cost_mixed(call: MixedCall) -> Cost:
 
 
 def _validate_mixed(call: MixedCall) -> None:
-    validate.ascending("sparse_mla_mixed", "cum_seq_lens_q", call.cum_seq_lens_q)
+    checks.ascending("sparse_mla_mixed", "cum_seq_lens_q", call.cum_seq_lens_q)
+
+
+def _mixed_kernel() -> OpKernel[MixedCall]:
+    from cute_kernels.sparse_mla.launch import MIXED
+
+    return MIXED
 
 
 _mixed = define_op(
     "sparse_mla_mixed(Tensor query, Tensor swa_kv_cache, Tensor sparse_indices, Tensor? compressed_kv_cache, "
     "Tensor sparse_topk_lens, Tensor seq_lens, Tensor cum_seq_lens_q, float bmm1_scale, float bmm2_scale, "
     "Tensor? sinks, SymInt window_size, str kv_format, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    MixedCall,
     check=_check_mixed,
     reference=reference.sparse_mla_mixed,
-    call_type=MixedCall,
     cost=_cost_mixed,
-    kernel="cute_kernels.sparse_mla.launch:mixed",
+    kernel=_mixed_kernel,
     validate=_validate_mixed,
 )
 
@@ -619,20 +648,22 @@ def sparse_mla_mixed(
     if lse is None and return_lse:
         lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
     _mixed(
-        query,
-        swa_kv_cache,
-        sparse_indices,
-        compressed_kv_cache,
-        sparse_topk_lens,
-        seq_lens,
-        cum_seq_lens_q,
-        bmm1_scale,
-        bmm2_scale,
-        sinks,
-        window_size,
-        kv_format,
-        out,
-        lse,
+        MixedCall(
+            query,
+            swa_kv_cache,
+            sparse_indices,
+            compressed_kv_cache,
+            sparse_topk_lens,
+            seq_lens,
+            cum_seq_lens_q,
+            bmm1_scale,
+            bmm2_scale,
+            sinks,
+            window_size,
+            kv_format,
+            out,
+            lse,
+        )
     )
     return out, lse
 
@@ -643,30 +674,33 @@ def sparse_mla_mixed(
 _MERGED = (torch.bfloat16, torch.float32)
 
 
-def _check_merge(
-    outs: torch.Tensor, lses: torch.Tensor, attn_sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None
-) -> None:
+def _check_merge(call: MergeCall) -> None:
     c = Checker("merge_attention_states")
-    arguments.check_query(c, "outs", outs, _MERGED, ("n", "b", "s_q"))
-    c.require(outs.shape[0] >= 1, "outs", "at least one part", f"shape {list(outs.shape)}")
-    c.tensor("lses", lses, torch.float32, ("n", "b", "h", "s_q"))
-    arguments.check_sink(c, "attn_sink", attn_sink)
-    c.tensor("out", out, _MERGED, ("b", "s_q", "h", formats.HEAD_DIM))
-    arguments.check_partial(c, out, attn_sink)
-    arguments.check_logs(c, "lse", lse, ("b", "h", "s_q"))
+    arguments.check_query(c, "outs", call.outs, _MERGED, ("n", "b", "s_q"))
+    c.require(call.outs.shape[0] >= 1, "outs", "at least one part", f"shape {list(call.outs.shape)}")
+    c.tensor("lses", call.lses, torch.float32, ("n", "b", "h", "s_q"))
+    arguments.check_sink(c, "attn_sink", call.attn_sink)
+    c.tensor("out", call.out, _MERGED, ("b", "s_q", "h", formats.HEAD_DIM))
+    arguments.check_partial(c, call.out, call.attn_sink)
+    arguments.check_logs(c, "lse", call.lse, ("b", "h", "s_q"))
 
 
-def _cost_merge(
-    outs: torch.Tensor, lses: torch.Tensor, attn_sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None
-) -> Cost:
-    return Cost(bytes=nbytes(outs, lses, out, lse), flops=2 * outs.numel())
+def _cost_merge(call: MergeCall) -> Cost:
+    return Cost(bytes=nbytes(call.outs, call.lses, call.out, call.lse), flops=2 * call.outs.numel())
+
+
+def _merge_kernel() -> OpKernel[MergeCall]:
+    from cute_kernels.sparse_mla.combine import KERNEL
+
+    return KERNEL
 
 
 _merge = define_op(
     "merge_attention_states(Tensor outs, Tensor lses, Tensor? attn_sink, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    MergeCall,
     check=_check_merge,
     reference=reference.merge_attention_states,
-    kernel="cute_kernels.sparse_mla.combine",
+    kernel=_merge_kernel,
     cost=_cost_merge,
 )
 
@@ -703,5 +737,5 @@ def merge_attention_states(
         out = torch.empty(outs.shape[1:], dtype=torch.bfloat16, device=outs.device)
     if lse is None and return_lse:
         lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=outs.device)
-    _merge(outs, lses, attn_sink, out, lse)
+    _merge(MergeCall(outs, lses, attn_sink, out, lse))
     return out, lse

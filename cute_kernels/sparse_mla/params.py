@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records that kernels share: query, caches, index lists, where results go, the work tiles of a CTA.
+"""What kernels share: records of the query, caches, index lists, where results go and the work tiles of a CTA; what
+they agree on about softmax.
 
 Those of decode first; from PrefillScheduler on, those of prefill's kernels, whose query rows have no batch.
 """
@@ -205,6 +206,12 @@ class KVSources(NamedTuple):
     indices: IndexList
     extra_cache: KVCache
     extra_indices: IndexList
+
+    @classmethod
+    def of(cls, caches: Any, lists: Any, lengths: Any) -> KVSources:
+        """Of two each, on the host's side of the launch. lengths: as of IndexList.of"""
+        (cache, extra_cache), (indices, extra_indices) = (map(KVCache.of, caches), map(IndexList.of, lists, lengths))
+        return cls(cache, indices, extra_cache, extra_indices)
 
 
 class Logs(NamedTuple):
@@ -528,7 +535,7 @@ class PagedCache(NamedTuple):
 class PagedKV(NamedTuple):
     """Both caches. The window's positions. Entries: address of the lists that name them, bytes from list to list; 0:
     all visible ones in order. Most columns of them. Tokens of an entry, as a divisor. Where the query rows are. Where
-    rows are split: splits, and KV tiles of a split, or 0 (schedule.part_range)."""
+    rows are split: splits, and KV tiles of a split, or 0 (schedule.split_range)."""
 
     window: PagedCache
     compressed: PagedCache
@@ -571,3 +578,29 @@ class PagedKV(NamedTuple):
         first = cutlass.max(position + 1 - self.window_size, 0)
         end = cutlass.min(position + 1, ptx.again(self.window.columns) * self.window.rows.divisor)
         return request, visible, compressed, first, end
+
+
+# ---- softmax, while a kernel goes through the tiles of a row
+
+RESCALE_THRESHOLD = 8.0
+"""A head's running maximum moves when a score, in powers of two, is more than this above it: O is rarely rescaled,
+and weights are at most 2^8."""
+
+NEG_MAX = -3.0e38
+"""The running maximum of nothing, where it is a number."""
+
+LEAST_SCALE = 1e-37
+"""What a scale of 0 becomes: the scores of what is skipped are infinite, and 0 times that is NaN."""
+
+
+@cute.jit
+def out_scale_of(row_sum: Any, row_max: Any, logit: Any, sink: Any) -> Any:
+    """What to multiply a head's row of O with.
+
+    row_sum   of its weights, relative to `row_max`, its running maximum
+    logit     bits of its sink; means nothing if `sink` is 0
+    """
+    whole = row_sum
+    if sink != 0:
+        whole = row_sum + ptx.exp2(logit.bitcast(Float32) * Float32(ptx.LOG2_E) - row_max)
+    return Float32(0.0) if row_sum == Float32(0.0) else ptx.reciprocal(whole)

@@ -23,8 +23,8 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.reduce import exchange_in_quad, lanes_max, over_quad
-from cute_kernels.dsl.rope import HALF_TABLE_BYTES, rotate_pair_back, table_row
 from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair_back, table_row
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 

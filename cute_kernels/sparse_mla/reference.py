@@ -12,15 +12,16 @@ can be seen in the result. A row that attends to nothing gives out = 0, lse = +i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from cute_kernels import numerics
 from cute_kernels.formats import HEAD_DIM
+from cute_kernels.output.call import QuantizedCall
 from cute_kernels.output.reference import fused_inv_rope_fp8_quant
 from cute_kernels.sparse_mla import selection
-from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
+from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
 from cute_kernels.sparse_mla.selection import Selection, pooled_slots, read_pooled, row_chunks, used_columns
 
 ROW_BUDGET = 1 << 14
@@ -121,10 +122,12 @@ def _quantize(o: torch.Tensor, call: DecodeCall | PrefillCall | PagedCall) -> No
     """Store bf16 results [T, h, 512] as the projection behind attention takes them."""
     assert call.positions is not None
     assert call.cos_sin_cache is not None
+    assert call.out_scale is not None
     groups, width = call.out.shape[1:]
-    out_scale: Any = call.out_scale
+    results = call.out, call.out_scale
+    heads = width // HEAD_DIM
     fused_inv_rope_fp8_quant(
-        o, call.positions, call.cos_sin_cache, call.out, out_scale, groups, width // HEAD_DIM, False, False
+        QuantizedCall(o, call.positions, call.cos_sin_cache, *results, groups, heads, False, use_pdl=False)
     )
 
 
@@ -181,11 +184,9 @@ def sparse_mla_mixed(call: MixedCall) -> None:
         _store(call.lse, rows, result.lse)
 
 
-def merge_attention_states(
-    outs: torch.Tensor, lses: torch.Tensor, attn_sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None
-) -> None:
-    for i in range(outs.shape[1]):
-        merged, total = merge_parts(outs[:, i].double(), lses[:, i].transpose(-1, -2).double())
-        out[i] = apply_sink(merged, total, attn_sink).float().to(out.dtype)
-        if lse is not None:
-            lse[i] = total.transpose(-1, -2).float()
+def merge_attention_states(call: MergeCall) -> None:
+    for i in range(call.outs.shape[1]):
+        merged, total = merge_parts(call.outs[:, i].double(), call.lses[:, i].transpose(-1, -2).double())
+        call.out[i] = apply_sink(merged, total, call.attn_sink).float().to(call.out.dtype)
+        if call.lse is not None:
+            call.lse[i] = total.transpose(-1, -2).float()

@@ -7,11 +7,13 @@
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
                                               sm_100a, sm_103a                               blackwell/ may not run
              blackwell/decode                 sm_100a, sm_103a  1 to 64        fp8_ds_mla    gathered, trusted
-             blackwell/decode_2cta            sm_100a, sm_103a  65 and more    fp8_ds_mla    gathered, trusted
+             blackwell/decode_2cta            sm_100a, sm_103a  65 and more    fp8_ds_mla    gathered, trusted; if
+                                                                                             not, blackwell/decode
              mma_sync/decode                  all               all            all           where no other does
     prefill  hopper/prefill_swap_ab           sm_90a            1 to 16
              hopper/prefill                   sm_90a            17 and more
              blackwell/prefill                sm_100a, sm_103a  all                          mapped, trusted
+             blackwell/prefill_2cta           none so far       65 and more                  mapped, trusted
              mma_sync/prefill                 all               all                          where no other does
     paged    hopper/prefill_paged             sm_90a            all            fp8_ds_mla    countable
              hopper/prefill_paged_cluster     sm_90a            all            fp8_ds_mla    countable, rows are split
@@ -38,29 +40,33 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.models import ModelConfig
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import combine
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
-from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
+from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairClusterDecodeKey, BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
+from cute_kernels.sparse_mla.blackwell.prefill_2cta import BlackwellPairPrefillKey
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
-from cute_kernels.sparse_mla.decode_args import ItemKey
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
+from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey
 from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import ARCHS as SMALL_HEADS_ARCHS
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey, PortablePagedKey, PortablePrefillKey, group_heads
-from cute_kernels.sparse_mla.schedule import CLUSTERS, block_heads, cluster_of, head_blocks
+from cute_kernels.sparse_mla.schedule import CLUSTERS, cluster_of, head_groups, heads_of_group
 
 HOPPER = "sm_90a"
 
@@ -73,8 +79,8 @@ MOST_NORMED_HEADS = SMALL_HEADS[-1]
 FEW_ROWS_HEADS = (16,)
 """Those of which Hopper's decode takes calls with few rows."""
 
-PAIR_ARCHS = BLACKWELL
-"""Where more than 64 heads take decode_2cta; elsewhere they are two head groups of blackwell/decode."""
+PREFILL_PAIR_ARCHS: tuple[str, ...] = ()
+"""Where more than 64 heads take prefill_2cta: nowhere, until a GPU has run it."""
 
 MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
 """Hopper's and Blackwell's paged kernels take calls with fewer than so many: entries and positions that a table has
@@ -96,42 +102,56 @@ def decode_key(
     format0: str,
     format1: str,
     has_few_rows: bool = False,
-    may_own: bool = True,
-) -> ItemKey:
+    own: str = "",
+) -> DecodeKernelKey:
     """The kernel for so many heads, caches of these formats and an extra list of that kind ("none", "listed", "dense").
 
     format1        format0 if there is no extra list
     has_few_rows   whether the call leaves the split to the op, and has no more rows than Hopper's kernel takes at once
-    may_own        whether Blackwell's own kernel may run
+    own            name of the one of `own_decode_kernels` that runs, or ""
     """
     is_fp8 = format0 == format1 == FP8_DS_MLA.id
-    if is_fp8 and arch in BLACKWELL and may_own:
-        is_pairs = arch in PAIR_ARCHS and head_blocks(heads) > 1
-        return (BlackwellPairDecodeKey if is_pairs else BlackwellDecodeKey)(arch, extra, out_fp32)
-    is_hoppers = has_few_rows and arch == HOPPER and block_heads(heads) in FEW_ROWS_HEADS
-    if is_fp8 and arch in SMALL_HEADS_ARCHS and block_heads(heads) in SMALL_HEADS and not is_hoppers:
-        return SmallHeadsDecodeKey(arch, block_heads(heads), extra, out_fp32)
+    if is_fp8 and own:
+        return OWN_DECODE[own](arch, extra, out_fp32)
+    is_hoppers = has_few_rows and arch == HOPPER and heads_of_group(heads) in FEW_ROWS_HEADS
+    if is_fp8 and arch in SMALL_HEADS_ARCHS and heads_of_group(heads) in SMALL_HEADS and not is_hoppers:
+        return SmallHeadsDecodeKey(arch, heads_of_group(heads), extra, out_fp32)
     if is_fp8 and arch == HOPPER:
-        return DecodeKey(arch, block_heads(heads), extra, out_fp32)
-    return PortableDecodeKey(arch, block_heads(heads), format0, extra, format1, out_fp32)
+        return DecodeKey(arch, heads_of_group(heads), extra, out_fp32)
+    return PortableDecodeKey(arch, heads_of_group(heads), format0, extra, format1, out_fp32)
+
+
+OWN_DECODE: dict[str, type[BlackwellDecodeKey]] = {
+    key.kernel_name: key for key in (BlackwellPairDecodeKey, BlackwellPairClusterDecodeKey, BlackwellDecodeKey)
+}
+"""Blackwell's own kernels by name, the one to be preferred first."""
+
+
+def own_decode_kernels(arch: str, heads: int) -> tuple[str, ...]:
+    """Names of those for so many heads; none on other architectures."""
+    if arch not in BLACKWELL:
+        return ()
+    return tuple(OWN_DECODE) if head_groups(heads) > 1 else (BlackwellDecodeKey.kernel_name,)
 
 
 @cache
-def decode_variant(key: Any, quantized: bool, raw: bool) -> ItemKey:
+def decode_variant(key: DecodeKernelKey, quantized: bool, raw: bool) -> DecodeKernelKey:
     """The kernel that stores codes in place of bf16 results (quantized), or norms and rotates its queries (raw)."""
-    changes = {name: True for name, value in (("quantized", quantized), ("raw", raw)) if value}
-    variant: ItemKey = replace(key, **changes) if changes else key
-    return variant
+    changes: dict[str, Any] = {name: True for name, value in (("quantized", quantized), ("raw", raw)) if value}
+    return replace(key, **changes) if changes else key
 
 
-def of_decode(call: DecodeCall, out_fp32: bool = False) -> ItemKey:
+def of_decode(call: DecodeCall, out_fp32: bool = False) -> DecodeKernelKey:
     """The kernel of a call, but for its variant; out_fp32: whether its results are."""
     index = call.q.device.index
     arch = arch_of(index)
     is_split_fixed = call.num_splits != 0 or call.split_tokens != 0
-    has_few_rows = not is_split_fixed and call.rows * DecodeKey.blocks_per_item <= multiprocessors(index)
-    may_own = arch in BLACKWELL and is_own("sparse_mla_decode", index, why_not_own_decode(call))
-    return decode_key(arch, call.q.shape[2], call.extra, out_fp32, *call.formats, has_few_rows, may_own)
+    has_few_rows = not is_split_fixed and call.rows * DecodeKey.ctas_per_work_tile <= multiprocessors(index)
+    heads, owns = call.q.shape[2], own_decode_kernels(arch, call.q.shape[2])
+    if owns and why_not_own_decode(call):
+        owns = ()
+    own = next((own for own in owns if trust.is_trusted("sparse_mla_decode", own, index)), "")
+    return decode_key(arch, heads, call.extra, out_fp32, *call.formats, has_few_rows, own)
 
 
 def why_not_own_decode(call: DecodeCall) -> str:
@@ -160,13 +180,14 @@ def why_not_normed(heads: int) -> str:
     return few if heads <= MOST_NORMED_HEADS else ""
 
 
-def decode_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """Of the layers' decode steps: one or two lists as the compress ratio says, in one split or several. Of Blackwell
     its own kernels, and those that run before they are trusted."""
     lists = {4: ("listed",), 128: ("dense", "listed")}
     extras = {extra: None for ratio in config.compress_ratios for extra in lists.get(ratio, ("none",))}
     heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
-    kinds = itertools.product(extras, (False, True), (False, True), (True, False))
+    owns = (*own_decode_kernels(arch, heads), "")
+    kinds = itertools.product(extras, (False, True), (False, True), owns)
     keys: dict[KernelKey, None] = {
         decode_key(arch, heads, extra, fp32, fmt, fmt, few, own): None for extra, fp32, few, own in kinds
     }
@@ -193,11 +214,12 @@ def prefill_key(
     if is_raw:
         return NormQuantPrefillKey(arch)
     if is_quantized:
-        return QuantSwapAbPrefillKey(arch, block_heads(heads)) if is_few else QuantPrefillKey(arch)
+        return QuantSwapAbPrefillKey(arch, heads_of_group(heads)) if is_few else QuantPrefillKey(arch)
     if arch == HOPPER:
-        return SwapAbPrefillKey(arch, block_heads(heads)) if is_few else PrefillKey(arch)
+        return SwapAbPrefillKey(arch, heads_of_group(heads)) if is_few else PrefillKey(arch)
     if arch in BLACKWELL and may_own:
-        return BlackwellPrefillKey(arch)
+        is_pairs = arch in PREFILL_PAIR_ARCHS and head_groups(heads) > 1
+        return (BlackwellPairPrefillKey if is_pairs else BlackwellPrefillKey)(arch)
     return PortablePrefillKey(arch, group_heads(heads))
 
 
@@ -205,7 +227,7 @@ def of_prefill(call: PrefillCall) -> KernelKey:
     """The kernel of a call."""
     index = call.q.device.index
     arch = arch_of(index)
-    may_own = arch in BLACKWELL and is_own("sparse_mla_prefill", index, why_not_own_prefill(call))
+    may_own = arch in BLACKWELL and is_own("sparse_mla_prefill", BlackwellPrefillKey, index, why_not_own_prefill(call))
     return prefill_key(arch, call.q.shape[1], call.is_quantized, call.is_raw, may_own)
 
 
@@ -222,7 +244,7 @@ def why_not_variant_of_prefill(call: PrefillCall) -> str:
     return why_not_normed(call.q.shape[1]) if call.is_raw else ""
 
 
-def prefill_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+def prefill_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """One kernel takes every call of a rank, and on Hopper one each what is a variant; on Blackwell the portable one as
     well, for as long as its own is not trusted."""
     heads = config.num_attention_heads // tp
@@ -262,7 +284,7 @@ def of_paged(call: PagedCall, is_hoppers: bool, splits: int) -> KernelKey:
         return QuantPagedKey(arch)
     may_own = is_hoppers
     if arch in BLACKWELL and is_countable(call):
-        may_own = is_own("sparse_mla_prefill_paged", index, why_not_own_paged(call))
+        may_own = is_own("sparse_mla_prefill_paged", BlackwellPagedKey, index, why_not_own_paged(call))
     return paged_key(arch, call.q.shape[1], call.compressed, *call.formats, splits, may_own)
 
 
@@ -289,7 +311,7 @@ def why_not_own_paged(call: PagedCall) -> str:
     return next(filter(None, found), unmapped("q", call.q, (0, 1)))
 
 
-def paged_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+def paged_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """Of the layers' prefill steps: the window alone, or with entries as the compress ratio says; on Blackwell the
     portable ones as well, for as long as its own is not trusted."""
     kinds = {4: "listed", 128: "all"}
@@ -313,7 +335,7 @@ def mixed_key(arch: str, heads: int, kv_format: str, may_own: bool = True) -> Ke
     if arch == HOPPER:
         if is_fp8:
             return MixedFp8Key(arch)
-        return SwapAbMixedKey(arch, block_heads(heads)) if heads <= SMALL_HEADS[-1] else MixedKey(arch)
+        return SwapAbMixedKey(arch, heads_of_group(heads)) if heads <= SMALL_HEADS[-1] else MixedKey(arch)
     if arch in BLACKWELL and may_own:
         return BlackwellMixedFp8Key(arch) if is_fp8 else BlackwellMixedKey(arch)
     return PortableMixedKey(arch, group_heads(heads), kv_format)
@@ -323,7 +345,8 @@ def of_mixed(call: MixedCall) -> KernelKey:
     """The kernel of a call."""
     index = call.query.device.index
     arch = arch_of(index)
-    may_own = arch in BLACKWELL and is_own("sparse_mla_mixed", index, why_not_own_mixed(call))
+    own = BlackwellMixedFp8Key if call.kv_format == PLAIN_FP8.id else BlackwellMixedKey
+    may_own = arch in BLACKWELL and is_own("sparse_mla_mixed", own, index, why_not_own_mixed(call))
     return mixed_key(arch, call.query.shape[1], call.kv_format, may_own)
 
 
@@ -333,7 +356,7 @@ def why_not_own_mixed(call: MixedCall) -> str:
     return next(filter(None, found), unmapped("query", call.query, (0, 1)))
 
 
-def mixed_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
+def mixed_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """One kernel for each format takes every call of a rank; on Blackwell the portable ones as well, for as long as its
     own are not trusted."""
     heads = config.num_attention_heads // tp
@@ -344,12 +367,12 @@ def mixed_keys(config: Any, tp: int, arch: str) -> list[KernelKey]:
 # ---- what Blackwell's own kernels take
 
 
-def is_own(op: str, device_index: int, why_not: str) -> bool:
+def is_own(op: str, own: type[KernelKey], device_index: int, why_not: str) -> bool:
     """Whether Blackwell's own kernel runs. why_not: what `unmapped` or `ungathered` say of the call's tensors."""
-    return not why_not and trust.is_trusted(op, device_index)
+    return not why_not and trust.is_trusted(op, own.kernel_name, device_index)
 
 
-def ungathered(name: str, cache: Any, row_elements: int) -> str:
+def ungathered(name: str, cache: torch.Tensor, row_elements: int) -> str:
     """Why rows of so many elements cannot be gathered from a cache [pages, rows, ...], or nothing.
 
     Its pages have to begin where a row could that is as long as theirs, and may not overlap. Of a single page, too, the
@@ -369,7 +392,7 @@ def ungathered(name: str, cache: Any, row_elements: int) -> str:
     return ""
 
 
-def unmapped(name: str, tensor: Any, axes: tuple[int, ...]) -> str:
+def unmapped(name: str, tensor: torch.Tensor, axes: tuple[int, ...]) -> str:
     """Why no descriptor can tell of a tensor with dense rows and those other axes, or nothing."""
     strides = [tensor.stride(axis) * tensor.element_size() for axis in axes]
     if tensor.numel() == 0:

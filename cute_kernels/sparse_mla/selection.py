@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from cute_kernels import formats
+from cute_kernels.formats import KVFormat
 from cute_kernels.paging import entries_to_slots, row_positions
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Selection:
     """
 
     pool: torch.Tensor
-    fmt: Any
+    fmt: KVFormat
     width: int
     pick: Callable[[slice], torch.Tensor]
 
@@ -65,13 +66,19 @@ def row_chunks(num_rows: int, columns: int, budget: int) -> list[slice]:
     return [slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
 
 
-def count_rows(selection: Selection, num_rows: int) -> int:
-    """Pairs of a query row and a cache row it attends to."""
-    chunks = row_chunks(num_rows, selection.width, SLOT_BUDGET)
-    return sum(int((selection.slots(rows) >= 0).sum()) for rows in chunks)
+def count_rows(selection: Selection, num_rows: int) -> tuple[int, int]:
+    """(pairs of a query row and a cache row it attends to, different cache rows)."""
+    seen = torch.zeros(selection.capacity, dtype=torch.bool, device=selection.pool.device)
+    pairs = 0
+    for rows in row_chunks(num_rows, selection.width, SLOT_BUDGET):
+        slots = selection.slots(rows)
+        attended = slots[slots >= 0]
+        pairs += attended.numel()
+        seen[attended] = True
+    return pairs, int(seen.sum())
 
 
-def by_slot(pool: torch.Tensor, fmt: Any, slots: torch.Tensor, lengths: torch.Tensor | None) -> Selection:
+def by_slot(pool: torch.Tensor, fmt: KVFormat, slots: torch.Tensor, lengths: torch.Tensor | None) -> Selection:
     """Row t attends to slots[t, j] for j < lengths[t]: slots int32 [n, width], lengths [n] or None for all columns."""
     width = slots.shape[1]
 
@@ -87,7 +94,7 @@ def by_slot(pool: torch.Tensor, fmt: Any, slots: torch.Tensor, lengths: torch.Te
 
 def by_window(
     pool: torch.Tensor,
-    fmt: Any,
+    fmt: KVFormat,
     block_table: torch.Tensor,
     requests: torch.Tensor,
     positions: torch.Tensor,
@@ -106,7 +113,7 @@ def by_window(
 
 
 def by_length(
-    pool: torch.Tensor, fmt: Any, block_table: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor
+    pool: torch.Tensor, fmt: KVFormat, block_table: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor
 ) -> Selection:
     """Row t attends to the entries 0 .. lengths[t] - 1 of its request."""
     page_rows = pool.shape[1]
@@ -123,7 +130,7 @@ def by_length(
 
 def by_entry(
     pool: torch.Tensor,
-    fmt: Any,
+    fmt: KVFormat,
     block_table: torch.Tensor,
     requests: torch.Tensor,
     visible: torch.Tensor,

@@ -231,7 +231,7 @@ class _Case:
         if self.num_splits or self.split_tokens:
             size = schedule.workspace_bytes(b * s_q, h, tiles, self.num_splits, self.split_tokens, 0)
         else:
-            size = b * s_q * h * min(tiles, 3) * schedule.PART_BYTES
+            size = b * s_q * h * min(tiles, 3) * schedule.SPLIT_BYTES
         workspace = torch.full((size // 4,), math.nan)
         arguments = (
             *(q, pool, slots, self._lengths(self.columns, g), None if self.partial else _sink(h)),
@@ -279,9 +279,36 @@ _DECODE = {
 }
 
 
+_LISTS: dict[str, dict[str, Any]] = {
+    "window": {},
+    "window and picks": {"second": _FP8},
+    "window and pages": {"second": _FP8, "dense": True},
+}
+
+_FORMS = {
+    f"{heads} heads, {lists}, {columns} columns, {splits} splits": _Case(
+        heads,
+        b=2,
+        columns=columns if lists == "window" else 128,
+        extra=0 if lists == "window" else columns,
+        num_splits=splits,
+        **_LISTS[lists],
+    )
+    for heads, lists, (columns, splits) in itertools.product(
+        (8, 16, 32, 64), _LISTS, ((60, 0), (1200, 0), (200, 1), (200, 2))
+    )
+}
+"""Every number of heads that kernels differ by, with every kind of list: few rows and how they are cut is the op's
+choice, or the call's."""
+
+
 def decode() -> Iterator[Example]:
     """sparse_mla_decode, arguments in the schema's order"""
-    for name, case in _DECODE.items():
+    yield from _decode(_DECODE | _FORMS)
+
+
+def _decode(cases: dict[str, _Case]) -> Iterator[Example]:
+    for name, case in cases.items():
         example = case.example(name)
         yield example
         if case.first == _FP8 and case.second != _BF16 and not case.partial:
@@ -342,30 +369,43 @@ def prefill() -> Iterator[Example]:
             f"{s_q} x {h}, {topk} of {s_kv}", (*arguments, *results, None, 0.0, *NOT_QUANTIZED), _agree_prefill
         )
         yield example
-        if h in (64, 100, 128, 8):
+        if h in (64, 100, 128, 8, 16):
             as_codes = quantized(example, 6)
             yield as_codes
             if h >= 64:
                 yield _of_raw_queries(as_codes, 9)
 
 
+_PAGED: tuple[tuple[Any, ...], ...] = (
+    ((1, 1, 1), 300, 64, 128, 4, 200, (64, 64), (_FP8, _FP8)),
+    ((1, 30, 0, 5, 1), 90, 8, 128, 4, 65, (53, 2), (_FP8, _FP8)),
+    ((200,), 0, 128, 70, 128, None, (256, 2), (_FP8, _FP8)),
+    ((3, 140), 500, 16, 128, 0, None, (64, 64), (_FP8, _FP8)),
+    ((3, 140), 200, 16, 128, 1, 0, (64, 64), (_FP8, _FP8)),
+    ((1, 2), 7, 100, 7, 4, None, (2, 7), (_FP8, _FP8)),
+    ((150,), 200, 32, 128, 4, None, (64, 7), (_FP8, _BF16)),
+    ((1, 2), 200, 13, 7, 4, 30, (2, 7), (_BF16, _FP8)),
+    ((70,), 200, 64, 128, 0, None, (64, 64), (_BF16, _BF16)),
+    ((), 0, 32, 64, 4, 5, (64, 64), (_FP8, _FP8)),
+    ((3, 60), 500, 64, 128, 4, 200, (64, 64), (_FP8, _FP8), 1, 0),
+    ((3, 60), 500, 128, 128, 4, 200, (64, 64), (_FP8, _FP8), 3, 0),
+    ((1, 2, 40), 300, 16, 128, 1, None, (64, 64), (_FP8, _FP8), 0, 128),
+    ((2, 5), 700, 16, 128, 1, None, (64, 64), (_FP8, _FP8), 8, 0),
+    *(
+        ((2, 5), 150, h, 128, ratio, width, (64, 64), (_FP8, _FP8))
+        for h, (ratio, width) in itertools.product((16, 32, 64), ((0, None), (4, 65), (128, None)))
+    ),
+)
+"""(query_lens, earlier tokens at most, heads, window, compress ratio, columns, rows of pages, formats, splits)"""
+
+
 def paged() -> Iterator[Example]:
     """sparse_mla_prefill_paged, arguments in the schema's order"""
-    for query_lens, more, h, window, ratio, width, rows, fmts, *splits in (
-        ((1, 1, 1), 300, 64, 128, 4, 200, (64, 64), (_FP8, _FP8)),
-        ((1, 30, 0, 5, 1), 90, 8, 128, 4, 65, (53, 2), (_FP8, _FP8)),
-        ((200,), 0, 128, 70, 128, None, (256, 2), (_FP8, _FP8)),
-        ((3, 140), 500, 16, 128, 0, None, (64, 64), (_FP8, _FP8)),
-        ((3, 140), 200, 16, 128, 1, 0, (64, 64), (_FP8, _FP8)),
-        ((1, 2), 7, 100, 7, 4, None, (2, 7), (_FP8, _FP8)),
-        ((150,), 200, 32, 128, 4, None, (64, 7), (_FP8, _BF16)),
-        ((1, 2), 200, 13, 7, 4, 30, (2, 7), (_BF16, _FP8)),
-        ((70,), 200, 64, 128, 0, None, (64, 64), (_BF16, _BF16)),
-        ((), 0, 32, 64, 4, 5, (64, 64), (_FP8, _FP8)),
-        ((3, 60), 500, 64, 128, 4, 200, (64, 64), (_FP8, _FP8), 1, 0),
-        ((3, 60), 500, 128, 128, 4, 200, (64, 64), (_FP8, _FP8), 3, 0),
-        ((1, 2, 40), 300, 16, 128, 1, None, (64, 64), (_FP8, _FP8), 0, 128),
-    ):
+    yield from _paged(_PAGED)
+
+
+def _paged(calls: Sequence[Sequence[Any]]) -> Iterator[Example]:
+    for query_lens, more, h, window, ratio, width, rows, fmts, *splits in calls:
         g = torch.Generator().manual_seed(sum(query_lens) + h)
         n = sum(query_lens) + 2  # two rows are nobody's
         q = torch.randn(n, h + 1, formats.HEAD_DIM + 8, generator=g).bfloat16()[:, 1:, 8:]
@@ -440,6 +480,27 @@ def mixed() -> Iterator[Example]:
             _agree_mixed,
         )
 
+
+_SOAK_DECODE = {
+    "200 rows of 128 heads": _Case(128, second=_FP8, extra=512, b=200, lengths=(128, 70, 0, 65)),
+    "3 parts of 90 rows of 64 heads": _Case(64, second=_FP8, extra=640, b=90, num_splits=3, lengths="by token"),
+}
+
+
+def soak_decode() -> Iterator[Example]:
+    """sparse_mla_decode of more work tiles than there are CTAs."""
+    for name, case in _SOAK_DECODE.items():
+        yield case.example(name)
+
+
+def soak_paged() -> Iterator[Example]:
+    """sparse_mla_prefill_paged with as many clusters as run at a time: 2, 4 and 8 parts of a row."""
+    for rows, splits in ((60, 2), (28, 4), (14, 8)):
+        calls = (((rows,), 700, 64, 128, 4, 400, (64, 64), (_FP8, _FP8), splits, 0),)
+        yield from _paged(calls)
+
+
+SOAK = {"sparse_mla_decode": soak_decode, "sparse_mla_prefill_paged": soak_paged}
 
 EXAMPLES = {
     "merge_attention_states": merge,

@@ -30,7 +30,7 @@ from cutlass.utils import blackwell_helpers
 from cutlass.utils.blockscaled_layout import BlockScaledBasicChunk
 
 from cute_kernels.dsl import umma
-from cute_kernels.dsl.tensor_maps import tile
+from cute_kernels.dsl.tensor import tile
 from cute_kernels.runtime.key import KernelKey
 
 DTYPES: dict[str, Any] = {"bf16": BFloat16, "e4m3": Float8E4M3FN, "e2m1": Float4E2M1FN}

@@ -35,7 +35,7 @@ def test_compiles(key: BlackwellDecodeKey) -> None:
     products = 2 * len([*plan.scores_steps()]) + len([*plan.values_steps()])
     assert len(re.findall(r"tcgen05\.mma\.ws\.cta_group::1\.kind::f16", report.ptx)) == products
     assert report.instructions["tma.gather4"] == 2 * plan.KEYS // plan.GATHERED
-    conversions = 2 * plan.LAST_SLAB * 8 if ptx.HAS_E4M3_AND_BF16 else 0
+    conversions = 2 * plan.LAST_SLAB * 8 if ptx.HAS_BF16_OF_E4M3 else 0
     assert len(re.findall(r"cvt\.rn\.bf16x2\.e4m3x2", report.ptx)) == conversions
     assert len(re.findall(r"tcgen05\.alloc\S+ \[\S+\], 512;", report.ptx)) == 1
     assert not re.search(r"st\.local|ld\.local|setmaxnreg", report.ptx)
@@ -48,7 +48,7 @@ def test_barriers_are_those_of_the_plan() -> None:
     text = compile_report(KEYS_TO_COMPILE[0]).ptx
     numbers = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", text))
     arrivals = [int(numbers[name]) for name in re.findall(r"mbarrier\.init\S+\s+\[\S+\], (%r\d+);", text)]
-    rings = ((plan.SLOTS, 1, plan.HEADING_READERS), (plan.RAWS, 1, 4), (plan.STAGES, 5, 1))
+    rings = ((plan.SLOTS, 1, plan.HEADING_READERS), (plan.FP8_STAGES, 1, 4), (plan.STAGES, 5, 1))
     want = [count for depth, fill, empty in rings for _ in range(depth) for count in (fill, empty)]
     want += [32] * plan.SLOTS + [1] * plan.BUFFERS + [4] * plan.BUFFERS + [4]
     assert arrivals == want

@@ -9,7 +9,7 @@ from cute_kernels.models import MODELS
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import call as calls
+from cute_kernels.linear import launch as calls
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -16,14 +16,13 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.compressor.slots import SlotsKey
 from cute_kernels.indices.c128a import EntriesKey
 from cute_kernels.indices.combine import CombineKey
-from cute_kernels.indices.launching import group_width, page_argument, pages_fit, shape_for, shapes_for
+from cute_kernels.indices.launching import group_width, page_argument, shape_for, shapes_for, too_many_entries
 from cute_kernels.indices.mixed import MixedKey
 from cute_kernels.indices.step_metadata import StepKey
 from cute_kernels.indices.translate import TranslateKey
 from cute_kernels.indices.window import WindowKey
 from tests.compile.reports import compile_report
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 KEYS = (
     TranslateKey("", 4),
     TranslateKey("", 4, warps=8),
@@ -50,20 +49,6 @@ KEYS = (
 
 def named(key: KernelKey) -> str:
     return repr(key).replace("arch='', ", "")
-
-
-@pytest.mark.parametrize("key", KEYS, ids=named)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_compiles(arch: str, key: KernelKey) -> None:
-    report = compile_report(replace(key, arch=arch))
-    assert report.cubin[:4] == b"\x7fELF"
-    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
-    assert report.smem == key.smem_bytes <= 64
-    assert f".target {arch}" in report.ptx
-    assert "griddepcontrol.wait" in report.ptx
-    assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local", report.ptx)
-    # 32 registers let an SM have all its warps
-    assert report.registers <= (48 if isinstance(key, (EntriesKey, StepKey)) else 32)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +110,6 @@ def test_page_sizes(page_rows: tuple[int, ...], argument: tuple[bool, tuple[int,
 )
 def test_entries_that_int32_can_number(columns: int, block_size: int, fits: bool) -> None:
     table = torch.empty(1, dtype=torch.int32).expand(2, 1).as_strided((2, columns), (0, 0))
-    found, why = pages_fit("block_table", table, block_size)
-    assert found is fits
+    why = too_many_entries("block_table", table, block_size)
+    assert (not why) is fits
     assert ("a row of block_table must have at most 1073741824 entries" in why) is not fits

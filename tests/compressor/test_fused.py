@@ -230,10 +230,10 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call's data is validated first, as with CUTE_KERNELS_CHECK=1."""
     op, call = OPS["fused_compress_norm_rope_store"], ops._fused
 
-    def checked(*args: Any) -> None:
+    def checked(record: Any) -> None:
         assert op.validate is not None
-        op.validate(*args)
-        call(*args)
+        op.validate(*record)
+        call(record)
 
     monkeypatch.setattr(ops, "_fused", checked)
 

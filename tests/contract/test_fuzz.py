@@ -102,7 +102,7 @@ def test_wrong_arguments_of_ops(name: str) -> None:
     for number in range(CALLS):
         args = arguments.mistaken(draw, verify.clone_arguments(calls[number % len(calls)], CPU), is_scalar)
         if accepted < RUNS or not passes(op, args):
-            if run(partial(op.call, *args), args):
+            if run(partial(op.call, op.call_type(*args)), args):
                 refused += 1
             else:
                 accepted += 1

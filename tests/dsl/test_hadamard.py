@@ -10,14 +10,14 @@ import torch
 from cute_kernels import numerics
 from tests.dsl import words
 
-hadamard = pytest.importorskip("cute_kernels.dsl.hadamard", reason="CuTe DSL is not installed")
+transforms = pytest.importorskip("cute_kernels.dsl.transforms", reason="CuTe DSL is not installed")
 
 
 @pytest.fixture(autouse=True)
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hadamard, "ptx", words.PTX)
-    monkeypatch.setattr(hadamard, "cute", words.CUTE)
-    monkeypatch.setattr(hadamard, "Float32", np.float32)
+    monkeypatch.setattr(transforms, "ptx", words.PTX)
+    monkeypatch.setattr(transforms, "cute", words.CUTE)
+    monkeypatch.setattr(transforms, "Float32", np.float32)
 
 
 @pytest.mark.parametrize(("held", "run"), [(4, None), (8, None), (16, 8), (16, 4), (32, None), (128, None), (8, 2)])
@@ -33,7 +33,7 @@ def test_every_layout_gives_the_same_bits(held: int, run: int | None) -> None:
     row = lane // lanes
     per_warp = rows.numpy().reshape(50, -1, 128)
     with np.errstate(all="ignore"):
-        got = hadamard.transform([per_warp[:, row, column[i]] for i in range(held)], words.Word(lane), run)
+        got = transforms.hadamard([per_warp[:, row, column[i]] for i in range(held)], words.Word(lane), run)
     want = numerics.hadamard(rows).numpy().reshape(50, -1, 128)
     for i in range(held):
         np.testing.assert_array_equal(got[i].view(np.int32), want[:, row, column[i]].view(np.int32))

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.dsl import convert, hadamard, ptx
+from cute_kernels.dsl import convert, ptx, transforms
 from cute_kernels.dsl.tensor import address
 from cute_kernels.numerics import E2M1_MAX, E2M1_ROUNDINGS, E4M3_MAX
 from cute_kernels.runtime.key import KernelKey
@@ -69,7 +69,7 @@ class Conversion:
         else:
             start = source + number * (self.held * 4)
             words = [word for i in range(self.held // 4) for word in ptx.load_global_128(start + i * 16)]
-            columns = hadamard.transform([word.bitcast(Float32) for word in words], thread % 32)
+            columns = transforms.hadamard([word.bitcast(Float32) for word in words], thread % 32)
             for i in range_constexpr(self.held // 4):
                 four = [column.bitcast(Int32) for column in columns[4 * i : 4 * i + 4]]
                 ptx.store_global_128(target + number * (self.held * 4) + i * 16, four)

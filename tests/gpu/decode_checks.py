@@ -85,7 +85,7 @@ def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_kernels.sparse_mla import select
 
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
-    monkeypatch.setattr(select.trust, "is_trusted", lambda op, index: True)
+    monkeypatch.setattr(select.trust, "is_trusted", lambda op, kernel, index: True)
     for attribute, value in KERNELS[name].items():
         monkeypatch.setattr(select, attribute, value)
     if KERNELS[name]:

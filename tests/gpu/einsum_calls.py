@@ -71,7 +71,7 @@ class Call:
 
 def portable(call: Call) -> torch.Tensor:
     """The results of the portable kernel, with the tiles it has for the call."""
-    from cute_kernels.linear import call as calls
+    from cute_kernels.linear import launch as calls
 
     tokens, groups, rank = call.out.shape
     key, blocks = calls.portable_choice(arch_of(0), tokens, groups, rank, multiprocessors(0), False)

@@ -33,7 +33,7 @@ def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
     if name == "own" and arch_of(0) not in ("sm_90a", *BLACKWELL):
         pytest.skip("the kernels are Hopper's and Blackwell's")
-    monkeypatch.setattr(trust, "is_trusted", lambda op, index: name == "own")
+    monkeypatch.setattr(trust, "is_trusted", lambda op, kernel, index: name == "own")
     for attribute, value in KERNELS[name].items():
         monkeypatch.setattr(select, attribute, value)
     for choose in (select.prefill_key, select.paged_key, select.mixed_key):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cute_kernels.output import reference
+from cute_kernels.output.call import QuantizedCall
 from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
@@ -96,10 +97,9 @@ def check(
     """attend(out=..., output_quant=...) against bf16 results [rows, heads, 512]."""
     outputs, positions = Outputs.make(rows, groups, heads // groups), positions_of(rows)
     want = outputs.on_cpu()
-    reference.fused_inv_rope_fp8_quant(
-        plain.reshape(rows, heads, 512).cpu(), positions.cpu(), table.cpu(), want.codes, want.scales, groups,
-        heads // groups, False, False,
-    )  # fmt: skip
+    where = plain.reshape(rows, heads, 512).cpu(), positions.cpu(), table.cpu()
+    results = want.codes, want.scales
+    reference.fused_inv_rope_fp8_quant(QuantizedCall(*where, *results, groups, heads // groups, False, False))
     for _ in range(times):
         attend(out=outputs.codes, output_quant=(positions, table.cuda(), outputs.scales))
     outputs.assert_same(want)
@@ -422,9 +422,8 @@ def test_raw_queries_in_a_graph() -> None:
         torch.cuda.synchronize()
         plain, _, _ = sparse_mla_prefill(case.finished, kv, indices, 512**-0.5)
         want = outputs.on_cpu()
-        reference.fused_inv_rope_fp8_quant(
-            plain.cpu(), positions.cpu(), table.cpu(), want.codes, want.scales, 8, 8, False, False
-        )
+        where = plain.cpu(), positions.cpu(), table.cpu()
+        reference.fused_inv_rope_fp8_quant(QuantizedCall(*where, want.codes, want.scales, 8, 8, False, False))
         outputs.assert_same(want)
 
 

@@ -7,7 +7,7 @@ other way, so bytes may differ in few places, by one step of the format.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.compressor import ratio128, reference
+from cute_kernels.compressor.call import SaveCall
 from cute_kernels.compressor.ops import compress_norm_rope_store, fused_compress_norm_rope_store
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
@@ -38,9 +39,15 @@ MIXED = ((0, 300), (70, 390), (255, 256), (127, 128), (0, 1), (200, 255), (384, 
 """(first position, position after the last) of requests: with and without prefix, closing none, one or more entries."""
 
 
-@pytest.fixture(autouse=True)
-def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["clusters", "portable"])
+def no_fallback(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test runs the kernel of this GPU, and the one of GPUs without clusters."""
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    if request.param == "portable":
+        monkeypatch.setattr(ratio128, "runs_on", lambda arch: False)
+    ratio128._key.cache_clear()
+    yield
+    ratio128._key.cache_clear()
 
 
 @pytest.fixture
@@ -123,9 +130,8 @@ def saved(a: dict[str, Any]) -> dict[str, Any]:
     n = a["slot_mapping"].shape[0]
     kv, score = a["kv_score"].split(512, dim=1)
     cache = a["state_cache"]
-    reference.save_partial_states(
-        kv, score, a["ape"], a["positions"][:n], cache, a["slot_mapping"], cache.shape[1], 128
-    )
+    rows = kv, score, a["ape"], a["positions"][:n]
+    reference.save_partial_states(SaveCall(*rows, cache, a["slot_mapping"], cache.shape[1], 128))
     return a
 
 

@@ -23,7 +23,7 @@ from tests.helpers import raw_bytes
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import call as calls
+from cute_kernels.linear import launch as calls
 from cute_kernels.linear.hopper.gemm import GemmKey
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from tests.gpu.einsum_calls import EQUATION, RECIPE, Call, close, poison, same_bits

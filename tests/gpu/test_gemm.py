@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.linear import reference
+from cute_kernels.linear.call import QuantizeCall
 from cute_kernels.linear.ops import activation_scale_shape, bf16_linear, fp8_grouped_linear, fp8_linear
 from cute_kernels.linear.verify_cases import FP32, PRODUCTS, ROUNDING
 from cute_kernels.runtime.arch import arch_of
@@ -108,7 +109,7 @@ def test_codes_are_those_of_the_rounded_result(shape: tuple[int, int, int]) -> N
         fp8_grouped_linear(*arguments, out=out, out_scale=memory, use_pdl=True)
         want = torch.empty(tokens, shape[0] * shape[1], dtype=E4M3)
         want_scale = torch.empty(memory.shape)
-        reference.quantize_fp8_1x128(plain.flatten(1).cpu(), want, want_scale, False)
+        reference.quantize_fp8_1x128(QuantizeCall(plain.flatten(1).cpu(), want, want_scale, False))
         assert torch.equal(bits(out.flatten(1).cpu()), bits(want))
         assert torch.equal(memory.cpu(), want_scale)
         assert (codes[..., -16:] == 0xA5).all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.insert_compress import ops as _registered  # noqa: F401
-from cute_kernels.insert_compress.call import Call
+from cute_kernels.insert_compress.call import IndexCall
 from cute_kernels.insert_compress.verify_cases import difference, random_call
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE, OPS
 from cute_kernels.runtime.verify import clone_arguments
@@ -33,26 +33,26 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
 
 
-def on(call: Call, device: str) -> Call:
-    return Call(*clone_arguments(call, torch.device(device)))
+def on(call: IndexCall, device: str) -> IndexCall:
+    return IndexCall(*clone_arguments(call, torch.device(device)))
 
 
-def run(call: Call) -> None:
+def run(call: IndexCall) -> None:
     OPS[OP].overload(*call)
 
 
-def run_four(call: Call) -> None:
+def run_four(call: IndexCall) -> None:
     for _, name, arguments in call.parts():
         OPS[name].overload(*arguments)
 
 
-def assert_same(one: Call, other: Call, what: Any = "") -> None:
+def assert_same(one: IndexCall, other: IndexCall, what: Any = "") -> None:
     for name in OUTPUTS:
         got, want = raw_bytes(getattr(one, name)), raw_bytes(getattr(other, name))
         assert torch.equal(got, want), (what, name, int((got != want).sum()))
 
 
-def check(call: Call, what: Any = "") -> None:
+def check(call: IndexCall, what: Any = "") -> None:
     """The bytes of the four ops on the GPU, gaps included, and near what the reference writes."""
     want, gpu, four = on(call, "cpu"), on(call, "cuda"), on(call, "cuda")
     run(gpu)
@@ -171,7 +171,7 @@ def test_graph_replay_sees_new_data() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(gpu._replace(use_pdl=True))
-    same = [name for name in Call._fields if isinstance(getattr(first, name), torch.Tensor)]
+    same = [name for name in IndexCall._fields if isinstance(getattr(first, name), torch.Tensor)]
     for call in (first, second):
         if any(getattr(call, name).shape != getattr(first, name).shape for name in same):
             continue

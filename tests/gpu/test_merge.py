@@ -225,18 +225,20 @@ def test_no_rows_launch_nothing(shape: tuple[int, ...], monkeypatch: pytest.Monk
 def test_graph_replay_sees_new_data(n: int, pdl: bool) -> None:
     """As a dependent launch, the kernel must still wait for what wrote its parts, and hold up what overwrites them."""
     from cute_kernels.sparse_mla import combine
+    from cute_kernels.sparse_mla.call import MergeCall
 
     (outs, lses), sink = parts_of(n, 40, 1, 64), sink_of("mixed", 64).cuda()
     staging = outs.clone(), lses.clone()
     out, lse = merge_attention_states(outs, lses, sink)
     kept = torch.empty_like(out), torch.empty_like(lse)
+    call = MergeCall(outs, lses, sink, out, lse)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
             outs.copy_(staging[0])
             lses.copy_(staging[1])
-            combine.launch(outs, lses, sink, out, lse, pdl)
-            combine.launch(outs, lses, sink, out, lse, pdl)
+            combine.launch(call, pdl)
+            combine.launch(call, pdl)
             kept[0].copy_(out)
             kept[1].copy_(lse)
             outs.zero_()

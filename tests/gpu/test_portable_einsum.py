@@ -14,7 +14,7 @@ from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import call as calls
+from cute_kernels.linear import launch as calls
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from tests.gpu.einsum_calls import Call, close, poison, portable, same_bits, words
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -412,11 +412,16 @@ def test_alignment_that_is_not_supported_says_so(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def op_without_kernel() -> Iterator[Any]:
-    def reference(x: torch.Tensor, y: torch.Tensor) -> None:
-        y.copy_(x + 1)
+    class Call(NamedTuple):
+        x: torch.Tensor
+        y: torch.Tensor
+
+    def reference(call: Call) -> None:
+        call.y.copy_(call.x + 1)
 
     name = "test_op_without_a_kernel"
-    yield define_op(f"{name}(Tensor x, Tensor(a!) y) -> ()", check=lambda x, y: None, reference=reference)
+    op = define_op(f"{name}(Tensor x, Tensor(a!) y) -> ()", Call, check=lambda call: None, reference=reference)
+    yield lambda x, y: op(Call(x, y))
     del OPS[name]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.linear import reference
+from cute_kernels.linear.call import QuantizeCall
 from cute_kernels.linear.ops import activation_scale_shape, quantize_fp8_1x128
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
@@ -64,7 +65,7 @@ def check(x: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
     got = run(x, **how)
     codes = torch.empty(x.shape, dtype=E4M3)
     scales = torch.empty(activation_scale_shape(*x.shape))
-    reference.quantize_fp8_1x128(x.cpu(), codes, scales, False)
+    reference.quantize_fp8_1x128(QuantizeCall(x.cpu(), codes, scales, False))
     assert torch.equal(bits(got[0].cpu()), bits(codes))
     assert torch.equal(got[1].cpu(), scales)
     return got

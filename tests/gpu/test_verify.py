@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import types
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from cute_kernels.runtime.isolated import run_isolated
-from cute_kernels.runtime.ops import Op
 from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.verify import Verdict, raw_memory, verify_op
 
@@ -34,25 +32,17 @@ def test_kernels_agree_with_their_references(name: str) -> None:
     assert verdict.status == "pass", verdict.detail
 
 
-@pytest.fixture
-def wrong_kernel() -> Iterator[Any]:
+def test_a_wrong_kernel_is_reported() -> None:
     """The insert kernel, one bit of one byte of its pool wrong."""
-    module: Any = types.ModuleType("cute_kernels_test_wrong_kernel")
-    right = all_ops()["quantize_and_insert_k_cache"].load_kernel()
-
-    def launch(*args: Any) -> None:
-        right.launch(*args)
-        raw_memory(args[1])[100] ^= 1
-
-    module.supports, module.launch = right.supports, launch
-    sys.modules[module.__name__] = module
-    yield module
-    del sys.modules[module.__name__]
-
-
-def test_a_wrong_kernel_is_reported(wrong_kernel: Any) -> None:
     op = all_ops()["quantize_and_insert_k_cache"]
-    injected = Op(op.name, op.overload, op.check, op.reference, wrong_kernel.__name__, op.cost)
+    right = op.load_kernel()
+
+    def launch(call: Any) -> None:
+        right.launch(call)
+        raw_memory(call.k_cache)[100] ^= 1
+
+    wrong_kernel = replace(right, launch=launch)
+    injected = replace(op, kernel=lambda: wrong_kernel)
     verdict = verify_op(injected, torch.device("cuda"))
     assert verdict.status == "fail"
     assert "k_cache: 1 of" in verdict.detail

@@ -13,10 +13,11 @@ from cute_kernels.runtime.ops import OPS
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import call as calls
+from cute_kernels.indexer import launch as calls
 from cute_kernels.indexer import ops as _registered  # noqa: F401
 from cute_kernels.indexer import select
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
+from cute_kernels.indexer.call import LogitsCall, PagedLogitsCall
 from cute_kernels.indexer.hopper.logits import LogitsKey
 from cute_kernels.indexer.hopper.logits_mxfp4 import Mxfp4LogitsKey
 from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
@@ -56,10 +57,10 @@ class Launches:
         """The only launch of a call."""
         OPS[op].check(*args.values())
         module = OPS[op].load_kernel()
-        supported, why = module.supports(*args.values())
-        assert supported, why
+        call = OPS[op].call_type(*args.values())
+        assert module.why_not(call) == ""
         before = len(self.kept)
-        module.launch(*args.values(), **options)
+        module.launch(call, **options)
         assert len(self.kept) == before + 1
         return self.kept[-1]
 
@@ -167,10 +168,10 @@ def test_blocks_are_as_many_as_multiprocessors_at_most(gpu: Launches) -> None:
 
 def test_calls_without_keys_launch_nothing(gpu: Launches) -> None:
     nothing = contiguous(6, 0, width=9)
-    calls.launch_logits(*nothing.values())
+    calls.launch_logits(LogitsCall(*nothing.values()))
     assert (nothing["out"] == -torch.inf).all()
     unclean = contiguous(6, 0, width=9, clean_logits=False)
-    calls.launch_logits(*unclean.values())
+    calls.launch_logits(LogitsCall(*unclean.values()))
     assert (unclean["out"] == 0).all()
     changes: tuple[dict[str, Any], ...] = (
         {"kv_cache": formats.INDEXER_FP8.allocate(0, 64)},
@@ -178,9 +179,9 @@ def test_calls_without_keys_launch_nothing(gpu: Launches) -> None:
     )
     for change in changes:
         args = paged(**change)
-        calls.launch_paged_logits(*args.values())
+        calls.launch_paged_logits(PagedLogitsCall(*args.values()))
         assert (args["out"] == -torch.inf).all()
-    calls.launch_paged_logits(*paged(columns=0).values())
+    calls.launch_paged_logits(PagedLogitsCall(*paged(columns=0).values()))
     assert gpu.kept == []
 
 
@@ -194,7 +195,8 @@ def test_calls_without_keys_launch_nothing(gpu: Launches) -> None:
     ],
 )
 def test_contiguous_calls_that_are_refused(gpu: Launches, change: dict[str, Any], why: str) -> None:
-    refused(calls.MQA_LOGITS, contiguous(**change), why)
+    reason = calls.why_not_logits(LogitsCall(*contiguous(**change).values()))
+    assert why.replace("\\", "") in reason
 
 
 @pytest.mark.parametrize(
@@ -205,12 +207,7 @@ def test_contiguous_calls_that_are_refused(gpu: Launches, change: dict[str, Any]
     ],
 )
 def test_paged_calls_that_are_refused(gpu: Launches, change: dict[str, Any], why: str) -> None:
-    refused(calls.PAGED_MQA_LOGITS, paged(**change), why)
-
-
-def refused(kernel: Any, args: dict[str, Any], why: str) -> None:
-    supported, reason = kernel.supports(*args.values())
-    assert not supported
+    reason = calls.why_not_paged_logits(PagedLogitsCall(*paged(**change).values()))
     assert why.replace("\\", "") in reason
 
 
@@ -289,7 +286,7 @@ def test_hoppers_kernel_runs_what_it_can(gpu: Launches, op: str, args: dict[str,
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_103a", "sm_120a"])
 def test_other_architectures_run_the_portable_kernel(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Blackwell as long as its own is not trusted."""
-    monkeypatch.setattr(trust, "is_trusted", lambda op, index: False)
+    monkeypatch.setattr(trust, "is_trusted", lambda op, kernel, index: False)
     gpu = Launches(monkeypatch, arch)
     key, _ = gpu.run("mqa_logits", contiguous())
     assert key == PortableLogitsKey(arch, 64, 4, False, False)
@@ -337,7 +334,7 @@ def test_mxfp4_views(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["sm_100a", "sm_103a"])
 def blackwell(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Launches:
-    monkeypatch.setattr(trust, "is_trusted", lambda op, index: True)
+    monkeypatch.setattr(trust, "is_trusted", lambda op, kernel, index: True)
     return Launches(monkeypatch, request.param)
 
 
@@ -391,7 +388,7 @@ def test_rows_of_a_group_on_blackwell(blackwell: Launches, heads: int, next_n: i
 def test_each_op_is_trusted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def is_trusted(op: str, index: int) -> bool:
+    def is_trusted(op: str, kernel: str, index: int) -> bool:
         asked.append(op)
         return op != "paged_mqa_logits"
 
@@ -399,8 +396,8 @@ def test_each_op_is_trusted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Launches(monkeypatch, "sm_100a")
     assert isinstance(gpu.run("mqa_logits", contiguous())[0], BlackwellLogitsKey)
     assert isinstance(gpu.run("paged_mqa_logits", paged())[0], PortableLogitsKey)
-    calls.launch_logits(*contiguous().values(), op="score_top_k_prefill")
-    calls.launch_paged_logits(*paged().values(), op="score_top_k_decode")
+    calls.launch_logits(LogitsCall(*contiguous().values()), op="score_top_k_prefill")
+    calls.launch_paged_logits(PagedLogitsCall(*paged().values()), op="score_top_k_decode")
     assert asked == ["mqa_logits", "paged_mqa_logits", "score_top_k_prefill", "score_top_k_decode"]
     # where the portable kernel is the only one, nobody asks
     gpu.run("paged_mqa_logits", paged(page_rows=12))

@@ -13,6 +13,7 @@ import torch
 
 from cute_kernels import formats, numerics
 from cute_kernels.indexer import reference
+from cute_kernels.indexer.call import LogitsCall, QueryFp8Call, QueryMxfp4Call
 
 ROWS, HEADS, KEYS, BEST = 8, 64, 1024, 512
 OUTLIER = 20.0
@@ -35,17 +36,18 @@ def recall(mxfp4: bool, hadamard: bool, outliers: int) -> float:
     codes, scale = fmt.encode(numerics.hadamard(bf16).bfloat16() if hadamard else bf16)
     if mxfp4:
         packed, bytes_ = torch.empty(ROWS, HEADS, 64, dtype=torch.uint8), torch.empty(ROWS, HEADS, dtype=torch.int32)
+        results = packed, bytes_, scaled
         reference.fused_indexer_q_rope_quant_mxfp4(
-            *rotated, "ties_to_lower", hadamard, packed, bytes_, scaled, False, False
+            QueryMxfp4Call(*rotated, "ties_to_lower", hadamard, *results, False, False)
         )
         operands = packed, bytes_, codes, scale.contiguous().view(torch.int32)[:, 0]
     else:
         e4m3 = torch.empty(q.shape, dtype=torch.float8_e4m3fn)
-        reference.fused_indexer_q_rope_quant_fp8(*rotated, hadamard, e4m3, scaled, False, False)
+        reference.fused_indexer_q_rope_quant_fp8(QueryFp8Call(*rotated, hadamard, e4m3, scaled, False, False))
         operands = e4m3, None, codes.view(torch.float8_e4m3fn), scale.view(torch.float32)[:, 0]
     found = torch.empty(ROWS, KEYS)
     windows = torch.zeros(ROWS, dtype=torch.int32), torch.full((ROWS,), KEYS, dtype=torch.int32)
-    reference.mqa_logits(*operands, scaled, *windows, False, 0, found)
+    reference.mqa_logits(LogitsCall(*operands, scaled, *windows, False, 0, found))
     best, picked = (scores.topk(BEST).indices.tolist() for scores in (exact, found))
     return sum(len(set(a) & set(b)) for a, b in zip(best, picked, strict=True)) / (ROWS * BEST)
 

@@ -14,8 +14,8 @@ from cute_kernels.runtime.ops import OPS
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer import call as calls
 from cute_kernels.indexer import chunks, topk_select
+from cute_kernels.indexer import launch as calls
 from cute_kernels.indexer import ops as _registered  # noqa: F401
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
@@ -48,9 +48,10 @@ class Launches:
         """Arguments of the launches of scores and picks, chunk after chunk."""
         OPS[op].check(*args.values())
         module = OPS[op].load_kernel()
-        assert module.supports(*args.values()) == (True, "")
+        call = OPS[op].call_type(*args.values())
+        assert module.why_not(call) == ""
         self.kept.clear()
-        module.launch(*args.values())
+        module.launch(call)
         assert [kind for kind, _, _ in self.kept] == ["scores", "picks"] * (len(self.kept) // 2)
         found = [given for _, _, given in self.kept]
         return list(zip(found[::2], found[1::2], strict=True))
@@ -170,9 +171,10 @@ def test_nothing_is_scored_where_all_fits(gpu: Launches) -> None:
         ("score_top_k_prefill", prefill(width=100, workspace=None)),
     ):
         module = OPS[op].load_kernel()
-        assert module.supports(*args.values()) == (True, "")
+        call = OPS[op].call_type(*args.values())
+        assert module.why_not(call) == ""
         gpu.kept.clear()
-        module.launch(*args.values())
+        module.launch(call)
         ((kind, _, given),) = gpu.kept
         assert kind == "picks"
         assert given["columns"] <= given["k"]
@@ -193,8 +195,7 @@ def test_nothing_is_launched_without_rows(gpu: Launches) -> None:
     ],
 )
 def test_calls_that_are_refused(gpu: Launches, op: str, args: dict[str, Any], why: str) -> None:
-    supported, reason = OPS[op].load_kernel().supports(*args.values())
-    assert not supported
+    reason = OPS[op].load_kernel().why_not(OPS[op].call_type(*args.values()))
     assert why in reason
 
 
@@ -210,7 +211,7 @@ def test_keys_of_a_deployment_are_those_of_the_pairs(arch: str) -> None:
 
 @pytest.mark.parametrize("trusted", ["score_top_k_prefill", "score_top_k_decode"])
 def test_blackwells_scores_run_where_the_op_is_trusted(monkeypatch: pytest.MonkeyPatch, trusted: str) -> None:
-    monkeypatch.setattr(trust, "is_trusted", lambda op, index: op == trusted)
+    monkeypatch.setattr(trust, "is_trusted", lambda op, kernel, index: op == trusted)
     gpu = Launches(monkeypatch, "sm_100a")
     for op, args in (("score_top_k_prefill", prefill()), ("score_top_k_decode", decode())):
         gpu.run(op, args)

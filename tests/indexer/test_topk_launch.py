@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer import topk_select
+from cute_kernels.indexer.call import AllVisibleCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.models import MODELS
 
 NAMES = (
@@ -47,8 +48,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 def prefill(logits: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, ...]:
     starts, ends = torch.zeros(rows, 2, dtype=INT)[:, 0], torch.zeros(rows, dtype=INT)
     out = torch.zeros(rows, k, dtype=INT)
-    assert topk_select.supports_prefill(logits, starts, ends, out, rows, k) == (True, "")
-    topk_select.launch_prefill(logits, starts, ends, out, rows, k)
+    assert topk_select.why_not_prefill(TopKPrefillCall(logits, starts, ends, out, rows, k)) == ""
+    topk_select.launch_prefill(TopKPrefillCall(logits, starts, ends, out, rows, k))
     return starts, ends, out
 
 
@@ -67,8 +68,8 @@ def test_prefill(gpu: Launches) -> None:
 
 def test_decode(gpu: Launches) -> None:
     logits, lengths, out = torch.zeros(6, 100), torch.zeros(3, 5, dtype=INT)[:, 1:3], torch.zeros(6, 9, dtype=INT)
-    assert topk_select.supports_decode(logits, lengths, out, 5, 7, None, 0) == (True, "")
-    topk_select.launch_decode(logits, lengths, out, 5, 7, None, 0)
+    assert topk_select.why_not_decode(TopKDecodeCall(logits, lengths, out, 5, 7, None, 0)) == ""
+    topk_select.launch_decode(TopKDecodeCall(logits, lengths, out, 5, 7, None, 0))
     _, given = gpu.last()
     assert given["table"] == 0
     assert (given["starts"], given["starts_stride"]) == (0, 0)
@@ -80,12 +81,12 @@ def test_decode(gpu: Launches) -> None:
 def test_slots(gpu: Launches) -> None:
     logits, lengths, out = torch.zeros(6, 100), torch.zeros(3, 2, dtype=INT), torch.zeros(6, 9, dtype=INT)
     table = torch.zeros(3, 8, dtype=INT)[:, 1:7]
-    topk_select.launch_decode(logits, lengths, out, 5, 7, table, 64)
+    topk_select.launch_decode(TopKDecodeCall(logits, lengths, out, 5, 7, table, 64))
     _, given = gpu.last()
     assert (given["table"], given["table_stride"]) == (table.data_ptr(), 32)
     assert (given["table_columns"], given["page_rows"]) == (6, 64)
     # the address of a table without columns may be 0: it is a table none the less
-    topk_select.launch_decode(logits, lengths, out, 5, 7, torch.zeros(3, 0, dtype=INT), 64)
+    topk_select.launch_decode(TopKDecodeCall(logits, lengths, out, 5, 7, torch.zeros(3, 0, dtype=INT), 64))
     _, given = gpu.last()
     assert given["table"] != 0
     assert given["table_columns"] == 0
@@ -95,8 +96,8 @@ def test_all_visible_entries(gpu: Launches) -> None:
     lengths, table = torch.zeros(3, 4, dtype=INT)[:, :2], torch.zeros(3, 8, dtype=INT)
     out = torch.zeros(6, 600, dtype=INT)[:, 8:520]
     for given_table, page_rows in ((None, 0), (table, 2)):
-        assert topk_select.supports_all_visible(lengths, out, given_table, page_rows) == (True, "")
-        topk_select.launch_all_visible(lengths, out, given_table, page_rows)
+        assert topk_select.why_not_all_visible(AllVisibleCall(lengths, out, given_table, page_rows)) == ""
+        topk_select.launch_all_visible(AllVisibleCall(lengths, out, given_table, page_rows))
         key, given = gpu.last()
         assert key in topk_select.deployment_keys(MODELS["v4-flash"], 1, "sm_90a")
         assert given["out"] is out
@@ -105,7 +106,7 @@ def test_all_visible_entries(gpu: Launches) -> None:
         assert (given["table"] != 0) == (given_table is not None)
         # no score has an address, and none is fetched
         assert (given["scores"], given["early_lines"], given["starts"]) == (0, 0, 0)
-    topk_select.launch_all_visible(lengths[:0], out[:0], None, 0)
+    topk_select.launch_all_visible(AllVisibleCall(lengths[:0], out[:0], None, 0))
     assert len(gpu.kept) == 2
 
 
@@ -160,10 +161,10 @@ def test_calls_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     out, bounds = torch.zeros(1, 4097, dtype=INT), torch.zeros(1, dtype=INT)
     for arch, columns in (("sm_90a", 1 << 20), ("sm_80", 1 << 19), ("sm_120a", 1 << 18)):
         Launches(monkeypatch, arch)
-        assert topk_select.supports_prefill(torch.empty(1, columns), bounds, bounds, out, 1, 4096) == (True, "")
+        assert topk_select.why_not_prefill(TopKPrefillCall(torch.empty(1, columns), bounds, bounds, out, 1, 4096)) == ""
         for k, width, why in (
             (4097, columns, "k must be at most 4096, got 4097"),
             (4096, columns + 1, f"rows must have at most {columns} columns on {arch}, got {columns + 1}"),
         ):
-            assert topk_select.supports_prefill(torch.empty(1, width), bounds, bounds, out, 1, k) == (False, why)
+            assert topk_select.why_not_prefill(TopKPrefillCall(torch.empty(1, width), bounds, bounds, out, 1, k)) == why
     topk_select.choose.cache_clear()

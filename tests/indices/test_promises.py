@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_kernels.indices import ops, reference
+from cute_kernels.runtime.ops import OPS
 from cute_kernels.runtime.record import record_calls
 from tests.indices import test_c128a, test_combine, test_decode_swa, test_global_topk, test_mixed
 from tests.indices.batches import poisoned
@@ -33,24 +34,25 @@ def test_reference_reads_no_data_on_the_host(name: str) -> None:
     call, outputs = CALLS[name]
     with FakeTensorMode() as mode:
         args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in (*call().values(), *outputs)]
-        getattr(reference, name)(*args)
+        getattr(reference, name)(OPS[name].call_type(*args))
 
 
 @pytest.mark.parametrize(
     ("name", "moved"),
     [
-        # positions, requests, valid flags, three pages a row, table and lengths
-        ("compute_decode_swa_indices", 6 * 8 + 6 * 4 + 6 + 6 * 3 * 4 + 6 * 128 * 4 + 6 * 4),
-        # picks in and out, lengths, requests and flags, the two pages of each row
-        ("compute_global_topk_indices_and_lens", 2 * 64 + 16 + 4 * 5 + 4 * 2 * 4),
+        # positions, requests, valid flags, the table, which has fewer pages than three a row, slots and lengths
+        ("compute_decode_swa_indices", 6 * 8 + 6 * 4 + 6 + 2 * 5 * 4 + 6 * 128 * 4 + 6 * 4),
+        # picks in and out, lengths, requests and flags, the table, which has fewer pages than two a row
+        ("compute_global_topk_indices_and_lens", 2 * 64 + 16 + 4 * 5 + 2 * 2 * 4),
         # positions; request, slot and length of decode rows; all columns; pages of 200, 2 and 1 entries
         ("build_c128a_topk_metadata", 5 * 8 + 3 * (4 + 8 + 4) + 5 * 256 * 4 + (100 + 1 + 1) * 4),
         # picks, batch, table and lengths
         ("combine_topk_swa_indices", 10 * 8 * 4 + (6 + 5 + 5) * 4 + 10 * 256 * 4 + 10 * 4),
-        # decode inputs, batch, results; three window pages and twice six picks of ten rows; pages of decode entries
+        # decode inputs, batch, results; three window pages and six picks of ten rows; the table of entries, which has
+        # fewer pages than there are entries
         (
             "build_flashinfer_mixed_sparse_indices",
-            3 * 128 * 4 + 15 * 4 + 9 * 4 + 13 * 137 * 4 + (10 * 3 + 2 * 60) * 4 + 15 * 4,
+            3 * 128 * 4 + 15 * 4 + 9 * 4 + 13 * 137 * 4 + (10 * 3 + 60) * 4 + 4 * 9 * 4,
         ),
     ],
 )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.indices.call import StepCall, StepLayout
 from cute_kernels.indices.ops import build_step_metadata
-from cute_kernels.indices.step import Call, StepLayout
 from cute_kernels.runtime.record import record_calls
 from tests.helpers import check_op
 from tests.indices.batches import INT32_MAX, Table, int32, make_table, poisoned, slot_of, table_tensor
@@ -241,16 +241,16 @@ def small_call() -> dict[str, Any]:
     )
 
 
-def in_order(call: dict[str, Any]) -> Call:
+def in_order(call: dict[str, Any]) -> StepCall:
     """The arguments of the op."""
-    values = {name: value for name, value in call.items() if name in Call._fields}
+    values = {name: value for name, value in call.items() if name in StepCall._fields}
     names = ("swa", "compressed", "state")
     for prefix in ("c4", "c128"):
         tables = call[f"{prefix}_block_tables"] or (None,) * 3
         values |= {f"{prefix}_{name}_block_table": table for name, table in zip(names, tables, strict=True)}
     defaults = {"seq_lens": None, "min_restart": None, "swa_block_size": 64, "kv_block_size": 256}
     defaults |= {"c4_state_block_size": 4, "c128_state_block_size": 8, "use_pdl": False, "key_starts": None}
-    return Call(**{**defaults, **values, "buffer": call["out"]})
+    return StepCall(**{**defaults, **values, "buffer": call["out"]})
 
 
 def test_op() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.insert_compress.call import Call
+from cute_kernels.insert_compress.call import IndexCall
 from cute_kernels.insert_compress.ops import fused_qkv_insert_compress_index
 from cute_kernels.insert_compress.verify_cases import random_call
 from cute_kernels.runtime.ops import OPS
@@ -24,18 +24,18 @@ OUTPUTS = (
 LENGTHS = [1, 2, 1, 4, 0, 1, 3]
 
 
-def copy(call: Call) -> Call:
-    return Call(*clone_arguments(call, torch.device("cpu")))
+def copy(call: IndexCall) -> IndexCall:
+    return IndexCall(*clone_arguments(call, torch.device("cpu")))
 
 
-def arguments(call: Call) -> dict[str, Any]:
+def arguments(call: IndexCall) -> dict[str, Any]:
     """Of the public function."""
     given = call._asdict()
     out = given.pop("index_q_quant"), given.pop("index_weights_out")
     return {**given, "out": out}
 
 
-def bytes_of(call: Call) -> dict[str, torch.Tensor]:
+def bytes_of(call: IndexCall) -> dict[str, torch.Tensor]:
     return {name: raw_bytes(getattr(call, name)) for name in OUTPUTS}
 
 

@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.linear import call as calls
+from cute_kernels.linear import launch as calls
 from cute_kernels.linear.blackwell.gemm import BlackwellGemmKey
+from cute_kernels.linear.call import EinsumCall
 from cute_kernels.linear.hopper.gemm import GemmKey
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from cute_kernels.runtime import trust
@@ -77,7 +78,7 @@ def test_arguments_go_as_they_are(
     blocks: int,
 ) -> None:
     monkeypatch.setattr(calls, "arch_of", lambda index: arch)
-    monkeypatch.setattr(trust, "is_trusted", lambda op, index: op == OP)
+    monkeypatch.setattr(trust, "is_trusted", lambda op, kernel, index: op == OP)
     args = launch(OP, arguments(**changes))
     ((key, given),) = launched
     assert key == expected
@@ -92,7 +93,7 @@ def test_what_blackwell_leaves_to_the_portable_kernel(
 ) -> None:
     """A kernel that nobody has verified, and an operand that no descriptor can tell of."""
     monkeypatch.setattr(calls, "arch_of", lambda index: "sm_100a")
-    monkeypatch.setattr(trust, "is_trusted", lambda op, index: trusted)
+    monkeypatch.setattr(trust, "is_trusted", lambda op, kernel, index: trusted)
     same_weight = torch.zeros(1, 136, 512, dtype=torch.float8_e4m3fn).expand(2, -1, -1)
     launch(OP, arguments(**({"b": same_weight} if trusted else {})))
     assert [key for key, _ in launched] == [PortableGemmKey("sm_100a", 16, 64, False)]
@@ -126,6 +127,5 @@ def test_calls_without_results_launch_nothing(launched: Launches) -> None:
 )
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, arch: str, change: dict[str, Any], why: str) -> None:
     monkeypatch.setattr(calls, "arch_of", lambda index: arch)
-    supported, reason = calls.supports_einsum(*arguments(**change).values())
-    assert not supported
+    reason = calls.why_not_einsum(EinsumCall(*arguments(**change).values()))
     assert reason.startswith(why)

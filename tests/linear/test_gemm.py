@@ -132,7 +132,7 @@ def test_k_is_cut_for_many_rows_where_work_tiles_are_few() -> None:
     """Only where a cluster for each work tile runs at once, and never of queries, whose product has the same bits with
     the sums of squares."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from cute_kernels.linear import call as calls
+    from cute_kernels.linear import launch as calls
     from cute_kernels.linear import select
     from cute_kernels.models import MODELS
 
@@ -160,7 +160,7 @@ def test_k_is_cut_for_many_rows_where_work_tiles_are_few() -> None:
 
 def test_every_call_of_a_deployment_has_its_kernel() -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from cute_kernels.linear import call as calls
+    from cute_kernels.linear import launch as calls
     from cute_kernels.linear import select
     from cute_kernels.models import MODELS
 

@@ -69,7 +69,7 @@ class Paged(OnHopper, prefill_problems.Paged):
 
 @dataclasses.dataclass
 class PagedCluster(Paged):
-    """Rows in so many splits, each of so many tiles (schedule.part_range), by clusters of so many CTAs."""
+    """Rows in so many splits, each of so many tiles (schedule.split_range), by clusters of so many CTAs."""
 
     ctas: int = 2
     splits: int = 2

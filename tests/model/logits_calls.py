@@ -57,7 +57,7 @@ class Scores:
     def of(cls, op: str, args: dict[str, Any], processors: int, arch: str = "sm_100a", skip: int = 0) -> Scores:
         """The call, as it is launched on a GPU with so many multiprocessors."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trust, "is_trusted", lambda op, index: True)
+            patch.setattr(trust, "is_trusted", lambda op, kernel, index: True)
             gpu = Launches(patch, arch, processors)
             key, got = gpu.run(op, args, skip=skip)
         placed = Placed()

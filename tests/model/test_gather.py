@@ -13,6 +13,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache import reference
+from cute_kernels.kv_cache.call import GatherCall
 from cute_kernels.kv_cache.gather import GatherBulkKey, GatherKey
 from tests.compile.reports import compile_report
 from tests.kv_cache.test_gather import random_pool
@@ -28,9 +29,9 @@ TABLE = np.array([[2, 4, 0, 1], [0, 1, 2, 3], [1, -1, 5, 3], [3, 3, 3, 3], [7, -
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("kind", [GatherKey, GatherBulkKey])
-def test_every_byte(kind: type[GatherKey] | type[GatherBulkKey], gathered: bool) -> None:
-    key = kind("sm_90a", gathered=gathered)
+@pytest.mark.parametrize(("kind", "arch"), [(GatherKey, "sm_90a"), (GatherBulkKey, "sm_90a"), (GatherKey, "sm_80")])
+def test_every_byte(kind: type[GatherKey] | type[GatherBulkKey], arch: str, gathered: bool) -> None:
+    key = kind(arch, gathered=gathered)
     cache = random_pool(5, BLOCK_SIZE, extra=64)
     out = torch.empty(len(SEQ_LENS), OFFSET + ROOM, 512, dtype=torch.bfloat16)
     program, memory = parse(compile_report(key).ptx), GlobalMemory(1 << 20)
@@ -46,7 +47,7 @@ def test_every_byte(kind: type[GatherKey] | type[GatherBulkKey], gathered: bool)
     run_grid(program, pack(program, values), memory, blocks=2 * requests, cluster=requests, rows=requests, size=size)
     given = torch.from_numpy(GATHER_LENS) if gathered else None
     args = torch.from_numpy(SEQ_LENS), given, torch.from_numpy(TABLE), BLOCK_SIZE, OFFSET, FP8_DS_MLA.id
-    reference.dequantize_and_gather_k_cache(out, cache, *args)
+    reference.dequantize_and_gather_k_cache(GatherCall(out, cache, *args))
     got = memory.get(target, tuple(out.shape), np.int16)
     assert np.array_equal(got, out.view(torch.int16).numpy())
     assert (out == 0).all(dim=-1).sum() > 10, "rows without a page"

@@ -60,7 +60,7 @@ def decode_trace() -> Trace:
     decode.run(program(DECODE), DECODE.smem_bytes, pairs=1, seed=1, events=make)
     decode.check()
     # backs let the other block send weights by an arrival without a scope, which is the block's
-    return orders.check(records[0], votes_order=True, scopes_count=False)
+    return orders.check(records[0], votes_order=True, unscoped="reads")
 
 
 def test_decode_in_any_order() -> None:

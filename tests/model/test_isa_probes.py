@@ -10,8 +10,11 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.isa_probes import check, conversions, copies, products
+import cutlass.cute as cute
+
+from cute_kernels.isa_probes import check, conversions, copies, kernels, products
 from cute_kernels.isa_probes.meaning import TensorMap
+from cute_kernels.runtime import compile as compile_
 from tests.compile.reports import compile_report
 from tests.model.events import Record
 from tests.model.launch import pack, run_grid
@@ -21,12 +24,20 @@ from tests.model.replay import Replay
 from tests.model.trace import make
 
 
-def orders(kernel: Program, memory: GlobalMemory, parameters: bytes, blocks: int, size: int, **given: Any) -> list[str]:
+def orders(
+    kernel: Program,
+    memory: GlobalMemory,
+    parameters: bytes,
+    blocks: int,
+    size: int,
+    scopes_count: bool = True,
+    **given: Any,
+) -> list[str]:
     """Run a cluster: what nothing keeps apart, in two schedules."""
     record = Record(kernel)
     given = {"blocks": blocks, "cluster": blocks, "size": size, "seed": size, **given}
     run_grid(kernel, parameters, memory, events=lambda _: record, **given)
-    trace = make(record)
+    trace = make(record, scopes_count=scopes_count)
     return [problem for seed in range(2) for problem in Replay(trace, seed).run()]
 
 
@@ -45,6 +56,31 @@ def test_products(name: str) -> None:
     out = memory.reserve(want.nbytes)
     assert orders(kernel, memory, pack(kernel, [*given, out]), len(blocks), size) == []
     assert check.compare(memory.get(out, want.shape, np.uint32), want) == ""
+
+
+@pytest.mark.parametrize("planted", ["", "no proxy fence"])
+@pytest.mark.parametrize("scope", ["cta", "cluster"])
+def test_handoffs(monkeypatch: pytest.MonkeyPatch, scope: str, planted: str) -> None:
+    """A few rounds of them. With the scope of the CTA, what the other one wrote is not formally handed on: whether
+    a GPU hands it on is what the fact finds out."""
+    for module in (products, kernels):
+        monkeypatch.setattr(module, "ROUNDS", 8)
+    if planted:
+        monkeypatch.setattr(cute.arch, "fence_view_async_shared", lambda: None)
+    name = f"handoff_{scope}"
+    experiment, memory = products.NAMES[name], GlobalMemory()
+    blocks, want = products.memories(experiment), np.stack(products.expect(experiment))
+    report = compile_.compile_report(check.key_of("sm_100a", check.PREFIX + name))
+    kernel = parse(report.ptx)
+    given = [memory.put(np.stack(x)) for x in ([b.shared for b in blocks], [b.tensor for b in blocks])]
+    out = memory.reserve(want.nbytes)
+    parameters = pack(kernel, [*given, out])
+    found = orders(kernel, memory, parameters, len(blocks), report.smem, scopes_count=scope == "cluster")
+    assert bool(found) == bool(planted)
+    if scope == "cta":
+        assert orders(kernel, memory, parameters, len(blocks), report.smem)
+    if not planted:
+        assert check.compare(memory.get(out, want.shape, np.uint32), want) == ""
 
 
 @pytest.mark.parametrize("name", ["gather_pair", "gather_part", "box_64"])

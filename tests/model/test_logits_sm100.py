@@ -165,6 +165,67 @@ def check_contiguous(
         assert_near(got[row, columns[~is_bad]], exact[row, keys], size[row, keys])
 
 
+def scores_of_all(key: BlackwellLogitsKey, q: Rows, k: Rows, weights: np.ndarray) -> np.ndarray:
+    """Of rows that see all keys."""
+    rows, count = len(weights), len(k.codes)
+    args = {
+        "q": q.tensor(),
+        "q_scale": q.words() if q.mxfp4 else None,
+        "k": k.tensor(),
+        "k_scale": k.words(),
+        "weights": torch.from_numpy(weights),
+        "cu_seq_len_k_start": torch.zeros(rows, dtype=torch.int32),
+        "cu_seq_len_k_end": torch.full((rows,), count, dtype=torch.int32),
+        "clean_logits": False,
+        "max_seqlen_k": 0,
+        "out": torch.empty(rows, count),
+    }
+    call = Scores.of("mqa_logits", args, 1, key.arch)
+    assert call.key == key
+    return call.run(program(key), seed=1)[0]
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+def test_sums_that_fp32_holds_are_exact(mxfp4: bool) -> None:
+    """To the last bit, whichever way negative products are left out."""
+    key, rng = BlackwellLogitsKey("sm_100a", 64, 3 if mxfp4 else 4, False, mxfp4), np.random.default_rng(1)
+    q, k = (Rows.make(rng, mxfp4, *lead) for lead in ((key.rows, 64), (200,)))
+    for one in (q, k):
+        if mxfp4:
+            one.scales[:] = 127
+        else:
+            one.codes = rng.choice(np.array([0, 0x38, 0x40, 0x44, 0xB8, 0xC0], np.uint8), one.codes.shape)
+    if not mxfp4:
+        k.scales = (2.0 ** rng.integers(-3, 4, 200)).astype(np.float32)[:, None].view(np.uint8)
+    weights = rng.integers(-8, 9, (key.rows, 64)).astype(np.float32)
+    got = scores_of_all(key, q, k, weights)
+    exact, _ = scores(q, k, weights)
+    assert (got == exact).all()
+
+
+def test_products_at_the_ends_of_fp32() -> None:
+    """-inf counts as nothing, 2^127 and more as they are, infinity and NaN spoil what they are part of."""
+    key, rng = BlackwellLogitsKey("sm_100a", 64, 3, False, True), np.random.default_rng(2)
+    q, k = (Rows.make(rng, True, *lead) for lead in ((3, 64), (200,)))
+    q.codes[:], k.codes[:], q.scales[:] = 0, 0, 127
+    # a product is the first number of the key, and its negative where a head's query is -1
+    q.codes[0, :, 0], q.codes[1, :, 0], q.codes[2, ::2, 0] = 2, 10, 2
+    q.codes[2, 1::2, 0] = 10
+    k.codes[:, 0] = rng.integers(1, 16, 200)
+    k.scales[:] = rng.choice(np.array([0, 1, 100, 252, 253, 254, 255], np.uint8), 200)[:, None]
+    weights = (rng.integers(-1, 2, (3, 64)) / 64).astype(np.float32)
+    got = scores_of_all(key, q, k, weights)
+    scale = np.where(k.scales[:, 0] == 255, np.nan, np.exp2(k.scales[:, 0] - 127.0))
+    first = meaning.E2M1_SIGNED[k.codes[:, 0]] * scale
+    first = np.where(np.abs(first) >= 2.0**128, np.copysign(np.inf, first), first)
+    sign = np.where(q.codes[..., 0] == 2, 1.0, -1.0)
+    with np.errstate(invalid="ignore"):
+        want = (np.maximum(sign[..., None] * first, 0) * weights[..., None]).sum(1).astype(np.float32)
+    assert np.isneginf(first).any()
+    assert (np.abs(first[np.isfinite(first)]) >= 2.0**127).any()
+    assert np.array_equal(got, want, equal_nan=True)
+
+
 # ---- keys in pages ---------------------------------------------------------------------------------------------------
 
 

@@ -24,10 +24,10 @@ EPS = 1e-6
 KV_WIDTH = 512
 
 
-@pytest.mark.parametrize("width", [1024, 200])
+@pytest.mark.parametrize(("arch", "width"), [("sm_90a", 1024), ("sm_90a", 200), ("sm_80", 200)])
 @pytest.mark.parametrize("spread_rows", [True, False])
-def test_bytes_and_orders(width: int, spread_rows: bool) -> None:
-    key = keys_of("sm_90a", width, False, KV_WIDTH, False, True)[not spread_rows]
+def test_bytes_and_orders(arch: str, width: int, spread_rows: bool) -> None:
+    key = keys_of(arch, width, False, KV_WIDTH, False, True)[not spread_rows]
     program = parse(compile_report(key).ptx)
     tokens, row = TOKENS + 1, 2 * (width + KV_WIDTH)
     qr, kv = spread((tokens, width + KV_WIDTH), seed=width).split([width, KV_WIDTH], dim=1)

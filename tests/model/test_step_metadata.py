@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indices import step_metadata
-from cute_kernels.indices.step import Call
+from cute_kernels.indices.call import StepCall
 from cute_kernels.indices.step_metadata import LANES, SEGMENT, THREADS, WARPS, StepKey
 from cute_kernels.indices.verify_cases import step
 from cute_kernels.runtime.registry import all_ops
@@ -28,8 +28,8 @@ EXAMPLES = {example.name: example for example in step()}
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_byte(name: str) -> None:
     example: Example = EXAMPLES[name]
-    call = Call(*example.args)
-    assert step_metadata.supports(*call) == (True, "")
+    call = StepCall(*example.args)
+    assert step_metadata.why_not(call) == ""
     program = parse(compile_report(StepKey("sm_90a", 4 if call.window_size % 4 == 0 else 1)).ptx)
     memory = GlobalMemory(1 << 24)
     bases: dict[int, int] = {}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from perf import ceilings, cli, measure, plots, report
+from perf import ceilings, cli, measure, peers, plots, report
 from perf.records import load
 from tests.perf import synthetic
 from tests.perf.synthetic import INSERT, cell, record
@@ -49,7 +49,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["sweep", "--rows", "0,1"], "--rows: expected positive integers, got 0"),
         (["sweep", "--replays", "14"], "--replays: expected at least 15, got 14"),
         (["sweep", "--replays", "0"], "--replays: expected at least 15, got 0"),
-        (["sweep", "--json", "x.json"], f"--json: expected a folder for {len(cli.ROOMS)} ops, got x.json"),
+        (["sweep", "--json", "x.json"], f"--json: expected a folder for {len(cli.MODULES)} ops, got x.json"),
         (["sweep", "--op", INSERT, "--json", "/dev/null/x"], "--json: /dev/null/x: Not a directory"),
         (["compare", "a"], "the following arguments are required: B"),
         (["compare", "/nowhere/a", "/nowhere/b"], "compare: error: /nowhere/a: no such file or folder"),
@@ -80,18 +80,18 @@ def test_as_a_module() -> None:
 
 
 def test_every_op_has_a_sweep_and_a_quick_look() -> None:
-    for op, module in cli.ROOMS.items():
-        room = importlib.import_module(module)
-        assert op in room.SWEEPS
-        assert room.QUICK[op]
+    for op, name in cli.MODULES.items():
+        module = importlib.import_module(name)
+        assert op in module.SWEEPS
+        assert module.QUICK[op]
 
 
 # ---- sweep, with the GPU replaced ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A room with one op, and a machine on which everything takes a known time."""
+def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A module with one op, and a machine on which everything takes a known time."""
     asked: list[dict[str, Any]] = []
 
     def sweep(**options: Any) -> list[dict[str, Any]]:
@@ -114,8 +114,30 @@ def room(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return fake
 
 
+def test_a_peer_that_cannot_be_imported_ends_a_sweep_unless_it_may_be_missing(
+    module: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loader() -> Any:
+        raise AttributeError("no such op")
+
+    def sweep(**options: Any) -> list[dict[str, Any]]:
+        one = cell(1, 1616, 1.68, {"vllm-triton": 4.38, "deepgemm": str(peers.load_peer("deepgemm", loader))})
+        del one["bound"]
+        return [one]
+
+    monkeypatch.setitem(module.SWEEPS, INSERT, sweep)
+    path = tmp_path / "x.json"
+    assert cli.main(["sweep", "--op", INSERT, "--peers", "--json", str(path)]) == 1
+    said = "the peer deepgemm cannot be imported: AttributeError: no such op; --allow-missing-peers skips it"
+    assert said in capsys.readouterr().err
+    assert not path.exists()
+    assert cli.main(["sweep", "--op", INSERT, "--peers", "--allow-missing-peers", "--json", str(path)]) == 0
+    (found,) = load(path).cells
+    assert (found.absent, found.gain) == (("deepgemm",), None)
+
+
 def test_a_sweep_writes_a_valid_record(
-    room: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    module: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "new/x.json"
     assert cli.main(["sweep", "--op", INSERT, "--peers", "--json", str(path)]) == 0
@@ -124,13 +146,13 @@ def test_a_sweep_writes_a_valid_record(
     assert found.yardsticks["copy"].source == "stated"
     assert found.yardsticks["e4m3"].value == synthetic.E4M3
     assert found.cells[1].ours.percent == pytest.approx(100 * 64 * 1616 / 4.28e6 / 1.68, abs=0.05)
-    assert room.asked == [{"peers": True, "variants": False, "replays": 21}]
+    assert module.asked == [{"peers": True, "variants": False, "replays": 21}]
     printed = capsys.readouterr().out
     for part in ("cute_kernels", "vllm-triton", "1.68", "copy 8 GB", "RuntimeError: not here"):
         assert part in printed
 
 
-def test_a_folder_gets_one_file_per_op(room: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_folder_gets_one_file_per_op(module: SimpleNamespace, tmp_path: Path) -> None:
     assert cli.main(["sweep", "--op", INSERT, "--variants", "--json", str(tmp_path / "out")]) == 0
     assert load(tmp_path / f"out/{INSERT}.json").op == INSERT
 
@@ -139,27 +161,27 @@ def test_a_folder_gets_one_file_per_op(room: SimpleNamespace, tmp_path: Path) ->
     ("flags", "rows", "replays"), [(["--quick"], (1,), 15), (["--rows", "2,4", "--replays", "30"], (2, 4), 30)]
 )
 def test_a_record_without_all_shapes_says_so(
-    room: SimpleNamespace, tmp_path: Path, flags: list[str], rows: tuple[int, ...], replays: int
+    module: SimpleNamespace, tmp_path: Path, flags: list[str], rows: tuple[int, ...], replays: int
 ) -> None:
     assert cli.main(["sweep", "--op", INSERT, *flags, "--json", str(tmp_path)]) == 0
     assert load(tmp_path / f"{INSERT}.json").partial
-    assert room.asked == [{"rows": rows, "peers": False, "variants": False, "replays": replays}]
+    assert module.asked == [{"rows": rows, "peers": False, "variants": False, "replays": replays}]
 
 
-def test_rows_that_no_shape_has(room: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_no_shape_has(module: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--rows: {INSERT} has no shape with that many rows" in refused(
         capsys, "sweep", "--op", INSERT, "--rows", "5"
     )
 
 
 def test_a_failed_measurement_writes_nothing(
-    room: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    module: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def reference(**_: Any) -> list[dict[str, Any]]:
         measure.require_kernel(lambda: None)
         return []
 
-    room.SWEEPS[INSERT] = reference
+    module.SWEEPS[INSERT] = reference
     assert cli.main(["sweep", "--op", INSERT, "--json", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
         f"python -m perf sweep: {INSERT} failed: require_kernel: the call ran no op of this project\n"
@@ -168,35 +190,35 @@ def test_a_failed_measurement_writes_nothing(
 
 
 def test_a_row_of_a_reference_is_set_aside(
-    room: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    module: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def reference(**_: Any) -> list[dict[str, Any]]:
         found = cell(1, 1616, 1.68)
         found["rows"][0]["implementation"] = "reference"
         return [found]
 
-    room.SWEEPS[INSERT] = reference
+    module.SWEEPS[INSERT] = reference
     assert cli.main(["sweep", "--op", INSERT, "--json", str(tmp_path)]) == 1
     assert "sweep: rejected: T=1: cute_kernels ran its reference implementation" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [f"{INSERT}.rejected.json"]
 
 
 def test_a_record_that_contradicts_itself_is_set_aside(
-    room: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    module: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def warm(**_: Any) -> list[dict[str, Any]]:
         found = cell(1, 1616, 1.68)
         found["rows"][0]["sets"] = 2
         return [found]
 
-    room.SWEEPS[INSERT] = warm
+    module.SWEEPS[INSERT] = warm
     assert cli.main(["sweep", "--op", INSERT, "--json", str(tmp_path)]) == 1
     assert "expected input sets beyond the cache" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [f"{INSERT}.rejected.json"]
 
 
 def test_several_ops_run_in_a_process_each(
-    room: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands: list[list[str]] = []
 
@@ -208,7 +230,7 @@ def test_several_ops_run_in_a_process_each(
     out = tmp_path / "out"
     assert cli.main(["sweep", "--peers", "--quick", "--rows", "1,2", "--json", str(out)]) == 1
     assert capsys.readouterr().err == f"python -m perf sweep: failed: {GATHER}\n"
-    assert [command[5] for command in commands] == sorted(cli.ROOMS)
+    assert [command[5] for command in commands] == sorted(cli.MODULES)
     for command in commands:
         options = vars(cli.make_parser().parse_args(command[3:]))
         assert (options["peers"], options["quick"], options["variants"], options["rows"]) == (True, True, False, (1, 2))

@@ -11,8 +11,9 @@ import torch
 
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla import reference
+from cute_kernels.sparse_mla.call import MergeCall
 from cute_kernels.sparse_mla.combine import key_for
-from cute_kernels.sparse_mla.schedule import choose_parts, head_blocks, num_tiles
+from cute_kernels.sparse_mla.schedule import choose_splits, head_groups, num_tiles
 from perf.merge import BENCH, CHOSEN, HEADS, OP, PARTS, SHAPES, VARIANTS, name_of, right
 from perf.targets import TARGETS_US
 
@@ -48,7 +49,7 @@ def test_bytes_are_those_of_the_parts_once_and_of_the_result() -> None:
 @pytest.mark.parametrize("heads", HEADS)
 def test_single_rows_are_cut_as_decode_cuts_them(heads: int) -> None:
     tiles = [num_tiles(128) + num_tiles(entries) for entries in (512, 1024)]
-    assert tuple(choose_parts(1, head_blocks(heads), count, SMS) for count in tiles) == CHOSEN
+    assert tuple(choose_splits(1, head_groups(heads), count, SMS) for count in tiles) == CHOSEN
 
 
 def test_targets_are_where_the_memory_leaves_room_for_them() -> None:
@@ -73,7 +74,7 @@ def merged() -> tuple[torch.Tensor, ...]:
     outs = torch.randn(3, 2, 1, 5, 512, generator=g)
     lses, sink = torch.randn(3, 2, 5, 1, generator=g), torch.randn(5, generator=g)
     out, lse = torch.empty(2, 1, 5, 512, dtype=torch.bfloat16), torch.empty(2, 5, 1)
-    reference.merge_attention_states(outs, lses, sink, out, lse)
+    reference.merge_attention_states(MergeCall(outs, lses, sink, out, lse))
     return outs, lses, sink, out, lse
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from perf import score_top_k
-from perf.cli import ROOMS
+from perf.cli import MODULES
 from perf.targets import TARGETS_US
 
 
@@ -23,7 +23,7 @@ def test_shapes() -> None:
     assert "b64 ctx32768 mxfp4 k=512" in named[score_top_k.DECODE]
     for op, names in named.items():
         assert len(set(names)) == len(names)
-        assert ROOMS[op] == "perf.score_top_k"
+        assert MODULES[op] == "perf.score_top_k"
         assert op in score_top_k.PEERS
         assert {case for _, measured, case in TARGETS_US if measured == op} <= set(names)
     rows = {shape[0] for shape in score_top_k.PREFILLS}, {shape[0] for shape in score_top_k.DECODES}

@@ -359,7 +359,7 @@ def test_without_sources_there_is_no_disk_cache(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_other_sources_are_other_objects(kept: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, edited = cache.SOURCES, {**cache.SOURCES.files, "dsl/ptx/inline.py": b"x = 1"}
+    before, edited = cache.SOURCES, {**cache.SOURCES.files, "dsl/ptx/narrow.py": b"x = 1"}
     monkeypatch.setattr(cache, "SOURCES", Sources(cache.PACKAGE, edited))
     with pytest.raises(Miss):
         kept.read(KEY)

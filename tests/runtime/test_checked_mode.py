@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from cute_kernels.runtime import ops, registry, validate
+from cute_kernels.runtime import checks, ops, registry
 from cute_kernels.runtime.ops import OPS, Op, define_op
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,28 +20,33 @@ validated: list[str] = []
 ran: list[str] = []
 
 
-def check_fill(x: torch.Tensor, y: torch.Tensor | None, out: torch.Tensor) -> None:
-    if out.shape != x.shape:
+class FillCall(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor | None
+    out: torch.Tensor
+
+
+def check_fill(call: FillCall) -> None:
+    if call.out.shape != call.x.shape:
         raise ValueError("test_checked: out: expected another shape")
 
 
-def fill(x: torch.Tensor, y: torch.Tensor | None, out: torch.Tensor) -> None:
+def fill(call: FillCall) -> None:
     ran.append("reference")
-    out.copy_(x)
+    call.out.copy_(call.x)
 
 
-def validate_fill(x: torch.Tensor, y: torch.Tensor | None, out: torch.Tensor) -> None:
+def validate_fill(call: FillCall) -> None:
     validated.append("validate")
-    if bool((x < 0).any()):
+    if bool((call.x < 0).any()):
         raise ValueError("test_checked: x[1]: expected a number >= 0")
 
 
 def define(name: str) -> Any:
-    op = define_op(
-        f"{name}(Tensor x, Tensor? y, Tensor(a!) out) -> ()", check=check_fill, reference=fill, validate=validate_fill
-    )
+    schema = f"{name}(Tensor x, Tensor? y, Tensor(a!) out) -> ()"
+    op = define_op(schema, FillCall, check=check_fill, reference=fill, validate=validate_fill)
     del OPS[name]
-    return op
+    return lambda *args: op(FillCall(*args))
 
 
 plain = define("test_unchecked")
@@ -142,7 +147,7 @@ def test_every_op_that_scatters_or_splits_rows_validates() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_distinct_slots(dtype: torch.dtype) -> None:
     def run(values: list[int], capacity: int = 10) -> None:
-        validate.distinct_slots("op", "slots", torch.tensor(values, dtype=dtype), capacity)
+        checks.distinct_slots("op", "slots", torch.tensor(values, dtype=dtype), capacity)
 
     for fine in ([], [3], [3, 2, 9, 0], [-1, -1, 4, -1], [10, 10, 11, 11, 4]):
         run(fine)
@@ -152,15 +157,15 @@ def test_distinct_slots(dtype: torch.dtype) -> None:
 
 def test_ascending() -> None:
     for fine in ([0], [], [0, 0, 5], [7, 9]):
-        validate.ascending("op", "starts", torch.tensor(fine, dtype=torch.int32))
+        checks.ascending("op", "starts", torch.tensor(fine, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"^op: starts\[2\]: expected at least 5, the element before it, got 4$"):
-        validate.ascending("op", "starts", torch.tensor([0, 5, 4, 3], dtype=torch.int32))
+        checks.ascending("op", "starts", torch.tensor([0, 5, 4, 3], dtype=torch.int32))
 
 
 def test_at_most() -> None:
-    validate.at_most("op", "lens", torch.tensor([[1, 4]]), 4, "the table")
+    checks.at_most("op", "lens", torch.tensor([[1, 4]]), 4, "the table")
     with pytest.raises(ValueError, match=r"^op: lens\[1, 0\]: expected at most 4, the table, got 5$"):
-        validate.at_most("op", "lens", torch.tensor([[1, 4], [5, 6]]), 4, "the table")
+        checks.at_most("op", "lens", torch.tensor([[1, 4], [5, 6]]), 4, "the table")
 
 
 def call(op: Op, **arguments: Any) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +15,9 @@ import torch
 
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import log, ops
+from cute_kernels.runtime.key import OpKernel
 from tests.runtime.test_compile import Compiler, Key, compiler, forget  # noqa: F401
-from tests.runtime.test_ops import args, kernel, op_with  # noqa: F401
+from tests.runtime.test_ops import DoubleCall, args, kernel, op_with  # noqa: F401
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -113,9 +113,9 @@ def test_a_call_names_its_kernels(
 
 
 def test_nothing_is_printed_without_the_variable(
-    kernel: types.ModuleType,  # noqa: F811
+    kernel: OpKernel[DoubleCall],  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log.logger.warning("even a warning is the application's to show")
-    ops._choose_cuda(op_with(kernel.__name__), args(2))
+    ops._choose_cuda(op_with(kernel), args(2))
     assert capsys.readouterr() == ("", "")

@@ -9,8 +9,8 @@ import json
 import pkgutil
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,24 +36,35 @@ PUBLIC_MODULES = [
 calls: list[str] = []
 
 
-def check_double(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+class DoubleCall(NamedTuple):
+    x: torch.Tensor
+    out: torch.Tensor
+    factor: float
+
+
+def check_double(call: DoubleCall) -> None:
     c = Checker("test_double")
-    c.tensor("x", x, torch.float32, ("T",))
-    c.tensor("out", out, torch.float32, ("T",))
+    c.tensor("x", call.x, torch.float32, ("T",))
+    c.tensor("out", call.out, torch.float32, ("T",))
 
 
-def reference_double(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+def reference_double(call: DoubleCall) -> None:
     calls.append("reference")
-    out.copy_(x * factor)
+    call.out.copy_(call.x * call.factor)
 
 
-double = define_op(
+call_double = define_op(
     "test_double(Tensor x, Tensor(a!) out, float factor) -> ()",
+    DoubleCall,
     check=check_double,
     reference=reference_double,
-    cost=lambda x, *_: Cost(nbytes(x), x.numel()),
+    cost=lambda call: Cost(nbytes(call.x), call.x.numel()),
 )
 DOUBLE = OPS.pop("test_double")
+
+
+def double(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+    call_double(DoubleCall(x, out, factor))
 
 
 class TripleCall(NamedTuple):
@@ -62,7 +73,7 @@ class TripleCall(NamedTuple):
 
 
 def test_a_record_of_the_call_is_what_checks_and_references_take() -> None:
-    seen: list[Any] = []
+    seen: list[TripleCall] = []
 
     def reference(call: TripleCall) -> None:
         call.out.copy_(3 * call.x)
@@ -71,11 +82,10 @@ def test_a_record_of_the_call_is_what_checks_and_references_take() -> None:
         return Cost(nbytes(call.x, call.out))
 
     schema = "test_triple(Tensor x, Tensor(a!) out) -> ()"
-    given = {"check": seen.append, "reference": reference, "cost": cost, "call_type": TripleCall}
-    triple = define_op(schema, **given)
+    triple = define_op(schema, TripleCall, check=seen.append, reference=reference, cost=cost)
     op = OPS.pop("test_triple")
     x, out = torch.ones(2), torch.zeros(2)
-    triple(x, out)
+    triple(TripleCall(x, out))
     assert out.tolist() == [3.0, 3.0]
     ((call_x, call_out),) = seen
     assert call_x is x
@@ -87,18 +97,17 @@ def test_a_record_of_the_call_is_what_checks_and_references_take() -> None:
 def test_a_record_has_the_schemas_arguments_in_its_order() -> None:
     schema = "test_triple_turned(Tensor(a!) out, Tensor x) -> ()"
     with pytest.raises(TypeError, match=r"test_triple_turned: expected a call record with \('out', 'x'\), got \('x', "):
-        define_op(schema, check=len, reference=len, call_type=TripleCall)
+        define_op(schema, TripleCall, check=len, reference=len)
 
 
 @pytest.fixture
-def kernel() -> Iterator[types.ModuleType]:
-    """A module that passes for a kernel; it takes calls with at most two elements."""
-    module: Any = types.ModuleType("cute_kernels_test_kernel")
-    module.supports = lambda x, out, factor: (x.numel() <= 2, "it takes at most 2 elements")
-    module.launch = lambda x, out, factor: calls.append("kernel")
-    sys.modules[module.__name__] = module
-    yield module
-    del sys.modules[module.__name__]
+def kernel() -> OpKernel[DoubleCall]:
+    """It takes calls with at most two elements."""
+    return OpKernel(
+        lambda call: calls.append("kernel"),
+        lambda call: "" if call.x.numel() <= 2 else "it takes at most 2 elements",
+        lambda *_: [],
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -107,22 +116,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ops.FALLBACK_VARIABLE, raising=False)
 
 
-def op_with(kernel: str | None) -> Op:
-    return Op(DOUBLE.name, DOUBLE.overload, DOUBLE.check, DOUBLE.reference, kernel, DOUBLE.cost)
+def op_with(kernel: OpKernel[DoubleCall] | None) -> Op:
+    return replace(DOUBLE, kernel=None if kernel is None else lambda: kernel)
 
 
 def args(n: int) -> tuple[Any, ...]:
     return torch.ones(n), torch.zeros(n), 2.0
-
-
-def test_a_module_may_have_the_kernels_of_several_ops(kernel: Any) -> None:
-    assert op_with(kernel.__name__).load_kernel() is kernel
-    kernel.SECOND = OpKernel(lambda *_: calls.append("second"), lambda *_: (True, ""), lambda *_: [])
-    op = op_with(f"{kernel.__name__}:SECOND")
-    assert op.load_kernel() is kernel.SECOND
-    body, implementation = ops._choose_cuda(op, args(5))
-    body(*args(5))
-    assert (implementation, calls) == ("kernel", ["second"])
 
 
 # ---- every op of the package -----------------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ def test_registered_ops_keep_the_rules() -> None:
 def test_the_rules_find_what_breaks_them() -> None:
     assert list(broken_rules(DOUBLE)) == []
     function = torch.ops.aten.add.Tensor
-    problems = set(broken_rules(Op("add", function, check_double, reference_double, None, None)))
+    problems = set(broken_rules(Op("add", function, DoubleCall, DOUBLE.check, DOUBLE.reference, None, None)))
     assert {"is called aten::add", "returns something", "mutates nothing"} <= problems
     assert {"has keyword-only arguments or defaults", "check has other arguments than the schema"} <= problems
 
@@ -227,15 +226,15 @@ def test_cost_is_recorded() -> None:
 
 
 def test_an_op_without_cost_is_recorded_too() -> None:
-    bare = Op("bare", double, check_double, reference_double, None, None)
+    bare = replace(DOUBLE, name="bare", cost=None)
     with record_calls() as recording:
-        ops._execute(bare, "reference", reference_double, args(1))
+        ops._execute(bare, "reference", DOUBLE.reference, args(1))
     assert recording.calls[0].cost == Cost(0, 0)
 
 
 def test_a_name_is_defined_once() -> None:
     with pytest.raises(RuntimeError, match="test_double"):
-        define_op("test_double(Tensor x, Tensor(a!) out) -> ()", check=check_double, reference=reference_double)
+        define_op("test_double(Tensor x, Tensor(a!) out) -> ()", TripleCall, check=len, reference=len)
     assert "test_double" not in OPS
 
 
@@ -247,16 +246,17 @@ def test_nbytes() -> None:
 # ---- choice of the CUDA implementation -------------------------------------------------------------------------------
 
 
-def test_a_supported_call_runs_the_kernel(kernel: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    body, implementation = ops._choose_cuda(op_with(kernel.__name__), args(2))
-    assert (body, implementation) == (kernel.launch, "kernel")
+def test_a_supported_call_runs_the_kernel(kernel: OpKernel[DoubleCall], monkeypatch: pytest.MonkeyPatch) -> None:
+    body, implementation = ops._choose_cuda(op_with(kernel), args(2))
+    body(*args(2))
+    assert (implementation, calls) == ("kernel", ["kernel"])
     monkeypatch.setenv(ops.FALLBACK_VARIABLE, "reference")
-    assert ops._choose_cuda(op_with(kernel.__name__), args(2))[1] == "kernel"
+    assert ops._choose_cuda(op_with(kernel), args(2))[1] == "kernel"
 
 
-def test_an_unsupported_call_says_why(kernel: types.ModuleType) -> None:
+def test_an_unsupported_call_says_why(kernel: OpKernel[DoubleCall]) -> None:
     with pytest.raises(NotImplementedError) as caught:
-        ops._choose_cuda(op_with(kernel.__name__), args(3))
+        ops._choose_cuda(op_with(kernel), args(3))
     for part in ("test_double", "it takes at most 2 elements", "CUTE_KERNELS_FALLBACK=reference"):
         assert part in str(caught.value)
 
@@ -267,8 +267,10 @@ def test_an_op_without_kernel_says_so() -> None:
 
 
 @pytest.mark.parametrize("with_kernel", [False, True])
-def test_the_fallback_is_opt_in(with_kernel: bool, kernel: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = op_with(kernel.__name__ if with_kernel else None)
+def test_the_fallback_is_opt_in(
+    with_kernel: bool, kernel: OpKernel[DoubleCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = op_with(kernel if with_kernel else None)
     monkeypatch.setenv(ops.FALLBACK_VARIABLE, "none")
     with pytest.raises(NotImplementedError):
         ops._choose_cuda(op, args(3))
@@ -284,34 +286,47 @@ def test_a_bad_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch)
             ops._choose_cuda(op_with(None), args(3))
 
 
-def test_a_kernel_module_is_imported_at_the_first_cuda_call_only() -> None:
-    op = op_with("cute_kernels_test_no_such_module")
-    double(*args(2))
-    with pytest.raises(ModuleNotFoundError, match="cute_kernels_test_no_such_module"):
+def test_a_kernel_is_loaded_at_the_first_cuda_call_only() -> None:
+    def load() -> OpKernel[DoubleCall]:
+        raise ModuleNotFoundError("no compiler")
+
+    with_kernel = define_op(
+        "test_loads(Tensor x, Tensor(a!) out, float factor) -> ()",
+        DoubleCall,
+        check=check_double,
+        reference=reference_double,
+        kernel=load,
+    )
+    op = OPS.pop("test_loads")
+    with_kernel(DoubleCall(*args(2)))
+    with pytest.raises(ModuleNotFoundError, match="no compiler"):
         ops._choose_cuda(op, args(2))
 
 
-def test_a_call_without_results_does_nothing(kernel: types.ModuleType) -> None:
-    op = op_with(kernel.__name__)
+def test_a_call_without_results_does_nothing(kernel: OpKernel[DoubleCall]) -> None:
+    op = op_with(kernel)
     body, implementation = ops._choose_cuda(op, (torch.ones(3), torch.zeros(0), 2.0))
     body(torch.ones(3), torch.zeros(0), 2.0)
     assert (implementation, calls) == ("kernel", [])
 
 
-def test_empty_tensors_reach_a_kernel_with_plain_strides(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_tensors_reach_a_kernel_with_plain_strides() -> None:
     """What a compiled kernel demands of strides and addresses must not fail where there is nothing to read."""
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(kernel, "supports", lambda x, out, factor: (x.data_ptr() % 16 == 0, "it must be aligned"))
-    monkeypatch.setattr(kernel, "launch", lambda x, out, factor: seen.append(x))
+    kernel: OpKernel[DoubleCall] = OpKernel(
+        lambda call: seen.append(call.x),
+        lambda call: "it must be aligned" if call.x.data_ptr() % 16 else "",
+        lambda *_: [],
+    )
     memory = torch.zeros(100)
     odd = (memory[1:].as_strided((3, 0), (7, 5)), memory[1:1], memory.as_strided((0, 8), (16, 2)))
     for x in odd:
         call = (x, torch.zeros(2), 2.0)
-        ops._choose_cuda(op_with(kernel.__name__), call)[0](*call)
+        ops._choose_cuda(op_with(kernel), call)[0](*call)
         assert (seen[-1].shape, seen[-1].stride()) == (x.shape, x.new_empty(x.shape).stride())
     for x in (torch.zeros(0, 8), memory):
         call = (x, torch.zeros(2), 2.0)
-        ops._choose_cuda(op_with(kernel.__name__), call)[0](*call)
+        ops._choose_cuda(op_with(kernel), call)[0](*call)
         assert seen[-1] is x
 
 
@@ -384,7 +399,7 @@ class Elsewhere(torch.Tensor):
 
 
 def test_calls_that_differ_in_metadata_are_checked_apart() -> None:
-    """What an op remembers a checked call by: everything that checks and `supports` may look at."""
+    """What an op remembers a checked call by: everything that checks and `why_not` may look at."""
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
     base = (x[:4, :32], None, 3, 0.5, "a", [1, 2])
     others = [

@@ -20,7 +20,7 @@ from cute_kernels.runtime import arch as arch_
 from cute_kernels.runtime import cache, trust
 from tests.runtime.test_cache import ENVIRONMENT
 
-OP = "sparse_mla_decode"
+OP, KERNEL = "sparse_mla_decode", "sparse_mla.blackwell.decode"
 
 
 @pytest.fixture
@@ -56,12 +56,21 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def answer(gpu: SimpleNamespace, op: str = OP) -> bool:
+def answer(gpu: SimpleNamespace, op: str = OP, kernel: str = KERNEL) -> bool:
     """What a new process is told."""
     gpu.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return trust.is_trusted(op, 0)
+        return trust.is_trusted(op, kernel, 0)
+
+
+def test_a_kernel_that_fails_takes_no_other_with_it(gpu: SimpleNamespace) -> None:
+    pair = "sparse_mla.blackwell.decode_2cta"
+    trust.keep(OP, KERNEL, 0, "pass", 9, "")
+    trust.keep(OP, pair, 0, "fail", 1, "hangs")
+    assert answer(gpu)
+    assert not answer(gpu, kernel=pair)
+    assert trust.verdicts(0) == {OP: {KERNEL: "pass", pair: "fail"}}
 
 
 def verdict_file(folder: Path) -> Path:
@@ -72,18 +81,19 @@ def verdict_file(folder: Path) -> Path:
 def test_nothing_is_trusted_before_verify_has_passed_it(gpu: SimpleNamespace, folder: Path) -> None:
     assert not answer(gpu)
     assert not folder.exists(), "asking writes nothing"
-    assert trust.keep(OP, 0, "pass", 9, "") == ""
+    assert trust.keep(OP, KERNEL, 0, "pass", 9, "") == ""
     assert answer(gpu)
     assert not answer(gpu, "mqa_logits")
-    assert trust.keep(OP, 0, "fail", 3, "out differs") == ""
+    assert not answer(gpu, kernel="sparse_mla.blackwell.decode_2cta")
+    assert trust.keep(OP, KERNEL, 0, "fail", 3, "out differs") == ""
     assert not answer(gpu)
     assert [p.name for p in folder.rglob("*") if p.is_file()] == [verdict_file(folder).name]
 
 
 @pytest.mark.parametrize(("status", "cases"), [("unsupported", 0), ("no examples", 0), ("pass", 0)])
 def test_what_did_not_run_is_not_trusted(gpu: SimpleNamespace, folder: Path, status: str, cases: int) -> None:
-    trust.keep(OP, 0, "pass", 9, "")
-    assert trust.keep(OP, 0, status, cases, "") == ""
+    trust.keep(OP, KERNEL, 0, "pass", 9, "")
+    assert trust.keep(OP, KERNEL, 0, status, cases, "") == ""
     assert not answer(gpu)
     assert not list(folder.rglob("*.json"))
 
@@ -99,12 +109,12 @@ def test_what_did_not_run_is_not_trusted(gpu: SimpleNamespace, folder: Path, sta
     ],
 )
 def test_a_verdict_is_of_one_gpu_and_one_set_of_sources(gpu: SimpleNamespace, folder: Path, change: Any) -> None:
-    trust.keep(OP, 0, "pass", 9, "")
+    trust.keep(OP, KERNEL, 0, "pass", 9, "")
     before = verdict_file(folder)
     change(gpu)
     assert not answer(gpu)
     gpu.forget()
-    here = trust.path_of(cache.Store(folder), OP, 0)
+    here = trust.path_of(cache.Store(folder), OP, KERNEL, 0)
     here.parent.mkdir(parents=True, exist_ok=True)
     here.write_bytes(before.read_bytes())
     assert not answer(gpu), "nor does a copy under another name count"
@@ -124,7 +134,7 @@ def test_a_verdict_is_of_one_gpu_and_one_set_of_sources(gpu: SimpleNamespace, fo
     ],
 )
 def test_what_cannot_be_read_is_no_verdict(gpu: SimpleNamespace, folder: Path, content: bytes) -> None:
-    trust.keep(OP, 0, "pass", 9, "")
+    trust.keep(OP, KERNEL, 0, "pass", 9, "")
     path = verdict_file(folder)
     path.write_bytes(content)
     assert not answer(gpu)
@@ -134,7 +144,7 @@ def test_what_cannot_be_read_is_no_verdict(gpu: SimpleNamespace, folder: Path, c
 
 
 def test_another_status_is_no_verdict(gpu: SimpleNamespace, folder: Path) -> None:
-    trust.keep(OP, 0, "pass", 9, "")
+    trust.keep(OP, KERNEL, 0, "pass", 9, "")
     path = verdict_file(folder)
     path.write_text(json.dumps({**json.loads(path.read_text()), "status": "passed"}))
     assert not answer(gpu)
@@ -145,12 +155,12 @@ def test_a_record_counts_unless_verify_failed_here(gpu: SimpleNamespace, monkeyp
     gpu.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert trust.is_trusted(OP, 0)
+        assert trust.is_trusted(OP, KERNEL, 0)
     monkeypatch.setattr(support, "PORTABLE_RECORDS", frozenset({(OP, "sm_100a")}))
     assert not answer(gpu)
     monkeypatch.setattr(support, "PORTABLE_RECORDS", frozenset())
     assert answer(gpu)
-    trust.keep(OP, 0, "fail", 0, "hangs")
+    trust.keep(OP, KERNEL, 0, "fail", 0, "hangs")
     assert not answer(gpu)
 
 
@@ -160,40 +170,40 @@ def test_hopper_needs_no_verdict(gpu: SimpleNamespace) -> None:
 
 
 def test_the_warning_says_once_what_runs_and_how_to_change_that(gpu: SimpleNamespace) -> None:
-    asked = ((OP, 0), (OP, 0), (OP, 1), ("mqa_logits", 0))
+    asked = ((OP, KERNEL, 0), (OP, "other", 0), (OP, KERNEL, 1), ("mqa_logits", "indexer.blackwell.logits", 0))
     with pytest.warns(RuntimeWarning) as caught:
         assert not any(trust.is_trusted(*who) for who in asked)
     first, second = (str(w.message) for w in caught)
-    assert "sparse_mla_decode: the portable kernel runs" in first
-    assert "sm_100a has not been verified on this GPU (B)" in first
+    assert "sparse_mla_decode: a slower kernel runs" in first
+    assert f"{KERNEL} has not been verified on this GPU (B)" in first
     assert first.endswith("python -m cute_kernels verify --op sparse_mla_decode.")
     assert "mqa_logits" in second
-    trust.keep(OP, 0, "fail", 1, "out: 3 of 9 bytes differ")
+    trust.keep(OP, KERNEL, 0, "fail", 1, "out: 3 of 9 bytes differ")
     gpu.forget()
     with pytest.warns(RuntimeWarning, match="failed on this GPU .out: 3 of 9 bytes differ. .B."):
-        trust.is_trusted(OP, 0)
+        trust.is_trusted(OP, KERNEL, 0)
 
 
 def test_without_a_cache_nothing_is_kept(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cache.DIRECTORY_VARIABLE, "")
-    assert "there is no kernel cache" in trust.keep(OP, 0, "pass", 9, "")
+    assert "there is no kernel cache" in trust.keep(OP, KERNEL, 0, "pass", 9, "")
     with pytest.warns(RuntimeWarning, match=f"set {cache.DIRECTORY_VARIABLE}"):
-        assert not trust.is_trusted(OP, 0)
+        assert not trust.is_trusted(OP, KERNEL, 0)
 
 
 def test_a_folder_that_cannot_be_written(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     def refuse(path: Path, data: bytes) -> None:
         raise OSError(30, "Read-only file system")
 
-    trust.keep(OP, 0, "fail", 0, "hangs")
+    trust.keep(OP, KERNEL, 0, "fail", 0, "hangs")
     monkeypatch.setattr(cache, "replace_file", refuse)
-    assert "Read-only" in trust.keep(OP, 0, "pass", 9, "")
+    assert "Read-only" in trust.keep(OP, KERNEL, 0, "pass", 9, "")
     assert not answer(gpu)
 
 
 def test_sources_that_changed_meanwhile_are_not_judged(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache.Sources, "is_current", lambda self, module=None: False)
-    assert "changed" in trust.keep(OP, 0, "pass", 9, "")
+    assert "changed" in trust.keep(OP, KERNEL, 0, "pass", 9, "")
     assert not answer(gpu)
 
 
@@ -201,10 +211,13 @@ def test_a_choice_wins_and_leaves_no_trace(gpu: SimpleNamespace) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with trust.choose(True) as asked:
-            assert trust.is_trusted(OP, 0)
+            assert trust.is_trusted(OP, KERNEL, 0)
             with trust.choose(False) as inner:
-                assert not trust.is_trusted("mqa_logits", 0)
-        assert (asked, inner) == ({OP}, {"mqa_logits"})
+                assert not trust.is_trusted("mqa_logits", "logits", 0)
+            with trust.choose("pair") as one:
+                assert [trust.is_trusted(OP, kernel, 0) for kernel in (KERNEL, "pair")] == [False, True]
+        assert (list(asked), list(inner)) == ([(OP, KERNEL)], [("mqa_logits", "logits")])
+        assert list(one) == [(OP, KERNEL), (OP, "pair")]
     assert not answer(gpu)
 
 
@@ -214,8 +227,8 @@ def write_often(folder: str, status: str) -> None:
     trust.gpu_of = lambda index: {"name": "B"}
     trust.arch_of = lambda index: "sm_100a"
     for number in range(100):
-        assert trust.keep(OP, 0, status, 9, f"{status} {number}") == ""
-        found = trust.read(OP, 0)
+        assert trust.keep(OP, KERNEL, 0, status, 9, f"{status} {number}") == ""
+        found = trust.read(OP, KERNEL, 0)
         assert found is not None
         assert found["detail"].startswith(found["status"])
 

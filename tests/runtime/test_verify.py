@@ -6,19 +6,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import sys
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels.kv_cache import ops as kv_ops
+from cute_kernels.kv_cache.call import InsertCall
 from cute_kernels.runtime import verify
 from cute_kernels.runtime.isolated import run_isolated
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import OPS, Op
 from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.verify import Example, Verdict, clone_arguments, compare_arguments, verify_op
@@ -29,19 +30,12 @@ GATHER = OPS["dequantize_and_gather_k_cache"]
 assert kv_ops
 
 
-@pytest.fixture
-def kernel() -> Iterator[types.ModuleType]:
-    """A module that passes for a kernel of INSERT and is right."""
-    module: Any = types.ModuleType("cute_kernels_test_verify_kernel")
-    module.supports = lambda *args: (True, "")
-    module.launch = INSERT.reference
-    sys.modules[module.__name__] = module
-    yield module
-    del sys.modules[module.__name__]
-
-
-def op_with(kernel: types.ModuleType, op: Op = INSERT) -> Op:
-    return Op(op.name, op.overload, op.check, op.reference, kernel.__name__, None)
+def op_with(
+    launch: Callable[..., None] = INSERT.reference, why_not: Callable[[InsertCall], str] = lambda call: ""
+) -> Op:
+    """INSERT with another kernel: a right one, if not said otherwise. launch: takes arguments one by one"""
+    kernel = OpKernel[InsertCall](lambda call: launch(*call), why_not, lambda *_: [])
+    return replace(INSERT, kernel=lambda: kernel)
 
 
 def wrong(change: Callable[..., None]) -> Callable[..., None]:
@@ -52,8 +46,8 @@ def wrong(change: Callable[..., None]) -> Callable[..., None]:
     return launch
 
 
-def test_a_right_kernel_passes(kernel: types.ModuleType) -> None:
-    verdict = verify_op(op_with(kernel), CPU)
+def test_a_right_kernel_passes() -> None:
+    verdict = verify_op(op_with(), CPU)
     assert (verdict.status, verdict.detail) == ("pass", "")
     assert verdict.cases >= 6
 
@@ -108,33 +102,25 @@ def crash(*args: Any) -> None:
         (crash, "^RuntimeError: CUDA error: an illegal instruction was encountered$"),
     ],
 )
-def test_a_wrong_kernel_is_reported(kernel: Any, launch: Callable[..., None], detail: str) -> None:
-    kernel.launch = launch
-    verdict = verify_op(op_with(kernel), CPU)
+def test_a_wrong_kernel_is_reported(launch: Callable[..., None], detail: str) -> None:
+    verdict = verify_op(op_with(launch), CPU)
     assert verdict.status == "fail"
     assert verdict.name == "quantize_and_insert_k_cache"
     assert re.search(detail, verdict.detail), verdict.detail
 
 
-def test_what_a_kernel_does_not_take_is_no_failure(kernel: Any) -> None:
-    kernel.supports = lambda *args: (False, "sm_80 has no e4m3 conversion")
-    verdict = verify_op(op_with(kernel), CPU)
+def test_what_a_kernel_does_not_take_is_no_failure() -> None:
+    verdict = verify_op(op_with(why_not=lambda call: "sm_80 has no e4m3 conversion"), CPU)
     assert (verdict.status, verdict.cases) == ("unsupported", 0)
     assert "sm_80 has no e4m3 conversion" in verdict.detail
-    kernel.supports = lambda k, *_: (k.shape[0] != 1025, "too many rows")
-    verdict = verify_op(op_with(kernel), CPU)
+    verdict = verify_op(op_with(why_not=lambda call: "too many rows" if call.k.shape[0] == 1025 else ""), CPU)
     assert verdict.status == "pass"
     assert verdict.detail.startswith("1 not supported here, 1025 rows")
 
 
-def test_ops_without_kernel_or_examples_are_listed(kernel: Any) -> None:
-    assert verify_op(Op("x", *vars_of(INSERT)[1:4], None, None), CPU) == Verdict("x", "no kernel")
-    stranger = Op("stranger", *vars_of(INSERT)[1:4], kernel.__name__, None)
-    assert verify_op(stranger, CPU).status == "no examples"
-
-
-def vars_of(op: Op) -> tuple[Any, ...]:
-    return (op.name, op.overload, op.check, op.reference)
+def test_ops_without_kernel_or_examples_are_listed() -> None:
+    assert verify_op(replace(INSERT, name="x", kernel=None), CPU) == Verdict("x", "no kernel")
+    assert verify_op(replace(op_with(), name="stranger"), CPU).status == "no examples"
 
 
 def test_every_op_with_a_kernel_has_examples_that_are_legal_calls() -> None:
@@ -145,9 +131,11 @@ def test_every_op_with_a_kernel_has_examples_that_are_legal_calls() -> None:
     for op in ops:
         examples = verify.examples_of(op)
         assert examples is not None, op.name
-        names = []
+        arguments = [argument.name for argument in op.overload._schema.arguments]
+        names, launches = [], set()
         for example in examples():
             names.append(example.name)
+            launches.add(dict(zip(arguments, example.args, strict=True)).get("use_pdl"))
             args = clone_arguments(example.args, CPU)
             op.check(*args)
             op.reference(*args)
@@ -159,6 +147,9 @@ def test_every_op_with_a_kernel_has_examples_that_are_legal_calls() -> None:
                 if mutated:
                     assert example.agree(clone_arguments(example.args, CPU), args), f"{op.name}, {example.name}"
         assert len(names) == len(set(names)) >= 3
+        assert launches == ({False, True} if "use_pdl" in arguments else {None}), (
+            f"{op.name}: dependent launches or not"
+        )
 
 
 def test_clones_keep_views_strides_and_gaps() -> None:
@@ -183,6 +174,8 @@ def test_numbers_agree_if_both_are_nan() -> None:
 
     nan, other_nan = 0x7FC00000, -1
     assert compare_arguments(["x"], tensors([nan, 1], torch.float32), tensors([other_nan, 1], torch.float32)) == ""
+    for one in (nan, other_nan, -1):
+        assert compare_arguments(["x"], tensors([one, 1], torch.float32), tensors([-1, 1], torch.float32)) == ""
     assert compare_arguments(["x"], tensors([nan], torch.float32), tensors([1], torch.float32)) != ""
     assert compare_arguments(["x"], tensors([nan], torch.int32), tensors([other_nan], torch.int32)) != ""
     zero = compare_arguments(["x"], tensors([0], torch.float32), tensors([-(2**31)], torch.float32))

@@ -6,11 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
-import types
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,8 +24,8 @@ from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import isolated as isolated_
 from cute_kernels.runtime import precompile as precompile_
 from cute_kernels.runtime import verify as verify_
-from cute_kernels.runtime.key import KernelKey
-from cute_kernels.runtime.verify import PORTABLE, Verdict
+from cute_kernels.runtime.key import KernelKey, OpKernel
+from cute_kernels.runtime.verify import Verdict
 from tests.runtime.test_cli import Capture, run
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -37,8 +36,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> list[KernelKey]:
     """What is compiled ahead."""
     compiled: list[KernelKey] = []
 
-    def precompile(keys: Iterable[KernelKey], folder: Path, workers: int | None) -> Iterator[None]:
-        for key in keys:
+    def precompile(keys: Iterable[KernelKey], folder: Path, workers: int | None, delayed: bool) -> Iterator[None]:
+        for key in () if delayed else keys:
             compiled.append(key)
             yield None
 
@@ -73,7 +72,7 @@ def test_verify_reports_a_verdict_per_op(
 
     def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Any:
         if function is verify_.needs_by_name:
-            return [verify_.Needs(name, (), False) for name in names]
+            return [verify_.Needs(name, ()) for name in names]
         assert function is verify_.verify_by_name
         return [found.get(name, Verdict(name, "no kernel")) for name in names]
 
@@ -105,7 +104,7 @@ def test_verify_runs_layers_when_asked(
     def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Any:
         asked.append(f"{function.__module__}.{function.__name__}")
         if function is verify_.needs_by_name:
-            return [verify_.Needs(name, (), False) for name in names]
+            return [verify_.Needs(name, ()) for name in names]
         return [Verdict(name, "pass", 1) for name in names]
 
     monkeypatch.setattr(isolated_, "run_isolated", isolated)
@@ -113,7 +112,6 @@ def test_verify_runs_layers_when_asked(
     assert status == 0
     assert asked == [
         "cute_kernels.runtime.verify.needs_by_name",
-        "cute_kernels.runtime.verify.verify_by_name",
         "cute_kernels.runtime.verify.verify_by_name",
         "cute_kernels.layers.verify.verify_layer",
     ]
@@ -157,19 +155,25 @@ class Own(KernelKey):
 
 
 @dataclass(frozen=True)
+class Pair(Own):
+    kernel_name: ClassVar[str] = "tests.pair"
+
+
+@dataclass(frozen=True)
 class Portable(KernelKey):
     kernel_name: ClassVar[str] = "tests.portable"
 
 
 OP = "quantize_and_insert_k_cache"
+OWN, PAIR, PORTABLE = (f"{OP} ({kernel})" for kernel in (Own.kernel_name, Pair.kernel_name, verify_.PORTABLE))
 
 
 class Blackwell:
-    """A machine where OP has two kernels, one of which may be wrong, all in this process and on the CPU.
+    """A machine where OP has three kernels, of which some may be wrong, all in this process and on the CPU.
 
     ran        kernels that ran, by key
     wrong      kernels that are
-    is_taken   which calls the own kernel is for
+    is_taken   which calls own kernels are for
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace) -> None:
@@ -181,10 +185,8 @@ class Blackwell:
         self.is_taken = lambda *args: True
         op = registry.all_ops()[OP]
         self.reference = op.reference
-        kernel: Any = types.ModuleType("cute_kernels_test_two_kernels")
-        kernel.supports, kernel.launch = lambda *args: (True, ""), self.launch
-        monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
-        ops = {OP: replace(op, kernel=kernel.__name__)}
+        kernel = OpKernel[Any](lambda call: self.launch(*call), lambda call: "", lambda *_: [])
+        ops = {OP: replace(op, kernel=lambda: kernel)}
         for module in (registry, verify_):
             monkeypatch.setattr(module, "all_ops", lambda: ops)
         small = [example for example in (verify_.examples_of(op) or list)() if example.args[0].shape[0] < 20]
@@ -201,8 +203,8 @@ class Blackwell:
         self.restart()
 
     def launch(self, *args: Any) -> None:
-        own = self.is_taken(*args) and trust.is_trusted(OP, 0)
-        key = (Own if own else Portable)("sm_100a")
+        owns = (Pair, Own) if self.is_taken(*args) else ()
+        key = next((own for own in owns if trust.is_trusted(OP, own.kernel_name, 0)), Portable)("sm_100a")
         before = len(self.ran)
         compile_.launch(key, 0)
         if len(self.ran) > before:
@@ -215,11 +217,11 @@ class Blackwell:
         self.monkeypatch.setattr(trust, "_known", {})
         self.monkeypatch.setattr(trust, "_warned", set())
 
-    def trusts(self) -> bool:
+    def trusts(self) -> list[type]:
         self.restart()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return trust.is_trusted(OP, 0)
+            return [own for own in (Pair, Own) if trust.is_trusted(OP, own.kernel_name, 0)]
 
 
 @pytest.fixture
@@ -227,43 +229,86 @@ def blackwell(monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace) -> Blackwel
     return Blackwell(monkeypatch, gpu)
 
 
-def test_both_kernels_are_verified_and_the_verdict_kept(
+def test_all_kernels_are_verified_and_the_verdicts_kept(
     capsys: Capture, blackwell: Blackwell, no_compiler: list[KernelKey]
 ) -> None:
     assert not blackwell.trusts()
-    status, out, err = run(capsys, "verify", "--json")
-    assert (status, err) == (0, "")
-    found = {v["name"]: (v["status"], v["own"] == v["cases"] > 2) for v in json.loads(out)["verdicts"]}
-    assert found == {OP: ("pass", True), OP + PORTABLE: ("pass", True)}
-    assert set(no_compiler) == set(blackwell.ran) == {Own("sm_100a"), Portable("sm_100a")}
-    assert no_compiler[0] == Own("sm_100a"), "what takes longest comes first"
-    assert blackwell.trusts()
-    assert json.loads(run(capsys, "info", "--json")[1])["gpus"][0]["verdicts"] == {OP: "pass"}
-    assert f"{OP}: sm_100a's own kernel: pass" in run(capsys, "info")[1]
+    status, out, _ = run(capsys, "verify", "--json")
+    assert status == 0
+    found = {v["name"]: (v["status"], v["op"], v["kernel"]) for v in json.loads(out)["verdicts"]}
+    assert found == {
+        OWN: ("pass", OP, "tests.own"),
+        PAIR: ("pass", OP, "tests.pair"),
+        PORTABLE: ("pass", "", ""),
+    }
+    assert set(no_compiler) == set(blackwell.ran) == {Own("sm_100a"), Pair("sm_100a"), Portable("sm_100a")}
+    assert no_compiler[-1] == Portable("sm_100a"), "what takes longest comes first"
+    assert blackwell.trusts() == [Pair, Own]
+    info = json.loads(run(capsys, "info", "--json")[1])
+    assert info["gpus"][0]["verdicts"] == {OP: {"tests.own": "pass", "tests.pair": "pass"}}
+    assert f"{OP}: tests.own: pass (verify)" in run(capsys, "info")[1]
 
 
-@pytest.mark.parametrize("wrong", [Own, Portable])
-def test_a_wrong_kernel_fails_alone(capsys: Capture, blackwell: Blackwell, wrong: type) -> None:
+@pytest.mark.parametrize(("wrong", "name"), [(Own, OWN), (Pair, PAIR), (Portable, PORTABLE)])
+def test_a_wrong_kernel_fails_alone(capsys: Capture, blackwell: Blackwell, wrong: type, name: str) -> None:
     run(capsys, "verify")
     blackwell.wrong = {wrong}
-    status, out, _ = run(capsys, "verify")
+    status, out, err = run(capsys, "verify")
     assert status == 1
-    name = OP if wrong is Own else OP + PORTABLE
     assert f"fail        {name}\n" in out
     assert out.count("bytes differ") == 1
-    assert blackwell.trusts() == (wrong is Portable)
+    assert f"fail: {name}: " in err
+    assert blackwell.trusts() == [own for own in (Pair, Own) if own is not wrong]
 
 
-def test_only_calls_that_the_own_kernel_took_count(capsys: Capture, blackwell: Blackwell) -> None:
+def test_only_calls_that_own_kernels_took_count(capsys: Capture, blackwell: Blackwell) -> None:
     blackwell.is_taken = lambda k, *_: k.shape[0] > 1
-    found = json.loads(run(capsys, "verify", "--json")[1])["verdicts"]
-    all_cases, own_cases = found[0]["cases"], found[0]["own"]
-    assert 0 < own_cases < all_cases
-    assert found[1]["cases"] == own_cases
-    assert blackwell.trusts()
+    cases = {v["name"]: v["cases"] for v in json.loads(run(capsys, "verify", "--json")[1])["verdicts"]}
+    assert 0 < cases[OWN] == cases[PAIR] < cases[PORTABLE]
+    assert blackwell.trusts() == [Pair, Own]
     blackwell.is_taken = lambda *args: False
-    assert [v["own"] for v in json.loads(run(capsys, "verify", "--json")[1])["verdicts"]] == [0]
+    assert [v["name"] for v in json.loads(run(capsys, "verify", "--json")[1])["verdicts"]] == [OP]
     assert not blackwell.trusts(), "what never ran is not trusted, whatever passed"
+
+
+def test_a_kernel_that_fails_its_soak_is_not_trusted(
+    capsys: Capture, blackwell: Blackwell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = verify_.examples_of(registry.all_ops()[OP])
+    monkeypatch.setattr(verify_, "cases_of", lambda op, kind="EXAMPLES": cases)
+    monkeypatch.setattr(verify_, "SOAK_RUNS", 3)
+    status, out, _ = run(capsys, "verify")
+    assert (status, f"pass        {PAIR}, soak" in out, f"pass        {OWN}, soak" in out) == (0, True, True)
+    assert blackwell.trusts() == [Pair, Own]
+    monkeypatch.setattr(verify_, "_first_other", lambda *args: 2)
+    status, out, _ = run(capsys, "verify")
+    assert status == 1
+    assert f"fail        {PAIR}, soak\n" in out
+    assert "run 2 of 3 differs from the first" in out
+    assert not blackwell.trusts()
+
+
+def test_what_was_verified_before_an_interruption_is_kept(
+    capsys: Capture, blackwell: Blackwell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Iterator[Any]:
+        for name in names:
+            if name == OWN:
+                raise KeyboardInterrupt
+            yield function(name)
+
+    def run_again(needs: Any, name: str) -> Any:
+        found = needs(name)
+        return replace(found, kernels=tuple(sorted(found.kernels, reverse=True)))
+
+    monkeypatch.setattr(verify_, "needs_by_name", partial(run_again, verify_.needs_by_name))
+    monkeypatch.setattr(isolated_, "run_isolated", isolated)
+    status, out, err = run(capsys, "verify")
+    assert status == 130
+    assert f"pass        {PAIR}," in out
+    assert OWN not in out
+    assert "interrupted" in err
+    assert blackwell.trusts() == [Pair]
 
 
 def test_a_process_that_dies_is_a_failure_of_the_kernel(
@@ -274,7 +319,7 @@ def test_a_process_that_dies_is_a_failure_of_the_kernel(
 
     def isolated(names: Iterable[str], function: Any, timeout: float, workers: int) -> Iterator[Any]:
         for name in names:
-            hangs = name == OP and function is verify_.verify_by_name
+            hangs = name in (OWN, PAIR) and function is verify_.verify_by_name
             yield Verdict(name, "fail", detail="hung") if hangs else function(name)
 
     monkeypatch.setattr(isolated_, "run_isolated", isolated)
@@ -301,8 +346,8 @@ def test_an_op_whose_kernels_are_not_found_is_a_failure(
 
     monkeypatch.setattr(verify_, "examples_of", broken)
     monkeypatch.setattr(isolated_, "run_isolated", isolated)
-    status, out, err = run(capsys, "verify", "--json")
-    assert (status, err) == (1, "")
+    status, out, _ = run(capsys, "verify", "--json")
+    assert status == 1
     (verdict,) = json.loads(out)["verdicts"]
     why = "the process died with exit code 1" if dies else "RuntimeError: no examples today"
     assert (verdict["name"], verdict["status"], verdict["detail"]) == (OP, "fail", f"finding kernels: {why}")
@@ -331,7 +376,7 @@ def test_without_a_folder_to_write_to(
     monkeypatch.setenv(cache.DIRECTORY_VARIABLE, folder)
     status, out, err = run(capsys, "verify")
     assert status == 0
-    assert f"pass        {OP}," in out
+    assert f"pass        {OWN}," in out
     assert "the verdicts were not kept: " in err
     assert ("Not a directory" if has_folder else "there is no kernel cache") in err
     assert os.environ[cache.DIRECTORY_VARIABLE] == folder

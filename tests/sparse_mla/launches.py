@@ -32,7 +32,7 @@ def launch(op: str, args: dict[str, Any]) -> dict[str, Any]:
     """Do what the op does with these arguments. Returns them."""
     OPS[op].check(*args.values())
     kernel = OPS[op].load_kernel()
-    supported, why = kernel.supports(*args.values())
-    assert supported, why
-    kernel.launch(*args.values())
+    call = OPS[op].call_type(*args.values())
+    assert kernel.why_not(call) == ""
+    kernel.launch(call)
     return args

@@ -408,7 +408,7 @@ def test_cost_counts_attended_rows():
         5 + 2
     )  # columns 0, 1 of the first row and all of the second; extra columns 0, 1 of the first, none of the second
     assert call.cost.flops == 2 * 4 * rows * 1024
-    assert call.cost.bytes == 5 * 584 + 2 * 1024 + 2 * (2 * 4 * 512 * 2)
+    assert call.cost.bytes == 4 * 584 + 2 * 1024 + 2 * (2 * 4 * 512 * 2), "one row is named twice"
 
 
 def test_compile():
@@ -450,7 +450,7 @@ WIDE = plain(3, 64, 600)[..., :584]
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_pages_lie_any_distance_apart(more):
-    """Kernels ask for more, and say so in `supports`."""
+    """Kernels ask for more, and say so in `why_not`."""
     args = arguments()
     moved = {name: model.apart(args[name], args[name][0].numel() + more) for name in ("k_cache", "extra_k_cache")}
     other = {**args, **moved, "out": torch.zeros_like(args["out"]), "lse": torch.zeros_like(args["lse"])}

@@ -12,6 +12,7 @@ import torch
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla import schedule
+from cute_kernels.sparse_mla.call import DecodeCall
 from tests.sparse_mla.model import BF16, FP8
 from tests.sparse_mla.test_decode import arguments
 
@@ -48,9 +49,9 @@ class Launches:
     def run(self, **changes: Any) -> dict[str, Any]:
         args = arguments(**{"extra_k_cache": arguments(kv_format=FP8)["k_cache"], "extra_kv_format": FP8, **changes})
         OPS["sparse_mla_decode"].check(*args.values())
-        supported, why = launch.decode.supports(*args.values())
-        assert supported, why
-        launch.decode.launch(*args.values())
+        call = DecodeCall(*args.values())
+        assert launch.why_not_decode(call) == ""
+        launch.launch_decode(call)
         return args
 
 
@@ -123,7 +124,7 @@ def test_a_block_table_is_a_list_that_all_tokens_share(gpu: Launches) -> None:
 def test_parts_go_through_the_workspace(
     gpu: Launches, splits: dict[str, int], parts: int, part_tiles: int, dtype: torch.dtype
 ) -> None:
-    size = 2 * 8 * schedule.PART_BYTES // dtype.itemsize
+    size = 2 * 8 * schedule.SPLIT_BYTES // dtype.itemsize
     memory = torch.zeros(size + 64, dtype=dtype)
     workspace = memory[32 : 32 + size]
     args = gpu.run(**splits, workspace=workspace)
@@ -155,8 +156,8 @@ def test_parts_are_chosen_within_the_workspace(gpu: Launches) -> None:
         "out": torch.zeros(1, 1, 4, 512, dtype=torch.bfloat16),
         "lse": torch.zeros(1, 4, 1),
     }
-    part = 4 * schedule.PART_BYTES
-    chosen = schedule.choose_parts(1, 1, 10, SMS, 8)
+    part = 4 * schedule.SPLIT_BYTES
+    chosen = schedule.choose_splits(1, 1, 10, SMS, 8)
     assert chosen > 3
     for room, parts in ((0, 1), (part, 1), (3 * part + 1, 3), (100 * part, chosen)):
         gpu.run(**call, workspace=torch.zeros(room, dtype=torch.uint8))
@@ -166,7 +167,7 @@ def test_parts_are_chosen_within_the_workspace(gpu: Launches) -> None:
 
 
 def test_a_partial_result_may_have_parts_too(gpu: Launches) -> None:
-    memory = torch.zeros(2 * 8 * schedule.PART_BYTES, dtype=torch.uint8)
+    memory = torch.zeros(2 * 8 * schedule.SPLIT_BYTES, dtype=torch.uint8)
     gpu.run(num_splits=2, workspace=memory, attn_sink=None, out=torch.zeros(2, 1, 4, 512))
     assert gpu.decodes[0][0].out_fp32
     assert gpu.merges[0][0] == combine.key_for("sm_90a", True, True, 2)
@@ -183,9 +184,9 @@ def test_hoppers_kernel_takes_no_other_caches_and_architectures(monkeypatch: pyt
     ):
         args = arguments(**changes).values()
         launches = Launches(monkeypatch, arch)
-        if launch.decode.supports(*args)[0]:
+        if not launch.why_not_decode(DecodeCall(*args)):
             with trust.choose(own=False):
-                launch.decode.launch(*args)
+                launch.launch_decode(DecodeCall(*args))
             assert not isinstance(launches.decodes[0][0], DecodeKey)
 
 
@@ -194,7 +195,7 @@ def test_many_heads_are_for_hoppers_kernel(gpu: Launches) -> None:
         gpu.run(**of_rows(2, heads))
         key, given = gpu.decodes[-1]
         assert isinstance(key, kind)
-        assert given["ctas"] == SMS * key.blocks_per_sm
+        assert given["ctas"] == SMS * key.ctas_per_sm
 
 
 def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> None:
@@ -261,15 +262,14 @@ def test_rows_without_elements_launch_nothing(
     ],
 )
 def test_what_is_not_supported_says_so(gpu: Launches, changes: dict[str, Any], why: str) -> None:
-    supported, reason = launch.decode.supports(*arguments(**NO_EXTRA, **changes).values())
-    assert not supported
+    reason = launch.why_not_decode(DecodeCall(*arguments(**NO_EXTRA, **changes).values()))
     assert reason.startswith(why)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_deployments(model: str, tp: int) -> None:
-    keys = launch.decode.deployment_keys(MODELS[model], tp, "sm_90a")
+    keys = launch.DECODE.deployment_keys(MODELS[model], tp, "sm_90a")
     assert len(set(keys)) == len(keys)
     kinds = {(key.second, key.out_fp32) for key in keys if isinstance(key, (DecodeKey, SmallHeadsDecodeKey))}
     assert kinds == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}

@@ -97,6 +97,7 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch, splits: int) 
     """Rows that are split get angles too, though their codes come from the merge behind. Nothing is launched."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from cute_kernels.sparse_mla import launch
+    from cute_kernels.sparse_mla.call import DecodeCall
     from cute_kernels.sparse_mla.hopper.decode import DecodeKey
     from tests.sparse_mla.test_decode_launch import Launches
 
@@ -107,15 +108,15 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch, splits: int) 
     heads = 24
     q, squares = torch.zeros(B, S_Q, heads, 512, dtype=torch.bfloat16), torch.zeros(6, heads * 4 + 3)[:, 3:]
     codes, scales = results(6, heads)
-    call = (
+    call = DecodeCall(
         *(q, given["k_cache"], given["indices"].repeat(1, 1, 20), None, None, SCALE, FP8, *[None] * 5, FP8, splits, 0),
         *(codes, torch.zeros(B, heads, S_Q), torch.zeros(10**6), squares, EPS, POSITIONS, TABLE, scales),
     )
-    assert launch.decode.supports(*call) == (True, "")
-    launch.decode.launch(*call)
+    assert launch.why_not_decode(call) == ""
+    launch.launch_decode(call)
     ((key, args),) = launched
     assert key == DecodeKey("sm_90a", 32, "none", out_fp32=splits == 2, quantized=splits == 1, raw=True)
-    assert key in launch.decode.deployment_keys(ThirtyTwoHeads, 1, "sm_90a")
+    assert key in launch.DECODE.deployment_keys(ThirtyTwoHeads, 1, "sm_90a")
     assert len(args) == len(key.build()[1]) - 1, "all but the stream"
     assert args[1] is squares
     assert args[8] is POSITIONS
@@ -124,8 +125,8 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch, splits: int) 
     assert args[19] == EPS
     assert len(fakes.merges) == splits - 1
     few = (q[:, :, :16], *call[1:15], results(6, 16)[0], None, call[17], squares[:, :64], *call[19:22])
-    supported, why = launch.decode.supports(*few, results(6, 16)[1])
-    assert (supported, why) == (False, "q_norm is supported for more than 16 heads, got 16")
+    why = launch.why_not_decode(DecodeCall(*few, results(6, 16)[1]))
+    assert why == "q_norm is supported for more than 16 heads, got 16"
 
 
 class ThirtyTwoHeads:

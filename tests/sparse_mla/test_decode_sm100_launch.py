@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cute_kernels.runtime import trust
+from cute_kernels.runtime.arch import small_grids
 from tests.sparse_mla.model import BF16, FP8
 from tests.sparse_mla.test_decode import arguments
 
@@ -15,9 +16,9 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.models import MODELS
 from cute_kernels.sparse_mla import combine, schedule, select, verify_cases
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
-from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
+from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairClusterDecodeKey, BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.call import DecodeCall
-from cute_kernels.sparse_mla.launch import decode
+from cute_kernels.sparse_mla.launch import DECODE, launch_decode
 from cute_kernels.sparse_mla.select import ungathered
 from tests.sparse_mla.test_decode_launch import DENSE, NO_EXTRA, SMS, Launches, of_rows
 
@@ -28,6 +29,9 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Laun
     combine._key.cache_clear()
 
 
+ROOM = torch.zeros(2**24, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_it_runs_where_it_is_trusted(gpu: Launches, own: bool) -> None:
     with trust.choose(own) as asked:
@@ -36,24 +40,51 @@ def test_it_runs_where_it_is_trusted(gpu: Launches, own: bool) -> None:
             gpu.run(**changes)
     assert [isinstance(key, BlackwellDecodeKey) for key, _ in gpu.decodes] == [own] * 3
     assert [key.second for key, _ in gpu.decodes] == ["listed", "none", "dense"]
-    assert asked == {"sparse_mla_decode"}
+    assert list(asked) == [("sparse_mla_decode", "sparse_mla.blackwell.decode")]
 
 
 def test_blocks_have_64_heads_and_pairs_of_them_128(gpu: Launches) -> None:
-    room = torch.zeros(2**24, dtype=torch.uint8)
     with trust.choose(own=True):
         for heads in (1, 64, 65, 128):
-            gpu.run(**of_rows(2, heads) | {"indices": torch.zeros(2, 1, 640, dtype=torch.int32)}, workspace=room)
+            gpu.run(**of_rows(2, heads) | {"indices": torch.zeros(2, 1, 640, dtype=torch.int32)}, workspace=ROOM)
             key, given = gpu.decodes[-1]
             assert type(key) is (BlackwellDecodeKey if heads <= 64 else BlackwellPairDecodeKey)
             assert given["ctas"] == SMS
-            blocks = schedule.head_blocks(heads)
-            assert given["parts"] == schedule.choose_parts(2, blocks, 10, SMS, schedule.block_heads(heads))
+            blocks = schedule.head_groups(heads)
+            assert given["parts"] == schedule.choose_splits(2, blocks, 10, SMS, schedule.heads_of_group(heads))
+
+
+@pytest.mark.parametrize(
+    ("refused", "runs"),
+    [
+        ((), BlackwellPairDecodeKey),
+        ((BlackwellPairDecodeKey,), BlackwellPairClusterDecodeKey),
+        ((BlackwellPairDecodeKey, BlackwellPairClusterDecodeKey), BlackwellDecodeKey),
+    ],
+)
+def test_a_pair_that_is_not_trusted_leaves_the_kernel_of_one_cta(
+    gpu: Launches, monkeypatch: pytest.MonkeyPatch, refused: tuple[type, ...], runs: type
+) -> None:
+    names = [key.kernel_name for key in refused]
+    monkeypatch.setattr(trust, "is_trusted", lambda op, kernel, index: kernel not in names)
+    gpu.run(**of_rows(2, 128))
+    assert type(gpu.decodes[-1][0]) is runs
+    # 64 heads have no pairs to ask for
+    gpu.run(**of_rows(2, 64))
+    assert type(gpu.decodes[-1][0]) is BlackwellDecodeKey
+
+
+def test_small_grids_cut_rows_as_others_do(gpu: Launches) -> None:
+    with trust.choose(own=True), small_grids(2):
+        gpu.run(**of_rows(2, 128) | {"indices": torch.zeros(2, 1, 640, dtype=torch.int32)}, workspace=ROOM)
+    _, given = gpu.decodes[-1]
+    assert given["ctas"] == 2
+    assert given["parts"] == schedule.choose_splits(2, 2, 10, SMS, 64) > 1
 
 
 def test_parts_are_fp32_and_merged(gpu: Launches) -> None:
     with trust.choose(own=True):
-        gpu.run(split_tokens=64, workspace=torch.zeros(2 * 8 * schedule.PART_BYTES, dtype=torch.uint8))
+        gpu.run(split_tokens=64, workspace=torch.zeros(2 * 8 * schedule.SPLIT_BYTES, dtype=torch.uint8))
     ((key, given),) = gpu.decodes
     assert (key.out_fp32, given["parts"], given["part_tiles"], given["sink"]) == (True, 2, 1, 0)
     assert len(gpu.merges) == 1
@@ -100,7 +131,7 @@ def test_calls_it_does_not_take_are_for_others(gpu: Launches) -> None:
         args = arguments(**changes)
         assert select.why_not_own_decode(DecodeCall(*args.values())).startswith(why)
         with trust.choose(own=True) as asked:
-            decode.launch(*args.values())
+            launch_decode(DecodeCall(*args.values()))
         assert not isinstance(gpu.decodes.pop()[0], BlackwellDecodeKey)
         assert not asked, "a warning would speak of a kernel that could not have run"
 
@@ -108,7 +139,7 @@ def test_calls_it_does_not_take_are_for_others(gpu: Launches) -> None:
 @pytest.mark.parametrize("arch", select.BLACKWELL)
 @pytest.mark.parametrize(("model", "tp"), [("v4-flash", 1), ("v4-flash", 8), ("v4-pro", 1)])
 def test_deployments_have_both_kernels(arch: str, model: str, tp: int) -> None:
-    keys = decode.deployment_keys(MODELS[model], tp, arch)
+    keys = DECODE.deployment_keys(MODELS[model], tp, arch)
     assert len(set(keys)) == len(keys)
     every = {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
     decodes = [key for key in keys if not isinstance(key, combine.CombineKey)]
@@ -118,20 +149,11 @@ def test_deployments_have_both_kernels(arch: str, model: str, tp: int) -> None:
     assert all(isinstance(k, BlackwellPairDecodeKey) == (model == "v4-pro") for k in decodes if "sm100" in k.__module__)
 
 
-@pytest.mark.parametrize("arch", select.BLACKWELL)
-def test_without_pairs_blocks_have_all_heads(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way back if pairs fail on a GPU: docs/bringing_up_a_new_gpu.md."""
-    monkeypatch.setattr(select, "PAIR_ARCHS", ())
-    monkeypatch.setattr(select, "decode_key", select.decode_key.__wrapped__)
-    keys = decode.deployment_keys(MODELS["v4-pro"], 1, arch)
-    assert {type(key) for key in keys if isinstance(key, BlackwellDecodeKey)} == {BlackwellDecodeKey}
-
-
 def test_verify_asks_for_all_kernels_of_pairs(gpu: Launches) -> None:
     with trust.choose(own=True):
         for name, case in verify_cases._DECODE.items():
             if case.heads > 64:
-                decode.launch(*case.example(name).args)
+                launch_decode(DecodeCall(*case.example(name).args))
     asked = {(k.second, k.out_fp32) for k, _ in gpu.decodes if isinstance(k, BlackwellPairDecodeKey)}
     assert asked == {(second, fp32) for second in ("none", "listed", "dense") for fp32 in (False, True)}
 

@@ -17,7 +17,7 @@ from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key
 from cute_kernels.sparse_mla.call import MixedCall
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbMixedKey
-from cute_kernels.sparse_mla.launch import mixed
+from cute_kernels.sparse_mla.launch import MIXED
 from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -171,15 +171,14 @@ def test_odd_calls_are_the_kernels_business(launched: list[Any], changes: dict[s
     ],
 )
 def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, Any], why: str) -> None:
-    supported, reason = mixed.supports(*arguments(**changes).values())
-    assert not supported
+    reason = MIXED.why_not(MixedCall(*arguments(**changes).values()))
     assert reason.startswith(why)
 
 
 def test_the_largest_pool(launched: list[Any]) -> None:
-    assert mixed.supports(*arguments(swa_kv_cache=distant(2**19, 64, 64 * 512)).values()) == (True, "")
+    assert MIXED.why_not(MixedCall(*arguments(swa_kv_cache=distant(2**19, 64, 64 * 512)).values())) == ""
     largest = CODES | {"swa_kv_cache": distant(2**20, 64, 64 * 512, FP8)}
-    assert mixed.supports(*arguments(**largest).values()) == (True, "")
+    assert MIXED.why_not(MixedCall(*arguments(**largest).values())) == ""
 
 
 @pytest.mark.parametrize("changes", [{}, CODES], ids=["bf16", "fp8"])
@@ -201,7 +200,7 @@ def test_blackwells_own_kernels_run_if_they_are_trusted(
     for own in (True, False):
         with trust.choose(own) as asked:
             args = run(**changes)
-        assert asked == {"sparse_mla_mixed"}
+        assert list(asked) == [("sparse_mla_mixed", own_key.kernel_name)]
         assert all(launched[-1][1][name] is args[name] for name in NAMES[:6])
     assert [key for key, _ in launched] == [own_key("sm_103a"), PortableMixedKey("sm_103a", 16, args["kv_format"])]
 

@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.sparse_mla import select
-from cute_kernels.sparse_mla.launch import paged
+from cute_kernels.sparse_mla.call import PagedCall
+from cute_kernels.sparse_mla.launch import PAGED
 from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -121,8 +122,7 @@ def test_a_call_without_rows_launches_nothing(launched: list[Any]) -> None:
     ],
 )
 def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, Any], why: str) -> None:
-    supported, reason = paged.supports(*arguments(**changes).values())
-    assert not supported
+    reason = PAGED.why_not(PagedCall(*arguments(**changes).values()))
     assert reason.startswith(why)
 
 

@@ -19,7 +19,7 @@ from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
 from cute_kernels.sparse_mla.call import PrefillCall
 from cute_kernels.sparse_mla.hopper.prefill import PrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbPrefillKey
-from cute_kernels.sparse_mla.launch import prefill
+from cute_kernels.sparse_mla.launch import PREFILL
 from cute_kernels.sparse_mla.mma_sync.prefill import PortablePrefillKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -101,8 +101,7 @@ def test_odd_calls_are_the_kernels_business(launched: list[Any], changes: dict[s
     ],
 )
 def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, Any], why: str) -> None:
-    supported, reason = prefill.supports(*arguments(**changes).values())
-    assert not supported
+    reason = PREFILL.why_not(PrefillCall(*arguments(**changes).values()))
     assert reason.startswith(why)
 
 
@@ -130,7 +129,7 @@ def test_blackwells_own_kernel_runs_if_it_is_trusted(
     for own in (True, False):
         with trust.choose(own) as asked:
             args = run_on(arch, monkeypatch, 64)
-        assert asked == {"sparse_mla_prefill"}
+        assert list(asked) == [("sparse_mla_prefill", "sparse_mla.blackwell.prefill")]
         assert all(launched[-1][1][name] is args[name] for name in NAMES[:6])
     assert [key for key, _ in launched] == [BlackwellPrefillKey(arch), PortablePrefillKey(arch, 64)]
 

@@ -289,7 +289,8 @@ def test_cost_counts_attended_rows():
     (call,) = recording.calls
     window, entries = 5 * 8, 2 + 1 + 2 + 1 + 2
     assert call.cost.flops == 2 * 3 * (window + entries) * 1024
-    assert call.cost.bytes == window * 584 + entries * 1024 + 2 * (5 * 3 * 512 * 2)
+    # each row moves once: positions 0 to 8 and 10 to 19; entries 0 and 1, and 0, 2, 3 and 4
+    assert call.cost.bytes == (9 + 10) * 584 + (2 + 4) * 1024 + 2 * (5 * 3 * 512 * 2)
 
 
 def test_compile():
@@ -328,7 +329,7 @@ def test_compile():
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_pages_lie_any_distance_apart(more):
-    """Kernels ask for more, and say so in `supports`."""
+    """Kernels ask for more, and say so in `why_not`."""
     want, other = arguments(), arguments()
     for name in ("swa_cache", "compressed_cache"):
         other[name] = model.apart(other[name], other[name][0].numel() + more)

@@ -16,9 +16,10 @@ from cute_kernels import formats
 from cute_kernels.runtime import trust
 from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
+from cute_kernels.sparse_mla.call import PagedCall
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
-from cute_kernels.sparse_mla.launch import paged
+from cute_kernels.sparse_mla.launch import PAGED
 from cute_kernels.sparse_mla.mma_sync.prefill import PortablePagedKey
 from tests.sparse_mla.launches import SMS, Launches, keep_launches, launch
 
@@ -185,8 +186,7 @@ def test_many_rows_stay_whole(launched: list[Any]) -> None:
     ],
 )
 def test_parts_that_are_not_supported(launched: list[Any], changes: dict[str, Any], why: str) -> None:
-    supported, reason = paged.supports(*arguments(**WIDE, **changes).values())
-    assert not supported
+    reason = PAGED.why_not(PagedCall(*arguments(**WIDE, **changes).values()))
     assert reason.startswith(why)
 
 
@@ -202,8 +202,7 @@ def test_parts_that_are_not_supported(launched: list[Any], changes: dict[str, An
     ],
 )
 def test_what_is_not_supported_says_so(launched: list[Any], changes: dict[str, Any], why: str) -> None:
-    supported, reason = paged.supports(*arguments(**changes).values())
-    assert not supported
+    reason = PAGED.why_not(PagedCall(*arguments(**changes).values()))
     assert reason.startswith(why)
 
 
@@ -226,8 +225,8 @@ def test_what_the_portable_kernel_runs(
     launched = keep_launches(monkeypatch, PORTABLE_NAMES)
     # some of these pools lie on no device that the op would take
     args = arguments(**changes)
-    assert paged.supports(*args.values()) == (True, "")
-    paged.launch(*args.values())
+    assert PAGED.why_not(PagedCall(*args.values())) == ""
+    PAGED.launch(PagedCall(*args.values()))
     ((key, given),) = launched
     assert key == PortablePagedKey("sm_90a", 16, "listed", *formats_of_key)
     assert given["topk_indices"] is args["topk_indices"]
@@ -247,7 +246,7 @@ def test_blackwells_own_kernel_runs_if_it_is_trusted(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(select, "arch_of", lambda index: "sm_100a")
         with trust.choose(own) as asked:
             args = run(heads=128)
-        assert asked == {"sparse_mla_prefill_paged"}
+        assert list(asked) == [("sparse_mla_prefill_paged", "sparse_mla.blackwell.prefill_paged")]
         ((key, given),) = launched
         portable = PortablePagedKey("sm_100a", 64, "listed", FMT.id, FMT.id)
         assert key == (BlackwellPagedKey("sm_100a") if own else portable)
@@ -277,13 +276,13 @@ def test_what_cannot_be_gathered_is_the_portable_kernels(
     monkeypatch.setattr(select, "arch_of", lambda index: "sm_100a")
     found: list[str] = []
 
-    def is_own(op: str, device_index: int, why_not: str, real: Any = select.is_own) -> bool:
+    def is_own(op: str, own: Any, device_index: int, why_not: str, real: Any = select.is_own) -> bool:
         found.append(why_not)
-        return bool(real(op, device_index, why_not))
+        return bool(real(op, own, device_index, why_not))
 
     monkeypatch.setattr(select, "is_own", is_own)
     with trust.choose(True) as asked:
-        paged.launch(*arguments(**changes).values())
+        PAGED.launch(PagedCall(*arguments(**changes).values()))
     assert not asked
     assert found == reasons
     assert [key for key, _ in launched] == [PortablePagedKey("sm_100a", 16, "listed", FMT.id, FMT.id)]

@@ -16,7 +16,7 @@ SMS = 132
 
 @given(st.integers(0, 300), st.integers(1, 40))
 def test_balanced_parts_cover_a_row_once(tiles, parts):
-    ranges = [schedule.part_range(tiles, p, parts) for p in range(parts)]
+    ranges = [schedule.split_range(tiles, p, parts) for p in range(parts)]
     assert [t for first, end in ranges for t in range(first, end)] == list(range(tiles))
     sizes = [end - first for first, end in ranges]
     assert max(sizes) - min(sizes) <= 1
@@ -25,21 +25,21 @@ def test_balanced_parts_cover_a_row_once(tiles, parts):
 @given(st.integers(1, 300), st.integers(0, 300), st.integers(1, 9))
 def test_parts_of_a_fixed_size_cover_a_row_once(max_tiles, tiles, size):
     tiles = min(tiles, max_tiles)
-    parts, part_tiles = schedule.fixed_parts(max_tiles, 0, size * schedule.TILE)
+    parts, part_tiles = schedule.fixed_splits(max_tiles, 0, size * schedule.TILE)
     assert part_tiles == size
-    ranges = [schedule.part_range(tiles, p, parts, part_tiles) for p in range(parts)]
+    ranges = [schedule.split_range(tiles, p, parts, part_tiles) for p in range(parts)]
     assert [t for first, end in ranges for t in range(first, end)] == list(range(tiles))
     # where a part begins and ends does not depend on the lists' widths
-    more, _ = schedule.fixed_parts(max_tiles + 77, 0, size * schedule.TILE)
-    longer = [schedule.part_range(tiles, p, more, part_tiles) for p in range(more)]
+    more, _ = schedule.fixed_splits(max_tiles + 77, 0, size * schedule.TILE)
+    longer = [schedule.split_range(tiles, p, more, part_tiles) for p in range(more)]
     assert longer[:parts] == ranges
     assert all(first == end for first, end in longer[parts:])
 
 
 def test_parts_by_number():
-    assert [schedule.fixed_parts(10, n, 0) for n in (1, 3, 10, 11, 500)] == [(1, 0), (3, 0), (10, 0), (10, 0), (10, 0)]
-    assert schedule.fixed_parts(0, 7, 0) == (1, 0)
-    assert schedule.fixed_parts(0, 0, 64) == (1, 1)
+    assert [schedule.fixed_splits(10, n, 0) for n in (1, 3, 10, 11, 500)] == [(1, 0), (3, 0), (10, 0), (10, 0), (10, 0)]
+    assert schedule.fixed_splits(0, 7, 0) == (1, 0)
+    assert schedule.fixed_splits(0, 0, 64) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -47,29 +47,29 @@ def test_parts_by_number():
     [(1, 8, 1), (8, 8, 1), (9, 16, 1), (16, 16, 1), (17, 32, 1), (33, 64, 1), (64, 64, 1), (65, 64, 2), (128, 64, 2)],
 )
 def test_blocks_of_heads(heads, tile, blocks):
-    assert (schedule.block_heads(heads), schedule.head_blocks(heads)) == (tile, blocks)
+    assert (schedule.heads_of_group(heads), schedule.head_groups(heads)) == (tile, blocks)
 
 
 @given(st.integers(0, 400), st.integers(1, 2), st.integers(0, 200), st.integers(1, 40))
 def test_chosen_parts_are_within_their_limits(rows, blocks, tiles, most):
-    parts = schedule.choose_parts(rows, blocks, tiles, SMS, 64, most)
-    assert 1 <= parts <= max(1, min(most, tiles, schedule.MOST_PARTS))
-    assert parts <= schedule.part_limit(rows, blocks, tiles, SMS)
+    parts = schedule.choose_splits(rows, blocks, tiles, SMS, 64, most)
+    assert 1 <= parts <= max(1, min(most, tiles, schedule.MOST_SPLITS))
+    assert parts <= schedule.split_limit(rows, blocks, tiles, SMS)
     assert parts == 1 or rows * blocks * parts <= schedule.MOST_ROUNDS * SMS
 
 
 def test_what_is_chosen():
     """A row on its own is split as far as a merge takes little time, a batch that fills the GPU not at all."""
-    assert schedule.choose_parts(1, 1, 10, SMS) == 5
-    assert schedule.choose_parts(1, 1, 3, SMS) == 1  # two tiles take less than a merge
-    assert schedule.choose_parts(SMS, 1, 10, SMS) == 1
-    assert schedule.choose_parts(SMS // 2, 2, 18, SMS) == 1
-    assert 1 < schedule.choose_parts(8, 1, 10, SMS) <= 10
-    assert schedule.choose_parts(4, 1, 1000, SMS) == schedule.MOST_PARTS
+    assert schedule.choose_splits(1, 1, 10, SMS) == 5
+    assert schedule.choose_splits(1, 1, 3, SMS) == 1  # two tiles take less than a merge
+    assert schedule.choose_splits(SMS, 1, 10, SMS) == 1
+    assert schedule.choose_splits(SMS // 2, 2, 18, SMS) == 1
+    assert 1 < schedule.choose_splits(8, 1, 10, SMS) <= 10
+    assert schedule.choose_splits(4, 1, 1000, SMS) == schedule.MOST_SPLITS
     # a longer list is worth more parts, a larger batch fewer
-    by_tiles = [schedule.choose_parts(8, 1, tiles, SMS) for tiles in (2, 10, 18, 130)]
+    by_tiles = [schedule.choose_splits(8, 1, tiles, SMS) for tiles in (2, 10, 18, 130)]
     assert by_tiles == sorted(by_tiles)
-    by_rows = [schedule.choose_parts(rows, 1, 18, SMS) for rows in (1, 4, 16, 64, 132)]
+    by_rows = [schedule.choose_splits(rows, 1, 18, SMS) for rows in (1, 4, 16, 64, 132)]
     assert by_rows == sorted(by_rows, reverse=True)
 
 
@@ -81,10 +81,10 @@ def test_a_workspace_holds_what_smaller_calls_choose(rows, more, heads, tiles, m
     split_tokens = 0 if number else size * schedule.TILE
     room = schedule.workspace_bytes(rows + more, heads, tiles + more_tiles, number, split_tokens, SMS)
     if number or split_tokens:
-        parts, _ = schedule.fixed_parts(tiles, number, split_tokens)
+        parts, _ = schedule.fixed_splits(tiles, number, split_tokens)
     else:
-        blocks = schedule.head_blocks(heads)
-        parts = schedule.choose_parts(rows, blocks, tiles, SMS, schedule.block_heads(heads), most)
+        blocks = schedule.head_groups(heads)
+        parts = schedule.choose_splits(rows, blocks, tiles, SMS, schedule.heads_of_group(heads), most)
     assert not schedule.goes_through_workspace(parts, split_tokens) or parts * rows * heads * (512 * 4 + 4) <= room
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from cute_kernels.dsl.ptx.arithmetic import *
 from cute_kernels.dsl.ptx.asynchronous import *
 from cute_kernels.dsl.ptx.global_memory import *
-from cute_kernels.dsl.ptx.inline import *
 from cute_kernels.dsl.ptx.narrow import *
 from cute_kernels.dsl.ptx.registers import *
 from cute_kernels.dsl.ptx.shared_memory import *

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass import Float32, Float64, Int32, Int64, Uint32
-
-from cute_kernels.dsl.ptx.inline import inline_ptx
+from cutlass.cute.arch import inline_ptx
+from cutlass.cutlass_dsl import CuTeDSL
 
 
 def permute_bytes(a: Any, b: Any, selector: Any) -> Any:
@@ -139,6 +139,17 @@ def fma_f32x2(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
     )
 
 
+def twice_relu_f32x2(pair: Any) -> tuple[Any, Any]:
+    """sm_100a and up. x + |x| of two numbers: twice relu of it, exactly, from -fp32's largest number up to 2^127. -inf
+    gives NaN, larger numbers infinity; NaN stays NaN."""
+    return inline_ptx(
+        "{ .reg .f32 l, h; .reg .b64 a, b; abs.f32 l, {$r0}; abs.f32 h, {$r1}; mov.b64 a, {{$r0}, {$r1}}; "
+        "mov.b64 b, {l, h}; add.rn.f32x2 a, a, b; mov.b64 {{$w0}, {$w1}}, a; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[Float32(number) for number in pair],
+    )
+
+
 def div_rn(a: Any, b: Any) -> Any:
     """sm_70 and up. a / b, nearest even: a dozen instructions."""
     return _binary_f32("div.rn", a, b)
@@ -187,8 +198,35 @@ def max_s64(a: Any, b: Any) -> Any:
     return inline_ptx("max.s64 {$w0}, {$r0}, {$r1};", write_only_types=[Int64], read_only_args=[Int64(a), Int64(b)])
 
 
+E4M3_ARCH, MAGNITUDE_ARCH = 89, 86
+"""First architectures that convert e4m3, and that compare magnitudes. Before, a few instructions do the same."""
+
+
+def compiled_for() -> int:
+    """90 of sm_90a: the architecture that is compiled for."""
+    arch = CuTeDSL._get_dsl().get_arch_enum()
+    return int(arch.major) * 10 + int(arch.minor)
+
+
+def _e4m3(value: Any) -> Any:
+    """sm_80 and up. fp32 as an e4m3 code, as e4m3x4 does it: the largest magnitude first, then numbers that have an
+    exponent in e4m3, rounded as integers, and smaller ones, rounded by adding 2^14, whose last bit is theirs."""
+    return inline_ptx(
+        "{ .reg .pred small, nan; .reg .b32 m, n, t; .reg .f32 f; and.b32 m, {$r0}, 0x7FFFFFFF; "
+        "setp.gt.u32 nan, m, 0x7F800000; min.u32 m, m, 0x43E00000; setp.lt.u32 small, m, 0x3C800000; "
+        "shr.u32 n, m, 20; and.b32 n, n, 1; add.u32 n, n, m; add.u32 n, n, 0xC407FFFF; shr.u32 n, n, 20; "
+        "and.b32 n, n, 0x7F; mov.b32 f, m; add.rn.f32 f, f, 0f46800000; mov.b32 t, f; sub.u32 t, t, 0x46800000; "
+        "selp.b32 n, t, n, small; shr.u32 t, {$r0}, 24; and.b32 t, t, 0x80; or.b32 n, n, t; "
+        "selp.b32 {$w0}, 0x7F, n, nan; }",
+        write_only_types=[Int32],
+        read_only_args=[Float32(value).bitcast(Int32)],
+    )
+
+
 def e4m3x4(a: Any, b: Any, c: Any, d: Any) -> Any:
-    """sm_89 and up. Four fp32 as e4m3 codes, `a` in the lowest byte: nearest even, saturating at 448."""
+    """sm_80 and up. Four fp32 as e4m3 codes, `a` in the lowest byte: nearest even, saturating at 448; NaN is 0x7F."""
+    if compiled_for() < E4M3_ARCH:
+        return _e4m3(a) | (_e4m3(b) << 8) | (_e4m3(c) << 16) | (_e4m3(d) << 24)
     return inline_ptx(
         "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, {$r1}, {$r0}; "
         "cvt.rn.satfinite.e4m3x2.f32 hi, {$r3}, {$r2}; mov.b32 {$w0}, {lo, hi}; }",
@@ -205,6 +243,15 @@ def floats_of_e4m3x4(codes: Any) -> tuple[Any, Any, Any, Any]:
         "cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; cvt.f32.f16 {$w2}, c; cvt.f32.f16 {$w3}, d; }",
         write_only_types=[Float32, Float32, Float32, Float32],
         read_only_args=[codes],
+    )
+
+
+def floats_of_f16x2(pair: Any) -> tuple[Any, Any]:
+    """sm_70 and up. The halves of a word, two f16, as fp32, the low one first."""
+    return inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[pair],
     )
 
 
@@ -231,22 +278,29 @@ def f16x2(low: Any, high: Any) -> Any:
     )
 
 
-def _magnitude_f16x2(instruction: str, pair: Any, other: int) -> Any:
+def of_magnitude(instruction: str, kind: str, pair: Any, other: int) -> Any:
+    """sm_80 and up. max or min of the magnitudes of a pair's halves, of that kind, and of those of `other`, which are
+    >= 0; signs stay, and NaN gives `other`."""
+    if compiled_for() < MAGNITUDE_ARCH:
+        body = f"and.b32 m, {{$r0}}, 0x7FFF7FFF; {instruction}.{kind} m, m, other; and.b32 s, {{$r0}}, 0x80008000; "
+        body = f".reg .b32 m, s; mov.b32 other, {other}; {body}or.b32 {{$w0}}, m, s;"
+    else:
+        body = f"mov.b32 other, {other}; {instruction}.xorsign.abs.{kind} {{$w0}}, {{$r0}}, other;"
     return inline_ptx(
-        f"{{ .reg .b32 other; mov.b32 other, {other}; {instruction}.xorsign.abs.f16x2 {{$w0}}, {{$r0}}, other; }}",
+        f"{{ .reg .b32 other; {body} }}",
         write_only_types=[Int32],
         read_only_args=[pair],
     )
 
 
 def max_magnitude_f16x2(pair: Any, least: int) -> Any:
-    """sm_86 and up. Halves of at least the magnitude of `least`, two f16 >= 0; signs stay, NaN gives `least`."""
-    return _magnitude_f16x2("max", pair, least)
+    """sm_80 and up. Halves of at least the magnitude of `least`, two f16 >= 0; signs stay, NaN gives `least`."""
+    return of_magnitude("max", "f16x2", pair, least)
 
 
 def min_magnitude_f16x2(pair: Any, most: int) -> Any:
-    """sm_86 and up. Halves of at most the magnitude of `most`, two f16 >= 0; signs stay, NaN gives `most`."""
-    return _magnitude_f16x2("min", pair, most)
+    """sm_80 and up. Halves of at most the magnitude of `most`, two f16 >= 0; signs stay, NaN gives `most`."""
+    return of_magnitude("min", "f16x2", pair, most)
 
 
 LOG2_E = 1.4426950408889634

@@ -8,8 +8,7 @@ from typing import Any
 from cutlass import AddressSpace, Int8, Int32, Int64
 from cutlass._mlir.dialects import cute as cute_dialect
 from cutlass._mlir.dialects import cute_nvgpu
-
-from cute_kernels.dsl.ptx.inline import inline_ptx
+from cutlass.cute.arch import inline_ptx
 
 _dialect: Any = cute_dialect
 

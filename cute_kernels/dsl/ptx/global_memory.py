@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass import Float32, Int32, Int64
-
-from cute_kernels.dsl.ptx.inline import inline_ptx
+from cutlass.cute.arch import inline_ptx
 
 
 def load_global_128(address: Any) -> tuple[Any, Any, Any, Any]:

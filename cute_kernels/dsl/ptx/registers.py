@@ -7,9 +7,8 @@ from typing import Any
 
 from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
+from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import T
-
-from cute_kernels.dsl.ptx.inline import inline_ptx
 
 
 def pair(low: Any, high: Any) -> Any:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass import Float32, Int32
-
-from cute_kernels.dsl.ptx.inline import inline_ptx
+from cutlass.cute.arch import inline_ptx
 
 
 def append_where_at_least(address: Any, a: Any, b: Any, word: Any) -> Any:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass import Int32, Int64
+from cutlass.cute.arch import inline_ptx
 
 from cute_kernels.dsl.ptx.asynchronous import READ_ONCE
-from cute_kernels.dsl.ptx.inline import inline_ptx
 
 PAIR_LEADER = 0xFEFFFFFF
 """Without the lowest bit of the block's number in its cluster, which is bit 24 of a shared address."""
@@ -115,11 +115,22 @@ def wait_mbarrier_cluster(address: Any, phase: Any) -> None:
     )
 
 
-def arrive_cluster(barrier: Any) -> None:
-    """sm_90 and up. Arrive on an mbarrier of any block of the cluster, the address from map_shared. Its scope is the
-    block's: what threads of the block have read of their own shared memory is over, but what they wrote need not be
-    seen elsewhere (that would wait for global memory, too)."""
-    inline_ptx("mbarrier.arrive.release.cta.shared::cluster.b64 _, [{$r0}];", read_only_args=[Int32(barrier)])
+def test_mbarrier_cluster(address: Any, phase: Any) -> Any:
+    """sm_90 and up. As test_mbarrier; if it is complete, what threads of the cluster's other blocks did before they
+    arrived is seen."""
+    return inline_ptx(
+        "{ .reg .pred done; mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1}; "
+        "selp.b32 {$w0}, 1, 0, done; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(address), Int32(phase)],
+    )
+
+
+def arrive_cluster(barrier: Any, scope: str = "cta") -> None:
+    """sm_90 and up. Arrive on an mbarrier of any block of the cluster, the address from map_shared. With the block's
+    scope what threads of the block have read of their own shared memory is over, but what they wrote need not be seen
+    elsewhere; with that of the cluster it is, which waits for global memory, too. scope: cta or cluster"""
+    inline_ptx(f"mbarrier.arrive.release.{scope}.shared::cluster.b64 _, [{{$r0}}];", read_only_args=[Int32(barrier)])
 
 
 def expect_bytes(barrier: Any, size: Any) -> None:

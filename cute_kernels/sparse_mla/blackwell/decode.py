@@ -43,17 +43,26 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import barriers, ptx, tensor_maps, umma
+from cute_kernels.dsl import barriers, ptx, umma
 from cute_kernels.dsl.convert import bf16_pairs_of_e4m3x4
 from cute_kernels.dsl.reduce import pairwise
-from cute_kernels.dsl.tensor import length, stride_bytes
+from cute_kernels.dsl.tensor import gathered_rows, length, stride_bytes
 from cute_kernels.dsl.umma import Operand
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.work import Shape, Work
-from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
-from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler
-from cute_kernels.sparse_mla.schedule import BLOCK_HEADS, TILE
-from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
+from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
+from cute_kernels.sparse_mla.params import (
+    EXTRA,
+    NEG_MAX,
+    RESCALE_THRESHOLD,
+    IndexList,
+    KVCache,
+    Output,
+    Query,
+    TileScheduler,
+    out_scale_of,
+)
+from cute_kernels.sparse_mla.schedule import GROUP_HEADS, TILE
 
 # ---- config
 
@@ -67,7 +76,7 @@ SECOND = 8
 BLOCKS = 1
 """That share a work tile."""
 
-HEADS = BLOCK_HEADS[-1]
+HEADS = GROUP_HEADS[-1]
 """Of a CTA: what products take. Rows of heads that nobody has are computed and not stored."""
 
 SLABS = HEAD_DIM // SLAB
@@ -77,7 +86,7 @@ LAST_SLAB = SLABS - 1
 STAGE_BYTES = SLABS * SLAB_BYTES
 STAGES = 2
 
-RAWS = 2
+FP8_STAGES = 2
 """Tiles whose codes are on their way from memory."""
 
 RAW_BYTES = KEYS * NOPE_DIM
@@ -150,7 +159,7 @@ def smem_parts() -> dict[str, int]:
         "kv": STAGES * STAGE_BYTES,
         "q": (SLABS - Q_SLABS) * SLAB_BYTES,
         "p": BUFFERS * SLAB_BYTES,
-        "raw": RAWS * RAW_BYTES,
+        "raw": FP8_STAGES * RAW_BYTES,
         "rows": SLOTS * KEYS * 4,
         "scales": SLOTS * KEYS * FP8_DS_MLA.scale_bytes,
         "heading": SLOTS * HEADING,
@@ -162,7 +171,7 @@ def smem_parts() -> dict[str, int]:
 HEADING = 16
 """Bytes of a heading: marks, work tile, and which of keys 0 to 31 and 32 to 63 are there."""
 
-RINGS = {"headings": SLOTS, "raws": RAWS, "stages": STAGES}
+RINGS = {"headings": SLOTS, "fp8": FP8_STAGES, "stages": STAGES}
 
 
 def barriers_of(rings: dict[str, int]) -> int:
@@ -311,7 +320,7 @@ class Bars:
 
     headings   full: the index loader has stored a tile's heading and row numbers. empty: the warps of all other roles
                are done with them, and the dequantizers with the scales
-    raws       full: all bytes of a tile's codes are there. empty: dequantizer warps have loaded them
+    fp8        full: all bytes of a tile's codes are there. empty: dequantizer warps have loaded them
     stages     full: dequantizer warps have stored a tile, and all bytes of its rotary columns are there. empty: P V of
                it is done, and so S before
     scales     of each slot: all bytes of a tile's scales are there
@@ -322,7 +331,7 @@ class Bars:
     """
 
     headings: barriers.Ring
-    raws: barriers.Ring
+    fp8: barriers.Ring
     stages: barriers.Ring
     scales: Any
     sums: Any
@@ -342,7 +351,7 @@ class Bars:
         """By one thread; all blocks synchronize afterwards. readers: of headings"""
         warps = 4 * self.blocks
         self.headings.initialize(1, readers)
-        self.raws.initialize(1, 4)
+        self.fp8.initialize(1, 4)
         # the dequantizer's warps, and one thread that expects rotary columns
         self.stages.initialize(warps + 1, 1)
         rest = (self.scales, self.depths["headings"], 32), (self.sums, BUFFERS, 1)
@@ -372,13 +381,13 @@ ROPE_BYTES = KEYS * SLAB * 2
 # ---- producer: index loader and KV loaders
 
 LIST, COLUMN, LIST_END, NEXT_COLUMN, NEXT_END, BATCH, TOKEN, WORDS = range(8)
-"""Of a walk: which list the tile is of, its first column, the end of the work tile's columns in that list; the same two
-of the second list, while the walk is in the first; the work tile's batch and token."""
+"""Of a cursor: which list the tile is of, its first column, the end of the work tile's columns in that list; the same
+two of the second list, while the cursor is in the first; the work tile's batch and token."""
 
 
 @dataclass(frozen=True)
 class IndexLoader:
-    """A walk over the tiles of a CTA's work tiles, by a warp. Behind the last work tile comes one tile marked END.
+    """A warp goes through the KV tiles of a CTA's work tiles. Behind the last work tile comes one tile marked END.
     Lane i has keys i and 32 + i.
 
     caches, lists   two of each
@@ -395,63 +404,63 @@ class IndexLoader:
     @cute.jit
     def run(self, lane: Any, bars: Bars, at: Smem) -> None:
         """Tell of every tile."""
-        walk, asked = (cute.make_rmem_tensor((count,), Int32) for count in (WORDS, 2))
+        cursor, asked = (cute.make_rmem_tensor((count,), Int32) for count in (WORDS, 2))
         work_tile = self.scheduler.first
-        self.enter(walk, work_tile, lane)
-        self.load_index(walk, asked, lane)
+        self.enter(cursor, work_tile, lane)
+        self.load_index(cursor, asked, lane)
         tile, mark, is_first = Int32(0), Int32(0), Int32(FIRST)
         while mark & END == 0:
-            is_last = self.is_last(walk)
-            mark = is_first | (Int32(LAST) if is_last else Int32(0)) | walk[LIST] * SECOND
+            is_last = self.is_last(cursor)
+            mark = is_first | (Int32(LAST) if is_last else Int32(0)) | cursor[LIST] * SECOND
             if work_tile >= self.scheduler.end:
                 mark = Int32(END)
             heading = mark, work_tile
             is_first = Int32(FIRST) if is_last else Int32(0)
-            rows, scales, is_there = self.resolve_row(walk, asked, lane)
+            rows, scales, is_there = self.resolve_row(cursor, asked, lane)
             if is_last:
                 work_tile = work_tile + self.scheduler.step
-                self.enter(walk, work_tile, lane)
+                self.enter(cursor, work_tile, lane)
             else:
-                self.step(walk)
+                self.step(cursor)
             # on their way while this tile is told of
-            self.load_index(walk, asked, lane)
+            self.load_index(cursor, asked, lane)
             self.publish(heading, rows, scales, is_there, tile, lane, bars, at)
             tile = tile + 1
 
     @cute.jit
-    def is_last(self, walk: Any) -> Any:
+    def is_last(self, cursor: Any) -> Any:
         """Whether no tile of the work tile comes behind this one."""
-        return walk[COLUMN] + KEYS >= walk[LIST_END] and walk[NEXT_COLUMN] >= walk[NEXT_END]
+        return cursor[COLUMN] + KEYS >= cursor[LIST_END] and cursor[NEXT_COLUMN] >= cursor[NEXT_END]
 
     @cute.jit
-    def step(self, walk: Any) -> None:
+    def step(self, cursor: Any) -> None:
         """To the work tile's next tile."""
-        walk[COLUMN] = walk[COLUMN] + KEYS
-        if walk[COLUMN] >= walk[LIST_END]:
-            self.go_to_second(walk)
+        cursor[COLUMN] = cursor[COLUMN] + KEYS
+        if cursor[COLUMN] >= cursor[LIST_END]:
+            self.go_to_second(cursor)
 
     @cute.jit
-    def go_to_second(self, walk: Any) -> None:
-        walk[LIST] = Int32(1)
-        walk[COLUMN] = walk[NEXT_COLUMN]
-        walk[LIST_END] = walk[NEXT_END]
-        walk[NEXT_END] = Int32(0)
+    def go_to_second(self, cursor: Any) -> None:
+        cursor[LIST] = Int32(1)
+        cursor[COLUMN] = cursor[NEXT_COLUMN]
+        cursor[LIST_END] = cursor[NEXT_END]
+        cursor[NEXT_END] = Int32(0)
 
     @cute.jit
-    def enter(self, walk: Any, work_tile: Any, lane: Any) -> None:
+    def enter(self, cursor: Any, work_tile: Any, lane: Any) -> None:
         """To a work tile's first tile. One that attends to nothing has a tile without keys."""
-        walk.fill(0)
+        cursor.fill(0)
         if work_tile < self.scheduler.end:
             batch, token, split_idx, head_group = self.scheduler.coords(work_tile)
             used, used_second = self.lists[0].live(batch, token), Int32(0)
             if const_expr(self.second != "none"):
                 used_second = self.lists[1].live(batch, token)
             self.prefetch_queries(batch, token, head_group, lane)
-            walk[BATCH], walk[TOKEN] = batch, token
+            cursor[BATCH], cursor[TOKEN] = batch, token
             columns = self.scheduler.columns(split_idx, used, used_second)
-            walk[COLUMN], walk[LIST_END], walk[NEXT_COLUMN], walk[NEXT_END] = columns
-            if walk[COLUMN] >= walk[LIST_END] and walk[NEXT_COLUMN] < walk[NEXT_END]:
-                self.go_to_second(walk)
+            cursor[COLUMN], cursor[LIST_END], cursor[NEXT_COLUMN], cursor[NEXT_END] = columns
+            if cursor[COLUMN] >= cursor[LIST_END] and cursor[NEXT_COLUMN] < cursor[NEXT_END]:
+                self.go_to_second(cursor)
             self.prefetch_lists(work_tile + self.scheduler.step, lane)
 
     @cute.jit
@@ -477,22 +486,22 @@ class IndexLoader:
                 ptx.prefetch_l2(lists.lengths + offset * 4, lists.lengths != 0 and lane == 0)
 
     @cute.jit
-    def load_index(self, walk: Any, asked: Any, lane: Any) -> None:
+    def load_index(self, cursor: Any, asked: Any, lane: Any) -> None:
         """Load the indices of the lane's keys, of a dense list their pages; -1 where there is none."""
-        row = self.lists[0].row(walk[BATCH], walk[TOKEN])
+        row = self.lists[0].row(cursor[BATCH], cursor[TOKEN])
         if const_expr(self.second != "none"):
-            second = self.lists[1].row(walk[BATCH], walk[TOKEN])
-            row = row if walk[LIST] == 0 else second
+            second = self.lists[1].row(cursor[BATCH], cursor[TOKEN])
+            row = row if cursor[LIST] == 0 else second
         for half in range_constexpr(2):
-            column = walk[COLUMN] + 32 * half + lane
+            column = cursor[COLUMN] + 32 * half + lane
             place = column
             if const_expr(self.second == "dense"):
                 page, _ = divmod(column, self.caches[1].rows)
-                place = column if walk[LIST] == 0 else page
-            asked[half] = ptx.load_global_s32_where(column < walk[LIST_END], row + Int64(place) * 4)
+                place = column if cursor[LIST] == 0 else page
+            asked[half] = ptx.load_global_s32_where(column < cursor[LIST_END], row + Int64(place) * 4)
 
     @cute.jit
-    def resolve_row(self, walk: Any, asked: Any, lane: Any) -> tuple[Any, Any, Any]:
+    def resolve_row(self, cursor: Any, asked: Any, lane: Any) -> tuple[Any, Any, Any]:
         """Of the lane's keys: numbers of their rows or -1, addresses of their scales, whether they are there."""
         rows, scales, is_there = [], [], []
         for half in range_constexpr(2):
@@ -502,10 +511,10 @@ class IndexLoader:
             page, inside = divmod(known, cache.rows)
             base, stride, pages, page_rows = cache.base, cache.page_stride, cache.pages, cache.rows.divisor
             if const_expr(self.second != "none"):
-                is_first, other = walk[LIST] == 0, self.caches[1]
+                is_first, other = cursor[LIST] == 0, self.caches[1]
                 if const_expr(self.second == "dense"):
                     second_page = known
-                    _, second_inside = divmod(walk[COLUMN] + 32 * half + lane, other.rows)
+                    _, second_inside = divmod(cursor[COLUMN] + 32 * half + lane, other.rows)
                 else:
                     second_page, second_inside = divmod(known, other.rows)
                 page, inside = (page if is_first else second_page), (inside if is_first else second_inside)
@@ -564,7 +573,7 @@ class KVLoader:
 
         maps   tensor maps of both caches
         """
-        ring = bars.stages if self.is_rope else bars.raws
+        ring = bars.stages if self.is_rope else bars.fp8
         for source in maps:
             ptx.prefetch_tensor_map(source)
         tile, mark = Int32(0), Int32(0)
@@ -620,13 +629,13 @@ class Dequantizer:
         row, member = thread // 4, thread % 4
         tile, mark = Int32(0), Int32(0)
         while mark & END == 0:
-            slots, raws, stages = bars.headings.stages, bars.raws.stages, bars.stages.stages
-            slot, raw, stage = tile % slots, tile % raws, tile % stages
+            slots, fp8_stages, stages = bars.headings.stages, bars.fp8.stages, bars.stages.stages
+            slot, raw, stage = tile % slots, tile % fp8_stages, tile % stages
             mark = marks(slot, tile, bars, at)
             if mark & END == 0:
                 ptx.wait_mbarrier((bars.scales + slot).toint(), tile // slots & 1)
                 scales = self.load_scales(at.scales + (slot * KEYS + row) * SCALE_BYTES)
-                bars.raws.wait_full(raw, tile // raws & 1)
+                bars.fp8.wait_full(raw, tile // fp8_stages & 1)
                 bars.stages.wait_empty(stage, tile // stages & 1)
                 self.convert_rows(raw, stage, row, member, scales, at)
                 # whoever lets tensor cores read what is stored fences; no loads from memory are in flight to wait for
@@ -634,7 +643,7 @@ class Dequantizer:
                 cute.arch.sync_warp()
                 if thread % 32 == 0:
                     bars.arrive(bars.stages.full(stage))
-                    cute.arch.mbarrier_arrive(bars.raws.empty(raw))
+                    cute.arch.mbarrier_arrive(bars.fp8.empty(raw))
                     cute.arch.mbarrier_arrive(bars.headings.empty(slot))
             tile = tile + 1
 
@@ -1037,7 +1046,7 @@ class Softmax:
 
 
 class DecodeKernel:
-    """Entry point: see decode_args.
+    """Entry point: see kernel_args (decode).
 
     plan, barriers   which sizes and addresses its roles agree on, and their barriers
     roles            of all warps but the index loader's
@@ -1129,6 +1138,9 @@ class DecodeKernel:
         bars = self.barriers.allocate(smem)
         if thread == 0:
             bars.initialize()
+        if const_expr(self.plan.BLOCKS > 1):
+            # a pair's allocation wants both CTAs to be running
+            self.synchronize()
         if warp == MMA_WARP:
             # all of it, so it begins at address 0
             ptx.allocate_tensor_memory(at.tensor_memory, ptx.COLUMNS, self.plan.BLOCKS)
@@ -1179,20 +1191,20 @@ def rows_of(cache: cute.Tensor) -> Any:
 def codes_copy(cache: cute.Tensor, codes: int = NOPE_DIM) -> Any:
     """Of so many of a row's codes, as words, one row after the other."""
     stride, width = ROW_BYTES // WORD, NOPE_DIM // WORD
-    return tensor_maps.gathered_rows(cache.iterator, Int32, rows_of(cache), codes // WORD, stride, width=width)
+    return gathered_rows(cache.iterator, Int32, rows_of(cache), codes // WORD, stride, width=width)
 
 
 def rope_copy(cache: cute.Tensor) -> Any:
     """Of the rotary columns, as tensor cores want them."""
     start: Any = cache.iterator
-    return tensor_maps.gathered_rows(start + NOPE_DIM, BFloat16, rows_of(cache), SLAB, ROW_BYTES // 2, swizzle=128)
+    return gathered_rows(start + NOPE_DIM, BFloat16, rows_of(cache), SLAB, ROW_BYTES // 2, swizzle=128)
 
 
 # ---- key
 
 
 @dataclass(frozen=True)
-class BlackwellDecodeKey(ItemKey):
+class BlackwellDecodeKey(DecodeKernelKey):
     """What distinguishes one compiled kernel from another. Both caches are fp8_ds_mla, whose pages a gathering copy can
     address; any number of heads.
 
@@ -1217,7 +1229,7 @@ class BlackwellDecodeKey(ItemKey):
         return "tcgen05.mma", "tcgen05.ld", "tma.gather4", "cp.async", "ex2", "mbarrier", "st.global.128"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return DecodeKernel(self), fake_arguments(self.out_fp32)
+        return DecodeKernel(self), fake_decode(self.out_fp32)
 
 
 # ---- what a tile takes
@@ -1256,7 +1268,7 @@ def work() -> tuple[Work, ...]:
             flops=products,
             shapes=shapes(HEADS),
             # instructions of a warp of each, which share a scheduler. CUDA 12's assembler moves the bits of codes;
-            # that of CUDA 13 converts them in 325
+            # that of CUDA 13.2 converts them in 325
             threads={"codes to bf16": 780, "softmax": 290, "all else": 60},
         ),
     )

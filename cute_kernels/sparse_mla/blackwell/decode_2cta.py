@@ -56,7 +56,7 @@ from cute_kernels.sparse_mla.blackwell.decode import (
     Step,
     chunk_offset,
 )
-from cute_kernels.sparse_mla.decode_args import fake_arguments
+from cute_kernels.sparse_mla.kernel_args import fake_decode
 from cute_kernels.sparse_mla.params import Query, TileScheduler
 
 # ---- config
@@ -71,7 +71,7 @@ SLABS = SIDE // SLAB
 STAGE_BYTES = SLABS * SLAB_BYTES
 STAGES = 4
 
-RAWS = 3
+FP8_STAGES = 3
 """Tiles whose codes are on their way from memory."""
 
 CODES = SIDE
@@ -108,14 +108,14 @@ def smem_parts() -> dict[str, int]:
     return single.smem_parts() | {
         "kv": STAGES * STAGE_BYTES,
         "q": 2 * TRADE_BYTES,
-        "raw": RAWS * RAW_BYTES,
+        "raw": FP8_STAGES * RAW_BYTES,
         "rows": SLOTS * KEYS * 4,
         "scales": SLOTS * KEYS * FP8_DS_MLA.scale_bytes,
         "heading": SLOTS * HEADING,
     }
 
 
-RINGS = {"headings": SLOTS, "raws": RAWS, "stages": STAGES}
+RINGS = {"headings": SLOTS, "fp8": FP8_STAGES, "stages": STAGES}
 BARRIERS = single.barriers_of(RINGS)
 
 
@@ -231,6 +231,13 @@ class BarsOf2(Bars):
         ptx.commit_tensor_multicast(barrier.toint(), (1 << BLOCKS) - 1)
 
 
+class ClusterReleaseBarsOf2(BarsOf2):
+    """Arrivals release to the cluster, not to their CTA alone."""
+
+    def arrive(self, barrier: Any) -> None:
+        ptx.arrive_cluster(ptx.pair_leader(barrier.toint()), "cluster")
+
+
 # ---- producer
 
 
@@ -304,23 +311,32 @@ FOUR = PAIR_THREADS * 16
 """Bytes from four scores of a thread to the next four."""
 
 
+def trade_scores(column: Any, thread: Any, trade_at: Any, meet: Callable[[], None]) -> tuple[Any, ...]:
+    """A thread's scores: of its lane's parts of S, from a column of tensor memory on, it gives those of the other
+    warp's keys away, and adds what it gets to the others. By the warps that share heads.
+
+    trade_at   where pairs of warps trade
+    meet       waits for the other warp
+    """
+    pair, half, lane = thread // 32 % 2, thread // HEADS, thread % 32
+    given = ptx.load_tensor_memory(column + (half ^ 1) * KEPT, KEPT)
+    given_at = trade_at + trade_offset(pair, half, lane)
+    for i in range(0, KEPT, 4):
+        words = [value.bitcast(Int32) for value in given[i : i + 4]]
+        ptx.store_shared_128(given_at + i // 4 * FOUR, words)
+    kept = ptx.load_tensor_memory(column + half * KEPT, KEPT)
+    meet()
+    others_at = trade_at + trade_offset(pair, half ^ 1, lane)
+    got = [word for i in range(0, KEPT, 4) for word in ptx.load_shared_128(others_at, offset=i // 4 * FOUR)]
+    return tuple(mine + word.bitcast(Float32) for mine, word in zip(kept, got, strict=True))
+
+
 class SoftmaxOf2(Softmax):
     plan = TwoCtas
 
     def load_scores(self, buffer: Any, thread: Any, lanes: Any, at: Smem) -> tuple[Any, ...]:
         """The place is free: of the tile before the other warp has used what it got, before it told its maxima."""
-        first = lanes + S_COLUMN + buffer * S_COLUMNS
-        pair, half, lane = thread // 32 % 2, thread // HEADS, thread % 32
-        given = ptx.load_tensor_memory(first + (half ^ 1) * KEPT, KEPT)
-        given_at = at.q + trade_offset(pair, half, lane)
-        for i in range(0, KEPT, 4):
-            words = [value.bitcast(Int32) for value in given[i : i + 4]]
-            ptx.store_shared_128(given_at + i // 4 * FOUR, words)
-        kept = ptx.load_tensor_memory(first + half * KEPT, KEPT)
-        self.pair_barrier(thread)
-        others_at = at.q + trade_offset(pair, half ^ 1, lane)
-        got = [word for i in range(0, KEPT, 4) for word in ptx.load_shared_128(others_at, offset=i // 4 * FOUR)]
-        return tuple(mine + word.bitcast(Float32) for mine, word in zip(kept, got, strict=True))
+        return trade_scores(lanes + S_COLUMN + buffer * S_COLUMNS, thread, at.q, lambda: self.pair_barrier(thread))
 
     @cute.jit
     def load_queries(
@@ -398,7 +414,22 @@ class BlackwellPairDecodeKey(BlackwellDecodeKey):
         return smem_bytes()
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return Decode2CtaKernel(self), fake_arguments(self.out_fp32)
+        return Decode2CtaKernel(self), fake_decode(self.out_fp32)
+
+
+class ClusterReleaseKernel(Decode2CtaKernel):
+    name = "sparse_mla_decode_blackwell_pair_cluster_release"
+    barriers = ClusterReleaseBarsOf2
+
+
+@dataclass(frozen=True)
+class BlackwellPairClusterDecodeKey(BlackwellPairDecodeKey):
+    """As BlackwellPairDecodeKey, with arrivals that release to the cluster: what runs if only that is enough."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.blackwell.decode_2cta_cluster_release"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return ClusterReleaseKernel(self), fake_decode(self.out_fp32)
 
 
 # ---- what a tile takes

@@ -34,7 +34,7 @@ from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.work import Work
-from cute_kernels.sparse_mla import prefill_args
+from cute_kernels.sparse_mla import kernel_args
 from cute_kernels.sparse_mla.blackwell.decode import KEYS, Q_SLABS, SLAB, SLAB_BYTES, SLABS, STAGE_BYTES
 from cute_kernels.sparse_mla.blackwell.prefill import (
     BUFFERS,
@@ -179,7 +179,9 @@ class CodesLoader(KVLoader):
         return self.bars.raw, self.smem.raw
 
     @cute.jit
-    def copy_queries_async(self, work_tile: Any, q_phase: Any, stage_at: Any, full: Any) -> None:
+    def copy_queries_async(
+        self, work_tile: Any, number: cutlass.Constexpr, q_phase: Any, stage_at: Any, full: Any
+    ) -> None:
         row, first = self.scheduler.coords(work_tile)
         cute.arch.mbarrier_arrive_and_expect_tx(full, RAW_BYTES // self.parts)
         own = CODE_SLABS // self.parts
@@ -265,7 +267,7 @@ class Dequantizer:
 
 
 class MixedKernel(PrefillKernel):
-    """Entry point: prefill_args (mixed). select.py says which strides of q and of pages it takes."""
+    """Entry point: kernel_args (mixed). select.py says which strides of q and of pages it takes."""
 
     name = "sparse_mla_mixed"
     index_loader = MixedIndexLoader
@@ -334,7 +336,7 @@ class BlackwellMixedKey(BlackwellPrefillKey):
     kernel_name: ClassVar[str] = "sparse_mla.blackwell.prefill_mixed"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedKernel(), prefill_args.fake_mixed(BFloat16)
+        return MixedKernel(), kernel_args.fake_mixed(BFloat16)
 
 
 @dataclass(frozen=True)
@@ -352,7 +354,7 @@ class BlackwellMixedFp8Key(BlackwellPrefillKey):
         return *super().instructions, "cvt.e4m3"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedFp8Kernel(), prefill_args.fake_mixed(Float8E4M3FN)
+        return MixedFp8Kernel(), kernel_args.fake_mixed(Float8E4M3FN)
 
 
 # ---- what a tile takes

@@ -35,13 +35,13 @@ from cute_kernels.dsl import barriers, ptx
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime.work import Work
-from cute_kernels.sparse_mla import prefill_args
+from cute_kernels.sparse_mla import kernel_args
 from cute_kernels.sparse_mla.blackwell.decode import (
     CODES_BYTES,
+    FP8_STAGES,
     GATHERED,
     KEYS,
     RAW_BYTES,
-    RAWS,
     ROPE_BYTES,
     ROW_BYTES,
     SCALE_BYTES,
@@ -94,7 +94,7 @@ def paged_smem_parts() -> dict[str, int]:
     raw      [2 stages][64 rows][448] e4m3
     scales   [4 slots][64 rows] 8 scale bytes
     """
-    kv = {"kv": STAGES * STAGE_BYTES, "raw": RAWS * RAW_BYTES}
+    kv = {"kv": STAGES * STAGE_BYTES, "raw": FP8_STAGES * RAW_BYTES}
     return kv | smem_parts() | kv | {"scales": SLOTS * KEYS * SCALE_BYTES}
 
 
@@ -111,7 +111,7 @@ class PagedBars(Bars):
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> PagedBars:
         scales = smem.allocate_array(Int64, SLOTS)
-        return cls(**cls.parts(smem, STAGES), raw=barriers.Ring.allocate(smem, RAWS), scales=scales)
+        return cls(**cls.parts(smem, STAGES), raw=barriers.Ring.allocate(smem, FP8_STAGES), scales=scales)
 
     def initialize(self) -> None:
         # the dequantizers, and a thread that has rotary columns or queries copied
@@ -124,7 +124,7 @@ class PagedBars(Bars):
         self.initialize_others()
 
 
-BARRIERS = 2 * (STAGES + RAWS + BUFFERS + SLOTS + 1) + SLOTS + BUFFERS + 1
+BARRIERS = 2 * (STAGES + FP8_STAGES + BUFFERS + SLOTS + 1) + SLOTS + BUFFERS + 1
 
 PAGED = PrefillConfig("bf16", STAGES, paged_smem_parts(), PagedBars, BARRIERS, dequantizes=True)
 
@@ -264,7 +264,7 @@ class PagedKVLoader(KVLoader):
             cute.arch.mbarrier_arrive_and_expect_tx(full, CODES_BYTES)
             self.gather(list_at, map_of(maps, flags), full, self.smem.raw + raw_offset(raw, 0), raw_offset)
             cute.arch.mbarrier_arrive(bars.lists.empty(slot))
-            raw, phase = barriers.advance(raw, phase, RAWS)
+            raw, phase = barriers.advance(raw, phase, FP8_STAGES)
             slot, list_phase = barriers.advance(slot, list_phase, SLOTS)
 
     @cute.jit
@@ -322,7 +322,7 @@ class PagedDequantizer(Dequantizer):
                     cute.arch.mbarrier_arrive(bars.kv.full(stage))
                     cute.arch.mbarrier_arrive(bars.raw.empty(raw))
                     cute.arch.mbarrier_arrive(bars.lists.empty(slot))
-                raw, raw_phase = barriers.advance(raw, raw_phase, RAWS)
+                raw, raw_phase = barriers.advance(raw, raw_phase, FP8_STAGES)
                 stage, phase = barriers.advance(stage, phase, STAGES)
                 slot, list_phase = barriers.advance(slot, list_phase, SLOTS)
 
@@ -331,7 +331,7 @@ class PagedDequantizer(Dequantizer):
 
 
 class PagedKernel(PrefillKernel):
-    """Entry point: prefill_args (paged). select.py says which strides of q and of pages it takes."""
+    """Entry point: kernel_args (paged). select.py says which strides of q and of pages it takes."""
 
     name = "sparse_mla_prefill_paged"
     config = PAGED
@@ -397,7 +397,7 @@ class BlackwellPagedKey(BlackwellPrefillKey):
         return *super().instructions, "cp.async"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PagedKernel(), prefill_args.fake_paged()
+        return PagedKernel(), kernel_args.fake_paged()
 
 
 # ---- what a tile takes

@@ -50,24 +50,25 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.convert import bf16_high, bf16_low, bf16_pairs_of_e4m3
 from cute_kernels.dsl.reduce import over_quad, pairwise
-from cute_kernels.dsl.rope import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache.query_norm import inverse_rms
-from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
+from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import (
+    NEG_MAX,
+    RESCALE_THRESHOLD,
     IndexList,
-    KVCache,
     KVSources,
     Output,
     Query,
     TileScheduler,
     logs_of,
+    out_scale_of,
     tiles_of,
 )
 from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
-from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -1328,12 +1329,12 @@ class PvEpilogue:
         else:
             matrix_at = rows_at + (lane % 16) * ROW_SLICE
             for pair in range_constexpr(DIM // 16):
-                two = []
+                words = []
                 for i in range_constexpr(4):
                     element, half = 8 * pair + 4 * (i // 2) + 2 * (i % 2), i % 2
-                    two.append(ptx.bf16x2(*(o[element + j] * factors[half] for j in range(2))))
+                    words.append(ptx.bf16x2(*(o[element + j] * factors[half] for j in range(2))))
                 chunk = (2 * pair + lane // 16) ^ (lane % 8)
-                ptx.store_matrices(matrix_at + chunk * 16, two)
+                ptx.store_matrices(matrix_at + chunk * 16, words)
             self.store_rows(rows_at, own_rows, target, 8)
 
     @cute.jit
@@ -1369,7 +1370,7 @@ def pv_thread() -> Any:
 
 
 class DecodeKernel:
-    """Entry point: see decode_args."""
+    """Entry point: see kernel_args (decode)."""
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
@@ -1397,23 +1398,11 @@ class DecodeKernel:
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
+        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
+        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
         strides = tuple(stride_bytes(out, axis) for axis in range(4))
-        self.launch(
-            q,
-            KVSources(
-                KVCache.of(cache0),
-                IndexList.of(list0, (len0, len0_batch, len0_token)),
-                KVCache.of(cache1),
-                IndexList.of(list1, (len1, len1_batch, len1_token)),
-            ),
-            Output(address(out), strides, logs_of(lse), None, length(q, 2)),
-            sink,
-            scale_log2,
-            splits,
-            split_tiles,
-            ctas,
-            stream,
-        )
+        results = Output(address(out), strides, logs_of(lse), None, length(q, 2))
+        self.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream)
 
     @cute.jit
     def launch(
@@ -1601,22 +1590,10 @@ class QuantDecodeKernel:
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        self.decode.launch(
-            q,
-            KVSources(
-                KVCache.of(cache0),
-                IndexList.of(list0, (len0, len0_batch, len0_token)),
-                KVCache.of(cache1),
-                IndexList.of(list1, (len1, len1_batch, len1_token)),
-            ),
-            Output(None, None, logs_of(lse), None, length(q, 2), quant_of(codes, scales, positions, table)),
-            sink,
-            scale_log2,
-            splits,
-            split_tiles,
-            ctas,
-            stream,
-        )
+        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
+        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
+        results = Output(None, None, logs_of(lse), None, length(q, 2), quant_of(codes, scales, positions, table))
+        self.decode.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream)
 
 
 class RawDecodeKernel:
@@ -1655,36 +1632,23 @@ class RawDecodeKernel:
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
+        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
+        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
         if const_expr(scales is None):
             strides = tuple(stride_bytes(out, axis) for axis in range(4))
             results = Output(address(out), strides, logs_of(lse), None, length(q, 2))
         else:
             quant = quant_of(out, scales, positions, table)
             results = Output(None, None, logs_of(lse), None, length(q, 2), quant)
-        self.decode.launch(
-            q,
-            KVSources(
-                KVCache.of(cache0),
-                IndexList.of(list0, (len0, len0_batch, len0_token)),
-                KVCache.of(cache1),
-                IndexList.of(list1, (len1, len1_batch, len1_token)),
-            ),
-            results,
-            sink,
-            scale_log2,
-            splits,
-            split_tiles,
-            ctas,
-            stream,
-            QueryNorm.of(squares, eps, positions, table),
-        )
+        norm = QueryNorm.of(squares, eps, positions, table)
+        self.decode.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream, norm)
 
 
 # ---- key
 
 
 @dataclass(frozen=True)
-class DecodeKey(ItemKey):
+class DecodeKey(DecodeKernelKey):
     """What distinguishes one compiled kernel from another. Both caches are fp8_ds_mla.
 
     heads, second   DecodeConfig's heads and extra
@@ -1694,7 +1658,7 @@ class DecodeKey(ItemKey):
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode"
-    blocks_per_item: ClassVar[int] = CLUSTER
+    ctas_per_work_tile: ClassVar[int] = CLUSTER
     heads: int = 64
     second: str = "listed"
     out_fp32: bool = False
@@ -1713,7 +1677,7 @@ class DecodeKey(ItemKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         config = DecodeConfig(self.heads, self.second, self.out_fp32, self.quantized, self.raw)
-        q, *lists, out, lse = (arguments := fake_arguments(self.out_fp32))[:7]
+        q, *lists, out, lse = (arguments := fake_decode(self.out_fp32))[:7]
         *lengths_and_sink, scale, splits, split_tiles, ctas, stream = arguments[7:]
         rest = splits, split_tiles, ctas, stream
         codes, scales, positions, table = fake_quant()

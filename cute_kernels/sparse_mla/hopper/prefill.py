@@ -48,8 +48,8 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.convert import bf16_high, bf16_low
 from cute_kernels.dsl.reduce import over_quad, pairwise
-from cute_kernels.dsl.rope import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.runtime.compile import KernelKey
@@ -65,19 +65,22 @@ from cute_kernels.sparse_mla.hopper.index_loader import (
     list_bytes,
     own_lane,
 )
+from cute_kernels.sparse_mla.kernel_args import fake_gathered
 from cute_kernels.sparse_mla.params import (
     HEAD_GROUP,
+    LEAST_SCALE,
+    NEG_MAX,
+    RESCALE_THRESHOLD,
     GatheredKV,
     PrefillOutput,
     PrefillQuery,
     PrefillScheduler,
+    out_scale_of,
     output_policy,
     row_units,
 )
-from cute_kernels.sparse_mla.prefill_args import fake_gathered
 from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
-from cute_kernels.sparse_mla.softmax import LEAST_SCALE, NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -720,7 +723,7 @@ class PvEpilogue:
 
 
 class PrefillKernel:
-    """Entry point: see prefill_args, gathered.
+    """Entry point: see kernel_args (gathered).
 
     producer   type of the producer
     """

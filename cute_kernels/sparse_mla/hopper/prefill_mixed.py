@@ -41,8 +41,8 @@ from cute_kernels.sparse_mla.hopper.prefill import (
     Smem,
     store_header,
 )
+from cute_kernels.sparse_mla.kernel_args import fake_mixed
 from cute_kernels.sparse_mla.params import MixedKV, PrefillOutput, PrefillQuery, SlotCache, output_policy
-from cute_kernels.sparse_mla.prefill_args import fake_mixed
 
 # ---- config
 
@@ -227,7 +227,7 @@ class Fp8Producer:
 
 
 class MixedKernel:
-    """Entry point: see prefill_args, mixed."""
+    """Entry point: see kernel_args (mixed)."""
 
     def __init__(self, config: PrefillConfig, producer: Any) -> None:
         self.prefill = PrefillKernel(config, producer)

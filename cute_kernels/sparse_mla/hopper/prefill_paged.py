@@ -52,11 +52,19 @@ from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.params import HEAD_GROUP, PagedKV, PrefillOutput, PrefillQuery, PrefillScheduler
-from cute_kernels.sparse_mla.prefill_args import fake_paged
+from cute_kernels.sparse_mla.kernel_args import fake_paged
+from cute_kernels.sparse_mla.params import (
+    HEAD_GROUP,
+    NEG_MAX,
+    RESCALE_THRESHOLD,
+    PagedKV,
+    PrefillOutput,
+    PrefillQuery,
+    PrefillScheduler,
+    out_scale_of,
+)
 from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
-from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -1183,7 +1191,7 @@ def smem_layouts() -> tuple[Any, Any, Any, Any]:
 
 @dataclass(frozen=True)
 class PagedKernel:
-    """Entry point: see prefill_args, paged."""
+    """Entry point: see kernel_args (paged)."""
 
     name: str = "sparse_mla_prefill_paged"
 

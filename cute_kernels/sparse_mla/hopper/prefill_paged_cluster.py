@@ -59,10 +59,9 @@ from cute_kernels.sparse_mla.hopper.prefill_paged import (
     tiled_mmas,
     warp_idx,
 )
-from cute_kernels.sparse_mla.params import PagedKV, PrefillOutput, PrefillQuery, PrefillScheduler
-from cute_kernels.sparse_mla.prefill_args import fake_paged
+from cute_kernels.sparse_mla.kernel_args import fake_paged
+from cute_kernels.sparse_mla.params import PagedKV, PrefillOutput, PrefillQuery, PrefillScheduler, out_scale_of
 from cute_kernels.sparse_mla.schedule import CLUSTERS
-from cute_kernels.sparse_mla.softmax import out_scale_of
 
 # ---- shared memory
 
@@ -348,7 +347,7 @@ class CombineEpilogue:
 
 
 class PagedClusterKernel:
-    """Entry point: see prefill_args, paged, with splits, at most as many as a cluster has CTAs, and split_tiles."""
+    """Entry point: see kernel_args (paged), with splits, at most as many as a cluster has CTAs, and split_tiles."""
 
     def __init__(self, ctas: int) -> None:
         self.ctas = ctas

@@ -48,8 +48,8 @@ from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.convert import bf16_floats, e4m3_words, ue8m0_from_absmax, ue8m0_inverse
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.reduce import over_quad, pairwise
-from cute_kernels.dsl.rope import HALF_TABLE_BYTES, rotate_pair_back
 from cute_kernels.dsl.tensor import length
+from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair_back
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.compile import KernelKey
@@ -65,19 +65,21 @@ from cute_kernels.sparse_mla.hopper.index_loader import (
     list_bytes,
     own_lane,
 )
+from cute_kernels.sparse_mla.kernel_args import fake_gathered, fake_mixed
 from cute_kernels.sparse_mla.params import (
+    NEG_MAX,
+    RESCALE_THRESHOLD,
     GatheredKV,
     MixedKV,
     PrefillOutput,
     PrefillQuery,
     PrefillScheduler,
     SlotCache,
+    out_scale_of,
     output_policy,
     row_units,
 )
-from cute_kernels.sparse_mla.prefill_args import fake_gathered, fake_mixed
 from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
-from cute_kernels.sparse_mla.softmax import NEG_MAX, RESCALE_THRESHOLD, out_scale_of
 
 # ---- config
 
@@ -891,7 +893,7 @@ class SwapAbKernel:
 
 
 class GatheredKernel:
-    """Entry point: see prefill_args, gathered."""
+    """Entry point: see kernel_args (gathered)."""
 
     def __init__(self, heads: int) -> None:
         self.swap_ab = SwapAbKernel(SwapAbConfig("sparse_mla_prefill", heads))
@@ -946,7 +948,7 @@ class QuantGatheredKernel:
 
 
 class MixedKernel:
-    """Entry point: see prefill_args, mixed."""
+    """Entry point: see kernel_args (mixed)."""
 
     def __init__(self, heads: int) -> None:
         self.swap_ab = SwapAbKernel(SwapAbConfig("sparse_mla_mixed", heads))

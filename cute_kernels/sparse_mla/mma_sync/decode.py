@@ -52,7 +52,7 @@ from cute_kernels.dsl import mma_sync, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM, PLAIN_BF16
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number
-from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
+from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.mma_sync import operands
 from cute_kernels.sparse_mla.mma_sync.operands import (
     CHUNK,
@@ -481,16 +481,16 @@ def store_lse(out: Output, place: Any, is_own: Any, state: Any, factor: Any, lan
     """
     split_idx, batch, token, head = place
     exists = is_own and head < out.heads
-    top, whole = ptx.load_shared_f32x2(state)
+    row_max, row_sum = ptx.load_shared_f32x2(state)
     for step in (1, 2):
-        whole = whole + cute.arch.shuffle_sync_bfly(whole, step)
-    is_empty = whole == Float32(0.0)  # and not where it is NaN
-    share = whole
+        row_sum = row_sum + cute.arch.shuffle_sync_bfly(row_sum, step)
+    is_empty = row_sum == Float32(0.0)  # and not where it is NaN
+    with_sink = row_sum
     if out.sink != 0:
         logit = ptx.load_global_s32_where(exists, out.sink + Int64(head) * 4).bitcast(Float32)
-        share = whole + ptx.exp2(logit * Float32(ptx.LOG2_E) - top)
-    ptx.store_shared_f32(factor, Float32(0.0) if is_empty else ptx.reciprocal(share), lane & 3 == 0)
-    lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(whole)) * Float32(ptx.LN_2)
+        with_sink = row_sum + ptx.exp2(logit * Float32(ptx.LOG2_E) - row_max)
+    ptx.store_shared_f32(factor, Float32(0.0) if is_empty else ptx.reciprocal(with_sink), lane & 3 == 0)
+    lse = Float32(Float32.inf) if is_empty else (row_max + ptx.log2(row_sum)) * Float32(ptx.LN_2)
     out.lse.store((split_idx, batch, head, token), lse, exists and lane & 3 == 0)
 
 
@@ -530,7 +530,7 @@ def store_out(
 
 
 class PortableDecodeKernel:
-    """Entry point: see decode_args."""
+    """Entry point: see kernel_args (decode)."""
 
     def __init__(self, key: PortableDecodeKey) -> None:
         self.config, self.heads, self.second, self.formats = key.config, key.heads, key.second, key.formats
@@ -748,7 +748,7 @@ class PortableDecodeKernel:
 
 
 @dataclass(frozen=True)
-class PortableDecodeKey(ItemKey):
+class PortableDecodeKey(DecodeKernelKey):
     """What distinguishes one compiled kernel from another.
 
     heads     of a work work tile: 8, 16, 32 or 64
@@ -787,4 +787,4 @@ class PortableDecodeKey(ItemKey):
         return "mma.sync", "cp.async", "ex2", "ld.global.128", *loads
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PortableDecodeKernel(self), fake_arguments(self.out_fp32, self.format0, self.format1)
+        return PortableDecodeKernel(self), fake_decode(self.out_fp32, self.format0, self.format1)

@@ -64,7 +64,7 @@ from cute_kernels.dsl.reduce import lanes_max_bf16x2
 from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.sparse_mla.decode_args import ItemKey, fake_arguments
+from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler, logs_of
 from cute_kernels.sparse_mla.quant_output import (
     SCALED,
@@ -972,17 +972,17 @@ def combine_maxima(out: Output, place: Any, row_max: Any, row_sum: Any, warp: Wa
         for i in range_constexpr(2):
             head = first + group * GROUP + 2 * c + i
             exists = head < out.heads
-            top = row_max[2 * group + i]
+            largest = row_max[2 * group + i]
             for four in found:
-                top = ptx.max_f32(top, four[2 * i].bitcast(Float32))
-            whole = Float32(0.0)
+                largest = ptx.max_f32(largest, four[2 * i].bitcast(Float32))
+            total = Float32(0.0)
             for four in found:
-                whole = whole + four[2 * i + 1].bitcast(Float32) * ptx.exp2(four[2 * i].bitcast(Float32) - top)
-            is_empty = whole == Float32(0.0)  # and not where it is NaN
-            share = whole + ptx.exp2(logits[2 * group + i] * Float32(ptx.LOG2_E) - top)
-            factor = ptx.exp2(row_max[2 * group + i] - top) * ptx.reciprocal(share)
+                total = total + four[2 * i + 1].bitcast(Float32) * ptx.exp2(four[2 * i].bitcast(Float32) - largest)
+            is_empty = total == Float32(0.0)  # and not where it is NaN
+            with_sink = total + ptx.exp2(logits[2 * group + i] * Float32(ptx.LOG2_E) - largest)
+            factor = ptx.exp2(row_max[2 * group + i] - largest) * ptx.reciprocal(with_sink)
             row_sum[2 * group + i] = Float32(0.0) if is_empty else factor
-            lse = Float32(Float32.inf) if is_empty else (top + ptx.log2(whole)) * Float32(ptx.LN_2)
+            lse = Float32(Float32.inf) if is_empty else (largest + ptx.log2(total)) * Float32(ptx.LN_2)
             is_chosen = exists and r == 0 and own.rank == 0 and own.kv_group == 0
             out.lse.store((split_idx, batch, head, token), lse, is_chosen)
 
@@ -1102,7 +1102,7 @@ FIRST_BARRIER = 1
 
 
 class SmallHeadsDecodeKernel:
-    """Entry point: see decode_args."""
+    """Entry point: see kernel_args (decode)."""
 
     def __init__(self, key: SmallHeadsDecodeKey) -> None:
         self.config, self.second, self.out_fp32 = key.config, key.second, key.out_fp32
@@ -1350,7 +1350,7 @@ class QuantSmallHeadsDecodeKernel:
 
 
 @dataclass(frozen=True)
-class SmallHeadsDecodeKey(ItemKey):
+class SmallHeadsDecodeKey(DecodeKernelKey):
     """What distinguishes one compiled kernel from another. Both caches are fp8_ds_mla.
 
     heads     of a work work tile: 8 or 16
@@ -1360,7 +1360,7 @@ class SmallHeadsDecodeKey(ItemKey):
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.mma_sync.decode_small_heads"
-    blocks_per_sm: ClassVar[int] = CTAS_PER_SM
+    ctas_per_sm: ClassVar[int] = CTAS_PER_SM
     heads: int = 8
     second: str = "listed"
     out_fp32: bool = False
@@ -1384,6 +1384,6 @@ class SmallHeadsDecodeKey(ItemKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         if not self.quantized:
-            return SmallHeadsDecodeKernel(self), fake_arguments(self.out_fp32)
-        arguments = fake_arguments(False)
+            return SmallHeadsDecodeKernel(self), fake_decode(self.out_fp32)
+        arguments = fake_decode(False)
         return QuantSmallHeadsDecodeKernel(self), (*arguments[:5], *fake_quant(), *arguments[6:])

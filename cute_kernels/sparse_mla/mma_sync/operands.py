@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.reduce import pairwise
 from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM, PLAIN_BF16, ROPE_DIM
-from cute_kernels.sparse_mla.softmax import RESCALE_THRESHOLD
+from cute_kernels.sparse_mla.params import RESCALE_THRESHOLD
 
 WARPS = 8
 LANES = 32

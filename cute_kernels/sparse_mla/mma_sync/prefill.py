@@ -62,7 +62,7 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla import prefill_args
+from cute_kernels.sparse_mla import kernel_args
 from cute_kernels.sparse_mla.mma_sync.operands import (
     CHUNK,
     FLAG_BYTES,
@@ -83,8 +83,8 @@ from cute_kernels.sparse_mla.params import (
     PrefillScheduler,
     fake_logs,
     logs_of,
+    out_scale_of,
 )
-from cute_kernels.sparse_mla.softmax import out_scale_of
 
 # ---- config
 
@@ -1042,7 +1042,7 @@ def own_lane() -> Any:
 
 
 class GatheredKernel(PrefillKernel):
-    """Entry point: see prefill_args."""
+    """Entry point: see kernel_args."""
 
     def __init__(self, config: PrefillConfig) -> None:
         super().__init__(config, GatheredRows(), "sparse_mla_prefill")
@@ -1067,7 +1067,7 @@ class GatheredKernel(PrefillKernel):
 
 
 class MixedKernel(PrefillKernel):
-    """Entry point: see prefill_args."""
+    """Entry point: see kernel_args."""
 
     def __init__(self, key: PortableMixedKey) -> None:
         is_fp8 = key.kv_format == PLAIN_FP8.id
@@ -1110,7 +1110,7 @@ class PagedKernel(PrefillKernel):
     window_size
     ratio        tokens of a compressed entry
     sink, scale_log2, ctas, stream
-                 see prefill_args
+                 see kernel_args
     """
 
     def __init__(self, key: PortablePagedKey) -> None:
@@ -1194,7 +1194,7 @@ class PortablePrefillKey(PortableKey):
         return (PLAIN_BF16.id,)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return GatheredKernel(self.config), prefill_args.fake_gathered()
+        return GatheredKernel(self.config), kernel_args.fake_gathered()
 
 
 @dataclass(frozen=True)
@@ -1213,7 +1213,7 @@ class PortableMixedKey(PortableKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         is_fp8 = self.kv_format == PLAIN_FP8.id
-        return MixedKernel(self), prefill_args.fake_mixed(Float8E4M3FN if is_fp8 else BFloat16)
+        return MixedKernel(self), kernel_args.fake_mixed(Float8E4M3FN if is_fp8 else BFloat16)
 
 
 @dataclass(frozen=True)
@@ -1241,11 +1241,11 @@ class PortablePagedKey(PortableKey):
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def cache(kv_format: str) -> Any:
             if kv_format == PLAIN_BF16.id:
-                return prefill_args.fake_cache(BFloat16)
-            return prefill_args.fake_cache(Uint8, FP8_DS_MLA.row_elements)
+                return kernel_args.fake_cache(BFloat16)
+            return kernel_args.fake_cache(Uint8, FP8_DS_MLA.row_elements)
 
-        rows, table = prefill_args.fake_rows, prefill_args.fake_table
+        rows, table = kernel_args.fake_rows, kernel_args.fake_table
         tensors = (rows(), cache(self.format0), table(), cache(self.format1), table(), table())
         scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int32(1), Int64(0), Float32(0), Int32(1))
         results = (rows(), fake_logs(2), fake_logs(2))
-        return PagedKernel(self), (*tensors, *results, *scalars, prefill_args.fake_stream())
+        return PagedKernel(self), (*tensors, *results, *scalars, kernel_args.fake_stream())

@@ -1,20 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sylvester-Hadamard transform of 128 columns on the device, bit for bit what numerics.hadamard defines."""
+"""Rotation of column pairs and the Sylvester-Hadamard transform of 128 columns on the device, bit for bit what
+numerics.rotate and numerics.hadamard define."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int64
 
 from cute_kernels.dsl import ptx
+
+HALF_TABLE_BYTES = 128
+"""From a position's cosines to its sines: 32 fp32."""
+
+
+def rotate_pair(even: Any, odd: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+    """(even * cos - odd * sin, odd * cos + even * sin): products and sums rounded one by one, never fused."""
+    return (
+        ptx.sub_rn(ptx.mul_rn(even, cos), ptx.mul_rn(odd, sin)),
+        ptx.add_rn(ptx.mul_rn(odd, cos), ptx.mul_rn(even, sin)),
+    )
+
+
+def rotate_pair_back(even: Any, odd: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+    """The inverse rotation: (even * cos + odd * sin, odd * cos - even * sin)."""
+    return (
+        ptx.add_rn(ptx.mul_rn(even, cos), ptx.mul_rn(odd, sin)),
+        ptx.sub_rn(ptx.mul_rn(odd, cos), ptx.mul_rn(even, sin)),
+    )
+
+
+def table_row(position: Any, rows: Any) -> Any:
+    """int64 row of a table of `rows` rows for an int64 position: a position outside takes its nearest row."""
+    top = Int64(rows) - 1
+    bounded = ptx.min_s64(position, top)
+    return ptx.max_s64(bounded, Int64(0))
+
+
+# ---- Hadamard
 
 COLUMNS = 128
 SCALE = COLUMNS**-0.5
 
 
-def transform(values: list[Any], lane: Any, run: int | None = None) -> list[Any]:
+def hadamard(values: list[Any], lane: Any, run: int | None = None) -> list[Any]:
     """Transformed fp32 columns of a lane, where 128 / n neighbouring lanes hold a row and each has n of its columns.
 
     Butterflies of stride 1, 2, ... 64, each sum rounded by itself, then one multiply. All lanes of the warp must call.

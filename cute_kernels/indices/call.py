@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of build_step_metadata and where its results lie."""
+"""Calls of the index builders: their arguments by name, in the order of the schemas; and where build_step_metadata
+writes its results."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
+
+import torch
 
 from cute_kernels.formats import round_up
 
@@ -96,6 +99,86 @@ class StepLayout:
         return found
 
 
+class WindowCall(NamedTuple):
+    """compute_decode_swa_indices."""
+
+    positions: torch.Tensor
+    token_to_req_indices: torch.Tensor
+    is_valid_token: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+    window_size: int
+    out_indices: torch.Tensor
+    out_lens: torch.Tensor
+
+
+class TranslateCall(NamedTuple):
+    """compute_global_topk_indices_and_lens."""
+
+    topk_indices: torch.Tensor
+    token_to_req_indices: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+    is_valid_token: torch.Tensor
+    out_indices: torch.Tensor
+    out_lens: torch.Tensor
+
+
+class C128aCall(NamedTuple):
+    """build_c128a_topk_metadata."""
+
+    positions: torch.Tensor
+    compress_ratio: int
+    num_decode_tokens: int
+    token_to_req_indices: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+    slot_mapping: torch.Tensor
+    global_decode_buffer: torch.Tensor
+    decode_lens_buffer: torch.Tensor
+    prefill_buffer: torch.Tensor
+    max_compressed_tokens: int
+
+
+class CombineCall(NamedTuple):
+    """combine_topk_swa_indices."""
+
+    topk_indices: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    gather_lens: torch.Tensor
+    window_size: int
+    compress_ratio: int
+    topk: int
+    M: int
+    N: int
+    out_indices: torch.Tensor
+    out_lens: torch.Tensor
+
+
+class MixedCall(NamedTuple):
+    """build_flashinfer_mixed_sparse_indices."""
+
+    decode_swa_indices: torch.Tensor
+    decode_compressed_indices: torch.Tensor | None
+    decode_compressed_topk_lens: torch.Tensor | None
+    prefill_topk_indices: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    token_to_req_indices: torch.Tensor
+    swa_block_table: torch.Tensor
+    swa_block_size: int
+    compressed_block_table: torch.Tensor | None
+    compressed_block_size: int
+    window_size: int
+    compress_ratio: int
+    topk: int
+    decode_compressed_indices_are_local: bool
+    decode_is_valid_token: torch.Tensor | None
+    sparse_indices: torch.Tensor
+    sparse_topk_lens: torch.Tensor
+
+
 class Kind(NamedTuple):
     """One kind of layers. Tables are None where there are none.
 
@@ -103,30 +186,30 @@ class Kind(NamedTuple):
     """
 
     ratio: int
-    swa: Any
-    compressed: Any
-    state: Any
+    swa: torch.Tensor | None
+    compressed: torch.Tensor | None
+    state: torch.Tensor | None
     state_block_size: int
     topk: int
 
 
-class Call(NamedTuple):
-    """The arguments in the schema's order."""
+class StepCall(NamedTuple):
+    """build_step_metadata."""
 
-    upload: Any
-    seq_lens: Any
-    min_restart: Any
-    swa_block_table: Any
-    c4_swa_block_table: Any
-    c4_compressed_block_table: Any
-    c4_state_block_table: Any
-    c128_swa_block_table: Any
-    c128_compressed_block_table: Any
-    c128_state_block_table: Any
-    key_starts: Any
-    buffer: Any
-    c128a_decode_buffer: Any
-    c128a_prefill_buffer: Any
+    upload: torch.Tensor
+    seq_lens: torch.Tensor | None
+    min_restart: torch.Tensor | None
+    swa_block_table: torch.Tensor | None
+    c4_swa_block_table: torch.Tensor | None
+    c4_compressed_block_table: torch.Tensor | None
+    c4_state_block_table: torch.Tensor | None
+    c128_swa_block_table: torch.Tensor | None
+    c128_compressed_block_table: torch.Tensor | None
+    c128_state_block_table: torch.Tensor | None
+    key_starts: torch.Tensor | None
+    buffer: torch.Tensor
+    c128a_decode_buffer: torch.Tensor | None
+    c128a_prefill_buffer: torch.Tensor | None
     num_requests: int
     num_tokens: int
     num_decodes: int
