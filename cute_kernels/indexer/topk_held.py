@@ -301,11 +301,11 @@ class HeldRow:
         cute.arch.sync_threads()
         for start in cutlass.range(ptx.thread_again(), count, config.threads, unroll=1):
             word, code = ptx.load_shared_64(here.at + config.ranked + start * 8)
-            rank, better = Uint32(word), Int32(0)
+            own, better = Uint32(word), Int32(0)
             for other in cutlass.range(Int32(0), count, 1, unroll=2):
                 other_word, other_code = ptx.load_shared_64(here.at + config.ranked + other * 8)
-                is_equal = (Uint32(other_word) == rank) & (other_code < code)
-                better += Int32((Uint32(other_word) < rank) | is_equal)
+                is_equal = (Uint32(other_word) == own) & (other_code < code)
+                better += Int32((Uint32(other_word) < own) | is_equal)
             warp, lane = code >> CODE_BITS, (code >> 2) & 31
             mark = Int32(1) << (((code >> CHUNK_BITS) & 31) * 4 + (code & 3))
             is_picked = better < wanted

@@ -37,14 +37,16 @@ SHARED = (
     (9, 196608, (32, 4, 8, 8)),
     (25, 98304, (16, 4, 8, 8)),
     (15, 49152, (16, 4, 8, 8)),
-    (65, 16384, (32, 8, 1, 8)),
+    (133, 16384, (32, 8, 1, 8)),
+    (264, 65536, (32, 8, 1, 8)),
     (17, 262144, (32, 4, 8, 8)),
 )
 """(fewer rows than, more columns than, shape) of clusters, and of the largest CTAs, of calls with few rows, up to their
 capacity, the first that fits. A cluster of eight CTAs of 32 warps leaves no room for a sixteenth one. On an H100, by
 the first four, k = 1024: 8 x 262144 14.2, 14.3, -, 22.9; 16 x 262144 27.4, 18.8, -, 23.8; 24 x 131000 24.2, 16.5, -,
 16.9; 12 x 70000 12.1, 10.9, -, 12.0; 16 x 70000 22.5, 12.9, -, 11.3; 8 x 33000 16.8, 10.0, -, 9.0; 64 x 33000 82, 29,
--, 11.5 us, where kernels for more rows take 12.3."""
+-, 11.5 us. Kernels of 16 warps take 12.3 there; 128 x 20000 11.7 (by the fourth 11.0), 140 x 33000 18.0 (21.8), 200 x
+131000 64.5 (56.4) us."""
 
 MANY_ROWS, MANY_COLUMNS, MANY = 264, 4096, (8, 4, 1, 8)
 """Rows and columns from which on, and the shape of which, four CTAs of a multiprocessor are faster than larger

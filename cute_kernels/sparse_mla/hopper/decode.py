@@ -296,6 +296,9 @@ MOST_COUNTED = 1 << 20
 AROUND = 2
 """Tiles that the beginning and the end of a work tile take as long as."""
 
+LEAST_TILES = 32
+"""Of a cluster, if rows are as long as lists: with fewer it is not worth it. It takes 1 to 3 us."""
+
 LINES = 64
 """Of 128 bytes, of a work tile's list, that are asked for early."""
 
@@ -314,7 +317,8 @@ class Planner:
         heavier   [768 threads] how many work tiles, of a share of them, have more weight than one, which is the
                   thread's modulo a period: fewer work tiles have a shorter period and smaller shares
         sums      [12 warps] of their work tiles: those that have work, tiles of these
-        longer    [12 warps] and how many of them are longer than average
+        longest   [12 warps] tiles of the longest of them
+        longer    [12 warps] how many of them are longer than average
     """
 
     config: DecodeConfig
@@ -325,6 +329,27 @@ class Planner:
     out: Output
     thread: Any
 
+    def is_worth_it(self) -> Any:
+        """Whether clusters have several work tiles, as many as there is room for and enough keys."""
+        scheduler = self.scheduler
+        work_tiles, clusters = scheduler.end, scheduler.step
+        tiles = sum(tiles_of(columns) for _, columns in self.lists)
+        split = (tiles + (scheduler.splits.divisor - 1)) // scheduler.splits.divisor
+        split = cutlass.select_(scheduler.split_tiles != 0, cutlass.min(scheduler.split_tiles, tiles), split)
+        rounds = (work_tiles + (clusters - 1)) // clusters
+        has_room = (work_tiles <= MOST_PLANNED) & (rounds <= MOST_ROUNDS)
+        return has_room & (rounds > 1) & (rounds * split >= LEAST_TILES)
+
+    @property
+    def lists(self) -> list[tuple[IndexList, Any]]:
+        """Lists, and how many columns they have room for."""
+        sources, extra = self.sources, self.config.extra
+        found = [(sources.indices, sources.indices.columns)]
+        if extra != "none":
+            page_rows = sources.extra_cache.rows.divisor if extra == "dense" else 1
+            found.append((sources.extra_indices, sources.extra_indices.columns * page_rows))
+        return found
+
     @property
     def heavier(self) -> Any:
         return self.smem.fp8 + MOST_PLANNED * 4
@@ -334,8 +359,12 @@ class Planner:
         return self.heavier + THREADS * 4
 
     @property
-    def longer(self) -> Any:
+    def longest(self) -> Any:
         return self.sums + PLANNED_WARPS * 8
+
+    @property
+    def longer(self) -> Any:
+        return self.longest + PLANNED_WARPS * 4
 
     @property
     def parts(self) -> Any:
@@ -345,16 +374,28 @@ class Planner:
 
     @cute.jit
     def run(self) -> Any:
-        """How many work tiles the cluster has: it finds them at smem.order."""
-        smem, thread, clusters = self.smem, self.thread, self.scheduler.step
-        lane = thread % 32
+        """How many work tiles the cluster has, which it finds at smem.order; or -1 if all are as long, and it has every
+        step-th one."""
         # of the warps that have work tiles
-        of_warp = cutlass.min(lane, PLANNED_WARPS - 1)
+        of_warp = cutlass.min(self.thread % 32, PLANNED_WARPS - 1)
         self.prefetch_lists()
         weight = self.weigh()
         cute.arch.sync_threads()
-        count, load = ptx.load_shared_64(self.sums + of_warp * 8)
-        count, load = self.over_warps(count), self.over_warps(load)
+        count, load = (self.over_warps(number) for number in ptx.load_shared_64(self.sums + of_warp * 8))
+        longest = Int32(cute.arch.warp_redux_sync(ptx.load_shared_s32(self.longest + of_warp * 4), "max"))
+        dealt = Int32(-1)
+        if count < self.scheduler.end or load != count * longest:
+            dealt = self.deal(weight, count, load, of_warp)
+        # before bulk copies write where this was read
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        return dealt
+
+    @cute.jit
+    def deal(self, weight: Any, count: Any, load: Any, of_warp: Any) -> Any:
+        """How many work tiles the cluster has. A barrier follows."""
+        smem, thread, clusters = self.smem, self.thread, self.scheduler.step
+        lane = thread % 32
         is_long = weight >= 0 and (weight // MOST_PLANNED + AROUND) * clusters > load
         longer = cute.arch.popc(cute.arch.vote_ballot_sync(is_long))
         if lane == 0 and thread < MOST_PLANNED:
@@ -381,9 +422,6 @@ class Planner:
                 turn, place = Int32(-1), ahead + others
             if place == own:
                 ptx.store_shared_s32(smem.order + (turn + 1) * 4, thread)
-        # before bulk copies write where this was read
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()
         turns = rest // others
         place = own if turns % 2 != 0 else others - 1 - own
         turns = turns + Int32(place < rest - turns * others)
@@ -397,11 +435,11 @@ class Planner:
     @cute.jit
     def prefetch_lists(self) -> None:
         """L2 has the first columns of every cluster's share of the work tiles while their lengths are on their way."""
-        scheduler, sources, line = self.scheduler, self.sources, self.thread % LINES
+        scheduler, line = self.scheduler, self.thread % LINES
         work_tile = scheduler.first + self.thread // LINES * scheduler.step
         if work_tile < scheduler.end:
             batch, token, _, _ = scheduler.coords(work_tile)
-            for indices in (sources.indices, *((sources.extra_indices,) if self.config.extra != "none" else ())):
+            for indices, _ in self.lists:
                 ptx.prefetch_l2(indices.row(batch, token) + Int64(line) * 128, line * 32 < indices.columns)
 
     @cute.jit
@@ -420,10 +458,12 @@ class Planner:
                 self.mark_empty(batch, token, split_idx, head_group)
         if thread < MOST_PLANNED:
             ptx.store_shared_s32(self.smem.fp8 + thread * 4, weight)
+            longest = cute.arch.warp_redux_sync(load, "max")
             load = cute.arch.warp_redux_sync(load, "add")
             count = cute.arch.popc(cute.arch.vote_ballot_sync(weight >= 0))
             if thread % 32 == 0:
                 ptx.store_shared_64(self.sums + thread // 32 * 8, count, load)
+                ptx.store_shared_s32(self.longest + thread // 32 * 4, longest)
         return weight
 
     @cute.jit
@@ -442,13 +482,8 @@ class Planner:
 
     def tiles(self, batch: Any, token: Any) -> Any:
         """Of a row."""
-        sources, extra = self.sources, self.config.extra
-        lists = [(sources.indices, sources.indices.columns)]
-        if extra != "none":
-            page_rows = sources.extra_cache.rows.divisor if extra == "dense" else 1
-            lists.append((sources.extra_indices, sources.extra_indices.columns * page_rows))
-        words = [indices.load_length(batch, token) for indices, _ in lists]
-        counts = [indices.live_of(word, columns) for (indices, columns), word in zip(lists, words, strict=True)]
+        words = [indices.load_length(batch, token) for indices, _ in self.lists]
+        counts = [indices.live_of(word, columns) for (indices, columns), word in zip(self.lists, words, strict=True)]
         return sum(tiles_of(count) for count in counts)
 
     @cute.jit
@@ -1288,8 +1323,8 @@ class PvEpilogue:
                     chunk = (2 * i + lane % 4 // 2) ^ (lane // 4)
                     for half in range_constexpr(2):
                         element = 4 * (DIM // 16 * part + i) + 2 * half
-                        two = ((o[element + j] * factors[half]).bitcast(Int32) for j in range(2))
-                        ptx.store_shared_64(pair_at + 8 * half * ROW_SLICE + chunk * 16, *two)
+                        low, high = ((o[element + j] * factors[half]).bitcast(Int32) for j in range(2))
+                        ptx.store_shared_64(pair_at + 8 * half * ROW_SLICE + chunk * 16, low, high)
                 self.store_rows(rows_at, own_rows, target + part * ROW_SLICE, 4)
         else:
             matrix_at = rows_at + (lane % 16) * ROW_SLICE
@@ -1481,10 +1516,12 @@ class DecodeKernel:
         wgmma.accumulate(pv)
         config = self.config
         first, step, end, order = cta // CLUSTER, ctas // CLUSTER, work_tiles, Int32(0)
-        if work_tiles > step and work_tiles <= cutlass.min(step * MOST_ROUNDS, MOST_PLANNED):
-            every = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles)
-            end = Planner(config, smem, rank, every, sources, out, thread).run()
-            first, step, order = Int32(0), Int32(1), smem.order
+        every = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles)
+        planner = Planner(config, smem, rank, every, sources, out, thread)
+        if planner.is_worth_it():
+            dealt = planner.run()
+            if dealt >= 0:
+                first, step, end, order = Int32(0), Int32(1), dealt, smem.order
         scheduler = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles, order)
         if group < FIRST_PV_THREAD // 128:
             cute.arch.setmaxregister_decrease(SOFTMAX_REGISTERS)
