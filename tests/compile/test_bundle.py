@@ -8,19 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from cute_kernels.models import MODELS
 from cute_kernels.runtime import cache
-from cute_kernels.runtime.registry import deployment_keys
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from tests.compile import reports
-from tests.compile.reports import compile_report
 
 ROOT = Path(__file__).parent.parent.parent
 KERNELS = "kv_cache.*"
@@ -28,14 +23,6 @@ KERNELS = "kv_cache.*"
 
 
 def test_a_bundle_serves_a_process_without_a_compiler(tmp_path: Path) -> None:
-    keys = [key for key in deployment_keys(MODELS["v4-pro"], 8, "sm_90a") if fnmatch(key.kernel_name, KERNELS)]
-    for key in keys:
-        # all but one come from the folder that tests share
-        if key.kernel_name != "kv_cache.insert":
-            compile_report(key)
-    others = shutil.ignore_patterns("kv_cache.insert*", "*.report", "*.sass", "*.lock", ".*")
-    shared = cache.Store(reports.folder).folder("sm_90a")
-    shutil.copytree(shared, cache.Store(tmp_path / "bundle").folder("sm_90a"), ignore=others)
     shutil.copytree(ROOT / "cute_kernels", tmp_path / "cute_kernels", ignore=shutil.ignore_patterns("__pycache__"))
     variables = {"HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     environment = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", cache.DIRECTORY_VARIABLE)}
@@ -52,9 +39,7 @@ def test_a_bundle_serves_a_process_without_a_compiler(tmp_path: Path) -> None:
     command = ["-m", "cute_kernels", "precompile", "--arch", "sm_90a", "--model", "v4-pro", "--tp", "8"]
     command += ["--kernel", KERNELS, "--json", "--quiet"]
     made = json.loads(python(*command, "--out", "bundle"))
-    status = {kernel["key"]: kernel["status"] for kernel in made["kernels"]}
-    assert set(status.values()) <= {"compiled", "cached"}
-    assert "compiled" in status.values()
+    assert {kernel["status"] for kernel in made["kernels"]} == {"compiled"}
     for kernel in made["kernels"]:
         assert kernel["problems"] == []
         assert kernel["facts"]["registers"] > 0

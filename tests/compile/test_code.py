@@ -191,6 +191,8 @@ def qnorms() -> Iterator[Row]:
             r"ld\.global\.v4\.b32": 4,
             r"ld\.global\.nc": 0,
             LOAD_ONCE: 2,
+            # 16 products of a rotation, of each query row and of kv; the norm's; and those with the query's scale
+            r"\bmul\.rn\.f32": 16 * (key.rows + 1) + (48 if form == "fp8" else 24) * key.rows,
             r"\bsub\.rn\.f32": 4 * (key.rows + 1),
             r"rsqrt\.approx\.f32": key.rows,
             r"\brcp\.rn\.f64": int(form == "fp8"),
