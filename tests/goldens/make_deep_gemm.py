@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests import helpers
 from tests.goldens import records
+from tests.indices.batches import int32
 
 DIM = 128
 
@@ -45,10 +46,6 @@ def load(checkout: Path, name: str) -> Any:
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
-
-
-def int32(values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def quantized(math: Any, x: torch.Tensor, kind: str) -> tuple[Any, torch.Tensor]:

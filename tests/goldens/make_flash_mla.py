@@ -18,13 +18,10 @@ import torch
 from cute_kernels import formats
 from tests import helpers
 from tests.goldens import records
+from tests.indices.batches import int32
 from tests.sparse_mla import model
 
 HEADS, SINKS = 4, (0.5, -1.0, float("-inf"), float("inf"))
-
-
-def int32(values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def load(checkout: Path) -> tuple[Any, Any, Any]:

@@ -24,6 +24,7 @@ from cute_kernels import formats
 from tests import helpers, oracle
 from tests.goldens import records
 from tests.goldens.inputs import levels, record_pages, repeated
+from tests.indices.batches import int32
 from tests.sparse_mla import model
 
 OPS = "vllm.models.deepseek_v4.common.ops"
@@ -36,10 +37,6 @@ def vllm_op(name: str) -> Any:
     importlib.import_module("vllm._C_stable_libtorch")
     space = torch.ops._C_cache_ops if name.startswith("cp_") else torch.ops._C
     return getattr(space, name)
-
-
-def int32(values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 class Cases:

@@ -48,7 +48,10 @@ def test_picks_do_not_depend_on_the_workspace(index_cache: str, monkeypatch: pyt
     assert all(torch.equal(one, two) for one, two in zip(picks, same, strict=True))
 
 
-@pytest.mark.parametrize(("most", "chunks"), [(1 << 20, [3]), (150, [1, 2]), (100, [1, 1, 1]), (1, [1, 1, 1])])
+@pytest.mark.parametrize(
+    ("most", "chunks"),
+    [(1 << 20, [3]), (185, [2, 1]), (150, [1, 2]), (130, [1, 2]), (100, [1, 1, 1]), (1, [1, 1, 1])],
+)
 def test_prefill_requests_are_scored_in_chunks_of_entries(
     most: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,10 @@ def test_broken_scales(tensors: dict[str, torch.Tensor], value: float) -> None:
         build({**tensors, "wkv.scale": with_value(tensors["wkv.scale"], value)})
 
 
+def test_a_block_of_zeros_may_have_the_scale_zero(tensors: dict[str, torch.Tensor]) -> None:
+    build({**tensors, "wkv.scale": with_value(tensors["wkv.scale"], 0.0)})
+
+
 def test_ue8m0_has_a_code_for_nan(tensors: dict[str, torch.Tensor]) -> None:
     scale = with_value(torch.full(tensors["wkv.scale"].shape, 127, dtype=torch.uint8), 255)
     with pytest.raises(CheckpointError, match=r"layer 2: wkv\.scale: expected finite"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
+import types
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cute_kernels.runtime import ops
 from cute_kernels.runtime.contract import MOST_DISTANCES, Contract, Layout, lies_apart, shares_element
 from cute_kernels.runtime.ops import OPS, define_op
 
@@ -284,6 +287,47 @@ def test_tensors_at_a_known_distance_are_looked_into_once(monkeypatch: pytest.Mo
     for first in range(2 * MOST_DISTANCES):
         check(1024, 1024 - 56 + first)
     assert len(layout.apart) <= MOST_DISTANCES
+
+
+def test_the_cuda_implementation_checks_a_remembered_call_at_new_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors of the CPU, with a kernel that notes its calls."""
+    bodies: dict[str, Any] = {}
+    kernel: Any = types.ModuleType("cute_kernels_test_contract_kernel")
+    launched, checked = [], []
+    kernel.supports, kernel.launch = lambda *args: (True, ""), lambda *args: launched.append(args)
+    monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
+    implement = ops._library.impl
+
+    def noted(name: str, body: Any, key: str, **options: Any) -> None:
+        bodies[key] = body
+        implement(name, body, key, **options)
+
+    monkeypatch.setattr(ops._library, "impl", noted)
+    define_op(
+        "test_contract_on_cuda(Tensor x, Tensor(a!) y, Tensor(b!) z) -> ()",
+        check=lambda *args: checked.append(args),
+        reference=lambda *args: None,
+        kernel=kernel.__name__,
+        in_place={"y": "x"},
+    )
+    del OPS["test_contract_on_cuda"]
+    memory = torch.zeros(64, 64)
+
+    def call(x: int, y: int, z: int) -> None:
+        bodies["CUDA"](*(memory[first : first + 4, :8] for first in (x, y, z)))
+
+    for places in ((0, 4, 8), (0, 4, 8), (0, 4, 12), (20, 20, 24), (24, 24, 20)):
+        call(*places)
+    assert (len(launched), len(checked)) == (5, 1)
+    for places, message in (((0, 3, 8), "y: .*overlaps x"), ((0, 4, 7), "z: .*overlaps y|y: .*overlaps z")):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"test_contract_on_cuda: (?:{message})"):
+                call(*places)
+    call(0, 4, 8)
+    assert (len(launched), len(checked)) == (6, 1)
+    for first in range(2 * ops.MOST_PLACES):
+        call(0, 4, 8 + first % 50)
+    assert len(launched) == 6 + 2 * ops.MOST_PLACES
 
 
 # ---- shared elements, against all addresses written out -------------------------------------------------------------
