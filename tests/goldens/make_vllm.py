@@ -2,7 +2,7 @@
 """Makes the cases of vLLM's kernels, and of FlashMLA's and DeepGEMM's as vLLM ships them. Needs a Hopper GPU.
 
     python -m tests.goldens.make_vllm            # vllm 0.33 must be importable
-    python -m tests.goldens.make_vllm --out FOLDER compressor indexer
+    python -m tests.goldens.make_vllm --out FOLDER vllm_compressor vllm_indexer
 
 Arguments have the names of `cute_kernels.compat`. Its MXFP4 kernels need a Blackwell GPU and are left out.
 """
