@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, reject, seed, settings
-from hypothesis import strategies as st
 
 from cute_kernels.models import MODELS
 from cute_kernels.runtime import compile as compile_
@@ -24,6 +22,9 @@ from cute_kernels.runtime.ops import FALLBACK_VARIABLE, Op
 from cute_kernels.runtime.verify import Example
 from tests.contract import drawn
 from tests.contract.drawn import CPU, Plan
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +38,9 @@ KEPT: Mapping[str, tuple[Plan, ...]] = {}
 """Op -> plans of calls that once went wrong."""
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
+
+CHECKS = list(hypothesis.HealthCheck)
+"""Of strategies: that many plans are no calls is meant."""
 
 PLANS = st.builds(
     Plan, example=st.integers(0, 2**16), changes=st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple)
@@ -91,15 +95,17 @@ def test_drawn_calls_agree_with_their_references(name: str) -> None:
         ready |= kernels_of(op, example) or set()
     ran = 0
 
-    @seed(SEED)
-    @settings(max_examples=CALLS, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(PLANS)
+    @hypothesis.seed(SEED)
+    @hypothesis.settings(
+        max_examples=CALLS, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+    @hypothesis.given(PLANS)
     def agrees(plan: Plan) -> None:
         nonlocal ran
         call = drawn.call_of(op, plan, examples)
         keys = None if call is None else kernels_of(op, call)
         if call is None or keys is None or not keys <= ready:
-            reject()
+            hypothesis.reject()
         assert run(op, call) == "", call.name
         ran += 1
 

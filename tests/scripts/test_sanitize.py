@@ -46,17 +46,17 @@ def test_reports_are_named_by_instructions() -> None:
     codes = {f"gemm_r4_0+{at:#x}": code for at in (0xA10, 0xC10) for code in sanitize._opcode(sass, "gemm_r4_0", at)}
     job = Job("racecheck", "fp8_gemm", 0, 3)
     named = [sanitize.name_report(job, raw, codes) for raw in sanitize.parse(OUTPUT)[0]]
-    assert named[0] == Report("racecheck", "race", "gemm_r4", "STS.128, LDS")
-    assert named[1] == Report("racecheck", "race", "gemm_r4", "STS.128, ?")
+    assert named[0] == Report("racecheck", "race", "gemm_r4", "LDS, STS.128")
+    assert named[1] == Report("racecheck", "race", "gemm_r4", "?, STS.128")
 
 
 def test_only_what_is_listed_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sanitize, "ACCEPTED", (Accepted("racecheck", "gemm_*", "STS*, LDS*", "because"),))
-    report = Report("racecheck", "race", "gemm_r4", "STS.128, LDS")
+    monkeypatch.setattr(sanitize, "ACCEPTED", (Accepted("racecheck", "gemm_*", "LDS*, STS*", "because"),))
+    report = Report("racecheck", "race", "gemm_r4", "LDS, STS.128")
     assert sanitize.accepted(report) is not None
     for other in (
-        Report("memcheck", "race", "gemm_r4", "STS.128, LDS"),
-        Report("racecheck", "race", "topk_r4", "STS.128, LDS"),
+        Report("memcheck", "race", "gemm_r4", "LDS, STS.128"),
+        Report("racecheck", "race", "topk_r4", "LDS, STS.128"),
         Report("racecheck", "race", "gemm_r4", "STS.128, STS"),
     ):
         assert sanitize.accepted(other) is None
