@@ -12,7 +12,7 @@ from cute_kernels.runtime.compile import Report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.compressor.epilogue import runs_on, store_for
+from cute_kernels.compressor.epilogue import store_for
 from cute_kernels.compressor.ratio4 import BEHIND, MOST_TOKENS, WINDOW, C4Key, deployment_keys, tokens_per_team
 from tests.compile.reports import compile_report
 
@@ -74,9 +74,8 @@ def test_neighbours_fit_into_a_warp() -> None:
 
 def test_deployments() -> None:
     """Fused, for every cache format and option of the layers: three main formats, two plus four of the indexer."""
-    for arch in ("sm_90a", "sm_89"):
+    for arch in ("sm_90a", "sm_89", "sm_80"):
         for fused, count in ((False, 3), (True, 2 * 9)):
             keys = deployment_keys(MODELS["v4-flash"], 1, arch, fused)
             assert len(set(keys)) == len(keys) == count
-            assert all(runs_on(arch, key.kv_format) and key.fused is fused for key in keys)
-    assert deployment_keys(MODELS["v4-flash"], 1, "sm_80", True) == []
+            assert all(key.fused is fused for key in keys)

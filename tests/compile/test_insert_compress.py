@@ -39,7 +39,7 @@ def test_compiles(arch: str) -> None:
 def test_deployments() -> None:
     keys = deployment_keys(MODELS["v4-flash"], 1, "sm_90a")
     assert len(set(keys)) == len(keys) == 8
-    assert deployment_keys(MODELS["v4-flash"], 1, "sm_80") == []
+    assert len(deployment_keys(MODELS["v4-flash"], 1, "sm_80")) == len(keys)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
