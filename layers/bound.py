@@ -280,10 +280,12 @@ class BoundSteps:
                     step.run(hidden_states, out)
             return
         if has_prefills and key not in self._seen:
+            body(hidden_states, out)
+            # not before: a step that failed may come again without the workspace that it needs, and while a step is
+            # recorded that would be made in scratch, which other steps write
             self._seen[key] = None
             if len(self._seen) > MOST_SEEN:
                 self._seen.popitem(last=False)
-            body(hidden_states, out)
             return
         scratch = scratch_of(device, stream)
         scratch.rewind()

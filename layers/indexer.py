@@ -95,7 +95,7 @@ class SparseAttnIndexer(nn.Module):
         out = self.topk_indices_buffer[: m.num_tokens]
         translation: dict[str, Any] = {}
         if slots and decodes:
-            translation["slot_block_table"] = m.decode_table(m.compressed_block_table)
+            translation["slot_block_table"] = m.decode_block_table()
             translation["slot_rows_per_page"] = KV_BLOCK_SIZE // self.compress_ratio
         if step_columns(m.max_seq_len // self.compress_ratio) <= self.topk_tokens:
             shape = m.decode_batch()
@@ -138,7 +138,7 @@ class SparseAttnIndexer(nn.Module):
             cache.data,
             weights[:rows],
             lengths,
-            m.decode_table(m.compressed_block_table),
+            m.decode_block_table(),
             columns,
             self.topk_tokens,
             kv_format=cache.kv_format.id,

@@ -74,15 +74,16 @@ class DeepseekV4Metadata:
     decode_query_len (rows per decode request, None when they differ).
 
     Device: seq_lens int32 [R] (this step included), query_start_loc int32 [R+1], token_to_req_indices int32 [T],
-    positions int64 [T] (-1 in padded requests), slot_mapping int64 [T] and is_valid_token bool [T] of the SWA cache,
-    decode_swa_indices int32 [D, 1, W] with decode_swa_lens int32 [D], prefill_seq_lens and prefill_gather_lens
-    int32 [P], prefill_entry_lens int32 [P] (compressed entries of each prefill request; None without compression),
-    block tables and slot mappings of the compressed and state caches, min_restart int32 [R] (the smallest position a
-    request may be scheduled from again), and the C128A index tables. With ratio 4: visible int32 [T], the entries that
-    a row sees, and decode_topk_lens int32 [D], as many of them as the indexer picks; in steps with prefill requests
-    also prefill_key_starts int32 [P+1], where the entries of each begin among those of all of them, request after
-    request, and row_key_starts and row_key_ends int32 [T], the entries among these that a row sees (of decode rows
-    without meaning).
+    positions int64 [T] (-1 in padded requests), slot_mapping int64 [T] and is_valid_token bool [T] of the SWA
+    cache, decode_swa_indices int32 [D, 1, W] with decode_swa_lens int32 [D], prefill_seq_lens and
+    prefill_gather_lens int32 [P], prefill_entry_lens int32 [P] (compressed entries of each prefill request; None
+    without compression), block tables and slot mappings of the compressed and state caches, row_block_table int32
+    [D, pages] (the compressed cache's block table, a row per decode row; only where decode requests differ in
+    rows), min_restart int32 [R] (the smallest position a request may be scheduled from again), and the C128A index
+    tables. With ratio 4: visible int32 [T], the entries that a row sees, and decode_topk_lens int32 [D], as many of
+    them as the indexer picks; in steps with prefill requests also prefill_key_starts int32 [P+1], where the entries
+    of each begin among those of all of them, request after request, and row_key_starts and row_key_ends int32 [T],
+    the entries among these that a row sees (of decode rows without meaning).
     """
 
     compress_ratio: int
@@ -114,6 +115,7 @@ class DeepseekV4Metadata:
     c128a_global_decode_topk_indices: torch.Tensor | None = None
     c128a_decode_topk_lens: torch.Tensor | None = None
     c128a_prefill_topk_indices: torch.Tensor | None = None
+    row_block_table: torch.Tensor | None = None
     visible: torch.Tensor | None = None
     decode_topk_lens: torch.Tensor | None = None
     prefill_key_starts: torch.Tensor | None = None
@@ -143,11 +145,12 @@ class DeepseekV4Metadata:
             return self.num_decode_tokens, 1
         return self.num_decodes, self.decode_query_len
 
-    def decode_table(self, table: torch.Tensor) -> torch.Tensor:
-        """A block table with one row per request of `decode_batch()`."""
-        if self.decode_query_len is None:
-            return table[self.token_to_req_indices[: self.num_decode_tokens].long()]
-        return table[: self.num_decodes]
+    def decode_block_table(self) -> torch.Tensor:
+        """The compressed cache's block table with one row per request of `decode_batch()`."""
+        if self.row_block_table is not None:
+            return self.row_block_table
+        assert self.compressed_block_table is not None
+        return self.compressed_block_table[: self.num_decodes]
 
 
 class UploadRing:
@@ -367,6 +370,7 @@ class DeepseekV4MetadataBuilder:
         self._buffers: dict[tuple[int, ...], _StepBuffers] = {}
         self._rows: dict[Any, _Rows] = {}
         self._plans: dict[Any, _Plan] = {}
+        self._row_tables: dict[tuple[int, int, int], torch.Tensor] = {}
         self._accepted: set[Any] = set()
 
     def build(
@@ -487,11 +491,12 @@ class DeepseekV4MetadataBuilder:
             noted = self._launch(shape, plan.buffers, block_tables, upload, seq_lens_device, restart, key_starts)
             if is_plain:
                 plan.launches[others] = noted
+        query_len = rows.decode_query_len(num_decodes)
         own = {
             "query_start_loc_cpu": rows.starts_cpu,
             "seq_lens_cpu": lengths,
             "max_seq_len": longest,
-            "decode_query_len": rows.decode_query_len(num_decodes),
+            "decode_query_len": query_len,
         }
         built = {}
         for ratio, kept_fields in plan.of_kinds.items():
@@ -501,8 +506,22 @@ class DeepseekV4MetadataBuilder:
             found["swa_block_table"] = tables.swa
             if ratio > 1:
                 found["compressed_block_table"], found["state_block_table"] = tables.compressed, tables.state
+                assert tables.compressed is not None
+                if query_len is None and shape.decode_rows:
+                    request = found["token_to_req_indices"][: shape.decode_rows]
+                    found["row_block_table"] = self._row_table(ratio, tables.compressed, request)
             built[ratio] = metadata
         return built
+
+    def _row_table(self, ratio: int, table: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
+        """The rows of a block table that the step's decode rows read, always in the same place: one launch for all
+        layers of a kind."""
+        rows, pages = len(request), table.shape[1]
+        room = 1 << max(rows - 1, 0).bit_length()
+        out = self._row_tables.get((ratio, room, pages))
+        if out is None:  # earlier ones stay: a captured step may read them
+            out = self._row_tables[ratio, room, pages] = table.new_empty(room, pages)
+        return torch.index_select(table, 0, request, out=out[:rows])
 
     def _rows_of(self, query_lens: Ints) -> _Rows:
         key: Any

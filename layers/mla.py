@@ -289,7 +289,7 @@ class DeepseekV4MLAAttention(nn.Module):
             else:
                 assert m.c128a_decode_topk_lens is not None
                 extra |= {
-                    "extra_block_table": m.decode_table(m.compressed_block_table),
+                    "extra_block_table": m.decode_block_table(),
                     "extra_length": m.c128a_decode_topk_lens.view(shape),
                 }
         sparse_mla_decode(

@@ -16,6 +16,7 @@ import torch
 from cute_kernels.runtime.ops import OPS, Op
 from cute_kernels.runtime.verify import clone_arguments
 from perf.measure import Call, compare, number_of_sets
+from perf.peers import load_peer
 
 POISON_BYTE = 0xA5
 
@@ -73,8 +74,9 @@ class Bench:
 
     op          its name in the schema
     cases       the shapes of the report
+    between     shapes between those that are tuned for (perf.grid.mark)
     quick       numbers of rows of a quick look
-    peers       name -> loader of another project's kernel; a loader may raise, the reason stands in the record
+    peers       name -> loader of another project's kernel; one that raises ends the sweep (perf.peers.load_peer)
     ahead       called with the cases before peers are loaded: what those compile when they are first called
     variants    loader of this project's other configurations, by name; names begin with "ours "
     inputs      mutated arguments that the op reads too: they are not poisoned, and restored after a check
@@ -85,6 +87,7 @@ class Bench:
     op: str
     cases: tuple[Case, ...]
     quick: tuple[int, ...]
+    between: tuple[Case, ...] = ()
     peers: Mapping[str, Callable[[], Run]] = field(default_factory=dict)
     ahead: Callable[[Sequence[Case]], None] | None = None
     variants: Callable[[], Mapping[str, Run]] = dict
@@ -97,7 +100,7 @@ class Bench:
     ) -> list[dict[str, Any]]:
         """Records of the cases, or of those with that many rows."""
         op = OPS[self.op]
-        chosen = [case for case in self.cases if rows is None or case.rows in rows]
+        chosen = [case for case in (*self.cases, *self.between) if rows is None or case.rows in rows]
         for case in chosen:
             op.overload(*case.make(0))  # compiled before other projects change the DSL
         candidates: dict[str, Any] = {}
@@ -106,7 +109,7 @@ class Bench:
         if peers:
             if self.ahead is not None:
                 self.ahead(chosen)
-            candidates.update({name: _load_peer(loader) for name, loader in self.peers.items()})
+            candidates.update({name: _load_peer(name, loader) for name, loader in self.peers.items()})
         return [self._measure(op, case, candidates, replays) for case in chosen]
 
     def _measure(self, op: Op, case: Case, candidates: Mapping[str, Any], replays: int) -> dict[str, Any]:
@@ -129,12 +132,9 @@ class _Peers:
     tensors: Sequence[torch.Tensor] | None
 
 
-def _load_peer(loader: Callable[[], Run]) -> Callable[[InputSet], _Peers] | str:
-    try:
-        run = loader()
-    except Exception as error:  # an installation that is not whole fails in many ways
-        return f"{type(error).__name__}: {error}"
-    return lambda s: _Peers(run(*s.args))
+def _load_peer(name: str, loader: Callable[[], Run]) -> Callable[[InputSet], _Peers] | str:
+    run = load_peer(name, loader)
+    return run if isinstance(run, str) else lambda s: _Peers(run(*s.args))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from rich.table import Table
 from cute_kernels.cli import Parser, Refusal
 from perf import compiled, plots, report
 from perf.compare import Change, compare
-from perf.records import LEAST_REPLAYS, Record, RecordError, collect, load, parse, usable
+from perf.peers import PeerMissing, missing_allowed
+from perf.records import LEAST_REPLAYS, Record, RecordError, collect, load, parse, to_text, usable
 from perf.targets import losses
 
 PROGRAM = "python -m perf"
@@ -81,6 +82,7 @@ MODULES = {
 """Op -> module whose SWEEPS measures it."""
 
 REPLAYS = 21
+ALLOW_MISSING = "skip peers that cannot be imported, which else ends the sweep; their cells get no ratio"
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -105,7 +107,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sweep.add_argument("--rows", type=_numbers, metavar="N,N", help="these numbers of rows only")
     sweep.add_argument("--quick", action="store_true", help="few shapes and replays; not for the report")
-    sweep.add_argument("--peers", action="store_true", help="other projects' kernels too, where importable")
+    sweep.add_argument("--peers", action="store_true", help="other projects' kernels too")
+    sweep.add_argument("--allow-missing-peers", action="store_true", help=ALLOW_MISSING)
     sweep.add_argument("--variants", action="store_true", help="our kernels' other configurations too")
     sweep.add_argument("--replays", type=int, metavar="N", help=f"graph replays per candidate ({REPLAYS})")
     sweep.add_argument(
@@ -125,7 +128,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Measure whole attention layers: GPU time in a CUDA graph, host time of an eager layer, launches.",
     )
     layer.add_argument("--full", action="store_true", help="many more batch sizes, contexts and ranks")
-    layer.add_argument("--peers", action="store_true", help="other projects' kernels too, where importable")
+    layer.add_argument("--peers", action="store_true", help="other projects' kernels too")
+    layer.add_argument("--allow-missing-peers", action="store_true", help=ALLOW_MISSING)
     layer.add_argument("--only", metavar="REGEX", help="cells whose name this finds; not for the report")
     layer.add_argument("--replays", type=int, default=REPLAYS, metavar="N", help=f"graph replays per cell ({REPLAYS})")
     layer.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no cell after so long")
@@ -187,6 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Refusal, RecordError) as error:
         print(f"{PROGRAM} {options.command}: error: {error}", file=sys.stderr)
         return 2
+    except PeerMissing as error:
+        print(f"{PROGRAM} {options.command}: {error}; --allow-missing-peers skips it", file=sys.stderr)
+        return 1
 
 
 def _console() -> Console:
@@ -231,7 +238,9 @@ def sweep(options: argparse.Namespace) -> int:
         return _sweep_apart(names, options, replays)
     path = out / f"{names[0]}.json" if out is not None and out.suffix != ".json" else out
     try:
-        text = json.dumps(measure(names[0], options, replays), indent=1)
+        text = to_text(measure(names[0], options, replays))
+    except PeerMissing:
+        raise
     except (RuntimeError, NotImplementedError) as error:
         print(f"{PROGRAM} sweep: {names[0]} failed: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
@@ -245,7 +254,7 @@ def sweep(options: argparse.Namespace) -> int:
         path = path.with_suffix(".rejected.json")  # GPU time is dear: what was measured can still be looked at
     if path is not None:
         try:
-            path.write_text(text + "\n")
+            path.write_text(text)
         except OSError as error:
             raise Refusal(f"--json: {path}: {error.strerror}") from error
     if problem:
@@ -261,6 +270,7 @@ def _sweep_apart(names: Sequence[str], options: argparse.Namespace, replays: int
 
 def _sweep_processes(names: Sequence[str], options: argparse.Namespace, replays: int, ceilings: Path) -> int:
     flags = [f"--{name}" for name in ("quick", "peers", "variants") if getattr(options, name)]
+    flags += ["--allow-missing-peers"] * options.allow_missing_peers
     flags += ["--ceilings", str(ceilings)]
     flags += ["--replays", str(replays)]
     if options.rows is not None:
@@ -279,6 +289,7 @@ def _sweep_processes(names: Sequence[str], options: argparse.Namespace, replays:
 def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any]:
     """The record of one op on the GPU at hand, for JSON. RuntimeError if a reference ran or a result is wrong."""
     from perf import ceilings
+    from perf.conditions import watch
     from perf.measure import cold_bytes, environment
     from perf.records import SCHEMA
 
@@ -287,13 +298,14 @@ def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any
     chosen = {} if rows is None else {"rows": rows}
     machine = environment()
     found = _ceilings(options.ceilings, partial(ceilings.measure, replays))
-    cells = module.SWEEPS[op](peers=options.peers, variants=options.variants, replays=replays, **chosen)
+    with watch() as conditions, missing_allowed(options.allow_missing_peers):
+        cells = module.SWEEPS[op](peers=options.peers, variants=options.variants, replays=replays, **chosen)
     if not cells:
         raise Refusal(f"--rows: {op} has no shape with that many rows")
     known = ceilings.yardsticks(machine["gpu"], found)
     ceilings.add_percentages(cells, known)
     facts = {"partial": rows is not None, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
-    return {"schema": SCHEMA, "op": op, **machine, **facts, "records": cells}
+    return {"schema": SCHEMA, "op": op, **machine, "conditions": conditions, **facts, "records": cells}
 
 
 def _ceilings(path: Path | None, measured: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -306,7 +318,7 @@ def _ceilings(path: Path | None, measured: Callable[[], list[dict[str, Any]]]) -
 
 
 def _print_record(record: Record) -> None:
-    table = _table("case", "candidate", ">us", ">p10", ">p90", ">GB/s", ">% of ceiling", ">host us", "")
+    table = _table("case", "candidate", ">us", ">apart", ">p10", ">p90", ">GB/s", ">% of ceiling", ">host us", "")
     for cell in record.cells:
         for row in cell.rows:
             remarks = [] if row.checked else ["[yellow]result differs[/]"]
@@ -315,11 +327,11 @@ def _print_record(record: Record) -> None:
             percent = "" if row.percent is None else f"{row.percent:.1f}"
             host = "" if row.host is None else f"{row.host.us:.2f}"
             name = f"[bold]{row.name}[/]" if row is cell.ours else escape(row.name)
-            times = [f"{us:.2f}" for us in (row.us, row.p10, row.p90)]
+            times = ["" if us is None else f"{us:.2f}" for us in (row.us, row.apart, row.p10, row.p90)]
             case = cell.case if row is cell.ours else ""
             table.add_row(case, name, *times, f"{row.gbs:.0f}", percent, host, "; ".join(remarks))
         for skipped in cell.skipped:
-            table.add_row("", escape(skipped.name), *[""] * 6, f"[dim]skipped: {escape(skipped.reason)}[/]")
+            table.add_row("", escape(skipped.name), *[""] * 7, f"[dim]skipped: {escape(skipped.reason)}[/]")
     ceilings = _table("ceiling", ">measured", "unit")
     for c in record.ceilings:
         ceilings.add_row(c.name, f"{c.value:.2f}" if c.unit == "us" else f"{c.value:.0f}", c.unit)
@@ -338,6 +350,7 @@ def measure_layers(options: argparse.Namespace) -> int:
     import torch
 
     from perf import ceilings, layer
+    from perf.conditions import watch
     from perf.measure import cold_bytes, environment
     from perf.records import SCHEMA
 
@@ -385,15 +398,17 @@ def measure_layers(options: argparse.Namespace) -> int:
             measured.append(cell)
 
     try:
-        cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, note, options.peers)
+        with watch() as conditions, missing_allowed(options.allow_missing_peers):
+            cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, note, options.peers)
     except BaseException:
         if options.json is not None and measured:  # GPU time is dear: what was measured can still be looked at
             path = _layer_path(options.json).with_suffix(".rejected.json")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"schema": SCHEMA, "op": layer.OP, **machine, "records": measured}, indent=1))
+            path.write_text(to_text({"schema": SCHEMA, "op": layer.OP, **machine, "records": measured}))
         raise
     ceilings.add_percentages(cells, known)
     is_partial = options.full or options.only is not None or is_cut
+    machine |= {"conditions": conditions}
     facts = {"partial": is_partial, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
     record = {"schema": SCHEMA, "op": layer.OP, **machine, **facts, "left_out": left_out, "records": cells}
     if options.json is not None and cells:
@@ -405,7 +420,7 @@ def measure_layers(options: argparse.Namespace) -> int:
             path = path.with_suffix(".rejected.json")  # GPU time is dear: what was measured can still be looked at
             raise
         finally:
-            path.write_text(json.dumps(record, indent=1) + "\n")
+            path.write_text(to_text(record))
     return 0 if cells else 1
 
 
@@ -488,7 +503,7 @@ def show_records(options: argparse.Namespace) -> int:
             continue
         total += len(cells)
         _print_record(replace(record, cells=cells))
-        ratios = [cell.best_peer.us / cell.ours.us for cell in cells if cell.best_peer is not None]
+        ratios = [cell.gain for cell in cells if cell.gain is not None]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
         beside = f", {mean:.2f} times as fast as the best peer in the mean of {len(ratios)}" if ratios else ", no peer"
         losing = sum(bool(losses(record.gpu, cell)) for cell in cells)

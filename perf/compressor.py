@@ -15,9 +15,12 @@ from cute_kernels.compressor.call import SaveCall
 from cute_kernels.compressor.ops import save_partial_states
 from cute_kernels.formats import compressor_state
 from cute_kernels.runtime.ops import OPS
+from perf.grid import draw_rows, facts_between
 from perf.measure import Call, compare, number_of_sets
+from perf.peers import load_peer
 
 ROWS = (1, 64, 1024, 8192, 32768)
+BETWEEN_ROWS = draw_rows("save_partial_states", ROWS[:-1])
 SAVE_VARIANTS: tuple[dict[str, Any], ...] = (
     {"vectors": 1, "warps": 8},
     {"vectors": 2, "warps": 8},
@@ -119,12 +122,9 @@ def _save_variants() -> dict[str, Callable[[SaveSet], None]]:
     return variants
 
 
-def _vllm_save() -> Callable[[SaveSet], None] | str:
-    """vLLM's Triton kernel, or the reason why there is none."""
-    try:
-        from vllm.models.deepseek_v4.common.ops.save_partial_states import _SAVE_PARTIAL_STATES_KERNEL as kernel
-    except Exception as error:  # an installation that is not whole fails in many ways
-        return f"{type(error).__name__}: {error}"
+def _vllm_save() -> Callable[[SaveSet], None]:
+    """vLLM's Triton kernel."""
+    from vllm.models.deepseek_v4.common.ops.save_partial_states import _SAVE_PARTIAL_STATES_KERNEL as kernel
 
     def run(s: SaveSet) -> None:
         kernel(
@@ -144,7 +144,7 @@ def _vllm_save() -> Callable[[SaveSet], None] | str:
 
 
 def sweep_save(
-    rows: tuple[int, ...] = ROWS, peers: bool = False, variants: bool = False, replays: int = 21
+    rows: tuple[int, ...] = (*ROWS, *BETWEEN_ROWS), peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of save_partial_states per compressor and number of tokens, its peer and our variants beside it."""
     candidates: dict[str, Any] = dict(_save_variants()) if variants else {}
@@ -152,7 +152,7 @@ def sweep_save(
         for tokens in (1, 32768):  # a kernel for few, and one for many
             SaveSet.make(kind, tokens, 0).ours()  # compiled before other projects change the DSL
     if peers:
-        candidates["vllm-triton"] = _vllm_save()
+        candidates["vllm-triton"] = load_peer("vllm-triton", _vllm_save)
     records = []
     for kind in SAVE_KINDS:
         for tokens in rows:
@@ -161,7 +161,13 @@ def sweep_save(
             assert cost is not None
             work = cost(*first.arguments())
             sets = [first, *(SaveSet.make(kind, tokens, seed) for seed in range(1, number_of_sets(work.bytes)))]
-            shape = {"case": f"{kind.name} T={tokens}", "T": tokens, "width": kind.width, "ratio": kind.ratio}
+            shape: dict[str, Any] = {
+                "case": f"{kind.name} T={tokens}",
+                "T": tokens,
+                "width": kind.width,
+                "ratio": kind.ratio,
+            }
+            shape = facts_between(shape) if tokens in BETWEEN_ROWS else shape
             records.append(compare("save_partial_states", shape, sets, work, candidates, replays))
     return records
 

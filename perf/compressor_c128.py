@@ -12,6 +12,7 @@ import torch
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, compressor_state
 from perf import compressor_c4
 from perf.bench import Arguments, Bench, Case, Run
+from perf.grid import mark
 
 EPS = 1e-6
 RATIO = 128
@@ -119,6 +120,7 @@ STORE = Bench(
     op="compress_norm_rope_store",
     cases=_cases(_stored, *DECODE, *PREFILL),
     quick=compressor_c4.STORE.quick,
+    between=mark(_cases(_stored, *compressor_c4.BETWEEN_DECODE, *compressor_c4.BETWEEN_PREFILL)),
     peers=compressor_c4.STORE.peers,
     variants=partial(_variants, "compress"),
     same=compressor_c4.STORE.same,
@@ -128,6 +130,7 @@ FUSED = Bench(
     op="fused_compress_norm_rope_store",
     cases=_cases(_fused, *DECODE, *PREFILL, (8192, "all"), (32768, "all")),
     quick=compressor_c4.FUSED.quick,
+    between=mark(_cases(_fused, *compressor_c4.BETWEEN_DECODE, *compressor_c4.BETWEEN_PREFILL)),
     peers=compressor_c4.FUSED.peers,
     variants=partial(_variants, "fused"),
     inputs=compressor_c4.FUSED.inputs,

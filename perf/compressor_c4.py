@@ -14,6 +14,7 @@ import torch
 from cute_kernels.compressor import ops as _registered  # noqa: F401
 from cute_kernels.formats import FORMATS, FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4, compressor_state
 from perf.bench import Arguments, Bench, Case, Run
+from perf.grid import draw_rows, mark
 
 EPS = 1e-6
 RATIO = 4
@@ -244,10 +245,13 @@ def _entries_only(tolerated: float) -> Any:
 
 
 DECODE = ((1, "closing"), (64, "closing"), (64, "open"), (64, "decode"), (256, "open"), (256, "decode"))
+BETWEEN_DECODE = tuple((rows, "decode") for rows in draw_rows("compressor decode", (1, 256), 2))
+BETWEEN_PREFILL = tuple((rows, "window") for rows in draw_rows("compressor prefill", (1024, 8192), 2, 128))
 STORE = Bench(
     op="compress_norm_rope_store",
     cases=_cases(_stored, ((1, "closing"), (64, "closing"), (1024, "all"), (8192, "all"), (32768, "all"))),
     quick=(1, 64, 8192),
+    between=mark(_cases(_stored, (*BETWEEN_DECODE, *BETWEEN_PREFILL))),
     peers={"vllm-triton": vllm_triton, "vllm-cutedsl": vllm_cutedsl},
     variants=partial(_variants, "compress"),
     same=_differing(1e-3),
@@ -259,6 +263,7 @@ FUSED = Bench(
         _fused, (*DECODE, (1024, "window"), (8192, "window"), (32768, "window"), (8192, "all"), (32768, "all"))
     ),
     quick=(1, 64, 8192),
+    between=mark(_cases(_fused, (*BETWEEN_DECODE, *BETWEEN_PREFILL))),
     peers={
         "vllm-triton": partial(two_steps, vllm_triton),
         "vllm-cutedsl": partial(two_steps, vllm_cutedsl),

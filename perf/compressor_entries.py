@@ -19,7 +19,7 @@ def _sweep(
     replays: int = 21,
 ) -> list[dict[str, Any]]:
     for bench in benches:
-        for case in bench.cases:
+        for case in (*bench.cases, *bench.between):
             if rows is None or case.rows in rows:
                 OPS[bench.op].overload(*case.make(0))  # compiled before other projects change the DSL
     return [record for bench in benches for record in bench.sweep(rows, peers, variants, replays)]

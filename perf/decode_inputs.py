@@ -15,6 +15,7 @@ from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, ROPE_DIM, round_up
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_decode_workspace_size
 from cute_kernels.sparse_mla.schedule import TILE, num_tiles
+from perf.grid import lengths
 from perf.measure import Call
 
 OP = "sparse_mla_decode"
@@ -34,6 +35,8 @@ MODES: Mapping[str, tuple[str, int]] = {
 }
 """Mode -> (compressed cache, entries of it that a query row attends to); 128 rows of the window besides."""
 
+SPREAD = "unequal"
+
 SPLITS: tuple[dict[str, int], ...] = (
     *({"num_splits": n} for n in (1, 2, 3, 4, 5, 6, 8)),
     *({"split_tokens": n} for n in (128, 256)),
@@ -48,19 +51,21 @@ LSE_ATOL, LSE_RTOL = 1e-6, 8.01 / 65536
 
 @dataclass(frozen=True)
 class Shape:
-    """A case. unequal: the second list's lengths go from 1 to all of it; splits: arguments of the op."""
+    """A case. unequal: the kind of the second list's lengths (perf.grid.lengths; SPREAD: from 1 to all of it); splits:
+    arguments of the op."""
 
     mode: str
     heads: int
     batch: int
     tokens: int = 1
     dense: bool = False
-    unequal: bool = False
+    unequal: str = ""
     splits: tuple[tuple[str, int], ...] = ()
 
     @property
     def name(self) -> str:
-        marks = [f"s_q={self.tokens}"] * (self.tokens > 1) + ["dense"] * self.dense + ["unequal"] * self.unequal
+        marks = [f"s_q={self.tokens}"] * (self.tokens > 1) + ["dense"] * self.dense
+        marks += [self.unequal] * bool(self.unequal)
         return " ".join([f"b{self.batch} h{self.heads} {self.mode}", *marks, *(f"{k}={v}" for k, v in self.splits)])
 
     @property
@@ -70,8 +75,8 @@ class Shape:
     def lengths(self) -> list[int]:
         """Of the second list, by request."""
         count = MODES[self.mode][1]
-        if not self.unequal:
-            return [count] * self.batch
+        if self.unequal != SPREAD:
+            return lengths(self.unequal, self.batch, count)
         # 5 has no factor in common with any batch here: neighbours differ
         return [1 + (5 * i % self.batch) * (count - 1) // max(self.batch - 1, 1) for i in range(self.batch)]
 
@@ -118,7 +123,7 @@ class DecodeSet:
             return cls(shape, given, None, None)
         given["extra_k_cache"] = _pool(REQUESTS[kind] * ENTRIES[kind] // ROWS[kind], ROWS[kind])
         table = _table(REQUESTS[kind], ENTRIES[kind] // ROWS[kind])[request % REQUESTS[kind]]
-        lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device="cuda")
+        seen = torch.tensor(shape.lengths(), dtype=torch.int32, device="cuda")
         if kind == "c4":
             chosen = torch.rand(b, s_q, ENTRIES[kind], device="cuda", generator=g).topk(count, sorted=False).indices
             listed = _slots(table, chosen, ROWS[kind])
@@ -127,10 +132,10 @@ class DecodeSet:
             entries = torch.arange(count, device="cuda").expand(b, s_q, count)
             listed[..., :count] = _slots(table, entries, ROWS[kind])
         if shape.dense:
-            given |= {"extra_block_table": table, "extra_length": lengths[:, None].expand(b, s_q).contiguous()}
+            given |= {"extra_block_table": table, "extra_length": seen[:, None].expand(b, s_q).contiguous()}
         else:
-            given |= {"extra_indices": listed, "extra_topk_length": lengths}
-        return cls(shape, given, listed, lengths)
+            given |= {"extra_indices": listed, "extra_topk_length": seen}
+        return cls(shape, given, listed, seen)
 
     def call(self, splits: Mapping[str, int]) -> None:
         """This project's op, over a workspace that all calls share."""
@@ -140,7 +145,8 @@ class DecodeSet:
         self.call(dict(self.shape.splits))
 
     def arguments(self) -> tuple[Any, ...]:
-        return in_order({**self.given, **dict(self.shape.splits)})
+        splits = dict(self.shape.splits)
+        return in_order({**self.given, **splits, "workspace": _workspace(workspace_size(self.shape, splits))})
 
     def right(self, call: Call) -> bool:
         """Whether `call` leaves or returns the reference's results in rows all over the batch, and NaN nowhere."""

@@ -14,12 +14,15 @@ import torch
 from cute_kernels.linear.verify_cases import PRODUCTS, ROUNDING
 from cute_kernels.output.ops import deepseek_v4_fp8_einsum
 from cute_kernels.runtime.ops import OPS
+from perf.gemm import deepgemm_product
+from perf.grid import draw_rows, facts_between
 from perf.measure import Call, compare, number_of_sets
-from perf.peers import deepgemm
+from perf.peers import Product, compile_products, load_peer
 
 EQUATION, RECIPE = "bhr,hdr->bhd", [1, 128, 128]
 RANK, WIDTH = 1024, 4096
 ROWS = (1, 64, 512, 1024, 8192, 32768)
+BETWEEN_ROWS = draw_rows("einsum", ROWS, 6)
 GROUPS = (8, 16, 1)
 """Groups of a rank: V4-Flash whole, V4-Pro whole, V4-Flash split over eight."""
 
@@ -116,13 +119,13 @@ def _variants() -> dict[str, Callable[[EinsumSet], None]]:
     return found
 
 
-def _deepgemm() -> Callable[[EinsumSet], None] | str:
-    """DeepGEMM's kernel, as vLLM registers it, or the reason why there is none."""
-    try:
-        kernel = deepgemm().fp8_einsum
-    except Exception as error:  # an installation that is not whole fails in many ways
-        return f"{type(error).__name__}: {error}"
-    return lambda s: kernel(EQUATION, s.a, s.a_scale, s.b, s.b_scale, s.out, None, RECIPE)
+def _deepgemm(use_pdl: bool) -> Callable[[EinsumSet], None]:
+    product = deepgemm_product(use_pdl)
+
+    def run(s: EinsumSet) -> None:
+        product(s.a, s.a_scale, s.b, s.b_scale, s.out)
+
+    return run
 
 
 def _scaled_mm(s: EinsumSet) -> None:
@@ -142,14 +145,21 @@ def _scaled_mm(s: EinsumSet) -> None:
 
 
 def sweep(
-    rows: tuple[int, ...] = ROWS, peers: bool = False, variants: bool = False, replays: int = 21
+    rows: tuple[int, ...] = (*ROWS, *BETWEEN_ROWS), peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of deepseek_v4_fp8_einsum per groups of a rank and number of rows, peers and variants beside it."""
     candidates: dict[str, Any] = dict(_variants()) if variants else {}
     for tokens in rows:
         EinsumSet.make(tokens, 1, 0).ours()  # compiled before other projects change the DSL
     if peers:
-        candidates["deepgemm"] = _deepgemm()
+        compile_products(
+            Product(tokens, groups, RANK, WIDTH, groups > 1)
+            for groups in GROUPS
+            for tokens in rows
+            if tokens * groups * WIDTH <= MOST_CODES
+        )
+        for name, use_pdl in (("deepgemm", False), ("deepgemm-pdl", True)):
+            candidates[name] = load_peer(name, partial(_deepgemm, use_pdl))
         candidates["torch-scaled_mm"] = _scaled_mm
     records = []
     for groups in GROUPS:
@@ -164,6 +174,7 @@ def sweep(
                 first, *(EinsumSet.make(tokens, groups, seed) for seed in range(1, number_of_sets(work.bytes)))
             ]  # fmt: skip
             shape = {"case": f"G={groups} T={tokens}", "T": tokens, "groups": groups}
+            shape = facts_between(shape) if tokens in BETWEEN_ROWS else shape
             records.append(compare("deepseek_v4_fp8_einsum", shape, sets, work, candidates, replays, products="e4m3"))
     return records
 

@@ -16,6 +16,7 @@ from cute_kernels.linear.verify_cases import FP32, PRODUCTS, ROUNDING
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.ops import OPS
 from perf.bench import Arguments, Bench, Case, Run
+from perf.grid import draw_rows, mark
 from perf.peers import Product, compile_products, deepgemm
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
@@ -68,7 +69,7 @@ def make_bf16(tokens: int, outputs: int, columns: int, seed: int) -> Arguments:
     return a, b, torch.empty(tokens, outputs, device="cuda"), False, True
 
 
-def _deepgemm(use_pdl: bool) -> Run:
+def deepgemm_product(use_pdl: bool) -> Run:
     """DeepGEMM's kernels as vLLM takes them: one product, or one for all groups. It chooses its configuration itself.
 
     use_pdl   as dependents of the kernel before
@@ -144,9 +145,8 @@ def _deepgemms_kernels(cases: Sequence[Case]) -> None:
     compile_products(Product(rows, groups, n, k, groups > 1) for rows, groups, n, k in shapes)
 
 
-FP8 = Bench(
-    "fp8_gemm",
-    tuple(
+def _fp8_cases(several: Sequence[int]) -> tuple[Case, ...]:
+    return tuple(
         Case(
             f"{model} {name} T={tokens}",
             tokens,
@@ -156,11 +156,21 @@ FP8 = Bench(
         )
         for model in MODELS
         for name, groups, outputs, columns in _weights(model)
-        for tokens in TOKENS
-    ),
+        for tokens in several
+    )
+
+
+FP8 = Bench(
+    "fp8_gemm",
+    _fp8_cases(TOKENS),
     quick=(1, 64),
+    between=mark(_fp8_cases(draw_rows("fp8_gemm", TOKENS))),
     ahead=_deepgemms_kernels,
-    peers={"deepgemm": partial(_deepgemm, False), "deepgemm-pdl": partial(_deepgemm, True), "cublas": _cublas},
+    peers={
+        "deepgemm": partial(deepgemm_product, False),
+        "deepgemm-pdl": partial(deepgemm_product, True),
+        "cublas": _cublas,
+    },
     variants=_fp8_variants,
     same=partial(_near, PRODUCTS, ROUNDING),
 )
@@ -184,9 +194,8 @@ def _squares_variants() -> Mapping[str, Run]:
     return {"ours without use_pdl": lambda *args: overload(*args[:-1], False)}
 
 
-SQUARES = Bench(
-    "fp8_gemm_squares",
-    tuple(
+def _squares_cases(several: Sequence[int]) -> tuple[Case, ...]:
+    return tuple(
         Case(
             f"{model} {heads} heads{' + indexer' * (others > 0)} T={tokens}",
             tokens,
@@ -197,16 +206,22 @@ SQUARES = Bench(
         for model in MODELS
         for heads in (MODELS[model].num_attention_heads,)
         for others in (0, MODELS[model].index_n_heads * INDEX_DIM)
-        for tokens in SQUARES_TOKENS
-    ),
+        for tokens in several
+    )
+
+
+SQUARES = Bench(
+    "fp8_gemm_squares",
+    _squares_cases(SQUARES_TOKENS),
     quick=(512,),
+    between=mark(_squares_cases(draw_rows("fp8_gemm_squares", SQUARES_TOKENS, 2))),
     variants=_squares_variants,
     same=_near_squares,
 )
 
-BF16 = Bench(
-    "bf16_gemm",
-    tuple(
+
+def _bf16_cases(several: Sequence[int]) -> tuple[Case, ...]:
+    return tuple(
         Case(
             f"{model} {name} T={tokens}",
             tokens,
@@ -216,9 +231,15 @@ BF16 = Bench(
         )
         for model in MODELS
         for name, outputs in (("compressors+weights (C4A)", 2624), ("compressor (C128A)", 1024))
-        for tokens in BF16_TOKENS
-    ),
+        for tokens in several
+    )
+
+
+BF16 = Bench(
+    "bf16_gemm",
+    _bf16_cases(BF16_TOKENS),
     quick=(1, 64),
+    between=mark(_bf16_cases(draw_rows("bf16_gemm", BF16_TOKENS))),
     peers={"cublas": _mm},
     variants=_bf16_variants,
     same=partial(_near, FP32, 0.0),

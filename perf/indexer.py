@@ -13,12 +13,20 @@ import torch
 from cute_kernels.formats import INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4
 from cute_kernels.indexer import ops as _registered  # noqa: F401
 from perf.bench import Arguments, Bench, Case, Run
+from perf.grid import draw, draw_rows, mark
 
 HEADS = 64
 POSITIONS = 65536
 BLOCK_SIZE = 64
 FACTORS = (INDEX_DIM**-0.5, HEADS**-0.5)
 ROWS = (1, 64, 1024, 8192, 32768)
+BETWEEN_ROWS = draw_rows("indexer queries", ROWS, 4)
+GATHERS = ((1, 16384), (4, 16384), (1, 262144))
+BETWEEN_GATHERS = tuple(
+    (point["requests"], point["rows"])
+    for point in draw("cp_gather_indexer_k_quant_cache", 3, requests=(1, 16), rows=(2000, 60_000))
+)
+"""(requests, keys of each)."""
 
 QUERY_VARIANTS: tuple[dict[str, Any], ...] = tuple(
     {"groups": groups, "through_l1": through_l1} for groups in (1, 2, 4) for through_l1 in (False, True)
@@ -58,10 +66,13 @@ def _query(fp4: bool, transformed: bool, rows: int, seed: int) -> Arguments:
     return *inputs, transformed, torch.empty_like(q, dtype=torch.float8_e4m3fn), weights_out, False, False
 
 
+def _plain_queries(fp4: bool, several: tuple[int, ...]) -> tuple[Case, ...]:
+    return tuple(Case(f"T={rows}", rows, partial(_query, fp4, False, rows), {"heads": HEADS}) for rows in several)
+
+
 def _query_cases(fp4: bool) -> tuple[Case, ...]:
-    plain = [Case(f"T={rows}", rows, partial(_query, fp4, False, rows), {"heads": HEADS}) for rows in ROWS]
     shape = {"heads": HEADS, "hadamard": True}
-    return *plain, Case("hadamard T=4096", 4096, partial(_query, fp4, True, 4096), shape)
+    return *_plain_queries(fp4, ROWS), Case("hadamard T=4096", 4096, partial(_query, fp4, True, 4096), shape)
 
 
 def _vllm_triton() -> Run:
@@ -143,10 +154,9 @@ def _gather(fmt: Any, requests: int, rows: int, seed: int) -> Arguments:
     return pool, codes, scales, table, bounds, fmt.id
 
 
-def _gather_cases() -> tuple[Case, ...]:
-    long = (1, 16384), (4, 16384), (1, 262144)
-    fp8 = [(INDEXER_FP8, "", *shape) for shape in (*long, (256, 64), (64, 4096))]
-    mxfp4 = [(INDEXER_MXFP4, "mxfp4 ", *shape) for shape in long]
+def _gather_cases(fp8_shapes: Sequence[tuple[int, int]], mxfp4_shapes: Sequence[tuple[int, int]]) -> tuple[Case, ...]:
+    fp8 = [(INDEXER_FP8, "", *shape) for shape in fp8_shapes]
+    mxfp4 = [(INDEXER_MXFP4, "mxfp4 ", *shape) for shape in mxfp4_shapes]
     return tuple(
         Case(f"{prefix}{requests}x{rows}", requests * rows, partial(_gather, fmt, requests, rows))
         for fmt, prefix, requests, rows in [*fp8, *mxfp4]
@@ -181,6 +191,7 @@ FP8 = Bench(
     op="fused_indexer_q_rope_quant_fp8",
     cases=_query_cases(False),
     quick=(1, 1024, 32768),
+    between=mark(_plain_queries(False, BETWEEN_ROWS)),
     peers={"vllm-triton": _vllm_triton, "vllm-cutedsl": _vllm_cutedsl},
     variants=partial(_query_variants, False),
     peer_same=_nearly_right,
@@ -189,12 +200,14 @@ MXFP4 = Bench(
     op="fused_indexer_q_rope_quant_mxfp4",
     cases=_query_cases(True),
     quick=(1, 1024, 32768),
+    between=mark(_plain_queries(True, BETWEEN_ROWS)),
     variants=partial(_query_variants, True),
 )
 GATHER = Bench(
     op="cp_gather_indexer_k_quant_cache",
-    cases=_gather_cases(),
+    cases=_gather_cases((*GATHERS, (256, 64), (64, 4096)), GATHERS),
     quick=(16384, 262144),
+    between=mark(_gather_cases(BETWEEN_GATHERS, BETWEEN_GATHERS[:1])),
     peers={"vllm-cpp": _vllm_gather},
     variants=_gather_variants,
 )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,11 @@ from cute_kernels.compressor.call import SlotsCall
 from cute_kernels.indices.call import C128aCall, CombineCall, MixedCall, TranslateCall, WindowCall
 from cute_kernels.indices.ops import StepLayout
 from perf.bench import Arguments, Bench, Case, Run
+from perf.grid import draw_rows, mark
 
 ROWS = (1, 64, 1024, 8192)
+BETWEEN_ROWS = draw_rows("indices", ROWS[1:], 3, 64)
+STEP_ROWS = (1, 64, 256)
 PICKS = (512, 1024)
 WINDOW, RATIO, BLOCK_SIZE = 128, 4, 64
 PAGES = 256
@@ -187,15 +190,38 @@ def _variants(call_type: type[Any], module: str, *choices: Mapping[str, Any]) ->
     return load
 
 
-def _sizes(make: Callable[..., Arguments]) -> tuple[Case, ...]:
-    return tuple(Case(f"topk{k} T={t}", t, partial(make, t, k)) for k in PICKS for t in ROWS)
+def _sizes(make: Callable[..., Arguments], rows: Sequence[int]) -> tuple[Case, ...]:
+    return tuple(Case(f"topk{k} T={t}", t, partial(make, t, k)) for k in PICKS for t in rows)
+
+
+def _mixed_cases(rows: Sequence[int], prefill_rows: Sequence[int]) -> tuple[Case, ...]:
+    return (
+        *(Case(f"decode topk{k} T={t}", t, partial(mixed, t, k, True)) for k in PICKS for t in rows),
+        *(Case(f"prefill topk512 T={t}", t, partial(mixed, t, 512, False)) for t in prefill_rows),
+    )
+
+
+def _c128a_cases(rows: Sequence[int], prefill_rows: Sequence[int]) -> tuple[Case, ...]:
+    return (
+        *(Case(f"decode T={t}", t, partial(c128a, t, True)) for t in rows),
+        *(Case(f"prefill T={t}", t, partial(c128a, t, False)) for t in prefill_rows),
+    )
+
+
+def _plain_cases(make: Callable[..., Arguments], rows: Sequence[int], prefix: str = "") -> tuple[Case, ...]:
+    return tuple(Case(f"{prefix}T={t}", t, partial(make, t)) for t in rows)
+
+
+def _step_of_decodes(requests: int, seed: int) -> Arguments:
+    return step(requests, 1, seed)
 
 
 BENCHES = (
     Bench(
         "compute_global_topk_indices_and_lens",
-        _sizes(translate),
+        _sizes(translate, ROWS),
         quick=(1, 1024),
+        between=mark(_sizes(translate, BETWEEN_ROWS)),
         peers={"vllm-triton": vllm_translate},
         variants=_variants(
             TranslateCall,
@@ -209,8 +235,9 @@ BENCHES = (
     ),
     Bench(
         "combine_topk_swa_indices",
-        _sizes(combine),
+        _sizes(combine, ROWS),
         quick=(1, 1024),
+        between=mark(_sizes(combine, BETWEEN_ROWS)),
         peers={"vllm-triton": vllm_combine},
         variants=_variants(
             CombineCall,
@@ -223,11 +250,9 @@ BENCHES = (
     ),
     Bench(
         "build_flashinfer_mixed_sparse_indices",
-        (
-            *(Case(f"decode topk{k} T={t}", t, partial(mixed, t, k, True)) for k in PICKS for t in ROWS),
-            *(Case(f"prefill topk512 T={t}", t, partial(mixed, t, 512, False)) for t in (1024, 8192)),
-        ),
+        _mixed_cases(ROWS, (1024, 8192)),
         quick=(1, 1024),
+        between=mark(_mixed_cases(BETWEEN_ROWS, BETWEEN_ROWS[-1:])),
         peers={"vllm-triton": vllm_mixed},
         variants=_variants(
             MixedCall,
@@ -241,17 +266,16 @@ BENCHES = (
     ),
     Bench(
         "compute_decode_swa_indices",
-        tuple(Case(f"T={t}", t, partial(window, t)) for t in ROWS),
+        _plain_cases(window, ROWS),
         quick=(1, 1024),
+        between=mark(_plain_cases(window, BETWEEN_ROWS)),
         variants=_variants(WindowCall, "cute_kernels.indices.window", {"warps": 1}, {"warps": 2}, {"warps": 8}),
     ),
     Bench(
         "build_c128a_topk_metadata",
-        (
-            *(Case(f"decode T={t}", t, partial(c128a, t, True)) for t in ROWS),
-            *(Case(f"prefill T={t}", t, partial(c128a, t, False)) for t in (1024, 8192)),
-        ),
+        _c128a_cases(ROWS, (1024, 8192)),
         quick=(1, 1024),
+        between=mark(_c128a_cases(BETWEEN_ROWS, BETWEEN_ROWS[-1:])),
         variants=_variants(
             C128aCall, "cute_kernels.indices.c128a", {"groups": 1}, {"groups": 2}, {"warps": 2}, {"warps": 8}
         ),
@@ -259,15 +283,17 @@ BENCHES = (
     Bench(
         "build_step_metadata",
         (
-            *(Case(f"decode T={t}", t, partial(step, t, 1)) for t in (1, 64, 256)),
+            *_plain_cases(_step_of_decodes, STEP_ROWS, "decode "),
             Case("prefill T=4096", 4096, partial(step, 1, 4096)),
         ),
         quick=(1, 256),
+        between=mark(_plain_cases(_step_of_decodes, draw_rows("build_step_metadata", STEP_ROWS, 2), "decode ")),
     ),
     Bench(
         "get_compressed_slot_mapping",
-        tuple(Case(f"T={t}", t, partial(slots, t)) for t in ROWS),
+        _plain_cases(slots, ROWS),
         quick=(1, 1024),
+        between=mark(_plain_cases(slots, BETWEEN_ROWS)),
         variants=_variants(SlotsCall, "cute_kernels.compressor.slots", {"warps": 2}, {"warps": 4}),
     ),
 )

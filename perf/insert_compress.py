@@ -16,9 +16,11 @@ from cute_kernels.insert_compress.call import CompressCall, IndexCall
 from cute_kernels.runtime.ops import OPS
 from perf import compressor_c4, compressor_c128, indexer, qnorm
 from perf.bench import Arguments, Bench, Case, Run
+from perf.grid import draw_rows, mark
 
 HEADS, INDEX_HEADS = 64, 64
 ROWS = (1, 4, 16, 64, 256)
+BETWEEN_ROWS = draw_rows("insert_compress", ROWS, 2)
 COLUMNS, QUERY_COLUMNS = 2048 + 512 + INDEX_HEADS, HEADS * 512 + INDEX_HEADS * 128
 """Of the fused projections that the arguments are columns of."""
 
@@ -73,10 +75,15 @@ def _same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     return all(float((g != w).float().mean()) < 1e-3 for g, w in pairs)
 
 
+def _cases(several: tuple[int, ...]) -> tuple[Case, ...]:
+    return tuple(Case(f"T={rows}", rows, partial(make, rows), {"heads": HEADS}) for rows in several)
+
+
 BENCH = Bench(
     op=OP,
-    cases=tuple(Case(f"T={rows}", rows, partial(make, rows), {"heads": HEADS}) for rows in ROWS),
+    cases=_cases(ROWS),
     quick=(1, 64),
+    between=mark(_cases(BETWEEN_ROWS)),
     variants=_variants,
     inputs=("q", "state_cache", "index_state_cache"),
     same=_same,
@@ -114,13 +121,18 @@ def _compress_variants() -> dict[str, Run]:
     }
 
 
-COMPRESS_BENCH = Bench(
-    op=COMPRESS,
-    cases=tuple(
+def _compress_cases(several: tuple[int, ...]) -> tuple[Case, ...]:
+    return tuple(
         Case(f"{what} T={rows}", rows, partial(make_compress, rows, what), {"heads": HEADS})
         for what in ("decode", "closing")
-        for rows in ROWS
-    ),
+        for rows in several
+    )
+
+
+COMPRESS_BENCH = Bench(
+    op=COMPRESS,
+    cases=_compress_cases(ROWS),
+    between=mark(_compress_cases(BETWEEN_ROWS)),
     quick=(0, 3),
     variants=_compress_variants,
     inputs=("q", "state_cache"),

@@ -14,9 +14,11 @@ from cute_kernels.formats import round_up
 from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime.ops import OPS
 from perf.bench import Arguments, Bench, Case, Run, close
+from perf.grid import draw_rows, mark
 
 OP = "fused_inv_rope_fp8_quant"
 TOKENS = (1, 64, 1024, 8192)
+BETWEEN_TOKENS = draw_rows("inv_rope", TOKENS)
 GROUPS = {64: 8, 128: 16}
 """Heads -> groups of the output projection, of both models."""
 
@@ -106,7 +108,7 @@ def _nearly_same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> b
     return codes.float().mean().item() < 1e-3 and scales.float().mean().item() < 1e-3
 
 
-def _cases(arguments: Callable[..., Arguments]) -> tuple[Case, ...]:
+def _cases(arguments: Callable[..., Arguments], several: tuple[int, ...]) -> tuple[Case, ...]:
     return tuple(
         Case(
             f"h{heads} T={tokens}",
@@ -115,14 +117,15 @@ def _cases(arguments: Callable[..., Arguments]) -> tuple[Case, ...]:
             {"heads": heads, "groups": GROUPS[heads], "use_pdl": True},
         )
         for heads in GROUPS
-        for tokens in TOKENS
+        for tokens in several
     )
 
 
 QUANTIZED = Bench(
     OP,
-    _cases(make),
+    _cases(make, TOKENS),
     quick=(1, 1024),
+    between=mark(_cases(make, BETWEEN_TOKENS)),
     peers={"vllm-triton": _vllm},
     variants=_variants,
     peer_same=_nearly_same,
@@ -130,8 +133,9 @@ QUANTIZED = Bench(
 
 PLAIN = Bench(
     "fused_inv_rope",
-    _cases(make_plain),
+    _cases(make_plain, TOKENS),
     quick=(1, 1024),
+    between=mark(_cases(make_plain, BETWEEN_TOKENS)),
     peers={"vllm-triton": _vllm_plain},
     peer_same=close(rtol=2.0**-7, atol=2.0**-18),
 )

@@ -15,9 +15,13 @@ from cute_kernels.kv_cache import reference
 from cute_kernels.kv_cache.call import GatherCall
 from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from cute_kernels.runtime.ops import OPS
+from perf.grid import draw, draw_rows, facts_between
 from perf.measure import Call, compare, number_of_sets
+from perf.peers import load_peer
+from perf.records import case_of
 
 ROWS = (1, 64, 1024, 8192, 32768)
+BETWEEN_ROWS = draw_rows("quantize_and_insert_k_cache", ROWS, 4)
 BLOCK_SIZE = 64
 INSERT_VARIANTS: tuple[dict[str, Any], ...] = (
     {"warps": 8},
@@ -76,10 +80,10 @@ class InsertSet:
         return self.cache.as_strided((self.cache.shape[0], self.cache.stride(0)), (self.cache.stride(0), 1))
 
     def arguments(self) -> tuple[Any, ...]:
-        return self.k, self.cache, self.slots, BLOCK_SIZE
+        return self.k, self.cache, self.slots, BLOCK_SIZE, FP8_DS_MLA.id
 
     def ours(self) -> None:
-        quantize_and_insert_k_cache(*self.arguments())
+        quantize_and_insert_k_cache(self.k, self.cache, self.slots, BLOCK_SIZE)
 
     def right(self, call: Call) -> bool:
         """Whether `call` leaves the same bytes in this set's pool as the CPU implementation."""
@@ -112,32 +116,31 @@ def _name(fields: dict[str, Any], blocks: int | None = None) -> str:
     return "ours " + " ".join(f"{name}={value}" for name, value in {**fields, **more}.items())
 
 
-def _vllm_insert() -> Callable[[InsertSet], None] | str:
-    """vLLM's Triton insert, or the reason why there is none."""
-    try:
-        from vllm.models.deepseek_v4.common.ops import cache_utils
-    except Exception as error:  # an installation that is not whole fails in many ways
-        return f"{type(error).__name__}: {error}"
+def _vllm_insert() -> Callable[[InsertSet], None]:
+    """vLLM's Triton insert."""
+    from vllm.models.deepseek_v4.common.ops import cache_utils
+
     return lambda s: cache_utils.quantize_and_insert_k_cache(s.k, s.pages, s.slots, block_size=BLOCK_SIZE)
 
 
 def sweep_insert(
-    rows: tuple[int, ...] = ROWS, peers: bool = False, variants: bool = False, replays: int = 21
+    rows: tuple[int, ...] = (*ROWS, *BETWEEN_ROWS), peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of quantize_and_insert_k_cache per number of rows, its peer and other configurations beside it."""
     candidates: dict[str, Any] = dict(_insert_variants()) if variants else {}
     for rows_of_call in (1, 8192):  # a kernel for few rows, and one for many
         InsertSet.make(rows_of_call, 0).ours()  # compiled before other projects change the DSL
     if peers:
-        candidates["vllm-triton"] = _vllm_insert()
+        candidates["vllm-triton"] = load_peer("vllm-triton", _vllm_insert)
     records = []
     for count in rows:
         first = InsertSet.make(count, 0)
         cost = OPS["quantize_and_insert_k_cache"].cost
         assert cost is not None
-        work = cost(*first.arguments(), FP8_DS_MLA.id)
+        work = cost(*first.arguments())
         sets = [first, *(InsertSet.make(count, seed) for seed in range(1, number_of_sets(work.bytes)))]
-        shape = {"T": count, "block_size": BLOCK_SIZE, "page_stride": first.cache.stride(0)}
+        shape: dict[str, Any] = {"T": count, "block_size": BLOCK_SIZE, "page_stride": first.cache.stride(0)}
+        shape = facts_between({"case": case_of(shape), **shape}) if count in BETWEEN_ROWS else shape
         records.append(compare("quantize_and_insert_k_cache", shape, sets, work, candidates, replays))
     return records
 
@@ -166,6 +169,11 @@ GATHER_CASES = (
     GatherCase("c128 1x8192", 1, 8192, 2),
     GatherCase("swa 1x8192 gather4224", 1, 8192, 64, 4224),
     GatherCase("swa 4x8384 gather8320", 4, 8384, 64, 8320),
+)
+
+BETWEEN_CASES = tuple(
+    GatherCase(f"c4 {point['requests']}x{point['rows']}", point["requests"], point["rows"], 64)
+    for point in draw("dequantize_and_gather_k_cache", 3, requests=(1, 8), rows=(1500, 60_000))
 )
 
 
@@ -198,10 +206,10 @@ class GatherSet:
         return cls(out, cache, lens(case.seq_len), gathered, table, case.block_size)
 
     def arguments(self) -> tuple[Any, ...]:
-        return self.out, self.cache, self.seq_lens, self.gather_lens, self.table, self.block_size, 0
+        return self.out, self.cache, self.seq_lens, self.gather_lens, self.table, self.block_size, 0, FP8_DS_MLA.id
 
     def ours(self) -> None:
-        dequantize_and_gather_k_cache(*self.arguments())
+        dequantize_and_gather_k_cache(*self.arguments()[:-1])
 
     def right(self, call: Call) -> bool:
         """Whether `call` leaves the same bits in `out` as the reference, and writes all of it."""
@@ -243,23 +251,19 @@ def _gather_variants() -> dict[str, Callable[[GatherSet], None]]:
     return variants
 
 
-def _vllm_gather_triton() -> Callable[[GatherSet], None] | str:
-    """vLLM's Triton gather, or the reason why there is none."""
-    try:
-        from vllm.models.deepseek_v4.common.ops import cache_utils
-    except Exception as error:  # an installation that is not whole fails in many ways
-        return f"{type(error).__name__}: {error}"
+def _vllm_gather_triton() -> Callable[[GatherSet], None]:
+    """vLLM's Triton gather."""
+    from vllm.models.deepseek_v4.common.ops import cache_utils
+
     kernel = cache_utils._DEQUANTIZE_AND_GATHER_K_CACHE_KERNEL
-    return lambda s: kernel(*s.arguments(), use_fnuz=False)
+    return lambda s: kernel(*s.arguments()[:-1], use_fnuz=False)
 
 
-def _vllm_gather_cutedsl() -> Callable[[GatherSet], None] | str:
-    """vLLM's CuTe DSL gather, or the reason why there is none."""
-    try:
-        import tvm_ffi
-        from vllm.models.deepseek_v4.nvidia.ops import dequant_gather_k_cutedsl
-    except Exception as error:  # an installation that is not whole fails in many ways
-        return f"{type(error).__name__}: {error}"
+def _vllm_gather_cutedsl() -> Callable[[GatherSet], None]:
+    """vLLM's CuTe DSL gather."""
+    import tvm_ffi
+    from vllm.models.deepseek_v4.nvidia.ops import dequant_gather_k_cutedsl
+
     kernel = dequant_gather_k_cutedsl._DEQUANT_GATHER_K_CACHE_CUTEDSL_KERNEL
 
     def run(s: GatherSet) -> None:
@@ -288,18 +292,24 @@ def sweep_gather(
             # compiled before other projects change the DSL
             GatherSet.make(GatherCase("", 1, rows_of_case, 64, gather_len), 0).ours()
     if peers:
-        candidates["vllm-triton"] = _vllm_gather_triton()
-        candidates["vllm-cutedsl"] = _vllm_gather_cutedsl()
+        candidates["vllm-triton"] = load_peer("vllm-triton", _vllm_gather_triton)
+        candidates["vllm-cutedsl"] = load_peer("vllm-cutedsl", _vllm_gather_cutedsl)
     records = []
-    for case in GATHER_CASES:
+    for case in (*GATHER_CASES, *BETWEEN_CASES):
         if rows is not None and case.rows not in rows:
             continue
         first = GatherSet.make(case, 0)
         cost = OPS["dequantize_and_gather_k_cache"].cost
         assert cost is not None
-        work = cost(*first.arguments(), FP8_DS_MLA.id)
+        work = cost(*first.arguments())
         sets = [first, *(GatherSet.make(case, seed) for seed in range(1, number_of_sets(work.bytes)))]
-        shape = {"case": case.name, "T": case.rows, "block_size": case.block_size, "page_stride": first.cache.stride(0)}
+        shape: dict[str, Any] = {
+            "case": case.name,
+            "T": case.rows,
+            "block_size": case.block_size,
+            "page_stride": first.cache.stride(0),
+        }
+        shape = facts_between(shape) if case in BETWEEN_CASES else shape
         records.append(compare("dequantize_and_gather_k_cache", shape, sets, work, candidates, replays))
     return records
 

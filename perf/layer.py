@@ -44,7 +44,8 @@ from cute_kernels.layers.mla import Workspace
 from cute_kernels.layers.rotary import RotaryEmbedding
 from cute_kernels.runtime.compile import launch, record_launches
 from cute_kernels.runtime.record import Cost, record_calls
-from perf.measure import OURS, capture, peak, row, skipped, time_graphs
+from perf.measure import OURS, capture, peak, row, skipped, time_apart, time_graphs
+from perf.peers import load_failure
 from perf.timeline import Timeline, profile
 
 if TYPE_CHECKING:
@@ -477,7 +478,9 @@ def peers_of(step: Step) -> dict[str, PeerStep | str]:
         try:
             peer = peer_layer.PeerStep(step, streams)
             found[name] = "; ".join(peer.disagreements()) or peer
-        except Exception as error:  # noqa: PERF203 an installation that is not whole fails in many ways
+        except ImportError as error:  # noqa: PERF203
+            found[name] = load_failure(name, error)
+        except Exception as error:  # an installation that is not whole fails in many ways
             found[name] = f"{type(error).__name__}: {error}"
     return found
 
@@ -496,6 +499,8 @@ def measure(
     timings = time_graphs(candidates, work.bytes, replays, failures=failures, flops_per_set=work.flops)
     if OURS in failures:
         raise RuntimeError(f"{case.name}: cannot be captured in a graph: {failures[OURS]}")
+    timed = {name: candidates[name] for name in timings}
+    apart, between = time_apart(timed, work.bytes, replays, flops_per_set=work.flops)
     host, whole = eager_us(step)
     metadata_host, metadata = metadata_us(step)
     shape = {
@@ -515,7 +520,7 @@ def measure(
         "workspace_bytes": workspace_bytes(step),
         "bound_steps": len(step.layers[0]._bound),
     }
-    rows = [row(name, timing, work, True) for name, timing in timings.items()]
+    rows = [row(name, timing, work, True, apart[name]) for name, timing in timings.items()]
     best = min((line for line in rows if line["kind"] == "peer"), key=lambda line: line["us"], default=None)
     if best is not None:
         peer = peers[best["name"]]
@@ -525,7 +530,7 @@ def measure(
     rows += [skipped(name, why) for name, why in reasons.items()]
     return {
         "op": OP, "shape": shape, "bytes": work.bytes, "flops": work.flops, "products": "e4m3", "tensors": 1,
-        "rows": rows,
+        "between_us": round(between, 3), "rows": rows,
     }  # fmt: skip
 
 

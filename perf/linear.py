@@ -14,6 +14,7 @@ from cute_kernels.linear.ops import activation_scale_shape
 from cute_kernels.linear.scales import BLOCK
 from cute_kernels.runtime.ops import OPS
 from perf.bench import Arguments, Bench, Case, Run, same_bytes
+from perf.grid import draw_rows, mark
 
 OP = "quantize_fp8_1x128"
 TOKENS = (1, 64, 1024, 8192)
@@ -68,14 +69,19 @@ def _variants() -> Mapping[str, Run]:
     }
 
 
-QUANTIZE = Bench(
-    OP,
-    tuple(
+def _cases(several: tuple[int, ...]) -> tuple[Case, ...]:
+    return tuple(
         Case(f"k{columns} T={tokens}", tokens, partial(make, tokens, columns), {"width": columns, "use_pdl": True})
         for columns in COLUMNS
-        for tokens in TOKENS
-    ),
+        for tokens in several
+    )
+
+
+QUANTIZE = Bench(
+    OP,
+    _cases(TOKENS),
     quick=(1, 1024),
+    between=mark(_cases(draw_rows(OP, TOKENS))),
     peers={"torch.compile": _inductor, "vllm-cuda": _vllm},
     variants=_variants,
     peer_same=_same_tokens,

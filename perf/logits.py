@@ -15,8 +15,9 @@ from cute_kernels import numerics
 from cute_kernels.formats import INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, round_up
 from cute_kernels.indexer.chunks import ROW_ALIGNMENT
 from cute_kernels.runtime.ops import OPS
+from perf.grid import LENGTHS, draw, facts_between, lengths
 from perf.measure import Call, compare, number_of_sets
-from perf.peers import deepgemm
+from perf.peers import deepgemm, load_peer
 
 CONTIGUOUS, PAGED = "mqa_logits", "paged_mqa_logits"
 HEADS = 64
@@ -38,6 +39,18 @@ DECODES = (
     *((batch, next_n, 8192) for next_n in (2, 4) for batch in (1, 64)),
 )
 """(requests, rows of each, keys of each)."""
+
+UNEQUAL_BATCHES, UNEQUAL_KEYS = (16, 48, 192), 32768
+"""Requests of unequal lengths, and the most keys of one."""
+
+BETWEEN_PREFILLS = tuple(
+    (point["rows"], point["keys"], False) for point in draw(CONTIGUOUS, 4, rows=(300, 4000), keys=(3000, 80_000))
+)
+BETWEEN_DECODES = tuple(
+    (point["batch"], point["next_n"], point["keys"])
+    for point in draw(PAGED, 8, batch=(2, 200), next_n=(1, 4), keys=(2000, 80_000))
+)
+"""Between the tuned ones."""
 
 MXFP4_PREFILLS = ((4096, 4096, False), (4096, 16384, False), (4096, 65536, False))
 MXFP4_DECODES = ((1, 1, 32768), (64, 1, 8192), (64, 1, 32768), (256, 1, 32768), (64, 2, 8192), (64, 4, 8192))
@@ -124,6 +137,15 @@ class LogitsSet:
         workers = processors // 2 if lens.shape[1] == 4 else processors
         return deepgemm().get_paged_mqa_logits_metadata(lens, BLOCK_SIZE, workers)
 
+    @cached_property
+    def flattened(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Lengths, pages and DeepGEMM's schedule of a paged call whose rows are requests of their own."""
+        lens, table = self.args[4:6]
+        rows = lens.reshape(-1, 1)
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        schedule = deepgemm().get_paged_mqa_logits_metadata(rows, BLOCK_SIZE, processors)
+        return rows, table.repeat_interleave(lens.shape[1], dim=0), schedule
+
     def right(self, call: Call) -> bool:
         """Whether `call`, which returns its scores or None if it writes into ours, leaves them right in some rows."""
         self.args[-1].fill_(float("nan"))
@@ -161,10 +183,10 @@ def prefill(rows: int, keys: int, clean: bool, mxfp4: bool, seed: int) -> Logits
     return LogitsSet(CONTIGUOUS, (q, q_scale, k, scale, weights, start, end, clean, 0, _scores(rows, keys)), check)
 
 
-def decode(batch: int, next_n: int, keys: int, mxfp4: bool, seed: int) -> LogitsSet:
-    """Requests of equal lengths, pages in random order."""
+def decode(batch: int, next_n: int, keys: int, mxfp4: bool, seed: int, kind: str = "") -> LogitsSet:
+    """Requests of equal lengths, or of lengths of a kind (perf.grid.lengths), pages in random order."""
     g = _generator(seed)
-    width, fmt = keys // BLOCK_SIZE, INDEXER_MXFP4 if mxfp4 else INDEXER_FP8
+    width, fmt = -(-keys // BLOCK_SIZE), INDEXER_MXFP4 if mxfp4 else INDEXER_FP8
     pool = fmt.allocate(batch * width, BLOCK_SIZE, "cuda")
     pages, codes = fmt.pages(pool, BLOCK_SIZE), fmt.fields(BLOCK_SIZE)[1][0]
     for part in pages.split(CODES_AT_ONCE // codes):
@@ -173,17 +195,19 @@ def decode(batch: int, next_n: int, keys: int, mxfp4: bool, seed: int) -> Logits
     q = _codes(g, mxfp4, batch, next_n, HEADS)
     q_scale = _scales(g, True, batch, next_n, HEADS) if mxfp4 else None
     weights = torch.randn(batch * next_n, HEADS, device="cuda", generator=g)
-    lens = torch.full((batch, next_n), keys, dtype=torch.int32, device="cuda")
+    seen = lengths(kind, batch, keys)
+    lens = torch.tensor(seen, dtype=torch.int32, device="cuda")[:, None].repeat(1, next_n)
     table = torch.randperm(batch * width, device="cuda", generator=g).view(batch, width).int()
 
     def check(got: torch.Tensor) -> bool:
         for row in torch.linspace(0, batch * next_n - 1, CHECKED_ROWS).long().tolist():
             request, number = divmod(row, next_n)
             own = pages[table[request].long()]
-            k = own[:, :codes].contiguous().view(q.dtype).view(keys, -1)
-            scale = own[:, codes:].contiguous().view(torch.int32 if mxfp4 else torch.float32).view(-1)
+            last = seen[request]
+            k = own[:, :codes].contiguous().view(q.dtype).view(width * BLOCK_SIZE, -1)[:last]
+            scale = own[:, codes:].contiguous().view(torch.int32 if mxfp4 else torch.float32).view(-1)[:last]
             own_scale = None if q_scale is None else q_scale[request, number]
-            if not is_near(got[row, :keys], q[request, number], k, scale, weights[row], own_scale):
+            if not is_near(got[row, :last], q[request, number], k, scale, weights[row], own_scale):
                 return False
         return True
 
@@ -192,13 +216,10 @@ def decode(batch: int, next_n: int, keys: int, mxfp4: bool, seed: int) -> Logits
     return LogitsSet(PAGED, args, check)
 
 
-def _peer(op: str) -> Callable[[LogitsSet], Any] | str:
-    """DeepGEMM's kernel, or the reason why there is none. Its schedule is made beforehand and not timed."""
-    try:
-        ops = deepgemm()
-        contiguous, paged = ops.fp8_fp4_mqa_logits, ops.fp8_fp4_paged_mqa_logits
-    except Exception as error:  # an installation that is not whole fails in many ways
-        return f"{type(error).__name__}: {error}"
+def _peer(op: str, is_flattened: bool = False) -> Callable[[LogitsSet], Any]:
+    """DeepGEMM's kernel. Its schedule is made beforehand and not timed. is_flattened: every row as a request."""
+    ops = deepgemm()
+    contiguous, paged = ops.fp8_fp4_mqa_logits, ops.fp8_fp4_paged_mqa_logits
     if op == CONTIGUOUS:
 
         def run(s: LogitsSet) -> Any:
@@ -213,7 +234,12 @@ def _peer(op: str) -> Callable[[LogitsSet], Any] | str:
         q, scale_q, pool, weights, lens, table, columns = s.args[:7]
         return paged(q, scale_q, pool[:, :, None], weights, lens, table, s.schedule, columns)
 
-    return run_paged
+    def run_flattened(s: LogitsSet) -> Any:
+        q, scale_q, pool, weights, _, _, columns = s.args[:7]
+        lens, table, schedule = s.flattened
+        return paged(q.flatten(0, 1)[:, None], scale_q, pool[:, :, None], weights, lens, table, schedule, columns)
+
+    return run_flattened if is_flattened else run_paged
 
 
 def _portable(s: LogitsSet) -> None:
@@ -227,10 +253,12 @@ def _portable(s: LogitsSet) -> None:
         select.HOPPER = hopper
 
 
-def _candidates(op: str, mxfp4: bool, peers: bool, variants: bool) -> dict[str, Any]:
+def _candidates(op: str, mxfp4: bool, peers: bool, variants: bool, next_n: int = 1) -> dict[str, Any]:
     found: dict[str, Any] = {"ours portable": _portable} if variants else {}
+    if peers and next_n > 1 and not mxfp4:
+        found["deepgemm-flattened"] = load_peer("deepgemm", partial(_peer, op, True))
     if peers:
-        found["deepgemm"] = "has no MXFP4 scores on Hopper" if mxfp4 else _peer(op)
+        found["deepgemm"] = "has no MXFP4 scores on Hopper" if mxfp4 else load_peer("deepgemm", partial(_peer, op))
     return found
 
 
@@ -250,13 +278,15 @@ def sweep_prefill(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of mqa_logits per number of rows and keys."""
-    chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, PREFILLS), (True, MXFP4_PREFILLS)) for shape in shapes]
+    of_fp8 = *PREFILLS, *BETWEEN_PREFILLS
+    chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, of_fp8), (True, MXFP4_PREFILLS)) for shape in shapes]
     chosen = [shape for shape in chosen if rows is None or shape[0] in rows]
     for mxfp4 in (False, True):
         prefill(4, 64, True, mxfp4, 0).ours()  # compiled before other projects change the DSL
     found = []
     for m, n, clean, mxfp4 in chosen:
         shape = {"case": prefill_name(m, n, clean, mxfp4), "T": m, "keys": n, "heads": HEADS}
+        shape = facts_between(shape) if (m, n, clean) in BETWEEN_PREFILLS else shape
         candidates = _candidates(CONTIGUOUS, mxfp4, peers, variants)
         found.append(_records(CONTIGUOUS, shape, partial(prefill, m, n, clean, mxfp4), candidates, replays))
     return found
@@ -266,16 +296,21 @@ def sweep_paged(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of paged_mqa_logits per number of requests, rows of each and keys of each."""
-    chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, DECODES), (True, MXFP4_DECODES)) for shape in shapes]
+    chosen = [(*shape, False, "") for shape in (*DECODES, *BETWEEN_DECODES)]
+    chosen += [(*shape, True, "") for shape in MXFP4_DECODES]
+    chosen += [(batch, 1, UNEQUAL_KEYS, False, kind) for kind in LENGTHS for batch in UNEQUAL_BATCHES]
     chosen = [shape for shape in chosen if rows is None or shape[0] in rows]
-    for next_n, mxfp4 in {(next_n, mxfp4) for _, next_n, _, mxfp4 in chosen}:
+    for next_n, mxfp4 in {(next_n, mxfp4) for _, next_n, _, mxfp4, _ in chosen}:
         decode(1, next_n, BLOCK_SIZE, mxfp4, 0).ours()
     found = []
-    for batch, next_n, keys, mxfp4 in chosen:
-        case = decode_name(batch, next_n, keys, mxfp4)
+    for batch, next_n, keys, mxfp4, kind in chosen:
+        case = decode_name(batch, next_n, keys, mxfp4) + f" {kind}" * bool(kind)
         shape = {"case": case, "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS}
-        candidates = _candidates(PAGED, mxfp4, peers, variants)
-        found.append(_records(PAGED, shape, partial(decode, batch, next_n, keys, mxfp4), candidates, replays))
+        shape |= {"group": kind} if kind else {}
+        shape = facts_between(shape) if (batch, next_n, keys) in BETWEEN_DECODES else shape
+        candidates = _candidates(PAGED, mxfp4, peers, variants, next_n)
+        make = partial(decode, batch, next_n, keys, mxfp4, kind=kind)
+        found.append(_records(PAGED, shape, make, candidates, replays))
     return found
 
 

@@ -9,8 +9,13 @@ What calls return is kept until the graph is complete, so a candidate that alloc
 memory that its last call has left in L2, as one that is given different outputs for each set does not either.
 Candidates take turns, replay by replay, so that a drift of the clock hits them alike.
 
-The host's cost of a call is what a CPU timer says over many eager calls in a row, divided by their number; nothing
-waits for the GPU in between, and too few calls are queued for the launch queue to fill.
+Every candidate is timed twice: its calls back to back, and apart, each behind a short kernel that depends on nothing.
+A call that is launched as a dependent of the one before begins while that one ends: back to back it hides its own
+start behind itself, which no engine lets it do, where another op runs in between. Apart, it cannot: the short kernel
+ends before anything behind it begins. What a graph of short kernels alone takes is subtracted.
+
+The host's cost of a call is what a CPU timer says over many eager calls of the public function in a row, divided by
+their number; nothing waits for the GPU in between, and too few calls are queued for the launch queue to fill.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ import torch
 
 from cute_kernels.runtime.record import Cost, record_calls
 from perf.peers import versions
+from perf.public import bind
 
 OURS = "cute_kernels"
 VARIANT = "ours "
@@ -138,6 +144,30 @@ def time_graphs(
     return {name: _timing(t[1:], len(candidates[name]), graphs[name][1]) for name, t in times.items()}
 
 
+BETWEEN = "between"
+
+
+def time_apart(
+    candidates: Mapping[str, Sequence[Call]], bytes_per_set: float, replays: int = 21, flops_per_set: float = 0.0
+) -> tuple[dict[str, float], float]:
+    """(microseconds per call of all candidates with a short kernel ahead of each call, that kernel's own subtracted).
+
+    The graph of short kernels alone has as many of them as the others: what a replay itself costs is subtracted too.
+    """
+    numbers = torch.zeros(64, device="cuda")
+    between = partial(numbers.add_, 1)
+
+    def behind(call: Call) -> Any:
+        between()
+        return call()
+
+    apart = {name: [partial(behind, call) for call in calls] for name, calls in candidates.items()}
+    alone = {BETWEEN: [between] * max(map(len, candidates.values()))}
+    timings = time_graphs({**alone, **apart}, bytes_per_set, replays, flops_per_set=flops_per_set)
+    own = timings.pop(BETWEEN).median
+    return {name: timing.median - own for name, timing in timings.items()}, own
+
+
 def capture(
     calls: Sequence[Call], bytes_per_set: float = 0.0, flops_per_set: float = 0.0, target_us: float = 0.0
 ) -> tuple[torch.cuda.CUDAGraph, int]:
@@ -209,8 +239,8 @@ def compare(
     """One cell of a record, an op at one shape: every candidate checked on the first input set, then all are timed.
 
     shape        what tells this cell from the op's others: T (rows) and, where that is not enough, case (a name)
-    sets         input sets; each has `arguments()` (of the op), `ours()` (this project's call) and `right(call)`: does
-                 `call` write what it must
+    sets         input sets; each has `arguments()` (of the op, in the schema's order), `ours()` (this project's call)
+                 and `right(call)`: does `call` write what it must
     cost         of one call, whatever the candidate moves or computes beyond it
     candidates   by name: what to do with an input set, or the reason why that is not possible here. Names of this
                  project's other configurations begin with "ours ", all others are peers
@@ -239,13 +269,16 @@ def compare(
     if OURS in failures:
         raise RuntimeError(f"{op}: cannot be captured in a graph at {dict(shape)}: {failures[OURS]}")
     missing += [skipped(name, why) for name, why in failures.items()]
-    rows = [row(name, timing, cost, checked[name]) for name, timing in timings.items()]
+    timed = {name: calls[name] for name in timings}
+    apart, between = time_apart(timed, cost.bytes, replays, flops_per_set=cost.flops)
+    rows = [row(name, timing, cost, checked[name], apart[name]) for name, timing in timings.items()]
+    public = [bind(op, s.arguments()) for s in sets]
     for line in rows:
         if line["kind"] != "variant" and line["us"] <= HOST_MOST_US:
-            line["host"] = host_cost(calls[line["name"]])
+            line["host"] = host_cost(public if line["name"] == OURS else calls[line["name"]])
     tensors = sum(isinstance(argument, torch.Tensor) for argument in sets[0].arguments())
     facts = {"bytes": cost.bytes, "flops": cost.flops, "products": products, "tensors": tensors}
-    return {"op": op, "shape": dict(shape), **facts, "rows": rows + missing}
+    return {"op": op, "shape": dict(shape), **facts, "between_us": round(between, 3), "rows": rows + missing}
 
 
 def _attempt(right: Callable[[Call], bool], call: Call) -> tuple[bool, str]:
@@ -267,14 +300,16 @@ def kind_of(name: str) -> str:
     return "ours" if name == OURS else "variant" if name.startswith(VARIANT) else "peer"
 
 
-def row(name: str, timing: Timing, cost: Cost, checked: bool) -> dict[str, Any]:
-    """One line of a cell: microseconds, and the rates at which what must move has moved and was computed."""
+def row(name: str, timing: Timing, cost: Cost, checked: bool, apart: float | None = None) -> dict[str, Any]:
+    """One line of a cell: microseconds, and the rates at which what must move has moved and was computed. apart: the
+    same of calls that do not follow each other."""
     kind = kind_of(name)
     line: dict[str, Any] = {
         "name": name,
         "kind": kind,
         "implementation": "peer" if kind == "peer" else "kernel",
         "us": round(timing.median, 3),
+        **({} if apart is None else {"us_apart": round(apart, 3)}),
         "p10": round(timing.p10, 3),
         "p90": round(timing.p90, 3),
         "min": round(timing.least, 3),

@@ -17,6 +17,7 @@ import torch
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.sparse_mla import ops as _registered  # noqa: F401
 from perf.bench import Arguments, Bench, Case, Run, close
+from perf.grid import draw, mark
 
 OP = "merge_attention_states"
 BATCHES = (1, 8, 32, 64, 128)
@@ -35,6 +36,11 @@ SHAPES = tuple(
     for parts in (sorted(PARTS + TILES) if batch == 1 else PARTS)
 )
 """(rows, heads, parts) of the cases."""
+
+BETWEEN_SHAPES = tuple(
+    (point["batch"], heads, point["parts"])
+    for heads, point in zip((64, 128, 64, 128), draw(OP, 4, batch=(2, 120), parts=(4, 18)), strict=True)
+)
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"warps": 8},
@@ -86,13 +92,18 @@ def _variants() -> Mapping[str, Run]:
     return found
 
 
+def _cases(shapes: Sequence[tuple[int, int, int]]) -> tuple[Case, ...]:
+    return tuple(
+        Case(name_of(*shape), shape[0], partial(_make, *shape), {"heads": shape[1], "parts": shape[2]})
+        for shape in shapes
+    )
+
+
 BENCH = Bench(
     OP,
-    tuple(
-        Case(name_of(*shape), shape[0], partial(_make, *shape), {"heads": shape[1], "parts": shape[2]})
-        for shape in SHAPES
-    ),
+    _cases(SHAPES),
     quick=(1, 64),
+    between=mark(_cases(BETWEEN_SHAPES)),
     variants=_variants,
     same=right,
 )

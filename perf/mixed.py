@@ -12,8 +12,9 @@ import torch
 from cute_kernels.formats import FORMATS as FORMATS_BY_ID
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_mixed
+from perf.grid import facts_between
 from perf.measure import Call, compare, number_of_sets
-from perf.prefill import PORTABLE, SHAPES, PrefillSet, Shape, in_order, portable
+from perf.prefill import BETWEEN_SHAPES, PORTABLE, SHAPES, PrefillSet, Shape, in_order, portable
 
 OP = "sparse_mla_mixed"
 GATHERED = "ours gathered"
@@ -96,7 +97,7 @@ def sweep(
 ) -> list[dict[str, Any]]:
     """Records of sparse_mla_mixed, all shapes or those with that many query rows, over caches of both formats; as
     variants prefill, given rows, the portable kernel, and over e4m3 caches the same over bf16 ones."""
-    chosen = [shape for shape in SHAPES if rows is None or shape.rows in rows]
+    chosen = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if rows is None or shape.rows in rows]
     cost = OPS[OP].cost
     assert cost is not None
     records = []
@@ -110,7 +111,8 @@ def sweep(
                 candidates = {GATHERED: lambda s: s.gathered.ours(), PORTABLE: lambda s: portable("mixed_key", s.ours)}
             if variants and prefix:
                 candidates[OVER_BF16] = lambda s: s.ours_over_bf16()
-            facts = {"case": prefix + shape.name, "T": shape.rows, "heads": shape.heads}
+            facts: dict[str, Any] = {"case": prefix + shape.name, "T": shape.rows, "heads": shape.heads}
+            facts = facts_between(facts) if shape in BETWEEN_SHAPES else facts
             records.append(compare(OP, facts, [first, *others], work, candidates, replays, products="bf16"))
     return records
 

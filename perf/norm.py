@@ -16,8 +16,10 @@ from cute_kernels.linear.scales import BLOCK
 from cute_kernels.norm.ops import fused_mtp_input_rmsnorm, fused_q_kv_rmsnorm, mtp_shared_head_rmsnorm
 from cute_kernels.runtime.ops import OPS
 from perf.bench import Arguments, Bench, Case, Run, close
+from perf.grid import draw_rows, mark
 
 TOKENS = (1, 64, 1024, 8192)
+BETWEEN_TOKENS = draw_rows("norm", TOKENS)
 Q_RANKS = (1024, 1536)
 HIDDEN = (4096, 7168)
 STREAMS = 4
@@ -57,11 +59,13 @@ def _make_shared_head(tokens: int, hidden: int, seed: int) -> Arguments:
     return x, _normal(hidden, seed=-1), EPS, torch.empty_like(x), False
 
 
-def _cases(make: Any, name: str, widths: tuple[int, ...], use_pdl: bool) -> tuple[Case, ...]:
+def _cases(
+    make: Any, name: str, widths: tuple[int, ...], use_pdl: bool, several: tuple[int, ...] = TOKENS
+) -> tuple[Case, ...]:
     return tuple(
         Case(f"{name}{width} T={tokens}", tokens, partial(make, tokens, width), {"width": width, "use_pdl": use_pdl})
         for width in widths
-        for tokens in TOKENS
+        for tokens in several
     )
 
 
@@ -110,7 +114,16 @@ def _bench(
 ) -> Bench:
     cases = _cases(make, name, widths, use_pdl)
     variants = partial(_variants, op, allocating, use_pdl)
-    return Bench(op, cases, quick=(1, 1024), peers={"vllm-triton": peer}, variants=variants, same=ONE_ULP)
+    between = mark(_cases(make, name, widths, use_pdl, BETWEEN_TOKENS))
+    return Bench(
+        op,
+        cases,
+        quick=(1, 1024),
+        between=between,
+        peers={"vllm-triton": peer},
+        variants=variants,
+        same=ONE_ULP,
+    )
 
 
 def _quantized_close(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
@@ -178,6 +191,7 @@ Q_KV_QUANT = Bench(
     "fused_q_kv_rmsnorm_quant",
     _cases(_make_q_kv_quant, "q", Q_RANKS, use_pdl=True),
     quick=(1, 1024),
+    between=mark(_cases(_make_q_kv_quant, "q", Q_RANKS, True, BETWEEN_TOKENS)),
     peers={"vllm-triton + torch.compile": _vllm_then_inductor},
     variants=_q_kv_quant_variants,
     same=_quantized_close,

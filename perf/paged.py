@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,13 +18,20 @@ from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill, sparse_mla_prefill_paged
 from perf.decode_inputs import _pool as random_pool
+from perf.grid import draw, facts_between
 from perf.measure import Call, compare, number_of_sets, peak
-from perf.prefill import CHECKED_ROWS, PEER_HEADS, PORTABLE, RESULTS, in_order, near, portable
+from perf.peers import load_peer
+from perf.prefill import CHECKED_ROWS, PORTABLE, RESULTS, in_order, near, portable
 
 OP = "sparse_mla_prefill_paged"
 GATHERED, WHOLE = "ours gathered", "ours whole"
 PEER = "flashmla-gathered"
-"""Names of the other sides. FlashMLA's gather and combination are this project's: the faster ones."""
+DECODE_PEER = "flashmla-decode"
+"""Names of the other sides. FlashMLA's gather and combination are this project's: the faster ones. Its decode kernel
+takes few new tokens as rows of a decode step; lists of slots and its plan are made beforehand and not timed."""
+
+MOST_DECODE_ROWS, LEAST_DECODE_HEADS = 256, 64
+"""What FlashMLA's decode kernel is timed with: it has one for 64 heads, and one for 128."""
 
 WINDOW, WINDOW_ROWS = 128, 64
 PAGE_ROWS = {4: 64, 128: 2}
@@ -64,6 +71,16 @@ SHAPES = (
     *(Shape(4096, 16384, h, 4) for h in (8, 16, 32)),
     *(Shape(4096, 16384, h, 0) for h in (64, 128)),
 )
+
+BETWEEN_SHAPES = tuple(
+    Shape(point["rows"], point["context"], heads, ratio)
+    for (heads, ratio), point in zip(
+        ((64, 4), (128, 128), (128, 4), (64, 128)),
+        draw(OP, 4, rows=(10, 3000), context=(8192, 120_000, 8192)),
+        strict=True,
+    )
+)
+"""Between the tuned ones."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +175,29 @@ class PagedSet:
         kept = {name: given[name] for name in ("q", "sm_scale", "attn_sink", "out")}
         return attend(kv=self.workspace.view(-1, 1, HEAD_DIM), indices=indices[:, None], topk_length=counts, **kept)
 
+    @cached_property
+    def lists(self) -> dict[str, torch.Tensor | None]:
+        """Slots of the window and of the entries of each row, and their numbers, as FlashMLA's decode takes them."""
+        given, rows, context, ratio = self.given, self.shape.rows, self.shape.context, self.shape.ratio
+        last = context - rows + torch.arange(rows, device="cuda")
+
+        def slots(table: torch.Tensor, entries: torch.Tensor, page_rows: int) -> torch.Tensor:
+            return (table[0][entries // page_rows] * page_rows + entries % page_rows)[:, None].int()
+
+        window = last[:, None] - WINDOW + 1 + torch.arange(WINDOW, device="cuda")
+        found = {
+            "indices": slots(given["swa_block_table"], window, WINDOW_ROWS),
+            "topk_length": torch.full((rows,), WINDOW, dtype=torch.int32, device="cuda"),
+            "extra_indices_in_kvcache": None,
+            "extra_topk_length": None,
+        }
+        if ratio:
+            table = given["compressed_block_table"]
+            seen = ((last + 1) // ratio).clamp(max=self.shape.topk).int()
+            found["extra_indices_in_kvcache"] = slots(table, self.picks.long(), PAGE_ROWS[ratio])
+            found["extra_topk_length"] = seen
+        return found
+
     def peaks(self) -> dict[str, int]:
         """Bytes that the call allocates at most beyond its results, and that those which take its place do, with their
         workspace."""
@@ -171,7 +211,7 @@ class PagedSet:
             tensor.fill_(math.nan)
         returned = call()
         if returned is not None:
-            results = dict(zip(RESULTS, returned, strict=True))
+            results = dict(zip(RESULTS if len(returned) == len(RESULTS) else ("out", "lse"), returned, strict=True))
         if any(bool(tensor.isnan().any()) for tensor in results.values()):
             return False
         rows = torch.linspace(0, self.shape.rows - 1, CHECKED_ROWS, device="cuda").long()
@@ -187,13 +227,39 @@ class PagedSet:
         return near({name: results[name][rows] for name in results}, some)
 
 
-def _flashmla() -> Callable[[PagedSet], Any] | str:
-    """Over the gathered rows FlashMLA's prefill as vLLM ships it, or the reason why there is none."""
-    try:
-        from vllm.third_party.flashmla import flash_mla_interface
-    except Exception as error:  # an installation that is not whole fails in many ways
-        return f"{type(error).__name__}: {error}"
+def _flashmla() -> Callable[[PagedSet], Any]:
+    """Over the gathered rows FlashMLA's prefill as vLLM ships it."""
+    from vllm.third_party.flashmla import flash_mla_interface
+
     return lambda s: s.gathered(flash_mla_interface.flash_mla_sparse_fwd)
+
+
+def _flashmla_decode() -> Callable[[PagedSet], Any]:
+    from vllm.third_party.flashmla import flash_mla_interface
+
+    plans: dict[Shape, Any] = {}
+
+    def run(s: PagedSet) -> tuple[torch.Tensor, torch.Tensor]:
+        given, cache = s.given, s.given["compressed_cache"]
+        if s.shape not in plans:
+            plans[s.shape] = flash_mla_interface.get_mla_metadata()[0]
+        out, lse = flash_mla_interface.flash_mla_with_kvcache(
+            q=given["q"][:, None],
+            k_cache=given["swa_cache"].unsqueeze(2),
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=HEAD_DIM,
+            tile_scheduler_metadata=plans[s.shape],
+            softmax_scale=given["sm_scale"],
+            is_fp8_kvcache=True,
+            attn_sink=given["attn_sink"],
+            extra_k_cache=None if cache is None else cache.unsqueeze(2),
+            out=given["out"][:, None],
+            **s.lists,
+        )
+        return out[:, 0], lse[:, :, 0]
+
+    return run
 
 
 def sweep(
@@ -203,7 +269,7 @@ def sweep(
     project's gather, combination and prefill, rows that are not split where there are few, and the portable
     kernel. A record's facts say how many bytes either way
     allocates, see PagedSet.peaks."""
-    chosen = [shape for shape in SHAPES if rows is None or shape.rows in rows]
+    chosen = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if rows is None or shape.rows in rows]
     for ratio in PAGE_ROWS:
         PagedSet.make(Shape(1, 4096, 64, ratio), 0).ours()  # compiled before other projects change the DSL
     cost = OPS[OP].cost
@@ -214,14 +280,17 @@ def sweep(
         work = cost(*first.arguments())
         sets = [first, *(PagedSet.make(shape, seed) for seed in range(1, min(number_of_sets(work.bytes), 16)))]
         candidates: dict[str, Any] = {}
-        if peers and shape.heads in PEER_HEADS:
-            candidates[PEER] = _flashmla()
+        if peers:
+            candidates[PEER] = load_peer(PEER, _flashmla)
+        if peers and shape.rows <= MOST_DECODE_ROWS and shape.heads >= LEAST_DECODE_HEADS:
+            candidates[DECODE_PEER] = load_peer(DECODE_PEER, _flashmla_decode)
         if variants:
             candidates[GATHERED] = partial(PagedSet.gathered, attend=sparse_mla_prefill)
             if shape.rows <= MOST_CUT_ROWS:
                 candidates[WHOLE] = PagedSet.whole
             candidates[PORTABLE] = lambda s: portable("paged_key", s.ours)
         facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads, **first.peaks()}
+        facts = facts_between(facts) if shape in BETWEEN_SHAPES else facts
         records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
     return records
 

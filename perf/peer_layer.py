@@ -299,7 +299,7 @@ class PeerStep:
         lens, columns = m.visible.view(shape), step_columns(m.max_seq_len // 4)
         scores = self.k.deepgemm.fp8_fp4_paged_mqa_logits(
             codes.unflatten(0, shape), None, cache.data[:, :, None], weights, lens,
-            m.decode_table(m.compressed_block_table), self.schedules[4], columns,
+            m.decode_block_table(), self.schedules[4], columns,
         )  # fmt: skip
         few = len(scores) <= COOPERATIVE_ROWS and scores.stride(0) % 4 == 0 and k in COOPERATIVE_PICKS
         kernel = self.k.top_k.cooperative_topk if few else self.k.top_k.persistent_topk

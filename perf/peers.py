@@ -8,17 +8,24 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextvars import ContextVar
 from functools import partial
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 PACKAGES = {
     "deepgemm": ("vllm",),
+    "deepgemm-flattened": ("vllm",),
     "deepgemm-pdl": ("vllm",),
     "flashmla": ("vllm",),
     "flashmla-and-planner": ("vllm",),
+    "flashmla-decode": ("vllm",),
+    "flashmla-flattened": ("vllm",),
+    "flashmla-padded-flattened": ("vllm",),
     "flashmla-gathered": ("vllm",),
     "flashmla-padded": ("vllm",),
     "torch.compile": ("torch", "triton"),
@@ -35,6 +42,44 @@ MOST_COMPILERS = 12
 
 AND = " + "
 """Between the names of peers that are timed as one."""
+
+
+ABSENT = "cannot be imported"
+"""What the reason begins with why a peer was skipped that was not there."""
+
+
+class PeerMissing(RuntimeError):
+    """A peer that is to be measured cannot be imported."""
+
+
+_MISSING_ALLOWED: ContextVar[bool] = ContextVar("whether a peer that cannot be imported is skipped", default=False)
+
+
+@contextlib.contextmanager
+def missing_allowed(allowed: bool = True) -> Iterator[None]:
+    """Whether, in the block, a peer that cannot be imported is skipped or ends the sweep."""
+    token = _MISSING_ALLOWED.set(allowed)
+    try:
+        yield
+    finally:
+        _MISSING_ALLOWED.reset(token)
+
+
+def load_peer(name: str, loader: Callable[[], T]) -> T | str:
+    """What a peer's loader returns, or why it cannot where peers may be missing (`missing_allowed`). Else PeerMissing:
+    a ratio to the peers that happen to be there says nothing."""
+    try:
+        return loader()
+    except Exception as error:  # an installation that is not whole fails in many ways
+        return load_failure(name, error)
+
+
+def load_failure(name: str, error: Exception) -> str:
+    """Why a peer is not there, where peers may be missing. Else PeerMissing."""
+    reason = f"{ABSENT}: {type(error).__name__}: {error}"
+    if not _MISSING_ALLOWED.get():
+        raise PeerMissing(f"the peer {name} {reason}") from error
+    return reason
 
 
 def versions(peer: str) -> dict[str, str | None]:

@@ -15,12 +15,11 @@ import torch
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill
+from perf.grid import draw, facts_between
 from perf.measure import Call, compare, number_of_sets
+from perf.peers import load_peer
 
 OP = "sparse_mla_prefill"
-PEER_HEADS = (64, 128)
-"""Head counts that FlashMLA has kernels for."""
-
 PORTABLE = "ours portable"
 """Name of the kernel for every architecture, where another one is the choice."""
 
@@ -55,6 +54,16 @@ SHAPES = (
     *(Shape(4096, h, 128, 16384) for h in (64, 128)),
     *(Shape(4096, h, 640, 16384) for h in (8, 16, 32)),
 )
+
+BETWEEN_SHAPES = tuple(
+    Shape(point["rows"], heads, point["topk"], point["kv"])
+    for heads, point in zip(
+        (64, 128, 64, 128, 16),
+        draw(OP, 5, rows=(304, 4000, 8), topk=(128, 2176, 128), kv=(6144, 79_872, 256)),
+        strict=True,
+    )
+)
+"""Between the tuned ones."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +145,9 @@ def portable(choose: str, call: Call) -> None:
         call()
 
 
-def _flashmla() -> Callable[[PrefillSet], Any] | str:
-    """FlashMLA's prefill as vLLM ships it, or the reason why there is none."""
-    try:
-        module = importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")
-    except Exception as error:  # an installation that is not whole fails in many ways
-        return f"{type(error).__name__}: {error}"
+def _flashmla() -> Callable[[PrefillSet], Any]:
+    """FlashMLA's prefill as vLLM ships it."""
+    module = importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")
     names = ("q", "kv", "indices", "sm_scale", "attn_sink", "topk_length", "out")
     return lambda s: module.flash_mla_sparse_fwd(**{name: s.given[name] for name in names})
 
@@ -150,7 +156,7 @@ def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of sparse_mla_prefill, all shapes or those with that many query rows, FlashMLA beside it."""
-    chosen = [shape for shape in SHAPES if rows is None or shape.rows in rows]
+    chosen = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if rows is None or shape.rows in rows]
     PrefillSet.make(Shape(1, 64, 64, 64), 0).ours()  # compiled before other projects change the DSL
     cost = OPS[OP].cost
     assert cost is not None
@@ -159,10 +165,11 @@ def sweep(
         first = PrefillSet.make(shape, 0)
         work = cost(*first.arguments())
         sets = [first, *(PrefillSet.make(shape, seed) for seed in range(1, number_of_sets(work.bytes)))]
-        candidates = {"flashmla": _flashmla()} if peers and shape.heads in PEER_HEADS else {}
+        candidates: dict[str, Any] = {"flashmla": load_peer("flashmla", _flashmla)} if peers else {}
         if variants:
             candidates[PORTABLE] = lambda s: portable("prefill_key", s.ours)
-        facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads}
+        facts: dict[str, Any] = {"case": shape.name, "T": shape.rows, "heads": shape.heads}
+        facts = facts_between(facts) if shape in BETWEEN_SHAPES else facts
         records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
     return records
 

@@ -14,11 +14,13 @@ from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.kv_cache.ops import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
 from cute_kernels.kv_cache.verify_cases import query_difference
 from perf.bench import Arguments, Bench, Case, Run, same_bytes
+from perf.grid import draw_rows, mark
 
 BLOCK_SIZE = 64
 EPS = 1e-6
 POSITIONS = 65536
 SHAPES = tuple((heads, rows) for heads in (64, 128) for rows in (1, 64, 1024, 8192))
+BETWEEN_SHAPES = tuple(zip((64, 128, 64, 128), draw_rows("qnorm", (1, 8192), 4), strict=True))
 SMALL_SHAPES = tuple((heads, rows) for heads in (8, 16, 32) for rows in (64, 8192))
 """(heads per rank, rows)."""
 
@@ -115,6 +117,7 @@ QUANT = Bench(
     op=fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.__name__,
     cases=_cases(FP8_DS_MLA, SHAPES + SMALL_SHAPES),
     quick=(1, 64, 8192),
+    between=mark(_cases(FP8_DS_MLA, BETWEEN_SHAPES)),
     peers={"vllm-cpp": _vllm},
     variants=partial(_variants, FP8_DS_MLA),
     inputs=("q",),
@@ -125,6 +128,7 @@ FULL_BF16 = Bench(
     op=f"{_NAME}full_cache_bf16_insert",
     cases=_cases(PLAIN_BF16, SHAPES[:4]),
     quick=(1, 64, 8192),
+    between=mark(_cases(PLAIN_BF16, BETWEEN_SHAPES)),
     variants=partial(_variants, PLAIN_BF16),
     inputs=("q",),
     same=_right,
@@ -133,6 +137,7 @@ FULL_FP8 = Bench(
     op=f"{_NAME}full_cache_fp8_insert",
     cases=_cases(PLAIN_FP8, SHAPES[:4]),
     quick=(1, 64, 8192),
+    between=mark(_cases(PLAIN_FP8, BETWEEN_SHAPES)),
     variants=partial(_variants, PLAIN_FP8),
     same=_right,
 )

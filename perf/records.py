@@ -19,6 +19,10 @@ SCHEMA = 1
 
 LEAST_REPLAYS = 15
 
+ABSENT = ("cannot be imported", "ImportError", "ModuleNotFoundError")
+"""What the reason of a peer begins with that was not there; in records of before peers had to be there, with the
+error."""
+
 T = TypeVar("T")
 
 
@@ -38,7 +42,8 @@ class Host:
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate's times, microseconds. percent: of the ceiling that binds the cell."""
+    """One candidate's times, microseconds. percent: of the ceiling that binds the cell. apart: what a call takes that
+    does not follow another one; None in records of before it was taken."""
 
     name: str
     kind: str
@@ -57,6 +62,7 @@ class Row:
     checked: bool
     versions: Mapping[str, str | None]
     host: Host | None
+    apart: float | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,31 @@ class Cell:
         return min(self.of_kind("peer"), key=lambda row: row.us, default=None)
 
     @property
+    def absent(self) -> tuple[str, ...]:
+        """Peers that could not be imported: without them the fastest one says nothing."""
+        return tuple(s.name for s in self.skipped if s.kind == "peer" and s.reason.startswith(ABSENT))
+
+    @property
+    def best_peer_apart(self) -> Row | None:
+        """The same of calls that do not follow each other; None where they were not timed."""
+        if self.ours.apart is None:
+            return None
+        timed = [row for row in self.of_kind("peer") if row.apart is not None]
+        return min(timed, key=lambda row: row.apart or 0.0, default=None)
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as the best peer, back to back or apart, whichever is less; None without a peer, and
+        where one was absent."""
+        best, apart = self.best_peer, self.best_peer_apart
+        if best is None or self.absent:
+            return None
+        gains = [best.us / self.ours.us]
+        if apart is not None and apart.apart is not None and self.ours.apart is not None:
+            gains.append(apart.apart / self.ours.apart)
+        return min(gains)
+
+    @property
     def rejection(self) -> str | None:
         """Why this cell must not be used, or None."""
         for row in self.rows:
@@ -186,6 +217,17 @@ class Yardstick:
 
 
 @dataclass(frozen=True)
+class Conditions:
+    """The GPU during a run: least, median and largest of some samples."""
+
+    samples: int
+    sm_mhz: tuple[float, ...]
+    memory_mhz: tuple[float, ...]
+    power_w: tuple[float, ...]
+    celsius: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Record:
     """One op on one GPU. `partial`: it does not have all shapes. `cold_bytes`: what input sets had to exceed."""
 
@@ -207,6 +249,7 @@ class Record:
     yardsticks: Mapping[str, Yardstick]
     cells: tuple[Cell, ...]
     left_out: tuple[LeftOut, ...] = ()
+    conditions: Conditions | None = None
 
 
 def gpu_folder(gpu: str) -> str:
@@ -316,9 +359,9 @@ def _row(r: _Reader) -> Row | Skipped:
     for package, version in versions.items():
         r.require(version is None or isinstance(version, str), "versions", f"text or null for {package}", version)
     host = _complete(r.take("host", dict), f"{r.where}: host", _host) if "host" in r.data else None
-    return Row(
-        name, kind, implementation, us, p10, p90, least, most, gbs, tflops, percent, *counts, checked, versions, host
-    )
+    apart = r.number("us_apart") if "us_apart" in r.data else None
+    times = us, p10, p90, least, most
+    return Row(name, kind, implementation, *times, gbs, tflops, percent, *counts, checked, versions, host, apart)
 
 
 def _layer_step(shape: dict[str, Any], where: str) -> LayerStep | None:
@@ -376,6 +419,11 @@ def _cell(r: _Reader) -> Cell:
             expected = amount / row.us
             near = abs(rate - expected) <= max(digit, 0.01 * expected)
             r.require(near, f"{row.name}: {key}", f"{expected:.3f} from the cell's work and the time", rate)
+    between = r.number("between_us") if "between_us" in r.data else None
+    timed = [row.apart is not None for row in rows]
+    r.require(
+        timed == [between is not None] * len(rows), "us_apart", "in all rows with between_us, else in none", timed
+    )
     group, padded = shape.get("group"), shape.get("padded")
     r.require(group is None or isinstance(group, str), "shape", "text as group", group)
     share = padded is None or (isinstance(padded, (int, float)) and 0 <= padded < 1)
@@ -392,6 +440,18 @@ def _ceiling(r: _Reader) -> Ceiling | Skipped:
         return Skipped(name, kind, r.text("skipped"))
     unit = r.one_of("unit", "GB/s", "TFLOPS", "us")
     return Ceiling(name, kind, unit, r.number("value"), *_times(r))
+
+
+def _conditions(r: _Reader) -> Conditions:
+    def spread(key: str) -> tuple[float, ...]:
+        values = r.take(key, list)
+        numbers = len(values) == 3 and all(type(v) in (int, float) for v in values)
+        r.require(numbers and values == sorted(values), key, "least, median and largest", values)
+        return tuple(float(v) for v in values)
+
+    return Conditions(
+        r.count("samples", 1), spread("sm_mhz"), spread("memory_mhz"), spread("power_w"), spread("celsius")
+    )
 
 
 def _yardstick(r: _Reader) -> Yardstick:
@@ -413,6 +473,8 @@ def _record(r: _Reader, path: Path | None) -> Record:
     r.require(len(cells) > 0, "records", "a cell at least", 0)
     r.require(all(cell.op == op for cell in cells), "records", f"cells of {op}", sorted({c.op for c in cells}))
     left_out = r.each("left_out", lambda i: f"left out {i}", _left_out) if "left_out" in r.data else ()
+    given = r.take("conditions", dict) if "conditions" in r.data else {}
+    conditions = _complete(given, f"{r.where}: conditions", _conditions) if given else None
     cases = [cell.case for cell in cells] + [case.case for case in left_out]
     r.require(len(set(cases)) == len(cases), "records", "different cases", cases)
     for cell in cells:
@@ -422,7 +484,7 @@ def _record(r: _Reader, path: Path | None) -> Record:
     return Record(
         path, op, gpu, cpu, driver, torch, dsl, tvm_ffi, python, commit, date, partial, cold_bytes,
         tuple(c for c in ceilings if isinstance(c, Ceiling)), tuple(c for c in ceilings if isinstance(c, Skipped)),
-        yardsticks, cells, left_out,
+        yardsticks, cells, left_out, conditions,
     )  # fmt: skip
 
 
@@ -446,6 +508,13 @@ def load(path: Path) -> Record:
 def files(path: Path) -> list[Path]:
     """The record files at `path`: itself, or all below it."""
     return sorted(path.rglob("*.json")) if path.is_dir() else [path]
+
+
+def to_text(data: Mapping[str, Any]) -> str:
+    """A record as its file holds it: a line per cell."""
+    head = json.dumps({name: value for name, value in data.items() if name != "records"}, indent=1)
+    cells = ",\n".join(f"  {json.dumps(cell)}" for cell in data["records"])
+    return f'{head[:-2]},\n "records": [\n{cells}\n ]\n}}\n'
 
 
 # ---- using -----------------------------------------------------------------------------------------------------------

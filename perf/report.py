@@ -10,7 +10,8 @@ from pathlib import Path
 
 from perf import compiled, plots, report_compiled
 from perf.compiled import Compiled
-from perf.records import Book, Cell, Record, Row
+from perf.grid import BETWEEN
+from perf.records import Book, Cell, Conditions, Record, Row
 from perf.tables import table
 from perf.targets import LAYER, LAYER_GAIN, LAYER_TARGETS_US, TARGETS_US, host_limit_us, host_loss, limit_us, losses
 
@@ -27,10 +28,18 @@ KINDS: dict[str, tuple[str, str]] = {
 
 METHOD = (
     "Times are medians of CUDA graph replays, in microseconds. A graph goes round input sets that together exceed "
-    "three times the L2 cache, so inputs come from memory. Candidates take turns replay by replay on the same inputs, "
+    "three times the L2 cache, so inputs come from memory. Behind a stroke stands what a call takes apart from others: "
+    "a short kernel that depends on nothing runs between calls, and its own time is subtracted. Without it a call that "
+    "is launched as a dependent of the one before hides its start behind that one. "
+    '"Times as fast" is the smaller of both ratios, each to the peer that is fastest in it. Records without such times '
+    "were taken back to back only. "
+    "Candidates take turns replay by replay on the same inputs, "
     "and before anything is timed their results are compared with the reference; † marks a peer whose result differs. "
+    'Where a peer could not be imported there is no "times as fast". '
     'Bytes are the fewest that the op must move. "% of ceiling" is the share of the ceiling that binds the cell, '
-    "copying unless another is named. A cell whose time was taken with a reference implementation is rejected."
+    "copying unless another is named; it is left out where a record of before counts bytes that need not move. "
+    f"Cells named {BETWEEN} are drawn with a fixed seed from between those that kernels are tuned for. "
+    "A cell whose time was taken with a reference implementation is rejected."
 )
 
 
@@ -53,14 +62,14 @@ def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def _gain(cell: Cell) -> float | None:
-    """Best peer's time over ours."""
-    return None if cell.best_peer is None else cell.best_peer.us / cell.ours.us
+def fmt_times(row: Row) -> str:
+    """Back to back, and apart where that was timed."""
+    return fmt_us(row.us) + ("" if row.apart is None else f" / {fmt_us(row.apart)}")
 
 
 def _percent(cell: Cell) -> str:
-    """Our share of the ceiling that binds; copying goes without saying."""
-    if cell.ours.percent is None:
+    """Our share of the ceiling that binds; copying goes without saying. Above 100 the bytes are counted wrongly."""
+    if cell.ours.percent is None or cell.ours.percent > 100:
         return ""
     return f"{cell.ours.percent:.1f}" + ("" if cell.bound == "copy" else f" ({cell.bound})")
 
@@ -93,16 +102,25 @@ def render_report(book: Book, kernels: Compiled | None = None) -> str:
 
 
 def _machines(records: Sequence[Record]) -> list[str]:
-    header = ("op", "driver", "torch", "CuTe DSL", "tvm-ffi", "Python", "CPU", "commit", "date")
+    header = ["op", "driver", "torch", "CuTe DSL", "tvm-ffi", "Python", "CPU", "commit", "date"]
     rows = [
         [
             r.op,
             *(value or "" for value in (r.driver, r.torch, r.dsl, r.tvm_ffi, r.python, r.cpu, r.commit)),
             r.date[:10],
+            *_conditions(r.conditions),
         ]
         for r in records
     ]
-    return table(header, rows)
+    return table([*header, "SM MHz", "W", "°C"], rows, (9, 10, 11))
+
+
+def _conditions(found: Conditions | None) -> list[str]:
+    """Median, and least to largest, of clock and power; the highest temperature."""
+    if found is None:
+        return ["", "", ""]
+    spreads = [f"{mid:.0f} ({least:.0f} to {most:.0f})" for least, mid, most in (found.sm_mhz, found.power_w)]
+    return [*spreads, f"{found.celsius[-1]:.0f}"]
 
 
 def _ceilings(records: Sequence[Record]) -> list[str]:
@@ -145,13 +163,13 @@ def _losing(gpu: str, records: Sequence[Record]) -> list[str]:
     if lost:
         rows = []
         for cell, reasons in lost:
-            best, limit, gain = cell.best_peer, limit_us(gpu, cell), _gain(cell)
+            best, limit, gain = cell.best_peer, limit_us(gpu, cell), cell.gain
             rows.append(
                 [
                     cell.op,
                     cell.case,
-                    fmt_us(cell.ours.us),
-                    "" if best is None else f"{fmt_us(best.us)} {best.name}",
+                    fmt_times(cell.ours),
+                    "" if best is None else f"{fmt_times(best)} {best.name}",
                     "" if gain is None else f"{gain:.2f}",
                     "" if limit is None else fmt_us(limit),
                     "; ".join(reasons),
@@ -194,8 +212,11 @@ def _host(records: Sequence[Record]) -> list[str]:
                 ", ".join(peers),
             ]
         )
-    intro = "CPU time per call of a long row of calls that waits for nothing, on the CPU named above."
-    return [intro, "", *table(("class", "op", "case", "µs", "p10 to p90", "limit", "peers"), rows, (3, 4, 5))]
+    intro = (
+        "CPU time per call of a long row of calls that waits for nothing, on the CPU named above: of the public "
+        "function with all results given, in records without times apart of the registered op."
+    )
+    return [*_wrap(intro), "", *table(("class", "op", "case", "µs", "p10 to p90", "limit", "peers"), rows, (3, 4, 5))]
 
 
 def _op(gpu: str, record: Record) -> list[str]:
@@ -203,13 +224,13 @@ def _op(gpu: str, record: Record) -> list[str]:
     peers = list(dict.fromkeys(row.name for cell in record.cells for row in cell.of_kind("peer")))
     rows = []
     for cell in record.cells:
-        gain, limit = _gain(cell), limit_us(gpu, cell)
+        gain, limit = cell.gain, limit_us(gpu, cell)
         by_name = {row.name: row for row in cell.of_kind("peer")}
         rows.append(
             [
                 cell.case,
                 fmt_bytes(cell.bytes),
-                f"**{fmt_us(cell.ours.us)}**",
+                f"**{fmt_us(cell.ours.us)}**" + fmt_times(cell.ours).removeprefix(fmt_us(cell.ours.us)),
                 f"{fmt_us(cell.ours.p10)} to {fmt_us(cell.ours.p90)}",
                 f"{cell.ours.gbs:.0f}",
                 *([f"{cell.ours.tflops:.1f}"] if _has_products(record) else []),
@@ -241,8 +262,8 @@ def _op(gpu: str, record: Record) -> list[str]:
 
 
 def _verdict(gpu: str, cell: Cell) -> str:
-    best, limit = cell.best_peer, limit_us(gpu, cell)
-    slower = best is not None and cell.ours.us > best.us
+    limit = limit_us(gpu, cell)
+    slower = any(reason.startswith("slower") for reason in losses(gpu, cell))
     over = limit is not None and cell.ours.us > limit
     return ", ".join(["slower"] * slower + ["over limit"] * over)
 
@@ -259,7 +280,7 @@ def _groups(record: Record) -> list[str]:
     """What the groups of cells come to, where all of their cells have a peer."""
     lines = []
     for group in dict.fromkeys(cell.group for cell in record.cells if cell.group is not None):
-        gains = [_gain(cell) for cell in record.cells if cell.group == group]
+        gains = [cell.gain for cell in record.cells if cell.group == group]
         known = [gain for gain in gains if gain is not None]
         if len(known) == len(gains):
             mean, ends = _geometric_mean(known), f"{min(known):.2f} to {max(known):.2f}"
@@ -275,7 +296,7 @@ def _targets(gpu: str, record: Record) -> list[str]:
     rows, met = [], 0
     for cell in cells:
         must, stretch = LAYER_TARGETS_US[cell.case]
-        best, gain = cell.best_peer, _gain(cell)
+        best, gain = cell.best_peer, cell.gain
         misses = [f"{cell.ours.us / must:.3f} of must"] * (cell.ours.us > must)
         misses += [f"not {LAYER_GAIN} times as fast as the peers"] * (gain is not None and gain < LAYER_GAIN)
         met += not misses
@@ -321,7 +342,7 @@ def _steps(gpu: str, record: Record) -> list[str]:
 
 
 def _peer(row: Row | None) -> str:
-    return "" if row is None else fmt_us(row.us) + ("" if row.checked else " †")
+    return "" if row is None else fmt_times(row) + ("" if row.checked else " †")
 
 
 def _variants(record: Record) -> list[str]:
@@ -350,29 +371,57 @@ def _variants(record: Record) -> list[str]:
 
 
 def render_numbers(book: Book) -> str:
-    """What stands between the README's markers: one line per op and GPU."""
+    """What stands between the README's markers: whole layers by GPU, and one line per op."""
     lines = ["## Numbers", ""]
     if not book.records:
         return "\n".join([*lines, "No kernel has been measured yet."])
-    for gpu, records in book.gpus():
-        lost, total = losing_cells(gpu, records), sum(len(record.cells) for record in records)
+    gpus = list(book.gpus())
+    for gpu, records in gpus:
         dates = sorted(record.date[:10] for record in records)
         dsl = ", ".join(sorted({f"CuTe DSL {record.dsl}" for record in records if record.dsl}))
         when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
         facts = ", ".join(part for part in (gpu, dsl, when) if part)
-        lines += [f"{facts}.", ""]
-        lines += _layers(records)
-        header = ["op", "largest shape", "µs", "GB/s", "% of ceiling", "best peer µs"]
-        header += ["times as fast, mean (range)", "host µs"]
-        lines += ["Each shape of an op beside its fastest peer, on the same inputs in the same run:", ""]
-        lines += table(header, [_numbers_row(r) for r in records if r.op != LAYER], (2, 3, 4, 5, 6, 7))
-        lines += ["", f"![Rates and ceilings](perf/plots/{plots.file_name(gpu, plots.OVERVIEW)})", ""]
+        lines += [f"{facts}.", "", *_layers(records)]
+    lines += _ops(gpus)
+    for gpu, records in gpus:
+        lost, total = losing_cells(gpu, records), sum(len(record.cells) for record in records)
         if lost:
             listed = f"{len(lost)} of {total} shapes are slower than a peer or over their limit"
         else:
             listed = f"None of {total} shapes is slower than its best peer or over its limit"
-        lines += [*_wrap(f"{listed}. [perf/REPORT.md](perf/REPORT.md) has all shapes, ceilings and the method."), ""]
+        lines += [*_wrap(f"{gpu}: {listed}."), ""]
+    lines += _wrap("[perf/REPORT.md](perf/REPORT.md) has all shapes, ceilings and the method.")
     return "\n".join(lines).rstrip("\n")
+
+
+def _ops(gpus: Sequence[tuple[str, Sequence[Record]]]) -> list[str]:
+    """A line per op with columns of each GPU that ops were measured on, and the pictures of these."""
+    found = {gpu: {record.op: record for record in records if record.op != LAYER} for gpu, records in gpus}
+    found = {gpu: records for gpu, records in found.items() if records}
+    if not found:
+        return []
+    header = ["op", "largest shape"]
+    for gpu in found:
+        header += [f"{_short(gpu)} µs", "% of ceiling", "best peer µs", "times as fast, mean (range)", "host µs"]
+    rows = []
+    for op in sorted({op for records in found.values() for op in records}):
+        several = [records.get(op) for records in found.values()]
+        case = max((cell for r in several if r is not None for cell in r.cells), key=lambda cell: cell.bytes).case
+        rows.append([f"`{op}`", case, *(text for r in several for text in _numbers_of(r, case))])
+    text = (
+        "Each shape of an op beside its fastest peer, on the same inputs in the same run. Behind a stroke stand times "
+        "of calls that do not follow each other; times as fast is the smaller of both ratios. Where there is no "
+        "stroke, calls were timed back to back only, which flatters those that overlap with the one before:"
+    )
+    lines = [*_wrap(text), "", *table(header, rows, range(2, len(header))), ""]
+    for gpu in found:
+        lines += [f"![Rates and ceilings, {_short(gpu)}](perf/plots/{plots.file_name(gpu, plots.OVERVIEW)})", ""]
+    return lines
+
+
+def _short(gpu: str) -> str:
+    """ "NVIDIA H100 80GB HBM3" -> "H100"."""
+    return gpu.removeprefix("NVIDIA ").split()[0]
 
 
 LAYER_STEPS = {
@@ -393,7 +442,7 @@ def _layers(records: Sequence[Record]) -> list[str]:
         found = [cells.get(f"{kind} {step}") for step in LAYER_STEPS.values()]
         rows.append([kind, *("" if cell is None else _beside(cell) for cell in found)])
     text = "Whole attention layers in a CUDA graph, µs per layer; contexts of 8192 tokens in decode, 65536 in prefill"
-    gains = [gain for cell in cells.values() if (gain := _gain(cell)) is not None]
+    gains = [gain for cell in cells.values() if (gain := cell.gain) is not None]
     if gains:
         text += (
             ". Behind the stroke the same layers from FlashMLA's, DeepGEMM's and vLLM's kernels in the same run, and "
@@ -407,24 +456,28 @@ def _layers(records: Sequence[Record]) -> list[str]:
 
 def _beside(cell: Cell) -> str:
     """Ours, and the best peer where there is one."""
-    best, gain = cell.best_peer, _gain(cell)
+    best, gain = cell.best_peer, cell.gain
     return fmt_us(cell.ours.us) + ("" if best is None else f" / {fmt_us(best.us)} ({gain:.2f})")
 
 
-def _numbers_row(record: Record) -> list[str]:
-    largest = max(record.cells, key=lambda cell: cell.bytes)
-    gains = [gain for cell in record.cells if (gain := _gain(cell)) is not None]
-    best, host = largest.best_peer, [c.ours.host.us for c in record.cells if c.ours.host is not None]
+def _numbers_of(record: Record | None, case: str) -> list[str]:
+    """What the README says of an op on one GPU; times of one case."""
+    if record is None:
+        return [""] * 5
+    cell = next((cell for cell in record.cells if cell.case == case), None)
+    gains = [cell.gain for cell in record.cells if cell.gain is not None]
+    absent = sorted({name for cell in record.cells for name in cell.absent})
+    host = [c.ours.host.us for c in record.cells if c.ours.host is not None]
     spread = ""
     if gains:
         spread = f"{_geometric_mean(gains):.2f} ({min(gains):.2f} to {max(gains):.2f})"
+    elif absent:
+        spread = f"measured without {', '.join(absent)}"
+    best = None if cell is None else cell.best_peer
     return [
-        f"`{record.op}`",
-        largest.case,
-        fmt_us(largest.ours.us),
-        f"{largest.ours.gbs:.0f}",
-        _percent(largest),
-        "none" if best is None else f"{fmt_us(best.us)} {best.name}",
+        "" if cell is None else fmt_times(cell.ours),
+        "" if cell is None else _percent(cell),
+        ("" if cell is None else "none") if best is None else f"{fmt_times(best)} {best.name}",
         spread,
         fmt_us(min(host)) if host else "",
     ]

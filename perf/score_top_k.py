@@ -18,8 +18,10 @@ from cute_kernels.indexer import chunks
 from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits, score_top_k_decode, score_top_k_prefill
 from cute_kernels.runtime.ops import OPS
 from perf import logits
+from perf.grid import draw, facts_between
 from perf.logits import CONTIGUOUS, HEADS, LogitsSet
 from perf.measure import Call, compare, number_of_sets, peak
+from perf.peers import load_peer
 from perf.topk import WORKSPACE, same_picks
 
 PREFILL, DECODE = "score_top_k_prefill", "score_top_k_decode"
@@ -43,6 +45,16 @@ DECODES = (
     (1, 1, 262144, 512),
 )
 """(requests, rows of each, keys of each, k)"""
+
+BETWEEN_PREFILLS = tuple(
+    (point["rows"], point["keys"], k)
+    for k, point in zip((512, 1024, 1024), draw(PREFILL, 3, rows=(300, 4000), keys=(3000, 80_000)), strict=True)
+)
+BETWEEN_DECODES = tuple(
+    (point["batch"], 1, point["keys"], k)
+    for k, point in zip((512, 1024, 512, 1024), draw(DECODE, 4, batch=(2, 200), keys=(2000, 80_000)), strict=True)
+)
+"""Between the tuned ones."""
 
 MXFP4_DECODES = ((64, 1, 8192, 512), (64, 1, 32768, 512), (256, 1, 32768, 512))
 
@@ -125,16 +137,11 @@ def decode(batch: int, next_n: int, keys: int, k: int, mxfp4: bool, seed: int) -
     return PickSet.of(logits.decode(batch, next_n, keys, mxfp4, seed), k)
 
 
-def _peer(op: str, name: str) -> Callable[[PickSet], Any] | str:
-    """DeepGEMM's scores and vLLM's picks, or the reason why there are none."""
+def _peer(op: str, name: str) -> Callable[[PickSet], Any]:
+    """DeepGEMM's scores and vLLM's picks."""
     scores = logits._peer(logits.CONTIGUOUS if op == PREFILL else logits.PAGED)
-    if isinstance(scores, str):
-        return scores
-    try:
-        importlib.import_module("vllm._C_stable_libtorch")
-        kernel = getattr(torch.ops._C, name)
-    except Exception as error:  # an installation that is not whole fails in many ways
-        return f"{type(error).__name__}: {error}"
+    importlib.import_module("vllm._C_stable_libtorch")
+    kernel = getattr(torch.ops._C, name)
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
 
     def run(s: PickSet) -> Any:
@@ -153,7 +160,11 @@ def _peer(op: str, name: str) -> Callable[[PickSet], Any] | str:
 
 PEERS = {
     PREFILL: {"deepgemm + vllm-per-row": "top_k_per_row_prefill"},
-    DECODE: {"deepgemm + vllm-cooperative": "cooperative_topk", "deepgemm + vllm-persistent": "persistent_topk"},
+    DECODE: {
+        "deepgemm + vllm-cooperative": "cooperative_topk",
+        "deepgemm + vllm-persistent": "persistent_topk",
+        "deepgemm + vllm-per-row": "top_k_per_row_decode",
+    },
 }
 
 
@@ -167,7 +178,7 @@ def _records(
     sets = [first, *(make(seed) for seed in range(1, min(logits.MOST_SETS, number_of_sets(work.bytes))))]
     candidates: dict[str, Any] = {UNFUSED: PickSet.unfused}
     if peers and first.args[1] is None:  # DeepGEMM has no MXFP4 scores on Hopper
-        candidates |= {name: _peer(op, kernel) for name, kernel in PEERS[op].items()}
+        candidates |= {name: load_peer(name, partial(_peer, op, kernel)) for name, kernel in PEERS[op].items()}
     return compare(op, {**shape, **first.peaks()}, sets, work, candidates, replays, products="e4m3")
 
 
@@ -183,12 +194,13 @@ def sweep_prefill(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of score_top_k_prefill per number of rows and keys."""
-    chosen = [shape for shape in PREFILLS if rows is None or shape[0] in rows]
+    chosen = [shape for shape in (*PREFILLS, *BETWEEN_PREFILLS) if rows is None or shape[0] in rows]
     for m, n, k in chosen:  # compiled before other projects change the DSL
         _warm(PickSet.of(logits.prefill(m, n, False, False, 0), k))
     found = []
     for m, n, k in chosen:
         shape = {"case": prefill_name(m, n, k), "T": m, "keys": n, "heads": HEADS, "k": k}
+        shape = facts_between(shape) if (m, n, k) in BETWEEN_PREFILLS else shape
         found.append(_records(PREFILL, shape, partial(prefill, m, n, k), peers, replays))
     return found
 
@@ -197,14 +209,23 @@ def sweep_decode(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of score_top_k_decode per number of requests, rows of each and keys of each."""
-    chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, DECODES), (True, MXFP4_DECODES)) for shape in shapes]
+    of_fp8 = *DECODES, *BETWEEN_DECODES
+    chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, of_fp8), (True, MXFP4_DECODES)) for shape in shapes]
     chosen = [shape for shape in chosen if rows is None or shape[0] in rows]
     for shape in chosen:
         _warm(decode(*shape, 0))
     found = []
     for shape in chosen:
         batch, next_n, keys, k, _ = shape
-        facts = {"case": decode_name(*shape), "T": batch, "next_n": next_n, "keys": keys, "heads": HEADS, "k": k}
+        facts: dict[str, Any] = {
+            "case": decode_name(*shape),
+            "T": batch,
+            "next_n": next_n,
+            "keys": keys,
+            "heads": HEADS,
+            "k": k,
+        }
+        facts = facts_between(facts) if shape[:-1] in BETWEEN_DECODES else facts
         found.append(_records(DECODE, facts, partial(decode, *shape), peers, replays))
     return found
 

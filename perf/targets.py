@@ -167,6 +167,9 @@ def losses(gpu: str, cell: Cell) -> list[str]:
     best, limit, found = cell.best_peer, limit_us(gpu, cell), []
     if best is not None and cell.ours.us > best.us:
         found.append(f"slower than {best.name}")
+    apart = cell.best_peer_apart
+    if apart is not None and (cell.ours.apart or 0.0) > (apart.apart or 0.0):
+        found.append(f"slower than {apart.name} apart")
     if limit is not None and cell.ours.us > limit:
         stated = (gpu, cell.op, cell.case) in TARGETS_US
         found.append(f"over the {'stated target' if stated else 'margin'} of {limit:.2f} µs")

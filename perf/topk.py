@@ -12,13 +12,16 @@ import torch
 
 from cute_kernels.indexer import ops as _registered  # noqa: F401
 from perf.bench import Arguments, Bench, Case, Run
+from perf.grid import LENGTHS, draw, draw_rows, lengths, mark
 
 PICKS = (512, 1024)
+MORE_PICKS = (512, 1024, 2048)
 PAGE_ROWS = 64
 BATCHES = (1, 8, 64, 256)
 DECODE = tuple((rows, columns) for columns in (8192, 32768) for rows in BATCHES)
 LONG = ((1, 262144), (8, 262144), (1, 1048576))
 """(rows, columns): of a decode step, and of contexts of one and four million tokens at ratio 4."""
+UNEQUAL_ROWS, UNEQUAL_COLUMNS = (16, 48, 192), 32768
 PREFILL = ((4096, 4096), (4096, 16384), (1024, 65536))
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -58,10 +61,10 @@ def _make_all_visible(rows: int, entries: int, is_slots: bool, seed: int) -> Arg
     return (visible, out, _table(rows, entries), PAGE_ROWS) if is_slots else (visible, out, None, 0)
 
 
-def _make(op: str, rows: int, columns: int, k: int, is_slots: bool, seed: int) -> Arguments:
+def _make(op: str, rows: int, columns: int, k: int, is_slots: bool, kind: str, seed: int) -> Arguments:
     g = torch.Generator(device="cuda").manual_seed(seed)
     logits = torch.randn(rows, columns, device="cuda", generator=g)
-    ends = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
+    ends = torch.tensor(lengths(kind, rows, columns), dtype=torch.int32, device="cuda")
     out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
     if op == "decode":
         slots = (_table(rows, columns), PAGE_ROWS) if is_slots else (None, 0)
@@ -69,31 +72,46 @@ def _make(op: str, rows: int, columns: int, k: int, is_slots: bool, seed: int) -
     return logits, torch.zeros_like(ends), ends, out, rows, k
 
 
+def _case(op: str, rows: int, columns: int, k: int, is_slots: bool = False, kind: str = "") -> Case:
+    name = " ".join([f"{rows}x{columns} k={k}", *["slots"] * is_slots, *[kind] * bool(kind)])
+    facts = {"columns": columns, "k": k, **({"group": kind} if kind else {})}
+    return Case(name, rows, partial(_make, op, rows, columns, k, is_slots, kind), facts)
+
+
 def _cases(op: str, shapes: Sequence[tuple[int, int]], is_slots: bool = False) -> tuple[Case, ...]:
     return tuple(
-        Case(
-            f"{rows}x{columns} k={k}" + " slots" * is_slots,
-            rows,
-            partial(_make, op, rows, columns, k, is_slots),
-            {"columns": columns, "k": k},
-        )
-        for rows, columns in shapes
-        for k in (PICKS[:1] if is_slots else PICKS)
+        _case(op, rows, columns, k, is_slots) for rows, columns in shapes for k in (PICKS[:1] if is_slots else PICKS)
     )
 
 
-def _all_visible_cases() -> tuple[Case, ...]:
+def _unequal_cases() -> tuple[Case, ...]:
+    return tuple(
+        _case("decode", rows, UNEQUAL_COLUMNS, k, kind=kind) for kind in LENGTHS for rows in UNEQUAL_ROWS for k in PICKS
+    )
+
+
+def _between(op: str, rows: tuple[int, int], columns: tuple[int, int], picks: Sequence[int]) -> tuple[Case, ...]:
+    points = draw(f"top-k {op}", 2 * len(picks), rows=rows, columns=columns)
+    return mark(
+        _case(op, point["rows"], point["columns"], k) for point, k in zip(points, (*picks, *picks), strict=True)
+    )
+
+
+def _all_visible_cases(several: Sequence[int]) -> tuple[Case, ...]:
     return tuple(
         Case(f"{rows}x512" + " slots" * is_slots, rows, partial(_make_all_visible, rows, 512, is_slots), {"k": 512})
-        for rows in BATCHES
+        for rows in several
         for is_slots in (False, True)
     )
 
 
 def same_picks(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
-    """Whether nearly all picks agree, in any order: peers choose otherwise among equal scores."""
-    differing = got[0].sort(dim=1).values != want[0].sort(dim=1).values
-    return float(differing.float().mean()) < 1e-3
+    """Whether nearly all picks are right, in any order, none twice: peers choose otherwise among equal scores."""
+    found, right = got[0].sort(dim=1).values, want[0].sort(dim=1).values
+    at = torch.searchsorted(right, found).clamp(max=right.shape[1] - 1)
+    strange = right.gather(1, at) != found
+    strange[:, 1:] |= (found[:, 1:] == found[:, :-1]) & (found[:, 1:] >= 0)
+    return float(strange.float().mean()) < 1e-3
 
 
 def _local(rest: Sequence[Any]) -> Sequence[Any]:
@@ -146,11 +164,17 @@ def _variants(op: str) -> dict[str, Run]:
 
 
 BENCHES = (
-    Bench(op="all_visible_entries", cases=_all_visible_cases(), quick=(1, 64)),
+    Bench(
+        op="all_visible_entries",
+        cases=_all_visible_cases(BATCHES),
+        quick=(1, 64),
+        between=mark(_all_visible_cases(draw_rows("all_visible_entries", BATCHES, 2))),
+    ),
     Bench(
         op="top_k_per_row_decode",
-        cases=_cases("decode", DECODE + LONG) + _cases("decode", DECODE, is_slots=True),
+        cases=_cases("decode", DECODE + LONG) + _cases("decode", DECODE, is_slots=True) + _unequal_cases(),
         quick=(1, 64),
+        between=_between("decode", (2, 250), (3000, 200_000), MORE_PICKS),
         peers={
             "vllm-cooperative": _vllm("cooperative_topk"),
             "vllm-persistent": _vllm("persistent_topk"),
@@ -163,6 +187,7 @@ BENCHES = (
         op="top_k_per_row_prefill",
         cases=_cases("prefill", PREFILL),
         quick=(1024,),
+        between=_between("prefill", (300, 4000), (3000, 100_000), MORE_PICKS),
         peers={"vllm-per-row": _vllm("top_k_per_row_prefill")},
         variants=partial(_variants, "prefill"),
         peer_same=same_picks,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do the tests notice bugs? Plants one at a time on the host side and runs the tests that import the module.
 
-    python scripts/mutate.py                     # 100 bugs, drawn by seed 0: up to 90 minutes on two cores
+    python scripts/mutate.py --processes 2       # 100 bugs, drawn by seed 0: up to 90 minutes on two cores
     python scripts/mutate.py --count 10 --seed 3
     python scripts/mutate.py --planted           # those that survived once: each must be found
 
 A bug is a small change of the syntax tree: a comparison or a bound off by one, a condition turned round, `and` for
 `or`, `min` for `max`, an argument left out, a check that is not made. Bugs are drawn evenly over the modules of
-cute_kernels, layers and perf that run on the host, kernels excepted (tests/model plants bugs in those). A copy of the
-tree is changed, never the tree itself.
+cute_kernels, layers and perf that run on the host: no kernels (tests/model plants bugs in those), and neither functions
+that name CUDA nor benchmarks that no test imports, which need a GPU. What is changed are copies of the tree.
 
 Exit status: 1 if less than 95% of the bugs, or not all of the planted ones, were found.
 """
@@ -17,27 +17,35 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import functools
+import importlib
 import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("cute_kernels", "layers", "perf", "scripts", "tests", "docs")
 FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "NOTICE")
 SHARE = 0.95
-SECONDS = 300
-"""A run that takes longer has met a bug that hangs: found."""
+SECONDS = 300.0
+"""A file of tests that takes longer has met a bug that hangs: found."""
 
-MOST_FILES = 4
+MOST_FILES = 8
 """Test files of a module that are run, the nearest ones first."""
+
+READY = ("torch", "numpy", "pytest", "hypothesis", "torch.testing", "torch._dynamo")
+"""What takes long to import and is none of the tree's: imported once, by the process that runs are forked from."""
 
 
 @dataclass(frozen=True)
@@ -65,37 +73,55 @@ PLANTED = (
 # ---- which modules, which tests --------------------------------------------------------------------------------------
 
 
-def imported(path: Path) -> set[str]:
-    """Dotted names that a file imports, with what it takes from them."""
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
+    """Dotted names that a file imports, with what it takes from them. Relative ones are of its own folder."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+            module = f"{path.parent.name}.{node.module}" if node.level else node.module
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
 
 
 def is_host(path: Path) -> bool:
-    """No kernel: what imports the DSL is traced, not run."""
-    return not any(name.split(".")[0] in ("cutlass", "cuda") for name in imported(path)) and path.name != "__init__.py"
+    """No kernel, which is traced and not run; no file that only calls another; no examples for tests."""
+    is_kernel = any(name.split(".")[0] in ("cutlass", "cuda") for name in imported(path))
+    return not is_kernel and path.name not in ("__init__.py", "__main__.py", "verify_cases.py")
+
+
+def sources(root: Path) -> list[Path]:
+    found = [p for folder in ("cute_kernels", "layers", "perf") for p in sorted((root / folder).rglob("*.py"))]
+    return [p for p in found if not p.is_relative_to(root / "cute_kernels" / "layers")]
 
 
 def modules(root: Path) -> list[Path]:
-    found = [p for folder in ("cute_kernels", "layers", "perf") for p in sorted((root / folder).rglob("*.py"))]
-    return [p for p in found if is_host(p) and not p.is_relative_to(root / "cute_kernels" / "layers")]
+    """Those of the host. Of perf only those that a test imports: the others are benchmarks, which need a GPU."""
+    return [p for p in sources(root) if is_host(p) and (p.parent.name != "perf" or importers(root, p, tests(root)))]
+
+
+def tests(root: Path) -> list[Path]:
+    """Test files that run on the host."""
+    found = sorted((root / "tests").rglob("test_*.py"))
+    return [p for p in found if not {"gpu", "compile", "model"} & set(p.relative_to(root).parts)]
+
+
+def importers(root: Path, module: Path, files: Sequence[Path]) -> list[Path]:
+    name = ".".join(module.relative_to(root).with_suffix("").parts)
+    aliases = {name, name.replace("layers.", "cute_kernels.layers.", 1)}
+    return [p for p in files if aliases & imported(p)]
 
 
 def tests_of(root: Path, module: Path) -> list[Path]:
-    """Test files that import a module, or else the `ops` beside it, those of its own folder first."""
-    parts = module.relative_to(root).with_suffix("").parts
-    name, package = ".".join(parts), parts[-2] if parts[0] == "cute_kernels" else parts[0]
-    tests = [p for p in sorted((root / "tests").rglob("test_*.py")) if not {"gpu", "compile", "model"} & set(p.parts)]
-    alias = {name, name.replace("layers.", "cute_kernels.layers.", 1)}
-    direct = [p for p in tests if alias & imported(p)]
-    beside = [p for p in tests if p.parent.name == package]
-    near = sorted(direct, key=lambda p: p.parent.name != package)
-    return list(dict.fromkeys([*near, *beside]))[:MOST_FILES]
+    """Test files that import a module, then those that import one that does, then those of its folder."""
+    package = module.parent.name
+    every, users = tests(root), importers(root, module, sources(root))
+    direct = importers(root, module, every)
+    through = [p for p in every if any(p in importers(root, user, every) for user in users)]
+    near = [sorted(found, key=lambda p: p.parent.name != package) for found in (direct, through)]
+    return list(dict.fromkeys([*near[0], *near[1], *(p for p in every if p.parent.name == package)]))[:MOST_FILES]
 
 
 # ---- bugs ------------------------------------------------------------------------------------------------------------
@@ -120,33 +146,46 @@ _SIGN = {
     ast.Is: "is",
     ast.IsNot: "is not",
 }
-_OPTIONAL = ("use_pdl", "out", "optional", "contiguous", "dense_last", "keepdim", "device", "dtype")
+_OPTIONAL = ("use_pdl", "out", "optional", "contiguous", "dense_last", "keepdim", "dtype")
 
 
 def changes(node: ast.AST) -> Iterator[str]:
-    """What a node of the tree could read with a bug in it."""
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OTHER:
+    """What a node of the tree could read with a bug in it. A float at its limit is no bug worth finding."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OTHER and not _has_float(node):
         left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
         yield f"{left} {_OTHER[type(node.ops[0])]} {right}"
         if isinstance(node.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE)):
             yield f"{left} {_SIGN[type(node.ops[0])]} {right} + 1"
     elif isinstance(node, ast.BoolOp):
-        other = " or " if isinstance(node.op, ast.And) else " and "
-        yield "(" + other.join(f"({ast.unparse(value)})" for value in node.values) + ")"
+        word = " or " if isinstance(node.op, ast.And) else " and "
+        yield "(" + word.join(f"({ast.unparse(value)})" for value in node.values) + ")"
     elif isinstance(node, ast.Call):
         if isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
             yield ast.unparse(node).replace(node.func.id, "max" if node.func.id == "min" else "min", 1)
         for keyword in node.keywords:
-            if keyword.arg in _OPTIONAL:
+            if keyword.arg in _OPTIONAL and ast.unparse(keyword.value) != "torch.float32":  # torch's own choice
                 rest = [k for k in node.keywords if k is not keyword]
                 yield ast.unparse(ast.Call(node.func, node.args, rest))
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and "c.require" in ast.unparse(node):
         yield "pass"
     elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Mod)):
-        sign = "%" if isinstance(node.op, ast.FloorDiv) else "//"
-        yield f"({ast.unparse(node.left)} {sign} {ast.unparse(node.right)})"
+        other = ast.Mod() if isinstance(node.op, ast.FloorDiv) else ast.FloorDiv()
+        yield f"({ast.unparse(ast.BinOp(node.left, other, node.right))})"
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield f"bool({ast.unparse(node.operand)})"
+
+
+def _has_float(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in ast.walk(node))
+
+
+def on_the_host(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a module, without functions that name CUDA and without assertions, which a type checker needs."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        on_a_gpu = isinstance(child, ast.FunctionDef) and "cuda" in ast.unparse(child)
+        if not on_a_gpu and not isinstance(child, ast.Assert):
+            yield from on_the_host(child)
 
 
 def bugs(root: Path, module: Path) -> list[Bug]:
@@ -154,7 +193,7 @@ def bugs(root: Path, module: Path) -> list[Bug]:
     source = module.read_text(encoding="utf-8")
     lines = source.encode().splitlines()
     path, found = module.relative_to(root).as_posix(), []
-    for node in ast.walk(ast.parse(source)):
+    for node in on_the_host(ast.parse(source)):
         if isinstance(node, (ast.expr, ast.stmt)) and node.lineno == node.end_lineno:
             old = lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
             found += [Bug(path, node.lineno, old, new) for new in changes(node) if new != old]
@@ -194,48 +233,81 @@ def copy_tree(folder: Path) -> Path:
     return root
 
 
-def passes(root: Path, tests: Sequence[str]) -> bool:
-    """Whether tests pass in the tree as it is."""
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-m",
-        "not slow and not gpu",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
-    try:
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode in (0, 5)
+def passes(root: Path, test: str) -> bool:
+    """Whether a file of tests passes in the tree as it is."""
+    process = os.fork()
+    if process == 0:
+        _test(root, test)
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) in (0, 5)
+        time.sleep(0.05)
+    os.killpg(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return False
 
 
-def run(root: Path, bug: Bug, sound: dict[str, bool]) -> tuple[str, float]:
-    """("found", "survived", or "no tests" where there are none that pass without the bug; seconds).
+def _test(root: Path, test: str) -> NoReturn:
+    """In a forked process: run the tests, and exit with pytest's status."""
+    os.setpgid(0, 0)
+    os.environ.update(PYTHONPATH=str(root), PYTHONDONTWRITEBYTECODE="1", CUDA_VISIBLE_DEVICES="")
+    os.chdir(root)
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(root), *(path for path in sys.path if not Path(path or ".").resolve().is_relative_to(ROOT))]
+    sink = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(sink, stream)
+    status = 1
+    with contextlib.suppress(BaseException):
+        import pytest
 
-    sound   test files and whether they pass without a bug, as far as is known
-    """
-    module, start = root / bug.path, time.perf_counter()
-    tests = [str(p.relative_to(root)) for p in tests_of(root, module)]
-    for test in tests:
-        if test not in sound:
-            sound[test] = passes(root, [test])
-    tests = [test for test in tests if sound[test]]
-    if not tests:
-        return "no tests", time.perf_counter() - start
-    source = module.read_text(encoding="utf-8")
-    module.write_text(planted(source, bug), encoding="utf-8")
-    try:
-        status = "survived" if passes(root, tests) else "found"
-    finally:
-        module.write_text(source, encoding="utf-8")
-    return status, time.perf_counter() - start
+        status = pytest.main(["-x", "-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider", test])
+    os._exit(status)
+
+
+class Runner:
+    """Plants bugs in a copy of the tree of its own."""
+
+    def __init__(self) -> None:
+        for name in READY:
+            importlib.import_module(name)
+        self.folder = tempfile.TemporaryDirectory()
+        self.root = copy_tree(Path(self.folder.name))
+        self.sound: dict[str, bool] = {}
+
+    def is_sound(self, test: str) -> bool:
+        """Whether a file passes without a bug."""
+        if test not in self.sound:
+            self.sound[test] = passes(self.root, test)
+        return self.sound[test]
+
+    def run(self, bug: Bug) -> tuple[str, float]:
+        """("found", "survived", or "no tests" where there are none; seconds)."""
+        module, start = self.root / bug.path, time.perf_counter()
+        chosen = [str(p.relative_to(self.root)) for p in tests_of(self.root, module)]
+        source, status = module.read_text(encoding="utf-8"), "survived" if chosen else "no tests"
+        for test in chosen:
+            module.write_text(planted(source, bug), encoding="utf-8")
+            try:
+                is_noticed = not passes(self.root, test)
+            finally:
+                module.write_text(source, encoding="utf-8")
+            if is_noticed and self.is_sound(test):
+                status = "found"
+                break
+        return status, time.perf_counter() - start
+
+
+_runner: Runner | None = None
+
+
+def _run(bug: Bug) -> tuple[str, float]:
+    """In a process of a pool."""
+    global _runner
+    _runner = _runner or Runner()
+    return _runner.run(bug)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -243,14 +315,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=100, help="bugs (100)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--planted", action="store_true", help="the bugs that survived once")
+    parser.add_argument("--processes", type=int, default=1, help="bugs at a time (1)")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)
     results: list[dict[str, object]] = []
-    sound: dict[str, bool] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        root = copy_tree(Path(folder))
-        for bug in PLANTED if options.planted else draw(root, options.count, options.seed):
-            status, seconds = run(root, bug, sound)
+    chosen = PLANTED if options.planted else draw(ROOT, options.count, options.seed)
+    with ProcessPoolExecutor(options.processes) as pool:
+        running = {pool.submit(_run, bug): bug for bug in chosen}
+        for done in as_completed(running):
+            bug, (status, seconds) = running[done], done.result()
             results.append({"path": bug.path, "line": bug.line, "old": bug.old, "new": bug.new, "status": status})
             print(f"{status:9s} {seconds:6.1f} s  {bug.path}:{bug.line}: {bug.old!r} -> {bug.new!r}", flush=True)
     found = sum(result["status"] == "found" for result in results)

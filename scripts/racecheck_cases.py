@@ -6,7 +6,8 @@
     python scripts/racecheck_cases.py --list
 
 One warp of a block writes 32 words again and again, and others add them up; the sums are checked. --list says what
-orders this in each case, and what racecheck said about it; and what it reports of the library's kernels, and why.
+orders this in each case, and what racecheck said about it. What it reports of the library's kernels:
+scripts/sanitize.py.
 Exit status: 0 the sums are right, 1 they are wrong, 2 bad input.
 """
 
@@ -165,32 +166,6 @@ CASES: dict[str, tuple[Case, str]] = {
 """By name: the case, what orders its rounds, and what racecheck of Compute Sanitizer 2025.3.1 did on an H200; with the
 first two and named-arrive in CUDA C++, compiled with nvcc 13.0, it did the same."""
 
-REPORTED = {
-    "gemm_e4m3_*, gemm_swap_ab_e4m3_*": (
-        "LDGSTS of warp `copy_scales`, LDS of `load_factors`",
-        "one-lane: scales of a stage that all lanes of a consumer warp have read (`release`), before the next ones are "
-        "copied. Nothing else: the same kernels for bf16 operands, which have no scales, are clean, in clusters too",
-    ),
-    "qkv_insert_compress_r*": (
-        "STS.128 of `look`, LDS.128 of `list_rows` and `close`",
-        "every warp of a block writes the same bytes of the tokens that close entries, and reads them behind its own "
-        "writes: what another warp writes late is what lies there",
-    ),
-    "sparse_mla_prefill_quant, sparse_mla_prefill_norm_quant": (
-        "STS.64 of what a warp tells of a tile, LDS.64 of warps that wait for it",
-        "one-lane, as of the kernels with bf16 results",
-    ),
-    "sparse_mla_prefill_8_quant, sparse_mla_decode_h*": (
-        "as of the kernels without codes",
-        "one-lane, and votes on what was read: docs/adding_a_kernel.md, perf/log/decode.md, perf/log/prefill.md",
-    ),
-}
-"""Kernels -> accesses between which racecheck reports races, and what orders them. Of verify's examples, on an H100;
-memcheck reported nothing (of decode 14 examples, then its time was over). What is not here was clean: bf16_gemm,
-fused_qkv_insert_compress_index, fused_q_kv_rmsnorm_quant, build_step_metadata. tests/model runs GEMMs, prefill and
-decode in any order that the PTX ISA allows; prefill and decode with `votes_order` or without `scopes_count`, as their
-tests say."""
-
 
 def run(name: str) -> bool:
     """Compile and run a case; whether its sums are right."""
@@ -215,8 +190,6 @@ def main() -> int:
     if arguments.list:
         for name, (_, text) in CASES.items():
             print(f"{name}: {text}")
-        for kernels, (accesses, why) in REPORTED.items():
-            print(f"{kernels}: {accesses}: {why}")
         return 0
     right = run(arguments.case)
     print(f"{arguments.case}: the sums are {'right' if right else 'wrong'}")

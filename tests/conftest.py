@@ -13,8 +13,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-kernel",
         action="store_true",
-        help="tests/compile: every kernel of every deployment; without it, of architectures but sm_90a, a few of those "
-        "that no tensor core has a part in",
+        help="tests/compile: every kernel of every deployment; without it, a sample with every pair of options, and of "
+        "those that only move bytes, of architectures but sm_90a, two",
     )
 
 

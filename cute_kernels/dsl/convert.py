@@ -56,7 +56,7 @@ AS_BF16 = (127 + ptx.E4M3_AS_BF16) * 0x00800080
 def bf16_pairs_of_e4m3x4(codes: Any) -> tuple[Any, Any]:
     """The four e4m3 codes of a word as two pairs of bf16, exact. By the instruction for it where the assembler has it;
     it makes NaN of 0x7F and 0xFF, which else count as 480 and -480."""
-    if ptx.HAS_E4M3_AND_BF16:
+    if ptx.HAS_BF16_OF_E4M3:
         return ptx.bf16x2_of_e4m3x4(codes)
     first, second = bf16_pairs_of_e4m3([codes], [ptx.again(AS_BF16)])  # an immediate number will not do
     return first, second
@@ -121,7 +121,7 @@ def e4m3_from_bf16x4(low: Any, high: Any, factor: Any, arch: str = "") -> Any:
     The product of a NaN is the positive NaN on every GPU, so a NaN of either sign gets the code 0x7F. A product that
     bf16 has to round is far below the smallest code.
     """
-    if arch in BLACKWELL and ptx.HAS_E4M3_AND_BF16:
+    if arch in BLACKWELL and ptx.HAS_E4M3_OF_BF16:
         pair = _twice(factor)
         return ptx.e4m3x4_of_bf16(ptx.multiply_bf16x2(low, pair), ptx.multiply_bf16x2(high, pair))
     return ptx.e4m3x4(
@@ -138,7 +138,7 @@ def ue8m0_value(byte: Any) -> Any:
 
 def bf16x4_from_e4m3(codes: Any, factor: Any, arch: str = "") -> tuple[Any, Any]:
     """Four e4m3 codes times the power of two `factor`, as two bf16 pairs. Exact wherever bf16 can hold the product."""
-    if arch in BLACKWELL and ptx.HAS_E4M3_AND_BF16:
+    if arch in BLACKWELL and ptx.HAS_BF16_OF_E4M3:
         pair, (low, high) = _twice(factor), ptx.bf16x2_of_e4m3x4(codes)
         return ptx.multiply_bf16x2(low, pair), ptx.multiply_bf16x2(high, pair)
     if ptx.compiled_for() < ptx.E4M3_ARCH:

@@ -15,5 +15,6 @@ blackwell/             logits.py: tcgen05, FP8 and MXFP4
 mma_sync/              logits.py: every architecture from sm_80 on
 query.py               queries rotated and quantized
 gather.py              keys gathered from pages
-topk.py                picks; topk_select.py: which kernel picks, and how its ops launch it
+topk.py                picks; topk_held.py: of rows that registers hold; topk_select.py: which kernel picks, and how its
+                       ops launch it
 """

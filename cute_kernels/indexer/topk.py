@@ -238,7 +238,7 @@ def finest(first: Any, last: Any) -> Scale:
 class Bins:
     """Of all CTAs that share a row. What is done once for a CTA, its first warp does: issue slots are scarce."""
 
-    def __init__(self, config: TopKConfig) -> None:
+    def __init__(self, config: Any) -> None:
         self.warps, self.threads, self.cluster = config.warps, config.threads, config.cluster
 
     def barrier(self) -> None:
@@ -406,6 +406,20 @@ class Slots(NamedTuple):
         slot = ptx.value_below(page, self.named_pages, page * self.rows.divisor + row)
         return cutlass.max(slot, Int32(-1))
 
+    @cute.jit
+    def write(self, entries: Int32, first: Int32, step: cutlass.Constexpr, stop: Int32, out: Int64) -> None:
+        """Write the slots of the entries listed at this address, up to number `stop`, of which a thread has every
+        step-th one from `first` on: neighbours by neighbouring lanes, and as many pages under way as there can be."""
+        for start in cutlass.range(first, stop, step * PAGES_AT_ONCE, unroll=1):
+            found = []
+            for i in range_constexpr(PAGES_AT_ONCE):
+                number = start + step * i
+                entry = ptx.load_shared_s32(entries + cutlass.min(number, stop - 1) * 4)
+                found.append(self.load_page(entry, number < stop))
+            for i in range_constexpr(PAGES_AT_ONCE):
+                number = start + step * i
+                ptx.store_global_s32(out + Int64(number) * 4, self.slot(found[i]), number < stop)
+
 
 class Picks:
     """Of a row: bits of places that are picked, bits of others of which some are, and a list of the latter."""
@@ -535,7 +549,7 @@ class Picks:
         if slots.table != 0:
             cute.arch.sync_warp()
             stop = cutlass.min(target, k)
-            self.write_slots(here.at + LIST, start_of_warp + here.lane, 32, stop, out, slots)
+            slots.write(here.at + LIST, start_of_warp + here.lane, 32, stop, out)
         if const_expr(self.cluster > 1):
             self.bins.barrier()  # nobody leaves while others may read its shared memory
 
@@ -557,22 +571,6 @@ class Picks:
             if number < k:
                 ptx.store_shared_s32(here.at + LIST + number * 4, column + bit)
             number += 1
-
-    @cute.jit
-    def write_slots(
-        self, columns: Int32, first: Int32, step: cutlass.Constexpr, stop: Int32, out: Int64, slots: Slots
-    ) -> None:
-        """Write the slots of listed picks, up to `stop`, of which a thread has every step-th one from `first` on:
-        neighbours by neighbouring lanes, and as many pages under way as there can be."""
-        for start in cutlass.range(first, stop, step * PAGES_AT_ONCE, unroll=1):
-            found = []
-            for i in range_constexpr(PAGES_AT_ONCE):
-                number = start + step * i
-                entry = ptx.load_shared_s32(columns + cutlass.min(number, stop - 1) * 4)
-                found.append(slots.load_page(entry, number < stop))
-            for i in range_constexpr(PAGES_AT_ONCE):
-                number = start + step * i
-                ptx.store_global_s32(out + Int64(number) * 4, slots.slot(found[i]), number < stop)
 
     @cute.jit
     def load(self, words: Any, number: Any, stop: Any) -> Any:
@@ -965,16 +963,15 @@ class TopKKernel:
     or 0, their stride; address of the ends, strides of requests and of their tokens, tokens of a request; what no end
     exceeds, whether a row's first column is that of its start (-1) or not (0); address of the block table or 0, stride
     of its rows in bytes, its columns, rows of a page; rows, k, a warp's share of k, groups of a thread whose maxima
-    bound it, 128-byte lines of a row to fetch early; stream)."""
+    bound it, 128-byte lines of a row to fetch early; stream). row: how the picks of a row are found."""
 
-    def __init__(self, key: TopKKey) -> None:
-        self.config = key.config
-        self.row = RowPicks(self.config)
+    def __init__(self, key: TopKKey, row: Any) -> None:
+        self.config, self.row = key.config, row
         self.threads, self.cluster, self.smem_bytes = self.config.threads, key.cluster, key.smem_bytes
         # so many CTAs of a multiprocessor must find registers
         self.resident = 32 // key.warps if key.cluster == 1 else 0
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = f"top_k_per_row_w{key.warps}v{key.vectors}c{key.cluster}t{key.tiles}" + "s" * key.is_spread
+        self.name = f"{key.entry}_w{key.warps}v{key.vectors}c{key.cluster}t{key.tiles}" + "s" * key.is_spread
 
     @cute.jit
     def __call__(
@@ -1133,6 +1130,7 @@ class TopKKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "indexer.topk"
+    entry: ClassVar[str] = "top_k_per_row"
     warps: int = 32
     vectors: int = 8
     cluster: int = 1
@@ -1162,8 +1160,12 @@ class TopKKey(KernelKey):
         return "ld.global.128", "atomic"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return TopKKernel(self, RowPicks(self.config)), self.arguments()
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The entry point's, to compile for."""
         scores, starts, ends = (Int64(0), Int64(4), Int32(1)), (Int64(0), Int64(4)), (Int64(0), Int64(4), Int64(4))
         out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
         table = Int64(0), Int64(0), Int32(0), Int32(1)
         numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(3)), *table, *(Int32(1) for _ in range(5)))
-        return TopKKernel(self), (out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
+        return out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel picks the best columns of rows (topk.py), and how top_k_per_row_prefill (PREFILL), top_k_per_row_decode
-(DECODE) and all_visible_entries (ALL_VISIBLE) launch it."""
+"""Which kernel picks the best columns of rows (topk.py, topk_held.py), and how its ops launch it: top_k_per_row_prefill
+(PREFILL), top_k_per_row_decode (DECODE) and all_visible_entries (ALL_VISIBLE)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from cute_kernels.indexer.call import AllVisibleCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, GROUPS, TopKKey
+from cute_kernels.indexer.topk_held import HeldTopKKey
 from cute_kernels.models import ModelConfig
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_of
 from cute_kernels.runtime.compile import launch as launch_key
@@ -18,29 +19,44 @@ from cute_kernels.runtime.key import OpKernel
 
 # ---- choice
 
-MOST_PICKS, MOST_ROWS = 2048, 2**28
+MOST_PICKS, MOST_ROWS = 4096, 2**28
 
-SHAPES = ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
-"""(warps, vectors of a thread, cluster, tiles) of CTAs that take whole rows: of up to 4096, 8192 and 16384 columns,
-which their registers hold, and of up to 131072, 262144 (the second one where there is less shared memory) and 524288,
-which come in tiles."""
+HELD = ((4096, 8, 0), (5120, 10, 0), (6144, 12, 1024), (8192, 16, 1024))
+"""(most columns, warps, more picks than where there are MANY_ROWS) of CTAs that hold a row and list nothing, the first
+that fits. On an H100, with lists and without, 64 rows of 2000 columns take 5.3 and 4.4 us (k = 512), of 5000 columns
+6.2 and 5.2 us (k = 1024), 9.8 and 5.4 us (k = 2048), of 8000 columns 5.6 and 5.6 us (k = 512), 6.4 and 5.8 us (k =
+1024); 1000 rows of 5000 columns 24.8 and 18.7 us (k = 1024), of 8000 columns 22.3 and 26.3 us (k = 512), 27.2 and 27.5
+us (k = 1024), 45.1 and 29.5 us (k = 2048)."""
+
+SHAPES = ((16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
+"""(warps, vectors of a thread, cluster, tiles) of CTAs that take whole rows: of up to 16384 columns, which their
+registers hold, and of up to 131072, 262144 (the second one where there is less shared memory) and 524288, which come in
+tiles."""
 
 SHARED = (
-    (17, 16384, (8, 8, 4, 1)),
-    (17, 32768, (32, 4, 8, 8)),
+    (9, 196608, (32, 4, 8, 8)),
+    (25, 98304, (16, 4, 8, 8)),
+    (15, 49152, (16, 4, 8, 8)),
+    (133, 16384, (32, 8, 1, 8)),
+    (264, 65536, (32, 8, 1, 8)),
+    (17, 262144, (32, 4, 8, 8)),
 )
-"""(fewer rows than, more columns than, shape) of clusters, up to their capacity, the first that fits. On an H200 16
-rows of 20000 columns take 6.4 us with clusters of four and 7.1 us without, 8 rows of 70000 columns 10.2 and 11.5 us."""
+"""(fewer rows than, more columns than, shape) of clusters, and of the largest CTAs, of calls with few rows, up to their
+capacity, the first that fits. A cluster of eight CTAs of 32 warps leaves no room for a sixteenth one. On an H100, by
+the first four, k = 1024: 8 x 262144 14.2, 14.3, -, 22.9; 16 x 262144 27.4, 18.8, -, 23.8; 24 x 131000 24.2, 16.5, -,
+16.9; 12 x 70000 12.1, 10.9, -, 12.0; 16 x 70000 22.5, 12.9, -, 11.3; 8 x 33000 16.8, 10.0, -, 9.0; 64 x 33000 82, 29,
+-, 11.5 us. Kernels of 16 warps take 12.3 there; 128 x 20000 11.7 (by the fourth 11.0), 140 x 33000 18.0 (21.8), 200 x
+131000 64.5 (56.4) us."""
 
 MANY_ROWS, MANY_COLUMNS, MANY = 264, 4096, (8, 4, 1, 8)
 """Rows and columns from which on, and the shape of which, four CTAs of a multiprocessor are faster than larger
 ones: what one waits for, others use. On an H200 2048 rows of 17408 columns take 58 us (k = 512) and 65 us (k = 1024),
 with shapes of 16 warps 71 and 80 us; 4096 rows of 4096 columns 58 us, with CTAs whose registers hold them 49 us."""
 
-SPREAD_ROWS, SPREAD = 128, ((8, 4, 1, 1), (16, 4, 1, 1), (16, 8, 1, 1))
-"""Calls of at most so many rows, and the shapes of which these take the kernels that are spread. A dependent launch
-puts CTAs wherever the first multiprocessors become free: 64 rows of 2048 columns behind their scores took 9.3 us,
-with one CTA on each multiprocessor 5.2 us, and 11.9 and 6.1 us for 1024 picks."""
+SPREAD_ROWS, SPREAD = 128, ((16, 8, 1, 1),)
+"""Calls of at most so many rows, and the shapes of which, besides HELD's, these take the kernels that are spread. A
+dependent launch puts CTAs wherever the first multiprocessors become free: 64 rows of 2048 columns behind their scores
+took 9.3 us, with one CTA on each multiprocessor 5.2 us, and 11.9 and 6.1 us for 1024 picks."""
 
 EARLY_BYTES = 4 << 20
 """Of scores in a call, up to which rows are asked for before their bounds are known."""
@@ -51,23 +67,35 @@ MOST_CHOICES = 1024
 
 def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a CTA is enough, by capacity, then others."""
-    shapes = [*SHAPES, MANY, *(shape for *_, shape in SHARED if arch in CLUSTER_ARCHS)]
+    spreads = (True, False) if arch in CLUSTER_ARCHS else (False,)
+    held = [held_key(arch, warps, is_spread) for is_spread in spreads for _, warps, _ in HELD]
+    shared = [shape for *_, shape in SHARED if shape not in SHAPES]
+    shapes = [*SHAPES, MANY, *(dict.fromkeys(shared) if arch in CLUSTER_ARCHS else ())]
     keys = [TopKKey(arch, *shape) for shape in shapes]
     spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD] if arch in CLUSTER_ARCHS else []
-    return [key for key in (*spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
+    return [key for key in (*held, *spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
 
 
-def key_for(arch: str, rows: int, width: int) -> TopKKey:
-    """The kernel for so many rows of such a width; if none is wide enough, the widest."""
-    keys = keys_of(arch)
-    if arch in CLUSTER_ARCHS:
-        keys = [key for key in keys if key.is_spread == (rows <= SPREAD_ROWS) or key.shape not in SPREAD]
+def held_key(arch: str, warps: int, is_spread: bool) -> TopKKey:
+    return HeldTopKKey(arch, warps, is_spread=is_spread)
+
+
+def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
+    """The kernel for so many picks of so many rows of such a width; if none is wide enough, the widest."""
+    has_clusters, is_many = arch in CLUSTER_ARCHS, rows >= MANY_ROWS
+    is_spread = has_clusters and rows <= SPREAD_ROWS
+    for most, warps, of_many in HELD:
+        if width <= most and (not is_many or k > of_many):
+            return held_key(arch, warps, is_spread)
+    keys = [key for key in keys_of(arch) if not isinstance(key, HeldTopKKey)]
+    if has_clusters:
+        keys = [key for key in keys if key.is_spread == is_spread or key.shape not in SPREAD]
         for fewer, more, shape in SHARED:
             key = TopKKey(arch, *shape)
             if rows < fewer and more < width <= key.capacity:
                 return key
     many = TopKKey(arch, *MANY)
-    if rows >= MANY_ROWS and MANY_COLUMNS < width <= many.capacity:
+    if is_many and MANY_COLUMNS < width <= many.capacity:
         return many
     return next((key for key in keys if width <= key.capacity), max(keys, key=lambda key: key.capacity))
 
@@ -88,7 +116,7 @@ def share_for(key: TopKKey, k: int) -> int:
 @lru_cache(MOST_CHOICES)
 def choose(device_index: int, rows: int, width: int, k: int) -> tuple[TopKKey, int, int]:
     """(kernel, a warp's share of k, groups of a thread)"""
-    key = key_for(arch_of(device_index), rows, width)
+    key = key_for(arch_of(device_index), rows, width, k)
     return key, share_for(key, k), groups_for(key, k)
 
 
@@ -250,7 +278,7 @@ def launch_all_visible(call: AllVisibleCall) -> None:
     scores = 0, 0, k
     starts, ends = decode_bounds(call.visible)
     numbers = *scores, *starts, *ends, k, 0, *slots(call.slot_block_table, call.slot_rows_per_page), rows, k
-    key = TopKKey(arch_of(call.out.device.index), *SHAPES[0])
+    key = held_key(arch_of(call.out.device.index), HELD[0][1], False)
     launch_key(key, call.out.device.index, call.out, *numbers, 0, 1, 0)
 
 

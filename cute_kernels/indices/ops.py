@@ -88,8 +88,9 @@ def _check_swa(call: WindowCall) -> None:
 
 def _cost_swa(call: WindowCall) -> Cost:
     rows = call.positions.shape[0]
-    pages = rows * (-(-(call.window_size - 1) // call.block_size) + 1)
-    return Cost(bytes=nbytes(call.positions, call.out_indices, call.out_lens) + rows * 5 + pages * 4)
+    pages = 4 * rows * (-(-(call.window_size - 1) // call.block_size) + 1)
+    moved = nbytes(call.positions, call.out_indices, call.out_lens) + rows * 5
+    return Cost(bytes=moved + min(pages, nbytes(call.block_table)))
 
 
 def _swa_kernel() -> OpKernel[WindowCall]:
@@ -164,10 +165,9 @@ def _check_global(call: TranslateCall) -> None:
 
 
 def _cost_global(call: TranslateCall) -> Cost:
-    pages = min(call.topk_indices.numel(), call.topk_indices.shape[0] * call.block_table.shape[1])
-    return Cost(
-        bytes=nbytes(call.topk_indices, call.out_indices, call.out_lens) + call.topk_indices.shape[0] * 5 + pages * 4
-    )
+    rows, table = call.topk_indices.shape[0], call.block_table
+    pages = min(nbytes(call.topk_indices), 4 * rows * table.shape[1], nbytes(table))
+    return Cost(bytes=nbytes(call.topk_indices, call.out_indices, call.out_lens) + rows * 5 + pages)
 
 
 def _global_kernel() -> OpKernel[TranslateCall]:
@@ -492,13 +492,13 @@ def _check_mixed(call: MixedCall) -> None:
 
 def _cost_mixed(call: MixedCall) -> Cost:
     prefill, width = call.prefill_topk_indices.shape
-    window_pages = prefill * (-(-(call.window_size - 1) // call.swa_block_size) + 1)
-    picks = prefill * min(call.topk, width)
+    window_pages = 4 * prefill * (-(-(call.window_size - 1) // call.swa_block_size) + 1)
+    picks = 4 * prefill * min(call.topk, width)
     local = nbytes(call.decode_compressed_indices) if call.decode_compressed_indices_are_local else 0
+    pages = min(picks + local, nbytes(call.compressed_block_table))
     moved = nbytes(call.decode_swa_indices, call.decode_compressed_indices, call.query_start_loc, call.seq_lens)
-    return Cost(
-        bytes=moved + nbytes(call.sparse_indices, call.sparse_topk_lens) + (window_pages + 2 * picks) * 4 + local
-    )
+    moved += nbytes(call.sparse_indices, call.sparse_topk_lens)
+    return Cost(bytes=moved + picks + min(window_pages, nbytes(call.swa_block_table)) + pages)
 
 
 def _validate_mixed(call: MixedCall) -> None:

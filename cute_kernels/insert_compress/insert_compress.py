@@ -282,7 +282,7 @@ class InsertCompressKernel:
         warp = cute.arch.make_warp_uniform(thread // LANES)
         rank = cute.arch.block_idx_in_cluster()
         cute.arch.griddepcontrol_launch_dependents()
-        known, pending = self.look(tokens, state, step, cache, shared, first, lane)
+        known, pending = self.look(tokens, state, step, cache, shared, first, warp, lane)
         biases = self.load_bias(step, known, warp, rank, lane)
         readable = Boolean(False)
         source = lowest_bit(pending)
@@ -290,6 +290,8 @@ class InsertCompressKernel:
             if warp == 0:
                 self.mean.start(shared.memory)
             cute.arch.cluster_arrive_relaxed()
+            # what the first warp wrote of the tokens that close entries
+            cute.arch.barrier()
             readable = self.list_rows(state, step, shared, first, source, rank)
         cute.arch.griddepcontrol_wait()
         self.save(step, known, first, warp, rank, lane, biases)
@@ -310,9 +312,18 @@ class InsertCompressKernel:
 
     @cute.jit
     def look(
-        self, tokens: Tokens, state: State, step: Step, cache: epilogue.Cache, shared: Smem, first: Int32, lane: Int32
+        self,
+        tokens: Tokens,
+        state: State,
+        step: Step,
+        cache: epilogue.Cache,
+        shared: Smem,
+        first: Int32,
+        warp: Int32,
+        lane: Int32,
     ) -> tuple[Known, Int32]:
-        """What a lane knows about token `first + lane`, and which lanes' tokens close entries."""
+        """What a lane knows about token `first + lane`, and which lanes' tokens close entries: the same in every warp.
+        The first warp writes them down."""
         producer = self.producer
         token = first + lane
         is_token = lane < tokens.per_cluster and token < tokens.total
@@ -322,14 +333,12 @@ class InsertCompressKernel:
         is_kept = step.window == 0 or (is_known and own.position >= producer.oldest(step, request, own.position, token))
         is_saved = producer.is_row(own.slot, state.capacity) and is_kept
         closes = producer.closes(state, cache.capacity, own)
-        if closes:
-            # the same by each warp
+        if closes and warp == 0:
             shared.closers[lane * 4] = own.position
             shared.closers[lane * 4 + 1] = own.entry_slot
             shared.closers[lane * 4 + 2] = Int64(own.request)
             shared.closers[lane * 4 + 3] = Int64(request.start)
         pending = cute.arch.vote_ballot_sync(closes)
-        cute.arch.sync_warp()
         return Known(Int32(own.position) & (RATIO - 1), producer.state_row(state, own.slot, is_saved)), pending
 
     def place(self, rank: Any, slice_: int, lane: Any) -> Any:

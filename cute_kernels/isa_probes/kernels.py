@@ -217,6 +217,9 @@ class ProductKernel:
             cute.arch.mbarrier_init(done, 1)
             cute.arch.mbarrier_init(full, self.blocks * (THREADS // 32))
         cute.arch.mbarrier_init_fence()
+        if const_expr(self.is_pair):
+            # a pair's allocation wants both blocks to be running
+            self.synchronize()
         if warp == 0:
             ptx.allocate_tensor_memory(where, ptx.COLUMNS, self.blocks)
             ptx.relinquish_tensor_memory(self.blocks)

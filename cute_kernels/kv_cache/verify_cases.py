@@ -143,7 +143,7 @@ def agree_but_for_queries(queries: int, got: Sequence[Any], want: Sequence[Any])
 
 
 def _arguments(
-    fmt: Any, rows: int, heads: int, block_size: int, extra: int, slots: int, *, norm: bool = True
+    fmt: Any, rows: int, heads: int, block_size: int, extra: int, slots: int, *, norm: bool = True, use_pdl: bool
 ) -> tuple[Any, ...]:
     """Arguments in the schema's order. extra: bytes between pages; slots: rows of kv that are stored."""
     g = torch.Generator().manual_seed(rows * 131 + heads)
@@ -171,30 +171,42 @@ def _arguments(
             slot_mapping[row - 1] = wrong[number % len(wrong)]
     angles = torch.rand(_POSITIONS, 32, generator=g) * 6.3
     where = slot_mapping, positions, torch.cat([angles.cos(), angles.sin()], dim=1)
-    if fmt is formats.FP8_DS_MLA:
-        return q, kv, pool, *where, 1e-6, block_size, norm, fmt.id, False
-    if fmt is formats.PLAIN_BF16:
-        return q, kv, pool, *where, 1e-6, block_size, norm, fmt.id, False
+    if fmt is not formats.PLAIN_FP8:
+        return q, kv, pool, *where, 1e-6, block_size, norm, fmt.id, use_pdl
     q_fp8 = torch.zeros(rows, heads, 512, dtype=fmt.dtype)
     raw_memory(q_fp8).fill_(_POISON)
-    return q, kv, q_fp8, pool, *where, torch.tensor([0.3]), torch.tensor([17.0]), 1e-6, block_size, norm, fmt.id, False
+    return (
+        q,
+        kv,
+        q_fp8,
+        pool,
+        *where,
+        torch.tensor([0.3]),
+        torch.tensor([17.0]),
+        1e-6,
+        block_size,
+        norm,
+        fmt.id,
+        use_pdl,
+    )
 
 
 def _examples(fmt: Any) -> Iterator[Example]:
     agree = partial(agree_but_for_queries, 2 if fmt is formats.PLAIN_FP8 else 0)
     step = 8 if fmt is formats.FP8_DS_MLA else 512
-    for rows, heads, block_size, extra, slots in (
-        (0, 8, 64, 0, 0),
-        (1, 1, 1, step, 1),
-        (3, 0, 64, 0, 3),
-        (5, 128, 64, 2 * step, 5),
-        (70, 13, 3, step, 61),
-        (300, 2, 64, 0, 0),
-        (300, 8, 256, 0, 300),
+    for rows, heads, block_size, extra, slots, use_pdl in (
+        (0, 8, 64, 0, 0, False),
+        (1, 1, 1, step, 1, True),
+        (3, 0, 64, 0, 3, False),
+        (5, 128, 64, 2 * step, 5, True),
+        (70, 13, 3, step, 61, True),
+        (300, 2, 64, 0, 0, False),
+        (300, 8, 256, 0, 300, False),
     ):
         name = f"{rows} rows, {slots} of them stored, {heads} heads, pages of {block_size} and {extra} bytes between"
-        yield Example(name, _arguments(fmt, rows, heads, block_size, extra, slots), agree)
-    yield Example("queries rotated only", _arguments(fmt, 60, 5, 64, 0, 60, norm=False))
+        name += ", a dependent launch" * use_pdl
+        yield Example(name, _arguments(fmt, rows, heads, block_size, extra, slots, use_pdl=use_pdl), agree)
+    yield Example("queries rotated only", _arguments(fmt, 60, 5, 64, 0, 60, norm=False, use_pdl=True))
 
 
 _NAME = "fused_deepseek_v4_qnorm_rope_kv_rope_"

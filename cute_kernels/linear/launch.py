@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from cute_kernels.linear import select
-from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey
+from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey, BlackwellPairGemmKey
 from cute_kernels.linear.call import Bf16GemmCall, EinsumCall, Fp8GemmCall, SquaresCall
 from cute_kernels.linear.hopper.gemm import SCALE_BLOCK, GemmKey
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
@@ -69,6 +69,9 @@ BLACKWELL_TILES: tuple[tuple[int, int, float], ...] = ((ROWS, 64, 6.7), (ROWS, 1
 """Rows and columns of Blackwell's tiles, and what they take if shared memory binds: nobody has measured it. A chunk of
 256 columns writes and reads 96 KB, at 128 bytes a clock of 1.85 GHz."""
 
+PAIR_ARCHS: tuple[str, ...] = ()
+"""Where a pair of CTAs takes what would be tiles of 256 columns with fp32 scales: nowhere, until a GPU has run it."""
+
 PORTABLE_TILES: tuple[tuple[int, int, float], ...] = (
     (16, 64, 8.2),
     (32, 128, 14.7),
@@ -95,7 +98,10 @@ def blackwell_choice(
 ) -> tuple[BlackwellGemmKey, int]:
     """The one of Blackwell's kernels that is through soonest, and its number of CTAs."""
     number, ctas = _soonest(BLACKWELL_TILES, rows, groups, columns, multiprocessors)
-    return BlackwellGemmKey(arch, BLACKWELL_TILES[number][1], packed), ctas
+    tile = BLACKWELL_TILES[number]
+    if arch in PAIR_ARCHS and tile is BLACKWELL_TILES[-1] and rows > ROWS and not packed:
+        return BlackwellPairGemmKey(arch), ctas
+    return BlackwellGemmKey(arch, tile[1], packed), ctas
 
 
 @lru_cache(maxsize=4096)
@@ -133,6 +139,7 @@ def einsum_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     for packed in (False, True):
         if arch in BLACKWELL:
             keys += [BlackwellGemmKey(arch, columns, packed) for _, columns, _ in BLACKWELL_TILES]
+            keys += [BlackwellPairGemmKey(arch)] * (arch in PAIR_ARCHS and not packed)
         keys += [PortableGemmKey(arch, rows, columns, packed) for rows, columns, _ in PORTABLE_TILES]
     return keys
 
@@ -172,11 +179,11 @@ def launch_einsum(call: EinsumCall, use_pdl: bool = False) -> None:
         key, ctas = portable_choice(arch, rows, groups, columns, processors, packed)
     else:
         key, ctas = key_for(arch, rows, groups, columns, call.a.shape[2] // CHUNK, processors, packed)
+    operands = call.a, call.a_scale, call.b, call.b_scale, call.out
     if isinstance(key, GemmKey):
-        ctas = grid_size(ctas, key.splits)
-        launch_key(key, device_index, call.a, call.a_scale, call.b, call.b_scale, call.out, None, ctas, use_pdl)
+        launch_key(key, device_index, *operands, None, grid_size(ctas, key.splits), use_pdl)
     else:
-        launch_key(key, device_index, call.a, call.a_scale, call.b, call.b_scale, call.out, grid_size(ctas))
+        launch_key(key, device_index, *operands, grid_size(ctas))
 
 
 EINSUM = OpKernel(launch_einsum, why_not_einsum, einsum_keys)

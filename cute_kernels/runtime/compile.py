@@ -378,17 +378,40 @@ def _compile(key: KernelKey, folder: str) -> tuple[Any, Report]:
 
     _silence_dsl()
     remarks = os.path.join(folder, "remarks.yaml")
-    start = time.perf_counter()
-    entry, arguments = key.build()
-    compiled = cute.compile(
-        entry,
-        *arguments,
-        options=f"{cache.COMPILE_FLAGS} --gpu-arch {key.arch} --keep-ptx --keep-cubin --dump-dir {folder} "
-        f"--remark-filter ptxas --remark-output {remarks}",
+    options = (
+        f"{cache.COMPILE_FLAGS} --gpu-arch {key.arch} --keep-ptx --keep-cubin --dump-dir {folder} "
+        f"--remark-filter ptxas --remark-output {remarks}"
     )
+    start = time.perf_counter()
+    try:
+        with _without_locations():
+            entry, arguments = key.build()
+            compiled = cute.compile(entry, *arguments, options=options)
+    except Exception:
+        # once more, for a message that names the line
+        entry, arguments = key.build()
+        compiled = cute.compile(entry, *arguments, options=options)
     seconds = time.perf_counter() - start
     with open(remarks) as f:
         return compiled, make_report(key, f.read(), compiled.__ptx__, compiled.__cubin__, seconds)
+
+
+@contextlib.contextmanager
+def _without_locations() -> Iterator[None]:
+    """Inside, the DSL does not look up the source line of every operation it builds, a third of what compiling takes.
+    It does so for remarks, though those of ptxas name no line; with CUTE_DSL_LINEINFO lines are wanted. Versions of the
+    DSL without this switch compile as ever."""
+    import cutlass.base_dsl.dsl as dsl
+
+    switch = getattr(dsl, "_set_enable_frame_filtering", None)
+    if switch is None or os.environ.get("CUTE_DSL_LINEINFO"):
+        yield
+        return
+    dsl._set_enable_frame_filtering = lambda enable: switch(False)
+    try:
+        yield
+    finally:
+        dsl._set_enable_frame_filtering = switch
 
 
 def _silence_dsl() -> None:

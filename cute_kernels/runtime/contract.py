@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +24,10 @@ from cute_kernels.runtime.checks import SCALARS, Checker
 
 MOST_WORK = 10_000
 """Steps of the search for a shared element of two interleaved tensors; without an answer they are accepted."""
+
+
+MOST_DISTANCES = 64
+"""Pairs of tensors and distances between them that are remembered as those of tensors without a common element."""
 
 
 class Contract:
@@ -77,10 +83,10 @@ class Contract:
             if first < end and (memory, first) < reached:
                 for other, other_first, other_end, j in spans[:at]:
                     if other == memory and first < other_end and other_first < other_end:
-                        self._check_pair(args, min(i, j), max(i, j), (first - other_first) * (1 if j < i else -1))
+                        self.check_pair(args, min(i, j), max(i, j), (first - other_first) * (1 if j < i else -1))
             reached = max(reached, (memory, end))
 
-    def _check_pair(self, args: Sequence[Any], i: int, j: int, distance: Any) -> None:
+    def check_pair(self, args: Sequence[Any], i: int, j: int, distance: Any) -> None:
         """Two tensors whose spans overlap, the second one `distance` bytes behind the first."""
         if (i, j) in self.free:
             return
@@ -91,6 +97,52 @@ class Contract:
         expected = f"memory that {self.names[given]} has no element of"
         expected += f", or the very tensor {self.names[given]}" if (i, j) in self.same else ""
         Checker(self.op).fail(self.names[out], expected, f"a tensor that overlaps {self.names[given]}")
+
+
+class Layout:
+    """What calls that agree in all but addresses have in common: the bytes that their tensors span.
+
+    Spans that do not meet need no second look, and so end nearly all calls at new addresses. Those that meet are looked
+    into once for each distance between them.
+    """
+
+    def __init__(self, contract: Contract, args: Sequence[Any]) -> None:
+        self.contract = contract
+        self.present = [i for i in contract.tensors if isinstance(args[i], torch.Tensor)]
+        spans = [_span(args[i]) for i in self.present]
+        self.sizes = tuple(end - first for _, first, end in spans)
+        places = [place for place, size in enumerate(self.sizes) if size]
+        pairs = itertools.combinations(places, 2)
+        self.pairs = tuple((a, b) for a, b in pairs if (self.present[a], self.present[b]) not in contract.free)
+        self.are_disjoint = _disjoint(len(self.present), self.pairs)
+        self.apart: set[tuple[int, int, int]] = set()
+
+    def check(self, addresses: Sequence[int], args: Sequence[Any]) -> None:
+        """As Contract.check_apart does. addresses   of the tensors among `args`, in order"""
+        if not self.are_disjoint(addresses, self.sizes):
+            for a, b in self.pairs:
+                distance = addresses[b] - addresses[a]
+                if -self.sizes[b] < distance < self.sizes[a] and (a, b, distance) not in self.apart:
+                    self.contract.check_pair(args, self.present[a], self.present[b], distance)
+                    if len(self.apart) >= MOST_DISTANCES:
+                        self.apart.clear()
+                    self.apart.add((a, b, distance))
+
+
+@functools.cache
+def _disjoint(count: int, pairs: Sequence[tuple[int, int]]) -> Callable[[Sequence[int], Sequence[int]], bool]:
+    """Whether none of these pairs of `count` spans meet, of their first bytes and sizes: one expression, as calls at
+    new addresses ask."""
+    places = range(count)
+    names = [", ".join(f"{letter}{place}" for place in places) + "," * (count > 0) for letter in "as"]
+    lines = ["def disjoint(firsts, sizes):"]
+    lines += [f" {name} = {values}" for name, values in zip(names, ("firsts", "sizes"), strict=True) if name]
+    lines += [f" z{place} = a{place} + s{place}" for place in places]
+    lines += [" return " + (" and ".join(f"(z{a} <= a{b} or z{b} <= a{a})" for a, b in pairs) or "True")]
+    defined: dict[str, Any] = {}
+    exec("\n".join(lines), defined)
+    found: Callable[[Sequence[int], Sequence[int]], bool] = defined["disjoint"]
+    return found
 
 
 def is_cache(name: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from cute_kernels.runtime import record
-from cute_kernels.runtime.contract import Contract
+from cute_kernels.runtime.contract import Contract, Layout
 from cute_kernels.runtime.key import Call, OpKernel
 from cute_kernels.runtime.log import describe, logger
 from cute_kernels.runtime.record import Cost
@@ -164,7 +164,7 @@ def define_op(
         whole_check(*args)
         _execute(op, "reference", execute, args)
 
-    accepted: dict[Any, tuple[Callable[..., None], set[Any]]] = {}
+    accepted: dict[Any, _Accepted] = {}
 
     def on_cuda(*args: Any) -> None:
         metadata, addresses = _describe(args)
@@ -176,16 +176,13 @@ def define_op(
             if implementation == "kernel":
                 if len(accepted) >= MOST_ACCEPTED:
                     accepted.clear()
-                accepted[metadata] = body, {addresses}
+                accepted[metadata] = _Accepted(body, {addresses})
                 if logger.isEnabledFor(logging.DEBUG):
                     body = _logged(op, body)
         else:
-            body, apart = known
-            if addresses not in apart:
-                contract.check_apart(args)
-                if len(apart) >= MOST_PLACES:
-                    apart.clear()
-                apart.add(addresses)
+            body = known.body
+            if addresses not in known.places:
+                known.check(contract, addresses, args)
         if record.active() is None:
             body(*args)
         else:
@@ -208,6 +205,27 @@ def _of_arguments(call_type: type[Call], body: Callable[[Call], T]) -> Callable[
 
     function.__signature__ = inspect.signature(call_type)  # type: ignore[attr-defined]
     return function
+
+
+@dataclass(slots=True)
+class _Accepted:
+    """Calls with one metadata, of which one was checked.
+
+    places   addresses of tensors that were found to share no elements that they must not
+    layout   what to check at other addresses; made when there are any
+    """
+
+    body: Callable[..., None]
+    places: set[tuple[int, ...]]
+    layout: Layout | None = None
+
+    def check(self, contract: Contract, addresses: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        if self.layout is None:
+            self.layout = Layout(contract, args)
+        self.layout.check(addresses, args)
+        if len(self.places) >= MOST_PLACES:
+            self.places.clear()
+        self.places.add(addresses)
 
 
 def _with_contract(contract: Contract, check: Callable[[Call], None]) -> Callable[[Call], None]:

@@ -253,8 +253,8 @@ def compare_arguments(names: Sequence[str], got: Sequence[Any], want: Sequence[A
         if not isinstance(g, torch.Tensor):
             continue
         if g.dtype in (torch.float32, torch.bfloat16):
-            both = g.isnan() & w.isnan()
-            g[both] = w[both]
+            # not g[both] = w[both], which gives a single NaN other bits
+            g.copy_(torch.where(g.isnan() & w.isnan(), w, g))
         got_bytes, want_bytes = raw_memory(g), raw_memory(w)
         if torch.equal(got_bytes, want_bytes):
             continue

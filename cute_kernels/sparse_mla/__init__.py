@@ -14,8 +14,8 @@ params.py              what kernels share: query, caches, lists, output, logits,
 quant_output.py        results as codes
 hopper/                wgmma: decode.py, prefill.py, prefill_mixed.py, prefill_paged.py, prefill_paged_cluster.py (few
                        query rows: split), prefill_swap_ab.py (up to 16 heads; mixed, too), index_loader.py
-blackwell/             tcgen05: decode.py, decode_2cta.py (more than 64 heads), prefill.py, prefill_mixed.py,
-                       prefill_paged.py
+blackwell/             tcgen05: decode.py, prefill.py, prefill_mixed.py, prefill_paged.py; for more than 64 heads
+                       decode_2cta.py and, off so far, prefill_2cta.py
 mma_sync/              sm_80 and up: decode.py, prefill.py (all three ops), operands.py (of both);
                        decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a
 combine.py             splits combined

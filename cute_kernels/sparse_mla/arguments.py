@@ -212,9 +212,11 @@ def as_floats(workspace: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def attention_cost(q: torch.Tensor, out: torch.Tensor, selections: Sequence[Selection]) -> Cost:
-    """Attended cache rows, q and out must move; each attended row costs two products of 512 per head."""
+    """Attended cache rows must move once, and q and out; each row that a query row attends to costs two products of 512
+    per head."""
     heads = q.shape[-2]
     num_rows = q.numel() // (heads * formats.HEAD_DIM)
     counts = [count_rows(s, num_rows) for s in selections]
-    moved = sum(count * s.row_bytes for count, s in zip(counts, selections, strict=True))
-    return Cost(bytes=moved + nbytes(q, out), flops=2 * heads * sum(counts) * 2 * formats.HEAD_DIM)
+    moved = sum(different * s.row_bytes for (_, different), s in zip(counts, selections, strict=True))
+    pairs = sum(pairs for pairs, _ in counts)
+    return Cost(bytes=moved + nbytes(q, out), flops=2 * heads * pairs * 2 * formats.HEAD_DIM)

@@ -35,6 +35,8 @@ class TileScheduler(NamedTuple):
 
     head_groups, splits, tokens   divisors by the numbers of those
     split_tiles                   KV tiles of a split, or 0: a row's tiles are divided evenly
+    order                         where a CTA's numbers say which of its work tiles comes next: address in shared memory
+                                  of their numbers in the call, or 0 if they are that; None: they always are
     """
 
     first: Any
@@ -44,6 +46,7 @@ class TileScheduler(NamedTuple):
     splits: Any
     tokens: Any
     split_tiles: Any
+    order: Any = None
 
     @classmethod
     def of(cls, q: cute.Tensor, heads: int, splits: Any, split_tiles: Any, ctas: Any) -> TileScheduler:
@@ -55,16 +58,34 @@ class TileScheduler(NamedTuple):
 
     def coords(self, work_tile: Any) -> tuple[Any, Any, Any, Any]:
         """(batch, token, split_idx, head group) of a work tile."""
-        rest, head_group = divmod(work_tile, self.head_groups)
+        rest, head_group = divmod(self.ordered(work_tile), self.head_groups)
         row, split_idx = divmod(rest, self.splits)
         batch, token = divmod(row, self.tokens)
         return batch, token, split_idx, head_group
 
     def row(self, work_tile: Any) -> tuple[Any, Any]:
         """(number of the query row, batch * tokens + token, head group) of a work tile."""
-        rest, head_group = divmod(work_tile, self.head_groups)
+        rest, head_group = divmod(self.ordered(work_tile), self.head_groups)
         row, _ = divmod(rest, self.splits)
         return row, head_group
+
+    @cute.jit
+    def ordered(self, work_tile: Any) -> Any:
+        """The number in the call of a work tile."""
+        if const_expr(self.order is not None):  # noqa: SIM102
+            if self.order != 0:
+                work_tile = ptx.load_shared_s32(self.order + work_tile * 4)
+        return work_tile
+
+    @cute.jit
+    def tiles(self, split_idx: Any, tiles: Any) -> tuple[Any, Any]:
+        """[first, end) of a row's `tiles` tiles: those of a split, fewer than 2^31 over its number."""
+        first, _ = divmod(tiles * split_idx, self.splits)
+        end, _ = divmod(tiles * (split_idx + 1), self.splits)
+        if self.split_tiles != 0:
+            first = cutlass.min(split_idx * self.split_tiles, tiles)
+            end = cutlass.min(first + self.split_tiles, tiles)
+        return first, end
 
     @cute.jit
     def columns(self, split_idx: Any, live: Any, extra_live: Any) -> tuple[Any, Any, Any, Any]:
@@ -157,6 +178,15 @@ class IndexList(NamedTuple):
 
     def row(self, batch: Any, token: Any) -> Any:
         return self.base + Int64(batch) * self.batch + Int64(token) * self.token
+
+    def load_length(self, batch: Any, token: Any) -> Any:
+        """The word that says how many columns a row has, or 0 if all of them count."""
+        offset = Int64(batch) * Int64(self.lengths_batch) + Int64(token) * Int64(self.lengths_token)
+        return ptx.load_global_s32_where(self.lengths != 0, self.lengths + offset * 4)
+
+    def live_of(self, word: Any, columns: Any) -> Any:
+        """How many of its columns a row with such a word has."""
+        return cutlass.select_(self.lengths != 0, cutlass.max(cutlass.min(word, columns), Int32(0)), columns)
 
     @cute.jit
     def live(self, batch: Any, token: Any) -> Any:

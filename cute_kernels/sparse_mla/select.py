@@ -13,6 +13,7 @@
     prefill  hopper/prefill_swap_ab           sm_90a            1 to 16
              hopper/prefill                   sm_90a            17 and more
              blackwell/prefill                sm_100a, sm_103a  all                          mapped, trusted
+             blackwell/prefill_2cta           none so far       65 and more                  mapped, trusted
              mma_sync/prefill                 all               all                          where no other does
     paged    hopper/prefill_paged             sm_90a            all            fp8_ds_mla    countable
              hopper/prefill_paged_cluster     sm_90a            all            fp8_ds_mla    countable, rows are split
@@ -50,6 +51,7 @@ from cute_kernels.sparse_mla import combine
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairClusterDecodeKey, BlackwellPairDecodeKey
 from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
+from cute_kernels.sparse_mla.blackwell.prefill_2cta import BlackwellPairPrefillKey
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
@@ -76,6 +78,9 @@ MOST_NORMED_HEADS = SMALL_HEADS[-1]
 
 FEW_ROWS_HEADS = (16,)
 """Those of which Hopper's decode takes calls with few rows."""
+
+PREFILL_PAIR_ARCHS: tuple[str, ...] = ()
+"""Where more than 64 heads take prefill_2cta: nowhere, until a GPU has run it."""
 
 MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
 """Hopper's and Blackwell's paged kernels take calls with fewer than so many: entries and positions that a table has
@@ -213,7 +218,8 @@ def prefill_key(
     if arch == HOPPER:
         return SwapAbPrefillKey(arch, heads_of_group(heads)) if is_few else PrefillKey(arch)
     if arch in BLACKWELL and may_own:
-        return BlackwellPrefillKey(arch)
+        is_pairs = arch in PREFILL_PAIR_ARCHS and head_groups(heads) > 1
+        return (BlackwellPairPrefillKey if is_pairs else BlackwellPrefillKey)(arch)
     return PortablePrefillKey(arch, group_heads(heads))
 
 

@@ -66,10 +66,16 @@ def row_chunks(num_rows: int, columns: int, budget: int) -> list[slice]:
     return [slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
 
 
-def count_rows(selection: Selection, num_rows: int) -> int:
-    """Pairs of a query row and a cache row it attends to."""
-    chunks = row_chunks(num_rows, selection.width, SLOT_BUDGET)
-    return sum(int((selection.slots(rows) >= 0).sum()) for rows in chunks)
+def count_rows(selection: Selection, num_rows: int) -> tuple[int, int]:
+    """(pairs of a query row and a cache row it attends to, different cache rows)."""
+    seen = torch.zeros(selection.capacity, dtype=torch.bool, device=selection.pool.device)
+    pairs = 0
+    for rows in row_chunks(num_rows, selection.width, SLOT_BUDGET):
+        slots = selection.slots(rows)
+        attended = slots[slots >= 0]
+        pairs += attended.numel()
+        seen[attended] = True
+    return pairs, int(seen.sum())
 
 
 def by_slot(pool: torch.Tensor, fmt: KVFormat, slots: torch.Tensor, lengths: torch.Tensor | None) -> Selection:

@@ -220,10 +220,10 @@ def test_quantized_output(packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_einsum(packed: bool) -> None:
     a, a_scale = output.fused_inv_rope_fp8_quant(*attention_output(), tma_aligned_scales=packed)
-    b = helpers.spread((2, 130, 1024), 12).clamp(-400, 400).to(torch.float8_e4m3fn)
+    b = helpers.spread((2, 136, 1024), 12).clamp(-400, 400).to(torch.float8_e4m3fn)
     scale = torch.exp2(torch.arange(32).reshape(2, 2, 8) % 7 - 3.0)
-    b_scale = output.pack_block_scales(scale, 130) if packed else scale
-    out = torch.full((5, 2, 130), 7.0, dtype=torch.bfloat16)
+    b_scale = output.pack_block_scales(scale, 136) if packed else scale
+    out = torch.full((5, 2, 136), 7.0, dtype=torch.bfloat16)
     args = (a, a_scale, b, b_scale, out, "bhr,hdr->bhd", [1, 1, 128] if packed else [1, 128, 128])
     names = ("a", "a_scale", "b", "b_scale", "out", "equation", "recipe")
     agree(vllm.deepseek_v4_fp8_einsum, args, output.deepseek_v4_fp8_einsum, dict(zip(names, args, strict=True)))

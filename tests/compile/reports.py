@@ -8,6 +8,8 @@ import functools
 import pickle
 import re
 import zlib
+from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 
 from cute_kernels.runtime import cache
@@ -23,25 +25,43 @@ folder: Path | None = None
 """Where they are: a conftest.py sets it."""
 
 
+class KeptReport(Report):
+    """A report whose machine code is disassembled once for all tests."""
+
+    @cached_property
+    def sass(self) -> str | None:
+        path = _path(self.key).with_suffix(".sass")
+        if path.exists():
+            return zlib.decompress(path.read_bytes()).decode()
+        sass = super().sass
+        if sass is not None:
+            cache.replace_file(path, zlib.compress(sass.encode(), 1))
+        return sass
+
+
+def _path(key: KernelKey) -> Path:
+    assert folder is not None, "expected a conftest.py that says where reports are"
+    return cache.Store(folder).object_path(key).with_suffix(".report")
+
+
 def known(key: KernelKey) -> Report | None:
     """The report, if some test has compiled the key."""
-    path = cache.Store(folder).object_path(key).with_suffix(".report")
+    path = _path(key)
     return pickle.loads(zlib.decompress(path.read_bytes())) if path.exists() else None
 
 
 @functools.lru_cache(maxsize=64)
 def compile_report(key: KernelKey) -> Report:
     """As cute_kernels.runtime.compile.compile_report."""
-    assert folder is not None, "expected a conftest.py that says where reports are"
-    store = cache.Store(folder)
-    path = store.object_path(key).with_suffix(".report")
+    path, store = _path(key), cache.Store(folder)
     lock = store.acquire(key)
     assert lock is not None, f"{folder}: expected a folder that can be written"
     try:
         found = known(key)
         if found is not None:
             return found
-        data, report = compile_object(key)
+        data, plain = compile_object(key)
+        report = KeptReport(**{field.name: getattr(plain, field.name) for field in fields(Report)})
         store.write(key, data, report.facts)
         path.write_bytes(zlib.compress(pickle.dumps(report), 1))
         return report

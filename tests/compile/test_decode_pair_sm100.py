@@ -36,7 +36,7 @@ def test_compiles(key: BlackwellPairDecodeKey) -> None:
     assert report.instructions["tcgen05.mma"] == count
     gathers = re.findall(r"tile::gather4\S*bytes(\.cta_group::2)? ", report.ptx)
     assert Counter(gathers) == {"": KEYS // single.GATHERED, ".cta_group::2": KEYS // single.GATHERED}
-    conversions = 2 * plan.SLABS * 8 if ptx.HAS_E4M3_AND_BF16 else 0
+    conversions = 2 * plan.SLABS * 8 if ptx.HAS_BF16_OF_E4M3 else 0
     assert len(re.findall(r"cvt\.rn\.bf16x2\.e4m3x2", report.ptx)) == conversions
     assert len(re.findall(r"tcgen05\.alloc\.cta_group::2\S+ \[\S+\], 512;", report.ptx)) == 1
     assert "cta_group::1" not in report.ptx

@@ -35,7 +35,7 @@ def test_compiles(key: BlackwellDecodeKey) -> None:
     products = 2 * len([*plan.scores_steps()]) + len([*plan.values_steps()])
     assert len(re.findall(r"tcgen05\.mma\.ws\.cta_group::1\.kind::f16", report.ptx)) == products
     assert report.instructions["tma.gather4"] == 2 * plan.KEYS // plan.GATHERED
-    conversions = 2 * plan.LAST_SLAB * 8 if ptx.HAS_E4M3_AND_BF16 else 0
+    conversions = 2 * plan.LAST_SLAB * 8 if ptx.HAS_BF16_OF_E4M3 else 0
     assert len(re.findall(r"cvt\.rn\.bf16x2\.e4m3x2", report.ptx)) == conversions
     assert len(re.findall(r"tcgen05\.alloc\S+ \[\S+\], 512;", report.ptx)) == 1
     assert not re.search(r"st\.local|ld\.local|setmaxnreg", report.ptx)

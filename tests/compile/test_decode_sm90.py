@@ -9,36 +9,11 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.sparse_mla.hopper import decode
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from tests.compile.reports import compile_report
 
-GROUPS = 2
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
-
-
-@pytest.mark.parametrize(
-    ("heads", "second", "results"),
-    [
-        (64, "listed", "bf16"),
-        (64, "dense", "fp32"),
-        (8, "none", "bf16"),
-        (64, "listed", "e4m3"),
-        (8, "none", "e4m3"),
-        (64, "listed", "e4m3 of raw queries"),
-        (32, "dense", "fp32 of raw queries"),
-    ],
-)
-def test_no_spills_and_products_in_flight(heads: int, second: str, results: str) -> None:
-    kind = "fp32" in results, "e4m3" in results, "raw" in results
-    report = compile_report(DecodeKey("sm_90a", heads, second, *kind))
-    assert set(report.key.instructions) <= set(report.instructions)
-    assert report.facts.spill_stores == 0
-    assert report.smem == report.key.smem_bytes <= SMEM_BYTES["sm_90a"]
-    if report.sass:
-        products = re.findall(r"HGMMA.*", report.sass)
-        assert len([line for line in products if "gsb0" in line]) == GROUPS < len(products)
 
 
 def test_a_dequantizer_releases_what_it_has_loaded() -> None:

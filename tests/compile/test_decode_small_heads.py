@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import pytest
 
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.runtime.arch import SMEM_BYTES
-from tests.compile.reports import compile_report
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -31,24 +29,6 @@ from cute_kernels.sparse_mla.mma_sync.decode_small_heads import (
 )
 
 FP8 = FP8_DS_MLA.id
-KEYS_TO_COMPILE = [
-    SmallHeadsDecodeKey("sm_90a", 8, "dense", True),
-    SmallHeadsDecodeKey("sm_90a", 16, "listed", False),
-    SmallHeadsDecodeKey("sm_90a", 8, "listed", False, True),
-    SmallHeadsDecodeKey("sm_90a", 16, "dense", False, True),
-    SmallHeadsDecodeKey("sm_90a", 16, "dense", True),
-    SmallHeadsDecodeKey("sm_100a", 8, "listed", False),
-    SmallHeadsDecodeKey("sm_103a", 16, "none", False),
-]
-
-
-@pytest.mark.parametrize("key", KEYS_TO_COMPILE, ids=str)
-def test_compiles(key: SmallHeadsDecodeKey) -> None:
-    report = compile_report(key)
-    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
-    assert report.smem == key.smem_bytes <= SMEM_BYTES[key.arch]
-    assert set(key.instructions) <= set(report.instructions)
-    assert not re.search(r"st\.local|ld\.local", report.ptx)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

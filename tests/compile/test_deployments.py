@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -27,6 +28,7 @@ from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
 from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 from cute_kernels.sparse_mla.mma_sync.prefill import PortableKey
+from tests.compile import test_code
 from tests.compile.reports import compile_report
 
 LIKE_ANOTHER = ("sm_89", "sm_103a")
@@ -39,26 +41,50 @@ DEPLOYMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "model", "tp"), DEPLOYMENTS)
-def test_kernels_of_a_deployment(arch: str, model: str, tp: int, pytestconfig: pytest.Config) -> None:
-    keys = [key for key in deployment_keys(MODELS[model], tp, arch) if not is_left_out(key)]
-    if arch != "sm_90a" and not pytestconfig.getoption("--every-kernel"):
-        keys = sample(keys)
-    assert keys
-    wrong = {key.identity: found for key in keys if (found := problems(key, compile_report(key)))}
-    assert wrong == {}
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "deployed" in metafunc.fixturenames:
+        keys = deployed_keys(metafunc.config.getoption("--every-kernel"))
+        metafunc.parametrize("deployed", keys, ids=[key.identity for key in keys])
 
 
-def sample(keys: list[KernelKey]) -> list[KernelKey]:
-    """All tensor-core kernels, and of each that only moves and converts bytes the first and the last key: they have one
-    source for all architectures, whose other variants sm_90a compiles."""
-    by_name: dict[str, list[KernelKey]] = {}
+def deployed_keys(every: bool) -> list[KernelKey]:
+    """Keys of all deployments, but for those that test_code.py has anyway. Not `every`: a sample of each kernel's."""
+    keys: dict[KernelKey, None] = {}
+    for arch, model, tp in DEPLOYMENTS:
+        keys.update((key, None) for key in deployment_keys(MODELS[model], tp, arch) if not is_left_out(key))
+    return [key for key in (keys if every else sample(keys)) if key not in test_code.TABLE]
+
+
+def test_deployed_code(deployed: KernelKey) -> None:
+    assert problems(deployed, compile_report(deployed)) == []
+
+
+def sample(keys: Iterable[KernelKey]) -> list[KernelKey]:
+    """Of each kernel and architecture, as many keys as have every pair of values that two fields of any key have. Of
+    kernels that only move and convert bytes, which have one source for all architectures, those are sm_90a's; of the
+    others the first and the last."""
+    kinds: dict[tuple[str, str], list[KernelKey]] = {}
     for key in keys:
-        by_name.setdefault(key.kernel_name, []).append(key)
+        kinds.setdefault((key.kernel_name, key.arch), []).append(key)
     chosen: list[KernelKey] = []
-    for of_name in by_name.values():
-        has_mma = any("mma" in name for key in of_name for name in key.instructions)
-        chosen += of_name if has_mma else dict.fromkeys((of_name[0], of_name[-1]))
+    for (_, arch), of_kind in kinds.items():
+        has_mma = any("mma" in name for key in of_kind for name in key.instructions)
+        chosen += all_pairs(of_kind) if has_mma or arch == "sm_90a" else dict.fromkeys((of_kind[0], of_kind[-1]))
+    return chosen
+
+
+def pairs(key: KernelKey) -> set[tuple[tuple[str, Any], ...]]:
+    values = [(field.name, getattr(key, field.name)) for field in fields(key)]
+    return set(itertools.combinations(values, min(2, len(values))))
+
+
+def all_pairs(keys: Sequence[KernelKey]) -> list[KernelKey]:
+    missing = set().union(*map(pairs, keys))
+    chosen = []
+    while missing:
+        best = max(keys, key=lambda key: len(missing & pairs(key)))
+        chosen.append(best)
+        missing -= pairs(best)
     return chosen
 
 
@@ -68,12 +94,15 @@ def test_a_sample_has_every_kernel() -> None:
         chosen = sample(keys)
         assert {key.kernel_name for key in chosen} == {key.kernel_name for key in keys}
         assert len(chosen) < len(keys)
+        if arch == "sm_90a":
+            for name in {key.kernel_name for key in keys}:
+                of_name, some = ([key for key in part if key.kernel_name == name] for part in (keys, chosen))
+                assert set().union(*map(pairs, some)) == set().union(*map(pairs, of_name))
 
 
 def is_left_out(key: KernelKey) -> bool:
-    """The portable kernels, that for few heads and Blackwell's own, whose keys take longest: test_decode_portable.py,
-    test_decode_small_heads.py, test_decode_sm100.py, test_decode_pair_sm100.py, test_gemm_mma_sync.py,
-    test_gemm_blackwell.py, test_logits_portable.py, test_prefill_portable.py and test_prefill_sm100.py have samples of
+    """The portable kernels, that for few heads and Blackwell's own, whose keys take longest: test_code.py,
+    test_decode_sm100.py, test_decode_pair_sm100.py, test_gemm_blackwell.py and test_prefill_sm100.py have samples of
     them. test_logits_sm100.py has samples of Blackwell's scores, which sm_103a compiles as sm_100a does."""
     if isinstance(key, PortableKey | BlackwellDecodeKey | BlackwellPrefillKey):
         return True

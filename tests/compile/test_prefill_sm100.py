@@ -15,6 +15,7 @@ from cute_kernels.dsl import umma
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.report import Report
+from cute_kernels.sparse_mla import launch
 from cute_kernels.sparse_mla.blackwell import decode
 from cute_kernels.sparse_mla.blackwell.decode import (
     CODES_BYTES,
@@ -50,7 +51,6 @@ from cute_kernels.sparse_mla.blackwell.prefill_mixed import (
     value_offset,
 )
 from cute_kernels.sparse_mla.blackwell.prefill_paged import PAGED, BlackwellPagedKey
-from cute_kernels.sparse_mla.launch import mixed, paged, prefill
 from tests.compile.reports import compile_report
 
 HALF = STAGE_BYTES // KV_WARPS
@@ -163,9 +163,9 @@ def test_codes_become_stages() -> None:
 def test_deployments(model: str, tp: int) -> None:
     """Both kernels are compiled ahead: which one runs is not known before the GPU is."""
     for kernel, own in (
-        (prefill, {BlackwellPrefillKey}),
-        (mixed, {BlackwellMixedKey, BlackwellMixedFp8Key}),
-        (paged, {BlackwellPagedKey}),
+        (launch.PREFILL, {BlackwellPrefillKey}),
+        (launch.MIXED, {BlackwellMixedKey, BlackwellMixedFp8Key}),
+        (launch.PAGED, {BlackwellPagedKey}),
     ):
         keys = kernel.deployment_keys(MODELS[model], tp, "sm_103a")
         assert own < {type(key) for key in keys}

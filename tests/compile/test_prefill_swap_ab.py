@@ -4,8 +4,6 @@ waits rely on."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -18,33 +16,10 @@ from cute_kernels.sparse_mla.hopper.prefill_swap_ab import (
     HEADS,
     KV_STAGES,
     QUARTERS,
-    QuantSwapAbPrefillKey,
     SwapAbConfig,
-    SwapAbMixedKey,
-    SwapAbPrefillKey,
 )
-from tests.compile.reports import compile_report
 
-QK = 3
 """Where Q K^T stands: a work tile's first tile, and the others, if they are late and if they are not."""
-
-
-@pytest.mark.parametrize(
-    "key",
-    [SwapAbPrefillKey("sm_90a", 8), SwapAbMixedKey("sm_90a", 16), *(QuantSwapAbPrefillKey("sm_90a", n) for n in HEADS)],
-    ids=["prefill8", "mixed16", *(f"codes{n}" for n in HEADS)],
-)
-def test_no_spills_and_products_in_flight(key: SwapAbPrefillKey) -> None:
-    report = compile_report(key)
-    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
-    assert report.smem == key.smem_bytes <= SMEM_BYTES["sm_90a"]
-    assert set(key.instructions) <= set(report.instructions)
-    assert report.instructions["wgmma"] == QK * (512 // 16) + 512 // 64 * (64 // 16)
-    if report.sass:
-        products = re.findall(r"HGMMA.*", report.sass)
-        # Q K^T, and P V of each quarter of a tile
-        assert len([line for line in products if "gsb0" in line]) == QK + QUARTERS
-        assert len([line for line in products if "tnspA" in line]) == 512 // 64 * (64 // 16)
 
 
 def test_registers_are_those_of_the_launch() -> None:

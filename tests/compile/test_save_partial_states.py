@@ -8,8 +8,6 @@ import re
 import pytest
 import torch
 
-from cute_kernels.runtime.compile import Report
-
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.compressor.call import SaveCall
@@ -18,31 +16,6 @@ from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_120a")
 WIDTHS = (1024, 512, 256, 128)
-
-
-def check(report: Report) -> None:
-    assert report.cubin[:4] == b"\x7fELF"
-    assert (report.spill_stores, report.spill_loads, report.stack, report.smem) == (0, 0, 0, 0)
-    assert f".target {report.key.arch}" in report.ptx
-    assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local|\.ftz", report.ptx)
-
-
-@pytest.mark.parametrize("rows", [1, 2 * MANY_COLUMNS])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_compiles(arch: str, width: int, rows: int) -> None:
-    key = key_for(arch, width, rows)
-    report = compile_report(key)
-    check(report)
-    assert report.registers <= 40
-    assert ".reqntid 128" in report.ptx
-    ptx = report.ptx
-    vector = r"v4" if rows > 1 else r"L1::no_allocate\.v4"
-    assert len(re.findall(rf"ld\.relaxed\.gpu\.global\.{vector}\.b32", ptx)) == 2 * key.vectors
-    assert len(re.findall(r"ld\.global\.nc\.v4\.b32", ptx)) == key.vectors
-    assert len(re.findall(r"add\.(?:rn\.)?f32", ptx)) == 4 * key.vectors
-    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * key.vectors
-    assert ("griddepcontrol.wait" in ptx) == (arch not in ("sm_80",))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -71,21 +44,6 @@ def test_long_calls_store_kv_before_they_load_score(arch: str) -> None:
     rows = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E\.128\.STRONG", line)]
     assert (len(stores), len(rows)) == (4, 4)
     assert rows[1] < stores[0] < stores[1] < rows[2] < rows[3] < stores[2]
-
-
-@pytest.mark.parametrize("width", [1024, 512, 256])
-@pytest.mark.parametrize("fields", [{"rows": 2}, {"warps": 8}, {"vectors": 1, "warps": 8}], ids=str)
-def test_other_configurations(width: int, fields: dict[str, int]) -> None:
-    report = compile_report(SaveKey("sm_90a", width, **fields))
-    check(report)
-    assert f".reqntid {32 * fields.get('warps', 4)}" in report.ptx
-    count = 2 * fields.get("vectors", 2) * fields.get("rows", 1)
-    assert len(re.findall(r"ld\.relaxed\.gpu\S*\.v4\.b32", report.ptx)) == count
-
-
-@pytest.mark.parametrize("width", [384, 640, 2048])
-def test_other_multiples_of_128(width: int) -> None:
-    check(compile_report(key_for("sm_90a", width, 1)))
 
 
 def test_which_calls_are_long() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from cute_kernels.runtime.report import problems
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, TopKKey
+from cute_kernels.indexer.topk_held import HeldTopKKey
 from cute_kernels.indexer.topk_select import MANY, deployment_keys, groups_for, key_for, keys_of, share_for
 from cute_kernels.models import MODELS
 from tests.compile.reports import RESERVED, compile_report
@@ -39,8 +41,9 @@ def test_compiles(arch: str) -> None:
         assert ("barrier.cluster" in report.ptx) == (key.cluster > 1)
         assert ("griddepcontrol.wait" in report.ptx) == (arch not in ("sm_80", "sm_89"))
         assert not re.search(r"STL|LDL", report.sass or "")
-        # registers for 32 warps, or 16 where a block shares its row
-        assert report.registers * 32 * (16 if key.cluster > 1 else 32) <= 65536
+        # registers for 32 warps, as far as whole blocks have them, or 16 where a block shares its row
+        warps = 16 if key.cluster > 1 else 32 // key.warps * key.warps
+        assert report.registers * 32 * warps <= 65536
         if report.sass is not None:
             code = [line for line in report.sass.splitlines() if ";" in line]
             loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E\.128", line)]
@@ -56,24 +59,32 @@ def test_every_row_has_its_kernel(arch: str) -> None:
     most = max(key.capacity for key in keys)
     assert most >= 1 << 18
     assert (most >= 1 << 20) == (arch in CLUSTER_ARCHS)
-    for rows in (1, 16, 17, 63, 64, 5000):
+    for rows, k in itertools.product((1, 16, 17, 63, 64, 5000), (1, 512, 1024, 4096)):
         for width in (1, 4096, 4097, 8192, 16384, 16385, 32768, 32771, 65536, most):
-            key = key_for(arch, rows, width)
+            key = key_for(arch, rows, width, k)
             assert key in keys
             assert width <= key.capacity
-            assert key.cluster == 1 or rows < 17 or width > 1 << 19
+            assert key.cluster == 1 or rows < 25 or width > 1 << 19
             assert key.is_spread == (rows < 5000 and width <= 16384 and arch in CLUSTER_ARCHS)
-        assert key_for(arch, rows, 2 * most).capacity == most
+        assert key_for(arch, rows, 2 * most, k).capacity == most
 
 
 def test_few_long_rows_are_shared() -> None:
-    clusters = {shape: key_for("sm_90a", *shape).cluster for shape in ((16, 16384), (16, 16385), (17, 16385))}
-    clusters |= {shape: key_for("sm_90a", *shape).cluster for shape in ((63, 32769), (64, 32769), (1, 1 << 20))}
-    assert list(clusters.values()) == [1, 4, 1, 1, 1, 8]
+    shapes = (1, 49152), (14, 49153), (15, 49153), (24, 98305), (25, 98305), (8, 1 << 18), (1, 1 << 20), (64, 1 << 20)
+    assert [key_for("sm_90a", *shape, 512).cluster for shape in shapes] == [1, 8, 1, 8, 1, 8, 8, 8]
+
+
+@pytest.mark.parametrize(("rows", "columns", "k", "warps"), [
+    (1, 4096, 1, 8), (5000, 4096, 1, 8), (5000, 4097, 512, 10), (263, 5121, 1, 12), (264, 6144, 1024, None),
+    (264, 6144, 1025, 12), (1, 8192, 1, 16), (264, 8192, 1025, 16), (264, 8192, 1024, None), (1, 8193, 4096, None),
+])  # fmt: skip
+def test_rows_that_registers_hold(rows: int, columns: int, k: int, warps: int | None) -> None:
+    key = key_for("sm_90a", rows, columns, k)
+    assert (key.warps if isinstance(key, HeldTopKKey) else None) == warps
 
 
 def test_many_rows_share_multiprocessors() -> None:
-    key = key_for("sm_90a", 264, 17408)
+    key = key_for("sm_90a", 264, 17408, 512)
     assert key.config.is_streamed
     assert not key.is_spread
     assert 32 // key.warps * (key.smem_bytes + RESERVED) <= MULTIPROCESSOR_BYTES
@@ -81,6 +92,8 @@ def test_many_rows_share_multiprocessors() -> None:
 
 def test_enough_maxima_for_every_share() -> None:
     for key in keys_of("sm_90a"):
+        if isinstance(key, HeldTopKKey):
+            continue
         runs = key.warps * key.cluster
         for k in (1, 100, 512, 513, 1024, 2048):
             share, groups = share_for(key, k), groups_for(key, k)

@@ -164,6 +164,33 @@ def test_a_row_has_the_same_bits_in_every_batch(second: str, split_tokens: int) 
         assert same_bits(run(one), (out[row : row + 1, 1:], lse[row : row + 1, :, 1:]))
 
 
+@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"num_splits": 2}, {"split_tokens": 640}])
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("second", ["listed", "dense"])
+def test_a_row_has_the_same_bits_whoever_else_is_long(second: str, heads: int, splits: dict[str, int]) -> None:
+    """More rows than run at once: one is long among short ones, none has a key but one, all are as long, any length."""
+    rows, columns = 150, 1000
+    call = make(rows, 1, heads, 100, second=second, extra_topk=columns, lengths="bs", **splits)
+    last = call.extra_length if call.extra_length is not None else call.visible
+    assert last is not None
+    assert call.length is not None
+    long, g = 140, generator(2)
+    random = torch.randint(-3, columns + 90, (rows, 1), device=decode_cases.DEVICE, generator=g).int()
+    call.length.fill_(100)
+    last.fill_(columns)
+    fill(call)
+    results = []
+    for least, most in ((1, 40), (0, 0), (100, columns), (None, None)):
+        last.copy_(random) if least is None else last.fill_(most)
+        call.length.fill_(100 if least is None else least)
+        last[long], call.length[long] = columns, 100
+        out, lse = check(call)
+        results.append((out[long], lse[long]))
+        one = call.take(slice(long - 1, long + 1))
+        assert same_bits(run(one), (out[long - 1 : long + 1], lse[long - 1 : long + 1]))
+    assert all(same_bits(found, results[0]) for found in results)
+
+
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call.values())))
 def test_in_a_graph(call: dict[str, Any]) -> None:
     """A captured call reads what lies at its addresses when it is replayed, as often as it is replayed."""

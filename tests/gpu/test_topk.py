@@ -136,7 +136,14 @@ def test_every_kernel_picks_what_a_stable_sort_does(pattern: str) -> None:
 
     for number, key in enumerate(keys()):
         most = min(key.capacity, 200_000)
-        for k, columns in ((512, most), (1024, min(most, 5000)), (2048, min(most, 2051)), (7, 4000), (1, 300)):
+        for k, columns in (
+            (512, most),
+            (1024, min(most, 5000)),
+            (2048, min(most, 2051)),
+            (7, 4000),
+            (1, 300),
+            (4096, most),
+        ):
             logits = PATTERNS[pattern](3, columns, 10 * number + k % 7)
             starts = torch.tensor([0, columns // 5 + 1, 2], dtype=INT).cuda()
             ends = torch.tensor([columns, columns - 3, min(k + 4, columns)], dtype=INT).cuda()
@@ -178,7 +185,7 @@ def test_rows_that_are_fetched_for_later() -> None:
 
 def test_longest_rows() -> None:
     columns = 1 << 20
-    for k in (512, 2048):
+    for k in (512, 2048, 4096):
         logits = normal(1.0, 0.0)(2, columns, k)
         logits[1] = 3.0
         starts, ends = [0, 5], [columns, columns]
@@ -187,8 +194,8 @@ def test_longest_rows() -> None:
 
 def test_unsupported_arguments_say_why() -> None:
     logits = torch.zeros(1, 4096, device="cuda")
-    with pytest.raises(NotImplementedError, match="k must be at most 2048, got 2049"):
-        prefill(logits, [0], [4096], 2049)
+    with pytest.raises(NotImplementedError, match="k must be at most 4096, got 4097"):
+        prefill(logits, [0], [4096], 4097)
     logits = torch.zeros(1, (1 << 20) + 1, device="cuda")
     with pytest.raises(NotImplementedError, match=r"columns on sm_.*, got 1048577"):
         prefill(logits, [0], [4096], 512)

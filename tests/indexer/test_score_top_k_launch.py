@@ -189,7 +189,7 @@ def test_nothing_is_launched_without_rows(gpu: Launches) -> None:
 @pytest.mark.parametrize(
     ("op", "args", "why"),
     [
-        ("score_top_k_prefill", prefill(k=2049, keys=3000), "k must be at most 2048, got 2049"),
+        ("score_top_k_prefill", prefill(k=4097, keys=5000), "k must be at most 4096, got 4097"),
         ("score_top_k_prefill", prefill(q=codes(10, 64, 144)[..., 8:136]), "q must be 16-byte aligned"),
         ("score_top_k_decode", decode(1, columns=(1 << 20) + 1), "rows must have at most 1048576 columns"),
     ],

@@ -62,8 +62,8 @@ def test_prefill(gpu: Launches) -> None:
     assert (given["scores_stride"], given["columns"]) == (4 * 5008, 4993)
     assert (given["starts"], given["starts_stride"]) == (starts.data_ptr(), 8)
     assert (given["ends"], given["ends_request"], given["ends_token"], given["tokens"]) == (ends.data_ptr(), 4, 0, 1)
-    assert (given["rows"], given["k"], given["share"]) == (6, 512, 512 // key.warps)
-    assert (key.warps, key.vectors, key.cluster, key.tiles) == (16, 4, 1, 1)
+    assert (given["rows"], given["k"], given["share"]) == (6, 512, -(-512 // key.warps))
+    assert (key.warps, key.vectors, key.cluster, key.tiles) == (10, 4, 1, 1)
 
 
 def test_decode(gpu: Launches) -> None:
@@ -118,15 +118,15 @@ def test_nothing_is_launched_without_rows(gpu: Launches) -> None:
 def test_rows_that_are_not_aligned_need_room_for_what_is_before_them(gpu: Launches) -> None:
     for columns, offset, capacity in (
         (4096, 0, 4096),
-        (4096, 1, 8192),
+        (4096, 1, 5120),
         (4093, 1, 4096),
-        (32765, 3, 131072),
+        (32765, 3, 262144),
     ):
         prefill(torch.zeros(64, columns + 4)[:, offset : offset + columns], 64, 512)
         assert gpu.last()[0].capacity == capacity
     # the rows of a matrix with an odd stride begin anywhere, that of a single row does not count
     prefill(torch.zeros(64, 4097)[:, :4096], 64, 512)
-    assert gpu.last()[0].capacity == 8192
+    assert gpu.last()[0].capacity == 5120
     prefill(torch.zeros(1, 4097)[:, :4096], 1, 512)
     assert gpu.last()[0].capacity == 4096
 
@@ -143,7 +143,9 @@ def test_few_rows_are_spread_and_many_share(gpu: Launches) -> None:
         (1, 2048, (8, 4, 1, 1), True),
         (128, 8192, (16, 4, 1, 1), True),
         (129, 8192, (16, 4, 1, 1), False),
+        (200, 5000, (10, 4, 1, 1), False),
         (128, 16385, (16, 8, 1, 8), False),
+        (64, 16385, (32, 8, 1, 8), False),
         (264, 17408, (8, 4, 1, 8), False),
         (263, 17408, (16, 8, 1, 8), False),
         (264, 4096, (8, 4, 1, 1), False),
@@ -156,13 +158,13 @@ def test_few_rows_are_spread_and_many_share(gpu: Launches) -> None:
 
 
 def test_calls_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, bounds = torch.zeros(1, 2049, dtype=INT), torch.zeros(1, dtype=INT)
+    out, bounds = torch.zeros(1, 4097, dtype=INT), torch.zeros(1, dtype=INT)
     for arch, columns in (("sm_90a", 1 << 20), ("sm_80", 1 << 19), ("sm_120a", 1 << 18)):
         Launches(monkeypatch, arch)
-        assert topk_select.why_not_prefill(TopKPrefillCall(torch.empty(1, columns), bounds, bounds, out, 1, 2048)) == ""
+        assert topk_select.why_not_prefill(TopKPrefillCall(torch.empty(1, columns), bounds, bounds, out, 1, 4096)) == ""
         for k, width, why in (
-            (2049, columns, "k must be at most 2048, got 2049"),
-            (2048, columns + 1, f"rows must have at most {columns} columns on {arch}, got {columns + 1}"),
+            (4097, columns, "k must be at most 4096, got 4097"),
+            (4096, columns + 1, f"rows must have at most {columns} columns on {arch}, got {columns + 1}"),
         ):
             assert topk_select.why_not_prefill(TopKPrefillCall(torch.empty(1, width), bounds, bounds, out, 1, k)) == why
     topk_select.choose.cache_clear()

@@ -40,18 +40,19 @@ def test_reference_reads_no_data_on_the_host(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "moved"),
     [
-        # positions, requests, valid flags, three pages a row, table and lengths
-        ("compute_decode_swa_indices", 6 * 8 + 6 * 4 + 6 + 6 * 3 * 4 + 6 * 128 * 4 + 6 * 4),
-        # picks in and out, lengths, requests and flags, the two pages of each row
-        ("compute_global_topk_indices_and_lens", 2 * 64 + 16 + 4 * 5 + 4 * 2 * 4),
+        # positions, requests, valid flags, the table, which has fewer pages than three a row, slots and lengths
+        ("compute_decode_swa_indices", 6 * 8 + 6 * 4 + 6 + 2 * 5 * 4 + 6 * 128 * 4 + 6 * 4),
+        # picks in and out, lengths, requests and flags, the table, which has fewer pages than two a row
+        ("compute_global_topk_indices_and_lens", 2 * 64 + 16 + 4 * 5 + 2 * 2 * 4),
         # positions; request, slot and length of decode rows; all columns; pages of 200, 2 and 1 entries
         ("build_c128a_topk_metadata", 5 * 8 + 3 * (4 + 8 + 4) + 5 * 256 * 4 + (100 + 1 + 1) * 4),
         # picks, batch, table and lengths
         ("combine_topk_swa_indices", 10 * 8 * 4 + (6 + 5 + 5) * 4 + 10 * 256 * 4 + 10 * 4),
-        # decode inputs, batch, results; three window pages and twice six picks of ten rows; pages of decode entries
+        # decode inputs, batch, results; three window pages and six picks of ten rows; the table of entries, which has
+        # fewer pages than there are entries
         (
             "build_flashinfer_mixed_sparse_indices",
-            3 * 128 * 4 + 15 * 4 + 9 * 4 + 13 * 137 * 4 + (10 * 3 + 2 * 60) * 4 + 15 * 4,
+            3 * 128 * 4 + 15 * 4 + 9 * 4 + 13 * 137 * 4 + (10 * 3 + 60) * 4 + 4 * 9 * 4,
         ),
     ],
 )

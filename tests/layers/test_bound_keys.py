@@ -194,3 +194,21 @@ def test_arguments_that_are_views_are_made_anew() -> None:
                     )  # fmt: skip
                 elif not isinstance(expected, torch.Tensor):
                     assert mine == expected
+
+
+def test_a_prefill_step_that_failed_was_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it did not come to allocate would be made in scratch if the next were recorded."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    steps, rows, recorded = bound_module.BoundSteps(), torch.zeros(3), []
+
+    def body(hidden_states: torch.Tensor, out: torch.Tensor) -> None:
+        recorded.append(torch._C._len_torch_dispatch_stack() > 0)
+        if len(recorded) == 1:
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        steps.run("key", rows, rows, body, has_prefills=True)
+    steps.run("key", rows, rows, body, has_prefills=True)
+    assert recorded == [False, False]
+    with pytest.raises(AssertionError):  # scratch is of a GPU
+        steps.run("key", rows, rows, body, has_prefills=True)

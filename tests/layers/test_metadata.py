@@ -486,14 +486,21 @@ def test_given_restart_positions_are_kept() -> None:
 
 def test_decode_rows_as_a_batch() -> None:
     """Requests of equal length form a [requests, rows] batch; unequal ones count row by row."""
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
     equal = Step(4, [3, 3, 10], [12, 70, 10], 2)
-    metadata, table = equal.build(), equal.table("swa")
+    metadata, table = equal.build(builder), equal.table("compressed")
     assert metadata.decode_batch() == (2, 3)
-    assert torch.equal(metadata.decode_table(table), table[:2])
+    assert torch.equal(metadata.decode_block_table(), table[:2])
     unequal = Step(4, [3, 1, 10], [12, 70, 10], 2)
-    metadata, table = unequal.build(), unequal.table("swa")
+    metadata = unequal.build(builder)
     assert metadata.decode_batch() == (4, 1)
-    assert torch.equal(metadata.decode_table(table), table[[0, 0, 0, 1]])
+    assert torch.equal(metadata.decode_block_table(), table[[0, 0, 0, 1]])
+    place = metadata.decode_block_table().data_ptr()
+    assert Step(1, [3, 1], [12, 70], 2).build().row_block_table is None
+    Step(4, [2, 1, 3, 4, 5, 1], [12, 70, 10, 12, 12, 12], 6).build(builder)  # needs more room
+    again = Step(4, [1, 3, 10], [12, 70, 10], 2).build(builder)
+    assert again.decode_block_table().data_ptr() == place, "a captured step reads it there"
+    assert torch.equal(again.decode_block_table(), table[[0, 1, 1, 1]])
 
 
 @pytest.mark.parametrize(

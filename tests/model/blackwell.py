@@ -88,7 +88,9 @@ def _allocate(op: Op) -> Run:
         warp.shared.store(position, np.array([[first]], U32), 32)
         if warp.events:
             warp.events.write(op.number, np.arange(LANES) == 0, position, 4)
-            warp.events.tensor_use(op.number, tensor_positions(warp.block.rank, slice(0, 128), first, count))
+            positions = tensor_positions(warp.block.rank, slice(0, 128), first, count)
+            peers = [rank for rank in ranks_of(op, warp) if rank != warp.block.rank]
+            warp.events.tensor_use(op.number, positions, *peers)
 
     return together(allocate)
 

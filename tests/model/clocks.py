@@ -38,6 +38,8 @@ class Clocks:
         self.versions = np.zeros(trace.classes, np.int32)
         self.is_unread = np.zeros(trace.classes, np.bool_)
         self.read = np.zeros((agents, trace.classes), np.int32)
+        self.is_read = np.zeros(trace.classes, np.bool_)
+        """Since it was written: then a write that comes after the reads comes after what they read, too."""
 
     def tick(self, agent: int) -> None:
         self.known[agent, agent] += 1
@@ -62,6 +64,10 @@ class Clocks:
         """Of others' reads, what is before the agent's next access."""
         return np.maximum(self.known[agent], self.seen[agent])
 
+    def tables_of(self, agent: int) -> tuple[Any, Any, Any]:
+        """What it knows, what of it is fenced, and which reads are over, at this time."""
+        return self.known[agent].copy(), self.fenced[agent].copy(), self.of_reads(agent)
+
     def of_issuer(self, agent: int) -> Any:
         """What something asynchronous comes after that a thread starts: of threads' writes those that a fence lies
         behind."""
@@ -81,6 +87,8 @@ class Clocks:
             if len(classes):
                 writer = self.writer[classes]
                 bad = (writer >= 0) & (self.written[classes] > known[writer])
+                if name == "write":
+                    bad &= ~self.is_read[classes]
                 if bad.any():
                     wrong = f"{name} not after the write of {self.trace.name(int(writer[bad][0]))}"
         if len(writes):
@@ -94,9 +102,11 @@ class Clocks:
                 wrong = wrong or "bytes of an operand written twice"
             self.writer[writes], self.written[writes] = agent, clock
             self.versions[writes] += not is_initial
+            self.is_read[writes] = False
             self.is_unread[writes] = not is_initial
         if len(reads):
             self.read[agent, reads] = clock
+            self.is_read[reads] = True
             self.is_unread[reads] = False
         return wrong
 
@@ -123,17 +133,21 @@ class Meeting:
     def arrive(self, clocks: Clocks, agent: int, order: str = "", is_remote: bool = False) -> None:
         """order: "relaxed", or the scope; is_remote: from another block."""
         given = np.stack([clocks.known[agent], clocks.fenced[agent], clocks.seen[agent]])
-        is_relaxed, is_far = order == "relaxed", is_remote and clocks.trace.scopes_count
-        self.is_relaxed |= is_relaxed
-        hides = is_relaxed or is_far, is_relaxed or (is_far and order != "cluster")
-        for coming, is_hidden in zip(self.coming, hides, strict=True):
-            np.maximum(coming, given * clocks.is_tensor if is_hidden else given, out=coming)
+        self.is_relaxed |= order == "relaxed"
+        hidden = given * clocks.is_tensor
+        if order != "relaxed" and "reads" in clocks.trace.unscoped:
+            hidden[2] = clocks.of_reads(agent)
+        if order != "relaxed" and "fenced" in clocks.trace.unscoped:
+            hidden[1] = clocks.fenced[agent]
+        for coming, scope in zip(self.coming, ("cta", "cluster"), strict=True):
+            is_told = order != "relaxed" and (not is_remote or order == scope == "cluster")
+            np.maximum(coming, given if is_told else hidden, out=coming)
         clocks.tick(agent)
 
-    def add(self, agent: int, clock: int, known: Any, fenced: Any, issuer: int) -> None:
+    def add(self, agent: int, clock: int, known: Any, fenced: Any, of_reads: Any, issuer: int) -> None:
         """Something asynchronous is done, and with it all before it. Of what its issuer did itself only the reads are:
         it has used what it read."""
-        given = np.stack([known, fenced, known])
+        given = np.stack([known, fenced, of_reads])
         given[:2, issuer] = 0
         given[[0, 2], agent] = np.maximum(given[[0, 2], agent], clock)
         np.maximum(self.coming, given, out=self.coming)

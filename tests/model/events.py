@@ -175,9 +175,9 @@ class WarpEvents:
     def tensor_wait(self, op: int, what: str) -> None:
         self._add("tensor_wait", op, None, None, 0, what)
 
-    def tensor_use(self, op: int, at: Any) -> None:
-        """Begin or end to have tensor memory."""
-        self._add("tensor_use", op, None, at, 4)
+    def tensor_use(self, op: int, at: Any, peer: int | None = None) -> None:
+        """Begin or end to have tensor memory. peer: the block that has to be running, if a pair begins."""
+        self._add("tensor_use", op, None, at, 4, peer)
 
 
 @dataclass(eq=False)

@@ -52,6 +52,8 @@ class Scores:
     placed: Placed
     out: int
     stride: int
+    made_again: float = 0.0
+    """Share of sums that warps have made a second time, which hides what is wrong with the first ones."""
 
     @classmethod
     def of(cls, op: str, args: dict[str, Any], processors: int, arch: str = "sm_100a", skip: int = 0) -> Scores:
@@ -106,7 +108,11 @@ class Scores:
         parameters, maps = self.place(program)
         memory = self.placed.memory
         blocks = self.got["blocks"]
-        run_grid(program, parameters, memory, blocks=blocks, size=self.key.smem_bytes, tensor_maps=maps, **options)
+        options |= {"blocks": blocks, "size": self.key.smem_bytes, "tensor_maps": maps}
+        counts = run_grid(program, parameters, memory, **options)
+        loads = [program.find(rf"^tcgen05\.ld\..*\.x{columns}\.") for columns in ("4", r"\d\d")]
+        again, once = (sum(counts[op.number] for op in ops) for ops in loads)
+        self.made_again = again * 4 / (once * (32 if self.key.heads % 32 == 0 else 16))
         rows, columns = self.got["out"].shape
         scores = memory.get(self.out, (rows, self.stride), np.float32)
         start = self.out - memory.BASE

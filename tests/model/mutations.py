@@ -109,21 +109,30 @@ def problems(
 
     ignores   see Schedule
     """
-    if mutant.name == DROPPED["warp"]:
-        among_threads = lanes.unordered(trace.record, mutant.op, trace.votes_order)
-        if among_threads:
-            return among_threads
+    found = among_threads(trace, mutant)
+    if found:
+        return found
     steps, looking = mutant.steps(trace), [(seed, True) for seed in range(schedules)]
     others = [] if mutant.is_quiet else [(seed, False) for seed in range(more)]
     for seed, accesses in [*others[:1], *looking, *others[1:]]:
-        laziness = (0.5, 0.95, 0.05)[seed % 3]
-        replay = Replay(
-            trace, seed, steps, laziness=laziness, is_exact=False, accesses=accesses, most=1, ignores=ignores
-        )
-        found = replay.run() or _left(replay)
+        found = in_schedule(trace, steps, seed, accesses, ignores)
         if found:
             return found
     return []
+
+
+def among_threads(trace: Trace, mutant: Mutant) -> list[str]:
+    """What is found without a schedule, of barriers of the warp."""
+    return lanes.unordered(trace.record, mutant.op, trace.votes_order) if mutant.name == DROPPED["warp"] else []
+
+
+def in_schedule(
+    trace: Trace, steps: list[list[Step]], seed: int, accesses: bool = True, ignores: tuple[str, ...] = ()
+) -> list[str]:
+    """What a replay of a bug's steps finds."""
+    laziness = (0.5, 0.95, 0.05)[seed % 3]
+    replay = Replay(trace, seed, steps, laziness=laziness, is_exact=False, accesses=accesses, most=1, ignores=ignores)
+    return replay.run() or _left(replay)
 
 
 def _left(replay: Replay) -> list[str]:

@@ -31,18 +31,18 @@ def check(
     copies_are_fenced: bool = True,
     counts_versions: bool = True,
     votes_order: bool = False,
-    scopes_count: bool = True,
+    unscoped: str = "",
 ) -> trace.Trace:
     """Raises AssertionError with all that is wrong in some schedules with what is accessed, and `more` without.
 
-    copies_are_fenced, votes_order, scopes_count
+    copies_are_fenced, votes_order, unscoped
                         see trace.make
     counts_versions     whether all bytes of an operand have been written equally often: not where something else than
                         an operand has been in a part of its place
     """
     among_threads = lanes.unordered(record, votes_order=votes_order)
     assert not among_threads, "\n".join(["threads of a warp:", *among_threads])
-    steps = trace.make(record, copies_are_fenced, votes_order, scopes_count)
+    steps = trace.make(record, copies_are_fenced, votes_order, unscoped)
     left = None
     for seed in range(schedules + more):
         replay = Replay(steps, seed, laziness=LAZINESS[seed // 3 % 3], accesses=seed < schedules)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tests.model import edits, lanes, orders
 from tests.model.edits import Edit
-from tests.model.mutations import Mutant, mutants, problems
+from tests.model.mutations import Mutant, among_threads, in_schedule, mutants, problems
 from tests.model.ptx import parse
 from tests.model.replay import Replay
 from tests.model.trace import Trace
@@ -79,6 +79,26 @@ class Kernel:
         if mutant.name not in RESULTS:
             return False
         return edits.is_found(self.calls[0], Edit(mutant.op, mutant.name).program(self.text), events=None)
+
+    def rates(self, schedules: int, every: int = 1, first: int = 0) -> list[tuple[int, Mutant]]:
+        """Of every so manyth bug that is found: in how many of so many random schedules. What is found without one, or
+        by results, is in all of them."""
+        found = []
+        for places in list(self.planted().values())[first::every]:
+            mutant = places[0][1]
+            if any(among_threads(trace, own) for trace, own in places):
+                found.append((schedules, mutant))
+                continue
+            steps = [(trace, own.steps(trace)) for trace, own in places]
+            count = sum(
+                any(in_schedule(trace, changed, seed, ignores=self.ignores) for trace, changed in steps)
+                for seed in range(schedules)
+            )
+            if count == 0 and mutant.name in RESULTS and self._is_found(places):
+                count = schedules
+            if count:
+                found.append((count, mutant))
+        return found
 
     # ---- why
 

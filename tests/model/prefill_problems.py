@@ -88,11 +88,13 @@ class Problem:
     call     of the GPU tests
     program  what the kernel is compiled to
     size     bytes of its shared memory
+    cluster  blocks that share a work tile
     """
 
     call: Any
     program: Program
     size: int
+    cluster: int = 1
 
     numbers = 2
     """Results by row and head."""
@@ -117,10 +119,11 @@ class Problem:
         maps = dict(zip(places, [own, *sources], strict=False))
         values = [*[bytes(128)] * len(maps), address, *strides, heads, *values]
         values += [results.out, results.row, results.head, *results.logs, *behind, put(memory, self.call.sink)]
-        bits = int(heads > 64)
+        bits = int(heads > 64 * self.cluster)
         parameters = pack(self.program, [*values, self.call.scale * LOG2_E, rows << bits, bits])
-        grid = min(blocks, rows << bits)
-        run_grid(self.program, parameters, memory, blocks=grid, size=self.size, tensor_maps=maps, **options)
+        grid = min(blocks // self.cluster, rows << bits) * self.cluster
+        options |= {"cluster": self.cluster, "size": self.size, "tensor_maps": maps}
+        run_grid(self.program, parameters, memory, blocks=grid, **options)
         results.assert_written_once()
         return results.get()
 

@@ -79,14 +79,11 @@ class Replay(Schedule):
         place, arrivals = step.args
         if self._find(place, step) is None:
             return
-        tables = [
-            (a, c, self.sequence[c], self.clocks.known[a].copy(), self.clocks.fenced[a].copy())
-            for a, c in self._copies(step)
-        ]
+        tables = [(a, c, self.sequence[c], self.clocks.tables_of(a)) for a, c in self._copies(step)]
 
         def land() -> None:
-            for agent, copies, clock, known, fenced in tables:
-                self.meetings[place].add(copies, clock, known, fenced, agent)
+            for agent, copies, clock, known in tables:
+                self.meetings[place].add(copies, clock, *known, agent)
             self._turn(place, step, lambda barrier: barrier.arrive(arrivals))
 
         self._later(land)
@@ -99,10 +96,10 @@ class Replay(Schedule):
         agent, reads, writes = touch
         clock, issuer = barrier.phase + 1, step.agents[0]
         self._start(step, agent, clock, reads, writes)
-        known, fenced = self.clocks.known[issuer].copy(), self.clocks.fenced[issuer].copy()
+        known = self.clocks.tables_of(issuer)
 
         def land() -> None:
-            self.meetings[place].add(agent, clock, known, fenced, issuer)
+            self.meetings[place].add(agent, clock, *known, issuer)
             self._turn(place, step, lambda barrier: barrier.complete(size))
 
         self._later(land)
@@ -191,13 +188,14 @@ class Replay(Schedule):
             return
         issuer = step.agents[0]
         done = [(agent, self.sequence[agent]) for agent in self.trace.started_by(warp)]
-        known = np.maximum(self.clocks.known[issuer], self.clocks.waited[issuer])
-        fenced = self.clocks.fenced[issuer].copy()
+        known, fenced, of_reads = self.clocks.tables_of(issuer)
+        waited = self.clocks.waited[issuer].copy()
         self.clocks.tick(issuer)
 
         def land() -> None:
             for agent, clock in done:
-                self.meetings[place].add(agent, clock, known, fenced, issuer)
+                tables = np.maximum(known, waited), fenced, np.maximum(of_reads, waited)
+                self.meetings[place].add(agent, clock, *tables, issuer)
             self._turn(place, step, lambda barrier: barrier.arrive())
 
         self._later(land, ("commit", warp))
@@ -225,6 +223,9 @@ class Replay(Schedule):
 
     def _tensor_use(self, warp: int, step: Step) -> None:
         """Done when the threads go on."""
+        (peer,) = step.args
+        if peer is not None and peer not in self.started[warp]:
+            self.report("the pair's other block may not have started", step)
         agent, reads, writes = step.touches[0]
         self.sequence[agent] += 1
         clocks, clock = self.clocks, self.sequence[agent]

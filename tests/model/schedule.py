@@ -70,6 +70,8 @@ class Schedule:
         """Agent or barrier -> mbarriers whose making a fence lies behind: relaxed arrivals tell of them, too."""
         self.running = [trace.per_block] * trace.record.blocks
         """Warps of each block that have not left."""
+        self.started: dict[Any, set[int]] = defaultdict(set)
+        """Warp or barrier -> blocks that have met: they are known to have started."""
         self.problems: dict[str, None] = {}
         self.threads = 32 * len(self.steps)
 
@@ -278,6 +280,7 @@ class Schedule:
         for agent in step.agents:
             self.meetings[key].arrive(self.clocks, agent, order)
             self.published[key] |= self.published[agent]
+        self.started[key] |= self.started[warp] | {warp // self.trace.per_block}
         self.entered[warp, key] = state[1]
         state[0] += sum(step.counts)
         expected = expected or self.threads
@@ -289,11 +292,15 @@ class Schedule:
 
     def _barrier_wait(self, warp: int, step: Step) -> bool:
         (key,) = step.args
-        if self.named[key][1] <= self.entered.get((warp, key), -1):
+        if (warp, key) not in self.entered:
+            self.report("waits at a barrier without having arrived", step)
+        elif self.named[key][1] <= self.entered[warp, key]:
             return False
+        self.entered.pop((warp, key), None)
         for agent in step.agents:
             self.meetings[key].wait(self.clocks, agent)
             self.published[agent] |= self.published[key]
+        self.started[warp] |= self.started[key]
         self.has_waited.add(warp)
         return True
 

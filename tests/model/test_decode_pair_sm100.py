@@ -23,9 +23,8 @@ HEADS = 128
 KEY = BlackwellPairDecodeKey("sm_100a", "listed", False)
 
 
-TAKES_FOR_GRANTED = {"scopes_count": False}
-"""An arrival without a scope, which is the block's then, tells what waits in the cluster's: the second block's warps
-arrive so at the first one's mbarriers."""
+TAKES_FOR_GRANTED = {"unscoped": "reads and fenced writes"}
+"""The second block's warps arrive without a scope, which is the block's then, at the first one's mbarriers."""
 
 
 class Decode(single.Decode):

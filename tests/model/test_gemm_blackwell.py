@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.isa_probes.meaning import TensorMap
-from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey
+from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey, BlackwellPairGemmKey
 from tests import oracle
 from tests.compile.reports import compile_report
 from tests.indexer.meaning import e4m3_codes
@@ -84,7 +84,7 @@ class Call:
         return self.columns + 8
 
     def place(self, own: Program, columns: int) -> tuple[bytes, dict[int, TensorMap]]:
-        """Parameters, as BlackwellGemmKernel.__call__ makes them, and tensor maps, for tiles of so many columns."""
+        """Parameters, as BlackwellGemmKernel.__call__ makes them, and tensor maps, for copies of so many columns."""
         memory, width = self.memory, self.chunks * CHUNK
         maps = {}
         for index, codes, tile in zip(OPERANDS, (self.a, self.b), (ROWS, columns), strict=True):
@@ -102,10 +102,11 @@ class Call:
         return pack(own, [*values, self.rows, self.groups, self.columns, self.chunks]), maps
 
     def run(self, key: BlackwellGemmKey, blocks: int, own: Program | None = None, **options: Any) -> None:
-        """own: another program than the key's."""
+        """blocks: or pairs of them; own: another program than the key's."""
         own = own or program(key)
-        parameters, maps = self.place(own, key.columns)
-        run_grid(own, parameters, self.memory, blocks=blocks, size=key.smem_bytes, tensor_maps=maps, **options)
+        parameters, maps = self.place(own, key.config.copied_columns)
+        options |= {"cluster": key.config.blocks, "size": key.smem_bytes, "tensor_maps": maps}
+        run_grid(own, parameters, self.memory, blocks=blocks * key.config.blocks, **options)
 
     def check(self) -> None:
         """That results are near to exact ones, and each was written once, and nothing else."""
@@ -168,6 +169,31 @@ def test_in_any_order(packed: bool) -> None:
     run_rings(packed, program(key_of_rings(packed)), make)
     orders.check(records[0])
     assert not any(most for _, _, most in records[0].bank_conflicts().values())
+
+
+PAIR = BlackwellPairGemmKey("sm_100a")
+
+
+@pytest.mark.parametrize("rows", [257, 300, 512])
+def test_results_of_pairs(rows: int) -> None:
+    """The second block has no rows of the last tile, a part of them, or all."""
+    one = Call(rows, 1, 264, 2, seed=rows)
+    one.run(PAIR, 2, seed=1, laziness=0.9)
+    one.check()
+
+
+def run_pair_rings(own: Program, events: Any) -> None:
+    """By a pair that has several tiles, so that all rings go round."""
+    one = Call(150, 1, 520, 4, seed=4)
+    assert 3 * one.chunks > max(PAIR.config.stages, PAIR.config.scale_stages, PAIR.config.buffers)
+    one.run(PAIR, 1, own=own, seed=4, laziness=0.8, events=events)
+    one.check()
+
+
+def test_pairs_in_any_order() -> None:
+    records, make = orders.recorder(program(PAIR))
+    run_pair_rings(program(PAIR), make)
+    orders.check(records[0])
 
 
 @pytest.mark.parametrize("packed", [False, True])

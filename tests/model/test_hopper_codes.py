@@ -41,7 +41,7 @@ def test_decode() -> None:
     quantized.codes.assert_those_of(out[0].flatten(0, 1), quantized.memory)
     assert torch.equal(quantized.results_of_logits(), lse)
     # as in test_hopper
-    orders.check(records[0], votes_order=True, scopes_count=False)
+    orders.check(records[0], votes_order=True, unscoped="reads")
 
 
 @pytest.mark.parametrize("heads", [HEADS, 16, 5])
@@ -94,7 +94,7 @@ def test_decode_of_raw_queries() -> None:
     own.assert_those_of(out[0].flatten(0, 1), raw.memory)
     torch.testing.assert_close(raw.results_of_logits(), lse, rtol=0, atol=0, equal_nan=True)
     # as in test_hopper; rotary columns are rotated in place
-    orders.check(records[0], counts_versions=False, votes_order=True, scopes_count=False)
+    orders.check(records[0], counts_versions=False, votes_order=True, unscoped="reads")
 
 
 def test_prefill_of_raw_queries() -> None:

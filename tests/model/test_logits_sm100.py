@@ -149,6 +149,8 @@ def check_contiguous(
     call = Scores.of("mqa_logits", args, blocks, key.arch)
     assert call.key == key
     got, written = call.run(ptx, seed=seed, **options)
+    # of the bad row, of the bad key's neighbours, and of no others
+    assert 0 < call.made_again < 0.8
     assert (written == 1).all()
     for row in range(rows):
         shift = int(start[row]) if width else 0
@@ -165,6 +167,67 @@ def check_contiguous(
         assert_near(got[row, columns[~is_bad]], exact[row, keys], size[row, keys])
 
 
+def scores_of_all(key: BlackwellLogitsKey, q: Rows, k: Rows, weights: np.ndarray) -> np.ndarray:
+    """Of rows that see all keys."""
+    rows, count = len(weights), len(k.codes)
+    args = {
+        "q": q.tensor(),
+        "q_scale": q.words() if q.mxfp4 else None,
+        "k": k.tensor(),
+        "k_scale": k.words(),
+        "weights": torch.from_numpy(weights),
+        "cu_seq_len_k_start": torch.zeros(rows, dtype=torch.int32),
+        "cu_seq_len_k_end": torch.full((rows,), count, dtype=torch.int32),
+        "clean_logits": False,
+        "max_seqlen_k": 0,
+        "out": torch.empty(rows, count),
+    }
+    call = Scores.of("mqa_logits", args, 1, key.arch)
+    assert call.key == key
+    return call.run(program(key), seed=1)[0]
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+def test_sums_that_fp32_holds_are_exact(mxfp4: bool) -> None:
+    """To the last bit, whichever way negative products are left out."""
+    key, rng = BlackwellLogitsKey("sm_100a", 64, 3 if mxfp4 else 4, False, mxfp4), np.random.default_rng(1)
+    q, k = (Rows.make(rng, mxfp4, *lead) for lead in ((key.rows, 64), (200,)))
+    for one in (q, k):
+        if mxfp4:
+            one.scales[:] = 127
+        else:
+            one.codes = rng.choice(np.array([0, 0x38, 0x40, 0x44, 0xB8, 0xC0], np.uint8), one.codes.shape)
+    if not mxfp4:
+        k.scales = (2.0 ** rng.integers(-3, 4, 200)).astype(np.float32)[:, None].view(np.uint8)
+    weights = rng.integers(-8, 9, (key.rows, 64)).astype(np.float32)
+    got = scores_of_all(key, q, k, weights)
+    exact, _ = scores(q, k, weights)
+    assert (got == exact).all()
+
+
+def test_products_at_the_ends_of_fp32() -> None:
+    """-inf counts as nothing, 2^127 and more as they are, infinity and NaN spoil what they are part of."""
+    key, rng = BlackwellLogitsKey("sm_100a", 64, 3, False, True), np.random.default_rng(2)
+    q, k = (Rows.make(rng, True, *lead) for lead in ((3, 64), (200,)))
+    q.codes[:], k.codes[:], q.scales[:] = 0, 0, 127
+    # a product is the first number of the key, and its negative where a head's query is -1
+    q.codes[0, :, 0], q.codes[1, :, 0], q.codes[2, ::2, 0] = 2, 10, 2
+    q.codes[2, 1::2, 0] = 10
+    k.codes[:, 0] = rng.integers(1, 16, 200)
+    k.scales[:] = rng.choice(np.array([0, 1, 100, 252, 253, 254, 255], np.uint8), 200)[:, None]
+    weights = (rng.integers(-1, 2, (3, 64)) / 64).astype(np.float32)
+    got = scores_of_all(key, q, k, weights)
+    scale = np.where(k.scales[:, 0] == 255, np.nan, np.exp2(k.scales[:, 0] - 127.0))
+    first = meaning.E2M1_SIGNED[k.codes[:, 0]] * scale
+    first = np.where(np.abs(first) >= 2.0**128, np.copysign(np.inf, first), first)
+    sign = np.where(q.codes[..., 0] == 2, 1.0, -1.0)
+    with np.errstate(invalid="ignore"):
+        want = (np.maximum(sign[..., None] * first, 0) * weights[..., None]).sum(1).astype(np.float32)
+    assert np.isneginf(first).any()
+    assert (np.abs(first[np.isfinite(first)]) >= 2.0**127).any()
+    assert np.array_equal(got, want, equal_nan=True)
+
+
 # ---- keys in pages ---------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +240,8 @@ class Paged:
     table: np.ndarray
     lens: np.ndarray
     page_rows: int
+    bad: int = -1
+    """Number of a key that is NaN."""
 
     @classmethod
     def make(cls, rng: np.random.Generator, fmt: Any, page_rows: int, lens: np.ndarray, columns: int) -> Paged:
@@ -192,6 +257,14 @@ class Paged:
             table[request, :count] = rng.integers(0, pages, count)
             table[request, count:] = rng.choice([-1, -7, HIGH, LOW, pages + 2], table.shape[1] - count)
         return cls(pool, keys, table, lens, page_rows)
+
+    def spoil(self, number: int) -> None:
+        """Make a key NaN: of MXFP4 by one of its scales, of FP8 by one of its codes."""
+        page, row = divmod(number, self.page_rows)
+        width = 64 if self.keys.mxfp4 else 128
+        at, code = (self.page_rows * width + row * 4, 0xFF) if self.keys.mxfp4 else (row * width, 0x7F)
+        self.pool.as_strided((len(self.pool), at + 3), (self.pool.stride(0), 1))[page, at + 2] = code
+        self.bad = number
 
     def place(self, request: int, n: int) -> int:
         """Number of the key that is column n of a request; negative if there is none."""
@@ -231,7 +304,9 @@ def check_paged(got: np.ndarray, written: np.ndarray, paged: Paged, q: Rows, wei
         places = np.array([paged.place(request, n) for n in range(length)], np.int64)
         assert (written[row, :length] == 1).all()
         assert np.isneginf(got[row, :length][places < 0]).all()
-        assert_near(got[row, :length][places >= 0], exact[row, places[places >= 0]], size[row, places[places >= 0]])
+        assert np.isnan(got[row, :length][(places >= 0) & (places == paged.bad)]).all()
+        good = (places >= 0) & (places != paged.bad)
+        assert_near(got[row, :length][good], exact[row, places[good]], size[row, places[good]])
         assert (written[row, length:] == clean).all()
         assert not clean or np.isneginf(got[row, length:]).all()
 
@@ -264,16 +339,20 @@ def test_pages(key: BlackwellLogitsKey, fmt: Any, page_rows: int, clean: bool, s
 
 
 def many_tiles(key: BlackwellLogitsKey, fmt: Any, ptx: Program, events: Any = None) -> None:
-    """A call with more tiles in a block than stages, and, of one row, more groups than a warp has threads."""
+    """A call with more tiles in a block than stages, and, of one row, more groups than a warp has threads; a key is
+    NaN."""
     rng = np.random.default_rng(7)
     skip, most = 20, (key.config.stages + 3) * 128
     lens = np.full((34 if key.rows == 1 else 6, key.rows), 20, np.int32)
     lens[1], lens[4], lens[-1], lens[2] = 200, most, 130, 0
     paged = Paged.make(rng, fmt, 64, lens, most)
+    # of its neighbours the sums are made again
+    paged.spoil(paged.place(4, 200))
     args, q, weights = paged_call(rng, paged, fmt, key.heads, most, False)
     call = Scores.of("paged_mqa_logits", args, 1, skip=skip)
     assert call.key == key
     got, written = call.run(ptx, seed=1, laziness=0.8, events=events)
+    assert 0 < call.made_again < 0.4
     paged.lens = np.where(lens > skip, lens, 0)
     check_paged(got, written, paged, q, weights, False)
 

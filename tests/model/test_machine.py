@@ -128,6 +128,27 @@ PAIRED = """
 RELAXED = PAIRED.replace("cluster.arrive;", "cluster.arrive.relaxed;")
 """What makes an mbarrier has a fence behind it."""
 
+TAKEN = """
+    mov.u32 %r9, %ctaid.y;
+    mul.wide.u32 %rd6, %r9, 256;
+    add.s64 %rd5, %rd5, %rd6;
+    st.global.b32 [%rd5], %r3;
+    barrier.cluster.arrive.relaxed;
+    barrier.cluster.wait;
+    @!%p2 bra over;
+    tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1], 64;
+    over:
+    barrier.cluster.arrive;
+    barrier.cluster.wait;
+    @!%p2 bra freed;
+    ld.shared.b32 %r5, [%r1];
+    tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r5, 64;
+    freed:
+    ret;
+}
+"""
+"""Blocks that take tensor memory as a pair."""
+
 SOURCE = np.arange(64, dtype=np.uint32) + 1000
 
 
@@ -136,14 +157,16 @@ def without(body: str, line: str) -> str:
     return body.replace(line, "", 1)
 
 
-def run(body: str, seed: int = 0, source: int = 64, blocks: int = 1) -> tuple[Program, np.ndarray, list[str]]:
+def run(
+    body: str, seed: int = 0, source: int = 64, blocks: int = 1, **how: str
+) -> tuple[Program, np.ndarray, list[str]]:
     """The program, its results, and what is wrong with its order in any of some schedules."""
     program, memory = parse(HEAD + body), GlobalMemory(1 << 16)
     out = memory.reserve(256 * blocks)
     parameters = pack(program, [memory.put(SOURCE[:source]), out])
     records, make = orders.recorder(program)
     run_grid(program, parameters, memory, blocks=blocks, cluster=blocks, rows=blocks, size=1024, seed=seed, events=make)
-    steps = trace.make(records[0])
+    steps = trace.make(records[0], **how)
     found = {problem for schedule in range(4) for problem in Replay(steps, schedule).run()}
     return program, memory.get(out, (64 * blocks,), np.uint32), sorted(found)
 
@@ -201,6 +224,41 @@ def test_what_nothing_orders_between_blocks(body: str, problem: str) -> None:
     _, _, problems = run(body, blocks=2)
     assert problems
     assert all(problem in one for one in problems)
+
+
+def test_a_pair_has_started_before_it_allocates() -> None:
+    assert run(TAKEN, blocks=2)[2] == []
+    meeting = "barrier.cluster.arrive.relaxed;\n    barrier.cluster.wait;"
+    for less in ("", "bar.sync 0;"):
+        _, _, problems = run(TAKEN.replace(meeting, less, 1), blocks=2)
+        assert [problem.partition(":")[0] for problem in problems] == ["the pair's other block may not have started"]
+    alone = TAKEN.replace(meeting, "", 1).replace("cta_group::2", "cta_group::1")
+    assert run(alone, blocks=2)[2] == []
+
+
+TOLD = """
+    mbarrier.arrive.shared::cluster.b64 _, [%r12];
+    { .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%r11], 0; @!done bra again; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("unscoped", "before", "problem"),
+    [
+        ("", "ld.shared.b32 %r8, [%r4];", "write not after the"),
+        ("reads", "ld.shared.b32 %r8, [%r4];", ""),
+        ("reads", "mov.b32 %r8, %r5;", "write not after the write"),
+        ("reads and fenced writes", "mov.b32 %r8, %r5;", "write not after the write"),
+    ],
+)
+def test_arrivals_without_the_clusters_scope(unscoped: str, before: str, problem: str) -> None:
+    """What they hand on is that a block has read what it wrote, not what it wrote."""
+    body = PAIRED.replace("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r12];", before + TOLD, 1)
+    start, stop = body.index("{", body.index(TOLD) + len(TOLD)), body.index("barrier.cluster.arrive.relaxed;")
+    body = body[:start] + "st.shared::cluster.b32 [%r13], %r5;\n    st.global.b32 [%rd5], %r8;\n    " + body[stop:]
+    _, _, problems = run(body, blocks=2, unscoped=unscoped)
+    assert bool(problems) == bool(problem)
+    assert all(one.startswith(problem) for one in problems)
 
 
 def test_waits_for_mbarriers_of_other_blocks() -> None:

@@ -25,6 +25,7 @@ from cute_kernels.sparse_mla.blackwell.prefill import (
     MMA_WARP,
     BlackwellPrefillKey,
 )
+from cute_kernels.sparse_mla.blackwell.prefill_2cta import BlackwellPairPrefillKey
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from tests.compile.reports import compile_report
@@ -36,7 +37,7 @@ from tests.model.prefill_problems import Problem
 from tests.model.ptx import Program
 from tests.model.test_decode_sm100 import HEADS, Decode, make, with_lengths
 from tests.model.test_logits_sm100 import STALE, check_contiguous, many_tiles
-from tests.model.test_prefill_sm100 import mixed, paged, prefill
+from tests.model.test_prefill_sm100 import mixed, paged, pair, prefill
 
 Left = dict[tuple[str, str], tuple[int, str]]
 """(role, what is wrong) -> how many such bugs nothing finds, and why."""
@@ -57,11 +58,11 @@ ROLES = {
 
 
 def problem(make: Callable[..., Problem], order: int, slow: Any = (), **how: Any) -> Call:
-    """A call of one block, in an order. slow: warps; products are then started in another one."""
+    """A call of one cluster, in an order. slow: warps; products are then started in another one."""
 
     def call(program: Program, events: Any) -> None:
         one = dataclasses.replace(make(**how), program=program)
-        one.check(1, seed=order, slow=slow, events=events)
+        one.check(one.cluster, seed=order, slow=slow, events=events)
 
     return call
 
@@ -97,6 +98,19 @@ def of_prefill(name: str) -> Kernel:
         problem(prefill, 2, ROLES["softmax"], s_q=6, heads=9, topk=130, lengths="odd", bad=0.2, seed=5),
     ]
     return Kernel(compile_report(BlackwellPrefillKey("sm_100a")).ptx, calls, ROLES, VERSIONS)
+
+
+TRADED = "warps that trade parts of scores meet after they have read a tile's list, and before they let go of it"
+
+
+def of_prefill_pairs() -> Kernel:
+    lists = {"heads": 100, "lengths": "odd", "bad": 0.2, "seed": 5}
+    calls = [
+        problem(pair, 1, s_q=4, topk=200, **lists),
+        problem(pair, 2, ROLES["softmax"], s_q=5, topk=130, **lists),
+    ]
+    text = compile_report(BlackwellPairPrefillKey("sm_100a")).ptx
+    return Kernel(text, calls, ROLES, how=pairs.TAKES_FOR_GRANTED)
 
 
 PREFILL: Left = {("softmax", "no wait"): (1, TELLS_NOTHING)}
@@ -183,11 +197,21 @@ def of_einsum(packed: bool) -> Kernel:
     return Kernel(compile_report(einsum.key_of_rings(packed)).ptx, [functools.partial(einsum.run_rings, packed)], {})
 
 
+AT_THE_END = "a pair's threads meet at the end, where those who have used what was copied tell of it"
+EINSUM_PAIRS: Left = {("all", bug): (1, AT_THE_END) for bug in ("no group of copies", "no wait for copies")}
+
+
+def of_einsum_pairs() -> Kernel:
+    return Kernel(compile_report(einsum.PAIR).ptx, [einsum.run_pair_rings], {})
+
+
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 KERNELS: dict[str, tuple[Callable[[], Kernel], Left]] = {
     "decode": (of_decode, {}),
     "decode in pairs": (of_pairs, {}),
+    "prefill in pairs": (of_prefill_pairs, PREFILL | {("softmax", "no barrier of the warp"): (1, TRADED)}),
+    "einsum in pairs": (of_einsum_pairs, EINSUM_PAIRS),
     "einsum": (functools.partial(of_einsum, False), {}),
     "einsum, packed": (functools.partial(of_einsum, True), {}),
     **{name: (functools.partial(of_prefill, name), PREFILL) for name in ("prefill", "mixed", "mixed e4m3", "paged")},
@@ -201,8 +225,10 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], Left]] = {
         ("decode", 3),
         ("decode in pairs", 4),
         ("einsum", 3),
+        ("einsum in pairs", 4),
         ("einsum, packed", 3),
         ("prefill", 4),
+        ("prefill in pairs", 5),
         ("mixed e4m3", 4),
         ("paged", 4),
         ("MXFP4, 1 row", 4),

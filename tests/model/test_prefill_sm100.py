@@ -5,6 +5,7 @@ test_planted_sm100.py, too."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.sparse_mla.blackwell.decode_2cta import BLOCKS
 from cute_kernels.sparse_mla.blackwell.prefill import BlackwellPrefillKey
+from cute_kernels.sparse_mla.blackwell.prefill_2cta import BlackwellPairPrefillKey
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from tests.compile.reports import compile_report
 from tests.gpu import paged_cases, test_mixed, test_prefill
-from tests.model import orders
+from tests.model import edits, orders
 from tests.model.prefill_problems import Mixed, Paged, Prefill, Problem, on_host
 from tests.model.ptx import Program, parse
+from tests.model.test_decode_pair_sm100 import TAKES_FOR_GRANTED
 
 _programs: dict[BlackwellPrefillKey, Program] = {}
 
@@ -28,12 +32,17 @@ _programs: dict[BlackwellPrefillKey, Program] = {}
 def problem(kind: type[Problem], key: BlackwellPrefillKey, call: Any) -> Problem:
     if key not in _programs:
         _programs[key] = parse(compile_report(key).ptx)
-    return kind(call, _programs[key], key.smem_bytes)
+    return kind(call, _programs[key], key.smem_bytes, BLOCKS if isinstance(key, BlackwellPairPrefillKey) else 1)
 
 
 def prefill(**how: Any) -> Problem:
     with on_host():
         return problem(Prefill, BlackwellPrefillKey("sm_100a"), test_prefill.make(**how))
+
+
+def pair(**how: Any) -> Problem:
+    with on_host():
+        return problem(Prefill, BlackwellPairPrefillKey("sm_100a"), test_prefill.make(**how))
 
 
 def mixed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Problem:
@@ -51,9 +60,12 @@ def paged(**how: Any) -> Problem:
 def check_in_any_order(one: Problem, **options: Any) -> None:
     """Right as it ran, and nothing that happened needed the order in which it did."""
     records, make = orders.recorder(one.program)
-    one.check(1, events=make, **options)
-    # a stage that queries had but for their kept columns is an operand's as a whole afterwards
-    orders.check(records[0], schedules=2, more=7, counts_versions=False)
+    one.check(one.cluster, events=make, **options)
+    if one.cluster > 1:
+        orders.check(records[0], schedules=2, more=7, **TAKES_FOR_GRANTED)
+    else:
+        # a stage that queries had but for their kept columns is an operand's as a whole afterwards
+        orders.check(records[0], schedules=2, more=7, counts_versions=False)
 
 
 def test_prefill_of_several_rows_by_a_block() -> None:
@@ -66,6 +78,28 @@ def test_prefill_of_several_rows_by_a_block() -> None:
 
 def test_prefill_of_128_heads() -> None:
     check_in_any_order(prefill(s_q=1, heads=128, topk=70, s_kv=90, seed=3), seed=3)
+
+
+def test_prefill_by_pairs() -> None:
+    """As of one block; 65 heads leave the second block one."""
+    check_in_any_order(pair(s_q=3, heads=128, topk=200, lengths="odd", bad=0.2, seed=5), seed=3)
+    one = pair(s_q=3, heads=65, topk=70, lengths="odd", bad=0.5, seed=6)
+    got = one.check(2, seed=1, laziness=0.9)
+    again = one.run(4, seed=2, laziness=0.1)
+    assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
+
+
+def test_bugs_in_the_places_of_pairs_are_found() -> None:
+    """Of operands, stores and what is waited for: in a sample of all there are."""
+    one = pair(s_q=1, heads=128, topk=70, s_kv=90, seed=3)
+    planted = list(edits.edits(one.program))
+    assert len(planted) > 80
+
+    def check(changed: Program) -> None:
+        dataclasses.replace(one, program=changed).check(2, seed=3)
+
+    text = compile_report(BlackwellPairPrefillKey("sm_100a")).ptx
+    assert edits.unfound(planted[:: len(planted) // 8], text, check) == []
 
 
 @pytest.mark.parametrize("dtype", [test_mixed.BF16, test_mixed.FP8], ids=["bf16", "fp8"])

@@ -11,9 +11,8 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indices.step import StepCall
-
 from cute_kernels.indices import step_metadata
+from cute_kernels.indices.call import StepCall
 from cute_kernels.indices.step_metadata import LANES, SEGMENT, THREADS, WARPS, StepKey
 from cute_kernels.indices.verify_cases import step
 from cute_kernels.runtime.registry import all_ops

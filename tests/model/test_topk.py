@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.topk import TopKKey
+from cute_kernels.indexer.topk_held import HeldTopKKey
 from cute_kernels.indexer.topk_select import groups_for, share_for
 from tests.compile.reports import compile_report
 from tests.model.launch import divisor, pack, run_grid
@@ -94,14 +95,17 @@ def picks(
     return found
 
 
-SHAPES = [(8, 4, 1, 8), (16, 8, 1, 2), (8, 4, 1, 1)]
+KEYS = [
+    *(TopKKey("sm_90a", *shape) for shape in ((8, 4, 1, 8), (16, 8, 1, 2), (8, 4, 1, 1))),
+    *(HeldTopKKey("sm_90a", *shape) for shape in ((8, 4), (10, 4))),
+]
+CASES = ((512, 17_409), (1024, 8195), (100, 3001), (1200, 2049), (2, 130), (4000, 4093), (2048, 5118))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: f"{key.entry}-{key.warps}-{key.vectors}")
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_picks(shape: tuple[int, int, int, int], pattern: str) -> None:
-    key = TopKKey("sm_90a", *shape)
-    for k, columns in ((512, 17_409), (1024, 8195), (100, 3001), (1200, 2049), (2, 130)):
+def test_picks(key: TopKKey, pattern: str) -> None:
+    for k, columns in CASES[: None if isinstance(key, HeldTopKKey) else -2]:
         if columns > key.capacity:
             continue
         with np.errstate(all="ignore"):
@@ -111,13 +115,13 @@ def test_picks(shape: tuple[int, int, int, int], pattern: str) -> None:
             assert np.array_equal(got, expected(scores[start:end], k)), (k, columns, start)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_slots(shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: f"{key.entry}-{key.warps}-{key.vectors}")
+def test_slots(key: TopKKey) -> None:
     rng = np.random.default_rng(1)
     for k, columns in ((512, 4001), (7, 2000), (900, 1001)):
         scores = rng.standard_normal(columns).astype(np.float32)
         table = rng.integers(-1, 1 << 20, columns * 3 // 4 // 48, dtype=np.int32)
-        got = picks(TopKKey("sm_90a", *shape), scores, 3, columns, k, table)
+        got = picks(key, scores, 3, columns, k, table)
         want = expected(scores[3:], k)
         page = np.append(table, -1)[np.minimum(want // 48, len(table))]
         assert np.array_equal(got, np.where((page >= 0) & (want >= 0), page * 48 + want % 48, -1))

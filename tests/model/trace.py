@@ -53,7 +53,7 @@ class Trace:
     record: Record
     copies_are_fenced: bool = True
     votes_order: bool = False
-    scopes_count: bool = True
+    unscoped: str = ""
     steps: list[list[Step]] = field(default_factory=list)
     agents: list[str] = field(default_factory=list)
     is_async: list[bool] = field(default_factory=list)
@@ -92,16 +92,24 @@ class Trace:
         return "; ".join(f"{op}: {self.record.program.ops[op].text[:90]}" for op in ops[:3])
 
 
-def make(record: Record, copies_are_fenced: bool = True, votes_order: bool = False, scopes_count: bool = True) -> Trace:
+UNSCOPED = ("", "reads", "reads and fenced writes")
+
+
+def make(record: Record, copies_are_fenced: bool = True, votes_order: bool = False, unscoped: str = "") -> Trace:
     """As the PTX ISA says, or as Hopper does:
 
     copies_are_fenced   whether tensor cores see what cp.async has written only behind a proxy fence, or without
     votes_order         whether what threads of a warp have read may be overwritten once all have voted or shuffled: the
                         ISA says so of a barrier of the warp alone
-    scopes_count        whether an mbarrier hands on what threads of other blocks did only where they arrive, and others
-                        wait, in the cluster's scope, or in any
+    unscoped            one of UNSCOPED: what an mbarrier hands on of what threads of other blocks did where they
+                        arrive, or others wait, in the block's scope. Nothing, says the ISA. "reads": that theirs of
+                        their own block's memory are over. They are before the arrival in the block's scope; what
+                        overwrites those bytes comes of the arrival, and meets them in that memory. "and fenced writes":
+                        also what they wrote to that memory before a proxy fence, to the tensor cores of their block
     """
-    trace = Trace(record, copies_are_fenced, votes_order, scopes_count)
+    if unscoped not in UNSCOPED:
+        raise ValueError(f"unscoped: expected one of {UNSCOPED}, got {unscoped!r}")
+    trace = Trace(record, copies_are_fenced, votes_order, unscoped)
     unit = min((event.width for warp in record.warps for event in warp.events if event.width), default=4)
     sets = _Sets(min(unit, 16), record)
     for number, warp in enumerate(record.warps):

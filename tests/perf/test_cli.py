@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from perf import ceilings, cli, measure, plots, report
+from perf import ceilings, cli, measure, peers, plots, report
 from perf.records import load
 from tests.perf import synthetic
 from tests.perf.synthetic import INSERT, cell, record
@@ -112,6 +112,28 @@ def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(measure, "cold_bytes", lambda: 180e6)
     return fake
+
+
+def test_a_peer_that_cannot_be_imported_ends_a_sweep_unless_it_may_be_missing(
+    module: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loader() -> Any:
+        raise AttributeError("no such op")
+
+    def sweep(**options: Any) -> list[dict[str, Any]]:
+        one = cell(1, 1616, 1.68, {"vllm-triton": 4.38, "deepgemm": str(peers.load_peer("deepgemm", loader))})
+        del one["bound"]
+        return [one]
+
+    monkeypatch.setitem(module.SWEEPS, INSERT, sweep)
+    path = tmp_path / "x.json"
+    assert cli.main(["sweep", "--op", INSERT, "--peers", "--json", str(path)]) == 1
+    said = "the peer deepgemm cannot be imported: AttributeError: no such op; --allow-missing-peers skips it"
+    assert said in capsys.readouterr().err
+    assert not path.exists()
+    assert cli.main(["sweep", "--op", INSERT, "--peers", "--allow-missing-peers", "--json", str(path)]) == 0
+    (found,) = load(path).cells
+    assert (found.absent, found.gain) == (("deepgemm",), None)
 
 
 def test_a_sweep_writes_a_valid_record(

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 
-from perf.decode import GRID, OP, OWN, PLANNED, block_of
-from perf.decode_inputs import Shape, in_order, near
+from perf.decode import BETWEEN_SHAPES, GRID, OP, OWN, PLANNED, FlashMLA, block_of
+from perf.decode_inputs import SPREAD, DecodeSet, Shape, in_order, near
 from perf.targets import TARGETS_US
 
 
 def test_shapes_are_what_the_peers_are_known_by() -> None:
-    names = [shape.name for shape in (*GRID, *OWN)]
+    names = [shape.name for shape in (*GRID, *OWN, *BETWEEN_SHAPES)]
     assert len(GRID) == 60
     assert len(set(names)) == len(names)
     assert names[:2] == ["b1 h64 swa128", "b8 h64 swa128"]
@@ -20,6 +23,9 @@ def test_shapes_are_what_the_peers_are_known_by() -> None:
     assert "b256 h64 c128_128+1024 dense" in names
     assert "b32 h64 c4_128+512 split_tokens=256" in names
     assert set(PLANNED) <= set(GRID)
+    for kind in ("one-long", "uniform", "zipf"):
+        assert {f"b{b} h64 c4_128+1024 {kind}" for b in (16, 48, 192)} <= set(names)
+        assert {f"b{b} h64 c128_128+1024 dense {kind}" for b in (16, 48, 192)} <= set(names)
 
 
 def test_targets_are_of_shapes_that_are_measured() -> None:
@@ -31,7 +37,7 @@ def test_targets_are_of_shapes_that_are_measured() -> None:
 def test_lengths() -> None:
     assert Shape("c128_128+256", 64, 3).lengths() == [256, 256, 256]
     for batch in (1, 64, 256):
-        lengths = Shape("c4_128+512", 64, batch, unequal=True).lengths()
+        lengths = Shape("c4_128+512", 64, batch, unequal=SPREAD).lengths()
         assert len(lengths) == batch
         assert min(lengths) == 1
         assert max(lengths) == (512 if batch > 1 else 1)
@@ -43,7 +49,7 @@ def test_padding() -> None:
     assert Shape("c4_128+512", 8, 5).padded(16) == 0.5
     assert Shape("c4_128+512", 100, 5).padded(64) == 1 - 100 / 128
     # lengths 1 and 512: 3 tiles and 10
-    assert Shape("c4_128+512", 64, 2, unequal=True).padded(64) == 1 - (129 + 640) / (13 * 64)
+    assert Shape("c4_128+512", 64, 2, unequal=SPREAD).padded(64) == 1 - (129 + 640) / (13 * 64)
 
 
 def test_blocks_of_heads_come_from_the_kernel() -> None:
@@ -65,3 +71,43 @@ def test_near() -> None:
     assert near(want.bfloat16(), want)
     assert not near(want * 1.004, want)
     assert not near(want.index_fill(2, torch.tensor([7]), 0.3), want)
+
+
+@dataclass(frozen=True)
+class FakeFlashMLA:
+    """Takes one new token per request, and answers with numbers of requests and lengths."""
+
+    def get_mla_metadata(self) -> tuple[str, None]:
+        return "plan", None
+
+    def flash_mla_with_kvcache(self, q: torch.Tensor, out: torch.Tensor, **given: Any) -> Any:
+        rows, one, heads, _ = q.shape
+        assert one == 1
+        assert given["indices"].shape == (rows, 1, 2)
+        assert given["extra_indices_in_kvcache"].shape == (rows, 1, 3)
+        out.copy_(given["indices"][:, :, :1, None])
+        lse = given["topk_length"] * 10 + given["extra_topk_length"]
+        return out, lse[:, None, None].expand(rows, heads, 1).float()
+
+
+def test_flattened_rows_come_back_where_they_were() -> None:
+    """FlashMLA's answer for requests of several new tokens is that for as many requests of one, put in order."""
+    b, s_q, h = 3, 2, 64
+    q = torch.zeros(b, s_q, h, 512)
+    rows = torch.arange(b * s_q, dtype=torch.int32).view(b, s_q, 1)
+    given = {
+        "q": q,
+        "k_cache": torch.zeros(1, 1, 584),
+        "indices": rows.expand(b, s_q, 2).contiguous(),
+        "topk_length": torch.tensor([5, 6, 7], dtype=torch.int32),
+        "attn_sink": None,
+        "softmax_scale": 1.0,
+        "extra_k_cache": torch.zeros(1, 1, 584),
+        "out": torch.empty_like(q),
+    }
+    listed, lengths = rows.expand(b, s_q, 3).contiguous(), torch.tensor([1, 2, 3], dtype=torch.int32)
+    s = DecodeSet(Shape("c4_128+512", h, b, s_q), given, listed, lengths)
+    out, lse = FlashMLA(FakeFlashMLA(), flattening=True)(s)
+    assert torch.equal(out, rows[..., None].expand(b, s_q, h, 512).float())
+    assert torch.equal(given["out"], out), "written in place"
+    assert torch.equal(lse, torch.tensor([51.0, 62.0, 73.0])[:, None, None].expand(b, h, s_q))

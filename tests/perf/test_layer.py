@@ -318,6 +318,7 @@ def test_the_record_of_a_sweep(
         return {name: Timing(50.0, 49.0, 51.0, 48.0, 60.0, replays, len(calls), len(calls))}
 
     monkeypatch.setattr(layer, "time_graphs", time_graphs)
+    monkeypatch.setattr(layer, "time_apart", lambda candidates, *_, **__: (dict.fromkeys(candidates, 55.0), 1.5))
     monkeypatch.setattr(layer, "capture", lambda calls: (Graph(), len(calls)))
     monkeypatch.setattr(layer, "profile", lambda call: Timeline.of([Launch("gemm_a", 0, 8), Launch("gemm_b", 9, 8)]))
     monkeypatch.setattr(layer, "peak", lambda call: 1000)
@@ -347,6 +348,7 @@ def test_the_record_of_a_sweep(
     assert steps[1].kernels == (("products", 2.0, 16.0),)
     assert [case.case for case in found.left_out] == ["v4-flash c4a decode b16384 ctx1048576"]
     assert found.cells[0].ours.percent is not None
+    assert [cell.ours.apart for cell in found.cells] == [55.0, 55.0]
 
 
 @pytest.mark.parametrize(

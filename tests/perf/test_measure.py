@@ -143,7 +143,15 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             if name not in failures
         }
 
+    def time_apart(
+        calls: dict[str, list[measure.Call]], nbytes: float, replays: int, flops_per_set: float
+    ) -> tuple[dict[str, float], float]:
+        assert (nbytes, flops_per_set) == (COST.bytes, COST.flops)
+        return {name: 6.0 + i for i, name in enumerate(calls)}, 1.25
+
     monkeypatch.setattr(measure, "time_graphs", time_graphs)
+    monkeypatch.setattr(measure, "time_apart", time_apart)
+    monkeypatch.setattr(measure, "bind", lambda op, args: kernel)
     monkeypatch.setattr(measure, "host_cost", lambda calls: {"us": 7.0, "p10": 6.0, "p90": 8.0, "calls": 1800})
     return names
 
@@ -163,6 +171,7 @@ def test_a_cell_is_what_the_schema_says(timed: list[str]) -> None:
     assert (read.tensors, read.bytes, read.bound) == (2, 10**6, "copy")
     assert read.ours.percent == pytest.approx(100 * 10**6 / 4.28e6 / 5.0, abs=0.05)
     assert [row.host is not None for row in read.rows] == [True, False, True]
+    assert (cell["between_us"], [row.apart for row in read.rows]) == (1.25, [6.0, 7.0, 8.0])
 
 
 def test_nothing_is_timed_when_our_result_is_wrong(timed: list[str]) -> None:
@@ -214,6 +223,7 @@ def test_host_cost_is_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MEASURED = [
     {"kind": "copy", "value": 4000.0},
+    {"kind": "read", "value": 4100.0},
     {"kind": "bf16", "value": 700.0},
     {"kind": "bf16", "value": 720.0},
     {"kind": "e4m3 fast", "value": 1400.0},
@@ -227,9 +237,11 @@ def test_yardsticks_are_stated_or_the_best_measured() -> None:
     assert h200["copy"] == {"value": 4280.0, "source": "stated"}
     assert h200["bf16"] == {"value": 790.0, "source": "stated"}
     assert h200["e4m3"] == {"value": 1400.0, "source": "measured"}
-    other = yardsticks("another GPU", MEASURED[:3])
+    faster = yardsticks("NVIDIA H200", [*MEASURED, {"kind": "read", "value": 4320.0}])
+    assert faster["copy"] == {"value": 4320.0, "source": "measured"}, "no share of a ceiling is above 100"
+    other = yardsticks("another GPU", MEASURED[:4])
     assert other == {
-        "copy": {"value": 4000.0, "source": "measured"},
+        "copy": {"value": 4100.0, "source": "measured"},
         "bf16": {"value": 720.0, "source": "measured"},
     }
     assert yardsticks("another GPU", []) == {}
@@ -290,7 +302,16 @@ class Gpu:
         self.is_cold = False
 
 
-def test_times_are_of_cold_replays_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+class Graph:
+    def __init__(self, gpu: Gpu, name: str) -> None:
+        self.gpu, self.name = gpu, name
+
+    def replay(self) -> None:
+        self.gpu.replay(self.name)
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """In place of torch's events and of the memory that is read to clear the cache."""
     gpu = Gpu()
 
     class Event:
@@ -305,13 +326,6 @@ def test_times_are_of_cold_replays_behind_the_first(monkeypatch: pytest.MonkeyPa
         def elapsed_time(self, stop: Event) -> float:
             return (stop.at - self.at) / 1e3
 
-    class Graph:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def replay(self) -> None:
-            gpu.replay(self.name)
-
     class Memory:
         def sum(self) -> None:
             gpu.clear()
@@ -322,9 +336,37 @@ def test_times_are_of_cold_replays_behind_the_first(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(measure.torch, "ones", ones)
     monkeypatch.setattr(measure.torch.cuda, "Event", Event)
-    monkeypatch.setattr(measure, "capture", lambda calls, *rest: (Graph(calls[0]), 2))
+    return gpu
+
+
+def test_times_are_of_cold_replays_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fake_gpu(monkeypatch)
+    monkeypatch.setattr(measure, "capture", lambda calls, *rest: (Graph(gpu, calls[0]), 2))
     timings = measure.time_graphs({"a": ["a"], "b": ["b"]}, 1e6, replays=5)
     assert gpu.log == ["clear", "a", "clear", "b"] * 6
     for timing in timings.values():
         assert (timing.median, timing.least, timing.most, timing.replays) == (5.0, 5.0, 5.0, 5)
         assert (timing.sets, timing.calls_per_replay) == (1, 2)
+
+
+def test_calls_apart_follow_a_short_kernel_whose_time_is_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    class Numbers:
+        def add_(self, value: int) -> None:
+            ran.append("short")
+
+    def time_graphs(candidates: dict[str, list[measure.Call]], *_: Any, **__: Any) -> dict[str, measure.Timing]:
+        times = {}
+        for name, calls in candidates.items():
+            ran.clear()
+            for call in calls:
+                call()
+            times[name] = 2.0 if name == measure.BETWEEN else 7.0
+            assert ran == (["short"] * 2 if name == measure.BETWEEN else ["short", "call"] * 2)
+        return {name: measure.Timing(us, us, us, us, us, 21, 2, 2) for name, us in times.items()}
+
+    monkeypatch.setattr(measure.torch, "zeros", lambda *_, **__: Numbers())
+    monkeypatch.setattr(measure, "time_graphs", time_graphs)
+    found, between = measure.time_apart({"a": [lambda: ran.append("call")] * 2}, 1e6)
+    assert (found, between) == ({"a": 5.0}, 2.0)

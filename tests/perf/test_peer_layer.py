@@ -5,6 +5,7 @@ counts as agreement; no GPU."""
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from layers.linear import dequantize_weight, quantize_activation
 from perf import layer, peer_layer
 from perf.layer import Case
 from perf.peer_layer import Kernels, PeerStep
+from perf.peers import PeerMissing, missing_allowed
 
 
 class Flash:
@@ -247,8 +249,11 @@ def test_a_peer_that_is_missing_or_wrong_is_skipped_with_the_reason(
         raise ModuleNotFoundError("No module named 'vllm'")
 
     monkeypatch.setattr(peer_layer, "kernels", missing)
-    why = "ModuleNotFoundError: No module named 'vllm'"
-    assert layer.peers_of(step) == dict.fromkeys((peer_layer.NAME, peer_layer.STREAMS_NAME), why)
+    why = "cannot be imported: ModuleNotFoundError: No module named 'vllm'"
+    with missing_allowed():
+        assert layer.peers_of(step) == dict.fromkeys((peer_layer.NAME, peer_layer.STREAMS_NAME), why)
+    with pytest.raises(PeerMissing, match=f"the peer {re.escape(peer_layer.NAME)} {why}"):
+        layer.peers_of(step)
 
 
 def test_differences() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from perf import cli
-from perf.records import RecordError, case_of, collect, gpu_folder, load, parse, usable
+from perf.records import RecordError, case_of, collect, gpu_folder, load, parse, to_text, usable
 from perf.report import LAYER, stale
 from tests.perf import synthetic
 from tests.perf.synthetic import LEFT_OUT, cell, layer_cell, record, row
@@ -40,6 +40,9 @@ def test_every_committed_record_may_be_shown(path: Path) -> None:
     assert {c.kind for c in found.ceilings} >= {"copy", "bf16", "e4m3 fast", "e4m3 full", "launch"}
     assert all(c.ours.host is not None for c in found.cells if c.ours.us < 10)
     assert all(value for c in found.cells for peer in c.of_kind("peer") for value in peer.versions.values())
+    # those of before calls were timed apart count bytes that need not move
+    shares = [row.percent for c in found.cells for row in c.rows if row.apart is not None and row.percent is not None]
+    assert all(share <= 100 for share in shares)
 
 
 def test_report_readme_and_plots_are_up_to_date() -> None:
@@ -63,6 +66,30 @@ def test_a_good_record_is_read() -> None:
     assert [(s.name, s.reason) for s in first.skipped] == [("other", "not here")]
     assert found.cells[1].best_peer is None
     assert [(c.name, c.reason) for c in found.missing_ceilings] == [("e4m3 full matmul 8192", "RuntimeError: not here")]
+
+
+def test_a_file_has_a_line_per_cell(tmp_path: Path) -> None:
+    text = to_text(GOOD)
+    assert json.loads(text) == GOOD
+    assert list(json.loads(text)) == [*(name for name in GOOD if name != "records"), "records"]
+    assert sum(line.startswith('  {"op"') for line in text.splitlines()) == len(GOOD["records"])
+    (tmp_path / "x.json").write_text(text)
+    assert load(tmp_path / "x.json").cells == parse(GOOD).cells
+
+
+def test_a_gain_is_the_smaller_of_both_and_none_where_a_peer_was_absent() -> None:
+    data = cell(1, 1616, 2.0, {"a": 4.0, "b": 3.0})
+    assert parse(record([data])).cells[0].gain == 1.5
+    for line, us in zip(data["rows"], (3.0, 3.6, 3.9), strict=True):
+        line["us_apart"] = us
+    found = parse(record([{**data, "between_us": 1.2}])).cells[0]
+    assert found.best_peer_apart is not None
+    assert (found.best_peer_apart.name, found.gain) == ("a", pytest.approx(1.2))
+    data = cell(1, 1616, 2.0, {"a": 4.0, "b": "cannot be imported: AttributeError: no such op"})
+    found = parse(record([data])).cells[0]
+    assert (found.absent, found.gain) == (("b",), None)
+    data = cell(1, 1616, 2.0, {"a": 4.0, "b": "NotImplementedError: no such shape"})
+    assert parse(record([data])).cells[0].gain == 2.0
 
 
 def test_the_best_peer_is_the_fastest_even_if_its_result_differs() -> None:
@@ -126,6 +153,15 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no versions": (lambda d: _peer(d).pop("versions"), "versions is missing"),
     "versions": (lambda d: _peer(d).update(versions={"vllm": 33}), "versions: expected text or null for vllm"),
     "host": (lambda d: _first_row(d)["host"].pop("p90"), "host: p90 is missing"),
+    "apart without the kernel between": (
+        lambda d: _first_row(d).update(us_apart=1.7),
+        "us_apart: expected in all rows with between_us, else in none, got [True, False]",
+    ),
+    "apart in some rows": (
+        lambda d: (_first_row(d).update(us_apart=1.7), d["records"][0].update(between_us=1.2)),
+        "us_apart: expected in all rows with between_us",
+    ),
+    "apart in no time": (lambda d: _first_row(d).update(us_apart=0), "us_apart: expected a number above 0"),
     "ceiling": (lambda d: d["ceilings"][0].update(kind="speed"), "ceiling 0: kind: expected one of copy"),
     "yardstick": (lambda d: d["yardsticks"]["copy"].pop("source"), "yardstick copy: source is missing"),
     "rows no list": (lambda d: d["records"][0].update(rows={}), "rows: expected list"),

@@ -77,13 +77,13 @@ def test_host_limits(tensors: int, us: float, loses: bool) -> None:
 
 def test_the_report_holds_every_fact() -> None:
     cells = [
-        cell(1, 1616, 1.68, {"vllm-triton": 4.38, "vllm-cutedsl": "ImportError: not here"}, host=6.9),
+        cell(1, 1616, 1.68, {"vllm-triton": 4.38, "vllm-cutedsl": "ValueError: not here"}, host=6.9),
         cell(32768, 52_953_088, 14.8, {"vllm-triton": 110.58}, variants={"ours rows=2": 14.6, "ours rows=4": 17.0}),
     ]
     cells[1]["rows"][1]["checked"] = False
     text = report.render_report(book(*cells))
     assert line(text, synthetic.INSERT)[1:] == [
-        "580.1", "2.11.0", "4.8.1", "0.1.15", "3.12.3", "A CPU", "abcdef123456", "2026-11-20"
+        "580.1", "2.11.0", "4.8.1", "0.1.15", "3.12.3", "A CPU", "abcdef123456", "2026-11-20", "", "", ""
     ]  # fmt: skip
     assert line(text, "copying, bytes read and written")[1:] == ["copy 8 GB", "4275", "GB/s", "4280"]
     fast = line(text, "e4m3 matrix product, fast accumulation")
@@ -98,7 +98,7 @@ def test_the_report_holds_every_fact() -> None:
         "**14.80**", "14.65 to 14.95", "3578", "83.6", "110.6 †", "7.47", "15.00", ""
     ]  # fmt: skip
     assert "vllm-triton: vllm 0.33.0, triton 3.6.0." in text
-    assert "* vllm-cutedsl was not timed: ImportError: not here" in text
+    assert "* vllm-cutedsl was not timed: ValueError: not here" in text
     assert line(text.split("<details>")[1], "T=32768") == ["T=32768", "14.80", "14.60", "0.986", "`rows=2`"]
     assert "0 of 2 cells." in section(text, "Where we lose")
     host = line(text, "mutating op, 3 tensors")
@@ -155,9 +155,9 @@ def test_every_gpu_has_its_section_and_every_op_its_line(tmp_path: Path) -> None
     text = report.render_report(found)
     assert [part for part in text.splitlines() if part.startswith("## ")] == ["## NVIDIA B200", "## NVIDIA H200"]
     numbers = report.render_numbers(found)
-    assert numbers.count("| `dequantize_and_gather_k_cache` |") == 2
-    assert numbers.count("| `quantize_and_insert_k_cache` |") == 1
-    assert "none" in line(numbers, "`quantize_and_insert_k_cache`")
+    assert line(numbers, "op")[2::5] == ["B200 µs", "H200 µs"]
+    assert line(numbers, f"`{GATHER}`") == [f"`{GATHER}`", "T=8", *["2.00", "11.7", "none", "", ""] * 2]
+    assert line(numbers, f"`{synthetic.INSERT}`")[1:] == ["T=8", *[""] * 5, "2.00", "11.7", "none", "", ""]
 
 
 def test_rejected_rows_are_named_and_not_used() -> None:
@@ -177,12 +177,60 @@ def test_numbers_of_the_readme() -> None:
     ]
     text = report.render_numbers(book(*cells))
     assert line(text, f"`{synthetic.INSERT}`")[1:] == [
-        "T=32768", "14.80", "3578", "83.6", "59.20 vllm-triton", "4.00 (2.00 to 8.00)", "6.70"
+        "T=32768", "14.80", "83.6", "59.20 vllm-triton", "4.00 (2.00 to 8.00)", "6.70"
     ]  # fmt: skip
     assert "None of 3 shapes is slower" in text
     cells[1] = cell(64, 103_424, 2.0, {"vllm-triton": 1.9})
     assert "1 of 3 shapes are slower" in report.render_numbers(book(*cells))
     assert report.render_numbers(Book((), ())).endswith("No kernel has been measured yet.")
+
+
+@pytest.mark.parametrize("error", ["ImportError", "ModuleNotFoundError"])
+def test_no_ratio_is_stated_where_a_peer_was_absent(error: str) -> None:
+    found = book(cell(1, 1616, 1.5, {"a-loop": 9.0, "vllm-triton": f"{error}: no module"}))
+    assert line(report.render_numbers(found), f"`{synthetic.INSERT}`")[-2] == "measured without vllm-triton"
+    assert line(section(report.render_report(found), synthetic.INSERT), "T=1")[7] == ""
+    there = book(cell(1, 1616, 1.5, {"a-loop": 9.0, "vllm-triton": "NotImplementedError: no such shape"}))
+    assert line(report.render_numbers(there), f"`{synthetic.INSERT}`")[-2] == "6.00 (6.00 to 6.00)"
+
+
+def apart(one: dict[str, Any], *times: float) -> dict[str, Any]:
+    """The cell with times of calls that do not follow each other, of all candidates in turn."""
+    for row, us in zip(one["rows"], times, strict=True):
+        row["us_apart"] = us
+    return {**one, "between_us": 1.2}
+
+
+def test_the_smaller_of_both_ratios_is_stated() -> None:
+    cells = [
+        apart(cell(1, 1616, 2.0, {"a": 4.0, "b": 3.0}), 3.0, 3.6, 3.9),  # 1.5 back to back, 1.2 apart
+        apart(cell(2, 3232, 2.0, {"a": 4.0, "b": 5.0}), 2.1, 8.4, 8.6),  # 2.0 and 4.0
+        apart(cell(3, 4848, 2.0, {"a": 2.1}), 3.0, 2.9),
+    ]
+    text = report.render_report(book(*cells))
+    table = section(text, synthetic.INSERT)
+    assert line(table, "T=1")[2:] == [
+        "**2.00** / 3.00", "1.98 to 2.02", "1", "0.0", "4.00 / 3.60", "3.00 / 3.90", "1.20", "1.80", "over limit"
+    ]  # fmt: skip
+    assert [line(table, f"T={t}")[8] for t in (2, 3)] == ["2.00", "0.97"]
+    assert line(table, "T=3")[-1] == "slower"
+    lost = section(text, "Where we lose")
+    assert f"| {synthetic.INSERT} | T=3 | 2.00 / 3.00 | 2.10 / 2.90 a | 0.97 | 2.30 | slower than a apart |" in lost
+    numbers = line(report.render_numbers(book(*cells)), f"`{synthetic.INSERT}`")
+    assert numbers[1:5] == ["T=3", "2.00 / 3.00", "0.1", "2.10 / 2.90 a"]
+    assert numbers[5] == "1.32 (0.97 to 2.00)"
+
+
+def test_conditions_stand_beside_the_machine() -> None:
+    found = {"samples": 9, "sm_mhz": [1500, 1800, 1980], "memory_mhz": [2619] * 3, "power_w": [80, 500.4, 700]}
+    text = report.render_report(book(cell(1, 1616, 1.7), conditions={**found, "celsius": [40, 50, 61]}))
+    assert line(text, synthetic.INSERT)[9:] == ["1800 (1500 to 1980)", "500 (80 to 700)", "61"]
+
+
+def test_no_share_of_a_ceiling_is_above_100() -> None:
+    one = cell(1, 16_160_000, 1.7)
+    assert one["rows"][0]["percent"] > 100
+    assert line(section(report.render_report(book(one)), synthetic.INSERT), "T=1")[5] == ""
 
 
 README = f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n"

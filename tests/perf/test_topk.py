@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.runtime.arch import SMEM_BYTES
+from perf.grid import LENGTHS
 from perf.topk import BENCHES, DECODE, LONG, PICKS, PREFILL, VARIANTS, same_picks
 
 
@@ -17,10 +18,14 @@ def test_shapes() -> None:
     assert every.op == "all_visible_entries"
     assert (decode.op, prefill.op) == ("top_k_per_row_decode", "top_k_per_row_prefill")
     for bench, shapes in ((decode, DECODE + LONG), (prefill, PREFILL)):
-        names = [case.name for case in bench.cases if not case.name.endswith("slots")]
+        names = [case.name for case in bench.cases if not case.name.endswith(("slots", *LENGTHS))]
         assert names == [f"{rows}x{columns} k={k}" for rows, columns in shapes for k in PICKS]
         assert {case.rows for case in bench.cases} >= set(bench.quick)
         assert "vllm-per-row" in bench.peers
+        assert all(case.name.endswith(" between") and case.shape["group"] == "between" for case in bench.between)
+        assert {case.shape["k"] for case in bench.between} == {512, 1024, 2048}
+    for kind in LENGTHS:
+        assert len([case for case in decode.cases if case.name.endswith(kind)]) == 6
 
 
 def test_variants_are_kernels() -> None:
@@ -34,3 +39,11 @@ def test_peers_may_order_picks_as_they_like() -> None:
     want = torch.arange(2000).view(2, 1000)
     assert same_picks([want.flip(1)], [want])
     assert not same_picks([want + 1000], [want])
+    other = want.clone()
+    other[0, 0] = 1500
+    assert same_picks([other], [want]), "one of 2000, wherever it is in order"
+    other[0] = 7
+    assert not same_picks([other], [want]), "a pick that comes twice"
+    short = torch.full_like(want, -1)
+    assert same_picks([short], [short])
+    assert not same_picks([short], [want])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_kernels.runtime.contract import lies_apart, shares_element
+from cute_kernels.runtime.contract import MOST_DISTANCES, Contract, Layout, lies_apart, shares_element
 from cute_kernels.runtime.ops import OPS, define_op
 
 calls: list[str] = []
@@ -210,6 +210,80 @@ def test_symbolic_sizes_are_traced_once() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (3, 5, 9):
             assert step(torch.zeros(rows, 8)).eq(1).all()
+
+
+# ---- calls at new addresses ------------------------------------------------------------------------------------------
+
+
+def at(addresses: list[int], args: list[Any]) -> list[Any]:
+    """The tensors among `args`, each at a byte of one memory; other arguments are as they were."""
+    memory, places = torch.zeros(1 << 12, dtype=torch.uint8), iter(addresses)
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        first = next(places)
+        return memory[first : first + (1 << 11)].view(value.dtype).as_strided(value.shape, value.stride())
+
+    return [move(value) for value in args]
+
+
+def some_call(draw: random.Random) -> list[Any]:
+    def tensor() -> torch.Tensor:
+        view = some_view(draw)
+        return view if draw.random() < 0.9 else view[:0]
+
+    shape = some_view(draw)
+    alike = {"x": shape, "y": shape} if draw.random() < 0.5 else {"x": tensor(), "y": tensor()}
+    return arguments(**alike, z=tensor(), a_cache=tensor(), b_cache=tensor())
+
+
+def is_refused(function: Any, *args: Any) -> bool:
+    try:
+        function(*args)
+    except ValueError:
+        return True
+    return False
+
+
+def test_calls_at_new_addresses_are_refused_as_first_ones_are() -> None:
+    draw, counts = random.Random(2), [0, 0]
+    contract = Contract("test_contract", torch.ops.cute_kernels.test_contract.default._schema, {"y": "x"})
+    for _ in range(300):
+        args = some_call(draw)
+        layout = Layout(contract, args)
+        for _ in range(6):
+            args = at([8 * draw.randint(0, 60) for _ in range(5)], args)
+            if draw.random() < 0.3:
+                args[6] = args[0] if args[6].shape == args[0].shape else args[6]
+            addresses = [value.data_ptr() for value in args if isinstance(value, torch.Tensor)]
+            want = is_refused(contract.check_apart, args)
+            assert is_refused(layout.check, addresses, args) == want
+            assert is_refused(layout.check, addresses, args) == want  # remembered
+            counts[want] += 1
+    assert min(counts) > 300
+
+
+def test_tensors_at_a_known_distance_are_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    contract = Contract("test_contract", torch.ops.cute_kernels.test_contract.default._schema, {})
+    memory, row = torch.zeros(4096), 16
+    pair = [memory[first:].as_strided((4, 8), (row, 1)) for first in (0, 8)]
+    args = arguments(y=pair[0], z=pair[1])
+    layout = Layout(contract, args)
+    monkeypatch.setattr(contract, "check_pair", lambda *given: looked.append(given[-1]))
+
+    def check(first: int, second: int) -> None:
+        args[6:8] = [memory[at:].as_strided((4, 8), (row, 1)) for at in (first, second)]
+        layout.check([value.data_ptr() for value in args if isinstance(value, torch.Tensor)], args)
+
+    for first in (0, 64, 640):
+        check(first, first + 8)
+        check(first, first + 1024)
+    assert looked == [32]
+    for first in range(2 * MOST_DISTANCES):
+        check(1024, 1024 - 56 + first)
+    assert len(layout.apart) <= MOST_DISTANCES
 
 
 # ---- shared elements, against all addresses written out -------------------------------------------------------------

@@ -131,9 +131,11 @@ def test_every_op_with_a_kernel_has_examples_that_are_legal_calls() -> None:
     for op in ops:
         examples = verify.examples_of(op)
         assert examples is not None, op.name
-        names = []
+        arguments = [argument.name for argument in op.overload._schema.arguments]
+        names, launches = [], set()
         for example in examples():
             names.append(example.name)
+            launches.add(dict(zip(arguments, example.args, strict=True)).get("use_pdl"))
             args = clone_arguments(example.args, CPU)
             op.check(*args)
             op.reference(*args)
@@ -145,6 +147,9 @@ def test_every_op_with_a_kernel_has_examples_that_are_legal_calls() -> None:
                 if mutated:
                     assert example.agree(clone_arguments(example.args, CPU), args), f"{op.name}, {example.name}"
         assert len(names) == len(set(names)) >= 3
+        assert launches == ({False, True} if "use_pdl" in arguments else {None}), (
+            f"{op.name}: dependent launches or not"
+        )
 
 
 def test_clones_keep_views_strides_and_gaps() -> None:
@@ -169,6 +174,8 @@ def test_numbers_agree_if_both_are_nan() -> None:
 
     nan, other_nan = 0x7FC00000, -1
     assert compare_arguments(["x"], tensors([nan, 1], torch.float32), tensors([other_nan, 1], torch.float32)) == ""
+    for one in (nan, other_nan, -1):
+        assert compare_arguments(["x"], tensors([one, 1], torch.float32), tensors([-1, 1], torch.float32)) == ""
     assert compare_arguments(["x"], tensors([nan], torch.float32), tensors([1], torch.float32)) != ""
     assert compare_arguments(["x"], tensors([nan], torch.int32), tensors([other_nan], torch.int32)) != ""
     zero = compare_arguments(["x"], tensors([0], torch.float32), tensors([-(2**31)], torch.float32))

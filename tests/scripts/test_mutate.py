@@ -58,7 +58,29 @@ def test_tests_that_import_the_module_come_first() -> None:
     assert ROOT / "tests" / "perf" / "test_measure.py" in mutate.tests_of(ROOT, ROOT / "perf" / "measure.py")
 
 
-def test_kernels_are_no_host_modules() -> None:
+def test_then_those_that_import_it_through_another() -> None:
+    chosen = mutate.tests_of(ROOT, ROOT / "cute_kernels" / "compat" / "vllm_indices.py")
+    assert ROOT / "tests" / "compat" / "test_vllm.py" in chosen
+    chosen = mutate.tests_of(ROOT, ROOT / "layers" / "rotary.py")
+    assert chosen[0] == ROOT / "tests" / "layers" / "test_rotary.py"
+
+
+def test_kernels_and_benchmarks_are_no_host_modules() -> None:
     found = {path.relative_to(ROOT).as_posix() for path in mutate.modules(ROOT)}
     assert {"cute_kernels/runtime/ops.py", "layers/mla.py", "perf/measure.py"} <= found
-    assert "cute_kernels/kv_cache/gather.py" not in found
+    assert not {"cute_kernels/kv_cache/gather.py", "cute_kernels/kv_cache/verify_cases.py", "perf/linear.py"} & found
+
+
+def test_bugs_that_only_a_gpu_shows_are_not_drawn(tmp_path: Path) -> None:
+    lines = ["def f(a):", "    return a < 3", "def g(a):", "    return torch.ones(3, device='cuda') < a"]
+    lines += ["def h(a):", "    assert a < 4", "    return a > 0.5, torch.ones(a, dtype=torch.float32)"]
+    module = tmp_path / "module.py"
+    module.write_text("\n".join(lines))
+    assert {(bug.line, bug.new) for bug in mutate.bugs(tmp_path, module)} == {(2, "a <= 3"), (2, "a < 3 + 1")}
+
+
+def test_a_run_says_whether_the_tests_of_a_tree_pass(tmp_path: Path) -> None:
+    (tmp_path / "test_good.py").write_text("def test_a() -> None:\n    assert 1 + 1 == 2\n")
+    (tmp_path / "test_bad.py").write_text("def test_a() -> None:\n    assert 1 + 1 == 3\n")
+    assert mutate.passes(tmp_path, "test_good.py")
+    assert not mutate.passes(tmp_path, "test_bad.py")

@@ -289,7 +289,8 @@ def test_cost_counts_attended_rows():
     (call,) = recording.calls
     window, entries = 5 * 8, 2 + 1 + 2 + 1 + 2
     assert call.cost.flops == 2 * 3 * (window + entries) * 1024
-    assert call.cost.bytes == window * 584 + entries * 1024 + 2 * (5 * 3 * 512 * 2)
+    # each row moves once: positions 0 to 8 and 10 to 19; entries 0 and 1, and 0, 2, 3 and 4
+    assert call.cost.bytes == (9 + 10) * 584 + (2 + 4) * 1024 + 2 * (5 * 3 * 512 * 2)
 
 
 def test_compile():

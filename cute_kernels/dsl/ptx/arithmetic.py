@@ -139,6 +139,17 @@ def fma_f32x2(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
     )
 
 
+def twice_relu_f32x2(pair: Any) -> tuple[Any, Any]:
+    """sm_100a and up. x + |x| of two numbers: twice relu of it, exactly, from -fp32's largest number up to 2^127. -inf
+    gives NaN, larger numbers infinity; NaN stays NaN."""
+    return inline_ptx(
+        "{ .reg .f32 l, h; .reg .b64 a, b; abs.f32 l, {$r0}; abs.f32 h, {$r1}; mov.b64 a, {{$r0}, {$r1}}; "
+        "mov.b64 b, {l, h}; add.rn.f32x2 a, a, b; mov.b64 {{$w0}, {$w1}}, a; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[Float32(number) for number in pair],
+    )
+
+
 def div_rn(a: Any, b: Any) -> Any:
     """sm_70 and up. a / b, nearest even: a dozen instructions."""
     return _binary_f32("div.rn", a, b)

@@ -14,12 +14,13 @@ from cutlass.cute.arch import inline_ptx
 
 from cute_kernels.dsl.ptx.arithmetic import of_magnitude
 
-HAS_E4M3_AND_BF16 = CUDA_VERSION.major >= 13
-"""Whether the DSL's assembler knows the instructions between e4m3 and bf16: that of CUDA 12 does not."""
+HAS_BF16_OF_E4M3, HAS_E4M3_OF_BF16 = ((CUDA_VERSION.major, CUDA_VERSION.minor) >= first for first in ((13, 2), (13, 1)))
+"""Whether the DSL's assembler takes cvt.rn.bf16x2.e4m3x2, and cvt.rn.satfinite.e4m3x2.bf16x2: PTX ISA 9.2 and 9.1, so
+from CUDA 13.2 and 13.1 on. tests/compile/test_assemblers.py asks it."""
 
 
 def bf16x2_of_e4m3x4(codes: Any) -> tuple[Any, Any]:
-    """sm_100a and up, where HAS_E4M3_AND_BF16. The four e4m3 codes of a word as two pairs of bf16, exact, the lowest
+    """sm_100a and up, where HAS_BF16_OF_E4M3. The four e4m3 codes of a word as two pairs of bf16, exact, the lowest
     bytes first; 0x7F and 0xFF give NaN."""
     return inline_ptx(
         "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; "
@@ -67,7 +68,7 @@ def ue8m0x2(low: Any, high: Any) -> Any:
 
 
 def e4m3x4_of_bf16(low: Any, high: Any) -> Any:
-    """sm_100a and up, where HAS_E4M3_AND_BF16. Four bf16 in two words as e4m3 codes in their order: nearest even,
+    """sm_100a and up, where HAS_E4M3_OF_BF16. Four bf16 in two words as e4m3 codes in their order: nearest even,
     saturating at 448; NaN becomes 0x7F."""
     return inline_ptx(
         "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.bf16x2 lo, {$r0}; cvt.rn.satfinite.e4m3x2.bf16x2 hi, {$r1}; "

@@ -115,6 +115,17 @@ def wait_mbarrier_cluster(address: Any, phase: Any) -> None:
     )
 
 
+def test_mbarrier_cluster(address: Any, phase: Any) -> Any:
+    """sm_90 and up. As test_mbarrier; if it is complete, what threads of the cluster's other blocks did before they
+    arrived is seen."""
+    return inline_ptx(
+        "{ .reg .pred done; mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1}; "
+        "selp.b32 {$w0}, 1, 0, done; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(address), Int32(phase)],
+    )
+
+
 def arrive_cluster(barrier: Any, scope: str = "cta") -> None:
     """sm_90 and up. Arrive on an mbarrier of any block of the cluster, the address from map_shared. With the block's
     scope what threads of the block have read of their own shared memory is over, but what they wrote need not be seen

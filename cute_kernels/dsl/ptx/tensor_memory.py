@@ -29,8 +29,9 @@ LANES = 128
 
 
 def allocate_tensor_memory(shared: Any, columns: int, blocks: int = 1) -> None:
-    """sm_100a and up, not sm_120a. By a warp (of a pair: one of each block): write the address of `columns` columns, a
-    power of two from 32 to 512, to a word of shared memory. Waits until they are free."""
+    """sm_100a and up, not sm_120a. By a warp (of a pair: one of each block, when both blocks are known to be running):
+    write the address of `columns` columns, a power of two from 32 to 512, to a word of shared memory. Waits until they
+    are free."""
     inline_ptx(
         f"tcgen05.alloc.cta_group::{blocks}.sync.aligned.shared::cta.b32 [{{$r0}}], {columns};",
         read_only_args=[Int32(shared)],

@@ -7,7 +7,7 @@
     warp 10         scale warp: puts the scales of MXFP4 where tcgen05.cp takes them from (of FP8 it has nothing to do)
     warp 11         fill warp: writes -inf where a row sees no key, if that is wanted (params.Fill)
 
-    keys, queries   gmem --TMA--> rings in shared memory --tcgen05.mma--> tensor memory, 2 buffers [128 keys, columns]
+    keys, queries   gmem --TMA--> rings in shared memory --tcgen05.mma--> tensor memory, 2 or 3 of [128 keys, columns]
     scales (MXFP4)  gmem --> ring of keys --scale warp--> in order --tcgen05.cp--> tensor memory
                     tensor memory --tcgen05.ld--> relu, weights, sums over heads --> scores, a key a thread
 
@@ -27,6 +27,8 @@ No Blackwell has run this kernel yet: the host model of tests/model has.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -78,8 +80,9 @@ stages are with those who use them."""
 CONSUMERS = 2
 """Warpgroups."""
 
-BUFFERS = 2
-"""Of a tile's products in tensor memory."""
+MOST_BUFFERS = 3
+"""Of a tile's products in tensor memory, where it has columns for them; else one less. With two, consumers that take
+turns have one each, and the next product waits for its consumer; with three there is one ahead."""
 
 SCALE_COLUMNS = 4
 """Of tensor memory, for the scales of 128 rows of an operand."""
@@ -102,6 +105,9 @@ LANE_SHIFT = 16
 
 SUMS = 4
 """Of a row's heads, every fourth in each: two are added to at once, and two additions do not wait for each other."""
+
+DOUBLED = 2
+"""Of these, the first ones, that are of twice relu: see Consumer.add_heads."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,7 @@ class BlackwellConfig:
     @property
     def barriers(self) -> int:
         """mbarriers: of three rings, and where scales have been put in order."""
-        return 2 * (self.stages + self.query_stages + BUFFERS) + (self.stages if self.mxfp4 else 0)
+        return 2 * (self.stages + self.query_stages + self.buffers) + (self.stages if self.mxfp4 else 0)
 
     @property
     def smem_bytes(self) -> int:
@@ -196,18 +202,24 @@ class BlackwellConfig:
     # ---- tensor memory, in columns: products of every buffer, scales of keys for each, scales of two groups' queries
 
     @property
+    def buffers(self) -> int:
+        return MOST_BUFFERS if self._columns_of(MOST_BUFFERS) <= ptx.COLUMNS else MOST_BUFFERS - 1
+
+    def _columns_of(self, buffers: int) -> int:
+        scales = buffers + QUERY_STAGES * self.scale_tiles if self.mxfp4 else 0
+        return buffers * self.columns + scales * SCALE_COLUMNS
+
+    @property
     def key_scales_at(self) -> int:
-        return BUFFERS * self.columns
+        return self.buffers * self.columns
 
     @property
     def q_scales_at(self) -> int:
-        return self.key_scales_at + BUFFERS * SCALE_COLUMNS
+        return self.key_scales_at + self.buffers * SCALE_COLUMNS
 
     @property
     def used_columns(self) -> int:
-        if not self.mxfp4:
-            return self.key_scales_at
-        return self.q_scales_at + QUERY_STAGES * self.scale_tiles * SCALE_COLUMNS
+        return self._columns_of(self.buffers)
 
     @property
     def tensor_columns(self) -> int:
@@ -287,7 +299,8 @@ class MmaWarp:
         """Products of all tiles of the CTA."""
         config, bars, smem = self.config, self.bars, self.smem
         stage, phase = barriers.start()
-        current, turn, number = Int32(-1), Int32(-1), Int32(0)
+        buffer, buffer_phase = barriers.start()
+        current, turn = Int32(-1), Int32(-1)
         is_running = Int32(1)
         while is_running != 0:
             tile = wait_key_tile(bars.keys, smem.headers, stage, phase)
@@ -302,7 +315,7 @@ class MmaWarp:
                 if is_new:
                     current, turn = tile.group, turn + 1
                     bars.queries.wait_full(turn % QUERY_STAGES, turn // QUERY_STAGES & 1)
-                bars.products.wait_empty(number % BUFFERS, number // BUFFERS & 1)
+                bars.products.wait_empty(buffer, buffer_phase)
                 if const_expr(config.mxfp4):
                     ptx.wait_mbarrier((bars.ordered + stage).toint(), phase)
                 ptx.fence_tensor_after()
@@ -312,11 +325,11 @@ class MmaWarp:
                         self.queries + turn % QUERY_STAGES * (config.columns * config.row_bytes),
                         stage,
                         turn % QUERY_STAGES,
-                        number % BUFFERS,
+                        buffer,
                         is_new,
                     )
-                    ptx.commit_tensor(bars.products.full(number % BUFFERS).toint())
-                number += 1
+                    ptx.commit_tensor(bars.products.full(buffer).toint())
+                buffer, buffer_phase = barriers.advance(buffer, buffer_phase, config.buffers)
                 stage, phase = barriers.advance(stage, phase, config.stages)
 
     @cute.jit
@@ -435,6 +448,7 @@ class Consumer:
         first = split * config.held
         products = self.tensor + (thread // WARP * WARP << LANE_SHIFT) + first * config.heads
         stage, phase = barriers.start()
+        buffer, buffer_phase = barriers.start()
         current, turn, loaded, number = Int32(-1), Int32(-1), Int32(-1), Int32(0)
         is_running = Int32(1)
         while is_running != 0:
@@ -444,7 +458,7 @@ class Consumer:
             else:
                 if tile.group != current:
                     current, turn = tile.group, turn + 1
-                query_stage, buffer = turn % QUERY_STAGES, number % BUFFERS
+                query_stage = turn % QUERY_STAGES
                 if (number % CONSUMERS == warpgroup) | (config.row_splits > 1):
                     if loaded != turn:
                         loaded = turn
@@ -453,9 +467,12 @@ class Consumer:
                     scale = Float32(1.0)
                     if const_expr(not config.mxfp4):
                         scale = ptx.load_shared_f32(smem.scales + (stage * KEY_TILE + thread) * 4)
-                    bars.products.wait_full(buffer, number // BUFFERS & 1)
+                    bars.products.wait_full(buffer, buffer_phase)
                     ptx.fence_tensor_after()
-                    totals = self.add_heads(products + buffer * config.columns, weights, count)
+                    at = products + buffer * config.columns
+                    totals = self.add_heads(at, weights, count)
+                    if not cute.arch.vote_all_sync(are_finite(totals)):
+                        self.add_heads_again(totals, at, query_stage, first)
                     ptx.fence_tensor_before()
                     cute.arch.sync_warp()
                     if lane == 0:
@@ -463,6 +480,7 @@ class Consumer:
                     self.store(totals, seen, tile, scale)
                 release(bars, tile, query_stage, lane)
                 number += 1
+                buffer, buffer_phase = barriers.advance(buffer, buffer_phase, config.buffers)
                 stage, phase = barriers.advance(stage, phase, config.stages)
 
     @cute.jit
@@ -491,7 +509,11 @@ class Consumer:
     @cute.jit
     def add_heads(self, products: Any, weights: Any, count: cutlass.Constexpr) -> Any:
         """Sums over heads of the thread's key, for `count` rows whose products begin at an address. Some products are
-        loaded while others are added up."""
+        loaded while others are added up.
+
+        Half of the sums are of x + |x| in place of max(x, 0), which takes half the instructions, of another pipe. They
+        are twice as large: what they are rounded to is the same, unless they are below 2^-125, or beyond fp32's range.
+        """
         width = self.width
         pieces = count * self.config.heads // width
         sums = [[Float32(0.0)] * SUMS for _ in range(count)]
@@ -502,23 +524,47 @@ class Consumer:
                 coming = ptx.start_tensor_load(products + (piece + 1) * width, width)
             row = piece * width // self.config.heads
             for i in range_constexpr(0, width, 2):
-                pair = [ptx.relu(words[i + j].bitcast(Float32)) for j in range(2)]
+                pair: Any = [words[i + j].bitcast(Float32) for j in range(2)]
+                pair = ptx.twice_relu_f32x2(pair) if const_expr(i % SUMS < DOUBLED) else [ptx.relu(x) for x in pair]
                 weight = [weights[piece * width + i + j] for j in range(2)]
                 sums[row][i % SUMS : i % SUMS + 2] = ptx.fma_f32x2(pair, weight, sums[row][i % SUMS : i % SUMS + 2])
-        return [ptx.add_rn(ptx.add_rn(a, b), ptx.add_rn(c, d)) for a, b, c, d in sums]
+        totals = cute.make_rmem_tensor((count,), Float32)
+        for row in range_constexpr(count):
+            a, b, c, d = sums[row]
+            totals[row] = ptx.fma_rn(ptx.add_rn(a, b), Float32(0.5), ptx.add_rn(c, d))
+        return totals
+
+    @cute.jit
+    def add_heads_again(self, totals: Any, products: Any, query_stage: Any, first: Any) -> None:
+        """The same sums of max(x, 0) alone, where a product is -inf or a double is beyond fp32's range: rare, so in
+        few instructions."""
+        heads, words_at = self.config.heads, self.smem.weights + query_stage * (self.config.columns * 4)
+        for row in range_constexpr(cute.size(totals)):
+            weights_at, row_at = words_at + (first + row) * (heads * 4), products + row * heads
+            a, b, c, d = (Float32(0.0) for _ in range(SUMS))
+            for head in cutlass.range(0, heads, SUMS, unroll=1):
+                x = [ptx.relu(product) for product in ptx.load_tensor_memory(row_at + head, SUMS)]
+                w = [word.bitcast(Float32) for word in ptx.load_shared_128(weights_at + head * 4)]
+                a, b = ptx.fma_f32x2(x[:2], w[:2], (a, b))
+                c, d = ptx.fma_f32x2(x[2:], w[2:], (c, d))
+            totals[row] = ptx.add_rn(ptx.add_rn(a, b), ptx.add_rn(c, d))
 
     @cute.jit
     def store(self, sums: Any, seen: Any, tile: KeyTile, scale: Any) -> None:
         """Write the scores of the thread's key."""
         firsts, stops, targets = seen
         key = tile.first_key + self.thread
-        for i in range_constexpr(len(sums)):
+        for i in range_constexpr(cute.size(sums)):
             score = sums[i] * scale
             if const_expr(self.paged):
                 is_there = tile.boxes & (1 << (self.thread // self.config.box)) != 0
                 score = score if is_there else Float32(-Float32.inf)
             is_seen = (key >= firsts[i]) & (key < stops[i])
             ptx.store_global_f32(targets[i] + Int64(key) * 4, score, is_seen)
+
+
+def are_finite(sums: Any) -> Any:
+    return functools.reduce(operator.and_, (ptx.abs_f32(sums[i]) < Float32.inf for i in range(cute.size(sums))))
 
 
 # ---- kernel
@@ -622,7 +668,7 @@ class BlackwellLogitsKernel:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP)
         allocator = SmemAllocator()
-        stages = config.stages, config.query_stages, BUFFERS
+        stages = config.stages, config.query_stages, config.buffers
         keys, queries, products = (barriers.Ring.allocate(allocator, count) for count in stages)
         ordered: Any = allocator.allocate_array(Int64, config.stages) if const_expr(config.mxfp4) else None
         bars = Bars(keys, queries, products, ordered)
@@ -762,8 +808,8 @@ PREFILLS = (4096, 4096), (4096, 16384), (4096, 65536)
 
 RATIO = 4
 
-HALF_RATE = 64
-"""Maxima of a multiprocessor in a clock, if that is as on Hopper."""
+FP32_RATE = 128
+"""Additions, or multiplications with one, of a multiprocessor in a clock: the data sheet's. A packed one is two."""
 
 
 def _work(rows: int, paged: bool, mxfp4: bool) -> Work:
@@ -795,5 +841,6 @@ def _work(rows: int, paged: bool, mxfp4: bool) -> Work:
         smem=smem,
         flops=products,
         shapes=tuple(shapes),
-        threads={"maxima": KEY_TILE * config.columns / HALF_RATE},
+        # of every product its share of a sum, and of every second one x + |x|
+        threads={"sums": 1.5 * KEY_TILE * config.columns / FP32_RATE},
     )

@@ -24,7 +24,11 @@ memory, in fp32. A word has the bytes of four chunks, so it is copied, as it is,
 memory once for these four; a product says which byte it takes. The rows' words lie as umma.scale_offset has them, then
 those of the columns, 128 at a time.
 
-No Blackwell has run this kernel yet: the host model of tests/model has.
+Two CTAs of a cluster may work as a pair (fp32 scales, 256 columns; experimental, no call is given to it): each has 128
+rows, and copies half of the columns' operand for both. CTA 0's MMA warp multiplies for both, and what it waits for are
+barriers of CTA 0.
+
+No Blackwell has run these kernels yet: the host model of tests/model has.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, convert, ptx, umma, wgmma
@@ -94,14 +98,21 @@ BLOCK_BYTES = ROWS * 4
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Sizes of a kernel: `columns` of a work tile; whether scales are words of four."""
+    """Sizes of a kernel: `columns` of a work tile; whether scales are words of four; CTAs that share a work tile, which
+    has ROWS rows for each."""
 
     columns: int
     packed: bool = False
+    blocks: int = 1
 
     def __post_init__(self) -> None:
         if self.columns not in COLUMNS:
             raise ValueError(f"columns: expected one of {COLUMNS}, got {self.columns}")
+
+    @property
+    def copied_columns(self) -> int:
+        """By a CTA."""
+        return self.columns // self.blocks
 
     @property
     def threads(self) -> int:
@@ -123,7 +134,7 @@ class GemmConfig:
 
     @property
     def stages(self) -> int:
-        return min(MOST_STAGES, STAGE_BYTES // ((ROWS + self.columns) * CHUNK))
+        return min(MOST_STAGES, STAGE_BYTES // ((ROWS + self.copied_columns) * CHUNK))
 
     # ---- scales
 
@@ -179,7 +190,7 @@ class GemmConfig:
     def smem_bytes(self) -> int:
         small = (self.stages + self.scale_stages + self.buffers) * barriers.BYTES_PER_STAGE
         small = round_up(small, 128) + self.scale_stages * self.scales * 4 + 16
-        return round_up(small, 1024) + self.stages * (ROWS + self.columns) * CHUNK
+        return round_up(small, 1024) + self.stages * (ROWS + self.copied_columns) * CHUNK
 
     # ---- products
 
@@ -190,7 +201,7 @@ class GemmConfig:
 
     @property
     def instruction(self) -> int:
-        return umma.instruction("f8f6f4", "e4m3", "e4m3", ROWS, self.columns)
+        return umma.instruction("f8f6f4", "e4m3", "e4m3", self.blocks * ROWS, self.columns)
 
     def scaled_instruction(self, byte: int) -> int:
         """Of the chunk that this byte of its words is for."""
@@ -226,12 +237,51 @@ class Bars:
     scales: barriers.Ring
     products: barriers.Ring
 
+    blocks: ClassVar[int] = 1
+
     def initialize(self, config: GemmConfig) -> None:
         """By one thread. One arrival announces bytes, and one says that products are done with them; one per lane its
         scales; every warp that adds up releases products."""
         self.operands.initialize(1, 1)
         self.scales.initialize(WARP, config.scale_users)
-        self.products.initialize(1, WARPGROUPS * 4)
+        self.products.initialize(1, WARPGROUPS * 4 * self.blocks)
+
+    def release_products(self, buffer: Any) -> None:
+        """By a thread of each consumer warp."""
+        cute.arch.mbarrier_arrive(self.products.empty(buffer))
+
+    def expect(self, full: Any, size: Any) -> None:
+        """Have a stage of operands wait for so many bytes of each CTA. By a thread."""
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+
+    def wait(self, barrier: Any, phase: Any) -> None:
+        """By the MMA warp."""
+        ptx.wait_mbarrier(barrier.toint(), phase)
+
+    def commit(self, barrier: Any) -> None:
+        """Arrive when the products that this thread has started are done."""
+        ptx.commit_tensor(barrier.toint())
+
+
+class BarsOf2(Bars):
+    """Of a CTA of a pair."""
+
+    blocks = 2
+
+    def release_products(self, buffer: Any) -> None:
+        cute.arch.mbarrier_arrive(self.products.empty(buffer), 0)
+
+    @cute.jit
+    def expect(self, full: Any, size: Any) -> None:
+        """CTA 0's barriers count both CTAs' bytes: its thread tells of them."""
+        if ptx.rank_again() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.blocks * size)
+
+    def wait(self, barrier: Any, phase: Any) -> None:
+        ptx.wait_mbarrier_cluster(barrier.toint(), phase)
+
+    def commit(self, barrier: Any) -> None:
+        ptx.commit_tensor_multicast(barrier.toint(), (1 << self.blocks) - 1)
 
 
 # ---- producer: operands
@@ -247,18 +297,20 @@ class Producer:
     @cute.jit
     def run(self, work: TileScheduler, a: Any, b: Any, chunks: Any) -> None:
         """Fill the ring with the chunks of all work tiles. a, b: a copy, what it reads, and the stages."""
-        ring, rows, columns = self.bars.operands, ROWS, self.config.columns
+        ring, rows, columns = self.bars.operands, ROWS, self.config.copied_columns
         a_copy, b_copy = a[0], b[0]
         a_to, a_from = self.partition(a, rows)
         b_to, b_from = self.partition(b, columns)
         stage, phase = barriers.start()
         for number in cutlass.range(work.first, work.end, work.step, unroll=1):
             group, row_tile, column_tile = work.coords(number)
+            if const_expr(self.config.blocks > 1):
+                column_tile = column_tile * self.config.blocks + ptx.rank_again()
             for chunk in cutlass.range(chunks, unroll=1):
                 ring.wait_empty(stage, phase)
                 full = ring.full(stage)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, (rows + columns) * CHUNK)
+                    self.bars.expect(full, (rows + columns) * CHUNK)
                 cute.copy(a_copy, a_from[None, row_tile, chunk, group], a_to[None, stage], tma_bar_ptr=full)
                 cute.copy(b_copy, b_from[None, column_tile, chunk, group], b_to[None, stage], tma_bar_ptr=full)
                 stage, phase = barriers.advance(stage, phase, self.config.stages)
@@ -383,20 +435,21 @@ class MmaWarp:
         config, bars = self.config, self.bars
         stage, phase = barriers.start()
         buffer, use = barriers.start()
+        form = const_expr({"kind": "f8f6f4", "blocks": config.blocks})
         for _ in cutlass.range(work.first, work.end, work.step, unroll=1):
             for _ in cutlass.range(chunks, unroll=1):
-                bars.products.wait_empty(buffer, use)
-                bars.operands.wait_full(stage, phase)
+                bars.wait(bars.products.empty(buffer), use ^ 1)
+                bars.wait(bars.operands.full(stage), phase)
                 ptx.fence_tensor_after()
                 with cute.arch.elect_one():
                     rows = ptx.descriptor_at(config.operand, self.smem.a + stage * (ROWS * CHUNK))
-                    weights = ptx.descriptor_at(config.operand, self.smem.b + stage * (config.columns * CHUNK))
+                    weights = ptx.descriptor_at(config.operand, self.smem.b + stage * (config.copied_columns * CHUNK))
                     target = self.tensor + buffer * config.columns
                     for number, step in enumerate(config.steps):
                         operands = rows + (step >> 4), weights + (step >> 4)
-                        ptx.tensor_mma(target, *operands, config.instruction, min(number, 1), kind="f8f6f4")
-                    ptx.commit_tensor(bars.operands.empty(stage).toint())
-                    ptx.commit_tensor(bars.products.full(buffer).toint())
+                        ptx.tensor_mma(target, *operands, config.instruction, min(number, 1), **form)
+                    bars.commit(bars.operands.empty(stage))
+                    bars.commit(bars.products.full(buffer))
                 stage, phase = barriers.advance(stage, phase, config.stages)
                 buffer, use = barriers.advance(buffer, use, config.buffers)
 
@@ -487,7 +540,7 @@ class Consumer:
                 # one lane arrives for all: they must have read their scales and their products
                 cute.arch.sync_warp()
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(bars.products.empty(buffer))
+                    bars.release_products(buffer)
                     cute.arch.mbarrier_arrive(bars.scales.empty(stage))
                 stage, phase = barriers.advance(stage, phase, config.scale_stages)
                 buffer, use = barriers.advance(buffer, use, config.buffers)
@@ -551,12 +604,21 @@ class Consumer:
 # ---- kernel
 
 
+class SchedulerOf2(TileScheduler):
+    """Of a pair. The tile of rows is a CTA's; the last one's may be beyond the last row, where nothing is stored."""
+
+    def coords(self, number: Any) -> tuple[Any, Any, Any]:
+        group, row_tile, column_tile = super().coords(number)
+        return group, row_tile * BarsOf2.blocks + ptx.rank_again(), column_tile
+
+
 class BlackwellGemmKernel:
     """Entry point: (a, a_scale, b, b_scale, out, number of CTAs, stream)."""
 
     def __init__(self, key: BlackwellGemmKey) -> None:
-        self.config = key.config
-        self.name = f"deepseek_v4_fp8_einsum_sm100_{ROWS}x{key.columns}" + "_packed" * key.packed
+        config = self.config = key.config
+        self.bars = Bars if config.blocks == 1 else BarsOf2
+        self.name = f"deepseek_v4_fp8_einsum_sm100_{key.rows}x{key.columns}" + "_packed" * key.packed
 
     @cute.jit
     def __call__(
@@ -580,17 +642,24 @@ class BlackwellGemmKernel:
             length(out, 2),
             length(a, 2) // CHUNK,
         )
-        kernel.launch(grid=[ctas, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+        blocks = const_expr(self.config.blocks)
+        kernel.launch(
+            grid=[ctas // blocks * blocks, 1, 1],
+            block=[self.config.threads, 1, 1],
+            cluster=[blocks, 1, 1] if const_expr(blocks > 1) else None,
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
 
     def tma_atoms(self, a: Any, b: Any) -> tuple[Any, ...]:
         """Of each operand the copy and what it reads, then of each where it writes."""
-        columns, stages = self.config.columns, self.config.stages
+        columns, stages = self.config.copied_columns, self.config.stages
         a_tiles = wgmma.swizzled_tiles(Float8E4M3FN, ROWS, stages)
         b_tiles = wgmma.swizzled_tiles(Float8E4M3FN, columns, stages)
         # both as [rows, K, groups]
         a_view = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
         b_view = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
-        load = cpasync.CopyBulkTensorTileG2SOp()
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup(self.config.blocks))
         a_copy, a_source = cpasync.make_tiled_tma_atom(load, a_view, a_tiles, (ROWS, CHUNK))
         b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (columns, CHUNK))
         return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
@@ -616,7 +685,8 @@ class BlackwellGemmKernel:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP)
         memory = SmemAllocator()
-        bars = Bars(*(barriers.Ring.allocate(memory, n) for n in (config.stages, config.scale_stages, config.buffers)))
+        depths = config.stages, config.scale_stages, config.buffers
+        bars = self.bars(*(barriers.Ring.allocate(memory, count) for count in depths))
         scales = memory.allocate_tensor(
             Int32, cute.make_layout(config.scales * config.scale_stages), byte_alignment=128
         )
@@ -629,12 +699,15 @@ class BlackwellGemmKernel:
         if warp == producer_warp:
             for copy in (a_copy, b_copy):
                 cpasync.prefetch_descriptor(copy)
+        if const_expr(config.blocks > 1):
+            # a pair's allocation wants both CTAs to be running
+            self.synchronize()
         if warp == mma_warp:
-            ptx.allocate_tensor_memory(word.iterator.toint(), config.tensor_columns)
-            ptx.relinquish_tensor_memory()
+            ptx.allocate_tensor_memory(word.iterator.toint(), config.tensor_columns, config.blocks)
+            ptx.relinquish_tensor_memory(config.blocks)
         if thread == 0:
             bars.initialize(config)
-        cute.arch.sync_threads()
+        self.synchronize()
         cute.arch.griddepcontrol_wait()
         tensor = ptx.load_shared_s32(word.iterator.toint())
 
@@ -655,10 +728,14 @@ class BlackwellGemmKernel:
                 mma = MmaWarp(config, bars, Smem(a.iterator.toint(), b.iterator.toint(), scale), tensor)
                 if const_expr(config.packed):
                     mma.run_packed(work, chunks)
+                elif const_expr(config.blocks > 1):
+                    if ptx.rank_again() == 0:
+                        mma.run(work, chunks)
                 else:
                     mma.run(work, chunks)
-                cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)
-                ptx.free_tensor_memory(tensor, config.tensor_columns)
+                if const_expr(config.blocks == 1):
+                    cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)
+                    ptx.free_tensor_memory(tensor, config.tensor_columns)
         else:
             if const_expr(config.has_many_totals):
                 cute.arch.setmaxregister_increase(REGISTERS[1])
@@ -668,14 +745,31 @@ class BlackwellGemmKernel:
                 consumer.run_packed(work, chunks)
             else:
                 consumer.run(work, chunks)
-            cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)
+            if const_expr(config.blocks == 1):
+                cute.arch.barrier(barrier_id=SUMS_DONE, number_of_threads=sharers)
+        if const_expr(config.blocks > 1):
+            self.synchronize()
+            if warp == mma_warp:
+                ptx.free_tensor_memory(tensor, config.tensor_columns, config.blocks)
+
+    def synchronize(self) -> None:
+        """All threads that share work tiles."""
+        if const_expr(self.config.blocks > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
     def work(self, rows: Any, groups: Any, columns: Any) -> TileScheduler:
         """The CTA's work tiles. Counted by each role for itself: what all share, the assembler spills."""
-        row_tiles = cute.ceil_div(rows, ROWS)
+        blocks = const_expr(self.config.blocks)
+        row_tiles = cute.ceil_div(rows, blocks * ROWS)
         column_tiles = cute.ceil_div(columns, self.config.columns)
         ctas, _, _ = cute.arch.grid_dim()
-        return TileScheduler(ptx.block_again(), groups * row_tiles * column_tiles, ctas, row_tiles, column_tiles)
+        tiles = groups * row_tiles * column_tiles
+        if const_expr(blocks > 1):
+            return SchedulerOf2(ptx.block_again() // blocks, tiles, ctas // blocks, row_tiles, column_tiles)
+        return TileScheduler(ptx.block_again(), tiles, ctas, row_tiles, column_tiles)
 
 
 # ---- key
@@ -714,6 +808,27 @@ class BlackwellGemmKey(KernelKey):
         return BlackwellGemmKernel(self), fake_arguments(Int32 if self.packed else Float32)
 
 
+@dataclass(frozen=True)
+class BlackwellPairGemmKey(BlackwellGemmKey):
+    """As BlackwellGemmKey. A pair of CTAs has a work tile of 256 rows and 256 columns; scales are fp32."""
+
+    kernel_name: ClassVar[str] = "output.blackwell.einsum_2cta"
+
+    def __post_init__(self) -> None:
+        if self.packed or self.columns != COLUMNS[-1]:
+            raise ValueError(
+                f"expected {COLUMNS[-1]} columns and fp32 scales, got {self.columns}, packed={self.packed}"
+            )
+
+    @property
+    def rows(self) -> int:
+        return self.config.blocks * ROWS
+
+    @property
+    def config(self) -> GemmConfig:
+        return GemmConfig(self.columns, blocks=BarsOf2.blocks)
+
+
 # ---- what a work tile takes
 
 GROUPS, RANK, WIDTH = 8, 1024, 4096
@@ -727,24 +842,27 @@ LANES = 128
 
 def work() -> tuple[Work, ...]:
     """What perf/roofline.py makes times of."""
-    return tuple(_work(columns, packed) for packed in (False, True) for columns in COLUMNS)
+    kinds = [GemmConfig(columns, packed) for packed in (False, True) for columns in COLUMNS]
+    return tuple(_work(config) for config in (*kinds, GemmConfig(COLUMNS[-1], blocks=BarsOf2.blocks)))
 
 
-def _work(columns: int, packed: bool) -> Work:
+def _work(config: GemmConfig) -> Work:
+    """Of a work tile, in one of its CTAs."""
+    columns, packed, blocks = config.columns, config.packed, config.blocks
     chunks = WIDTH // CHUNK
-    scales = chunks * GemmConfig(columns, packed).scales * 4 // (4 if packed else 1)
-    operands = (ROWS + columns) * WIDTH
+    scales = chunks * config.scales * 4 // (4 if packed else 1)
+    operands = (ROWS + config.copied_columns) * WIDTH
     products = 2 * ROWS * columns * WIDTH
     shapes = []
     for rows in CALLS:
-        tiles = GROUPS * -(-rows // ROWS) * (RANK // columns)
+        tiles = GROUPS * -(-rows // (blocks * ROWS)) * (RANK // columns)
         moved = GROUPS * (RANK * WIDTH + rows * (WIDTH + WIDTH // CHUNK * 4 + RANK * 2))
         shapes.append(Shape(f"G={GROUPS} T={rows}", tiles, moved))
     return Work(
         op="deepseek_v4_fp8_einsum",
-        kernel=f"{columns} columns" + ", packed scales" * packed,
-        tile=f"{ROWS} rows, {columns} columns, K = {WIDTH}",
-        blocks=1,
+        kernel=f"{columns} columns" + ", packed scales" * packed + ", pair of blocks" * (blocks > 1),
+        tile=f"{blocks * ROWS} rows, {columns} columns, K = {WIDTH}",
+        blocks=blocks,
         hbm=0,
         mma={"e4m3": products},
         smem={"copies": operands, "operands": operands, "scales": 2 * scales},

@@ -1138,6 +1138,9 @@ class DecodeKernel:
         bars = self.barriers.allocate(smem)
         if thread == 0:
             bars.initialize()
+        if const_expr(self.plan.BLOCKS > 1):
+            # a pair's allocation wants both CTAs to be running
+            self.synchronize()
         if warp == MMA_WARP:
             # all of it, so it begins at address 0
             ptx.allocate_tensor_memory(at.tensor_memory, ptx.COLUMNS, self.plan.BLOCKS)
@@ -1265,7 +1268,7 @@ def work() -> tuple[Work, ...]:
             flops=products,
             shapes=shapes(HEADS),
             # instructions of a warp of each, which share a scheduler. CUDA 12's assembler moves the bits of codes;
-            # that of CUDA 13 converts them in 325
+            # that of CUDA 13.2 converts them in 325
             threads={"codes to bf16": 780, "softmax": 290, "all else": 60},
         ),
     )

@@ -311,23 +311,32 @@ FOUR = PAIR_THREADS * 16
 """Bytes from four scores of a thread to the next four."""
 
 
+def trade_scores(column: Any, thread: Any, trade_at: Any, meet: Callable[[], None]) -> tuple[Any, ...]:
+    """A thread's scores: of its lane's parts of S, from a column of tensor memory on, it gives those of the other
+    warp's keys away, and adds what it gets to the others. By the warps that share heads.
+
+    trade_at   where pairs of warps trade
+    meet       waits for the other warp
+    """
+    pair, half, lane = thread // 32 % 2, thread // HEADS, thread % 32
+    given = ptx.load_tensor_memory(column + (half ^ 1) * KEPT, KEPT)
+    given_at = trade_at + trade_offset(pair, half, lane)
+    for i in range(0, KEPT, 4):
+        words = [value.bitcast(Int32) for value in given[i : i + 4]]
+        ptx.store_shared_128(given_at + i // 4 * FOUR, words)
+    kept = ptx.load_tensor_memory(column + half * KEPT, KEPT)
+    meet()
+    others_at = trade_at + trade_offset(pair, half ^ 1, lane)
+    got = [word for i in range(0, KEPT, 4) for word in ptx.load_shared_128(others_at, offset=i // 4 * FOUR)]
+    return tuple(mine + word.bitcast(Float32) for mine, word in zip(kept, got, strict=True))
+
+
 class SoftmaxOf2(Softmax):
     plan = TwoCtas
 
     def load_scores(self, buffer: Any, thread: Any, lanes: Any, at: Smem) -> tuple[Any, ...]:
         """The place is free: of the tile before the other warp has used what it got, before it told its maxima."""
-        first = lanes + S_COLUMN + buffer * S_COLUMNS
-        pair, half, lane = thread // 32 % 2, thread // HEADS, thread % 32
-        given = ptx.load_tensor_memory(first + (half ^ 1) * KEPT, KEPT)
-        given_at = at.q + trade_offset(pair, half, lane)
-        for i in range(0, KEPT, 4):
-            words = [value.bitcast(Int32) for value in given[i : i + 4]]
-            ptx.store_shared_128(given_at + i // 4 * FOUR, words)
-        kept = ptx.load_tensor_memory(first + half * KEPT, KEPT)
-        self.pair_barrier(thread)
-        others_at = at.q + trade_offset(pair, half ^ 1, lane)
-        got = [word for i in range(0, KEPT, 4) for word in ptx.load_shared_128(others_at, offset=i // 4 * FOUR)]
-        return tuple(mine + word.bitcast(Float32) for mine, word in zip(kept, got, strict=True))
+        return trade_scores(lanes + S_COLUMN + buffer * S_COLUMNS, thread, at.q, lambda: self.pair_barrier(thread))
 
     @cute.jit
     def load_queries(

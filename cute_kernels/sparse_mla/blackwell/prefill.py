@@ -225,13 +225,22 @@ class Bars:
         self.lists.initialize(1, 1 + KV_WARPS + SOFTMAX_WARPS)
         self.initialize_others()
 
-    def initialize_others(self) -> None:
+    def initialize_others(self, softmax_warps: int = SOFTMAX_WARPS) -> None:
+        """softmax_warps: that give P"""
         for buffer in range(BUFFERS):
             cute.arch.mbarrier_init(self.s + buffer, 1)
-        self.p.initialize(SOFTMAX_WARPS, 1)
+        self.p.initialize(softmax_warps, 1)
         self.o.initialize(1 + SOFTMAX_WARPS, EPILOGUE_WARPS)
         cute.arch.mbarrier_init(self.q_done, 1)
         cute.arch.mbarrier_init_fence()
+
+    def give_p(self, buffer: Any) -> None:
+        """P is there. By a thread of each softmax warp."""
+        cute.arch.mbarrier_arrive(self.p.full(buffer))
+
+    def release_o(self) -> None:
+        """O has been loaded. By a thread of each epilogue warp."""
+        cute.arch.mbarrier_arrive(self.o.empty(0))
 
 
 BARRIERS = 2 * (STAGES + BUFFERS + SLOTS + 1) + BUFFERS + 1
@@ -394,6 +403,9 @@ class KVLoader:
     parts: ClassVar[int] = KV_WARPS
     """Of the ring that is filled: its depth; of a stage bytes, slabs, columns of each, and threads that share it."""
 
+    query_stages: ClassVar[int] = 1
+    """That a work tile's queries take."""
+
     def ring(self) -> tuple[barriers.Ring, Any]:
         """Its barriers and its address."""
         return self.bars.kv, self.smem.kv
@@ -407,10 +419,12 @@ class KVLoader:
         slot, list_phase = barriers.start()
         work_tile, q_phase, flags = Int32(self.scheduler.first), Int32(1), Int32(0)
         while flags & END == 0:
-            ring.wait_empty(stage, phase)
-            self.copy_queries_async(work_tile, q_phase, ring_at + stage * self.stage_bytes, ring.full(stage))
+            for number in range_constexpr(self.query_stages):
+                ring.wait_empty(stage, phase)
+                stage_at = ring_at + stage * self.stage_bytes
+                self.copy_queries_async(work_tile, number, q_phase, stage_at, ring.full(stage))
+                stage, phase = barriers.advance(stage, phase, self.stages)
             work_tile, q_phase = work_tile + self.scheduler.step, q_phase ^ 1
-            stage, phase = barriers.advance(stage, phase, self.stages)
             flags = Int32(0)
             while flags & LAST == 0:
                 lists.wait_full(slot, list_phase)
@@ -423,9 +437,11 @@ class KVLoader:
                 slot, list_phase = barriers.advance(slot, list_phase, SLOTS)
 
     @cute.jit
-    def copy_queries_async(self, work_tile: Any, q_phase: Any, stage_at: Any, full: Any) -> None:
-        """Start to copy the part of a work tile's queries; q_phase: the parity of q_done that the work tile before has
-        to have completed."""
+    def copy_queries_async(
+        self, work_tile: Any, number: cutlass.Constexpr, q_phase: Any, stage_at: Any, full: Any
+    ) -> None:
+        """Start to copy the part of a stage of a work tile's queries, the stage of that number; q_phase: the parity of
+        q_done that the work tile before has to have completed."""
         row, first = self.scheduler.coords(work_tile)
         queries = self.maps[0]
         cute.arch.mbarrier_arrive_and_expect_tx(full, SLABS // self.parts * SLAB_BYTES)
@@ -626,7 +642,7 @@ class Softmax:
                 flags = ptx.load_shared_s32(smem.lists + slot * LIST_BYTES + FLAGS_AT)
                 ptx.wait_mbarrier((bars.s + buffer).toint(), phase)
                 ptx.fence_tensor_after()
-                scores = list(ptx.load_tensor_memory(lanes + S_COLUMN + buffer * S_COLUMNS, S_COLUMNS))
+                scores = list(self.load_scores(buffer, lanes))
                 cute.arch.sync_warp()
                 if thread & 31 == 0:
                     cute.arch.mbarrier_arrive(bars.lists.empty(slot))
@@ -661,7 +677,7 @@ class Softmax:
                 ptx.fence_tensor_before()
                 cute.arch.sync_warp()
                 if thread & 31 == 0:
-                    cute.arch.mbarrier_arrive(bars.p.full(buffer))
+                    bars.give_p(buffer)
                 is_first, tile = Int32(0), tile + 1
 
             row_sum = self.of_both(row_sum, operator.add)
@@ -676,6 +692,10 @@ class Softmax:
             if thread & 31 == 0:
                 cute.arch.mbarrier_arrive(bars.o.full(0))
             work_tile, o_phase = work_tile + self.scheduler.step, o_phase ^ 1
+
+    def load_scores(self, buffer: Any, lanes: Any) -> tuple[Any, ...]:
+        """The thread's, of S_COLUMNS keys."""
+        return ptx.load_tensor_memory(lanes + S_COLUMN + buffer * S_COLUMNS, S_COLUMNS)
 
     def pair(self, low: Any, high: Any) -> Any:
         """Two elements of P in a word."""
@@ -751,6 +771,8 @@ class Epilogue:
     bars: Any
     smem: Smem
 
+    o_dim: ClassVar[Callable[..., Any]] = staticmethod(o_dim)
+
     @cute.jit
     def run(self) -> None:
         """Store the results of all work tiles."""
@@ -771,7 +793,7 @@ class Epilogue:
             is_head = first + head < self.q.heads
             for block in cutlass.range(O_COLUMNS // O_BLOCK, unroll=1):
                 found = ptx.load_tensor_memory(lanes + block * O_BLOCK, O_BLOCK)
-                place = target + Int64(o_dim(half, block) * 2)
+                place = target + Int64(self.o_dim(half, block) * 2)
                 for i in range_constexpr(O_BLOCK // (2 * WORDS)):
                     own = [Float32(found[2 * WORDS * i + j]) * factor for j in range(2 * WORDS)]
                     words = [ptx.bf16x2(own[2 * j], own[2 * j + 1]) for j in range(WORDS)]
@@ -779,7 +801,7 @@ class Epilogue:
             ptx.fence_tensor_before()
             cute.arch.sync_warp()
             if thread & 31 == 0:
-                cute.arch.mbarrier_arrive(self.bars.o.empty(0))
+                self.bars.release_o()
             work_tile, phase = work_tile + self.scheduler.step, phase ^ 1
 
 
@@ -793,6 +815,8 @@ class PrefillKernel:
     dtype            of queries and rows
     index_loader, kv_loader, dequantizer
                      roles, which kernels over rows of another kind have otherwise
+    blocks, mma, softmax, epilogue
+                     CTAs that share a work tile, and roles that these have otherwise
     """
 
     name = "sparse_mla_prefill"
@@ -801,6 +825,10 @@ class PrefillKernel:
     index_loader: type[IndexLoader] = IndexLoader
     kv_loader: type[KVLoader] = KVLoader
     dequantizer: Any = None
+    blocks: int = 1
+    mma: type[Mma] = Mma
+    softmax: type[Softmax] = Softmax
+    epilogue: type[Epilogue] = Epilogue
 
     @cute.jit
     def __call__(
@@ -852,7 +880,7 @@ class PrefillKernel:
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         heads = length(q, 1)
-        group_bits = Int32(1) if heads > HEADS else Int32(0)
+        group_bits = Int32(1) if heads > self.blocks * HEADS else Int32(0)
         work_tiles = length(q, 0) << group_bits
         kernel = self.kernel(
             (self.queries_map(q), *maps),
@@ -864,8 +892,14 @@ class PrefillKernel:
             work_tiles,
             group_bits,
         )
-        grid = [cutlass.min(ctas, work_tiles), 1, 1]
-        kernel.launch(grid=grid, block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+        blocks = const_expr(self.blocks)
+        kernel.launch(
+            grid=[cutlass.min(ctas // blocks, work_tiles) * blocks, 1, 1],
+            block=[self.config.threads, 1, 1],
+            cluster=[blocks, 1, 1] if const_expr(blocks > 1) else None,
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(
@@ -893,21 +927,24 @@ class PrefillKernel:
         bars = self.config.bars.allocate(allocator)
         if thread == 0:
             bars.initialize()
+        if const_expr(self.blocks > 1):
+            # a pair's allocation wants both CTAs to be running
+            self.synchronize()
         if warp == EPILOGUE_WARP:
             # all of it, so it begins at address 0; nobody needs to be told
-            ptx.allocate_tensor_memory(smem.exchange, ptx.COLUMNS)
-            ptx.relinquish_tensor_memory()
-        cute.arch.sync_threads()
+            ptx.allocate_tensor_memory(smem.exchange, ptx.COLUMNS, self.blocks)
+            ptx.relinquish_tensor_memory(self.blocks)
+        self.synchronize()
         cute.arch.griddepcontrol_wait()
 
-        config, scheduler = self.config, PrefillScheduler(cta, work_tiles, ctas, group_bits)
+        config, scheduler = self.config, self.own(PrefillScheduler(cta, work_tiles, ctas, group_bits))
         if warp < EPILOGUE_WARP:
-            Softmax(config, thread, scheduler, q, out, sink, scale_log2, bars, smem).run()
+            self.softmax(config, thread, scheduler, q, out, sink, scale_log2, bars, smem).run()
         elif warp < MMA_WARP:
-            Epilogue(thread - EPILOGUE_WARP * 32, scheduler, q, out, bars, smem).run()
+            self.epilogue(thread - EPILOGUE_WARP * 32, scheduler, q, out, bars, smem).run()
         elif warp == MMA_WARP:
             with cute.arch.elect_one():
-                Mma(config, bars, smem).run()
+                self.mma(config, bars, smem).run()
         elif warp == INDEX_WARP:
             self.index_loader(scheduler, kv, bars, smem).run()
         elif warp < DEQUANT_WARP:
@@ -920,9 +957,17 @@ class PrefillKernel:
             if const_expr(self.dequantizer is not None):
                 self.dequantizer(thread - DEQUANT_WARP * 32, bars, smem).run()
         cute.arch.sync_warp()
-        cute.arch.sync_threads()
+        self.synchronize()
         if warp == EPILOGUE_WARP:
-            ptx.free_tensor_memory(0, ptx.COLUMNS)
+            ptx.free_tensor_memory(0, ptx.COLUMNS, self.blocks)
+
+    def own(self, scheduler: PrefillScheduler) -> PrefillScheduler:
+        """A CTA's work tiles, of a scheduler of CTAs."""
+        return scheduler
+
+    def synchronize(self) -> None:
+        """All threads that share work tiles."""
+        cute.arch.sync_threads()
 
 
 # ---- key

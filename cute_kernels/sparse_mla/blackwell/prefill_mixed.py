@@ -179,7 +179,9 @@ class CodesLoader(KVLoader):
         return self.bars.raw, self.smem.raw
 
     @cute.jit
-    def copy_queries_async(self, work_tile: Any, q_phase: Any, stage_at: Any, full: Any) -> None:
+    def copy_queries_async(
+        self, work_tile: Any, number: cutlass.Constexpr, q_phase: Any, stage_at: Any, full: Any
+    ) -> None:
         row, first = self.scheduler.coords(work_tile)
         cute.arch.mbarrier_arrive_and_expect_tx(full, RAW_BYTES // self.parts)
         own = CODE_SLABS // self.parts

@@ -65,6 +65,7 @@ from cute_kernels.sparse_mla.params import (
     TileScheduler,
     logs_of,
     out_scale_of,
+    tiles_of,
 )
 from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
@@ -165,6 +166,9 @@ TARGET = 16
 """Bytes of a tile's target: flags; of a work tile's last tile, heads that are there, address of their rows of O, or
 where codes are stored, the query row and the first head."""
 
+MOST_ROUNDS = 16
+"""Work tiles of a cluster that a planner orders."""
+
 S_PARTIAL_BYTES = ROWS // 2 * KEYS * 4
 P_BYTES = ROWS // 2 * KEYS * 2
 WORDS_BYTES = 128 * 16
@@ -186,6 +190,7 @@ def smem_parts() -> dict[str, int]:
         "target": P_STAGES * TARGET,
         "row_max": ROWS // 2 * 4,
         "row_sum": 128 * 4,
+        "order": MOST_ROUNDS * 4,
     }
 
 
@@ -212,6 +217,7 @@ class Smem(NamedTuple):
     target       [2 stages] targets
     row_max      [4 warps][8 heads] running maxima
     row_sum      [128 threads] running sums
+    order        [16] the cluster's work tiles, see Planner
     """
 
     q: Any
@@ -226,6 +232,7 @@ class Smem(NamedTuple):
     target: Any
     row_max: Any
     row_sum: Any
+    order: Any
 
 
 @dataclass(frozen=True)
@@ -274,6 +281,218 @@ class Bars:
             for i in range(count):
                 cute.arch.mbarrier_init(first + i, arrivals)
         cute.arch.mbarrier_init_fence()
+
+
+# ---- planner
+
+MOST_PLANNED = THREADS // 2
+"""Work tiles of a call that are ordered: each is compared with all others."""
+
+PLANNED_WARPS = MOST_PLANNED // 32
+
+MOST_COUNTED = 1 << 20
+"""Tiles of a work tile that are told from more."""
+
+AROUND = 2
+"""Tiles that the beginning and the end of a work tile take as long as."""
+
+LEAST_TILES = 32
+"""Of a cluster, if rows are as long as lists: with fewer it is not worth it. It takes 1 to 3 us."""
+
+LINES = 64
+"""Of 128 bytes, of a work tile's list, that are asked for early."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Deals the work tiles of a call to its clusters, where there are more of them than clusters: the longest first,
+    to the clusters in turn, there and back; but those whose first one is longer than what a cluster has on average get
+    no other. Splits behind a row's last tile are left out: they are marked empty at once. What is summed where does
+    not depend on any of it.
+
+    Every CTA goes through all lengths by itself, so nobody waits for a kernel ahead or shares memory with another call.
+    While nothing is copied, the ring of copies has room for it:
+
+        weights   [384] of work tiles, all different: tiles, then number; -1 if it is left out
+        heavier   [768 threads] how many work tiles, of a share of them, have more weight than one, which is the
+                  thread's modulo a period: fewer work tiles have a shorter period and smaller shares
+        sums      [12 warps] of their work tiles: those that have work, tiles of these
+        longest   [12 warps] tiles of the longest of them
+        longer    [12 warps] how many of them are longer than average
+    """
+
+    config: DecodeConfig
+    smem: Smem
+    rank: Any
+    scheduler: TileScheduler
+    sources: KVSources
+    out: Output
+    thread: Any
+
+    def is_worth_it(self) -> Any:
+        """Whether clusters have several work tiles, as many as there is room for and enough keys."""
+        scheduler = self.scheduler
+        work_tiles, clusters = scheduler.end, scheduler.step
+        tiles = sum(tiles_of(columns) for _, columns in self.lists)
+        split = (tiles + (scheduler.splits.divisor - 1)) // scheduler.splits.divisor
+        split = cutlass.select_(scheduler.split_tiles != 0, cutlass.min(scheduler.split_tiles, tiles), split)
+        rounds = (work_tiles + (clusters - 1)) // clusters
+        has_room = (work_tiles <= MOST_PLANNED) & (rounds <= MOST_ROUNDS)
+        return has_room & (rounds > 1) & (rounds * split >= LEAST_TILES)
+
+    @property
+    def lists(self) -> list[tuple[IndexList, Any]]:
+        """Lists, and how many columns they have room for."""
+        sources, extra = self.sources, self.config.extra
+        found = [(sources.indices, sources.indices.columns)]
+        if extra != "none":
+            page_rows = sources.extra_cache.rows.divisor if extra == "dense" else 1
+            found.append((sources.extra_indices, sources.extra_indices.columns * page_rows))
+        return found
+
+    @property
+    def heavier(self) -> Any:
+        return self.smem.fp8 + MOST_PLANNED * 4
+
+    @property
+    def sums(self) -> Any:
+        return self.heavier + THREADS * 4
+
+    @property
+    def longest(self) -> Any:
+        return self.sums + PLANNED_WARPS * 8
+
+    @property
+    def longer(self) -> Any:
+        return self.longest + PLANNED_WARPS * 4
+
+    @property
+    def parts(self) -> Any:
+        """Threads that have a work tile in common."""
+        end = self.scheduler.end
+        return cutlass.select_(end <= THREADS // 6, Int32(6), cutlass.select_(end <= THREADS // 3, Int32(3), Int32(2)))
+
+    @cute.jit
+    def run(self) -> Any:
+        """How many work tiles the cluster has, which it finds at smem.order; or -1 if all are as long, and it has every
+        step-th one."""
+        # of the warps that have work tiles
+        of_warp = cutlass.min(self.thread % 32, PLANNED_WARPS - 1)
+        self.prefetch_lists()
+        weight = self.weigh()
+        cute.arch.sync_threads()
+        count, load = (self.over_warps(number) for number in ptx.load_shared_64(self.sums + of_warp * 8))
+        longest = Int32(cute.arch.warp_redux_sync(ptx.load_shared_s32(self.longest + of_warp * 4), "max"))
+        dealt = Int32(-1)
+        if count < self.scheduler.end or load != count * longest:
+            dealt = self.deal(weight, count, load, of_warp)
+        # before bulk copies write where this was read
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        return dealt
+
+    @cute.jit
+    def deal(self, weight: Any, count: Any, load: Any, of_warp: Any) -> Any:
+        """How many work tiles the cluster has. A barrier follows."""
+        smem, thread, clusters = self.smem, self.thread, self.scheduler.step
+        lane = thread % 32
+        is_long = weight >= 0 and (weight // MOST_PLANNED + AROUND) * clusters > load
+        longer = cute.arch.popc(cute.arch.vote_ballot_sync(is_long))
+        if lane == 0 and thread < MOST_PLANNED:
+            ptx.store_shared_s32(self.longer + thread // 32 * 4, longer)
+        parts = self.parts
+        period = THREADS // parts
+        self.count_heavier(parts, period)
+        cute.arch.sync_threads()
+        longer = ptx.load_shared_s32(self.longer + of_warp * 4)
+        closed = self.over_warps(longer)
+        rest = cutlass.max(count - clusters, Int32(0))
+        if (clusters - closed) * (MOST_ROUNDS - 1) < rest:
+            closed = Int32(0)
+        others = clusters - closed
+        own = self.scheduler.first - closed
+        if weight >= 0:
+            ahead = -clusters
+            for number in cutlass.range(thread, THREADS, period, unroll=1):
+                ahead += ptx.load_shared_s32(self.heavier + number * 4)
+            turn = ahead // others
+            place = ahead - turn * others
+            place = place if turn % 2 != 0 else others - 1 - place
+            if ahead < 0:
+                turn, place = Int32(-1), ahead + others
+            if place == own:
+                ptx.store_shared_s32(smem.order + (turn + 1) * 4, thread)
+        turns = rest // others
+        place = own if turns % 2 != 0 else others - 1 - own
+        turns = turns + Int32(place < rest - turns * others)
+        return Int32(self.scheduler.first < count) + (turns if own >= 0 else Int32(0))
+
+    def over_warps(self, number: Any) -> Any:
+        """Sum over the first lanes' numbers, each of a warp that has work tiles."""
+        number = cutlass.select_(self.thread % 32 < PLANNED_WARPS, number, Int32(0))
+        return Int32(cute.arch.warp_redux_sync(number, "add"))
+
+    @cute.jit
+    def prefetch_lists(self) -> None:
+        """L2 has the first columns of every cluster's share of the work tiles while their lengths are on their way."""
+        scheduler, line = self.scheduler, self.thread % LINES
+        work_tile = scheduler.first + self.thread // LINES * scheduler.step
+        if work_tile < scheduler.end:
+            batch, token, _, _ = scheduler.coords(work_tile)
+            for indices, _ in self.lists:
+                ptx.prefetch_l2(indices.row(batch, token) + Int64(line) * 128, line * 32 < indices.columns)
+
+    @cute.jit
+    def weigh(self) -> Any:
+        """Weight of the thread's work tile, which is stored with the warp's sums. A barrier follows."""
+        scheduler, thread = self.scheduler, self.thread
+        weight, load = Int32(-1), Int32(0)
+        if thread < scheduler.end:
+            batch, token, split_idx, head_group = scheduler.coords(thread)
+            first, end = scheduler.tiles(split_idx, self.tiles(batch, token))
+            if end > first or split_idx == 0:
+                tiles = cutlass.min(end - first, Int32(MOST_COUNTED))
+                weight = tiles * MOST_PLANNED + (MOST_PLANNED - 1 - thread)
+                load = tiles + AROUND
+            elif thread % scheduler.step == scheduler.first and self.rank == 0:
+                self.mark_empty(batch, token, split_idx, head_group)
+        if thread < MOST_PLANNED:
+            ptx.store_shared_s32(self.smem.fp8 + thread * 4, weight)
+            longest = cute.arch.warp_redux_sync(load, "max")
+            load = cute.arch.warp_redux_sync(load, "add")
+            count = cute.arch.popc(cute.arch.vote_ballot_sync(weight >= 0))
+            if thread % 32 == 0:
+                ptx.store_shared_64(self.sums + thread // 32 * 8, count, load)
+                ptx.store_shared_s32(self.longest + thread // 32 * 4, longest)
+        return weight
+
+    @cute.jit
+    def count_heavier(self, parts: Any, period: Any) -> None:
+        """Compare one work tile with a share of all. A barrier follows."""
+        end = self.scheduler.end
+        part = self.thread // period
+        number = self.thread - part * period
+        share = (end + 4 * parts - 1) // (4 * parts) * 4
+        weight, heavier = ptx.load_shared_s32(self.smem.fp8 + number * 4), Int32(0)
+        stop = cutlass.min((part + 1) * share, end)
+        for other in cutlass.range(part * share, stop, 4, unroll=4):
+            for other_weight in ptx.load_shared_128(self.smem.fp8 + other * 4):
+                heavier += Int32(other_weight > weight)
+        ptx.store_shared_s32(self.heavier + self.thread * 4, heavier)
+
+    def tiles(self, batch: Any, token: Any) -> Any:
+        """Of a row."""
+        words = [indices.load_length(batch, token) for indices, _ in self.lists]
+        counts = [indices.live_of(word, columns) for (indices, columns), word in zip(self.lists, words, strict=True)]
+        return sum(tiles_of(count) for count in counts)
+
+    @cute.jit
+    def mark_empty(self, batch: Any, token: Any, split_idx: Any, head_group: Any) -> None:
+        """Store the log-sum-exps of a split without keys."""
+        first = head_group * self.config.heads
+        for head in cutlass.range(first, cutlass.min(first + self.config.heads, self.out.heads), 1, unroll=1):
+            at = self.out.lse.of(split_idx, batch, head, token)
+            ptx.store_global_s32(at, Float32(Float32.inf).bitcast(Int32))
 
 
 # ---- producer
@@ -365,11 +584,7 @@ class Producer:
             self.prefetch_queries(queries, heads)
             tiles0 = (live0 + (KEYS - 1)) // KEYS
             tiles = tiles0 + (live1 + (KEYS - 1)) // KEYS
-            tile, _ = divmod(tiles * split_idx, scheduler.splits)
-            end, _ = divmod(tiles * (split_idx + 1), scheduler.splits)
-            if scheduler.split_tiles != 0:
-                tile = cutlass.min(split_idx * scheduler.split_tiles, tiles)
-                end = cutlass.min(tile + scheduler.split_tiles, tiles)
+            tile, end = scheduler.tiles(split_idx, tiles)
             if end <= tile:
                 # nothing to attend to is a tile of skipped keys
                 end = tile + 1
@@ -710,7 +925,7 @@ class QkSoftmax:
         k_parts = self.mma[0].make_fragment_B(part.partition_B(self.k))
         s = cute.make_rmem_tensor(part.partition_shape_C((ROWS, KEYS)), Float32)
         scores = cute.make_rmem_tensor((HELD,), Float32)
-        if self.warpgroup == 0:
+        if self.warpgroup == 0 and scheduler.first < scheduler.end:
             batch, token, _, head_group = scheduler.coords(scheduler.first)
             first = head_group * config.heads
             queries = q.at(batch, token, first) + self.rank * (DIM * 2)
@@ -991,6 +1206,9 @@ class QkSoftmax:
 OWN_ROWS = 16
 """Of O, by a warp."""
 
+ROW_SLICE = DIM * 2
+"""Bytes of a row that are put together at a time: a warp's rows of them take its quarter of a stage of KV."""
+
 
 @dataclass(frozen=True)
 class PvEpilogue:
@@ -1093,29 +1311,41 @@ class PvEpilogue:
         target = ptx.pair(low, high) + Int64(first) * head_stride + ptx.rank_again() * (DIM * size)
         factor_at = smem.factor + (buffer * ROWS + warp * HALF + lane // 4) * FACTOR + 4
         factors = [ptx.load_shared_f32(factor_at + half * (ROWS // 2 * FACTOR)) for half in range(2)]
+        # the tile's stage of KV has served: rows are put together there, so that a warp stores a row at a time
+        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=128)
+        rows_at = smem.kv + stage * KV_STAGE_BYTES + warp * (OWN_ROWS * ROW_SLICE)
+        own_rows = cutlass.min(heads - first, OWN_ROWS)
         if const_expr(self.config.out_fp32):
-            for half in range_constexpr(2):
-                row = lane // 4 + 8 * half
-                row_at = target + Int64(row) * head_stride + lane % 4 * 8
-                for i in range_constexpr(DIM // 8):
-                    low, high = ((o[4 * i + 2 * half + j] * factors[half]).bitcast(Int32) for j in range(2))
-                    ptx.store_global_64(row_at + i * 32, low, high, first + row < heads)
+            # half of the columns at a time
+            pair_at = rows_at + lane // 4 * ROW_SLICE + lane % 2 * 8
+            for part in range_constexpr(2):
+                for i in range_constexpr(DIM // 16):
+                    chunk = (2 * i + lane % 4 // 2) ^ (lane // 4)
+                    for half in range_constexpr(2):
+                        element = 4 * (DIM // 16 * part + i) + 2 * half
+                        low, high = ((o[element + j] * factors[half]).bitcast(Int32) for j in range(2))
+                        ptx.store_shared_64(pair_at + 8 * half * ROW_SLICE + chunk * 16, low, high)
+                self.store_rows(rows_at, own_rows, target + part * ROW_SLICE, 4)
         else:
-            # the tile's stage of KV has served: rows are put together there, so that a warp stores a row at a time
-            cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=128)
-            rows_at = smem.kv + stage * KV_STAGE_BYTES + warp * (OWN_ROWS * DIM * 2)
-            matrix_at = rows_at + (lane % 16) * (DIM * 2)
+            matrix_at = rows_at + (lane % 16) * ROW_SLICE
             for pair in range_constexpr(DIM // 16):
-                two = []
+                words = []
                 for i in range_constexpr(4):
                     element, half = 8 * pair + 4 * (i // 2) + 2 * (i % 2), i % 2
-                    two.append(ptx.bf16x2(*(o[element + j] * factors[half] for j in range(2))))
+                    words.append(ptx.bf16x2(*(o[element + j] * factors[half] for j in range(2))))
                 chunk = (2 * pair + lane // 16) ^ (lane % 8)
-                ptx.store_matrices(matrix_at + chunk * 16, two)
-            cute.arch.sync_warp()
-            for row in cutlass.range(cutlass.min(heads - first, OWN_ROWS), unroll=8):
-                eight = ptx.load_shared_128(rows_at + row * (DIM * 2) + (lane ^ (row % 8)) * 16)
-                ptx.store_global_128(target + Int64(row) * head_stride + lane * 16, eight)
+                ptx.store_matrices(matrix_at + chunk * 16, words)
+            self.store_rows(rows_at, own_rows, target, 8)
+
+    @cute.jit
+    def store_rows(self, rows_at: Any, rows: Any, target: Any, unroll: cutlass.Constexpr) -> None:
+        """Store what the warp has put together of its rows: chunk c of row r lies at chunk c ^ (r % 8)."""
+        lane = pv_thread() % 32
+        cute.arch.sync_warp()
+        for row in cutlass.range(rows, unroll=unroll):
+            words = ptx.load_shared_128(rows_at + row * ROW_SLICE + (lane ^ (row % 8)) * 16)
+            ptx.store_global_128(target + Int64(row) * self.out.strides[3] + lane * 16, words)
+        cute.arch.sync_warp()
 
     @cute.jit
     def store_quantized(self, angles: Any, o: Any, buffer: Any) -> None:
@@ -1284,9 +1514,15 @@ class DecodeKernel:
 
         wgmma.accumulate(qk_more)
         wgmma.accumulate(pv)
-        first, step = cta // CLUSTER, ctas // CLUSTER
-        scheduler = TileScheduler(first, work_tiles, step, head_groups, splits, tokens, split_tiles)
         config = self.config
+        first, step, end, order = cta // CLUSTER, ctas // CLUSTER, work_tiles, Int32(0)
+        every = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles)
+        planner = Planner(config, smem, rank, every, sources, out, thread)
+        if planner.is_worth_it():
+            dealt = planner.run()
+            if dealt >= 0:
+                first, step, end, order = Int32(0), Int32(1), dealt, smem.order
+        scheduler = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles, order)
         if group < FIRST_PV_THREAD // 128:
             cute.arch.setmaxregister_decrease(SOFTMAX_REGISTERS)
             QkSoftmax(

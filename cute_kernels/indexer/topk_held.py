@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Picks of rows that the registers of a CTA hold: no bound and no lists of candidates, whatever the share of picks.
+
+    scores   gmem --> registers --best, worst--> bins of equal width --histogram--> the bin with the k-th best
+    marks    of a thread's scores: surely picked (better bins), tied (that bin)
+    ties     ranked by score and place, or, if they are many with the same score, taken by place
+    picks    marks --sums over lanes and warps--> where each goes --smem--> gmem, by column
+
+Bins are of scores, not of their bits: half of all fp32 numbers lie between a small negative and a small positive one.
+Where the best and the worst score are too far apart, or too close, and where too many share a bin, bins of orders
+(topk.Scale) take over, each time for the tied ones only.
+
+A warp has neighbouring chunks, so its picks are neighbours as well:
+
+    chunk    128 neighbouring columns, four a lane; warp w has chunks w E ... (w + 1) E - 1 of a row
+    mark     bit 4 i + j of a thread's word: column j of its four in chunk i of its warp's at most four
+    code     of a column: 4096 w + 128 i + 4 lane + j, in the order of columns
+
+As in topk.py nothing depends on the order in which threads come, and scores that are equal are taken by column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
+
+from cute_kernels.dsl import ptx
+from cute_kernels.dsl.reduce import lanes_prefix, pairwise
+from cute_kernels.indexer.topk import (
+    BINS,
+    CHUNK,
+    CHUNK_BITS,
+    EQUALS,
+    NAN_ORDER,
+    Bins,
+    Here,
+    Part,
+    Scale,
+    Slots,
+    TopKKernel,
+    TopKKey,
+    finest,
+)
+
+# ---- config
+
+RANKED = 128
+"""Tied scores that are ranked, each by one thread."""
+
+CODE_BITS = 12
+"""Of a code, those that say which of its warp's columns it is."""
+
+LEAST_RANGE = 2.0**-64
+"""Between the best score and the worst: with less, what divides it by bins may be infinite."""
+
+NEVER = 1 << 30
+"""More scores than a row has."""
+
+MOST_VECTORS = 4
+"""Of whose marks a word has the sums over a warp."""
+
+
+@dataclass(frozen=True)
+class HeldConfig:
+    """CTAs of so many warps; vectors of four scores that a thread holds. Of shared memory topk.py's layout ends where
+    lists begin; behind it, offsets in bytes."""
+
+    warps: int
+    vectors: int
+    cluster: int = 1
+    tiles: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def places(self) -> int:
+        """Of a row, at most."""
+        return CHUNK * self.warps * self.vectors
+
+    @property
+    def tile(self) -> int:
+        return self.places
+
+    counts = EQUALS
+    """Picks of each warp; then the number of ranked scores; of each thread, marks that ranks added: zero at first."""
+
+    @property
+    def number(self) -> int:
+        return self.counts + 128
+
+    @property
+    def added(self) -> int:
+        return self.number + 16
+
+    @property
+    def late(self) -> int:
+        """What is wanted late, and would take registers: chunks of a warp, column of place 0."""
+        return self.added + 4 * self.threads
+
+    @property
+    def ranked(self) -> int:
+        """Order and code of tied scores."""
+        return self.late + 16
+
+    @property
+    def picks(self) -> int:
+        """Columns that are picked, in order."""
+        return self.ranked + 8 * RANKED
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.picks + 4 * self.places
+
+
+# ---- picks
+
+
+class HeldRow:
+    """Of a row that a CTA holds."""
+
+    def __init__(self, config: HeldConfig) -> None:
+        assert config.vectors <= MOST_VECTORS
+        self.config, self.bins = config, Bins(config)
+        self.vectors, self.warps = config.vectors, config.warps
+
+    @cute.jit
+    def clear(self, here: Here) -> None:
+        """What must be zero at first. A barrier follows, in `select`."""
+        self.bins.clear(here, 0, 4 * BINS)
+        self.bins.clear(here, self.config.counts, self.config.late - self.config.counts)
+
+    @cute.jit
+    def select(self, here: Here, part: Part, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots) -> None:
+        """Write the k best of a row that has more columns, or their slots. share, groups: topk.py's."""
+        scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
+        chunks = (part.stop + (CHUNK - 1)) >> CHUNK_BITS
+        each = (chunks + (self.warps - 1)) // self.warps
+        if here.thread == 0:
+            ptx.store_shared_64(here.at + self.config.late, each, part.first)
+        self.load(here, part, each, scores)
+        best = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.max_f32)
+        worst = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.min_f32)
+        first, last = self.extremes(here, ptx.descending_order(best), ptx.descending_order(worst))
+        best, worst = ptx.of_descending_order(first), ptx.of_descending_order(last)
+        width = ptx.sub_rn(best, worst)
+
+        sure, tied, wanted, count = Int32(0), Int32(0), Int32(k), Int32(NEVER)
+        if (width >= Float32(LEAST_RANGE)) & (width < Float32(float("inf"))):
+            sure, tied, wanted, count = self.pick_by_scores(here, scores, best, width, k)
+        else:
+            for i in range_constexpr(4 * self.vectors):
+                tied = tied | (Int32(scores[i] == scores[i]) << i)
+        is_equal = Int32(0)
+        while (count > RANKED) & (is_equal == 0):
+            sure, tied, wanted, count, is_equal = self.pick_by_orders(here, scores, sure, tied, wanted)
+        if count == 0:
+            tied = self.marks_of_nan(here, part, scores)
+
+        if (count > 0) & (count <= RANKED):
+            self.publish(here, sure)
+            self.rank(here, scores, tied, count, wanted)
+        else:
+            self.publish(here, tied)
+            cute.arch.sync_threads()
+            taken = self.first_of(tied, wanted - self.before(here), here)
+            cute.arch.sync_threads()
+            sure = sure | taken
+            self.publish(here, sure)
+        cute.arch.sync_threads()
+        sure = sure | ptx.load_shared_s32(here.at + self.config.added + ptx.thread_again() * 4)
+        self.write(here, sure, out, slots)
+
+    @cute.jit
+    def pick_by_scores(
+        self, here: Here, scores: cute.Tensor, best: Float32, width: Float32, k: Int32
+    ) -> tuple[Any, Any, Any, Any]:
+        """(marks of what is better than the bin of the k-th best; marks of that bin; how many of these are wanted, and
+        how many there are: 0 if there are fewer than k numbers, all of which are better then). Bins of equal width."""
+        factor = Float32(BINS - 1) * ptx.reciprocal(width)
+        for i in range_constexpr(4 * self.vectors):
+            number = self.bin(scores[i], best, factor)
+            ptx.reduce_shared("add.u32", here.at + number * 4, Int32(1), number < BINS)
+        bin_, before, count = self.bins.find(here, k)
+        bin_ = bin_ if count > 0 else Int32(BINS)
+        sure, tied = Int32(0), Int32(0)
+        for i in range_constexpr(4 * self.vectors):
+            number = self.bin(scores[i], best, factor)
+            sure = sure | (Int32(number < bin_) << i)
+            tied = tied | (Int32(number == bin_) << i)
+        return sure, tied, k - before, count
+
+    @cute.jit
+    def pick_by_orders(
+        self, here: Here, scores: cute.Tensor, sure: Int32, among: Int32, wanted: Int32
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """The same of marked scores, added to those that are sure, by bins of orders; and whether all that share a bin
+        are equal."""
+        scale = finest(*self.extremes_of(here, scores, among))
+        low, shift = scale.low, scale.shift
+        self.bins.clear_again(here._replace(thread=ptx.thread_again()))
+        for i in range_constexpr(4 * self.vectors):
+            order = Uint32(ptx.descending_order(scores[i]))
+            self.bins.push(here, Scale(low, shift), order, (among >> i) & 1 != 0, False)
+        bin_, before, count = self.bins.find(here, wanted)
+        bin_ = bin_ if count > 0 else Int32(BINS)
+        tied = Int32(0)
+        for i in range_constexpr(4 * self.vectors):
+            number = Uint32(Scale(low, shift).bin(Uint32(ptx.descending_order(scores[i]))))
+            sure = sure | (among & (Int32(number < Uint32(bin_)) << i))
+            tied = tied | (among & (Int32(number == Uint32(bin_)) << i))
+        return sure, tied, wanted - before, count, Int32(shift == 0)
+
+    @cute.jit
+    def load(self, here: Here, part: Part, each: Int32, scores: cute.Tensor) -> None:
+        """The thread's scores; NaN outside the row."""
+        first_place = here.warp * each * CHUNK + here.lane * 4
+        for i in range_constexpr(self.vectors):
+            place = first_place + i * CHUNK
+            is_inside = (i < each) & (place >= part.head) & (place + 4 <= part.stop)
+            words = ptx.load_global_128_cached_where(is_inside, part.base + Int64(place) * 4)
+            for j in range_constexpr(4):
+                scores[4 * i + j] = words[j].bitcast(Float32)
+        own = here.warp * each * CHUNK
+        if (own < part.head) | ((part.stop > own) & (part.stop <= own + each * CHUNK) & (part.stop % 4 != 0)):
+            for i in range_constexpr(self.vectors):
+                place = first_place + i * CHUNK
+                is_cut = (i < each) & ((place < part.head) | (place + 4 > part.stop))
+                for j in range_constexpr(4):
+                    is_wanted = is_cut & (place + j >= part.head) & (place + j < part.stop)
+                    word = ptx.load_global_s32_where(is_wanted, part.base + Int64(place + j) * 4, is_shared=True)
+                    scores[4 * i + j] = word.bitcast(Float32) if is_wanted else scores[4 * i + j]
+
+    def bin(self, score: Any, best: Any, factor: Any) -> Any:
+        """Of a score, 0 for the best; BINS for NaN."""
+        return Int32(ptx.min_f32(ptx.mul_rn(ptx.sub_rn(best, score), factor), Float32(BINS)))
+
+    @cute.jit
+    def extremes(self, here: Here, first: Uint32, last: Uint32) -> tuple[Any, Any]:
+        """(smallest, largest) order of all threads' `first` and `last`; of NaN (0xFFFFFFFF, 0)."""
+        redux = cute.arch.warp_redux_sync
+        last = cutlass.select_(last == Uint32(NAN_ORDER), Uint32(0), last)
+        # what select_ returns counts as signed
+        return self.bins.extremes(here, Uint32(redux(first, "min")), Uint32(redux(last, "umax")))
+
+    @cute.jit
+    def extremes_of(self, here: Here, scores: cute.Tensor, marks: Int32) -> tuple[Any, Any]:
+        """The same of marked scores, which are numbers."""
+        best = worst = Int32(-1).bitcast(Float32)
+        for i in range_constexpr(4 * self.vectors):
+            score = scores[i] if (marks >> i) & 1 != 0 else Int32(-1).bitcast(Float32)
+            best, worst = ptx.max_f32(best, score), ptx.min_f32(worst, score)
+        return self.extremes(here, ptx.descending_order(best), ptx.descending_order(worst))
+
+    @cute.jit
+    def marks_of_nan(self, here: Here, part: Part, scores: cute.Tensor) -> Int32:
+        """The row's NaN: all numbers are picked, and some of these."""
+        each, _ = ptx.load_shared_64(here.at + self.config.late)
+        first_place = here.warp * each * CHUNK + here.lane * 4
+        marks = Int32(0)
+        for i in range_constexpr(4 * self.vectors):
+            place = first_place + (i // 4 * CHUNK + i % 4)
+            is_inside = (i // 4 < each) & (place >= part.head) & (place < part.stop)
+            marks = marks | (Int32(is_inside & (scores[i] != scores[i])) << i)
+        return marks
+
+    # -- ties
+
+    @cute.jit
+    def publish(self, here: Here, marks: Int32) -> None:
+        """Let other warps know how many of the warp's columns are marked. A barrier follows."""
+        number = cute.arch.warp_redux_sync(cute.arch.popc(marks), "add")
+        if here.lane == 0:
+            ptx.store_shared_s32(here.at + self.config.counts + here.warp * 4, number)
+
+    @cute.jit
+    def before(self, here: Here) -> Int32:
+        """What warps before this one published."""
+        number = ptx.load_shared_s32(here.at + self.config.counts + here.lane % self.warps * 4)
+        return Int32(cute.arch.warp_redux_sync(number if here.lane < here.warp else Int32(0), "add"))
+
+    @cute.jit
+    def rank(self, here: Here, scores: cute.Tensor, tied: Int32, count: Int32, wanted: Int32) -> None:
+        """Add marks of the `wanted` best of all `count` tied scores, to their warps' numbers as well. A barrier
+        follows."""
+        config = self.config
+        if tied != 0:
+            number = ptx.fetch_add_shared(here.at + config.number, cute.arch.popc(tied), False)
+            for i in range_constexpr(4 * self.vectors):
+                if (tied >> i) & 1 != 0:
+                    code = (here.warp << CODE_BITS) | (here.lane * 4 + (i // 4 * CHUNK + i % 4))
+                    order = Int32(ptx.descending_order(scores[i]))
+                    ptx.store_shared_64(here.at + config.ranked + number * 8, order, code)
+                    number += 1
+        cute.arch.sync_threads()
+        for start in cutlass.range(ptx.thread_again(), count, config.threads, unroll=1):
+            word, code = ptx.load_shared_64(here.at + config.ranked + start * 8)
+            own, better = Uint32(word), Int32(0)
+            for other in cutlass.range(Int32(0), count, 1, unroll=2):
+                other_word, other_code = ptx.load_shared_64(here.at + config.ranked + other * 8)
+                is_equal = (Uint32(other_word) == own) & (other_code < code)
+                better += Int32((Uint32(other_word) < own) | is_equal)
+            warp, lane = code >> CODE_BITS, (code >> 2) & 31
+            mark = Int32(1) << (((code >> CHUNK_BITS) & 31) * 4 + (code & 3))
+            is_picked = better < wanted
+            ptx.reduce_shared("or.b32", here.at + config.added + (warp * 32 + lane) * 4, mark, is_picked)
+            ptx.reduce_shared("add.u32", here.at + config.counts + warp * 4, Int32(1), is_picked)
+
+    @cute.jit
+    def first_of(self, marks: Int32, wanted: Int32, here: Here) -> Int32:
+        """The first `wanted` of the warp's marks."""
+        taken = Int32(0)
+        numbers, _ = self.numbers(marks)
+        for i in range_constexpr(self.vectors):
+            number = numbers[i]
+            for j in range_constexpr(4):
+                bit = (marks >> (4 * i + j)) & 1
+                taken = taken | ((bit & Int32(number < wanted)) << (4 * i + j))
+                number += bit
+        return taken
+
+    def numbers(self, marks: Any) -> tuple[list[Any], Any]:
+        """(of each of the thread's vectors, how many of the warp's marks come before it; the warp's marks)"""
+        pairs = (marks & 0x5555) + ((marks >> 1) & 0x5555)
+        fours = (pairs & 0x3333) + ((pairs >> 2) & 0x3333)
+        # a byte for each vector: no warp has more than 128 marks in a chunk
+        own = (fours & 0x0F0F) | ((fours & 0xF0F0) << 12)
+        sums = lanes_prefix(own)
+        all_ = cute.arch.shuffle_sync(sums, 31)
+        numbers, total = [], Int32(0)
+        for i in range(self.vectors):
+            shift = 16 * (i % 2) + 8 * (i // 2)
+            numbers.append(total + (((sums - own) >> shift) & 0xFF))
+            total = total + ((all_ >> shift) & 0xFF)
+        return numbers, total
+
+    # -- epilogue
+
+    @cute.jit
+    def write(self, here: Here, marks: Int32, out: Int64, slots: Slots) -> None:
+        """Write the columns that are marked, or their slots."""
+        start = self.before(here)
+        numbers, total = self.numbers(marks)
+        each, first = ptx.load_shared_64(here.at + self.config.late)
+        column = first + here.warp * each * CHUNK + here.lane * 4
+        picks_at = here.at + self.config.picks + start * 4
+        for i in range_constexpr(self.vectors):
+            target = picks_at + numbers[i] * 4
+            for j in range_constexpr(4):
+                bit = (marks >> (4 * i + j)) & 1
+                ptx.store_shared_s32_where(bit != 0, target, column + (i * CHUNK + j))
+                target += bit * 4
+        cute.arch.sync_warp()
+        if slots.table == 0:
+            for number in cutlass.range(start + here.lane, start + total, 32, unroll=1):
+                word = ptx.load_shared_s32(here.at + self.config.picks + number * 4)
+                ptx.store_global_s32(out + Int64(number) * 4, word)
+        else:
+            slots.write(here.at + self.config.picks, start + here.lane, 32, start + total, out)
+
+
+# ---- key
+
+
+@dataclass(frozen=True)
+class HeldTopKKey(TopKKey):
+    """Rows of up to 128 * warps * vectors columns; cluster and tiles are 1."""
+
+    kernel_name: ClassVar[str] = "indexer.topk_held"
+    entry: ClassVar[str] = "top_k_per_row_held"
+    warps: int = 16
+    vectors: int = 4
+
+    @property
+    def config(self) -> Any:
+        """What the kernel is cut by."""
+        return HeldConfig(self.warps, self.vectors)
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return TopKKernel(self, HeldRow(self.config)), self.arguments()

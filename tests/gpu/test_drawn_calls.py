@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls drawn from each op's schema (tests/contract/drawn.py), on a GPU against the references on the CPU.
+
+What a deployment's kernels take is drawn, so that nothing else compiles. Hypothesis draws from a fixed seed; what it
+finds it prints as a plan, which belongs into KEPT.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, reject, seed, settings
+from hypothesis import strategies as st
+
+from cute_kernels.models import MODELS
+from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime import registry, verify
+from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.ops import FALLBACK_VARIABLE, Op
+from cute_kernels.runtime.verify import Example
+from tests.contract import drawn
+from tests.contract.drawn import CPU, Plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+SEED = 20261127
+CALLS = 1000
+
+KEPT: Mapping[str, tuple[Plan, ...]] = {}
+"""Op -> plans of calls that once went wrong."""
+
+TENSOR_PARALLEL = (1, 2, 4, 8)
+
+PLANS = st.builds(
+    Plan, example=st.integers(0, 2**16), changes=st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple)
+)
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+
+
+@functools.cache
+def bundle(arch: str) -> frozenset[Any]:
+    """Kernels of every deployment of every model."""
+    keys: set[Any] = set()
+    for model in MODELS.values():
+        keys.update(*(registry.deployment_keys(model, tp, arch) for tp in TENSOR_PARALLEL))
+    return frozenset(keys)
+
+
+def kernels_of(op: Op, call: Example) -> frozenset[Any] | None:
+    """What the call would launch, or None if no kernel takes it."""
+    args = verify.clone_arguments(call.args, torch.device("cuda"))
+    try:
+        with compile_.collect() as keys:
+            op.overload(*args)
+    except NotImplementedError:
+        return None
+    return frozenset(keys)
+
+
+def run(op: Op, call: Example) -> str:
+    """How the call differs from its reference, or ""."""
+    args = verify.clone_arguments(call.args, torch.device("cuda"))
+    op.overload(*args)
+    return drawn.difference(op, call, verify.clone_arguments(args, CPU))
+
+
+@pytest.mark.parametrize("name", sorted(registry.all_ops()))
+def test_drawn_calls_agree_with_their_references(name: str) -> None:
+    op = registry.all_ops()[name]
+    served = bundle(arch_of(torch.cuda.current_device()))
+    ready: set[Any] = set()
+
+    def is_served(example: Example) -> bool:
+        keys = kernels_of(op, example)
+        return keys is not None and keys <= served
+
+    examples = drawn.small_examples(op, is_served)
+    assert examples, "no example is a deployment's call"
+    for example in examples:
+        ready |= kernels_of(op, example) or set()
+    ran = 0
+
+    @seed(SEED)
+    @settings(max_examples=CALLS, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(PLANS)
+    def agrees(plan: Plan) -> None:
+        nonlocal ran
+        call = drawn.call_of(op, plan, examples)
+        keys = None if call is None else kernels_of(op, call)
+        if call is None or keys is None or not keys <= ready:
+            reject()
+        assert run(op, call) == "", call.name
+        ran += 1
+
+    agrees()
+    assert ran >= CALLS
+
+
+@pytest.mark.parametrize(("name", "plan"), [(name, plan) for name, plans in KEPT.items() for plan in plans])
+def test_kept_calls_agree_with_their_references(name: str, plan: Plan) -> None:
+    op = registry.all_ops()[name]
+    call = drawn.call_of(op, plan, drawn.small_examples(op))
+    assert call is not None
+    assert run(op, call) == ""
