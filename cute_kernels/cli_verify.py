@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -118,7 +119,8 @@ def verify(options: argparse.Namespace) -> int:
     run = Run()
     with _folder_for_kernels() as problem:
         try:
-            _verify(run, chosen, arch, layers, options.workers)
+            with _interruptible():
+                _verify(run, chosen, arch, layers, options.workers)
         except KeyboardInterrupt:
             run.interrupted = True
     status = report_verdicts(run, torch.cuda.get_device_name(), arch, options.json)
@@ -131,6 +133,18 @@ def verify(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         os._exit(status)  # at exit, Python would wait for the process that does not end
     return status
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Inside, Ctrl-C and a scheduler's SIGTERM are a KeyboardInterrupt, also where a shell has them ignored."""
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _verify(run: Run, ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> None:

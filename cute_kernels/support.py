@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_kernels.runtime.arch import LARGE_CLUSTERS
+
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Columns of the table."""
 
@@ -44,7 +46,7 @@ KERNEL_ARCHS = {
     "fused_q_kv_rmsnorm": ARCHS,
     "fused_q_kv_rmsnorm_quant": ARCHS,
     "get_compressed_slot_mapping": ARCHS,
-    "fused_qkv_insert_compress": ("sm_90a", "sm_100a", "sm_103a"),
+    "fused_qkv_insert_compress": LARGE_CLUSTERS,
     "fused_qkv_insert_compress_index": ARCHS,
     "merge_attention_states": ARCHS,
     "mqa_logits": ARCHS,

@@ -16,9 +16,8 @@ from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
 from cute_kernels.insert_compress.ops import fused_qkv_insert_compress, fused_qkv_insert_compress_index
 from cute_kernels.linear.ops import fp8_linear, fp8_linear_squares
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm, fused_q_kv_rmsnorm_quant
-from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.arch import LARGE_CLUSTERS, arch_of
 from cute_kernels.runtime.checks import Checker
-from cute_kernels.support import KERNEL_ARCHS
 
 from .bound import BoundSteps, bound_key
 from .caches import INDEX_CACHES, KV_CACHES, SWA_BLOCK_SIZE, LayerCaches
@@ -526,11 +525,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         formats, and of ratio 128 a GPU with a kernel for it."""
         if self.compressor is None or q.shape[0] > ONE_LAUNCH_MAX_TOKENS:
             return False
-        if (
-            self.indexer is None
-            and q.is_cuda
-            and arch_of(q.device.index) not in KERNEL_ARCHS["fused_qkv_insert_compress"]
-        ):
+        if self.indexer is None and q.is_cuda and arch_of(q.device.index) not in LARGE_CLUSTERS:
             return False
         if caches.swa.kv_format.id != FP8_DS_MLA.id:
             return False

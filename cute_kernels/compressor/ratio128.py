@@ -53,7 +53,7 @@ from cute_kernels.dsl.convert import FP32_MAX
 from cute_kernels.dsl.tensor import address, length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8, round_up
 from cute_kernels.models import ModelConfig
-from cute_kernels.runtime.arch import SMEM_BYTES, arch_number, arch_of, multiprocessors
+from cute_kernels.runtime.arch import LARGE_CLUSTERS, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
@@ -93,9 +93,6 @@ COPIES = 2
 
 THREADS = (CONSUMER_WARPS + 1) * 32
 """That meet at a barrier between consumer warps and epilogue warp."""
-
-MINIMUM_ARCH = 90
-"""First architecture with clusters."""
 
 CLUSTERS = (8, 4, 2)
 """CTAs that share an entry in calls of few, some and many tokens. Few entries need many multiprocessors each, many
@@ -984,7 +981,7 @@ def deployment_keys(config: ModelConfig, tp: int, arch: str, fused: bool) -> lis
 
 def runs_on(arch: str) -> bool:
     """Whether an architecture has what kernels with clusters need."""
-    return arch_number(arch) >= MINIMUM_ARCH and SMEM_BYTES[arch] >= smem_bytes(True)
+    return arch in LARGE_CLUSTERS
 
 
 def ctas_per_entry(count: int) -> int:

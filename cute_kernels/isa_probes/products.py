@@ -287,6 +287,12 @@ EXPERIMENTS = (
         tuple(Copy(40 + 4 * step, (K16, 8192 + 16 * step), "64x128b.warpx2::02_13") for step in range(8)),
     ),
     Experiment(
+        "pair_copied_rows_swizzled",
+        "128 swizzled rows in both blocks of a pair, each copy 16 bytes further into them",
+        tuple(Copy(40 + 4 * step, (K16, 8192 + 16 * step), "128x128b") for step in range(8)),
+        blocks=2,
+    ),
+    Experiment(
         "pair128_results",
         "128 rows of a pair: 64 a block, the second half of N in lanes 64 and up, half of `b` from each block",
         (Multiply(0, (K16, 0), (K16, 8192 + 64), PAIR_QK),),
@@ -333,7 +339,8 @@ EXPERIMENTS = (
 
 _DECODE, _PAIR = "sparse_mla.blackwell.decode", "sparse_mla.blackwell.decode_2cta"
 _PREFILLS = tuple(f"sparse_mla.blackwell.prefill{kind}" for kind in ("", "_mixed", "_paged"))
-_LOGITS, _GEMM = "indexer.blackwell.logits", "output.blackwell.einsum"
+_PREFILL_PAIR = "sparse_mla.blackwell.prefill_2cta"
+_LOGITS, _GEMM, _GEMM_PAIR = "indexer.blackwell.logits", "output.blackwell.einsum", "output.blackwell.einsum_2cta"
 
 USED_BY = {
     "ws64_results": (_DECODE, *_PREFILLS),
@@ -341,13 +348,18 @@ USED_BY = {
     "ws64_rows_of_two_halves": (_DECODE,),
     "ws64_mn_major": (_DECODE, *_PREFILLS),
     "ws64_e4m3": ("sparse_mla.blackwell.prefill_mixed_fp8",),
-    "m128_e4m3": (_LOGITS, _GEMM),
+    "m128_e4m3": (_LOGITS, _GEMM, _GEMM_PAIR),
     "mxf4_scales": (_LOGITS,),
     "mxf8_scales": (_GEMM,),
     "copied_rows": _PREFILLS,
     "copied_rows_swizzled": _PREFILLS,
-    **{f"pair128_{what}": (_PAIR,) for what in ("results", "rows_twice", "rows_of_two_halves", "mn_major")},
-    "handoff_cta": (_PAIR,),
+    "pair_copied_rows_swizzled": (_PREFILL_PAIR,),
+    "pair256_results": (_GEMM_PAIR,),
+    **{
+        f"pair128_{what}": (_PAIR, _PREFILL_PAIR)
+        for what in ("results", "rows_twice", "rows_of_two_halves", "mn_major")
+    },
+    "handoff_cta": (_PAIR, _PREFILL_PAIR, _GEMM_PAIR),
     "handoff_cluster": (f"{_PAIR}_cluster_release",),
 }
 """Experiment -> the kernels that rest on its fact. What no kernel rests on is a way out, should another fact fail."""

@@ -40,6 +40,10 @@ SMEM_BYTES = {
 """Shared memory, in bytes, that one block may ask for."""
 
 
+LARGE_CLUSTERS = ("sm_90a", "sm_100a", "sm_103a")
+"""Targets with clusters of blocks that have more than 200 KB of shared memory each."""
+
+
 @cache
 def arch_of(device_index: int) -> str:
     """The compile target of a CUDA device, for example "sm_90a". ValueError if no kernel can run there."""

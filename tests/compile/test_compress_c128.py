@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -22,8 +23,10 @@ from cute_kernels.compressor.ratio128 import (
     deployment_keys,
     tokens_per_cluster,
 )
+from cute_kernels.compressor.ratio128_portable import PortableC128Key
 from cute_kernels.formats import round_up
 from cute_kernels.models import MODELS
+from tests.compile.reports import compile_report
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -53,7 +56,8 @@ def test_every_kernel_that_a_model_can_need_is_deployed() -> None:
     for config in MODELS.values():
         expected = needed if 128 in config.compress_ratios else set()
         assert set(deployment_keys(config, 1, "sm_90a", True)) == expected
-        assert [deployment_keys(config, 1, arch, True) for arch in ("sm_89", "sm_120a")] == [[], []]
+        portable = {PortableC128Key("sm_120a", fmt, False, True) for fmt in caches}
+        assert set(deployment_keys(config, 1, "sm_120a", True)) == (portable if expected else set())
     assert deployment_keys(SimpleNamespace(compress_ratios=(1, 4)), 1, "sm_90a", False) == []
 
 
@@ -61,3 +65,13 @@ def test_tokens_per_cluster() -> None:
     assert [tokens_per_cluster(n, 132, 2) for n in (1, 66, 67, 8192, 32768)] == [1, 1, 2, 125, 497]
     assert [tokens_per_cluster(n, 132, 4) for n in (1, 29, 30, 64, 256, 1024)] == [1, 1, 2, 3, 9, 36]
     assert tokens_per_cluster(100, 1, 8) == 100
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120a"])
+def test_where_there_are_no_large_clusters(arch: str, fused: bool) -> None:
+    report = compile_report(PortableC128Key(arch, "fp8_ds_mla/1", False, fused))
+    assert problems(report.key, report) == []
+    assert report.smem < 2048
+    # 5 CTAs and more, each with 16 rows of four columns a thread on their way
+    assert report.registers <= 96

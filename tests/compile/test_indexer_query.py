@@ -32,7 +32,7 @@ def test_deployments() -> None:
     for kernel, forms in ((query.FP8, 2), (query.MXFP4, 4)):
         keys = kernel.deployment_keys(config, 1, "sm_90a")
         assert len(set(keys)) == len(keys) == 2 * forms * len(query.SIZES)
-        assert kernel.deployment_keys(config, 1, "sm_80") == []
+        assert len(kernel.deployment_keys(config, 1, "sm_80")) == len(keys)
 
 
 def test_sizes() -> None:

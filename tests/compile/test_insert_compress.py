@@ -19,7 +19,7 @@ from tests.compile.reports import compile_report
 def test_deployments() -> None:
     keys = deployment_keys(MODELS["v4-flash"], 1, "sm_90a")
     assert len(set(keys)) == len(keys) == 8
-    assert deployment_keys(MODELS["v4-flash"], 1, "sm_80") == []
+    assert len(deployment_keys(MODELS["v4-flash"], 1, "sm_80")) == len(keys)
 
 
 def test_ratio_128_reads_the_step_before_it_waits() -> None:
