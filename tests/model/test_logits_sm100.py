@@ -352,7 +352,7 @@ def many_tiles(key: BlackwellLogitsKey, fmt: Any, ptx: Program, events: Any = No
     call = Scores.of("paged_mqa_logits", args, 1, skip=skip)
     assert call.key == key
     got, written = call.run(ptx, seed=1, laziness=0.8, events=events)
-    assert 0 < call.made_again < 0.4
+    assert 0 < call.made_again < 0.2
     paged.lens = np.where(lens > skip, lens, 0)
     check_paged(got, written, paged, q, weights, False)
 
