@@ -1206,9 +1206,6 @@ class QkSoftmax:
 OWN_ROWS = 16
 """Of O, by a warp."""
 
-ROW_SLICE = DIM * 2
-"""Bytes of a row that are put together at a time: a warp's rows of them take its quarter of a stage of KV."""
-
 
 @dataclass(frozen=True)
 class PvEpilogue:
@@ -1311,41 +1308,29 @@ class PvEpilogue:
         target = ptx.pair(low, high) + Int64(first) * head_stride + ptx.rank_again() * (DIM * size)
         factor_at = smem.factor + (buffer * ROWS + warp * HALF + lane // 4) * FACTOR + 4
         factors = [ptx.load_shared_f32(factor_at + half * (ROWS // 2 * FACTOR)) for half in range(2)]
-        # the tile's stage of KV has served: rows are put together there, so that a warp stores a row at a time
-        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=128)
-        rows_at = smem.kv + stage * KV_STAGE_BYTES + warp * (OWN_ROWS * ROW_SLICE)
-        own_rows = cutlass.min(heads - first, OWN_ROWS)
         if const_expr(self.config.out_fp32):
-            # half of the columns at a time
-            pair_at = rows_at + lane // 4 * ROW_SLICE + lane % 2 * 8
-            for part in range_constexpr(2):
-                for i in range_constexpr(DIM // 16):
-                    chunk = (2 * i + lane % 4 // 2) ^ (lane // 4)
-                    for half in range_constexpr(2):
-                        element = 4 * (DIM // 16 * part + i) + 2 * half
-                        low, high = ((o[element + j] * factors[half]).bitcast(Int32) for j in range(2))
-                        ptx.store_shared_64(pair_at + 8 * half * ROW_SLICE + chunk * 16, low, high)
-                self.store_rows(rows_at, own_rows, target + part * ROW_SLICE, 4)
+            for half in range_constexpr(2):
+                row = lane // 4 + 8 * half
+                row_at = target + Int64(row) * head_stride + lane % 4 * 8
+                for i in range_constexpr(DIM // 8):
+                    low, high = ((o[4 * i + 2 * half + j] * factors[half]).bitcast(Int32) for j in range(2))
+                    ptx.store_global_64(row_at + i * 32, low, high, first + row < heads)
         else:
-            matrix_at = rows_at + (lane % 16) * ROW_SLICE
+            # the tile's stage of KV has served: rows are put together there, so that a warp stores a row at a time
+            cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=128)
+            rows_at = smem.kv + stage * KV_STAGE_BYTES + warp * (OWN_ROWS * DIM * 2)
+            matrix_at = rows_at + (lane % 16) * (DIM * 2)
             for pair in range_constexpr(DIM // 16):
-                words = []
+                two = []
                 for i in range_constexpr(4):
                     element, half = 8 * pair + 4 * (i // 2) + 2 * (i % 2), i % 2
-                    words.append(ptx.bf16x2(*(o[element + j] * factors[half] for j in range(2))))
+                    two.append(ptx.bf16x2(*(o[element + j] * factors[half] for j in range(2))))
                 chunk = (2 * pair + lane // 16) ^ (lane % 8)
-                ptx.store_matrices(matrix_at + chunk * 16, words)
-            self.store_rows(rows_at, own_rows, target, 8)
-
-    @cute.jit
-    def store_rows(self, rows_at: Any, rows: Any, target: Any, unroll: cutlass.Constexpr) -> None:
-        """Store what the warp has put together of its rows: chunk c of row r lies at chunk c ^ (r % 8)."""
-        lane = pv_thread() % 32
-        cute.arch.sync_warp()
-        for row in cutlass.range(rows, unroll=unroll):
-            words = ptx.load_shared_128(rows_at + row * ROW_SLICE + (lane ^ (row % 8)) * 16)
-            ptx.store_global_128(target + Int64(row) * self.out.strides[3] + lane * 16, words)
-        cute.arch.sync_warp()
+                ptx.store_matrices(matrix_at + chunk * 16, two)
+            cute.arch.sync_warp()
+            for row in cutlass.range(cutlass.min(heads - first, OWN_ROWS), unroll=8):
+                eight = ptx.load_shared_128(rows_at + row * (DIM * 2) + (lane ^ (row % 8)) * 16)
+                ptx.store_global_128(target + Int64(row) * head_stride + lane * 16, eight)
 
     @cute.jit
     def store_quantized(self, angles: Any, o: Any, buffer: Any) -> None:
