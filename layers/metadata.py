@@ -317,13 +317,15 @@ class _Rows:
 class _Plan:
     """What all steps of one shape over block tables in the same places have in common.
 
-    of_kinds   by ratio, ascending, the metadata's fields; those that differ from step to step are None
-    launches   the launch that a step came down to, by all that it takes beside, or None if there is not one that can be
-               repeated. Their arguments have been checked
+    of_kinds          by ratio, ascending, the metadata's fields; those that differ from step to step are None
+    with_row_tables   by ratio, the places of steps that have `row_block_table` too
+    launches          the launch that a step came down to, by all that it takes beside, or None if there is not one that
+                      can be repeated. Their arguments have been checked
     """
 
     def __init__(self, buffers: _StepBuffers, of_kinds: dict[int, dict[str, Any]]) -> None:
         self.buffers, self.of_kinds = buffers, of_kinds
+        self.with_row_tables = {ratio: Places() for ratio in of_kinds}
         self.launches: dict[Any, Any] = {}
 
 
@@ -510,6 +512,7 @@ class DeepseekV4MetadataBuilder:
                 if query_len is None and shape.decode_rows:
                     request = found["token_to_req_indices"][: shape.decode_rows]
                     found["row_block_table"] = self._row_table(ratio, tables.compressed, request)
+                    found["places"] = plan.with_row_tables[ratio]
             built[ratio] = metadata
         return built
 

@@ -169,7 +169,7 @@ def test_a_row_has_the_same_bits_in_every_batch(second: str, split_tokens: int) 
 @pytest.mark.parametrize("second", ["listed", "dense"])
 def test_a_row_has_the_same_bits_whoever_else_is_long(second: str, heads: int, splits: dict[str, int]) -> None:
     """More rows than run at once: one is long among short ones, none has a key but one, all are as long, any length."""
-    rows, columns = 150, 1000
+    rows, columns = 150, 1500
     call = make(rows, 1, heads, 100, second=second, extra_topk=columns, lengths="bs", **splits)
     last = call.extra_length if call.extra_length is not None else call.visible
     assert last is not None
