@@ -31,7 +31,9 @@ def test_decode_step_is_one_graph(ratio: int, kv: str) -> None:
     copies = copy.deepcopy(engine.caches)
     expected = layer(metadata.positions, hidden, metadata, engine.caches)
     torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True)
+    # code is made of the graph for one kind only: that takes longest and is torch's
+    is_most = (ratio, kv) == (4, "fp8_ds_mla")
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if is_most else "aot_eager")
     out = compiled(metadata.positions, hidden, metadata, copies)
     assert torch.equal(out, expected)
     for name in ("swa", "compressed", "state", "indexer", "indexer_state"):
