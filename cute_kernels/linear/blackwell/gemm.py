@@ -766,10 +766,10 @@ class BlackwellGemmKernel:
         row_tiles = cute.ceil_div(rows, blocks * ROWS)
         column_tiles = cute.ceil_div(columns, self.config.columns)
         ctas, _, _ = cute.arch.grid_dim()
-        tiles = groups * row_tiles * column_tiles
+        block, tiles = ptx.block_again(), groups * row_tiles * column_tiles
         if const_expr(blocks > 1):
-            return SchedulerOf2(ptx.block_again() // blocks, tiles, ctas // blocks, row_tiles, column_tiles)
-        return TileScheduler(ptx.block_again(), tiles, ctas, row_tiles, column_tiles)
+            return SchedulerOf2(block // blocks, tiles, ctas // blocks, row_tiles, column_tiles)
+        return TileScheduler(block, tiles, ctas, row_tiles, column_tiles)
 
 
 # ---- key
