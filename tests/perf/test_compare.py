@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perf.compare import Comparison, compare
+from perf.compare import Change, Comparison, compare
 from perf.records import RecordError
 from tests.perf import synthetic
 from tests.perf.synthetic import cell, record
@@ -83,3 +83,9 @@ def test_unreadable(tmp_path: Path, before: Path) -> None:
     bad.write_text("{}")
     with pytest.raises(RecordError, match=r"bad.json: schema"):
         compare(before, bad)
+
+
+def test_a_time_at_the_threshold_has_not_regressed() -> None:
+    change = Change(("gpu", "op", "case"), before=2.0, after=3.0, control=None)
+    assert not change.regressed(0.5)
+    assert change.regressed(0.49)
