@@ -146,6 +146,8 @@ SLAB_ROW_BYTES = SLAB * 2
 KV_STAGE_BYTES = SLABS * SLAB_BYTES
 
 FP8_KEYS = KEYS // 2
+"""Of a piece of a tile, which is a stage of the fp8 ring."""
+
 FP8_PITCH = DIM + SLAB
 """Bytes of a CTA's part of a row, as the cache has it, in CTA 0 and a gap that keeps banks apart; in CTA 1, whose
 rotary columns are bf16 already, none."""
@@ -483,10 +485,10 @@ class Producer:
     def copy_tile_async(self, is_valid: Any, source: Any, header: Any, number: Any) -> None:
         """Start to copy the cluster's tile of that number, once its stages are empty."""
         warp = cute.arch.make_warp_uniform(self.thread // 32)
-        half = 2 * number + warp // 2
-        stage, key = half % FP8_STAGES, self.key % FP8_KEYS
+        piece = 2 * number + warp // 2
+        stage, key = piece % FP8_STAGES, self.key % FP8_KEYS
         full = self.bars.fp8.full(stage)
-        self.bars.fp8.wait_empty(stage, half // FP8_STAGES & 1)
+        self.bars.fp8.wait_empty(stage, piece // FP8_STAGES & 1)
         row_bytes = DIM + self.rank * SLAB
         valid = cute.arch.vote_ballot_sync(is_valid) & (2**WARP_KEYS - 1)
         if self.thread % 32 == 0:
@@ -556,20 +558,20 @@ class Dequantizer:
         fp8_at, rope_at = row_at + ((2 * member ^ quad) << 4), row_at + ((member ^ quad) << 4)
         raw_at, scale_at = smem.fp8 + row * FP8_PITCH + member * 16, smem.scale + row * 4
 
-        # of each half of a tile
+        # of both pieces of a tile
         fp8_stages = [2 * self.warpgroup, 2 * self.warpgroup + 1]
         tile, flags = self.warpgroup, Int32(0)
         while flags & END == 0:
-            for half in range_constexpr(2):
-                bars.fp8.wait_full(fp8_stages[half], tile // PING_PONG & 1)
-                exact[half] = ptx.load_shared_s32(scale_at + fp8_stages[half] * (FP8_KEYS * 4))
-                self.load(raw, half, raw_at + fp8_stages[half] * FP8_STAGE_BYTES)
+            for piece in range_constexpr(2):
+                bars.fp8.wait_full(fp8_stages[piece], tile // PING_PONG & 1)
+                exact[piece] = ptx.load_shared_s32(scale_at + fp8_stages[piece] * (FP8_KEYS * 4))
+                self.load(raw, piece, raw_at + fp8_stages[piece] * FP8_STAGE_BYTES)
             stage = tile % KV_STAGES
             header_at = smem.header + tile % HEADERS * HEADER
             bars.kv.wait_empty(stage, tile // KV_STAGES & 1)
             flags = ptx.load_shared_s32(header_at)
             if flags & END == 0:
-                skipped = [ptx.load_shared_s32(header_at + 16 + (warp // 2 + 2 * half) * 4) for half in range(2)]
+                skipped = [ptx.load_shared_s32(header_at + 16 + (warp // 2 + 2 * piece) * 4) for piece in range(2)]
                 is_large = self.set_scales(scales, exact)
                 # the last slab first: once its words, which were loaded last, can be stored, all others are there too;
                 # an arrival alone does not wait for loads whose values nobody has used
@@ -598,19 +600,19 @@ class Dequantizer:
                 cute.arch.mbarrier_arrive(self.bars.fp8.empty(stage))
 
     @cute.jit
-    def load(self, raw: Any, half: cutlass.Constexpr, raw_at: Any) -> None:
+    def load(self, raw: Any, piece: cutlass.Constexpr, raw_at: Any) -> None:
         """This thread's share of a row."""
         # in CTA 0 there is no fifth chunk: any will do
         for chunk in (SLABS, *range(SLABS)):
             found = ptx.load_shared_128(raw_at + chunk * SLAB)
             for word in range_constexpr(4):
-                raw[4 * (CHUNKS * half + chunk) + word] = found[word]
+                raw[4 * (CHUNKS * piece + chunk) + word] = found[word]
 
     @cute.jit
     def set_scales(self, scales: Any, exact: Any) -> Any:
         """Scale bytes to convert with: those of the rows, or ones if the warp has large ones. Whether it has."""
-        for half in range_constexpr(2):
-            scales[half] = exact[half]
+        for piece in range_constexpr(2):
+            scales[piece] = exact[piece]
         large = (scales[0] | scales[1]) & (Int32(LARGE[0]) if self.rank == 0 else Int32(LARGE[1]))
         is_large = cute.arch.vote_any_sync(large != 0)
         if is_large:
@@ -620,34 +622,34 @@ class Dequantizer:
     @cute.jit
     def convert(self, raw: Any, scales: Any, slab: cutlass.Constexpr, target: Any) -> None:
         """Store a slab's fp8 columns of the thread's two rows as bf16."""
-        for half in range_constexpr(2):
-            factor = ptx.bf16x2_of_ue8m0(scales[half], slab)
+        for piece in range_constexpr(2):
+            factor = ptx.bf16x2_of_ue8m0(scales[piece], slab)
             for chunk in range_constexpr(2):
-                first = 4 * (CHUNKS * half + slab) + 2 * chunk
+                first = 4 * (CHUNKS * piece + slab) + 2 * chunk
                 words = bf16_pairs_of_e4m3([raw[first + word] for word in range(2)], [factor])
-                ptx.store_shared_128((target ^ (16 * chunk)) + half * STAGE_SLAB_BYTES, words)
+                ptx.store_shared_128((target ^ (16 * chunk)) + piece * STAGE_SLAB_BYTES, words)
 
     @cute.jit
     def move(self, raw: Any, slab: cutlass.Constexpr, target: Any, skipped: Any) -> None:
         """Store the rotary columns of the thread's two rows."""
-        for half in range_constexpr(2):
+        for piece in range_constexpr(2):
             # where nothing was loaded there may be NaN
-            mask = (skipped[half] & 1) - 1
+            mask = (skipped[piece] & 1) - 1
             for chunk in range_constexpr(2):
-                words = [raw[4 * (CHUNKS * half + slab + chunk) + word] & mask for word in range(4)]
-                ptx.store_shared_128((target ^ (64 * chunk)) + half * STAGE_SLAB_BYTES, words)
+                words = [raw[4 * (CHUNKS * piece + slab + chunk) + word] & mask for word in range(4)]
+                ptx.store_shared_128((target ^ (64 * chunk)) + piece * STAGE_SLAB_BYTES, words)
 
     @cute.jit
     def scale_again(self, target: Any, exact: Any) -> None:
         """A tile with scales of 2 or more, too large for one product in bf16: it was converted with scales of 1. Scale
         what the thread has stored."""
         for slab in cutlass.range(SLABS - self.rank, unroll=1):
-            for half in range_constexpr(2):
-                byte = (exact[half] >> (slab * 8)) & 0xFF
+            for piece in range_constexpr(2):
+                byte = (exact[piece] >> (slab * 8)) & 0xFF
                 power = Int32(LEAST_POWER) if byte == 0 else byte << 7
                 factor = (Int32(NAN) if byte == 255 else power) * 0x00010001
                 for chunk in range_constexpr(2):
-                    words_at = ((target + slab * SLAB_BYTES) ^ (16 * chunk)) + half * STAGE_SLAB_BYTES
+                    words_at = ((target + slab * SLAB_BYTES) ^ (16 * chunk)) + piece * STAGE_SLAB_BYTES
                     words = ptx.load_shared_128(words_at)
                     ptx.store_shared_128(words_at, [ptx.multiply_bf16x2(word, factor) for word in words])
 
