@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which work tiles each cluster of hopper/decode.py takes, and in which order, where rows are of unequal length.
 
-All 768 threads of every CTA run it once, after the launch's dependency is met and before warps take their roles: that
-is why decode.py's figure of roles does not show it. `Planner.is_worth_it` looks at shapes alone; where it says no,
-cluster c takes work tiles c, c + clusters, ... as they come. Otherwise `Planner.run` goes through the lengths of all
-rows and leaves the cluster's own list in shared memory, which TileScheduler then reads.
+All threads of every CTA run it once, when the kernel ahead is done and before warps take their roles.
+`Planner.is_worth_it` looks at shapes alone: where it says no, cluster c takes work tiles c, c + clusters, ... as they
+come. Otherwise `Planner.run` goes through the lengths of all rows and leaves the cluster's list in shared memory, which
+its TileScheduler reads from then on.
 
-    weigh            lengths --> a weight for each work tile, sums of each warp    (equal lengths: done, as they come)
+    weigh            lengths --> a weight for each work tile, sums of each warp; if all are as long, as they come
     count_heavier    how many work tiles are heavier than one: its rank
-    deal             ranks --> whose each one is, and at which turn                 perf/notes/decode.md: what it costs
+    deal             ranks --> whose each one is, and at which turn
+
+perf/notes/decode.md has what it costs and wins.
 """
 
 from __future__ import annotations
