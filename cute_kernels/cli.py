@@ -220,7 +220,7 @@ def info(options: argparse.Namespace) -> int:
             plain.add_row(name, value)
     console.print(plain)
     console.print(
-        "\nkernels (measured: ran on that GPU, with a record; compiled: inspected, never run there; partly: compiled, "
+        "\nkernels (measured: ran on that GPU, with a record; compiled: inspected, without a record; partly: compiled, "
         "for some calls; no: none there)"
     )
     for status, names in by_verdict(found["support"], found["arch"]).items():

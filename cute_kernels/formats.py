@@ -2,10 +2,10 @@
 """Byte layouts of every cache record, each behind a versioned id.
 
 A cache is a strided view over raw pages. Inside a page everything is dense; `stride(0)`, the page stride, is read from
-the tensor and may exceed the natural page size: every op takes any that holds a page. (Kernels ask for pages at
-multiples of 8 or 16 bytes.) Each format knows its sizes and offsets, allocates pools, checks a
-cache tensor that claims to have it, and moves records in and out: `write` and `read` are the reference meaning of the
-bytes.
+the tensor and may exceed the natural page size: every op takes any that holds a page. Kernels ask for pages at
+multiples of 16 bytes (inserts and gathers of 8), Blackwell's own for fp8_ds_mla pages at multiples of 576. Each format
+knows its sizes and offsets, allocates pools, checks a cache tensor that claims to have it, and moves records in and
+out: `write` and `read` are the reference meaning of the bytes.
 
 A slot is a row number over the whole pool, page * block_size + row, int64. `write` skips slots outside the pool.
 """

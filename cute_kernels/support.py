@@ -3,8 +3,9 @@
 
 measured    the kernel ran on that GPU, and a record in perf/results says how fast
 compiled    the kernel is cross-compiled and inspected by the tests (right instructions, no spills, shared memory
-            within the limit); nobody ran it there. An architecture's own tensor-core kernel in this state runs only
-            where `python -m cute_kernels verify` has passed it (runtime/trust.py), a portable one until then
+            within the limit), without a record of its own; only on sm_90a has it run (tests, layers). Blackwell's own
+            tensor-core kernels run only where `python -m cute_kernels verify` has passed them (runtime/trust.py),
+            portable ones until then
 partly      as compiled, for some of the op's calls only
 reference   there is no kernel yet: with CUTE_KERNELS_FALLBACK=reference the reference runs, slowly
 no          the op has a kernel, and it does not run there

@@ -20,8 +20,8 @@ SCHEMA = 1
 LEAST_REPLAYS = 15
 
 ABSENT = ("cannot be imported", "ImportError", "ModuleNotFoundError")
-"""What the reason of a peer begins with that was not there; in records of before peers had to be there, with the
-error."""
+"""What the reason of a peer begins with that was not there; in older records peers had to be there, with
+the error."""
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Host:
 @dataclass(frozen=True)
 class Row:
     """One candidate's times, microseconds. percent: of the ceiling that binds the cell. apart: what a call takes that
-    does not follow another one; None in records of before it was taken."""
+    does not follow another one; None in records older than it."""
 
     name: str
     kind: str
@@ -93,7 +93,7 @@ class LayerStep:
     eager_host_us     host time of an eager call until all is queued
     eager_us          time of an eager call until all is done
     metadata_us       time until the metadata of a step are there
-    metadata_host_us  host time of that until all is queued; None in records of before it was taken
+    metadata_host_us  host time of that until all is queued; None in records older than it
     floor_us          of what no such layer can do without
     ops_floor_us      sum of the floors of the ops that ran
     peak_bytes        that a call allocates at most
@@ -365,7 +365,7 @@ def _row(r: _Reader) -> Row | Skipped:
 
 
 def _layer_step(shape: dict[str, Any], where: str) -> LayerStep | None:
-    """What the shape says of a layer's step; records of before that have no kernels say nothing."""
+    """What the shape says of a layer's step; older records, without kernels, say nothing."""
     if "kernels" not in shape:
         return None
     r = _Reader(shape, where)

@@ -28,16 +28,16 @@ KINDS: dict[str, tuple[str, str]] = {
 
 METHOD = (
     "Times are medians of CUDA graph replays, in microseconds. A graph goes round input sets that together exceed "
-    "three times the L2 cache, so inputs come from memory. Behind a stroke stands what a call takes apart from others: "
-    "a short kernel that depends on nothing runs between calls, and its own time is subtracted. Without it a call that "
-    "is launched as a dependent of the one before hides its start behind that one. "
-    '"Times as fast" is the smaller of both ratios, each to the peer that is fastest in it. Records without such times '
-    "were taken back to back only. "
+    "three times the L2 cache, so inputs come from memory. After the slash: each call timed behind an unrelated short "
+    "kernel, whose own time is subtracted. Without it a call that is launched as a dependent of the one before hides "
+    "its start behind that one. "
+    '"Times as fast" is the smaller of the two ratios, each to the peer that is fastest in it. Records without such '
+    "times were taken back to back only. "
     "Candidates take turns replay by replay on the same inputs, "
     "and before anything is timed their results are compared with the reference; † marks a peer whose result differs. "
     'Where a peer could not be imported there is no "times as fast". '
     'Bytes are the fewest that the op must move. "% of ceiling" is the share of the ceiling that binds the cell, '
-    "copying unless another is named; it is left out where a record of before counts bytes that need not move. "
+    "copying unless another is named; it is left out where an older record counts bytes that need not move. "
     f"Cells named {BETWEEN} are drawn with a fixed seed from between those that kernels are tuned for. "
     "A cell whose time was taken with a reference implementation is rejected."
 )
@@ -394,29 +394,52 @@ def render_numbers(book: Book) -> str:
     return "\n".join(lines).rstrip("\n")
 
 
+FEW = 1 / 4
+"""A GPU with a smaller share of the ops that another one has gets lines below the README's table, and no columns."""
+
+
 def _ops(gpus: Sequence[tuple[str, Sequence[Record]]]) -> list[str]:
-    """A line per op with columns of each GPU that ops were measured on, and the pictures of these."""
+    """A line per op with columns of each GPU that many ops were measured on, and the pictures of all GPUs."""
     found = {gpu: {record.op: record for record in records if record.op != LAYER} for gpu, records in gpus}
     found = {gpu: records for gpu, records in found.items() if records}
     if not found:
         return []
+    most = max(map(len, found.values()))
+    tabled = {gpu: records for gpu, records in found.items() if len(records) >= FEW * most}
     header = ["op", "largest shape"]
-    for gpu in found:
+    for gpu in tabled:
         header += [f"{_short(gpu)} µs", "% of ceiling", "best peer µs", "times as fast, mean (range)", "host µs"]
     rows = []
-    for op in sorted({op for records in found.values() for op in records}):
-        several = [records.get(op) for records in found.values()]
-        case = max((cell for r in several if r is not None for cell in r.cells), key=lambda cell: cell.bytes).case
+    for op in sorted({op for records in tabled.values() for op in records}):
+        several = [records.get(op) for records in tabled.values()]
+        case = _largest(several)
         rows.append([f"`{op}`", case, *(text for r in several for text in _numbers_of(r, case))])
     text = (
-        "Each shape of an op beside its fastest peer, on the same inputs in the same run. Behind a stroke stand times "
-        "of calls that do not follow each other; times as fast is the smaller of both ratios. Where there is no "
-        "stroke, calls were timed back to back only, which flatters those that overlap with the one before:"
+        "Each shape of an op beside its fastest peer, on the same inputs in the same run. After the slash: each call "
+        "timed behind an unrelated short kernel. The speed-up (times as fast) is the smaller of the two ratios. Where "
+        "there is no slash, calls were timed back to back only, which flatters those that overlap with the one before:"
     )
     lines = [*_wrap(text), "", *table(header, rows, range(2, len(header))), ""]
+    for gpu, records in found.items():
+        if gpu not in tabled:
+            lines += [line for op in sorted(records) for line in _alone(gpu, records[op])] + [""]
     for gpu in found:
         lines += [f"![Rates and ceilings, {_short(gpu)}](perf/plots/{plots.file_name(gpu, plots.OVERVIEW)})", ""]
     return lines
+
+
+def _largest(records: Sequence[Record | None]) -> str:
+    """Name of the case with the most bytes."""
+    return max((cell for r in records if r is not None for cell in r.cells), key=lambda cell: cell.bytes).case
+
+
+def _alone(gpu: str, record: Record) -> list[str]:
+    """The same of one op, in words."""
+    case = _largest([record])
+    us, percent, peer, gains, host = _numbers_of(record, case)
+    parts = [f"{case} {us} µs"] + [f"% of ceiling {percent}"] * bool(percent) + [f"best peer {peer}"] * (peer != "none")
+    parts += [f"times as fast {gains}"] * bool(gains) + [f"host {host} µs"] * bool(host)
+    return _wrap(f"On the {_short(gpu)}, `{record.op}`: {'; '.join(parts)}.")
 
 
 def _short(gpu: str) -> str:
@@ -437,18 +460,23 @@ def _layers(records: Sequence[Record]) -> list[str]:
     if not cells:
         return []
     kinds = dict.fromkeys(" ".join(case.split()[:2]) for case in cells)
-    rows = []
-    for kind in kinds:
-        found = [cells.get(f"{kind} {step}") for step in LAYER_STEPS.values()]
-        rows.append([kind, *("" if cell is None else _beside(cell) for cell in found)])
+    shown = {
+        step: {kind: cells[f"{kind} {end}"] for kind in kinds if f"{kind} {end}" in cells}
+        for step, end in LAYER_STEPS.items()
+    }
+    rows = [[kind, *(_beside(of[kind]) if kind in of else "" for of in shown.values())] for kind in kinds]
     text = "Whole attention layers in a CUDA graph, µs per layer; contexts of 8192 tokens in decode, 65536 in prefill"
     gains = [gain for cell in cells.values() if (gain := cell.gain) is not None]
     if gains:
         text += (
-            ". Behind the stroke the same layers from FlashMLA's, DeepGEMM's and vLLM's kernels in the same run, and "
+            ". After the slash the same layers from FlashMLA's, DeepGEMM's and vLLM's kernels in the same run, and "
             f"how many times as fast ours are: {_geometric_mean(gains):.2f} in the geometric mean of {len(gains)} "
             f"cells, {min(gains):.2f} to {max(gains):.2f}"
         )
+        hidden = len(gains) - sum(cell.gain is not None for of in shown.values() for cell in of.values())
+        text += f" ({hidden} of them not shown)" * (hidden > 0)
+        alone = [step for step, of in shown.items() if of and all(cell.best_peer is None for cell in of.values())]
+        text += f". Run without peers: {', '.join(alone)}" * bool(alone)
     if any(kind.endswith(" model") for kind in kinds):
         text += ". `model`: a decode step of all layers, metadata included"
     return [*_wrap(text + ":"), "", *table(["layer", *LAYER_STEPS], rows, range(1, len(LAYER_STEPS) + 1)), ""]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel scores a call: the one place that chooses, for mqa_logits, paged_mqa_logits and the ops that pick.
+"""Which kernel scores a call: the one place that chooses, for mqa_logits, paged_mqa_logits and the scores of the ops
+that pick from them. Which kernel picks: topk_select.py.
 
     kernel               arch              heads         keys of a page     formats       may run
     hopper/logits        sm_90a            16 k <= 64    a multiple of 8    FP8           always

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picks of rows that the registers of a CTA hold: no bound and no lists of candidates, whatever the share of picks.
+Rows of up to 8192 columns; topk_select.HELD says which of them come here. Read topk.py first: orders, places, bins,
+`Here`, `Part`, `share` and `groups` are explained there.
 
     scores   gmem --> registers --best, worst--> bins of equal width --histogram--> the bin with the k-th best
+    -------- barrier (Bins.extremes), and two in Bins.find ---------------------------------------------------
     marks    of a thread's scores: surely picked (better bins), tied (that bin)
-    ties     ranked by score and place, or, if they are many with the same score, taken by place
-    picks    marks --sums over lanes and warps--> where each goes --smem--> gmem, by column
+    ties     listed --barrier--> ranked by score and place; or, if they are many with the same score, the number of
+             each warp --barrier--> taken by place
+    -------- barrier -----------------------------------------------------------------------------------------
+    picks    marks --sums over lanes and warps--> where each goes --smem, a warp its own--> gmem, by column
 
 Bins are of scores, not of their bits: half of all fp32 numbers lie between a small negative and a small positive one.
 Where the best and the worst score are too far apart, or too close, and where too many share a bin, bins of orders
-(topk.Scale) take over, each time for the tied ones only.
+(topk.Scale) take over, each time for the tied ones only, and each time with the barriers of the first.
 
 A warp has neighbouring chunks, so its picks are neighbours as well:
 
+    E        ceil(chunks of the row / warps), `each`: at most the four vectors that a thread holds
     chunk    128 neighbouring columns, four a lane; warp w has chunks w E ... (w + 1) E - 1 of a row
-    mark     bit 4 i + j of a thread's word: column j of its four in chunk i of its warp's at most four
-    code     of a column: 4096 w + 128 i + 4 lane + j, in the order of columns
+    mark     bit 4 i + j of a thread's word: column j of its four in chunk i of its warp's
+    code     of a column: 4096 w + 128 i + 4 lane + j, in the order of columns; a warp uses at most 512 of its 4096
 
 As in topk.py nothing depends on the order in which threads come, and scores that are equal are taken by column.
 """
@@ -49,8 +55,8 @@ from cute_kernels.indexer.topk import (
 
 # ---- config
 
-RANKED = 128
-"""Tied scores that are ranked, each by one thread."""
+HELD_RANKED = 128
+"""Tied scores that are ranked, each by one thread: more than topk.RANKED, which is a lane's each."""
 
 CODE_BITS = 12
 """Of a code, those that say which of its warp's columns it is."""
@@ -67,8 +73,8 @@ MOST_VECTORS = 4
 
 @dataclass(frozen=True)
 class HeldConfig:
-    """CTAs of so many warps; vectors of four scores that a thread holds. Of shared memory topk.py's layout ends where
-    lists begin; behind it, offsets in bytes."""
+    """CTAs of so many warps; vectors of four scores that a thread holds. Shared memory begins as in topk.py, up to
+    EQUALS; the offsets below follow, in bytes."""
 
     warps: int
     vectors: int
@@ -112,7 +118,7 @@ class HeldConfig:
     @property
     def picks(self) -> int:
         """Columns that are picked, in order."""
-        return self.ranked + 8 * RANKED
+        return self.ranked + 8 * HELD_RANKED
 
     @property
     def smem_bytes(self) -> int:
@@ -158,12 +164,12 @@ class HeldRow:
             for i in range_constexpr(4 * self.vectors):
                 tied = tied | (Int32(scores[i] == scores[i]) << i)
         is_equal = Int32(0)
-        while (count > RANKED) & (is_equal == 0):
+        while (count > HELD_RANKED) & (is_equal == 0):
             sure, tied, wanted, count, is_equal = self.pick_by_orders(here, scores, sure, tied, wanted)
         if count == 0:
             tied = self.marks_of_nan(here, part, scores)
 
-        if (count > 0) & (count <= RANKED):
+        if (count > 0) & (count <= HELD_RANKED):
             self.publish(here, sure)
             self.rank(here, scores, tied, count, wanted)
         else:

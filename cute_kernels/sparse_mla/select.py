@@ -3,7 +3,7 @@
 
     op       kernel                           arch              heads          caches        rows, and what else
     decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
-                                                                9 to 16                      if all run at once
+                                                                9 to 16                      few rows, below
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
                                               sm_100a, sm_103a                               blackwell/ may not run
              blackwell/decode                 sm_100a, sm_103a  1 to 64        fp8_ds_mla    gathered, trusted
@@ -29,8 +29,9 @@ Gathered, mapped: what Blackwell's copies can address (`ungathered`, `unmapped`)
 `is_countable`. Results as codes and raw queries (q_norm, not for 16 heads or fewer) are variants of hopper/'s kernels
 and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches where there are formats.
 
-With 9 to 16 heads Hopper's decode is faster as long as it has all rows at once, and the other with more of them; which
-of the two depends on the number of rows where the split does, too, and nowhere else.
+Few rows: with 9 to 16 heads Hopper's decode takes a call if `num_splits` and `split_tokens` are 0 and 2 x rows <=
+multiprocessors (66 rows on an H100), as it is faster then; with more rows the other is. The threshold is in
+`of_decode`; fixing the split always takes decode_small_heads.
 """
 
 from __future__ import annotations

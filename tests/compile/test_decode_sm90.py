@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla.hopper import decode
+from cute_kernels.sparse_mla.hopper import decode, planner
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from tests.compile.reports import compile_report
 
@@ -33,18 +33,18 @@ def test_a_dequantizer_releases_what_it_has_loaded() -> None:
 
 
 def test_registers_are_those_of_the_launch() -> None:
-    groups = decode.THREADS // 128
+    groups = planner.THREADS // 128
     used = (
         decode.PING_PONG * (decode.SOFTMAX_REGISTERS + decode.DEQUANT_REGISTERS)
         + decode.PV_REGISTERS
         + decode.PRODUCER_REGISTERS
     )
-    launched = 65536 // decode.THREADS // 8 * 8
+    launched = 65536 // planner.THREADS // 8 * 8
     assert used == groups * launched
 
 
 def test_no_tile_overtakes_a_header() -> None:
-    """A tile's header is written when all that read the one 8 tiles before are done: the producer is at most the halves
+    """A tile's header is written when all that read the one 8 tiles before are done: the producer is at most the rows
     in flight ahead of the dequantizers, they a tile each ahead of the stages, and these not yet emptied."""
     ahead = decode.FP8_STAGES // 2 + decode.PING_PONG + decode.KV_STAGES
     assert ahead <= decode.HEADERS

@@ -160,6 +160,19 @@ def test_every_gpu_has_its_section_and_every_op_its_line(tmp_path: Path) -> None
     assert line(numbers, f"`{synthetic.INSERT}`")[1:] == ["T=8", *[""] * 5, "2.00", "11.7", "none", "", ""]
 
 
+def test_a_gpu_with_few_ops_has_a_line_and_no_columns(tmp_path: Path) -> None:
+    for number in range(5):
+        op = f"op_{number}"
+        synthetic.write(tmp_path, record([cell(8, 10**6, 2.0, op=op)], op=op), f"h200/{op}.json")
+    one = record([cell(8, 10**6, 2.0, {"a": 3.0}, op=GATHER)], op=GATHER, gpu="NVIDIA B200")
+    synthetic.write(tmp_path, one, f"b200/{GATHER}.json")
+    numbers = report.render_numbers(collect(tmp_path / "perf/results"))
+    assert line(numbers, "op")[2::5] == ["H200 µs"]
+    assert f"| `{GATHER}` |" not in numbers
+    told = "T=8 2.00 µs; % of ceiling 11.7; best peer 3.00 a; times as fast 1.50 (1.50 to 1.50)."
+    assert f"On the B200, `{GATHER}`: {told}" in " ".join(numbers.split())
+
+
 def test_rejected_rows_are_named_and_not_used() -> None:
     text = report.render_report(Book((), ("h200/x.json: T=1: cute_kernels ran its reference implementation",)))
     assert "No records yet." in text
@@ -376,7 +389,13 @@ def test_layers_beside_the_peers_and_their_targets() -> None:
         "53.00 / 60.00 (1.13)",
     ]
     assert line(readme, "v4-flash model")[1] == "3000.0"
-    assert "1.11 in the geometric mean of 3 cells, 0.80 to 1.50" in " ".join(readme.split())
+    assert "1.11 in the geometric mean of 3 cells, 0.80 to 1.50. `model`" in " ".join(readme.split())
+    more = [
+        layer_cell("v4-flash c128a decode b8 ctx65536", 50.0, {peer: 40.0}),
+        layer_cell("v4-flash swa prefill 2048 ctx65536", 90.0),
+    ]
+    readme = " ".join(report.render_numbers(Book((parse(record([*cells, *more], op="layer")),), ())).split())
+    assert "of 4 cells, 0.80 to 1.50 (1 of them not shown). Run without peers: prefill 2048." in readme
     (bars,) = (figure for figure in plots.figures(GPU, made.records) if isinstance(figure, plots.Bars))
     assert [(case, us) for case, us, _ in bars.bars[:3]] == [
         ("v4-flash c128a decode b1 ctx8192", 62.5), ("peers", 93.75), ("v4-flash c128a decode b8 ctx8192", 50.0)

@@ -2,9 +2,10 @@
 """sparse_mla_decode on Hopper (fp8_ds_mla caches): both products by wgmma, KV dequantized on its way to them.
 
 A cluster of two CTAs takes work tiles (params.TileScheduler): a split of a query row's KV, a head group. CTA r of it
-has columns 256 r ... 256 r + 255 of Q, K, V and O, so nothing is loaded, converted or multiplied twice. S = Q K^T needs
-both: the CTAs send each other their part of S, each does the softmax of half of the heads, and they send each other
-those rows of P. Warpgroups of a CTA:
+has columns 256 r ... 256 r + 255 of Q, K, V and O, so nothing is loaded, converted or multiplied twice; K and V are the
+same matrix, the dequantized rows. S = Q K^T needs both: the CTAs send each other their part of S, each does the softmax
+of half of the heads, and they send each other those rows of P. Before warps take their roles, all threads of a CTA run
+planner.py, which decides on the cluster's work tiles where rows are of unequal length. Warpgroups of a CTA:
 
     0, 1   QK and softmax, ping-pong    copy Q, S = Q K^T, exchange of S, softmax, exchange of P      QkSoftmax
     2      PV and epilogue              O += P V, out                                                 PvEpilogue
@@ -12,19 +13,24 @@ those rows of P. Warpgroups of a CTA:
     5      producer                     indices -> rows, their copies                                 Producer
 
     indices  gmem --> producer (index, then page and row of each key of a tile)
-    KV       gmem --bulk copy--> fp8 ring [4 half tiles] --dequantizers--> KV ring [4 tiles, bf16, swizzled]
-                                                                            |                     |
-    Q        gmem --cp.async--> q --------------------------------wgmma--> S of 256 columns       |
-                                               other CTA <-- s_partial --> |                      |
-                                                                           v softmax              |
-                                               other CTA <---- p, factors -+--> P in registers --wgmma--> O
-                                                                                                           |
-    out      gmem <----------------------- by way of the last tile's KV stage -----------------------------+
+    rows     gmem --bulk copy--> fp8 ring [4 stages of 32 keys] --+--dequantizers--> KV ring [4 tiles, bf16, swizzled]
+    scales   gmem --cp.async---> scale, same stages --------------+                     |                     |
+    Q        gmem --cp.async--> q --------------------------------------------wgmma--> S of 256 columns       |
+                                      other CTA <-- s_partial (its 8 of 16 heads) <--- |                      |
+                                                                                       v softmax              |
+                                      other CTA <-- p, factor -------------------------+                      |
+                                      own P  --> s_partial, factor --------------------+--> P in registers --wgmma--> O
+                                                                                                              |
+    out      gmem <--------------------------- by way of the last tile's KV stage ----------------------------+
 
-    ring       full                                             empty
-    fp8        all bytes of a half tile, its scales, header     dequantizer warps have loaded it
-    kv         dequantizer warps have stored the tile           PV warps are done with it (QK is, as P is there)
-    p          softmax warps and the other CTA have stored P    PV warps of both CTAs have loaded it
+    ring, of stages   full                                           empty
+    fp8, scale  4     bytes of 32 keys' rows, scales and the header  dequantizer warps have loaded it
+    kv          4     dequantizer warps have stored the tile         PV warps are done with it (QK is, as P is there)
+    p, factor   2     softmax warps and the other CTA have stored P  PV warps of both CTAs have loaded it
+    s_partial   2     the other CTA's part of S is there             p's: where half of it was, PV of this CTA reads P
+    header      8     kv's                                           as many as can be on their way: never asked
+    q           1     a work tile's queries are there                q_done: its last product with K is
+    row_max     1     of each warp: a tile's turn is over, and the other warpgroup's begins; row_sum likewise
 
 A tile is 64 keys. Its 256 columns are cut into slabs of 64; a slab of a tile is [64 keys, 128 bytes] of bf16, in the
 layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/decode.md has why,
@@ -54,6 +60,7 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache.query_norm import inverse_rms
+from cute_kernels.sparse_mla.hopper.planner import MOST_ROUNDS, THREADS, Planner
 from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import (
     NEG_MAX,
@@ -65,7 +72,6 @@ from cute_kernels.sparse_mla.params import (
     TileScheduler,
     logs_of,
     out_scale_of,
-    tiles_of,
 )
 from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
@@ -88,19 +94,19 @@ ROWS = 64
 """Rows of S, P and O, whatever the heads: what tensor cores take. Fewer heads leave rows of P that are zero and rows of
 O that nobody stores; the tensor cores' time for them is there, since dequantization takes longer."""
 
-HALF = 8
-"""Of every 16 heads, CTA r of the cluster does the softmax of the r-th 8."""
+OWN_HEADS = 8
+"""Of every 16 heads: CTA r of the cluster does the softmax of the r-th 8."""
 
 PING_PONG = 2
 """Warpgroups that dequantize, and that do QK and softmax: they take tiles in turn."""
 
 FP8_STAGES, KV_STAGES, P_STAGES = 4, 4, 2
-"""Half tiles as the cache has them; tiles of bf16; tiles of P."""
+"""32 keys of a tile as the cache has them; tiles of bf16; tiles of P."""
 
 HEADERS = 8
 """At least the tiles that can be on their way from the producer to the softmax."""
 
-FIRST_PV_THREAD, FIRST_DEQUANT_THREAD, FIRST_PRODUCER_THREAD, THREADS = 256, 384, 640, 768
+FIRST_PV_THREAD, FIRST_DEQUANT_THREAD, FIRST_PRODUCER_THREAD = 256, 384, 640
 SOFTMAX_BARRIER, EPILOGUE_BARRIER = 1, 3
 
 SOFTMAX_REGISTERS, PV_REGISTERS, DEQUANT_REGISTERS, PRODUCER_REGISTERS = 72, 176, 64, 32
@@ -111,8 +117,8 @@ SOFTMAX_REGISTERS, PV_REGISTERS, DEQUANT_REGISTERS, PRODUCER_REGISTERS = 72, 176
 class DecodeConfig:
     """What a kernel is made for.
 
-    heads     of a CTA: 8, 16, 32 or 64; more heads make several head groups, and those of the last may be fewer
-    extra     how the extra list names its rows: "none" (there is none), "listed" by slot, "dense" by page
+    heads     of a CTA: 16, 32 or 64; more heads make several head groups, and those of the last may be fewer
+    extra     how the extra list (list1) names its rows: "none" (there is none), "listed" by slot, "dense" by page
     raw       queries come as their projection made them: see QueryNorm
     """
 
@@ -140,6 +146,8 @@ SLAB_ROW_BYTES = SLAB * 2
 KV_STAGE_BYTES = SLABS * SLAB_BYTES
 
 FP8_KEYS = KEYS // 2
+"""Of a piece of a tile, which is a stage of the fp8 ring."""
+
 FP8_PITCH = DIM + SLAB
 """Bytes of a CTA's part of a row, as the cache has it, in CTA 0 and a gap that keeps banks apart; in CTA 1, whose
 rotary columns are bf16 already, none."""
@@ -165,9 +173,6 @@ FACTOR = 8
 TARGET = 16
 """Bytes of a tile's target: flags; of a work tile's last tile, heads that are there, address of their rows of O, or
 where codes are stored, the query row and the first head."""
-
-MOST_ROUNDS = 16
-"""Work tiles of a cluster that a planner orders."""
 
 S_PARTIAL_BYTES = ROWS // 2 * KEYS * 4
 P_BYTES = ROWS // 2 * KEYS * 2
@@ -239,7 +244,7 @@ class Smem(NamedTuple):
 class Bars:
     """Two CTAs' mbarriers, and what completes their phases.
 
-    fp8         full: all bytes of half a tile's rows and scales, and the tile's header are there. empty: dequantizer
+    fp8         full: all bytes of 32 keys' rows and scales, and the tile's header are there. empty: dequantizer
                 warps have loaded them
     kv          full: dequantizer warps have stored a tile. empty: PV warps are done with it
     p           full: softmax warps have stored their rows of P and their factors, and all bytes of the other CTA's are
@@ -281,220 +286,6 @@ class Bars:
             for i in range(count):
                 cute.arch.mbarrier_init(first + i, arrivals)
         cute.arch.mbarrier_init_fence()
-
-
-# ---- planner
-
-MOST_PLANNED = THREADS // 2
-"""Work tiles of a call that are ordered: each is compared with all others."""
-
-PLANNED_WARPS = MOST_PLANNED // 32
-
-MOST_COUNTED = 1 << 20
-"""Tiles of a work tile that are told from more."""
-
-AROUND = 2
-"""Tiles that the beginning and the end of a work tile take as long as."""
-
-LEAST_TILES = 64
-"""Of a cluster, if rows are as long as lists: with fewer it is not worth it. On an H100 192 rows of 26 tiles each, 78 a
-cluster, take 116.2 us where 115.4 before, and 75.3 where 100.6 if their lengths are spread evenly; 256 equal rows of 10
-tiles, 40 a cluster, would take 71.0 where 67.9."""
-
-LINES = 64
-"""Of 128 bytes, of a work tile's list, that are asked for early."""
-
-
-@dataclass(frozen=True)
-class Planner:
-    """Deals the work tiles of a call to its clusters, where there are more of them than clusters: the longest first,
-    to the clusters in turn, there and back; but those whose first one is longer than what a cluster has on average get
-    no other. Splits behind a row's last tile are left out: they are marked empty at once. What is summed where does
-    not depend on any of it.
-
-    Every CTA goes through all lengths by itself, so nobody waits for a kernel ahead or shares memory with another call.
-    While nothing is copied, the ring of copies has room for it:
-
-        weights   [384] of work tiles, all different: tiles, then number; -1 if it is left out
-        heavier   [768 threads] how many work tiles, of a share of them, have more weight than one, which is the
-                  thread's modulo a period: fewer work tiles have a shorter period and smaller shares
-        sums      [12 warps] of their work tiles: those that have work, tiles of these
-        longest   [12 warps] tiles of the longest of them
-        longer    [12 warps] how many of them are longer than average
-    """
-
-    config: DecodeConfig
-    smem: Smem
-    rank: Any
-    scheduler: TileScheduler
-    sources: KVSources
-    out: Output
-    thread: Any
-
-    def is_worth_it(self) -> Any:
-        """Whether clusters have several work tiles, as many as there is room for and enough keys."""
-        scheduler = self.scheduler
-        work_tiles, clusters = scheduler.end, scheduler.step
-        tiles = sum(tiles_of(columns) for _, columns in self.lists)
-        split = (tiles + (scheduler.splits.divisor - 1)) // scheduler.splits.divisor
-        split = cutlass.select_(scheduler.split_tiles != 0, cutlass.min(scheduler.split_tiles, tiles), split)
-        rounds = (work_tiles + (clusters - 1)) // clusters
-        has_room = (work_tiles <= MOST_PLANNED) & (rounds <= MOST_ROUNDS)
-        return has_room & (rounds > 1) & (rounds * split >= LEAST_TILES)
-
-    @property
-    def lists(self) -> list[tuple[IndexList, Any]]:
-        """Lists, and how many columns they have room for."""
-        sources, extra = self.sources, self.config.extra
-        found = [(sources.indices, sources.indices.columns)]
-        if extra != "none":
-            page_rows = sources.extra_cache.rows.divisor if extra == "dense" else 1
-            found.append((sources.extra_indices, sources.extra_indices.columns * page_rows))
-        return found
-
-    @property
-    def heavier(self) -> Any:
-        return self.smem.fp8 + MOST_PLANNED * 4
-
-    @property
-    def sums(self) -> Any:
-        return self.heavier + THREADS * 4
-
-    @property
-    def longest(self) -> Any:
-        return self.sums + PLANNED_WARPS * 8
-
-    @property
-    def longer(self) -> Any:
-        return self.longest + PLANNED_WARPS * 4
-
-    @property
-    def parts(self) -> Any:
-        """Threads that have a work tile in common."""
-        end = self.scheduler.end
-        return cutlass.select_(end <= THREADS // 6, Int32(6), cutlass.select_(end <= THREADS // 3, Int32(3), Int32(2)))
-
-    @cute.jit
-    def run(self) -> Any:
-        """How many work tiles the cluster has, which it finds at smem.order; or -1 if all are as long, and it has every
-        step-th one."""
-        # of the warps that have work tiles
-        of_warp = cutlass.min(self.thread % 32, PLANNED_WARPS - 1)
-        self.prefetch_lists()
-        weight = self.weigh()
-        cute.arch.sync_threads()
-        count, load = (self.over_warps(number) for number in ptx.load_shared_64(self.sums + of_warp * 8))
-        longest = Int32(cute.arch.warp_redux_sync(ptx.load_shared_s32(self.longest + of_warp * 4), "max"))
-        dealt = Int32(-1)
-        if count < self.scheduler.end or load != count * longest:
-            dealt = self.deal(weight, count, load, of_warp)
-        # before bulk copies write where this was read
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()
-        return dealt
-
-    @cute.jit
-    def deal(self, weight: Any, count: Any, load: Any, of_warp: Any) -> Any:
-        """How many work tiles the cluster has. A barrier follows."""
-        smem, thread, clusters = self.smem, self.thread, self.scheduler.step
-        lane = thread % 32
-        is_long = weight >= 0 and (weight // MOST_PLANNED + AROUND) * clusters > load
-        longer = cute.arch.popc(cute.arch.vote_ballot_sync(is_long))
-        if lane == 0 and thread < MOST_PLANNED:
-            ptx.store_shared_s32(self.longer + thread // 32 * 4, longer)
-        parts = self.parts
-        period = THREADS // parts
-        self.count_heavier(parts, period)
-        cute.arch.sync_threads()
-        longer = ptx.load_shared_s32(self.longer + of_warp * 4)
-        closed = self.over_warps(longer)
-        rest = cutlass.max(count - clusters, Int32(0))
-        if (clusters - closed) * (MOST_ROUNDS - 1) < rest:
-            closed = Int32(0)
-        others = clusters - closed
-        own = self.scheduler.first - closed
-        if weight >= 0:
-            ahead = -clusters
-            for number in cutlass.range(thread, THREADS, period, unroll=1):
-                ahead += ptx.load_shared_s32(self.heavier + number * 4)
-            turn = ahead // others
-            place = ahead - turn * others
-            place = place if turn % 2 != 0 else others - 1 - place
-            if ahead < 0:
-                turn, place = Int32(-1), ahead + others
-            if place == own:
-                ptx.store_shared_s32(smem.order + (turn + 1) * 4, thread)
-        turns = rest // others
-        place = own if turns % 2 != 0 else others - 1 - own
-        turns = turns + Int32(place < rest - turns * others)
-        return Int32(self.scheduler.first < count) + (turns if own >= 0 else Int32(0))
-
-    def over_warps(self, number: Any) -> Any:
-        """Sum over the first lanes' numbers, each of a warp that has work tiles."""
-        number = cutlass.select_(self.thread % 32 < PLANNED_WARPS, number, Int32(0))
-        return Int32(cute.arch.warp_redux_sync(number, "add"))
-
-    @cute.jit
-    def prefetch_lists(self) -> None:
-        """L2 has the first columns of every cluster's share of the work tiles while their lengths are on their way."""
-        scheduler, line = self.scheduler, self.thread % LINES
-        work_tile = scheduler.first + self.thread // LINES * scheduler.step
-        if work_tile < scheduler.end:
-            batch, token, _, _ = scheduler.coords(work_tile)
-            for indices, _ in self.lists:
-                ptx.prefetch_l2(indices.row(batch, token) + Int64(line) * 128, line * 32 < indices.columns)
-
-    @cute.jit
-    def weigh(self) -> Any:
-        """Weight of the thread's work tile, which is stored with the warp's sums. A barrier follows."""
-        scheduler, thread = self.scheduler, self.thread
-        weight, load = Int32(-1), Int32(0)
-        if thread < scheduler.end:
-            batch, token, split_idx, head_group = scheduler.coords(thread)
-            first, end = scheduler.tiles(split_idx, self.tiles(batch, token))
-            if end > first or split_idx == 0:
-                tiles = cutlass.min(end - first, Int32(MOST_COUNTED))
-                weight = tiles * MOST_PLANNED + (MOST_PLANNED - 1 - thread)
-                load = tiles + AROUND
-            elif thread % scheduler.step == scheduler.first and self.rank == 0:
-                self.mark_empty(batch, token, split_idx, head_group)
-        if thread < MOST_PLANNED:
-            ptx.store_shared_s32(self.smem.fp8 + thread * 4, weight)
-            longest = cute.arch.warp_redux_sync(load, "max")
-            load = cute.arch.warp_redux_sync(load, "add")
-            count = cute.arch.popc(cute.arch.vote_ballot_sync(weight >= 0))
-            if thread % 32 == 0:
-                ptx.store_shared_64(self.sums + thread // 32 * 8, count, load)
-                ptx.store_shared_s32(self.longest + thread // 32 * 4, longest)
-        return weight
-
-    @cute.jit
-    def count_heavier(self, parts: Any, period: Any) -> None:
-        """Compare one work tile with a share of all. A barrier follows."""
-        end = self.scheduler.end
-        part = self.thread // period
-        number = self.thread - part * period
-        share = (end + 4 * parts - 1) // (4 * parts) * 4
-        weight, heavier = ptx.load_shared_s32(self.smem.fp8 + number * 4), Int32(0)
-        stop = cutlass.min((part + 1) * share, end)
-        for other in cutlass.range(part * share, stop, 4, unroll=4):
-            for other_weight in ptx.load_shared_128(self.smem.fp8 + other * 4):
-                heavier += Int32(other_weight > weight)
-        ptx.store_shared_s32(self.heavier + self.thread * 4, heavier)
-
-    def tiles(self, batch: Any, token: Any) -> Any:
-        """Of a row."""
-        words = [indices.load_length(batch, token) for indices, _ in self.lists]
-        counts = [indices.live_of(word, columns) for (indices, columns), word in zip(self.lists, words, strict=True)]
-        return sum(tiles_of(count) for count in counts)
-
-    @cute.jit
-    def mark_empty(self, batch: Any, token: Any, split_idx: Any, head_group: Any) -> None:
-        """Store the log-sum-exps of a split without keys."""
-        first = head_group * self.config.heads
-        for head in cutlass.range(first, cutlass.min(first + self.config.heads, self.out.heads), 1, unroll=1):
-            at = self.out.lse.of(split_idx, batch, head, token)
-            ptx.store_global_s32(at, Float32(Float32.inf).bitcast(Int32))
 
 
 # ---- producer
@@ -694,10 +485,10 @@ class Producer:
     def copy_tile_async(self, is_valid: Any, source: Any, header: Any, number: Any) -> None:
         """Start to copy the cluster's tile of that number, once its stages are empty."""
         warp = cute.arch.make_warp_uniform(self.thread // 32)
-        half = 2 * number + warp // 2
-        stage, key = half % FP8_STAGES, self.key % FP8_KEYS
+        piece = 2 * number + warp // 2
+        stage, key = piece % FP8_STAGES, self.key % FP8_KEYS
         full = self.bars.fp8.full(stage)
-        self.bars.fp8.wait_empty(stage, half // FP8_STAGES & 1)
+        self.bars.fp8.wait_empty(stage, piece // FP8_STAGES & 1)
         row_bytes = DIM + self.rank * SLAB
         valid = cute.arch.vote_ballot_sync(is_valid) & (2**WARP_KEYS - 1)
         if self.thread % 32 == 0:
@@ -724,8 +515,8 @@ class Producer:
 CHUNKS = SLABS + 1
 """16-byte loads of a thread per row: one of each fp8 slab, two of the rotary one."""
 
-HALF_BYTES = FP8_KEYS * SLAB * 2
-"""From a thread's first row to its second."""
+STAGE_SLAB_BYTES = FP8_KEYS * SLAB * 2
+"""Of 32 keys: from a thread's first row to its second, 32 keys further."""
 
 ONES = 0x7F7F7F7F
 """Scale bytes that say 1."""
@@ -741,7 +532,7 @@ LEAST_POWER, NAN = 0x0040, 0x7FC0
 class Dequantizer:
     """A dequantizer warpgroup: converts every second tile, from `warpgroup` on, to bf16.
 
-    A thread has a share of two rows of a tile, one of each half: of each, 16 neighbouring fp8 columns of every slab,
+    A thread has a share of two rows of a tile, 32 keys apart: of each, 16 neighbouring fp8 columns of every slab,
     which become two chunks of 16 bytes, or twice 8 rotary ones, which are chunks already.
     """
 
@@ -767,20 +558,20 @@ class Dequantizer:
         fp8_at, rope_at = row_at + ((2 * member ^ quad) << 4), row_at + ((member ^ quad) << 4)
         raw_at, scale_at = smem.fp8 + row * FP8_PITCH + member * 16, smem.scale + row * 4
 
-        # of each half of a tile
+        # of both pieces of a tile
         fp8_stages = [2 * self.warpgroup, 2 * self.warpgroup + 1]
         tile, flags = self.warpgroup, Int32(0)
         while flags & END == 0:
-            for half in range_constexpr(2):
-                bars.fp8.wait_full(fp8_stages[half], tile // PING_PONG & 1)
-                exact[half] = ptx.load_shared_s32(scale_at + fp8_stages[half] * (FP8_KEYS * 4))
-                self.load(raw, half, raw_at + fp8_stages[half] * FP8_STAGE_BYTES)
+            for piece in range_constexpr(2):
+                bars.fp8.wait_full(fp8_stages[piece], tile // PING_PONG & 1)
+                exact[piece] = ptx.load_shared_s32(scale_at + fp8_stages[piece] * (FP8_KEYS * 4))
+                self.load(raw, piece, raw_at + fp8_stages[piece] * FP8_STAGE_BYTES)
             stage = tile % KV_STAGES
             header_at = smem.header + tile % HEADERS * HEADER
             bars.kv.wait_empty(stage, tile // KV_STAGES & 1)
             flags = ptx.load_shared_s32(header_at)
             if flags & END == 0:
-                skipped = [ptx.load_shared_s32(header_at + 16 + (warp // 2 + 2 * half) * 4) for half in range(2)]
+                skipped = [ptx.load_shared_s32(header_at + 16 + (warp // 2 + 2 * piece) * 4) for piece in range(2)]
                 is_large = self.set_scales(scales, exact)
                 # the last slab first: once its words, which were loaded last, can be stored, all others are there too;
                 # an arrival alone does not wait for loads whose values nobody has used
@@ -809,19 +600,19 @@ class Dequantizer:
                 cute.arch.mbarrier_arrive(self.bars.fp8.empty(stage))
 
     @cute.jit
-    def load(self, raw: Any, half: cutlass.Constexpr, raw_at: Any) -> None:
+    def load(self, raw: Any, piece: cutlass.Constexpr, raw_at: Any) -> None:
         """This thread's share of a row."""
         # in CTA 0 there is no fifth chunk: any will do
         for chunk in (SLABS, *range(SLABS)):
             found = ptx.load_shared_128(raw_at + chunk * SLAB)
             for word in range_constexpr(4):
-                raw[4 * (CHUNKS * half + chunk) + word] = found[word]
+                raw[4 * (CHUNKS * piece + chunk) + word] = found[word]
 
     @cute.jit
     def set_scales(self, scales: Any, exact: Any) -> Any:
         """Scale bytes to convert with: those of the rows, or ones if the warp has large ones. Whether it has."""
-        for half in range_constexpr(2):
-            scales[half] = exact[half]
+        for piece in range_constexpr(2):
+            scales[piece] = exact[piece]
         large = (scales[0] | scales[1]) & (Int32(LARGE[0]) if self.rank == 0 else Int32(LARGE[1]))
         is_large = cute.arch.vote_any_sync(large != 0)
         if is_large:
@@ -831,41 +622,41 @@ class Dequantizer:
     @cute.jit
     def convert(self, raw: Any, scales: Any, slab: cutlass.Constexpr, target: Any) -> None:
         """Store a slab's fp8 columns of the thread's two rows as bf16."""
-        for half in range_constexpr(2):
-            factor = ptx.bf16x2_of_ue8m0(scales[half], slab)
+        for piece in range_constexpr(2):
+            factor = ptx.bf16x2_of_ue8m0(scales[piece], slab)
             for chunk in range_constexpr(2):
-                first = 4 * (CHUNKS * half + slab) + 2 * chunk
+                first = 4 * (CHUNKS * piece + slab) + 2 * chunk
                 words = bf16_pairs_of_e4m3([raw[first + word] for word in range(2)], [factor])
-                ptx.store_shared_128((target ^ (16 * chunk)) + half * HALF_BYTES, words)
+                ptx.store_shared_128((target ^ (16 * chunk)) + piece * STAGE_SLAB_BYTES, words)
 
     @cute.jit
     def move(self, raw: Any, slab: cutlass.Constexpr, target: Any, skipped: Any) -> None:
         """Store the rotary columns of the thread's two rows."""
-        for half in range_constexpr(2):
+        for piece in range_constexpr(2):
             # where nothing was loaded there may be NaN
-            mask = (skipped[half] & 1) - 1
+            mask = (skipped[piece] & 1) - 1
             for chunk in range_constexpr(2):
-                words = [raw[4 * (CHUNKS * half + slab + chunk) + word] & mask for word in range(4)]
-                ptx.store_shared_128((target ^ (64 * chunk)) + half * HALF_BYTES, words)
+                words = [raw[4 * (CHUNKS * piece + slab + chunk) + word] & mask for word in range(4)]
+                ptx.store_shared_128((target ^ (64 * chunk)) + piece * STAGE_SLAB_BYTES, words)
 
     @cute.jit
     def scale_again(self, target: Any, exact: Any) -> None:
         """A tile with scales of 2 or more, too large for one product in bf16: it was converted with scales of 1. Scale
         what the thread has stored."""
         for slab in cutlass.range(SLABS - self.rank, unroll=1):
-            for half in range_constexpr(2):
-                byte = (exact[half] >> (slab * 8)) & 0xFF
+            for piece in range_constexpr(2):
+                byte = (exact[piece] >> (slab * 8)) & 0xFF
                 power = Int32(LEAST_POWER) if byte == 0 else byte << 7
                 factor = (Int32(NAN) if byte == 255 else power) * 0x00010001
                 for chunk in range_constexpr(2):
-                    words_at = ((target + slab * SLAB_BYTES) ^ (16 * chunk)) + half * HALF_BYTES
+                    words_at = ((target + slab * SLAB_BYTES) ^ (16 * chunk)) + piece * STAGE_SLAB_BYTES
                     words = ptx.load_shared_128(words_at)
                     ptx.store_shared_128(words_at, [ptx.multiply_bf16x2(word, factor) for word in words])
 
 
 # ---- MMA and softmax
 
-HELD = HALF * KEYS // 32
+HELD = OWN_HEADS * KEYS // 32
 """Scores of a tile that a thread does the softmax of: of every 8 keys, two."""
 
 
@@ -1011,7 +802,7 @@ class QkSoftmax:
         tile anew: a register less than to keep what they come to."""
         norm = self.q.norm
         row, head_group = self.scheduler.row(work_tile)
-        head = cutlass.min(warp * 16 + self.rank * HALF + lane // 4, heads - 1)
+        head = cutlass.min(warp * 16 + self.rank * OWN_HEADS + lane // 4, heads - 1)
         square_at = norm.squares + Int64(row) * norm.row_stride
         square_at = square_at + (head_group * self.config.heads + head) * 16 + lane % 4 * 4
         return ptx.load_global_s32_in_order(square_at, is_shared=True)
@@ -1096,7 +887,7 @@ class QkSoftmax:
                 ptx.store_remote_128(other_at + i * WORDS_BYTES, words, counter)
                 ptx.store_shared_128(own_at + i * WORDS_BYTES, words)
             if lane % 4 == 0:
-                factor_at = smem.factor + ((stage * 2 + rank) * (ROWS // 2) + warp * HALF + lane // 4) * FACTOR
+                factor_at = smem.factor + ((stage * 2 + rank) * (ROWS // 2) + warp * OWN_HEADS + lane // 4) * FACTOR
                 # there is nothing before a work tile's first tile
                 factors = [(Float32(1.0) if flags & FIRST != 0 else factor).bitcast(Int32), out_scale.bitcast(Int32)]
                 ptx.store_remote_64(ptx.map_shared(factor_at, rank ^ 1), factors, counter)
@@ -1114,7 +905,7 @@ class QkSoftmax:
                 cute.arch.mbarrier_arrive(bars.row_max + warp)
         if thread == 0:
             ptx.store_shared_s32(smem.target + stage * TARGET, flags)
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.config.warps * (P_BYTES // 4 + HALF * FACTOR))
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.config.warps * (P_BYTES // 4 + OWN_HEADS * FACTOR))
         elif lane == 0:
             cute.arch.mbarrier_arrive(full)
 
@@ -1144,7 +935,7 @@ class QkSoftmax:
         """The running maximum of the thread's head, and what to multiply with what is relative to the last one."""
         lane = self.thread % 32
         largest = pairwise([scores[i] for i in range(HELD)], ptx.max_f32)
-        max_at = self.smem.row_max + (warp * HALF + lane // 4) * 4
+        max_at = self.smem.row_max + (warp * OWN_HEADS + lane // 4) * 4
         turn = self.bars.row_max + warp
         self.wait_turn(turn, tile)
         row_max = ptx.load_shared_f32(max_at)
@@ -1185,7 +976,7 @@ class QkSoftmax:
         lane = self.thread % 32
         batch, token, split_idx, head_group = scheduler.coords(work_tile)
         first = head_group * self.config.heads
-        head = warp * 16 + self.rank * HALF + lane // 4
+        head = warp * 16 + self.rank * OWN_HEADS + lane // 4
         heads = cutlass.min(out.heads - first, self.config.heads)
         logit, lse_at = Int32(0), Int64(0)
         if self.sink != 0:
@@ -1250,7 +1041,9 @@ class PvEpilogue:
                 buffer, stage = tile % P_STAGES, tile % KV_STAGES
                 bars.p.wait_full(buffer, tile // P_STAGES & 1)
                 flags = ptx.load_shared_s32(smem.target + buffer * TARGET)
-                factor_at = smem.factor + (buffer * ROWS + pv_thread() // 32 * HALF + pv_thread() % 32 // 4) * FACTOR
+                factor_at = (
+                    smem.factor + (buffer * ROWS + pv_thread() // 32 * OWN_HEADS + pv_thread() % 32 // 4) * FACTOR
+                )
                 factors = [ptx.load_shared_f32(factor_at + half * (ROWS // 2 * FACTOR)) for half in range(2)]
                 if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
                     self.rescale(o, factors)
@@ -1308,7 +1101,7 @@ class PvEpilogue:
         first = warp * OWN_ROWS
         size = const_expr(4 if self.config.out_fp32 else 2)
         target = ptx.pair(low, high) + Int64(first) * head_stride + ptx.rank_again() * (DIM * size)
-        factor_at = smem.factor + (buffer * ROWS + warp * HALF + lane // 4) * FACTOR + 4
+        factor_at = smem.factor + (buffer * ROWS + warp * OWN_HEADS + lane // 4) * FACTOR + 4
         factors = [ptx.load_shared_f32(factor_at + half * (ROWS // 2 * FACTOR)) for half in range(2)]
         if const_expr(self.config.out_fp32):
             for half in range_constexpr(2):
@@ -1342,7 +1135,7 @@ class PvEpilogue:
         warp = cute.arch.make_warp_uniform(pv_thread() // 32)
         _, heads, row, first = ptx.load_shared_128(smem.target + buffer * TARGET)
         own = warp * OWN_ROWS + lane // 4
-        factor_at = smem.factor + (buffer * ROWS + warp * HALF + lane // 4) * FACTOR + 4
+        factor_at = smem.factor + (buffer * ROWS + warp * OWN_HEADS + lane // 4) * FACTOR + 4
         factors = [ptx.load_shared_f32(factor_at + half * (ROWS // 2 * FACTOR)) for half in range(2)]
         if warp * OWN_ROWS < heads:
             self.out.quant.store(o, factors, angles, row, first + own, heads - own, ptx.rank_again(), lane)
@@ -1504,7 +1297,7 @@ class DecodeKernel:
         config = self.config
         first, step, end, order = cta // CLUSTER, ctas // CLUSTER, work_tiles, Int32(0)
         every = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles)
-        planner = Planner(config, smem, rank, every, sources, out, thread)
+        planner = Planner(config.heads, config.extra, smem.fp8, smem.order, rank, every, sources, out, thread)
         if planner.is_worth_it():
             dealt = planner.run()
             if dealt >= 0:
@@ -1638,7 +1431,7 @@ class RawDecodeKernel:
 class DecodeKey(DecodeKernelKey):
     """What distinguishes one compiled kernel from another. Both caches are fp8_ds_mla.
 
-    heads, second   DecodeConfig's heads and extra
+    heads, second   DecodeConfig's heads and extra: calls name the list and cache `extra`, entry arguments end with 1
     out_fp32        results are fp32, not bf16
     quantized       results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     raw             queries are normed and rotated, see QueryNorm; with out_fp32 or quantized
