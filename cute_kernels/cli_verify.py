@@ -144,13 +144,14 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not Python's
 
 
 def _verify(run: Run, ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> None:
     """Fill in `run`: the facts, the ops and the layers."""
     from cute_kernels.isa_probes import check
     from cute_kernels.runtime import verify as verify_
+    from cute_kernels.runtime.compile import jit_forbidden
     from cute_kernels.runtime.verify import PORTABLE, Needs, Verdict
 
     processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
@@ -161,6 +162,8 @@ def _verify(run: Run, ops: Sequence[str], arch: str, layers: Any, workers: int |
     # of such an op it is not known which kernels it has: nothing of it is verified, all of it has failed
     lost = [replace(v, detail=f"{what}: {v.detail}") for v in found if isinstance(v, Verdict)]
     run.verdicts += lost
+    if jit_forbidden():  # nothing would compile the soaks' kernels with delays
+        needs = [replace(need, soaked=()) for need in needs]
     keeper = Keeper(run, needs, lost)
     keys = [key for need in needs for key in need.keys]
     if len(needs) > 1:

@@ -65,6 +65,10 @@ class Places:
     number: int | None = None
 
 
+_OF_ROW_TABLE = frozenset(("compressed_block_table", "token_to_req_indices", "decode_query_len", "num_decode_tokens"))
+"""Fields that `row_block_table` is made of."""
+
+
 @dataclass
 class DeepseekV4Metadata:
     """One step of one layer kind. Rows: tokens of decode requests first, then those of prefill requests.
@@ -129,6 +133,8 @@ class DeepseekV4Metadata:
         vars(self)[name] = value
         if name != "bound_key":
             vars(self).update(bound_key=None, places=None)
+        if name in _OF_ROW_TABLE:
+            vars(self)["row_block_table"] = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy may have tensors of its own."""
@@ -150,6 +156,8 @@ class DeepseekV4Metadata:
         if self.row_block_table is not None:
             return self.row_block_table
         assert self.compressed_block_table is not None
+        if self.decode_query_len is None:  # of a table that came after the step was built
+            return self.compressed_block_table[self.token_to_req_indices[: self.num_decode_tokens].long()]
         return self.compressed_block_table[: self.num_decodes]
 
 
@@ -160,7 +168,8 @@ class UploadRing:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.device_buffer = torch.empty(size, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # a step outside of it writes them, too
+            self.device_buffer = torch.empty(size, dtype=torch.int32, device=device)
         self._is_cuda, self._device_index = device.type == "cuda", self.device_buffer.device.index
         self._pinned: list[torch.Tensor] = []
         self._arrays: list[npt.NDArray[np.int32]] = []
@@ -372,7 +381,7 @@ class DeepseekV4MetadataBuilder:
         self._buffers: dict[tuple[int, ...], _StepBuffers] = {}
         self._rows: dict[Any, _Rows] = {}
         self._plans: dict[Any, _Plan] = {}
-        self._row_tables: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._row_tables: dict[tuple[tuple[int, ...], int, int], torch.Tensor] = {}
         self._accepted: set[Any] = set()
 
     def build(
@@ -511,20 +520,23 @@ class DeepseekV4MetadataBuilder:
                 assert tables.compressed is not None
                 if query_len is None and shape.decode_rows:
                     request = found["token_to_req_indices"][: shape.decode_rows]
-                    found["row_block_table"] = self._row_table(ratio, tables.compressed, request)
+                    found["row_block_table"] = self._row_table(plan.buffers.ratios, ratio, tables.compressed, request)
                     found["places"] = plan.with_row_tables[ratio]
             built[ratio] = metadata
         return built
 
-    def _row_table(self, ratio: int, table: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
-        """The rows of a block table that the step's decode rows read, always in the same place: one launch for all
-        layers of a kind."""
+    def _row_table(
+        self, ratios: tuple[int, ...], ratio: int, table: torch.Tensor, request: torch.Tensor
+    ) -> torch.Tensor:
+        """The rows of a block table that the decode rows of a step of these ratios read, always in the same place: one
+        launch for all layers of a kind."""
         rows, pages = len(request), table.shape[1]
-        room = 1 << max(rows - 1, 0).bit_length()
-        out = self._row_tables.get((ratio, room, pages))
-        if out is None:  # earlier ones stay: a captured step may read them
-            out = self._row_tables[ratio, room, pages] = table.new_empty(room, pages)
-        return torch.index_select(table, 0, request, out=out[:rows])
+        key = ratios, ratio, 1 << max(rows * pages - 1, 0).bit_length()
+        memory = self._row_tables.get(key)
+        if memory is None:  # earlier ones stay: a captured step may read them
+            with torch.inference_mode(False):
+                memory = self._row_tables[key] = torch.empty(key[-1], dtype=table.dtype, device=table.device)
+        return torch.index_select(table, 0, request, out=memory[: rows * pages].view(rows, pages))
 
     def _rows_of(self, query_lens: Ints) -> _Rows:
         key: Any

@@ -187,20 +187,23 @@ def _do_nothing(*args: Any) -> None:
 
 @contextlib.contextmanager
 def use_folder(folder: str) -> Iterator[None]:
-    """Inside, kernels come from the kernel cache in another folder, whatever is loaded. Not thread-safe."""
+    """Inside, kernels come from the kernel cache in another folder and nowhere else, whatever is loaded. Not
+    thread-safe."""
     global _functions, _linked
     before = _functions, _linked
-    directory = os.environ.get(cache.DIRECTORY_VARIABLE)
+    inside = {cache.DIRECTORY_VARIABLE: folder, JIT_VARIABLE: "forbid"}
+    outside = {name: os.environ.get(name) for name in inside}
     _functions, _linked = {}, {}
-    os.environ[cache.DIRECTORY_VARIABLE] = folder
+    os.environ.update(inside)
     try:
         yield
     finally:
         _functions, _linked = before
-        if directory is None:
-            del os.environ[cache.DIRECTORY_VARIABLE]
-        else:
-            os.environ[cache.DIRECTORY_VARIABLE] = directory
+        for name, value in outside.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def jit_forbidden() -> bool:

@@ -141,6 +141,8 @@ class _Worker:
             return answer
         except (EOFError, OSError):
             self.process.join()
+            if self.process.exitcode in (-signal.SIGTERM, -signal.SIGHUP):  # a scheduler ends all processes at once
+                return Verdict(name, "not run", detail="its process was told to end")
             return Verdict(name, "fail", detail=f"the process died with exit code {self.process.exitcode}")
 
     def stop(self) -> str:

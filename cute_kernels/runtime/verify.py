@@ -367,16 +367,19 @@ def _keys_of(
     keys: dict[KernelKey, None] = {}
     kernels: dict[str, None] = {}
 
-    def asked(example: Example, own: bool | str) -> list[str]:
+    def asked(example: Example, own: bool | str) -> list[tuple[str, str]]:
         with collect() as found, trust.choose(own) as asked_for, contextlib.suppress(Exception):
             _call(op, example, device)
         if own or with_portable or not asked_for:
             keys.update(found)
-        return [kernel for name, kernel in asked_for if name == op.name]
+        return list(asked_for)
 
     for example in examples:
-        own = asked(example, False)
+        pairs = asked(example, False)
+        own = [kernel for name, kernel in pairs if name == op.name]
         kernels.update(dict.fromkeys(own))
+        if pairs and not own:  # asked in the name of another op
+            asked(example, True)
         for kernel in own:
             asked(example, kernel)
     return keys, kernels

@@ -503,6 +503,26 @@ def test_decode_rows_as_a_batch() -> None:
     assert torch.equal(again.decode_block_table(), table[[0, 1, 1, 1]])
 
 
+def test_block_tables_of_rows_are_the_steps_own() -> None:
+    """Of steps of other ratios, of tables of any width, in inference mode and outside, and of a table set later."""
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN)
+    first, second = Step(4, [3, 1], [12, 70], 2, seed=1), Step(4, [1, 3], [12, 70], 2, seed=2)
+    with torch.inference_mode():
+        step = builder.build_step([3, 1], [12, 70], {1: BlockTables(first.table("swa")), 4: first.tables()}, 2)[4]
+    second.build(builder)
+    assert torch.equal(step.decode_block_table(), first.table("compressed")[[0, 0, 0, 1]])
+    with torch.inference_mode():
+        narrow = builder.build(4, [1, 2], [8, 9], second.tables(), 2)
+    assert torch.equal(narrow.decode_block_table(), second.table("compressed")[[0, 1, 1]])
+    other = second.table("compressed") + 100
+    narrow.compressed_block_table = other
+    assert torch.equal(narrow.decode_block_table(), other[[0, 1, 1]])
+    for width in range(1, 200):
+        table = torch.zeros(2, width, dtype=torch.int32)
+        builder.build(4, [1, 2], [2, 2], BlockTables(table, table, table), 2)
+    assert len(builder._row_tables) < 20
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
