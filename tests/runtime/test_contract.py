@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
-import types
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cute_kernels.runtime import ops
 from cute_kernels.runtime.contract import MOST_DISTANCES, Contract, Layout, lies_apart, shares_element
+from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import OPS, define_op
 
 calls: list[str] = []
@@ -292,10 +291,9 @@ def test_tensors_at_a_known_distance_are_looked_into_once(monkeypatch: pytest.Mo
 def test_the_cuda_implementation_checks_a_remembered_call_at_new_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors of the CPU, with a kernel that notes its calls."""
     bodies: dict[str, Any] = {}
-    kernel: Any = types.ModuleType("cute_kernels_test_contract_kernel")
-    launched, checked = [], []
-    kernel.supports, kernel.launch = lambda *args: (True, ""), lambda *args: launched.append(args)
-    monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
+    launched: list[Any] = []
+    checked: list[Any] = []
+    kernel = OpKernel[Any](launched.append, lambda call: "", lambda *_: [])
     implement = ops._library.impl
 
     def noted(name: str, body: Any, key: str, **options: Any) -> None:
@@ -305,9 +303,10 @@ def test_the_cuda_implementation_checks_a_remembered_call_at_new_addresses(monke
     monkeypatch.setattr(ops._library, "impl", noted)
     define_op(
         "test_contract_on_cuda(Tensor x, Tensor(a!) y, Tensor(b!) z) -> ()",
-        check=lambda *args: checked.append(args),
-        reference=lambda *args: None,
-        kernel=kernel.__name__,
+        NamedTuple("Three", [("x", Any), ("y", Any), ("z", Any)]),
+        check=checked.append,
+        reference=lambda call: None,
+        kernel=lambda: kernel,
         in_place={"y": "x"},
     )
     del OPS["test_contract_on_cuda"]

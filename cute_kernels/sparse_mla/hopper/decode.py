@@ -1297,11 +1297,12 @@ class DecodeKernel:
         config = self.config
         first, step, end, order = cta // CLUSTER, ctas // CLUSTER, work_tiles, Int32(0)
         every = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles)
-        planner = Planner(config.heads, config.extra, smem.fp8, smem.order, rank, every, sources, out, thread)
-        if planner.is_worth_it():
-            dealt = planner.run()
-            if dealt >= 0:
-                first, step, end, order = Int32(0), Int32(1), dealt, smem.order
+        if const_expr(config.extra != "none"):  # rows of one list are short
+            planner = Planner(config.heads, config.extra, smem.fp8, smem.order, rank, every, sources, out, thread)
+            if planner.is_worth_it():
+                dealt = planner.run()
+                if dealt >= 0:
+                    first, step, end, order = Int32(0), Int32(1), dealt, smem.order
         scheduler = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles, order)
         if group < FIRST_PV_THREAD // 128:
             cute.arch.setmaxregister_decrease(SOFTMAX_REGISTERS)
