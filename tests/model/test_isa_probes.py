@@ -58,10 +58,7 @@ def test_products(name: str) -> None:
     assert check.compare(memory.get(out, want.shape, np.uint32), want) == ""
 
 
-WRITTEN_TWICE = "since the pair meets before it allocates, the model misses reads of its operands: nobody knows yet why"
-
-
-@pytest.mark.parametrize("planted", [pytest.param("", marks=pytest.mark.xfail(reason=WRITTEN_TWICE)), "no proxy fence"])
+@pytest.mark.parametrize("planted", ["", "no proxy fence"])
 @pytest.mark.parametrize("scope", ["cta", "cluster"])
 def test_handoffs(monkeypatch: pytest.MonkeyPatch, scope: str, planted: str) -> None:
     """A few rounds of them. With the scope of the CTA, what the other one wrote is not formally handed on: whether
