@@ -110,9 +110,8 @@ def foreign(ratio: int, rows: list[int], lengths: list[int], decodes: int, **opt
     m: DeepseekV4Metadata = builder.build(ratio, rows, lengths, tables, decodes)
     with FakeTensorMode(), torch.no_grad(), _Indexing():
         move(layer)
-        for name, value in vars(m).items():
-            if isinstance(value, torch.Tensor):
-                setattr(m, name, fake(value))
+        # not by setattr, which takes a changed field for another step's
+        vars(m).update({name: fake(value) for name, value in vars(m).items() if isinstance(value, torch.Tensor)})
         for cache in vars(caches).values():
             if cache is not None:
                 cache.data = fake(cache.data)
