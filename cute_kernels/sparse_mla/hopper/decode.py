@@ -1297,7 +1297,7 @@ class DecodeKernel:
         config = self.config
         first, step, end, order = cta // CLUSTER, ctas // CLUSTER, work_tiles, Int32(0)
         every = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles)
-        if const_expr(config.extra != "none"):  # rows of one list are short
+        if const_expr(config.extra != "none"):  # rows of one list, a window, are short, and the planner would spill
             planner = Planner(config.heads, config.extra, smem.fp8, smem.order, rank, every, sources, out, thread)
             if planner.is_worth_it():
                 dealt = planner.run()
