@@ -181,7 +181,7 @@ def launch_einsum(call: EinsumCall, use_pdl: bool = False) -> None:
         key, ctas = key_for(arch, rows, groups, columns, call.a.shape[2] // CHUNK, processors, packed)
     operands = call.a, call.a_scale, call.b, call.b_scale, call.out
     if isinstance(key, GemmKey):
-        launch_key(key, device_index, *operands, None, grid_size(ctas, key.splits), use_pdl)
+        launch_key(key, device_index, *operands, None, grid_size(ctas), use_pdl)
     else:
         launch_key(key, device_index, *operands, grid_size(ctas))
 
@@ -258,7 +258,7 @@ def launch_fp8(call: Fp8GemmCall) -> None:
         number = grid_size(number)
     else:
         key, number = select.many_rows(*shape, multiprocessors(device_index), may_split=True)
-        number = grid_size(number, key.splits)
+        number = number if key.splits > 1 else grid_size(number)  # a cluster of splits takes one work tile
     weight = call.weight, call.weight_scale
     launch_key(key, device_index, call.a, call.a_scale, *weight, call.out, call.out_scale, number, call.use_pdl)
 
@@ -341,7 +341,7 @@ def launch_bf16(call: Bf16GemmCall) -> None:
         number = grid_size(number)
     else:
         key, number = select.many_bf16_rows(*shape, outputs, chunks, multiprocessors(device_index))
-        number = grid_size(number, key.splits)
+        number = number if key.splits > 1 else grid_size(number)  # a cluster of splits takes one work tile
     launch_key(key, device_index, a, None, b, None, out, None, number, call.use_pdl)
 
 

@@ -43,7 +43,7 @@ KERNELS: dict[str, dict[str, tuple[str, Mapping[str, Any]]]] = {
             ("mqa_logits", "paged_mqa_logits", "score_top_k_decode", "score_top_k_prefill"),
             ("cute_kernels.indexer.select", {"has_own": lambda *args: False}),
         ),
-        **dict.fromkeys(("fp8_gemm", "deepseek_v4_fp8_einsum"), ("cute_kernels.linear.call", _NO_HOPPER)),
+        **dict.fromkeys(("fp8_gemm", "deepseek_v4_fp8_einsum"), ("cute_kernels.linear.launch", _NO_HOPPER)),
     },
     "small heads": {
         "sparse_mla_decode": (_SELECT, {"BLACKWELL": (), "SMALL_HEADS": (8, 16), "FEW_ROWS_HEADS": ()}),
