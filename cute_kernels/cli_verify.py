@@ -36,9 +36,6 @@ OWN_SECONDS = 120.0
 MOST_PROCESSES = 8
 """That use the GPU at a time: each holds a context of some hundred MB, and its references want cores."""
 
-RANKS = (1, 2, 4, 8)
-"""Tensor-parallel sizes whose deployments should have run all of their kernels."""
-
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
@@ -50,7 +47,7 @@ class Run:
     verdicts      of facts, kernels and layers
     seconds       what each phase took
     problem       why verdicts could not be kept, or ""
-    deployed      how many kernels models need on any of RANKS
+    deployed      how many kernels models need
     not_run       those of them that no example runs
     interrupted   whether it was, by Ctrl-C
     """
@@ -166,8 +163,8 @@ def _verify(run: Run, ops: Sequence[str], arch: str, layers: Any, workers: int |
         needs = [replace(need, soaked=()) for need in needs]
     keeper = Keeper(run, needs, lost)
     keys = [key for need in needs for key in need.keys]
-    if len(needs) > 1:
-        _note_deployment(run, keys, arch)
+    needed = {key for need in needs for key in need.deployed}
+    run.deployed, run.not_run = len(needed), tuple(sorted(key.identity for key in needed - set(keys)))
     with tempfile.TemporaryDirectory() as delayed:
         soaked = [key for need in needs for key in need.soaked]
         with run.phase(f"compiling {len(set(keys))} kernels, and {len(set(soaked))} with delays"):
@@ -244,21 +241,6 @@ class Keeper:
         self.run.problem = self.run.problem or problem
 
 
-def _note_deployment(run: Run, keys: Sequence[Any], arch: str) -> None:
-    """Which kernels of all models' deployments are not among the keys."""
-    from cute_kernels.models import MODELS
-    from cute_kernels.runtime.registry import deployment_keys
-
-    needed: dict[Any, None] = {}
-    try:
-        for model, tp in ((model, tp) for model in MODELS.values() for tp in RANKS):
-            needed.update(dict.fromkeys(deployment_keys(model, tp, arch)))
-    except ImportError:
-        return  # without the compiler there are no keys
-    has = set(keys)
-    run.deployed, run.not_run = len(needed), tuple(sorted(key.identity for key in needed if key not in has))
-
-
 def _compile(keys: Sequence[Any], workers: int | None, delayed: Path | None = None) -> None:
     """Have the kernels in the cache, or those with delays in a folder. What does not compile fails again where it is
     verified."""
@@ -316,6 +298,8 @@ def _layers() -> Any:
 
 def report_verdicts(run: Run, gpu: str, arch: str, as_json: bool) -> int:
     """Print the verdicts; 1 if any is a failure, or an op with a kernel has no examples."""
+    from cute_kernels.runtime.verify import RANKS
+
     order = ("fact ", "", "layer ")
     verdicts = sorted(
         run.verdicts, key=lambda v: (max(i for i, prefix in enumerate(order) if v.name.startswith(prefix)), v.name)
@@ -345,9 +329,8 @@ def report_verdicts(run: Run, gpu: str, arch: str, as_json: bool) -> int:
             console.print(f"              [dim]{escape(v.detail)}[/]")
     if run.deployed:
         ran = run.deployed - len(run.not_run)
-        console.print(
-            f"{ran} of {run.deployed} kernels that models need on 1 to {RANKS[-1]} ranks ran (--json: which not)"
-        )
+        of = f"{run.deployed} kernels that models need on 1 to {RANKS[-1]} ranks"
+        console.print(f"{ran} of {of} ran" + " (--json: which not)" * bool(run.not_run))
     counts = {status: sum(v.status == status for v in verdicts) for status in dict.fromkeys(v.status for v in verdicts)}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items()))
     return status

@@ -923,6 +923,7 @@ class C128Key(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "compressor.ratio128"
+    tuning: ClassVar[tuple[str, ...]] = ("cluster",)
     kv_format: str = FP8_DS_MLA.id
     fp32_weight: bool = False
     fused: bool = False

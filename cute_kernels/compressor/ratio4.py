@@ -570,6 +570,7 @@ class C4Key(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "compressor.ratio4"
+    tuning: ClassVar[tuple[str, ...]] = ("through_l1",)
     fused: bool
     kv_format: str
     fp32_weight: bool = False

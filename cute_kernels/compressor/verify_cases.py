@@ -251,16 +251,19 @@ _LONG = [1, 300, 128, 2, 129]
 _C4: tuple[tuple[str, dict[str, Any]], ...] = (
     (formats.FP8_DS_MLA.id, {}),
     (formats.PLAIN_BF16.id, {"fp32_weight": True}),
+    (formats.PLAIN_BF16.id, {}),
     (formats.PLAIN_FP8.id, {}),
     (formats.INDEXER_FP8.id, {"options": ("ties_to_lower", True)}),
     (formats.INDEXER_FP8.id, {"state_rows": 3, "entry_rows": 3}),
     (formats.INDEXER_MXFP4.id, {"options": ("ties_to_lower", False)}),
-    (formats.INDEXER_MXFP4.id, {"options": ("ties_to_even", True)}),
+    *((formats.INDEXER_MXFP4.id, {"options": ("ties_to_even", transformed)}) for transformed in (False, True)),
+    (formats.INDEXER_MXFP4.id, {"options": ("ties_to_lower", True)}),
     (formats.INDEXER_MXFP4_WIDE.id, {}),
 )
 _C128: tuple[tuple[str, dict[str, Any]], ...] = (
     (formats.FP8_DS_MLA.id, {}),
     (formats.PLAIN_BF16.id, {"fp32_weight": True}),
+    (formats.PLAIN_BF16.id, {}),
     (formats.PLAIN_FP8.id, {}),
 )
 

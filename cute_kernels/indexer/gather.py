@@ -49,6 +49,7 @@ class GatherKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "indexer.gather"
+    tuning: ClassVar[tuple[str, ...]] = ("rows", "through_l1")
     kv_format: str = INDEXER_FP8.id
     rows: int = 32
     access: int = 16

@@ -336,6 +336,7 @@ class QueryKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "indexer.query"
+    tuning: ClassVar[tuple[str, ...]] = ("groups", "through_l1")
     rounding: str = ""
     transformed: bool = False
     table_bf16: bool = False

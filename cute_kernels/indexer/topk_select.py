@@ -30,8 +30,8 @@ us (k = 1024), 45.1 and 29.5 us (k = 2048)."""
 
 SHAPES = ((16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
 """(warps, vectors of a thread, cluster, tiles) of CTAs that take whole rows: of up to 16384 columns, which their
-registers hold, and of up to 131072, 262144 (the second one where there is less shared memory) and 524288, which come in
-tiles."""
+registers hold, and of up to 131072, 262144 (two, the second one where the first one's shared memory is not there) and
+524288, which come in tiles."""
 
 SHARED = (
     (9, 196608, (32, 4, 8, 8)),
@@ -73,7 +73,9 @@ def keys_of(arch: str) -> list[TopKKey]:
     shapes = [*SHAPES, MANY, *(dict.fromkeys(shared) if arch in CLUSTER_ARCHS else ())]
     keys = [TopKKey(arch, *shape) for shape in shapes]
     spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD] if arch in CLUSTER_ARCHS else []
-    return [key for key in (*held, *spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
+    fitting = [key for key in (*held, *spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
+    large, small = (TopKKey(arch, *shape) for shape in SHAPES[2:4])
+    return [key for key in fitting if key != small or large not in fitting]
 
 
 def held_key(arch: str, warps: int, is_spread: bool) -> TopKKey:

@@ -27,7 +27,7 @@ def _poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor
 
 
-def _inputs(tokens: int, heads: int, bf16_table: bool) -> tuple[torch.Tensor, ...]:
+def _inputs(tokens: int, heads: int, bf16_table: bool, bf16_weights: bool) -> tuple[torch.Tensor, ...]:
     """(positions, queries, table, weights): every bf16 number, at positions inside and outside the table."""
     g = torch.Generator().manual_seed(tokens + heads)
     q = torch.randint(-(2**15), 2**15, (tokens, heads, INDEX_DIM), generator=g, dtype=torch.int16).view(torch.bfloat16)
@@ -41,22 +41,28 @@ def _inputs(tokens: int, heads: int, bf16_table: bool) -> tuple[torch.Tensor, ..
         positions,
         q,
         table.bfloat16() if bf16_table else table,
-        weights.float() if bf16_table else weights.bfloat16(),
+        weights.bfloat16() if bf16_weights else weights,
     )
 
 
-_QUERIES = ((1, 64, False), (37, 5, True), (150, 64, False), (0, 64, False))
-"""(tokens, heads, whether the table is bf16 and the weights are fp32)."""
+_QUERIES = (
+    (1, 64, False, True),
+    (37, 5, True, False),
+    (150, 64, False, True),
+    (9, 64, False, False),
+    (0, 64, False, True),
+)
+"""(tokens, heads, whether the table is bf16, whether the weights are)"""
 
 
 def query_fp8() -> Iterator[Example]:
     """fused_indexer_q_rope_quant_fp8(positions, index_q, table, weights, 2 factors, hadamard, q_quant, weights_out,
     round_weights, use_pdl)"""
-    for tokens, heads, bf16_table in _QUERIES:
+    for tokens, heads, *are_bf16 in _QUERIES:
         for hadamard in (False, True):
             codes = _poisoned(tokens, heads, INDEX_DIM + 16, dtype=torch.float8_e4m3fn)[..., :INDEX_DIM]
             out = _poisoned(tokens, heads + 4, dtype=torch.float32)[:, :heads]
-            inputs = _inputs(tokens, heads, bf16_table)
+            inputs = _inputs(tokens, heads, *are_bf16)
             name = f"{tokens} tokens, {heads} heads" + ", Hadamard" * hadamard
             yield Example(name, (*inputs, 0.3, 0.7, hadamard, codes, out, hadamard, hadamard))
 
@@ -64,13 +70,13 @@ def query_fp8() -> Iterator[Example]:
 def query_mxfp4() -> Iterator[Example]:
     """fused_indexer_q_rope_quant_mxfp4(positions, index_q, table, weights, 2 factors, rounding, hadamard, 3 outputs,
     round_weights, use_pdl)"""
-    for tokens, heads, bf16_table in _QUERIES:
+    for tokens, heads, *are_bf16 in _QUERIES:
         for rounding in E2M1_ROUNDINGS:
             for hadamard in (False, True):
                 codes = _poisoned(tokens, heads, INDEX_DIM // 2 + 4, dtype=torch.uint8)[..., : INDEX_DIM // 2]
                 scales = _poisoned(tokens, heads + 4, dtype=torch.int32)[:, :heads]
-                out = _poisoned(tokens, heads + 4, dtype=torch.bfloat16 if bf16_table else torch.float32)[:, :heads]
-                inputs = _inputs(tokens, heads, bf16_table)
+                out = _poisoned(tokens, heads + 4, dtype=torch.bfloat16 if are_bf16[0] else torch.float32)[:, :heads]
+                inputs = _inputs(tokens, heads, *are_bf16)
                 name = f"{tokens} tokens, {heads} heads, {rounding}" + ", Hadamard" * hadamard
                 yield Example(name, (*inputs, 0.3, 0.7, rounding, hadamard, codes, scales, out, not hadamard, hadamard))
 
@@ -113,22 +119,37 @@ _TOP_K = ((3, 100, 512), (7, 3001, 512), (5, 8192, 1024), (3, 20000, 2048), (2, 
 """(rows, columns, k)."""
 
 _MANY_TOP_K = (
+    (3, 5000, 512),
     (3, 6000, 512),
+    (3, 8000, 512),
     (3, 12000, 512),
+    (3, 200000, 512),
     (130, 3000, 512),
     (130, 6000, 512),
+    (130, 8000, 700),
     (130, 9000, 700),
+    (140, 17000, 512),
     (264, 4100, 512),
+    (264, 5300, 512),
+    (264, 140000, 512),
     (17, 40000, 512),
     (17, 140000, 1024),
     (17, 270000, 512),
+    (26, 270000, 512),
 )
 """The same, for kernels that others are too few or too narrow for."""
+
+_MOST_SCORES = 1 << 22
+"""Of calls with more, rows share most of their memory, and few have more than k columns in their range."""
 
 
 def _scores(rows: int, columns: int) -> torch.Tensor:
     """Random scores, every bit pattern, few levels, nothing but NaN: each in some row."""
     g = torch.Generator().manual_seed(columns)
+    if rows * columns > _MOST_SCORES:
+        shared = torch.randn(columns + 69 * rows, generator=g)
+        shared[::50] = torch.randint(-(2**31), 2**31, shared[::50].shape, generator=g).int().view(torch.float32)
+        return shared.as_strided((rows, columns), (69, 1))
     scores = torch.randn(rows, columns + 1, generator=g)[:, 1:]
     bits = torch.randint(-(2**31), 2**31, scores[1::4].shape, generator=g, dtype=torch.int64)
     scores[1::4] = bits.int().view(torch.float32)
@@ -151,6 +172,8 @@ def top_k_prefill() -> Iterator[Example]:
         starts = torch.arange(rows, dtype=torch.int32) * 5 - 2
         ends = torch.tensor([columns, columns - 1, columns + 9, k + 3, columns // 2, -1, 2**31 - 1]).int()
         ends = ends.repeat(-(-rows // 7))[:rows]
+        if rows * columns > _MOST_SCORES:
+            ends[7:].clamp_(max=k)
         yield Example(_name(rows, columns, k), (_scores(rows, columns), starts, ends, _out(rows, k), rows, k))
 
 

@@ -44,6 +44,7 @@ class CombineKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "indices.combine"
+    tuning: ClassVar[tuple[str, ...]] = ("groups",)
     width: int = 4
     groups: int = 5
     warps: int = WARPS

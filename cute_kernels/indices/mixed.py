@@ -67,6 +67,7 @@ class MixedKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "indices.mixed"
+    tuning: ClassVar[tuple[str, ...]] = ("warps", "groups", "through_l1")
     width: int = 4
     is_shift: bool = True
     warps: int = 4

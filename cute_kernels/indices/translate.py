@@ -56,6 +56,7 @@ class TranslateKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "indices.translate"
+    tuning: ClassVar[tuple[str, ...]] = ("warps", "groups", "through_l1")
     width: int = 4
     is_shift: bool = True
     warps: int = 4

@@ -100,7 +100,14 @@ def translate() -> Iterator[Example]:
     out_indices, out_lens)"""
     cases = ((0, 512, 64, True), (1, 512, 64, True), (131, 512, 64, True), (77, 1024, 2, True), (40, 2052, 64, True))
     many = ((600, 516, 64, True), (4100, 1024, 2, True), (4100, 132, 3, True))
-    for rows, columns, block_size, aligned in (*cases, *many, (33, 513, 3, False), (9, 1, 7, False), (5, 0, 64, True)):
+    for rows, columns, block_size, aligned in (
+        *cases,
+        *many,
+        (33, 513, 3, False),
+        (35, 517, 8, False),
+        (9, 1, 7, False),
+        (5, 0, 64, True),
+    ):
         g = _generator(rows + columns)
         width = 37
         picks = _integers(0, width * block_size + 5, (rows, columns), g, 0.1)
@@ -193,26 +200,27 @@ def mixed() -> Iterator[Example]:
     prefill_topk_indices, query_start_loc, seq_lens, token_to_req_indices, swa_block_table, swa_block_size,
     compressed_block_table, compressed_block_size, window_size, compress_ratio, topk,
     decode_compressed_indices_are_local, decode_is_valid_token, sparse_indices, sparse_topk_lens)"""
-    for requests, longest, decode, compressed, picked, topk, size, ratio, is_local, optional, aligned in (
-        (9, 5, 1000, 512, 512, 512, 128, 4, True, True, True),
-        (9, 5, 7, 512, 512, 512, 128, 4, True, False, True),
-        (9, 9, 20, 1024, 1024, 1024, 128, 4, True, True, True),
-        (400, 5, 500, 512, 512, 512, 128, 4, True, True, True),
-        (3000, 5, 4000, 256, 256, 256, 128, 4, True, True, True),
-        (9, 9, 20, 2048, 2048, 2048, 128, 128, False, True, True),
-        (70, 3, 0, None, 0, 0, 128, 1, False, False, True),
-        (5, 9, 11, None, 8, 70, 128, 4, True, True, True),
-        (5, 9, 11, 0, 8, 512, 128, 4, True, True, True),
-        (6, 9, 10, 70, 33, 9, 5, 4, False, True, False),
-        (6, 9, 10, 513, 66, 64, 131, 1, True, True, False),
-        (6, 9, 10, 64, 600, 512, 300, 4, False, False, True),
-        (0, 0, 0, 8, 8, 8, 128, 4, True, True, True),
+    for requests, longest, decode, compressed, picked, topk, size, ratio, is_local, optional, aligned, block_size in (
+        (9, 5, 1000, 512, 512, 512, 128, 4, True, True, True, 64),
+        (9, 5, 7, 512, 512, 512, 128, 4, True, False, True, 64),
+        (9, 9, 20, 1024, 1024, 1024, 128, 4, True, True, True, 64),
+        (400, 5, 500, 512, 512, 512, 128, 4, True, True, True, 64),
+        (3000, 5, 4000, 256, 256, 256, 128, 4, True, True, True, 64),
+        (9, 9, 20, 2048, 2048, 2048, 128, 128, False, True, True, 64),
+        (70, 3, 0, None, 0, 0, 128, 1, False, False, True, 64),
+        (5, 9, 11, None, 8, 70, 128, 4, True, True, True, 64),
+        (5, 9, 11, 0, 8, 512, 128, 4, True, True, True, 64),
+        (6, 9, 10, 70, 33, 9, 5, 4, False, True, False, 3),
+        (6, 9, 10, 513, 66, 64, 131, 1, True, True, False, 3),
+        (6, 9, 10, 64, 600, 512, 300, 4, False, False, True, 64),
+        (6, 9, 10, 70, 33, 9, 5, 4, False, True, False, 8),
+        (6, 9, 10, 513, 66, 64, 131, 1, True, True, False, 8),
+        (0, 0, 0, 8, 8, 8, 128, 4, True, True, True, 64),
     ):
         g = _generator(requests + topk)
         starts, seq_lens, covered = _batch(requests, longest, 23 if requests % 2 else 0, g)
         rows = covered + 4
         decode = min(decode, rows)
-        block_size = 3 if not aligned else 64
         window_slots = _integers(0, 10**6, (decode, size), g, 0.1)
         slots = None if compressed is None else _integers(0, 1500, (decode, compressed), g, 0.1)
         picks = _integers(0, 1300, (rows - decode, picked), g, 0.1)
@@ -220,7 +228,7 @@ def mixed() -> Iterator[Example]:
         margins = (4, 4) if aligned else (1, 2)
         yield Example(
             f"{decode} of {rows} rows, {compressed} and {picked} columns, window {size}, ratio {ratio}, {topk} picks, "
-            f"{'request-local' if is_local else 'slots'}, {'all' if optional else 'few'} arguments",
+            f"{'request-local' if is_local else 'slots'}, {'all' if optional else 'few'} arguments, pages of {block_size}",
             (
                 _sliced(window_slots, *margins),
                 None if slots is None else _sliced(slots, *margins),

@@ -64,6 +64,7 @@ class InsertCompressIndexKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "insert_compress.insert_compress_index"
+    tuning: ClassVar[tuple[str, ...]] = ("rows", "groups")
 
     rows: int = 1
     groups: int = 2

@@ -93,6 +93,7 @@ _STEPS: tuple[tuple[list[int], dict[str, Any]], ...] = (
     ([1], {"heads": 64}),
     ([1] * 13, {"index_hadamard": True}),
     ([1, 2, 1, 4, 0, 1, 3], {"fp32_weights": False, "state_rows": 3, "entry_rows": 3}),
+    ([1, 2, 5], {"fp32_weights": False, "index_hadamard": True}),
     ([1] * 64, {"heads": 5, "index_heads": 6, "block_size": 3}),
     ([30, 1, 9, 1, 64], {"bad": False, "heads": 128}),
 )

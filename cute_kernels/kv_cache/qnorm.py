@@ -319,6 +319,7 @@ class QnormKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "kv_cache.qnorm"
+    tuning: ClassVar[tuple[str, ...]] = ("rows", "early")
     kv_format: str = FP8_DS_MLA.id
     norm: bool = True
     rows: int = 2

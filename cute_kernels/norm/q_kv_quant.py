@@ -79,6 +79,7 @@ class NormQuantKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "norm.q_kv_quant"
+    tuning: ClassVar[tuple[str, ...]] = ("spread",)
     width: int
     fp32_weight: bool
     kv_width: int

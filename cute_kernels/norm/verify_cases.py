@@ -59,9 +59,16 @@ def _whole(rows: torch.Tensor) -> torch.Tensor:
 
 def q_kv() -> Iterator[Example]:
     """fused_q_kv_rmsnorm(qr, kv, q_weight, kv_weight, eps, qr_out, kv_out, use_pdl)"""
-    for tokens, width, kv_width in ((0, 1024, 512), (1, 1024, 512), (67, 1536, 512), (5, 8, 3000), (6, 4096, 24)):
+    for tokens, width, kv_width, kv_dtype in (
+        (0, 1024, 512, torch.bfloat16),
+        (1, 1024, 512, torch.bfloat16),
+        (13, 1024, 512, torch.float32),
+        (67, 1536, 512, torch.bfloat16),
+        (5, 8, 3000, torch.float32),
+        (6, 4096, 24, torch.float32),
+    ):
         qr, kv = _rows(tokens, width, seed=1), _rows(tokens, kv_width, seed=2)
-        weights = _weight(width, 3), _weight(kv_width, 4, torch.float32)
+        weights = _weight(width, 3), _weight(kv_width, 4, kv_dtype)
         arguments = (qr, kv, *weights, _EPS, _poisoned(qr), _poisoned(kv), tokens == 5)
         yield Example(f"{tokens} rows of {width} and {kv_width}", arguments, partial(_agree, (5, 6)))
 
@@ -94,18 +101,19 @@ def _agree_quantized(got: Sequence[Any], want: Sequence[Any]) -> str:
 
 def q_kv_quant() -> Iterator[Example]:
     """fused_q_kv_rmsnorm_quant(qr, kv, q_weight, kv_weight, eps, out, scale_out, kv_out, qr_out, use_pdl)"""
-    for tokens, width, kv_width, has_query in (
-        (0, 1024, 512, False),
-        (1, 1024, 512, False),
-        (3, 1536, 512, True),
-        (67, 1536, 512, False),
-        (5, 200, 2048, True),
-        (301, 1536, 512, True),
-        (302, 1024, 512, False),
-        (259, 1032, 24, True),
+    for tokens, width, kv_width, has_query, kv_dtype in (
+        (0, 1024, 512, False, torch.bfloat16),
+        (1, 1024, 512, False, torch.bfloat16),
+        (3, 1536, 512, True, torch.float32),
+        (67, 1536, 512, False, torch.bfloat16),
+        (5, 200, 2048, True, torch.float32),
+        (301, 1536, 512, True, torch.float32),
+        (302, 1024, 512, False, torch.bfloat16),
+        (303, 1536, 512, False, torch.bfloat16),
+        (259, 1032, 24, True, torch.float32),
     ):
         qr, kv = _rows(tokens, width, seed=11), _rows(tokens, kv_width, seed=12)
-        weights = _weight(width, 13), _weight(kv_width, 14, torch.float32)
+        weights = _weight(width, 13), _weight(kv_width, 14, kv_dtype)
         codes = torch.full((tokens, width + _GAP), 0xA5, dtype=torch.uint8)[:, :-_GAP].view(torch.float8_e4m3fn)
         scales = torch.full(activation_scale_shape(tokens, width), -777.0)
         query = _poisoned(qr) if has_query else None
@@ -116,15 +124,16 @@ def q_kv_quant() -> Iterator[Example]:
 def mtp_input() -> Iterator[Example]:
     """fused_mtp_input_rmsnorm(inputs_embeds, positions, previous_hidden_states, enorm_weight, hnorm_weight, eps,
     hc_mult, enorm_out, hnorm_out, use_pdl)"""
-    for tokens, width, streams, dtype in (
-        (0, 4096, 4, torch.int64),
-        (9, 4096, 4, torch.int32),
-        (34, 7168, 3, torch.int64),
+    for tokens, width, streams, dtype, weight_dtype in (
+        (0, 4096, 4, torch.int64, torch.bfloat16),
+        (9, 4096, 4, torch.int32, torch.float32),
+        (14, 4096, 4, torch.int64, torch.bfloat16),
+        (34, 7168, 3, torch.int64, torch.bfloat16),
     ):
         embeds, previous = _rows(tokens, width, seed=5), _rows(tokens, streams, width, seed=6)
         positions = torch.arange(tokens, dtype=dtype) % 3
         embeds[::6] = torch.nan
-        weights = _weight(width, 7, torch.float32), _weight(width, 8)
+        weights = _weight(width, 7, weight_dtype), _weight(width, 8)
         outs = _poisoned(embeds), _poisoned(previous)
         arguments = (embeds, positions, previous, *weights, _EPS, streams, *outs, tokens == 9)
         yield Example(f"{tokens} rows of {width}, {streams} streams", arguments, partial(_agree, (7, 8)))

@@ -306,6 +306,7 @@ class InvRopeKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "output.inv_rope_quant"
+    tuning: ClassVar[tuple[str, ...]] = ("heads",)
     scales: str = "fp32"
     heads: int = 1
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +54,9 @@ _functions: dict[int, dict[KernelKey, Callable[..., None]]] = {}
 
 _collected: dict[KernelKey, None] | None = None
 """Keys that were asked for inside `collect`, or None outside."""
+
+_instead: Mapping[KernelKey, KernelKey] = {}
+"""Inside `substitute`, the keys of the kernels that run in the place of others."""
 
 _lock = threading.RLock()
 """Of the tables above; held for moments."""
@@ -181,6 +184,19 @@ def collect() -> Iterator[dict[KernelKey, None]]:
         _functions, _collected = before
 
 
+@contextlib.contextmanager
+def substitute(instead: Mapping[KernelKey, KernelKey]) -> Iterator[None]:
+    """Inside, launches of some kernels run others, which take the same arguments (KernelKey.tuning). Not
+    thread-safe."""
+    global _functions, _instead
+    before = _functions, _instead
+    _functions, _instead = {}, instead
+    try:
+        yield
+    finally:
+        _functions, _instead = before
+
+
 def _do_nothing(*args: Any) -> None:
     """In place of a kernel inside `collect`."""
 
@@ -263,7 +279,7 @@ def _obtain(key: KernelKey, device_index: int) -> Callable[..., None]:
             _collected[key] = None
             return _do_nothing
         of_device = _functions.setdefault(device_index, {})
-    raw = _link_once(key)
+    raw = _link_once(_instead.get(key, key))
     with _lock:
         return of_device.setdefault(key, _FirstLaunch(key, device_index, raw))
 

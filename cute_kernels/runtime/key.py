@@ -27,6 +27,8 @@ class KernelKey:
     kernel_name   the kernel's name, "<package>.<instruction set>.<kernel>" or "<package>.<kernel>", such as
                   "sparse_mla.hopper.decode": each class that is made into keys has one of its own, which stays when the
                   class moves or is renamed. What is compiled ahead is found by it: a new name is another kernel
+    tuning        names of the fields that only make calls faster: kernels that differ in nothing else take the same
+                  arguments and leave the same bytes. Verification runs each of them in the place of the others
     arch          compile target, as runtime.arch names it
 
     Fields are strings, numbers, booleans and None, so that equal keys have equal names in every process; their order
@@ -38,6 +40,7 @@ class KernelKey:
     """
 
     kernel_name: ClassVar[str]
+    tuning: ClassVar[tuple[str, ...]] = ()
     arch: str
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -73,6 +76,13 @@ class KernelKey:
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "arch"}
         others = "".join(f", {name}={value!r}" for name, value in sorted(values.items()))
         return f"{self.kernel_name}(arch={self.arch!r}{others})"
+
+    def stands_for(self, other: KernelKey) -> bool:
+        """Whether it is another key than `other`, and may be launched in its place."""
+        if type(self) is not type(other) or self == other:
+            return False
+        named = [field.name for field in fields(self) if field.name not in self.tuning]
+        return all(getattr(self, name) == getattr(other, name) for name in named)
 
     @property
     def digest(self) -> str:

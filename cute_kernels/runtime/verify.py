@@ -5,8 +5,9 @@ A package offers examples in its module `verify_cases`: EXAMPLES maps the name o
 `Example`s. Where an op asks runtime.trust whether an own kernel of the architecture may run, each of them is verified
 for itself, whatever is known of it, as "<op> (<kernel>)", and the portable one as "<op> (portable)".
 
-Every example runs three times, the last time on a grid of few CTAs, which then have several work tiles. Kernels whose
-CTAs work together have larger calls in SOAK, of the same form: they run hundreds of times, first as they are and then
+Every example runs three times, the last time on a grid of few CTAs, which then have several work tiles; and then, with
+the same bytes, once more with each kernel of a deployment that runs in the place of the one at hand where calls are
+longer or shorter (KernelKey.tuning). Kernels whose CTAs work together have larger calls in SOAK, of the same form: they run hundreds of times, first as they are and then
 with random delays before every wait, and every byte must be the same each time.
 """
 
@@ -19,20 +20,24 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from cute_kernels.models import MODELS
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import small_grids
-from cute_kernels.runtime.compile import collect, use_folder, watch_launches
-from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.compile import collect, substitute, use_folder, watch_launches
+from cute_kernels.runtime.key import KernelKey, OpKernel
 from cute_kernels.runtime.ops import Op
 from cute_kernels.runtime.registry import all_ops
 
 PORTABLE = "portable"
 """Stands for the name of an op's portable kernel, where the architecture has own ones as well."""
+
+RANKS = (1, 2, 4, 8)
+"""Tensor-parallel sizes whose deployments have all of their kernels run."""
 
 SMALL_GRID = 2
 """CTAs, or one cluster, of the third run of an example."""
@@ -218,7 +223,28 @@ def _run_example(op: Op, example: Example, device: torch.device) -> str | None:
     ):
         if difference:
             raise Mismatch(f"{where}: {what}{difference}")
+    for instead in substitutes(op, dict.fromkeys(key for key, *_ in launches if isinstance(key, KernelKey))):
+        with substitute(instead):
+            args, _ = _call(op, example, device)
+        difference = compare_arguments(names, clone_arguments(args, torch.device("cpu")), first)
+        if difference:
+            raise Mismatch(f"{where}: {', '.join(key.identity for key in instead.values())} differs: {difference}")
     return None
+
+
+@cache
+def deployed(kernel: Callable[[], OpKernel[Any]], arch: str) -> tuple[KernelKey, ...]:
+    """Keys that a deployment of any model needs of an op's kernels."""
+    declare = kernel().deployment_keys
+    return tuple(dict.fromkeys(key for model in MODELS.values() for tp in RANKS for key in declare(model, tp, arch)))
+
+
+def substitutes(op: Op, keys: Iterable[KernelKey]) -> list[dict[KernelKey, KernelKey]]:
+    """What to run in the place of a call's kernels: each kernel of the op's deployments that may be."""
+    assert op.kernel is not None
+    others = {key: [other for other in deployed(op.kernel, key.arch) if other.stands_for(key)] for key in keys}
+    most = max((len(found) for found in others.values()), default=0)
+    return [{key: found[i] for key, found in others.items() if i < len(found)} for i in range(most)]
 
 
 def clone_arguments(args: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
@@ -331,6 +357,7 @@ class Needs:
     """What the verification of an op runs.
 
     keys      its kernels', the examples' and those of its soak
+    deployed  keys that deployments need of them
     kernels   names of own kernels that are asked for, in the order in which they are
     soaked    keys of the calls in SOAK
     """
@@ -339,6 +366,7 @@ class Needs:
     keys: tuple[KernelKey, ...]
     kernels: tuple[str, ...] = ()
     soaked: tuple[KernelKey, ...] = ()
+    deployed: tuple[KernelKey, ...] = ()
 
     @property
     def tasks(self) -> list[Task]:
@@ -357,7 +385,11 @@ def needs_of(op: Op, device: torch.device, examples: Callable[[], Iterable[Examp
     keys, kernels = _keys_of(op, device, examples())
     soak = cases_of(op, "SOAK")
     soaked, _ = _keys_of(op, device, () if soak is None else soak(), with_portable=False)
-    return Needs(op.name, tuple({**keys, **soaked}), tuple(kernels), tuple(soaked))
+    for instead in substitutes(op, list(keys)):
+        keys.update(dict.fromkeys(instead.values()))
+    archs = dict.fromkeys(key.arch for key in keys)
+    needed = tuple(key for arch in archs for key in deployed(op.kernel, arch))
+    return Needs(op.name, tuple({**keys, **soaked}), tuple(kernels), tuple(soaked), needed)
 
 
 def _keys_of(

@@ -267,6 +267,8 @@ _DECODE = {
     "an empty block table": _Case(8, second=_FP8, dense=True, extra=0, rows=(64, 2)),
     "3 parts": _Case(64, second=_FP8, extra=512, num_splits=3, lengths=(128, 0, 65)),
     "3 parts of pages, 16 heads": _Case(16, second=_FP8, dense=True, extra=600, rows=(64, 2), num_splits=3, b=4),
+    "12 parts": _Case(16, second=_FP8, extra=700, num_splits=12, b=2),
+    "20 parts": _Case(64, second=_FP8, extra=1300, num_splits=20, b=2, lengths=(128, 70)),
     "more parts than tiles": _Case(128, num_splits=9, lengths=(0, 3, 128)),
     "parts of 128 columns": _Case(40, second=_FP8, extra=512, split_tokens=128, s_q=2, lengths="by token"),
     "parts of parts": _Case(64, second=_FP8, extra=300, num_splits=2, partial=True),
@@ -327,6 +329,8 @@ def merge() -> Iterator[Example]:
         (2, 7, 2, 64, fp32, bf16),
         (4, 3, 1, 128, bf16, bf16),
         (10, 2, 1, 16, fp32, fp32),
+        (15, 2, 2, 8, fp32, bf16),
+        (21, 1, 2, 9, fp32, fp32),
         (17, 2, 3, 3, bf16, fp32),
         (70, 1, 2, 9, fp32, bf16),
     ):
