@@ -33,7 +33,7 @@ from cute_kernels.cli import PROGRAM, STYLES, Refusal, print_json, with_progress
 OWN_SECONDS = 120.0
 """After this a kernel that may never have run before hangs: what it needs is compiled by then."""
 
-MOST_PROCESSES = 8
+MOST_PROCESSES = 16
 """That use the GPU at a time: each holds a context of some hundred MB, and its references want cores."""
 
 INTERRUPTED = 130
@@ -98,8 +98,9 @@ def verify(options: argparse.Namespace) -> int:
     import torch
 
     from cute_kernels.runtime.arch import arch_of
-    from cute_kernels.runtime.isolated import has_given_up
+    from cute_kernels.runtime.isolated import has_given_up, kept_processes
     from cute_kernels.runtime.registry import all_ops
+    from cute_kernels.runtime.verify import DELAYED_VARIABLE
 
     names = sorted(all_ops())
     unknown = sorted(set(options.op or ()) - set(names))
@@ -116,8 +117,9 @@ def verify(options: argparse.Namespace) -> int:
     run = Run()
     with _folder_for_kernels() as problem:
         try:
-            with _interruptible():
-                _verify(run, chosen, arch, layers, options.workers)
+            with _interruptible(), tempfile.TemporaryDirectory() as delayed, kept_processes():
+                os.environ[DELAYED_VARIABLE] = delayed
+                _verify(run, chosen, arch, layers, options.workers, Path(delayed))
         except KeyboardInterrupt:
             run.interrupted = True
     status = report_verdicts(run, torch.cuda.get_device_name(), arch, options.json)
@@ -144,14 +146,15 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not Python's
 
 
-def _verify(run: Run, ops: Sequence[str], arch: str, layers: Any, workers: int | None) -> None:
+def _verify(run: Run, ops: Sequence[str], arch: str, layers: Any, workers: int | None, delayed: Path) -> None:
     """Fill in `run`: the facts, the ops and the layers."""
     from cute_kernels.isa_probes import check
     from cute_kernels.runtime import verify as verify_
     from cute_kernels.runtime.compile import jit_forbidden
+    from cute_kernels.runtime.precompile import usable_cores
     from cute_kernels.runtime.verify import PORTABLE, Needs, Verdict
 
-    processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+    processes = min(MOST_PROCESSES, usable_cores())
     what = "finding kernels"
     with run.phase(what):
         found = list(with_progress(_isolated(ops, verify_.needs_by_name, processes), len(ops), what))
@@ -165,21 +168,19 @@ def _verify(run: Run, ops: Sequence[str], arch: str, layers: Any, workers: int |
     keys = [key for need in needs for key in need.keys]
     needed = {key for need in needs for key in need.deployed}
     run.deployed, run.not_run = len(needed), tuple(sorted(key.identity for key in needed - set(keys)))
-    with tempfile.TemporaryDirectory() as delayed:
-        soaked = [key for need in needs for key in need.soaked]
-        with run.phase(f"compiling {len(set(keys))} kernels, and {len(set(soaked))} with delays"):
-            _compile([*check.keys(arch), *keys, *(() if layers is None else layers.keys(arch))], workers)
-            _compile(soaked, workers, Path(delayed))
-        if arch in check.ARCHS:
-            list(run.verify("verifying facts", check.NAMES, check.verify_fact, processes))
-        tasks = [task for need in needs for task in need.tasks]
-        alone = [task.name for task in tasks if task.is_soak or task.kernel not in ("", PORTABLE)]
-        others = [task.name for task in tasks if task.name not in alone]
-        os.environ[verify_.DELAYED_VARIABLE] = delayed
-        for verdict in run.verify("verifying ops", others, verify_.verify_by_name, processes):
-            keeper.note(verdict)
-        for verdict in run.verify(f"verifying kernels for {arch}", alone, verify_.verify_by_name, 1, OWN_SECONDS):
-            keeper.note(verdict)
+    soaked = [key for need in needs for key in need.soaked]
+    with run.phase(f"compiling {len(set(keys))} kernels, and {len(set(soaked))} with delays"):
+        _compile([*check.keys(arch), *keys, *(() if layers is None else layers.keys(arch))], workers)
+        _compile(soaked, workers, delayed)
+    if arch in check.ARCHS:
+        list(run.verify("verifying facts", check.NAMES, check.verify_fact, processes))
+    tasks = [task for need in needs for task in need.tasks]
+    alone = [task.name for task in tasks if task.is_soak or task.kernel not in ("", PORTABLE)]
+    others = [task.name for task in tasks if task.name not in alone]
+    for verdict in run.verify("verifying ops", others, verify_.verify_by_name, processes):
+        keeper.note(verdict)
+    for verdict in run.verify(f"verifying kernels for {arch}", alone, verify_.verify_by_name, 1, OWN_SECONDS):
+        keeper.note(verdict)
     if layers is not None:
         list(run.verify("verifying layers", list(layers.KINDS), layers.verify_layer, processes))
 

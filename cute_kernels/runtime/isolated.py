@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.runtime.precompile import usable_cores
 from cute_kernels.runtime.verify import Verdict
 
 TIMEOUT_SECONDS = 300.0
@@ -29,10 +31,27 @@ so is what has not begun, since the GPU is not likely to answer others."""
 
 _given_up: list[Any] = []
 
+_idle: list[_Worker] | None = None
+"""Processes inside `kept_processes` that have nothing to do."""
+
 
 def has_given_up() -> bool:
     """Whether a process is left that could not be ended: to wait for it at exit would never end either."""
     return bool(_given_up)
+
+
+@contextlib.contextmanager
+def kept_processes() -> Iterator[None]:
+    """Inside, processes that have done all their work wait for the next `run_isolated`: to start one takes longer than
+    to verify an op."""
+    global _idle
+    _idle = []
+    try:
+        yield
+    finally:
+        kept, _idle = _idle, None
+        for worker in kept:
+            worker.stop()
 
 
 def run_isolated(
@@ -52,6 +71,7 @@ def run_isolated(
             thread.start()
         for _ in names:
             yield _read(*pool.done.get())
+        pool.keep()
     finally:
         pool.stopped.set()
         while True:
@@ -80,7 +100,7 @@ class _Pool:
         self.function = function
         self.timeout = timeout
         self.context = multiprocessing.get_context("spawn")
-        self.cores = max(1, (os.cpu_count() or 1) // workers)
+        self.cores = max(1, usable_cores() // workers)
         self.todo, self.done = queue.SimpleQueue[str](), queue.SimpleQueue[tuple[str, bytes | Verdict]]()
         for name in names:
             self.todo.put(name)
@@ -101,14 +121,23 @@ class _Pool:
                     continue
                 if worker is None or not worker.process.is_alive():
                     worker = self.start()
-                self.done.put((name, worker.ask(name, self.timeout)))
+                self.done.put((name, worker.ask(self.function, name, self.timeout)))
             except Exception as error:
                 self.done.put((name, Verdict(name, "fail", detail=f"no process: {error!r}")))
 
     def start(self) -> _Worker:
         with self.starting:
-            self.workers.append(_Worker(self.context, self.function, self.cores))
-            return self.workers[-1]
+            worker = _idle.pop() if _idle else _Worker(self.context)
+            self.workers.append(worker)
+        worker.cores = self.cores
+        return worker
+
+    def keep(self) -> None:
+        """All work is done: leave processes that may be kept to others."""
+        with self.starting:
+            if _idle is not None:
+                _idle.extend(worker for worker in self.workers if worker.process.is_alive())
+                self.workers.clear()
 
     def stop(self) -> None:
         with self.starting:
@@ -117,14 +146,16 @@ class _Pool:
 
 
 class _Worker:
-    def __init__(self, context: Any, function: Callable[[str], Any], cores: int) -> None:
+    """A process. cores: of the machine's, that it may use"""
+
+    def __init__(self, context: Any) -> None:
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, function, cores), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
-        self.ready = False
+        self.ready, self.cores = False, 1
 
-    def ask(self, name: str, timeout: float) -> bytes | Verdict:
+    def ask(self, function: Callable[[str], Any], name: str, timeout: float) -> bytes | Verdict:
         """What the process answers, pickled, or what is wrong with it."""
         try:
             if not self.ready:
@@ -132,7 +163,7 @@ class _Worker:
                     what = f"the process did not start within {START_SECONDS:g} s"
                     return Verdict(name, "fail", detail=f"{what}: {self.stop()}")
                 self.ready = self.connection.recv()
-            self.connection.send(name)
+            self.connection.send((function, name, self.cores))
             if not self.connection.poll(timeout):
                 return Verdict(name, "fail", detail=f"no answer within {timeout:g} s: {self.stop()}")
             answer = self.connection.recv_bytes()
@@ -157,16 +188,16 @@ class _Worker:
         return f"given up, process {self.process.pid} does not end"
 
 
-def _serve(connection: Any, function: Callable[[str], Any], cores: int) -> None:
+def _serve(connection: Any) -> None:
     # of Ctrl-C hears the process that asks, which ends this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(cores)
     connection.send(True)
     while True:
         try:
-            name = connection.recv()
+            function, name, cores = connection.recv()
         except EOFError:
             return
+        torch.set_num_threads(cores)
         connection.send(function(name))
         sound = _device_is_sound()
         connection.send(sound)
