@@ -228,7 +228,8 @@ def mixed() -> Iterator[Example]:
         margins = (4, 4) if aligned else (1, 2)
         yield Example(
             f"{decode} of {rows} rows, {compressed} and {picked} columns, window {size}, ratio {ratio}, {topk} picks, "
-            f"{'request-local' if is_local else 'slots'}, {'all' if optional else 'few'} arguments, pages of {block_size}",
+            f"{'request-local' if is_local else 'slots'}, {'all' if optional else 'few'} arguments, "
+            f"pages of {block_size}",
             (
                 _sliced(window_slots, *margins),
                 None if slots is None else _sliced(slots, *margins),

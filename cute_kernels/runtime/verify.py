@@ -5,10 +5,10 @@ A package offers examples in its module `verify_cases`: EXAMPLES maps the name o
 `Example`s. Where an op asks runtime.trust whether an own kernel of the architecture may run, each of them is verified
 for itself, whatever is known of it, as "<op> (<kernel>)", and the portable one as "<op> (portable)".
 
-Every example runs three times, the last time on a grid of few CTAs, which then have several work tiles; and then, with
-the same bytes, once more with each kernel of a deployment that runs in the place of the one at hand where calls are
-longer or shorter (KernelKey.tuning). Kernels whose CTAs work together have larger calls in SOAK, of the same form: they run hundreds of times, first as they are and then
-with random delays before every wait, and every byte must be the same each time.
+Every example runs three times, the last time on a grid of few CTAs, which then have several work tiles; and then once
+more with each kernel of a deployment that a longer or a shorter call of the same form runs (KernelKey.tuning), to the
+same bytes. Kernels whose CTAs work together have larger calls in SOAK, of the same form: they run hundreds of times,
+first as they are and then with random delays before every wait, and every byte must be the same each time.
 """
 
 from __future__ import annotations

@@ -45,6 +45,13 @@ def test_a_key_is_known_by_its_name_and_fields() -> None:
     assert len({key.digest, Key("sm_90a").digest}) == 2
 
 
+def test_what_a_key_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, others = Key("sm_90a"), (Key("sm_90a", rows=2), Key("sm_90a", access="paged"), Key("sm_100a"), Moved("sm_90a"))
+    assert not any(other.stands_for(key) for other in others)
+    monkeypatch.setattr(Key, "tuning", ("rows",))
+    assert [other.stands_for(key) for other in (key, *others)] == [False, True, False, False, False]
+
+
 def test_neither_class_nor_module_nor_order_of_fields_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Moved, "kernel_name", Key.kernel_name)
     one, other = Key("sm_90a", 2, "paged"), Moved("sm_90a", "paged", 2)

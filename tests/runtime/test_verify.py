@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from cute_kernels.kv_cache import ops as kv_ops
 from cute_kernels.kv_cache.call import InsertCall
+from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import verify
-from cute_kernels.runtime.isolated import run_isolated
-from cute_kernels.runtime.key import OpKernel
+from cute_kernels.runtime.isolated import kept_processes, run_isolated
+from cute_kernels.runtime.key import KernelKey, OpKernel
 from cute_kernels.runtime.ops import OPS, Op
 from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.verify import Example, Verdict, clone_arguments, compare_arguments, verify_op
@@ -118,6 +122,96 @@ def test_what_a_kernel_does_not_take_is_no_failure() -> None:
     assert verdict.detail.startswith("1 not supported here, 1025 rows")
 
 
+# ---- kernels that run in the place of others -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tuned(KernelKey):
+    kernel_name: ClassVar[str] = "tests.tuned"
+    tuning: ClassVar[tuple[str, ...]] = ("rows",)
+    rows: int = 1
+    norm: bool = False
+
+
+FEW, MANY, OTHER = Tuned("sm_90a"), Tuned("sm_90a", 4), Tuned("sm_90a", 4, norm=True)
+
+
+class TunedKernels:
+    """INSERT with kernels that the number of rows chooses from; all calls are short.
+
+    ran     those that ran
+    wrong   the one that is
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[KernelKey] = []
+        self.wrong: KernelKey | None = None
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(compile_, "_functions", {})
+        monkeypatch.setattr(compile_, "_link_once", lambda key: lambda call: self.run(key, call))
+        kernel = OpKernel[InsertCall](
+            lambda call: compile_.launch(FEW, 0, call), lambda call: "", lambda *_: [FEW, MANY, OTHER]
+        )
+        self.op = replace(INSERT, kernel=lambda: kernel)
+
+    def run(self, key: KernelKey, call: InsertCall) -> None:
+        self.ran.append(key)
+        INSERT.reference(*call)
+        if key == self.wrong:
+            flip(*call)
+
+
+def test_kernels_that_differ_in_tuning_run_in_the_place_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = TunedKernels(monkeypatch)
+    needs = verify.needs_of(kernels.op, CPU)
+    assert set(needs.keys) == {FEW, MANY}
+    assert needs.deployed == (FEW, MANY, OTHER)
+    verdict = verify_op(kernels.op, CPU)
+    assert (verdict.status, verdict.detail) == ("pass", "")
+    assert kernels.ran == [FEW, FEW, FEW, MANY] * verdict.cases
+    kernels.wrong = MANY
+    assert re.search(
+        r"tests\.tuned\(.*rows=4\) differs: k_cache: 1 of \d+ bytes differ", verify_op(kernels.op, CPU).detail
+    )
+    kernels.op.load_kernel().launch(InsertCall(*next(iter((verify.examples_of(INSERT) or list)())).args))
+    assert kernels.ran[-1] == FEW
+
+
+def forget_devices() -> None:
+    """What functions of the package know of devices."""
+    for name, module in list(sys.modules.items()):
+        for value in vars(module).values() if name.startswith("cute_kernels.") else ():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_every_kernel_of_a_deployment_runs(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Called on a GPU of that capability, examples ask for all keys that deployments have."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
+    # nothing is written
+    monkeypatch.setattr(verify, "clone_arguments", lambda args, device: tuple(args))
+    forget_devices()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        needs = [verify.needs_of(op, CPU) for op in all_ops().values() if op.kernel is not None]
+    finally:
+        torch.set_num_threads(threads)
+        forget_devices()
+    deployed = {key for need in needs for key in need.deployed}
+    reached = {key for need in needs for key in need.keys}
+    assert len(deployed) > 200
+    assert sorted(key.identity for key in deployed - reached) == []
+    for key, other in itertools.combinations(deployed, 2):
+        if key.stands_for(other):
+            kinds, others = ([type(argument) for argument in one.build()[1]] for one in (key, other))
+            assert kinds == others, f"{key}, {other}"
+
+
 def test_ops_without_kernel_or_examples_are_listed() -> None:
     assert verify_op(replace(INSERT, name="x", kernel=None), CPU) == Verdict("x", "no kernel")
     assert verify_op(replace(op_with(), name="stranger"), CPU).status == "no examples"
@@ -202,6 +296,18 @@ def test_what_breaks_breaks_alone() -> None:
     assert len({one.cases, three.cases, four.cases}) == 3
     assert dies.detail == "the process died with exit code 7"
     assert hangs.detail == "no answer within 1.5 s: stopped"
+
+
+def test_processes_that_are_kept_go_on() -> None:
+    with kept_processes():
+        (one,) = run_isolated(["one"], worker)
+        assert [v.cases for v in run_isolated(["two", "three"], worker)] == [one.cases] * 2
+        assert [v.cases for v in run_isolated(["other function"], answer)] == [one.cases]
+        dies, four = run_isolated(["dies", "four"], worker)
+        assert (dies.status, four.status) == ("fail", "pass")
+        assert four.cases != one.cases
+        assert len(multiprocessing.active_children()) == 1
+    assert not multiprocessing.active_children()
 
 
 class Unreadable:
