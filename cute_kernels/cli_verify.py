@@ -19,8 +19,10 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,8 @@ from cute_kernels.cli import PROGRAM, STYLES, Refusal, print_json, with_progress
 OWN_SECONDS = 120.0
 """After this a kernel that may never have run before hangs: what it needs is compiled by then."""
 
-MOST_PROCESSES = 16
-"""That use the GPU at a time: each holds a context of some hundred MB, and its references want cores."""
+MOST_PROCESSES, BYTES_EACH = 16, 2 << 30
+"""That use the GPU at a time, and what each may hold of its memory: a context of some hundred MB, and tensors."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -148,13 +150,16 @@ def _interruptible() -> Iterator[None]:
 
 def _verify(run: Run, ops: Sequence[str], arch: str, layers: Any, workers: int | None, delayed: Path) -> None:
     """Fill in `run`: the facts, the ops and the layers."""
+    import torch
+
     from cute_kernels.isa_probes import check
     from cute_kernels.runtime import verify as verify_
     from cute_kernels.runtime.compile import jit_forbidden
     from cute_kernels.runtime.precompile import usable_cores
     from cute_kernels.runtime.verify import PORTABLE, Needs, Verdict
 
-    processes = min(MOST_PROCESSES, usable_cores())
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    processes = max(1, min(MOST_PROCESSES, usable_cores(), memory // BYTES_EACH))
     what = "finding kernels"
     with run.phase(what):
         found = list(with_progress(_isolated(ops, verify_.needs_by_name, processes), len(ops), what))
@@ -170,11 +175,11 @@ def _verify(run: Run, ops: Sequence[str], arch: str, layers: Any, workers: int |
     run.deployed, run.not_run = len(needed), tuple(sorted(key.identity for key in needed - set(keys)))
     soaked = [key for need in needs for key in need.soaked]
     with run.phase(f"compiling {len(set(keys))} kernels, and {len(set(soaked))} with delays"):
-        _compile([*check.keys(arch), *keys, *(() if layers is None else layers.keys(arch))], workers)
-        _compile(soaked, workers, delayed)
+        _compile([*check.keys(arch), *keys, *(() if layers is None else layers.keys(arch))], soaked, workers, delayed)
     if arch in check.ARCHS:
         list(run.verify("verifying facts", check.NAMES, check.verify_fact, processes))
-    tasks = [task for need in needs for task in need.tasks]
+    # who has most calls begins first
+    tasks = [task for need in sorted(needs, key=lambda need: -need.calls) for task in need.tasks]
     alone = [task.name for task in tasks if task.is_soak or task.kernel not in ("", PORTABLE)]
     others = [task.name for task in tasks if task.name not in alone]
     for verdict in run.verify("verifying ops", others, verify_.verify_by_name, processes):
@@ -242,21 +247,33 @@ class Keeper:
         self.run.problem = self.run.problem or problem
 
 
-def _compile(keys: Sequence[Any], workers: int | None, delayed: Path | None = None) -> None:
-    """Have the kernels in the cache, or those with delays in a folder. What does not compile fails again where it is
-    verified."""
+def _compile(keys: Sequence[Any], soaked: Sequence[Any], workers: int | None, delayed: Path) -> None:
+    """Have the kernels in the cache, and those that are soaked with delays in a folder. What does not compile fails
+    again where it is verified."""
     from cute_kernels.runtime import cache
     from cute_kernels.runtime.compile import jit_forbidden
     from cute_kernels.runtime.precompile import precompile
 
-    folder = delayed or cache.default_directory()
+    folder = cache.default_directory()
     if folder is None or jit_forbidden():
         return
+    is_over = threading.Event()
+
+    def with_delays() -> None:
+        for _ in precompile(soaked, delayed, workers, True):
+            if is_over.is_set():
+                return
+
     # those of tensor cores first: they take longest
     keys = sorted(dict.fromkeys(keys), key=lambda key: not any("mma" in name for name in key.instructions))
-    what = "compiling" if delayed is None else "compiling with delays"
-    for _ in with_progress(precompile(keys, folder.resolve(), workers, delayed is not None), len(keys), what):
-        pass
+    with ThreadPoolExecutor(1) as beside:
+        soaks = beside.submit(with_delays)
+        try:
+            for _ in with_progress(precompile(keys, folder.resolve(), workers, False), len(keys), "compiling"):
+                pass
+            soaks.result()
+        finally:
+            is_over.set()
 
 
 @contextlib.contextmanager

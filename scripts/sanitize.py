@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tool", action="append", choices=TOOLS, help="only these")
     parser.add_argument("--op", action="append", metavar="NAME", help="only these")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="processes at a time")
+    parser.add_argument("--jobs", type=int, help="processes at a time; half as many as there are usable cores")
     parser.add_argument("--accepted", action="store_true", help="list what is accepted, and why")
     parser.add_argument("--json", metavar="FILE", help="write the reports")
     parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
@@ -306,6 +306,7 @@ def sanitize(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     import torch
 
     from cute_kernels.runtime import registry
+    from cute_kernels.runtime.precompile import usable_cores
     from cute_kernels.runtime.report import find_nvdisasm
 
     names = sorted(registry.all_ops())
@@ -321,7 +322,7 @@ def sanitize(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     assert sanitizer is not None
     start, failed = time.perf_counter(), []
     reports: dict[str, list[tuple[Job, Raw]]] = {}
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with ThreadPoolExecutor(options.jobs or max(1, usable_cores() // 2)) as pool:
         counts = list(pool.map(count_cases, options.op or names))
         failed += [f"{op}: {problem}" for op, _, problem in counts if problem]
         jobs = [

@@ -360,6 +360,7 @@ class Needs:
     deployed  keys that deployments need of them
     kernels   names of own kernels that are asked for, in the order in which they are
     soaked    keys of the calls in SOAK
+    calls     how many examples there are
     """
 
     name: str
@@ -367,6 +368,7 @@ class Needs:
     kernels: tuple[str, ...] = ()
     soaked: tuple[KernelKey, ...] = ()
     deployed: tuple[KernelKey, ...] = ()
+    calls: int = 0
 
     @property
     def tasks(self) -> list[Task]:
@@ -382,22 +384,23 @@ def needs_of(op: Op, device: torch.device, examples: Callable[[], Iterable[Examp
     examples = examples_of(op) if examples is None else examples
     if op.kernel is None or examples is None:
         return Needs(op.name, ())
-    keys, kernels = _keys_of(op, device, examples())
+    keys, kernels, calls = _keys_of(op, device, examples())
     soak = cases_of(op, "SOAK")
-    soaked, _ = _keys_of(op, device, () if soak is None else soak(), with_portable=False)
+    soaked, *_ = _keys_of(op, device, () if soak is None else soak(), with_portable=False)
     for instead in substitutes(op, list(keys)):
         keys.update(dict.fromkeys(instead.values()))
     archs = dict.fromkeys(key.arch for key in keys)
     needed = tuple(key for arch in archs for key in deployed(op.kernel, arch))
-    return Needs(op.name, tuple({**keys, **soaked}), tuple(kernels), tuple(soaked), needed)
+    return Needs(op.name, tuple({**keys, **soaked}), tuple(kernels), tuple(soaked), needed, calls)
 
 
 def _keys_of(
     op: Op, device: torch.device, examples: Iterable[Example], with_portable: bool = True
-) -> tuple[dict[KernelKey, None], dict[str, None]]:
-    """Keys and names of own kernels that are asked for in calls."""
+) -> tuple[dict[KernelKey, None], dict[str, None], int]:
+    """Keys and names of own kernels that are asked for in calls, and how many calls there are."""
     keys: dict[KernelKey, None] = {}
     kernels: dict[str, None] = {}
+    calls = 0
 
     def asked(example: Example, own: bool | str) -> list[tuple[str, str]]:
         with collect() as found, trust.choose(own) as asked_for, contextlib.suppress(Exception):
@@ -407,6 +410,7 @@ def _keys_of(
         return list(asked_for)
 
     for example in examples:
+        calls += 1
         pairs = asked(example, False)
         own = [kernel for name, kernel in pairs if name == op.name]
         kernels.update(dict.fromkeys(own))
@@ -414,7 +418,7 @@ def _keys_of(
             asked(example, True)
         for kernel in own:
             asked(example, kernel)
-    return keys, kernels
+    return keys, kernels, calls
 
 
 # ---- by name, in a process that has nothing else to do

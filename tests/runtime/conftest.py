@@ -34,5 +34,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "A GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: state.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 << 30))
     yield state
     arch_.arch_of.cache_clear()
