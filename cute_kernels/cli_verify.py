@@ -187,6 +187,7 @@ def _verify(run: Run, ops: Sequence[str], arch: str, layers: Any, workers: int |
     for verdict in run.verify(f"verifying kernels for {arch}", alone, verify_.verify_by_name, 1, OWN_SECONDS):
         keeper.note(verdict)
     if layers is not None:
+        # processes that are kept have asked runtime.trust nothing yet: ops are verified with what was chosen
         list(run.verify("verifying layers", list(layers.KINDS), layers.verify_layer, processes))
 
 
