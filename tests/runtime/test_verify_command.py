@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -286,6 +288,27 @@ def test_a_kernel_that_fails_its_soak_is_not_trusted(
     assert f"fail        {PAIR}, soak\n" in out
     assert "run 2 of 3 differs from the first" in out
     assert not blackwell.trusts()
+
+
+def test_interrupted_while_compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels with delays, which compile beside the others, are not waited for."""
+    begun = threading.Event()
+
+    def precompile(keys: Iterable[KernelKey], folder: Path, workers: int | None, delayed: bool) -> Iterator[None]:
+        if not delayed:
+            assert begun.wait(60)
+            raise KeyboardInterrupt
+        assert folder == tmp_path
+        for _ in range(10**5):
+            begun.set()
+            time.sleep(0.01)
+            yield None
+
+    monkeypatch.setattr(precompile_, "precompile", precompile)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        cli_verify._compile([Own("sm_90a")], [Own("sm_90a")], None, tmp_path)
+    assert time.monotonic() - start < 100
 
 
 def test_what_was_verified_before_an_interruption_is_kept(
