@@ -6,7 +6,7 @@ arguments.py           checks that ops share
 call.py                calls, their arguments by name: what checks, references, select.py and launch.py take
 select.py              which kernel runs a call, and the keys of deployments: one table
 launch.py              a call as its kernel's arguments, and whether kernels can take it
-kernel_args.py         entry arguments of the kernels
+kernel_args.py         arguments of the kernels, by name
 schedule.py            how many splits a row has; selection.py: which rows an index list names
 verify_cases.py        calls that the kernels are verified with
 

@@ -548,25 +548,6 @@ class PagedKV(NamedTuple):
     splits: Any = None
     split_tiles: Any = None
 
-    @classmethod
-    def of(
-        cls,
-        swa_cache: cute.Tensor,
-        swa_block_table: cute.Tensor,
-        compressed_cache: cute.Tensor,
-        compressed_block_table: cute.Tensor,
-        window_size: Any,
-        lists: tuple[Any, Any, Any],
-        compress_ratio: Any,
-        batch: Batch,
-        *splits: Any,
-    ) -> PagedKV:
-        """lists   their address, bytes from list to list, columns. On the host's side of the launch."""
-        window = PagedCache.of(swa_cache, swa_block_table)
-        compressed = PagedCache.of(compressed_cache, compressed_block_table)
-        ratio = cute.fast_divmod_create_divisor_v2(compress_ratio)
-        return cls(window, compressed, window_size, *lists, ratio, batch, *splits)
-
     @cute.jit
     def keys_of(self, row: Any, is_row: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Of a query row: its request, visible entries, how many of them count, the first position of its window and

@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
@@ -45,17 +44,17 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx, umma
 from cute_kernels.dsl.convert import bf16_pairs_of_e4m3x4
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import pairwise
 from cute_kernels.dsl.tensor import gathered_rows, length, stride_bytes
 from cute_kernels.dsl.umma import Operand
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.work import Shape, Work
-from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
+from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import (
     EXTRA,
     NEG_MAX,
     RESCALE_THRESHOLD,
-    IndexList,
     KVCache,
     Output,
     Query,
@@ -1046,7 +1045,7 @@ class Softmax:
 
 
 class DecodeKernel:
-    """Entry point: see kernel_args (decode).
+    """See kernel_args.DecodeArgs.
 
     plan, barriers   which sizes and addresses its roles agree on, and their barriers
     roles            of all warps but the index loader's
@@ -1065,45 +1064,20 @@ class DecodeKernel:
         self.name = f"{self.name}_{key.second}{'_fp32' if key.out_fp32 else ''}"
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, args: DecodeArgs) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
         blocks = const_expr(self.plan.BLOCKS)
-        scheduler = TileScheduler.of(q, blocks * HEADS, splits, split_tiles, ctas // blocks)
-        caches = (cache0,) if const_expr(self.second == "none") else (cache0, cache1)
+        scheduler = TileScheduler.of(args.q, blocks * HEADS, args.splits, args.split_tiles, args.ctas // blocks)
+        caches = (args.cache0,) if const_expr(self.second == "none") else (args.cache0, args.cache1)
         kernel = self.kernel(
             tuple(codes_copy(cache, self.plan.CODES) for cache in caches),
             tuple(rope_copy(cache) for cache in caches),
-            Query.of(q),
+            Query.of(args.q),
             tuple(KVCache.of(cache) for cache in caches),
             tuple(pitch_of(cache) for cache in caches),
-            (
-                IndexList.of_rows(list0, (len0, len0_batch, len0_token), 1),
-                IndexList.of_rows(list1, (len1, len1_batch, len1_token), page_rows),
-            ),
-            Output.of(out, lse, sink),
-            scale_log2,
+            args.lists(self.second),
+            args.output(),
+            args.scale_log2,
             scheduler,
         )
         kernel.launch(
@@ -1111,7 +1085,7 @@ class DecodeKernel:
             block=[THREADS, 1, 1],
             cluster=[blocks, 1, 1] if const_expr(blocks > 1) else None,
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
         )
 
     @cute.kernel
@@ -1229,7 +1203,7 @@ class BlackwellDecodeKey(DecodeKernelKey):
         return "tcgen05.mma", "tcgen05.ld", "tma.gather4", "cp.async", "ex2", "mbarrier", "st.global.128"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return DecodeKernel(self), fake_decode(self.out_fp32)
+        return entry_point(DecodeKernel(self).launch, fake_decode(self.out_fp32))
 
 
 # ---- what a tile takes

@@ -44,24 +44,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.convert import bf16_high, bf16_low, bf16_pairs_of_e4m3
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.hopper.planner import MOST_ROUNDS, THREADS, Planner
-from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
+from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import (
     NEG_MAX,
     RESCALE_THRESHOLD,
@@ -70,10 +69,9 @@ from cute_kernels.sparse_mla.params import (
     Output,
     Query,
     TileScheduler,
-    logs_of,
     out_scale_of,
 )
-from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
+from cute_kernels.sparse_mla.quant_output import Rotation
 from cute_kernels.sparse_mla.schedule import TILE
 
 # ---- config
@@ -673,9 +671,12 @@ class QueryNorm(NamedTuple):
     rotation: Rotation
 
     @classmethod
-    def of(cls, squares: cute.Tensor, eps: Any, positions: cute.Tensor, table: cute.Tensor) -> QueryNorm:
+    def of(cls, args: DecodeArgs) -> QueryNorm | None:
         """On the host's side of the launch."""
-        return cls(address(squares), stride_bytes(squares, 0), eps, Rotation.of(positions, table))
+        if args.squares is None:
+            return None
+        rotation = Rotation.of(args.positions, args.table)
+        return cls(address(args.squares), stride_bytes(args.squares, 0), args.eps, rotation)
 
 
 @dataclass(frozen=True)
@@ -1150,76 +1151,36 @@ def pv_thread() -> Any:
 
 
 class DecodeKernel:
-    """Entry point: see kernel_args (decode)."""
+    """See kernel_args.DecodeArgs."""
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
-        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
-        strides = tuple(stride_bytes(out, axis) for axis in range(4))
-        results = Output(address(out), strides, logs_of(lse), None, length(q, 2))
-        self.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        sources: KVSources,
-        out: Output,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-        norm: Any = None,
-    ) -> None:
+    def launch(self, args: DecodeArgs) -> None:
         self.kernel.set_name_prefix(self.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        q = args.q
         head_groups = (length(q, 2) + (self.config.heads - 1)) // self.config.heads
-        work_tiles = length(q, 0) * length(q, 1) * head_groups * splits
+        work_tiles = length(q, 0) * length(q, 1) * head_groups * args.splits
         kernel = self.kernel(
-            Query.of(q, norm),
-            sources,
-            out,
-            sink,
-            scale_log2,
-            *(cute.fast_divmod_create_divisor_v2(number) for number in (length(q, 1), head_groups, splits)),
-            split_tiles,
+            Query.of(q, QueryNorm.of(args)),
+            args.sources(),
+            args.output()._replace(sink=None, tokens=None),
+            args.sink,
+            args.scale_log2,
+            *(cute.fast_divmod_create_divisor_v2(number) for number in (length(q, 1), head_groups, args.splits)),
+            args.split_tiles,
             work_tiles,
             *self.products(),
             *self.layouts(),
         )
-        clusters = cutlass.min(ctas // CLUSTER, work_tiles)
+        clusters = cutlass.min(args.ctas // CLUSTER, work_tiles)
         kernel.launch(
             grid=[clusters * CLUSTER, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[CLUSTER, 1, 1],
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
             use_pdl=True,
         )
 
@@ -1338,93 +1299,6 @@ class DecodeKernel:
         cute.arch.cluster_wait()
 
 
-class QuantDecodeKernel:
-    """Entry point: as DecodeKernel, with codes, scales, positions and the table of cosines and sines in place of out; a
-    row is one split."""
-
-    def __init__(self, config: DecodeConfig) -> None:
-        self.decode = DecodeKernel(config)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
-        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
-        results = Output(None, None, logs_of(lse), None, length(q, 2), quant_of(codes, scales, positions, table))
-        self.decode.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream)
-
-
-class RawDecodeKernel:
-    """Entry point: as DecodeKernel, with sums of squares fp32 [b * s_q, h * 4] behind q, positions and the table of
-    cosines and sines behind out, and eps of the norm behind the scale. Where results become codes, out and what comes
-    behind it are those of QuantDecodeKernel; else scales is None."""
-
-    def __init__(self, config: DecodeConfig) -> None:
-        self.decode = DecodeKernel(config)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        squares: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        out: cute.Tensor,
-        scales: Any,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        eps: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
-        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
-        if const_expr(scales is None):
-            strides = tuple(stride_bytes(out, axis) for axis in range(4))
-            results = Output(address(out), strides, logs_of(lse), None, length(q, 2))
-        else:
-            quant = quant_of(out, scales, positions, table)
-            results = Output(None, None, logs_of(lse), None, length(q, 2), quant)
-        norm = QueryNorm.of(squares, eps, positions, table)
-        self.decode.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream, norm)
-
-
 # ---- key
 
 
@@ -1458,20 +1332,5 @@ class DecodeKey(DecodeKernelKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         config = DecodeConfig(self.heads, self.second, self.out_fp32, self.quantized, self.raw)
-        q, *lists, out, lse = (arguments := fake_decode(self.out_fp32))[:7]
-        *lengths_and_sink, scale, splits, split_tiles, ctas, stream = arguments[7:]
-        rest = splits, split_tiles, ctas, stream
-        codes, scales, positions, table = fake_quant()
-        if self.raw:
-            squares = make_fake_tensor(
-                Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4
-            )
-            results = (codes, scales) if self.quantized else (out, None)
-            return RawDecodeKernel(config), (
-                *(q, squares, *lists, *results, positions, table, lse, *lengths_and_sink, scale, Float32(0), *rest),
-            )
-        if self.quantized:
-            return QuantDecodeKernel(config), (
-                *(q, *lists, codes, scales, positions, table, lse, *lengths_and_sink, scale, *rest),
-            )
-        return DecodeKernel(config), arguments
+        fakes = fake_decode(self.out_fp32, quantized=self.quantized, raw=self.raw)
+        return entry_point(DecodeKernel(config).launch, fakes)

@@ -36,19 +36,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.convert import bf16_high, bf16_low
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import over_quad, pairwise
-from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.dsl.tensor import length
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
 from cute_kernels.kv_cache.query_norm import inverse_rms
@@ -65,13 +64,12 @@ from cute_kernels.sparse_mla.hopper.index_loader import (
     list_bytes,
     own_lane,
 )
-from cute_kernels.sparse_mla.kernel_args import fake_gathered
+from cute_kernels.sparse_mla.kernel_args import GatheredArgs, MixedArgs, fake_gathered
 from cute_kernels.sparse_mla.params import (
     HEAD_GROUP,
     LEAST_SCALE,
     NEG_MAX,
     RESCALE_THRESHOLD,
-    GatheredKV,
     PrefillOutput,
     PrefillQuery,
     PrefillScheduler,
@@ -79,7 +77,6 @@ from cute_kernels.sparse_mla.params import (
     output_policy,
     row_units,
 )
-from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
 
 # ---- config
@@ -723,7 +720,7 @@ class PvEpilogue:
 
 
 class PrefillKernel:
-    """Entry point: see kernel_args (gathered).
+    """See kernel_args.GatheredArgs, kernel_args.MixedArgs.
 
     producer   type of the producer
     """
@@ -732,55 +729,27 @@ class PrefillKernel:
         self.config, self.producer = config, producer
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        kv: cute.Tensor,
-        indices: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        results = PrefillOutput.of(out, max_logits, lse, policy=output_policy(length(q, 0) * length(q, 1)))
-        self.launch(q, GatheredKV.of(kv, indices, lengths), results, sink, scale_log2, ctas, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        kv: Any,
-        out: PrefillOutput,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-        norm: tuple[Any, ...] = (),
-    ) -> None:
-        """norm   what PrefillQuery knows of raw queries"""
+    def launch(self, args: GatheredArgs | MixedArgs) -> None:
         self.kernel.set_name_prefix(self.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        q = args.q
         group_bits = Int32(1) if length(q, 1) > ROWS else Int32(0)
         work_tiles = length(q, 0) << group_bits
         kernel = self.kernel(
-            PrefillQuery.of(q, *norm),
-            kv,
-            out,
-            sink,
-            scale_log2,
+            args.query(),
+            args.sources(),
+            args.output(output_policy(length(q, 0) * length(q, 1))),
+            args.sink,
+            args.scale_log2,
             work_tiles,
             group_bits,
             self.products(),
             self.layouts(),
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, work_tiles), 1, 1],
+            grid=[cutlass.min(args.ctas, work_tiles), 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
             use_pdl=True,
         )
 
@@ -880,67 +849,6 @@ class PrefillKernel:
             self.producer(bars, smem, q, loader).run()
 
 
-class QuantPrefillKernel:
-    """Entry point: as PrefillKernel, with codes, scales, positions and the table of cosines and sines in place of
-    out."""
-
-    def __init__(self) -> None:
-        self.prefill = PrefillKernel(PrefillConfig("sparse_mla_prefill_quant"))
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        kv: cute.Tensor,
-        indices: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        results = PrefillOutput.of_codes(quant_of(codes, scales, positions, table), max_logits, lse)
-        self.prefill.launch(q, GatheredKV.of(kv, indices, lengths), results, sink, scale_log2, ctas, stream)
-
-
-class NormQuantPrefillKernel:
-    """Entry point: as QuantPrefillKernel, with the sums of squares fp32 [rows, heads * 4] behind q, and eps of the
-    queries' norm behind the scale."""
-
-    def __init__(self) -> None:
-        self.prefill = PrefillKernel(PrefillConfig("sparse_mla_prefill_norm_quant"))
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        squares: cute.Tensor,
-        kv: cute.Tensor,
-        indices: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        sink: Int64,
-        scale_log2: Float32,
-        norm_eps: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        results = PrefillOutput.of_codes(quant_of(codes, scales, positions, table), max_logits, lse)
-        norm = norm_eps, address(squares), stride_bytes(squares, 0)
-        self.prefill.launch(q, GatheredKV.of(kv, indices, lengths), results, sink, scale_log2, ctas, stream, norm)
-
-
 # ---- key
 
 
@@ -959,7 +867,7 @@ class PrefillKey(KernelKey):
         return "wgmma", "cp.async", "ldmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PrefillKernel(PrefillConfig("sparse_mla_prefill")), fake_gathered()
+        return entry_point(PrefillKernel(PrefillConfig("sparse_mla_prefill")).launch, fake_gathered())
 
 
 @dataclass(frozen=True)
@@ -973,8 +881,8 @@ class QuantPrefillKey(PrefillKey):
         return *super().instructions, "cvt.e4m3"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        q, kv, indices, _, *others = fake_gathered()
-        return QuantPrefillKernel(), (q, kv, indices, *fake_quant(), *others)
+        config = PrefillConfig("sparse_mla_prefill_quant")
+        return entry_point(PrefillKernel(config).launch, fake_gathered(quantized=True))
 
 
 @dataclass(frozen=True)
@@ -984,7 +892,5 @@ class NormQuantPrefillKey(QuantPrefillKey):
     kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_norm_quant"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        _, (q, *others, ctas, stream) = super().build()
-        shape = cute.sym_int(), cute.sym_int()
-        squares = make_fake_tensor(Float32, shape, stride=(cute.sym_int64(divisibility=4), 1), assumed_align=16)
-        return NormQuantPrefillKernel(), (q, squares, *others, Float32(0), ctas, stream)
+        config = PrefillConfig("sparse_mla_prefill_norm_quant")
+        return entry_point(PrefillKernel(config).launch, fake_gathered(quantized=True, raw=True))

@@ -38,7 +38,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
@@ -47,12 +46,12 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.dsl import barriers, ptx, wgmma
-from cute_kernels.dsl.paging import Batch
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.kernel_args import fake_paged
+from cute_kernels.sparse_mla.kernel_args import PagedArgs, fake_paged
 from cute_kernels.sparse_mla.params import (
     HEAD_GROUP,
     NEG_MAX,
@@ -63,7 +62,6 @@ from cute_kernels.sparse_mla.params import (
     PrefillScheduler,
     out_scale_of,
 )
-from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
 
 # ---- config
@@ -1191,61 +1189,31 @@ def smem_layouts() -> tuple[Any, Any, Any, Any]:
 
 @dataclass(frozen=True)
 class PagedKernel:
-    """Entry point: see kernel_args (paged)."""
+    """See kernel_args.PagedArgs."""
 
     name: str = "sparse_mla_prefill_paged"
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        swa_cache: cute.Tensor,
-        swa_block_table: cute.Tensor,
-        compressed_cache: cute.Tensor,
-        compressed_block_table: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lists: Int64,
-        list_row: Int64,
-        columns: Int32,
-        compress_ratio: Int32,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        batch = Batch(starts, seq_lens, requests)
-        caches = swa_cache, swa_block_table, compressed_cache, compressed_block_table
-        kv = PagedKV.of(*caches, window_size, (lists, list_row, columns), compress_ratio, batch)
-        self.launch(q, kv, PrefillOutput.of(out, max_logits, lse), sink, scale_log2, ctas, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        kv: PagedKV,
-        out: PrefillOutput,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, args: PagedArgs) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        group_bits = Int32(1) if length(q, 1) > ROWS else Int32(0)
-        work_tiles = length(q, 0) << group_bits
+        group_bits = Int32(1) if length(args.q, 1) > ROWS else Int32(0)
+        work_tiles = length(args.q, 0) << group_bits
         kernel = self.kernel(
-            PrefillQuery.of(q), kv, out, sink, scale_log2, work_tiles, group_bits, tiled_mmas(), smem_layouts()
+            PrefillQuery.of(args.q),
+            args.sources(),
+            args.output(),
+            args.sink,
+            args.scale_log2,
+            work_tiles,
+            group_bits,
+            tiled_mmas(),
+            smem_layouts(),
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, work_tiles), 1, 1],
+            grid=[cutlass.min(args.ctas, work_tiles), 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
             use_pdl=True,
         )
 
@@ -1292,46 +1260,6 @@ class PagedKernel:
             Producer(bars, smem, IndexLoader(scheduler, kv, bars, smem)).run()
 
 
-class QuantPagedKernel:
-    """Entry point: as PagedKernel, with codes, scales, positions and the table of cosines and sines in place of out."""
-
-    def __init__(self) -> None:
-        self.paged = PagedKernel("sparse_mla_prefill_paged_quant")
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        swa_cache: cute.Tensor,
-        swa_block_table: cute.Tensor,
-        compressed_cache: cute.Tensor,
-        compressed_block_table: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lists: Int64,
-        list_row: Int64,
-        columns: Int32,
-        compress_ratio: Int32,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        batch = Batch(starts, seq_lens, requests)
-        caches = swa_cache, swa_block_table, compressed_cache, compressed_block_table
-        kv = PagedKV.of(*caches, window_size, (lists, list_row, columns), compress_ratio, batch)
-        out = PrefillOutput.of_codes(quant_of(codes, scales, positions, table), max_logits, lse)
-        self.paged.launch(q, kv, out, sink, scale_log2, ctas, stream)
-
-
 # ---- key
 
 
@@ -1350,7 +1278,7 @@ class PagedKey(KernelKey):
         return "wgmma", "cp.async", "ldmatrix", "stmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PagedKernel(), fake_paged()
+        return entry_point(PagedKernel().launch, fake_paged())
 
 
 @dataclass(frozen=True)
@@ -1364,5 +1292,4 @@ class QuantPagedKey(PagedKey):
         return *super().instructions, "cvt.e4m3"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        arguments = fake_paged()
-        return QuantPagedKernel(), (*arguments[:5], *fake_quant(), *arguments[6:])
+        return entry_point(PagedKernel("sparse_mla_prefill_paged_quant").launch, fake_paged(quantized=True))

@@ -52,7 +52,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
@@ -60,20 +59,13 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import convert, mma_sync, ptx
 from cute_kernels.dsl.convert import bf16_floats, bf16_words
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import lanes_max_bf16x2
-from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
-from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler, logs_of
-from cute_kernels.sparse_mla.quant_output import (
-    SCALED,
-    codes_of_lanes,
-    fake_quant,
-    load_two_angles,
-    quant_of,
-    turn_two,
-)
+from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
+from cute_kernels.sparse_mla.params import EXTRA, KVCache, Output, Query, TileScheduler
+from cute_kernels.sparse_mla.quant_output import SCALED, codes_of_lanes, load_two_angles, turn_two
 
 # ---- config
 
@@ -1102,7 +1094,7 @@ FIRST_BARRIER = 1
 
 
 class SmallHeadsDecodeKernel:
-    """Entry point: see kernel_args (decode)."""
+    """See kernel_args.DecodeArgs. Where results become codes a row is one split."""
 
     def __init__(self, key: SmallHeadsDecodeKey) -> None:
         self.config, self.second, self.out_fp32 = key.config, key.second, key.out_fp32
@@ -1110,68 +1102,18 @@ class SmallHeadsDecodeKernel:
         self.name += "_quant" if key.quantized else ""
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
-        tensors = q, cache0, list0, cache1, list1
-        self.launch(*tensors, Output.of(out, lse, sink), *lengths, scale_log2, splits, split_tiles, ctas, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        out: Output,
-        lengths0: tuple[Int64, Int32, Int32],
-        lengths1: tuple[Int64, Int32, Int32],
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, args: DecodeArgs) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
-        scheduler = TileScheduler.of(q, self.config.heads, splits, split_tiles, ctas)
+        scheduler = TileScheduler.of(args.q, self.config.heads, args.splits, args.split_tiles, args.ctas)
+        caches = KVCache.of(args.cache0), KVCache.of(args.cache1)
         kernel = self.kernel(
-            Query.of(q),
-            (KVCache.of(cache0), KVCache.of(cache1)),
-            (
-                IndexList.of_rows(list0, lengths0, 1),
-                IndexList.of_rows(list1, lengths1, page_rows),
-            ),
-            out,
-            scale_log2,
-            scheduler,
+            Query.of(args.q), caches, args.lists(self.second), args.output(), args.scale_log2, scheduler
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, scheduler.end), 1, 1],
+            grid=[cutlass.min(args.ctas, scheduler.end), 1, 1],
             block=[WARPS * LANES, 1, 1],
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
             use_pdl=True,
         )
 
@@ -1305,47 +1247,6 @@ class SmallHeadsDecodeKernel:
                     scores[4 * group + i] = value if const_expr(rank == 0) else scores[4 * group + i] + value
 
 
-class QuantSmallHeadsDecodeKernel:
-    """Entry point: as SmallHeadsDecodeKernel, with codes, scales, positions and the table of cosines and sines in place
-    of out; a row is one split."""
-
-    def __init__(self, key: SmallHeadsDecodeKey) -> None:
-        self.decode = SmallHeadsDecodeKernel(key)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
-        quant = quant_of(codes, scales, positions, table)
-        out = Output(None, None, logs_of(lse), sink, length(q, 2), quant, length(q, 1))
-        self.decode.launch(
-            q, cache0, list0, cache1, list1, out, *lengths, scale_log2, splits, split_tiles, ctas, stream
-        )
-
-
 # ---- key
 
 
@@ -1383,7 +1284,5 @@ class SmallHeadsDecodeKey(DecodeKernelKey):
         return "mma.sync", "cp.async", "ldmatrix", "cvt.e4m3", "ex2", "ld.global.128"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        if not self.quantized:
-            return SmallHeadsDecodeKernel(self), fake_decode(self.out_fp32)
-        arguments = fake_decode(False)
-        return QuantSmallHeadsDecodeKernel(self), (*arguments[:5], *fake_quant(), *arguments[6:])
+        fakes = fake_decode(self.out_fp32, quantized=self.quantized)
+        return entry_point(SmallHeadsDecodeKernel(self).launch, fakes)

@@ -56,6 +56,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import convert, mma_sync, ptx
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.paging import Batch, matrix
 from cute_kernels.dsl.reduce import exchange_in_quad, over_quad
 from cute_kernels.dsl.tensor import address, length, stride_bytes
@@ -63,6 +64,7 @@ from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import kernel_args
+from cute_kernels.sparse_mla.kernel_args import GatheredArgs, MixedArgs
 from cute_kernels.sparse_mla.mma_sync.operands import (
     CHUNK,
     FLAG_BYTES,
@@ -294,6 +296,7 @@ class PrefillConfig:
 # A class for each way to name them. Columns that count are numbered from 0. What the methods load is under way when
 # they return:
 #
+#     sources       of a kernel's arguments: what the others look into. On the host's side of the launch
 #     count         of a lane's work tile, which may be none: four words, how many columns of its query row count and
 #                   what else the next two need
 #     load_index    of a column (is_live: whether it counts): a word of the lists
@@ -307,6 +310,9 @@ class PrefillConfig:
 @dataclass(frozen=True)
 class GatheredRows:
     """Rows of one buffer, by their numbers."""
+
+    def sources(self, args: GatheredArgs) -> GatheredKV:
+        return args.sources()
 
     @cute.jit
     def count(self, work_tile: Any, scheduler: PrefillScheduler, kv: Any) -> tuple[Any, Any, Any, Any]:
@@ -360,6 +366,9 @@ class MixedRows:
 
     formats: tuple[str, ...]
 
+    def sources(self, args: MixedArgs) -> MixedKV:
+        return args.sources(KVCache.of)
+
     @cute.jit
     def count(self, work_tile: Any, scheduler: PrefillScheduler, kv: Any) -> tuple[Any, Any, Any, Any]:
         """The second word: the window's columns."""
@@ -390,6 +399,39 @@ class MixedRows:
         return row_of_two(page if slot >= 0 else Int32(-1), row, is_second != 0, caches, self.formats)
 
 
+class PagedArgs(NamedTuple):
+    """sparse_mla_prefill_paged.
+
+    q, window, window_table, compressed, compressed_table, entries, out, max_logits, lse
+                 as the op's, the window's cache and table again if there is no other; the window's table also for
+                 entries, if nothing lists them; strides of q, out and of pages are multiples of 16 bytes
+    starts, seq_lens, requests
+                 addresses of query_start_loc and seq_lens, number of requests
+    ratio        tokens of a compressed entry
+    sink, scale_log2, ctas
+                 see kernel_args.PagedArgs
+    """
+
+    q: cute.Tensor
+    window: cute.Tensor
+    window_table: cute.Tensor
+    compressed: cute.Tensor
+    compressed_table: cute.Tensor
+    entries: cute.Tensor
+    out: cute.Tensor
+    max_logits: cute.Tensor
+    lse: cute.Tensor
+    starts: Int64
+    seq_lens: Int64
+    requests: Int32
+    window_size: Int32
+    ratio: Int32
+    sink: Int64
+    scale_log2: Float32
+    ctas: Int32
+    stream: cuda.CUstream
+
+
 class PagedSources(NamedTuple):
     """Two caches, the second the first again if there is one alone, and their block tables. Lists of entries: address,
     bytes from list to list, columns. Positions in the window; tokens of an entry as a divisor. Where the query rows
@@ -404,6 +446,20 @@ class PagedSources(NamedTuple):
     ratio: Any
     batch: Batch
 
+    @classmethod
+    def of(cls, args: PagedArgs) -> PagedSources:
+        """On the host's side of the launch."""
+        return cls(
+            (KVCache.of(args.window), KVCache.of(args.compressed)),
+            (matrix(args.window_table), matrix(args.compressed_table)),
+            address(args.entries),
+            stride_bytes(args.entries, 0),
+            length(args.entries, 1),
+            args.window_size,
+            cute.fast_divmod_create_divisor_v2(args.ratio),
+            Batch(args.starts, args.seq_lens, args.requests),
+        )
+
 
 COMPRESSED = ("none", "all", "listed")
 """Which compressed entries count: there are none, all that a row sees, those that lists name."""
@@ -415,6 +471,9 @@ class PagedRows:
 
     formats: tuple[str, ...]
     compressed: str
+
+    def sources(self, args: PagedArgs) -> PagedSources:
+        return PagedSources.of(args)
 
     @cute.jit
     def count(self, work_tile: Any, scheduler: PrefillScheduler, kv: Any) -> tuple[Any, Any, Any, Any]:
@@ -810,13 +869,12 @@ class Results(NamedTuple):
     scale: Any
 
     @classmethod
-    def of(
-        cls, q: cute.Tensor, out: cute.Tensor, max_logits: Any, lse: cute.Tensor, sink: Any, scale: Any = None
-    ) -> Results:
+    def of(cls, args: GatheredArgs | MixedArgs | PagedArgs) -> Results:
         """On the host's side of the launch."""
-        logs = None if max_logits is None else logs_of(max_logits)
+        out = args.out
+        logs, scale = (None, args.scale) if isinstance(args, MixedArgs) else (logs_of(args.max_logits), None)
         strides = stride_bytes(out, 0), stride_bytes(out, 1)
-        return cls(address(out), *strides, logs, logs_of(lse), sink, length(q, 1), scale)
+        return cls(address(out), *strides, logs, logs_of(args.lse), args.sink, length(args.q, 1), scale)
 
     @cute.jit
     def store_logs(self, row: Any, head: Any, state: Any, top: Any, logit: Any, factor: Any, lane: Any) -> None:
@@ -867,7 +925,7 @@ class Results(NamedTuple):
 
 
 class PrefillKernel:
-    """What the entry points share.
+    """See kernel_args.GatheredArgs, kernel_args.MixedArgs, PagedArgs.
 
     rows      which rows a work tile has
     name      of the kernel
@@ -880,16 +938,18 @@ class PrefillKernel:
         self.has_dependency = arch_number(config.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
 
     @cute.jit
-    def launch(
-        self, q: cute.Tensor, kv: Any, out: Results, scale_log2: Float32, ctas: Int32, stream: cuda.CUstream
-    ) -> None:
+    def launch(self, args: GatheredArgs | MixedArgs | PagedArgs) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        q = args.q
         group_bits = Int32(1) if length(q, 1) > self.config.rows else Int32(0)
         work_tiles = length(q, 0) << group_bits
         query = PrefillQuery(address(q), stride_bytes(q, 0), stride_bytes(q, 1), None)
-        kernel = self.kernel(query, kv, out, scale_log2, work_tiles, group_bits)
+        kernel = self.kernel(query, self.rows.sources(args), Results.of(args), args.scale_log2, work_tiles, group_bits)
         kernel.launch(
-            grid=[cutlass.min(ctas, work_tiles), 1, 1], block=[WARPS * LANES, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[cutlass.min(args.ctas, work_tiles), 1, 1],
+            block=[WARPS * LANES, 1, 1],
+            min_blocks_per_mp=1,
+            stream=args.stream,
         )
 
     @cute.kernel
@@ -1041,118 +1101,6 @@ def own_lane() -> Any:
     return ptx.thread_again() & (LANES - 1)
 
 
-class GatheredKernel(PrefillKernel):
-    """Entry point: see kernel_args."""
-
-    def __init__(self, config: PrefillConfig) -> None:
-        super().__init__(config, GatheredRows(), "sparse_mla_prefill")
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        kv: cute.Tensor,
-        indices: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        results = Results.of(q, out, max_logits, lse, sink)
-        self.launch(q, GatheredKV.of(kv, indices, lengths), results, scale_log2, ctas, stream)
-
-
-class MixedKernel(PrefillKernel):
-    """Entry point: see kernel_args."""
-
-    def __init__(self, key: PortableMixedKey) -> None:
-        is_fp8 = key.kv_format == PLAIN_FP8.id
-        name = "sparse_mla_mixed" + ("_fp8" if is_fp8 else "")
-        super().__init__(key.config, MixedRows(key.formats), name, is_fp8)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        window: cute.Tensor,
-        compressed: cute.Tensor,
-        indices: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        scale: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        caches = KVCache.of(window), KVCache.of(compressed)
-        kv = MixedKV.of(*caches, indices, window_size, lengths, Batch(starts, seq_lens, requests))
-        self.launch(q, kv, Results.of(q, out, None, lse, sink, scale), scale_log2, ctas, stream)
-
-
-class PagedKernel(PrefillKernel):
-    """Entry point:
-
-    q, window, window_table, compressed, table, entries, out, max_logits, lse
-                 as the op's, the window's cache and table again if there is no other; the window's table also for
-                 entries, if nothing lists them; strides of q, out and of pages are multiples of 16 bytes
-    starts, seq_lens, requests
-                 addresses of query_start_loc and seq_lens, number of requests
-    window_size
-    ratio        tokens of a compressed entry
-    sink, scale_log2, ctas, stream
-                 see kernel_args
-    """
-
-    def __init__(self, key: PortablePagedKey) -> None:
-        names = "_".join("fp8" if kv_format == FP8_DS_MLA.id else "bf16" for kv_format in key.formats)
-        name = f"sparse_mla_prefill_paged_{key.compressed}_{names}"
-        super().__init__(key.config, PagedRows(key.formats, key.compressed), name)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        window: cute.Tensor,
-        window_table: cute.Tensor,
-        compressed: cute.Tensor,
-        table: cute.Tensor,
-        entries: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        ratio: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        kv = PagedSources(
-            (KVCache.of(window), KVCache.of(compressed)),
-            (matrix(window_table), matrix(table)),
-            address(entries),
-            stride_bytes(entries, 0),
-            length(entries, 1),
-            window_size,
-            cute.fast_divmod_create_divisor_v2(ratio),
-            Batch(starts, seq_lens, requests),
-        )
-        self.launch(q, kv, Results.of(q, out, max_logits, lse, sink), scale_log2, ctas, stream)
-
-
 # ---- keys
 
 
@@ -1194,7 +1142,8 @@ class PortablePrefillKey(PortableKey):
         return (PLAIN_BF16.id,)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return GatheredKernel(self.config), kernel_args.fake_gathered()
+        kernel = PrefillKernel(self.config, GatheredRows(), "sparse_mla_prefill")
+        return entry_point(kernel.launch, kernel_args.fake_gathered())
 
 
 @dataclass(frozen=True)
@@ -1213,7 +1162,9 @@ class PortableMixedKey(PortableKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         is_fp8 = self.kv_format == PLAIN_FP8.id
-        return MixedKernel(self), kernel_args.fake_mixed(Float8E4M3FN if is_fp8 else BFloat16)
+        name = "sparse_mla_mixed" + ("_fp8" if is_fp8 else "")
+        kernel = PrefillKernel(self.config, MixedRows(self.formats), name, is_fp8)
+        return entry_point(kernel.launch, kernel_args.fake_mixed(Float8E4M3FN if is_fp8 else BFloat16))
 
 
 @dataclass(frozen=True)
@@ -1248,4 +1199,7 @@ class PortablePagedKey(PortableKey):
         tensors = (rows(), cache(self.format0), table(), cache(self.format1), table(), table())
         scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int32(1), Int64(0), Float32(0), Int32(1))
         results = (rows(), fake_logs(2), fake_logs(2))
-        return PagedKernel(self), (*tensors, *results, *scalars, kernel_args.fake_stream())
+        names = "_".join("fp8" if kv_format == FP8_DS_MLA.id else "bf16" for kv_format in self.formats)
+        name = f"sparse_mla_prefill_paged_{self.compressed}_{names}"
+        kernel = PrefillKernel(self.config, PagedRows(self.formats, self.compressed), name)
+        return entry_point(kernel.launch, PagedArgs._make((*tensors, *results, *scalars, kernel_args.fake_stream())))
