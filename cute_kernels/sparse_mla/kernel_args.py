@@ -32,11 +32,13 @@ from cute_kernels.sparse_mla.params import (
     PagedKV,
     PrefillOutput,
     PrefillQuery,
+    Query,
+    QueryNorm,
     SlotCache,
     fake_logs,
     logs_of,
 )
-from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
+from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
 
 # ---- decode
 
@@ -103,8 +105,14 @@ class DecodeArgs(NamedTuple):
         """Of both lists: address and strides."""
         return (self.len0, self.len0_batch, self.len0_token), (self.len1, self.len1_batch, self.len1_token)
 
-    def sources(self) -> KVSources:
+    def query(self) -> Query:
         """On the host's side of the launch, as all below."""
+        if self.squares is None:
+            return Query.of(self.q)
+        rotation = Rotation.of(self.positions, self.table)
+        return Query.of(self.q, QueryNorm(address(self.squares), stride_bytes(self.squares, 0), self.eps, rotation))
+
+    def sources(self) -> KVSources:
         return KVSources.of((self.cache0, self.cache1), (self.list0, self.list1), self.lengths)
 
     def lists(self, second: str) -> tuple[IndexList, IndexList]:

@@ -112,9 +112,22 @@ def tiles_of(columns: Any) -> Any:
     return (columns + (TILE - 1)) >> (TILE.bit_length() - 1)
 
 
+class QueryNorm(NamedTuple):
+    """What raw queries are normed and rotated with. The norm has no weight: it is one factor for a head, which softmax
+    multiplies scores with. Only the rotary columns are changed, in shared memory: rotated, not scaled.
+
+    squares, row_stride   sums of squares, fp32 [query rows, heads * 4]: address, stride in bytes
+    rotation              quant_output.Rotation
+    """
+
+    squares: Any
+    row_stride: Any
+    eps: Any
+    rotation: Any
+
+
 class Query(NamedTuple):
-    """q: address, strides in bytes, number of heads. norm: how a kernel that takes raw queries norms and rotates them;
-    or None."""
+    """q: address, strides in bytes, number of heads. norm: QueryNorm of raw queries, or None."""
 
     base: Any
     batch: Any

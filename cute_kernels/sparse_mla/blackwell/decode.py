@@ -152,21 +152,6 @@ LINES = 32 // CHUNKS
 # ---- shared memory
 
 
-def smem_parts() -> dict[str, int]:
-    """Bytes of everything in shared memory but the barriers, in order; the first four are 1024-byte aligned."""
-    return {
-        "kv": STAGES * STAGE_BYTES,
-        "q": (SLABS - Q_SLABS) * SLAB_BYTES,
-        "p": BUFFERS * SLAB_BYTES,
-        "raw": FP8_STAGES * RAW_BYTES,
-        "rows": SLOTS * KEYS * 4,
-        "scales": SLOTS * KEYS * FP8_DS_MLA.scale_bytes,
-        "heading": SLOTS * HEADING,
-        "exchange": 2 * 4 * 32 * 4,
-        "tensor_memory": 16,
-    }
-
-
 HEADING = 16
 """Bytes of a heading: marks, work tile, and which of keys 0 to 31 and 32 to 63 are there."""
 
@@ -181,12 +166,9 @@ def barriers_of(rings: dict[str, int]) -> int:
 BARRIERS = barriers_of(RINGS)
 
 
-def smem_bytes() -> int:
-    return sum(smem_parts().values()) + BARRIERS * 8
-
-
 class Smem(NamedTuple):
-    """Addresses in shared memory, 32 bits wide.
+    """Addresses in shared memory, 32 bits wide; by default sizes in bytes, see smem_parts.
+    The first four are 1024-byte aligned.
 
     kv             [2 stages][8 slabs][64 keys][64] bf16
     q              [2 slabs][64 heads][64] bf16: slabs 6 and 7
@@ -199,15 +181,24 @@ class Smem(NamedTuple):
     tensor_memory  where it begins
     """
 
-    kv: Any
-    q: Any
-    p: Any
-    raw: Any
-    rows: Any
-    scales: Any
-    heading: Any
-    exchange: Any
-    tensor_memory: Any
+    kv: Any = STAGES * STAGE_BYTES
+    q: Any = (SLABS - Q_SLABS) * SLAB_BYTES
+    p: Any = BUFFERS * SLAB_BYTES
+    raw: Any = FP8_STAGES * RAW_BYTES
+    rows: Any = SLOTS * KEYS * 4
+    scales: Any = SLOTS * KEYS * FP8_DS_MLA.scale_bytes
+    heading: Any = SLOTS * HEADING
+    exchange: Any = 2 * 4 * 32 * 4
+    tensor_memory: Any = 16
+
+
+def smem_parts() -> dict[str, int]:
+    """Bytes of everything but the barriers, in order."""
+    return Smem()._asdict()
+
+
+def smem_bytes() -> int:
+    return sum(smem_parts().values()) + BARRIERS * 8
 
 
 def smem_at(base: Any) -> Smem:

@@ -145,29 +145,11 @@ SWIZZLED = ("kv", "q", "p")
 """Parts of shared memory that tensor cores read: 1024-byte aligned."""
 
 
-def smem_parts() -> dict[str, int]:
-    """Bytes of everything in shared memory but the barriers, in order."""
-    return {
-        "kv": KV_STAGES * KV_STAGE_BYTES,
-        "q": ROWS * (HEAD_DIM - HELD) * 2,
-        "p": P_STAGES * P_BYTES,
-        "lists": LISTS * list_bytes(PRODUCER_WARPS),
-        "header": KV_STAGES * HEADER,
-        "cursors": PRODUCER_WARPS * CURSOR,
-        "factor": P_STAGES * ROWS * FACTOR,
-        "target": P_STAGES * TARGET,
-    }
-
-
 BARRIERS = 2 * (KV_STAGES + P_STAGES) + 1
 
 
-def smem_bytes() -> int:
-    return sum(smem_parts().values()) + BARRIERS * 8
-
-
 class Smem(NamedTuple):
-    """Addresses in shared memory, 32 bits wide.
+    """Addresses in shared memory, 32 bits wide; by default sizes in bytes, see smem_parts.
 
     kv        [3][8 slabs][64 rows][64] bf16: keys of a tile, or queries of a work tile
     q         [2 slabs][64 heads][64] bf16: those columns of the work tile's queries that are not in registers
@@ -179,14 +161,23 @@ class Smem(NamedTuple):
     target    [2 stages] targets
     """
 
-    kv: Any
-    q: Any
-    p: Any
-    lists: Any
-    header: Any
-    cursors: Any
-    factor: Any
-    target: Any
+    kv: Any = KV_STAGES * KV_STAGE_BYTES
+    q: Any = ROWS * (HEAD_DIM - HELD) * 2
+    p: Any = P_STAGES * P_BYTES
+    lists: Any = LISTS * list_bytes(PRODUCER_WARPS)
+    header: Any = KV_STAGES * HEADER
+    cursors: Any = PRODUCER_WARPS * CURSOR
+    factor: Any = P_STAGES * ROWS * FACTOR
+    target: Any = P_STAGES * TARGET
+
+
+def smem_parts() -> dict[str, int]:
+    """Bytes of everything but the barriers, in order."""
+    return Smem()._asdict()
+
+
+def smem_bytes() -> int:
+    return sum(smem_parts().values()) + BARRIERS * 8
 
 
 @dataclass(frozen=True)

@@ -166,31 +166,11 @@ SWIZZLED = ("kv", "q", "p")
 """What tensor cores read: 1024-byte aligned."""
 
 
-def smem_parts() -> dict[str, int]:
-    """Bytes of everything in shared memory but the barriers, in order."""
-    return {
-        "kv": KV_STAGES * KV_STAGE_BYTES,
-        "q": ROWS * (HEAD_DIM - HELD) * 2,
-        "p": P_STAGES * P_BYTES,
-        "fp8": KEYS * CODES,
-        "scale": PRODUCER_WARPS * GROUPS * 32 * SCALES,
-        "row_list": ROW_LISTS * ROW_LIST,
-        "cursor": PRODUCER_WARPS * CURSOR,
-        "header": KV_STAGES * HEADER,
-        "factor": P_STAGES * ROWS * FACTOR,
-        "target": P_STAGES * TARGET,
-    }
-
-
 BARRIERS = 3 * KV_STAGES + 2 * P_STAGES + ROW_LISTS
 
 
-def smem_bytes() -> int:
-    return sum(smem_parts().values()) + BARRIERS * 8
-
-
 class Smem(NamedTuple):
-    """Addresses in shared memory, 32 bits wide.
+    """Addresses in shared memory, 32 bits wide; by default sizes in bytes, see smem_parts.
 
     kv         [2 stages][8 slabs][64 keys][64] bf16: K, and V
     q          [4 slabs][64 heads][64] bf16: the last columns of the work tile's queries, for a while the first ones
@@ -204,16 +184,16 @@ class Smem(NamedTuple):
     target     [2 stages] targets
     """
 
-    kv: Any
-    q: Any
-    p: Any
-    fp8: Any
-    scale: Any
-    row_list: Any
-    cursor: Any
-    header: Any
-    factor: Any
-    target: Any
+    kv: Any = KV_STAGES * KV_STAGE_BYTES
+    q: Any = ROWS * (HEAD_DIM - HELD) * 2
+    p: Any = P_STAGES * P_BYTES
+    fp8: Any = KEYS * CODES
+    scale: Any = PRODUCER_WARPS * GROUPS * 32 * SCALES
+    row_list: Any = ROW_LISTS * ROW_LIST
+    cursor: Any = PRODUCER_WARPS * CURSOR
+    header: Any = KV_STAGES * HEADER
+    factor: Any = P_STAGES * ROWS * FACTOR
+    target: Any = P_STAGES * TARGET
 
     @classmethod
     def allocate(cls, allocator: SmemAllocator) -> Smem:
@@ -223,6 +203,15 @@ class Smem(NamedTuple):
             place = allocator.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
             places.append(place.iterator.toint())
         return cls(*places)
+
+
+def smem_parts() -> dict[str, int]:
+    """Bytes of everything but the barriers, in order."""
+    return Smem()._asdict()
+
+
+def smem_bytes() -> int:
+    return sum(smem_parts().values()) + BARRIERS * 8
 
 
 @dataclass(frozen=True)
