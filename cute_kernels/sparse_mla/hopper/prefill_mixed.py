@@ -28,8 +28,6 @@ from cute_kernels.sparse_mla.hopper.prefill import (
     KV_STAGE_BYTES,
     KV_STAGES,
     SLAB,
-    SLAB_BYTES,
-    SLAB_ROW_BYTES,
     SLABS,
     Bars,
     PrefillConfig,
@@ -39,6 +37,7 @@ from cute_kernels.sparse_mla.hopper.prefill import (
     Smem,
     store_header,
 )
+from cute_kernels.sparse_mla.hopper.prefill_softmax import SLAB_BYTES, SLAB_ROW_BYTES
 from cute_kernels.sparse_mla.kernel_args import fake_mixed
 from cute_kernels.sparse_mla.params import PrefillQuery
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import ptx, wgmma
@@ -31,7 +31,7 @@ from cute_kernels.dsl.paging import visible_entries
 from cute_kernels.dsl.tensor import length
 from cute_kernels.sparse_mla.hopper.prefill_paged import (
     HALVES,
-    KEYS,
+    HELD,
     LINE,
     NO_TILE,
     PRODUCER,
@@ -40,8 +40,6 @@ from cute_kernels.sparse_mla.hopper.prefill_paged import (
     PV,
     PV_BARRIER,
     PV_REGISTERS,
-    ROWS,
-    SIDE,
     THREADS,
     TILE_AT,
     Bars,
@@ -52,12 +50,17 @@ from cute_kernels.sparse_mla.hopper.prefill_paged import (
     QkSoftmax,
     Smem,
     lane_idx,
+    smem_parts,
+    warp_idx,
+)
+from cute_kernels.sparse_mla.hopper.prefill_softmax import (
+    KEYS,
+    ROWS,
+    SIDE,
     own_head,
     smem_layouts,
-    smem_parts,
     thread_idx,
     tiled_mmas,
-    warp_idx,
 )
 from cute_kernels.sparse_mla.kernel_args import PagedArgs, fake_paged
 from cute_kernels.sparse_mla.params import PagedKV, PrefillOutput, PrefillQuery, PrefillScheduler, out_scale_of
@@ -367,8 +370,8 @@ class PagedClusterKernel:
             args.scale_log2,
             work_tiles,
             group_bits,
-            tiled_mmas(),
-            smem_layouts(),
+            tiled_mmas(BFloat16),
+            smem_layouts(BFloat16, HELD),
         )
         kernel.launch(
             # a CTA has a split of one work tile, and there is none behind it
