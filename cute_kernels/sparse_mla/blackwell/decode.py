@@ -59,6 +59,7 @@ from cute_kernels.sparse_mla.params import (
     Output,
     Query,
     TileScheduler,
+    live_of_both,
     out_scale_of,
 )
 from cute_kernels.sparse_mla.schedule import GROUP_HEADS, TILE
@@ -68,8 +69,7 @@ from cute_kernels.sparse_mla.schedule import GROUP_HEADS, TILE
 KEYS, SLAB = TILE, 64
 SLAB_BYTES = KEYS * SLAB * 2
 
-FIRST, LAST, END = 1, 2, 4
-SECOND = 8
+FIRST, LAST, END, SECOND = 1, 2, 4, 8
 """Marks of a tile. Those of Hopper's; and its rows are of the second cache."""
 
 BLOCKS = 1
@@ -82,8 +82,7 @@ SLABS = HEAD_DIM // SLAB
 LAST_SLAB = SLABS - 1
 """The rotary columns."""
 
-STAGE_BYTES = SLABS * SLAB_BYTES
-STAGES = 2
+STAGE_BYTES, STAGES = SLABS * SLAB_BYTES, 2
 
 FP8_STAGES = 2
 """Tiles whose codes are on their way from memory."""
@@ -119,8 +118,7 @@ O_COLUMN, Q_COLUMN, S_COLUMN = 0, 256, 448
 Q_SLABS = 6
 """Of Q, in tensor memory. There is room for no more: the others are in shared memory."""
 
-S_COLUMNS = KEYS // 2
-O_COLUMNS = HEAD_DIM // 2
+S_COLUMNS, O_COLUMNS = KEYS // 2, HEAD_DIM // 2
 Q_COLUMNS = SLAB // 2
 """Of a slab: two bf16 in a column."""
 
@@ -136,8 +134,7 @@ KEY_ROWS = umma.k_major(16)
 VALUE_ROWS = umma.mn_major(16, SLAB_BYTES)
 """Slabs with their columns as rows."""
 
-WORD = 4
-SCALE_BYTES = FP8_DS_MLA.scale_bytes
+WORD, SCALE_BYTES = 4, FP8_DS_MLA.scale_bytes
 
 LINE = 128
 """Bytes that L2 fetches, and that a row has in shared memory on its way out."""
@@ -400,7 +397,8 @@ class IndexLoader:
         self.load_index(cursor, asked, lane)
         tile, mark, is_first = Int32(0), Int32(0), Int32(FIRST)
         while mark & END == 0:
-            is_last = self.is_last(cursor)
+            # no tile of the work tile comes behind this one
+            is_last = cursor[COLUMN] + KEYS >= cursor[LIST_END] and cursor[NEXT_COLUMN] >= cursor[NEXT_END]
             mark = is_first | (Int32(LAST) if is_last else Int32(0)) | cursor[LIST] * SECOND
             if work_tile >= self.scheduler.end:
                 mark = Int32(END)
@@ -416,11 +414,6 @@ class IndexLoader:
             self.load_index(cursor, asked, lane)
             self.publish(heading, rows, scales, is_there, tile, lane, bars, at)
             tile = tile + 1
-
-    @cute.jit
-    def is_last(self, cursor: Any) -> Any:
-        """Whether no tile of the work tile comes behind this one."""
-        return cursor[COLUMN] + KEYS >= cursor[LIST_END] and cursor[NEXT_COLUMN] >= cursor[NEXT_END]
 
     @cute.jit
     def step(self, cursor: Any) -> None:
@@ -442,16 +435,15 @@ class IndexLoader:
         cursor.fill(0)
         if work_tile < self.scheduler.end:
             batch, token, split_idx, head_group = self.scheduler.coords(work_tile)
-            used, used_second = self.lists[0].live(batch, token), Int32(0)
-            if const_expr(self.second != "none"):
-                used_second = self.lists[1].live(batch, token)
+            live = live_of_both(self.lists, self.second, batch, token)
             self.prefetch_queries(batch, token, head_group, lane)
             cursor[BATCH], cursor[TOKEN] = batch, token
-            columns = self.scheduler.columns(split_idx, used, used_second)
+            columns = self.scheduler.columns(split_idx, *live)
             cursor[COLUMN], cursor[LIST_END], cursor[NEXT_COLUMN], cursor[NEXT_END] = columns
             if cursor[COLUMN] >= cursor[LIST_END] and cursor[NEXT_COLUMN] < cursor[NEXT_END]:
                 self.go_to_second(cursor)
-            self.prefetch_lists(work_tile + self.scheduler.step, lane)
+            coming = work_tile + self.scheduler.step
+            self.scheduler.prefetch(coming, self.lists, self.caches[-1], self.second, lane)
 
     @cute.jit
     def prefetch_queries(self, batch: Any, token: Any, head_group: Any, lane: Any) -> None:
@@ -460,20 +452,6 @@ class IndexLoader:
         for line in cutlass.range(lane, self.queries.left(head, HEADS) * lines, 32, unroll=1):
             row = self.queries.at(batch, token, head + line // lines)
             ptx.prefetch_l2(row + line % lines * LINE, None)
-
-    @cute.jit
-    def prefetch_lists(self, work_tile: Any, lane: Any) -> None:
-        """L2 has the lengths and the first columns of a work tile by the time they are wanted."""
-        if work_tile < self.scheduler.end:
-            batch, token, _, _ = self.scheduler.coords(work_tile)
-            for i in range_constexpr(1 if self.second == "none" else 2):
-                lists = self.lists[i]
-                columns = lists.columns
-                if const_expr(i == 1 and self.second == "dense"):
-                    columns, _ = divmod(columns, self.caches[1].rows)
-                ptx.prefetch_l2(lists.row(batch, token) + lane * LINE, lane * (LINE // 4) < columns)
-                offset = Int64(batch) * Int64(lists.lengths_batch) + Int64(token) * Int64(lists.lengths_token)
-                ptx.prefetch_l2(lists.lengths + offset * 4, lists.lengths != 0 and lane == 0)
 
     @cute.jit
     def load_index(self, cursor: Any, asked: Any, lane: Any) -> None:
@@ -520,15 +498,7 @@ class IndexLoader:
 
     @cute.jit
     def publish(
-        self,
-        heading: Any,
-        rows: Any,
-        scales: Any,
-        is_there: Any,
-        tile: Any,
-        lane: Any,
-        bars: Bars,
-        at: Smem,
+        self, heading: Any, rows: Any, scales: Any, is_there: Any, tile: Any, lane: Any, bars: Bars, at: Smem
     ) -> None:
         """Store a tile's heading and rows, and start to copy its scales."""
         slots = bars.headings.stages
@@ -586,10 +556,8 @@ class KVLoader:
     def copy_async(self, stage: Any, source: Any, rows_at: Any, full: Any, at: Smem) -> None:
         """Start a tile's copies. By a thread."""
         cute.arch.mbarrier_arrive_and_expect_tx(full, ROPE_BYTES if self.is_rope else CODES_BYTES)
-        if const_expr(self.is_rope):
-            self.gather(lambda row: at.kv + rope_offset(stage, row), source, 0, rows_at, full.toint())
-        else:
-            self.gather(lambda row: at.raw + raw_offset(stage, row), source, 0, rows_at, full.toint())
+        place, offset = (at.kv, rope_offset) if self.is_rope else (at.raw, raw_offset)
+        self.gather(lambda row: place + offset(stage, row), source, 0, rows_at, full.toint())
 
     def gather(
         self, place: Callable[[int], Any], source: Any, column: Any, rows_at: Any, barrier: Any, blocks: int = 1
@@ -833,14 +801,7 @@ class Softmax:
 
     @cute.jit
     def run(
-        self,
-        thread: Any,
-        scheduler: TileScheduler,
-        queries: Query,
-        out: Output,
-        scale_log2: Any,
-        bars: Bars,
-        at: Smem,
+        self, thread: Any, scheduler: TileScheduler, queries: Query, out: Output, scale_log2: Any, bars: Bars, at: Smem
     ) -> None:
         """Give away the weights of every tile, and store results. By a warpgroup."""
         lanes = cute.arch.make_warp_uniform(thread // 32) << 21

@@ -611,11 +611,7 @@ class PortableDecodeKernel:
             ptx.store_shared_s32(producer.cursor + CURRENT * 4, work_tile)
             lane = ptx.again(lane)
             batch, token, split_idx, head_group = scheduler.coords(work_tile)
-            used = lists[0].live(batch, token)
-            used_second = Int32(0)
-            if const_expr(self.second != "none"):
-                used_second = lists[1].live(batch, token)
-            first, end, first_second, end_second = scheduler.columns(split_idx, used, used_second)
+            first, end, first_second, end_second = scheduler.columns_of(lists, self.second, batch, token, split_idx)
             left = self.steps(first_second, end_second)
             ptx.store_shared_s32(producer.cursor + EXTRA_STEPS * 4, left)
             left += self.steps(first, end)

@@ -44,6 +44,7 @@ Shared memory, in this order:
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,17 +205,34 @@ class PrefillConfig:
     def _stage(self, keys: int) -> int:
         return keys * (SLABS * SLAB_ROW if self.is_direct else self.raw_row + FP8_DS_MLA.scale_bytes)
 
+    def parts(self, keys: int, stages: int) -> dict[str, int]:
+        """Bytes of everything in shared memory, in order."""
+        return {
+            "stages": stages * self._stage(keys),
+            "tile": 0 if self.is_direct else keys * SLABS * SLAB_ROW,
+            "shares": WARPS * self.warp_rows * keys * 4,
+            "weights": self.rows * keys * 2,
+            "masks": stages * keys * 4,
+            "labels": 4 * MOST_STAGES,
+            "factors": 2 * self.rows * 4,
+            "flags": FLAG_BYTES,
+            "rows": self.groups * ROW_STATE,
+            "tops": self.groups * LANES * 4,
+            "sinks": 4 * MAX_HEADS,
+            "cursors": WARPS * CURSOR_BYTES,
+        }
+
     def _bytes(self, keys: int, stages: int) -> int:
-        tile = 0 if self.is_direct else keys * SLABS * SLAB_ROW
-        shares = WARPS * self.warp_rows * keys * 4
-        per_stage = self._stage(keys) + keys * 4
-        fixed = 4 * MOST_STAGES + 4 * MAX_HEADS + WARPS * CURSOR_BYTES
-        state = 2 * self.rows * 4 + FLAG_BYTES + self.groups * (ROW_STATE + LANES * 4)
-        return stages * per_stage + tile + shares + self.rows * keys * 2 + state + fixed
+        return sum(self.parts(keys, stages).values())
 
     @property
     def smem_bytes(self) -> int:
         return self._bytes(self.keys, self.stages)
+
+    def place(self, part: str) -> int:
+        """Where it begins."""
+        names = itertools.takewhile(lambda name: name != part, parts := self.parts(self.keys, self.stages))
+        return sum(parts[name] for name in names)
 
     @property
     def stage_bytes(self) -> int:
@@ -239,56 +257,10 @@ class PrefillConfig:
         """Of P, for 16 heads."""
         return self.keys // 16 * LANES * 16
 
-    # ---- places ----
-
     @property
     def scales_at(self) -> int:
         """In a stage."""
         return self.keys * self.raw_row
-
-    @property
-    def tile_at(self) -> int:
-        return self.stages * self.stage_bytes
-
-    @property
-    def shares_at(self) -> int:
-        return self.tile_at + (0 if self.is_direct else SLABS * self.slab_bytes)
-
-    @property
-    def weights_at(self) -> int:
-        return self.shares_at + WARPS * self.share_bytes
-
-    @property
-    def masks_at(self) -> int:
-        return self.weights_at + self.rows * self.keys * 2
-
-    @property
-    def labels_at(self) -> int:
-        return self.masks_at + self.stages * self.keys * 4
-
-    @property
-    def factors_at(self) -> int:
-        return self.labels_at + 4 * MOST_STAGES
-
-    @property
-    def flags_at(self) -> int:
-        return self.factors_at + 2 * self.rows * 4
-
-    @property
-    def rows_at(self) -> int:
-        return self.flags_at + FLAG_BYTES
-
-    @property
-    def tops_at(self) -> int:
-        return self.rows_at + self.groups * ROW_STATE
-
-    @property
-    def sinks_at(self) -> int:
-        return self.tops_at + self.groups * LANES * 4
-
-    @property
-    def cursors_at(self) -> int:
-        return self.sinks_at + MAX_HEADS * 4
 
 
 # ---- which rows a query row attends to
@@ -653,10 +625,10 @@ class Producer:
         is_owner = lane < self.own_keys
         key = self.own_key(warp, lane)
         if is_owner:
-            ptx.store_shared_s32(self.smem + config.masks_at + (stage * config.keys + key) * 4, cache)
+            ptx.store_shared_s32(self.smem + config.place("masks") + (stage * config.keys + key) * 4, cache)
         if warp == 0 and lane == 0:
             work_tile = ptx.load_shared_s32(self.cursor + NAMED)
-            ptx.store_shared_s32(self.smem + config.labels_at + stage * 4, work_tile)
+            ptx.store_shared_s32(self.smem + config.place("labels") + stage * 4, work_tile)
         target = self.smem + stage * config.stage_bytes
         if const_expr(FP8_DS_MLA.id in config.formats):
             size = const_expr(FP8_DS_MLA.scale_bytes)
@@ -969,9 +941,9 @@ class PrefillKernel:
 
         if thread < MAX_HEADS:
             logit = ptx.load_global_s32_where(out.sink != 0 and thread < out.heads, out.sink + Int64(thread) * 4)
-            ptx.store_shared_s32(base + config.sinks_at + thread * 4, logit)
+            ptx.store_shared_s32(base + config.place("sinks") + thread * 4, logit)
         scheduler = PrefillScheduler(cta, work_tiles, ctas, group_bits)
-        cursor = base + config.cursors_at + warp * CURSOR_BYTES
+        cursor = base + config.place("cursors") + warp * CURSOR_BYTES
         producer = Producer(config, self.rows, kv, scheduler, cursor, cute.make_rmem_tensor((3,), Int32), base)
         producer.start(warp, lane)
         for early in cutlass.range(config.stages - 1, unroll=1):
@@ -996,11 +968,11 @@ class PrefillKernel:
             self.prefetch_queries(q, scheduler, work_tile + ctas, out.heads)
             o.clear()
             if warp < config.groups:
-                state = base + config.rows_at + warp * ROW_STATE + lane * 8
+                state = base + config.place("rows") + warp * ROW_STATE + lane * 8
                 least = Float32(-Float32.inf).bitcast(Int32)
                 ptx.store_shared_64(state, least, Int32(0))
-                ptx.store_shared_s32(base + config.tops_at + (warp * LANES + lane) * 4, least)
-            while ptx.load_shared_s32(base + config.labels_at + stage * 4) == work_tile:
+                ptx.store_shared_s32(base + config.place("tops") + (warp * LANES + lane) * 4, least)
+            while ptx.load_shared_s32(base + config.place("labels") + stage * 4) == work_tile:
                 self.step(producer, q_words, o, base, stage, scale_log2, warp)
                 self.wait_for_rows()
                 stage = Int32(0) if stage + 1 == config.stages else stage + 1
@@ -1039,39 +1011,39 @@ class PrefillKernel:
         lane = own_lane()
         free = config.stages - 1 if stage == 0 else stage - 1
         tile = base + stage * config.stage_bytes
-        masks = base + config.masks_at + stage * (config.keys * 4)
+        masks = base + config.place("masks") + stage * (config.keys * 4)
         # of the two warps that share a quarter of the multiprocessor, one copies while the other one multiplies
         if warp < WARPS // 2:
             producer.copy_async(free, warp, lane)
         if const_expr(not config.is_direct):
-            convert_step(tile, base + config.tile_at, masks, warp, lane, config)
-            tile = base + config.tile_at
+            convert_step(tile, base + config.place("tile"), masks, warp, lane, config)
+            tile = base + config.place("tile")
             cute.arch.sync_threads()
         group = warp // config.shares
         columns = tile + warp % config.shares * (config.slabs * config.slab_bytes)
-        multiply_qk(q, base + config.shares_at + warp * config.share_bytes + lane * 8, columns, lane, config)
+        multiply_qk(q, base + config.place("shares") + warp * config.share_bytes + lane * 8, columns, lane, config)
         if warp >= WARPS // 2:
             producer.copy_async(free, warp, lane)
         self.group_barrier(warp)
-        weights = base + config.weights_at + lane * 16
+        weights = base + config.place("weights") + lane * 16
         if warp < config.groups:
             place = warp // config.group_flags * (config.shares * config.share_bytes)
             place += warp % config.group_flags * config.group_bytes
             softmax(
-                base + config.shares_at + place + lane * 8,
+                base + config.place("shares") + place + lane * 8,
                 weights + (warp >> 1) * config.operand_bytes + (warp & 1) * 4,
                 masks + (lane & 3) * 8,
-                base + config.factors_at + (warp * 8 + (lane >> 2)) * 4,
-                base + config.flags_at + warp * 4,
+                base + config.place("factors") + (warp * 8 + (lane >> 2)) * 4,
+                base + config.place("flags") + warp * 4,
                 scale_log2,
-                base + config.rows_at + warp * ROW_STATE + lane * 8,
+                base + config.place("rows") + warp * ROW_STATE + lane * 8,
                 lane,
                 config,
-                base + config.tops_at + (warp * LANES + lane) * 4,
+                base + config.place("tops") + (warp * LANES + lane) * 4,
             )
         self.group_barrier(warp)
-        if any_grows(base + config.flags_at + group * (config.group_flags * 4), config.group_flags) != 0:
-            rescale(o, base + config.factors_at + group * (config.warp_rows * 4), lane, config.tiles)
+        if any_grows(base + config.place("flags") + group * (config.group_flags * 4), config.group_flags) != 0:
+            rescale(o, base + config.place("factors") + group * (config.warp_rows * 4), lane, config.tiles)
         multiply_pv(o, weights + group * (config.tiles * config.operand_bytes), columns, lane, config)
 
     @cute.jit
@@ -1080,14 +1052,14 @@ class PrefillKernel:
         config = self.config
         lane = own_lane()
         row, head = scheduler.coords(work_tile, config.rows)
-        factors = base + config.factors_at + config.rows * 4
+        factors = base + config.place("factors") + config.rows * 4
         # without steps in between, some warps may still read what the work tile before has left
         self.group_barrier(warp)
         if warp < config.groups:
             own = warp * 8 + (lane >> 2)
-            state = base + config.rows_at + warp * ROW_STATE + lane * 8
-            top = base + config.tops_at + (warp * LANES + lane) * 4
-            logit = ptx.load_shared_s32(base + config.sinks_at + (head + own) * 4)
+            state = base + config.place("rows") + warp * ROW_STATE + lane * 8
+            top = base + config.place("tops") + (warp * LANES + lane) * 4
+            logit = ptx.load_shared_s32(base + config.place("sinks") + (head + own) * 4)
             out.store_logs(row, head + own, state, top, logit, factors + own * 4, lane)
         self.group_barrier(warp)
         first = warp // config.shares * config.warp_rows
