@@ -24,8 +24,8 @@ class EntryPoint:
         self.launch(self.record(arguments))
 
     def record(self, arguments: tuple[Any, ...]) -> Any:
-        given = iter(arguments)
-        return self.fakes._make(None if fake is None else next(given) for fake in self.fakes)
+        names = [name for name, fake in self.fakes._asdict().items() if fake is not None]
+        return self.fakes._replace(**dict(zip(names, arguments, strict=True)))
 
 
 def entry_point(launch: Callable[[Record], None], fakes: Record) -> tuple[Callable[..., None], tuple[Any, ...]]:
