@@ -983,16 +983,15 @@ class PvEpilogue:
 
         tile = Int32(0)
         stage, phase = barriers.start()
-        flags, coming = Int32(0), self.scheduler.first
+        flags, work_tile = Int32(0), self.scheduler.first - self.scheduler.step
         while flags & END == 0:
             angles = (Int32(0), Int32(0))
             if const_expr(out.quant is not None):
                 # there is time: the first tile's P is not there yet
-                angles = out.quant.angles(self.scheduler.coords(coming)[0], lane)
-                coming = coming + self.scheduler.step
+                angles = out.quant.angles(self.scheduler.coords(work_tile + self.scheduler.step)[0], lane)
             o.fill(0.0)
             out_scales = [Float32(0.0), Float32(0.0)]
-            flags, work_tile = Int32(0), Int32(0)
+            flags = Int32(0)
             while flags & LAST == 0:
                 buffer = tile & P_STAGES - 1
                 bars.p.wait_full(buffer, tile >> P_BITS & 1)
