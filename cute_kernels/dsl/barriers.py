@@ -62,6 +62,20 @@ class Ring:
         _wait(self.empty(stage), phase ^ 1)
 
 
+def initialize(first: Any, count: int, arrivals: int) -> None:
+    """So many mbarriers, by one thread, which fences behind the last of them."""
+    for i in range(count):
+        cute.arch.mbarrier_init(first + i, arrivals)
+
+
+@cute.jit
+def arrive_warp(lane: Any, barrier: Any) -> None:
+    """One arrival for a warp, when all its lanes are here."""
+    cute.arch.sync_warp()
+    if lane == 0:
+        cute.arch.mbarrier_arrive(barrier)
+
+
 def _wait(barrier: Any, phase: Any) -> None:
     ptx.wait_mbarrier(barrier.toint(), phase)
 

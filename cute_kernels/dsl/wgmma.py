@@ -35,10 +35,16 @@ ROWS = 64
 wait = warpgroup.wait_group
 
 
-def swizzled_tiles(dtype: Any, rows: int, stages: int) -> Any:
-    """Shared-memory layout of `stages` tiles of [rows, 128 bytes]; the memory must be 1024-byte aligned."""
+def swizzled(dtype: Any, *shape: int) -> Any:
+    """Shared-memory layout of rows, columns and, if given, stages, in slabs of 128 bytes of columns; the memory must be
+    1024-byte aligned."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (rows, ROW_BYTES * 8 // dtype.width, stages), (0, 1, 2))
+    return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
+
+
+def swizzled_tiles(dtype: Any, rows: int, stages: int) -> Any:
+    """The same of `stages` tiles of [rows, 128 bytes]."""
+    return swizzled(dtype, rows, ROW_BYTES * 8 // dtype.width, stages)
 
 
 def uniform_tile(address: Any, layout: Any, dtype: Any) -> Any:
@@ -50,12 +56,16 @@ def uniform_tile(address: Any, layout: Any, dtype: Any) -> Any:
     return cute.make_tensor(pointer, layout.outer)
 
 
-def make_mma(dtype: Any, warpgroups: int, columns: int, **source: Any) -> Any:
+def make_mma(dtype: Any, warpgroups: int, columns: int, columns_lie: bool = False, **source: Any) -> Any:
     """The product of `warpgroups` times 64 rows with `columns` columns, each warpgroup doing its rows; fp32 sums.
-    a_source: registers, if that is where rows are."""
-    major = OperandMajorMode.K
+
+    columns_lie   columns are next to each other in memory, not what is summed over
+    a_source      registers, if that is where rows are
+    """
+    summed = OperandMajorMode.K
+    major = OperandMajorMode.MN if columns_lie else summed
     return hopper_helpers.make_trivial_tiled_mma(
-        dtype, dtype, major, major, Float32, (warpgroups, 1, 1), (ROWS, columns), **source
+        dtype, dtype, summed, major, Float32, (warpgroups, 1, 1), (ROWS, columns), **source
     )
 
 
@@ -73,6 +83,12 @@ def overwrite(mma: Any) -> None:
 def accumulators(mma: Any, rows: int, columns: int) -> Any:
     """Registers for a thread's share of [rows, columns] products, indexed as above."""
     return cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((rows, columns)), Float32)
+
+
+def scale_rows(values: Any, factors: Any) -> None:
+    """Multiply a thread's two rows."""
+    for i in range(cute.size(values)):
+        values[i] = values[i] * factors[i // 2 % 2]
 
 
 @cute.jit

@@ -6,7 +6,7 @@ arguments.py           checks that ops share
 call.py                calls, their arguments by name: what checks, references, select.py and launch.py take
 select.py              which kernel runs a call, and the keys of deployments: one table
 launch.py              a call as its kernel's arguments, and whether kernels can take it
-kernel_args.py         entry arguments of the kernels
+kernel_args.py         arguments of the kernels, by name
 schedule.py            how many splits a row has; selection.py: which rows an index list names
 verify_cases.py        calls that the kernels are verified with
 
@@ -14,7 +14,7 @@ params.py              what kernels share: query, caches, lists, output, logits,
 quant_output.py        results as codes
 hopper/                wgmma: decode.py, planner.py (which cluster of decode takes what), prefill.py, prefill_mixed.py,
                        prefill_paged.py, prefill_paged_cluster.py (few query rows: split), prefill_swap_ab.py (up to 16
-                       heads; mixed, too), index_loader.py
+                       heads; mixed, too), index_loader.py, prefill_softmax.py (what prefill kernels share)
 blackwell/             tcgen05: decode.py, prefill.py, prefill_mixed.py, prefill_paged.py; for more than 64 heads
                        decode_2cta.py and, off so far, prefill_2cta.py
 mma_sync/              sm_80 and up: decode.py, prefill.py (all three ops), operands.py (of both);

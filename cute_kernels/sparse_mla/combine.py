@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -31,6 +31,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.convert import bf16_floats, bf16_words
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import lanes_max, lanes_sum
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
@@ -70,10 +71,33 @@ QUANTIZED_ARCHS = ("sm_90a",)
 # ---- kernel
 
 
-class CombineKernel:
-    """Entry point: (outs [n, b, s_q, h, 512], lses [n, b, h, s_q], address of the sink or 0, out [b, s_q, h, 512],
-    lse [b, h, s_q] or empty, whether to launch as a dependent of the kernel before, stream)."""
+class CombineArgs(NamedTuple):
+    """What the kernel is given, in order (dsl/entry.py).
 
+    outs, lses    splits: fp32 or bf16 [splits, b, s_q, h, 512], fp32 [splits, b, h, s_q]
+    sink          address of fp32 [h], or 0
+    out           fp32 or bf16 [b, s_q, h, 512]; or codes, and what comes with them (quant_output), else None
+    lse           fp32 [b, h, s_q] or empty
+    row_step, token_step
+                  of codes: row i and token j of the splits become row i * row_step + j * token_step
+    use_pdl       whether to launch as a dependent of the kernel before
+    """
+
+    outs: cute.Tensor
+    lses: cute.Tensor
+    sink: Int64
+    out: cute.Tensor
+    scales: Any
+    positions: Any
+    table: Any
+    lse: cute.Tensor
+    row_step: Any
+    token_step: Any
+    use_pdl: Boolean
+    stream: cuda.CUstream
+
+
+class CombineKernel:
     def __init__(self, key: CombineKey) -> None:
         self.held = key.held
         self.vectors = key.vectors
@@ -89,44 +113,30 @@ class CombineKernel:
         self.name += "_quant" if key.quantized else ""
 
     @cute.jit
-    def __call__(
-        self,
-        outs: cute.Tensor,
-        lses: cute.Tensor,
-        sink: Int64,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        use_pdl: Boolean,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, args: CombineArgs) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        strides = []
-        for tensor in (outs, lses, out, lse):
-            strides += [stride_bytes(tensor, axis) for axis in range(cute.rank(tensor))]
+        outs, lses, out, lse = args.outs, args.lses, args.out, args.lse
+        quant = None if args.scales is None else quant_of(out, args.scales, args.positions, args.table)
         # the last strides of outs and out are those of columns
         kernel = self.kernel(
             address(outs),
-            *strides[:4],
+            *(stride_bytes(outs, axis) for axis in range(4)),
             address(lses),
-            *strides[5:9],
-            sink,
-            address(out),
-            *strides[9:12],
+            *(stride_bytes(lses, axis) for axis in range(4)),
+            args.sink,
+            *([None] * 4 if quant is not None else [address(out), *(stride_bytes(out, axis) for axis in range(3))]),
             address(lse),
-            *strides[13:],
+            *(stride_bytes(lse, axis) for axis in range(3)),
             length(outs, 0),
-            length(out, 2),
-            None,
-            (None, None),
+            length(outs, 3),
+            quant,
+            (args.row_step, args.token_step),
         )
-        self.launch(kernel, outs, use_pdl, stream)
-
-    def launch(self, kernel: Any, outs: Any, use_pdl: Any, stream: Any) -> None:
         kernel.launch(
             grid=[length(outs, 1), cute.ceil_div(length(outs, 3), self.heads), length(outs, 2)],
             block=[self.threads * self.heads, 1, 1],
-            stream=stream,
-            use_pdl=use_pdl if const_expr(self.has_dependency) else False,
+            stream=args.stream,
+            use_pdl=args.use_pdl if const_expr(self.has_dependency) else False,
         )
 
     @cute.kernel
@@ -285,50 +295,6 @@ class CombineKernel:
             ptx.store_global_s32(target + chunk * SCALED, codes[0])
 
 
-class QuantCombineKernel:
-    """Entry point: as CombineKernel, with codes, scales, positions and the table of cosines and sines in place of out.
-    Row i and token j of the splits become row i * row_step + j * token_step of the codes."""
-
-    def __init__(self, key: CombineKey) -> None:
-        self.combine = CombineKernel(key)
-
-    @cute.jit
-    def __call__(
-        self,
-        outs: cute.Tensor,
-        lses: cute.Tensor,
-        sink: Int64,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        lse: cute.Tensor,
-        row_step: Int32,
-        token_step: Int32,
-        use_pdl: Boolean,
-        stream: cuda.CUstream,
-    ) -> None:
-        self.combine.kernel.set_name_prefix(self.combine.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        strides = []
-        for tensor in (outs, lses, lse):
-            strides += [stride_bytes(tensor, axis) for axis in range(cute.rank(tensor))]
-        kernel = self.combine.kernel(
-            address(outs),
-            *strides[:4],
-            address(lses),
-            *strides[5:9],
-            sink,
-            *[None] * 4,
-            address(lse),
-            *strides[9:],
-            length(outs, 0),
-            length(outs, 3),
-            quant_of(codes, scales, positions, table),
-            (row_step, token_step),
-        )
-        self.combine.launch(kernel, outs, use_pdl, stream)
-
-
 def is_empty(split_lse: Any) -> Any:
     """Whether a log-sum-exp, infinite of either sign, marks a split that attended to nothing."""
     return ptx.abs_f32(split_lse) == INFINITY
@@ -372,13 +338,24 @@ class CombineKey(KernelKey):
             kind = Float32 if is_fp32 else BFloat16
             return make_fake_tensor(kind, (*shape, HEAD_DIM), stride=(*strides, 1), assumed_align=16)
 
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        if self.quantized:
-            splits = values(True, 4), fake_logs(4), Int64(0)
-            steps = Int32(1), Int32(1)
-            return QuantCombineKernel(self), (*splits, *fake_quant(), fake_logs(3), *steps, Boolean(False), stream)
-        tensors = values(self.fp32_parts, 4), fake_logs(4), Int64(0), values(self.fp32_out, 3), fake_logs(3)
-        return CombineKernel(self), (*tensors, Boolean(False), stream)
+        codes, scales, positions, table = (
+            fake_quant() if self.quantized else (values(self.fp32_out, 3), None, None, None)
+        )
+        fakes = CombineArgs(
+            outs=values(self.fp32_parts, 4),
+            lses=fake_logs(4),
+            sink=Int64(0),
+            out=codes,
+            scales=scales,
+            positions=positions,
+            table=table,
+            lse=fake_logs(3),
+            row_step=Int32(1) if self.quantized else None,
+            token_step=Int32(1) if self.quantized else None,
+            use_pdl=Boolean(False),
+            stream=make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+        return entry_point(CombineKernel(self).launch, fakes)
 
 
 def key_for(arch: str, fp32_parts: bool, fp32_out: bool, splits: int, quantized: bool = False) -> CombineKey:

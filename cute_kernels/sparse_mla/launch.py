@@ -88,7 +88,7 @@ def launch_decode(call: DecodeCall) -> None:
     if is_combined:
         out, lse = call.partials(splits)
         key = select.of_decode(call, out_fp32=True)
-        results = (out, None, call.positions, call.cos_sin_cache) if call.is_raw else (out,)
+        results = (out, call.positions, call.cos_sin_cache) if call.is_raw else (out,)
     else:
         lse = no_logs(4, device_index) if call.lse is None else call.lse[None]
         results = call.quant if call.is_quantized else (call.out[None],)
@@ -263,7 +263,7 @@ def launch_paged(call: PagedCall) -> None:
 
 
 def _own_arguments(call: PagedCall, device_index: int) -> tuple[Any, ...]:
-    """Those of kernel_args (paged) up to the scale."""
+    """Those of kernel_args.PagedArgs up to the scale."""
     listed = call.topk_indices if call.columns else None
     return (
         call.q,

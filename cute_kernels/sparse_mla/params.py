@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.dsl import ptx
@@ -107,14 +107,61 @@ class TileScheduler(NamedTuple):
             cutlass.min(cutlass.max(end - tiles, Int32(0)) * TILE, extra_live),
         )
 
+    @cute.jit
+    def columns_of(self, lists: Any, second: cutlass.Constexpr, batch: Any, token: Any, split_idx: Any) -> Any:
+        """`columns`, of lists: see live_of_both."""
+        return self.columns(split_idx, *live_of_both(lists, second, batch, token))
+
+    @cute.jit
+    def prefetch(
+        self, work_tile: Any, lists: Any, second_cache: Any, second: cutlass.Constexpr, lane: Any, is_wanted: Any = None
+    ) -> None:
+        """L2 has the lengths and the first columns of a work tile by the time they are wanted. By a warp.
+
+        is_wanted   None: if there is such a work tile
+        """
+        if const_expr(is_wanted is None):
+            is_wanted = work_tile < self.end
+        if is_wanted:
+            batch, token, _, _ = self.coords(work_tile)
+            for i in range_constexpr(1 if second == "none" else 2):
+                columns = lists[i].columns
+                if const_expr(i == 1 and second == "dense"):
+                    columns, _ = divmod(columns, second_cache.rows)
+                ptx.prefetch_l2(lists[i].row(batch, token) + lane * 128, lane * 32 < columns)
+                offset = Int64(batch) * Int64(lists[i].lengths_batch) + Int64(token) * Int64(lists[i].lengths_token)
+                ptx.prefetch_l2(lists[i].lengths + offset * 4, lists[i].lengths != 0 and lane == 0)
+
+
+@cute.jit
+def live_of_both(lists: Any, second: cutlass.Constexpr, batch: Any, token: Any) -> tuple[Any, Any]:
+    """Columns that a row has in both lists. second: how the second one names its rows, one of EXTRA"""
+    used, used_second = lists[0].live(batch, token), Int32(0)
+    if const_expr(second != "none"):
+        used_second = lists[1].live(batch, token)
+    return used, used_second
+
 
 def tiles_of(columns: Any) -> Any:
     return (columns + (TILE - 1)) >> (TILE.bit_length() - 1)
 
 
+class QueryNorm(NamedTuple):
+    """What raw queries are normed and rotated with. The norm has no weight: it is one factor for a head, which softmax
+    multiplies scores with. Only the rotary columns are changed, in shared memory: rotated, not scaled.
+
+    squares, row_stride   sums of squares, fp32 [query rows, heads * 4]: address, stride in bytes
+    rotation              quant_output.Rotation
+    """
+
+    squares: Any
+    row_stride: Any
+    eps: Any
+    rotation: Any
+
+
 class Query(NamedTuple):
-    """q: address, strides in bytes, number of heads. norm: how a kernel that takes raw queries norms and rotates them;
-    or None."""
+    """q: address, strides in bytes, number of heads. norm: QueryNorm of raw queries, or None."""
 
     base: Any
     batch: Any
@@ -547,25 +594,6 @@ class PagedKV(NamedTuple):
     batch: Batch
     splits: Any = None
     split_tiles: Any = None
-
-    @classmethod
-    def of(
-        cls,
-        swa_cache: cute.Tensor,
-        swa_block_table: cute.Tensor,
-        compressed_cache: cute.Tensor,
-        compressed_block_table: cute.Tensor,
-        window_size: Any,
-        lists: tuple[Any, Any, Any],
-        compress_ratio: Any,
-        batch: Batch,
-        *splits: Any,
-    ) -> PagedKV:
-        """lists   their address, bytes from list to list, columns. On the host's side of the launch."""
-        window = PagedCache.of(swa_cache, swa_block_table)
-        compressed = PagedCache.of(compressed_cache, compressed_block_table)
-        ratio = cute.fast_divmod_create_divisor_v2(compress_ratio)
-        return cls(window, compressed, window_size, *lists, ratio, batch, *splits)
 
     @cute.jit
     def keys_of(self, row: Any, is_row: Any) -> tuple[Any, Any, Any, Any, Any]:

@@ -40,21 +40,17 @@ def test_config(arch: str, heads: int) -> None:
     assert config.ranks * config.columns == HEAD_DIM
     assert config.kv_groups * config.shares == config.blocks, "each KV group converts as many blocks of Q"
     assert config.columns % config.width == 0, "results go out in equal passes"
-    # places follow one another
-    places = [
-        (config.partials_at, 2 * WARPS * config.partial_bytes if config.ranks > 1 else 0),
-        (config.queries_at, heads * HEAD_DIM * 2),
-        (config.peaks_at, WARPS * config.peak_bytes),
-        (config.results_at, WARPS * config.result_bytes),
-        (config.maxima_at, config.kv_groups * heads * 8),
-        (config.cursors_at, WARPS * 64),
-    ]
-    assert places[0][0] == WARPS * config.stages * config.stage_bytes
-    assert [place for place, _ in places[1:]] == [place + size for place, size in places[:-1]]
-    assert sum(places[-1]) == config.smem_bytes
+    parts = config.parts(config.stages)
+    assert list(parts) == ["rings", "partials", "queries", "peaks", "results", "maxima", "cursors"]
+    places = [config.place(part) for part in parts]
+    assert places[0] == 0
+    assert places[-1] + WARPS * 64 == config.smem_bytes
+    assert all(end - place == parts[part] for part, place, end in zip(parts, places, places[1:], strict=False))
+    assert parts["queries"] == heads * HEAD_DIM * 2
+    assert parts["maxima"] == config.kv_groups * heads * 8
     # chunks are told apart by low bits of their addresses
     assert all(place % 128 == 0 for place in (config.stage_bytes, config.rope_at, config.ring_bytes))
-    assert all(place % 16 == 0 for place, _ in places)
+    assert all(place % 16 == 0 for place in places)
     # the last warp has one block of codes less, and rotated columns twice as wide
     assert config.stage_bytes == KEYS * (config.codes * BLOCK + 2 * BLOCK + 8)
 

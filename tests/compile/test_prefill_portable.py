@@ -45,17 +45,17 @@ def test_config(arch: str, heads: int, formats: tuple[str, ...]) -> None:
     # a warp does the softmax of a row group of its own heads
     assert all(group // config.group_flags == group // config.shares for group in range(config.groups))
     places = {
-        "tile": (config.tile_at, config.stages * config.stage_bytes, 128),
-        "shares": (config.shares_at, 0 if config.is_direct else config.keys * 1024, 128),
-        "weights": (config.weights_at, 8 * config.warp_rows * config.keys * 4, 16),
-        "masks": (config.masks_at, config.rows * config.keys * 2, 16),
-        "labels": (config.labels_at, config.stages * config.keys * 4, 16),
-        "factors": (config.factors_at, 4 * 4, 16),
-        "flags": (config.flags_at, 2 * config.rows * 4, 16),
-        "rows": (config.rows_at, 8 * 4, 16),
-        "tops": (config.tops_at, config.groups * 32 * 8, 16),
-        "sinks": (config.sinks_at, config.groups * 32 * 4, 16),
-        "cursors": (config.cursors_at, 128 * 4, 16),
+        "tile": (config.place("tile"), config.stages * config.stage_bytes, 128),
+        "shares": (config.place("shares"), 0 if config.is_direct else config.keys * 1024, 128),
+        "weights": (config.place("weights"), 8 * config.warp_rows * config.keys * 4, 16),
+        "masks": (config.place("masks"), config.rows * config.keys * 2, 16),
+        "labels": (config.place("labels"), config.stages * config.keys * 4, 16),
+        "factors": (config.place("factors"), 4 * 4, 16),
+        "flags": (config.place("flags"), 2 * config.rows * 4, 16),
+        "rows": (config.place("rows"), 8 * 4, 16),
+        "tops": (config.place("tops"), config.groups * 32 * 8, 16),
+        "sinks": (config.place("sinks"), config.groups * 32 * 4, 16),
+        "cursors": (config.place("cursors"), 128 * 4, 16),
     }
     place = 0
     for name, (begin, before, alignment) in places.items():

@@ -46,6 +46,10 @@ KERNELS: dict[str, dict[str, tuple[str, Mapping[str, Any]]]] = {
         ),
         **dict.fromkeys(("fp8_gemm", "deepseek_v4_fp8_einsum"), ("cute_kernels.linear.launch", _NO_HOPPER)),
     },
+    "no clusters": dict.fromkeys(
+        ("compress_norm_rope_store", "fused_compress_norm_rope_store"),
+        ("cute_kernels.compressor.ratio128", {"runs_on": lambda arch: False}),
+    ),
     "small heads": {
         "sparse_mla_decode": (_SELECT, {"BLACKWELL": (), "SMALL_HEADS": (8, 16), "FEW_ROWS_HEADS": ()}),
     },

@@ -389,44 +389,6 @@ def test_raw_queries_beyond_numbers() -> None:
         assert float(lse[row, 4]) == pytest.approx(math.log(90), abs=1e-5)
 
 
-def test_raw_queries_in_a_graph() -> None:
-    """Replayed with other queries, sums and positions, behind the kernel that writes them."""
-    rows, heads = 200, 64
-    g = torch.Generator("cuda").manual_seed(2)
-    kv = torch.randint(-2, 3, (300, 1, 512), device="cuda", generator=g).bfloat16()
-    indices = torch.randint(0, 300, (rows, 1, 70), device="cuda", generator=g).int()
-    positions, table = torch.zeros(rows, dtype=torch.int64, device="cuda"), torch.zeros_like(TABLE, device="cuda")
-    source, q = (torch.zeros(rows, heads, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    own, squares = (torch.zeros(rows, heads * 4, device="cuda") for _ in range(2))
-    outputs = Outputs.make(rows, 8, 8)
-    quant = (positions, table, outputs.scales)
-
-    def step() -> None:
-        q.copy_(source)
-        squares.copy_(own)
-        given = {"return_lse": False, "out": outputs.codes, "output_quant": quant}
-        sparse_mla_prefill(q, kv, indices, 512**-0.5, q_norm=(squares, 0.0), **given)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for number in range(3):
-        positions.fill_(100 * number + 1)
-        case = Exact.make(rows, heads, positions, 0.0, g)
-        for target, numbers in ((source, case.q), (own, case.squares), (table, case.table)):
-            target.copy_(numbers)
-        raw_bytes(outputs.codes).fill_(0xA5)
-        graph.replay()
-        torch.cuda.synchronize()
-        plain, _, _ = sparse_mla_prefill(case.finished, kv, indices, 512**-0.5)
-        want = outputs.on_cpu()
-        where = plain.cpu(), positions.cpu(), table.cpu()
-        reference.fused_inv_rope_fp8_quant(QuantizedCall(*where, want.codes, want.scales, 8, 8, False, False))
-        outputs.assert_same(want)
-
-
 def test_raw_queries_of_few_heads_are_refused() -> None:
     outputs = Outputs.make(3, 1, 16)
     q, kv = (torch.zeros(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((3, 16, 512), (5, 1, 512)))
@@ -459,38 +421,6 @@ def test_prefill_paged(heads: int, groups: int, changes: dict[str, Any]) -> None
     check(rows, heads, plain, attend, groups)
     assert torch.equal(own[0], top)
     assert torch.equal(own[1], lse)
-
-
-@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"num_splits": 4}])
-def test_graphs_and_streams(splits: dict[str, int]) -> None:
-    """Captured on another stream and replayed again and again, the same bytes."""
-    call = decode_cases.make(b=140, heads=64, second="listed", lengths="bs", **splits)
-    plain, _ = decode_cases.run(call)
-    workspace = decode_cases.workspace_for(call)
-
-    def attend(**outputs: Any) -> None:
-        def step() -> None:
-            sparse_mla_decode(**call.arguments(), **outputs, return_lse=False, workspace=workspace)
-
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        # the views' poison must be written anew
-        outputs["out"].view(torch.uint8).fill_(POISON_BYTE)
-        outputs["output_quant"][2].fill_(math.nan)
-        for _ in range(20):
-            graph.replay()
-        torch.cuda.synchronize()
-
-    outputs = check(140, 64, plain, attend, 8)
-    assert bits(outputs.scales).ne(0).any()
 
 
 def test_what_is_not_supported_says_so() -> None:

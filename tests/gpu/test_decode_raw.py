@@ -132,42 +132,6 @@ def test_bits_alone_and_among_others() -> None:
         assert torch.equal(codes(rows), whole[rows])
 
 
-@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"num_splits": 4}])
-def test_a_graph_follows_its_inputs(splits: dict[str, int]) -> None:
-    """Replayed with other queries, sums and positions in the same memory."""
-    call = make(64, "listed", 140, 1, splits)
-    flat, positions = call.q.flatten(0, 1), positions_of(140).clone()
-    squares, workspace = sums_of_squares(flat), decode_cases.workspace_for(call)
-    results = [Outputs.make(140, 8, 8) for _ in range(2)]
-
-    table = TABLE.cuda()
-
-    def step(outputs: Outputs) -> None:
-        quant = positions, table, outputs.scales
-        given = {"out": outputs.codes, "q_norm": (squares, EPS), "output_quant": quant}
-        sparse_mla_decode(**call.arguments(), **given, return_lse=False, workspace=workspace)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(results[0])
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(3):
-            step(results[0])
-    for seed in range(3):
-        g = torch.Generator("cuda").manual_seed(seed)
-        flat.copy_(torch.randn(flat.shape, device="cuda", generator=g) * 2.0**seed)
-        squares.copy_(sums_of_squares(flat))
-        positions.copy_(torch.randint(0, 3000, (140,), device="cuda", generator=g))
-        for _ in range(5):
-            graph.replay()
-        torch.cuda.synchronize()
-        step(results[1])
-        results[0].assert_same(results[1].on_cpu())
-
-
 @pytest.mark.parametrize("heads", [8, 16])
 def test_few_heads_are_refused(heads: int) -> None:
     call = decode_cases.make(b=3, heads=heads)

@@ -211,13 +211,6 @@ def test_nan_codes_give_nan() -> None:
     assert bool(out.isnan().any())
 
 
-def test_nan_outside_the_gathered_rows_stays_there() -> None:
-    cache = random_pool(3, 4)
-    raw_bytes(cache)[: cache.stride(0)] = 0xFF  # page 0: every value NaN
-    out = check(cache, [6, 7], [2, 3], int32([[0, 1], [0, 2]]), 4)
-    assert not bool(out.isnan().any())
-
-
 def test_strided_out_and_table() -> None:
     cache = random_pool(12, 4)
     buffer = torch.full((4, 30, 640), SENTINEL, dtype=torch.bfloat16)
@@ -303,27 +296,6 @@ def test_nothing_is_launched_without_rows(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(launches) == 1
 
 
-def test_graph_replay_sees_new_data() -> None:
-    cache = random_pool(30, 4)
-    gpu_cache = like(cache)
-    out = torch.full((3, 50, 512), SENTINEL, dtype=torch.bfloat16, device="cuda")
-    seqs, lens, table = int32([40, 3, 7]).cuda(), int32([12, 3, 7]).cuda(), tables(3, 10, 30, 0).cuda()
-    dequantize_and_gather_k_cache(out, gpu_cache, seqs, lens, table, 4, 2)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        dequantize_and_gather_k_cache(out, gpu_cache, seqs, lens, table, 4, 2)
-    for new_seqs, new_lens in (([40, 40, 40], [40, 1, 0]), ([0, 9, 33], [5, 5, 33])):
-        fresh = tables(3, 10, 30, sum(new_lens))
-        want = torch.full((3, 50, 512), SENTINEL, dtype=torch.bfloat16)
-        out.fill_(SENTINEL)
-        seqs.copy_(int32(new_seqs))
-        lens.copy_(int32(new_lens))
-        table.copy_(fresh)
-        graph.replay()
-        dequantize_and_gather_k_cache(want, cache, int32(new_seqs), int32(new_lens), fresh, 4, 2)
-        assert same_bits(out, want)
-
-
 def test_shapes_and_strides_need_no_new_kernel() -> None:
     cache = random_pool(8, 4)
     odd = random_pool(8, 3)
@@ -337,27 +309,6 @@ def test_shapes_and_strides_need_no_new_kernel() -> None:
         check(cache, seqs, None, tables(requests, 4, 12, 1), block_size)
         check(cache, seqs, [2, 9, 1][:requests], tables(requests, 4, 12, 1), block_size, offset=5)
     assert compile_.compilations() == before
-
-
-def test_runs_on_the_current_stream() -> None:
-    cache = random_pool(16, 64)
-    gpu_cache, empty = like(cache), torch.zeros_like(raw_bytes(cache), device="cuda")
-    table, seqs = torch.arange(16, dtype=torch.int32)[None], int32([1000])
-    want = torch.full((1, 1000, 512), SENTINEL, dtype=torch.bfloat16)
-    out, gpu_table, gpu_seqs = want.cuda(), table.cuda(), seqs.cuda()
-    dequantize_and_gather_k_cache(out, gpu_cache, gpu_seqs, None, gpu_table, 64, 0)
-    filled = raw_bytes(gpu_cache).clone()
-    raw_bytes(gpu_cache).copy_(empty)
-    out.fill_(SENTINEL)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # on any other stream the gather would run before the copy
-        raw_bytes(gpu_cache).copy_(filled)
-        dequantize_and_gather_k_cache(out, gpu_cache, gpu_seqs, None, gpu_table, 64, 0)
-    stream.synchronize()
-    dequantize_and_gather_k_cache(want, cache, seqs, None, table, 64, 0)
-    assert same_bits(out, want)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

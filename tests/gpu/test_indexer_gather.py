@@ -231,38 +231,6 @@ def test_nothing_is_launched_without_rows(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(launches) == 1
 
 
-@by_format
-def test_graph_replay_sees_new_data(fmt: Any) -> None:
-    pool = random_pool(fmt, 30, 4)
-    cache, ((codes, scales), whole) = like(pool), destination(fmt, 60, "cuda")
-    table, bounds = tables([20, 20, 20], 4, 30, 6).cuda(), int32([0, 20, 40, 60]).cuda()
-    cp_gather_indexer_k_quant_cache(cache, codes, scales, table, bounds, kv_format=fmt.id)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cp_gather_indexer_k_quant_cache(cache, codes, scales, table, bounds, kv_format=fmt.id)
-    for lens in ([24, 0, 3], [1, 22, 24]):
-        fresh = tables(lens, 4, 30, 6, sum(lens))
-        table.copy_(fresh)
-        bounds.copy_(int32(ends(lens)))
-        for t in whole:
-            t.fill_(POISON_BYTE)
-        graph.replay()
-        out, want = destination(fmt, 60, "cpu")
-        cp_gather_indexer_k_quant_cache(pool, *out, fresh, int32(ends(lens)), kv_format=fmt.id)
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(whole, want, strict=True))
-
-
-def test_same_bytes_every_time() -> None:
-    fmt, lens = FORMATS[0], [500, 3, 700]
-    cache, table, bounds = like(random_pool(fmt, 40, 64)), tables(lens, 64, 40, 11).cuda(), int32(ends(lens)).cuda()
-    first = None
-    for _ in range(20):
-        out, whole = destination(fmt, 1203, "cuda")
-        cp_gather_indexer_k_quant_cache(cache, *out, table, bounds)
-        first = whole if first is None else first
-        assert all(torch.equal(a, b) for a, b in zip(first, whole, strict=True))
-
-
 def test_shapes_and_strides_need_no_new_kernel() -> None:
     for fmt in FORMATS:
         pool = random_pool(fmt, 8, 64)
@@ -272,28 +240,6 @@ def test_shapes_and_strides_need_no_new_kernel() -> None:
         for block_size, lens in ((16, [40, 3]), (64, [100, 100, 1])):
             check(fmt, random_pool(fmt, 9, block_size), tables(lens, block_size, 9, 5), ends(lens), sum(lens), 48)
     assert compile_.compilations() == before
-
-
-def test_runs_on_the_current_stream() -> None:
-    fmt = FORMATS[0]
-    pool = random_pool(fmt, 16, 64)
-    filled = like(pool)
-    cache = torch.zeros_like(raw_bytes(filled)).as_strided(filled.shape, filled.stride())
-    table, bounds = torch.arange(16, dtype=torch.int32)[None], int32([0, 1000])
-    (codes, scales), _ = destination(fmt, 1000, "cuda")
-    on_gpu = table.cuda(), bounds.cuda()
-    cp_gather_indexer_k_quant_cache(cache, codes, scales, *on_gpu)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # on any other stream the gather would run before the copy
-        raw_bytes(cache).copy_(raw_bytes(filled))
-        cp_gather_indexer_k_quant_cache(cache, codes, scales, *on_gpu)
-    stream.synchronize()
-    (want, want_scales), _ = destination(fmt, 1000, "cpu")
-    cp_gather_indexer_k_quant_cache(pool, want, want_scales, table, bounds)
-    assert torch.equal(codes.cpu(), want)
-    assert torch.equal(scales.cpu(), want_scales)
 
 
 def test_alignment_that_is_not_supported_says_so() -> None:

@@ -239,20 +239,6 @@ def test_rows_of_scores_that_are_aligned_or_not() -> None:
     assert torch.equal(bits(out), bits(check(data, start, end)))
 
 
-def test_strided_inputs() -> None:
-    data = Data.make(21, 64, 300)
-    start, end = ranges(21, 300)
-    want = check(data, start, end)
-    q = torch.zeros(21, 66, 256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)[:, 1:-1, 64:192]
-    k = torch.zeros(300, 272, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)[:, 16:144]
-    w = torch.zeros(21, 71, device="cuda")[:, 3:67]
-    scale = torch.zeros(303, device="cuda")[1:301]
-    for view, value in ((q, data.q), (k, data.k), (w, data.w), (scale, data.scale)):
-        view.copy_(value)
-    out = by_kernel(mqa_logits, q, (k, scale), w, start, end)
-    assert torch.equal(bits(out), bits(want))
-
-
 def test_bits_do_not_depend_on_the_batch() -> None:
     """The score of a row and a key is the same in every group, block, call and op."""
     rows, keys = 150, 3000
@@ -435,18 +421,6 @@ def test_lengths_and_pages_that_are_wrong(page_rows: int) -> None:
     assert (bits(whole[[0, -1]]) == POISON_BYTE).all()
 
 
-def test_keys_that_are_not_addressed_may_be_nan() -> None:
-    keys = [100, 70]
-    data = Data.make(4, 64, 170)
-    lens = int32([[100, 33], [70, 64]])
-    want = check_paged(data, keys, lens, columns=130)
-    pool, table = paged(data, keys, 64, poison=0xFF)
-    out, _ = poisoned(4, 130)
-    paged_mqa_logits(data.q.view(2, 2, 64, 128), pool, data.w, lens, table, None, 130, out=out)
-    seen = torch.arange(130, device="cuda")[None] < lens.reshape(-1, 1)
-    assert torch.equal(bits(out[seen]), bits(want[seen]))
-
-
 def test_paged_same_bits_alone_and_in_a_batch() -> None:
     keys = [(211 * r) % 3000 for r in range(40)]
     data = Data.make(80, 64, sum(keys), spread=True)
@@ -463,27 +437,6 @@ def test_paged_same_bits_alone_and_in_a_batch() -> None:
         out, _ = poisoned(2, 3000)
         paged_mqa_logits(q[r : r + 1], pool, data.w[rows], lens[r : r + 1], table[r : r + 1], None, 3000, out=out)
         assert torch.equal(bits(out), bits(first[rows]))
-
-
-def test_graph_replay_follows_the_lengths() -> None:
-    """The share of a block comes from the lengths on the device: nothing of them is in the graph."""
-    keys = [700] * 6
-    data = Data.make(6, 64, sum(keys))
-    pool, table = paged(data, keys, 64)
-    lens, (out, whole) = int32([[700]] * 6), poisoned(6, 700)
-    args = (data.q[:, None], pool, data.w, lens, table, None, 700, True)
-    paged_mqa_logits(*args, out=out)
-    full = out.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        paged_mqa_logits(*args, out=out)
-    for now in ([0] * 6, [700] * 6, [1, 64, 0, -5, 650, 129]):
-        lens.copy_(int32(now)[:, None])
-        whole.view(torch.uint8).fill_(POISON_BYTE)
-        graph.replay()
-        seen = torch.arange(700, device="cuda")[None] < lens
-        assert torch.equal(bits(out[seen]), bits(full[seen]))
-        assert (out[~seen] == -torch.inf).all()
 
 
 def test_views_of_pools_beyond_two_gigabytes() -> None:
@@ -535,21 +488,6 @@ def test_sizes_and_strides_need_no_new_kernel() -> None:
     check(Data.make(2, 64, 13), *ranges(2, 13), width=40)
     check_paged(Data.make(6, 64, 300), [100, 0, 200], int32([[100, 3], [0, 0], [200, 1]]), 192, columns=77)
     assert compile_.compilations() == before
-
-
-def test_runs_on_the_current_stream() -> None:
-    data = Data.make(8, 64, 300)
-    want = check(data, *whole_range(8, 300))
-    late = torch.zeros_like(data.k.view(torch.uint8)).view(torch.float8_e4m3fn)
-    windows = whole_range(8, 300)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # on any other stream the scores would come before the keys
-        late.copy_(data.k)
-        out = mqa_logits(data.q, (late, data.scale), data.w, *windows)
-    stream.synchronize()
-    assert torch.equal(bits(out), bits(want))
 
 
 @pytest.mark.parametrize(

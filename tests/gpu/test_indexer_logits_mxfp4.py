@@ -217,23 +217,6 @@ def test_a_large_scale_over_codes_that_are_zero() -> None:
         check(data, *whole_range(5, 70))
 
 
-def test_strided_inputs() -> None:
-    data = Data.make(21, 64, 300, of_q="some", of_k="some")
-    start, end = ranges(21, 300)
-    want = check(data, start, end)
-    byte = torch.uint8
-    views = Data(
-        torch.zeros(21, 66, 128, dtype=byte, device="cuda")[:, 1:-1, 16:80],
-        torch.zeros(21, 71, dtype=INT, device="cuda")[:, 3:67],
-        torch.zeros(21, 71, device="cuda")[:, 3:67],
-        torch.zeros(300, 80, dtype=byte, device="cuda")[:, 16:].view(torch.int8),
-        torch.zeros(303, dtype=INT, device="cuda")[1:301],
-    )
-    for name, view in vars(views).items():
-        view.copy_(getattr(data, name).view(view.dtype))
-    assert torch.equal(bits(views.score(start, end)), bits(want))
-
-
 def test_nan_scales_and_weights() -> None:
     """NaN stays in its row or column, and none gets lost."""
     data = Data.make(10, 64, 200)
@@ -383,18 +366,6 @@ def test_lengths_and_pages_that_are_wrong(page_rows: int) -> None:
     assert (out[seen & beyond] == -torch.inf).all()
     assert (out[~seen] == -torch.inf).all()
     assert (bits(whole[[0, -1]]) == POISON_BYTE).all()
-
-
-def test_keys_that_are_not_addressed_may_be_nan() -> None:
-    keys = [100, 70]
-    data = Data.make(4, 64, 170)
-    lens = int32([[100, 33], [70, 64]])
-    want = check_paged(data, keys, lens, columns=130)
-    pool, table = paged(data, keys, 64, poison=0xFF)
-    out, _ = poisoned(4, 130)
-    data.score_pages(pool, lens, table, 130, out=out)
-    seen = torch.arange(130, device="cuda")[None] < lens.reshape(-1, 1)
-    assert torch.equal(bits(out[seen]), bits(want[seen]))
 
 
 def test_paged_same_bits_alone_and_in_a_batch() -> None:

@@ -219,31 +219,6 @@ def test_addresses_beyond_four_gigabytes() -> None:
     assert torch.equal(scale.permute(2, 0, 1)[:3].cpu(), want_scale)
 
 
-def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.output import inv_rope
-
-    launches: list[Any] = []
-    monkeypatch.setattr(inv_rope, "launch_key", lambda *args: launches.append(args))
-    o, positions = torch.empty(0, 4, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(0, dtype=torch.int64)
-    for quantize in (False, True):
-        q, _ = fused_inv_rope_fp8_quant(o, positions.cuda(), TABLE.cuda(), 2, 2, quantize=quantize)
-        assert q.shape == (0, 2, 1024)
-    assert launches == []
-
-
-def test_rows_do_not_depend_on_their_batch() -> None:
-    o, positions = spread((300, 64, 512), seed=6).cuda(), positions_of(300).cuda()
-    q, scale = fused_inv_rope_fp8_quant(o, positions, TABLE.cuda(), 8, 8)
-    for t in (0, 7, 150, 299):
-        alone, alone_scale = fused_inv_rope_fp8_quant(o[t : t + 1], positions[t : t + 1], TABLE.cuda(), 8, 8)
-        assert torch.equal(bits(alone), bits(q[t : t + 1]))
-        assert torch.equal(alone_scale, scale[t : t + 1])
-    for _ in range(20):
-        again, again_scale = fused_inv_rope_fp8_quant(o, positions, TABLE.cuda(), 8, 8)
-        assert torch.equal(bits(again), bits(q))
-        assert torch.equal(again_scale, scale)
-
-
 def test_shapes_and_strides_need_no_new_kernel() -> None:
     for kind in KINDS:
         for tokens in (2, FEW_ROWS + 1, MANY_ROWS):
@@ -253,43 +228,6 @@ def test_shapes_and_strides_need_no_new_kernel() -> None:
         for tokens, groups, per_group in ((1, 2, 3), (10, 1, 7), (33, 16, 2), (129, 8, 8)):
             check(head_slice(tokens, groups * per_group, 1), positions_of(tokens), groups, kind)
     assert compile_.compilations() == before
-
-
-@pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_graph_replay_sees_new_data(kind: str, pdl: bool) -> None:
-    """With dependent launches, a kernel must still wait for the copies and fills before it and hold up those after."""
-    o, positions = spread((70, 8, 512), seed=0), positions_of(70)
-    outputs = poisoned_outputs(70, 2, 4, kind)
-    fresh = [(spread((70, 8, 512), seed), positions_of(70, seed)) for seed in (1, 2)]
-    gpu, where = o.cuda(), positions.cuda()
-    results = tuple(None if t is None else like_on_gpu(t) for t in outputs)
-    staging, table = gpu.clone(), TABLE.cuda()
-    copies = [None if t is None else t.clone() for t in results]
-    call(gpu, where, 2, kind, results, table, pdl)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):  # each call is preceded by a write of its input, and followed by a read of its output
-            gpu.copy_(staging)
-            call(gpu, where, 2, kind, results, table, pdl)
-            call(gpu, where, 2, kind, results, table, pdl)
-            for copy, result in zip(copies, results, strict=True):
-                if copy is not None and result is not None:
-                    copy.view(torch.uint8).copy_(result.view(torch.uint8))
-            gpu.zero_()
-    for new, new_positions in fresh:
-        staging.copy_(new)
-        where.copy_(new_positions)
-        graph.replay()
-        call(new, new_positions, 2, kind, outputs, TABLE)
-        for copy, want in zip(copies, outputs, strict=True):
-            if copy is not None and want is not None:
-                assert torch.equal(bits(copy.cpu()), bits(want))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_dependent_launch(kind: str) -> None:
-    check(head_slice(130, 8, seed=9), positions_of(130), 2, kind, pdl=True)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -13,7 +13,7 @@ import torch
 from cute_kernels.runtime.arch import arch_of
 from tests.gpu.decode_cases import INT_MIN
 from tests.gpu.decode_checks import same_bits
-from tests.gpu.paged_cases import Call, Results, check, check_graph, make, run
+from tests.gpu.paged_cases import Call, Results, check, make, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -138,11 +138,6 @@ def test_bits_repeat() -> None:
         want = check(call, num_splits=splits)
         for _ in range(20):
             assert same_bits(run(call, num_splits=splits), want)
-
-
-@pytest.mark.parametrize("splits", [0, 4])
-def test_graph(splits: int) -> None:
-    check_graph(make((1,) * 10 + (20,), (700,) * 10 + (230,), width=100, padding=0), num_splits=splits)
 
 
 def test_what_is_not_supported() -> None:

@@ -158,33 +158,6 @@ def test_rows_of_nan_and_infinity_and_zero(tokens: int) -> None:
     assert (bits(got["out"][:, 9]) == 0x7E).all()
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
-    call = make(300)
-    whole = run(call)
-    for rows in (slice(0, 1), slice(150, 151), slice(299, 300), slice(3, 100), slice(20, 290)):
-        part = run({**call, "qr": call["qr"][rows], "kv": call["kv"][rows]}, has_query=False)
-        for name in ("out", "kv_out"):
-            assert torch.equal(bits(part[name]), bits(whole[name][rows]))
-        count = part["out"].shape[0]
-        assert torch.equal(part["scale_out"][:, :count], whole["scale_out"][:, rows])
-    for _ in range(20):
-        again = run(call)
-        for name, want in whole.items():
-            assert torch.equal(bits(again[name]), bits(want))
-
-
-def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.norm import q_kv_quant
-
-    launches: list[Any] = []
-    monkeypatch.setattr(q_kv_quant, "launch_key", lambda *args: launches.append(args))
-    codes, scale, kv = fused_q_kv_rmsnorm_quant(**make(0))
-    assert codes.shape == (0, 1536)
-    assert scale.shape == (0, 12)
-    assert kv.shape == (0, 512)
-    assert launches == []
-
-
 @pytest.mark.parametrize("tokens", [3, 300])
 def test_rows_beyond_four_gigabytes(tokens: int) -> None:
     gap = 2**32 // (2 * (tokens - 1)) // 8 * 8 + 4096  # elements: the last row starts past 2^32 bytes
@@ -193,37 +166,6 @@ def test_rows_beyond_four_gigabytes(tokens: int) -> None:
     qr = memory.as_strided((tokens, 1024), (gap, 1))
     qr.copy_(call["qr"])
     check({**call, "qr": qr}, has_query=False)
-
-
-@pytest.mark.parametrize("tokens", [70, 300])
-@pytest.mark.parametrize("pdl", [False, True])
-def test_graph_replay_sees_new_data(pdl: bool, tokens: int) -> None:
-    """With dependent launches, a kernel must still wait for the copies before it and hold up those after."""
-    call = make(tokens)
-    names = ("qr", "kv")
-    staging = {name: call[name].clone() for name in names}
-    got = outputs(tokens, 1536, 512, True)
-    fused_q_kv_rmsnorm_quant(**call, **got, use_pdl=pdl)
-    copies = {name: value.clone() for name, value in got.items()}
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            for name in names:
-                call[name].copy_(staging[name])
-            fused_q_kv_rmsnorm_quant(**call, **got, use_pdl=pdl)
-            fused_q_kv_rmsnorm_quant(**call, **got, use_pdl=pdl)
-            for name, copy in copies.items():
-                copy.view(torch.uint8).copy_(got[name].view(torch.uint8))
-            for name in names:
-                call[name].zero_()
-    for seed in (1, 2):
-        fresh = make(tokens, seed=10 + seed)
-        for name in names:
-            staging[name].copy_(fresh[name])
-        graph.replay()
-        want = check(fresh)
-        for name, copy in copies.items():
-            assert torch.equal(bits(copy), bits(want[name]))
 
 
 def test_shapes_and_strides_need_no_new_kernel() -> None:

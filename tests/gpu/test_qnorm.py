@@ -8,7 +8,6 @@ queries with float64: nearest number or, where the last bits of the norm decide,
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -249,29 +248,6 @@ def test_the_cache_is_that_of_the_separate_ops() -> None:
     assert torch.equal(helpers.raw_bytes(together["k_cache"]), helpers.raw_bytes(apart["k_cache"]))
 
 
-@every_kind
-def test_strided_arguments(kind: str) -> None:
-    """q, kv and the table are column slices, q_fp8 a head slice; all around them stays as it was."""
-    call = make(kind, 37, 3)
-    wide_q = torch.full((37, 5, 704), 5.0, dtype=torch.bfloat16)
-    wide_q[:, 1:4, 104:616] = call["q"]
-    wide_kv = torch.full((37, 1000), math.nan, dtype=torch.bfloat16)
-    wide_kv[:, 488:] = call["kv"]
-    wide_table = torch.full((MAX_POS, 100), math.nan)
-    wide_table[:, 12:76] = TABLE
-    call |= {"q": wide_q[:, 1:4, 104:616], "kv": wide_kv[:, 488:], "cos_sin_cache": wide_table[:, 12:76]}
-    if kind == "fp8":
-        wide_fp8 = torch.full((37, 8, 512), 1.0).to(torch.float8_e4m3fn)
-        call["q_fp8"] = wide_fp8[:, 2:5]
-    gpu = check(kind, call)
-    around = helpers.raw_bytes(gpu["q"]).view(torch.bfloat16).view(37, 5, 704)
-    around[:, 1:4, 104:616] = 5.0
-    assert bool((around == 5.0).all())
-    if kind == "fp8":
-        around = helpers.raw_bytes(gpu["q_fp8"]).view(torch.float8_e4m3fn).view(37, 8, 512).float()
-        assert bool((around[:, [0, 1, 5, 6, 7]] == 1.0).all())
-
-
 def test_flat_cache_view() -> None:
     call = make("mla", 9, 1, 64)
     want = cache_after("mla", call)
@@ -372,39 +348,6 @@ def test_q_and_kv_beyond_four_gigabytes(kind: str) -> None:
     want_q = q_after(call)
     run(kind, gpu)
     assert_queries(kind, out_of(kind, gpu), want_q, call.get("q_scale_inv"))
-
-
-@every_kind
-def test_graph_replay_sees_new_data(kind: str) -> None:
-    gpu = on_gpu(make(kind, 40, 6, 16, seed=1))
-    run(kind, on_gpu(make(kind, 40, 6, 16, seed=1)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        OPS[kind][0](**gpu)
-    for seed in (2, 3):
-        fresh = make(kind, 40, 6, 16, seed=seed)
-        want = on_gpu(fresh)
-        for name, value in fresh.items():
-            if isinstance(value, torch.Tensor):
-                helpers.raw_bytes(gpu[name]).copy_(helpers.raw_bytes(value))
-        graph.replay()
-        run(kind, want)
-        for name, value in want.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(helpers.raw_bytes(gpu[name]), helpers.raw_bytes(value)), name
-
-
-def test_nothing_is_launched_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_kernels.kv_cache import qnorm
-
-    launches: list[Any] = []
-    monkeypatch.setattr(qnorm, "launch_key", lambda *args: launches.append(args))
-    for kind in OPS:
-        run(kind, on_gpu(make(kind, 0, 4)))
-        assert launches == []
-        run(kind, on_gpu(make(kind, 1, 1)))
-        assert len(launches) == 1
-        launches.clear()
 
 
 def test_shapes_and_strides_need_no_new_kernel() -> None:

@@ -52,23 +52,6 @@ def same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_two_streams(name: str) -> None:
-    op = registry.all_ops()[name]
-    calls = calls_of(op)
-    want = [alone(op, call) for call in calls]
-    streams = [torch.cuda.Stream() for _ in calls]
-    many = [[verify.clone_arguments(call, CUDA) for _ in range(REPEATS)] for call in calls]
-    torch.cuda.synchronize()
-    for repeat in range(REPEATS):
-        for stream, copies in zip(streams, many, strict=True):
-            with torch.cuda.stream(stream):
-                op.overload(*copies[repeat])
-    torch.cuda.synchronize()
-    for copies, expected in zip(many, want, strict=True):
-        assert all(same(written(op, args), expected) for args in copies)
-
-
-@pytest.mark.parametrize("name", OPS)
 def test_two_threads(name: str) -> None:
     op = registry.all_ops()[name]
     calls = calls_of(op)

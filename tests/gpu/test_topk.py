@@ -282,40 +282,6 @@ def test_slots_of_the_public_ops() -> None:
         assert (out == POISON).all()
 
 
-def test_graph_replay_sees_another_table() -> None:
-    logits = normal(1.0, 0.0)(4, 20000, 1)
-    lengths = torch.full((4, 1), 20000, dtype=INT, device="cuda")
-    table, out, more = tables(4, 320, 64, 1), torch.empty(4, 512, dtype=INT, device="cuda"), []
-
-    def call() -> None:
-        slots = {"slot_block_table": table, "slot_rows_per_page": 64}
-        top_k_per_row_decode(logits, 1, lengths, out, 4, 20000, 1, 512, **slots)
-        more[:] = [all_visible_entries(lengths, 512, **slots)]
-
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    picks = torch.empty_like(out)
-    top_k_per_row_decode(logits, 1, lengths, picks, 4, 20000, 1, 512)
-    for seed in (2, 3):
-        table.copy_(tables(4, 320, 64, seed))
-        graph.replay()
-        pages = table.cpu().numpy()
-        assert np.array_equal(out.cpu().numpy(), slots_of(picks.cpu().numpy(), 1, pages, 64))
-        every = np.broadcast_to(np.arange(512), (4, 512))
-        assert np.array_equal(more[0].cpu().numpy(), slots_of(every, 1, pages, 64))
-
-
-def test_scores_that_are_not_selected_do_not_matter() -> None:
-    columns, k = 9000, 512
-    logits = torch.full((4, columns), INF, device="cuda")
-    starts, ends = [3, 4, 1001, 0], [8997, 6001, 2000, 8999]
-    for r in range(4):
-        logits[r, starts[r] : ends[r]] = normal(1.0, 0.0)(1, ends[r] - starts[r], r)[0]
-    check(prefill(logits, starts, ends, k), logits, starts, ends, k)
-
-
 @pytest.mark.parametrize("columns", [4000, 30000, 100_000])
 def test_same_bits_alone_and_every_time(columns: int) -> None:
     rows, k = 150, 512
@@ -329,27 +295,6 @@ def test_same_bits_alone_and_every_time(columns: int) -> None:
         wider = torch.full((1, 5 * columns), NAN, device="cuda")
         wider[0, 1 : 1 + columns] = logits[r]
         assert torch.equal(prefill(wider, [1], [1 + columns], k)[0], whole[r])
-
-
-def test_graph_replay_sees_new_data() -> None:
-    rows, columns, k = 4, 20000, 512
-    logits = normal(1.0, 0.0)(rows, columns, 1)
-    lengths = torch.full((rows, 1), columns, dtype=INT, device="cuda")
-    out = torch.full((rows, k), POISON, dtype=INT, device="cuda")
-
-    def call() -> None:
-        top_k_per_row_decode(logits, 1, lengths, out, rows, columns, 1, k)
-
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    for seed, ends in ((2, [20000, 10, 5000, 0]), (3, [513, 512, 19999, 1])):
-        logits.copy_(normal(1.0, 0.0)(rows, columns, seed))
-        lengths.copy_(torch.tensor(ends)[:, None])
-        out.fill_(POISON)
-        graph.replay()
-        check(out, logits, [0] * rows, ends, k)
 
 
 def test_rows_beyond_two_gigabytes() -> None:
@@ -371,15 +316,3 @@ def test_no_new_kernel_for_other_numbers() -> None:
         for k in (5, 2048):
             prefill(normal(1.0, 0.0)(3, columns, 1), [1] * 3, [columns] * 3, k)
     assert compile_.compilations() == before
-
-
-def test_no_host_synchronization() -> None:
-    logits = normal(1.0, 0.0)(2, 9000, 1)
-    starts, ends = torch.zeros(2, dtype=INT, device="cuda"), torch.full((2,), 9000, dtype=INT, device="cuda")
-    out = torch.empty(2, 512, dtype=INT, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        top_k_per_row_prefill(logits, starts, ends, out, 2, 9000, 1, 512)
-        top_k_per_row_decode(logits, 1, ends, out, 2, 9000, 1, 512)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

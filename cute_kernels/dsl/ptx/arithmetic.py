@@ -328,8 +328,8 @@ E4M3_AS_BF16 = 120
 def bf16x2_of_ue8m0(bytes_: Any, number: int) -> Any:
     """sm_80 and up. 2^(e - 127 + 120) in both halves, for byte `number` (0 to 3) of a word, e <= 134."""
     return inline_ptx(
-        f"{{ .reg .b32 e; bfe.u32 e, {{$r0}}, {8 * number}, 8; "
-        f"mad.lo.u32 {{$w0}}, e, 0x00800080, {E4M3_AS_BF16 * 0x00800080}; }}",
+        f"{{ .reg .b32 e; prmt.b32 e, {{$r0}}, 0, {0x4040 | number | number << 8:#x}; shl.b32 e, e, 7; "
+        f"add.u32 {{$w0}}, e, {E4M3_AS_BF16 * 0x00800080}; }}",
         write_only_types=[Int32],
         read_only_args=[Int32(bytes_)],
     )

@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
@@ -45,21 +44,22 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx, umma
 from cute_kernels.dsl.convert import bf16_pairs_of_e4m3x4
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import pairwise
 from cute_kernels.dsl.tensor import gathered_rows, length, stride_bytes
 from cute_kernels.dsl.umma import Operand
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.work import Shape, Work
-from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
+from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import (
     EXTRA,
     NEG_MAX,
     RESCALE_THRESHOLD,
-    IndexList,
     KVCache,
     Output,
     Query,
     TileScheduler,
+    live_of_both,
     out_scale_of,
 )
 from cute_kernels.sparse_mla.schedule import GROUP_HEADS, TILE
@@ -69,8 +69,7 @@ from cute_kernels.sparse_mla.schedule import GROUP_HEADS, TILE
 KEYS, SLAB = TILE, 64
 SLAB_BYTES = KEYS * SLAB * 2
 
-FIRST, LAST, END = 1, 2, 4
-SECOND = 8
+FIRST, LAST, END, SECOND = 1, 2, 4, 8
 """Marks of a tile. Those of Hopper's; and its rows are of the second cache."""
 
 BLOCKS = 1
@@ -83,8 +82,7 @@ SLABS = HEAD_DIM // SLAB
 LAST_SLAB = SLABS - 1
 """The rotary columns."""
 
-STAGE_BYTES = SLABS * SLAB_BYTES
-STAGES = 2
+STAGE_BYTES, STAGES = SLABS * SLAB_BYTES, 2
 
 FP8_STAGES = 2
 """Tiles whose codes are on their way from memory."""
@@ -120,8 +118,7 @@ O_COLUMN, Q_COLUMN, S_COLUMN = 0, 256, 448
 Q_SLABS = 6
 """Of Q, in tensor memory. There is room for no more: the others are in shared memory."""
 
-S_COLUMNS = KEYS // 2
-O_COLUMNS = HEAD_DIM // 2
+S_COLUMNS, O_COLUMNS = KEYS // 2, HEAD_DIM // 2
 Q_COLUMNS = SLAB // 2
 """Of a slab: two bf16 in a column."""
 
@@ -137,8 +134,7 @@ KEY_ROWS = umma.k_major(16)
 VALUE_ROWS = umma.mn_major(16, SLAB_BYTES)
 """Slabs with their columns as rows."""
 
-WORD = 4
-SCALE_BYTES = FP8_DS_MLA.scale_bytes
+WORD, SCALE_BYTES = 4, FP8_DS_MLA.scale_bytes
 
 LINE = 128
 """Bytes that L2 fetches, and that a row has in shared memory on its way out."""
@@ -151,21 +147,6 @@ LINES = 32 // CHUNKS
 
 
 # ---- shared memory
-
-
-def smem_parts() -> dict[str, int]:
-    """Bytes of everything in shared memory but the barriers, in order; the first four are 1024-byte aligned."""
-    return {
-        "kv": STAGES * STAGE_BYTES,
-        "q": (SLABS - Q_SLABS) * SLAB_BYTES,
-        "p": BUFFERS * SLAB_BYTES,
-        "raw": FP8_STAGES * RAW_BYTES,
-        "rows": SLOTS * KEYS * 4,
-        "scales": SLOTS * KEYS * FP8_DS_MLA.scale_bytes,
-        "heading": SLOTS * HEADING,
-        "exchange": 2 * 4 * 32 * 4,
-        "tensor_memory": 16,
-    }
 
 
 HEADING = 16
@@ -182,12 +163,9 @@ def barriers_of(rings: dict[str, int]) -> int:
 BARRIERS = barriers_of(RINGS)
 
 
-def smem_bytes() -> int:
-    return sum(smem_parts().values()) + BARRIERS * 8
-
-
 class Smem(NamedTuple):
-    """Addresses in shared memory, 32 bits wide.
+    """Addresses in shared memory, 32 bits wide; by default sizes in bytes, see smem_parts.
+    The first four are 1024-byte aligned.
 
     kv             [2 stages][8 slabs][64 keys][64] bf16
     q              [2 slabs][64 heads][64] bf16: slabs 6 and 7
@@ -200,15 +178,24 @@ class Smem(NamedTuple):
     tensor_memory  where it begins
     """
 
-    kv: Any
-    q: Any
-    p: Any
-    raw: Any
-    rows: Any
-    scales: Any
-    heading: Any
-    exchange: Any
-    tensor_memory: Any
+    kv: Any = STAGES * STAGE_BYTES
+    q: Any = (SLABS - Q_SLABS) * SLAB_BYTES
+    p: Any = BUFFERS * SLAB_BYTES
+    raw: Any = FP8_STAGES * RAW_BYTES
+    rows: Any = SLOTS * KEYS * 4
+    scales: Any = SLOTS * KEYS * FP8_DS_MLA.scale_bytes
+    heading: Any = SLOTS * HEADING
+    exchange: Any = 2 * 4 * 32 * 4
+    tensor_memory: Any = 16
+
+
+def smem_parts() -> dict[str, int]:
+    """Bytes of everything but the barriers, in order."""
+    return Smem()._asdict()
+
+
+def smem_bytes() -> int:
+    return sum(smem_parts().values()) + BARRIERS * 8
 
 
 def smem_at(base: Any) -> Smem:
@@ -410,7 +397,8 @@ class IndexLoader:
         self.load_index(cursor, asked, lane)
         tile, mark, is_first = Int32(0), Int32(0), Int32(FIRST)
         while mark & END == 0:
-            is_last = self.is_last(cursor)
+            # no tile of the work tile comes behind this one
+            is_last = cursor[COLUMN] + KEYS >= cursor[LIST_END] and cursor[NEXT_COLUMN] >= cursor[NEXT_END]
             mark = is_first | (Int32(LAST) if is_last else Int32(0)) | cursor[LIST] * SECOND
             if work_tile >= self.scheduler.end:
                 mark = Int32(END)
@@ -426,11 +414,6 @@ class IndexLoader:
             self.load_index(cursor, asked, lane)
             self.publish(heading, rows, scales, is_there, tile, lane, bars, at)
             tile = tile + 1
-
-    @cute.jit
-    def is_last(self, cursor: Any) -> Any:
-        """Whether no tile of the work tile comes behind this one."""
-        return cursor[COLUMN] + KEYS >= cursor[LIST_END] and cursor[NEXT_COLUMN] >= cursor[NEXT_END]
 
     @cute.jit
     def step(self, cursor: Any) -> None:
@@ -452,16 +435,15 @@ class IndexLoader:
         cursor.fill(0)
         if work_tile < self.scheduler.end:
             batch, token, split_idx, head_group = self.scheduler.coords(work_tile)
-            used, used_second = self.lists[0].live(batch, token), Int32(0)
-            if const_expr(self.second != "none"):
-                used_second = self.lists[1].live(batch, token)
+            live = live_of_both(self.lists, self.second, batch, token)
             self.prefetch_queries(batch, token, head_group, lane)
             cursor[BATCH], cursor[TOKEN] = batch, token
-            columns = self.scheduler.columns(split_idx, used, used_second)
+            columns = self.scheduler.columns(split_idx, *live)
             cursor[COLUMN], cursor[LIST_END], cursor[NEXT_COLUMN], cursor[NEXT_END] = columns
             if cursor[COLUMN] >= cursor[LIST_END] and cursor[NEXT_COLUMN] < cursor[NEXT_END]:
                 self.go_to_second(cursor)
-            self.prefetch_lists(work_tile + self.scheduler.step, lane)
+            coming = work_tile + self.scheduler.step
+            self.scheduler.prefetch(coming, self.lists, self.caches[-1], self.second, lane)
 
     @cute.jit
     def prefetch_queries(self, batch: Any, token: Any, head_group: Any, lane: Any) -> None:
@@ -470,20 +452,6 @@ class IndexLoader:
         for line in cutlass.range(lane, self.queries.left(head, HEADS) * lines, 32, unroll=1):
             row = self.queries.at(batch, token, head + line // lines)
             ptx.prefetch_l2(row + line % lines * LINE, None)
-
-    @cute.jit
-    def prefetch_lists(self, work_tile: Any, lane: Any) -> None:
-        """L2 has the lengths and the first columns of a work tile by the time they are wanted."""
-        if work_tile < self.scheduler.end:
-            batch, token, _, _ = self.scheduler.coords(work_tile)
-            for i in range_constexpr(1 if self.second == "none" else 2):
-                lists = self.lists[i]
-                columns = lists.columns
-                if const_expr(i == 1 and self.second == "dense"):
-                    columns, _ = divmod(columns, self.caches[1].rows)
-                ptx.prefetch_l2(lists.row(batch, token) + lane * LINE, lane * (LINE // 4) < columns)
-                offset = Int64(batch) * Int64(lists.lengths_batch) + Int64(token) * Int64(lists.lengths_token)
-                ptx.prefetch_l2(lists.lengths + offset * 4, lists.lengths != 0 and lane == 0)
 
     @cute.jit
     def load_index(self, cursor: Any, asked: Any, lane: Any) -> None:
@@ -530,15 +498,7 @@ class IndexLoader:
 
     @cute.jit
     def publish(
-        self,
-        heading: Any,
-        rows: Any,
-        scales: Any,
-        is_there: Any,
-        tile: Any,
-        lane: Any,
-        bars: Bars,
-        at: Smem,
+        self, heading: Any, rows: Any, scales: Any, is_there: Any, tile: Any, lane: Any, bars: Bars, at: Smem
     ) -> None:
         """Store a tile's heading and rows, and start to copy its scales."""
         slots = bars.headings.stages
@@ -596,10 +556,8 @@ class KVLoader:
     def copy_async(self, stage: Any, source: Any, rows_at: Any, full: Any, at: Smem) -> None:
         """Start a tile's copies. By a thread."""
         cute.arch.mbarrier_arrive_and_expect_tx(full, ROPE_BYTES if self.is_rope else CODES_BYTES)
-        if const_expr(self.is_rope):
-            self.gather(lambda row: at.kv + rope_offset(stage, row), source, 0, rows_at, full.toint())
-        else:
-            self.gather(lambda row: at.raw + raw_offset(stage, row), source, 0, rows_at, full.toint())
+        place, offset = (at.kv, rope_offset) if self.is_rope else (at.raw, raw_offset)
+        self.gather(lambda row: place + offset(stage, row), source, 0, rows_at, full.toint())
 
     def gather(
         self, place: Callable[[int], Any], source: Any, column: Any, rows_at: Any, barrier: Any, blocks: int = 1
@@ -843,14 +801,7 @@ class Softmax:
 
     @cute.jit
     def run(
-        self,
-        thread: Any,
-        scheduler: TileScheduler,
-        queries: Query,
-        out: Output,
-        scale_log2: Any,
-        bars: Bars,
-        at: Smem,
+        self, thread: Any, scheduler: TileScheduler, queries: Query, out: Output, scale_log2: Any, bars: Bars, at: Smem
     ) -> None:
         """Give away the weights of every tile, and store results. By a warpgroup."""
         lanes = cute.arch.make_warp_uniform(thread // 32) << 21
@@ -1046,7 +997,7 @@ class Softmax:
 
 
 class DecodeKernel:
-    """Entry point: see kernel_args (decode).
+    """See kernel_args.DecodeArgs.
 
     plan, barriers   which sizes and addresses its roles agree on, and their barriers
     roles            of all warps but the index loader's
@@ -1065,45 +1016,20 @@ class DecodeKernel:
         self.name = f"{self.name}_{key.second}{'_fp32' if key.out_fp32 else ''}"
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, args: DecodeArgs) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
         blocks = const_expr(self.plan.BLOCKS)
-        scheduler = TileScheduler.of(q, blocks * HEADS, splits, split_tiles, ctas // blocks)
-        caches = (cache0,) if const_expr(self.second == "none") else (cache0, cache1)
+        scheduler = TileScheduler.of(args.q, blocks * HEADS, args.splits, args.split_tiles, args.ctas // blocks)
+        caches = (args.cache0,) if const_expr(self.second == "none") else (args.cache0, args.cache1)
         kernel = self.kernel(
             tuple(codes_copy(cache, self.plan.CODES) for cache in caches),
             tuple(rope_copy(cache) for cache in caches),
-            Query.of(q),
+            Query.of(args.q),
             tuple(KVCache.of(cache) for cache in caches),
             tuple(pitch_of(cache) for cache in caches),
-            (
-                IndexList.of_rows(list0, (len0, len0_batch, len0_token), 1),
-                IndexList.of_rows(list1, (len1, len1_batch, len1_token), page_rows),
-            ),
-            Output.of(out, lse, sink),
-            scale_log2,
+            args.lists(self.second),
+            args.output(),
+            args.scale_log2,
             scheduler,
         )
         kernel.launch(
@@ -1111,7 +1037,7 @@ class DecodeKernel:
             block=[THREADS, 1, 1],
             cluster=[blocks, 1, 1] if const_expr(blocks > 1) else None,
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
         )
 
     @cute.kernel
@@ -1229,7 +1155,7 @@ class BlackwellDecodeKey(DecodeKernelKey):
         return "tcgen05.mma", "tcgen05.ld", "tma.gather4", "cp.async", "ex2", "mbarrier", "st.global.128"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return DecodeKernel(self), fake_decode(self.out_fp32)
+        return entry_point(DecodeKernel(self).launch, fake_decode(self.out_fp32))
 
 
 # ---- what a tile takes

@@ -28,6 +28,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx, umma
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.runtime.work import Work
 from cute_kernels.sparse_mla.blackwell import decode as single
@@ -414,7 +415,7 @@ class BlackwellPairDecodeKey(BlackwellDecodeKey):
         return smem_bytes()
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return Decode2CtaKernel(self), fake_decode(self.out_fp32)
+        return entry_point(Decode2CtaKernel(self).launch, fake_decode(self.out_fp32))
 
 
 class ClusterReleaseKernel(Decode2CtaKernel):
@@ -429,7 +430,7 @@ class BlackwellPairClusterDecodeKey(BlackwellPairDecodeKey):
     kernel_name: ClassVar[str] = "sparse_mla.blackwell.decode_2cta_cluster_release"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return ClusterReleaseKernel(self), fake_decode(self.out_fp32)
+        return entry_point(ClusterReleaseKernel(self).launch, fake_decode(self.out_fp32))
 
 
 # ---- what a tile takes

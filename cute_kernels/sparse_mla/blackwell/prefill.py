@@ -37,19 +37,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx, umma
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import pairwise
 from cute_kernels.dsl.tensor import boxes, gathered_rows, length
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.work import Shape, Work
-from cute_kernels.sparse_mla import kernel_args
 from cute_kernels.sparse_mla.blackwell.decode import (
     GATHERED,
     HEADS,
@@ -76,10 +75,10 @@ from cute_kernels.sparse_mla.blackwell.decode import (
     scores_steps,
     values_steps,
 )
+from cute_kernels.sparse_mla.kernel_args import GatheredArgs, MixedArgs, PagedArgs, fake_gathered
 from cute_kernels.sparse_mla.params import (
     NEG_MAX,
     RESCALE_THRESHOLD,
-    GatheredKV,
     PrefillOutput,
     PrefillQuery,
     PrefillScheduler,
@@ -809,7 +808,7 @@ class Epilogue:
 
 
 class PrefillKernel:
-    """Entry point: kernel_args (gathered), where strides of q and of kv are multiples of 16 bytes even if they mean
+    """See kernel_args.GatheredArgs, where strides of q and of kv are multiples of 16 bytes even if they mean
     nothing, and kv has rows.
 
     dtype            of queries and rows
@@ -830,23 +829,9 @@ class PrefillKernel:
     softmax: type[Softmax] = Softmax
     epilogue: type[Epilogue] = Epilogue
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        kv: cute.Tensor,
-        indices: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        rows, results = GatheredKV.of(kv, indices, lengths), PrefillOutput.of(out, max_logits, lse)
-        self.launch(q, (self.rows_map(kv),), rows, results, sink, scale_log2, ctas, stream)
+    def maps_and_sources(self, args: Any) -> tuple[Any, Any]:
+        """Atoms of the copies of rows, and what tells where rows are."""
+        return (self.rows_map(args.kv),), args.sources()
 
     @property
     def columns(self) -> int:
@@ -867,38 +852,29 @@ class PrefillKernel:
         return boxes(cute.make_tensor(q.iterator, layout), HEADS, self.columns, 128)
 
     @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        maps: Any,
-        kv: Any,
-        out: PrefillOutput,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, args: GatheredArgs | MixedArgs | PagedArgs) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        heads = length(q, 1)
-        group_bits = Int32(1) if heads > self.blocks * HEADS else Int32(0)
+        q = args.q
+        maps, sources = self.maps_and_sources(args)
+        group_bits = Int32(1) if length(q, 1) > self.blocks * HEADS else Int32(0)
         work_tiles = length(q, 0) << group_bits
         kernel = self.kernel(
             (self.queries_map(q), *maps),
             PrefillQuery.of(q),
-            kv,
-            out,
-            sink,
-            scale_log2,
+            sources,
+            args.output(),
+            args.sink,
+            args.scale_log2,
             work_tiles,
             group_bits,
         )
         blocks = const_expr(self.blocks)
         kernel.launch(
-            grid=[cutlass.min(ctas // blocks, work_tiles) * blocks, 1, 1],
+            grid=[cutlass.min(args.ctas // blocks, work_tiles) * blocks, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[blocks, 1, 1] if const_expr(blocks > 1) else None,
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
         )
 
     @cute.kernel
@@ -989,7 +965,7 @@ class BlackwellPrefillKey(KernelKey):
         return *used, "mbarrier", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PrefillKernel(), kernel_args.fake_gathered()
+        return entry_point(PrefillKernel().launch, fake_gathered())
 
 
 # ---- what a tile takes

@@ -30,6 +30,7 @@ from cutlass import Int32, Int64, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.work import Shape, Work
 from cute_kernels.sparse_mla.blackwell import decode_2cta as plan
@@ -365,7 +366,7 @@ class BlackwellPairPrefillKey(BlackwellPrefillKey):
         return PAIR.smem_bytes
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return Prefill2CtaKernel(), fake_gathered()
+        return entry_point(Prefill2CtaKernel().launch, fake_gathered())
 
 
 # ---- what a tile takes

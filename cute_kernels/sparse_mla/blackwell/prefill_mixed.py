@@ -23,18 +23,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, range_constexpr
+from cutlass import BFloat16, Float8E4M3FN, Int32, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx
-from cute_kernels.dsl.paging import Batch
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.tensor import address, length
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.work import Work
-from cute_kernels.sparse_mla import kernel_args
 from cute_kernels.sparse_mla.blackwell.decode import KEYS, Q_SLABS, SLAB, SLAB_BYTES, SLABS, STAGE_BYTES
 from cute_kernels.sparse_mla.blackwell.prefill import (
     BUFFERS,
@@ -60,7 +58,8 @@ from cute_kernels.sparse_mla.blackwell.prefill import (
     shape,
     smem_parts,
 )
-from cute_kernels.sparse_mla.params import MixedKV, PrefillOutput, SlotCache, compressed_columns, window_columns
+from cute_kernels.sparse_mla.kernel_args import fake_mixed
+from cute_kernels.sparse_mla.params import SlotCache, compressed_columns, window_columns
 
 # ---- config, of e4m3 caches
 
@@ -267,39 +266,18 @@ class Dequantizer:
 
 
 class MixedKernel(PrefillKernel):
-    """Entry point: kernel_args (mixed). select.py says which strides of q and of pages it takes."""
+    """See kernel_args.MixedArgs. select.py says which strides of q and of pages it takes."""
 
     name = "sparse_mla_mixed"
     index_loader = MixedIndexLoader
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        window: cute.Tensor,
-        compressed: cute.Tensor,
-        indices: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        scale: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        batch = Batch(starts, seq_lens, requests)
-        kv = MixedKV.of(slot_cache(window), slot_cache(compressed), indices, window_size, lengths, batch)
-        maps = tuple(self.rows_map(cache, rows_of(cache)) for cache in (window, compressed))
-        self.launch(q, maps, kv, PrefillOutput.of(out, None, lse, scale=scale), sink, scale_log2, ctas, stream)
+    def maps_and_sources(self, args: Any) -> tuple[Any, Any]:
+        caches = args.window, args.compressed
+        return tuple(self.rows_map(cache, rows_of(cache)) for cache in caches), args.sources(slot_cache)
 
 
 class MixedFp8Kernel(MixedKernel):
-    """Entry point: as MixedKernel, with e4m3 queries and caches."""
+    """As MixedKernel, with e4m3 queries and caches."""
 
     name = "sparse_mla_mixed_fp8"
     config = FP8
@@ -336,7 +314,7 @@ class BlackwellMixedKey(BlackwellPrefillKey):
     kernel_name: ClassVar[str] = "sparse_mla.blackwell.prefill_mixed"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedKernel(), kernel_args.fake_mixed(BFloat16)
+        return entry_point(MixedKernel().launch, fake_mixed(BFloat16))
 
 
 @dataclass(frozen=True)
@@ -354,7 +332,7 @@ class BlackwellMixedFp8Key(BlackwellPrefillKey):
         return *super().instructions, "cvt.e4m3"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedFp8Kernel(), kernel_args.fake_mixed(Float8E4M3FN)
+        return entry_point(MixedFp8Kernel().launch, fake_mixed(Float8E4M3FN))
 
 
 # ---- what a tile takes

@@ -25,17 +25,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass import Int32, Int64, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx
-from cute_kernels.dsl.paging import Batch
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime.work import Work
-from cute_kernels.sparse_mla import kernel_args
 from cute_kernels.sparse_mla.blackwell.decode import (
     CODES_BYTES,
     FP8_STAGES,
@@ -80,7 +78,8 @@ from cute_kernels.sparse_mla.blackwell.prefill import (
     shape,
     smem_parts,
 )
-from cute_kernels.sparse_mla.params import PagedCache, PagedKV, PrefillOutput
+from cute_kernels.sparse_mla.kernel_args import fake_paged
+from cute_kernels.sparse_mla.params import PagedKV
 
 # ---- config: that of decode.py, whose ring of raw codes and whose stages these are
 
@@ -331,7 +330,7 @@ class PagedDequantizer(Dequantizer):
 
 
 class PagedKernel(PrefillKernel):
-    """Entry point: kernel_args (paged). select.py says which strides of q and of pages it takes."""
+    """See kernel_args.PagedArgs. select.py says which strides of q and of pages it takes."""
 
     name = "sparse_mla_prefill_paged"
     config = PAGED
@@ -339,44 +338,10 @@ class PagedKernel(PrefillKernel):
     kv_loader = PagedKVLoader
     dequantizer = PagedDequantizer
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        swa_cache: cute.Tensor,
-        swa_block_table: cute.Tensor,
-        compressed_cache: cute.Tensor,
-        compressed_block_table: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lists: Int64,
-        list_row: Int64,
-        columns: Int32,
-        compress_ratio: Int32,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        kv = PagedKV(
-            PagedCache.of(swa_cache, swa_block_table),
-            PagedCache.of(compressed_cache, compressed_block_table),
-            window_size,
-            lists,
-            list_row,
-            columns,
-            cute.fast_divmod_create_divisor_v2(compress_ratio),
-            Batch(starts, seq_lens, requests),
-        )
-        caches = swa_cache, compressed_cache
-        rows = PagedRows(kv, *(pitch_of(cache) for cache in caches))
+    def maps_and_sources(self, args: Any) -> tuple[Any, Any]:
+        caches = args.swa_cache, args.compressed_cache
         maps = (*(codes_copy(cache) for cache in caches), *(rope_copy(cache) for cache in caches))
-        self.launch(q, maps, rows, PrefillOutput.of(out, max_logits, lse), sink, scale_log2, ctas, stream)
+        return maps, PagedRows(args.sources(), *(pitch_of(cache) for cache in caches))
 
 
 # ---- key
@@ -397,7 +362,7 @@ class BlackwellPagedKey(BlackwellPrefillKey):
         return *super().instructions, "cp.async"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PagedKernel(), kernel_args.fake_paged()
+        return entry_point(PagedKernel().launch, fake_paged())
 
 
 # ---- what a tile takes

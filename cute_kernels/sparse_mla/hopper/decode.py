@@ -23,15 +23,6 @@ planner.py, which decides on the cluster's work tiles where rows are of unequal 
                                                                                                               |
     out      gmem <--------------------------- by way of the last tile's KV stage ----------------------------+
 
-    ring, of stages   full                                           empty
-    fp8, scale  4     bytes of 32 keys' rows, scales and the header  dequantizer warps have loaded it
-    kv          4     dequantizer warps have stored the tile         PV warps are done with it (QK is, as P is there)
-    p, factor   2     softmax warps and the other CTA have stored P  PV warps of both CTAs have loaded it
-    s_partial   2     the other CTA's part of S is there             p's: where half of it was, PV of this CTA reads P
-    header      8     kv's                                           as many as can be on their way: never asked
-    q           1     a work tile's queries are there                q_done: its last product with K is
-    row_max     1     of each warp: a tile's turn is over, and the other warpgroup's begins; row_sum likewise
-
 A tile is 64 keys. Its 256 columns are cut into slabs of 64; a slab of a tile is [64 keys, 128 bytes] of bf16, in the
 layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/decode.md has why,
 perf/log/decode.md what was tried.
@@ -44,24 +35,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.utils import hopper_helpers
 
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.convert import bf16_high, bf16_low, bf16_pairs_of_e4m3
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import over_quad, pairwise
-from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.dsl.tensor import length
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.hopper.planner import MOST_ROUNDS, THREADS, Planner
-from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
+from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import (
     NEG_MAX,
     RESCALE_THRESHOLD,
@@ -70,10 +59,8 @@ from cute_kernels.sparse_mla.params import (
     Output,
     Query,
     TileScheduler,
-    logs_of,
     out_scale_of,
 )
-from cute_kernels.sparse_mla.quant_output import Rotation, fake_quant, quant_of
 from cute_kernels.sparse_mla.schedule import TILE
 
 # ---- config
@@ -111,32 +98,6 @@ SOFTMAX_BARRIER, EPILOGUE_BARRIER = 1, 3
 
 SOFTMAX_REGISTERS, PV_REGISTERS, DEQUANT_REGISTERS, PRODUCER_REGISTERS = 72, 176, 64, 32
 """Per thread, in steps of 8; all six warpgroups together have 480, what they are launched with."""
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """What a kernel is made for.
-
-    heads     of a CTA: 16, 32 or 64; more heads make several head groups, and those of the last may be fewer
-    extra     how the extra list (list1) names its rows: "none" (there is none), "listed" by slot, "dense" by page
-    raw       queries come as their projection made them: see QueryNorm
-    """
-
-    heads: int
-    extra: str
-    out_fp32: bool
-    quantized: bool
-    raw: bool = False
-
-    @property
-    def warps(self) -> int:
-        """Of a warpgroup whose rows of S, P and O are not all padding."""
-        return -(-self.heads // 16)
-
-    @property
-    def name(self) -> str:
-        kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized
-        return f"sparse_mla_decode_h{self.heads}_{self.extra}{kind}"
 
 
 # ---- shared memory
@@ -180,34 +141,12 @@ WORDS_BYTES = 128 * 16
 """Four words of each thread of a warpgroup."""
 
 
-def smem_parts() -> dict[str, int]:
-    """Bytes of everything in shared memory but the barriers, in order; the first two are 1024-byte aligned."""
-    return {
-        "q": ROWS * DIM * 2,
-        "kv": KV_STAGES * KV_STAGE_BYTES,
-        "p": P_STAGES * P_BYTES,
-        "s_partial": PING_PONG * S_PARTIAL_BYTES,
-        "fp8": FP8_STAGES * FP8_STAGE_BYTES,
-        "scale": FP8_STAGES * FP8_KEYS * 4,
-        "header": HEADERS * HEADER,
-        "cursor": 4 * CURSOR,
-        "factor": P_STAGES * ROWS * FACTOR,
-        "target": P_STAGES * TARGET,
-        "row_max": ROWS // 2 * 4,
-        "row_sum": 128 * 4,
-        "order": MOST_ROUNDS * 4,
-    }
-
-
 BARRIERS = 2 * (FP8_STAGES + KV_STAGES + P_STAGES) + PING_PONG + 1 + 4 + 4 + 4
 
 
-def smem_bytes() -> int:
-    return sum(smem_parts().values()) + BARRIERS * 8
-
-
 class Smem(NamedTuple):
-    """Addresses in shared memory, 32 bits wide.
+    """Addresses in shared memory, 32 bits wide; by default sizes in bytes, see smem_parts.
+    The first two are 1024-byte aligned.
 
     q            [4 slabs][64 heads][64] bf16
     kv           [4 stages][4 slabs][64 keys][64] bf16: K, and V
@@ -225,19 +164,28 @@ class Smem(NamedTuple):
     order        [16] the cluster's work tiles, see Planner
     """
 
-    q: Any
-    kv: Any
-    p: Any
-    s_partial: Any
-    fp8: Any
-    scale: Any
-    header: Any
-    cursor: Any
-    factor: Any
-    target: Any
-    row_max: Any
-    row_sum: Any
-    order: Any
+    q: Any = ROWS * DIM * 2
+    kv: Any = KV_STAGES * KV_STAGE_BYTES
+    p: Any = P_STAGES * P_BYTES
+    s_partial: Any = PING_PONG * S_PARTIAL_BYTES
+    fp8: Any = FP8_STAGES * FP8_STAGE_BYTES
+    scale: Any = FP8_STAGES * FP8_KEYS * 4
+    header: Any = HEADERS * HEADER
+    cursor: Any = 4 * CURSOR
+    factor: Any = P_STAGES * ROWS * FACTOR
+    target: Any = P_STAGES * TARGET
+    row_max: Any = ROWS // 2 * 4
+    row_sum: Any = 128 * 4
+    order: Any = MOST_ROUNDS * 4
+
+
+def smem_parts() -> dict[str, int]:
+    """Bytes of everything but the barriers, in order."""
+    return Smem()._asdict()
+
+
+def smem_bytes() -> int:
+    return sum(smem_parts().values()) + BARRIERS * 8
 
 
 @dataclass(frozen=True)
@@ -276,15 +224,10 @@ class Bars:
         self.fp8.initialize(2 + FP8_KEYS, 4)
         self.kv.initialize(4, 4)
         self.p.initialize(4, 4 * CLUSTER)
-        for first, count, arrivals in (
-            (self.s_partial, PING_PONG, 1),
-            (self.q, 1, 128),
-            (self.q_done, 4, 1),
-            (self.row_max, 4, 1),
-            (self.row_sum, 4, 1),
-        ):
-            for i in range(count):
-                cute.arch.mbarrier_init(first + i, arrivals)
+        barriers.initialize(self.s_partial, PING_PONG, 1)
+        barriers.initialize(self.q, 1, 128)
+        for of_warps in (self.q_done, self.row_max, self.row_sum):
+            barriers.initialize(of_warps, 4, 1)
         cute.arch.mbarrier_init_fence()
 
 
@@ -313,7 +256,7 @@ class Producer:
         heads of the work tile, length of the next one's extra list, address of the work tile's queries
     """
 
-    config: DecodeConfig
+    config: DecodeKey
     bars: Bars
     smem: Smem
     rank: Any
@@ -356,10 +299,8 @@ class Producer:
     def enter(self, work_tile: Any, odd: Any) -> None:
         """Go to a work tile's first tile."""
         scheduler, sources = self.scheduler, self.sources
-        tile, end = Int32(0), Int32(NEVER)
-        tiles0, live0, live1 = Int32(0), Int32(0), Int32(0)
-        row0, row1 = self.q.base, self.q.base
-        queries, heads = self.q.base, Int32(0)
+        tile, end, tiles0, live0, live1, heads = (Int32(number) for number in (0, NEVER, 0, 0, 0, 0))
+        row0, row1, queries = self.q.base, self.q.base, self.q.base
         if work_tile < scheduler.end:
             batch, token, split_idx, head_group = scheduler.coords(work_tile)
             first = head_group * self.config.heads
@@ -369,9 +310,9 @@ class Producer:
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
             live0 = self.live(sources.indices, sources.indices.columns, 24)
-            if const_expr(self.config.extra != "none"):
+            if const_expr(self.config.second != "none"):
                 columns = sources.extra_indices.columns
-                if const_expr(self.config.extra == "dense"):
+                if const_expr(self.config.second == "dense"):
                     columns = columns * sources.extra_cache.rows.divisor
                 live1 = self.live(sources.extra_indices, columns, 52)
             self.prefetch_queries(queries, heads)
@@ -398,26 +339,24 @@ class Producer:
             ptx.prefetch_l2(queries + Int64(line // 4) * self.q.head + line % 4 * 128, None)
 
     @cute.jit
-    def prefetch_list(self, row: Any, indices: IndexList, first_thread: cutlass.Constexpr) -> None:
-        """L2 has the work tile's first columns by the time they are wanted, one after the other."""
-        line = self.thread - first_thread
-        ptx.prefetch_l2(row + Int64(line) * 128, line >= 0 and line < KEYS and line * 32 < indices.columns)
-
-    @cute.jit
     def copy_lengths_async(self, work_tile: Any) -> None:
         """Start to copy how many columns a work tile has; L2 has the first of them by the time they are wanted."""
         scheduler, sources = self.scheduler, self.sources
         if work_tile < scheduler.end:
             batch, token, _, _ = scheduler.coords(work_tile)
-            self.prefetch_list(sources.indices.row(batch, token), sources.indices, 0)
-            self.copy_length_async(sources.indices, batch, token, 24)
-            if const_expr(self.config.extra != "none"):
-                self.prefetch_list(sources.extra_indices.row(batch, token), sources.extra_indices, KEYS)
-                self.copy_length_async(sources.extra_indices, batch, token, 52)
+            self.copy_length_async(sources.indices, batch, token, 0, 24)
+            if const_expr(self.config.second != "none"):
+                self.copy_length_async(sources.extra_indices, batch, token, KEYS, 52)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def copy_length_async(self, indices: IndexList, batch: Any, token: Any, offset: cutlass.Constexpr) -> None:
+    def copy_length_async(
+        self, indices: IndexList, batch: Any, token: Any, first_thread: cutlass.Constexpr, offset: cutlass.Constexpr
+    ) -> None:
+        """Of a list, to that offset of the cursor. A thread of 64 from the first on asks for a line of its columns."""
+        row = indices.row(batch, token)
+        line = self.thread - first_thread
+        ptx.prefetch_l2(row + Int64(line) * 128, line >= 0 and line < KEYS and line * 32 < indices.columns)
         if indices.lengths != 0 and self.thread % 32 == 0:
             element = Int64(batch) * indices.lengths_batch + Int64(token) * indices.lengths_token
             ptx.copy_async_32(self.cursor + offset, indices.lengths + element * 4)
@@ -431,8 +370,7 @@ class Producer:
         return count
 
     @property
-    def key(self) -> Any:
-        """The thread's, in a tile."""
+    def key(self) -> Any:  # the thread's, in a tile
         return self.thread // 32 * WARP_KEYS + self.thread % WARP_KEYS
 
     @cute.jit
@@ -443,12 +381,12 @@ class Producer:
         low, high, low1, high1 = ptx.load_shared_128(self.cursor + 32)
         column = tile * KEYS + self.key
         element = column
-        if const_expr(self.config.extra != "none"):
+        if const_expr(self.config.second != "none"):
             is_first = tile < tiles0
             column = column if is_first else column - tiles0 * KEYS
             live, low, high = (live if is_first else live1), (low if is_first else low1), (high if is_first else high1)
             element = column
-            if const_expr(self.config.extra == "dense"):
+            if const_expr(self.config.second == "dense"):
                 page, _ = divmod(column, self.sources.extra_cache.rows)
                 element = column if is_first else page
         return ptx.load_global_s32_where(column < live, ptx.pair(low, high) + Int64(element) * 4)
@@ -461,14 +399,14 @@ class Producer:
         known = cutlass.max(index, Int32(0))
         page, inside = divmod(known, cache.rows)
         rows = cache.rows.divisor
-        if const_expr(self.config.extra != "none"):
+        if const_expr(self.config.second != "none"):
             is_first, extra = tile < tiles0, self.sources.extra_cache
             base, stride = (base if is_first else extra.base), (stride if is_first else extra.page_stride)
             pages, rows = (pages if is_first else extra.pages), (rows if is_first else extra.rows.divisor)
-            if const_expr(self.config.extra == "dense"):
+            if const_expr(self.config.second == "dense"):
                 known = (tile - tiles0) * KEYS + self.key
             extra_page, extra_inside = divmod(known, extra.rows)
-            if const_expr(self.config.extra == "dense"):
+            if const_expr(self.config.second == "dense"):
                 extra_page = index
             page, inside = (page if is_first else extra_page), (inside if is_first else extra_inside)
         is_valid = index >= 0 and page < pages
@@ -499,14 +437,12 @@ class Producer:
             cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(valid) * row_bytes)
         if self.has_row:
             if is_valid:
-                ptx.copy_bulk(
-                    self.smem.fp8 + stage * FP8_STAGE_BYTES + key * FP8_PITCH, source, row_bytes, full.toint()
-                )
+                target = self.smem.fp8 + stage * FP8_STAGE_BYTES + key * FP8_PITCH
+                ptx.copy_bulk(target, source, row_bytes, full.toint())
         else:
             source = source if is_valid else self.sources.cache.base
-            ptx.copy_async_or_zero(
-                self.smem.scale + (stage * FP8_KEYS + key) * 4, source, 4, Int32(4) if is_valid else Int32(0)
-            )
+            target = self.smem.scale + (stage * FP8_KEYS + key) * 4
+            ptx.copy_async_or_zero(target, source, 4, Int32(4) if is_valid else Int32(0))
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
 
@@ -660,30 +596,11 @@ HELD = OWN_HEADS * KEYS // 32
 """Scores of a tile that a thread does the softmax of: of every 8 keys, two."""
 
 
-class QueryNorm(NamedTuple):
-    """What raw queries are normed and rotated with. The norm has no weight: it is one factor for a head, which softmax
-    multiplies scores with. Only the rotary columns are changed, in shared memory: rotated, not scaled.
-
-    squares, row_stride   sums of squares, fp32 [query rows, heads * 4]: address, stride in bytes
-    """
-
-    squares: Any
-    row_stride: Any
-    eps: Any
-    rotation: Rotation
-
-    @classmethod
-    def of(cls, squares: cute.Tensor, eps: Any, positions: cute.Tensor, table: cute.Tensor) -> QueryNorm:
-        """On the host's side of the launch."""
-        return cls(address(squares), stride_bytes(squares, 0), eps, Rotation.of(positions, table))
-
-
 @dataclass(frozen=True)
 class QkSoftmax:
     """A QK and softmax warpgroup: takes every second tile, from `warpgroup` on.
 
-    Of every 16 heads it does the softmax of 8: it sends the other CTA its part of S of the other 8, adds what it gets
-    of its own 8, and sends P. A warp has 16 heads, as tensor cores give them: a thread then has 16 keys of one head.
+    A warp has 16 heads, as tensor cores give them, and does the softmax of 8: a thread then has 16 keys of one head.
 
     The two warpgroups hand the running maxima and sums to each other, warp by warp. Maxima move only when a head's
     outgrow theirs by 2^8: sums and O are relative to them, and until they move no thread asks what the others' are.
@@ -692,7 +609,7 @@ class QkSoftmax:
     k     [64 keys, 256, stages]
     """
 
-    config: DecodeConfig
+    config: DecodeKey
     bars: Bars
     smem: Smem
     rank: Any
@@ -899,19 +816,13 @@ class QkSoftmax:
             cute.arch.sync_warp()
         else:
             # nor do warps without heads run ahead of the others
-            self.wait_turn(bars.row_max + warp, tile)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(bars.row_max + warp)
+            ptx.wait_mbarrier((bars.row_max + warp).toint(), (tile & 1) ^ 1)
+            barriers.arrive_warp(lane, bars.row_max + warp)
         if thread == 0:
             ptx.store_shared_s32(smem.target + stage * TARGET, flags)
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.config.warps * (P_BYTES // 4 + OWN_HEADS * FACTOR))
         elif lane == 0:
             cute.arch.mbarrier_arrive(full)
-
-    def wait_turn(self, turn: Any, tile: Any) -> None:
-        """Until the tile before has had its turn."""
-        ptx.wait_mbarrier(turn.toint(), (tile & 1) ^ 1)
 
     @cute.jit
     def add_s(self, scores: Any, tile: Any, scale: Any) -> None:
@@ -919,9 +830,8 @@ class QkSoftmax:
         buffer = tile % PING_PONG
         ptx.wait_mbarrier((self.bars.s_partial + buffer).toint(), tile // PING_PONG & 1)
         for i in range_constexpr(HELD // 4):
-            words = ptx.load_shared_128(
-                self.smem.s_partial + buffer * S_PARTIAL_BYTES + self.thread * 16 + i * WORDS_BYTES
-            )
+            words_at = self.smem.s_partial + buffer * S_PARTIAL_BYTES + self.thread * 16 + i * WORDS_BYTES
+            words = ptx.load_shared_128(words_at)
             for j in range_constexpr(4):
                 scores[4 * i + j] = (scores[4 * i + j] + words[j].bitcast(Float32)) * scale
         skipped = ptx.load_shared_128(self.smem.header + tile % HEADERS * HEADER + 16)
@@ -937,7 +847,8 @@ class QkSoftmax:
         largest = pairwise([scores[i] for i in range(HELD)], ptx.max_f32)
         max_at = self.smem.row_max + (warp * OWN_HEADS + lane // 4) * 4
         turn = self.bars.row_max + warp
-        self.wait_turn(turn, tile)
+        # until the tile before has had its turn
+        ptx.wait_mbarrier(turn.toint(), (tile & 1) ^ 1)
         row_max = ptx.load_shared_f32(max_at)
         row_max = Float32(NEG_MAX) if flags & FIRST != 0 else row_max
         factor = Float32(1.0)
@@ -948,9 +859,7 @@ class QkSoftmax:
             row_max = moved
             if lane % 4 == 0:
                 ptx.store_shared_f32(max_at, row_max)
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(turn)
+        barriers.arrive_warp(lane, turn)
         return row_max, factor
 
     @cute.jit
@@ -959,13 +868,11 @@ class QkSoftmax:
         own = pairwise([p[i] for i in range(HELD)], operator.add)
         sum_at = self.smem.row_sum + self.thread * 4
         turn = self.bars.row_sum + warp
-        self.wait_turn(turn, tile)
+        ptx.wait_mbarrier(turn.toint(), (tile & 1) ^ 1)
         before = ptx.load_shared_f32(sum_at)
         own = own if flags & FIRST != 0 else own + before * factor
         ptx.store_shared_f32(sum_at, own)
-        cute.arch.sync_warp()
-        if self.thread % 32 == 0:
-            cute.arch.mbarrier_arrive(turn)
+        barriers.arrive_warp(self.thread % 32, turn)
         return own
 
     @cute.jit
@@ -1010,7 +917,7 @@ class PvEpilogue:
     v   [64 keys, 256, stages]
     """
 
-    config: DecodeConfig
+    config: DecodeKey
     bars: Bars
     smem: Smem
     scheduler: TileScheduler
@@ -1041,12 +948,9 @@ class PvEpilogue:
                 buffer, stage = tile % P_STAGES, tile % KV_STAGES
                 bars.p.wait_full(buffer, tile // P_STAGES & 1)
                 flags = ptx.load_shared_s32(smem.target + buffer * TARGET)
-                factor_at = (
-                    smem.factor + (buffer * ROWS + pv_thread() // 32 * OWN_HEADS + pv_thread() % 32 // 4) * FACTOR
-                )
-                factors = [ptx.load_shared_f32(factor_at + half * (ROWS // 2 * FACTOR)) for half in range(2)]
+                factors = self.load_factors(buffer * ROWS + pv_thread() // 32 * OWN_HEADS + pv_thread() % 32 // 4)
                 if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
-                    self.rescale(o, factors)
+                    wgmma.scale_rows(o, factors)
                 words = cute.recast_tensor(p, Int32)
                 own_at = smem.s_partial + tile % PING_PONG * S_PARTIAL_BYTES + pv_thread() * 16
                 other_at = smem.p + buffer * P_BYTES + pv_thread() * 16
@@ -1068,10 +972,7 @@ class PvEpilogue:
                     self.release_p(buffer)
                 warpgroup.wait_group(0)
                 if flags & LAST != 0:
-                    if const_expr(out.quant is not None):
-                        self.store_quantized(angles, o, buffer)
-                    else:
-                        self.store(o, buffer, stage)
+                    self.store(o, angles, buffer, stage)
                     self.release_p(buffer)
                 cute.arch.sync_warp()
                 if pv_thread() % 32 == 0:
@@ -1085,25 +986,28 @@ class PvEpilogue:
             for cta in range_constexpr(CLUSTER):
                 cute.arch.mbarrier_arrive(self.bars.p.empty(buffer), cta)
 
-    @cute.jit
-    def rescale(self, o: Any, factors: Any) -> None:
-        """Have O follow the maxima that moved."""
-        for i in range_constexpr(DIM // 2):
-            o[i] = o[i] * factors[i // 2 % 2]
+    def load_factors(self, place: Any, offset: int = 0) -> list[Any]:
+        """Of the thread's two rows, by the place of the first: before a tile, or at 4 behind a work tile's last one."""
+        factor_at = self.smem.factor + place * FACTOR + offset
+        return [ptx.load_shared_f32(factor_at + half * (ROWS // 2 * FACTOR)) for half in range(2)]
 
     @cute.jit
-    def store(self, o: Any, buffer: Any, stage: Any) -> None:
-        """Store this CTA's columns of a work tile's rows of O."""
-        smem, head_stride = self.smem, self.out.strides[3]
+    def store(self, o: Any, angles: Any, buffer: Any, stage: Any) -> None:
+        """Store this CTA's columns of a work tile's rows of O, or what they are as codes."""
+        smem, out = self.smem, self.out
         lane = pv_thread() % 32
         warp = cute.arch.make_warp_uniform(pv_thread() // 32)
         _, heads, low, high = ptx.load_shared_128(smem.target + buffer * TARGET)
-        first = warp * OWN_ROWS
-        size = const_expr(4 if self.config.out_fp32 else 2)
-        target = ptx.pair(low, high) + Int64(first) * head_stride + ptx.rank_again() * (DIM * size)
-        factor_at = smem.factor + (buffer * ROWS + warp * OWN_HEADS + lane // 4) * FACTOR + 4
-        factors = [ptx.load_shared_f32(factor_at + half * (ROWS // 2 * FACTOR)) for half in range(2)]
-        if const_expr(self.config.out_fp32):
+        first, size = warp * OWN_ROWS, const_expr(4 if self.config.out_fp32 else 2)
+        own = first + lane // 4
+        if const_expr(out.quant is None):
+            head_stride = out.strides[3]
+            target = ptx.pair(low, high) + Int64(first) * head_stride + ptx.rank_again() * (DIM * size)
+        factors = self.load_factors(buffer * ROWS + warp * OWN_HEADS + lane // 4, 4)
+        if const_expr(out.quant is not None):
+            if first < heads:
+                out.quant.store(o, factors, angles, low, high + own, heads - own, ptx.rank_again(), lane)
+        elif const_expr(self.config.out_fp32):
             for half in range_constexpr(2):
                 row = lane // 4 + 8 * half
                 row_at = target + Int64(row) * head_stride + lane % 4 * 8
@@ -1127,19 +1031,6 @@ class PvEpilogue:
                 eight = ptx.load_shared_128(rows_at + row * (DIM * 2) + (lane ^ (row % 8)) * 16)
                 ptx.store_global_128(target + Int64(row) * head_stride + lane * 16, eight)
 
-    @cute.jit
-    def store_quantized(self, angles: Any, o: Any, buffer: Any) -> None:
-        """Store what this CTA's columns of a work tile's rows of O are as codes."""
-        smem = self.smem
-        lane = pv_thread() % 32
-        warp = cute.arch.make_warp_uniform(pv_thread() // 32)
-        _, heads, row, first = ptx.load_shared_128(smem.target + buffer * TARGET)
-        own = warp * OWN_ROWS + lane // 4
-        factor_at = smem.factor + (buffer * ROWS + warp * OWN_HEADS + lane // 4) * FACTOR + 4
-        factors = [ptx.load_shared_f32(factor_at + half * (ROWS // 2 * FACTOR)) for half in range(2)]
-        if warp * OWN_ROWS < heads:
-            self.out.quant.store(o, factors, angles, row, first + own, heads - own, ptx.rank_again(), lane)
-
 
 def pv_thread() -> Any:
     """The thread's number in the PV warpgroup, computed anew."""
@@ -1150,98 +1041,40 @@ def pv_thread() -> Any:
 
 
 class DecodeKernel:
-    """Entry point: see kernel_args (decode)."""
+    """See kernel_args.DecodeArgs."""
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: DecodeKey) -> None:
         self.config = config
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
-        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
-        strides = tuple(stride_bytes(out, axis) for axis in range(4))
-        results = Output(address(out), strides, logs_of(lse), None, length(q, 2))
-        self.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        sources: KVSources,
-        out: Output,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-        norm: Any = None,
-    ) -> None:
+    def launch(self, args: DecodeArgs) -> None:
         self.kernel.set_name_prefix(self.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        q = args.q
         head_groups = (length(q, 2) + (self.config.heads - 1)) // self.config.heads
-        work_tiles = length(q, 0) * length(q, 1) * head_groups * splits
+        work_tiles = length(q, 0) * length(q, 1) * head_groups * args.splits
+        qk = [wgmma.make_mma(BFloat16, 1, KEYS) for _ in range(2)]  # one will accumulate
+        # by 64 columns: an instruction with more would need more registers than a thread has before setmaxnreg
+        pv = wgmma.make_mma(BFloat16, 1, 64, columns_lie=True, a_source=warpgroup.OperandSource.RMEM)
         kernel = self.kernel(
-            Query.of(q, norm),
-            sources,
-            out,
-            sink,
-            scale_log2,
-            *(cute.fast_divmod_create_divisor_v2(number) for number in (length(q, 1), head_groups, splits)),
-            split_tiles,
+            args.query(),
+            args.sources(),
+            args.output()._replace(sink=None, tokens=None),
+            args.sink,
+            args.scale_log2,
+            *(cute.fast_divmod_create_divisor_v2(number) for number in (length(q, 1), head_groups, args.splits)),
+            args.split_tiles,
             work_tiles,
-            *self.products(),
-            *self.layouts(),
+            (*qk, pv),
+            (wgmma.swizzled(BFloat16, ROWS, DIM), wgmma.swizzled(BFloat16, KEYS, DIM, KV_STAGES)),
         )
-        clusters = cutlass.min(ctas // CLUSTER, work_tiles)
+        clusters = cutlass.min(args.ctas // CLUSTER, work_tiles)
         kernel.launch(
             grid=[clusters * CLUSTER, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[CLUSTER, 1, 1],
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
             use_pdl=True,
-        )
-
-    def products(self) -> tuple[Any, Any, Any]:
-        """S = Q K^T, twice: one will accumulate; O = P V, by 64 columns, as an instruction with more would need more
-        registers than a thread has before setmaxnreg."""
-        keys, dims = OperandMajorMode.K, OperandMajorMode.MN
-
-        def make(major: Any, columns: int, **source: Any) -> Any:
-            return hopper_helpers.make_trivial_tiled_mma(
-                BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, 1, 1), (64, columns), **source
-            )
-
-        qk = [make(keys, KEYS) for _ in range(2)]
-        return *qk, make(dims, 64, a_source=warpgroup.OperandSource.RMEM)
-
-    def layouts(self) -> tuple[Any, Any]:
-        """Of Q and KV."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        return (
-            cute.tile_to_shape(atom, (ROWS, DIM), (0, 1)),
-            cute.tile_to_shape(atom, (KEYS, DIM, KV_STAGES), (0, 1, 2)),
         )
 
     @cute.kernel
@@ -1257,11 +1090,8 @@ class DecodeKernel:
         splits: Any,
         split_tiles: Int32,
         work_tiles: Int32,
-        qk: cute.TiledMma,
-        qk_more: cute.TiledMma,
-        pv: cute.TiledMma,
-        q_layout: cute.ComposedLayout,
-        kv_layout: cute.ComposedLayout,
+        mma: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -1269,17 +1099,16 @@ class DecodeKernel:
         group = cute.arch.make_warp_uniform(thread // 128)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         allocator = SmemAllocator()
-        tiles = [
+        q_tile, kv = (
             allocator.allocate_tensor(BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-            for layout in (q_layout, kv_layout)
-        ]
-        q_tile, kv = tiles
+            for layout in layouts
+        )
         parts = smem_parts()
         others = [
             allocator.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=16)
-            for size in list(parts.values())[len(tiles) :]
+            for size in list(parts.values())[2:]
         ]
-        smem = Smem(*(tensor.iterator.toint() for tensor in tiles + others))
+        smem = Smem(*(tensor.iterator.toint() for tensor in (q_tile, kv, *others)))
         bars = Bars.allocate(allocator)
         if thread == 0:
             bars.initialize()
@@ -1292,13 +1121,13 @@ class DecodeKernel:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        wgmma.accumulate(qk_more)
-        wgmma.accumulate(pv)
+        for one in mma[1:]:
+            wgmma.accumulate(one)
         config = self.config
         first, step, end, order = cta // CLUSTER, ctas // CLUSTER, work_tiles, Int32(0)
         every = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles)
-        if const_expr(config.extra != "none"):  # rows of one list, a window, are short, and the planner would spill
-            planner = Planner(config.heads, config.extra, smem.fp8, smem.order, rank, every, sources, out, thread)
+        if const_expr(config.second != "none"):  # rows of one list, a window, are short, and the planner would spill
+            planner = Planner(config.heads, config.second, smem.fp8, smem.order, rank, every, sources, out, thread)
             if planner.is_worth_it():
                 dealt = planner.run()
                 if dealt >= 0:
@@ -1307,24 +1136,11 @@ class DecodeKernel:
         if group < FIRST_PV_THREAD // 128:
             cute.arch.setmaxregister_decrease(SOFTMAX_REGISTERS)
             QkSoftmax(
-                config=config,
-                bars=bars,
-                smem=smem,
-                rank=rank,
-                scheduler=scheduler,
-                q=q,
-                out=out,
-                sink=sink,
-                scale_log2=scale_log2,
-                thread=thread % 128,
-                warpgroup=group,
-                mma=(qk, qk_more),
-                q_tile=q_tile,
-                k=kv,
+                config, bars, smem, rank, scheduler, q, out, sink, scale_log2, thread % 128, group, mma[:2], q_tile, kv
             ).run()
         elif group < FIRST_DEQUANT_THREAD // 128:
             cute.arch.setmaxregister_increase(PV_REGISTERS)
-            PvEpilogue(config, bars, smem, scheduler, out, thread % 128, pv, kv).run()
+            PvEpilogue(config, bars, smem, scheduler, out, thread % 128, mma[2], kv).run()
         elif group < FIRST_PRODUCER_THREAD // 128:
             cute.arch.setmaxregister_decrease(DEQUANT_REGISTERS)
             number = cute.arch.make_warp_uniform(group - FIRST_DEQUANT_THREAD // 128)
@@ -1338,93 +1154,6 @@ class DecodeKernel:
         cute.arch.cluster_wait()
 
 
-class QuantDecodeKernel:
-    """Entry point: as DecodeKernel, with codes, scales, positions and the table of cosines and sines in place of out; a
-    row is one split."""
-
-    def __init__(self, config: DecodeConfig) -> None:
-        self.decode = DecodeKernel(config)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
-        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
-        results = Output(None, None, logs_of(lse), None, length(q, 2), quant_of(codes, scales, positions, table))
-        self.decode.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream)
-
-
-class RawDecodeKernel:
-    """Entry point: as DecodeKernel, with sums of squares fp32 [b * s_q, h * 4] behind q, positions and the table of
-    cosines and sines behind out, and eps of the norm behind the scale. Where results become codes, out and what comes
-    behind it are those of QuantDecodeKernel; else scales is None."""
-
-    def __init__(self, config: DecodeConfig) -> None:
-        self.decode = DecodeKernel(config)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        squares: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        out: cute.Tensor,
-        scales: Any,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        eps: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
-        sources = KVSources.of((cache0, cache1), (list0, list1), lengths)
-        if const_expr(scales is None):
-            strides = tuple(stride_bytes(out, axis) for axis in range(4))
-            results = Output(address(out), strides, logs_of(lse), None, length(q, 2))
-        else:
-            quant = quant_of(out, scales, positions, table)
-            results = Output(None, None, logs_of(lse), None, length(q, 2), quant)
-        norm = QueryNorm.of(squares, eps, positions, table)
-        self.decode.launch(q, sources, results, sink, scale_log2, splits, split_tiles, ctas, stream, norm)
-
-
 # ---- key
 
 
@@ -1432,10 +1161,11 @@ class RawDecodeKernel:
 class DecodeKey(DecodeKernelKey):
     """What distinguishes one compiled kernel from another. Both caches are fp8_ds_mla.
 
-    heads, second   DecodeConfig's heads and extra: calls name the list and cache `extra`, entry arguments end with 1
-    out_fp32        results are fp32, not bf16
-    quantized       results are turned back and become e4m3 codes, see quant_output; not with out_fp32
-    raw             queries are normed and rotated, see QueryNorm; with out_fp32 or quantized
+    heads       of a CTA: 16, 32 or 64; more heads make several head groups, and those of the last may be fewer
+    second      how the extra list (list1) names its rows: "none" (there is none), "listed" by slot, "dense" by page
+    out_fp32    results are fp32, not bf16
+    quantized   results are turned back and become e4m3 codes, see quant_output; not with out_fp32
+    raw         queries are normed and rotated, see params.QueryNorm; with out_fp32 or quantized
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode"
@@ -1447,31 +1177,24 @@ class DecodeKey(DecodeKernelKey):
     raw: bool = False
 
     @property
+    def warps(self) -> int:
+        """Of a warpgroup whose rows of S, P and O are not all padding."""
+        return -(-self.heads // 16)
+
+    @property
+    def name(self) -> str:
+        kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized
+        return f"sparse_mla_decode_h{self.heads}_{self.second}{kind}"
+
+    @property
     def smem_bytes(self) -> int:
         return smem_bytes()
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        used = ("wgmma", "bulk.load", "st.async", "mbarrier", "setmaxnreg")
         own = () if self.out_fp32 else ("cvt.e4m3",) if self.quantized else ("stmatrix",)
-        return *used, *own
+        return "wgmma", "bulk.load", "st.async", "mbarrier", "setmaxnreg", *own
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        config = DecodeConfig(self.heads, self.second, self.out_fp32, self.quantized, self.raw)
-        q, *lists, out, lse = (arguments := fake_decode(self.out_fp32))[:7]
-        *lengths_and_sink, scale, splits, split_tiles, ctas, stream = arguments[7:]
-        rest = splits, split_tiles, ctas, stream
-        codes, scales, positions, table = fake_quant()
-        if self.raw:
-            squares = make_fake_tensor(
-                Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4
-            )
-            results = (codes, scales) if self.quantized else (out, None)
-            return RawDecodeKernel(config), (
-                *(q, squares, *lists, *results, positions, table, lse, *lengths_and_sink, scale, Float32(0), *rest),
-            )
-        if self.quantized:
-            return QuantDecodeKernel(config), (
-                *(q, *lists, codes, scales, positions, table, lse, *lengths_and_sink, scale, *rest),
-            )
-        return DecodeKernel(config), arguments
+        fakes = fake_decode(self.out_fp32, quantized=self.quantized, raw=self.raw)
+        return entry_point(DecodeKernel(self).launch, fakes)

@@ -60,7 +60,7 @@ class Planner:
 
     Every CTA goes through all lengths by itself, so nobody waits for a kernel ahead or shares memory with another call.
 
-    heads, extra   DecodeConfig's; there is an extra list
+    heads, extra   DecodeKey's heads and second; there is an extra list
     scratch        address of shared memory that is free until rows are copied (the ring of copies), for
 
         weights   [384] of work tiles, all different: tiles, then number; -1 if it is left out

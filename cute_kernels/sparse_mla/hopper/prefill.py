@@ -31,24 +31,21 @@ perf/log/prefill.md what was tried.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.utils import hopper_helpers
 
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.convert import bf16_high, bf16_low
-from cute_kernels.dsl.reduce import over_quad, pairwise
-from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.dsl.entry import entry_point
+from cute_kernels.dsl.reduce import over_quad
+from cute_kernels.dsl.tensor import length
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
 from cute_kernels.kv_cache.query_norm import inverse_rms
@@ -65,43 +62,49 @@ from cute_kernels.sparse_mla.hopper.index_loader import (
     list_bytes,
     own_lane,
 )
-from cute_kernels.sparse_mla.kernel_args import fake_gathered
+from cute_kernels.sparse_mla.hopper.prefill_softmax import (
+    FACTOR,
+    KEYS,
+    P_BYTES,
+    ROWS,
+    SIDE,
+    SLAB_BYTES,
+    SLAB_ROW_BYTES,
+    STEP,
+    load_factors,
+    load_q,
+    load_sink,
+    mask,
+    multiply_pv,
+    own_head,
+    smem_layouts,
+    softmax,
+    store_logs,
+    store_p,
+    thread_idx,
+    tiled_mmas,
+)
+from cute_kernels.sparse_mla.kernel_args import GatheredArgs, MixedArgs, fake_gathered
 from cute_kernels.sparse_mla.params import (
-    HEAD_GROUP,
     LEAST_SCALE,
     NEG_MAX,
-    RESCALE_THRESHOLD,
-    GatheredKV,
     PrefillOutput,
     PrefillQuery,
     PrefillScheduler,
-    out_scale_of,
     output_policy,
     row_units,
 )
-from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
-from cute_kernels.sparse_mla.schedule import TILE
 
 # ---- config
 
-KEYS = TILE
-ROWS = HEAD_GROUP
-"""Of S, P and O, as tensor cores take them; those of heads that are not there are zero."""
-
 SLAB = 64
 SLABS = HEAD_DIM // SLAB
-
-STEP = 16
-"""Columns that an instruction multiplies."""
 
 HELD = 384
 """Columns of the queries in registers: a quarter of them each, per thread. More would leave too few for the scores, and
 fewer would leave too little memory for three stages."""
 
 KV_STAGES, P_STAGES = 3, 2
-
-PV_DIM = HEAD_DIM // 2
-"""Columns of O that one of two warpgroups has."""
 
 FIRST_PV, PRODUCER, WARPGROUPS = 1, 3, 4
 """Numbers of warpgroups, QK and softmax being 0; how many there are."""
@@ -128,16 +131,10 @@ class PrefillConfig:
 
 # ---- shared memory
 
-SLAB_ROW_BYTES = SLAB * 2
-SLAB_BYTES = KEYS * SLAB_ROW_BYTES
 KV_STAGE_BYTES = SLABS * SLAB_BYTES
-P_BYTES = ROWS * KEYS * 2
 
 HEADER = 32
 """Bytes of a stage's header: of every 16 keys, which are there, and flags of the tile; of queries, their work tile."""
-
-FACTOR = 8
-"""Bytes of a head's factors: what to multiply O with before a tile, and what behind a work tile's last one."""
 
 TARGET = 8
 """Bytes of a tile's target: its flags and its work tile."""
@@ -148,29 +145,11 @@ SWIZZLED = ("kv", "q", "p")
 """Parts of shared memory that tensor cores read: 1024-byte aligned."""
 
 
-def smem_parts() -> dict[str, int]:
-    """Bytes of everything in shared memory but the barriers, in order."""
-    return {
-        "kv": KV_STAGES * KV_STAGE_BYTES,
-        "q": ROWS * (HEAD_DIM - HELD) * 2,
-        "p": P_STAGES * P_BYTES,
-        "lists": LISTS * list_bytes(PRODUCER_WARPS),
-        "header": KV_STAGES * HEADER,
-        "cursors": PRODUCER_WARPS * CURSOR,
-        "factor": P_STAGES * ROWS * FACTOR,
-        "target": P_STAGES * TARGET,
-    }
-
-
 BARRIERS = 2 * (KV_STAGES + P_STAGES) + 1
 
 
-def smem_bytes() -> int:
-    return sum(smem_parts().values()) + BARRIERS * 8
-
-
 class Smem(NamedTuple):
-    """Addresses in shared memory, 32 bits wide.
+    """Addresses in shared memory, 32 bits wide; by default sizes in bytes, see smem_parts.
 
     kv        [3][8 slabs][64 rows][64] bf16: keys of a tile, or queries of a work tile
     q         [2 slabs][64 heads][64] bf16: those columns of the work tile's queries that are not in registers
@@ -182,14 +161,23 @@ class Smem(NamedTuple):
     target    [2 stages] targets
     """
 
-    kv: Any
-    q: Any
-    p: Any
-    lists: Any
-    header: Any
-    cursors: Any
-    factor: Any
-    target: Any
+    kv: Any = KV_STAGES * KV_STAGE_BYTES
+    q: Any = ROWS * (HEAD_DIM - HELD) * 2
+    p: Any = P_STAGES * P_BYTES
+    lists: Any = LISTS * list_bytes(PRODUCER_WARPS)
+    header: Any = KV_STAGES * HEADER
+    cursors: Any = PRODUCER_WARPS * CURSOR
+    factor: Any = P_STAGES * ROWS * FACTOR
+    target: Any = P_STAGES * TARGET
+
+
+def smem_parts() -> dict[str, int]:
+    """Bytes of everything but the barriers, in order."""
+    return Smem()._asdict()
+
+
+def smem_bytes() -> int:
+    return sum(smem_parts().values()) + BARRIERS * 8
 
 
 @dataclass(frozen=True)
@@ -335,8 +323,6 @@ def store_header(loader: IndexLoader, headers: Any, stage: Any, place: Any, flag
 
 # ---- MMA and softmax
 
-OWN_SCORES = ROWS * KEYS // 128
-
 NAN_PAIR = 0x7FFF7FFF
 """Two bf16."""
 
@@ -344,9 +330,6 @@ NAN_PAIR = 0x7FFF7FFF
 @dataclass(frozen=True)
 class QkSoftmax:
     """The QK and softmax warpgroup.
-
-    A warp has 16 heads, as tensor cores give them: a thread has 16 keys of each of two. Maxima move only when a head's
-    outgrow theirs by 2^8: sums and O are relative to them, and until they move no thread asks what the others' are.
 
     Raw queries (params.PrefillQuery) are rotated in registers. Their norm is one factor for a whole head, and has no
     place in its columns: it is multiplied with the scale.
@@ -391,7 +374,7 @@ class QkSoftmax:
                 # before the queries are there
                 norm = self.finish_norm(norm)
             bars.kv.wait_full(stage, phase)
-            self.load_q(held, smem.kv + stage * KV_STAGE_BYTES)
+            load_q(held, smem.kv + stage * KV_STAGE_BYTES)
             work_tile = ptx.load_shared_s32(smem.header + stage * HEADER)
             stage, phase = barriers.advance(stage, phase, KV_STAGES)
             scales = [scale, scale]
@@ -416,59 +399,23 @@ class QkSoftmax:
                 flags = ptx.load_shared_s32(header + 16)
                 logits = [Int32(0), Int32(0)]
                 if flags & LAST != 0:
-                    logits = [self.sink_logit(self.head(work_tile, half)) for half in range(2)]
+                    logits = [load_sink(self.sink, self.head(work_tile, half), q.heads) for half in range(2)]
                     if const_expr(q.norm_eps is not None):
                         self.prefetch_squares(work_tile + scheduler.step)
                 warpgroup.wait_group(0)
-                if softmax_thread() & 31 == 0:
+                if thread_idx() & 31 == 0:
                     if is_first:
                         # the queries are in registers, since they have been multiplied
                         cute.arch.mbarrier_arrive(bars.kv.empty(q_stage), arrive_count=2)
                     if flags & LAST != 0:
                         cute.arch.mbarrier_arrive(bars.q_done)
                 is_first, is_published = False, Int32(0)
-                if self.scale_log2 < Float32(0.0):
-                    for i in range_constexpr(OWN_SCORES):
-                        s[i] = -s[i]
-                if (there[0] & there[1] & there[2] & there[3]) != 0xFFFF:
-                    for i in range_constexpr(OWN_SCORES):
-                        bit = there[i // 8] >> ((softmax_thread() & 3) * 2 + (8 * (i // 4 % 2) + i % 2))
-                        s[i] = s[i] if bit & 1 != 0 else Float32(-Float32.inf)
-                factors = [Float32(1.0), Float32(1.0)]
-                largest = [self.reduce(s, half, ptx.max_f32) * scales[half] for half in range(2)]
-                max_logit = [ptx.max_f32(max_logit[half], largest[half]) for half in range(2)]
-                grown = [largest[half] - row_max[half] > Float32(RESCALE_THRESHOLD) for half in range(2)]
-                if cute.arch.vote_any_sync(grown[0] | grown[1]):
-                    for half in range_constexpr(2):
-                        found = over_quad(largest[half], ptx.max_f32)
-                        moved = found if found - row_max[half] > Float32(RESCALE_THRESHOLD) else row_max[half]
-                        # there is nothing before a work tile's first tile
-                        is_new = row_max[half] == Float32(NEG_MAX)
-                        factors[half] = Float32(1.0) if is_new else ptx.exp2(row_max[half] - moved)
-                        row_max[half] = moved
-                for i in range_constexpr(OWN_SCORES):
-                    s[i] = ptx.exp2(ptx.fma_rn(s[i], scales[i // 2 % 2], -row_max[i // 2 % 2]))
-                for half in range_constexpr(2):
-                    row_sum[half] = row_sum[half] * factors[half] + self.reduce(s, half, operator.add)
-
+                mask(s, self.scale_log2, there)
+                factors, max_logit, row_max, row_sum = softmax(s, scales, row_max, row_sum, max_logit)
                 buffer = tile & P_STAGES - 1
                 bars.p.wait_empty(buffer, tile >> P_STAGES.bit_length() - 1 & 1)
-                lane, warp = softmax_thread() & 31, softmax_thread() >> 5
-                p_at = smem.p + buffer * P_BYTES + (warp * 16 + (lane & 15)) * (KEYS * 2)
-                pair = ptx.bf16x2 if config.dtype is BFloat16 else ptx.f16x2
-                for i in range_constexpr(KEYS // STEP):
-                    words = [pair(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]) for j in range(4)]
-                    ptx.store_matrices(p_at + ((2 * i + (lane >> 4)) ^ (lane & 7)) * 16, words)
-                out_scale = [Float32(0.0), Float32(0.0)]
-                if flags & LAST != 0:
-                    for half in range_constexpr(2):
-                        row_sum[half] = over_quad(row_sum[half], operator.add)
-                        out_scale[half] = out_scale_of(row_sum[half], row_max[half], logits[half], self.sink)
-                if (lane & 3) == 0:
-                    for half in range_constexpr(2):
-                        factor_at = smem.factor + (buffer * ROWS + warp * 16 + (lane >> 2) + 8 * half) * FACTOR
-                        ptx.store_shared_64(factor_at, factors[half].bitcast(Int32), out_scale[half].bitcast(Int32))
-                if softmax_thread() == 0:
+                row_sum = store_p(s, smem, buffer, flags, factors, row_max, row_sum, logits, self.sink, config.dtype)
+                if thread_idx() == 0:
                     ptx.store_shared_64(smem.target + buffer * TARGET, flags, work_tile)
                 stage, phase = barriers.advance(stage, phase, KV_STAGES)
                 tile = tile + 1
@@ -479,19 +426,7 @@ class QkSoftmax:
                 norm = self.load_norm(work_tile + scheduler.step)
             for half in range_constexpr(2):
                 most = over_quad(max_logit[half], ptx.max_f32)
-                self.store_logs(work_tile, half, most, row_max[half], row_sum[half])
-
-    @cute.jit
-    def load_q(self, held: cute.Tensor, q_at: Any) -> None:
-        """Load the queries that are held: lane i gives the address of row i % 8 of matrix i // 8."""
-        lane, warp = softmax_thread() & 31, softmax_thread() >> 5
-        row_at = q_at + (warp * 16 + (lane & 15)) * SLAB_ROW_BYTES
-        words = cute.recast_tensor(held, Int32)
-        for step in range_constexpr(HELD // STEP):
-            chunk = (2 * (step % 4) + (lane >> 4)) ^ (lane & 7)
-            four = ptx.load_matrices(row_at + step // 4 * SLAB_BYTES + chunk * 16)
-            for i in range_constexpr(4):
-                words[4 * step + i] = four[i]
+                store_logs(scheduler, q.heads, self.out, work_tile, half, most, row_max[half], row_sum[half])
 
     @cute.jit
     def load_norm(self, work_tile: Any) -> tuple[Any, Any]:
@@ -510,7 +445,7 @@ class QkSoftmax:
     def prefetch_squares(self, work_tile: Any) -> None:
         """L2 has the squares of a work tile by the time they are wanted: a lane asks for one of the warp's heads."""
         row, first = self.scheduler.coords(work_tile)
-        head = first + (softmax_thread() >> 5) * 16 + (softmax_thread() & 15)
+        head = first + (thread_idx() >> 5) * 16 + (thread_idx() & 15)
         ptx.prefetch_l2(self.squares_at(row, head), (work_tile < self.scheduler.end) & (head < self.q.heads))
 
     @cute.jit
@@ -518,11 +453,11 @@ class QkSoftmax:
         """What load_norm has loaded: cosines and sines of the thread's pair of every 8 rotary columns, and 1 / rms of
         its heads."""
         angles_at, squares = norm
-        lane_at = angles_at + (softmax_thread() & 31) * 4
+        lane_at = angles_at + (thread_idx() & 31) * 4
         own = [ptx.load_global_s32_again(lane_at + half * HALF_TABLE_BYTES) for half in range(2)]
         angles = []
         for run in range_constexpr(ROPE_DIM // 8):
-            number = run * 4 + (softmax_thread() & 3)
+            number = run * 4 + (thread_idx() & 3)
             angles.append([cute.arch.shuffle_sync(angle, number).bitcast(Float32) for angle in own])
         return angles, [self.inverse_rms(four) for four in squares]
 
@@ -580,43 +515,13 @@ class QkSoftmax:
         # tensor cores read it
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        if softmax_thread() & 31 == 0:
+        if thread_idx() & 31 == 0:
             cute.arch.mbarrier_arrive(self.bars.p.full(tile & P_STAGES - 1))
-
-    def reduce(self, s: Any, half: int, combine: Any) -> Any:
-        """Of the thread's scores of one of its heads."""
-        own = [s[i] for i in range(OWN_SCORES) if i // 2 % 2 == half]
-        return pairwise(own, combine)
 
     def head(self, work_tile: Any, half: int) -> Any:
         """The thread's first or second head."""
         _, first = self.scheduler.coords(work_tile)
-        return first + (softmax_thread() >> 5) * 16 + (softmax_thread() >> 2 & 7) + 8 * half
-
-    @cute.jit
-    def sink_logit(self, head: Any) -> Any:
-        found = Int32(0)
-        if self.sink != 0:
-            found = ptx.load_global_s32_again_where(head < self.q.heads, self.sink + Int64(head) * 4)
-        return found
-
-    @cute.jit
-    def store_logs(self, work_tile: Any, half: cutlass.Constexpr, most: Any, row_max: Any, row_sum: Any) -> None:
-        """Store what a head's logits come to."""
-        row, _ = self.scheduler.coords(work_tile)
-        head = self.head(work_tile, half)
-        lse = (row_max + ptx.log2(row_sum)) * Float32(ptx.LN_2)
-        lse = Float32(Float32.inf) if row_sum == Float32(0.0) else lse
-        is_own = (softmax_thread() & 3 == 0) & (head < self.q.heads)
-        if const_expr(self.out.max_logits is not None):
-            self.out.max_logits.store((row, head), most * Float32(ptx.LN_2), is_own)
-        self.out.lse.store((row, head), lse, is_own)
-
-
-def softmax_thread() -> Any:
-    """The thread's number in the QK and softmax warpgroup, computed anew: the loop over tiles has no register to
-    spare."""
-    return ptx.thread_again() & 127
+        return own_head(first, half)
 
 
 # ---- PV and epilogue
@@ -626,7 +531,7 @@ def softmax_thread() -> Any:
 class PvEpilogue:
     """A PV and epilogue warpgroup: columns 256 * side to 256 * side + 255 of O.
 
-    p_layout, v_layout   of P, and of the columns of a tile
+    layouts   of P, and of the columns of a tile
     """
 
     config: PrefillConfig
@@ -638,8 +543,7 @@ class PvEpilogue:
     thread: Any
     side: Any
     pv: Any
-    p_layout: Any
-    v_layout: Any
+    layouts: tuple[Any, Any]
 
     @cute.jit
     def run(self) -> None:
@@ -648,7 +552,7 @@ class PvEpilogue:
         lane = self.thread & 31
         warp = cute.arch.make_warp_uniform(self.thread >> 5)
         part = pv.get_slice(self.thread)
-        o = cute.make_rmem_tensor(part.partition_shape_C((ROWS, PV_DIM)), Float32)
+        o = cute.make_rmem_tensor(part.partition_shape_C((ROWS, SIDE)), Float32)
         own_row = warp * 16 + (lane >> 2)
 
         tile = Int32(0)
@@ -670,24 +574,12 @@ class PvEpilogue:
                 bars.p.wait_full(buffer, tile >> P_STAGES.bit_length() - 1 & 1)
                 bars.kv.wait_full(stage, phase)
                 flags, work_tile = ptx.load_shared_64(smem.target + buffer * TARGET)
-                factor_at = smem.factor + (buffer * ROWS + own_row) * FACTOR
-                both = [ptx.load_shared_f32x2(factor_at + half * (8 * FACTOR)) for half in range(2)]
-                factors, out_scale = [each[0] for each in both], [each[1] for each in both]
+                factors, out_scale = load_factors(smem, buffer, own_row)
                 if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
-                    self.rescale(o, factors)
+                    wgmma.scale_rows(o, factors)
                 v_at = smem.kv + stage * KV_STAGE_BYTES + self.side * (KV_STAGE_BYTES // 2)
-                v_tile = wgmma.uniform_tile(v_at, self.v_layout, self.config.dtype)
-                transposed = cute.composition(v_tile, cute.make_layout((PV_DIM, KEYS), stride=(KEYS, 1)))
-                v = pv.make_fragment_B(part.partition_B(transposed))
-                p_tile = wgmma.uniform_tile(smem.p + buffer * P_BYTES, self.p_layout, self.config.dtype)
-                p = pv.make_fragment_A(part.partition_A(p_tile))
-                if const_expr(self.config.converted):
-                    cute.arch.fence_view_async_shared()
-                warpgroup.fence()
-                for step in range_constexpr(KEYS // STEP):
-                    cute.gemm(pv, o, p[None, None, step], v[None, None, step], o)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
+                config = self.config
+                multiply_pv(pv, part, o, smem, buffer, v_at, self.layouts, config.dtype, config.converted)
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(bars.p.empty(buffer))
@@ -702,28 +594,23 @@ class PvEpilogue:
                 self.store(o, out_scale, work_tile, own_row, lane)
 
     @cute.jit
-    def rescale(self, o: cute.Tensor, factors: Any) -> None:
-        for i in range_constexpr(PV_DIM // 2):
-            o[i] = o[i] * factors[i // 2 % 2]
-
-    @cute.jit
     def store(self, o: cute.Tensor, out_scale: Any, work_tile: Any, own_row: Any, lane: Any) -> None:
         """Store this warpgroup's columns of a work tile's rows of O."""
         out = self.out
         if const_expr(out.scale is not None):
             out_scale = [scale * out.scale for scale in out_scale]
-        self.rescale(o, out_scale)
+        wgmma.scale_rows(o, out_scale)
         row, first = self.scheduler.coords(work_tile)
-        target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + self.side * (PV_DIM * 2)
+        target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + self.side * (SIDE * 2)
         heads = self.q.left(first) - own_row
-        wgmma.store_bf16(o, lane, target, out.head, heads, Int32(PV_DIM), PV_DIM, out.policy)
+        wgmma.store_bf16(o, lane, target, out.head, heads, Int32(SIDE), SIDE, out.policy)
 
 
 # ---- kernel
 
 
 class PrefillKernel:
-    """Entry point: see kernel_args (gathered).
+    """See kernel_args.GatheredArgs, kernel_args.MixedArgs.
 
     producer   type of the producer
     """
@@ -732,78 +619,29 @@ class PrefillKernel:
         self.config, self.producer = config, producer
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        kv: cute.Tensor,
-        indices: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        results = PrefillOutput.of(out, max_logits, lse, policy=output_policy(length(q, 0) * length(q, 1)))
-        self.launch(q, GatheredKV.of(kv, indices, lengths), results, sink, scale_log2, ctas, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        kv: Any,
-        out: PrefillOutput,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-        norm: tuple[Any, ...] = (),
-    ) -> None:
-        """norm   what PrefillQuery knows of raw queries"""
+    def launch(self, args: GatheredArgs | MixedArgs) -> None:
         self.kernel.set_name_prefix(self.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        q = args.q
         group_bits = Int32(1) if length(q, 1) > ROWS else Int32(0)
         work_tiles = length(q, 0) << group_bits
         kernel = self.kernel(
-            PrefillQuery.of(q, *norm),
-            kv,
-            out,
-            sink,
-            scale_log2,
+            args.query(),
+            args.sources(),
+            args.output(output_policy(length(q, 0) * length(q, 1))),
+            args.sink,
+            args.scale_log2,
             work_tiles,
             group_bits,
-            self.products(),
-            self.layouts(),
+            tiled_mmas(self.config.dtype),
+            smem_layouts(self.config.dtype, HELD),
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, work_tiles), 1, 1],
+            grid=[cutlass.min(args.ctas, work_tiles), 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
             use_pdl=True,
         )
-
-    def products(self) -> tuple[Any, Any, Any, Any]:
-        """S = Q K^T of queries in registers, twice, as one will accumulate, and of those in shared memory; O = P V, by
-        128 columns, as an instruction with more would need more registers than a thread has before setmaxnreg."""
-        keys, dims = OperandMajorMode.K, OperandMajorMode.MN
-        registers, dtype = warpgroup.OperandSource.RMEM, self.config.dtype
-
-        def make(major: Any, columns: int, **source: Any) -> Any:
-            return hopper_helpers.make_trivial_tiled_mma(
-                dtype, dtype, OperandMajorMode.K, major, Float32, (1, 1, 1), (ROWS, columns), **source
-            )
-
-        held = [make(keys, KEYS, a_source=registers) for _ in range(2)]
-        return *held, make(keys, KEYS), make(dims, PV_DIM // 2)
-
-    def layouts(self) -> tuple[Any, Any, Any, Any]:
-        """Of a tile, of half a tile's columns, of the queries in shared memory, and of P."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.config.dtype)
-        shapes = (KEYS, HEAD_DIM), (KEYS, PV_DIM), (ROWS, HEAD_DIM - HELD), (ROWS, KEYS)
-        k, v, q, p = (cute.tile_to_shape(atom, shape, (0, 1)) for shape in shapes)
-        return k, v, q, p
 
     @cute.kernel
     def kernel(
@@ -869,8 +707,7 @@ class PrefillKernel:
                 thread=own,
                 side=cute.arch.make_warp_uniform(group - FIRST_PV),
                 pv=products[3],
-                p_layout=p_layout,
-                v_layout=v_layout,
+                layouts=(p_layout, v_layout),
             ).run()
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -878,67 +715,6 @@ class PrefillKernel:
             units = row_units(self.producer.row_dtype)
             loader = IndexLoader(kv, scheduler, smem.lists, smem.cursors, PRODUCER_WARPS, units, config.converted)
             self.producer(bars, smem, q, loader).run()
-
-
-class QuantPrefillKernel:
-    """Entry point: as PrefillKernel, with codes, scales, positions and the table of cosines and sines in place of
-    out."""
-
-    def __init__(self) -> None:
-        self.prefill = PrefillKernel(PrefillConfig("sparse_mla_prefill_quant"))
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        kv: cute.Tensor,
-        indices: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        results = PrefillOutput.of_codes(quant_of(codes, scales, positions, table), max_logits, lse)
-        self.prefill.launch(q, GatheredKV.of(kv, indices, lengths), results, sink, scale_log2, ctas, stream)
-
-
-class NormQuantPrefillKernel:
-    """Entry point: as QuantPrefillKernel, with the sums of squares fp32 [rows, heads * 4] behind q, and eps of the
-    queries' norm behind the scale."""
-
-    def __init__(self) -> None:
-        self.prefill = PrefillKernel(PrefillConfig("sparse_mla_prefill_norm_quant"))
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        squares: cute.Tensor,
-        kv: cute.Tensor,
-        indices: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        sink: Int64,
-        scale_log2: Float32,
-        norm_eps: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        results = PrefillOutput.of_codes(quant_of(codes, scales, positions, table), max_logits, lse)
-        norm = norm_eps, address(squares), stride_bytes(squares, 0)
-        self.prefill.launch(q, GatheredKV.of(kv, indices, lengths), results, sink, scale_log2, ctas, stream, norm)
 
 
 # ---- key
@@ -959,7 +735,7 @@ class PrefillKey(KernelKey):
         return "wgmma", "cp.async", "ldmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PrefillKernel(PrefillConfig("sparse_mla_prefill")), fake_gathered()
+        return entry_point(PrefillKernel(PrefillConfig("sparse_mla_prefill")).launch, fake_gathered())
 
 
 @dataclass(frozen=True)
@@ -973,8 +749,8 @@ class QuantPrefillKey(PrefillKey):
         return *super().instructions, "cvt.e4m3"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        q, kv, indices, _, *others = fake_gathered()
-        return QuantPrefillKernel(), (q, kv, indices, *fake_quant(), *others)
+        config = PrefillConfig("sparse_mla_prefill_quant")
+        return entry_point(PrefillKernel(config).launch, fake_gathered(quantized=True))
 
 
 @dataclass(frozen=True)
@@ -984,7 +760,5 @@ class NormQuantPrefillKey(QuantPrefillKey):
     kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_norm_quant"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        _, (q, *others, ctas, stream) = super().build()
-        shape = cute.sym_int(), cute.sym_int()
-        squares = make_fake_tensor(Float32, shape, stride=(cute.sym_int64(divisibility=4), 1), assumed_align=16)
-        return NormQuantPrefillKernel(), (q, squares, *others, Float32(0), ctas, stream)
+        config = PrefillConfig("sparse_mla_prefill_norm_quant")
+        return entry_point(PrefillKernel(config).launch, fake_gathered(quantized=True, raw=True))

@@ -16,13 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import BFloat16, Constexpr, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Constexpr, Float8E4M3FN, Float16, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.paging import Batch
-from cute_kernels.dsl.tensor import length
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.sparse_mla.hopper.index_loader import COPIED_ROWS, END, KEPT_AT, LAST, IndexLoader, own_lane
 from cute_kernels.sparse_mla.hopper.prefill import (
     HEADER,
@@ -30,8 +28,6 @@ from cute_kernels.sparse_mla.hopper.prefill import (
     KV_STAGE_BYTES,
     KV_STAGES,
     SLAB,
-    SLAB_BYTES,
-    SLAB_ROW_BYTES,
     SLABS,
     Bars,
     PrefillConfig,
@@ -41,8 +37,9 @@ from cute_kernels.sparse_mla.hopper.prefill import (
     Smem,
     store_header,
 )
+from cute_kernels.sparse_mla.hopper.prefill_softmax import SLAB_BYTES, SLAB_ROW_BYTES
 from cute_kernels.sparse_mla.kernel_args import fake_mixed
-from cute_kernels.sparse_mla.params import MixedKV, PrefillOutput, PrefillQuery, SlotCache, output_policy
+from cute_kernels.sparse_mla.params import PrefillQuery
 
 # ---- config
 
@@ -223,42 +220,6 @@ class Fp8Producer:
             cute.arch.mbarrier_arrive(self.bars.kv.full(stage))
 
 
-# ---- kernel
-
-
-class MixedKernel:
-    """Entry point: see kernel_args (mixed)."""
-
-    def __init__(self, config: PrefillConfig, producer: Any) -> None:
-        self.prefill = PrefillKernel(config, producer)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        window: cute.Tensor,
-        compressed: cute.Tensor,
-        indices: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        scale: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        caches, batch = (SlotCache.of(window), SlotCache.of(compressed)), Batch(starts, seq_lens, requests)
-        kv = MixedKV.of(*caches, indices, window_size, lengths, batch)
-        policy = output_policy(length(q, 0) * length(q, 1))
-        results = PrefillOutput.of(out, None, lse, scale=scale, policy=policy)
-        self.prefill.launch(q, kv, results, sink, scale_log2, ctas, stream)
-
-
 # ---- keys
 
 
@@ -269,7 +230,7 @@ class MixedKey(PrefillKey):
     kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_mixed"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedKernel(MIXED, Producer), fake_mixed(BFloat16)
+        return entry_point(PrefillKernel(MIXED, Producer).launch, fake_mixed(BFloat16))
 
 
 @dataclass(frozen=True)
@@ -279,4 +240,4 @@ class MixedFp8Key(MixedKey):
     kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_mixed_fp8"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedKernel(MIXED_FP8, Fp8Producer), fake_mixed(Float8E4M3FN)
+        return entry_point(PrefillKernel(MIXED_FP8, Fp8Producer).launch, fake_mixed(Float8E4M3FN))

@@ -33,44 +33,55 @@ perf/log/prefill_paged.md what was tried; prefill_paged_cluster.py splits rows.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.utils import hopper_helpers
 
 from cute_kernels.dsl import barriers, ptx, wgmma
-from cute_kernels.dsl.paging import Batch
-from cute_kernels.dsl.reduce import over_quad, pairwise
+from cute_kernels.dsl.entry import entry_point
+from cute_kernels.dsl.reduce import over_quad
 from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.kernel_args import fake_paged
+from cute_kernels.sparse_mla.hopper.index_loader import END, LAST
+from cute_kernels.sparse_mla.hopper.prefill_softmax import (
+    FACTOR,
+    KEYS,
+    P_BYTES,
+    ROWS,
+    SIDE,
+    SLAB_BYTES,
+    SLAB_ROW_BYTES,
+    STEP,
+    load_factors,
+    load_q,
+    load_sink,
+    mask,
+    multiply_pv,
+    own_head,
+    smem_layouts,
+    softmax,
+    store_logs,
+    store_p,
+    thread_idx,
+    tiled_mmas,
+)
+from cute_kernels.sparse_mla.kernel_args import PagedArgs, fake_paged
 from cute_kernels.sparse_mla.params import (
-    HEAD_GROUP,
     NEG_MAX,
-    RESCALE_THRESHOLD,
     PagedKV,
     PrefillOutput,
     PrefillQuery,
     PrefillScheduler,
-    out_scale_of,
 )
-from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
-from cute_kernels.sparse_mla.schedule import TILE
 
 # ---- config
-
-KEYS = TILE
-ROWS = HEAD_GROUP
-"""Heads of a work tile, as tensor cores take them; those that are not there are zero."""
 
 SLAB = 64
 SLABS = HEAD_DIM // SLAB
@@ -82,9 +93,6 @@ FIRST_HALF = SLABS // 2
 
 HELD = 256
 """Columns of the queries in registers; the others stay in shared memory while the work tile lasts."""
-
-SIDE = HEAD_DIM // 2
-"""Columns of O that one of two warpgroups has."""
 
 STAGE_BITS = 1
 KV_STAGES = 1 << STAGE_BITS
@@ -113,10 +121,7 @@ Q_BARRIER, PV_BARRIER = 1, 2
 
 # ---- shared memory
 
-SLAB_BYTES = KEYS * SLAB * 2
-SLAB_ROW_BYTES = SLAB * 2
 KV_STAGE_BYTES = SLABS * SLAB_BYTES
-P_BYTES = ROWS * KEYS * 2
 
 ROW_BYTES = FP8_DS_MLA.data_bytes
 CODES = LAST_SLAB * SLAB
@@ -152,14 +157,8 @@ records."""
 HEADER = 32
 """Bytes of a KV stage's header: of every 16 keys, which are there, and flags of the tile."""
 
-LAST, END = 1, 2
-"""Flags of a tile: it ends a work tile; that is the CTA's last one."""
-
 NO_TILE = -1
 """Flags of a row list behind the CTA's last tile."""
-
-FACTOR = 8
-"""Bytes of a head's factors: what to multiply O with before a tile, and what behind a work tile's last one."""
 
 TARGET = 8
 """Bytes of a tile's target: its flags and its work tile."""
@@ -168,31 +167,11 @@ SWIZZLED = ("kv", "q", "p")
 """What tensor cores read: 1024-byte aligned."""
 
 
-def smem_parts() -> dict[str, int]:
-    """Bytes of everything in shared memory but the barriers, in order."""
-    return {
-        "kv": KV_STAGES * KV_STAGE_BYTES,
-        "q": ROWS * (HEAD_DIM - HELD) * 2,
-        "p": P_STAGES * P_BYTES,
-        "fp8": KEYS * CODES,
-        "scale": PRODUCER_WARPS * GROUPS * 32 * SCALES,
-        "row_list": ROW_LISTS * ROW_LIST,
-        "cursor": PRODUCER_WARPS * CURSOR,
-        "header": KV_STAGES * HEADER,
-        "factor": P_STAGES * ROWS * FACTOR,
-        "target": P_STAGES * TARGET,
-    }
-
-
 BARRIERS = 3 * KV_STAGES + 2 * P_STAGES + ROW_LISTS
 
 
-def smem_bytes() -> int:
-    return sum(smem_parts().values()) + BARRIERS * 8
-
-
 class Smem(NamedTuple):
-    """Addresses in shared memory, 32 bits wide.
+    """Addresses in shared memory, 32 bits wide; by default sizes in bytes, see smem_parts.
 
     kv         [2 stages][8 slabs][64 keys][64] bf16: K, and V
     q          [4 slabs][64 heads][64] bf16: the last columns of the work tile's queries, for a while the first ones
@@ -206,16 +185,16 @@ class Smem(NamedTuple):
     target     [2 stages] targets
     """
 
-    kv: Any
-    q: Any
-    p: Any
-    fp8: Any
-    scale: Any
-    row_list: Any
-    cursor: Any
-    header: Any
-    factor: Any
-    target: Any
+    kv: Any = KV_STAGES * KV_STAGE_BYTES
+    q: Any = ROWS * (HEAD_DIM - HELD) * 2
+    p: Any = P_STAGES * P_BYTES
+    fp8: Any = KEYS * CODES
+    scale: Any = PRODUCER_WARPS * GROUPS * 32 * SCALES
+    row_list: Any = ROW_LISTS * ROW_LIST
+    cursor: Any = PRODUCER_WARPS * CURSOR
+    header: Any = KV_STAGES * HEADER
+    factor: Any = P_STAGES * ROWS * FACTOR
+    target: Any = P_STAGES * TARGET
 
     @classmethod
     def allocate(cls, allocator: SmemAllocator) -> Smem:
@@ -225,6 +204,15 @@ class Smem(NamedTuple):
             place = allocator.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
             places.append(place.iterator.toint())
         return cls(*places)
+
+
+def smem_parts() -> dict[str, int]:
+    """Bytes of everything but the barriers, in order."""
+    return Smem()._asdict()
+
+
+def smem_bytes() -> int:
+    return sum(smem_parts().values()) + BARRIERS * 8
 
 
 @dataclass(frozen=True)
@@ -267,14 +255,6 @@ class Bars:
     def wait_rows(self, tile: Any) -> None:
         """Until a tile's row list says where its rows are."""
         ptx.wait_mbarrier((self.rows + (tile & ROW_LISTS - 1)).toint(), tile // ROW_LISTS & 1)
-
-
-# The thread's numbers, computed anew: loops over tiles have no registers to spare.
-
-
-def thread_idx() -> Any:
-    """In its warpgroup."""
-    return ptx.thread_again() & 127
 
 
 def lane_idx() -> Any:
@@ -759,11 +739,6 @@ class Producer:
 
 # ---- MMA and softmax
 
-STEP = 16
-"""Columns that an instruction multiplies."""
-
-OWN_SCORES = ROWS * KEYS // 128
-
 AT_ONCE = 4
 """Heads that a warp copies at a time: 8 lanes have the 128 bytes of a slab's row."""
 
@@ -784,9 +759,6 @@ class Epilogue(Protocol):
 @dataclass(frozen=True)
 class QkSoftmax:
     """The QK and softmax warpgroup.
-
-    A warp has 16 heads, as tensor cores give them: a thread has 16 keys of each of two. Maxima move only when a head's
-    outgrow theirs by 2^8: sums and O are relative to them, and until they move no thread asks what the others' are.
 
     It copies the queries itself, half of the columns after the other, into the same memory: those that come first go on
     into registers. Copies of a work tile's first ones are under way while the last softmax of the one before goes on.
@@ -841,50 +813,15 @@ class QkSoftmax:
                 flags = ptx.load_shared_s32(header_at + 16)
                 logits = [Int32(0), Int32(0)]
                 if flags & LAST != 0:
-                    logits = [self.load_sink(self.head(work_tile, half)) for half in range(2)]
+                    logits = [load_sink(self.sink, self.head(work_tile, half), self.q.heads) for half in range(2)]
                 warpgroup.wait_group(0)
                 self.copy_next_q_async(flags, work_tile)
                 is_first, is_public = False, Int32(0)
-                if self.scale_log2 < Float32(0.0):
-                    for i in range_constexpr(OWN_SCORES):
-                        scores[i] = -scores[i]
-                if (valid[0] & valid[1] & valid[2] & valid[3]) != 0xFFFF:
-                    for i in range_constexpr(OWN_SCORES):
-                        bit = valid[i // 8] >> ((thread_idx() & 3) * 2 + (8 * (i // 4 % 2) + i % 2))
-                        scores[i] = scores[i] if bit & 1 != 0 else Float32(-Float32.inf)
-                factors = [Float32(1.0), Float32(1.0)]
-                largest = [self.reduce(scores, half, ptx.max_f32) * scale for half in range(2)]
-                max_logit = [ptx.max_f32(max_logit[half], largest[half]) for half in range(2)]
-                grown = [largest[half] - row_max[half] > Float32(RESCALE_THRESHOLD) for half in range(2)]
-                if cute.arch.vote_any_sync(grown[0] | grown[1]):
-                    for half in range_constexpr(2):
-                        found = over_quad(largest[half], ptx.max_f32)
-                        moved = found if found - row_max[half] > Float32(RESCALE_THRESHOLD) else row_max[half]
-                        # there is nothing before a work tile's first tile
-                        is_new = row_max[half] == Float32(NEG_MAX)
-                        factors[half] = Float32(1.0) if is_new else ptx.exp2(row_max[half] - moved)
-                        row_max[half] = moved
-                for i in range_constexpr(OWN_SCORES):
-                    scores[i] = ptx.exp2(ptx.fma_rn(scores[i], scale, -row_max[i // 2 % 2]))
-                for half in range_constexpr(2):
-                    row_sum[half] = row_sum[half] * factors[half] + self.reduce(scores, half, operator.add)
-
+                mask(scores, self.scale_log2, valid)
+                factors, max_logit, row_max, row_sum = softmax(scores, [scale, scale], row_max, row_sum, max_logit)
                 buffer = tile & P_STAGES - 1
                 bars.p.wait_empty(buffer, tile >> P_BITS & 1)
-                lane, warp = thread_idx() & 31, thread_idx() >> 5
-                p_at = smem.p + buffer * P_BYTES + (warp * 16 + (lane & 15)) * (KEYS * 2)
-                for i in range_constexpr(KEYS // STEP):
-                    words = [ptx.bf16x2(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]) for j in range(4)]
-                    ptx.store_matrices(p_at + ((2 * i + (lane >> 4)) ^ (lane & 7)) * 16, words)
-                out_scales = [Float32(0.0), Float32(0.0)]
-                if flags & LAST != 0:
-                    for half in range_constexpr(2):
-                        row_sum[half] = over_quad(row_sum[half], operator.add)
-                        out_scales[half] = out_scale_of(row_sum[half], row_max[half], logits[half], self.sink)
-                if (lane & 3) == 0:
-                    for half in range_constexpr(2):
-                        factor_at = smem.factor + (buffer * ROWS + warp * 16 + (lane >> 2) + 8 * half) * FACTOR
-                        ptx.store_shared_64(factor_at, factors[half].bitcast(Int32), out_scales[half].bitcast(Int32))
+                row_sum = store_p(scores, smem, buffer, flags, factors, row_max, row_sum, logits, self.sink)
                 if thread_idx() == 0:
                     ptx.store_shared_64(smem.target + buffer * TARGET, flags, work_tile)
                 stage, phase = barriers.advance(stage, phase, KV_STAGES)
@@ -903,7 +840,7 @@ class QkSoftmax:
         work_tile = work_tile + scheduler.step
         # a warp's products have the heads that it has copied
         self.settle()
-        self.load_q(held)
+        load_q(held, self.smem.q)
         cute.arch.sync_warp()
         # waited for when they are needed
         self.copy_q_async(work_tile, range(HELD // SLAB, SLABS))
@@ -979,13 +916,6 @@ class QkSoftmax:
         return own_head(first, half)
 
     @cute.jit
-    def load_sink(self, head: Any) -> Any:
-        found = Int32(0)
-        if self.sink != 0:
-            found = ptx.load_global_s32_again_where(head < self.q.heads, self.sink + Int64(head) * 4)
-        return found
-
-    @cute.jit
     def prefetch_q(self, work_tile: Any) -> None:
         """Have a work tile's queries on their way to L2, from which they come sooner."""
         q = self.q
@@ -1019,28 +949,6 @@ class QkSoftmax:
                 ptx.copy_async_or_zero(to, source + slab * SLAB_ROW_BYTES, 16, read)
             source = source + AT_ONCE * q.head
 
-    @cute.jit
-    def load_q(self, held: cute.Tensor) -> None:
-        """A work tile's queries, as many columns as are held in registers."""
-        lane = thread_idx() & 31
-        row_at = self.smem.q + ((thread_idx() >> 5) * 16 + (lane & 15)) * SLAB_ROW_BYTES
-        words = cute.recast_tensor(held, Int32)
-        for step in range_constexpr(HELD // STEP):
-            chunk = (2 * (step % 4) + (lane >> 4)) ^ (lane & 7)
-            four = ptx.load_matrices(row_at + step // 4 * SLAB_BYTES + chunk * 16)
-            for i in range_constexpr(4):
-                words[4 * step + i] = four[i]
-
-    def reduce(self, scores: Any, half: int, combine: Any) -> Any:
-        """Of the thread's scores of one of its heads."""
-        own = [scores[i] for i in range(OWN_SCORES) if i // 2 % 2 == half]
-        return pairwise(own, combine)
-
-
-def own_head(first: Any, half: int) -> Any:
-    """The first or second head of a thread of QK and softmax; first: the work tile's."""
-    return first + (thread_idx() >> 5) * 16 + (thread_idx() >> 2 & 7) + 8 * half
-
 
 # ---- PV and epilogue
 
@@ -1066,7 +974,7 @@ class PvEpilogue:
     @cute.jit
     def run(self) -> None:
         """Store results."""
-        bars, smem, out, pv, (p_layout, v_layout) = self.bars, self.smem, self.out, self.pv, self.layouts
+        bars, smem, out, pv = self.bars, self.smem, self.out, self.pv
         lane = self.thread & 31
         warp = cute.arch.make_warp_uniform(self.thread >> 5)
         part = pv.get_slice(self.thread)
@@ -1075,39 +983,25 @@ class PvEpilogue:
 
         tile = Int32(0)
         stage, phase = barriers.start()
-        flags, coming = Int32(0), self.scheduler.first
+        flags, work_tile = Int32(0), self.scheduler.first - self.scheduler.step
         while flags & END == 0:
             angles = (Int32(0), Int32(0))
             if const_expr(out.quant is not None):
                 # there is time: the first tile's P is not there yet
-                angles = out.quant.angles(self.scheduler.coords(coming)[0], lane)
-                coming = coming + self.scheduler.step
+                angles = out.quant.angles(self.scheduler.coords(work_tile + self.scheduler.step)[0], lane)
             o.fill(0.0)
             out_scales = [Float32(0.0), Float32(0.0)]
-            flags, work_tile = Int32(0), Int32(0)
+            flags = Int32(0)
             while flags & LAST == 0:
                 buffer = tile & P_STAGES - 1
                 bars.p.wait_full(buffer, tile >> P_BITS & 1)
                 bars.kv.wait_full(stage, phase)
                 flags, work_tile = ptx.load_shared_64(smem.target + buffer * TARGET)
-                factor_at = smem.factor + (buffer * ROWS + own_row) * FACTOR
-                found = [ptx.load_shared_f32x2(factor_at + half * (8 * FACTOR)) for half in range(2)]
-                factors, out_scales = [two[0] for two in found], [two[1] for two in found]
+                factors, out_scales = load_factors(smem, buffer, own_row)
                 if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
-                    rescale(o, factors)
+                    wgmma.scale_rows(o, factors)
                 v_at = smem.kv + stage * KV_STAGE_BYTES + self.side * (KV_STAGE_BYTES // 2)
-                v = wgmma.uniform_tile(v_at, v_layout, BFloat16)
-                transposed = cute.composition(v, cute.make_layout((SIDE, KEYS), stride=(KEYS, 1)))
-                v_parts = pv.make_fragment_B(part.partition_B(transposed))
-                p = wgmma.uniform_tile(smem.p + buffer * P_BYTES, p_layout, BFloat16)
-                p_parts = pv.make_fragment_A(part.partition_A(p))
-                # of what producer and softmax have stored in the ordinary way
-                cute.arch.fence_view_async_shared()
-                warpgroup.fence()
-                for step in range_constexpr(KEYS // 16):
-                    cute.gemm(pv, o, p_parts[None, None, step], v_parts[None, None, step], o)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
+                multiply_pv(pv, part, o, smem, buffer, v_at, self.layouts, BFloat16, fences=True)
                 empty = bars.p.empty(buffer), bars.kv.empty(stage)
                 cute.arch.sync_warp()
                 if lane == 0:
@@ -1128,13 +1022,6 @@ class PvEpilogue:
             self.epilogue.store_out(o, out_scales, work_tile, self.side, own_row, lane)
 
 
-@cute.jit
-def rescale(o: Any, factors: Any) -> None:
-    """Multiply the thread's two rows of O."""
-    for i in range_constexpr(SIDE // 2):
-        o[i] = o[i] * factors[i // 2 % 2]
-
-
 @dataclass(frozen=True)
 class StoreEpilogue:
     """Results are stored where the caller wants them."""
@@ -1145,19 +1032,12 @@ class StoreEpilogue:
 
     @cute.jit
     def store_lse(self, work_tile: Any, half: cutlass.Constexpr, max_logit: Any, row_max: Any, row_sum: Any) -> None:
-        row, _ = self.scheduler.coords(work_tile)
-        _, first = self.scheduler.coords(work_tile)
-        head = own_head(first, half)
-        lse = (row_max + ptx.log2(row_sum)) * Float32(ptx.LN_2)
-        lse = Float32(Float32.inf) if row_sum == Float32(0.0) else lse
-        is_own = (thread_idx() & 3 == 0) & (head < self.q.heads)
-        self.out.max_logits.store((row, head), max_logit * Float32(ptx.LN_2), is_own)
-        self.out.lse.store((row, head), lse, is_own)
+        store_logs(self.scheduler, self.q.heads, self.out, work_tile, half, max_logit, row_max, row_sum)
 
     @cute.jit
     def store_out(self, o: Any, out_scales: Any, work_tile: Any, side: Any, own_row: Any, lane: Any) -> None:
         out = self.out
-        rescale(o, out_scales)
+        wgmma.scale_rows(o, out_scales)
         row, first = self.scheduler.coords(work_tile)
         target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + side * (SIDE * 2)
         wgmma.store_bf16(o, lane, target, out.head, self.q.left(first) - own_row, Int32(SIDE), SIDE, out.policy)
@@ -1166,86 +1046,33 @@ class StoreEpilogue:
 # ---- kernel
 
 
-def tiled_mmas() -> tuple[Any, Any, Any, Any]:
-    """S = Q K^T of queries in registers, twice, as one will accumulate, and of those in shared memory; O = P V, by 128
-    columns, as an instruction with more would need more registers than a thread has before setmaxnreg."""
-    keys, dims = OperandMajorMode.K, OperandMajorMode.MN
-    registers = warpgroup.OperandSource.RMEM
-
-    def make(major: Any, columns: int, **source: Any) -> Any:
-        return hopper_helpers.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, 1, 1), (ROWS, columns), **source
-        )
-
-    held = [make(keys, KEYS, a_source=registers) for _ in range(2)]
-    return *held, make(keys, KEYS), make(dims, SIDE // 2)
-
-
-def smem_layouts() -> tuple[Any, Any, Any, Any]:
-    """Of a tile of K, of half of its columns as V, of the queries in shared memory, and of a tile of P."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-    shapes = (KEYS, HEAD_DIM), (KEYS, SIDE), (ROWS, HEAD_DIM - HELD), (ROWS, KEYS)
-    k, v, q, p = (cute.tile_to_shape(atom, shape, (0, 1)) for shape in shapes)
-    return k, v, q, p
-
-
 @dataclass(frozen=True)
 class PagedKernel:
-    """Entry point: see kernel_args (paged)."""
+    """See kernel_args.PagedArgs."""
 
     name: str = "sparse_mla_prefill_paged"
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        swa_cache: cute.Tensor,
-        swa_block_table: cute.Tensor,
-        compressed_cache: cute.Tensor,
-        compressed_block_table: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lists: Int64,
-        list_row: Int64,
-        columns: Int32,
-        compress_ratio: Int32,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        batch = Batch(starts, seq_lens, requests)
-        caches = swa_cache, swa_block_table, compressed_cache, compressed_block_table
-        kv = PagedKV.of(*caches, window_size, (lists, list_row, columns), compress_ratio, batch)
-        self.launch(q, kv, PrefillOutput.of(out, max_logits, lse), sink, scale_log2, ctas, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        kv: PagedKV,
-        out: PrefillOutput,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, args: PagedArgs) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        group_bits = Int32(1) if length(q, 1) > ROWS else Int32(0)
-        work_tiles = length(q, 0) << group_bits
+        group_bits = Int32(1) if length(args.q, 1) > ROWS else Int32(0)
+        work_tiles = length(args.q, 0) << group_bits
         kernel = self.kernel(
-            PrefillQuery.of(q), kv, out, sink, scale_log2, work_tiles, group_bits, tiled_mmas(), smem_layouts()
+            PrefillQuery.of(args.q),
+            args.sources(),
+            args.output(),
+            args.sink,
+            args.scale_log2,
+            work_tiles,
+            group_bits,
+            tiled_mmas(BFloat16),
+            smem_layouts(BFloat16, HELD),
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, work_tiles), 1, 1],
+            grid=[cutlass.min(args.ctas, work_tiles), 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
             use_pdl=True,
         )
 
@@ -1292,46 +1119,6 @@ class PagedKernel:
             Producer(bars, smem, IndexLoader(scheduler, kv, bars, smem)).run()
 
 
-class QuantPagedKernel:
-    """Entry point: as PagedKernel, with codes, scales, positions and the table of cosines and sines in place of out."""
-
-    def __init__(self) -> None:
-        self.paged = PagedKernel("sparse_mla_prefill_paged_quant")
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        swa_cache: cute.Tensor,
-        swa_block_table: cute.Tensor,
-        compressed_cache: cute.Tensor,
-        compressed_block_table: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lists: Int64,
-        list_row: Int64,
-        columns: Int32,
-        compress_ratio: Int32,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        batch = Batch(starts, seq_lens, requests)
-        caches = swa_cache, swa_block_table, compressed_cache, compressed_block_table
-        kv = PagedKV.of(*caches, window_size, (lists, list_row, columns), compress_ratio, batch)
-        out = PrefillOutput.of_codes(quant_of(codes, scales, positions, table), max_logits, lse)
-        self.paged.launch(q, kv, out, sink, scale_log2, ctas, stream)
-
-
 # ---- key
 
 
@@ -1350,7 +1137,7 @@ class PagedKey(KernelKey):
         return "wgmma", "cp.async", "ldmatrix", "stmatrix", "mbarrier", "setmaxnreg", "st.global.128", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PagedKernel(), fake_paged()
+        return entry_point(PagedKernel().launch, fake_paged())
 
 
 @dataclass(frozen=True)
@@ -1364,5 +1151,4 @@ class QuantPagedKey(PagedKey):
         return *super().instructions, "cvt.e4m3"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        arguments = fake_paged()
-        return QuantPagedKernel(), (*arguments[:5], *fake_quant(), *arguments[6:])
+        return entry_point(PagedKernel("sparse_mla_prefill_paged_quant").launch, fake_paged(quantized=True))

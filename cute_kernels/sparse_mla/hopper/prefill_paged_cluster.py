@@ -20,18 +20,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import ptx, wgmma
-from cute_kernels.dsl.paging import Batch, visible_entries
+from cute_kernels.dsl.entry import entry_point
+from cute_kernels.dsl.paging import visible_entries
 from cute_kernels.dsl.tensor import length
 from cute_kernels.sparse_mla.hopper.prefill_paged import (
     HALVES,
-    KEYS,
+    HELD,
     LINE,
     NO_TILE,
     PRODUCER,
@@ -40,8 +40,6 @@ from cute_kernels.sparse_mla.hopper.prefill_paged import (
     PV,
     PV_BARRIER,
     PV_REGISTERS,
-    ROWS,
-    SIDE,
     THREADS,
     TILE_AT,
     Bars,
@@ -52,14 +50,19 @@ from cute_kernels.sparse_mla.hopper.prefill_paged import (
     QkSoftmax,
     Smem,
     lane_idx,
-    own_head,
-    smem_layouts,
     smem_parts,
-    thread_idx,
-    tiled_mmas,
     warp_idx,
 )
-from cute_kernels.sparse_mla.kernel_args import fake_paged
+from cute_kernels.sparse_mla.hopper.prefill_softmax import (
+    KEYS,
+    ROWS,
+    SIDE,
+    own_head,
+    smem_layouts,
+    thread_idx,
+    tiled_mmas,
+)
+from cute_kernels.sparse_mla.kernel_args import PagedArgs, fake_paged
 from cute_kernels.sparse_mla.params import PagedKV, PrefillOutput, PrefillQuery, PrefillScheduler, out_scale_of
 from cute_kernels.sparse_mla.schedule import CLUSTERS
 
@@ -347,54 +350,28 @@ class CombineEpilogue:
 
 
 class PagedClusterKernel:
-    """Entry point: see kernel_args (paged), with splits, at most as many as a cluster has CTAs, and split_tiles."""
+    """See kernel_args.PagedArgs, with splits, at most as many as a cluster has CTAs."""
 
     def __init__(self, ctas: int) -> None:
         self.ctas = ctas
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        swa_cache: cute.Tensor,
-        swa_block_table: cute.Tensor,
-        compressed_cache: cute.Tensor,
-        compressed_block_table: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lists: Int64,
-        list_row: Int64,
-        columns: Int32,
-        compress_ratio: Int32,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, args: PagedArgs) -> None:
         name = f"sparse_mla_prefill_paged_parts{self.ctas}"
         self.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        batch = Batch(starts, seq_lens, requests)
-        caches = swa_cache, swa_block_table, compressed_cache, compressed_block_table
-        kv = PagedKV.of(*caches, window_size, (lists, list_row, columns), compress_ratio, batch, splits, split_tiles)
-        group_bits = Int32(1) if length(q, 1) > ROWS else Int32(0)
-        work_tiles = length(q, 0) << group_bits
+        group_bits = Int32(1) if length(args.q, 1) > ROWS else Int32(0)
+        work_tiles = length(args.q, 0) << group_bits
         kernel = self.kernel(
-            PrefillQuery.of(q),
-            kv,
-            PrefillOutput.of(out, max_logits, lse, sink=sink),
+            PrefillQuery.of(args.q),
+            args.sources(),
+            args.output(args.sink),
             # a split is without the sink
             Int64(0),
-            scale_log2,
+            args.scale_log2,
             work_tiles,
             group_bits,
-            tiled_mmas(),
-            smem_layouts(),
+            tiled_mmas(BFloat16),
+            smem_layouts(BFloat16, HELD),
         )
         kernel.launch(
             # a CTA has a split of one work tile, and there is none behind it
@@ -402,7 +379,7 @@ class PagedClusterKernel:
             block=[THREADS, 1, 1],
             cluster=[1, self.ctas, 1],
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
             use_pdl=True,
         )
 
@@ -474,4 +451,4 @@ class PagedClusterKey(PagedKey):
             raise ValueError(f"blocks: expected one of {CLUSTERS}, got {self.blocks!r}")
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PagedClusterKernel(self.blocks), fake_paged(Int32(1), Int32(0))
+        return entry_point(PagedClusterKernel(self.blocks).launch, fake_paged(split=True))

@@ -36,7 +36,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
@@ -46,7 +45,7 @@ from cutlass.utils import hopper_helpers
 
 from cute_kernels.dsl import barriers, ptx, wgmma
 from cute_kernels.dsl.convert import bf16_floats, e4m3_words, ue8m0_from_absmax, ue8m0_inverse
-from cute_kernels.dsl.paging import Batch
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.dsl.tensor import length
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair_back
@@ -65,21 +64,17 @@ from cute_kernels.sparse_mla.hopper.index_loader import (
     list_bytes,
     own_lane,
 )
-from cute_kernels.sparse_mla.kernel_args import fake_gathered, fake_mixed
+from cute_kernels.sparse_mla.kernel_args import GatheredArgs, MixedArgs, fake_gathered, fake_mixed
 from cute_kernels.sparse_mla.params import (
     NEG_MAX,
     RESCALE_THRESHOLD,
-    GatheredKV,
-    MixedKV,
     PrefillOutput,
     PrefillQuery,
     PrefillScheduler,
-    SlotCache,
     out_scale_of,
     output_policy,
     row_units,
 )
-from cute_kernels.sparse_mla.quant_output import fake_quant, quant_of
 
 # ---- config
 
@@ -790,32 +785,30 @@ class PvEpilogue:
 
 
 class SwapAbKernel:
-    """What the entry points below launch."""
+    """See kernel_args.GatheredArgs, kernel_args.MixedArgs."""
 
     def __init__(self, config: SwapAbConfig) -> None:
         self.config = config
 
     @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        kv: Any,
-        out: PrefillOutput,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, args: GatheredArgs | MixedArgs) -> None:
         self.kernel.set_name_prefix(self.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        work_tiles = length(q, 0)
+        work_tiles = length(args.q, 0)
         kernel = self.kernel(
-            PrefillQuery.of(q), kv, out, sink, scale_log2, work_tiles, self.tiled_mmas(), self.smem_layouts()
+            args.query(),
+            args.sources(),
+            args.output(output_policy(work_tiles * length(args.q, 1))),
+            args.sink,
+            args.scale_log2,
+            work_tiles,
+            self.tiled_mmas(),
+            self.smem_layouts(),
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, work_tiles), 1, 1],
+            grid=[cutlass.min(args.ctas, work_tiles), 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
             use_pdl=True,
         )
 
@@ -892,94 +885,6 @@ class SwapAbKernel:
             Producer(bars, smem, loader).run()
 
 
-class GatheredKernel:
-    """Entry point: see kernel_args (gathered)."""
-
-    def __init__(self, heads: int) -> None:
-        self.swap_ab = SwapAbKernel(SwapAbConfig("sparse_mla_prefill", heads))
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        kv: cute.Tensor,
-        indices: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        policy = output_policy(length(q, 0) * length(q, 1))
-        results = PrefillOutput.of(out, max_logits, lse, policy=policy)
-        self.swap_ab.launch(q, GatheredKV.of(kv, indices, lengths), results, sink, scale_log2, ctas, stream)
-
-
-class QuantGatheredKernel:
-    """Entry point: as GatheredKernel, with codes, scales, positions and the table of cosines and sines in place of
-    out."""
-
-    def __init__(self, heads: int) -> None:
-        self.swap_ab = SwapAbKernel(SwapAbConfig("sparse_mla_prefill", heads, True))
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        kv: cute.Tensor,
-        indices: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        results = PrefillOutput.of_codes(quant_of(codes, scales, positions, table), max_logits, lse)
-        self.swap_ab.launch(q, GatheredKV.of(kv, indices, lengths), results, sink, scale_log2, ctas, stream)
-
-
-class MixedKernel:
-    """Entry point: see kernel_args (mixed)."""
-
-    def __init__(self, heads: int) -> None:
-        self.swap_ab = SwapAbKernel(SwapAbConfig("sparse_mla_mixed", heads))
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        window: cute.Tensor,
-        compressed: cute.Tensor,
-        indices: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        scale: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        caches, batch = (SlotCache.of(window), SlotCache.of(compressed)), Batch(starts, seq_lens, requests)
-        kv = MixedKV.of(*caches, indices, window_size, lengths, batch)
-        policy = output_policy(length(q, 0) * length(q, 1))
-        results = PrefillOutput.of(out, None, lse, scale=scale, policy=policy)
-        self.swap_ab.launch(q, kv, results, sink, scale_log2, ctas, stream)
-
-
 # ---- keys
 
 
@@ -1004,7 +909,10 @@ class SwapAbPrefillKey(KernelKey):
         return "wgmma", "cp.async", "stmatrix", "mbarrier", "setmaxnreg", "griddepcontrol", stores
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return GatheredKernel(self.heads), fake_gathered()
+        return self.entry_of("sparse_mla_prefill", fake_gathered(self.is_quantized))
+
+    def entry_of(self, name: str, fakes: GatheredArgs | MixedArgs) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return entry_point(SwapAbKernel(SwapAbConfig(name, self.heads, self.is_quantized)).launch, fakes)
 
 
 @dataclass(frozen=True)
@@ -1014,10 +922,6 @@ class QuantSwapAbPrefillKey(SwapAbPrefillKey):
     kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_swap_ab_quant"
     is_quantized: ClassVar[bool] = True
 
-    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        q, kv, indices, _, *others = fake_gathered()
-        return QuantGatheredKernel(self.heads), (q, kv, indices, *fake_quant(), *others)
-
 
 @dataclass(frozen=True)
 class SwapAbMixedKey(SwapAbPrefillKey):
@@ -1026,4 +930,4 @@ class SwapAbMixedKey(SwapAbPrefillKey):
     kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_mixed_swap_ab"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return MixedKernel(self.heads), fake_mixed(BFloat16)
+        return self.entry_of("sparse_mla_mixed", fake_mixed(BFloat16))

@@ -42,17 +42,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import mma_sync, ptx
-from cute_kernels.dsl.tensor import address, length, stride_bytes
+from cute_kernels.dsl.entry import entry_point
+from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM, PLAIN_BF16
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number
-from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
+from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.mma_sync import operands
 from cute_kernels.sparse_mla.mma_sync.operands import (
     CHUNK,
@@ -72,7 +72,7 @@ from cute_kernels.sparse_mla.mma_sync.operands import (
     softmax,
     wide_chunk,
 )
-from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, TileScheduler
+from cute_kernels.sparse_mla.params import EXTRA, KVCache, Output, TileScheduler
 
 # ---- config
 
@@ -530,7 +530,7 @@ def store_out(
 
 
 class PortableDecodeKernel:
-    """Entry point: see kernel_args (decode)."""
+    """See kernel_args.DecodeArgs."""
 
     def __init__(self, key: PortableDecodeKey) -> None:
         self.config, self.heads, self.second, self.formats = key.config, key.heads, key.second, key.formats
@@ -541,48 +541,24 @@ class PortableDecodeKernel:
         self.name = f"sparse_mla_decode_portable_h{key.heads}_{key.second}_{names}" + ("_fp32" if key.out_fp32 else "")
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, args: DecodeArgs) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
-        scheduler = TileScheduler.of(q, self.heads, splits, split_tiles, ctas)
+        q = args.q
+        scheduler = TileScheduler.of(q, self.heads, args.splits, args.split_tiles, args.ctas)
         kernel = self.kernel(
             address(q),
             tuple(stride_bytes(q, axis) for axis in range(3)),
-            (KVCache.of(cache0), KVCache.of(cache1)),
-            (
-                IndexList.of_rows(list0, (len0, len0_batch, len0_token), 1),
-                IndexList.of_rows(list1, (len1, len1_batch, len1_token), page_rows),
-            ),
-            Output.of(out, lse, sink),
-            scale_log2,
+            (KVCache.of(args.cache0), KVCache.of(args.cache1)),
+            args.lists(self.second),
+            args.output(),
+            args.scale_log2,
             scheduler,
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, scheduler.end), 1, 1],
+            grid=[cutlass.min(args.ctas, scheduler.end), 1, 1],
             block=[WARPS * LANES, 1, 1],
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
         )
 
     @cute.kernel
@@ -635,11 +611,7 @@ class PortableDecodeKernel:
             ptx.store_shared_s32(producer.cursor + CURRENT * 4, work_tile)
             lane = ptx.again(lane)
             batch, token, split_idx, head_group = scheduler.coords(work_tile)
-            used = lists[0].live(batch, token)
-            used_second = Int32(0)
-            if const_expr(self.second != "none"):
-                used_second = lists[1].live(batch, token)
-            first, end, first_second, end_second = scheduler.columns(split_idx, used, used_second)
+            first, end, first_second, end_second = scheduler.columns_of(lists, self.second, batch, token, split_idx)
             left = self.steps(first_second, end_second)
             ptx.store_shared_s32(producer.cursor + EXTRA_STEPS * 4, left)
             left += self.steps(first, end)
@@ -787,4 +759,4 @@ class PortableDecodeKey(DecodeKernelKey):
         return "mma.sync", "cp.async", "ex2", "ld.global.128", *loads
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return PortableDecodeKernel(self), fake_decode(self.out_fp32, self.format0, self.format1)
+        return entry_point(PortableDecodeKernel(self).launch, fake_decode(self.out_fp32, self.format0, self.format1))

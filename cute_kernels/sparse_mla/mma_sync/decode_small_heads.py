@@ -48,32 +48,24 @@ Shared memory, in this order:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import convert, mma_sync, ptx
-from cute_kernels.dsl.convert import bf16_floats, bf16_words
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import lanes_max_bf16x2
-from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.sparse_mla.kernel_args import DecodeKernelKey, fake_decode
-from cute_kernels.sparse_mla.params import EXTRA, IndexList, KVCache, Output, Query, TileScheduler, logs_of
-from cute_kernels.sparse_mla.quant_output import (
-    SCALED,
-    codes_of_lanes,
-    fake_quant,
-    load_two_angles,
-    quant_of,
-    turn_two,
-)
+from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
+from cute_kernels.sparse_mla.params import EXTRA, KVCache, Output, Query, TileScheduler
+from cute_kernels.sparse_mla.quant_output import SCALED, codes_of_lanes, load_two_angles, turn_two
 
 # ---- config
 
@@ -90,12 +82,11 @@ GROUP = 8
 BLOCK = 64
 """Columns with a scale of their own."""
 
-BLOCK_BYTES = KEYS * BLOCK
-ROPE_BYTES = 2 * BLOCK_BYTES
+assert NOPE_DIM + BLOCK == HEAD_DIM
+
+BLOCK_BYTES, ROPE_BYTES = KEYS * BLOCK, 2 * KEYS * BLOCK
 SCALES_BYTES = KEYS * FP8_DS_MLA.scale_bytes
-CHUNK = 16
-CURSOR_BYTES = 64
-MOST_STAGES = 4
+CHUNK, CURSOR_BYTES, MOST_STAGES = 16, 64, 4
 HEADS = (8, 16)
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 """They convert e4m3 to f16, and have the shared memory."""
@@ -134,10 +125,7 @@ class SmallHeadsConfig:
         """Warps of a KV group."""
         return self.heads // GROUP
 
-    @property
-    def groups(self) -> int:
-        """Of heads; as many as a KV group has warps."""
-        return self.heads // GROUP
+    groups = ranks  # of heads: as many
 
     @property
     def kv_groups(self) -> int:
@@ -183,7 +171,7 @@ class SmallHeadsConfig:
 
     @property
     def stages(self) -> int:
-        free = (SMEM_BYTES[self.arch] + RESERVED) // CTAS_PER_SM - RESERVED - self._bytes(0)
+        free = (SMEM_BYTES[self.arch] + RESERVED) // CTAS_PER_SM - RESERVED - sum(self.parts(0).values())
         return min(free // (WARPS * self.stage_bytes), MOST_STAGES)
 
     @property
@@ -191,24 +179,23 @@ class SmallHeadsConfig:
         return self.stages * self.stage_bytes
 
     @property
-    def partial_bytes(self) -> int:
-        """Of a warp."""
-        return self.groups * LANES * 16
-
-    @property
     def resident(self) -> int:
         """Blocks of Q that a warp keeps in registers, for a work tile; it reads the others in each step. With more, the
         assembler spills."""
         return {1: 0, 2: 2}[self.ranks]
 
+    # ---- of a warp, in bytes ----
+
+    @property
+    def partial_bytes(self) -> int:
+        return self.groups * LANES * 16
+
     @property
     def query_bytes(self) -> int:
-        """Of a warp."""
         return self.groups * self.columns * GROUP * 2
 
     @property
     def peak_bytes(self) -> int:
-        """Of a warp."""
         return self.heads * 4
 
     @property
@@ -218,47 +205,28 @@ class SmallHeadsConfig:
 
     @property
     def result_bytes(self) -> int:
-        """Of a warp."""
         return self.heads * self.pitch
 
-    def _bytes(self, stages: int) -> int:
-        partials = 2 * WARPS * self.partial_bytes if self.ranks > 1 else 0
-        warp = self.peak_bytes + self.result_bytes + CURSOR_BYTES + stages * self.stage_bytes
-        return WARPS * warp + partials + self.ranks * self.query_bytes + self.maxima_bytes
+    def parts(self, stages: int) -> dict[str, int]:
+        """Bytes of everything in shared memory, in order."""
+        return {
+            "rings": WARPS * stages * self.stage_bytes,
+            "partials": 2 * WARPS * self.partial_bytes if self.ranks > 1 else 0,
+            "queries": self.ranks * self.query_bytes,
+            "peaks": WARPS * self.peak_bytes,
+            "results": WARPS * self.result_bytes,
+            "maxima": self.kv_groups * self.heads * 8,
+            "cursors": WARPS * CURSOR_BYTES,
+        }
 
     @property
     def smem_bytes(self) -> int:
-        return self._bytes(self.stages)
+        return sum(self.parts(self.stages).values())
 
-    @property
-    def maxima_bytes(self) -> int:
-        return self.kv_groups * self.heads * 8
-
-    # ---- places, in bytes ----
-
-    @property
-    def partials_at(self) -> int:
-        return WARPS * self.ring_bytes
-
-    @property
-    def queries_at(self) -> int:
-        return self.peaks_at - self.ranks * self.query_bytes
-
-    @property
-    def peaks_at(self) -> int:
-        return self.results_at - WARPS * self.peak_bytes
-
-    @property
-    def results_at(self) -> int:
-        return self.maxima_at - WARPS * self.result_bytes
-
-    @property
-    def maxima_at(self) -> int:
-        return self.cursors_at - self.maxima_bytes
-
-    @property
-    def cursors_at(self) -> int:
-        return self.smem_bytes - WARPS * CURSOR_BYTES
+    def place(self, part: str) -> int:
+        """Where it begins."""
+        names = itertools.takewhile(lambda name: name != part, parts := self.parts(self.stages))
+        return sum(parts[name] for name in names)
 
     # ---- words and registers of a lane: numbers of the first of several ----
 
@@ -285,9 +253,6 @@ def first_column(is_rope: bool, r: int) -> tuple[int, int]:
     """Columns, of the 16 of a chunk, of the sums that lane 4 r + c has: the first two of the first one, for heads 2 c
     and 2 c + 1 of a group, the others of the second one."""
     return (r, r + 8) if is_rope else (2 * r, 2 * r + 1)
-
-
-assert NOPE_DIM + BLOCK == HEAD_DIM
 
 
 class Own(NamedTuple):
@@ -349,17 +314,6 @@ not yet copied; the work tile whose products are under way."""
 
 def steps_of(first: Any, end: Any) -> Any:
     return cutlass.max(end - first + (KEYS - 1), Int32(0)) >> (KEYS.bit_length() - 1)
-
-
-@cute.jit
-def columns_of_split(
-    scheduler: Any, lists: Any, batch: Any, token: Any, split_idx: Any, second: cutlass.Constexpr
-) -> tuple[Any, Any, Any, Any]:
-    """(first, end, first, end): the columns of both lists that a split of a row has."""
-    used, used_second = lists[0].live(batch, token), Int32(0)
-    if const_expr(second != "none"):
-        used_second = lists[1].live(batch, token)
-    return scheduler.columns(split_idx, used, used_second)
 
 
 @dataclass(frozen=True)
@@ -452,15 +406,10 @@ class Producer:
                     words[ROW_SECOND], words[ROW_SECOND + 1] = ptx.halves(self.lists[1].row(batch, token))
                 self.prefetch_queries(batch, token, head_group)
                 self.prefetch_lists(words[ITEM] + self.scheduler.step, warp, lane)
-                first, end, first_second, end_second = columns_of_split(
-                    self.scheduler, self.lists, batch, token, split_idx, self.second
-                )
-                words[COLUMN] = first
-                words[END] = end
-                words[COLUMN_SECOND] = first_second
-                words[END_SECOND] = end_second
-                words[STEPS_FIRST] = steps_of(first, end)
-                words[STEPS] = words[STEPS_FIRST] + steps_of(first_second, end_second)
+                columns = self.scheduler.columns_of(self.lists, self.second, batch, token, split_idx)
+                words[COLUMN], words[END], words[COLUMN_SECOND], words[END_SECOND] = columns
+                words[STEPS_FIRST] = steps_of(*columns[:2])
+                words[STEPS] = words[STEPS_FIRST] + steps_of(*columns[2:])
         self.store_cursor(words, lane)
         return words[ITEM], words[STEP], words[STEPS], words[STEPS_FIRST]
 
@@ -476,28 +425,13 @@ class Producer:
 
     @cute.jit
     def prefetch_lists(self, work_tile: Any, warp: Any, lane: Any) -> None:
-        """L2 has the lengths and the first columns of a work tile by the time they are wanted."""
-        if work_tile < self.scheduler.end and warp == 0:
-            batch, token, _, _ = self.scheduler.coords(work_tile)
-            for i in range_constexpr(1 if self.second == "none" else 2):
-                lists = self.lists[i]
-                columns = lists.columns
-                if const_expr(i == 1 and self.second == "dense"):
-                    columns, _ = divmod(columns, self.caches[1].rows)
-                ptx.prefetch_l2(lists.row(batch, token) + lane * 128, lane * 32 < columns)
-                offset = Int64(batch) * Int64(lists.lengths_batch) + Int64(token) * Int64(lists.lengths_token)
-                ptx.prefetch_l2(lists.lengths + offset * 4, lists.lengths != 0 and lane == 0)
+        is_wanted = work_tile < self.scheduler.end and warp == 0
+        self.scheduler.prefetch(work_tile, self.lists, self.caches[1], self.second, lane, is_wanted)
 
     @cute.jit
     def copy_async(self, stage: Any, warp: Any, lane: Any) -> None:
-        """Have the fetched step's rows copied to a stage, and load the indices of the next one."""
-        self.copy_stage_async(stage, lane)
-        self.load_indices(warp, lane)
-
-    @cute.jit
-    def copy_stage_async(self, stage: Any, lane: Any) -> None:
         """Have the warp's columns of the fetched step copied to a stage, zeros where there is no key; a group of its
-        own."""
+        own. Load the indices of the next one."""
         which = ptx.load_shared_s32(self.cursor + LOADED_LIST * 4)
         if const_expr(self.second == "none"):
             if which >= 0:
@@ -507,6 +441,7 @@ class Producer:
         elif which == 1:
             self.copy_rows_async(stage, lane, 1)
         cute.arch.cp_async_commit_group()
+        self.load_indices(warp, lane)
 
     @cute.jit
     def copy_rows_async(self, stage: Any, lane: Any, which: cutlass.Constexpr) -> None:
@@ -598,7 +533,7 @@ def convert_query(q: Any, factors: Any, given: Any, warp: Warp) -> None:
     config, smem, own, lane = warp.config, warp.smem, warp.own, warp.lane
     r, c = lane >> 2, lane & 3
     words = list(given)
-    peaks = smem + config.peaks_at + own.rank * config.peak_bytes + r * 4
+    peaks = smem + config.place("peaks") + own.rank * config.peak_bytes + r * 4
     mine = peaks + own.kv_group * (config.ranks * config.peak_bytes)
     are_rope = [own.is_last & (own.kv_group * config.shares + share == config.codes) for share in range(config.shares)]
     for group in range_constexpr(config.groups):
@@ -644,7 +579,7 @@ def convert_query(q: Any, factors: Any, given: Any, warp: Warp) -> None:
 def query_at(warp: Warp) -> Any:
     """Where a lane finds its first words of the warp's columns of Q."""
     config, smem, own, lane = warp.config, warp.smem, warp.own, warp.lane
-    return smem + config.queries_at + own.rank * config.query_bytes + lane * 16
+    return smem + config.place("queries") + own.rank * config.query_bytes + lane * 16
 
 
 # ---- dequantization, MMA and softmax
@@ -694,15 +629,7 @@ def are_odd(words: list[Any]) -> Any:
 
 
 @cute.jit
-def multiply_qk(
-    scores: Any,
-    q: Operand,
-    factors: Any,
-    scales: list[Any],
-    is_odd: Any,
-    stage: Any,
-    warp: Warp,
-) -> None:
+def multiply_qk(scores: Any, q: Operand, factors: Any, scales: list[Any], is_odd: Any, stage: Any, warp: Warp) -> None:
     """The warp's part of S.
 
     scores    registers: four for each group
@@ -838,19 +765,22 @@ def multiply_pv(o: Any, scores: Any, is_odd: Any, wide: Any, stage: Any, warp: W
     # of columns: keys 8 (m / 2) .. and chunk m % 2
     rope = stage + config.rope_at + (matrix >> 1) * (8 * 2 * BLOCK) + rope_place(key, matrix & 1)
     if wide[0] != 0:
-        p = operands(scores, ptx.bf16x2, config)
-        for block in range_constexpr(config.codes):
-            add_large(o, p, keys, at, block, config)
-        if not own.is_last:
-            add_large(o, p, keys, at, config.codes, config)
+        add_blocks(add_large, o, operands(scores, ptx.bf16x2, config), keys, at, own, config)
     else:
-        p = operands(scores, ptx.f16x2, config)
-        for block in range_constexpr(config.codes):
-            add_codes(o, p, keys, at, block, config)
-        if not own.is_last:
-            add_codes(o, p, keys, at, config.codes, config)
+        add_blocks(add_codes, o, operands(scores, ptx.f16x2, config), keys, at, own, config)
     if own.is_last:
         add_rope(o, operands(scores, ptx.bf16x2, config), rope, config)
+
+
+@cute.jit
+def add_blocks(
+    add_block: cutlass.Constexpr, o: Any, p: Any, keys: Any, at: Any, own: Own, config: cutlass.Constexpr
+) -> None:
+    """Add P V of the warp's e4m3 columns."""
+    for block in range_constexpr(config.codes):
+        add_block(o, p, keys, at, block, config)
+    if not own.is_last:
+        add_block(o, p, keys, at, config.codes, config)
 
 
 def operands(scores: Any, pair: Any, config: Any) -> list[Any]:
@@ -917,8 +847,8 @@ def add_rope(o: Any, p: Any, at: Any, config: Any) -> None:
 
 @cute.jit
 def epilogue(
-    out: Output, place: Any, o: Any, wide: Any, row_max: Any, row_sum: Any, warp: Warp, is_fp32: cutlass.Constexpr,
-) -> None:  # fmt: skip
+    out: Output, place: Any, o: Any, wide: Any, row_max: Any, row_sum: Any, warp: Warp, is_fp32: cutlass.Constexpr
+) -> None:
     """Store the results of a work tile.
 
     place           split_idx, batch, token and first head
@@ -959,7 +889,7 @@ def combine_maxima(out: Output, place: Any, row_max: Any, row_sum: Any, warp: Wa
     for step in (4, 8, 16):
         for i in range_constexpr(2 * config.groups):
             row_sum[i] = row_sum[i] + cute.arch.shuffle_sync_bfly(row_sum[i], step)
-    maxima = smem + config.maxima_at + 2 * c * 8
+    maxima = smem + config.place("maxima") + 2 * c * 8
     if own.rank == 0 and r == 0:
         for group in range_constexpr(config.groups):
             words = [value[2 * group + i].bitcast(Int32) for i in range(2) for value in (row_max, row_sum)]
@@ -994,9 +924,8 @@ def store_o_shared(o: Any, wide: Any, factors: Any, number: cutlass.Constexpr, w
     r, c = lane >> 2, lane & 3
     unit = Float32(2.0**-SHIFT) if wide[0] == 0 else Float32(1.0)
     scaled = [factors[i] * unit for i in range(2 * config.groups)]
-    results = (
-        smem + config.results_at + (own.kv_group * config.ranks + own.rank) * config.result_bytes + 2 * c * config.pitch
-    )
+    results = smem + config.place("results") + (own.kv_group * config.ranks + own.rank) * config.result_bytes
+    results = results + 2 * c * config.pitch
     chunks, codes = const_expr(config.width // CHUNK), const_expr(config.codes * BLOCK // CHUNK)
     for i in range_constexpr(chunks):
         chunk, at = const_expr(number * chunks + i), results + i * (CHUNK * 4)
@@ -1024,10 +953,7 @@ def store_chunk(o: Any, factors: Any, chunk: int, is_rope: bool, at: Any, r: Any
 
 
 @cute.jit
-def store_out(
-    out: Output, place: Any, number: cutlass.Constexpr, warp: Warp,
-    is_fp32: cutlass.Constexpr,
-) -> None:  # fmt: skip
+def store_out(out: Output, place: Any, number: cutlass.Constexpr, warp: Warp, is_fp32: cutlass.Constexpr) -> None:
     """Add up what the warps of this rank have handed over, of as many heads as there are for each KV group."""
     config, smem, own, lane = warp.config, warp.smem, warp.own, warp.lane
     split_idx, batch, token, first = place
@@ -1035,7 +961,7 @@ def store_out(
     quads, heads = const_expr(config.width // 4), const_expr(config.heads // config.kv_groups)
     start = out.base + Int64(split_idx) * out.strides[0] + Int64(batch) * out.strides[1] + Int64(token) * out.strides[2]
     start = start + Int64(own.column + number * config.width) * size
-    results = smem + config.results_at + own.rank * config.result_bytes
+    results = smem + config.place("results") + own.rank * config.result_bytes
     for i in range_constexpr(heads * quads // LANES):
         number = i * LANES + lane
         row, quad = own.kv_group * heads + number // quads, number % quads
@@ -1059,9 +985,7 @@ def sum_kv_groups(at: Any, config: Any) -> list[Any]:
 
 
 @cute.jit
-def store_codes(
-    out: Output, place: Any, number: cutlass.Constexpr, held: Any, angles_at: Any, warp: Warp,
-) -> None:  # fmt: skip
+def store_codes(out: Output, place: Any, number: cutlass.Constexpr, held: Any, angles_at: Any, warp: Warp) -> None:
     """As store_out, for codes. The 128 columns of a scale come in one turn, or in two.
 
     held        registers for bf16 pairs of columns that come in the first of two turns
@@ -1073,21 +997,21 @@ def store_codes(
     quads, heads = const_expr(config.width // 4), const_expr(config.heads // config.kv_groups)
     column = own.column + number * config.width
     token = batch * out.tokens + token
-    results = smem + config.results_at + own.rank * config.result_bytes
+    results = smem + config.place("results") + own.rank * config.result_bytes
     is_last = const_expr(number == config.columns // config.width - 1)
     if const_expr(is_last):
         angles = load_two_angles(angles_at)
     for i in range_constexpr(heads * quads // LANES):
         row, quad = own.kv_group * heads + (i * LANES + lane) // quads, lane % quads
-        pairs = bf16_words(sum_kv_groups(results + row * config.pitch + quad * 16, config))
+        pairs = convert.bf16_words(sum_kv_groups(results + row * config.pitch + quad * 16, config))
         if const_expr(number % turns < turns - 1):
             held[2 * i], held[2 * i + 1] = pairs
         else:
-            values = bf16_floats(pairs)
+            values = convert.bf16_floats(pairs)
             if const_expr(is_last):
                 values = turn_two(values, angles, own.is_last & (quad >= quads - 16))
             if const_expr(turns > 1):
-                values = bf16_floats([held[2 * i], held[2 * i + 1]]) + values
+                values = convert.bf16_floats([held[2 * i], held[2 * i + 1]]) + values
             byte, codes = codes_of_lanes(values, quads)
             exists = first + row < out.heads
             out.quant.store_scale(byte, token, first + row, column // SCALED, quad, exists)
@@ -1102,7 +1026,7 @@ FIRST_BARRIER = 1
 
 
 class SmallHeadsDecodeKernel:
-    """Entry point: see kernel_args (decode)."""
+    """See kernel_args.DecodeArgs. Where results become codes a row is one split."""
 
     def __init__(self, key: SmallHeadsDecodeKey) -> None:
         self.config, self.second, self.out_fp32 = key.config, key.second, key.out_fp32
@@ -1110,80 +1034,24 @@ class SmallHeadsDecodeKernel:
         self.name += "_quant" if key.quantized else ""
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
-        tensors = q, cache0, list0, cache1, list1
-        self.launch(*tensors, Output.of(out, lse, sink), *lengths, scale_log2, splits, split_tiles, ctas, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        out: Output,
-        lengths0: tuple[Int64, Int32, Int32],
-        lengths1: tuple[Int64, Int32, Int32],
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
+    def launch(self, args: DecodeArgs) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        page_rows = length(cache1, 1) if const_expr(self.second == "dense") else 1
-        scheduler = TileScheduler.of(q, self.config.heads, splits, split_tiles, ctas)
+        scheduler = TileScheduler.of(args.q, self.config.heads, args.splits, args.split_tiles, args.ctas)
+        caches = KVCache.of(args.cache0), KVCache.of(args.cache1)
         kernel = self.kernel(
-            Query.of(q),
-            (KVCache.of(cache0), KVCache.of(cache1)),
-            (
-                IndexList.of_rows(list0, lengths0, 1),
-                IndexList.of_rows(list1, lengths1, page_rows),
-            ),
-            out,
-            scale_log2,
-            scheduler,
+            Query.of(args.q), caches, args.lists(self.second), args.output(), args.scale_log2, scheduler
         )
         kernel.launch(
-            grid=[cutlass.min(ctas, scheduler.end), 1, 1],
+            grid=[cutlass.min(args.ctas, scheduler.end), 1, 1],
             block=[WARPS * LANES, 1, 1],
             min_blocks_per_mp=1,
-            stream=stream,
+            stream=args.stream,
             use_pdl=True,
         )
 
     @cute.kernel
     def kernel(
-        self,
-        queries: Query,
-        caches: Any,
-        lists: Any,
-        out: Output,
-        scale_log2: Float32,
-        scheduler: TileScheduler,
+        self, queries: Query, caches: Any, lists: Any, out: Output, scale_log2: Float32, scheduler: TileScheduler
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -1199,19 +1067,8 @@ class SmallHeadsDecodeKernel:
         own = own_of(warp, config)
         ring = smem + warp * config.ring_bytes
         index, valid, wide = (cute.make_rmem_tensor((1,), Int32) for _ in range(3))
-        producer = Producer(
-            config=config,
-            second=self.second,
-            scheduler=scheduler,
-            caches=caches,
-            lists=lists,
-            queries=queries,
-            own=own,
-            cursor=smem + config.cursors_at + warp * CURSOR_BYTES,
-            ring=ring,
-            index=index,
-            valid=valid,
-        )
+        cursor = smem + config.place("cursors") + warp * CURSOR_BYTES
+        producer = Producer(config, self.second, scheduler, caches, lists, queries, own, cursor, ring, index, valid)
         producer.start(warp, lane)
         for early in range_constexpr(config.stages):
             producer.copy_async(Int32(early), warp, lane)
@@ -1231,10 +1088,8 @@ class SmallHeadsDecodeKernel:
                 ptx.store_shared_s32(producer.cursor + 4 * CURRENT, work_tile)
             query = queries.at(batch, token, head)
             words = load_query(query, queries.head, queries.left(head, config.heads), warp_of(config, smem))
-            first, end, first_second, end_second = columns_of_split(
-                scheduler, lists, batch, token, split_idx, self.second
-            )
-            steps = steps_of(first, end) + steps_of(first_second, end_second)
+            columns = scheduler.columns_of(lists, self.second, batch, token, split_idx)
+            steps = steps_of(*columns[:2]) + steps_of(*columns[2:])
             left = cutlass.max(steps - own.kv_group + (config.kv_groups - 1), Int32(0)) // config.kv_groups
             convert_query(q, factors, words, warp_of(config, smem))
             o.clear()
@@ -1289,9 +1144,8 @@ class SmallHeadsDecodeKernel:
     def exchange(self, scores: Any, turn: Any, warp: Warp) -> None:
         """Add up the parts of the scores that the warps of a KV group have, in the order of their ranks."""
         config, smem, own, lane = warp.config, warp.smem, warp.own, warp.lane
-        group_at = (
-            smem + config.partials_at + (turn * WARPS + own.kv_group * config.ranks) * config.partial_bytes + lane * 16
-        )
+        number = turn * WARPS + own.kv_group * config.ranks
+        group_at = smem + config.place("partials") + number * config.partial_bytes + lane * 16
         mine = group_at + own.rank * config.partial_bytes
         for group in range_constexpr(config.groups):
             words = [scores[4 * group + i].bitcast(Int32) for i in range(4)]
@@ -1303,47 +1157,6 @@ class SmallHeadsDecodeKernel:
                 for i in range_constexpr(4):
                     value = four[i].bitcast(Float32)
                     scores[4 * group + i] = value if const_expr(rank == 0) else scores[4 * group + i] + value
-
-
-class QuantSmallHeadsDecodeKernel:
-    """Entry point: as SmallHeadsDecodeKernel, with codes, scales, positions and the table of cosines and sines in place
-    of out; a row is one split."""
-
-    def __init__(self, key: SmallHeadsDecodeKey) -> None:
-        self.decode = SmallHeadsDecodeKernel(key)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        cache0: cute.Tensor,
-        list0: cute.Tensor,
-        cache1: cute.Tensor,
-        list1: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        positions: cute.Tensor,
-        table: cute.Tensor,
-        lse: cute.Tensor,
-        len0: Int64,
-        len0_batch: Int32,
-        len0_token: Int32,
-        len1: Int64,
-        len1_batch: Int32,
-        len1_token: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        splits: Int32,
-        split_tiles: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        lengths = (len0, len0_batch, len0_token), (len1, len1_batch, len1_token)
-        quant = quant_of(codes, scales, positions, table)
-        out = Output(None, None, logs_of(lse), sink, length(q, 2), quant, length(q, 1))
-        self.decode.launch(
-            q, cache0, list0, cache1, list1, out, *lengths, scale_log2, splits, split_tiles, ctas, stream
-        )
 
 
 # ---- key
@@ -1383,7 +1196,5 @@ class SmallHeadsDecodeKey(DecodeKernelKey):
         return "mma.sync", "cp.async", "ldmatrix", "cvt.e4m3", "ex2", "ld.global.128"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        if not self.quantized:
-            return SmallHeadsDecodeKernel(self), fake_decode(self.out_fp32)
-        arguments = fake_decode(False)
-        return QuantSmallHeadsDecodeKernel(self), (*arguments[:5], *fake_quant(), *arguments[6:])
+        fakes = fake_decode(self.out_fp32, quantized=self.quantized)
+        return entry_point(SmallHeadsDecodeKernel(self).launch, fakes)

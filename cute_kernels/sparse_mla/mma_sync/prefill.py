@@ -44,6 +44,7 @@ Shared memory, in this order:
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import convert, mma_sync, ptx
+from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.paging import Batch, matrix
 from cute_kernels.dsl.reduce import exchange_in_quad, over_quad
 from cute_kernels.dsl.tensor import address, length, stride_bytes
@@ -63,6 +65,7 @@ from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import kernel_args
+from cute_kernels.sparse_mla.kernel_args import GatheredArgs, MixedArgs
 from cute_kernels.sparse_mla.mma_sync.operands import (
     CHUNK,
     FLAG_BYTES,
@@ -202,17 +205,34 @@ class PrefillConfig:
     def _stage(self, keys: int) -> int:
         return keys * (SLABS * SLAB_ROW if self.is_direct else self.raw_row + FP8_DS_MLA.scale_bytes)
 
+    def parts(self, keys: int, stages: int) -> dict[str, int]:
+        """Bytes of everything in shared memory, in order."""
+        return {
+            "stages": stages * self._stage(keys),
+            "tile": 0 if self.is_direct else keys * SLABS * SLAB_ROW,
+            "shares": WARPS * self.warp_rows * keys * 4,
+            "weights": self.rows * keys * 2,
+            "masks": stages * keys * 4,
+            "labels": 4 * MOST_STAGES,
+            "factors": 2 * self.rows * 4,
+            "flags": FLAG_BYTES,
+            "rows": self.groups * ROW_STATE,
+            "tops": self.groups * LANES * 4,
+            "sinks": 4 * MAX_HEADS,
+            "cursors": WARPS * CURSOR_BYTES,
+        }
+
     def _bytes(self, keys: int, stages: int) -> int:
-        tile = 0 if self.is_direct else keys * SLABS * SLAB_ROW
-        shares = WARPS * self.warp_rows * keys * 4
-        per_stage = self._stage(keys) + keys * 4
-        fixed = 4 * MOST_STAGES + 4 * MAX_HEADS + WARPS * CURSOR_BYTES
-        state = 2 * self.rows * 4 + FLAG_BYTES + self.groups * (ROW_STATE + LANES * 4)
-        return stages * per_stage + tile + shares + self.rows * keys * 2 + state + fixed
+        return sum(self.parts(keys, stages).values())
 
     @property
     def smem_bytes(self) -> int:
         return self._bytes(self.keys, self.stages)
+
+    def place(self, part: str) -> int:
+        """Where it begins."""
+        names = itertools.takewhile(lambda name: name != part, parts := self.parts(self.keys, self.stages))
+        return sum(parts[name] for name in names)
 
     @property
     def stage_bytes(self) -> int:
@@ -237,56 +257,10 @@ class PrefillConfig:
         """Of P, for 16 heads."""
         return self.keys // 16 * LANES * 16
 
-    # ---- places ----
-
     @property
     def scales_at(self) -> int:
         """In a stage."""
         return self.keys * self.raw_row
-
-    @property
-    def tile_at(self) -> int:
-        return self.stages * self.stage_bytes
-
-    @property
-    def shares_at(self) -> int:
-        return self.tile_at + (0 if self.is_direct else SLABS * self.slab_bytes)
-
-    @property
-    def weights_at(self) -> int:
-        return self.shares_at + WARPS * self.share_bytes
-
-    @property
-    def masks_at(self) -> int:
-        return self.weights_at + self.rows * self.keys * 2
-
-    @property
-    def labels_at(self) -> int:
-        return self.masks_at + self.stages * self.keys * 4
-
-    @property
-    def factors_at(self) -> int:
-        return self.labels_at + 4 * MOST_STAGES
-
-    @property
-    def flags_at(self) -> int:
-        return self.factors_at + 2 * self.rows * 4
-
-    @property
-    def rows_at(self) -> int:
-        return self.flags_at + FLAG_BYTES
-
-    @property
-    def tops_at(self) -> int:
-        return self.rows_at + self.groups * ROW_STATE
-
-    @property
-    def sinks_at(self) -> int:
-        return self.tops_at + self.groups * LANES * 4
-
-    @property
-    def cursors_at(self) -> int:
-        return self.sinks_at + MAX_HEADS * 4
 
 
 # ---- which rows a query row attends to
@@ -294,6 +268,7 @@ class PrefillConfig:
 # A class for each way to name them. Columns that count are numbered from 0. What the methods load is under way when
 # they return:
 #
+#     sources       of a kernel's arguments: what the others look into. On the host's side of the launch
 #     count         of a lane's work tile, which may be none: four words, how many columns of its query row count and
 #                   what else the next two need
 #     load_index    of a column (is_live: whether it counts): a word of the lists
@@ -307,6 +282,9 @@ class PrefillConfig:
 @dataclass(frozen=True)
 class GatheredRows:
     """Rows of one buffer, by their numbers."""
+
+    def sources(self, args: GatheredArgs) -> GatheredKV:
+        return args.sources()
 
     @cute.jit
     def count(self, work_tile: Any, scheduler: PrefillScheduler, kv: Any) -> tuple[Any, Any, Any, Any]:
@@ -360,6 +338,9 @@ class MixedRows:
 
     formats: tuple[str, ...]
 
+    def sources(self, args: MixedArgs) -> MixedKV:
+        return args.sources(KVCache.of)
+
     @cute.jit
     def count(self, work_tile: Any, scheduler: PrefillScheduler, kv: Any) -> tuple[Any, Any, Any, Any]:
         """The second word: the window's columns."""
@@ -390,6 +371,39 @@ class MixedRows:
         return row_of_two(page if slot >= 0 else Int32(-1), row, is_second != 0, caches, self.formats)
 
 
+class PagedArgs(NamedTuple):
+    """sparse_mla_prefill_paged.
+
+    q, window, window_table, compressed, compressed_table, entries, out, max_logits, lse
+                 as the op's, the window's cache and table again if there is no other; the window's table also for
+                 entries, if nothing lists them; strides of q, out and of pages are multiples of 16 bytes
+    starts, seq_lens, requests
+                 addresses of query_start_loc and seq_lens, number of requests
+    ratio        tokens of a compressed entry
+    sink, scale_log2, ctas
+                 see kernel_args.PagedArgs
+    """
+
+    q: cute.Tensor
+    window: cute.Tensor
+    window_table: cute.Tensor
+    compressed: cute.Tensor
+    compressed_table: cute.Tensor
+    entries: cute.Tensor
+    out: cute.Tensor
+    max_logits: cute.Tensor
+    lse: cute.Tensor
+    starts: Int64
+    seq_lens: Int64
+    requests: Int32
+    window_size: Int32
+    ratio: Int32
+    sink: Int64
+    scale_log2: Float32
+    ctas: Int32
+    stream: cuda.CUstream
+
+
 class PagedSources(NamedTuple):
     """Two caches, the second the first again if there is one alone, and their block tables. Lists of entries: address,
     bytes from list to list, columns. Positions in the window; tokens of an entry as a divisor. Where the query rows
@@ -404,6 +418,20 @@ class PagedSources(NamedTuple):
     ratio: Any
     batch: Batch
 
+    @classmethod
+    def of(cls, args: PagedArgs) -> PagedSources:
+        """On the host's side of the launch."""
+        return cls(
+            (KVCache.of(args.window), KVCache.of(args.compressed)),
+            (matrix(args.window_table), matrix(args.compressed_table)),
+            address(args.entries),
+            stride_bytes(args.entries, 0),
+            length(args.entries, 1),
+            args.window_size,
+            cute.fast_divmod_create_divisor_v2(args.ratio),
+            Batch(args.starts, args.seq_lens, args.requests),
+        )
+
 
 COMPRESSED = ("none", "all", "listed")
 """Which compressed entries count: there are none, all that a row sees, those that lists name."""
@@ -415,6 +443,9 @@ class PagedRows:
 
     formats: tuple[str, ...]
     compressed: str
+
+    def sources(self, args: PagedArgs) -> PagedSources:
+        return PagedSources.of(args)
 
     @cute.jit
     def count(self, work_tile: Any, scheduler: PrefillScheduler, kv: Any) -> tuple[Any, Any, Any, Any]:
@@ -594,10 +625,10 @@ class Producer:
         is_owner = lane < self.own_keys
         key = self.own_key(warp, lane)
         if is_owner:
-            ptx.store_shared_s32(self.smem + config.masks_at + (stage * config.keys + key) * 4, cache)
+            ptx.store_shared_s32(self.smem + config.place("masks") + (stage * config.keys + key) * 4, cache)
         if warp == 0 and lane == 0:
             work_tile = ptx.load_shared_s32(self.cursor + NAMED)
-            ptx.store_shared_s32(self.smem + config.labels_at + stage * 4, work_tile)
+            ptx.store_shared_s32(self.smem + config.place("labels") + stage * 4, work_tile)
         target = self.smem + stage * config.stage_bytes
         if const_expr(FP8_DS_MLA.id in config.formats):
             size = const_expr(FP8_DS_MLA.scale_bytes)
@@ -810,13 +841,12 @@ class Results(NamedTuple):
     scale: Any
 
     @classmethod
-    def of(
-        cls, q: cute.Tensor, out: cute.Tensor, max_logits: Any, lse: cute.Tensor, sink: Any, scale: Any = None
-    ) -> Results:
+    def of(cls, args: GatheredArgs | MixedArgs | PagedArgs) -> Results:
         """On the host's side of the launch."""
-        logs = None if max_logits is None else logs_of(max_logits)
+        out = args.out
+        logs, scale = (None, args.scale) if isinstance(args, MixedArgs) else (logs_of(args.max_logits), None)
         strides = stride_bytes(out, 0), stride_bytes(out, 1)
-        return cls(address(out), *strides, logs, logs_of(lse), sink, length(q, 1), scale)
+        return cls(address(out), *strides, logs, logs_of(args.lse), args.sink, length(args.q, 1), scale)
 
     @cute.jit
     def store_logs(self, row: Any, head: Any, state: Any, top: Any, logit: Any, factor: Any, lane: Any) -> None:
@@ -867,7 +897,7 @@ class Results(NamedTuple):
 
 
 class PrefillKernel:
-    """What the entry points share.
+    """See kernel_args.GatheredArgs, kernel_args.MixedArgs, PagedArgs.
 
     rows      which rows a work tile has
     name      of the kernel
@@ -880,16 +910,18 @@ class PrefillKernel:
         self.has_dependency = arch_number(config.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
 
     @cute.jit
-    def launch(
-        self, q: cute.Tensor, kv: Any, out: Results, scale_log2: Float32, ctas: Int32, stream: cuda.CUstream
-    ) -> None:
+    def launch(self, args: GatheredArgs | MixedArgs | PagedArgs) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        q = args.q
         group_bits = Int32(1) if length(q, 1) > self.config.rows else Int32(0)
         work_tiles = length(q, 0) << group_bits
         query = PrefillQuery(address(q), stride_bytes(q, 0), stride_bytes(q, 1), None)
-        kernel = self.kernel(query, kv, out, scale_log2, work_tiles, group_bits)
+        kernel = self.kernel(query, self.rows.sources(args), Results.of(args), args.scale_log2, work_tiles, group_bits)
         kernel.launch(
-            grid=[cutlass.min(ctas, work_tiles), 1, 1], block=[WARPS * LANES, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[cutlass.min(args.ctas, work_tiles), 1, 1],
+            block=[WARPS * LANES, 1, 1],
+            min_blocks_per_mp=1,
+            stream=args.stream,
         )
 
     @cute.kernel
@@ -909,9 +941,9 @@ class PrefillKernel:
 
         if thread < MAX_HEADS:
             logit = ptx.load_global_s32_where(out.sink != 0 and thread < out.heads, out.sink + Int64(thread) * 4)
-            ptx.store_shared_s32(base + config.sinks_at + thread * 4, logit)
+            ptx.store_shared_s32(base + config.place("sinks") + thread * 4, logit)
         scheduler = PrefillScheduler(cta, work_tiles, ctas, group_bits)
-        cursor = base + config.cursors_at + warp * CURSOR_BYTES
+        cursor = base + config.place("cursors") + warp * CURSOR_BYTES
         producer = Producer(config, self.rows, kv, scheduler, cursor, cute.make_rmem_tensor((3,), Int32), base)
         producer.start(warp, lane)
         for early in cutlass.range(config.stages - 1, unroll=1):
@@ -936,11 +968,11 @@ class PrefillKernel:
             self.prefetch_queries(q, scheduler, work_tile + ctas, out.heads)
             o.clear()
             if warp < config.groups:
-                state = base + config.rows_at + warp * ROW_STATE + lane * 8
+                state = base + config.place("rows") + warp * ROW_STATE + lane * 8
                 least = Float32(-Float32.inf).bitcast(Int32)
                 ptx.store_shared_64(state, least, Int32(0))
-                ptx.store_shared_s32(base + config.tops_at + (warp * LANES + lane) * 4, least)
-            while ptx.load_shared_s32(base + config.labels_at + stage * 4) == work_tile:
+                ptx.store_shared_s32(base + config.place("tops") + (warp * LANES + lane) * 4, least)
+            while ptx.load_shared_s32(base + config.place("labels") + stage * 4) == work_tile:
                 self.step(producer, q_words, o, base, stage, scale_log2, warp)
                 self.wait_for_rows()
                 stage = Int32(0) if stage + 1 == config.stages else stage + 1
@@ -979,39 +1011,39 @@ class PrefillKernel:
         lane = own_lane()
         free = config.stages - 1 if stage == 0 else stage - 1
         tile = base + stage * config.stage_bytes
-        masks = base + config.masks_at + stage * (config.keys * 4)
+        masks = base + config.place("masks") + stage * (config.keys * 4)
         # of the two warps that share a quarter of the multiprocessor, one copies while the other one multiplies
         if warp < WARPS // 2:
             producer.copy_async(free, warp, lane)
         if const_expr(not config.is_direct):
-            convert_step(tile, base + config.tile_at, masks, warp, lane, config)
-            tile = base + config.tile_at
+            convert_step(tile, base + config.place("tile"), masks, warp, lane, config)
+            tile = base + config.place("tile")
             cute.arch.sync_threads()
         group = warp // config.shares
         columns = tile + warp % config.shares * (config.slabs * config.slab_bytes)
-        multiply_qk(q, base + config.shares_at + warp * config.share_bytes + lane * 8, columns, lane, config)
+        multiply_qk(q, base + config.place("shares") + warp * config.share_bytes + lane * 8, columns, lane, config)
         if warp >= WARPS // 2:
             producer.copy_async(free, warp, lane)
         self.group_barrier(warp)
-        weights = base + config.weights_at + lane * 16
+        weights = base + config.place("weights") + lane * 16
         if warp < config.groups:
             place = warp // config.group_flags * (config.shares * config.share_bytes)
             place += warp % config.group_flags * config.group_bytes
             softmax(
-                base + config.shares_at + place + lane * 8,
+                base + config.place("shares") + place + lane * 8,
                 weights + (warp >> 1) * config.operand_bytes + (warp & 1) * 4,
                 masks + (lane & 3) * 8,
-                base + config.factors_at + (warp * 8 + (lane >> 2)) * 4,
-                base + config.flags_at + warp * 4,
+                base + config.place("factors") + (warp * 8 + (lane >> 2)) * 4,
+                base + config.place("flags") + warp * 4,
                 scale_log2,
-                base + config.rows_at + warp * ROW_STATE + lane * 8,
+                base + config.place("rows") + warp * ROW_STATE + lane * 8,
                 lane,
                 config,
-                base + config.tops_at + (warp * LANES + lane) * 4,
+                base + config.place("tops") + (warp * LANES + lane) * 4,
             )
         self.group_barrier(warp)
-        if any_grows(base + config.flags_at + group * (config.group_flags * 4), config.group_flags) != 0:
-            rescale(o, base + config.factors_at + group * (config.warp_rows * 4), lane, config.tiles)
+        if any_grows(base + config.place("flags") + group * (config.group_flags * 4), config.group_flags) != 0:
+            rescale(o, base + config.place("factors") + group * (config.warp_rows * 4), lane, config.tiles)
         multiply_pv(o, weights + group * (config.tiles * config.operand_bytes), columns, lane, config)
 
     @cute.jit
@@ -1020,14 +1052,14 @@ class PrefillKernel:
         config = self.config
         lane = own_lane()
         row, head = scheduler.coords(work_tile, config.rows)
-        factors = base + config.factors_at + config.rows * 4
+        factors = base + config.place("factors") + config.rows * 4
         # without steps in between, some warps may still read what the work tile before has left
         self.group_barrier(warp)
         if warp < config.groups:
             own = warp * 8 + (lane >> 2)
-            state = base + config.rows_at + warp * ROW_STATE + lane * 8
-            top = base + config.tops_at + (warp * LANES + lane) * 4
-            logit = ptx.load_shared_s32(base + config.sinks_at + (head + own) * 4)
+            state = base + config.place("rows") + warp * ROW_STATE + lane * 8
+            top = base + config.place("tops") + (warp * LANES + lane) * 4
+            logit = ptx.load_shared_s32(base + config.place("sinks") + (head + own) * 4)
             out.store_logs(row, head + own, state, top, logit, factors + own * 4, lane)
         self.group_barrier(warp)
         first = warp // config.shares * config.warp_rows
@@ -1039,118 +1071,6 @@ class PrefillKernel:
 def own_lane() -> Any:
     """The thread's lane, computed anew: products leave no registers."""
     return ptx.thread_again() & (LANES - 1)
-
-
-class GatheredKernel(PrefillKernel):
-    """Entry point: see kernel_args."""
-
-    def __init__(self, config: PrefillConfig) -> None:
-        super().__init__(config, GatheredRows(), "sparse_mla_prefill")
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        kv: cute.Tensor,
-        indices: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        results = Results.of(q, out, max_logits, lse, sink)
-        self.launch(q, GatheredKV.of(kv, indices, lengths), results, scale_log2, ctas, stream)
-
-
-class MixedKernel(PrefillKernel):
-    """Entry point: see kernel_args."""
-
-    def __init__(self, key: PortableMixedKey) -> None:
-        is_fp8 = key.kv_format == PLAIN_FP8.id
-        name = "sparse_mla_mixed" + ("_fp8" if is_fp8 else "")
-        super().__init__(key.config, MixedRows(key.formats), name, is_fp8)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        window: cute.Tensor,
-        compressed: cute.Tensor,
-        indices: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        lengths: Int64,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        scale: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        caches = KVCache.of(window), KVCache.of(compressed)
-        kv = MixedKV.of(*caches, indices, window_size, lengths, Batch(starts, seq_lens, requests))
-        self.launch(q, kv, Results.of(q, out, None, lse, sink, scale), scale_log2, ctas, stream)
-
-
-class PagedKernel(PrefillKernel):
-    """Entry point:
-
-    q, window, window_table, compressed, table, entries, out, max_logits, lse
-                 as the op's, the window's cache and table again if there is no other; the window's table also for
-                 entries, if nothing lists them; strides of q, out and of pages are multiples of 16 bytes
-    starts, seq_lens, requests
-                 addresses of query_start_loc and seq_lens, number of requests
-    window_size
-    ratio        tokens of a compressed entry
-    sink, scale_log2, ctas, stream
-                 see kernel_args
-    """
-
-    def __init__(self, key: PortablePagedKey) -> None:
-        names = "_".join("fp8" if kv_format == FP8_DS_MLA.id else "bf16" for kv_format in key.formats)
-        name = f"sparse_mla_prefill_paged_{key.compressed}_{names}"
-        super().__init__(key.config, PagedRows(key.formats, key.compressed), name)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        window: cute.Tensor,
-        window_table: cute.Tensor,
-        compressed: cute.Tensor,
-        table: cute.Tensor,
-        entries: cute.Tensor,
-        out: cute.Tensor,
-        max_logits: cute.Tensor,
-        lse: cute.Tensor,
-        starts: Int64,
-        seq_lens: Int64,
-        requests: Int32,
-        window_size: Int32,
-        ratio: Int32,
-        sink: Int64,
-        scale_log2: Float32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        kv = PagedSources(
-            (KVCache.of(window), KVCache.of(compressed)),
-            (matrix(window_table), matrix(table)),
-            address(entries),
-            stride_bytes(entries, 0),
-            length(entries, 1),
-            window_size,
-            cute.fast_divmod_create_divisor_v2(ratio),
-            Batch(starts, seq_lens, requests),
-        )
-        self.launch(q, kv, Results.of(q, out, max_logits, lse, sink), scale_log2, ctas, stream)
 
 
 # ---- keys
@@ -1194,7 +1114,8 @@ class PortablePrefillKey(PortableKey):
         return (PLAIN_BF16.id,)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return GatheredKernel(self.config), kernel_args.fake_gathered()
+        kernel = PrefillKernel(self.config, GatheredRows(), "sparse_mla_prefill")
+        return entry_point(kernel.launch, kernel_args.fake_gathered())
 
 
 @dataclass(frozen=True)
@@ -1213,7 +1134,9 @@ class PortableMixedKey(PortableKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         is_fp8 = self.kv_format == PLAIN_FP8.id
-        return MixedKernel(self), kernel_args.fake_mixed(Float8E4M3FN if is_fp8 else BFloat16)
+        name = "sparse_mla_mixed" + ("_fp8" if is_fp8 else "")
+        kernel = PrefillKernel(self.config, MixedRows(self.formats), name, is_fp8)
+        return entry_point(kernel.launch, kernel_args.fake_mixed(Float8E4M3FN if is_fp8 else BFloat16))
 
 
 @dataclass(frozen=True)
@@ -1248,4 +1171,7 @@ class PortablePagedKey(PortableKey):
         tensors = (rows(), cache(self.format0), table(), cache(self.format1), table(), table())
         scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int32(1), Int64(0), Float32(0), Int32(1))
         results = (rows(), fake_logs(2), fake_logs(2))
-        return PagedKernel(self), (*tensors, *results, *scalars, kernel_args.fake_stream())
+        names = "_".join("fp8" if kv_format == FP8_DS_MLA.id else "bf16" for kv_format in self.formats)
+        name = f"sparse_mla_prefill_paged_{self.compressed}_{names}"
+        kernel = PrefillKernel(self.config, PagedRows(self.formats, self.compressed), name)
+        return entry_point(kernel.launch, PagedArgs._make((*tensors, *results, *scalars, kernel_args.fake_stream())))
