@@ -34,7 +34,7 @@ def dequantize_and_gather_k_cache(call: GatherCall) -> None:
 
 def qnorm_rope_kv_rope_quant_insert(call: QuantInsertCall) -> None:
     call.q.copy_(_turned_q(call))
-    rows = _turned_kv(call).to(torch.bfloat16)
+    rows = numerics.to_bf16(_turned_kv(call))
     formats.FORMATS[call.kv_format].write(call.k_cache, call.block_size, call.slot_mapping, rows)
 
 

@@ -561,7 +561,8 @@ def portable_decodes() -> Iterator[Row]:
 
 def portable_prefills() -> Iterator[Row]:
     """Of 16 keys, Q K^T and P V have as many products; both loops over these are unrolled once. 64 heads take most
-    registers; each way to name rows and each format somewhere."""
+    registers; each way to name rows and each format somewhere. Of e4m3, queries alone take conversions, four words for
+    each slab and eight heads."""
     keys: list[PortableKey] = [
         *(PortablePrefillKey(arch) for arch in ("sm_80", "sm_89", HOPPER, "sm_100a")),
         *(PortablePrefillKey(HOPPER, 16), PortablePrefillKey("sm_120a", 32), PortableMixedKey("sm_120a", 64, BF16)),
@@ -572,7 +573,9 @@ def portable_prefills() -> Iterator[Row]:
     for key in keys:
         config = key.config
         count = 2 * config.slabs * 8 * config.tiles * min(2, config.keys // 16)
-        yield Row(key, 255, {r"\bmma\.sync\.": count}, absent=r"cvt\.\S*e4m3")
+        is_coded = isinstance(key, PortableMixedKey) and E4M3 in key.formats
+        codes = 2 * 4 * config.slabs * 2 * config.tiles if is_coded else 0
+        yield Row(key, 255, {r"\bmma\.sync\.": count, r"\bcvt\.\S*e4m3": codes})
 
 
 def combines() -> Iterator[Row]:
