@@ -262,6 +262,20 @@ def _flashmla_decode() -> Callable[[PagedSet], Any]:
     return run
 
 
+def _candidates(shape: Shape, peers: bool, variants: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if peers:
+        found[PEER] = load_peer(PEER, _flashmla)
+    if peers and shape.rows <= MOST_DECODE_ROWS and shape.heads >= LEAST_DECODE_HEADS:
+        found[DECODE_PEER] = load_peer(DECODE_PEER, _flashmla_decode)
+    if variants:
+        found[GATHERED] = partial(PagedSet.gathered, attend=sparse_mla_prefill)
+        if shape.rows <= MOST_CUT_ROWS:
+            found[WHOLE] = PagedSet.whole
+        found[PORTABLE] = lambda s: portable("paged_key", s.ours)
+    return found
+
+
 def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
@@ -279,19 +293,9 @@ def sweep(
         first = PagedSet.make(shape, 0)
         work = cost(*first.arguments())
         sets = [first, *(PagedSet.make(shape, seed) for seed in range(1, min(number_of_sets(work.bytes), 16)))]
-        candidates: dict[str, Any] = {}
-        if peers:
-            candidates[PEER] = load_peer(PEER, _flashmla)
-        if peers and shape.rows <= MOST_DECODE_ROWS and shape.heads >= LEAST_DECODE_HEADS:
-            candidates[DECODE_PEER] = load_peer(DECODE_PEER, _flashmla_decode)
-        if variants:
-            candidates[GATHERED] = partial(PagedSet.gathered, attend=sparse_mla_prefill)
-            if shape.rows <= MOST_CUT_ROWS:
-                candidates[WHOLE] = PagedSet.whole
-            candidates[PORTABLE] = lambda s: portable("paged_key", s.ours)
         facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads, **first.peaks()}
         facts = facts_between(facts) if shape in BETWEEN_SHAPES else facts
-        records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
+        records.append(compare(OP, facts, sets, work, _candidates(shape, peers, variants), replays, products="bf16"))
     return records
 
 

@@ -72,11 +72,11 @@ class PickSet:
     def of(cls, scored: LogitsSet, k: int) -> PickSet:
         is_prefill = scored.op == CONTIGUOUS
         q, out = scored.args[0], scored.args[-1]
-        picks = torch.empty(out.shape[0], k, dtype=torch.int32, device="cuda")
+        picks = torch.empty(out.shape[0], k, dtype=torch.int32, device=out.device)
         size = chunks.workspace_bytes(
             q.shape[0], out.shape[1], 1 if is_prefill else q.shape[1], k, chunks.WORKSPACE_BYTES
         )
-        workspace = torch.empty(size // 4, device="cuda")
+        workspace = torch.empty(size // 4, device=out.device)
         _clean, last = scored.args[7:9]
         args = *scored.args[:7], last, picks, workspace
         return cls(PREFILL, scored, args, k) if is_prefill else cls(DECODE, scored, (*args, None, 0), k)

@@ -109,9 +109,25 @@ def tests(root: Path) -> list[Path]:
 
 
 def importers(root: Path, module: Path, files: Sequence[Path]) -> list[Path]:
+    """Those that import a module, or what its package, or a package above, takes from it."""
     name = ".".join(module.relative_to(root).with_suffix("").parts)
-    aliases = {name, name.replace("layers.", "cute_kernels.layers.", 1)}
-    return [p for p in files if aliases & imported(p)]
+    names = {name} | {public for public, home in exports(root).items() if home == name}
+    names |= {name.replace("layers.", "cute_kernels.layers.", 1) for name in names}
+    return [p for p in files if names & imported(p)]
+
+
+@functools.cache
+def exports(root: Path) -> dict[str, str]:
+    """Public name in a package -> the module that its __init__ takes it from."""
+    found = {}
+    for path in (root / folder for folder in ("cute_kernels", "layers", "perf")):
+        for init in path.rglob("__init__.py"):
+            package = ".".join(init.parent.relative_to(root).parts)
+            for node in ast.parse(init.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    home = f"{package}.{node.module}" if node.level else node.module
+                    found.update({f"{package}.{alias.asname or alias.name}": home for alias in node.names})
+    return found
 
 
 def tests_of(root: Path, module: Path) -> list[Path]:
@@ -283,8 +299,8 @@ class Runner:
             self.sound[test] = passes(self.root, test)
         return self.sound[test]
 
-    def run(self, bug: Bug) -> tuple[str, float]:
-        """("found", "survived", or "no tests" where there are none; seconds)."""
+    def run(self, bug: Bug) -> tuple[str, float, set[str]]:
+        """("found", "survived", or "no tests" where there are none; seconds; tests that do not pass without it)."""
         module, start = self.root / bug.path, time.perf_counter()
         chosen = [str(p.relative_to(self.root)) for p in tests_of(self.root, module)]
         source, status = module.read_text(encoding="utf-8"), "survived" if chosen else "no tests"
@@ -297,13 +313,14 @@ class Runner:
             if is_noticed and self.is_sound(test):
                 status = "found"
                 break
-        return status, time.perf_counter() - start
+        unsound = {test for test in chosen if self.sound.get(test) is False}
+        return status, time.perf_counter() - start, unsound
 
 
 _runner: Runner | None = None
 
 
-def _run(bug: Bug) -> tuple[str, float]:
+def _run(bug: Bug) -> tuple[str, float, set[str]]:
     """In a process of a pool."""
     global _runner
     _runner = _runner or Runner()
@@ -319,13 +336,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)
     results: list[dict[str, object]] = []
+    missed: dict[str, int] = {}
     chosen = PLANTED if options.planted else draw(ROOT, options.count, options.seed)
     with ProcessPoolExecutor(options.processes) as pool:
         running = {pool.submit(_run, bug): bug for bug in chosen}
         for done in as_completed(running):
-            bug, (status, seconds) = running[done], done.result()
+            bug, (status, seconds, unsound) = running[done], done.result()
             results.append({"path": bug.path, "line": bug.line, "old": bug.old, "new": bug.new, "status": status})
             print(f"{status:9s} {seconds:6.1f} s  {bug.path}:{bug.line}: {bug.old!r} -> {bug.new!r}", flush=True)
+            for test in unsound:
+                missed[test] = missed.get(test, 0) + (status != "found")
+    for test, count in sorted(missed.items()):
+        print(f"{test} does not pass without a bug, within {SECONDS:.0f} s: it was of no use for {count} that survived")
     found = sum(result["status"] == "found" for result in results)
     print(f"{found} of {len(results)} found")
     if options.json is not None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from perf import logits
@@ -41,3 +42,21 @@ def test_what_counts_as_near() -> None:
     assert not logits.is_near(exact * 1.01 + 0.3, q, k, scale, weights)
     exact[3] = float("nan")
     assert not logits.is_near(exact, q, k, scale, weights)
+
+
+def test_who_is_measured_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepGEMM's scores of several rows of a request come in two ways; of MXFP4 it has none here."""
+    monkeypatch.setattr(logits, "load_peer", lambda name, load: name)
+    names = {
+        (mxfp4, peers, variants, next_n): set(logits._candidates(logits.PAGED, mxfp4, peers, variants, next_n))
+        for mxfp4 in (False, True)
+        for peers in (False, True)
+        for variants in (False, True)
+        for next_n in (1, 2)
+    }
+    for (mxfp4, peers, variants, next_n), found in names.items():
+        assert ("ours portable" in found) == variants
+        assert ("deepgemm" in found) == peers
+        assert ("deepgemm-flattened" in found) == (peers and not mxfp4 and next_n == 2)
+        assert len(found) == variants + peers * (1 + (not mxfp4 and next_n == 2))
+    assert "no MXFP4" in logits._candidates(logits.PAGED, True, True, False)["deepgemm"]

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
-from perf import score_top_k
+import torch
+
+from cute_kernels.formats import INDEXER_FP8
+from perf import logits, score_top_k
 from perf.cli import MODULES
+from perf.score_top_k import PickSet
 from perf.targets import TARGETS_US
 
 
@@ -29,3 +33,37 @@ def test_shapes() -> None:
     rows = {shape[0] for shape in score_top_k.PREFILLS}, {shape[0] for shape in score_top_k.DECODES}
     for op, known in zip(named, rows, strict=True):
         assert set(score_top_k.QUICK[op]) <= known
+
+
+def sets() -> list[PickSet]:
+    """A call of each op, as the benchmark makes them, of few rows."""
+    g, k = torch.Generator().manual_seed(0), 8
+    q, keys = (torch.randn(*shape, 128, generator=g).to(torch.float8_e4m3fn) for shape in ((3, 64), (40,)))
+    weights, scale = torch.randn(3, 64, generator=g), torch.rand(40, generator=g) + 0.5
+    start, end = torch.tensor([0, 3, 9], dtype=torch.int32), torch.tensor([40, 33, 9], dtype=torch.int32)
+    scores = torch.empty(3, 64)[:, :40]
+    prefill = q, None, keys, scale, weights, start, end, False, 0, scores
+    pool = torch.zeros(2, 64, 132, dtype=torch.uint8)
+    pool.view(2, -1)[:, : 64 * 128] = torch.randn(2, 64 * 128, generator=g).to(torch.float8_e4m3fn).view(torch.uint8)
+    pool.view(2, -1)[:, 64 * 128 :] = torch.rand(2, 64, generator=g).view(torch.uint8)
+    lens, table = torch.tensor([[40], [64], [1]], dtype=torch.int32), torch.tensor([[1], [0], [1]], dtype=torch.int32)
+    decode = q[:, None], None, pool, weights, lens, table, 64, False, INDEXER_FP8.id, torch.empty(3, 64)
+    return [
+        PickSet.of(logits.LogitsSet(op, args, lambda got: True), k)
+        for op, args in ((logits.CONTIGUOUS, prefill), (logits.PAGED, decode))
+    ]
+
+
+def test_one_op_picks_what_two_do() -> None:
+    for s in sets():
+        s.unfused()
+        want = s.picks.clone()
+        assert (want >= 0).any()
+        assert s.right(s.ours)
+        assert torch.equal(s.picks, want)
+
+        def spoiled(s: PickSet = s) -> None:
+            s.ours()
+            s.picks[0, 0] += 1
+
+        assert not s.right(spoiled)

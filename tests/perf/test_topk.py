@@ -47,3 +47,14 @@ def test_peers_may_order_picks_as_they_like() -> None:
     short = torch.full_like(want, -1)
     assert same_picks([short], [short])
     assert not same_picks([short], [want])
+
+
+def test_a_pick_that_comes_twice_is_none_too_many() -> None:
+    """Entry 0 counts like any other; -1, of a row that has no more, may come as often as it likes."""
+    want = torch.arange(4)[None]
+    for entry in range(4):
+        got = want.clone()
+        got[0, (entry + 1) % 4] = entry
+        assert not same_picks([got], [want])
+    short = torch.tensor([[5, -1, -1, -1]])
+    assert same_picks([short.flip(1)], [short])

@@ -65,6 +65,14 @@ def test_then_those_that_import_it_through_another() -> None:
     assert chosen[0] == ROOT / "tests" / "layers" / "test_rotary.py"
 
 
+def test_what_a_package_exports_is_of_the_module_that_it_takes_it_from() -> None:
+    found = mutate.exports(ROOT)
+    assert found["layers.DeepseekV4MTPNorms"] == "layers.mtp"
+    assert found["cute_kernels.sparse_mla_decode"] == "cute_kernels.sparse_mla.ops"
+    for module, test in (("layers/mtp.py", "layers/test_mtp.py"), ("layers/caches.py", "layers/test_caches.py")):
+        assert ROOT / "tests" / test in mutate.tests_of(ROOT, ROOT / module)
+
+
 def test_kernels_and_benchmarks_are_no_host_modules() -> None:
     found = {path.relative_to(ROOT).as_posix() for path in mutate.modules(ROOT)}
     assert {"cute_kernels/runtime/ops.py", "layers/mla.py", "perf/measure.py"} <= found
