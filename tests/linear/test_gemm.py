@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,15 @@ def test_calls_as_they_are_launched(
     from cute_kernels.linear.call import Fp8GemmCall
 
     kept: list[tuple[Any, ...]] = []
+    asked: list[tuple[Any, ...]] = []
+    swap_ab, many_rows = select.swap_ab, select.many_rows
+
+    def ask(choose: Any, *args: Any, **more: Any) -> Any:
+        asked.append(args)
+        return choose(*args, **more)
+
+    monkeypatch.setattr(select, "swap_ab", partial(ask, swap_ab))
+    monkeypatch.setattr(select, "many_rows", partial(ask, many_rows))
     monkeypatch.setattr(calls, "arch_of", lambda index: "sm_90a")
     monkeypatch.setattr(calls, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(calls, "launch_key", lambda *args: kept.append(args))
@@ -204,10 +214,10 @@ def test_calls_as_they_are_launched(
         given is want for given, want in zip(tensors, (a, a_scale, weight, weight_scale, out, None), strict=True)
     )
     assert use_pdl is True
-    shape = calls.OUTPUTS[str(out_dtype)], rows, 2, outputs, 768 // 128
+    shape = calls.OUTPUTS[str(out_dtype)], rows, 2, outputs, 6
     is_few = rows <= calls.MOST_SWAPPED_ROWS
-    chosen = select.swap_ab("e4m3", *shape) if is_few else select.many_rows(*shape, 132, may_split=True)
-    assert (key, grid) == chosen
+    assert asked == [("e4m3", *shape) if is_few else (*shape, 132)]
+    assert (key, grid) == (swap_ab("e4m3", *shape) if is_few else many_rows(*shape, 132, may_split=True))
     for change in ({"a": a[:0], "out": out[:0]}, {"out": out[:, :0]}, {"out": out[..., :0]}):
         calls.launch_fp8(one._replace(**change))
     calls.launch_fp8(one._replace(a=a[..., :0]))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -407,3 +408,59 @@ def test_layers_of_older_records_have_no_such_picture() -> None:
     made = Book((parse(record([cell("v4-flash swa decode b1 ctx8192", 10**8, 50.0, op="layer")], op="layer")),), ())
     assert "Where time goes" not in report.render_report(made)
     assert not any(isinstance(figure, plots.Bars) for figure in plots.figures(GPU, made.records))
+
+
+class Axes:
+    """Keeps the lines that are drawn."""
+
+    def __init__(self) -> None:
+        self.lines: list[list[tuple[float, float]]] = []
+
+    def plot(self, xs: Sequence[float], ys: Sequence[float], **style: Any) -> None:
+        self.lines.append(list(zip(xs, ys, strict=True)))
+
+    def get_ylim(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **named: None
+
+
+@pytest.mark.parametrize("launch", [None, 1.0, 2.0, 64.0])
+@pytest.mark.parametrize("copy", [None, 2.0, 0.01])
+def test_the_roof_over_rates(launch: float | None, copy: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GB/s: bytes over the shortest launch, until that is the copy rate."""
+    low, high = 1e3, 16e3
+    monkeypatch.setattr(plots, "_scatter", lambda *args: (low, high))
+    roofs = tuple((name, value) for name, value in (("launch", launch), ("copy", copy)) if value is not None)
+    plots._bytes_roofline(axes := Axes(), plots.Figure("", "", (), roofs, False), (), ())
+    if copy is None:
+        assert axes.lines == []
+        return
+    *rise, flat = axes.lines
+    assert (flat[1], flat[0][1]) == ((high, copy), copy)
+    assert len(rise) == (launch is not None)
+    assert rise == [] or (rise[0][0][0], rise[0][1][0]) == (low, flat[0][0])
+    for x, y in [point for line in rise for point in line]:
+        assert y == pytest.approx(x / (launch or 1) / 1e3)
+    assert flat[0][0] == pytest.approx(min(max(low, copy * (launch or 0) * 1e3), high))
+
+
+@pytest.mark.parametrize("copy", [None, 4e3, 1e3, 1e9, 1.0])
+@pytest.mark.parametrize("products", [(), ("bf16",), ("bf16", "e4m3")])
+def test_the_roof_over_products(copy: float | None, products: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """TFLOPS: what the copies of a byte's FLOPs allow, until that is the rate of products."""
+    low, high = 10.0, 1000.0
+    monkeypatch.setattr(plots, "_scatter", lambda *args: (low, high))
+    rates = {"bf16": 800.0, "e4m3": 1600.0}
+    roofs = (*((name, rates[name]) for name in products), *(() if copy is None else (("copy", copy),)))
+    plots._products_roofline(axes := Axes(), plots.Figure("", "", (), roofs, True), (), ())
+    flat, rise = axes.lines[: len(products)], axes.lines[len(products) :]
+    knees = []
+    for name, line in zip(products, flat, strict=True):
+        knees.append(low if copy is None else min(max(low, rates[name] / copy * 1e3), high))
+        assert line == [(pytest.approx(knees[-1]), rates[name]), (high, rates[name])]
+    assert len(rise) == (copy is not None)
+    for line in rise:
+        assert [x for x, _ in line] == [low, pytest.approx(max(knees, default=high))]
+        assert [y for _, y in line] == pytest.approx([x * (copy or 0) / 1e3 for x, _ in line])

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from cute_kernels.formats import INDEXER_FP8
@@ -52,6 +55,19 @@ def sets() -> list[PickSet]:
         PickSet.of(logits.LogitsSet(op, args, lambda got: True), k)
         for op, args in ((logits.CONTIGUOUS, prefill), (logits.PAGED, decode))
     ]
+
+
+def test_memory_is_that_of_the_public_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which say with their results that they were called as they ought to be."""
+    found: list[Any] = []
+    monkeypatch.setattr(score_top_k, "peak", lambda run: found.append(run()) or len(found))
+    for s in sets():
+        s.ours()
+        assert s.peaks() == {"peak": 1, "peak_unfused": 2}
+        fused, (scores, picks) = found
+        assert torch.equal(fused, s.picks)
+        assert (scores.dtype, scores.shape[0], picks.shape) == (torch.float32, 3, s.picks.shape)
+        found.clear()
 
 
 def test_one_op_picks_what_two_do() -> None:
