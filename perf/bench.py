@@ -157,7 +157,8 @@ class InputSet:
         for name, tensor in mutated.items():
             if name not in self.bench.inputs:
                 poison(tensor)
-        want = clone_arguments(self.args, torch.device("cuda"))
+        device = next(arg.device for arg in self.args if isinstance(arg, torch.Tensor))
+        want = clone_arguments(self.args, device)
         before = {name: value.clone() for name, value in self.op.mutated(want).items() if name in self.bench.inputs}
         self.op.reference(*want)
         try:
