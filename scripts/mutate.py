@@ -131,12 +131,13 @@ def exports(root: Path) -> dict[str, str]:
 
 
 def tests_of(root: Path, module: Path) -> list[Path]:
-    """Test files that import a module, then those that import one that does, then those of its folder."""
+    """Test files that import a module, then those that import one that does, then those of its folder; of each first
+    those of its package, and of these first those that have its name in theirs."""
     package = module.parent.name
     every, users = tests(root), importers(root, module, sources(root))
     direct = importers(root, module, every)
     through = [p for p in every if any(p in importers(root, user, every) for user in users)]
-    near = [sorted(found, key=lambda p: p.parent.name != package) for found in (direct, through)]
+    near = [sorted(f, key=lambda p: (p.parent.name != package, module.stem not in p.stem)) for f in (direct, through)]
     return list(dict.fromkeys([*near[0], *near[1], *(p for p in every if p.parent.name == package)]))[:MOST_FILES]
 
 
@@ -170,7 +171,8 @@ def changes(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OTHER and not _has_float(node):
         left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
         yield f"{left} {_OTHER[type(node.ops[0])]} {right}"
-        if isinstance(node.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE)):
+        is_set = isinstance(node.comparators[0], (ast.Set, ast.SetComp))
+        if isinstance(node.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) and not is_set:
             yield f"{left} {_SIGN[type(node.ops[0])]} {right} + 1"
     elif isinstance(node, ast.BoolOp):
         word = " or " if isinstance(node.op, ast.And) else " and "
