@@ -31,7 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -43,6 +43,9 @@ sys.path.insert(0, str(ROOT))
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 CALLS_AT_ONCE = {"racecheck": 3, "memcheck": 12, "synccheck": 12, "initcheck": 12}
 """Of a process: with racecheck some take a minute."""
+
+OPTIONS = {"memcheck": ("--report-api-errors", "no")}
+"""cuda.bindings asks the driver for functions that it does not have, and goes on without; calls that fail raise."""
 
 SECONDS = 200
 """After this a process hangs."""
@@ -216,6 +219,9 @@ class Raw:
     what: str
     places: tuple[tuple[str, int], ...]
 
+    def __str__(self) -> str:
+        return ", ".join(f"{function}+{offset:#x}" for function, offset in self.places)
+
 
 def parse(output: str) -> tuple[list[Raw], int]:
     """The reports in a tool's output, and how many errors and warnings the tool counts itself."""
@@ -311,11 +317,12 @@ class Processes:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_job(processes: Processes, sanitizer: str, job: Job) -> tuple[Counter[Report], str]:
-    """The reports of a run, and what went wrong, or ""."""
+def run_job(processes: Processes, sanitizer: str, job: Job) -> tuple[list[tuple[Report, str]], str]:
+    """The reports of a run, each with the places in the code, and what went wrong, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        prefix = (sanitizer, "--tool", job.tool, "--print-limit", "100000", "--log-file", str(log))
+        options = ("--print-limit", "100000", "--log-file", str(log), *OPTIONS.get(job.tool, ()))
+        prefix = (sanitizer, "--tool", job.tool, *options)
         status, said, problem = processes.run("--run", job.op, str(job.first), str(job.last), job.tool, prefix=prefix)
         output = log.read_text() if log.exists() else ""
     raws, count = parse(output)
@@ -326,7 +333,7 @@ def run_job(processes: Processes, sanitizer: str, job: Job) -> tuple[Counter[Rep
             problem = f"{count} reports that are not understood: {output[-1500:]}"
         elif "SUMMARY" not in output:
             problem = f"no summary: {output[-500:]}"
-    return Counter(name_report(job.tool, raw, find_opcodes(job.keys, raw)) for raw in raws), problem
+    return [(name_report(job.tool, raw, find_opcodes(job.keys, raw)), str(raw)) for raw in raws], problem
 
 
 def find_opcodes(keys: Sequence[Any], raw: Raw) -> list[str]:
@@ -380,21 +387,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Results:
     """What came out of the runs so far; printed as it comes.
 
-    named    (op, report) -> how often
+    named    (op, report) -> how often, by places in the code
     failed   runs, and why
     runs     that ended by themselves
     """
 
-    named: Counter[tuple[str, Report]]
-    failed: list[str]
+    named: dict[tuple[str, Report], Counter[str]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
     runs: int = 0
 
-    def add(self, job: Job, seconds: float, found: Counter[Report], problem: str) -> None:
-        print(f"{seconds:4.0f} s  {job}: {problem or f'{found.total()} reports'}", flush=True)
-        for report, count in sorted(found.items(), key=str):
+    def add(self, job: Job, seconds: float, found: Sequence[tuple[Report, str]], problem: str) -> None:
+        print(f"{seconds:4.0f} s  {job}: {problem or f'{len(found)} reports'}", flush=True)
+        for report, count in Counter(report for report, _ in found).items():
             if (job.op, report) not in self.named:
                 print(describe(job.op, report, count), flush=True)
-            self.named[job.op, report] += count
+        for report, places in found:
+            self.named.setdefault((job.op, report), Counter())[places] += 1
         self.runs += not problem
         if problem:
             self.failed.append(f"{job}: {problem}")
@@ -427,7 +435,7 @@ def sanitize(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
         parser.error(f"{cache_.DIRECTORY_VARIABLE}: a kernel cache is needed")
     assert sanitizer is not None
     assert folder is not None
-    start, results, processes = time.perf_counter(), Results(Counter(), []), Processes()
+    start, results, processes = time.perf_counter(), Results(), Processes()
     with processes.threads(options.jobs) as pool:
         ops = options.op or names
         of_calls = dict(zip(ops, pool.map(lambda op: keys_of_calls(processes, op), ops), strict=True))
@@ -440,8 +448,8 @@ def sanitize(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     jobs = [] if options.compile else [job for tool in options.tool or TOOLS for job in jobs_of(tool, of_calls)]
     run_all(processes, sanitizer, jobs, options.jobs, results)
     new = [report for _, report in results.named if accepted(report) is None]
-    for (op, report), count in sorted(results.named.items(), key=str):
-        print(describe(op, report, count))
+    for (op, report), places in sorted(results.named.items(), key=str):
+        print(describe(op, report, places.total()))
     for problem in results.failed:
         print(f"FAILED   {problem}")
     calls = sum(len(calls) for calls, _ in of_calls.values())
@@ -449,7 +457,7 @@ def sanitize(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     print(f"{len(new)} new reports, {len(results.named) - len(new)} accepted ones, {len(results.failed)} failures")
     print(f"{time.perf_counter() - start:.0f} s")
     if options.json:
-        lines = [{"op": op, **vars(report), "count": count} for (op, report), count in results.named.items()]
+        lines = [{"op": op, **vars(report), "places": places} for (op, report), places in results.named.items()]
         Path(options.json).write_text(json.dumps(lines, indent=1) + "\n")
     return 1 if new or results.failed else 0
 
@@ -465,7 +473,7 @@ def jobs_of(tool: str, of_calls: Mapping[str, tuple[Sequence[tuple[Any, ...]], s
 def run_all(processes: Processes, sanitizer: str, jobs: Sequence[Job], workers: int, results: Results) -> None:
     """Adds to the results. After Ctrl-C, what the runs that were ended had said until then, too."""
 
-    def timed(job: Job) -> tuple[float, Counter[Report], str]:
+    def timed(job: Job) -> tuple[float, list[tuple[Report, str]], str]:
         start = time.perf_counter()
         found, problem = run_job(processes, sanitizer, job)
         return time.perf_counter() - start, found, problem
