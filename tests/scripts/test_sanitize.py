@@ -74,7 +74,9 @@ def test_code_for_a_gpu_is_found_in_an_object() -> None:
 
 
 def test_only_what_is_listed_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sanitize, "ACCEPTED", (Accepted("racecheck", "gemm_*", "LDS*, STS*", "because"),))
+    monkeypatch.setattr(
+        sanitize, "ACCEPTED", (Accepted("racecheck", "gemm_*", ("LDGSTS, *", "LDS*, STS*"), "because"),)
+    )
     report = Report("racecheck", "race", "gemm_r4", "LDS, STS.128")
     assert sanitize.accepted(report) is not None
     for other in (
