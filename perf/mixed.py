@@ -12,7 +12,7 @@ import torch
 from cute_kernels.formats import FORMATS as FORMATS_BY_ID
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_mixed
-from perf.grid import facts_between
+from perf.grid import facts_between, of_rows
 from perf.measure import Call, compare, number_of_sets
 from perf.prefill import BETWEEN_SHAPES, PORTABLE, SHAPES, PrefillSet, Shape, in_order, portable
 
@@ -102,7 +102,7 @@ def sweep(
 ) -> list[dict[str, Any]]:
     """Records of sparse_mla_mixed, all shapes or those with that many query rows, over caches of both formats; as
     variants prefill, given rows, the portable kernel, and over e4m3 caches the same over bf16 ones."""
-    chosen = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if rows is None or shape.rows in rows]
+    chosen = of_rows((*SHAPES, *BETWEEN_SHAPES), rows)
     cost = OPS[OP].cost
     assert cost is not None
     records = []

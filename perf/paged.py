@@ -18,7 +18,7 @@ from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill, sparse_mla_prefill_paged
 from perf.decode_inputs import _pool as random_pool
-from perf.grid import draw, facts_between
+from perf.grid import draw, facts_between, of_rows
 from perf.measure import Call, compare, number_of_sets, peak
 from perf.peers import load_peer
 from perf.prefill import CHECKED_ROWS, PORTABLE, RESULTS, in_order, near, portable
@@ -283,7 +283,7 @@ def sweep(
     project's gather, combination and prefill, rows that are not split where there are few, and the portable
     kernel. A record's facts say how many bytes either way
     allocates, see PagedSet.peaks."""
-    chosen = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if rows is None or shape.rows in rows]
+    chosen = of_rows((*SHAPES, *BETWEEN_SHAPES), rows)
     for ratio in PAGE_ROWS:
         PagedSet.make(Shape(1, 4096, 64, ratio), 0).ours()  # compiled before other projects change the DSL
     cost = OPS[OP].cost

@@ -8,7 +8,8 @@
 A bug is a small change of the syntax tree: a comparison or a bound off by one, a condition turned round, `and` for
 `or`, `min` for `max`, an argument left out, a check that is not made. Bugs are drawn evenly over the modules of
 cute_kernels, layers and perf that run on the host: no kernels (tests/model plants bugs in those), and neither functions
-that name CUDA nor benchmarks that no test imports, which need a GPU. What is changed are copies of the tree.
+that name CUDA nor benchmarks that no test imports, which need a GPU, nor functions that need a package that is not
+installed. What is changed are copies of the tree.
 
 Exit status: 1 if less than 95% of the bugs, or not all of the planted ones, were found.
 """
@@ -20,6 +21,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -28,7 +30,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,9 +168,11 @@ _SIGN = {
 _OPTIONAL = ("use_pdl", "out", "optional", "contiguous", "dense_last", "keepdim", "dtype")
 
 
-def changes(node: ast.AST) -> Iterator[str]:
-    """What a node of the tree could read with a bug in it. A float at its limit is no bug worth finding."""
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OTHER and not _has_float(node):
+def changes(node: ast.AST, floats: Collection[str] = ()) -> Iterator[str]:
+    """What a node of the tree could read with a bug in it. A float at its limit is no bug worth finding; `floats`:
+    names of some."""
+    is_limit = isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OTHER
+    if is_limit and isinstance(node, ast.Compare) and not _has_float(node, floats):
         left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
         yield f"{left} {_OTHER[type(node.ops[0])]} {right}"
         is_set = isinstance(node.comparators[0], (ast.Set, ast.SetComp))
@@ -193,28 +197,48 @@ def changes(node: ast.AST) -> Iterator[str]:
         yield f"bool({ast.unparse(node.operand)})"
 
 
-def _has_float(node: ast.AST) -> bool:
-    return any(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in ast.walk(node))
+def _has_float(node: ast.AST, floats: Collection[str] = ()) -> bool:
+    """Whether a number with a point, or the name of one, is in an expression."""
+    return any(
+        (isinstance(part, ast.Constant) and isinstance(part.value, float))
+        or (isinstance(part, ast.Name) and part.id in floats)
+        for part in ast.walk(node)
+    )
 
 
 def on_the_host(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a module, without functions that name CUDA and without assertions, which a type checker needs."""
+    """The nodes of a module, without functions that name CUDA or import what is not installed, and without assertions,
+    which a type checker needs."""
     yield tree
     for child in ast.iter_child_nodes(tree):
-        on_a_gpu = isinstance(child, ast.FunctionDef) and "cuda" in ast.unparse(child)
-        if not on_a_gpu and not isinstance(child, ast.Assert):
+        is_tested = not isinstance(child, ast.FunctionDef) or ("cuda" not in ast.unparse(child) and _is_here(child))
+        if is_tested and not isinstance(child, ast.Assert):
             yield from on_the_host(child)
+
+
+def _is_here(function: ast.FunctionDef) -> bool:
+    """Whether what a function imports is installed: its tests are skipped where it is not."""
+    modules = [node.module for node in ast.walk(function) if isinstance(node, ast.ImportFrom) and not node.level]
+    modules += [a.name for node in ast.walk(function) if isinstance(node, ast.Import) for a in node.names]
+    return all(importlib.util.find_spec(name.partition(".")[0]) is not None for name in modules if name)
 
 
 def bugs(root: Path, module: Path) -> list[Bug]:
     """All bugs of a module in expressions and statements of one line."""
     source = module.read_text(encoding="utf-8")
     lines = source.encode().splitlines()
-    path, found = module.relative_to(root).as_posix(), []
-    for node in on_the_host(ast.parse(source)):
+    path, found, tree = module.relative_to(root).as_posix(), [], ast.parse(source)
+    floats = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and _has_float(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in on_the_host(tree):
         if isinstance(node, (ast.expr, ast.stmt)) and node.lineno == node.end_lineno:
             old = lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
-            found += [Bug(path, node.lineno, old, new) for new in changes(node) if new != old]
+            found += [Bug(path, node.lineno, old, new) for new in changes(node, floats) if new != old]
     return found
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -78,8 +78,11 @@ def test_near() -> None:
 class FakeFlashMLA:
     """Takes one new token per request, and answers with numbers of requests and lengths."""
 
+    plans: list[str] = field(default_factory=list)
+
     def get_mla_metadata(self) -> tuple[str, None]:
-        return "plan", None
+        self.plans.append(f"plan {len(self.plans)}")
+        return self.plans[-1], None
 
     def flash_mla_with_kvcache(self, q: torch.Tensor, out: torch.Tensor, **given: Any) -> Any:
         rows, one, heads, _ = q.shape
@@ -111,6 +114,11 @@ def test_flattened_rows_come_back_where_they_were() -> None:
     out, lse = FlashMLA(FakeFlashMLA(), flattening=True)(s)
     assert torch.equal(out, rows[..., None].expand(b, s_q, h, 512).float())
     assert torch.equal(given["out"], out), "written in place"
+    for planning, count in ((False, 1), (True, 2)):
+        peer = FlashMLA(FakeFlashMLA(), planning=planning, flattening=True)
+        for _ in range(2):
+            peer(s)
+        assert len(peer.module.plans) == count, "once for a shape, or for every call"
     assert torch.equal(lse, torch.tensor([51.0, 62.0, 73.0])[:, None, None].expand(b, h, s_q))
 
 

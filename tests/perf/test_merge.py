@@ -104,3 +104,19 @@ def test_variants_are_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 1 + len(VARIANTS)
     found["ours use_pdl"](1, 2)
     assert given == [((1, 2), {"use_pdl": True})]
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_variant_has_a_second_round_for_parts_that_it_does_not_hold(
+    beyond: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cute_kernels.runtime import arch, compile
+
+    keys: list[Any] = []
+    monkeypatch.setattr(arch, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(compile, "launch", lambda key, *args: keys.append(key))
+    fields = next(fields for fields in VARIANTS if "held" in fields)
+    run = merge._variants()["ours " + " ".join(f"{name}={value}" for name, value in fields.items())]
+    parts = fields["held"] + beyond
+    run(torch.zeros(parts, 1, 1, 1, 512), torch.zeros(parts, 1, 1, 1), *(torch.zeros(1) for _ in range(3)))
+    assert [(key.held, key.more) for key in keys] == [(fields["held"], beyond == 1)]
