@@ -359,3 +359,35 @@ def test_products_are_compiled_side_by_side(
     products = [peers.Product(rows, 1, 128, 256) for rows in range(wanted, 0, -1)]
     peers.compile_products([*products, *products])
     assert asked == [processes, *sorted(products)]
+
+
+@pytest.mark.parametrize("way", ["there", "module", "library"])
+def test_deepgemms_ops_are_registered_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's module or, where that cannot be imported, by the library that lies beside it."""
+    done: list[Any] = []
+    ops = SimpleNamespace(init=lambda *args: done.append(("init", *args)))
+    if way == "there":
+        ops.fp8_fp4_mqa_logits = None
+    monkeypatch.setattr(torch.ops, "deep_gemm", ops, raising=False)
+
+    def load(name: str) -> Any:
+        done.append(name)
+        if name == "vllm.third_party.deep_gemm" and way == "library":
+            raise ImportError(name)
+        return SimpleNamespace(load=lambda file: done.append(("load", file)), LIB="/lib")
+
+    monkeypatch.setattr(peers.importlib, "import_module", load)
+    assert peers.deepgemm() is ops
+    assert (
+        done
+        == {
+            "there": [],
+            "module": ["vllm.third_party.deep_gemm"],
+            "library": [
+                "vllm.third_party.deep_gemm",
+                "vllm._load",
+                ("load", "deep_gemm/_C_extension.abi3.so"),
+                ("init", "/lib/deep_gemm", "deep_gemm"),
+            ],
+        }[way]
+    )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,3 +85,48 @@ def test_one_op_picks_what_two_do() -> None:
             s.picks[0, 0] += 1
 
         assert not s.right(spoiled)
+
+
+@pytest.mark.parametrize(("fitting", "count"), [(1, 1), (3, 3), (99, logits.MOST_SETS)])
+@pytest.mark.parametrize("peers", [False, True])
+def test_what_is_measured_of_a_call(fitting: int, count: int, peers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many sets of inputs as leave the cache cold, but not too many of the smallest; the pair of ops beside one."""
+    kept: list[Any] = []
+    for module in (score_top_k, logits):
+        monkeypatch.setattr(module, "number_of_sets", lambda size: fitting)
+        monkeypatch.setattr(module, "compare", lambda *args, **more: kept.append((args, more)))
+    monkeypatch.setattr(score_top_k, "load_peer", lambda name, load: name)
+    monkeypatch.setattr(PickSet, "peaks", lambda self: {"peak": 3})
+    for s in sets():
+        seeds: list[int] = []
+
+        def make(seed: int, s: PickSet = s, seeds: list[int] = seeds) -> PickSet:
+            seeds.append(seed)
+            return s
+
+        score_top_k._records(s.op, {"case": "c"}, make, peers, 7)
+        (op, facts, made, _, candidates, replays), more = kept.pop()
+        assert (op, facts, replays, more) == (s.op, {"case": "c", "peak": 3}, 7, {"products": "e4m3"})
+        assert seeds == list(range(count))
+        assert len(made) == count
+        assert set(candidates) == {score_top_k.UNFUSED, *(score_top_k.PEERS[s.op] if peers else ())}
+        seeds.clear()
+        logits._records(
+            s.scored.op, {"case": "c"}, lambda seed, s=s, seeds=seeds: seeds.append(seed) or s.scored, {}, 7
+        )
+        (op, facts, made, *_), _ = kept.pop()
+        assert (op, facts, len(made)) == (s.scored.op, {"case": "c"}, count)
+        assert seeds == list(range(count))
+
+
+def test_scores_of_mxfp4_have_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here: DeepGEMM's are for Blackwell."""
+    kept: list[Any] = []
+    monkeypatch.setattr(score_top_k, "compare", lambda *args, **more: kept.append(args[4]))
+    monkeypatch.setattr(score_top_k, "number_of_sets", lambda size: 1)
+    monkeypatch.setattr(PickSet, "peaks", lambda self: {})
+    (s, _) = sets()
+    with_scale = replace(s, args=(s.args[0], torch.zeros(1), *s.args[2:]))
+    monkeypatch.setattr(score_top_k, "OPS", {s.op: SimpleNamespace(cost=lambda *args: SimpleNamespace(bytes=1))})
+    score_top_k._records(s.op, {}, lambda seed: with_scale, True, 7)
+    assert set(kept.pop()) == {score_top_k.UNFUSED}
