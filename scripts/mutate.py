@@ -25,6 +25,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -42,6 +43,8 @@ FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "NOTICE")
 SHARE = 0.95
 SECONDS = 300.0
 """A file of tests that takes longer has met a bug that hangs: found."""
+
+FUZZER = "tests/contract/test_fuzz.py::test_wrong_arguments_of_ops"
 
 MOST_FILES = 8
 """Test files of a module that are run, the nearest ones first."""
@@ -141,6 +144,12 @@ def tests_of(root: Path, module: Path) -> list[Path]:
     through = [p for p in every if any(p in importers(root, user, every) for user in users)]
     near = [sorted(f, key=lambda p: (p.parent.name != package, module.stem not in p.stem)) for f in (direct, through)]
     return list(dict.fromkeys([*near[0], *near[1], *(p for p in every if p.parent.name == package)]))[:MOST_FILES]
+
+
+def fuzzers(module: Path) -> list[str]:
+    """Tests that call the ops of a module with wrong arguments: they import none, and find all by their names."""
+    names = re.findall(r'define_op\(\s*"(\w+)\(', module.read_text(encoding="utf-8"))
+    return [f"{FUZZER}[{name}]" for name in names]
 
 
 # ---- bugs ------------------------------------------------------------------------------------------------------------
@@ -276,7 +285,7 @@ def copy_tree(folder: Path) -> Path:
 
 
 def passes(root: Path, test: str) -> bool:
-    """Whether a file of tests passes in the tree as it is."""
+    """Whether a file of tests, or one of these, passes in the tree as it is."""
     process = os.fork()
     if process == 0:
         _test(root, test)
@@ -328,7 +337,7 @@ class Runner:
     def run(self, bug: Bug) -> tuple[str, float, set[str]]:
         """("found", "survived", or "no tests" where there are none; seconds; tests that do not pass without it)."""
         module, start = self.root / bug.path, time.perf_counter()
-        chosen = [str(p.relative_to(self.root)) for p in tests_of(self.root, module)]
+        chosen = [str(p.relative_to(self.root)) for p in tests_of(self.root, module)] + fuzzers(module)
         source, status = module.read_text(encoding="utf-8"), "survived" if chosen else "no tests"
         for test in chosen:
             module.write_text(planted(source, bug), encoding="utf-8")

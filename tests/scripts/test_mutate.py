@@ -59,6 +59,17 @@ def test_tests_that_import_the_module_come_first() -> None:
     assert mutate.tests_of(ROOT, ROOT / "perf" / "measure.py")[0] == ROOT / "tests" / "perf" / "test_measure.py"
 
 
+def test_wrong_arguments_of_a_modules_ops_come_last() -> None:
+    found = mutate.fuzzers(ROOT / "cute_kernels" / "kv_cache" / "ops.py")
+    assert [name.rpartition("[")[2] for name in found] == [
+        "quantize_and_insert_k_cache]",
+        "dequantize_and_gather_k_cache]",
+    ]
+    path, _, test = mutate.FUZZER.partition("::")
+    assert f"def {test}(" in (ROOT / path).read_text()
+    assert mutate.fuzzers(ROOT / "layers" / "mla.py") == []
+
+
 def test_then_those_that_import_it_through_another() -> None:
     chosen = mutate.tests_of(ROOT, ROOT / "cute_kernels" / "compat" / "vllm_indices.py")
     assert ROOT / "tests" / "compat" / "test_vllm.py" in chosen
