@@ -90,6 +90,8 @@ def test_ranks_must_divide_the_heads(tp: Any) -> None:
     [
         ("sm_75", "kernels need sm_80 or newer"),
         ("sm_52", "kernels need sm_80 or newer"),
+        ("sm_79", "kernels need sm_80 or newer"),
+        ("sm_80a", "did you mean sm_80"),
         ("sm_90", "expected one of .*sm_90a"),
         ("sm_100f", "expected one of .*sm_100a"),
         ("sm_999", "expected one of"),
