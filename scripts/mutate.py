@@ -215,6 +215,16 @@ def _has_float(node: ast.AST, floats: Collection[str] = ()) -> bool:
     )
 
 
+def floats_of(tree: ast.Module) -> set[str]:
+    """Names of constants with a point, and of parameters that are said to have one."""
+    constants = [node for node in tree.body if isinstance(node, ast.Assign) and _has_float(node.value)]
+    names = [part for node in constants for target in node.targets for part in ast.walk(target)]
+    parameters = [node for node in ast.walk(tree) if isinstance(node, ast.arg) and node.annotation is not None]
+    return {name.id for name in names if isinstance(name, ast.Name)} | {
+        node.arg for node in parameters if node.annotation is not None and ast.unparse(node.annotation) == "float"
+    }
+
+
 def on_the_host(tree: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a module, without functions that name CUDA or import what is not installed, and without assertions,
     which a type checker needs."""
@@ -237,13 +247,7 @@ def bugs(root: Path, module: Path) -> list[Bug]:
     source = module.read_text(encoding="utf-8")
     lines = source.encode().splitlines()
     path, found, tree = module.relative_to(root).as_posix(), [], ast.parse(source)
-    floats = {
-        target.id
-        for node in tree.body
-        if isinstance(node, ast.Assign) and _has_float(node.value)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    floats = floats_of(tree)
     for node in on_the_host(tree):
         if isinstance(node, (ast.expr, ast.stmt)) and node.lineno == node.end_lineno:
             old = lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()

@@ -94,7 +94,12 @@ def test_kernels_and_benchmarks_are_no_host_modules() -> None:
 def test_bugs_that_only_a_gpu_shows_are_not_drawn(tmp_path: Path) -> None:
     lines = ["def f(a):", "    return a < 3", "def g(a):", "    return torch.ones(3, device='cuda') < a"]
     lines += ["def h(a):", "    assert a < 4", "    return a > 0.5, torch.ones(a, dtype=torch.float32)"]
-    lines += ["LIMIT, FEW = 2, 3", "SHARE = 2.0**-3", "def f(a):", "    return a < SHARE"]
+    lines += [
+        "LIMIT, FEW = 2, 3",
+        "SHARE, PART = 2.0**-3, 0.5",
+        "def f(a, b: float):",
+        "    return a < PART, b > 1 + a",
+    ]
     lines += ["def g(a):", "    import no_such_package.part", "    return a < 7"]
     lines += ["def g(a):", "    from pathlib import Path", "    return a == 9"]
     module = tmp_path / "module.py"
