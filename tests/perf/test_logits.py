@@ -60,3 +60,16 @@ def test_who_is_measured_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("deepgemm-flattened" in found) == (peers and not mxfp4 and next_n == 2)
         assert len(found) == variants + peers * (1 + (not mxfp4 and next_n == 2))
     assert "no MXFP4" in logits._candidates(logits.PAGED, True, True, False)["deepgemm"]
+
+
+def test_scores_are_checked_where_a_call_leaves_them() -> None:
+    """In what it returns or, if it returns nothing, in ours, where none are left of the call before."""
+    seen: list[torch.Tensor] = []
+    out, theirs = torch.zeros(3), torch.ones(3)
+    s = logits.LogitsSet(logits.CONTIGUOUS, (out,), lambda got: seen.append(got) or bool((got == 1).all()))
+    assert s.right(lambda: theirs)
+    assert seen[-1] is theirs
+    assert out.isnan().all()
+    assert not s.right(lambda: None)
+    assert seen[-1] is out
+    assert s.right(lambda: [out.fill_(1.0), None][1])
