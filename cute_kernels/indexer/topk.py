@@ -938,6 +938,7 @@ class RowPicks:
             where = here.at + LIST + (here.warp * self.length + cutlass.min(number, listed - 1)) * 8
             found.append((number < listed, where, *ptx.load_shared_64(where)))
         if not has_orders:
+            cute.arch.sync_warp()  # lanes that have none have read the last one
             orders = [ptx.descending_order(word.bitcast(Float32)) for _, _, word, _ in found]
             for (is_there, where, _, _), order in zip(found, orders, strict=True):
                 ptx.store_shared_s32_where(is_there, where, Int32(order))

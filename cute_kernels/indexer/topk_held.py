@@ -163,6 +163,7 @@ class HeldRow:
         else:
             for i in range_constexpr(4 * self.vectors):
                 tied = tied | (Int32(scores[i] == scores[i]) << i)
+            cute.arch.sync_threads()  # all have read the extremes before the next ones take their place
         is_equal = Int32(0)
         while (count > HELD_RANKED) & (is_equal == 0):
             sure, tied, wanted, count, is_equal = self.pick_by_orders(here, scores, sure, tied, wanted)

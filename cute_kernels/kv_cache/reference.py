@@ -21,9 +21,7 @@ def dequantize_and_gather_k_cache(call: GatherCall) -> None:
     lens = call.seq_lens if call.gather_lens is None else torch.minimum(call.gather_lens, call.seq_lens)
     for r, (seq_len, length) in enumerate(zip(call.seq_lens.tolist(), lens.tolist(), strict=True)):
         first = seq_len - length
-        length = min(length, call.out.shape[1] - call.offset)
-        if length <= 0:
-            continue
+        length = max(min(length, call.out.shape[1] - call.offset), 0)
         entries = torch.arange(first, first + length, device=call.out.device)
         slots = entries_to_slots(entries, torch.full_like(entries, r), call.block_table, call.block_size)
         here = formats.valid_slots(slots, capacity)

@@ -144,7 +144,7 @@ def _multiprocessors(device: torch.device | str | None) -> int:
 def _allocate_workspace(q: torch.Tensor, tiles: int, num_splits: int, split_tokens: int) -> torch.Tensor | None:
     """Workspace for a call, or None if its rows are not split, or ask for splits that `_check_decode` refuses."""
     b, s_q, h = q.shape[:3]
-    if num_splits < 0 or split_tokens < 0:
+    if split_tokens < 0:
         return None
     sms = 0
     if not num_splits and not split_tokens:

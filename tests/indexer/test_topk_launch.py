@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer import topk_select
-from cute_kernels.indexer.call import AllVisibleCall, TopKDecodeCall, TopKPrefillCall
+from cute_kernels.indexer.call import AllVisibleCall, ScoreTopKPrefillCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.models import MODELS
 
 NAMES = (
@@ -156,6 +156,29 @@ def test_few_rows_are_spread_and_many_share(gpu: Launches) -> None:
         prefill(torch.empty(rows, columns), rows, 512)
         key, _ = gpu.last()
         assert (key.shape, key.is_spread) == (shape, is_spread)
+
+
+def test_rows_are_numbered_in_32_bits(gpu: Launches) -> None:
+    """Views of no memory: nobody looks into them."""
+    for rows in (topk_select.MOST_ROWS - 1, topk_select.MOST_ROWS):
+        why = (
+            f"there must be fewer than {topk_select.MOST_ROWS} rows, got {rows}"
+            if rows == topk_select.MOST_ROWS
+            else ""
+        )
+        out, lens = torch.zeros(1, 4, dtype=INT).expand(rows, 4), torch.zeros(1, 1, dtype=INT).expand(rows, 1)
+        assert topk_select.why_not_all_visible(AllVisibleCall(lens, out, None, 0)) == why
+        logits = torch.zeros(1, 8).expand(rows, 8)
+        assert topk_select.why_not_decode(TopKDecodeCall(logits, lens, out, rows, 4, None, 0)) == why
+        assert topk_select.why_not_prefill(TopKPrefillCall(logits, lens[:, 0], lens[:, 0], out, rows, 4)) == why
+
+
+def test_columns_of_scores_are_those_that_are_asked_for() -> None:
+    """Or all keys."""
+    keys, rows = torch.zeros(9, 128), torch.zeros(3)
+    for asked, columns in ((0, 9), (1, 1), (2, 2), (12, 12)):
+        call = ScoreTopKPrefillCall(keys, None, keys, keys, rows, rows, rows, asked, rows, None)
+        assert call.columns == columns
 
 
 def test_calls_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

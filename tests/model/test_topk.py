@@ -15,6 +15,7 @@ from cute_kernels.indexer.topk import TopKKey
 from cute_kernels.indexer.topk_held import HeldTopKKey
 from cute_kernels.indexer.topk_select import groups_for, share_for
 from tests.compile.reports import compile_report
+from tests.model import orders
 from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
 from tests.model.ptx import parse
@@ -80,17 +81,28 @@ def expected(row: np.ndarray, k: int) -> np.ndarray:
 
 
 def picks(
-    key: TopKKey, scores: np.ndarray, start: int, end: int, k: int, table: np.ndarray | None = None
+    key: TopKKey,
+    scores: np.ndarray,
+    start: int,
+    end: int,
+    k: int,
+    table: np.ndarray | None = None,
+    in_any_order: bool = False,
 ) -> np.ndarray:
-    """What the kernel writes of a row; with a table, of pages of 48 rows, slots."""
+    """What the kernel writes of a row; with a table, of pages of 48 rows, slots. in_any_order: what its threads do in
+    shared memory has to be in order by the PTX ISA."""
     program, memory, columns = parse(compile_report(key).ptx), GlobalMemory(1 << 20), len(scores)
     values: list[Any] = [memory.put(scores), 4 * columns, columns, memory.put(np.array([start], np.int32)), 4]
     values += [memory.put(np.array([end], np.int32)), 4, 0, *divisor(1), columns, 0]
     values += [0, 0, 0] if table is None else [memory.put(table), 0, len(table)]
     values += [*divisor(48), (2**31 - 1) // 48 + 1, out := memory.reserve(4 * k), 4 * k, k, share_for(key, k)]
     values += [groups_for(key, k), 0]
+    records, make = orders.recorder(program)
+    events = make if in_any_order else None
     with np.errstate(all="ignore"):
-        run_grid(program, pack(program, values), memory, blocks=1, size=key.smem_bytes, seed=k)
+        run_grid(program, pack(program, values), memory, blocks=1, size=key.smem_bytes, seed=k, events=events)
+    for record in records:
+        orders.check(record)
     found: np.ndarray = memory.get(out, (k,), np.int32)
     return found
 
@@ -113,6 +125,20 @@ def test_picks(key: TopKKey, pattern: str) -> None:
         for start, end in ((0, columns), (columns // 5 + 1, columns - 2)):
             got = picks(key, scores, start, end, k)
             assert np.array_equal(got, expected(scores[start:end], k)), (k, columns, start)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: f"{key.entry}-{key.warps}-{key.vectors}")
+@pytest.mark.parametrize("pattern", ["normal", "equal", "zeros", "mostly nan", "large", "unsampled"])
+def test_in_any_order(key: TopKKey, pattern: str) -> None:
+    """Guesses that hold and that do not, rows that bins of scores do not part, ties."""
+    k, columns = 512, 2 * key.config.tile if key.tiles > 1 else 2001
+    with np.errstate(all="ignore"):
+        scores = PATTERNS[pattern](np.random.default_rng(columns), columns).astype(np.float32)
+    table = np.arange(columns // 48 + 1, dtype=np.int32)[::-1].copy()
+    assert np.array_equal(picks(key, scores, 1, columns, k, in_any_order=True), expected(scores[1:], k))
+    got = picks(key, scores, 0, columns, k, table, in_any_order=True)
+    want = expected(scores, k)
+    assert np.array_equal(got, table[want // 48] * 48 + want % 48)
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: f"{key.entry}-{key.warps}-{key.vectors}")
