@@ -630,7 +630,7 @@ class RowPicks:
             top, bound = self.bound_of_tiles(here, part, part.tiles, scores, best, groups, share)
             listed = self.list_tiles(here, part, scores, bound)
         else:
-            self.prefetch(here, part)
+            self.ask(here, part, Int32(1))
             bound = self.bound_of_sample(here, part, scores, best, k)
             listed = self.list_tiles(here, part, scores, bound)
             top, total = self.bins.agree(here, self.complete(here, part, listed), listed, self.length)
@@ -662,10 +662,12 @@ class RowPicks:
         self.picks.write(here, part, count, wanted, is_tied, k, out, slots)
 
     @cute.jit
-    def prefetch(self, here: Here, part: Part) -> None:
-        """Ask for the row: tiles are read one after the other, but come from memory at once."""
-        for place in cutlass.range(here.thread * 32, part.stop, self.config.threads * 32, unroll=1):
-            ptx.prefetch_l2(part.base + Int64(place) * 4, place < part.stop)
+    def ask(self, here: Here, part: Part, tile: Int32) -> None:
+        """Have a tile, if there is one, on its way to L2 while the one before is looked at: each lane asks for 128
+        bytes. Not earlier: what all CTAs ask for would push out of L2 what nobody has read yet."""
+        place = self.first_chunk(here, part, tile) * CHUNK + (here.lane >> 2) * part.step + (here.lane & 3) * 32
+        is_wanted = (place < part.stop) & (tile < part.tiles) & (here.lane < 4 * self.vectors)
+        ptx.prefetch_l2(part.base + Int64(place) * 4, is_wanted)
 
     def first_chunk(self, here: Here, part: Part, tile: Any) -> Any:
         """Of a warp in a tile."""
@@ -705,7 +707,7 @@ class RowPicks:
         each = Float32(k) * Float32((1 + SPARE) / 32) * part.each
         is_halved = each > Float32(MOST_EACH)
         each = each * Float32(0.5) if is_halved else each
-        number = Int32(Float32(32.5) - Float32(32.0) * ptx.exp2(each * Float32(-ptx.LOG2_E)))
+        number = Int32(Float32(32.8) - Float32(32.0) * ptx.exp2(each * Float32(-ptx.LOG2_E)))
         one, other = halves
         if not is_halved:
             one = ptx.max_f32(one, other)
@@ -738,6 +740,8 @@ class RowPicks:
         for tile in cutlass.range(part.tiles, unroll=1):
             if const_expr(self.config.tiles > 1):  # noqa: SIM102
                 if tile > 0:
+                    if const_expr(self.config.is_streamed):
+                        self.ask(here, part, tile + 1)
                     self.load(here, part, tile, scores)
             listed = self.collect(here, part, tile, scores, bound, listed)
         cute.arch.sync_warp()

@@ -33,20 +33,20 @@ SHAPES = ((16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1
 registers hold, and of up to 131072, 262144 (the second one where there is less shared memory) and 524288, which come in
 tiles."""
 
-SHARED = (
-    (9, 196608, (32, 4, 8, 8)),
-    (25, 98304, (16, 4, 8, 8)),
-    (15, 49152, (16, 4, 8, 8)),
-    (133, 16384, (32, 8, 1, 8)),
-    (264, 65536, (32, 8, 1, 8)),
-    (17, 262144, (32, 4, 8, 8)),
+ANY = 1 << 30
+
+CHOICES = (
+    (25, 98304, ANY, (16, 4, 8, 8)),
+    (15, 49152, ANY, (16, 4, 8, 8)),
+    (ANY, 524288, ANY, (32, 4, 8, 8)),
+    (ANY, 65536, ANY, (32, 4, 1, 16)),
+    (133, 32768, ANY, (32, 4, 1, 16)),
+    (ANY, 32768, 1025, (16, 8, 1, 16)),
+    (133, 16384, ANY, (32, 8, 1, 8)),
+    (ANY, 16384, 2049, (8, 4, 1, 8)),
 )
-"""(fewer rows than, more columns than, shape) of clusters, and of the largest CTAs, of calls with few rows, up to their
-capacity, the first that fits. A cluster of eight CTAs of 32 warps leaves no room for a sixteenth one. On an H100, by
-the first four, k = 1024: 8 x 262144 14.2, 14.3, -, 22.9; 16 x 262144 27.4, 18.8, -, 23.8; 24 x 131000 24.2, 16.5, -,
-16.9; 12 x 70000 12.1, 10.9, -, 12.0; 16 x 70000 22.5, 12.9, -, 11.3; 8 x 33000 16.8, 10.0, -, 9.0; 64 x 33000 82, 29,
--, 11.5 us. Kernels of 16 warps take 12.3 there; 128 x 20000 11.7 (by the fourth 11.0), 140 x 33000 18.0 (21.8), 200 x
-131000 64.5 (56.4) us."""
+"""(fewer rows than, more columns than, fewer picks than, shape) where there are clusters, up to the shape's capacity,
+the first that fits."""
 
 MANY_ROWS, MANY_COLUMNS, MANY = 264, 4096, (8, 4, 1, 8)
 """Rows and columns from which on, and the shape of which, four CTAs of a multiprocessor are faster than larger
@@ -69,9 +69,8 @@ def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a CTA is enough, by capacity, then others."""
     spreads = (True, False) if arch in CLUSTER_ARCHS else (False,)
     held = [held_key(arch, warps, is_spread) for is_spread in spreads for _, warps, _ in HELD]
-    shared = [shape for *_, shape in SHARED if shape not in SHAPES]
-    shapes = [*SHAPES, MANY, *(dict.fromkeys(shared) if arch in CLUSTER_ARCHS else ())]
-    keys = [TopKKey(arch, *shape) for shape in shapes]
+    chosen = [shape for *_, shape in CHOICES] if arch in CLUSTER_ARCHS else []
+    keys = [TopKKey(arch, *shape) for shape in dict.fromkeys((*SHAPES, MANY, *chosen))]
     spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD] if arch in CLUSTER_ARCHS else []
     return [key for key in (*held, *spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
 
@@ -90,9 +89,9 @@ def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
     keys = [key for key in keys_of(arch) if not isinstance(key, HeldTopKKey)]
     if has_clusters:
         keys = [key for key in keys if key.is_spread == is_spread or key.shape not in SPREAD]
-        for fewer, more, shape in SHARED:
+        for fewer, more, fewer_picks, shape in CHOICES:
             key = TopKKey(arch, *shape)
-            if rows < fewer and more < width <= key.capacity:
+            if rows < fewer and more < width <= key.capacity and k < fewer_picks:
                 return key
     many = TopKKey(arch, *MANY)
     if is_many and MANY_COLUMNS < width <= many.capacity:
