@@ -608,6 +608,8 @@ class Picks:
 class RowPicks:
     """Of a row that a CTA or a cluster shares."""
 
+    is_early = False
+
     def __init__(self, config: TopKConfig) -> None:
         self.config, self.bins = config, Bins(config)
         self.picks = Picks(config, self.bins)
@@ -620,7 +622,9 @@ class RowPicks:
         self.picks.clear(here)
 
     @cute.jit
-    def select(self, here: Here, part: Part, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots) -> None:
+    def select(
+        self, here: Here, part: Part, held: Any, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots
+    ) -> None:
         """Write the k best of a row that has more columns, or their slots. Where the bound is none that is guessed, at
         least `share` of a warp's maxima of `groups` groups a thread reach it."""
         scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
@@ -1087,6 +1091,10 @@ class TopKKernel:
 
         start = ptx.load_global_s32_where(starts != 0, starts + Int64(row) * starts_stride, is_shared=True)
         end = ptx.load_global_s32_in_order(place, is_shared=True)
+        source = scores + Int64(row) * scores_stride
+        head, held = Int32(source & 15) >> 2, None
+        if const_expr(self.row.is_early):
+            held = self.row.hold(here, self.part(source, head, Int32(0), head + columns, head + columns))
         shift = start & shifts
         start = cutlass.max(start, Int32(0))
         end = Int32(ptx.min_s64(Int64(shift) + Int64(columns), Int64(cutlass.min(end, limit))))
@@ -1100,23 +1108,23 @@ class TopKKernel:
                     entry = slots.slot(slots.load_page(i, i < size))
                 ptx.store_global_s32(target + Int64(i) * 4, entry)
         else:
-            source = scores + Int64(row) * scores_stride + Int64(start - shift) * 4
-            head = Int32(source & 15) >> 2
-            stop = head + size
-            width, tiles = stop, 1
+            source += Int64(start - shift) * 4
+            head = head + (start - shift) if const_expr(self.row.is_early) else Int32(source & 15) >> 2
+            width = stop = head + size
             if const_expr(self.cluster > 1):
                 width = (stop + (128 * self.cluster - 1)) // (128 * self.cluster) * 128
-            if const_expr(self.config.tiles > 1):
-                tiles = (width + (self.config.tile - 1)) // self.config.tile
-            skipped = rank * width
-            stop = cutlass.min(stop - skipped, width)
-            step, each = (
-                CHUNK * self.config.warps * tiles,
-                Float32(1.0 / self.config.warps) * ptx.reciprocal(Int32(tiles)),
-            )
-            base = source + Int64(skipped - head) * 4
-            part = Part(base, head - skipped, stop, tiles, skipped - head, step, each)
-            self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride, slots)
+            part = self.part(source, head, rank * width, stop, width)
+            self.row.select(here, part, held, k, share, groups, out + Int64(row) * out_stride, slots)
+
+    def part(self, source: Any, head: Any, skipped: Any, stop: Any, width: Any) -> Part:
+        """`width` places of a row from number `skipped` on, as far as the row has them; place `head` is at `source`."""
+        tiles = 1
+        if self.config.tiles > 1:
+            tiles = (width + (self.config.tile - 1)) // self.config.tile
+        step = CHUNK * self.config.warps * tiles
+        each = Float32(1.0 / self.config.warps) * ptx.reciprocal(Int32(tiles))
+        base = source + Int64(skipped - head) * 4
+        return Part(base, head - skipped, cutlass.min(stop - skipped, width), tiles, skipped - head, step, each)
 
 
 # ---- key

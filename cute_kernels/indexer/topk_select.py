@@ -21,8 +21,8 @@ from cute_kernels.runtime.key import OpKernel
 
 MOST_PICKS, MOST_ROWS = 4096, 2**28
 
-HELD = ((4096, 8, 0), (5120, 10, 0), (6144, 12, 1024), (8192, 16, 1024))
-"""(most columns, warps, more picks than where there are MANY_ROWS) of CTAs that hold a row and list nothing, the first
+HELD = ((1024, 8, 1, 0), (2048, 8, 2, 0), (4096, 8, 4, 0), (5120, 10, 4, 0), (6144, 12, 4, 1024), (8192, 16, 4, 1024))
+"""(most columns, warps, vectors, more picks than where there are MANY_ROWS) of CTAs that hold a row and list nothing, the first
 that fits. On an H100, with lists and without, 64 rows of 2000 columns take 5.3 and 4.4 us (k = 512), of 5000 columns
 6.2 and 5.2 us (k = 1024), 9.8 and 5.4 us (k = 2048), of 8000 columns 5.6 and 5.6 us (k = 512), 6.4 and 5.8 us (k =
 1024); 1000 rows of 5000 columns 24.8 and 18.7 us (k = 1024), of 8000 columns 22.3 and 26.3 us (k = 512), 27.2 and 27.5
@@ -68,24 +68,20 @@ MOST_CHOICES = 1024
 def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a CTA is enough, by capacity, then others."""
     spreads = (True, False) if arch in CLUSTER_ARCHS else (False,)
-    held = [held_key(arch, warps, is_spread) for is_spread in spreads for _, warps, _ in HELD]
+    held = [HeldTopKKey(arch, *shape, is_spread=is_spread) for is_spread in spreads for _, *shape, _ in HELD]
     chosen = [shape for *_, shape in CHOICES] if arch in CLUSTER_ARCHS else []
     keys = [TopKKey(arch, *shape) for shape in dict.fromkeys((*SHAPES, MANY, *chosen))]
     spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD] if arch in CLUSTER_ARCHS else []
     return [key for key in (*held, *spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
 
 
-def held_key(arch: str, warps: int, is_spread: bool) -> TopKKey:
-    return HeldTopKKey(arch, warps, is_spread=is_spread)
-
-
 def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
     """The kernel for so many picks of so many rows of such a width; if none is wide enough, the widest."""
     has_clusters, is_many = arch in CLUSTER_ARCHS, rows >= MANY_ROWS
     is_spread = has_clusters and rows <= SPREAD_ROWS
-    for most, warps, of_many in HELD:
+    for most, *shape, of_many in HELD:
         if width <= most and (not is_many or k > of_many):
-            return held_key(arch, warps, is_spread)
+            return HeldTopKKey(arch, *shape, is_spread=is_spread)
     keys = [key for key in keys_of(arch) if not isinstance(key, HeldTopKKey)]
     if has_clusters:
         keys = [key for key in keys if key.is_spread == is_spread or key.shape not in SPREAD]
@@ -277,7 +273,7 @@ def launch_all_visible(call: AllVisibleCall) -> None:
     scores = 0, 0, k
     starts, ends = decode_bounds(call.visible)
     numbers = *scores, *starts, *ends, k, 0, *slots(call.slot_block_table, call.slot_rows_per_page), rows, k
-    key = held_key(arch_of(call.out.device.index), HELD[0][1], False)
+    key = HeldTopKKey(arch_of(call.out.device.index), *HELD[0][1:3])
     launch_key(key, call.out.device.index, call.out, *numbers, 0, 1, 0)
 
 
