@@ -4,16 +4,18 @@ Rows of up to 8192 columns; topk_select.HELD says which of them come here. Read 
 `Here`, `Part`, `share` and `groups` are explained there.
 
     scores   gmem --> registers --best, worst--> bins of equal width --histogram--> the bin with the k-th best
+             (calls of few rows ask for all columns while the row's bounds come, and drop those outside)
     -------- barrier (Bins.extremes), and two in Bins.find ---------------------------------------------------
     marks    of a thread's scores: surely picked (better bins), tied (that bin)
-    ties     listed --barrier--> ranked by score and place; or, if they are many with the same score, the number of
-             each warp --barrier--> taken by place
+    ties     listed --barrier--> each ranked by a warp, by score and place; or, if they are many with the same score,
+             the number of each warp --barrier--> taken by place
     -------- barrier -----------------------------------------------------------------------------------------
     picks    marks --sums over lanes and warps--> where each goes --smem, a warp its own--> gmem, by column
 
 Bins are of scores, not of their bits: half of all fp32 numbers lie between a small negative and a small positive one.
-Where the best and the worst score are too far apart, or too close, and where too many share a bin, bins of orders
-(topk.Scale) take over, each time for the tied ones only, and each time with the barriers of the first.
+A bin is one fused multiplication and addition, whose rounding makes it whole, so it is monotonic in the score. Where
+the best and the worst score are too far apart, or too close, or both too far from zero, and where too many share a bin,
+bins of orders (topk.Scale) take over, each time for the tied ones only, and each time with the barriers of the first.
 
 A warp has neighbouring chunks, so its picks are neighbours as well:
 
@@ -56,7 +58,7 @@ from cute_kernels.indexer.topk import (
 # ---- config
 
 HELD_RANKED = 128
-"""Tied scores that are ranked, each by one thread: more than topk.RANKED, which is a lane's each."""
+"""Tied scores that are ranked, of which a lane compares four with that of its warp's turn: more than topk.RANKED."""
 
 CODE_BITS = 12
 """Of a code, those that say which of its warp's columns it is."""
@@ -65,12 +67,10 @@ LEAST_RANGE = 2.0**-64
 """Between the best score and the worst: with less, what divides it by bins may be infinite."""
 
 MOST_RANGES = 4096.0
-"""Of these from zero to the best score: farther away rounding shifts scores by an eighth of a bin and more."""
+"""From zero to the best score, at most: 2^21 bins, of the 2^22 that BIN_ZERO has room for."""
 
-BIN_ZERO = 1.5 * 2**23
-"""Bins are numbers from here on while they are fp32, so that rounding to a whole one is that of the addition."""
-
-BIN_ZERO_BITS = 0x4B400000
+BIN_ZERO, BIN_ZERO_BITS = 1.5 * 2**23, 0x4B400000
+"""The best score's bin, and its bits, while bins are fp32: sums around it round to whole numbers."""
 
 NEVER = 1 << 30
 """More scores than a row has."""
@@ -152,18 +152,10 @@ class HeldRow:
 
     @cute.jit
     def select(
-        self,
-        here: Here,
-        part: Part,
-        held: tuple[Any, Any] | None,
-        k: Int32,
-        share: Int32,
-        groups: Int32,
-        out: Int64,
-        slots: Slots,
+        self, here: Here, part: Part, held: Any, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots
     ) -> None:
-        """Write the k best of a row that has more columns, or their slots. held: what `hold` returned, or None; share,
-        groups: topk.py's."""
+        """Write the k best of a row that has more columns, or their slots. held: what `hold` returned of all columns,
+        or None; share, groups: topk.py's."""
         scores, each = self.hold(here, part) if const_expr(held is None) else held
         if here.thread == 0:
             ptx.store_shared_64(here.at + self.config.late, each, part.first)
