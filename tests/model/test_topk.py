@@ -56,6 +56,7 @@ def bits(rng: np.random.Generator, n: int) -> np.ndarray:
 PATTERNS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "normal": lambda rng, n: rng.standard_normal(n),
     "far": lambda rng, n: 1e-3 * rng.standard_normal(n) - 1000,
+    "near": lambda rng, n: rng.standard_normal(n) + 20_000,
     "equal": lambda rng, n: np.ones(n),
     "rising": lambda rng, n: np.arange(n),
     "falling": lambda rng, n: -np.arange(n),
@@ -109,12 +110,14 @@ def picks(
 
 KEYS = [
     *(TopKKey("sm_90a", *shape) for shape in ((8, 4, 1, 8), (16, 8, 1, 2), (8, 4, 1, 1))),
-    *(HeldTopKKey("sm_90a", *shape) for shape in ((8, 4), (10, 4))),
+    HeldTopKKey("sm_90a", 10, 4),
+    *(HeldTopKKey("sm_90a", *shape, is_spread=True) for shape in ((8, 4), (8, 1))),
 ]
-CASES = ((512, 17_409), (1024, 8195), (100, 3001), (1200, 2049), (2, 130), (4000, 4093), (2048, 5118))
+IDS = [f"{key.entry}-{key.warps}-{key.vectors}" + "-spread" * key.is_spread for key in KEYS]
+CASES = ((512, 17_409), (1024, 8195), (100, 3001), (1200, 2049), (300, 1001), (2, 130), (4000, 4093), (2048, 5118))
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: f"{key.entry}-{key.warps}-{key.vectors}")
+@pytest.mark.parametrize("key", KEYS, ids=IDS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_picks(key: TopKKey, pattern: str) -> None:
     for k, columns in CASES[: None if isinstance(key, HeldTopKKey) else -2]:
@@ -127,7 +130,7 @@ def test_picks(key: TopKKey, pattern: str) -> None:
             assert np.array_equal(got, expected(scores[start:end], k)), (k, columns, start)
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: f"{key.entry}-{key.warps}-{key.vectors}")
+@pytest.mark.parametrize("key", KEYS, ids=IDS)
 @pytest.mark.parametrize("pattern", ["normal", "equal", "zeros", "mostly nan", "large", "unsampled"])
 def test_in_any_order(key: TopKKey, pattern: str) -> None:
     """Guesses that hold and that do not, rows that bins of scores do not part, ties."""
@@ -141,10 +144,12 @@ def test_in_any_order(key: TopKKey, pattern: str) -> None:
     assert np.array_equal(got, table[want // 48] * 48 + want % 48)
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: f"{key.entry}-{key.warps}-{key.vectors}")
+@pytest.mark.parametrize("key", KEYS, ids=IDS)
 def test_slots(key: TopKKey) -> None:
     rng = np.random.default_rng(1)
     for k, columns in ((512, 4001), (7, 2000), (900, 1001)):
+        if columns > key.capacity:
+            continue
         scores = rng.standard_normal(columns).astype(np.float32)
         table = rng.integers(-1, 1 << 20, columns * 3 // 4 // 48, dtype=np.int32)
         got = picks(key, scores, 3, columns, k, table)
