@@ -111,7 +111,8 @@ class Mxfp4Config:
 
     keys: ClassVar[int] = KEY_TILE
     row_bytes: ClassVar[int] = INDEX_DIM // 2
-    accumulators: ClassVar[int] = 1
+    parts: ClassVar[int] = 1
+    shares_queries: ClassVar[bool] = False
 
     @property
     def columns(self) -> int:
@@ -508,7 +509,7 @@ class Consumer:
                     is_far_key = half(own_rows.far, (lane & 2) * 8) != 0
                     far = Int32(-1) if is_far_key else far_rows >> (lane & 1)
                     sums = self.add_far(words, own_rows, query_stage, decoded)
-                    self.epilogue.store(0, sums, rows, tile, scale, [far >> 2 * i & 1 != 0 for i in range(held)])
+                    self.epilogue.store(sums, rows, tile, scale, [far >> 2 * i & 1 != 0 for i in range(held)])
                 cute.arch.sync_warp()
                 # asking for the scale, which is never that NaN, makes the arrival wait until it has come
                 if (lane == 0) & (scale.bitcast(Int32) != -1):
@@ -516,7 +517,9 @@ class Consumer:
                 wgmma.multiply_registers(*mma, products, keys, q, warpgroup)
                 wgmma.wait(0)
                 is_near = [far >> 2 * i & 1 == 0 for i in range(held)]
-                self.epilogue.store(0, self.epilogue.add_heads(0, products, rows.weights), rows, tile, scale, is_near)
+                self.epilogue.store(
+                    self.epilogue.add_heads(products, rows.weights), rows, tile, scale, is_near
+                )
                 if (lane == 0) & (tile.tagged_key & LAST_OF_GROUP != 0):
                     cute.arch.mbarrier_arrive(bars.queries.empty(query_stage))
                 stage, phase = advance(stage, phase, config)
@@ -744,7 +747,7 @@ class Mxfp4LogitsKernel:
             own_warp = cute.arch.make_warp_uniform(thread % wgmma.WARPGROUP // WARP)
             sign = sign_of(smem.table)
             own = own_warp * STRIP + lane // 4 + (lane & 2) * 4
-            epilogue = Epilogue(config, self.paged, groups, windows, smem, out, out_stride, lane, own)
+            epilogue = Epilogue(config, self.paged, groups, windows, smem, out, out_stride, lane, own, Int32(0))
             consumer = Consumer(config, warpgroup, own_warp, bars, smem, epilogue, (mma, mma_more), q, sign)
             consumer.run()
 
