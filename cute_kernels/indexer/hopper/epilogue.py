@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Epilogue of Hopper's score kernels: heads added up in registers, scores stored.
 
-A warpgroup's products are [64 keys, heads of its rows]: a part of the group's rows, or all. A thread holds two keys and,
-of every 8 heads, two neighbouring ones, for all these rows: it adds its heads of a row, four lanes exchange what they
-have, and each is left with one key and every second row. The order of these sums is the same in every kernel here.
+A warpgroup's products are [64 keys, heads of its rows]: a part of the group's rows, or all. A thread holds two keys
+and, of every 8 heads, two neighbouring ones, for all these rows: it adds its heads of a row, four lanes exchange what
+they have, and each is left with one key and every second row. The order of these sums is the same in every kernel here.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Epilogue:
         key = tile.first_key + half * KEY_TILE + self.own
         box = half * (KEY_TILE // self.config.box)
         if const_expr(self.config.box < KEY_TILE):
-            box = box + self.own // self.config.box
+            box = box + (self.own >> self.config.box.bit_length() - 1)
         for i in range_constexpr(self.held):
             score = sums[i] * scale
             if const_expr(self.paged):

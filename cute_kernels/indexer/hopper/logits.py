@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -241,7 +241,12 @@ class Consumer:
             wgmma.wait(0)
             sums = epilogue.add_heads(products, rows.weights)
             scale = ptx.load_shared_f32(self.smem.scales + (half * KEY_TILE + epilogue.own) * 4)
-            epilogue.store(sums, rows, tile, scale, half=self.half)
+            if const_expr(config.box < KEY_TILE):
+                # takes no register beside the products
+                boxes = ptx.load_shared_s32(self.smem.headers + stage * (HEADER * 4) + 8)
+                epilogue.store(sums, rows, tile._replace(boxes=boxes), scale, half=self.half)
+            else:
+                epilogue.store(sums, rows, tile, scale, half=self.half)
             release(bars, tile, query_stage, epilogue.lane)
             stage, phase = advance(stage, phase, config)
             tile = wait_key_tile(bars.keys, self.smem.headers, stage, phase)
