@@ -256,7 +256,7 @@ class Consumer:
     def skip_queries(self, turn: Any, until: Any) -> Any:
         """Release the queries of the CTA's work tiles `turn` to `until` - 1, of which the team has no tiles. Returns
         `until`."""
-        for skipped in cutlass.range(turn, until, unroll=1):
+        for skipped in cutlass.range(turn, until, 1, unroll=1):
             query_stage = self.wait_queries(skipped)
             cute.arch.sync_warp()
             if self.epilogue.lane == 0:
