@@ -167,14 +167,14 @@ def test_empty() -> None:
 
 def test_workspace_size() -> None:
     size = score_top_k_workspace_size
-    assert size(4096, 262144, 512) == 244 * MIB
+    assert size(4096, 262144, 512) == size(4096, 65536, 512) == 1024 * MIB
     assert size(4096, 262144, 512, most=0) == MIB
     assert size(1, 1 << 20, 512, next_n=4, most=MIB) == 16 * MIB
     assert size(4096, 300, 512) == size(0, 3000, 512) == 0
     assert size(10, 513, 512) == 10 * 768 * 4
     assert size(64, 32768, 512, next_n=2) == 2 * 64 * 32768 * 4
     for columns in (600, 5000, 100_001):
-        assert 0 < size(4096, columns, 512) <= 256_000_000
+        assert 0 < size(4096, columns, 512) <= 1024 * MIB
         assert size(7, columns, 512) <= size(8, columns, 512)
 
 
