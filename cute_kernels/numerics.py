@@ -54,6 +54,14 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), torch.full_like(codes, 0x7F), codes)
 
 
+def to_bf16(x: torch.Tensor) -> torch.Tensor:
+    """bf16 of an fp32 tensor: nearest even, NaN as 0x7FFF, which is what GPUs make of it."""
+    rounded = x.to(torch.bfloat16)
+    return torch.where(x.isnan(), torch.full_like(rounded.view(torch.int16), 0x7FFF), rounded.view(torch.int16)).view(
+        torch.bfloat16
+    )
+
+
 def from_e4m3(codes: torch.Tensor) -> torch.Tensor:
     """fp32 values of e4m3 codes given as uint8 or float8_e4m3fn; 0x7F and 0xFF give NaN."""
     return codes.view(torch.float8_e4m3fn).float()

@@ -48,7 +48,7 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        positions = torch.arange(max_positions or config.max_position_embeddings, dtype=torch.float64, device=device)
+        positions = torch.arange(max_positions or config.max_position_embeddings, device=device)
         table = torch.empty(positions.shape[0], config.qk_rope_head_dim, dtype=torch.float32, device=device)
         frequencies = inverse_frequencies(config, compressed).to(device)
         for start in range(0, positions.shape[0], 1 << 16):

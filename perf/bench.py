@@ -15,6 +15,7 @@ import torch
 
 from cute_kernels.runtime.ops import OPS, Op
 from cute_kernels.runtime.verify import clone_arguments
+from perf.grid import of_rows
 from perf.measure import Call, compare, number_of_sets
 from perf.peers import load_peer
 
@@ -100,7 +101,7 @@ class Bench:
     ) -> list[dict[str, Any]]:
         """Records of the cases, or of those with that many rows."""
         op = OPS[self.op]
-        chosen = [case for case in (*self.cases, *self.between) if rows is None or case.rows in rows]
+        chosen = of_rows((*self.cases, *self.between), rows)
         for case in chosen:
             op.overload(*case.make(0))  # compiled before other projects change the DSL
         candidates: dict[str, Any] = {}
@@ -157,7 +158,8 @@ class InputSet:
         for name, tensor in mutated.items():
             if name not in self.bench.inputs:
                 poison(tensor)
-        want = clone_arguments(self.args, torch.device("cuda"))
+        device = next(arg.device for arg in self.args if isinstance(arg, torch.Tensor))
+        want = clone_arguments(self.args, device)
         before = {name: value.clone() for name, value in self.op.mutated(want).items() if name in self.bench.inputs}
         self.op.reference(*want)
         try:

@@ -9,6 +9,7 @@ from typing import Any
 from cute_kernels.runtime.ops import OPS
 from perf import compressor_c4, compressor_c128
 from perf.bench import Bench
+from perf.grid import of_rows
 
 
 def _sweep(
@@ -19,9 +20,8 @@ def _sweep(
     replays: int = 21,
 ) -> list[dict[str, Any]]:
     for bench in benches:
-        for case in (*bench.cases, *bench.between):
-            if rows is None or case.rows in rows:
-                OPS[bench.op].overload(*case.make(0))  # compiled before other projects change the DSL
+        for case in of_rows((*bench.cases, *bench.between), rows):
+            OPS[bench.op].overload(*case.make(0))  # compiled before other projects change the DSL
     return [record for bench in benches for record in bench.sweep(rows, peers, variants, replays)]
 
 

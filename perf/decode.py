@@ -15,7 +15,7 @@ from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import OPS
 from perf.decode_inputs import MODES, OP, SPLITS, SPREAD, DecodeSet, Shape
-from perf.grid import LENGTHS, draw, facts_between
+from perf.grid import LENGTHS, draw, facts_between, of_rows
 from perf.measure import compare, number_of_sets
 from perf.peers import load_peer
 
@@ -168,7 +168,7 @@ def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of sparse_mla_decode, all cells or those with that many query rows, peers and variants beside it."""
-    chosen = [shape for shape in (*GRID, *OWN, *BETWEEN_SHAPES) if rows is None or shape.rows in rows]
+    chosen = of_rows((*GRID, *OWN, *BETWEEN_SHAPES), rows)
     for shape in chosen:
         DecodeSet.make(shape, 0).ours()  # compiled before other projects change the DSL
     cost = OPS[OP].cost

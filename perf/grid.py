@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from perf.bench import Case
+
+T = TypeVar("T")
 
 SEED = 4
 BETWEEN = "between"
@@ -42,6 +45,13 @@ def draw_rows(what: str, tuned: Iterable[int], count: int = 3, multiple: int = 1
     known = set(tuned)
     rows = {point["rows"] for point in draw(what, count, rows=(min(known), max(known), multiple))}
     return tuple(sorted(rows - known))
+
+
+def of_rows(
+    shapes: Iterable[T], rows: Sequence[int] | None, rows_of: Callable[[T], int] = attrgetter("rows")
+) -> list[T]:
+    """The shapes with so many rows, or all."""
+    return [shape for shape in shapes if rows is None or rows_of(shape) in rows]
 
 
 def facts_between(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from cute_kernels import numerics
 from cute_kernels.formats import INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, round_up
 from cute_kernels.indexer.chunks import ROW_ALIGNMENT
 from cute_kernels.runtime.ops import OPS
-from perf.grid import LENGTHS, draw, facts_between, lengths
+from perf.grid import LENGTHS, draw, facts_between, lengths, of_rows
 from perf.measure import Call, compare, number_of_sets
 from perf.peers import deepgemm, load_peer
 
@@ -280,7 +281,7 @@ def sweep_prefill(
     """Records of mqa_logits per number of rows and keys."""
     of_fp8 = *PREFILLS, *BETWEEN_PREFILLS
     chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, of_fp8), (True, MXFP4_PREFILLS)) for shape in shapes]
-    chosen = [shape for shape in chosen if rows is None or shape[0] in rows]
+    chosen = of_rows(chosen, rows, itemgetter(0))
     for mxfp4 in (False, True):
         prefill(4, 64, True, mxfp4, 0).ours()  # compiled before other projects change the DSL
     found = []
@@ -299,7 +300,7 @@ def sweep_paged(
     chosen = [(*shape, False, "") for shape in (*DECODES, *BETWEEN_DECODES)]
     chosen += [(*shape, True, "") for shape in MXFP4_DECODES]
     chosen += [(batch, 1, UNEQUAL_KEYS, False, kind) for kind in LENGTHS for batch in UNEQUAL_BATCHES]
-    chosen = [shape for shape in chosen if rows is None or shape[0] in rows]
+    chosen = of_rows(chosen, rows, itemgetter(0))
     for next_n, mxfp4 in {(next_n, mxfp4) for _, next_n, _, mxfp4, _ in chosen}:
         decode(1, next_n, BLOCK_SIZE, mxfp4, 0).ours()
     found = []

@@ -12,7 +12,7 @@ import torch
 from cute_kernels.formats import FORMATS as FORMATS_BY_ID
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_mixed
-from perf.grid import facts_between
+from perf.grid import facts_between, of_rows
 from perf.measure import Call, compare, number_of_sets
 from perf.prefill import BETWEEN_SHAPES, PORTABLE, SHAPES, PrefillSet, Shape, in_order, portable
 
@@ -92,12 +92,17 @@ class MixedSet:
         return self.gathered.right(call, ("out", "lse"))
 
 
+def _variants(is_fp8: bool) -> dict[str, Any]:
+    found = {GATHERED: lambda s: s.gathered.ours(), PORTABLE: lambda s: portable("mixed_key", s.ours)}
+    return found | ({OVER_BF16: lambda s: s.ours_over_bf16()} if is_fp8 else {})
+
+
 def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of sparse_mla_mixed, all shapes or those with that many query rows, over caches of both formats; as
     variants prefill, given rows, the portable kernel, and over e4m3 caches the same over bf16 ones."""
-    chosen = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if rows is None or shape.rows in rows]
+    chosen = of_rows((*SHAPES, *BETWEEN_SHAPES), rows)
     cost = OPS[OP].cost
     assert cost is not None
     records = []
@@ -106,11 +111,7 @@ def sweep(
             first = MixedSet.make(shape, 0, kv_format)
             work = cost(*first.arguments())
             others = [MixedSet.make(shape, seed, kv_format) for seed in range(1, number_of_sets(work.bytes))]
-            candidates: dict[str, Any] = {}
-            if variants:
-                candidates = {GATHERED: lambda s: s.gathered.ours(), PORTABLE: lambda s: portable("mixed_key", s.ours)}
-            if variants and prefix:
-                candidates[OVER_BF16] = lambda s: s.ours_over_bf16()
+            candidates = _variants(bool(prefix)) if variants else {}
             facts: dict[str, Any] = {"case": prefix + shape.name, "T": shape.rows, "heads": shape.heads}
             facts = facts_between(facts) if shape in BETWEEN_SHAPES else facts
             records.append(compare(OP, facts, [first, *others], work, candidates, replays, products="bf16"))

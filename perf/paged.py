@@ -18,7 +18,7 @@ from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill, sparse_mla_prefill_paged
 from perf.decode_inputs import _pool as random_pool
-from perf.grid import draw, facts_between
+from perf.grid import draw, facts_between, of_rows
 from perf.measure import Call, compare, number_of_sets, peak
 from perf.peers import load_peer
 from perf.prefill import CHECKED_ROWS, PORTABLE, RESULTS, in_order, near, portable
@@ -262,6 +262,20 @@ def _flashmla_decode() -> Callable[[PagedSet], Any]:
     return run
 
 
+def _candidates(shape: Shape, peers: bool, variants: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if peers:
+        found[PEER] = load_peer(PEER, _flashmla)
+    if peers and shape.rows <= MOST_DECODE_ROWS and shape.heads >= LEAST_DECODE_HEADS:
+        found[DECODE_PEER] = load_peer(DECODE_PEER, _flashmla_decode)
+    if variants:
+        found[GATHERED] = partial(PagedSet.gathered, attend=sparse_mla_prefill)
+        if shape.rows <= MOST_CUT_ROWS:
+            found[WHOLE] = PagedSet.whole
+        found[PORTABLE] = lambda s: portable("paged_key", s.ours)
+    return found
+
+
 def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
@@ -269,7 +283,7 @@ def sweep(
     project's gather, combination and prefill, rows that are not split where there are few, and the portable
     kernel. A record's facts say how many bytes either way
     allocates, see PagedSet.peaks."""
-    chosen = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if rows is None or shape.rows in rows]
+    chosen = of_rows((*SHAPES, *BETWEEN_SHAPES), rows)
     for ratio in PAGE_ROWS:
         PagedSet.make(Shape(1, 4096, 64, ratio), 0).ours()  # compiled before other projects change the DSL
     cost = OPS[OP].cost
@@ -279,19 +293,9 @@ def sweep(
         first = PagedSet.make(shape, 0)
         work = cost(*first.arguments())
         sets = [first, *(PagedSet.make(shape, seed) for seed in range(1, min(number_of_sets(work.bytes), 16)))]
-        candidates: dict[str, Any] = {}
-        if peers:
-            candidates[PEER] = load_peer(PEER, _flashmla)
-        if peers and shape.rows <= MOST_DECODE_ROWS and shape.heads >= LEAST_DECODE_HEADS:
-            candidates[DECODE_PEER] = load_peer(DECODE_PEER, _flashmla_decode)
-        if variants:
-            candidates[GATHERED] = partial(PagedSet.gathered, attend=sparse_mla_prefill)
-            if shape.rows <= MOST_CUT_ROWS:
-                candidates[WHOLE] = PagedSet.whole
-            candidates[PORTABLE] = lambda s: portable("paged_key", s.ours)
         facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads, **first.peaks()}
         facts = facts_between(facts) if shape in BETWEEN_SHAPES else facts
-        records.append(compare(OP, facts, sets, work, candidates, replays, products="bf16"))
+        records.append(compare(OP, facts, sets, work, _candidates(shape, peers, variants), replays, products="bf16"))
     return records
 
 

@@ -325,11 +325,11 @@ def _products_roofline(axes: Any, figure: Figure, points: Sequence[Point], looks
     low, high = _scatter(axes, points, looks, [(p.flops / p.bytes, p.tflops) for p in points], 4.0, "{:g}".format)
     copy = figure.roof("copy")
     peaks = [(peak, label) for name, label in PRODUCT_NAMES.items() if (peak := figure.roof(name)) is not None]
-    for peak, label in peaks:
-        knee = low if copy is None else min(max(low, peak * 1e3 / copy), high)
+    knees = [low if copy is None else min(max(low, peak * 1e3 / copy), high) for peak, _ in peaks]
+    for knee, (peak, label) in zip(knees, peaks, strict=True):
         _ceiling_line(axes, knee, high, peak, f"{label}, {peak:,.0f} TFLOPS")
     if copy is not None:
-        knee = min(high, max((peak * 1e3 / copy for peak, _ in peaks), default=high))
+        knee = max(knees, default=high)
         axes.plot([low, knee], [low * copy / 1e3, knee * copy / 1e3], **_ROOF_LINE)
         at = (low * knee) ** 0.5
         text = f"copy, {copy:,.0f} GB/s"

@@ -15,7 +15,7 @@ import torch
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill
-from perf.grid import draw, facts_between
+from perf.grid import draw, facts_between, of_rows
 from perf.measure import Call, compare, number_of_sets
 from perf.peers import load_peer
 
@@ -156,7 +156,7 @@ def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of sparse_mla_prefill, all shapes or those with that many query rows, FlashMLA beside it."""
-    chosen = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if rows is None or shape.rows in rows]
+    chosen = of_rows((*SHAPES, *BETWEEN_SHAPES), rows)
     PrefillSet.make(Shape(1, 64, 64, 64), 0).ours()  # compiled before other projects change the DSL
     cost = OPS[OP].cost
     assert cost is not None

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from cute_kernels.indexer import chunks
 from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits, score_top_k_decode, score_top_k_prefill
 from cute_kernels.runtime.ops import OPS
 from perf import logits
-from perf.grid import draw, facts_between
+from perf.grid import draw, facts_between, of_rows
 from perf.logits import CONTIGUOUS, HEADS, LogitsSet
 from perf.measure import Call, compare, number_of_sets, peak
 from perf.peers import load_peer
@@ -72,11 +73,11 @@ class PickSet:
     def of(cls, scored: LogitsSet, k: int) -> PickSet:
         is_prefill = scored.op == CONTIGUOUS
         q, out = scored.args[0], scored.args[-1]
-        picks = torch.empty(out.shape[0], k, dtype=torch.int32, device="cuda")
+        picks = torch.empty(out.shape[0], k, dtype=torch.int32, device=out.device)
         size = chunks.workspace_bytes(
             q.shape[0], out.shape[1], 1 if is_prefill else q.shape[1], k, chunks.WORKSPACE_BYTES
         )
-        workspace = torch.empty(size // 4, device="cuda")
+        workspace = torch.empty(size // 4, device=out.device)
         _clean, last = scored.args[7:9]
         args = *scored.args[:7], last, picks, workspace
         return cls(PREFILL, scored, args, k) if is_prefill else cls(DECODE, scored, (*args, None, 0), k)
@@ -194,7 +195,7 @@ def sweep_prefill(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of score_top_k_prefill per number of rows and keys."""
-    chosen = [shape for shape in (*PREFILLS, *BETWEEN_PREFILLS) if rows is None or shape[0] in rows]
+    chosen = of_rows((*PREFILLS, *BETWEEN_PREFILLS), rows, itemgetter(0))
     for m, n, k in chosen:  # compiled before other projects change the DSL
         _warm(PickSet.of(logits.prefill(m, n, False, False, 0), k))
     found = []
@@ -211,7 +212,7 @@ def sweep_decode(
     """Records of score_top_k_decode per number of requests, rows of each and keys of each."""
     of_fp8 = *DECODES, *BETWEEN_DECODES
     chosen = [(*shape, mxfp4) for mxfp4, shapes in ((False, of_fp8), (True, MXFP4_DECODES)) for shape in shapes]
-    chosen = [shape for shape in chosen if rows is None or shape[0] in rows]
+    chosen = of_rows(chosen, rows, itemgetter(0))
     for shape in chosen:
         _warm(decode(*shape, 0))
     found = []

@@ -19,7 +19,7 @@ MORE_PICKS = (512, 1024, 2048)
 PAGE_ROWS = 64
 BATCHES = (1, 8, 64, 256)
 DECODE = tuple((rows, columns) for columns in (8192, 32768) for rows in BATCHES)
-LONG = ((1, 262144), (8, 262144), (1, 1048576))
+LONG = ((1, 262144), (8, 262144), (80, 262144), (200, 262144), (1, 1048576))
 """(rows, columns): of a decode step, and of contexts of one and four million tokens at ratio 4."""
 UNEQUAL_ROWS, UNEQUAL_COLUMNS = (16, 48, 192), 32768
 PREFILL = ((4096, 4096), (4096, 16384), (1024, 65536))
@@ -39,6 +39,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"warps": 16, "vectors": 8, "tiles": 8},
     {"warps": 16, "vectors": 8, "tiles": 16},
     {"warps": 32, "vectors": 8, "tiles": 8},
+    {"warps": 32, "vectors": 4, "tiles": 16},
     {"warps": 32, "vectors": 4, "cluster": 8, "tiles": 8},
     {"warps": 16, "vectors": 8, "cluster": 8, "tiles": 8},
 )

@@ -8,7 +8,8 @@
 A bug is a small change of the syntax tree: a comparison or a bound off by one, a condition turned round, `and` for
 `or`, `min` for `max`, an argument left out, a check that is not made. Bugs are drawn evenly over the modules of
 cute_kernels, layers and perf that run on the host: no kernels (tests/model plants bugs in those), and neither functions
-that name CUDA nor benchmarks that no test imports, which need a GPU. What is changed are copies of the tree.
+that name CUDA nor benchmarks that no test imports, which need a GPU, nor functions that need a package that is not
+installed. What is changed are copies of the tree.
 
 Exit status: 1 if less than 95% of the bugs, or not all of the planted ones, were found.
 """
@@ -20,15 +21,17 @@ import ast
 import contextlib
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +43,8 @@ FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "NOTICE")
 SHARE = 0.95
 SECONDS = 300.0
 """A file of tests that takes longer has met a bug that hangs: found."""
+
+FUZZER = "tests/contract/test_fuzz.py::test_wrong_arguments_of_ops"
 
 MOST_FILES = 8
 """Test files of a module that are run, the nearest ones first."""
@@ -109,19 +114,42 @@ def tests(root: Path) -> list[Path]:
 
 
 def importers(root: Path, module: Path, files: Sequence[Path]) -> list[Path]:
+    """Those that import a module, or what its package, or a package above, takes from it."""
     name = ".".join(module.relative_to(root).with_suffix("").parts)
-    aliases = {name, name.replace("layers.", "cute_kernels.layers.", 1)}
-    return [p for p in files if aliases & imported(p)]
+    names = {name} | {public for public, home in exports(root).items() if home == name}
+    names |= {name.replace("layers.", "cute_kernels.layers.", 1) for name in names}
+    return [p for p in files if names & imported(p)]
+
+
+@functools.cache
+def exports(root: Path) -> dict[str, str]:
+    """Public name in a package -> the module that its __init__ takes it from."""
+    found = {}
+    for path in (root / folder for folder in ("cute_kernels", "layers", "perf")):
+        for init in path.rglob("__init__.py"):
+            package = ".".join(init.parent.relative_to(root).parts)
+            for node in ast.parse(init.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    home = f"{package}.{node.module}" if node.level else node.module
+                    found.update({f"{package}.{alias.asname or alias.name}": home for alias in node.names})
+    return found
 
 
 def tests_of(root: Path, module: Path) -> list[Path]:
-    """Test files that import a module, then those that import one that does, then those of its folder."""
+    """Test files that import a module, then those that import one that does, then those of its folder; of each first
+    those of its package, and of these first those that have its name in theirs."""
     package = module.parent.name
     every, users = tests(root), importers(root, module, sources(root))
     direct = importers(root, module, every)
     through = [p for p in every if any(p in importers(root, user, every) for user in users)]
-    near = [sorted(found, key=lambda p: p.parent.name != package) for found in (direct, through)]
+    near = [sorted(f, key=lambda p: (p.parent.name != package, module.stem not in p.stem)) for f in (direct, through)]
     return list(dict.fromkeys([*near[0], *near[1], *(p for p in every if p.parent.name == package)]))[:MOST_FILES]
+
+
+def fuzzers(module: Path) -> list[str]:
+    """Tests that call the ops of a module with wrong arguments: they import none, and find all by their names."""
+    names = re.findall(r'define_op\(\s*"(\w+)\(', module.read_text(encoding="utf-8"))
+    return [f"{FUZZER}[{name}]" for name in names]
 
 
 # ---- bugs ------------------------------------------------------------------------------------------------------------
@@ -149,12 +177,15 @@ _SIGN = {
 _OPTIONAL = ("use_pdl", "out", "optional", "contiguous", "dense_last", "keepdim", "dtype")
 
 
-def changes(node: ast.AST) -> Iterator[str]:
-    """What a node of the tree could read with a bug in it. A float at its limit is no bug worth finding."""
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OTHER and not _has_float(node):
+def changes(node: ast.AST, floats: Collection[str] = ()) -> Iterator[str]:
+    """What a node of the tree could read with a bug in it. A float at its limit is no bug worth finding; `floats`:
+    names of some."""
+    is_limit = isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OTHER
+    if is_limit and isinstance(node, ast.Compare) and not _has_float(node, floats):
         left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
         yield f"{left} {_OTHER[type(node.ops[0])]} {right}"
-        if isinstance(node.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE)):
+        is_set = isinstance(node.comparators[0], (ast.Set, ast.SetComp))
+        if isinstance(node.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) and not is_set:
             yield f"{left} {_SIGN[type(node.ops[0])]} {right} + 1"
     elif isinstance(node, ast.BoolOp):
         word = " or " if isinstance(node.op, ast.And) else " and "
@@ -175,28 +206,52 @@ def changes(node: ast.AST) -> Iterator[str]:
         yield f"bool({ast.unparse(node.operand)})"
 
 
-def _has_float(node: ast.AST) -> bool:
-    return any(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in ast.walk(node))
+def _has_float(node: ast.AST, floats: Collection[str] = ()) -> bool:
+    """Whether a number with a point, or the name of one, is in an expression."""
+    return any(
+        (isinstance(part, ast.Constant) and isinstance(part.value, float))
+        or (isinstance(part, ast.Name) and part.id in floats)
+        for part in ast.walk(node)
+    )
+
+
+def floats_of(tree: ast.Module) -> set[str]:
+    """Names of constants with a point, and of parameters that are said to have one."""
+    constants = [node for node in tree.body if isinstance(node, ast.Assign) and _has_float(node.value)]
+    names = [part for node in constants for target in node.targets for part in ast.walk(target)]
+    parameters = [node for node in ast.walk(tree) if isinstance(node, ast.arg) and node.annotation is not None]
+    return {name.id for name in names if isinstance(name, ast.Name)} | {
+        node.arg for node in parameters if node.annotation is not None and ast.unparse(node.annotation) == "float"
+    }
 
 
 def on_the_host(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a module, without functions that name CUDA and without assertions, which a type checker needs."""
+    """The nodes of a module, without functions that name CUDA or import what is not installed, and without assertions,
+    which a type checker needs."""
     yield tree
     for child in ast.iter_child_nodes(tree):
-        on_a_gpu = isinstance(child, ast.FunctionDef) and "cuda" in ast.unparse(child)
-        if not on_a_gpu and not isinstance(child, ast.Assert):
+        is_tested = not isinstance(child, ast.FunctionDef) or ("cuda" not in ast.unparse(child) and _is_here(child))
+        if is_tested and not isinstance(child, ast.Assert):
             yield from on_the_host(child)
+
+
+def _is_here(function: ast.FunctionDef) -> bool:
+    """Whether what a function imports is installed: its tests are skipped where it is not."""
+    modules = [node.module for node in ast.walk(function) if isinstance(node, ast.ImportFrom) and not node.level]
+    modules += [a.name for node in ast.walk(function) if isinstance(node, ast.Import) for a in node.names]
+    return all(importlib.util.find_spec(name.partition(".")[0]) is not None for name in modules if name)
 
 
 def bugs(root: Path, module: Path) -> list[Bug]:
     """All bugs of a module in expressions and statements of one line."""
     source = module.read_text(encoding="utf-8")
     lines = source.encode().splitlines()
-    path, found = module.relative_to(root).as_posix(), []
-    for node in on_the_host(ast.parse(source)):
+    path, found, tree = module.relative_to(root).as_posix(), [], ast.parse(source)
+    floats = floats_of(tree)
+    for node in on_the_host(tree):
         if isinstance(node, (ast.expr, ast.stmt)) and node.lineno == node.end_lineno:
             old = lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
-            found += [Bug(path, node.lineno, old, new) for new in changes(node) if new != old]
+            found += [Bug(path, node.lineno, old, new) for new in changes(node, floats) if new != old]
     return found
 
 
@@ -234,7 +289,7 @@ def copy_tree(folder: Path) -> Path:
 
 
 def passes(root: Path, test: str) -> bool:
-    """Whether a file of tests passes in the tree as it is."""
+    """Whether a file of tests, or one of these, passes in the tree as it is."""
     process = os.fork()
     if process == 0:
         _test(root, test)
@@ -283,10 +338,10 @@ class Runner:
             self.sound[test] = passes(self.root, test)
         return self.sound[test]
 
-    def run(self, bug: Bug) -> tuple[str, float]:
-        """("found", "survived", or "no tests" where there are none; seconds)."""
+    def run(self, bug: Bug) -> tuple[str, float, set[str]]:
+        """("found", "survived", or "no tests" where there are none; seconds; tests that do not pass without it)."""
         module, start = self.root / bug.path, time.perf_counter()
-        chosen = [str(p.relative_to(self.root)) for p in tests_of(self.root, module)]
+        chosen = [str(p.relative_to(self.root)) for p in tests_of(self.root, module)] + fuzzers(module)
         source, status = module.read_text(encoding="utf-8"), "survived" if chosen else "no tests"
         for test in chosen:
             module.write_text(planted(source, bug), encoding="utf-8")
@@ -297,13 +352,14 @@ class Runner:
             if is_noticed and self.is_sound(test):
                 status = "found"
                 break
-        return status, time.perf_counter() - start
+        unsound = {test for test in chosen if self.sound.get(test) is False}
+        return status, time.perf_counter() - start, unsound
 
 
 _runner: Runner | None = None
 
 
-def _run(bug: Bug) -> tuple[str, float]:
+def _run(bug: Bug) -> tuple[str, float, set[str]]:
     """In a process of a pool."""
     global _runner
     _runner = _runner or Runner()
@@ -319,13 +375,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)
     results: list[dict[str, object]] = []
+    missed: dict[str, int] = {}
     chosen = PLANTED if options.planted else draw(ROOT, options.count, options.seed)
     with ProcessPoolExecutor(options.processes) as pool:
         running = {pool.submit(_run, bug): bug for bug in chosen}
         for done in as_completed(running):
-            bug, (status, seconds) = running[done], done.result()
+            bug, (status, seconds, unsound) = running[done], done.result()
             results.append({"path": bug.path, "line": bug.line, "old": bug.old, "new": bug.new, "status": status})
             print(f"{status:9s} {seconds:6.1f} s  {bug.path}:{bug.line}: {bug.old!r} -> {bug.new!r}", flush=True)
+            for test in unsound:
+                missed[test] = missed.get(test, 0) + (status != "found")
+    for test, count in sorted(missed.items()):
+        print(f"{test} does not pass without a bug, within {SECONDS:.0f} s: it was of no use for {count} that survived")
     found = sum(result["status"] == "found" for result in results)
     print(f"{found} of {len(results)} found")
     if options.json is not None:

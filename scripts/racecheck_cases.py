@@ -153,11 +153,45 @@ class Named(Case):
         self.arrive(barrier_id=2, number_of_threads=self.threads)
 
 
+class Pairs(Case):
+    """The whole block meets before and after words are read; pairs of warps meet at named barriers of their own in
+    between, one pair twice as often as the other."""
+
+    users = 3
+    threads = (users + 1) * WARP
+
+    def start(self, ring: Any) -> None:
+        ring.initialize(1, 1)
+
+    @cute.jit
+    def meet(self) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP)
+        for _ in cutlass.range(warp // 2 + 1, unroll=1):
+            cute.arch.barrier(barrier_id=1 + warp // 2, number_of_threads=2 * WARP)
+
+    @cute.jit
+    def await_users(self, ring: Any, i: Int32) -> None:
+        if i > 0:
+            cute.arch.sync_threads()
+        self.meet()
+
+    def hand_over(self, ring: Any) -> None:
+        cute.arch.sync_threads()
+
+    def await_words(self, ring: Any, i: Any) -> None:
+        self.meet()
+        cute.arch.sync_threads()
+
+    def let_go(self, ring: Any, lane: Any) -> None:
+        cute.arch.sync_threads()
+
+
 CASES: dict[str, tuple[Case, str]] = {
     "all-lanes": (Mbarriers(False), "every lane that read arrives at an mbarrier: clean"),
     "one-lane": (Mbarriers(True), "a warp barrier, then one lane arrives for its warp: reports what other lanes read"),
     "named-sync": (Named(False), "bar.sync on both sides: clean"),
     "named-arrive": (Named(True), "bar.arrive where nobody has to wait: reports all that was read"),
+    "pairs": (Pairs(), "bar.sync 0 of the block, and named barriers of two warps in between"),
     "cluster-wait": (
         Named(False, cluster_wait=True),
         "bar.sync, after a wait at the cluster's barrier that others do last: never ends, as it is held until all wait",

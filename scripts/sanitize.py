@@ -4,11 +4,13 @@
 
     python scripts/sanitize.py                                  # all tools, all ops: some twenty minutes on 16 cores
     python scripts/sanitize.py --tool racecheck --op sparse_mla_decode
+    python scripts/sanitize.py --compile                        # only what the runs need, into the kernel cache
     python scripts/sanitize.py --accepted                       # the accepted reports and why
 
 Of each op the smallest verified call of every kernel runs, a few in a process; every tensor has memory of its own, so
 that memcheck sees the end of each. A report is named by the instructions it is about, which nvdisasm reads out of the
-kernel. Exit status: 0 nothing new, 1 a report that is not accepted, or a run that failed, 2 bad input, or no tool.
+kernel, and printed as soon as a run has it. Ctrl-C ends the runs; what there is by then is summed up as ever.
+Exit status: 0 nothing new, 1 a report that is not accepted, or a run that failed or is missing, 2 bad input, no tool.
 """
 
 from __future__ import annotations
@@ -17,18 +19,21 @@ import argparse
 import contextlib
 import json
 import os
+import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +44,13 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 CALLS_AT_ONCE = {"racecheck": 3, "memcheck": 12, "synccheck": 12, "initcheck": 12}
 """Of a process: with racecheck some take a minute."""
 
+OPTIONS = {"memcheck": ("--report-api-errors", "no")}
+"""cuda.bindings asks the driver for functions that it does not have, and goes on without; calls that fail raise."""
+
 SECONDS = 200
 """After this a process hangs."""
+
+INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -67,29 +77,98 @@ class Accepted:
 
     tool: str
     kernels: str
-    accesses: str
+    accesses: tuple[str, ...]
     why: str
 
     def covers(self, report: Report) -> bool:
         return (
             report.tool == self.tool
             and fnmatchcase(report.kernel, self.kernels)
-            and fnmatchcase(report.accesses, self.accesses)
+            and any(fnmatchcase(report.accesses, pattern) for pattern in self.accesses)
         )
 
 
 ONE_LANE = (
     "a warp barrier, then one lane arrives at an mbarrier for its warp: racecheck does not follow what the other lanes "
-    "did (scripts/racecheck_cases.py, one-lane). tests/model runs these kernels in any order that the PTX ISA allows"
+    "did (scripts/racecheck_cases.py, one-lane)"
 )
+IN_ANY_ORDER = "; tests/model runs these kernels in any order that the PTX ISA allows"
+NAMED_ARRIVE = (
+    "bar.arrive at named barriers: racecheck loses orders, now some and now others (scripts/racecheck_cases.py, "
+    "named-arrive)"
+)
+
+BLOCK_BARRIER = (
+    "BAR.SYNC of all threads lies between, in the machine code too. Reported only of kernels in which groups of warps "
+    "meet at named barriers of their own as well (scripts/racecheck_cases.py, pairs)"
+)
+AHEAD = "loads one step ahead, which behind the last keys find whatever lies there, and nobody uses (multiply_qk)"
 
 ACCEPTED = (
     # scales that all lanes of a consumer warp have read, before the next ones are copied there
-    Accepted("racecheck", "gemm_e4m3_*", "LDGSTS*, LDS*", ONE_LANE),
-    Accepted("racecheck", "gemm_swap_ab_e4m3_*", "LDGSTS*, LDS*", ONE_LANE),
+    Accepted("racecheck", "gemm_e4m3_*", ("LDGSTS*, LDS*",), ONE_LANE + IN_ANY_ORDER),
+    Accepted("racecheck", "gemm_swap_ab_e4m3_*", ("LDGSTS*, LDS*",), ONE_LANE + IN_ANY_ORDER),
+    # weights, windows and headers, before those of the next group or tile
+    *(
+        Accepted(
+            "racecheck",
+            f"paged_mqa_logits_{kind}b64_h*",
+            ("LDGSTS.E, LDS", "LDGSTS.E, LDS.64", "LDS.128, STS.128"),
+            f"{ONE_LANE}; the producer and what lets it go on are those of Blackwell's kernel, which tests/model runs",
+        )
+        for kind in ("", "mxfp4_")
+    ),
+    # scales, weights of the own block, maxima, sums, and what one work tile is told of the next
+    Accepted(
+        "racecheck",
+        "sparse_mla_decode_h[136]*",
+        (
+            "LDGSTS.E, LDS",
+            "LDS, STS",
+            "LDS, STS.128",
+            "LDS, STS.64",
+            "LDS.128, STS",
+            "LDS.128, STS.128",
+            "LDS.128, UBLKCP.S.G",
+        ),
+        f"{ONE_LANE}, and votes on what lanes have read before one of them changes it{IN_ANY_ORDER} and a vote keeps",
+    ),
     # what a warp tells of a tile, and warps that wait for it
-    Accepted("racecheck", "sparse_mla_prefill_quant", "LDS.64, STS.64", ONE_LANE),
-    Accepted("racecheck", "sparse_mla_prefill_norm_quant", "LDS.64, STS.64", ONE_LANE),
+    Accepted("racecheck", "sparse_mla_prefill", ("LDS.64, STS.64",), ONE_LANE + IN_ANY_ORDER),
+    Accepted("racecheck", "sparse_mla_prefill_quant", ("LDS.64, STS.64",), ONE_LANE + IN_ANY_ORDER),
+    Accepted("racecheck", "sparse_mla_prefill_norm_quant", ("LDS.64, STS.64",), ONE_LANE + IN_ANY_ORDER),
+    Accepted("racecheck", "sparse_mla_prefill_16*", ("LDS.64, STS",), ONE_LANE + IN_ANY_ORDER),
+    Accepted(
+        "racecheck", "sparse_mla_prefill_8*", ("LDS, STS", "LDS.64, STS", "LDS.64, STS.64"), ONE_LANE + IN_ANY_ORDER
+    ),
+    Accepted("racecheck", "sparse_mla_mixed", ("LDS.64, STS.64",), ONE_LANE + IN_ANY_ORDER),
+    Accepted("racecheck", "sparse_mla_mixed_16", ("LDS.64, STS", "LDS.64, STS.64"), ONE_LANE + IN_ANY_ORDER),
+    Accepted("racecheck", "sparse_mla_mixed_8", ("LDS.64, STS", "LDS.64, STS.64"), ONE_LANE + IN_ANY_ORDER),
+    Accepted("racecheck", "sparse_mla_mixed_fp8", ("LDS.64, STS.64", "LDSM*, STS.128"), ONE_LANE + IN_ANY_ORDER),
+    Accepted(
+        "racecheck",
+        "sparse_mla_prefill_paged*",
+        ("LDS, STS", "LDS, STS.128", "LDS.64, STS.64"),
+        ONE_LANE + IN_ANY_ORDER,
+    ),
+    # what one KV group stores of O, and others add up
+    Accepted(
+        "racecheck",
+        "sparse_mla_decode_teams_h16_*",
+        ("LDS.128, STS", "LDS.128, STS.64", "LDS.128, STS.128"),
+        BLOCK_BARRIER,
+    ),
+    Accepted("racecheck", "sparse_mla_decode_portable_*", ("LDGSTS.E.BYPASS.128, LDS*", "LDS.128, STS.64"), AHEAD),
+    # tables, parts and sums between producers, consumers and epilogue
+    *(
+        Accepted(
+            "racecheck",
+            f"{op}compress_norm_rope_store_c128x*",
+            ("LDS, STS", "LDS, STS.128", "LDS.128, STS.128", "LDS.64, STS.64"),
+            NAMED_ARRIVE + IN_ANY_ORDER,
+        )
+        for op in ("", "fused_")
+    ),
 )
 
 
@@ -142,34 +221,57 @@ def run_calls(name: str, first: int, last: int, tool: str = "") -> None:
             torch.cuda.synchronize()
 
 
-def opcodes(name: str, places: Sequence[tuple[str, int]]) -> dict[str, str]:
-    """Of instructions of an op's kernels, given by function and offset, the opcodes."""
-    from cute_kernels.runtime import cache
-    from cute_kernels.runtime import compile as compile_
+# ---- machine code ----------------------------------------------------------------------------------------------------
 
-    keys = dict.fromkeys(key for _, keys in cases(name) for key in keys)
-    store = cache.current()
+_CUDA = 190
+"""Machine of an ELF file with code for a GPU."""
+
+_INSTRUCTION = re.compile(r"^\s*/\*(?P<offset>[0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?(?P<opcode>[\w.]+)", re.MULTILINE)
+
+
+def cubins(data: bytes) -> Iterator[bytes]:
+    """The GPU's code in an object. Each is an ELF file whose table of sections is its last part but one, and may be
+    followed by anything."""
+    at = data.find(b"\x7fELF")
+    while at >= 0:
+        if int.from_bytes(data[at + 18 : at + 20], "little") == _CUDA:
+            yield data[at:]
+        at = data.find(b"\x7fELF", at + 4)
+
+
+def disassemble(cubin: bytes) -> str:
+    from cute_kernels.runtime.report import find_nvdisasm
+
+    tool = find_nvdisasm()
+    assert tool is not None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        # of Ctrl-C hears this process alone
+        command = [tool, "-c", f.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True).stdout
+
+
+def read_opcodes(sass: str) -> dict[str, dict[int, str]]:
+    """Function -> offset -> opcode."""
+    parts = re.split(r"^\s*\.text\.(\S+):", sass, flags=re.MULTILINE)[1:]
+    return {
+        function: {int(match["offset"], 16): match["opcode"] for match in _INSTRUCTION.finditer(text)}
+        for function, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+@cache
+def opcodes_of(key: Any) -> dict[str, dict[int, str]]:
+    """Of a kernel in the kernel cache."""
+    from cute_kernels.runtime import cache as cache_
+
+    store = cache_.current()
     assert store is not None
-    read: dict[str, str] = {}
-    for key in keys:
-        data = store.read(key).data
-        wanted = {function for function, _ in places if function.encode() in data}
-        wanted -= {place.rpartition("+")[0] for place in read}
-        if wanted:
-            sass = compile_.compile_report(key).sass
-            assert sass is not None, "nvdisasm"
-            for function, offset in places:
-                if function in wanted:
-                    read |= {f"{function}+{offset:#x}": code for code in _opcode(sass, function, offset)}
-    return read
-
-
-def _opcode(sass: str, function: str, offset: int) -> Iterator[str]:
-    text = re.split(rf"^\s*\.text\.{re.escape(function)}:", sass, maxsplit=1, flags=re.MULTILINE)
-    if len(text) == 2:
-        found = re.search(rf"/\*{offset:04x}\*/\s+(?:@!?\w+\s+)?([\w.]+)", text[1])
-        if found is not None:
-            yield found[1]
+    found: dict[str, dict[int, str]] = {}
+    for cubin in cubins(store.read(key).data):
+        found |= read_opcodes(disassemble(cubin))
+    return found
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
@@ -187,6 +289,9 @@ class Raw:
 
     what: str
     places: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{function}+{offset:#x}" for function, offset in self.places)
 
 
 def parse(output: str) -> tuple[list[Raw], int]:
@@ -211,102 +316,179 @@ def _place(text: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Job:
+    """keys: of the kernels of its calls."""
+
     tool: str
     op: str
     first: int
     last: int
+    keys: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.tool} of {self.op}, calls {self.first} to {self.last - 1}"
 
 
-def _own(*arguments: str, prefix: Sequence[str] = (), seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUTE_KERNELS_FALLBACK": "none"}
-    environment |= {"OMP_NUM_THREADS": "1"}
-    command = [*prefix, sys.executable, __file__, *arguments]
-    return subprocess.run(
-        command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds
-    )
+class Processes:
+    """Runs of this script, each in a session of its own: Ctrl-C in the terminal reaches this process alone, which then
+    ends all that it started."""
+
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen[str]] = set()
+        self.lock = threading.Lock()
+        self.is_stopped = False
+
+    def run(self, *arguments: str, prefix: Sequence[str] = ()) -> tuple[int, str, str]:
+        """Status, output, and why there is no status of its own, or ""."""
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUTE_KERNELS_FALLBACK": "none"}
+        environment |= {"OMP_NUM_THREADS": "1"}
+        with self.lock:
+            if self.is_stopped:
+                return 1, "", INTERRUPTED
+            process = subprocess.Popen(
+                [*prefix, sys.executable, __file__, *arguments],
+                env=environment,
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self.running.add(process)
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+            return process.returncode, output, INTERRUPTED if self.is_stopped and process.returncode else ""
+        except subprocess.TimeoutExpired:
+            self.end(process)
+            return 1, process.communicate()[0], f"no end within {SECONDS} s"
+        finally:
+            with self.lock:
+                self.running.discard(process)
+
+    def stop(self) -> None:
+        """End all, and start none any more."""
+        with self.lock:
+            self.is_stopped = True
+            for process in self.running:
+                self.end(process)
+
+    @contextlib.contextmanager
+    def threads(self, count: int) -> Iterator[ThreadPoolExecutor]:
+        """To start processes from. An exception ends them."""
+        with ThreadPoolExecutor(count) as pool:
+            try:
+                yield pool
+            except BaseException:
+                self.stop()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    @staticmethod
+    def end(process: subprocess.Popen[str]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_job(sanitizer: str, job: Job) -> tuple[Job, list[Raw], str]:
-    """The reports of a run, and what went wrong, or ""."""
+def run_job(processes: Processes, sanitizer: str, job: Job) -> tuple[list[tuple[Report, str]], str]:
+    """The reports of a run, each with the places in the code, and what went wrong, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        prefix = (sanitizer, "--tool", job.tool, "--print-limit", "100000", "--log-file", str(log))
-        try:
-            done = _own("--run", job.op, str(job.first), str(job.last), job.tool, prefix=prefix)
-        except subprocess.TimeoutExpired:
-            return job, [], f"no end within {SECONDS} s"
+        options = ("--print-limit", "100000", "--log-file", str(log), *OPTIONS.get(job.tool, ()))
+        prefix = (sanitizer, "--tool", job.tool, *options)
+        status, said, problem = processes.run("--run", job.op, str(job.first), str(job.last), job.tool, prefix=prefix)
         output = log.read_text() if log.exists() else ""
-    found, count = parse(output)
-    if done.returncode:
-        return job, found, f"status {done.returncode}: {done.stdout.strip()[-500:]}"
-    if count and not found:
-        return job, found, f"{count} reports that are not understood: {output[-1500:]}"
-    if "SUMMARY" not in output:
-        return job, found, f"no summary: {output[-500:]}"
-    return job, found, ""
+    raws, count = parse(output)
+    if not problem:
+        if status:
+            problem = f"status {status}: {said.strip()[-500:]}"
+        elif count and not raws:
+            problem = f"{count} reports that are not understood: {output[-1500:]}"
+        elif "SUMMARY" not in output:
+            problem = f"no summary: {output[-500:]}"
+    return [(name_report(job.tool, raw, find_opcodes(job.keys, raw)), str(raw)) for raw in raws], problem
 
 
-def count_cases(op: str) -> tuple[str, int, str]:
-    """Compiles what an op's calls need, and counts them; what went wrong, or ""."""
-    try:
-        done = _own("--prepare", op)
-    except subprocess.TimeoutExpired:
-        return op, 0, f"no end within {SECONDS} s"
-    if done.returncode:
-        return op, 0, done.stdout.strip()[-500:]
-    return op, int(done.stdout.split()[-1]), ""
+def find_opcodes(keys: Sequence[Any], raw: Raw) -> list[str]:
+    """Of the instructions that a report is about: "?" for one that is in none of the kernels."""
+    return [
+        next((code for key in keys if (code := opcodes_of(key).get(function, {}).get(offset))), "?")
+        for function, offset in raw.places
+    ]
 
 
-def read_opcodes(op: str, reports: Sequence[tuple[Job, Raw]]) -> dict[str, str]:
-    places = sorted({place for _, raw in reports for place in raw.places})
-    done = _own("--opcodes", op, json.dumps(places))
-    codes: dict[str, str] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
-    return codes
+def name_report(tool: str, raw: Raw, opcodes: Sequence[str]) -> Report:
+    return Report(tool, raw.what, re.sub(r"_\d+$", "", raw.places[0][0]), ", ".join(sorted(opcodes)))
 
 
-def name_report(job: Job, raw: Raw, codes: dict[str, str]) -> Report:
-    """With opcodes in place of offsets."""
-    accesses = [codes.get(f"{function}+{offset:#x}", "?") for function, offset in raw.places]
-    return Report(job.tool, raw.what, re.sub(r"_\d+$", "", raw.places[0][0]), ", ".join(sorted(accesses)))
+def keys_of_calls(processes: Processes, op: str) -> tuple[list[tuple[Any, ...]], str]:
+    """Of each call of an op the kernels, and what went wrong, or ""."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "keys"
+        status, said, problem = processes.run("--keys", op, str(path))
+        if status:
+            return [], problem or said.strip()[-500:]
+        return pickle.loads(path.read_bytes()), ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tool", action="append", choices=TOOLS, help="only these")
-    parser.add_argument("--op", action="append", metavar="NAME", help="only these")
+    parser.add_argument("--op", action="append", metavar="NAME", help="only these, in this order")
     parser.add_argument("--jobs", type=int, help="processes at a time; half as many as there are usable cores")
+    parser.add_argument("--compile", action="store_true", help="compile the kernels, and run nothing")
     parser.add_argument("--accepted", action="store_true", help="list what is accepted, and why")
     parser.add_argument("--json", metavar="FILE", help="write the reports")
     parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--prepare", help=argparse.SUPPRESS)
-    parser.add_argument("--opcodes", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--keys", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.run:
         op, first, last, tool = options.run
         run_calls(op, int(first), int(last), tool)
         return 0
-    if options.prepare:
-        run_calls(options.prepare, 0, 1 << 20)
-        print(len(cases(options.prepare)))
-        return 0
-    if options.opcodes:
-        print(json.dumps(opcodes(options.opcodes[0], [(f, int(o)) for f, o in json.loads(options.opcodes[1])])))
+    if options.keys:
+        Path(options.keys[1]).write_bytes(pickle.dumps([tuple(keys) for _, keys in cases(options.keys[0])]))
         return 0
     if options.accepted:
         for one in ACCEPTED:
-            print(f"{one.tool}: {one.kernels}: {one.accesses}: {one.why}")
+            print(f"{one.tool}: {one.kernels}: {'; '.join(one.accesses)}: {one.why}")
         return 0
     return sanitize(parser, options)
+
+
+@dataclass
+class Results:
+    """What came out of the runs so far; printed as it comes.
+
+    named    (op, report) -> how often, by places in the code
+    failed   runs, and why
+    runs     that ended by themselves
+    """
+
+    named: dict[tuple[str, Report], Counter[str]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    runs: int = 0
+
+    def add(self, job: Job, seconds: float, found: Sequence[tuple[Report, str]], problem: str) -> None:
+        print(f"{seconds:4.0f} s  {job}: {problem or f'{len(found)} reports'}", flush=True)
+        for report, count in Counter(report for report, _ in found).items():
+            if (job.op, report) not in self.named:
+                print(describe(job.op, report, count), flush=True)
+        for report, places in found:
+            self.named.setdefault((job.op, report), Counter())[places] += 1
+        self.runs += not problem
+        if problem:
+            self.failed.append(f"{job}: {problem}")
+
+
+def describe(op: str, report: Report, count: int) -> str:
+    return f"{'NEW     ' if accepted(report) is None else 'accepted'} {op}: {report} ({count})"
 
 
 def sanitize(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     import torch
 
+    from cute_kernels.runtime import cache as cache_
     from cute_kernels.runtime import registry
-    from cute_kernels.runtime.precompile import usable_cores
+    from cute_kernels.runtime.precompile import precompile, usable_cores
     from cute_kernels.runtime.report import find_nvdisasm
 
     names = sorted(registry.all_ops())
@@ -319,40 +501,68 @@ def sanitize(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
             parser.error(f"{tool} is not installed")
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here")
+    folder = cache_.default_directory()
+    if folder is None:
+        parser.error(f"{cache_.DIRECTORY_VARIABLE}: a kernel cache is needed")
     assert sanitizer is not None
-    start, failed = time.perf_counter(), []
-    reports: dict[str, list[tuple[Job, Raw]]] = {}
-    with ThreadPoolExecutor(options.jobs or max(1, usable_cores() // 2)) as pool:
-        counts = list(pool.map(count_cases, options.op or names))
-        failed += [f"{op}: {problem}" for op, _, problem in counts if problem]
-        jobs = [
-            Job(tool, op, first, min(first + CALLS_AT_ONCE[tool], count))
-            for tool in options.tool or TOOLS
-            for op, count, _ in counts
-            for first in range(0, count, CALLS_AT_ONCE[tool])
-        ]
-        for job, raws, problem in pool.map(partial(run_job, sanitizer), jobs):
-            print(f"{job}: {problem or f'{len(raws)} reports'}", file=sys.stderr)
-            if raws:
-                reports.setdefault(job.op, []).extend((job, raw) for raw in raws)
-            if problem:
-                failed.append(f"{job}: {problem}")
-        codes = dict(zip(reports, pool.map(lambda op: read_opcodes(op, reports[op]), reports), strict=True))
-    named = Counter((op, name_report(*one, codes[op])) for op, found in reports.items() for one in found)
-    new = {key: count for key, count in named.items() if accepted(key[1]) is None}
-    for (op, report), count in sorted(named.items(), key=str):
-        reason = accepted(report)
-        print(f"{'NEW     ' if reason is None else 'accepted'} {op}: {report} ({count})")
-    for problem in failed:
+    assert folder is not None
+    start, results, processes = time.perf_counter(), Results(), Processes()
+    at_once = options.jobs or max(1, usable_cores() // 2)
+    with processes.threads(at_once) as pool:
+        ops = options.op or names
+        of_calls = dict(zip(ops, pool.map(lambda op: keys_of_calls(processes, op), ops), strict=True))
+    results.failed += [f"{op}: {problem}" for op, (_, problem) in of_calls.items() if problem]
+    keys = dict.fromkeys(key for calls, _ in of_calls.values() for call in calls for key in call)
+    outcomes = list(precompile(keys, folder, at_once))
+    results.failed += [f"{one.key}: {'; '.join(one.problems)}" for one in outcomes if one.facts is None]
+    compiled = sum(one.status == "compiled" for one in outcomes)
+    print(f"{len(keys)} kernels, {compiled} of them compiled now: {time.perf_counter() - start:.0f} s", flush=True)
+    jobs = [] if options.compile else [job for tool in options.tool or TOOLS for job in jobs_of(tool, of_calls)]
+    run_all(processes, sanitizer, jobs, at_once, results)
+    new = [report for _, report in results.named if accepted(report) is None]
+    for (op, report), places in sorted(results.named.items(), key=str):
+        print(describe(op, report, places.total()))
+    for problem in results.failed:
         print(f"FAILED   {problem}")
-    calls = sum(count for _, count, _ in counts)
-    print(f"{torch.cuda.get_device_name()}: {len(counts)} ops, {calls} calls, {len(jobs)} runs:")
-    print(f"{len(new)} new reports, {len(named) - len(new)} accepted ones, {len(failed)} runs failed")
+    calls = sum(len(calls) for calls, _ in of_calls.values())
+    print(f"{torch.cuda.get_device_name()}: {len(ops)} ops, {calls} calls, {results.runs} of {len(jobs)} runs:")
+    print(f"{len(new)} new reports, {len(results.named) - len(new)} accepted ones, {len(results.failed)} failures")
     print(f"{time.perf_counter() - start:.0f} s")
     if options.json:
-        lines = [{"op": op, **vars(report), "count": count} for (op, report), count in named.items()]
+        lines = [{"op": op, **vars(report), "places": places} for (op, report), places in results.named.items()]
         Path(options.json).write_text(json.dumps(lines, indent=1) + "\n")
-    return 1 if new or failed else 0
+    return 1 if new or results.failed else 0
+
+
+def jobs_of(tool: str, of_calls: Mapping[str, tuple[Sequence[tuple[Any, ...]], str]]) -> Iterator[Job]:
+    at_once = CALLS_AT_ONCE[tool]
+    for op, (calls, _) in of_calls.items():
+        for first in range(0, len(calls), at_once):
+            chosen = calls[first : first + at_once]
+            yield Job(tool, op, first, first + len(chosen), tuple(dict.fromkeys(k for call in chosen for k in call)))
+
+
+def run_all(processes: Processes, sanitizer: str, jobs: Sequence[Job], workers: int, results: Results) -> None:
+    """Adds to the results. After Ctrl-C, what the runs that were ended had said until then, too."""
+
+    def timed(job: Job) -> tuple[float, list[tuple[Report, str]], str]:
+        start = time.perf_counter()
+        found, problem = run_job(processes, sanitizer, job)
+        return time.perf_counter() - start, found, problem
+
+    with processes.threads(workers) as pool:
+        waiting = {pool.submit(timed, job): job for job in jobs}
+        try:
+            for done in as_completed(waiting):
+                results.add(waiting.pop(done), *done.result())
+        except KeyboardInterrupt:
+            processes.stop()
+            pool.shutdown(cancel_futures=True)
+            begun = {done: job for done, job in waiting.items() if not done.cancelled()}
+            for done, job in begun.items():
+                results.add(job, *done.result())
+            if len(waiting) > len(begun):
+                results.failed.append(f"{INTERRUPTED}: {len(waiting) - len(begun)} runs were not begun")
 
 
 if __name__ == "__main__":

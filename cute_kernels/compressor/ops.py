@@ -493,8 +493,27 @@ def _validate_fused(call: FusedCall) -> None:
     written = call.slot_mapping.where(saved, torch.full_like(call.slot_mapping, -1))
     checks.distinct_slots(op, "slot_mapping", written, call.state_cache.shape[0] * call.state_cache.shape[1])
     tokens = reference.closing_tokens(call)
+    _validate_positions(op, call, reference.windows_of(call, tokens))
     every = reference.readable_windows(call, tokens)
     _validate_reads(op, every, call.token_to_req_indices, call.slot_mapping[saved])
+
+
+def _validate_positions(op: str, call: FusedCall, every: reference.Windows) -> None:
+    """Rows of the step in the window of an entry must be at the window's positions, if they have a slot."""
+    capacity = call.state_cache.shape[0] * call.state_cache.shape[1]
+    rows = every.step_rows.clamp(min=0)
+    has_slot = (every.step_rows >= 0) & formats.valid_slots(call.slot_mapping, capacity)[rows]
+    wrong = (has_slot & (call.positions[rows] != every.positions)).nonzero()
+    if wrong.shape[0] == 0:
+        return
+    entry, place = wrong[0].tolist()
+    row, closing = int(rows[entry, place]), int(every.tokens[entry])
+    Checker(op).fail(
+        f"positions[{row}]",
+        f"{int(every.positions[entry, place])}, as positions are consecutive and row {closing} is at "
+        f"{int(call.positions[closing])}",
+        int(call.positions[row]),
+    )
 
 
 def _validate_reads(
@@ -572,7 +591,7 @@ def fused_compress_norm_rope_store(
                            projection will do (16-byte aligned on a GPU)
     ape                    fp32 [ratio, width], added to the score half of the row with that position mod ratio. A
                            constant: with use_pdl it may be read before the kernel ahead has ended
-    positions              int64 [>= T'], consecutive within a request
+    positions              int64 [>= T'], consecutive within a request, wherever its rows have a slot
     token_to_req_indices   int32 [>= T']; a row whose request is not in 0..R-1 closes nothing
     query_start_loc        int32 [R + 1]: request r has rows query_start_loc[r] to query_start_loc[r + 1] - 1
     state_cache            fp32 [num_blocks, block_size, 2 * width], page stride = stride(0); mutated

@@ -60,11 +60,13 @@ def get_compressed_slot_mapping(call: SlotsCall) -> None:
 
 
 def closing_tokens(call: CompressCall | FusedCall) -> torch.Tensor:
-    """int64 [E]: the rows that close an entry: last of their group, with a valid state slot and a valid entry slot."""
+    """int64 [E]: the rows that close an entry: last of their group, with a valid state slot, a valid entry slot and a
+    request."""
     n = call.slot_mapping.shape[0]
     acts = valid_slots(call.slot_mapping, call.state_cache.shape[0] * call.state_cache.shape[1])
     acts &= valid_slots(call.kv_slot_mapping[:n], call.kv_cache.shape[0] * call.kv_cache.shape[1])
     acts &= (call.positions[:n] >= 0) & ((call.positions[:n] + 1) % call.compress_ratio == 0)
+    acts &= valid_slots(call.token_to_req_indices[:n], call.block_table.shape[0])
     return acts.nonzero().squeeze(1)
 
 
@@ -98,12 +100,11 @@ class Windows:
         return [self.select(slice(i, i + size)) for i in range(0, self.tokens.shape[0], size)]
 
 
-def readable_windows(call: CompressCall | FusedCall, tokens: torch.Tensor) -> Windows:
-    """The windows of the entries that `tokens` close, without those that need a state row no valid page holds.
+def windows_of(call: CompressCall | FusedCall, tokens: torch.Tensor) -> Windows:
+    """The windows of the entries that `tokens` close.
 
     Of a fused call, rows at or after the request's first position of the step come from the step.
     """
-    state_cache = call.state_cache
     requests = call.token_to_req_indices[tokens].long()
     reach = torch.arange(1 - window_rows(call.compress_ratio), 1, device=tokens.device)
     rows = call.positions[tokens][:, None] + reach
@@ -112,9 +113,14 @@ def readable_windows(call: CompressCall | FusedCall, tokens: torch.Tensor) -> Wi
         here = tokens[:, None] + reach
         first = of_request(call.query_start_loc[:-1], requests)
         step_rows = here.where((here >= first[:, None]) & (rows >= 0), step_rows)
-    slots = entries_to_slots(rows, requests[:, None], call.block_table, state_cache.shape[1])
-    every = Windows(tokens, rows, step_rows, slots)
-    valid = valid_slots(slots, state_cache.shape[0] * state_cache.shape[1])
+    slots = entries_to_slots(rows, requests[:, None], call.block_table, call.state_cache.shape[1])
+    return Windows(tokens, rows, step_rows, slots)
+
+
+def readable_windows(call: CompressCall | FusedCall, tokens: torch.Tensor) -> Windows:
+    """`windows_of` them, without those that need a state row no valid page holds."""
+    every = windows_of(call, tokens)
+    valid = valid_slots(every.slots, call.state_cache.shape[0] * call.state_cache.shape[1])
     return every.select((valid | ~every.cached).all(dim=1))
 
 
@@ -149,7 +155,7 @@ def store_entries(
     fmt = formats.FORMATS[call.kv_format]
     y = numerics.rms_norm(x, call.rms_norm_weight, call.rms_norm_eps)
     first = torch.div(positions, call.compress_ratio, rounding_mode="floor") * call.compress_ratio
-    y = numerics.rotate(y, first, call.cos_sin_cache).to(torch.bfloat16)
+    y = numerics.to_bf16(numerics.rotate(y, first, call.cos_sin_cache))
     if call.index_hadamard:
         y = numerics.hadamard(y).to(torch.bfloat16)
     where = call.kv_cache, call.kv_cache.shape[1], call.kv_slot_mapping[tokens]
@@ -205,7 +211,6 @@ def saved_tokens(call: FusedCall) -> torch.Tensor:
 def fused_compress_norm_rope_store(call: FusedCall) -> None:
     state = formats.compressor_state(formats.FORMATS[call.kv_format].dim, call.compress_ratio)
     tokens = closing_tokens(call)
-    tokens = tokens[valid_slots(call.token_to_req_indices[tokens], call.query_start_loc.shape[0] - 1)]
     every, saved = readable_windows(call, tokens), saved_tokens(call)
     store_windows(call, every)
     rows = saved.nonzero().squeeze(1)

@@ -17,10 +17,10 @@ from cute_kernels.formats import round_up
 ROW_ALIGNMENT = 256
 """Rows of scores are allocated this many fp32 elements, 1024 bytes, apart, or a multiple of it."""
 
-WORKSPACE_BYTES = 256_000_000
-"""Of scores at a time, unless a single request has more. On an H100 3000 rows of 70000 keys take 3798 us with 64 MB,
-3656 with 256 and 3576 in one chunk of 842; 4096 rows of 262144 keys 20.6 ms with 64 MB, 19.1 with 256, 19.2 with 1024.
-"""
+WORKSPACE_BYTES = 1 << 30
+"""Of scores at a time, unless a single request has more: those of 4096 rows of 65536 keys. A chunk more costs 20 to 30
+us, filling and draining two kernels. On an H100 3000 rows of 70000 keys take 3619 us with 256 MB, 3573 with 512, 3553
+in one chunk and 3536 as two ops; 4096 rows of 262144 keys 19.22, 18.96, 18.95 (1024 MB), 18.75 ms (2048) and 18.70."""
 
 ROWS = 4
 """A chunk of more rows has a multiple of these: score kernels take so many at a time."""

@@ -83,6 +83,10 @@ AT_ONCE = 3
 MOST_EACH = 1.5
 """Scores of a lane in a sample that are to reach its bound: with more, too few lanes have none for a good guess."""
 
+MORE_LANES = 0.8
+"""Added to the lanes whose best scores are to be better than a bound, a whole number then. Each warp's few lanes are a
+rough estimate: with half a lane more, fewer than 512 scores reached the bound in about one of 600 rows of 16 tiles."""
+
 GUESSES, FAR = 4, 1 << 26
 """Times that a bound is searched where it would be if scores were spread evenly, before the middle of their orders is
 taken, and the distance of these for which that is worth it, eight binary orders: normal scores of both signs need 4
@@ -608,6 +612,9 @@ class Picks:
 class RowPicks:
     """Of a row that a CTA or a cluster shares."""
 
+    is_early = False
+    """Whether all columns of a row are loaded, by `hold`, before its bounds are there."""
+
     def __init__(self, config: TopKConfig) -> None:
         self.config, self.bins = config, Bins(config)
         self.picks = Picks(config, self.bins)
@@ -620,9 +627,11 @@ class RowPicks:
         self.picks.clear(here)
 
     @cute.jit
-    def select(self, here: Here, part: Part, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots) -> None:
-        """Write the k best of a row that has more columns, or their slots. Where the bound is none that is guessed, at
-        least `share` of a warp's maxima of `groups` groups a thread reach it."""
+    def select(
+        self, here: Here, part: Part, held: Any, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots
+    ) -> None:
+        """Write the k best of a row that has more columns, or their slots. held: None. Where the bound is none that is
+        guessed, at least `share` of a warp's maxima of `groups` groups a thread reach it."""
         scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
         best = cute.make_rmem_tensor((GROUPS,), Float32)
         top, bound, listed = Uint32(NAN_ORDER), Uint32(LOWEST_ORDER), Int32(0)
@@ -630,7 +639,7 @@ class RowPicks:
             top, bound = self.bound_of_tiles(here, part, part.tiles, scores, best, groups, share)
             listed = self.list_tiles(here, part, scores, bound)
         else:
-            self.prefetch(here, part)
+            self.ask(here, part, Int32(1))
             bound = self.bound_of_sample(here, part, scores, best, k)
             listed = self.list_tiles(here, part, scores, bound)
             top, total = self.bins.agree(here, self.complete(here, part, listed), listed, self.length)
@@ -662,10 +671,12 @@ class RowPicks:
         self.picks.write(here, part, count, wanted, is_tied, k, out, slots)
 
     @cute.jit
-    def prefetch(self, here: Here, part: Part) -> None:
-        """Ask for the row: tiles are read one after the other, but come from memory at once."""
-        for place in cutlass.range(here.thread * 32, part.stop, self.config.threads * 32, unroll=1):
-            ptx.prefetch_l2(part.base + Int64(place) * 4, place < part.stop)
+    def ask(self, here: Here, part: Part, tile: Int32) -> None:
+        """Have a tile, if there is one, on its way to L2 while the one before is looked at: each lane asks for 128
+        bytes. Not earlier: what all CTAs ask for would push out of L2 what nobody has read yet."""
+        place = self.first_chunk(here, part, tile) * CHUNK + (here.lane >> 2) * part.step + (here.lane & 3) * 32
+        is_wanted = (place < part.stop) & (tile < part.tiles) & (here.lane < 4 * self.vectors)
+        ptx.prefetch_l2(part.base + Int64(place) * 4, is_wanted)
 
     def first_chunk(self, here: Here, part: Part, tile: Any) -> Any:
         """Of a warp in a tile."""
@@ -705,7 +716,7 @@ class RowPicks:
         each = Float32(k) * Float32((1 + SPARE) / 32) * part.each
         is_halved = each > Float32(MOST_EACH)
         each = each * Float32(0.5) if is_halved else each
-        number = Int32(Float32(32.5) - Float32(32.0) * ptx.exp2(each * Float32(-ptx.LOG2_E)))
+        number = Int32(Float32(32 + MORE_LANES) - Float32(32.0) * ptx.exp2(each * Float32(-ptx.LOG2_E)))
         one, other = halves
         if not is_halved:
             one = ptx.max_f32(one, other)
@@ -738,6 +749,8 @@ class RowPicks:
         for tile in cutlass.range(part.tiles, unroll=1):
             if const_expr(self.config.tiles > 1):  # noqa: SIM102
                 if tile > 0:
+                    if const_expr(self.config.is_streamed):
+                        self.ask(here, part, tile + 1)
                     self.load(here, part, tile, scores)
             listed = self.collect(here, part, tile, scores, bound, listed)
         cute.arch.sync_warp()
@@ -938,6 +951,7 @@ class RowPicks:
             where = here.at + LIST + (here.warp * self.length + cutlass.min(number, listed - 1)) * 8
             found.append((number < listed, where, *ptx.load_shared_64(where)))
         if not has_orders:
+            cute.arch.sync_warp()  # lanes that have none have read the last one
             orders = [ptx.descending_order(word.bitcast(Float32)) for _, _, word, _ in found]
             for (is_there, where, _, _), order in zip(found, orders, strict=True):
                 ptx.store_shared_s32_where(is_there, where, Int32(order))
@@ -1083,6 +1097,10 @@ class TopKKernel:
 
         start = ptx.load_global_s32_where(starts != 0, starts + Int64(row) * starts_stride, is_shared=True)
         end = ptx.load_global_s32_in_order(place, is_shared=True)
+        source = scores + Int64(row) * scores_stride
+        head, held = Int32(source & 15) >> 2, None
+        if const_expr(self.row.is_early):
+            held = self.row.hold(here, self.part(source, head, Int32(0), head + columns, head + columns))
         shift = start & shifts
         start = cutlass.max(start, Int32(0))
         end = Int32(ptx.min_s64(Int64(shift) + Int64(columns), Int64(cutlass.min(end, limit))))
@@ -1096,23 +1114,23 @@ class TopKKernel:
                     entry = slots.slot(slots.load_page(i, i < size))
                 ptx.store_global_s32(target + Int64(i) * 4, entry)
         else:
-            source = scores + Int64(row) * scores_stride + Int64(start - shift) * 4
-            head = Int32(source & 15) >> 2
-            stop = head + size
-            width, tiles = stop, 1
+            source += Int64(start - shift) * 4
+            head = head + (start - shift) if const_expr(self.row.is_early) else Int32(source & 15) >> 2
+            width = stop = head + size
             if const_expr(self.cluster > 1):
                 width = (stop + (128 * self.cluster - 1)) // (128 * self.cluster) * 128
-            if const_expr(self.config.tiles > 1):
-                tiles = (width + (self.config.tile - 1)) // self.config.tile
-            skipped = rank * width
-            stop = cutlass.min(stop - skipped, width)
-            step, each = (
-                CHUNK * self.config.warps * tiles,
-                Float32(1.0 / self.config.warps) * ptx.reciprocal(Int32(tiles)),
-            )
-            base = source + Int64(skipped - head) * 4
-            part = Part(base, head - skipped, stop, tiles, skipped - head, step, each)
-            self.row.select(here, part, k, share, groups, out + Int64(row) * out_stride, slots)
+            part = self.part(source, head, rank * width, stop, width)
+            self.row.select(here, part, held, k, share, groups, out + Int64(row) * out_stride, slots)
+
+    def part(self, source: Any, head: Any, skipped: Any, stop: Any, width: Any) -> Part:
+        """`width` places of a row from number `skipped` on, as far as the row has them; place `head` is at `source`."""
+        tiles = 1
+        if self.config.tiles > 1:
+            tiles = (width + (self.config.tile - 1)) // self.config.tile
+        step = CHUNK * self.config.warps * tiles
+        each = Float32(1.0 / self.config.warps) * ptx.reciprocal(Int32(tiles))
+        base = source + Int64(skipped - head) * 4
+        return Part(base, head - skipped, cutlass.min(stop - skipped, width), tiles, skipped - head, step, each)
 
 
 # ---- key

@@ -4,16 +4,18 @@ Rows of up to 8192 columns; topk_select.HELD says which of them come here. Read 
 `Here`, `Part`, `share` and `groups` are explained there.
 
     scores   gmem --> registers --best, worst--> bins of equal width --histogram--> the bin with the k-th best
+             (calls of few rows ask for all columns while the row's bounds come, and drop those outside)
     -------- barrier (Bins.extremes), and two in Bins.find ---------------------------------------------------
     marks    of a thread's scores: surely picked (better bins), tied (that bin)
-    ties     listed --barrier--> ranked by score and place; or, if they are many with the same score, the number of
-             each warp --barrier--> taken by place
+    ties     listed --barrier--> each ranked by a warp, by score and place; or, if they are many with the same score,
+             the number of each warp --barrier--> taken by place
     -------- barrier -----------------------------------------------------------------------------------------
     picks    marks --sums over lanes and warps--> where each goes --smem, a warp its own--> gmem, by column
 
 Bins are of scores, not of their bits: half of all fp32 numbers lie between a small negative and a small positive one.
-Where the best and the worst score are too far apart, or too close, and where too many share a bin, bins of orders
-(topk.Scale) take over, each time for the tied ones only, and each time with the barriers of the first.
+A bin is one fused multiplication and addition, whose rounding makes it whole, so it is monotonic in the score. Where
+the best and the worst score are too far apart, or too close, or both too far from zero, and where too many share a bin,
+bins of orders (topk.Scale) take over, each time for the tied ones only, and each time with the barriers of the first.
 
 A warp has neighbouring chunks, so its picks are neighbours as well:
 
@@ -33,7 +35,7 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import lanes_prefix, pairwise
@@ -56,13 +58,19 @@ from cute_kernels.indexer.topk import (
 # ---- config
 
 HELD_RANKED = 128
-"""Tied scores that are ranked, each by one thread: more than topk.RANKED, which is a lane's each."""
+"""Tied scores that are ranked, of which a lane compares four with that of its warp's turn: more than topk.RANKED."""
 
 CODE_BITS = 12
 """Of a code, those that say which of its warp's columns it is."""
 
 LEAST_RANGE = 2.0**-64
 """Between the best score and the worst: with less, what divides it by bins may be infinite."""
+
+MOST_RANGES = 4096.0
+"""From zero to the best score, at most: 2^21 bins, of the 2^22 that BIN_ZERO has room for."""
+
+BIN_ZERO, BIN_ZERO_BITS = 1.5 * 2**23, 0x4B400000
+"""The best score's bin, and its bits, while bins are fp32: sums around it round to whole numbers."""
 
 NEVER = 1 << 30
 """More scores than a row has."""
@@ -129,11 +137,11 @@ class HeldConfig:
 
 
 class HeldRow:
-    """Of a row that a CTA holds."""
+    """Of a row that a CTA holds. is_early: all columns come while the bounds do, for calls of few rows."""
 
-    def __init__(self, config: HeldConfig) -> None:
+    def __init__(self, config: HeldConfig, is_early: bool) -> None:
         assert config.vectors <= MOST_VECTORS
-        self.config, self.bins = config, Bins(config)
+        self.config, self.bins, self.is_early = config, Bins(config), is_early
         self.vectors, self.warps = config.vectors, config.warps
 
     @cute.jit
@@ -143,14 +151,16 @@ class HeldRow:
         self.bins.clear(here, self.config.counts, self.config.late - self.config.counts)
 
     @cute.jit
-    def select(self, here: Here, part: Part, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots) -> None:
-        """Write the k best of a row that has more columns, or their slots. share, groups: topk.py's."""
-        scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
-        chunks = (part.stop + (CHUNK - 1)) >> CHUNK_BITS
-        each = (chunks + (self.warps - 1)) // self.warps
+    def select(
+        self, here: Here, part: Part, held: Any, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots
+    ) -> None:
+        """Write the k best of a row that has more columns, or their slots. held: what `hold` returned of all columns,
+        or None; share, groups: topk.py's."""
+        scores, each = self.hold(here, part) if const_expr(held is None) else held
         if here.thread == 0:
             ptx.store_shared_64(here.at + self.config.late, each, part.first)
-        self.load(here, part, each, scores)
+        if const_expr(held is not None):
+            self.cut(here, part, each, scores)
         best = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.max_f32)
         worst = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.min_f32)
         first, last = self.extremes(here, ptx.descending_order(best), ptx.descending_order(worst))
@@ -158,11 +168,13 @@ class HeldRow:
         width = ptx.sub_rn(best, worst)
 
         sure, tied, wanted, count = Int32(0), Int32(0), Int32(k), Int32(NEVER)
-        if (width >= Float32(LEAST_RANGE)) & (width < Float32(float("inf"))):
+        is_near = ptx.abs_f32(best) <= width * Float32(MOST_RANGES)
+        if (width >= Float32(LEAST_RANGE)) & (width < Float32(float("inf"))) & is_near:
             sure, tied, wanted, count = self.pick_by_scores(here, scores, best, width, k)
         else:
             for i in range_constexpr(4 * self.vectors):
                 tied = tied | (Int32(scores[i] == scores[i]) << i)
+            cute.arch.sync_threads()  # all have read the extremes before the next ones take their place
         is_equal = Int32(0)
         while (count > HELD_RANKED) & (is_equal == 0):
             sure, tied, wanted, count, is_equal = self.pick_by_orders(here, scores, sure, tied, wanted)
@@ -189,17 +201,22 @@ class HeldRow:
     ) -> tuple[Any, Any, Any, Any]:
         """(marks of what is better than the bin of the k-th best; marks of that bin; how many of these are wanted, and
         how many there are: 0 if there are fewer than k numbers, all of which are better then). Bins of equal width."""
-        factor = Float32(BINS - 1) * ptx.reciprocal(width)
+        factor = Float32(BINS - 2) * ptx.reciprocal(width)
+        zero, minus = ptx.fma_rn(best, factor, Float32(BIN_ZERO)), ptx.sub_rn(Float32(0.0), factor)
+        bins_at = here.at - Int32(BIN_ZERO_BITS * 4 & 0x7FFFFFFF)
         for i in range_constexpr(4 * self.vectors):
-            number = self.bin(scores[i], best, factor)
-            ptx.reduce_shared("add.u32", here.at + number * 4, Int32(1), number < BINS)
+            number = ptx.min_f32(ptx.fma_rn(scores[i], minus, zero), Float32(BIN_ZERO + BINS))
+            ptx.reduce_shared("add.u32", bins_at + number.bitcast(Int32) * 4, Int32(1))
         bin_, before, count = self.bins.find(here, k)
         bin_ = bin_ if count > 0 else Int32(BINS)
+        last = Int32(bin_ + BIN_ZERO_BITS).bitcast(Float32)
+        better = ptx.sub_rn(last, Float32(1.0))
         sure, tied = Int32(0), Int32(0)
         for i in range_constexpr(4 * self.vectors):
-            number = self.bin(scores[i], best, factor)
-            sure = sure | (Int32(number < bin_) << i)
-            tied = tied | (Int32(number == bin_) << i)
+            number = ptx.fma_rn(scores[i], minus, zero)
+            sure = ptx.mark_where_at_least(sure, better, number, i)
+            tied = ptx.mark_where_at_least(tied, last, number, i)
+        tied = tied ^ sure
         return sure, tied, k - before, count
 
     @cute.jit
@@ -223,6 +240,25 @@ class HeldRow:
             tied = tied | (among & (Int32(number == Uint32(bin_)) << i))
         return sure, tied, wanted - before, count, Int32(shift == 0)
 
+    def hold(self, here: Here, part: Part) -> tuple[Any, Any]:
+        """(the thread's scores of so many places, chunks of a warp)"""
+        scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
+        chunks = (part.stop + (CHUNK - 1)) >> CHUNK_BITS
+        each = (chunks + (self.warps - 1)) // self.warps
+        self.load(here, part, each, scores)
+        return scores, each
+
+    @cute.jit
+    def cut(self, here: Here, part: Part, each: Int32, scores: cute.Tensor) -> None:
+        """Scores outside the row's range become NaN."""
+        own = here.warp * each * CHUNK
+        if (own < part.head) | (own + each * CHUNK > part.stop):
+            first_place = own + here.lane * 4
+            for i in range_constexpr(4 * self.vectors):
+                place = first_place + (i // 4 * CHUNK + i % 4)
+                is_inside = (place >= part.head) & (place < part.stop)
+                scores[i] = scores[i] if is_inside else Int32(-1).bitcast(Float32)
+
     @cute.jit
     def load(self, here: Here, part: Part, each: Int32, scores: cute.Tensor) -> None:
         """The thread's scores; NaN outside the row."""
@@ -242,10 +278,6 @@ class HeldRow:
                     is_wanted = is_cut & (place + j >= part.head) & (place + j < part.stop)
                     word = ptx.load_global_s32_where(is_wanted, part.base + Int64(place + j) * 4, is_shared=True)
                     scores[4 * i + j] = word.bitcast(Float32) if is_wanted else scores[4 * i + j]
-
-    def bin(self, score: Any, best: Any, factor: Any) -> Any:
-        """Of a score, 0 for the best; BINS for NaN."""
-        return Int32(ptx.min_f32(ptx.mul_rn(ptx.sub_rn(best, score), factor), Float32(BINS)))
 
     @cute.jit
     def extremes(self, here: Here, first: Uint32, last: Uint32) -> tuple[Any, Any]:
@@ -305,16 +337,19 @@ class HeldRow:
                     ptx.store_shared_64(here.at + config.ranked + number * 8, order, code)
                     number += 1
         cute.arch.sync_threads()
-        for start in cutlass.range(ptx.thread_again(), count, config.threads, unroll=1):
-            word, code = ptx.load_shared_64(here.at + config.ranked + start * 8)
+        others = []
+        for number in [here.lane + first for first in range(0, HELD_RANKED, 32)]:
+            word, code = ptx.load_shared_64(here.at + config.ranked + cutlass.min(number, count - 1) * 8)
+            others.append((number < count, Uint32(word), code))
+        for one in cutlass.range(here.warp, count, self.warps, unroll=1):
+            word, code = ptx.load_shared_64(here.at + config.ranked + one * 8)
             own, better = Uint32(word), Int32(0)
-            for other in cutlass.range(Int32(0), count, 1, unroll=2):
-                other_word, other_code = ptx.load_shared_64(here.at + config.ranked + other * 8)
-                is_equal = (Uint32(other_word) == own) & (other_code < code)
-                better += Int32((Uint32(other_word) < own) | is_equal)
+            for is_there, other, other_code in others:
+                better += Int32(is_there & ((other < own) | ((other == own) & (other_code < code))))
+            better = cute.arch.warp_redux_sync(better, "add")
             warp, lane = code >> CODE_BITS, (code >> 2) & 31
             mark = Int32(1) << (((code >> CHUNK_BITS) & 31) * 4 + (code & 3))
-            is_picked = better < wanted
+            is_picked = (better < wanted) & (here.lane == 0)
             ptx.reduce_shared("or.b32", here.at + config.added + (warp * 32 + lane) * 4, mark, is_picked)
             ptx.reduce_shared("add.u32", here.at + config.counts + warp * 4, Int32(1), is_picked)
 
@@ -389,4 +424,4 @@ class HeldTopKKey(TopKKey):
         return HeldConfig(self.warps, self.vectors)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return TopKKernel(self, HeldRow(self.config)), self.arguments()
+        return TopKKernel(self, HeldRow(self.config, self.is_spread)), self.arguments()

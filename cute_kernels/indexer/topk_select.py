@@ -21,42 +21,70 @@ from cute_kernels.runtime.key import OpKernel
 
 MOST_PICKS, MOST_ROWS = 4096, 2**28
 
-HELD = ((4096, 8, 0), (5120, 10, 0), (6144, 12, 1024), (8192, 16, 1024))
-"""(most columns, warps, more picks than where there are MANY_ROWS) of CTAs that hold a row and list nothing, the first
-that fits. On an H100, with lists and without, 64 rows of 2000 columns take 5.3 and 4.4 us (k = 512), of 5000 columns
-6.2 and 5.2 us (k = 1024), 9.8 and 5.4 us (k = 2048), of 8000 columns 5.6 and 5.6 us (k = 512), 6.4 and 5.8 us (k =
-1024); 1000 rows of 5000 columns 24.8 and 18.7 us (k = 1024), of 8000 columns 22.3 and 26.3 us (k = 512), 27.2 and 27.5
-us (k = 1024), 45.1 and 29.5 us (k = 2048)."""
+SPREAD_ROWS, MANY_ROWS = 128, 264
+"""Rows up to which each has a multiprocessor of its own, and from which on CTAs share one: what one waits for, others
+use. A dependent launch puts CTAs wherever the first multiprocessors become free: 64 rows of 2048 columns behind their
+scores took 9.3 us, with one CTA on each multiprocessor 5.2 us, and 11.9 and 6.1 us for 1024 picks."""
+
+HELD = (
+    (1024, ((8, 1), (8, 1), (4, 2)), 0),
+    (2048, ((16, 1), (8, 2), (4, 4)), 0),
+    (4096, ((16, 2), (8, 4), (8, 4)), 0),
+    (5120, ((20, 2), (10, 4), (10, 4)), 0),
+    (6144, ((12, 4), (12, 4), (12, 4)), 1024),
+    (8192, ((16, 4), (16, 4), (16, 4)), 1024),
+)
+"""(most columns, (warps, vectors) of up to SPREAD_ROWS rows, of more, and of MANY_ROWS or more; these for more picks
+than this) of CTAs that hold a row and list nothing, the first that fits. On an H100 16 rows of 1024, 2048, 4096 and
+5000 columns (k = 512, 1024, 1024, 1024) take 2.2, 2.6, 3.0 and 3.3 us, with 8, 8, 8 and 10 warps of four vectors 2.7,
+3.0, 3.3 and 3.6 us; 4096 rows of 1024 and 2048 columns (k = 512, 1024) 18.0 and 25.6 us, with eight warps 25.9 and
+34.5 us; 1000 rows of 8192 columns (k = 512, 1024, 2048) 24.2, 24.8 and 26.5 us, by lists 22.4, 26.2 and 44.8 us, 4096
+rows 83, 88 and 94 us, by lists 67, 83 and 141 us."""
 
 SHAPES = ((16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
 """(warps, vectors of a thread, cluster, tiles) of CTAs that take whole rows: of up to 16384 columns, which their
-registers hold, and of up to 131072, 262144 (two, the second one where the first one's shared memory is not there) and
-524288, which come in tiles."""
+registers hold, and of up to 131072, 262144 (the second one where there is less shared memory) and 524288, which come in
+tiles. Where CHOICES says nothing, the first that fits."""
 
-SHARED = (
-    (9, 196608, (32, 4, 8, 8)),
-    (25, 98304, (16, 4, 8, 8)),
-    (15, 49152, (16, 4, 8, 8)),
-    (133, 16384, (32, 8, 1, 8)),
-    (264, 65536, (32, 8, 1, 8)),
-    (17, 262144, (32, 4, 8, 8)),
+ANY = 1 << 30
+PICKS = 2048
+"""More of them, and those between this and half of it, overflow shorter lists, which costs a second pass."""
+
+CHOICES = (
+    (15, 49152, ANY, (16, 4, 8, 8)),
+    (ANY, 524288, ANY, (32, 4, 8, 8)),
+    (40, 196608, PICKS, (32, 8, 1, 8)),
+    (67, 65536, PICKS, (32, 4, 1, 16)),
+    (105, 65536, PICKS // 2, (16, 8, 1, 16)),
+    (ANY, 131072, ANY, (32, 4, 1, 16)),
+    (ANY, 65536, PICKS, (32, 4, 1, 16)),
+    (ANY, 65536, ANY, (32, 8, 1, 8)),
+    (133, 32768, ANY, (32, 4, 1, 16)),
+    (ANY, 32768, PICKS // 2, (16, 8, 1, 16)),
+    (133, 16384, ANY, (32, 8, 1, 8)),
+    (ANY, 16384, PICKS, (8, 4, 1, 8)),
+    (ANY, 16384, ANY, (16, 8, 1, 8)),
 )
-"""(fewer rows than, more columns than, shape) of clusters, and of the largest CTAs, of calls with few rows, up to their
-capacity, the first that fits. A cluster of eight CTAs of 32 warps leaves no room for a sixteenth one. On an H100, by
-the first four, k = 1024: 8 x 262144 14.2, 14.3, -, 22.9; 16 x 262144 27.4, 18.8, -, 23.8; 24 x 131000 24.2, 16.5, -,
-16.9; 12 x 70000 12.1, 10.9, -, 12.0; 16 x 70000 22.5, 12.9, -, 11.3; 8 x 33000 16.8, 10.0, -, 9.0; 64 x 33000 82, 29,
--, 11.5 us. Kernels of 16 warps take 12.3 there; 128 x 20000 11.7 (by the fourth 11.0), 140 x 33000 18.0 (21.8), 200 x
-131000 64.5 (56.4) us."""
+"""(fewer rows than, more columns than, picks up to, shape) where there are clusters, up to the capacity of the shape:
+the first that fits. On an H100, k = 1024 where nothing else is said:
 
-MANY_ROWS, MANY_COLUMNS, MANY = 264, 4096, (8, 4, 1, 8)
-"""Rows and columns from which on, and the shape of which, four CTAs of a multiprocessor are faster than larger
-ones: what one waits for, others use. On an H200 2048 rows of 17408 columns take 58 us (k = 512) and 65 us (k = 1024),
-with shapes of 16 warps 71 and 80 us; 4096 rows of 4096 columns 58 us, with CTAs whose registers hold them 49 us."""
+    clusters of eight   8 x 70000 10.1 us, 8 x 262144 14.1, by (32, 8, 1, 8) 11.1 and 20.8; 16 x 70000 13.0 and 11.5
+    (32, 8, 1, 8)       24 x 262144 22.0, by (32, 4, 1, 16) 23.6; 64 x 262144 35.1 and 33.8; 64 x 70000, k = 4096, 20.1
+                        and 26.4; 80 x 20000 9.1 and 9.6
+    (16, 8, 1, 16)      80 x 262144 41.6, by (32, 4, 1, 16) 44.9; 132 x 262144 63.3 and 61.2; 200 x 33000 17.7, by (16,
+                        8, 1, 8) 18.9
+    (8, 4, 1, 8)        200 x 20000 13.6, by (16, 8, 1, 8) 14.8; k = 4096, 264 rows: 55 and 30"""
 
-SPREAD_ROWS, SPREAD = 128, ((16, 8, 1, 1),)
-"""Calls of at most so many rows, and the shapes of which, besides HELD's, these take the kernels that are spread. A
-dependent launch puts CTAs wherever the first multiprocessors become free: 64 rows of 2048 columns behind their scores
-took 9.3 us, with one CTA on each multiprocessor 5.2 us, and 11.9 and 6.1 us for 1024 picks."""
+MANY = (8, 4, 1, 8)
+"""The shape of which four CTAs share a multiprocessor, of MANY_ROWS and more that CTAs do not hold. On an H200 2048
+rows of 17408 columns take 58 us (k = 512) and 65 us (k = 1024), with shapes of 16 warps 71 and 80 us."""
+
+LONG_LISTS = (32, 4, 1, 16)
+"""The shape that takes more than PICKS of a row that it cannot hold, and that is too short for CHOICES: of 16384
+columns, k = 4096, 16 and 1000 rows take 12.0 and 108 us, by (16, 8, 1, 1) 16.1 and 117 us."""
+
+SPREAD = ((16, 8, 1, 1),)
+"""The shapes of which, besides HELD's, up to SPREAD_ROWS rows take the kernels that are spread."""
 
 EARLY_BYTES = 4 << 20
 """Of scores in a call, up to which rows are asked for before their bounds are known."""
@@ -67,38 +95,36 @@ MOST_CHOICES = 1024
 
 def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a CTA is enough, by capacity, then others."""
-    spreads = (True, False) if arch in CLUSTER_ARCHS else (False,)
-    held = [held_key(arch, warps, is_spread) for is_spread in spreads for _, warps, _ in HELD]
-    shared = [shape for *_, shape in SHARED if shape not in SHAPES]
-    shapes = [*SHAPES, MANY, *(dict.fromkeys(shared) if arch in CLUSTER_ARCHS else ())]
-    keys = [TopKKey(arch, *shape) for shape in shapes]
-    spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD] if arch in CLUSTER_ARCHS else []
+    has_clusters = arch in CLUSTER_ARCHS
+    held = [HeldTopKKey(arch, *few, is_spread=True) for _, (few, _, _), _ in HELD if has_clusters]
+    held += [HeldTopKKey(arch, *shape) for shape in dict.fromkeys(s for _, (_, *shapes), _ in HELD for s in shapes)]
+    spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD if has_clusters]
+    chosen = [*(shape for *_, shape in CHOICES), LONG_LISTS] if has_clusters else []
+    keys = [TopKKey(arch, *shape) for shape in dict.fromkeys((*SHAPES, MANY, *chosen))]
     fitting = [key for key in (*held, *spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
     large, small = (TopKKey(arch, *shape) for shape in SHAPES[2:4])
-    return [key for key in fitting if key != small or large not in fitting]
-
-
-def held_key(arch: str, warps: int, is_spread: bool) -> TopKKey:
-    return HeldTopKKey(arch, warps, is_spread=is_spread)
+    return [key for key in fitting if key != small or has_clusters or large not in fitting]
 
 
 def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
     """The kernel for so many picks of so many rows of such a width; if none is wide enough, the widest."""
     has_clusters, is_many = arch in CLUSTER_ARCHS, rows >= MANY_ROWS
     is_spread = has_clusters and rows <= SPREAD_ROWS
-    for most, warps, of_many in HELD:
+    for most, shapes, of_many in HELD:
         if width <= most and (not is_many or k > of_many):
-            return held_key(arch, warps, is_spread)
-    keys = [key for key in keys_of(arch) if not isinstance(key, HeldTopKKey)]
+            return HeldTopKKey(arch, *shapes[0 if is_spread else 2 if is_many else 1], is_spread=is_spread)
     if has_clusters:
-        keys = [key for key in keys if key.is_spread == is_spread or key.shape not in SPREAD]
-        for fewer, more, shape in SHARED:
+        for fewer, more, picks, shape in CHOICES:
             key = TopKKey(arch, *shape)
-            if rows < fewer and more < width <= key.capacity:
+            if rows < fewer and more < width <= key.capacity and k <= picks:
                 return key
+        if k > PICKS and width <= TopKKey(arch, *LONG_LISTS).capacity:
+            return TopKKey(arch, *LONG_LISTS)
     many = TopKKey(arch, *MANY)
-    if is_many and MANY_COLUMNS < width <= many.capacity:
+    if is_many and width <= many.capacity:
         return many
+    keys = [key for key in keys_of(arch) if not isinstance(key, HeldTopKKey)]
+    keys = [key for key in keys if key.is_spread == is_spread or key.shape not in SPREAD or not has_clusters]
     return next((key for key in keys if width <= key.capacity), max(keys, key=lambda key: key.capacity))
 
 
@@ -280,7 +306,7 @@ def launch_all_visible(call: AllVisibleCall) -> None:
     scores = 0, 0, k
     starts, ends = decode_bounds(call.visible)
     numbers = *scores, *starts, *ends, k, 0, *slots(call.slot_block_table, call.slot_rows_per_page), rows, k
-    key = held_key(arch_of(call.out.device.index), HELD[0][1], False)
+    key = HeldTopKKey(arch_of(call.out.device.index), *HELD[0][1][1])
     launch_key(key, call.out.device.index, call.out, *numbers, 0, 1, 0)
 
 

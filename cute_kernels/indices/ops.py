@@ -697,6 +697,10 @@ def _cost_step(a: StepCall) -> Cost:
     return Cost(bytes=read + written)
 
 
+def _validate_step(a: StepCall) -> None:
+    checks.ascending("build_step_metadata", "upload", a.upload[: a.num_requests + 1])
+
+
 def _step_kernel() -> OpKernel[StepCall]:
     from cute_kernels.indices.step_metadata import KERNEL
 
@@ -716,6 +720,7 @@ _step = define_op(
     reference=reference.build_step_metadata,
     kernel=_step_kernel,
     cost=_cost_step,
+    validate=_validate_step,
 )
 
 

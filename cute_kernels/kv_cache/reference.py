@@ -21,9 +21,7 @@ def dequantize_and_gather_k_cache(call: GatherCall) -> None:
     lens = call.seq_lens if call.gather_lens is None else torch.minimum(call.gather_lens, call.seq_lens)
     for r, (seq_len, length) in enumerate(zip(call.seq_lens.tolist(), lens.tolist(), strict=True)):
         first = seq_len - length
-        length = min(length, call.out.shape[1] - call.offset)
-        if length <= 0:
-            continue
+        length = max(min(length, call.out.shape[1] - call.offset), 0)
         entries = torch.arange(first, first + length, device=call.out.device)
         slots = entries_to_slots(entries, torch.full_like(entries, r), call.block_table, call.block_size)
         here = formats.valid_slots(slots, capacity)
@@ -34,7 +32,7 @@ def dequantize_and_gather_k_cache(call: GatherCall) -> None:
 
 def qnorm_rope_kv_rope_quant_insert(call: QuantInsertCall) -> None:
     call.q.copy_(_turned_q(call))
-    rows = _turned_kv(call).to(torch.bfloat16)
+    rows = numerics.to_bf16(_turned_kv(call))
     formats.FORMATS[call.kv_format].write(call.k_cache, call.block_size, call.slot_mapping, rows)
 
 

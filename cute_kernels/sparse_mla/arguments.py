@@ -13,6 +13,7 @@ import torch
 from cute_kernels import formats
 from cute_kernels.linear.scales import output_scale_shape
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.contract import lies_apart
 from cute_kernels.runtime.ops import Cost, nbytes
 from cute_kernels.sparse_mla import schedule
 from cute_kernels.sparse_mla.selection import Selection, count_rows
@@ -79,14 +80,9 @@ def check_partial(c: Checker, out: torch.Tensor, attn_sink: torch.Tensor | None)
 def check_logs(c: Checker, argument: str, logs: torch.Tensor | None, shape: Sequence[str]) -> None:
     """fp32 numbers of heads, or None: any strides that give each number an address of its own."""
     c.tensor(argument, logs, torch.float32, shape, optional=True, dense_last=False)
-    if logs is None or logs.numel() == 0:
-        return
-    reach = 0
-    for stride, size in sorted(zip(logs.stride(), logs.shape, strict=True)):
-        if size > 1:
-            strides = f"strides {tuple(logs.stride())} of shape {list(logs.shape)}"
-            c.require(stride > reach, argument, "a tensor whose elements lie apart", strides)
-            reach += (size - 1) * stride
+    if logs is not None and not lies_apart(logs):
+        strides = f"strides {tuple(logs.stride())} of shape {list(logs.shape)}"
+        c.fail(argument, "a tensor whose elements lie apart", strides)
 
 
 def check_quantized(
@@ -158,16 +154,10 @@ def misaligned(name: str, tensor: torch.Tensor, axes: tuple[int, ...]) -> str:
 def misaligned_quant(out: torch.Tensor, cos_sin_cache: torch.Tensor | None) -> str:
     """Why kernels cannot store codes where they belong, or read angles, or nothing."""
     assert cos_sin_cache is not None
-    for name, tensor, axes in (("out", out, (0, 1)), ("cos_sin_cache", cos_sin_cache, (0,))):
-        strides = [tensor.stride(axis) * tensor.element_size() for axis in axes if tensor.shape[axis] > 1]
-        if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides):
-            return (
-                f"rows of {name} must be 16-byte aligned, got address {tensor.data_ptr():#x} and strides "
-                f"{tuple(tensor.stride())}"
-            )
-    if cos_sin_cache.shape[0] >= 2**31:
+    why = misaligned("rows of out", out, (0, 1)) or misaligned("rows of cos_sin_cache", cos_sin_cache, (0,))
+    if not why and cos_sin_cache.shape[0] >= 2**31:
         return "cos_sin_cache must have fewer than 2^31 rows"
-    return ""
+    return why
 
 
 def quant_tensors(output_quant: Any, op: str) -> tuple[Any, Any, Any]:

@@ -144,7 +144,7 @@ def _multiprocessors(device: torch.device | str | None) -> int:
 def _allocate_workspace(q: torch.Tensor, tiles: int, num_splits: int, split_tokens: int) -> torch.Tensor | None:
     """Workspace for a call, or None if its rows are not split, or ask for splits that `_check_decode` refuses."""
     b, s_q, h = q.shape[:3]
-    if num_splits < 0 or split_tokens < 0:
+    if split_tokens < 0:
         return None
     sms = 0
     if not num_splits and not split_tokens:
@@ -379,10 +379,10 @@ def sparse_mla_prefill(
                   products: s_n = sm_scale * (q . k_n) / sqrt(sum of the head's four / 512 + eps). q itself stays as it
                   is. Only with output_quant. On sm_90a, for more than 16 heads
 
-    Returns (out, max_logits, lse), with None for what nobody asks for: max_logits = max_n s_n; lse is the natural
-    logarithm; neither includes the sink. A row that attends to nothing has out = 0, max_logits = -inf and lse = +inf.
-    Rows of kv not attended to are not read into the result, whatever they hold. Raises ValueError or TypeError on
-    arguments that do not fit.
+    Returns (out, max_logits, lse), with None for what nobody asks for: max_logits = max_n s_n, NaN left out; lse is the
+    natural logarithm; neither includes the sink. A row that attends to nothing has out = 0, max_logits = -inf and
+    lse = +inf. Rows of kv not attended to are not read into the result, whatever they hold. Raises ValueError or
+    TypeError on arguments that do not fit.
     """
     if d_v != formats.HEAD_DIM:
         Checker("sparse_mla_prefill").fail("d_v", str(formats.HEAD_DIM), d_v)

@@ -6,7 +6,8 @@ K and V are the same 512 values of a cache row. A query row attends to the rows 
     s_n = scale * (q . k_n)        L = ln sum_n exp(s_n)        out = sum_n exp(s_n - L) k_n / (1 + exp(sink - L))
 
 All arithmetic is float64 and rounded once at the end, so neither the order of the columns nor the batch around a row
-can be seen in the result. A row that attends to nothing gives out = 0, lse = +inf and max_logits = -inf.
+can be seen in the result. A row that attends to nothing gives out = 0, lse = +inf and max_logits = -inf. A logit that
+is NaN makes out and lse NaN; max_logits is the largest of the others, -inf if there are none.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def attend_rows(q: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, scale:
         return Attention(torch.zeros_like(q), minus, -minus)
     scores = torch.bmm(q * scale, rows.transpose(1, 2))
     scores.masked_fill_(~valid[:, None, :], -torch.inf)
-    top = scores.amax(dim=-1)
+    top = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(dim=-1)
     empty = ~valid.any(dim=-1, keepdim=True)
     shift = top.masked_fill(empty, 0.0)
     weights = scores.sub_(shift[..., None]).exp_()

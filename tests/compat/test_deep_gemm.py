@@ -144,6 +144,7 @@ def test_the_schedule_has_the_shape_of_deep_gemm(shape: tuple[int, ...]) -> None
     schedule = deep_gemm.get_paged_mqa_logits_metadata(torch.ones(shape, dtype=INT), 64, 78)
     assert (schedule.dtype, tuple(schedule.shape)) == (INT, (79, 2))
     assert not schedule.any()
+    assert deep_gemm.get_paged_mqa_logits_metadata(torch.ones(shape, dtype=INT), 64, 1).shape == (2, 2)
 
 
 LENGTHS = torch.ones(4, dtype=INT)

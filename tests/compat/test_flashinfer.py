@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.compat.arguments import accept_only, required
 from cute_kernels.compat.flashinfer import trtllm_batch_decode_sparse_mla_dsv4 as attention
 from cute_kernels.runtime.record import record_calls
 from tests import oracle
@@ -293,3 +294,21 @@ def test_compiles() -> None:
         same_values(compiled(**args), attention(**args))
     two = Two(FP8)
     model.assert_bf16(compiled(**two.args()), two.expect())
+
+
+def test_arguments_that_must_be_there_may_have_any_strides() -> None:
+    lengths = torch.zeros(4, 3, dtype=torch.int32)[:, 1]
+    assert required("op", "lengths", lengths, torch.int32) is lengths
+    for wrong in (None, lengths.long()):
+        with pytest.raises(TypeError, match=r"^op: lengths: expected "):
+            required("op", "lengths", wrong, torch.int32)
+
+
+def test_one_value_alone_is_accepted() -> None:
+    tensor = torch.zeros(1)
+    accept_only("op", None, a=None)
+    accept_only("op", 0, a=0, b=False)
+    accept_only("op", tensor, a=tensor)
+    for supported, given in ((None, 0), (0, None), (0, tensor), (0, 1)):
+        with pytest.raises(NotImplementedError, match=r"^op: b: expected .*, the only value supported, got "):
+            accept_only("op", supported, a=supported, b=given)

@@ -201,6 +201,7 @@ def test_mixed() -> None:
     padded = vllm.build_flashinfer_mixed_sparse_indices(*args, num_rows=9)
     assert [t.shape[0] for t in padded] == [9, 9]
     same_values([t[:5] for t in padded], want)
+    same_values(vllm.build_flashinfer_mixed_sparse_indices(*args, num_rows=5), want)
 
 
 def attention_output() -> tuple[Any, ...]:

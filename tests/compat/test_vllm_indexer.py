@@ -40,6 +40,7 @@ def test_contiguous_keys_in_the_form_of_033(fmt: Any) -> None:
     want = ranges.compressed(6)
     assert got.shape == want.shape
     same(got[torch.from_numpy(want != NEG_INF)], want[want != NEG_INF])
+    assert vllm.fp8_fp4_mqa_logits(*ranges.args, 1).shape[1] == 1
 
 
 @pytest.mark.parametrize("fmt", [FP8, MXFP4, WIDE], ids=ids)

@@ -27,7 +27,8 @@ from cute_kernels.indexer import gather as index_gather
 from cute_kernels.indexer import launch as scores
 from cute_kernels.indexer import query
 from cute_kernels.indexer import select as select_scores
-from cute_kernels.indexer.hopper.logits import MANY_COLUMNS, LogitsKey
+from cute_kernels.indexer.hopper.logits import LogitsKey
+from cute_kernels.indexer.hopper.logits_mxfp4 import HALVES
 from cute_kernels.indexer.mma_sync.logits import STEP, PortableLogitsKey
 from cute_kernels.indices.c128a import EntriesKey
 from cute_kernels.indices.combine import CombineKey as CombinePicksKey
@@ -416,20 +417,19 @@ def gathers_of_index_keys() -> Iterator[Row]:
 
 
 def hoppers_scores() -> Iterator[Row]:
-    """With two accumulators there are two rounds of both."""
+    """MXFP4 keys are multiplied in halves of a tile, contiguous ones copied as a whole."""
     config = MODELS["v4-flash"]
     deployed = [*scores.logits_keys(config, 1, HOPPER), *scores.paged_logits_keys(config, 1, HOPPER)]
     keys = [key for key in deployed if type(key) is LogitsKey]
     shapes = [(16, 4, False, 64), (48, 4, False, 64), (48, 3, True, 64), (32, 1, True, 8), (48, 4, True, 8)]
     keys += [select_scores.own_key(HOPPER, *shape) for shape in (*shapes, (64, 4, True, 8))]
     for key in keys:
-        count = {1: 4, 2: 16}[key.config.accumulators]
-        ptx = {r"\bwgmma\.mma_async\.": count, r"\bsetmaxnreg\.": 2 * (key.config.columns >= MANY_COLUMNS)}
-        yield Row(key, of_threads(key.config.threads), ptx | copies(key.rows + key.config.boxes))
+        ptx = {r"\bwgmma\.mma_async\.": 4, r"\bsetmaxnreg\.": 2 * bool(key.config.shape.registers)}
+        yield Row(key, of_threads(key.config.threads), ptx | copies(key.rows + (key.config.boxes if key.paged else 1)))
     for shape in ((64, 1, True, 64), (64, 4, False, 64), (48, 2, True, 8)):
         key = select_scores.own_key(HOPPER, *shape, mxfp4=True)
-        ptx = {r"\bwgmma\.mma_async\.": 4, r"\bsetmaxnreg\.": 2 * bool(key.config.registers)}
-        yield Row(key, of_threads(key.config.threads), ptx | copies(key.rows + key.config.boxes))
+        ptx = {r"\bwgmma\.mma_async\.": 4 * HALVES, r"\bsetmaxnreg\.": 2 * bool(key.config.registers)}
+        yield Row(key, of_threads(key.config.threads), ptx | copies(key.rows + (key.config.boxes if key.paged else 1)))
 
 
 def copies(count: int) -> dict[str, int]:
@@ -561,7 +561,8 @@ def portable_decodes() -> Iterator[Row]:
 
 def portable_prefills() -> Iterator[Row]:
     """Of 16 keys, Q K^T and P V have as many products; both loops over these are unrolled once. 64 heads take most
-    registers; each way to name rows and each format somewhere."""
+    registers; each way to name rows and each format somewhere. Of e4m3, queries alone take conversions, four words for
+    each slab and eight heads."""
     keys: list[PortableKey] = [
         *(PortablePrefillKey(arch) for arch in ("sm_80", "sm_89", HOPPER, "sm_100a")),
         *(PortablePrefillKey(HOPPER, 16), PortablePrefillKey("sm_120a", 32), PortableMixedKey("sm_120a", 64, BF16)),
@@ -572,7 +573,9 @@ def portable_prefills() -> Iterator[Row]:
     for key in keys:
         config = key.config
         count = 2 * config.slabs * 8 * config.tiles * min(2, config.keys // 16)
-        yield Row(key, 255, {r"\bmma\.sync\.": count}, absent=r"cvt\.\S*e4m3")
+        is_coded = isinstance(key, PortableMixedKey) and E4M3 in key.formats
+        codes = 2 * 4 * config.slabs * 2 * config.tiles if is_coded else 0
+        yield Row(key, 255, {r"\bmma\.sync\.": count, r"\bcvt\.\S*e4m3": codes})
 
 
 def combines() -> Iterator[Row]:

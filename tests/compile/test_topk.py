@@ -15,7 +15,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, TopKKey
 from cute_kernels.indexer.topk_held import HeldTopKKey
-from cute_kernels.indexer.topk_select import MANY, deployment_keys, groups_for, key_for, keys_of, share_for
+from cute_kernels.indexer.topk_select import MANY, PICKS, deployment_keys, groups_for, key_for, keys_of, share_for
 from cute_kernels.models import MODELS
 from tests.compile.reports import RESERVED, compile_report
 
@@ -64,19 +64,21 @@ def test_every_row_has_its_kernel(arch: str) -> None:
             key = key_for(arch, rows, width, k)
             assert key in keys
             assert width <= key.capacity
-            assert key.cluster == 1 or rows < 25 or width > 1 << 19
-            assert key.is_spread == (rows < 5000 and width <= 16384 and arch in CLUSTER_ARCHS)
+            assert key.cluster == 1 or rows < 15 or width > 1 << 19
+            widest = 16384 if k <= PICKS else 8192
+            assert key.is_spread == (rows < 5000 and width <= widest and arch in CLUSTER_ARCHS)
         assert key_for(arch, rows, 2 * most, k).capacity == most
 
 
 def test_few_long_rows_are_shared() -> None:
-    shapes = (1, 49152), (14, 49153), (15, 49153), (24, 98305), (25, 98305), (8, 1 << 18), (1, 1 << 20), (64, 1 << 20)
-    assert [key_for("sm_90a", *shape, 512).cluster for shape in shapes] == [1, 8, 1, 8, 1, 8, 8, 8]
+    shapes = (1, 49152), (14, 49153), (15, 49153), (15, 98305), (8, 1 << 18), (1, 1 << 20), (64, 1 << 20)
+    assert [key_for("sm_90a", *shape, 512).cluster for shape in shapes] == [1, 8, 1, 1, 8, 8, 8]
 
 
 @pytest.mark.parametrize(("rows", "columns", "k", "warps"), [
-    (1, 4096, 1, 8), (5000, 4096, 1, 8), (5000, 4097, 512, 10), (263, 5121, 1, 12), (264, 6144, 1024, None),
-    (264, 6144, 1025, 12), (1, 8192, 1, 16), (264, 8192, 1025, 16), (264, 8192, 1024, None), (1, 8193, 4096, None),
+    (1, 4096, 1, 16), (5000, 4096, 1, 8), (5000, 4097, 512, 10), (1, 5120, 1, 20), (263, 5121, 1, 12),
+    (264, 6144, 1024, None), (264, 6144, 1025, 12), (1, 8192, 1, 16), (264, 8192, 1025, 16), (264, 8192, 1024, None),
+    (1, 8193, 4096, None),
 ])  # fmt: skip
 def test_rows_that_registers_hold(rows: int, columns: int, k: int, warps: int | None) -> None:
     key = key_for("sm_90a", rows, columns, k)

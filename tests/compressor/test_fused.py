@@ -15,6 +15,7 @@ from cute_kernels.compressor.ops import (
     fused_compress_norm_rope_store,
     save_partial_states,
 )
+from cute_kernels.formats import FORMATS
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.runtime.record import record_calls
 from tests import helpers
@@ -275,6 +276,33 @@ def test_a_slot_named_twice_is_found(argument: str) -> None:
         run(scene, step)
     slots[6] = slots[2] = -1
     run(scene, step)
+
+
+@pytest.mark.usefixtures("validated")
+@pytest.mark.parametrize("row", [0, 5])
+def test_positions_that_jump_are_found(row: int) -> None:
+    """In the window of an entry, its own group or the one before; a row without a slot may say anything."""
+    scene = Scene(SMALL, [40])
+    step = scene.step([(0, 16, 24)])
+    scene.fill_state(0, 12, 16)
+    right = int(step.positions[row])
+    step.positions[row] = 39
+    message = rf"fused_compress_norm_rope_store: positions\[{row}\]: expected {right}, .*row \d+ is at \d+, got 39"
+    with pytest.raises(ValueError, match=message):
+        run(scene, step)
+    step.slot_mapping[row] = -1
+    assert torch.equal(run(scene, step), scene.entry_bytes([(0, 4), (0, 5)]))
+
+
+def test_nan_of_rotated_columns() -> None:
+    """As bf16 it is 0x7FFF, whatever its sign was."""
+    scene = Scene(Kind(512, 4, "fp8_ds_mla/1"), [4])
+    step = scene.step([(0, 0, 4)])
+    step.kv_score[1] = -torch.nan
+    run(scene, step)
+    fmt, slot = FORMATS["fp8_ds_mla/1"], step.entry_slots[-1:]
+    values = fmt.read_fields(scene.kv_cache, scene.kv_cache.shape[1], slot)[0][0, 448:]
+    assert values.view(torch.int16).unique().tolist() == [0x7FFF]
 
 
 @pytest.mark.usefixtures("validated")

@@ -63,8 +63,14 @@ class Draft:
         return any(i != place and self.args[i].untyped_storage().data_ptr() == memory for i in self.tensors)
 
 
+def is_packed(name: str, value: Any) -> bool:
+    """Whether an argument has pages of packed records: what lies where in a page depends on the number of its rows."""
+    return isinstance(value, torch.Tensor) and is_cache(name) and value.dtype == torch.uint8
+
+
 def fewer(d: Draft) -> None:
-    """Fewer rows (or columns, or heads) in all tensors that have as many, or a multiple; and in scalars that say so."""
+    """Fewer rows (or columns, or heads) in all tensors that have as many, or a multiple; and in scalars that say so. A
+    page of packed records keeps its rows."""
     place = d.pick([i for i in d.tensors if d.args[i].dim() and max(d.args[i].shape) > 1])
     if place is None:
         return
@@ -74,7 +80,7 @@ def fewer(d: Draft) -> None:
     kept = d.draw.choice([1, size - 1, size // 2, d.draw.randrange(size)])
     multiples = d.draw.random() < 0.5
     for i in d.tensors:
-        for at, n in enumerate(d.args[i].shape):
+        for at, n in enumerate(d.args[i].shape[:1] if is_packed(d.name(i), d.args[i]) else d.args[i].shape):
             if n == size or (multiples and n % size == 0):
                 d.args[i] = d.args[i].narrow(at, 0, n // size * kept)
     for i, value in enumerate(d.args):

@@ -34,7 +34,11 @@ pytestmark = [
 SEED = 20261127
 CALLS = 1000
 
-KEPT: Mapping[str, tuple[Plan, ...]] = {}
+KEPT: Mapping[str, tuple[Plan, ...]] = {
+    "sparse_mla_decode": (Plan(0, (17, 168, 10780, 10780)),),
+    "sparse_mla_prefill": (Plan(2, (6825,)),),
+    "sparse_mla_prefill_paged": (Plan(12, (547,)),),
+}
 """Op -> plans of calls that once went wrong."""
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -118,4 +122,6 @@ def test_kept_calls_agree_with_their_references(name: str, plan: Plan) -> None:
     op = registry.all_ops()[name]
     call = drawn.call_of(op, plan, drawn.small_examples(op))
     assert call is not None
+    if kernels_of(op, call) is None:
+        pytest.skip("no kernel takes it here")
     assert run(op, call) == ""

@@ -209,7 +209,7 @@ def test_rows_alone_and_in_a_batch(op: str, kernel: str) -> None:
             continue
         for part in parts:
             OPS[op].overload(*part)
-        check(example.name, call, call.expected(result_of(op, kernel, number)))
+        check(example.name, call, call.but_scratch(call.expected(result_of(op, kernel, number))))
         tried += 1
     assert tried, f"{op}: no example can be cut"
 
@@ -218,11 +218,12 @@ def test_rows_alone_and_in_a_batch(op: str, kernel: str) -> None:
 
 
 def check_data(op: str, example: Example, label: str, args: tuple[Any, ...]) -> None:
-    """The call with data of its own does what the reference says."""
+    """The call with data of its own does no harm, and what the reference says if that says anything."""
     call = Call(OPS[op], args)
     call.run()
-    around = call.difference(call.memories, call.expected(call.memories))
-    why = around or promises.disagreement(OPS[op], example, args, call.on_cpu())
+    why = call.harm()
+    if not why and promises.is_defined(op, args):
+        why = promises.disagreement(OPS[op], example, args, call.on_cpu())
     assert not why, f"{example.name}, {label}: {why}"
 
 

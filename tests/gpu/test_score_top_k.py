@@ -286,7 +286,7 @@ def test_no_keys_and_no_rows() -> None:
 
 
 def test_memory_of_a_long_prefill() -> None:
-    """4096 rows and 262144 keys: 4.3 GB of scores, of which 256 MB are there at a time."""
+    """4096 rows and 262144 keys: 4.3 GB of scores, of which 1 GB is there at a time."""
     rows, keys, k = 4096, 1 << 18, 512
     data = Prefill("normal", rows, keys)
     data.start, data.end = int32(torch.zeros(rows)), int32(torch.arange(rows) // 4 + keys - 1024)
@@ -296,7 +296,7 @@ def test_memory_of_a_long_prefill() -> None:
     before = torch.cuda.memory_allocated()
     got = ops.score_top_k_prefill(*args, k)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before - got.nbytes <= 256_000_000
-    assert ops.score_top_k_workspace_size(rows, keys, k) <= 256_000_000
+    assert torch.cuda.max_memory_allocated() - before - got.nbytes <= 1 << 30
+    assert ops.score_top_k_workspace_size(rows, keys, k) <= 1 << 30
     some = slice(4000, 4032)
     assert torch.equal(got[some], data.unfused(k, 0, some))

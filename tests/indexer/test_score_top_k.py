@@ -11,6 +11,7 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.indexer import chunks
+from cute_kernels.indexer.call import ScoreTopKDecodeCall, ScoreTopKPrefillCall
 from cute_kernels.indexer.ops import (
     mqa_logits,
     paged_mqa_logits,
@@ -166,14 +167,14 @@ def test_empty() -> None:
 
 def test_workspace_size() -> None:
     size = score_top_k_workspace_size
-    assert size(4096, 262144, 512) == 244 * MIB
+    assert size(4096, 262144, 512) == size(4096, 65536, 512) == 1024 * MIB
     assert size(4096, 262144, 512, most=0) == MIB
     assert size(1, 1 << 20, 512, next_n=4, most=MIB) == 16 * MIB
     assert size(4096, 300, 512) == size(0, 3000, 512) == 0
     assert size(10, 513, 512) == 10 * 768 * 4
     assert size(64, 32768, 512, next_n=2) == 2 * 64 * 32768 * 4
     for columns in (600, 5000, 100_001):
-        assert 0 < size(4096, columns, 512) <= 256_000_000
+        assert 0 < size(4096, columns, 512) <= 1024 * MIB
         assert size(7, columns, 512) <= size(8, columns, 512)
 
 
@@ -324,3 +325,34 @@ def test_a_workspace_of_bytes_does_as_well() -> None:
     args = case.query(), case.kv(), case.w(), start, end, 9
     small = torch.full((3 * 2048 + 16,), 0xA5, dtype=torch.uint8)[16:]
     assert torch.equal(score_top_k_prefill(*args, workspace=small), score_top_k_prefill(*args))
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_parts_of_a_call(optional: bool) -> None:
+    """Of three requests of two rows each; all of them are the call itself."""
+    b, n = 3, 2
+    numbers = torch.arange(b * n)
+    per_request, per_row = numbers.view(b, n), numbers[:, None]
+    scale = per_request if optional else None
+    call = ScoreTopKDecodeCall(
+        per_request, scale, numbers, per_row, per_request, per_request, 9, "f", per_row, None, scale, 4
+    )
+    assert call.requests(0, 3) is call
+    for first, last in ((0, 1), (1, 3), (2, 2)):
+        part = call.requests(first, last)
+        for name in ("q", "context_lens", "block_tables", *(("q_scale", "slot_block_table") if optional else ())):
+            assert torch.equal(getattr(part, name), per_request[first:last])
+        for name in ("weights", "out"):
+            assert torch.equal(getattr(part, name), per_row[2 * first : 2 * last])
+        assert (part.q_scale is None) == (part.slot_block_table is None) == (not optional)
+        assert part.kv_cache is numbers
+        assert part[6:8] == (9, "f")
+    row_scale = per_row if optional else None
+    rows = ScoreTopKPrefillCall(per_row, row_scale, numbers, numbers, per_row, numbers, numbers, 9, per_row, None)
+    assert rows.rows(0, 6) is rows
+    part = rows.rows(1, 4)
+    cut = ("q", "weights", "out", *(("q_scale",) if optional else ()))
+    assert all(torch.equal(getattr(part, name), per_row[1:4]) for name in cut)
+    assert (part.q_scale is None) == (not optional)
+    assert all(torch.equal(getattr(part, f"cu_seq_len_k_{name}"), numbers[1:4]) for name in ("start", "end"))
+    assert part.k is numbers

@@ -91,9 +91,10 @@ def test_decode_accepts_one_dimension_for_one_token() -> None:
         top_k_per_row_decode(torch.randn(6, 30), 2, lengths, torch.zeros(6, 5, dtype=INT), 6, 30, 1, 5)
 
 
-@pytest.mark.parametrize("k", [512, 1024])
-def test_large_rows_with_ties_at_the_threshold(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "SORT_TILE", 4000)
+@pytest.mark.parametrize(("k", "tile"), [(512, 4000), (1024, 4000), (512, 2999)])
+def test_large_rows_with_ties_at_the_threshold(k: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of rows that are longer than what is sorted at once."""
+    monkeypatch.setattr(reference, "SORT_TILE", tile)
     g = torch.Generator().manual_seed(k)
     logits = torch.randint(-3, 4, (7, 3000), generator=g).float()
     logits[3] = 1.0

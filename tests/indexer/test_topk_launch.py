@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer import topk_select
-from cute_kernels.indexer.call import AllVisibleCall, TopKDecodeCall, TopKPrefillCall
+from cute_kernels.indexer.call import AllVisibleCall, ScoreTopKPrefillCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.models import MODELS
 
 NAMES = (
@@ -63,7 +63,7 @@ def test_prefill(gpu: Launches) -> None:
     assert (given["starts"], given["starts_stride"]) == (starts.data_ptr(), 8)
     assert (given["ends"], given["ends_request"], given["ends_token"], given["tokens"]) == (ends.data_ptr(), 4, 0, 1)
     assert (given["rows"], given["k"], given["share"]) == (6, 512, -(-512 // key.warps))
-    assert (key.warps, key.vectors, key.cluster, key.tiles) == (10, 4, 1, 1)
+    assert (key.warps, key.vectors, key.cluster, key.tiles) == (20, 2, 1, 1)
 
 
 def test_decode(gpu: Launches) -> None:
@@ -140,22 +140,69 @@ def test_rows_are_fetched_early_if_a_call_has_few_scores(gpu: Launches) -> None:
 def test_few_rows_are_spread_and_many_share(gpu: Launches) -> None:
     """A block for each multiprocessor, or four."""
     for rows, columns, shape, is_spread in (
-        (1, 2048, (8, 4, 1, 1), True),
+        (1, 1024, (8, 1, 1, 1), True),
+        (1, 2048, (16, 1, 1, 1), True),
+        (128, 2049, (16, 2, 1, 1), True),
         (128, 8192, (16, 4, 1, 1), True),
         (129, 8192, (16, 4, 1, 1), False),
+        (129, 1024, (8, 1, 1, 1), False),
         (200, 5000, (10, 4, 1, 1), False),
-        (133, 16385, (16, 8, 1, 8), False),
-        (200, 65537, (32, 8, 1, 8), False),
-        (64, 16385, (32, 8, 1, 8), False),
-        (264, 17408, (8, 4, 1, 8), False),
-        (263, 17408, (16, 8, 1, 8), False),
+        (132, 16385, (32, 8, 1, 8), False),
+        (133, 16385, (8, 4, 1, 8), False),
+        (132, 32769, (32, 4, 1, 16), False),
+        (133, 32769, (16, 8, 1, 16), False),
+        (39, 196609, (32, 8, 1, 8), False),
+        (66, 65537, (32, 4, 1, 16), False),
+        (104, 262144, (16, 8, 1, 16), False),
+        (105, 262144, (32, 4, 1, 16), False),
+        (64, 262145, (32, 4, 1, 32), False),
+        (264, 1024, (4, 2, 1, 1), False),
+        (264, 2048, (4, 4, 1, 1), False),
         (264, 4096, (8, 4, 1, 1), False),
-        (264, 32769, (16, 8, 1, 8), False),
-        (300, 131073, (32, 8, 1, 8), False),
+        (264, 17408, (8, 4, 1, 8), False),
+        (300, 131073, (32, 4, 1, 16), False),
     ):
         prefill(torch.empty(rows, columns), rows, 512)
         key, _ = gpu.last()
         assert (key.shape, key.is_spread) == (shape, is_spread)
+
+
+def test_rows_are_numbered_in_32_bits(gpu: Launches) -> None:
+    """Views of no memory: nobody looks into them."""
+    for rows in (topk_select.MOST_ROWS - 1, topk_select.MOST_ROWS):
+        why = (
+            f"there must be fewer than {topk_select.MOST_ROWS} rows, got {rows}"
+            if rows == topk_select.MOST_ROWS
+            else ""
+        )
+        out, lens = torch.zeros(1, 4, dtype=INT).expand(rows, 4), torch.zeros(1, 1, dtype=INT).expand(rows, 1)
+        assert topk_select.why_not_all_visible(AllVisibleCall(lens, out, None, 0)) == why
+        logits = torch.zeros(1, 8).expand(rows, 8)
+        assert topk_select.why_not_decode(TopKDecodeCall(logits, lens, out, rows, 4, None, 0)) == why
+        assert topk_select.why_not_prefill(TopKPrefillCall(logits, lens[:, 0], lens[:, 0], out, rows, 4)) == why
+
+
+def test_columns_of_scores_are_those_that_are_asked_for() -> None:
+    """Or all keys."""
+    keys, rows = torch.zeros(9, 128), torch.zeros(3)
+    for asked, columns in ((0, 9), (1, 1), (2, 2), (12, 12)):
+        call = ScoreTopKPrefillCall(keys, None, keys, keys, rows, rows, rows, asked, rows, None)
+        assert call.columns == columns
+
+
+def test_many_picks_have_longer_lists(gpu: Launches) -> None:
+    for rows, columns, k, shape in (
+        (104, 65537, 1025, (32, 4, 1, 16)),
+        (264, 32769, 1025, (16, 8, 1, 8)),
+        (64, 8193, 2049, (32, 4, 1, 16)),
+        (132, 16385, 2049, (32, 8, 1, 8)),
+        (264, 16385, 2049, (16, 8, 1, 8)),
+        (264, 65537, 2049, (32, 8, 1, 8)),
+        (264, 131073, 4096, (32, 4, 1, 16)),
+    ):
+        prefill(torch.empty(rows, columns), rows, k)
+        key, _ = gpu.last()
+        assert key.shape == shape
 
 
 def test_calls_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from cute_kernels.indices.call import StepCall, StepLayout
 from cute_kernels.indices.ops import build_step_metadata
+from cute_kernels.runtime.ops import OPS
 from cute_kernels.runtime.record import record_calls
 from tests.helpers import check_op
 from tests.indices.batches import INT32_MAX, Table, int32, make_table, poisoned, slot_of, table_tensor
@@ -300,6 +301,18 @@ def test_errors(change: dict[str, Any], error: type[Exception], argument: str) -
     build_step_metadata(**call)
     with pytest.raises(error, match=rf"build_step_metadata: {argument}: expected"):
         build_step_metadata(**{**call, **change})
+
+
+def test_starts_that_descend_are_found() -> None:
+    """By checked mode; seq_lens, which come behind them in the upload, may be anything."""
+    validate, call = OPS["build_step_metadata"].validate, in_order(small_call())
+    assert validate is not None
+    assert call.num_requests > 1
+    call.upload[call.num_requests + 1] = -5
+    validate(*call)
+    call.upload[1] = call.upload[call.num_requests] + 1
+    with pytest.raises(ValueError, match=r"build_step_metadata: upload\[\d+\]: expected at least"):
+        validate(*call)
 
 
 def test_tables_of_a_kind_belong_together() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.dsl import umma
-from cute_kernels.isa_probes import meaning
+from cute_kernels.isa_probes import conversions, copies, meaning
 from cute_kernels.isa_probes.meaning import Block, TensorMap
 
 SEED = np.random.default_rng(0)
@@ -212,3 +212,43 @@ def test_every_code_of_the_narrow_formats() -> None:
         assert np.array_equal(meaning.values_of(name), want, equal_nan=True), name
         assert np.array_equal(np.signbit(meaning.values_of(name)[:255]), np.signbit(want[:255])), name
     assert meaning.values_of("e2m1").tolist() == [s * v for s in (1, -1) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
+
+
+def test_conversions_are_of_every_code_with_every_scale() -> None:
+    numbers = [code for code in range(256) if code % 128 != 127]
+    given = conversions.source(conversions.NAMES["e4m3_times_scale"])
+    assert (given.dtype, given.shape) == (np.uint32, (64 * len(conversions.SCALES), 2))
+    seen: dict[int, list[int]] = {}
+    for word, scale in given.tolist():
+        seen.setdefault(scale >> 8 & 255, []).extend(word.to_bytes(4, "little"))
+    assert sorted(seen) == list(conversions.SCALES)
+    assert all(sorted(codes) == sorted([*numbers, *numbers[:2]]) for codes in seen.values())
+    given = conversions.source(conversions.NAMES["ue8m0"])
+    codes = [byte for word, other in given.tolist() for byte in word.to_bytes(4, "little") if other == 0]
+    assert sorted(codes) == sorted(list(range(255)) * 8)
+
+
+def test_conversions_are_expected_to_be_exact() -> None:
+    """Codes and scales taken apart by hand."""
+    for name in conversions.NAMES:
+        conversion = conversions.NAMES[name]
+        given, found = conversions.source(conversion), conversions.expect(conversion)
+        assert found.shape == (len(given), conversion.words)
+        for (word, scale), halves in zip(given[::97].tolist(), found[::97].view(np.uint16).tolist(), strict=True):
+            for code, half in zip(word.to_bytes(4, "little"), halves, strict=True):
+                if name == "ue8m0":
+                    want = 2.0 ** (code - 127)
+                else:
+                    exponent, mantissa = code >> 3 & 15, code & 7
+                    size = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+                    want = (-size if code & 128 else size) * 2.0 ** ((scale >> 8 & 255) - 127)
+                assert np.array([half << 16], np.uint32).view(np.float32)[0] == want
+
+
+@pytest.mark.parametrize("name", copies.NAMES)
+def test_copies_are_of_a_matrix_of_bytes(name: str) -> None:
+    memory, numbers = copies.source(copies.NAMES[name])
+    assert (memory.dtype, memory.shape) == (np.uint8, (copies.ROWS, copies.ROW_BYTES))
+    assert len(set(memory.reshape(-1).tolist())) == 256
+    assert numbers.dtype == np.int32
+    assert copies.expect(copies.NAMES[name]).any()

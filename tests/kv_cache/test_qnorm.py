@@ -295,6 +295,18 @@ def test_fp8_special_values() -> None:
     assert set(codes[0, 2].unique().tolist()) <= {0x7E, 0xFE, 0x7F}
 
 
+def test_nan_of_rotated_columns() -> None:
+    """As bf16 it is 0x7FFF, whatever its sign was; of the pair alone."""
+    call = make("mla", 2, 2)
+    call |= {"slot_mapping": torch.tensor([0, 1])}
+    call["kv"][0, 450] = -math.nan
+    run("mla", call)
+    fmt, cache = MLA, cache_of("mla", call)
+    values = fmt.read_fields(cache, cache.shape[1], torch.tensor([0]))[0][0, 448:].view(torch.int16)
+    assert (values == 0x7FFF).nonzero()[:, 0].tolist() == [2, 3]
+    assert int(fmt.read(cache, cache.shape[1], torch.tensor([0, 1])).isnan().sum()) == 2
+
+
 @every_kind
 def test_strided_arguments(kind: str) -> None:
     """q and kv are column slices, q_fp8 a head slice, the table has wide rows; all around them stays as it was."""

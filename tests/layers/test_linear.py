@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.runtime.record import record_calls
-from layers.linear import Linear, dequantize_weight, quantize_activation, quantize_weight
+from layers.linear import Linear, dequantize_weight, matmul, quantize_activation, quantize_weight
 from tests import oracle
 
 FLOOR = 1e-10
@@ -153,3 +153,12 @@ def test_recordings_count_bytes_and_products() -> None:
     assert (call.op, call.implementation) == ("linear test", "torch")
     assert call.cost.flops == 2 * 9 * 384 * 200
     assert call.cost.bytes == 200 * 384 + 9 * 384 * 2 + 9 * 200 * 2
+
+
+@pytest.mark.parametrize("shape", [(3, 256), (2, 3, 256)])
+def test_products_of_a_gpu_come_in_the_type_that_is_asked_for(shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(*shape[:-2], 128, 256, dtype=torch.bfloat16, device="meta")
+    for dtype in (torch.bfloat16, torch.float32):
+        out = matmul(x, weight, dtype)
+        assert (out.dtype, out.shape) == (dtype, (*shape[:-1], 128))

@@ -18,6 +18,7 @@ def norms() -> DeepseekV4MTPNorms:
     module = DeepseekV4MTPNorms(CONFIG)
     g = torch.Generator().manual_seed(1)
     for name in ("enorm_weight", "hnorm_weight", "head_norm_weight"):
+        assert getattr(module, name).dtype == torch.bfloat16
         assert torch.equal(getattr(module, name), torch.ones(384, dtype=torch.bfloat16))
         getattr(module, name).copy_(torch.randn(384, generator=g))
     return module

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 
 from cute_kernels.sparse_mla import ops
 from layers import mla
+from layers.bound import ALIGNMENT, CHUNK_BYTES, Scratch
 from layers.mla import Workspace
-from tests.layers.engine import KINDS, Engine, Request, hidden_rows, make_layer
+from layers.output import OutputProjection
+from layers.parallel import TensorParallel
+from tests.layers.engine import CONFIG, KINDS, Engine, Request, hidden_rows, make_layer
 
 CPU = torch.device("cpu")
 
@@ -141,3 +145,51 @@ def test_what_is_reserved_is_enough_for_the_largest_step(ratio: int) -> None:
     for start in range(0, 480, rows):
         engine.step([], [(request, hidden_rows(rows, seed=start)) for request in batch])
     assert layer.mla_attn.workspace.nbytes == reserved
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+@pytest.mark.parametrize("length", [4095, 4096, 4097])
+def test_a_gathered_request_has_room_for_all_its_entries(ratio: int, length: int) -> None:
+    """Compressed entries of the longest request, the window before a step's rows, and those."""
+    layer = make_layer(ratio, prefill="gathered", max_num_tokens=70, max_model_len=length)
+    layer.mla_attn.reserve(CPU)
+    entries = math.ceil(length / ratio) if ratio > 1 else 0
+    columns = entries + layer.config.sliding_window - 1 + 70
+    memory = layer.mla_attn.workspace.get(1, 1, 512, CPU).untyped_storage()
+    assert memory.nbytes() == mla.PREFILL_CHUNK_SIZE * columns * 512 * 2
+
+
+def test_scratch_of_steps_is_given_out_again() -> None:
+    """Aligned pieces one behind the other, in as many chunks as they need, which stay where they are."""
+    scratch = Scratch(CPU)
+    assert scratch.nbytes == 0
+    first, second = scratch.take(1), scratch.take(300)
+    assert (first.dtype, first.shape, second.shape) == (torch.uint8, (1,), (300,))
+    assert second.data_ptr() - first.data_ptr() == ALIGNMENT
+    assert scratch.nbytes == CHUNK_BYTES
+    rest = CHUNK_BYTES - 3 * ALIGNMENT
+    assert scratch.take(rest).data_ptr() - first.data_ptr() == 3 * ALIGNMENT, "to the last byte"
+    assert scratch.nbytes == CHUNK_BYTES
+    other = scratch.take(1)
+    assert scratch.nbytes == 2 * CHUNK_BYTES
+    large = scratch.take(CHUNK_BYTES + 1)
+    assert scratch.nbytes == 3 * CHUNK_BYTES + 1
+    scratch.rewind()
+    again = scratch.take(1), scratch.take(CHUNK_BYTES), scratch.take(CHUNK_BYTES + 1)
+    assert [t.data_ptr() for t in again] == [t.data_ptr() for t in (first, other, large)]
+    assert scratch.nbytes == 3 * CHUNK_BYTES + 1
+
+
+@pytest.mark.parametrize("wo_a_quantized", [False, True])
+@pytest.mark.parametrize("tma_aligned_scales", [False, True])
+def test_results_are_quantized_for_fp8_products_with_plain_scales(
+    wo_a_quantized: bool, tma_aligned_scales: bool
+) -> None:
+    projection = OutputProjection(
+        CONFIG,
+        TensorParallel(),
+        wo_a_quantized=wo_a_quantized,
+        wo_b_quantized=True,
+        tma_aligned_scales=tma_aligned_scales,
+    )
+    assert projection.takes_codes == (wo_a_quantized and not tma_aligned_scales)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -178,3 +179,47 @@ def test_every_call_of_a_deployment_has_its_kernel() -> None:
                         tiles = -(-rows // key.rows) * -(-outputs // key.columns)
                         assert key.splits == 1 or tiles <= select.CLUSTERS[key.splits][0]
                         assert ctas == (tiles * key.splits if key.splits > 1 else min(tiles, select.MULTIPROCESSORS))
+
+
+@pytest.mark.parametrize(("rows", "outputs", "out_dtype"), [(3, 128, torch.bfloat16), (4096, 512, torch.float32)])
+def test_calls_as_they_are_launched(
+    monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int, out_dtype: torch.dtype
+) -> None:
+    """K in the chunks that a kernel counts, its grid, and nothing at all for results that are none or zero."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cute_kernels.linear import launch as calls
+    from cute_kernels.linear import select
+    from cute_kernels.linear.call import Fp8GemmCall
+
+    kept: list[tuple[Any, ...]] = []
+    asked: list[tuple[Any, ...]] = []
+    swap_ab, many_rows = select.swap_ab, select.many_rows
+
+    def ask(choose: Any, *args: Any, **more: Any) -> Any:
+        asked.append(args)
+        return choose(*args, **more)
+
+    monkeypatch.setattr(select, "swap_ab", partial(ask, swap_ab))
+    monkeypatch.setattr(select, "many_rows", partial(ask, many_rows))
+    monkeypatch.setattr(calls, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(calls, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(calls, "launch_key", lambda *args: kept.append(args))
+    a, a_scale, weight, weight_scale = call(rows, 2, outputs, 768)
+    out = torch.full((rows, 2, outputs), torch.nan, dtype=out_dtype)
+    one = Fp8GemmCall(a, a_scale, weight, weight_scale, out, None, False, True)
+    assert calls.why_not_fp8(one) == ""
+    calls.launch_fp8(one)
+    ((key, _, *tensors, grid, use_pdl),) = kept
+    assert all(
+        given is want for given, want in zip(tensors, (a, a_scale, weight, weight_scale, out, None), strict=True)
+    )
+    assert use_pdl is True
+    shape = calls.OUTPUTS[str(out_dtype)], rows, 2, outputs, 6
+    is_few = rows <= calls.MOST_SWAPPED_ROWS
+    assert asked == [("e4m3", *shape) if is_few else (*shape, 132)]
+    assert (key, grid) == (swap_ab("e4m3", *shape) if is_few else many_rows(*shape, 132, may_split=True))
+    for change in ({"a": a[:0], "out": out[:0]}, {"out": out[:, :0]}, {"out": out[..., :0]}):
+        calls.launch_fp8(one._replace(**change))
+    calls.launch_fp8(one._replace(a=a[..., :0]))
+    assert len(kept) == 1
+    assert not out.any(), "a sum of nothing"

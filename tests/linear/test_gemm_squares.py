@@ -52,6 +52,15 @@ def test_results_of_its_own() -> None:
 
 REFUSED = [
     ({"a": torch.zeros(3, 256)}, "a: expected"),
+    (
+        {
+            "a": torch.zeros(3, 192, dtype=torch.float8_e4m3fn),
+            "weight": torch.zeros(512, 192, dtype=torch.float8_e4m3fn),
+            "a_scale": torch.zeros(3, 1),
+            "weight_scale": torch.zeros(4, 1),
+        },
+        "a: expected K to be a multiple of 128",
+    ),
     ({"a_scale": torch.zeros(3, 3)}, "a_scale: expected"),
     ({"weight_scale": torch.zeros(3, 2)}, "weight_scale: expected"),
     ({"blocks": 5}, "squares: expected at most"),

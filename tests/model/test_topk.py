@@ -15,6 +15,7 @@ from cute_kernels.indexer.topk import TopKKey
 from cute_kernels.indexer.topk_held import HeldTopKKey
 from cute_kernels.indexer.topk_select import groups_for, share_for
 from tests.compile.reports import compile_report
+from tests.model import orders
 from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
 from tests.model.ptx import parse
@@ -55,6 +56,7 @@ def bits(rng: np.random.Generator, n: int) -> np.ndarray:
 PATTERNS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "normal": lambda rng, n: rng.standard_normal(n),
     "far": lambda rng, n: 1e-3 * rng.standard_normal(n) - 1000,
+    "near": lambda rng, n: rng.standard_normal(n) + 20_000,
     "equal": lambda rng, n: np.ones(n),
     "rising": lambda rng, n: np.arange(n),
     "falling": lambda rng, n: -np.arange(n),
@@ -80,29 +82,42 @@ def expected(row: np.ndarray, k: int) -> np.ndarray:
 
 
 def picks(
-    key: TopKKey, scores: np.ndarray, start: int, end: int, k: int, table: np.ndarray | None = None
+    key: TopKKey,
+    scores: np.ndarray,
+    start: int,
+    end: int,
+    k: int,
+    table: np.ndarray | None = None,
+    in_any_order: bool = False,
 ) -> np.ndarray:
-    """What the kernel writes of a row; with a table, of pages of 48 rows, slots."""
+    """What the kernel writes of a row; with a table, of pages of 48 rows, slots. in_any_order: what its threads do in
+    shared memory has to be in order by the PTX ISA."""
     program, memory, columns = parse(compile_report(key).ptx), GlobalMemory(1 << 20), len(scores)
     values: list[Any] = [memory.put(scores), 4 * columns, columns, memory.put(np.array([start], np.int32)), 4]
     values += [memory.put(np.array([end], np.int32)), 4, 0, *divisor(1), columns, 0]
     values += [0, 0, 0] if table is None else [memory.put(table), 0, len(table)]
     values += [*divisor(48), (2**31 - 1) // 48 + 1, out := memory.reserve(4 * k), 4 * k, k, share_for(key, k)]
     values += [groups_for(key, k), 0]
+    records, make = orders.recorder(program)
+    events = make if in_any_order else None
     with np.errstate(all="ignore"):
-        run_grid(program, pack(program, values), memory, blocks=1, size=key.smem_bytes, seed=k)
+        run_grid(program, pack(program, values), memory, blocks=1, size=key.smem_bytes, seed=k, events=events)
+    for record in records:
+        orders.check(record)
     found: np.ndarray = memory.get(out, (k,), np.int32)
     return found
 
 
 KEYS = [
     *(TopKKey("sm_90a", *shape) for shape in ((8, 4, 1, 8), (16, 8, 1, 2), (8, 4, 1, 1))),
-    *(HeldTopKKey("sm_90a", *shape) for shape in ((8, 4), (10, 4))),
+    HeldTopKKey("sm_90a", 10, 4),
+    *(HeldTopKKey("sm_90a", *shape, is_spread=True) for shape in ((8, 4), (8, 1))),
 ]
-CASES = ((512, 17_409), (1024, 8195), (100, 3001), (1200, 2049), (2, 130), (4000, 4093), (2048, 5118))
+IDS = [f"{key.entry}-{key.warps}-{key.vectors}" + "-spread" * key.is_spread for key in KEYS]
+CASES = ((512, 17_409), (1024, 8195), (100, 3001), (1200, 2049), (300, 1001), (2, 130), (4000, 4093), (2048, 5118))
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: f"{key.entry}-{key.warps}-{key.vectors}")
+@pytest.mark.parametrize("key", KEYS, ids=IDS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_picks(key: TopKKey, pattern: str) -> None:
     for k, columns in CASES[: None if isinstance(key, HeldTopKKey) else -2]:
@@ -115,10 +130,26 @@ def test_picks(key: TopKKey, pattern: str) -> None:
             assert np.array_equal(got, expected(scores[start:end], k)), (k, columns, start)
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: f"{key.entry}-{key.warps}-{key.vectors}")
+@pytest.mark.parametrize("key", KEYS, ids=IDS)
+@pytest.mark.parametrize("pattern", ["normal", "equal", "zeros", "mostly nan", "large", "unsampled"])
+def test_in_any_order(key: TopKKey, pattern: str) -> None:
+    """Guesses that hold and that do not, rows that bins of scores do not part, ties."""
+    k, columns = 512, 2 * key.config.tile if key.tiles > 1 else min(2001, key.capacity - 3)
+    with np.errstate(all="ignore"):
+        scores = PATTERNS[pattern](np.random.default_rng(columns), columns).astype(np.float32)
+    table = np.arange(columns // 48 + 1, dtype=np.int32)[::-1].copy()
+    assert np.array_equal(picks(key, scores, 1, columns, k, in_any_order=True), expected(scores[1:], k))
+    got = picks(key, scores, 0, columns, k, table, in_any_order=True)
+    want = expected(scores, k)
+    assert np.array_equal(got, table[want // 48] * 48 + want % 48)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=IDS)
 def test_slots(key: TopKKey) -> None:
     rng = np.random.default_rng(1)
     for k, columns in ((512, 4001), (7, 2000), (900, 1001)):
+        if columns > key.capacity:
+            continue
         scores = rng.standard_normal(columns).astype(np.float32)
         table = rng.integers(-1, 1 << 20, columns * 3 // 4 // 48, dtype=np.int32)
         got = picks(key, scores, 3, columns, k, table)

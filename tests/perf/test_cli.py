@@ -308,6 +308,8 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["show", INSERT, "--root", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "3 of 3 cells, 1.00 times as fast as the best peer in the mean of 2; 1 slower than a peer" in printed
+    assert re.search(r"copy 8 GB\W+4275\W+GB/s", printed)
+    assert re.search(r"add_ of 64 floats\W+1\.17\W+us", printed)
     assert cli.main(["show", INSERT, "^(one|three)$", "--root", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "2 of 3 cells, 2.00 times as fast as the best peer in the mean of 1; 0 slower than a peer" in printed

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
+from perf import decode
 from perf.decode import BETWEEN_SHAPES, GRID, OP, OWN, PLANNED, FlashMLA, block_of
 from perf.decode_inputs import SPREAD, DecodeSet, Shape, in_order, near
 from perf.targets import TARGETS_US
@@ -77,8 +78,11 @@ def test_near() -> None:
 class FakeFlashMLA:
     """Takes one new token per request, and answers with numbers of requests and lengths."""
 
+    plans: list[str] = field(default_factory=list)
+
     def get_mla_metadata(self) -> tuple[str, None]:
-        return "plan", None
+        self.plans.append(f"plan {len(self.plans)}")
+        return self.plans[-1], None
 
     def flash_mla_with_kvcache(self, q: torch.Tensor, out: torch.Tensor, **given: Any) -> Any:
         rows, one, heads, _ = q.shape
@@ -110,4 +114,24 @@ def test_flattened_rows_come_back_where_they_were() -> None:
     out, lse = FlashMLA(FakeFlashMLA(), flattening=True)(s)
     assert torch.equal(out, rows[..., None].expand(b, s_q, h, 512).float())
     assert torch.equal(given["out"], out), "written in place"
+    for planning, count in ((False, 1), (True, 2)):
+        peer = FlashMLA(FakeFlashMLA(), planning=planning, flattening=True)
+        for _ in range(2):
+            peer(s)
+        assert len(peer.module.plans) == count, "once for a shape, or for every call"
     assert torch.equal(lse, torch.tensor([51.0, 62.0, 73.0])[:, None, None].expand(b, h, s_q))
+
+
+def test_who_is_measured_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Explicit splits are a matter of our own; FlashMLA has one kernel for 64 heads or more."""
+    monkeypatch.setattr(decode, "load_peer", lambda name, load: "not here")
+    assert any(shape.splits for shape in OWN)
+    for shape in (*GRID, *OWN, Shape("c4_128+512", decode.PEER_HEADS, 3)):
+        ours = {f"ours {name}={count}" for splits in decode.SPLITS for name, count in splits.items()}
+        peer = "flashmla" if shape.heads >= 64 else "flashmla-padded"
+        theirs = {peer} | {f"{peer}-flattened" for _ in range(shape.tokens > 1)}
+        theirs |= {"flashmla-and-planner" for _ in range(shape in PLANNED)}
+        for peers in (False, True):
+            for variants in (False, True):
+                want = set() if shape.splits else (ours if variants else set()) | (theirs if peers else set())
+                assert set(decode._candidates(shape, peers, variants)) == want

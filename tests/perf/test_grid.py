@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import math
+from operator import itemgetter
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,3 +81,12 @@ def test_uniform_lengths_go_from_none_to_all() -> None:
 def test_a_kind_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="expected one of one-long, uniform, zipf, got 'normal'"):
         grid.lengths("normal", 4, 8)
+
+
+def test_shapes_are_chosen_by_their_rows() -> None:
+    shapes = [(1, 5), (2, 5), (1, 7)]
+    assert grid.of_rows(shapes, None, itemgetter(0)) == shapes
+    assert grid.of_rows(shapes, (1,), itemgetter(0)) == [(1, 5), (1, 7)]
+    assert grid.of_rows(shapes, (2, 3), itemgetter(0)) == [(2, 5)]
+    assert grid.of_rows(shapes, (), itemgetter(0)) == []
+    assert grid.of_rows([SimpleNamespace(rows=4), SimpleNamespace(rows=5)], (5,)) == [SimpleNamespace(rows=5)]

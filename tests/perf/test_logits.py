@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from perf import logits
@@ -41,3 +42,34 @@ def test_what_counts_as_near() -> None:
     assert not logits.is_near(exact * 1.01 + 0.3, q, k, scale, weights)
     exact[3] = float("nan")
     assert not logits.is_near(exact, q, k, scale, weights)
+
+
+def test_who_is_measured_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepGEMM's scores of several rows of a request come in two ways; of MXFP4 it has none here."""
+    monkeypatch.setattr(logits, "load_peer", lambda name, load: name)
+    names = {
+        (mxfp4, peers, variants, next_n): set(logits._candidates(logits.PAGED, mxfp4, peers, variants, next_n))
+        for mxfp4 in (False, True)
+        for peers in (False, True)
+        for variants in (False, True)
+        for next_n in (1, 2)
+    }
+    for (mxfp4, peers, variants, next_n), found in names.items():
+        assert ("ours portable" in found) == variants
+        assert ("deepgemm" in found) == peers
+        assert ("deepgemm-flattened" in found) == (peers and not mxfp4 and next_n == 2)
+        assert len(found) == variants + peers * (1 + (not mxfp4 and next_n == 2))
+    assert "no MXFP4" in logits._candidates(logits.PAGED, True, True, False)["deepgemm"]
+
+
+def test_scores_are_checked_where_a_call_leaves_them() -> None:
+    """In what it returns or, if it returns nothing, in ours, where none are left of the call before."""
+    seen: list[torch.Tensor] = []
+    out, theirs = torch.zeros(3), torch.ones(3)
+    s = logits.LogitsSet(logits.CONTIGUOUS, (out,), lambda got: seen.append(got) or bool((got == 1).all()))
+    assert s.right(lambda: theirs)
+    assert seen[-1] is theirs
+    assert out.isnan().all()
+    assert not s.right(lambda: None)
+    assert seen[-1] is out
+    assert s.right(lambda: [out.fill_(1.0), None][1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from cute_kernels.sparse_mla import reference
 from cute_kernels.sparse_mla.call import MergeCall
 from cute_kernels.sparse_mla.combine import key_for
 from cute_kernels.sparse_mla.schedule import choose_splits, head_groups, num_tiles
+from perf import merge
 from perf.merge import BENCH, CHOSEN, HEADS, OP, PARTS, SHAPES, VARIANTS, name_of, right
 from perf.targets import TARGETS_US
 
@@ -91,3 +93,30 @@ def test_what_counts_as_right() -> None:
     poisoned = out.clone()
     poisoned[1, 0, 4, 511] = math.nan
     assert not right([poisoned, lse], [out, lse])
+
+
+def test_variants_are_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_kernels.sparse_mla import combine
+
+    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(combine, "launch", lambda *args, **more: given.append((args, more)))
+    found = merge._variants()
+    assert len(found) == 1 + len(VARIANTS)
+    found["ours use_pdl"](1, 2)
+    assert given == [((1, 2), {"use_pdl": True})]
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_variant_has_a_second_round_for_parts_that_it_does_not_hold(
+    beyond: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cute_kernels.runtime import arch, compile
+
+    keys: list[Any] = []
+    monkeypatch.setattr(arch, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(compile, "launch", lambda key, *args: keys.append(key))
+    fields = next(fields for fields in VARIANTS if "held" in fields)
+    run = merge._variants()["ours " + " ".join(f"{name}={value}" for name, value in fields.items())]
+    parts = fields["held"] + beyond
+    run(torch.zeros(parts, 1, 1, 1, 512), torch.zeros(parts, 1, 1, 1), *(torch.zeros(1) for _ in range(3)))
+    assert [(key.held, key.more) for key in keys] == [(fields["held"], beyond == 1)]

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from perf import mixed
 from perf.measure import kind_of
 from perf.mixed import FORMATS, GATHERED, OVER_BF16, PAGE_ROWS, REQUESTS, WINDOW
-from perf.prefill import SHAPES
+from perf.prefill import PORTABLE, SHAPES
 
 
 def test_shapes_can_be_cut() -> None:
@@ -22,3 +23,9 @@ def test_the_other_sides_are_ours() -> None:
 
 def test_cases_of_both_formats_have_names_of_their_own() -> None:
     assert len(set(FORMATS.values())) == len(FORMATS) == 2
+
+
+def test_over_fp8_caches_the_same_over_bf16_ones_is_measured_too() -> None:
+    assert set(mixed._variants(False)) == {GATHERED, PORTABLE}
+    assert set(mixed._variants(True)) == {GATHERED, PORTABLE, OVER_BF16}
+    assert [bool(prefix) for prefix in FORMATS.values()] == [False, True]

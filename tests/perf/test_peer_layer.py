@@ -34,7 +34,7 @@ from cute_kernels.output.ops import deepseek_v4_fp8_einsum, fused_inv_rope_fp8_q
 from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_prefill
 from layers import PRESETS
 from layers.linear import dequantize_weight, quantize_activation
-from perf import layer, peer_layer
+from perf import layer, peer_layer, peers
 from perf.layer import Case
 from perf.peer_layer import Kernels, PeerStep
 from perf.peers import PeerMissing, missing_allowed
@@ -327,3 +327,67 @@ def test_a_replay_must_be_the_eager_layer(fake: Kernels, monkeypatch: pytest.Mon
     spoil.clear()
     monkeypatch.setattr(peer, "project", lambda *a: project(*a) * next(factors))
     assert peer._replay(0).startswith("the results of a graph's replay are 0.5 from")
+
+
+@pytest.mark.parametrize(
+    ("cores", "wanted", "processes"), [(1, 3, 1), (4, 3, 3), (4, 9, 4), (None, 2, 1), (99, 40, 8), (4, 0, 1)]
+)
+def test_products_are_compiled_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, wanted: int, processes: int
+) -> None:
+    """Each once, in at most so many processes as there is work for."""
+    asked: list[Any] = []
+
+    class Pool(contextlib.AbstractContextManager[Any]):
+        def __init__(self, count: int, mp_context: Any) -> None:
+            asked.append(count)
+
+        def submit(self, work: Any, product: Any) -> Any:
+            asked.append(product)
+            return Future()
+
+        def __exit__(self, *error: object) -> None:
+            return None
+
+    class Future:
+        def result(self) -> None:
+            raise RuntimeError("it does not compile")
+
+    monkeypatch.setattr(peers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(peers.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(peers, "MOST_COMPILERS", 8)
+    products = [peers.Product(rows, 1, 128, 256) for rows in range(wanted, 0, -1)]
+    peers.compile_products([*products, *products])
+    assert asked == [processes, *sorted(products)]
+
+
+@pytest.mark.parametrize("way", ["there", "module", "library"])
+def test_deepgemms_ops_are_registered_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's module or, where that cannot be imported, by the library that lies beside it."""
+    done: list[Any] = []
+    ops = SimpleNamespace(init=lambda *args: done.append(("init", *args)))
+    if way == "there":
+        ops.fp8_fp4_mqa_logits = None
+    monkeypatch.setattr(torch.ops, "deep_gemm", ops, raising=False)
+
+    def load(name: str) -> Any:
+        done.append(name)
+        if name == "vllm.third_party.deep_gemm" and way == "library":
+            raise ImportError(name)
+        return SimpleNamespace(load=lambda file: done.append(("load", file)), LIB="/lib")
+
+    monkeypatch.setattr(peers.importlib, "import_module", load)
+    assert peers.deepgemm() is ops
+    assert (
+        done
+        == {
+            "there": [],
+            "module": ["vllm.third_party.deep_gemm"],
+            "library": [
+                "vllm.third_party.deep_gemm",
+                "vllm._load",
+                ("load", "deep_gemm/_C_extension.abi3.so"),
+                ("init", "/lib/deep_gemm", "deep_gemm"),
+            ],
+        }[way]
+    )

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -407,3 +410,119 @@ def test_layers_of_older_records_have_no_such_picture() -> None:
     made = Book((parse(record([cell("v4-flash swa decode b1 ctx8192", 10**8, 50.0, op="layer")], op="layer")),), ())
     assert "Where time goes" not in report.render_report(made)
     assert not any(isinstance(figure, plots.Bars) for figure in plots.figures(GPU, made.records))
+
+
+class Axes:
+    """Keeps the lines that are drawn."""
+
+    def __init__(self) -> None:
+        self.lines: list[list[tuple[float, float]]] = []
+        self.styles: list[dict[str, Any]] = []
+        self.limits: dict[str, tuple[float, ...]] = {}
+        self.xaxis = self.yaxis = self
+
+    def plot(self, xs: Any, ys: Any, *marker: str, **style: Any) -> None:
+        self.lines.append(list(zip(*((x if isinstance(x, Sequence) else [x]) for x in (xs, ys)), strict=True)))
+        self.styles.append(style)
+
+    def set_xlim(self, *limits: float) -> None:
+        self.limits["set_xlim"] = limits
+
+    def set_ylim(self, *limits: float, **one: float) -> None:
+        if limits:
+            self.limits["set_ylim"] = limits
+
+    def get_ylim(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **named: None
+
+
+@pytest.mark.parametrize("launch", [None, 1.0, 2.0, 64.0])
+@pytest.mark.parametrize("copy", [None, 2.0, 0.01])
+def test_the_roof_over_rates(launch: float | None, copy: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GB/s: bytes over the shortest launch, until that is the copy rate."""
+    low, high = 1e3, 16e3
+    monkeypatch.setattr(plots, "_scatter", lambda *args: (low, high))
+    roofs = tuple((name, value) for name, value in (("launch", launch), ("copy", copy)) if value is not None)
+    plots._bytes_roofline(axes := Axes(), plots.Figure("", "", (), roofs, False), (), ())
+    if copy is None:
+        assert axes.lines == []
+        return
+    *rise, flat = axes.lines
+    assert (flat[1], flat[0][1]) == ((high, copy), copy)
+    assert len(rise) == (launch is not None)
+    assert rise == [] or (rise[0][0][0], rise[0][1][0]) == (low, flat[0][0])
+    for x, y in [point for line in rise for point in line]:
+        assert y == pytest.approx(x / (launch or 1) / 1e3)
+    assert flat[0][0] == pytest.approx(min(max(low, copy * (launch or 0) * 1e3), high))
+
+
+@pytest.mark.parametrize("copy", [None, 4e3, 1e3, 1e9, 1.0])
+@pytest.mark.parametrize("products", [(), ("bf16",), ("bf16", "e4m3")])
+def test_the_roof_over_products(copy: float | None, products: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """TFLOPS: what the copies of a byte's FLOPs allow, until that is the rate of products."""
+    low, high = 10.0, 1000.0
+    monkeypatch.setattr(plots, "_scatter", lambda *args: (low, high))
+    rates = {"bf16": 800.0, "e4m3": 1600.0}
+    roofs = (*((name, rates[name]) for name in products), *(() if copy is None else (("copy", copy),)))
+    plots._products_roofline(axes := Axes(), plots.Figure("", "", (), roofs, True), (), ())
+    flat, rise = axes.lines[: len(products)], axes.lines[len(products) :]
+    knees = []
+    for name, line in zip(products, flat, strict=True):
+        knees.append(low if copy is None else min(max(low, rates[name] / copy * 1e3), high))
+        assert line == [(pytest.approx(knees[-1]), rates[name]), (high, rates[name])]
+    assert len(rise) == (copy is not None)
+    for line in rise:
+        assert [x for x, _ in line] == [low, pytest.approx(max(knees, default=high))]
+        assert [y for _, y in line] == pytest.approx([x * (copy or 0) / 1e3 for x, _ in line])
+
+
+@pytest.mark.parametrize(("ours", "loses"), [(2.9, False), (3.0, False), (3.1, True)])
+def test_calls_apart_are_compared_with_the_best_ones(ours: float, loses: bool) -> None:
+    one = cell(1, 1616, 1.0, {"a": 4.0, "b": 5.0})
+    times = [ours, 3.5, 3.0]
+    for row, us in zip(one["rows"], times, strict=True):
+        row["us_apart"] = us
+    (known,) = parse(record([{**one, "between_us": 1.2}])).cells
+    assert ("slower than b apart" in losses(GPU, known)) == loses
+
+
+def fake_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticker = SimpleNamespace(FuncFormatter=lambda format: format, NullFormatter=lambda: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", SimpleNamespace(ticker=ticker))
+    monkeypatch.setitem(sys.modules, "matplotlib.ticker", ticker)
+
+
+def point(case: str, name: str, us: float, losing: bool = False) -> plots.Point:
+    return plots.Point("op", case, name, 4000, 0, us, 2.0, losing)
+
+
+def test_marks_of_a_cell_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_matplotlib(monkeypatch)
+    points = [point("a", "ours", 1.0), point("a", "peer", 2.0, True), point("b", "ours", 3.0), point("a", "far", 4.0)]
+    places = [(2.0, 30.0), (2.0, 10.0), (8.0, 7.0), (2.0, 20.0)]
+    axes = Axes()
+    assert plots._scatter(axes, points, [("red", "o")] * 4, places, 2.0, plots._bytes) == (1.0, 16.0)
+    joins = [line for line in axes.lines if len(line) == 2]
+    assert joins == [[(2.0, 10.0), (2.0, 30.0)], [(8.0, 7.0), (8.0, 7.0)]]
+    assert axes.limits == {"set_xlim": (1.0, 16.0), "set_ylim": (7.0 / 1.7,)}
+    marks = [(line[0], style["mfc"]) for line, style in zip(axes.lines, axes.styles, strict=True) if len(line) == 1]
+    assert marks[:2] == [(places[0], "red"), (places[1], "none")], "ours is filled"
+    assert marks[2] == (places[1], "none"), "a ring around what loses"
+    assert [place for place, _ in marks] == [places[0], places[1], places[1], places[2], places[3]]
+
+
+def test_shares_of_the_attainable() -> None:
+    points = (point("a", "ours", 2.0), point("a", "peer", 4.0), point("b", "ours", 1.0))
+    look = {"ours": ("red", "o"), "peer": ("blue", "s")}
+    plots._shares(axes := Axes(), plots.Figure("", "", points, (), False), look)
+    assert axes.lines[:2] == [[(50.0, 0), (100.0, 0)], [(200.0, 1), (200.0, 1)]]
+    assert [line[0] for line in axes.lines[2:]] == [(100.0, 0.0), (50.0, 0.0), (200.0, 1.0)]
+    assert axes.limits == {"set_ylim": (1.6, -0.6), "set_xlim": (0, 208.0)}
+
+
+@pytest.mark.parametrize(("count", "text"), [(999, "999 B"), (1000, "1 kB"), (1.5e6, "1.5 MB"), (1e9, "1 GB")])
+def test_sizes(count: float, text: str) -> None:
+    assert plots._bytes(count) == text

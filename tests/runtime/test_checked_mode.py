@@ -153,6 +153,9 @@ def test_distinct_slots(dtype: torch.dtype) -> None:
         run(fine)
     with pytest.raises(ValueError, match=r"^op: slots\[4\]: expected .*, got 2, as in row 1$"):
         run([9, 2, -1, 3, 2, 9])
+    for last in (0, 9):
+        with pytest.raises(ValueError, match=rf"^op: slots\[1\]: expected .*, got {last}, as in row 0$"):
+            run([last, last])
 
 
 def test_ascending() -> None:

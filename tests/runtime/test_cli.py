@@ -332,3 +332,8 @@ def test_a_pool_that_breaks_early_fails_each_kernel(monkeypatch: pytest.MonkeyPa
     assert len(submitted) == 1
     assert {outcome.key for outcome in outcomes} == set(keys)
     assert {(outcome.status, outcome.problems) for outcome in outcomes} == {("failed", ("the compiling process died",))}
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0, "0 s"), (99, "99 s"), (100, "2 min"), (6000, "100 min")])
+def test_durations(seconds: float, said: str) -> None:
+    assert cli._duration(seconds) == said

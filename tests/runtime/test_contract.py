@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from cute_kernels.runtime import ops
 from cute_kernels.runtime.contract import MOST_DISTANCES, Contract, Layout, lies_apart, shares_element
@@ -382,3 +383,16 @@ def test_what_would_take_long_to_decide_is_accepted(monkeypatch: pytest.MonkeyPa
     assert shares_element(memory[::2], memory[2::2], 8)
     monkeypatch.setattr(np, "shares_memory", too_hard)
     assert not shares_element(memory[::2], memory[2::2], 8)
+
+
+def test_of_symbolic_sizes_a_stride_of_0_is_seen() -> None:
+    """Where more than one element has it, whatever the sizes will be."""
+    mode, any_size = FakeTensorMode(shape_env=ShapeEnv()), StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    row = mode.from_tensor(torch.zeros(5), symbolic_context=any_size)
+    with mode:
+        size = row.shape[0]
+        assert isinstance(size, torch.SymInt)
+        assert lies_apart(row)
+        assert not lies_apart(row.as_strided((2, size), (0, 1)))
+        assert lies_apart(row.as_strided((1, size), (0, 1)))
+        assert lies_apart(row.as_strided((2, size), (size, 1)))

@@ -90,6 +90,8 @@ def test_ranks_must_divide_the_heads(tp: Any) -> None:
     [
         ("sm_75", "kernels need sm_80 or newer"),
         ("sm_52", "kernels need sm_80 or newer"),
+        ("sm_79", "kernels need sm_80 or newer"),
+        ("sm_80a", "did you mean sm_80"),
         ("sm_90", "expected one of .*sm_90a"),
         ("sm_100f", "expected one of .*sm_100a"),
         ("sm_999", "expected one of"),
@@ -158,6 +160,8 @@ def test_a_published_config_is_read(tmp_path: Path) -> None:
     assert shape.index_topk == FLASH.index_topk
     path.write_text('{"layer_types": ["sliding_attention", "compressed_sparse_attention"]}')
     assert ModelShape.from_json(path).compress_ratios == (1, 4)
+    path.write_text('{"hc_mult": 1}')
+    assert ModelShape.from_json(path).hc_mult == 1
 
 
 @pytest.mark.parametrize(
@@ -191,6 +195,14 @@ def test_support() -> None:
     measured = support.support("quantize_and_insert_k_cache", "sm_90a")
     assert (measured.status, measured.record) == ("measured", "h200/quantize_and_insert_k_cache.json")
     assert set(support.ARCHS) <= set(arch_.SMEM_BYTES)
+
+
+def test_ops_without_a_kernel_share_a_row() -> None:
+    known = sorted(support.KERNEL_ARCHS)
+    for others, row in (([], None), (["a"], "| `a` |"), (["a", "b"], "| the other 2 ops |")):
+        found = [line for line in support.markdown([*known, *others]).splitlines() if line.startswith("|")]
+        assert len(found) == 2 + len(known) + (row is not None)
+        assert row is None or found[-1].startswith(row)
 
 
 def test_every_measurement_has_its_record() -> None:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,6 +87,10 @@ def test_verify_reports_a_verdict_per_op(
     assert "sm_75 [old]" in out
     assert "no kernel   sparse_mla_decode" in out
     assert ("out: 3 of 9 bytes differ" in out) is bool(bad)
+    counts = Counter(found[name].status if name in found else "no kernel" for name in registry.all_ops())
+    assert dict(part.split(" ", 1)[::-1] for part in out.splitlines()[-1].split(", ")) == {
+        status: str(count) for status, count in counts.items()
+    }
     status, out, _ = run(capsys, "verify", "--json")
     assert status == (1 if bad else 0)
     parsed = json.loads(out)

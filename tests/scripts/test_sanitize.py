@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-import subprocess
+import signal
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts import sanitize
-from scripts.sanitize import ACCEPTED, Accepted, Job, Raw, Report
+from scripts.sanitize import ACCEPTED, Accepted, Job, Processes, Raw, Report, Results
 
 OUTPUT = """========= COMPUTE-SANITIZER
 ========= Error: Race reported between Write access at gemm_r4_0+0xa10
@@ -41,17 +44,39 @@ def test_reports_are_read() -> None:
     assert sanitize.parse("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n") == ([], 0)
 
 
-def test_reports_are_named_by_instructions() -> None:
-    sass = "\t.text.gemm_r4_0:\n  /*0a10*/   @!P0 STS.128 [R4], R8 ;\n  /*0c10*/   LDS R1, [R2] ;\n"
-    codes = {f"gemm_r4_0+{at:#x}": code for at in (0xA10, 0xC10) for code in sanitize._opcode(sass, "gemm_r4_0", at)}
-    job = Job("racecheck", "fp8_gemm", 0, 3)
-    named = [sanitize.name_report(job, raw, codes) for raw in sanitize.parse(OUTPUT)[0]]
+SASS = """
+	.section	.text.gemm_r4_0,"ax",@progbits
+.text.gemm_r4_0:
+        /*0a10*/              @!P0 STS.128 [R4], R8 ;
+        /*0c10*/                   LDS R1, [R2] ;
+.text.other_0:
+        /*0d00*/                   EXIT ;
+"""
+
+
+def test_reports_are_named_by_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = {"key": sanitize.read_opcodes(SASS), "another": {}}
+    assert codes["key"] == {"gemm_r4_0": {0xA10: "STS.128", 0xC10: "LDS"}, "other_0": {0xD00: "EXIT"}}
+    monkeypatch.setattr(sanitize, "opcodes_of", codes.__getitem__)
+    named = [
+        sanitize.name_report("racecheck", raw, sanitize.find_opcodes(["another", "key"], raw))
+        for raw in sanitize.parse(OUTPUT)[0]
+    ]
     assert named[0] == Report("racecheck", "race", "gemm_r4", "LDS, STS.128")
     assert named[1] == Report("racecheck", "race", "gemm_r4", "?, STS.128")
 
 
+def test_code_for_a_gpu_is_found_in_an_object() -> None:
+    host, device = (b"\x7fELF" + bytes(14) + machine.to_bytes(2, "little") + b"code" for machine in (62, 190))
+    assert list(sanitize.cubins(host + device + b"end")) == [device + b"end"]
+    assert list(sanitize.cubins(device + host + device)) == [device + host + device, device]
+    assert list(sanitize.cubins(host)) == []
+
+
 def test_only_what_is_listed_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sanitize, "ACCEPTED", (Accepted("racecheck", "gemm_*", "LDS*, STS*", "because"),))
+    monkeypatch.setattr(
+        sanitize, "ACCEPTED", (Accepted("racecheck", "gemm_*", ("LDGSTS, *", "LDS*, STS*"), "because"),)
+    )
     report = Report("racecheck", "race", "gemm_r4", "LDS, STS.128")
     assert sanitize.accepted(report) is not None
     for other in (
@@ -62,19 +87,85 @@ def test_only_what_is_listed_is_accepted(monkeypatch: pytest.MonkeyPatch) -> Non
         assert sanitize.accepted(other) is None
 
 
-def test_a_run_that_says_nothing_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = {"returncode": 0, "stdout": ""}
-    monkeypatch.setattr(sanitize, "_own", lambda *a, **k: subprocess.CompletedProcess([], **done))  # type: ignore[arg-type]
-    job = Job("memcheck", "fp8_gemm", 0, 3)
-    assert "no summary" in sanitize.run_job("tool", job)[2]
-    done |= {"returncode": 3, "stdout": "died"}
-    assert sanitize.run_job("tool", job)[2] == "status 3: died"
+SANITIZER = """#!/bin/sh
+while [ "$1" != --log-file ]; do shift; done
+log=$2
+case "$*" in
+    *races*) printf '%s\\n' '= Error: Race reported between Write access at gemm_r4_0+0xa10' \\
+        '=     and Read access at gemm_r4_0+0xc10 [416 hazards]' '= RACECHECK SUMMARY: 1 hazards displayed' > $log ;;
+    *clean*) echo '= ERROR SUMMARY: 0 errors' > $log ;;
+    *odd*) echo '= ERROR SUMMARY: 2 errors' > $log ;;
+    *dies*) echo died; exit 3 ;;
+    *hangs*) printf '%s\\n' '= Error: Race reported between Write access at gemm_r4_0+0xa10' \\
+        '=     and Read access at gemm_r4_0+0xa10 [1 hazards]' > $log; sleep 600 ;;
+esac
+"""
 
-    def hangs(*args: Any, **named: Any) -> Any:
-        raise subprocess.TimeoutExpired("tool", 1)
+RACE = Report("racecheck", "race", "gemm_r4", "LDS, STS.128")
+HALF = Report("racecheck", "race", "gemm_r4", "STS.128, STS.128")
 
-    monkeypatch.setattr(sanitize, "_own", hangs)
-    assert "no end" in sanitize.run_job("tool", job)[2]
+
+@pytest.fixture
+def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A tool that reports what the name of the op says."""
+    monkeypatch.setattr(sanitize, "opcodes_of", {"key": sanitize.read_opcodes(SASS)}.__getitem__)
+    path = tmp_path / "tool"
+    path.write_text(SANITIZER)
+    path.chmod(0o700)
+    return str(path)
+
+
+def jobs(*ops: str) -> list[Job]:
+    return [Job("racecheck", op, 0, 3, ("key",)) for op in ops]
+
+
+def counts(results: Results) -> dict[tuple[str, Report], int]:
+    return {known: places.total() for known, places in results.named.items()}
+
+
+def test_runs_and_what_went_wrong(sanitizer: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sanitize, "SECONDS", 2)
+    results = Results()
+    sanitize.run_all(Processes(), sanitizer, jobs("races", "clean", "odd", "dies", "hangs", "nothing"), 6, results)
+    assert counts(results) == {("races", RACE): 1, ("hangs", HALF): 1}
+    assert results.runs == 2
+    assert sorted(problem.partition("calls 0 to 2: ")[2].partition(":")[0] for problem in results.failed) == [
+        "2 reports that are not understood",
+        "no end within 2 s",
+        "no summary",
+        "status 3",
+    ]
+    said = capsys.readouterr().out
+    assert f"NEW      races: {RACE} (1)" in said
+    assert said.count("NEW") == 2
+
+
+def test_an_interrupt_keeps_what_there_is(sanitizer: str) -> None:
+    results, main = Results(), threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(2, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    sanitize.run_all(Processes(), sanitizer, jobs("races", "hangs", "hangs2", "clean"), 2, results)
+    timer.join()
+    assert time.monotonic() - start < 60
+    assert counts(results) == {("races", RACE): 1, ("hangs", HALF): 1, ("hangs2", HALF): 1}
+    assert set(results.named["races", RACE]) == {"gemm_r4_0+0xa10, gemm_r4_0+0xc10"}
+    assert results.runs == 1
+    assert [problem.rpartition(": ")[2] for problem in results.failed] == [
+        "interrupted",
+        "interrupted",
+        "1 runs were not begun",
+    ]
+
+
+def test_calls_are_divided_among_runs() -> None:
+    of_calls = {"a": ([("k",), ("k", "l"), ("m",), ("n",)], ""), "b": ([], "went wrong")}
+    assert list(sanitize.jobs_of("racecheck", of_calls)) == [
+        Job("racecheck", "a", 0, 3, ("k", "l", "m")),
+        Job("racecheck", "a", 3, 4, ("n",)),
+    ]
+    assert list(sanitize.jobs_of("memcheck", of_calls)) == [Job("memcheck", "a", 0, 4, ("k", "l", "m", "n"))]
 
 
 def test_every_accepted_report_has_a_reason() -> None:

@@ -79,6 +79,24 @@ def test_empty_row():
     assert (lse == torch.inf).all()
 
 
+def test_nan_logits():
+    """They spoil out and lse of their head of their row, and count as nothing in max_logits."""
+    q = model.bf16_query((3, 2, 512), 1)
+    kv, rng = make_kv(5, 2)
+    fill(kv, rng, range(4))
+    q[1, 1, 7] = torch.nan
+    indices = model.int32([[[0, 1, 2]], [[0, 1, 2]], [[3, 4, 0]]])
+    out, max_logits, lse = sparse_mla_prefill(q, kv, indices, SCALE)
+    spoilt = torch.tensor([[False, False], [False, True], [True, True]])
+    assert torch.equal(out.isnan().all(-1), spoilt)
+    assert torch.equal(out.isnan().any(-1), spoilt)
+    assert torch.equal(lse.isnan(), spoilt)
+    without = sparse_mla_prefill(q, kv, model.int32([[[0, 1, 2]], [[0, 1, 2]], [[3, -1, 0]]]), SCALE)[1]
+    without[1, 1] = -torch.inf
+    assert torch.equal(max_logits, without)
+    assert without[2].isfinite().all()
+
+
 @pytest.mark.parametrize(("s_q", "topk", "s_kv"), [(0, 4, 3), (3, 0, 3), (3, 4, 0)])
 def test_nothing_to_do(s_q, topk, s_kv):
     q = model.bf16_query((s_q, 3, 512), 1)

@@ -18,8 +18,9 @@ times 2^6, and the row counts 2^-6 times its scale. Rows with smaller scales ("f
 times 2^6; how far each scale block is below the largest remains to be applied to its products. Signs are opposite in
 all of it, keys and queries alike.
 
-A warp decodes its 16 keys of a tile from shared memory into the registers that its products take them from. Which
-column comes where in a product is free as long as queries agree: a lane has one scale block of two keys, which it loads
+A tile is 128 keys, which a warpgroup multiplies in two halves, one after the other. A warp decodes its 16 keys of a
+half from shared memory into the registers that its products take them from. Which column comes where in a product is
+free as long as queries agree: a lane has one scale block of two keys, which it loads
 with two instructions and whose scales it applies with one table look-up each.
 
 Scores of far rows, be it a key or one of a query row's heads, come from products of single warps, whose scale blocks
@@ -69,7 +70,10 @@ from cute_kernels.indexer.producer import (
 )
 from cute_kernels.runtime.compile import KernelKey
 
-STAGES = {1: 24, 2: 24, 3: 12, 4: 12}
+HALVES = 2
+"""Of a tile, 64 keys each."""
+
+STAGES = {1: 12, 2: 12, 3: 6, 4: 6}
 """Of the ring of keys, by the rows of a group; for more rows there is room for fewer, and they need fewer."""
 
 WARPGROUPS = {1: 3, 2: 3, 3: 2, 4: 2}
@@ -79,11 +83,15 @@ REGISTERS: dict[int, tuple[int, ...]] = {1: (), 2: (56, 152), 3: (56, 224), 4: (
 """Per thread, of producer and fill warps and of consumers, where they have different ones: then the CTA has whole
 warpgroups, and together they have what they were launched with."""
 
+REGISTERS_BESIDE_LESS = (40, 232)
+"""Of 256 columns, where producer warps have least to do."""
+
 STRIP = 16
 """Keys or query heads that a warp decodes together: its rows of a warpgroup's products."""
 
-BEHIND = 2
-"""Tiles that a producer has asked for before it looks at the scales of the first: fewer than a consumer has stages."""
+BEHIND = {1: 1, 2: 2, 3: 1, 4: 1}
+"""Tiles that a producer has asked for before it looks at the scales of the first, by the rows of a group: fewer than a
+consumer has stages."""
 
 DECODED = INDEX_DIM
 """Bytes of a key's or a head's e4m3 codes."""
@@ -109,9 +117,10 @@ class Mxfp4Config:
     rows: int
     box: int
 
-    keys: ClassVar[int] = KEY_TILE
+    keys: ClassVar[int] = HALVES * KEY_TILE
     row_bytes: ClassVar[int] = INDEX_DIM // 2
-    accumulators: ClassVar[int] = 1
+    parts: ClassVar[int] = 1
+    shares_queries: ClassVar[bool] = False
 
     @property
     def columns(self) -> int:
@@ -145,7 +154,7 @@ class Mxfp4Config:
 
     @property
     def registers(self) -> tuple[int, ...]:
-        return REGISTERS[self.rows]
+        return REGISTERS_BESIDE_LESS if self.columns == 256 and self.box == KEY_TILE else REGISTERS[self.rows]
 
     @property
     def warps_beside(self) -> int:
@@ -174,7 +183,7 @@ class Mxfp4Config:
             "weights": self.query_stages * self.columns,
             "windows": self.query_stages * 2 * self.rows,
             "counts": COUNTERS,
-            "prepared_scales": self.stages * KEY_TILE * 2,
+            "prepared_scales": self.stages * self.keys * 2,
             "progress": self.warpgroups * 2,
             "q_scales": self.query_stages * self.q_scale_words,
             "table": round_up(2 * len(E2M1_IN_E4M3) + 1, 4),
@@ -184,7 +193,7 @@ class Mxfp4Config:
     def smem_bytes(self) -> int:
         small = (2 * self.stages + self.query_stages) * barriers.BYTES_PER_STAGE
         small += sum(round_up(count * 4, 16) for count in self.words.values())
-        packed = (self.stages * KEY_TILE + self.query_stages * self.columns) * self.row_bytes
+        packed = (self.stages * self.keys + self.query_stages * self.columns) * self.row_bytes
         return round_up(small, 1024) + packed + self.warpgroups * self.columns * DECODED
 
 
@@ -242,7 +251,7 @@ class ScalePreparer:
     def follow(self) -> None:
         """After the producer has asked for a tile."""
         behind, state = ptx.load_shared_64(self.place)
-        if behind < BEHIND:
+        if behind < BEHIND[self.config.rows]:
             behind += 1
         else:
             state = self.prepare(state)
@@ -288,8 +297,8 @@ class ScalePreparer:
         after = Int32(END)
         if ptx.load_shared_s32(header) >= 0:
             is_any_far = Int32(0)
-            for i in range_constexpr(KEY_TILE // WARP):
-                key = stage * KEY_TILE + i * WARP + lane
+            for i in range_constexpr(self.config.keys // WARP):
+                key = stage * self.config.keys + i * WARP + lane
                 entries, scale, is_far = prepare_row(ptx.load_shared_s32(smem.scales + key * 4))
                 ptx.store_shared_64(smem.prepared_scales + key * 8, entries, scale.bitcast(Int32))
                 is_any_far = Int32(1) if is_far else is_any_far
@@ -412,12 +421,12 @@ def decode_heads(line: Any, codes: Any, scales: Any, below: Any, weights: Any, t
         ptx.store_shared_8(below + row * 32 + lane, rows.below >> (16 * row))
         if lane % 4 == 0:
             weight = weights + (row * 8 + lane // 4) * 4
-            scale = row_scale(half(rows.largest, 16 * row))
+            scale = row_scale(upper_or_lower(rows.largest, 16 * row))
             ptx.store_shared_f32(weight, ptx.load_shared_f32(weight) * scale)
     return Int32(1) if cute.arch.vote_any_sync(rows.far != 0) else Int32(0)
 
 
-def half(word: Any, shift: Any) -> Any:
+def upper_or_lower(word: Any, shift: Any) -> Any:
     """The 16 bits of a word that belong to row r (shift 0) or r + 8 (shift 16)."""
     return (word >> shift) & 0xFFFF
 
@@ -496,30 +505,48 @@ class Consumer:
                     far_rows &= (1 << cutlass.min(self.epilogue.groups.count - first_row, config.rows)) - 1
                     self.epilogue.load_rows(rows, current, query_stage)
                 query_stage = warpgroup * QUERY_STAGES + turn % QUERY_STAGES
-                strip = stage * KEY_TILE + warp * STRIP
-                scales = smem.prepared_scales + strip * 8
-                scale = ptx.load_shared_f32(smem.prepared_scales + (stage * KEY_TILE + self.epilogue.own) * 8 + 4)
-                places = scales + lane // 4 * 8 + lane % 4
-                entries = [smem.table + ptx.load_shared_u8(places + 64 * i) for i in range(2)]
-                decode(words, smem.keys + strip * config.row_bytes, entries, self.sign)
                 far = Int32(0)
                 if (is_any_far != 0) | (far_rows != 0):
-                    own_rows, _ = load_scales(smem.scales + strip * 4, smem.table)
-                    is_far_key = half(own_rows.far, (lane & 2) * 8) != 0
-                    far = Int32(-1) if is_far_key else far_rows >> (lane & 1)
-                    sums = self.add_far(words, own_rows, query_stage, decoded)
-                    self.epilogue.store(0, sums, rows, tile, scale, [far >> 2 * i & 1 != 0 for i in range(held)])
-                cute.arch.sync_warp()
-                # asking for the scale, which is never that NaN, makes the arrival wait until it has come
-                if (lane == 0) & (scale.bitcast(Int32) != -1):
-                    cute.arch.mbarrier_arrive(bars.keys.empty(stage))
-                wgmma.multiply_registers(*mma, products, keys, q, warpgroup)
-                wgmma.wait(0)
-                is_near = [far >> 2 * i & 1 == 0 for i in range(held)]
-                self.epilogue.store(0, self.epilogue.add_heads(0, products, rows.weights), rows, tile, scale, is_near)
+                    for half in cutlass.range(HALVES, unroll=1):
+                        first = (stage * HALVES + half) * KEY_TILE
+                        self.decode_keys(words, first)
+                        own_rows, _ = load_scales(smem.scales + (first + warp * STRIP) * 4, smem.table)
+                        is_far_key = upper_or_lower(own_rows.far, (lane & 2) * 8) != 0
+                        found = Int32(-1) if is_far_key else far_rows >> (lane & 1)
+                        sums = self.add_far(words, own_rows, query_stage, decoded)
+                        wanted = [found >> 2 * i & 1 != 0 for i in range(held)]
+                        self.epilogue.store(sums, rows, tile, self.load_scale(first), wanted, half)
+                        far |= (found & 0xFF) << half * 8
+                for half in range_constexpr(HALVES):
+                    first = (stage * HALVES + half) * KEY_TILE
+                    self.decode_keys(words, first)
+                    scale = self.load_scale(first)
+                    if const_expr(half == HALVES - 1):
+                        cute.arch.sync_warp()
+                        # asking for the scale, which is never that NaN, makes the arrival wait until it has come
+                        if (lane == 0) & (scale.bitcast(Int32) != -1):
+                            cute.arch.mbarrier_arrive(bars.keys.empty(stage))
+                    wgmma.multiply_registers(*mma, products, keys, q, warpgroup)
+                    wgmma.wait(0)
+                    is_near = [far >> (2 * i + half * 8) & 1 == 0 for i in range(held)]
+                    totals = self.epilogue.add_heads(products, rows.weights)
+                    self.epilogue.store(totals, rows, tile, scale, is_near, half)
                 if (lane == 0) & (tile.tagged_key & LAST_OF_GROUP != 0):
                     cute.arch.mbarrier_arrive(bars.queries.empty(query_stage))
                 stage, phase = advance(stage, phase, config)
+
+    def load_scale(self, first: Any) -> Any:
+        """What the thread's key counts, of the 64 from number `first` of the ring on."""
+        return ptx.load_shared_f32(self.smem.prepared_scales + (first + self.epilogue.own) * 8 + 4)
+
+    @cute.jit
+    def decode_keys(self, words: Any, first: Any) -> None:
+        """As `decode`, the warp's 16 of the 64 keys from number `first` of the ring on."""
+        smem, lane = self.smem, self.epilogue.lane
+        strip = first + self.warp * STRIP
+        places = smem.prepared_scales + strip * 8 + lane // 4 * 8 + lane % 4
+        entries = [smem.table + ptx.load_shared_u8(places + 64 * i) for i in range(2)]
+        decode(words, smem.keys + strip * self.config.row_bytes, entries, self.sign)
 
     @cute.jit
     def decode_queries(self, query_stage: Any, decoded: Any) -> Any:
@@ -588,6 +615,7 @@ class Mxfp4LogitsKernel:
 
     def __init__(self, key: Mxfp4LogitsKey) -> None:
         self.config, self.paged = key.config, key.paged
+        self.box = key.box if key.paged else self.config.keys
         kind = f"paged_mqa_logits_mxfp4_b{key.box}" if key.paged else "mqa_logits_mxfp4"
         self.name = f"{kind}_h{key.heads}r{key.rows}"
 
@@ -634,11 +662,11 @@ class Mxfp4LogitsKernel:
             cute.make_layout((rows, width, count), stride=(width, 1, rows * width))
             for rows, count in (
                 (config.heads, config.query_stages * config.rows),
-                (config.box, config.stages * config.boxes),
+                (self.box, config.stages * (config.keys // self.box)),
             )
         )
         query_copy, query_source = cpasync.make_tiled_tma_atom(load, query_rows, query_tiles, (config.heads, width))
-        key_copy, _ = cpasync.make_tiled_tma_atom(load, key_rows, key_tiles, (config.box, width))
+        key_copy, _ = cpasync.make_tiled_tma_atom(load, key_rows, key_tiles, (self.box, width))
         kernel = self.kernel(
             query_copy,
             query_source,
@@ -690,7 +718,7 @@ class Mxfp4LogitsKernel:
         ]
         q = allocator.allocate_tensor(Float8E4M3FN, query_layout.outer, byte_alignment=1024, swizzle=query_layout.inner)
         packed_keys = allocator.allocate_tensor(
-            Float8E4M3FN, cute.make_layout(config.stages * KEY_TILE * config.row_bytes), byte_alignment=128
+            Float8E4M3FN, cute.make_layout(config.stages * config.keys * config.row_bytes), byte_alignment=128
         )
         packed_queries = allocator.allocate_tensor(Float8E4M3FN, query_tiles, byte_alignment=128)
         smem = Smem(*(tensor.iterator.toint() for tensor in (*words, packed_keys, packed_queries)))
@@ -744,7 +772,7 @@ class Mxfp4LogitsKernel:
             own_warp = cute.arch.make_warp_uniform(thread % wgmma.WARPGROUP // WARP)
             sign = sign_of(smem.table)
             own = own_warp * STRIP + lane // 4 + (lane & 2) * 4
-            epilogue = Epilogue(config, self.paged, groups, windows, smem, out, out_stride, lane, own)
+            epilogue = Epilogue(config, self.paged, groups, windows, smem, out, out_stride, lane, own, Int32(0))
             consumer = Consumer(config, warpgroup, own_warp, bars, smem, epilogue, (mma, mma_more), q, sign)
             consumer.run()
 

@@ -751,7 +751,7 @@ def store_values(target: Any, values: list[Any]) -> None:
 
 @cute.jit
 def load_query(q: Any, start: Any, row_bytes: Any, rows: Any, lane: Any, is_fp8: Any, config: Any) -> None:
-    """The lane's operands, zeros for heads that do not exist.
+    """The lane's operands, zeros for heads that do not exist. Of an e4m3 NaN they are NaN, so that it spoils its head.
 
     start   address of the warp's first head and column; rows: how many heads there are from it on
     """
@@ -765,7 +765,7 @@ def load_query(q: Any, start: Any, row_bytes: Any, rows: Any, lane: Any, is_fp8:
                 at = start + row_bytes * row + slab * (SLAB * size)
                 words = list(ptx.load_global_128_where(exists, at))
                 if const_expr(is_fp8):
-                    words = convert.bf16_pairs_of_e4m3(words, [one_scale()])
+                    words = [pair for four in words for pair in convert.bf16x4_from_e4m3(four, Float32(1.0))]
                 else:
                     words += ptx.load_global_128_where(exists, at + CHUNK)
                 for i in range_constexpr(8):
