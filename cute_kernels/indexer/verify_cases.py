@@ -131,25 +131,16 @@ _MANY_TOP_K = (
     (140, 17000, 512),
     (264, 4100, 512),
     (264, 5300, 512),
-    (264, 140000, 512),
     (17, 40000, 512),
     (17, 140000, 1024),
-    (17, 270000, 512),
     (26, 270000, 512),
 )
 """The same, for kernels that others are too few or too narrow for."""
-
-_MOST_SCORES = 1 << 22
-"""Of calls with more, rows share most of their memory, and few have more than k columns in their range."""
 
 
 def _scores(rows: int, columns: int) -> torch.Tensor:
     """Random scores, every bit pattern, few levels, nothing but NaN: each in some row."""
     g = torch.Generator().manual_seed(columns)
-    if rows * columns > _MOST_SCORES:
-        shared = torch.randn(columns + 69 * rows, generator=g)
-        shared[::50] = torch.randint(-(2**31), 2**31, shared[::50].shape, generator=g).int().view(torch.float32)
-        return shared.as_strided((rows, columns), (69, 1))
     scores = torch.randn(rows, columns + 1, generator=g)[:, 1:]
     bits = torch.randint(-(2**31), 2**31, scores[1::4].shape, generator=g, dtype=torch.int64)
     scores[1::4] = bits.int().view(torch.float32)
@@ -172,8 +163,6 @@ def top_k_prefill() -> Iterator[Example]:
         starts = torch.arange(rows, dtype=torch.int32) * 5 - 2
         ends = torch.tensor([columns, columns - 1, columns + 9, k + 3, columns // 2, -1, 2**31 - 1]).int()
         ends = ends.repeat(-(-rows // 7))[:rows]
-        if rows * columns > _MOST_SCORES:
-            ends[7:].clamp_(max=k)
         yield Example(_name(rows, columns, k), (_scores(rows, columns), starts, ends, _out(rows, k), rows, k))
 
 
