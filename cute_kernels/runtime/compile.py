@@ -379,7 +379,7 @@ def _compile_entry(key: KernelKey, store: cache.Store | None, why: str) -> cache
 def compile_object(key: KernelKey) -> tuple[bytes, Report]:
     """Compile `key`: the object that `_link` loads, and the report. Needs no GPU, keeps nothing."""
     with _held(_compiler, str(key)), tempfile.TemporaryDirectory() as folder:
-        compiled, report = _compile(key, folder)
+        compiled, report = _compile(key, folder, cache.COMPILE_FLAGS)
         path = os.path.join(folder, "kernel.o")
         compiled.export_to_c(object_file_path=path, function_name=key.symbol)
         with open(path, "rb") as f:
@@ -387,18 +387,19 @@ def compile_object(key: KernelKey) -> tuple[bytes, Report]:
 
 
 def compile_report(key: KernelKey) -> Report:
-    """Compile `key`, without keeping the result, and say what came out. Needs no GPU."""
+    """Compile the device's code of `key`, without keeping the result, and say what came out. Needs no GPU. The host's
+    code, that checks arguments and launches, is not made: a fifth of what a small kernel takes."""
     with _held(_compiler, str(key)), tempfile.TemporaryDirectory() as folder:
-        return _compile(key, folder)[1]
+        return _compile(key, folder, "")[1]
 
 
-def _compile(key: KernelKey, folder: str) -> tuple[Any, Report]:
+def _compile(key: KernelKey, folder: str, flags: str) -> tuple[Any, Report]:
     import cutlass.cute as cute
 
     _silence_dsl()
     remarks = os.path.join(folder, "remarks.yaml")
     options = (
-        f"{cache.COMPILE_FLAGS} --gpu-arch {key.arch} --keep-ptx --keep-cubin --dump-dir {folder} "
+        f"{flags} --gpu-arch {key.arch} --keep-ptx --keep-cubin --dump-dir {folder} "
         f"--remark-filter ptxas --remark-output {remarks}"
     )
     start = time.perf_counter()

@@ -100,7 +100,8 @@ class Report(Facts):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
             f.write(self.cubin)
             f.flush()
-            return subprocess.run([tool, "-c", f.name], capture_output=True, text=True, check=True).stdout
+            # -ndf: without labels of branches that cubins of the DSL do not have, a quarter quicker
+            return subprocess.run([tool, "-c", "-ndf", f.name], capture_output=True, text=True, check=True).stdout
 
     @property
     def facts(self) -> Facts:

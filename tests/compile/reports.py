@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of compiled kernels that all tests share: what one test has compiled no other compiles again, in this run or
-the next, as long as the sources stay the same. They lie in the cache of pytest, named as objects of a kernel cache are;
-nobody needs the objects, which would take a tenth longer."""
+the next, as long as the sources stay the same. They lie in the cache of pytest, named as objects of a kernel cache are.
+Of each kernel a process compiles the first key as one that is launched, to an object; of the others the device's code
+alone."""
 
 from __future__ import annotations
 
@@ -24,6 +25,9 @@ RESERVED = 1024
 
 folder: Path | None = None
 """Where they are: a conftest.py sets it."""
+
+_whole: set[str] = set()
+"""Names of kernels of which an object has been made."""
 
 
 class KeptReport(Report):
@@ -61,7 +65,9 @@ def compile_report(key: KernelKey) -> Report:
         found = known(key)
         if found is not None:
             return found
-        plain = compile_.compile_report(key)
+        is_first = key.kernel_name not in _whole
+        _whole.add(key.kernel_name)
+        plain = compile_.compile_object(key)[1] if is_first else compile_.compile_report(key)
         report = KeptReport(**{field.name: getattr(plain, field.name) for field in fields(Report)})
         cache.replace_file(path, zlib.compress(pickle.dumps(report), 1))
         return report

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -39,12 +40,25 @@ def after(op: Op, call: Example) -> tuple[object, ...]:
     return args
 
 
-@pytest.mark.parametrize("name", sorted(registry.all_ops()))
-def test_plans_make_calls(name: str) -> None:
-    op = registry.all_ops()[name]
+@dataclass(frozen=True)
+class Drawn:
+    """Calls of an op and the plans that they were made by."""
+
+    op: Op
+    examples: list[Example]
+    calls: list[tuple[Plan, Example]]
+
+
+@pytest.fixture(scope="module", params=sorted(registry.all_ops()))
+def made(request: pytest.FixtureRequest) -> Drawn:
+    op = registry.all_ops()[request.param]
     examples = drawn.small_examples(op)
-    made = [(plan, drawn.call_of(op, plan, examples)) for plan in plans_of(name)]
-    calls = [(plan, call) for plan, call in made if call is not None]
+    plans = [(plan, drawn.call_of(op, plan, examples)) for plan in plans_of(op.name)]
+    return Drawn(op, examples, [(plan, call) for plan, call in plans if call is not None])
+
+
+def test_plans_make_calls(made: Drawn) -> None:
+    op, examples, calls = made.op, made.examples, made.calls
     assert len(calls) > PLANS // 10
     changed = 0
     for plan, call in calls[:COMPARED]:
@@ -59,10 +73,7 @@ def test_plans_make_calls(name: str) -> None:
     assert changed > 0
 
 
-@pytest.mark.parametrize("name", sorted(registry.all_ops()))
-def test_a_result_that_is_not_there_is_noticed(name: str) -> None:
+def test_a_result_that_is_not_there_is_noticed(made: Drawn) -> None:
     """The kernel that does nothing."""
-    op = registry.all_ops()[name]
-    examples = drawn.small_examples(op)
-    calls = [call for plan in plans_of(name) if (call := drawn.call_of(op, plan, examples)) is not None]
-    assert any(drawn.difference(op, call, verify.clone_arguments(call.args, CPU)) for call in calls[:COMPARED])
+    calls = [call for _, call in made.calls[:COMPARED]]
+    assert any(drawn.difference(made.op, call, verify.clone_arguments(call.args, CPU)) for call in calls)

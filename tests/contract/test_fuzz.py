@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import resource
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from cute_kernels.runtime import registry, verify
+from cute_kernels.runtime.contract import is_cache
 from cute_kernels.runtime.ops import Op
 from tests.contract import arguments, public
 
@@ -46,7 +48,25 @@ def verified_calls(op: Op) -> list[tuple[Any, ...]]:
 
 def good_calls(op: Op) -> list[tuple[Any, ...]]:
     """Few and small, but with every optional tensor in one of them."""
+    return calls_of(op.name)[0]
+
+
+@functools.cache
+def calls_of(name: str) -> tuple[list[tuple[Any, ...]], tuple[Any, ...] | None]:
+    """Good calls of an op, and one with room between pages: all there are, a hundred sometimes, are made once."""
+    op = registry.all_ops()[name]
     calls = verified_calls(op)
+    return _few(calls), next((call for call in calls if has_room(op, call)), None)
+
+
+def has_room(op: Op, call: tuple[Any, ...]) -> bool:
+    """Whether the paged caches of a call have at least two pages, apart from one another, or the op has none."""
+    places = [i for i, argument in enumerate(op.overload._schema.arguments) if is_cache(argument.name)]
+    caches = [call[i] for i in places if call[i] is not None]
+    return all(c.shape[0] > 1 and c.stride(0) > c[0].numel() for c in caches) and bool(caches or not places)
+
+
+def _few(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     absent = {place for place in range(len(calls[0])) if calls[0][place] is None}
     chosen = calls[: EXAMPLES - 1]
     fuller = [c for c in calls if any(c[place] is not None for place in absent)]

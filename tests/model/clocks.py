@@ -96,10 +96,11 @@ class Clocks:
             early = self.read[readers, writes[:, None]] > known_of_reads[readers]
             if early.any():
                 wrong = f"write not after the read of {self.trace.name(int(readers[early][0]))}"
-            # what it has read in the same step it may replace
-            others = writes[~np.isin(writes, reads)]
-            if not is_initial and (self.is_unread[others] & self.trace.operand[others]).any():
-                wrong = wrong or "bytes of an operand written twice"
+            if not is_initial:
+                unread = writes[self.is_unread[writes] & self.trace.operand[writes]]
+                # what it has read in the same step it may replace
+                if len(unread) and not np.isin(unread, reads).all():
+                    wrong = wrong or "bytes of an operand written twice"
             self.writer[writes], self.written[writes] = agent, clock
             self.versions[writes] += not is_initial
             self.is_read[writes] = False

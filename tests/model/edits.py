@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.model.ptx import Op, Program, parse, split
@@ -39,14 +39,13 @@ class Edit:
     value: int = 0
 
     def program(self, text: str) -> Program:
-        return parse(text, self._apply)
-
-    def _apply(self, program: Program) -> None:
+        program = parse(text)
         op = program.ops[self.op]
         if self.argument < 0:
-            op.opcode, op.args = "membar.cta", []
-        else:
-            op.args[self.argument] = str(self.value)
+            return program.with_op(replace(op, opcode="membar.cta", args=[]))
+        return program.with_op(
+            replace(op, args=[*op.args[: self.argument], str(self.value), *op.args[self.argument + 1 :]])
+        )
 
 
 def edits(program: Program) -> Iterator[Edit]:

@@ -107,7 +107,7 @@ def _multiply(op: Op) -> Run:
             if adds:
                 old = given if given is not None else [entry[slot] for entry, slot in zip(before, results, strict=True)]
                 found = np.empty((ROWS, columns), F32)
-                found[place] = np.stack(old).view(F32)
+                found[place] = np.concatenate(old).view(F32).reshape(-1, LANES)
                 total = total + found
             outcome.update(zip(results, total.astype(F32)[place].view(U32), strict=True))
 

@@ -80,5 +80,5 @@ def run_grid(
             slow=slow,
         )
         one.run()
-        counts += one.counts
+        counts += np.array(one.counts)
     return counts

@@ -32,7 +32,7 @@ from tests.model import (  # noqa: F401
     warps,
 )
 from tests.model.memory import GlobalMemory, SharedMemory
-from tests.model.ptx import LANES, Op, Program, is_branch
+from tests.model.ptx import FALSE, LANES, TRUE, Branch, Program
 from tests.model.tasks import Task
 
 MOST_VAIN = 10000
@@ -158,11 +158,10 @@ class Cluster:
         self.queues: list[deque[Task]] = []
         self.arrived = [0, 0]
         """At the cluster's barrier: threads, and how often it has opened."""
-        self.counts = np.zeros(len(program.ops), np.int64)
+        self.counts = [0] * len(program.ops)
         self.blocks = [Block(rank, first + rank) for rank in range(blocks)]
         self.warps = [Warp(self, block, i) for block in self.blocks for i in range(program.threads // LANES)]
         self._orders = [self.random.sample(range(len(self.warps)), len(self.warps)) for _ in range(16)]
-        self._branches = [is_branch(op) for op in program.ops]
         own = [slot for slot, value in enumerate(program.initial) if isinstance(value, str | int)]
         for warp in self.warps:
             warp.r = list(program.initial)
@@ -269,16 +268,22 @@ class Cluster:
 
     def _run(self, warp: Warp, count: int) -> None:
         """So many instructions, or fewer if it has to wait, or asked for something that is not there yet."""
-        ops, runs, branches = self.program.ops, self.program.runs, self._branches
+        ops, runs, branches, counts = self.program.ops, self.program.runs, self.program.branches, self.counts
+        part, parts = None, warp.parts
         for _ in range(count):
-            part = self._next_part(warp)
-            if part is None:
+            if len(parts) == 1:
+                part = parts[0]
+            elif part is None or part is not parts[0] or part.waits is not None or part.at >= parts[1].at:
+                part = self._next_part(warp)
+            if part is None or (part.waits is not None and not part.waits()):
                 return
             at = part.at
-            self.counts[at] += 1
+            counts[at] += 1
             try:
-                if branches[at]:
-                    self._branch(warp, part, ops[at])
+                branch = branches[at]
+                if branch is not None:
+                    if not self._branch(warp, part, branch):
+                        part = None
                     continue
                 warp.part = part
                 if runs[at](warp, part.lanes) is not False:
@@ -297,9 +302,6 @@ class Cluster:
     def _next_part(self, warp: Warp) -> Part | None:
         """The part that is behind all others that can run; those that meet become one."""
         parts = warp.parts
-        if len(parts) == 1:
-            part = parts[0]
-            return part if part.waits is None or part.waits() else None
         parts.sort(key=lambda part: part.at)
         for one, two in itertools.pairwise(parts):
             if one.at == two.at:
@@ -309,19 +311,34 @@ class Cluster:
                 return self._next_part(warp)
         return next((part for part in parts if part.waits is None or part.waits()), None)
 
-    def _branch(self, warp: Warp, part: Part, op: Op) -> None:
-        mask = part.mask
-        if op.predicate is not None:
-            slot = self.program.slot(op.predicate[0], op.scope, 1)
-            taken = mask & (~warp.r[slot] if op.predicate[1] else warp.r[slot])
+    def _branch(self, warp: Warp, part: Part, branch: Branch) -> bool:
+        """Whether the part is as it was, but elsewhere."""
+        part.waits = None
+        if branch.predicate is None:
+            return self._go(warp, part, branch.target)
+        taken = warp.r[branch.predicate]
+        if branch.is_negated:
+            taken = ~taken
+        if part.lanes is not None:
+            taken = taken & part.lanes
+        flags = taken.tobytes()
+        if flags == FALSE:
+            part.at += 1
+        elif flags == (TRUE if part.lanes is None else part.lanes.tobytes()):
+            return self._go(warp, part, branch.target)
         else:
-            taken = mask
-        left = mask & ~taken
-        warp.parts.remove(part)
-        if taken.any() and op.parts[0] == "bra":
-            warp.parts.append(Part(self.program.target(op), None if taken.all() else taken))
-        if left.any():
-            warp.parts.append(Part(op.number + 1, None if left.all() else left))
+            if branch.target >= 0:
+                warp.parts.append(Part(branch.target, taken))
+            part.at, part.lanes = part.at + 1, part.mask & ~taken
+            return False
+        return True
+
+    def _go(self, warp: Warp, part: Part, target: int) -> bool:
+        if target < 0:
+            warp.parts.remove(part)
+            return False
+        part.at = target
+        return True
 
     def wait(self, warp: Warp, is_over: Callable[[], bool], reason: str) -> bool:
         """For an instruction that has to wait: whether it need not. Else it runs again when it need not."""

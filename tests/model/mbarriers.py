@@ -12,6 +12,8 @@ from tests.model.memory import SharedMemory
 from tests.model.moves import addresses, put
 from tests.model.ptx import LANES, Op, Run, instruction, is_branch
 
+OVER = np.zeros(LANES, np.bool_), np.ones(LANES, np.bool_)
+
 
 @dataclass(eq=False)
 class Barrier:
@@ -64,10 +66,14 @@ def find(warp: Any, place: int) -> Barrier:
     return found
 
 
-def _places(warp: Any, lanes: Any, address: tuple[int, int]) -> Any:
-    """Of the lanes' mbarriers; one of this block's memory has its rank in its address already."""
+def _places(warp: Any, lanes: Any, address: tuple[int, int]) -> list[tuple[int, Any]]:
+    """See each_place; an mbarrier of this block's memory has its rank in its address already."""
     at = addresses(warp, *address)
-    return warp.shared.position(at if lanes is None else at[lanes], 8)
+    at = at if lanes is None else at[lanes]
+    words = at.tobytes()
+    if words == words[: at.itemsize] * len(at):
+        return [(warp.shared.place(int(at[0]), 8), lanes)]
+    return each_place(warp, lanes, warp.shared.position(at, 8))
 
 
 def each_place(warp: Any, lanes: Any, places: Any) -> list[tuple[int, Any]]:
@@ -92,7 +98,7 @@ def _init(op: Op) -> Run:
     address, expected = op.address(0, 32), op.program.slot(op.args[1], op.scope, 32)
 
     def init(warp: Any, lanes: Any) -> None:
-        for place, own in each_place(warp, lanes, _places(warp, lanes, address)):
+        for place, own in _places(warp, lanes, address):
             first = int(np.argmax(own)) if own is not None else 0
             number = int(warp.r[expected][first])
             warp.cluster.mbarriers[place] = Barrier.of(number)
@@ -107,7 +113,7 @@ def _invalidate(op: Op) -> Run:
     address = op.address(0, 32)
 
     def invalidate(warp: Any, lanes: Any) -> None:
-        for place, _ in each_place(warp, lanes, _places(warp, lanes, address)):
+        for place, _ in _places(warp, lanes, address):
             del warp.cluster.mbarriers[place]
 
     return invalidate
@@ -129,7 +135,7 @@ def _arrive(op: Op) -> Run:
     order = order_of(op)
 
     def arrive(warp: Any, lanes: Any) -> None:
-        for place, own in each_place(warp, lanes, _places(warp, lanes, address)):
+        for place, own in _places(warp, lanes, address):
             amount = 1 if number is None else int(warp.r[number][0 if own is None else int(np.argmax(own))])
             barrier = find(warp, place)
             many = count(own)
@@ -157,7 +163,7 @@ def _wait(op: Op) -> Run:
         if not spins:
             spins.append(_spins(op))
         targets = []
-        for place, own in each_place(warp, lanes, _places(warp, lanes, address)):
+        for place, own in _places(warp, lanes, address):
             if place // warp.shared.SPAN != warp.block.rank:
                 raise IndexError(f"a wait for mbarrier {place:#x}, which is another block's")
             wanted = int(warp.r[parity][0 if own is None else int(np.argmax(own))])
@@ -171,7 +177,7 @@ def _wait(op: Op) -> Run:
         warp.asks = not over
         for place, own, barrier, wanted in targets:
             is_over = barrier.is_over(wanted)
-            put(warp, done, own, np.full(count(own), is_over))
+            put(warp, done, own, OVER[is_over] if own is None else is_over)
             if is_over and warp.events:
                 warp.events.wait(op.number, own, place, wanted, barrier.phase - 1, order)
         return True

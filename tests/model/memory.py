@@ -112,6 +112,13 @@ class SharedMemory(Bytes):
             raise IndexError(f"shared access of {width} bytes at {_first(address, offset % width == 0)}: misaligned")
         return rank * self.SPAN + offset
 
+    def place(self, address: int, width: int) -> int:
+        """Of one address."""
+        rank, offset = address >> self.RANK, address & ((1 << self.RANK) - 1)
+        if rank < self.blocks and self.BASE <= offset <= self.BASE + self.size - width and offset % width == 0:
+            return rank * self.SPAN + offset
+        return int(self.position(np.array([address]), width)[0])
+
 
 def _first(address: Any, is_right: Any) -> str:
     return hex(int(np.asarray(address)[~np.asarray(is_right)][0])) if not np.all(is_right) else hex(int(address[0]))

@@ -110,7 +110,9 @@ def _store(op: Op) -> Run:
 
     def store(warp: Any, lanes: Any) -> None:
         at = chosen(lanes, addresses(warp, *address))
-        values = np.stack([chosen(lanes, warp.r[slot]).astype(kind) for slot in sources], axis=1)
+        values = np.empty((len(at), count), kind)
+        for i, slot in enumerate(sources):
+            values[:, i] = chosen(lanes, warp.r[slot])
         if where == "global":
             position = warp.memory.position(at, width, is_write=True)
             warp.memory.store(position, values, bits)

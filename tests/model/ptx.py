@@ -7,10 +7,11 @@ what a warp reads of itself (%tid.x ...), have slots like registers.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ TYPES: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32,
 Run = Callable[[Any, Any], Any]
 """What an instruction compiles to: (warp, lanes that run it: None is all 32, else bool [32]) -> whether it could run,
 where it may have to wait; else nothing."""
+
+TRUE, FALSE = bytes([1]) * LANES, bytes(LANES)
+"""Predicates that all lanes agree on, as bytes: to compare these is much quicker than to ask numpy."""
 
 _COMPILERS: dict[str, Callable[[Op], Run]] = {}
 
@@ -36,6 +40,7 @@ def instruction(*names: str) -> Callable[[Callable[[Op], Run]], Callable[[Op], R
     return register
 
 
+@functools.cache
 def bits_of(kind: str) -> int:
     """Of a type's name: 32 of "b32", 1 of "pred"."""
     digits = re.search(r"(\d+)$", kind)
@@ -52,7 +57,7 @@ class Parameter:
     size: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Op:
     """An instruction: `parts` of its opcode, operands as text, who it is among all of them."""
 
@@ -65,11 +70,11 @@ class Op:
     predicate: tuple[str, bool] | None = None
     """A predicate and whether it has to be false."""
 
-    @property
+    @functools.cached_property
     def parts(self) -> list[str]:
         return self.opcode.split(".")
 
-    @property
+    @functools.cached_property
     def kind(self) -> str:
         """The type it ends with."""
         return self.parts[-1]
@@ -98,6 +103,15 @@ class Op:
         return self.program.slot(name, self.scope, bits), offset
 
 
+@dataclass(frozen=True)
+class Branch:
+    """Lanes whose predicate is true, or false if is_negated, go to instruction `target`, or away if that is -1."""
+
+    predicate: int | None
+    is_negated: bool
+    target: int
+
+
 @dataclass
 class Program:
     """Entry point `name` of a PTX text.
@@ -105,6 +119,7 @@ class Program:
     slots     of the register file: (name, scope) -> number; lanes, or what gives them for a warp, by number
     ops       instructions, by number
     labels    (name, scope) -> number of the instruction behind it
+    runs      what the instructions compile to; branches: of those that are one, who goes where
     """
 
     name: str
@@ -116,6 +131,7 @@ class Program:
     labels: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
     shared_symbols: list[str] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
+    branches: list[Branch | None] = field(default_factory=list)
     mentions: Counter[str] = field(default_factory=Counter)
 
     def slot(self, name: str, scope: tuple[int, ...], bits: int) -> int:
@@ -167,6 +183,16 @@ class Program:
             self.mentions.update(re.findall(r"[%\w]+", " ".join(op.text for op in self.ops)))
         return self.mentions[name] > 1
 
+    def with_op(self, op: Op) -> Program:
+        """A copy with another instruction in place of the one of its number."""
+        copy = replace(self, names=dict(self.names), initial=self.initial[:], ops=self.ops[:], runs=self.runs[:])
+        copy.ops[op.number] = replace(op, program=copy)
+        run = _run_of(copy.ops[op.number])
+        if run is None:
+            raise NotImplementedError(op.text)
+        copy.runs[op.number] = run
+        return copy
+
     def find(self, pattern: str) -> list[Op]:
         """Instructions whose text matches."""
         return [op for op in self.ops if re.search(pattern, op.text)]
@@ -188,11 +214,9 @@ def split(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def parse(text: str, edit: Callable[[Program], None] | None = None) -> Program:
-    """The first entry point of a PTX text, compiled. ValueError names all opcodes that the model does not know.
-
-    edit   changes instructions before they are compiled
-    """
+@functools.lru_cache(maxsize=16)
+def parse(text: str) -> Program:
+    """The first entry point of a PTX text, compiled. ValueError names all opcodes that the model does not know."""
     text = re.sub(r"//[^\n]*", "", text)
     head, body = text[text.index(".entry") :].split("{", 1)
     name = head.split("(")[0].split()[1]
@@ -216,8 +240,6 @@ def parse(text: str, edit: Callable[[Program], None] | None = None) -> Program:
             depth += (piece == "{") - (piece == "}")
             statement += piece
             statement = _labels(program, statement, scope)
-    if edit is not None:
-        edit(program)
     _compile(program)
     return program
 
@@ -264,23 +286,35 @@ def _statement(program: Program, text: str, scope: tuple[int, ...]) -> None:
 
 
 def _compile(program: Program) -> None:
-    unknown = set()
-    for op in program.ops:
-        if is_branch(op):
-            program.runs.append(_nothing)
-            continue
-        parts = op.parts
-        names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        try:
-            run = next((_COMPILERS[name] for name in names if name in _COMPILERS), _refuse)(op)
-        except NotImplementedError:
-            unknown.add(op.opcode)
-            continue
-        except Exception as error:
-            raise ValueError(f"{op.text!r}: {error!r}") from error
-        program.runs.append(run if op.predicate is None else _predicated(op, run, *op.predicate))
+    program.branches += [_branch_of(op) for op in program.ops]
+    runs = [_run_of(op) for op in program.ops]
+    unknown = {op.opcode for op, run in zip(program.ops, runs, strict=True) if run is None}
     if unknown:
         raise ValueError(f"{program.name}: expected instructions that the model knows, got {sorted(unknown)}")
+    program.runs += [run for run in runs if run is not None]
+
+
+def _run_of(op: Op) -> Run | None:
+    """None of an instruction that the model does not know."""
+    if is_branch(op):
+        return _nothing
+    parts = op.parts
+    names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    try:
+        run = next((_COMPILERS[name] for name in names if name in _COMPILERS), _refuse)(op)
+    except NotImplementedError:
+        return None
+    except Exception as error:
+        raise ValueError(f"{op.text!r}: {error!r}") from error
+    return run if op.predicate is None else _predicated(op, run, *op.predicate)
+
+
+def _branch_of(op: Op) -> Branch | None:
+    if not is_branch(op):
+        return None
+    name, is_negated = op.predicate or ("", False)
+    target = op.program.target(op) if op.parts[0] == "bra" else -1
+    return Branch(op.program.slot(name, op.scope, 1) if name else None, is_negated, target)
 
 
 def _nothing(warp: Any, lanes: Any) -> None:
@@ -302,8 +336,9 @@ def _predicated(op: Op, run: Run, name: str, is_negated: bool) -> Run:
         own = ~warp.r[slot] if is_negated else warp.r[slot]
         if lanes is not None:
             own = own & lanes
-        if own.all():
+        flags = own.tobytes()
+        if flags == TRUE:
             return run(warp, None)
-        return run(warp, own) if own.any() else True
+        return run(warp, own) if flags != FALSE else True
 
     return guarded

@@ -74,41 +74,61 @@ class Schedule:
         """Warp or barrier -> blocks that have met: they are known to have started."""
         self.problems: dict[str, None] = {}
         self.threads = 32 * len(self.steps)
+        self.doers: dict[str, Callable[[int, Step], object]] = {}
+        """Kind of a step -> the method that does it."""
 
     def run(self) -> list[str]:
         """What is wrong, nothing if nothing is."""
         position = [0] * len(self.steps)
-        blocked = [False] * len(self.steps)
         live = [i for i, steps in enumerate(self.steps) if steps]
+        quick = [i for i in live if i not in self.slow]
+        # without those that have found that they cannot go on, since anything else was done
+        ready, ready_quick = live[:], quick[:]
         while live and len(self.problems) < self.most:
-            ready = [i for i in live if not blocked[i]]
             if self.queues and (not ready or self.random.random() > self.laziness):
-                queue = self.random.choice(self.queues)
+                queue = self.queues[self._below(len(self.queues))]
                 queue.popleft()()
                 if not queue:
                     self.queues = [other for other in self.queues if other is not queue]
-                blocked = [False] * len(self.steps)
+                ready, ready_quick = live[:], quick[:]
                 continue
             if not ready:
                 for i in live:
                     self.report("hangs", self.steps[i][position[i]])
                 break
-            warp = self.random.choice([i for i in ready if i not in self.slow] or ready)
-            for _ in range(self.random.choice((1, 4, 30))):
-                step = self.steps[warp][position[warp]]
-                if not self._do(warp, step):
-                    blocked[warp] = True
+            among = ready_quick or ready
+            warp = among[self._below(len(among))]
+            steps, at = self.steps[warp], position[warp]
+            can_go_on, has_changed = True, False
+            for _ in range((1, 4, 30)[self._below(3)]):
+                step = steps[at]
+                can_go_on = self._do(warp, step)
+                if not can_go_on:
                     break
-                position[warp] += 1
-                if step.kind not in ("access", "wait"):
-                    blocked = [False] * len(self.steps)
-                if position[warp] == len(self.steps[warp]):
-                    live.remove(warp)
+                at += 1
+                has_changed = has_changed or step.kind not in ("access", "wait")
+                if at == len(steps):
                     break
+            position[warp] = at
+            is_over = at == len(steps)
+            if is_over:
+                live.remove(warp)
+                quick = [i for i in live if i not in self.slow]
+            if has_changed:
+                ready, ready_quick = live[:], quick[:]
+            if is_over or not can_go_on:
+                ready, ready_quick = ([i for i in some if i != warp] for some in (ready, ready_quick))
         while self.queues and len(self.problems) < self.most:
             self.queues[-1].popleft()()
             self.queues = [queue for queue in self.queues if queue]
         return list(self.problems)
+
+    def _below(self, count: int) -> int:
+        """A number as random.choice draws it, in half the time."""
+        bits = count.bit_length()
+        while (number := self.random.getrandbits(bits)) >= count:
+            pass
+        return number
 
     def _slow_warps(self, way: int) -> set[int]:
         """Those that run only if no other can: none, a block's, or any of them."""
@@ -134,7 +154,10 @@ class Schedule:
             self._know(warp)
         if step.kind in ALIGNED and warp in self.are_apart:
             self.report("threads of the warp have waited apart, and have not met", step)
-        return getattr(self, f"_{step.kind}")(warp, step) is not False
+        kind = step.kind
+        if kind not in self.doers:
+            self.doers[kind] = getattr(self, f"_{kind}")
+        return self.doers[kind](warp, step) is not False
 
     def _know(self, warp: int) -> None:
         clocks = self.clocks

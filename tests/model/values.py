@@ -37,8 +37,9 @@ def from_bf16(half: Any) -> Any:
 def to_bf16(value: Any) -> Any:
     """bf16 bits, as uint32, of fp32, ties to even; NaN is 0x7FFF."""
     bits = np.ascontiguousarray(value, F32).view(U32)
-    rounded = (bits.astype(U64) + U64(0x7FFF) + ((bits >> U32(16)) & U32(1)).astype(U64)) >> U64(16)
-    return np.where(np.isnan(value), U32(0x7FFF), rounded.astype(U32))
+    rounded = (bits + (U32(0x7FFF) + ((bits >> U32(16)) & U32(1)))) >> U32(16)  # overflows of NaN alone
+    np.copyto(rounded, U32(0x7FFF), where=np.isnan(value))
+    return rounded
 
 
 def from_f16(half: Any) -> Any:
