@@ -110,7 +110,10 @@ def _variants() -> dict[str, Callable[[EinsumSet], None]]:
     found: dict[str, Callable[[EinsumSet], None]] = {PORTABLE: _portable}
     keys: dict[str, GemmKey | PortableGemmKey] = {}
     if arch_of(0) == select.HOPPER:
-        keys = {f"ours rows={key.rows} columns={key.columns}": key for key in select.many_rows_keys("bf16")}
+        keys = {
+            f"ours rows={key.rows} columns={key.columns} stages={key.stages}": key
+            for key in select.many_rows_keys("bf16")
+        }
     for rows, columns, _ in PORTABLE_TILES:
         keys[f"{PORTABLE} rows={rows} columns={columns}"] = PortableGemmKey(arch_of(0), rows, columns)
     for name, key in keys.items():

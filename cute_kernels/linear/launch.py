@@ -5,7 +5,7 @@ kernels are chosen by is in select.py.
 fp8_gemm: on Hopper few rows, and whatever must not depend on their number, take the swapped operands' kernel and many
 rows the other one; other architectures the kernels of deepseek_v4_fp8_einsum. That takes Hopper's own kernel where it
 takes the call, Blackwell's own where it takes the call and is trusted, the portable one elsewhere, and of each the one
-whose work tiles suit the call's size.
+whose work tiles suit the call's size; on Hopper a few rows take the swapped operands' kernel, with K whole.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cute_kernels.linear import select
 from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey, BlackwellPairGemmKey
 from cute_kernels.linear.call import Bf16GemmCall, EinsumCall, Fp8GemmCall, SquaresCall
 from cute_kernels.linear.hopper.gemm import SCALE_BLOCK, GemmKey
+from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from cute_kernels.linear.params import CHUNK
 from cute_kernels.models import ModelConfig
@@ -86,7 +87,8 @@ def key_for(
 ) -> tuple[KernelKey, int]:
     """The kernel for a call, and its number of CTAs: the architecture's own one, if it has one for such scales."""
     if arch == HOPPER and not packed:
-        return select.many_rows("bf16", rows, groups, columns, chunks, multiprocessors)
+        few = select.swap_ab_whole("bf16", rows, groups, columns)
+        return few or select.many_rows("bf16", rows, groups, columns, chunks, multiprocessors)
     if arch in BLACKWELL:
         return blackwell_choice(arch, rows, groups, columns, multiprocessors, packed)
     return portable_choice(arch, rows, groups, columns, multiprocessors, packed)
@@ -134,7 +136,7 @@ def _is_mapped(*operands: torch.Tensor) -> bool:
 def einsum_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """One kernel per kind of tile: a batch may have any size. On Hopper for fp32 scales, elsewhere for either kind."""
     if arch == HOPPER:
-        return [*select.many_rows_keys("bf16")]
+        return [*select.swap_ab_whole_keys("bf16"), *select.many_rows_keys("bf16")]
     keys: list[KernelKey] = []
     for packed in (False, True):
         if arch in BLACKWELL:
@@ -180,7 +182,7 @@ def launch_einsum(call: EinsumCall, use_pdl: bool = False) -> None:
     else:
         key, ctas = key_for(arch, rows, groups, columns, call.a.shape[2] // CHUNK, processors, packed)
     operands = call.a, call.a_scale, call.b, call.b_scale, call.out
-    if isinstance(key, GemmKey):
+    if isinstance(key, GemmKey | SwapAbKey):
         launch_key(key, device_index, *operands, None, grid_size(ctas, key.splits), use_pdl)
     else:
         launch_key(key, device_index, *operands, grid_size(ctas))

@@ -69,6 +69,29 @@ def swap_ab(operands: str, output: str, rows: int, groups: int, outputs: int, ch
     return key, min(tiles, CLUSTERS[splits][key.ctas_per_multiprocessor - 1])
 
 
+MOST_WHOLE_SWAPPED_ROWS = 16
+"""Of few rows whose K is not cut, and whose sums are those of many rows, bit for bit. More are slower so on an H100."""
+
+LEAST_WHOLE_TILES = 100
+"""Of 64 outputs by all of K. Fewer leave multiprocessors idle for too long."""
+
+
+@lru_cache(maxsize=4096)
+def swap_ab_whole(output: str, rows: int, groups: int, outputs: int) -> tuple[SwapAbKey, int] | None:
+    """The same with K whole, and so with the order of sums of the kernels for many rows. None: there are too many rows,
+    or too few work tiles."""
+    tiles = groups * -(-outputs // 64)
+    if rows > MOST_WHOLE_SWAPPED_ROWS or tiles < LEAST_WHOLE_TILES:
+        return None
+    key = SwapAbKey(HOPPER, "e4m3", output, token_tile(rows), 1, False)
+    return key, min(tiles * -(-rows // key.tokens), CLUSTERS[1][key.ctas_per_multiprocessor - 1])
+
+
+def swap_ab_whole_keys(output: str) -> list[SwapAbKey]:
+    """Every key of a type of result."""
+    return [SwapAbKey(HOPPER, "e4m3", output, n, 1, False) for n in TOKEN_TILES if n <= MOST_WHOLE_SWAPPED_ROWS]
+
+
 class Tile(NamedTuple):
     """A kernel for many rows, and the microseconds that its work tile takes while all multiprocessors have one."""
 
@@ -88,6 +111,13 @@ TILES: tuple[Tile, ...] = (
 )
 """Fitted to times on an H200."""
 
+GROUPED_TILES: tuple[Tile, ...] = (
+    *TILES[:-2],
+    Tile(TILES[-2].key, 0.69, 0.1),
+    Tile(GemmKey(HOPPER, rows=256, stages=4, lag=1), 0.785, 1.9),
+)
+"""For grouped weights, whose K is 4096. The last two are fitted to shares of the time of TILES' last one on an H100
+(perf/log/data/einsum_5.txt): results that do not go out through shared memory leave room for a stage more."""
 
 SPLIT_TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.239, 2.0),
@@ -173,12 +203,12 @@ def many_rows(
 ) -> tuple[GemmKey, int]:
     """The kernel for many e4m3 rows and its number of CTAs.
 
-    may_split   K may be cut, differently for different numbers of rows; if not, no choice changes a row's bits. And
-                CTAs may share a multiprocessor
+    may_split   K may be cut, differently for different numbers of rows; if not, no choice changes a row's bits
     """
-    tiles = [tile for tile in (TILES + SPLIT_TILES if may_split else TILES) if has_result(tile.key, output)]
+    whole = GROUPED_TILES if groups > 1 else TILES
+    tiles = [tile for tile in (whole + SPLIT_TILES if may_split else whole) if has_result(tile.key, output)]
     key, ctas = _soonest(tiles, rows, groups, outputs, chunks, multiprocessors)
-    if may_split and rows <= CO_RESIDENT_ROWS:
+    if rows <= CO_RESIDENT_ROWS and (may_split or groups > 1):
         key = CO_RESIDENT.get(key, key)
     return with_output(key, output), ctas
 
@@ -200,8 +230,8 @@ def with_squares(rows: int, outputs: int, chunks: int, multiprocessors: int = MU
 
 def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
     """Every key of a type of result: a batch may have any size."""
-    keys = [tile.key for tile in (TILES + SPLIT_TILES if may_split else TILES)]
-    keys += CO_RESIDENT.values() if may_split else ()
+    keys = [tile.key for tile in (*TILES, GROUPED_TILES[-1], *(SPLIT_TILES if may_split else ()))]
+    keys += [CO_RESIDENT[key] for key in keys if key in CO_RESIDENT]
     return [with_output(key, output) for key in keys if has_result(key, output)]
 
 

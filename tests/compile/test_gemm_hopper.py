@@ -73,7 +73,11 @@ def test_ctas(rows: int, groups: int, outputs: int) -> None:
 
 def test_no_kernel_is_idle() -> None:
     gemms = {
-        gemm for config in MODELS.values() for gemm in select.layer_gemms(config, 1) if gemm[:2] == ("e4m3", "bf16")
+        gemm
+        for config in MODELS.values()
+        for tp in (1, 8)
+        for gemm in select.layer_gemms(config, tp)
+        if gemm[:2] == ("e4m3", "bf16")
     }
     chosen = {
         select.many_rows("bf16", rows, groups, outputs, k // 128)[0]

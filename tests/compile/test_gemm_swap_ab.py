@@ -10,6 +10,7 @@ from cute_kernels.models import MODELS
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.linear import launch as calls
+from cute_kernels.linear import select
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from tests.compile.reports import compile_report
 
@@ -30,3 +31,16 @@ def test_weights_are_asked_for_before_the_kernel_ahead_has_ended(key: SwapAbKey)
     ptx = compile_report(key).ptx
     first_copy, wait = ptx.index("cp.async.bulk.tensor"), ptx.index("griddepcontrol.wait")
     assert ptx.index("griddepcontrol.launch_dependents") < first_copy < wait
+
+
+def test_few_rows_with_k_whole() -> None:
+    for rows, clusters in ((1, 128), (16, 128)):
+        assert select.swap_ab_whole("bf16", rows, 8, 1024) == (
+            SwapAbKey(select.HOPPER, "e4m3", "bf16", max(8, rows), 1, False),
+            clusters,
+        )
+    assert {select.swap_ab_whole("bf16", rows, 16, 1024)[0] for rows in range(1, 17)} == set(  # type: ignore[index]
+        select.swap_ab_whole_keys("bf16")
+    )
+    for rows, groups in ((17, 16), (1, 1)):
+        assert select.swap_ab_whole("bf16", rows, groups, 1024) is None
