@@ -68,7 +68,8 @@ def test_plans_make_calls(made: Drawn) -> None:
         assert drawn.difference(op, call, after(op, call)) == ""
         before = examples[plan.example % len(examples)]
         for argument, now, was in zip(op.overload._schema.arguments, call.args, before.args, strict=True):
-            assert not drawn.is_packed(argument.name, was) or now.shape[1:] == was.shape[1:]
+            if now is not None and drawn.is_packed(argument.name, was):
+                assert now.shape[1:] == was.shape[1:]
         changed += not same(call, before)
     assert changed > 0
 

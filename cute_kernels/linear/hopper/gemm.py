@@ -102,6 +102,7 @@ class GemmKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "linear.hopper.gemm"
+    tuning: ClassVar[tuple[str, ...]] = ("stages", "depth", "lag", "staged")
     operands: str = "e4m3"
     output: str = "bf16"
     rows: int = 256
