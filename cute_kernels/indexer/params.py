@@ -147,12 +147,11 @@ LAST_OF_GROUP = 1
 
 
 class WorkTile(NamedTuple):
-    """What a CTA takes of a group: its own number among those of the CTA, the group's number, its request and first
-    row, the first key, the end of the group's keys, and how many tiles of `keys` keys there are; of those a consumer
-    takes number `own` and every `step`th after it.
+    """What a CTA takes of a group: the group's number, its request and first row, the first key, the end of the group's
+    keys, and how many tiles of `keys` keys there are; of those a consumer takes number `own` and every `step`th after
+    it.
     """
 
-    number: Any
     group: Any
     request: Any
     first_row: Any
@@ -243,16 +242,15 @@ class TileScheduler:
         return cta * each + cutlass.min(cta, rest), each + (Int32(1) if cta < rest else Int32(0))
 
     @cute.jit
-    def for_each(self, consumer: Any, step: cutlass.Constexpr, work: cutlass.Constexpr, state: Any) -> tuple[Any, Any]:
-        """state = work(work_tile, state) for all work tiles of which consumer number `consumer` of `step` has tiles.
-        Returns it, and how many work tiles the CTA has."""
+    def for_each(self, consumer: Any, step: cutlass.Constexpr, work: cutlass.Constexpr, state: Any) -> Any:
+        """state = work(work_tile, state) for all work tiles of which consumer number `consumer` of `step` has tiles."""
         lane = cute.arch.lane_idx()
         base, skipped, remaining = Int32(0), Int32(0), Int32(0)
         is_counted = self.groups.total() > WARP
         if is_counted:
             chunk, skipped, remaining = self.share()
             base = chunk * self.chunk_width() * WARP
-        done, taken, goes_on = Int32(0), Int32(0), is_counted | True
+        done, goes_on = Int32(0), is_counted | True
         while goes_on:
             low, high, tiles = self.windows.span(self.groups, base + lane, self.rows, self.paged, self.keys)
             until = self.sum_up_to_lane(tiles)
@@ -272,17 +270,16 @@ class TileScheduler:
                         first_key = cute.arch.shuffle_sync(low, number) + skipped * self.keys
                         stop = cute.arch.shuffle_sync(high, number)
                         work_tile = WorkTile(
-                            taken, base + number, request, first_row, first_key, stop, count, own, step, self.keys
+                            base + number, request, first_row, first_key, stop, count, own, step, self.keys
                         )
                         state = work(work_tile, state)
                     done += count
-                    taken += Int32(1) if count > 0 else Int32(0)
                     remaining -= count
                     skipped = Int32(0)
                     number += 1
             base += WARP
             goes_on = remaining > 0
-        return state, taken
+        return state
 
     @cute.jit
     def sum_up_to_lane(self, number: Any) -> Any:

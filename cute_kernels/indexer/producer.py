@@ -3,8 +3,8 @@
 
 One warp goes through the CTA's share (params.TileScheduler). For every tile of keys it fills a stage of the ring of
 keys: codes, scales and a header; for every group a stage of the ring of queries: codes, weights and windows. On Hopper
-every consumer warpgroup, or team of them, has a producer warp of its own, which brings its tiles; queries that all
-share come by one more warp. Codes come by TMA, what is not aligned for it by cp.async.
+every consumer warpgroup has a producer warp of its own, which brings its tiles. Codes come by TMA, what is not aligned
+for it by cp.async.
 
 Keys lie in pages, one after the other, a page's scales behind them or elsewhere. Contiguous keys are those of a single
 page.
@@ -42,8 +42,7 @@ QUERY_STAGES = 2
 
 HEADER = 4
 """int32 that say what a stage holds: the group, or END where a consumer has no more tiles; the first key, a multiple of
-the tile, plus LAST_OF_GROUP; which TMA boxes of keys exist, a bit each; where consumers share queries, the number of
-the CTA's work tile, or how many there are."""
+the tile, plus LAST_OF_GROUP; which TMA boxes of keys exist, a bit each; nothing."""
 
 END = -1
 
@@ -58,7 +57,6 @@ class KeyTile(NamedTuple):
     group: Any
     tagged_key: Any
     boxes: Any
-    turn: Any = None
 
     @property
     def first_key(self) -> Any:
@@ -69,8 +67,8 @@ class KeyTile(NamedTuple):
 def wait_key_tile(ring: barriers.Ring, headers: Any, stage: Any, phase: Any) -> KeyTile:
     """What comes in a stage, when it is there. By a consumer."""
     ring.wait_full(stage, phase)
-    group, tagged_key, boxes, turn = ptx.load_shared_128(headers + stage * (HEADER * 4))
-    return KeyTile(stage, cute.arch.make_warp_uniform(group), tagged_key, boxes, turn)
+    group, tagged_key, boxes, _ = ptx.load_shared_128(headers + stage * (HEADER * 4))
+    return KeyTile(stage, cute.arch.make_warp_uniform(group), tagged_key, boxes)
 
 
 @cute.jit
@@ -86,10 +84,10 @@ def release(bars: Any, tile: KeyTile, query_stage: Any, lane: Any) -> None:
 
 @cute.jit
 def advance(stage: Any, phase: Any, config: cutlass.Constexpr) -> Any:
-    """To the next stage of the same producer warp. Their number divides that of the stages."""
-    following = stage + config.producers
-    is_end = following >= config.stages
-    return (following - config.stages if is_end else following), (phase ^ 1 if is_end else phase)
+    """To the next stage of the same producer warp."""
+    for _ in range_constexpr(config.producers):
+        stage, phase = barriers.advance(stage, phase, config.stages)
+    return stage, phase
 
 
 def code_rows(address: Any, row_bytes: int, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> Any:
@@ -123,8 +121,7 @@ class QueryCopy(NamedTuple):
 class Producer:
     """A producer warp.
 
-    config           rows, heads, columns, keys (of a tile), box, boxes, row_bytes, stages, producers, query_stages,
-                     shares_queries, q_scale_words
+    config           rows, heads, columns, keys (of a tile), box, boxes, row_bytes, stages, producers, q_scale_words
     smem             headers, scales, weights, windows and, with q_scales, q_scales
     bars             keys and queries: rings
     weights          address, stride of rows in bytes
@@ -149,15 +146,14 @@ class Producer:
 
     @cute.jit
     def run(self, consumer: Any) -> None:
-        """Bring what consumer number `consumer` of the CTA uses: keys, and queries that are its own. By one warp."""
+        """Bring all that consumer number `consumer` of the CTA uses. By one warp."""
         lane = cute.arch.lane_idx()
 
         def bring(work_tile: WorkTile, state: Any) -> Any:
             stage, phase, turn = state
             pages, boxes = self.load_pages(work_tile, Int32(0))
-            if not self.config.shares_queries:
-                query_stage, use = consumer * QUERY_STAGES + turn % QUERY_STAGES, turn // QUERY_STAGES & 1
-                self.copy_queries_async(work_tile, query_stage, use)
+            query_stage, use = consumer * QUERY_STAGES + turn % QUERY_STAGES, turn // QUERY_STAGES & 1
+            self.copy_queries_async(work_tile, query_stage, use)
             if self.paged:
                 stage, phase = self.copy_pages_async(work_tile, pages, boxes, stage, phase)
             else:
@@ -165,32 +161,19 @@ class Producer:
             return stage, phase, turn + 1
 
         start = consumer, Int32(0), Int32(0)
-        (stage, phase, _), count = self.scheduler.for_each(consumer, self.config.producers, bring, start)
+        stage, phase, _ = self.scheduler.for_each(consumer, self.config.producers, bring, start)
         self.bars.keys.wait_empty(stage, phase)
         if lane == 0:
-            self.publish_header(stage, END, 0, 0, count, 0)
+            self.publish_header(stage, END, 0, 0, 0)
         if const_expr(not self.paged):
             cute.arch.cp_async_mbarrier_arrive_noinc(self.bars.keys.full(stage))
         # no lane ends with copies under way
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
 
-    @cute.jit
-    def run_queries(self) -> None:
-        """Bring the queries that all consumers of the CTA share. By one warp."""
-
-        def bring(work_tile: WorkTile, state: Any) -> Any:
-            self.copy_queries_async(work_tile, *state)
-            return barriers.advance(*state, self.config.query_stages)
-
-        self.scheduler.for_each(Int32(0), 1, bring, (Int32(0), Int32(0)))
-        # no lane ends with copies under way
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-
-    def publish_header(self, stage: Any, group: Any, tagged_key: Any, boxes: Any, turn: Any, size: Any) -> None:
+    def publish_header(self, stage: Any, group: Any, tagged_key: Any, boxes: Any, size: Any) -> None:
         """Write a stage's header and arrive, with so many bytes to come. By one thread."""
-        header = [Int32(group), Int32(tagged_key), Int32(boxes), Int32(turn if self.config.shares_queries else 0)]
+        header = [Int32(group), Int32(tagged_key), Int32(boxes), Int32(0)]
         full = self.bars.keys.full(stage)
         ptx.store_shared_128(self.smem.headers + stage * (HEADER * 4), header)
         cute.arch.mbarrier_arrive_and_expect_tx(full, size)
@@ -257,7 +240,7 @@ class Producer:
             full = ring.full(stage)
             if lane == 0:
                 size = config.keys * config.row_bytes
-                self.publish_header(stage, work_tile.group, work_tile.tagged_key(tile), 1, work_tile.number, size)
+                self.publish_header(stage, work_tile.group, work_tile.tagged_key(tile), 1, size)
                 ptx.copy_bulk_3d(target + stage * size, copy, (0, key, 0), full.toint())
             place = self.smem.scales + (stage * config.keys + lane) * 4
             for i in range_constexpr(0, config.keys, WARP):
@@ -291,8 +274,7 @@ class Producer:
                     mask = are_there >> lead & ((1 << config.boxes) - 1)
                     ring.wait_empty(stage, phase)
                     size = cute.arch.popc(mask) * (config.box * (config.row_bytes + 4))
-                    tagged_key = work_tile.tagged_key(tile)
-                    self.publish_header(stage, work_tile.group, tagged_key, mask, work_tile.number, size)
+                    self.publish_header(stage, work_tile.group, work_tile.tagged_key(tile), mask, size)
                 for j in range_constexpr(config.boxes):
                     page, box = (cute.arch.shuffle_sync(held, lead + j) for held in (pages, boxes))
                     if (lane == 0) & (page >= 0):

@@ -60,9 +60,7 @@ def own_key(arch: str, heads: int, rows: int, paged: bool, page_rows: int = KEY_
     if arch in BLACKWELL:
         return BlackwellLogitsKey(arch, heads, rows, paged, mxfp4)
     box = SMALL_BOX if page_rows % KEY_TILE else KEY_TILE
-    if mxfp4:
-        return Mxfp4LogitsKey(arch, heads, rows, paged, box)
-    return LogitsKey(arch, heads, rows if rows < 3 else most, paged, box)
+    return (Mxfp4LogitsKey if mxfp4 else LogitsKey)(arch, heads, rows, paged, box)
 
 
 @cache
@@ -104,8 +102,7 @@ def deployment_keys(config: ModelConfig, arch: str, paged: bool) -> list[KernelK
     own: list[KernelKey] = []
     if has_own(arch, heads):
         formats = [(mxfp4, most_rows(arch, heads, mxfp4) if paged else 1) for mxfp4 in (False, True)]
-        keys = (own_key(arch, heads, row + 1, paged, mxfp4=mxfp4) for mxfp4, rows in formats for row in range(rows))
-        own = list(dict.fromkeys(keys))
+        own = [own_key(arch, heads, row + 1, paged, mxfp4=mxfp4) for mxfp4, rows in formats for row in range(rows)]
     if own and arch == HOPPER:
         return own
     sizes = ROWS if paged else ROWS[-1:]

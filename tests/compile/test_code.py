@@ -27,7 +27,7 @@ from cute_kernels.indexer import gather as index_gather
 from cute_kernels.indexer import launch as scores
 from cute_kernels.indexer import query
 from cute_kernels.indexer import select as select_scores
-from cute_kernels.indexer.hopper.logits import LogitsKey
+from cute_kernels.indexer.hopper.logits import MANY_COLUMNS, LogitsKey
 from cute_kernels.indexer.hopper.logits_mxfp4 import HALVES
 from cute_kernels.indexer.mma_sync.logits import STEP, PortableLogitsKey
 from cute_kernels.indices.c128a import EntriesKey
@@ -417,15 +417,16 @@ def gathers_of_index_keys() -> Iterator[Row]:
 
 
 def hoppers_scores() -> Iterator[Row]:
-    """MXFP4 keys are multiplied in halves of a tile, contiguous ones copied as a whole."""
+    """With two accumulators there are two rounds of both."""
     config = MODELS["v4-flash"]
     deployed = [*scores.logits_keys(config, 1, HOPPER), *scores.paged_logits_keys(config, 1, HOPPER)]
     keys = [key for key in deployed if type(key) is LogitsKey]
     shapes = [(16, 4, False, 64), (48, 4, False, 64), (48, 3, True, 64), (32, 1, True, 8), (48, 4, True, 8)]
     keys += [select_scores.own_key(HOPPER, *shape) for shape in (*shapes, (64, 4, True, 8))]
     for key in keys:
-        ptx = {r"\bwgmma\.mma_async\.": 4, r"\bsetmaxnreg\.": 2 * bool(key.config.shape.registers)}
-        yield Row(key, of_threads(key.config.threads), ptx | copies(key.rows + (key.config.boxes if key.paged else 1)))
+        count = {1: 4, 2: 16}[key.config.accumulators]
+        ptx = {r"\bwgmma\.mma_async\.": count, r"\bsetmaxnreg\.": 2 * (key.config.columns >= MANY_COLUMNS)}
+        yield Row(key, of_threads(key.config.threads), ptx | copies(key.rows + key.config.boxes))
     for shape in ((64, 1, True, 64), (64, 4, False, 64), (48, 2, True, 8)):
         key = select_scores.own_key(HOPPER, *shape, mxfp4=True)
         ptx = {r"\bwgmma\.mma_async\.": 4 * HALVES, r"\bsetmaxnreg\.": 2 * bool(key.config.registers)}

@@ -14,7 +14,13 @@ from cute_kernels.runtime.arch import SMEM_BYTES
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer import launch, select
-from cute_kernels.indexer.hopper.logits import SHAPES, LogitsConfig, LogitsKey
+from cute_kernels.indexer.hopper.logits import (
+    MANY_COLUMNS,
+    REGISTERS,
+    REGISTERS_BESIDE_MORE,
+    LogitsConfig,
+    LogitsKey,
+)
 from tests.compile.reports import compile_report
 
 
@@ -27,12 +33,12 @@ def deployed(model: Any, tp: int = 1) -> list[LogitsKey]:
 KEYS = deployed(MODELS["v4-flash"])
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key.config.shape.registers], ids=str)
+@pytest.mark.parametrize("key", [key for key in KEYS if key.config.columns >= MANY_COLUMNS], ids=str)
 def test_no_warpgroup_waits_for_registers_that_nobody_gives_back(key: LogitsKey) -> None:
-    (beside, of_scores), warpgroups = key.config.shape.registers, key.config.threads // 128
-    more = warpgroups - key.config.warpgroups
-    assert beside * more + key.config.warpgroups * of_scores <= warpgroups * compile_report(key).registers
-    assert beside % 8 == of_scores % 8 == 0
+    assert key.config.threads == 384
+    for beside, of_scores in (REGISTERS, REGISTERS_BESIDE_MORE):
+        assert beside + key.config.warpgroups * of_scores <= 3 * compile_report(key).registers
+        assert beside % 8 == of_scores % 8 == 0
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
@@ -41,23 +47,29 @@ def test_products_and_sums(key: LogitsKey) -> None:
     report = compile_report(key)
     if report.sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    assert re.findall(r"QGMMA|WARPGROUP\.DEPBAR", report.sass) == ["QGMMA"] * 4 + ["WARPGROUP.DEPBAR"]
-    of_a_thread = key.config.part_columns // 2
-    rows = key.rows // key.config.parts
-    assert len(re.findall(r"\bFMNMX\.NAN", report.sass)) == of_a_thread
-    assert len(re.findall(r"\bFFMA\b", report.sass)) == of_a_thread - 2 * rows
+    order = re.findall(r"QGMMA|WARPGROUP\.DEPBAR", report.sass)
+    wait, product = ["WARPGROUP.DEPBAR"], ["QGMMA"] * 4
+    if key.config.accumulators == 1:
+        assert order == product + wait
+    else:
+        last, one_more = wait * 2, wait + product
+        assert order == product * 2 + last + one_more * 2 + wait * 2
+    rounds = 3 if key.config.accumulators == 2 else 1
+    of_a_thread = key.config.columns // 2
+    assert len(re.findall(r"\bFMNMX\.NAN", report.sass)) == rounds * of_a_thread
+    assert len(re.findall(r"\bFFMA\b", report.sass)) == rounds * (of_a_thread - 2 * key.rows)
 
 
-@pytest.mark.parametrize("rows", SHAPES)
+@pytest.mark.parametrize("rows", range(1, 5))
 @pytest.mark.parametrize("heads", [16, 32, 48, 64])
 @pytest.mark.parametrize("box", [8, 64])
 def test_shared_memory(heads: int, rows: int, box: int) -> None:
     config = LogitsConfig(heads, rows, box)
     assert config.smem_bytes <= SMEM_BYTES["sm_90a"]
-    # a stage must always be of the same team: nobody waits for the others' barriers
-    assert config.stages % config.producers == 0
-    assert config.stages * config.keys >= 512
-    assert config.part_columns <= 256
+    # a stage must always be of the same warpgroup: nobody waits for the others' barriers
+    assert config.stages % config.warpgroups == 0
+    assert config.stages >= 8
+    assert config.columns <= 256
     assert config.warps_beside + 4 * config.warpgroups <= config.threads // 32
 
 
@@ -71,4 +83,4 @@ def test_deployments(model: str, tp: int) -> None:
 def test_groups_of_rows() -> None:
     assert [select.rows_of_group(n, 4) for n in range(1, 14)] == [1, 2, 3, 4, 3, 3, 4, 4, 3, 4, 4, 4, 4]
     deployed = {key.rows for key in KEYS if key.paged}
-    assert {select.own_key("sm_90a", 64, n, True).rows for n in range(1, 300)} == deployed == set(SHAPES)
+    assert {select.rows_of_group(n, 4) for n in range(1, 300)} == deployed

@@ -122,7 +122,6 @@ class BlackwellConfig:
 
     keys: ClassVar[int] = KEY_TILE
     producers: ClassVar[int] = 1
-    shares_queries: ClassVar[bool] = False
     warpgroups: ClassVar[int] = CONSUMERS
     warps_beside: ClassVar[int] = 4
     query_stages: ClassVar[int] = QUERY_STAGES

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Epilogue of Hopper's score kernels: heads added up in registers, scores stored.
 
-A warpgroup's products are [64 keys, heads of its rows]: a part of the group's rows, or all. A thread holds two keys
-and, of every 8 heads, two neighbouring ones, for all these rows: it adds its heads of a row, four lanes exchange what
-they have, and each is left with one key and every second row. The order of these sums is the same in every kernel here.
+The products of a tile are [64 keys, heads of a group's rows]. A thread holds two keys and, of every 8 heads, two
+neighbouring ones, for all rows of the group: it adds its heads of a row, four lanes exchange what they have, and each
+is left with one key and every second row. The order of these sums is the same in every kernel here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
@@ -20,9 +21,9 @@ from cute_kernels.indexer.producer import KeyTile
 
 
 class RowState(NamedTuple):
-    """What a thread has of its part of a group's rows, in rmem tensors.
+    """What a thread has of a group's rows, in rmem tensors.
 
-    weights         of its heads, all these rows
+    weights         of its heads, all rows
     firsts, stops   keys that every second row sees
     targets         addresses of these rows' scores of key 0
     """
@@ -43,9 +44,8 @@ class RowState(NamedTuple):
 class Epilogue:
     """The epilogue of one thread.
 
-    own    which of 64 keys is its
-    out    address of the scores; out_stride in bytes
-    part   which of the config's parts of a group's rows is its
+    own   which of a tile's keys is its
+    out   address of the scores; out_stride in bytes
     """
 
     config: Any
@@ -57,41 +57,34 @@ class Epilogue:
     out_stride: Any
     lane: Any
     own: Any
-    part: Any
 
     @property
     def rows(self) -> int:
-        """Of a part."""
-        return int(self.config.rows // self.config.parts)
-
-    @property
-    def columns(self) -> int:
-        """Of a part."""
-        return int(self.config.columns // self.config.parts)
+        """Of an accumulator."""
+        return int(self.config.rows // self.config.accumulators)
 
     @property
     def held(self) -> int:
-        """Rows whose scores the thread stores."""
+        """Rows of an accumulator whose scores the thread stores."""
         return -(-self.rows // 2)
 
     def allocate(self) -> RowState:
-        return RowState.allocate(self.columns // 4, self.held)
+        return RowState.allocate(self.config.columns // 4, self.held * self.config.accumulators)
 
     @cute.jit
     def load_rows(self, state: RowState, group: Any, query_stage: Any) -> None:
-        """What belongs to the part's rows of a group: a thread's heads of all of them, of every 8 the two of its
-        products' columns; of every second row which keys it sees and where its scores go."""
+        """What belongs to a group's rows: a thread's heads of all of them, of every 8 the two of its products' columns;
+        of every second row which keys it sees and where its scores go."""
         config, smem, windows, groups = self.config, self.smem, self.windows, self.groups
         weights, firsts, stops, targets = state
-        source = smem.weights + (query_stage * config.parts + self.part) * (self.columns * 4)
-        for eight in range_constexpr(self.columns // 8):
+        source = smem.weights + query_stage * (config.columns * 4)
+        for eight in range_constexpr(config.columns // 8):
             pair = ptx.load_shared_f32x2(source + (eight * 8 + self.lane % 4 * 2) * 4)
             weights[2 * eight], weights[2 * eight + 1] = pair
         request, first_row = groups.coords(group, config.rows)
-        for i in range_constexpr(self.held):
-            part_row = 2 * i + (self.lane & 1)
-            row = self.part * self.rows + part_row
-            is_row = (part_row < self.rows) & (first_row + row < groups.count)
+        for i in range_constexpr(self.held * config.accumulators):
+            row = 2 * i + (self.lane & 1)
+            is_row = (row < config.rows) & (first_row + row < groups.count)
             place = smem.windows + (query_stage * 2 * config.rows + (row if is_row else Int32(0))) * 4
             start = Int32(0)
             if const_expr(not self.paged):
@@ -103,38 +96,51 @@ class Epilogue:
             targets[i] = self.out + number * self.out_stride - Int64(shift) * 4
 
     @cute.jit
-    def store(
-        self, sums: Any, state: RowState, tile: KeyTile, scale: Any, is_wanted: Any = None, half: Any = 0
+    def store_products(
+        self, index: cutlass.Constexpr, products: cute.Tensor, state: RowState, tile: KeyTile, scale: Any
     ) -> None:
-        """Write the scores of the rows and the key that the thread has, in a half of the tile, if they are wanted."""
-        _, firsts, stops, targets = state
-        key = tile.first_key + half * KEY_TILE + self.own
-        box = half * (KEY_TILE // self.config.box)
-        if const_expr(self.config.box < KEY_TILE):
-            box = box + (self.own >> self.config.box.bit_length() - 1)
-        for i in range_constexpr(self.held):
-            score = sums[i] * scale
-            if const_expr(self.paged):
-                is_there = tile.boxes & (1 << box) != 0
-                score = score if is_there else Float32(-Float32.inf)
-            is_seen = key < stops[i]
-            if const_expr(not self.paged):
-                is_seen = is_seen & (key >= firsts[i])
-            if const_expr(is_wanted is not None):
-                is_seen = is_seen & is_wanted[i]
-            ptx.store_global_f32(targets[i] + Int64(key) * 4, score, is_seen)
+        """Add up accumulator `index` of a tile and store its scores."""
+        self.store(index, self.add_heads(index, products, state.weights), state, tile, scale)
 
     @cute.jit
-    def add_heads(self, products: cute.Tensor, weights: cute.Tensor) -> Any:
-        """Sums over heads: of rows lane % 2, lane % 2 + 2, ... of the part, for the thread's key."""
+    def store(
+        self,
+        index: cutlass.Constexpr,
+        sums: Any,
+        state: RowState,
+        tile: KeyTile,
+        scale: Any,
+        is_wanted: Any = None,
+        half: Any = 0,
+    ) -> None:
+        """Write the scores of an accumulator's rows that the thread has, of a half of a tile of 128 keys if it is one,
+        if they are wanted."""
+        _, firsts, stops, targets = state
+        own = self.own + half * KEY_TILE
+        key = tile.first_key + own
+        for i in range_constexpr(len(sums)):
+            row = index * self.held + i
+            score = sums[i] * scale
+            if const_expr(self.paged):
+                is_there = tile.boxes & (1 << (own // self.config.box)) != 0
+                score = score if is_there else Float32(-Float32.inf)
+            is_seen = (key >= firsts[row]) & (key < stops[row])
+            if const_expr(is_wanted is not None):
+                is_seen = is_seen & is_wanted[i]
+            ptx.store_global_f32(targets[row] + Int64(key) * 4, score, is_seen)
+
+    @cute.jit
+    def add_heads(self, index: cutlass.Constexpr, products: cute.Tensor, weights: cute.Tensor) -> Any:
+        """Sums over heads: of rows lane % 2, lane % 2 + 2, ... of accumulator `index`, for the thread's key."""
         eights = self.config.heads // 8
+        first = index * (self.rows * 2 * eights)
         sums = [[Float32(0.0)] * 2 for _ in range(self.rows)]
         for i in range_constexpr(2 * eights):
             for row in range_constexpr(self.rows):
                 column = row * eights + i // 2
                 for half in range_constexpr(2):
                     product = ptx.relu(products[column * 4 + half * 2 + i % 2])
-                    weight = weights[row * 2 * eights + i]
+                    weight = weights[first + row * 2 * eights + i]
                     if const_expr(i == 0):
                         sums[row][half] = ptx.mul_rn(product, weight)
                     else:

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 scores on Hopper (mqa_logits, paged_mqa_logits): e4m3 products by wgmma, heads summed in registers.
 
-    warps 0 ..     4 consumer warpgroups in 2 or 4 teams: wgmma, epilogue; each team has every second (fourth) tile of
-                   the CTA, and the two warpgroups of a team share the tile: 64 of its keys each, or half of the rows
-    then 2 or 4    producer warps, one for each team: keys (producer.py)
-    then 1         query warp: queries of all teams (producer.py)
+    warps 0 ..     2 to 4 consumer warpgroups: wgmma, epilogue; each has every second (third, fourth) tile of the CTA
+    then 2 to 4    producer warps, one for each consumer warpgroup (producer.py)
     then 1         fill warp: writes -inf where a row sees no key, if that is wanted (params.Fill)
 
-    keys      gmem --TMA--> ring of keys [stages][keys, 128 bytes] --------------+
+    keys      gmem --TMA--> ring of keys [stages][64 keys, 128 bytes] -----------+
                                                                                  +--wgmma--> [64 keys, columns] in fp32
     queries   gmem --TMA--> ring of queries [query stages][columns, 128 bytes] --+              | relu, weights, sums
     scales    gmem ----> ring of keys                                                           v
     weights   gmem ----> ring of queries                               scores, one key and every second row a lane
 
-A warpgroup's columns are the heads of its rows. It multiplies, waits, adds up, and only then turns to the next tile:
-other warpgroups keep the tensor cores busy meanwhile.
+A tile is 64 keys; its columns are the heads of a group's rows. Products of four rows are in two accumulators. While the
+tensor cores multiply one, the threads add up the other, from tile to tile; but products that are under way must not
+cross the end of a loop (see dsl.wgmma), so a round of the mainloop takes two tiles.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Int32, Int64, const_expr
+from cutlass import Float8E4M3FN, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -58,31 +56,17 @@ from cute_kernels.indexer.producer import (
 )
 from cute_kernels.runtime.compile import KernelKey
 
+STAGES = {1: 12, 2: 8, 3: 8, 4: 8}
+"""Of the ring of keys, by the rows of a group, or a few more, so that a stage is always of the same warpgroup. Why so
+many: perf/notes/logits.md."""
 
-class Shape(NamedTuple):
-    """How the warpgroups of a CTA share its work.
+MANY_COLUMNS = 192
+"""Of products, from which on a thread needs more registers than its share of a multiprocessor's."""
 
-    teams       take the CTA's tiles in turns
-    halves      of a tile of 128 keys, one for each warpgroup of a team; 1: the tile has 64 keys
-    parts       of the group's rows, one for each warpgroup of a team
-    stages      of the ring of keys
-    registers   per thread, of producer, query and fill warps and of consumers, where they have different ones: together
-                they have what they were launched with, or a warpgroup waits for ever
-    """
-
-    teams: int
-    halves: int
-    parts: int
-    stages: int
-    registers: tuple[int, ...] = ()
-
-
-SHAPES = {
-    1: Shape(4, 1, 1, 12),
-    2: Shape(2, 2, 1, 6, (64, 104)),
-    4: Shape(2, 1, 2, 8, (64, 104)),
-}
-"""By the rows of a group: three take the kernel of four. Why so: perf/notes/logits.md."""
+REGISTERS, REGISTERS_BESIDE_MORE = (40, 232), (56, 224)
+"""Per thread where there are MANY_COLUMNS, of producer and fill warps and of consumers; the second pair where the
+former have more to do: small boxes, and heads that are no power of two. Three warpgroups may have no more together than
+they are launched with, 3 x 168, or one of them waits for ever."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +78,8 @@ class LogitsConfig:
     rows: int
     box: int
 
+    keys: ClassVar[int] = KEY_TILE
     row_bytes: ClassVar[int] = INDEX_DIM
-    shares_queries: ClassVar[bool] = True
-    query_stages: ClassVar[int] = QUERY_STAGES
-
-    @property
-    def shape(self) -> Shape:
-        return SHAPES[self.rows]
-
-    @property
-    def keys(self) -> int:
-        """Of a tile."""
-        return KEY_TILE * self.shape.halves
 
     @property
     def columns(self) -> int:
@@ -113,38 +87,34 @@ class LogitsConfig:
         return self.heads * self.rows
 
     @property
-    def parts(self) -> int:
-        """Of a group's rows."""
-        return self.shape.parts
-
-    @property
-    def part_columns(self) -> int:
-        """Of a warpgroup's products."""
-        return self.columns // self.parts
-
-    @property
-    def team_warpgroups(self) -> int:
-        return self.shape.halves * self.shape.parts
+    def accumulators(self) -> int:
+        """That a tile's products are in, so that one is multiplied while the other is added up."""
+        return 2 if self.rows == 4 else 1
 
     @property
     def warpgroups(self) -> int:
-        """Of consumers."""
-        return self.shape.teams * self.team_warpgroups
+        """Of consumers: as many as there are registers for."""
+        return {1: 4, 2: 3}.get(self.rows, 2)
 
     @property
     def producers(self) -> int:
-        """Warps, one for each team."""
-        return self.shape.teams
+        """Warps, one for each consumer warpgroup."""
+        return self.warpgroups
 
     @property
     def stages(self) -> int:
-        """Of the ring of keys. A stage is always of the same team."""
-        return self.shape.stages
+        """Of the ring of keys."""
+        return round_up(STAGES[self.rows], self.warpgroups)
+
+    @property
+    def query_stages(self) -> int:
+        """Of all warpgroups."""
+        return self.warpgroups * QUERY_STAGES
 
     @property
     def warps_beside(self) -> int:
-        """Producer warps, the query warp and the fill warp."""
-        return self.producers + 2
+        """Producer warps and the fill warp."""
+        return self.producers + 1
 
     @property
     def threads(self) -> int:
@@ -173,7 +143,7 @@ class LogitsConfig:
     def smem_bytes(self) -> int:
         small = (self.stages + self.query_stages) * barriers.BYTES_PER_STAGE
         small += sum(round_up(count * 4, 16) for count in self.words.values())
-        return round_up(small, 1024) + (self.stages * self.keys + self.query_stages * self.columns) * INDEX_DIM
+        return round_up(small, 1024) + (self.stages * KEY_TILE + self.query_stages * self.columns) * INDEX_DIM
 
 
 class Smem(NamedTuple):
@@ -201,72 +171,91 @@ class Bars:
 class Consumer:
     """A consumer warpgroup's mainloop.
 
-    team, half   the warpgroup's, and which 64 keys of a tile are its; the epilogue knows its part of the rows
-    mma          the product, and the one that adds
-    k, q         addresses of the stages
-    k_layout     [64 keys, 128, 1]
-    q_layout     [columns of a part, 128, 1]
+    mma   the product of an accumulator, and the one that adds
+    k     [64 keys, 128, stages]
+    q     [columns of an accumulator, 128, accumulators of all query stages]
     """
 
     config: LogitsConfig
-    team: Any
-    half: Any
+    warpgroup: Any
     bars: Bars
     smem: Smem
     epilogue: Epilogue
     mma: tuple[Any, Any]
     k: Any
     q: Any
-    k_layout: Any
-    q_layout: Any
 
     @cute.jit
     def run(self) -> None:
-        """Score the team's tiles."""
-        config, bars, epilogue = self.config, self.bars, self.epilogue
-        products = wgmma.accumulators(self.mma[0], KEY_TILE, config.part_columns)
+        """Score the warpgroup's tiles."""
+        config, bars, epilogue, mma, k, q = self.config, self.bars, self.epilogue, self.mma, self.k, self.q
+        lane = epilogue.lane
+        columns = config.columns // config.accumulators
+        products = [wgmma.accumulators(mma[0], KEY_TILE, columns) for _ in range(config.accumulators)]
         rows: RowState = epilogue.allocate()
-        stage, phase, turn, query_stage, queries = self.team, Int32(0), Int32(-1), Int32(0), Int32(0)
-        tile = wait_key_tile(bars.keys, self.smem.headers, stage, phase)
-        while tile.group >= 0:
-            if tile.turn != turn:
-                turn = self.skip_queries(turn + 1, tile.turn)
-                query_stage = self.wait_queries(turn)
-                queries = self.q + (query_stage * config.parts + epilogue.part) * (config.part_columns * INDEX_DIM)
-                epilogue.load_rows(rows, tile.group, query_stage)
-            half = stage * config.shape.halves + self.half
-            k = wgmma.uniform_tile(self.k + half * (KEY_TILE * INDEX_DIM), self.k_layout, Float8E4M3FN)
-            q = wgmma.uniform_tile(queries, self.q_layout, Float8E4M3FN)
-            wgmma.multiply(*self.mma, products, 0, k, q, 0)
-            wgmma.wait(0)
-            sums = epilogue.add_heads(products, rows.weights)
-            scale = ptx.load_shared_f32(self.smem.scales + (half * KEY_TILE + epilogue.own) * 4)
-            if const_expr(config.box < KEY_TILE):
-                # takes no register beside the products
-                boxes = ptx.load_shared_s32(self.smem.headers + stage * (HEADER * 4) + 8)
-                epilogue.store(sums, rows, tile._replace(boxes=boxes), scale, half=self.half)
-            else:
-                epilogue.store(sums, rows, tile, scale, half=self.half)
-            release(bars, tile, query_stage, epilogue.lane)
-            stage, phase = advance(stage, phase, config)
+        stage, phase, group, turn = self.warpgroup, Int32(0), Int32(-1), Int32(-1)
+        is_running = Int32(1)
+        while is_running != 0:
             tile = wait_key_tile(bars.keys, self.smem.headers, stage, phase)
-        self.skip_queries(turn + 1, tile.turn)
+            if tile.group < 0:
+                is_running = Int32(0)
+            else:
+                if tile.group != group:
+                    group, turn = tile.group, turn + 1
+                    self.epilogue.load_rows(rows, tile.group, self.wait_queries(turn))
+                query_stage = self.query_stage(turn)
+                if const_expr(config.accumulators == 1):
+                    scale = self.load_scale(stage)
+                    wgmma.multiply(*mma, products[0], 0, k, q, stage, query_stage)
+                    wgmma.wait(0)
+                    self.epilogue.store_products(0, products[0], rows, tile, scale)
+                    release(bars, tile, query_stage, lane)
+                    stage, phase = advance(stage, phase, config)
+                else:
+                    scale = self.load_scale(stage)
+                    for i in range_constexpr(2):
+                        wgmma.multiply(*mma, products[i], 0, k, q, stage, query_stage * 2 + i)
+                    stage, phase = advance(stage, phase, config)
+                    after = wait_key_tile(bars.keys, self.smem.headers, stage, phase)
+                    if after.group < 0:
+                        is_running = Int32(0)
+                        for i in range_constexpr(2):
+                            wgmma.wait(1 - i)
+                            self.epilogue.store_products(i, products[i], rows, tile, scale)
+                        release(bars, tile, query_stage, lane)
+                    else:
+                        is_new = after.group != group
+                        if is_new:
+                            turn += 1
+                            self.wait_queries(turn)
+                        next_query_stage = self.query_stage(turn)
+                        next_scale = self.load_scale(stage)
+                        for i in range_constexpr(2):
+                            wgmma.wait(1)
+                            self.epilogue.store_products(i, products[i], rows, tile, scale)
+                            wgmma.multiply(*mma, products[i], 0, k, q, stage, next_query_stage * 2 + i)
+                        release(bars, tile, query_stage, lane)
+                        if is_new:
+                            group = after.group
+                            self.epilogue.load_rows(rows, group, next_query_stage)
+                        for i in range_constexpr(2):
+                            wgmma.wait(1 - i)
+                            self.epilogue.store_products(i, products[i], rows, after, next_scale)
+                        release(bars, after, next_query_stage, lane)
+                        stage, phase = advance(stage, phase, config)
 
-    @cute.jit
-    def skip_queries(self, turn: Any, until: Any) -> Any:
-        """Release the queries of the CTA's work tiles `turn` to `until` - 1, of which the team has no tiles. Returns
-        `until`."""
-        for skipped in cutlass.range(turn, until, 1, unroll=1):
-            query_stage = self.wait_queries(skipped)
-            cute.arch.sync_warp()
-            if self.epilogue.lane == 0:
-                cute.arch.mbarrier_arrive(self.bars.queries.empty(query_stage))
-        return until
+    def load_scale(self, stage: Any) -> Any:
+        """That of the thread's key of a tile."""
+        return ptx.load_shared_f32(self.smem.scales + (stage * KEY_TILE + self.epilogue.own) * 4)
+
+    def query_stage(self, turn: Any) -> Any:
+        """Of the warpgroup's group number `turn`."""
+        return self.warpgroup * QUERY_STAGES + turn % QUERY_STAGES
 
     @cute.jit
     def wait_queries(self, turn: Any) -> Any:
-        """The stage with the queries of the CTA's work tile number `turn`, when they are there."""
-        query_stage = turn % QUERY_STAGES
+        """The stage with the queries of the warpgroup's group number `turn`, when they are there."""
+        query_stage = self.query_stage(turn)
         self.bars.queries.wait_full(query_stage, turn // QUERY_STAGES & 1)
         return query_stage
 
@@ -286,7 +275,8 @@ class LogitsKernel:
 
     def __init__(self, key: LogitsKey) -> None:
         self.config, self.paged = key.config, key.paged
-        self.box = key.box if key.paged else self.config.keys
+        self.registers = REGISTERS if key.box == KEY_TILE and key.heads == 64 else REGISTERS_BESIDE_MORE
+        self.has_many_columns = self.config.columns >= MANY_COLUMNS
         kind = f"paged_mqa_logits_b{key.box}" if key.paged else "mqa_logits"
         self.name = f"{kind}_h{key.heads}r{key.rows}"
 
@@ -322,23 +312,23 @@ class LogitsKernel:
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         config, width = self.config, self.config.row_bytes
+        columns = config.columns // config.accumulators
         query_rows = code_rows(q, width, (Int32(config.heads), row_count, requests), (q_head, q_row, q_request))
         key_rows = code_rows(keys, width, (page_rows, pages), (key_stride, page_stride))
         boxes = cute.fast_divmod_create_divisor_v2(cute.ceil_div(page_rows, config.box))
         load = cpasync.CopyBulkTensorTileG2SOp()
         query_tiles = wgmma.swizzled_tiles(Float8E4M3FN, config.heads, config.query_stages * config.rows)
-        key_tiles = wgmma.swizzled_tiles(Float8E4M3FN, self.box, config.stages * (config.keys // self.box))
+        key_tiles = wgmma.swizzled_tiles(Float8E4M3FN, config.box, config.stages * config.boxes)
         query_copy, query_source = cpasync.make_tiled_tma_atom(load, query_rows, query_tiles, (config.heads, width))
-        key_copy, _ = cpasync.make_tiled_tma_atom(load, key_rows, key_tiles, (self.box, width))
+        key_copy, _ = cpasync.make_tiled_tma_atom(load, key_rows, key_tiles, (config.box, width))
         kernel = self.kernel(
             query_copy,
             query_source,
             key_copy,
             query_tiles,
-            key_tiles,
-            wgmma.swizzled_tiles(Float8E4M3FN, config.part_columns, 1),
-            wgmma.swizzled_tiles(Float8E4M3FN, KEY_TILE, 1),
-            *(wgmma.make_mma(Float8E4M3FN, 1, config.part_columns) for _ in range(2)),
+            wgmma.swizzled_tiles(Float8E4M3FN, columns, config.query_stages * config.accumulators),
+            wgmma.swizzled_tiles(Float8E4M3FN, KEY_TILE, config.stages),
+            *(wgmma.make_mma(Float8E4M3FN, 1, columns) for _ in range(2)),
             RowGroups.of(requests, row_count, config.rows, ctas),
             Windows(starts, ends, end_request, limit, length(out, 1), shifts, skip),
             KeyCache(scales, page_stride, boxes, pages, limit, table, table_stride, table_columns),
@@ -357,7 +347,6 @@ class LogitsKernel:
         query_source: cute.Tensor,
         key_copy: cute.CopyAtom,
         query_tiles: cute.ComposedLayout,
-        key_tiles: cute.ComposedLayout,
         query_layout: cute.ComposedLayout,
         key_layout: cute.ComposedLayout,
         mma: cute.TiledMma,
@@ -383,19 +372,16 @@ class LogitsKernel:
         smem = Smem(*(tensor.iterator.toint() for tensor in words))
         k, q = (
             allocator.allocate_tensor(Float8E4M3FN, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-            for layout in (key_tiles, query_tiles)
+            for layout in (key_layout, query_layout)
         )
-        registers = config.shape.registers
-        producer_warp = config.warpgroups * 4
-        query_warp = producer_warp + config.producers
-        fill_warp = query_warp + 1
+        producer_warp, fill_warp = config.warpgroups * 4, config.warpgroups * 5
         if warp == producer_warp:
             for copy in (query_copy, key_copy):
                 cpasync.prefetch_descriptor(copy)
         if thread == fill_warp * WARP:
             # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage releases it
-            bars.keys.initialize(1 if self.paged else 1 + WARP, 4 * config.team_warpgroups)
-            bars.queries.initialize(1 + WARP, 4 * config.warpgroups)
+            bars.keys.initialize(1 if self.paged else 1 + WARP, 4)
+            bars.queries.initialize(1 + WARP, 4)
         if const_expr(self.paged):
             prefetch_lengths(warp, config.threads // WARP, groups, windows, cache)
         cute.arch.sync_threads()
@@ -408,11 +394,10 @@ class LogitsKernel:
             scheduler.count_tiles(warp)
             cute.arch.sync_threads()
 
-        wgmma.overwrite(mma)
         wgmma.accumulate(mma_more)
         if warp >= producer_warp:
-            if const_expr(len(registers) > 0):
-                cute.arch.setmaxregister_decrease(registers[0])
+            if const_expr(self.has_many_columns):
+                cute.arch.setmaxregister_decrease(self.registers[0])
             if warp < fill_warp:
                 role = cute.arch.make_warp_uniform(warp - producer_warp)
                 key_part = ptx.tensor_map(key_copy), k.iterator.toint()
@@ -421,27 +406,18 @@ class LogitsKernel:
                 )
                 context = scheduler, groups, windows, cache, smem, bars, (weights, weights_stride)
                 producer = Producer(config, self.paged, *context, key_part, query_part)
-                if warp < query_warp:
-                    producer.run(role)
-                else:
-                    producer.run_queries()
+                producer.run(role)
             elif (warp == fill_warp) & (clean != 0):
                 fill = Fill(self.paged, groups, windows, out, out_stride)
                 fill.run(cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
         else:
-            if const_expr(len(registers) > 0):
-                cute.arch.setmaxregister_increase(registers[1])
+            if const_expr(self.has_many_columns):
+                cute.arch.setmaxregister_increase(self.registers[1])
             lane = thread % WARP
             warpgroup = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-            team, member = warpgroup // config.team_warpgroups, warpgroup % config.team_warpgroups
-            half = member if const_expr(config.shape.halves > 1) else 0
-            part = member if const_expr(config.parts > 1) else 0
             own = thread % wgmma.WARPGROUP // WARP * 16 + lane // 4 + (lane & 2) * 4
-            epilogue = Epilogue(config, self.paged, groups, windows, smem, out, out_stride, lane, own, part)
-            places = k.iterator.toint(), q.iterator.toint()
-            consumer = Consumer(
-                config, team, half, bars, smem, epilogue, (mma, mma_more), *places, key_layout, query_layout
-            )
+            epilogue = Epilogue(config, self.paged, groups, windows, smem, out, out_stride, lane, own)
+            consumer = Consumer(config, warpgroup, bars, smem, epilogue, (mma, mma_more), k, q)
             consumer.run()
 
 
@@ -453,7 +429,7 @@ class LogitsKey(KernelKey):
     """What distinguishes one compiled kernel from another.
 
     heads   of a query row: a multiple of 16, at most 64
-    rows    of a group: 1, 2 or 4
+    rows    of a group, at most 256 / heads
     paged   whether keys lie in pages
     box     keys that a copy brings, 64 or 8: pages have a multiple of it
     """

@@ -119,8 +119,7 @@ class Mxfp4Config:
 
     keys: ClassVar[int] = HALVES * KEY_TILE
     row_bytes: ClassVar[int] = INDEX_DIM // 2
-    parts: ClassVar[int] = 1
-    shares_queries: ClassVar[bool] = False
+    accumulators: ClassVar[int] = 1
 
     @property
     def columns(self) -> int:
@@ -515,7 +514,7 @@ class Consumer:
                         found = Int32(-1) if is_far_key else far_rows >> (lane & 1)
                         sums = self.add_far(words, own_rows, query_stage, decoded)
                         wanted = [found >> 2 * i & 1 != 0 for i in range(held)]
-                        self.epilogue.store(sums, rows, tile, self.load_scale(first), wanted, half)
+                        self.epilogue.store(0, sums, rows, tile, self.load_scale(first), wanted, half)
                         far |= (found & 0xFF) << half * 8
                 for half in range_constexpr(HALVES):
                     first = (stage * HALVES + half) * KEY_TILE
@@ -529,8 +528,8 @@ class Consumer:
                     wgmma.multiply_registers(*mma, products, keys, q, warpgroup)
                     wgmma.wait(0)
                     is_near = [far >> (2 * i + half * 8) & 1 == 0 for i in range(held)]
-                    totals = self.epilogue.add_heads(products, rows.weights)
-                    self.epilogue.store(totals, rows, tile, scale, is_near, half)
+                    totals = self.epilogue.add_heads(0, products, rows.weights)
+                    self.epilogue.store(0, totals, rows, tile, scale, is_near, half)
                 if (lane == 0) & (tile.tagged_key & LAST_OF_GROUP != 0):
                     cute.arch.mbarrier_arrive(bars.queries.empty(query_stage))
                 stage, phase = advance(stage, phase, config)
@@ -772,7 +771,7 @@ class Mxfp4LogitsKernel:
             own_warp = cute.arch.make_warp_uniform(thread % wgmma.WARPGROUP // WARP)
             sign = sign_of(smem.table)
             own = own_warp * STRIP + lane // 4 + (lane & 2) * 4
-            epilogue = Epilogue(config, self.paged, groups, windows, smem, out, out_stride, lane, own, Int32(0))
+            epilogue = Epilogue(config, self.paged, groups, windows, smem, out, out_stride, lane, own)
             consumer = Consumer(config, warpgroup, own_warp, bars, smem, epilogue, (mma, mma_more), q, sign)
             consumer.run()
 
