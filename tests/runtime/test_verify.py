@@ -192,6 +192,8 @@ def test_every_kernel_of_a_deployment_runs(monkeypatch: pytest.MonkeyPatch, capa
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
+    for op in all_ops().values():
+        verify.examples_of(op)  # what it imports takes the function that is replaced now
     # nothing is written
     monkeypatch.setattr(verify, "clone_arguments", lambda args, device: tuple(args))
     forget_devices()
