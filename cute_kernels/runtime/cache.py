@@ -278,6 +278,10 @@ class Store:
 
     def contents(self) -> list[dict[str, Any]]:
         """One line per environment folder: arch, environment, objects, bytes, and whether this process uses it."""
+        try:
+            here = fingerprint(environment())
+        except ImportError:  # without CuTe DSL none is used
+            here = ""
         lines = []
         for folder in sorted(self.root.glob("v*/*/*/")):
             objects = [path for path in folder.glob("*.o") if path.is_file()]
@@ -289,7 +293,7 @@ class Store:
                     "environment": folder.name,
                     "objects": len(objects),
                     "bytes": sum(sizes),
-                    "current": folder == self.folder(folder.parent.name),
+                    "current": (folder.parent.parent.name, folder.name) == (f"v{FORMAT}", here),
                 }
             )
         return lines

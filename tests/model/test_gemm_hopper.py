@@ -266,16 +266,15 @@ def test_sums_are_added_split_by_split(name: str) -> None:
 def test_another_order_of_splits_is_found(name: str) -> None:
     key = ORDER_KEYS[name]
 
-    def exchange(changed: Program) -> None:
-        """The second and the third split's sums."""
-        loads = [op for op in changed.ops if op.parts[0] == "ld" and "shared" in op.parts and "v4" in op.parts]
-        # their addresses, or what is added to the first one's just before
-        before = [changed.ops[op.number - 1] for op in loads[1:3]]
-        second, third = (add if add.opcode == "add.s32" else op for add, op in zip(before, loads[1:3], strict=True))
-        second.args[-1], third.args[-1] = third.args[-1], second.args[-1]
-
+    program = parse(compile_report(key).ptx)
+    loads = [op for op in program.ops if op.parts[0] == "ld" and "shared" in op.parts and "v4" in op.parts]
+    # the addresses of the second and the third split's sums, or what is added to the first one's just before
+    before = [program.ops[op.number - 1] for op in loads[1:3]]
+    second, third = (add if add.opcode == "add.s32" else op for add, op in zip(before, loads[1:3], strict=True))
+    for op, other in ((second, third), (third, second)):
+        program = program.with_op(replace(op, args=[*op.args[:-1], other.args[-1]]))
     with pytest.raises(AssertionError):
-        check_order(key, parse(compile_report(key).ptx, exchange))
+        check_order(key, program)
 
 
 # ---- orders and planted bugs -----------------------------------------------------------------------------------------
