@@ -41,8 +41,8 @@ class TileScheduler(NamedTuple):
 
     head_groups, splits, tokens   divisors by the numbers of those
     split_tiles                   KV tiles of a split, or 0: a row's tiles are divided evenly
-    dealt                         None, or address in shared memory of int32 [1 + MOST_DEALT]: 0 if work is not dealt. If
-                                  it is, numbers are places in it, counted from FIRST_DEALT, of numbers in the call, and
+    dealt                         None, or address in shared memory of int32 [1 + MOST_DEALT]: 0 if work is not dealt.
+                                  Else numbers are places in it, counted from FIRST_DEALT, of numbers in the call, and
                                   its first word is where these places end. Nothing of that is kept in registers: roles
                                   have few, and the other fields are arguments of the launch or what the GPU knows
     """
