@@ -20,7 +20,7 @@ from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import Batch, visible_entries
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.sparse_mla.schedule import TILE
+from cute_kernels.sparse_mla.schedule import MOST_DEALT, TILE
 
 EXTRA = ("none", "listed", "dense")
 """How the extra list names its rows: there is none; by slot; by page (a block table)."""
@@ -28,11 +28,8 @@ EXTRA = ("none", "listed", "dense")
 MOST_COLUMNS = 2**31 - 2 * TILE
 """Of a list: the columns of a step that goes beyond the last one are still int32 numbers."""
 
-
-MOST_DEALT = 15
-"""Work tiles of a CTA or cluster that may come in any order."""
-
 FIRST_DEALT = -MOST_DEALT - 1
+"""Numbers of dealt work tiles are negative, and so is where they end."""
 
 
 class TileScheduler(NamedTuple):

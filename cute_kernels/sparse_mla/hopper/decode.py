@@ -4,8 +4,8 @@
 A cluster of two CTAs takes work tiles (params.TileScheduler): a split of a query row's KV, a head group. CTA r of it
 has columns 256 r ... 256 r + 255 of Q, K, V and O, so nothing is loaded, converted or multiplied twice; K and V are the
 same matrix, the dequantized rows. S = Q K^T needs both: the CTAs send each other their part of S, each does the softmax
-of half of the heads, and they send each other those rows of P. Before warps take their roles, all threads of a CTA run
-planner.py, which decides on the cluster's work tiles where rows are of unequal length. Warpgroups of a CTA:
+of half of the heads, and they send each other those rows of P. Where rows may be of unequal length (DecodeKey.dealt),
+all threads of a CTA first run planner.py, which decides on the cluster's work tiles. Warpgroups of a CTA:
 
     0, 1   QK and softmax, ping-pong    copy Q, S = Q K^T, exchange of S, softmax, exchange of P      QkSoftmax
     2      PV and epilogue              O += P V, out                                                 PvEpilogue
@@ -52,7 +52,6 @@ from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.hopper.planner import THREADS, Planner
 from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import (
-    MOST_DEALT,
     NEG_MAX,
     RESCALE_THRESHOLD,
     IndexList,
@@ -62,7 +61,7 @@ from cute_kernels.sparse_mla.params import (
     TileScheduler,
     out_scale_of,
 )
-from cute_kernels.sparse_mla.schedule import TILE
+from cute_kernels.sparse_mla.schedule import MOST_DEALT, TILE
 
 # ---- config
 
@@ -140,7 +139,6 @@ S_PARTIAL_BYTES = ROWS // 2 * KEYS * 4
 P_BYTES = ROWS // 2 * KEYS * 2
 WORDS_BYTES = 128 * 16
 """Four words of each thread of a warpgroup."""
-
 
 BARRIERS = 2 * (FP8_STAGES + KV_STAGES + P_STAGES) + PING_PONG + 1 + 4 + 4 + 4
 
@@ -636,12 +634,11 @@ class QkSoftmax:
         k_parts = self.mma[0].make_fragment_B(part.partition_B(self.k))
         s = cute.make_rmem_tensor(part.partition_shape_C((ROWS, KEYS)), Float32)
         scores = cute.make_rmem_tensor((HELD,), Float32)
-        begin = scheduler.begin()
-        if self.warpgroup == 0 and scheduler.has(begin):
-            batch, token, _, head_group = scheduler.coords(begin)
+        if self.warpgroup == 0 and scheduler.has(scheduler.begin()):
+            batch, token, _, head_group = scheduler.coords(scheduler.begin())
             first = head_group * config.heads
             queries = q.at(batch, token, first) + self.rank * (DIM * 2)
-            self.copy_q_async(queries, cutlass.min(q.heads - first, config.heads), begin, warp, lane)
+            self.copy_q_async(queries, cutlass.min(q.heads - first, config.heads), scheduler.begin(), warp, lane)
         tile = self.warpgroup
         flags, work_tile, low, high = self.wait_header(tile)
         while flags & END == 0:
@@ -1127,11 +1124,11 @@ class DecodeKernel:
         for one in mma[1:]:
             wgmma.accumulate(one)
         config, divisors = self.config, (head_groups, splits, tokens)
-        dealt = smem.dealt if const_expr(config.second != "none") else None  # rows of one list, a window, are short
+        dealt = smem.dealt if const_expr(config.dealt) else None
         scheduler = TileScheduler(cta // CLUSTER, work_tiles, ctas // CLUSTER, *divisors, split_tiles, dealt)
-        if const_expr(dealt is not None):
+        if const_expr(config.dealt):
             planner = Planner(config.heads, config.second, smem.fp8, dealt, rank, scheduler, sources, out, thread)
-            if planner.is_worth_it():
+            if planner.has_room():
                 planner.run()
         if group < FIRST_PV_THREAD // 128:
             cute.arch.setmaxregister_decrease(SOFTMAX_REGISTERS)
@@ -1166,15 +1163,18 @@ class DecodeKey(DecodeKernelKey):
     out_fp32    results are fp32, not bf16
     quantized   results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     raw         queries are normed and rotated, see params.QueryNorm; with out_fp32 or quantized
+    dealt       work tiles of unequal length are dealt by the planner; with a second list
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode"
+    tuning: ClassVar[tuple[str, ...]] = ("dealt",)
     ctas_per_work_tile: ClassVar[int] = CLUSTER
     heads: int = 64
     second: str = "listed"
     out_fp32: bool = False
     quantized: bool = False
     raw: bool = False
+    dealt: bool = False
 
     @property
     def warps(self) -> int:
@@ -1183,7 +1183,7 @@ class DecodeKey(DecodeKernelKey):
 
     @property
     def name(self) -> str:
-        kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized
+        kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized + "_dealt" * self.dealt
         return f"sparse_mla_decode_h{self.heads}_{self.second}{kind}"
 
     @property

@@ -23,21 +23,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.dsl import ptx
-from cute_kernels.sparse_mla.params import (
-    FIRST_DEALT,
-    MOST_DEALT,
-    IndexList,
-    KVSources,
-    Output,
-    TileScheduler,
-    tiles_of,
-)
+from cute_kernels.sparse_mla.params import FIRST_DEALT, IndexList, KVSources, Output, TileScheduler, tiles_of
+from cute_kernels.sparse_mla.schedule import MOST_DEALT, MOST_PLANNED
 
 THREADS = 768
 """Of a CTA."""
-
-MOST_PLANNED = THREADS // 2
-"""Work tiles of a call that are ordered: each is compared with all others."""
 
 PLANNED_WARPS = MOST_PLANNED // 32
 
@@ -46,11 +36,6 @@ MOST_COUNTED = 1 << 20
 
 AROUND = 2
 """Tiles that the beginning and the end of a work tile take as long as."""
-
-LEAST_TILES = 64
-"""Of a cluster, if rows are as long as lists: with fewer it is not worth it. On an H100 192 rows of 26 tiles each, 78 a
-cluster, take 116.2 us where 115.4 before, and 75.3 where 100.6 if their lengths are spread evenly; 256 equal rows of 10
-tiles, 40 a cluster, took 71.0 where 67.9 with a planner that did not yet stop where all are as long."""
 
 LINES = 64
 """Of 128 bytes, of a work tile's list, that are asked for early."""
@@ -88,16 +73,10 @@ class Planner:
     out: Output
     thread: Any
 
-    def is_worth_it(self) -> Any:
-        """Whether clusters have several work tiles, as many as there is room for and enough keys."""
-        scheduler = self.scheduler
-        work_tiles, clusters = scheduler.end, scheduler.step
-        tiles = sum(tiles_of(columns) for _, columns in self.lists)
-        split = (tiles + (scheduler.splits.divisor - 1)) // scheduler.splits.divisor
-        split = cutlass.select_(scheduler.split_tiles != 0, cutlass.min(scheduler.split_tiles, tiles), split)
-        rounds = (work_tiles + (clusters - 1)) // clusters
-        has_room = (work_tiles <= MOST_PLANNED) & (rounds <= MOST_DEALT)
-        return has_room & (rounds > 1) & (rounds * split >= LEAST_TILES)
+    def has_room(self) -> Any:
+        """Whether clusters have several work tiles, and as many as can be dealt."""
+        work_tiles, clusters = self.scheduler.end, self.scheduler.step
+        return (work_tiles > clusters) & (work_tiles <= MOST_PLANNED) & (work_tiles <= clusters * MOST_DEALT)
 
     @property
     def lists(self) -> list[tuple[IndexList, Any]]:
